@@ -1,0 +1,1 @@
+"""The one command line ``rose``: a verb per process and per task."""

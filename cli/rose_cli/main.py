@@ -1,0 +1,78 @@
+"""``rose VERB ...``: finds the verb's module and hands it the rest of the arguments.
+
+A verb's module is imported only when it is called, so the operator's image needs no engine
+libraries and ``rose --help`` answers at once. Every verb is a function ``main(argv) -> exit code``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb: where its ``main`` is, what it does, which extra brings its libraries."""
+
+    module: str
+    summary: str
+    extra: str
+
+
+VERBS: dict[str, Verb] = {
+    "operator": Verb("rose_operator.main", "reconcile pools and leases into slots", "operator"),
+    "agent": Verb("rose_agent.main", "guard the serving replicas of this node", "agent"),
+    "tap": Verb("rose_agent.tap.main", "watch serving traffic of this node", "agent"),
+    "engine-host": Verb("rose_agent.host.main", "run rollout engines on this node", "agent"),
+    "weight-sync": Verb("rose_agent.weightsync.main", "bring weights to this node", "agent"),
+    "router": Verb("rose_router.main", "serve a lease's URL to trainers", "router"),
+    "weights": Verb("rose_weights.main", "serve, inspect, verify and compare weights", "weights"),
+    "dev": Verb("rose_dev.main", "one-node Kubernetes for development", "dev"),
+    "demo": Verb("rose_demo.main", "the main job on real parts, with a report", "dev"),
+}
+
+
+def usage() -> str:
+    """The text of ``rose --help``."""
+    width = max(map(len, VERBS))
+    lines = [f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items()]
+    return "usage: rose VERB [ARGUMENTS]\n\n" + "\n".join(lines) + "\n"
+
+
+def _load(name: str, verb: Verb) -> Callable[[list[str]], int]:
+    try:
+        module = importlib.import_module(verb.module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0].startswith("rose_"):
+            raise
+        message = (
+            f"rose {name}: the Python package {error.name!r} is missing; "
+            f"install rose-gpu[{verb.extra}]"
+        )
+        raise SystemExit(message) from error
+    main: Callable[[list[str]], int] = module.main
+    return main
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb.
+
+    Returns:
+        The process's exit code: 0 done, 1 failed, 2 wrong usage.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in {"-h", "--help"}:
+        sys.stdout.write(usage())
+        return 0 if arguments else 2
+    name, *rest = arguments
+    verb = VERBS.get(name)
+    if verb is None:
+        sys.stderr.write(f"rose: no verb {name!r}\n\n{usage()}")
+        return 2
+    return _load(name, verb)(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Guard and weight-sync -> engine host, over a Unix socket on the node.
+
+The engine host alone starts, stops, pauses and continues rollout engines. A pause is a set of
+holders: an engine runs only while nobody holds it, so nobody's resume undoes another's pause.
+The permit (``rose_engines.permit``) is not here: it is shared memory, because the guard must be
+able to let it lapse by doing nothing.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from rose_core.identity import SlotKey
+from rose_core.wire.sync import EngineSpec, WeightSource
+
+
+class Holder(StrEnum):
+    """Who keeps an engine paused."""
+
+    GUARD = "Guard"
+    COMMIT = "Commit"
+    RETRACT = "Retract"
+
+
+class EngineState(StrEnum):
+    """Life of a rollout engine under the host.
+
+    ``Starting -> Serving <-> Dormant -> Stopping -> Gone``; ``Failed`` after a crash, left by
+    back-off into ``Starting``.
+    """
+
+    STARTING = "Starting"
+    SERVING = "Serving"
+    DORMANT = "Dormant"
+    STOPPING = "Stopping"
+    FAILED = "Failed"
+    GONE = "Gone"
+
+
+class EnsureEngine(msgspec.Struct, frozen=True):
+    """Run this engine for this slot; idempotent, a higher generation replaces a lower one.
+
+    Attributes:
+        token: bearer token that the slot's data route demands from the router.
+    """
+
+    slot: SlotKey
+    slot_name: str
+    engine: EngineSpec
+    weights: WeightSource
+    gpu_uuids: tuple[str, ...] = ()
+    token: str = ""
+
+
+class StopEngine(msgspec.Struct, frozen=True):
+    """End the slot's engine and verify that its GPUs are free of it.
+
+    Attributes:
+        deadline_seconds: kill what has not ended by then.
+    """
+
+    slot: SlotKey
+    reason: str
+    deadline_seconds: float = 5.0
+
+
+class HoldEngine(msgspec.Struct, frozen=True):
+    """Pause (``hold`` true) or no longer pause the slot's engine for one holder."""
+
+    slot: SlotKey
+    holder: Holder
+    hold: bool
+
+
+class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One engine as the host sees it.
+
+    Attributes:
+        endpoint: URL of the slot's data route (authorised proxy), reachable by routers.
+        version, digest: last attested on the live weights.
+        generated_tokens: output tokens that passed the data route.
+    """
+
+    slot: SlotKey
+    state: EngineState
+    holders: tuple[Holder, ...] = ()
+    pids: tuple[int, ...] = ()
+    endpoint: str = ""
+    version: str = ""
+    digest: str = ""
+    generated_tokens: int = 0
+    restarts: int = 0
+    reason: str = ""
+    message: str = ""
+
+
+class HostStatusRequest(msgspec.Struct, frozen=True):
+    """Ask for every engine of the host."""
+
+
+class HostStatus(msgspec.Struct, frozen=True):
+    """Every engine the host knows."""
+
+    engines: tuple[EngineStatus, ...] = ()
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """The host has taken the order; its effect shows in the status.
+
+    Attributes:
+        paused_microseconds: for a hold, time until every thread of the engine stood still.
+    """
+
+    paused_microseconds: int = 0

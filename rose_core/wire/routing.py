@@ -1,0 +1,57 @@
+"""Whoever owns an engine -> router ``Attach``: gates, caps and attested versions.
+
+The owner (node agent for a borrowed engine, engine host for a dedicated one) dials the router and
+keeps one stream per engine open. A closed gate is sent at once. When the stream ends, the router
+treats the gate as closed.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class EngineKind(StrEnum):
+    """Whether an engine may be taken back at any moment."""
+
+    BORROWED = "Borrowed"
+    DEDICATED = "Dedicated"
+
+
+class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The state of one engine; each message replaces the one before.
+
+    Attributes:
+        engine: unique name; for a borrowed engine the slot's name.
+        lease: ``namespace/name`` of the lease whose router this must be.
+        url: base URL of the data route; ``token`` is its bearer token.
+        gate_open: turns may be sent and tokens may be expected.
+        cap: most turns in flight, the actuator of the budget loop.
+        version, digest: attested on the live weights; empty = no version, no turns.
+        leaving: the engine will not come back; continue its turns elsewhere now.
+    """
+
+    engine: str
+    kind: EngineKind
+    lease: str
+    url: str
+    token: str = ""
+    pool: str = ""
+    gate_open: bool = False
+    cap: int = 0
+    version: str = ""
+    digest: str = ""
+    leaving: bool = False
+
+
+class RouterNote(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The router's side of the stream, at most once a second.
+
+    Attributes:
+        live_turns: turns in flight on this engine.
+        queued_turns: turns waiting for any engine of the lease.
+    """
+
+    live_turns: int = 0
+    queued_turns: int = 0

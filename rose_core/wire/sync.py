@@ -1,0 +1,210 @@
+"""Agent -> operator ``Sync``: telemetry up, grants and pool policies down.
+
+The agent dials, so GPU nodes need no listener for it. A grant is good until *the agent's own send
+time* + ``ttl_seconds``: an answer that was delayed extends nothing. Times are seconds of the
+sender's monotonic clock and are compared with nothing but themselves.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from rose_core.identity import GrantKey, SlotKey
+
+
+class SignalSource(StrEnum):
+    """Where the knowledge about a serving replica comes from, best first."""
+
+    WIRE_TAP = "WireTap"
+    LOAD_SNAPSHOT = "LoadSnapshot"
+    LOADS = "Loads"
+    METRICS = "Metrics"
+
+
+class SlotState(StrEnum):
+    """Life of a slot on its node, as the agent reports it.
+
+    ``Pending -> Starting -> Syncing -> Running <-> Stopped -> Releasing -> Gone``;
+    ``Failed`` can follow any state before ``Gone`` and is left by back-off and a new start.
+    """
+
+    PENDING = "Pending"
+    STARTING = "Starting"
+    SYNCING = "Syncing"
+    RUNNING = "Running"
+    STOPPED = "Stopped"
+    RELEASING = "Releasing"
+    FAILED = "Failed"
+    GONE = "Gone"
+
+
+class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One serving replica as its node's agent sees it; ``None`` means unknown, never zero.
+
+    Attributes:
+        pool: ``namespace/name`` of the ServingPool whose policy the agent applies.
+        stopped: the stop button (file on the node or pod annotation) is pressed.
+        signal: best source that proves it is alive now.
+        verified: the tap's request count equals the engine's own counter.
+        refusal: closed reason why nothing may be lent here now (``docs/api.md``), or empty.
+        kv_used_permille: KV pool in use, thousandths.
+        busy_permille: share of the last report window with a request in flight, thousandths.
+        lendable_bytes: device memory that may be lent.
+        requests_total, slow_requests_total: finished requests and those above the pool's SLO.
+    """
+
+    pool: str
+    pod_namespace: str
+    pod_name: str
+    pod_uid: str
+    gpu_uuids: tuple[str, ...] = ()
+    ready: bool = False
+    stopped: bool = False
+    signal: SignalSource | None = None
+    verified: bool | None = None
+    refusal: str = ""
+    running_requests: int | None = None
+    kv_used_permille: int | None = None
+    busy_permille: int | None = None
+    lendable_bytes: int | None = None
+    requests_total: int = 0
+    slow_requests_total: int = 0
+
+
+class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One slot as its node realises it.
+
+    Attributes:
+        reason: closed enum word, also used in conditions, Events and metrics.
+        version, digest: attested on the live weights, empty before the first attestation.
+        lent_milliseconds, open_milliseconds: time granted, and time with the gate open.
+        harvested_tokens: output tokens the slot's engine made.
+        reclaims: number of reclaims by ladder rung name.
+    """
+
+    slot: SlotKey
+    state: SlotState
+    reason: str = ""
+    message: str = ""
+    gate_open: bool = False
+    endpoint: str = ""
+    version: str = ""
+    digest: str = ""
+    lent_milliseconds: int = 0
+    open_milliseconds: int = 0
+    harvested_tokens: int = 0
+    reclaims: dict[str, int] = {}
+
+
+class PoolPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a ServingPool asks of the agents; enough to protect serving without the operator.
+
+    Attributes:
+        pool: ``namespace/name``.
+        labels: match labels of the serving pods, in the pool's namespace.
+        engine: ``SGLang`` or ``VLLM``; selects the telemetry dialect.
+        ttft_milliseconds, tpot_milliseconds: SLO, 0 when the pool names none.
+        max_increase_percent: allowed increase of latency by lending, 0 when not given.
+        allowed_signals: sources the owner permits, best first.
+    """
+
+    pool: str
+    mode: str
+    labels: dict[str, str]
+    port: int
+    engine: str = "SGLang"
+    ttft_milliseconds: int = 0
+    tpot_milliseconds: int = 0
+    percentile: int = 99
+    max_increase_percent: int = 0
+    allowed_signals: tuple[SignalSource, ...] = tuple(SignalSource)
+    memory_headroom_percent: int = 20
+
+
+class EngineSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The rollout engine a slot runs.
+
+    Attributes:
+        engine_class: named engine build of the chart.
+        model: reference the node resolves (a folder name under the host's model folder).
+        arguments: engine arguments, already checked against the allow-list.
+        context_tokens: longest prompt plus output.
+        kv_tokens: size of the KV pool in tokens.
+    """
+
+    engine_class: str
+    model: str
+    arguments: dict[str, str] = {}
+    context_tokens: int = 4096
+    kv_tokens: int = 16384
+    max_running: int = 8
+
+
+class WeightSource(msgspec.Struct, frozen=True):
+    """Where the slot's weights come from; the address is the platform's, never the lease's.
+
+    Attributes:
+        endpoint: ``host:port`` of the store or relay, resolved from ``weightStoreName``.
+        run: training run to follow.
+        max_staleness: versions the engine may lag behind the head.
+    """
+
+    endpoint: str
+    run: str
+    max_staleness: int = 1
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """The right to run one slot on one serving replica's GPUs until the deadline.
+
+    Attributes:
+        key: leader term, slot uid and generation.
+        ttl_seconds: counted from the moment the agent *sent* the request this answers.
+        router: ``host:port`` where the agent attaches the slot's engine (``routing``).
+    """
+
+    key: GrantKey
+    ttl_seconds: float
+    slot_name: str
+    lease: str
+    pool: str
+    pod_uid: str
+    pod_name: str
+    gpu_uuids: tuple[str, ...]
+    engine: EngineSpec
+    weights: WeightSource
+    router: str
+    max_concurrent_turns: int = 8
+
+
+class SyncRequest(msgspec.Struct, frozen=True):
+    """Sent every ``sync_period_seconds`` of the last reply, and at once after a transition.
+
+    Attributes:
+        highest_term: highest leader term this node has obeyed.
+        capabilities: word -> empty when available, else the reason why not.
+    """
+
+    node: str
+    agent_version: str
+    highest_term: int
+    replicas: tuple[ReplicaReport, ...] = ()
+    slots: tuple[SlotReport, ...] = ()
+    capabilities: dict[str, str] = {}
+
+
+class SyncReply(msgspec.Struct, frozen=True):
+    """Every grant the node holds now; a slot that is missing has been taken back.
+
+    Attributes:
+        complete: False while the operator does not know all its objects (it just started or is
+            not the leader): the agent keeps what it has until the deadline and starts nothing.
+    """
+
+    term: int
+    complete: bool
+    grants: tuple[Grant, ...] = ()
+    pools: tuple[PoolPolicy, ...] = ()
+    sync_period_seconds: float = 2.0

@@ -1,0 +1,305 @@
+"""Typed gRPC methods without generated code: msgspec structs in MessagePack frames.
+
+A ``Method`` names a service method and its two message types. ``Server`` binds handlers to
+methods, ``call``/``stream`` use them. ``bytes`` as a message type travels as it is, which is what
+weight blocks need. gRPC itself (connections, deadlines, cancellation, keep-alive, TLS) is grpcio's.
+
+Next step: ``services`` lists the methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+import grpc
+import grpc.aio
+import msgspec
+
+from rose_wire.errors import MalformedMessage, Refused, Unavailable, WireError
+
+RequestT = TypeVar("RequestT")
+ReplyT = TypeVar("ReplyT")
+
+# A weight block and its frame; everything else is a few kilobytes.
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.so_reuseport", 0),
+)
+
+_UNAVAILABLE = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    }
+)
+
+
+def encode(message: object) -> bytes:
+    """Message to frame; ``bytes`` pass through."""
+    return message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
+
+
+def decode(kind: type[ReplyT], frame: bytes) -> ReplyT:
+    """Frame to message.
+
+    Raises:
+        MalformedMessage: the frame is no such message; says where it differs.
+    """
+    if kind is bytes:
+        return cast("ReplyT", frame)
+    try:
+        return msgspec.msgpack.decode(frame, type=kind)
+    except msgspec.MsgspecError as error:
+        message = f"not a {kind.__name__}: {error}"
+        raise MalformedMessage(message) from error
+
+
+@dataclass(frozen=True)
+class Method(Generic[RequestT, ReplyT]):
+    """One method of a service; ``path`` is gRPC's ``/service/method``."""
+
+    service: str
+    name: str
+    request: type[RequestT]
+    reply: type[ReplyT]
+
+    @property
+    def path(self) -> str:
+        """The gRPC path."""
+        return f"/{self.service}/{self.name}"
+
+
+def _refusing(error: Exception) -> tuple[grpc.StatusCode, str]:
+    if isinstance(error, MalformedMessage):
+        return grpc.StatusCode.INVALID_ARGUMENT, str(error)
+    if isinstance(error, Refused):
+        return grpc.StatusCode.FAILED_PRECONDITION, str(error)
+    return grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"
+
+
+class Server:
+    """A gRPC server made of ``Method`` handlers.
+
+    Args:
+        token: when given, every call must carry ``authorization: Bearer <token>``.
+        credentials: TLS; without it the port is plain text.
+    """
+
+    def __init__(
+        self, *, token: str = "", credentials: grpc.ServerCredentials | None = None
+    ) -> None:
+        interceptors = (_BearerCheck(token),) if token else ()
+        self._server = grpc.aio.server(options=_OPTIONS, interceptors=interceptors)
+        self._credentials = credentials
+
+    def unary(
+        self,
+        method: Method[RequestT, ReplyT],
+        handler: Callable[[RequestT], Awaitable[ReplyT]],
+    ) -> None:
+        """Answer one message with one message."""
+
+        async def answer(frame: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            try:
+                return encode(await handler(decode(method.request, frame)))
+            except WireError as error:
+                await context.abort(*_refusing(error))
+                raise
+
+        self._add(method, grpc.unary_unary_rpc_method_handler(answer))
+
+    def server_stream(
+        self,
+        method: Method[RequestT, ReplyT],
+        handler: Callable[[RequestT], AsyncIterator[ReplyT]],
+    ) -> None:
+        """Answer one message with many."""
+
+        async def answer(frame: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+            try:
+                async for reply in handler(decode(method.request, frame)):
+                    yield encode(reply)
+            except WireError as error:
+                await context.abort(*_refusing(error))
+
+        self._add(method, grpc.unary_stream_rpc_method_handler(answer))
+
+    def bidirectional(
+        self,
+        method: Method[RequestT, ReplyT],
+        handler: Callable[[AsyncIterator[RequestT]], AsyncIterator[ReplyT]],
+    ) -> None:
+        """Answer many messages with many, in either order."""
+
+        async def answer(
+            frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+        ) -> AsyncIterator[bytes]:
+            async def requests() -> AsyncIterator[RequestT]:
+                async for frame in frames:
+                    yield decode(method.request, frame)
+
+            try:
+                async for reply in handler(requests()):
+                    yield encode(reply)
+            except WireError as error:
+                await context.abort(*_refusing(error))
+
+        self._add(method, grpc.stream_stream_rpc_method_handler(answer))
+
+    async def start(self, address: str) -> int:
+        """Listen on ``host:port`` or ``unix:/path``; port 0 picks one.
+
+        Returns:
+            The port, 1 for a Unix socket.
+
+        Raises:
+            Unavailable: the address cannot be bound.
+        """
+        try:
+            if self._credentials is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, self._credentials)
+        except RuntimeError as error:
+            message = f"cannot listen on {address}: {error}"
+            raise Unavailable(message) from error
+        await self._server.start()
+        return port
+
+    async def stop(self, grace_seconds: float = 0.5) -> None:
+        """End calls in flight after the grace and close the port."""
+        await self._server.stop(grace_seconds)
+
+    def _add(self, method: Method[Any, Any], handler: grpc.RpcMethodHandler) -> None:
+        generic = grpc.method_handlers_generic_handler(method.service, {method.name: handler})
+        self._server.add_generic_rpc_handlers((generic,))
+
+
+class _BearerCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}"
+
+        async def refuse(_request: object, context: grpc.aio.ServicerContext) -> bytes:
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "bearer token missing or wrong; both sides must mount the same Secret",
+            )
+            return b""
+
+        self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        metadata = dict(details.invocation_metadata or ())
+        if metadata.get("authorization") == self._expected:
+            return await continuation(details)
+        return self._refuse
+
+
+def connect(
+    address: str, *, credentials: grpc.ChannelCredentials | None = None
+) -> grpc.aio.Channel:
+    """Open a channel; it connects by itself and again after a loss."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+
+
+def translate(error: grpc.aio.AioRpcError, path: str) -> WireError:
+    """GRPC's error as ours, naming the method."""
+    text = f"{path}: {error.code().name}: {error.details()}"
+    return Unavailable(text) if error.code() in _UNAVAILABLE else Refused(text)
+
+
+def _metadata(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),) if token else ()
+
+
+async def call(
+    channel: grpc.aio.Channel,
+    method: Method[RequestT, ReplyT],
+    request: RequestT,
+    *,
+    timeout: float,  # noqa: ASYNC109  # gRPC's own deadline, sent to the peer
+    token: str = "",
+) -> ReplyT:
+    """Send one message, await one.
+
+    Raises:
+        Unavailable: no answer inside ``timeout`` seconds.
+        Refused: the peer said no.
+        MalformedMessage: the answer is no such message.
+    """
+    try:
+        frame = await channel.unary_unary(method.path)(
+            encode(request), timeout=timeout, metadata=_metadata(token)
+        )
+    except grpc.aio.AioRpcError as error:
+        raise translate(error, method.path) from error
+    return decode(method.reply, frame)
+
+
+async def receive(
+    channel: grpc.aio.Channel,
+    method: Method[RequestT, ReplyT],
+    request: RequestT,
+    *,
+    token: str = "",
+) -> AsyncIterator[ReplyT]:
+    """Send one message, yield many.
+
+    Raises:
+        Unavailable: the stream broke.
+        Refused: the peer said no.
+    """
+    stream = channel.unary_stream(method.path)(encode(request), metadata=_metadata(token))
+    try:
+        async for frame in stream:
+            yield decode(method.reply, frame)
+    except grpc.aio.AioRpcError as error:
+        raise translate(error, method.path) from error
+    finally:
+        stream.cancel()
+
+
+async def converse(
+    channel: grpc.aio.Channel,
+    method: Method[RequestT, ReplyT],
+    requests: AsyncIterable[RequestT],
+    *,
+    token: str = "",
+) -> AsyncIterator[ReplyT]:
+    """Send many messages, yield many.
+
+    Raises:
+        Unavailable: the stream broke.
+        Refused: the peer said no.
+    """
+
+    async def frames() -> AsyncIterator[bytes]:
+        async for request in requests:
+            yield encode(request)
+
+    stream = channel.stream_stream(method.path)(frames(), metadata=_metadata(token))
+    try:
+        async for frame in stream:
+            yield decode(method.reply, frame)
+    except grpc.aio.AioRpcError as error:
+        raise translate(error, method.path) from error
+    finally:
+        stream.cancel()
