@@ -1,0 +1,1 @@
+"""One-node Kubernetes, images and small models for development and tests."""

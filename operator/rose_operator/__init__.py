@@ -1,0 +1,1 @@
+"""The kopf shell around ``rose_core.lending``; start at ``docs/operator.md``."""

@@ -1,0 +1,1 @@
+"""The weight plane: store, gRPC service, client; start at ``docs/weight-format.md``."""

@@ -169,9 +169,9 @@ class Server:
         """
         try:
             if self._credentials is None:
-                port = self._server.add_insecure_port(address)
+                port = int(self._server.add_insecure_port(address))
             else:
-                port = self._server.add_secure_port(address, self._credentials)
+                port = int(self._server.add_secure_port(address, self._credentials))
         except RuntimeError as error:
             message = f"cannot listen on {address}: {error}"
             raise Unavailable(message) from error
