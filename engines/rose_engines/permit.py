@@ -1,0 +1,143 @@
+"""The permit: a deadline in shared memory that a rollout engine may compute before.
+
+The guard must be able to stop rollouts by *doing nothing*: it extends the deadline a little at a
+time, and when it hangs, dies or simply decides so, the deadline passes. Beside the deadline lie
+two heartbeats, so that each watcher can tell that the other one is gone. Who writes what:
+
+    guard        the deadline and its own heartbeat
+    engine host  its own heartbeat (and the deadline of dedicated engines, which have no guard)
+    engine       nothing; it attaches read-only and stops between iterations
+
+Layout of the 64 bytes, native byte order of one machine, version in the last byte of the magic:
+
+    0   8  magic  b"ROSEPMT\\x01"
+    8   8  deadline, CLOCK_MONOTONIC nanoseconds; 0 = closed
+    16  8  last heartbeat of the guard, same clock; 0 = never
+    24  8  last heartbeat of the engine host, same clock; 0 = never
+    32  32 zero
+
+Every field is one aligned 8-byte word that is stored and loaded by a single instruction, so no
+reader ever sees half a value and no lock is needed. Standard library only: the file is imported
+inside engines. Next step: ``rose_engines.sglang.plugin`` waits on it, ``rose_engines.rundir`` says
+where it lies.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from pathlib import Path
+from typing import Self
+
+SIZE = 64
+MAGIC = b"ROSEPMT\x01"
+# A deadline further ahead than this is not one of ours (a leftover of an earlier boot, garbage):
+# a dead man's switch that holds for ever would be none.
+LONGEST_NS = 10_000_000_000
+
+_DEADLINE, _GUARD, _HOST = 1, 2, 3
+
+
+class BadPermit(ValueError):
+    """The file is no permit of this version."""
+
+
+class Permit:
+    """A mapped permit; see the module for who writes what.
+
+    Use ``Permit.create`` in the engine host and ``Permit.attach`` everywhere else.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._bytes = memoryview(memory)
+        # A memoryview of native 8-byte integers copies a whole word at a time; struct's
+        # little-endian formats would store it byte by byte.
+        self._words = self._bytes.cast("q")
+
+    @classmethod
+    def create(cls, path: Path | str) -> Self:
+        """Make a closed permit at ``path`` and map it; an older file there is replaced.
+
+        The file appears complete (rename), readable by everyone who may enter its folder.
+
+        Raises:
+            OSError: the folder is missing or full.
+        """
+        target = Path(path)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            os.write(handle, MAGIC.ljust(SIZE, b"\0"))
+            os.fchmod(handle, 0o644)
+        finally:
+            os.close(handle)
+        Path(temporary).replace(target)
+        return cls.attach(target)
+
+    @classmethod
+    def attach(cls, path: Path | str, *, writable: bool = True) -> Self:
+        """Map an existing permit.
+
+        Args:
+            path: the permit's file.
+            writable: False for readers (engines), which then need no right to write.
+
+        Raises:
+            OSError: the file is not there or may not be opened.
+            BadPermit: the file has another size, magic or version.
+        """
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        with Path(path).open("r+b" if writable else "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != SIZE:
+                raise BadPermit(f"permit {path} has {size} bytes instead of {SIZE}")
+            memory = mmap.mmap(file.fileno(), SIZE, access=access)
+        magic = memory[: len(MAGIC)]
+        if magic != MAGIC:
+            memory.close()
+            raise BadPermit(f"permit {path} starts with {magic!r}, this version needs {MAGIC!r}")
+        return cls(memory)
+
+    @property
+    def until_ns(self) -> int:
+        """The deadline, CLOCK_MONOTONIC nanoseconds; 0 when closed."""
+        return self._words[_DEADLINE]
+
+    def extend(self, until_ns: int) -> None:
+        """Allow computing before ``until_ns`` (at most 10 s ahead counts)."""
+        self._words[_DEADLINE] = until_ns
+
+    def close_now(self) -> None:
+        """Forbid computing from this moment on."""
+        self._words[_DEADLINE] = 0
+
+    def is_open(self, now_ns: int) -> bool:
+        """Whether computing is allowed at ``now_ns``."""
+        return now_ns < self._words[_DEADLINE] <= now_ns + LONGEST_NS
+
+    def beat_guard(self, now_ns: int) -> None:
+        """The guard lives."""
+        self._words[_GUARD] = now_ns
+
+    def beat_host(self, now_ns: int) -> None:
+        """The engine host lives."""
+        self._words[_HOST] = now_ns
+
+    def guard_age_ns(self, now_ns: int) -> int | None:
+        """Time since the guard's last heartbeat; None when there was none."""
+        return self._age(_GUARD, now_ns)
+
+    def host_age_ns(self, now_ns: int) -> int | None:
+        """Time since the engine host's last heartbeat; None when there was none."""
+        return self._age(_HOST, now_ns)
+
+    def _age(self, word: int, now_ns: int) -> int | None:
+        beat = self._words[word]
+        return max(0, now_ns - beat) if beat else None
+
+    def detach(self) -> None:
+        """Unmap; the permit itself goes on. Calling it twice does no harm."""
+        self._words.release()
+        self._bytes.release()
+        self._memory.close()

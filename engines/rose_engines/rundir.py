@@ -1,0 +1,227 @@
+"""The node's run directory: the files through which ROSE's processes on a node meet.
+
+One folder on a tmpfs (``--rundir``), shared by the containers of the node's agents. Everything in
+it can be lost at any time without harm to serving: a missing permit is a closed permit, a missing
+file is *unknown*. Writers replace files atomically; readers treat what is missing or unreadable as
+absent and look again. The layout:
+
+    host.sock  tap.sock           sockets of engine host and wire tap
+    stop                          while it exists nothing of ROSE computes on this node
+    guard.json                    highest term and pool policies last heard
+    slots/<uid>/slot.json         the order for the slot (EnsureEngine)
+    slots/<uid>/permit            rose_engines.permit
+    slots/<uid>/engine.json       EngineFile, written by the engine host
+    slots/<uid>/plugin.sock       control socket of the plugin inside the engine
+    slots/<uid>/weights.json      WeightsFile, written by weight-sync
+    slots/<uid>/bundles/          staged weight bundles
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+_UID = re.compile(r"^[A-Za-z0-9][-A-Za-z0-9._]{0,127}$")
+# sockaddr_un.sun_path of Linux, with its final zero.
+_LONGEST_SOCKET = 107
+
+
+class EngineFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``engine.json``: the engine process of a slot as the host started it.
+
+    Attributes:
+        generation: the slot's generation that this engine belongs to.
+        pids: processes of the engine's tree, the first one is its root.
+        cgroup: folder of the engine's own cgroup, empty when there is none (signals only).
+        cgroup_version: ``v1``, ``v2`` or ``signals``.
+        url: base URL of the engine itself, on the node only.
+        started_ns: CLOCK_MONOTONIC nanoseconds.
+        dedicated: the engine has no guard; its permit is held open by the host.
+    """
+
+    slot: str
+    generation: int = 0
+    pids: tuple[int, ...] = ()
+    cgroup: str = ""
+    cgroup_version: str = "signals"
+    url: str = ""
+    port: int = 0
+    python: str = ""
+    model: str = ""
+    started_ns: int = 0
+    dedicated: bool = False
+
+
+class WeightsFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``weights.json``: what a slot's engine serves, as weight-sync has seen it attested.
+
+    Attributes:
+        version, digest: last attested on the live weights; empty before the first attestation.
+        attested: the digest was recomputed on the live weights and equals the manifest's.
+        head: newest version known to the store.
+        lag: publishes between ``version`` and ``head``; None = unknown.
+        error: why the head is not being served, empty when all is well.
+        history: versions committed, newest last.
+    """
+
+    version: str = ""
+    digest: str = ""
+    attested: bool = False
+    head: str = ""
+    lag: int | None = None
+    error: str = ""
+    history: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SlotDir:
+    """Paths of one slot."""
+
+    folder: Path
+
+    @property
+    def uid(self) -> str:
+        """The slot's uid."""
+        return self.folder.name
+
+    @property
+    def slot(self) -> Path:
+        """The order for the slot."""
+        return self.folder / "slot.json"
+
+    @property
+    def permit(self) -> Path:
+        """The permit's file."""
+        return self.folder / "permit"
+
+    @property
+    def engine(self) -> Path:
+        """``EngineFile``."""
+        return self.folder / "engine.json"
+
+    @property
+    def plugin_socket(self) -> Path:
+        """Control socket of the plugin inside the engine."""
+        return self.folder / "plugin.sock"
+
+    @property
+    def weights(self) -> Path:
+        """``WeightsFile``."""
+        return self.folder / "weights.json"
+
+    @property
+    def bundles(self) -> Path:
+        """Folder of staged weight bundles."""
+        return self.folder / "bundles"
+
+    def create(self) -> SlotDir:
+        """Make the slot's folders; returns itself.
+
+        Raises:
+            OSError: the run directory cannot be written.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.bundles.mkdir(mode=0o700, exist_ok=True)
+        return self
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of the run directory."""
+
+    root: Path
+
+    @property
+    def host_socket(self) -> Path:
+        """GRPC of the engine host."""
+        return self.root / "host.sock"
+
+    @property
+    def tap_socket(self) -> Path:
+        """Event stream of the wire tap."""
+        return self.root / "tap.sock"
+
+    @property
+    def stop(self) -> Path:
+        """Stop button of the node: it is pressed while this file exists."""
+        return self.root / "stop"
+
+    @property
+    def guard(self) -> Path:
+        """State that survives the guard's restart."""
+        return self.root / "guard.json"
+
+    @property
+    def slots(self) -> Path:
+        """Folder of all slots."""
+        return self.root / "slots"
+
+    def slot(self, uid: str) -> SlotDir:
+        """Paths of one slot.
+
+        Raises:
+            ValueError: the uid could leave the folder.
+        """
+        if _UID.match(uid) is None:
+            raise ValueError(f"slot uid {uid!r} is no plain name")
+        return SlotDir(self.slots / uid)
+
+    def all_slots(self) -> tuple[SlotDir, ...]:
+        """Every slot that has a folder, by uid; empty when there is no run directory yet."""
+        return tuple(SlotDir(path) for path in sorted(_folders(self.slots)))
+
+    def create(self) -> RunDir:
+        """Make the run directory; returns itself.
+
+        Raises:
+            OSError: it cannot be made.
+            ValueError: the path is so long that no Unix socket fits below it.
+        """
+        longest = self.slot("u" * 36).plugin_socket
+        if len(str(longest)) > _LONGEST_SOCKET:
+            raise ValueError(f"run directory {self.root} is too long for Unix sockets below it")
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.slots.mkdir(mode=0o700, exist_ok=True)
+        return self
+
+
+def _folders(path: Path) -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        for child in path.iterdir():
+            if child.is_dir() and _UID.match(child.name):
+                yield child
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace ``path`` by ``value`` as JSON, so that readers see the old or the new whole.
+
+    Raises:
+        OSError: the folder is missing or full; the old file is then untouched.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(value), indent=1))
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path, kind: type[T]) -> T | None:
+    """Read ``path`` as ``kind``; None when it is missing, unreadable or not of that kind."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError):
+        return None
