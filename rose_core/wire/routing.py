@@ -29,6 +29,8 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
         gate_open: turns may be sent and tokens may be expected.
         cap: most turns in flight, the actuator of the budget loop.
         version, digest: attested on the live weights; empty = no version, no turns.
+        head: newest version the weight plane has announced at the engine's side; empty = unknown.
+            The router measures staleness against the newest head or version it has heard of.
         leaving: the engine will not come back; continue its turns elsewhere now.
     """
 
@@ -42,6 +44,7 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     cap: int = 0
     version: str = ""
     digest: str = ""
+    head: str = ""
     leaving: bool = False
 
 
