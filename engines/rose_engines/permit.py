@@ -10,7 +10,7 @@ two heartbeats, so that each watcher can tell that the other one is gone. Who wr
 
 Layout of the 64 bytes, native byte order of one machine, version in the last byte of the magic:
 
-    0   8  magic  b"ROSEPMT\\x01"
+    0   8  magic  "ROSEPMT" and the version byte 1
     8   8  deadline, CLOCK_MONOTONIC nanoseconds; 0 = closed
     16  8  last heartbeat of the guard, same clock; 0 = never
     24  8  last heartbeat of the engine host, same clock; 0 = never
