@@ -44,6 +44,11 @@ class EngineFile(msgspec.Struct, frozen=True, omit_defaults=True):
         pids: processes of the engine's tree, the first one is its root.
         cgroup: folder of the engine's own cgroup, empty when there is none (signals only).
         cgroup_version: ``v1``, ``v2`` or ``signals``.
+        cgroup_path: the same cgroup as the kernel names it (``/proc/PID/cgroup``), for processes
+            that see the hierarchy mounted elsewhere.
+        pid_namespace: inode of the namespace that ``pids`` belong to.
+        start_ticks: start time of the root process (``/proc/PID/stat``), which with its pid says
+            who it is even after a restart of the host.
         url: base URL of the engine itself, on the node only.
         started_ns: CLOCK_MONOTONIC nanoseconds.
         dedicated: the engine has no guard; its permit is held open by the host.
@@ -54,6 +59,9 @@ class EngineFile(msgspec.Struct, frozen=True, omit_defaults=True):
     pids: tuple[int, ...] = ()
     cgroup: str = ""
     cgroup_version: str = "signals"
+    cgroup_path: str = ""
+    pid_namespace: int = 0
+    start_ticks: int = 0
     url: str = ""
     port: int = 0
     python: str = ""
@@ -72,6 +80,8 @@ class WeightsFile(msgspec.Struct, frozen=True, omit_defaults=True):
         lag: publishes between ``version`` and ``head``; None = unknown.
         error: why the head is not being served, empty when all is well.
         history: versions committed, newest last.
+        engine_started_ns: ``EngineFile.started_ns`` of the process this was attested on; another
+            process of the same slot has base weights until weight-sync says otherwise.
     """
 
     version: str = ""
@@ -81,6 +91,7 @@ class WeightsFile(msgspec.Struct, frozen=True, omit_defaults=True):
     lag: int | None = None
     error: str = ""
     history: tuple[str, ...] = ()
+    engine_started_ns: int = 0
 
 
 @dataclass(frozen=True)
