@@ -1,0 +1,3 @@
+"""Fixtures that every room shares."""
+
+pytest_plugins = ["rose_dev.testing"]
