@@ -1,0 +1,71 @@
+"""``rose`` finds verbs, explains wrong usage, and names the extra that is missing."""
+
+import importlib
+import types
+
+import pytest
+
+from rose_cli import main as cli
+
+
+def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in cli.VERBS)
+
+
+def test_without_a_verb_the_usage_is_shown_and_the_exit_code_is_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main([]) == 2
+    assert "usage: rose VERB" in capsys.readouterr().out
+
+
+def test_an_unknown_verb_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["lend"]) == 2
+    assert "no verb 'lend'" in capsys.readouterr().err
+
+
+def test_the_rest_of_the_arguments_and_the_exit_code_pass_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[list[str]] = []
+
+    def verb(argv: list[str]) -> int:
+        seen.append(argv)
+        return 7
+
+    module = types.SimpleNamespace(main=verb)
+    monkeypatch.setattr(importlib, "import_module", lambda _name: module)
+    assert cli.main(["router", "--lease", "a/b"]) == 7
+    assert seen == [["--lease", "a/b"]]
+
+
+def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_name: str) -> None:
+        raise ModuleNotFoundError(name="kopf")
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    with pytest.raises(SystemExit, match=r"rose-gpu\[operator\]"):
+        cli.main(["operator"])
+
+
+def test_a_broken_module_of_our_own_is_not_blamed_on_an_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_name: str) -> None:
+        raise ModuleNotFoundError(name="rose_operator.gone")
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["operator"])
+
+
+@pytest.mark.parametrize("name", sorted(cli.VERBS))
+def test_every_verb_exists_and_explains_itself(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([name, "--help"])
+    assert stop.value.code == 0
+    assert "usage:" in capsys.readouterr().out

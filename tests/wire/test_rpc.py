@@ -1,0 +1,163 @@
+"""Typed methods over a real gRPC connection: what arrives, and what each failure is called."""
+
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc.aio
+import msgspec
+import pytest
+
+from rose_wire.errors import MalformedMessage, Refused, Unavailable
+from rose_wire.rpc import Method, Server, call, connect, converse, decode, receive
+
+
+class Question(msgspec.Struct, frozen=True):
+    text: str
+
+
+class Answer(msgspec.Struct, frozen=True):
+    length: int
+
+
+class OtherQuestion(msgspec.Struct, frozen=True):
+    text: int
+
+
+MEASURE = Method("test.Service", "Measure", Question, Answer)
+COUNT = Method("test.Service", "Count", Question, Answer)
+TALK = Method("test.Service", "Talk", Question, Answer)
+ECHO = Method("test.Service", "Echo", bytes, bytes)
+
+
+async def measure(question: Question) -> Answer:
+    if question.text == "forbidden":
+        message = "that word is not allowed; use another"
+        raise Refused(message)
+    return Answer(len(question.text))
+
+
+async def count(question: Question) -> AsyncIterator[Answer]:
+    for length in range(len(question.text)):
+        yield Answer(length)
+
+
+async def talk(questions: AsyncIterator[Question]) -> AsyncIterator[Answer]:
+    async for question in questions:
+        yield Answer(len(question.text))
+
+
+async def echo(block: bytes) -> bytes:
+    return block
+
+
+@asynccontextmanager
+async def service(token: str = "", address: str = "127.0.0.1:0") -> AsyncIterator[grpc.aio.Channel]:
+    server = Server(token=token)
+    server.unary(MEASURE, measure)
+    server.server_stream(COUNT, count)
+    server.bidirectional(TALK, talk)
+    server.unary(ECHO, echo)
+    port = await server.start(address)
+    target = address if address.startswith("unix:") else f"127.0.0.1:{port}"
+    try:
+        async with connect(target) as channel:
+            yield channel
+    finally:
+        await server.stop()
+
+
+async def questions(*texts: str) -> AsyncIterator[Question]:
+    for text in texts:
+        yield Question(text)
+
+
+async def test_one_message_is_answered_by_one() -> None:
+    async with service() as channel:
+        assert await call(channel, MEASURE, Question("four"), timeout=10) == Answer(4)
+
+
+async def test_one_message_is_answered_by_many() -> None:
+    async with service() as channel:
+        answers = [answer async for answer in receive(channel, COUNT, Question("abc"))]
+    assert answers == [Answer(0), Answer(1), Answer(2)]
+
+
+async def test_many_messages_are_answered_in_order() -> None:
+    async with service() as channel:
+        answers = [a async for a in converse(channel, TALK, questions("a", "bb", "ccc"))]
+    assert answers == [Answer(1), Answer(2), Answer(3)]
+
+
+async def test_blocks_travel_as_they_are() -> None:
+    block = bytes(range(256)) * 4096
+    async with service() as channel:
+        assert await call(channel, ECHO, block, timeout=10) == block
+
+
+async def test_a_unix_socket_works_like_a_port(tmp_path: Path) -> None:
+    async with service(address=f"unix:{tmp_path}/host.sock") as channel:
+        assert await call(channel, MEASURE, Question("x"), timeout=10) == Answer(1)
+
+
+async def test_a_refusal_carries_the_reason() -> None:
+    async with service() as channel:
+        with pytest.raises(Refused, match="use another"):
+            await call(channel, MEASURE, Question("forbidden"), timeout=10)
+
+
+@pytest.mark.parametrize("token", ["", "wrong"])
+async def test_a_wrong_token_is_refused_on_every_kind_of_call(token: str) -> None:
+    async def unary(channel: grpc.aio.Channel) -> None:
+        await call(channel, MEASURE, Question("x"), timeout=10, token=token)
+
+    async def stream(channel: grpc.aio.Channel) -> None:
+        _ = [a async for a in receive(channel, COUNT, Question("x"), token=token)]
+
+    async def both(channel: grpc.aio.Channel) -> None:
+        _ = [a async for a in converse(channel, TALK, questions("x"), token=token)]
+
+    kinds: list[Callable[[grpc.aio.Channel], Awaitable[None]]] = [unary, stream, both]
+    for kind in kinds:
+        async with service(token="right") as channel:
+            with pytest.raises(Refused, match="token"):
+                await kind(channel)
+
+
+async def test_the_right_token_is_accepted() -> None:
+    async with service(token="right") as channel:
+        reply = await call(channel, MEASURE, Question("x"), timeout=10, token="right")
+    assert reply == Answer(1)
+
+
+async def test_a_message_of_another_type_is_refused_and_named() -> None:
+    wrong = Method(MEASURE.service, MEASURE.name, OtherQuestion, Answer)
+    async with service() as channel:
+        with pytest.raises(Refused, match="not a Question"):
+            await call(channel, wrong, OtherQuestion(1), timeout=10)
+
+
+async def test_a_peer_that_is_not_there_is_unavailable() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    async with connect(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(Unavailable, match="Measure"):
+            await call(channel, MEASURE, Question("x"), timeout=5)
+
+
+async def test_an_address_in_use_says_so() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        server = Server()
+        with pytest.raises(Unavailable, match=address):
+            await server.start(address)
+        await server.stop()
+
+
+def test_garbage_is_a_malformed_message() -> None:
+    with pytest.raises(MalformedMessage, match="not a Question"):
+        decode(Question, b"\xc1\xff")
