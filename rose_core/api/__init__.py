@@ -1,0 +1,47 @@
+"""The three kinds of ``rose-gpu.dev/v1alpha1`` as typed models; ``crds/*.yaml`` comes from them.
+
+- ``servingpool``: the serving owner's word; ``rolloutlease``: the RL team's word;
+  ``rolloutslot``: one borrowed share, written by the operator alone.
+- ``reasons``: conditions and their closed reasons, the same words in Events and metrics.
+- ``conditions``: how a condition changes (only when its status does).
+- ``arguments``: engine arguments an RL team may set.
+- ``schema``, ``crd``: models -> CustomResourceDefinitions.
+"""
+
+from rose_core.api.common import (
+    GROUP,
+    STOP_ANNOTATION,
+    VERSION,
+    ApiModel,
+    Condition,
+    ObjectMeta,
+    PoolReference,
+)
+from rose_core.api.reasons import ConditionType, Reason
+from rose_core.api.rolloutlease import LeaseSpec, LeaseStatus, RolloutLease
+from rose_core.api.rolloutslot import Desired, Member, RolloutSlot, SlotSpec, SlotStatus
+from rose_core.api.servingpool import PoolMode, PoolSpec, PoolStatus, ServingPool
+
+__all__ = [
+    "GROUP",
+    "STOP_ANNOTATION",
+    "VERSION",
+    "ApiModel",
+    "Condition",
+    "ConditionType",
+    "Desired",
+    "LeaseSpec",
+    "LeaseStatus",
+    "Member",
+    "ObjectMeta",
+    "PoolMode",
+    "PoolReference",
+    "PoolSpec",
+    "PoolStatus",
+    "Reason",
+    "RolloutLease",
+    "RolloutSlot",
+    "ServingPool",
+    "SlotSpec",
+    "SlotStatus",
+]

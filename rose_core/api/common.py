@@ -1,0 +1,151 @@
+"""What the three kinds share: the model base, metadata, references, conditions, CEL rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic.alias_generators import to_camel
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+GROUP = "rose-gpu.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+STOP_ANNOTATION = f"{GROUP}/stop"
+
+DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+MODEL_NAME = r"^[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?$"
+
+NamespaceName = Annotated[str, Field(min_length=1, max_length=63, pattern=DNS_LABEL)]
+ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=DNS_NAME)]
+LabelName = Annotated[str, Field(min_length=1, max_length=63, pattern=DNS_LABEL)]
+
+# Lists that server-side apply merges by item; the API server refuses duplicates.
+SET_LIST: dict[str, Any] = {"x-kubernetes-list-type": "set"}
+ATOMIC_LIST: dict[str, Any] = {"x-kubernetes-list-type": "atomic"}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One CEL rule; ``self`` is the object the rule stands on.
+
+    Attributes:
+        expression: true when the object is valid.
+        message: what is wrong and what to do.
+        path: field to blame, relative to ``self``.
+    """
+
+    expression: str
+    message: str
+    path: str = ""
+
+    def as_schema(self) -> dict[str, str]:
+        """The rule as ``x-kubernetes-validations`` wants it."""
+        entry = {"rule": self.expression, "message": self.message}
+        return entry | ({"fieldPath": self.path} if self.path else {})
+
+
+class ApiModel(BaseModel):
+    """Base of every API type: camelCase outside, unknown fields ignored, immutable."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel, populate_by_name=True, frozen=True, extra="ignore"
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = ()
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        if cls.rules:
+            schema["x-kubernetes-validations"] = [rule.as_schema() for rule in cls.rules]
+        return schema
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON form for the API server: aliases, nothing that is absent."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+class PoolReference(ApiModel):
+    """A ServingPool in any namespace; the pool says which namespaces may borrow."""
+
+    namespace: NamespaceName = Field(description="Namespace of the ServingPool.")
+    name: ObjectName = Field(description="Name of the ServingPool.")
+
+    @property
+    def key(self) -> str:
+        """``namespace/name``, as agents and metrics write it."""
+        return f"{self.namespace}/{self.name}"
+
+
+class ObjectMeta(ApiModel):
+    """The part of Kubernetes' metadata that ROSE reads."""
+
+    name: str
+    namespace: str = ""
+    uid: str = ""
+    generation: int = 0
+    resource_version: str = ""
+    creation_timestamp: str = ""
+    deletion_timestamp: str | None = None
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+    @property
+    def key(self) -> str:
+        """``namespace/name``."""
+        return f"{self.namespace}/{self.name}"
+
+
+class Condition(ApiModel):
+    """One condition, as Kubernetes' API conventions ask for it."""
+
+    type: str = Field(description="Which statement this is.", max_length=63, pattern=r"^[A-Za-z]+$")
+    status: str = Field(
+        description="True, False, or Unknown while nobody can tell.",
+        max_length=7,
+        json_schema_extra={"enum": ["True", "False", "Unknown"]},
+    )
+    reason: str = Field(
+        description="Why, one word of a closed list (docs/api.md).",
+        min_length=1,
+        max_length=63,
+        pattern=r"^[A-Za-z]+$",
+    )
+    message: str = Field(default="", description="Why, for people, with numbers.", max_length=1024)
+    last_transition_time: str = Field(
+        description="When the status last changed, RFC 3339.",
+        max_length=40,
+        json_schema_extra={"format": "date-time"},
+    )
+    observed_generation: int = Field(
+        default=0,
+        ge=0,
+        le=2**53,
+        description="Generation of the spec that this condition speaks of.",
+    )
+
+
+CONDITIONS: dict[str, Any] = {
+    "x-kubernetes-list-type": "map",
+    "x-kubernetes-list-map-keys": ["type"],
+}
+
+
+class StatusBase(ApiModel):
+    """What every status has."""
+
+    observed_generation: int = Field(
+        default=0, ge=0, le=2**53, description="Generation of the spec this status speaks of."
+    )
+    conditions: tuple[Condition, ...] = Field(
+        default=(),
+        max_length=16,
+        description="What holds now; all types are present from the first visit.",
+        json_schema_extra=CONDITIONS,
+    )

@@ -1,0 +1,176 @@
+"""Kinds -> CustomResourceDefinitions: names, printer columns, selectable fields, schema.
+
+Printer columns are chosen so that ``kubectl get`` of each kind fits 80 characters and tells who
+has what, and why not (``docs/api.md`` shows it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rose_core.api.common import GROUP, VERSION, ApiModel
+from rose_core.api.rolloutlease import LeaseSpec, LeaseStatus, RolloutLease
+from rose_core.api.rolloutslot import RolloutSlot, SlotSpec, SlotStatus
+from rose_core.api.schema import structural
+from rose_core.api.servingpool import PoolSpec, PoolStatus, ServingPool
+
+
+@dataclass(frozen=True)
+class Column:
+    """One printer column."""
+
+    name: str
+    path: str
+    type: str = "string"
+    wide: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """The column as the API server wants it."""
+        column: dict[str, Any] = {"name": self.name, "type": self.type, "jsonPath": self.path}
+        return column | ({"priority": 1} if self.wide else {})
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Everything a CustomResourceDefinition says."""
+
+    model: type[ApiModel]
+    spec: type[ApiModel]
+    status: type[ApiModel]
+    plural: str
+    short: str
+    columns: tuple[Column, ...]
+    selectable: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The kind's name."""
+        return self.model.__name__
+
+    @property
+    def full_name(self) -> str:
+        """Name of the CustomResourceDefinition."""
+        return f"{self.plural}.{GROUP}"
+
+
+def _condition(kind: str, field: str) -> str:
+    return f'.status.conditions[?(@.type=="{kind}")].{field}'
+
+
+_READY = Column("Ready", _condition("Ready", "status"))
+_REASON = Column("Reason", _condition("Ready", "reason"))
+_AGE = Column("Age", ".metadata.creationTimestamp", "date")
+
+KINDS: tuple[Kind, ...] = (
+    Kind(
+        model=ServingPool,
+        spec=PoolSpec,
+        status=PoolStatus,
+        plural="servingpools",
+        short="servpool",
+        columns=(
+            Column("Mode", ".spec.mode"),
+            Column("Replicas", ".status.replicas", "integer"),
+            Column("Lent", ".status.lentReplicas", "integer"),
+            Column("Protected", _condition("ServingProtected", "status")),
+            _READY,
+            _REASON,
+            _AGE,
+            Column("Qualified", ".status.qualifiedReplicas", "integer", wide=True),
+            Column("Fresh", _condition("TelemetryFresh", "status"), wide=True),
+        ),
+        selectable=(".spec.mode", ".spec.engine.kind"),
+    ),
+    Kind(
+        model=RolloutLease,
+        spec=LeaseSpec,
+        status=LeaseStatus,
+        plural="rolloutleases",
+        short="rlease",
+        columns=(
+            Column("Wanted", ".status.slotsWanted", "integer"),
+            Column("Granted", ".status.slotsGranted", "integer"),
+            Column("Running", ".status.slotsReady", "integer"),
+            Column("Version", ".status.weightVersion"),
+            _READY,
+            _REASON,
+            _AGE,
+            Column("Pool", ".spec.poolRef.name", wide=True),
+            Column("Tokens", ".status.totals.harvestedTokens", "integer", wide=True),
+            Column("URL", ".status.routerURL", wide=True),
+        ),
+        selectable=(".spec.poolRef.namespace", ".spec.poolRef.name", ".spec.engineClass"),
+    ),
+    Kind(
+        model=RolloutSlot,
+        spec=SlotSpec,
+        status=SlotStatus,
+        plural="rolloutslots",
+        short="rslot",
+        columns=(
+            Column("Lease", ".spec.leaseRef.name"),
+            Column("State", ".status.state"),
+            Column("Version", ".status.weightVersion"),
+            _READY,
+            _AGE,
+            Column("Reason", _condition("Ready", "reason"), wide=True),
+            Column("Pod", ".spec.members[0].podName", wide=True),
+            Column("Node", ".spec.members[0].node", wide=True),
+        ),
+        selectable=(".spec.leaseRef.namespace", ".spec.leaseRef.name", ".spec.desired"),
+    ),
+)
+
+
+def definition(kind: Kind) -> dict[str, Any]:
+    """The CustomResourceDefinition of one kind."""
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {
+            "name": kind.full_name,
+            "labels": {"app.kubernetes.io/part-of": "rose"},
+        },
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": kind.name,
+                "listKind": f"{kind.name}List",
+                "plural": kind.plural,
+                "singular": kind.name.lower(),
+                "shortNames": [kind.short],
+                "categories": ["rose"],
+            },
+            "versions": [_version(kind)],
+        },
+    }
+
+
+def _version(kind: Kind) -> dict[str, Any]:
+    return {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "subresources": {"status": {}},
+        "additionalPrinterColumns": [column.as_dict() for column in kind.columns],
+        "selectableFields": [{"jsonPath": path} for path in kind.selectable],
+        "schema": {"openAPIV3Schema": _root(kind)},
+    }
+
+
+def _root(kind: Kind) -> dict[str, Any]:
+    first_line = (kind.model.__doc__ or "").strip().splitlines()[0]
+    return {
+        "type": "object",
+        "description": first_line,
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": structural(kind.spec),
+            "status": structural(kind.status),
+        },
+    }

@@ -1,0 +1,212 @@
+"""Conditions and their reasons: closed lists, the same word in condition, Event and metric."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ConditionType(StrEnum):
+    """The statements ROSE makes about its objects."""
+
+    READY = "Ready"
+    ACCEPTED = "Accepted"
+    GRANTED = "Granted"
+    TELEMETRY_FRESH = "TelemetryFresh"
+    SIGNAL_VERIFIED = "SignalVerified"
+    SERVING_PROTECTED = "ServingProtected"
+    WEIGHTS_SYNCED = "WeightsSynced"
+    RECLAIMING = "Reclaiming"
+    PAUSED = "Paused"
+
+
+class Reason(StrEnum):
+    """Why a condition has its status, or why a replica is not lent; ``MEANING`` explains each."""
+
+    # General.
+    ACCEPTED = "Accepted"
+    AS_EXPECTED = "AsExpected"
+    NOT_OBSERVED_YET = "NotObservedYet"
+    INVALID_SPEC = "InvalidSpec"
+    FEATURE_NOT_SUPPORTED = "FeatureNotSupported"
+    # A lease is refused.
+    UNKNOWN_POOL = "UnknownPool"
+    POOL_NOT_LENDING = "PoolNotLending"
+    POOL_NOT_ACCEPTED = "PoolNotAccepted"
+    NAMESPACE_NOT_ALLOWED = "NamespaceNotAllowed"
+    UNKNOWN_ENGINE_CLASS = "UnknownEngineClass"
+    ARGUMENT_NOT_ALLOWED = "ArgumentNotAllowed"
+    UNKNOWN_STORE = "UnknownStore"
+    GPUS_PER_SLOT_NOT_SUPPORTED = "GpusPerSlotNotSupported"
+    LEASE_EXPIRED = "LeaseExpired"
+    # Granting.
+    ALL_SLOTS_GRANTED = "AllSlotsGranted"
+    SOME_SLOTS_GRANTED = "SomeSlotsGranted"
+    NO_REPLICA_QUALIFIES = "NoReplicaQualifies"
+    NO_SLOTS_WANTED = "NoSlotsWanted"
+    # A replica is not lent.
+    QUALIFIES = "Qualifies"
+    LENT = "Lent"
+    REPLICA_NOT_READY = "ReplicaNotReady"
+    STOP_REQUESTED = "StopRequested"
+    TELEMETRY_STALE = "TelemetryStale"
+    SIGNAL_MISSING = "SignalMissing"
+    SIGNAL_NOT_ALLOWED = "SignalNotAllowed"
+    SIGNAL_NOT_VERIFIED = "SignalNotVerified"
+    KV_USE_UNKNOWN = "KVUseUnknown"
+    KV_USE_TOO_HIGH = "KVUseTooHigh"
+    MULTI_NODE_REPLICA = "MultiNodeReplica"
+    SPANS_REPLICAS = "SpansReplicas"
+    NO_GPU = "NoGPU"
+    GPU_IN_USE = "GPUInUse"
+    INSUFFICIENT_MEMORY = "InsufficientMemory"
+    DEVICE_ACCESS = "DeviceAccess"
+    ENGINE_HOST_UNAVAILABLE = "EngineHostUnavailable"
+    SERVING_RESTARTED = "ServingRestarted"
+    BREAKER_OPEN = "BreakerOpen"
+    COOLING_DOWN = "CoolingDown"
+    SETTLING = "Settling"
+    OUTSIDE_TIME_WINDOW = "OutsideTimeWindow"
+    POOL_LIMIT_REACHED = "PoolLimitReached"
+    REFUSED_BY_AGENT = "RefusedByAgent"
+    # A slot is taken back.
+    LEASE_DELETED = "LeaseDeleted"
+    LEASE_SHRUNK = "LeaseShrunk"
+    LEASE_NOT_ACCEPTED = "LeaseNotAccepted"
+    POOL_DELETED = "PoolDeleted"
+    REPLICA_GONE = "ReplicaGone"
+    PREEMPTED = "Preempted"
+    DUPLICATE_SLOT = "DuplicateSlot"
+    NOT_RECLAIMING = "NotReclaiming"
+    # Pools.
+    OBSERVE_MODE = "ObserveMode"
+    PAUSED_BY_OWNER = "PausedByOwner"
+    NOT_PAUSED = "NotPaused"
+    LENDING_ENABLED = "LendingEnabled"
+    NO_REPLICAS = "NoReplicas"
+    ALL_REPLICAS_FRESH = "AllReplicasFresh"
+    SOME_REPLICAS_STALE = "SomeReplicasStale"
+    WITHIN_OBJECTIVE = "WithinObjective"
+    OBJECTIVE_MISSED = "ObjectiveMissed"
+    NO_OBJECTIVE = "NoObjective"
+    # Slots and what runs in them.
+    GRANT_ISSUED = "GrantIssued"
+    AGENT_SILENT = "AgentSilent"
+    ENGINE_STARTING = "EngineStarting"
+    ENGINE_RUNNING = "EngineRunning"
+    ENGINE_STOPPED = "EngineStopped"
+    ENGINE_FAILED = "EngineFailed"
+    GATE_HELD = "GateHeld"
+    VERSION_ATTESTED = "VersionAttested"
+    NO_VERSION_YET = "NoVersionYet"
+    MIXED_VERSIONS = "MixedVersions"
+    ROUTER_NOT_READY = "RouterNotReady"
+    SLOTS_NOT_READY = "SlotsNotReady"
+    SLOTS_READY = "SlotsReady"
+
+
+MEANING: dict[Reason, str] = {
+    Reason.ACCEPTED: "the spec is valid and everything it names exists",
+    Reason.AS_EXPECTED: "nothing to report",
+    Reason.NOT_OBSERVED_YET: "nobody has looked yet; no agent has reported",
+    Reason.INVALID_SPEC: "the object cannot be read as its kind; the message names the field",
+    Reason.FEATURE_NOT_SUPPORTED: "the named field asks for something this version does not do",
+    Reason.UNKNOWN_POOL: "`poolRef` names no ServingPool",
+    Reason.POOL_NOT_LENDING: "the pool's mode is Observe or Paused",
+    Reason.POOL_NOT_ACCEPTED: "the pool itself is refused; see its conditions",
+    Reason.NAMESPACE_NOT_ALLOWED: "the pool does not lend to the lease's namespace",
+    Reason.UNKNOWN_ENGINE_CLASS: "the installation offers no such engine class",
+    Reason.ARGUMENT_NOT_ALLOWED: "an engine argument is outside the allow-list",
+    Reason.UNKNOWN_STORE: "`weights.storeName` is not on the platform's list",
+    Reason.GPUS_PER_SLOT_NOT_SUPPORTED: "`gpusPerSlot` above 1 is refused in this version",
+    Reason.LEASE_EXPIRED: "`lifetimeSeconds` have passed since the lease was made",
+    Reason.ALL_SLOTS_GRANTED: "`slots.max` slots are granted",
+    Reason.SOME_SLOTS_GRANTED: "at least `slots.min`, fewer than `slots.max` are granted",
+    Reason.NO_REPLICA_QUALIFIES: "fewer than `slots.min` are granted; the message counts why",
+    Reason.NO_SLOTS_WANTED: "`slots.max` is 0",
+    Reason.QUALIFIES: "the replica may be lent",
+    Reason.LENT: "the replica is lent to the named lease",
+    Reason.REPLICA_NOT_READY: "the serving pod is not Ready",
+    Reason.STOP_REQUESTED: "the stop button of the node or the pod is pressed",
+    Reason.TELEMETRY_STALE: "the node's agent has not reported for too long",
+    Reason.SIGNAL_MISSING: "no signal source proves that it is alive",
+    Reason.SIGNAL_NOT_ALLOWED: "the living source is not in `allowedSignals`",
+    Reason.SIGNAL_NOT_VERIFIED: "the tap's request count does not (yet) equal the engine's",
+    Reason.KV_USE_UNKNOWN: "KV use of the replica is unknown",
+    Reason.KV_USE_TOO_HIGH: "recent KV use leaves no room",
+    Reason.MULTI_NODE_REPLICA: "the serving replica spans nodes",
+    Reason.SPANS_REPLICAS: "the GPU is shared by several serving replicas",
+    Reason.NO_GPU: "the agent found no GPU of this replica",
+    Reason.GPU_IN_USE: "a GPU of the replica is lent already or not yet vacated",
+    Reason.INSUFFICIENT_MEMORY: "too little device memory may be lent",
+    Reason.DEVICE_ACCESS: "the engine host cannot use the replica's GPUs",
+    Reason.ENGINE_HOST_UNAVAILABLE: "the node's engine host does not answer",
+    Reason.SERVING_RESTARTED: "the serving container restarted and is not stable yet",
+    Reason.BREAKER_OPEN: "the pool's error budget burns; lending rests",
+    Reason.COOLING_DOWN: "the replica was given back a moment ago",
+    Reason.SETTLING: "the replica qualifies, not yet for long enough",
+    Reason.OUTSIDE_TIME_WINDOW: "none of the pool's time windows is open",
+    Reason.POOL_LIMIT_REACHED: "`maxReplicasPercent` or `minUnlentReplicas` allow no more",
+    Reason.REFUSED_BY_AGENT: "the agent refuses with a word this operator does not know",
+    Reason.LEASE_DELETED: "the lease is gone",
+    Reason.LEASE_SHRUNK: "the lease wants fewer slots",
+    Reason.LEASE_NOT_ACCEPTED: "the lease is no longer accepted",
+    Reason.POOL_DELETED: "the pool is gone",
+    Reason.REPLICA_GONE: "the serving replica is gone",
+    Reason.PREEMPTED: "a lease of higher priority lacks its minimum",
+    Reason.DUPLICATE_SLOT: "another slot holds the same GPU",
+    Reason.NOT_RECLAIMING: "nothing is being taken back",
+    Reason.OBSERVE_MODE: "`mode: Observe`: metrics only, nothing is lent",
+    Reason.PAUSED_BY_OWNER: "`mode: Paused`",
+    Reason.NOT_PAUSED: "the owner has not paused the pool",
+    Reason.LENDING_ENABLED: "`mode: Lend`, and at least one replica reports",
+    Reason.NO_REPLICAS: "no agent reports a replica of this pool",
+    Reason.ALL_REPLICAS_FRESH: "every replica has fresh telemetry",
+    Reason.SOME_REPLICAS_STALE: "the message counts replicas without fresh telemetry",
+    Reason.WITHIN_OBJECTIVE: "slow requests stay inside the objective's percentile",
+    Reason.OBJECTIVE_MISSED: "more requests were slow than the objective's percentile allows",
+    Reason.NO_OBJECTIVE: "the pool names no absolute objective",
+    Reason.GRANT_ISSUED: "the node's agent has reported the slot under a valid grant",
+    Reason.AGENT_SILENT: "the node's agent does not report; its grant lapses",
+    Reason.ENGINE_STARTING: "the engine or its weights are on their way",
+    Reason.ENGINE_RUNNING: "the engine may compute whenever the gate is open",
+    Reason.ENGINE_STOPPED: "the guard holds the engine stopped",
+    Reason.ENGINE_FAILED: "the engine failed; it is started again with back-off",
+    Reason.GATE_HELD: "the guard has closed the gate for longer than a burst",
+    Reason.VERSION_ATTESTED: "the live weights carry an attested version",
+    Reason.NO_VERSION_YET: "no weight version is attested",
+    Reason.MIXED_VERSIONS: "ready slots carry different versions; the message says which",
+    Reason.ROUTER_NOT_READY: "the lease's router has no ready pod",
+    Reason.SLOTS_NOT_READY: "slots are granted, fewer than `slots.min` run",
+    Reason.SLOTS_READY: "at least `slots.min` slots run and the router answers",
+}
+
+# What an agent may say in ``ReplicaReport.refusal``.
+REPLICA_REFUSALS = frozenset(
+    {
+        Reason.MULTI_NODE_REPLICA,
+        Reason.SPANS_REPLICAS,
+        Reason.NO_GPU,
+        Reason.GPU_IN_USE,
+        Reason.INSUFFICIENT_MEMORY,
+        Reason.DEVICE_ACCESS,
+        Reason.ENGINE_HOST_UNAVAILABLE,
+        Reason.SERVING_RESTARTED,
+        Reason.BREAKER_OPEN,
+        Reason.COOLING_DOWN,
+        Reason.REPLICA_NOT_READY,
+        Reason.STOP_REQUESTED,
+        Reason.SIGNAL_MISSING,
+        Reason.SIGNAL_NOT_VERIFIED,
+        Reason.TELEMETRY_STALE,
+    }
+)
+
+
+def replica_refusal(word: str) -> Reason | None:
+    """The agent's word as a reason; ``None`` for no refusal, a catch-all for an unknown word."""
+    if not word:
+        return None
+    try:
+        return Reason(word)
+    except ValueError:
+        return Reason.REFUSED_BY_AGENT

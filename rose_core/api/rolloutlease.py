@@ -1,0 +1,208 @@
+"""RolloutLease: the RL team's word; applying one gives one URL for turns.
+
+It names no image and no host: the model, the weight store and the engine class are names that the
+platform resolves, engine arguments come from an allow-list.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from rose_core.api.common import (
+    MODEL_NAME,
+    SET_LIST,
+    ApiModel,
+    LabelName,
+    ObjectMeta,
+    PoolReference,
+    Rule,
+    StatusBase,
+)
+
+ArgumentValue = Annotated[str, Field(max_length=64)]
+
+
+def _immutable(field: str) -> Rule:
+    return Rule(
+        f"self.{field} == oldSelf.{field}",
+        f"{field} cannot change; delete the lease and apply a new one",
+        f".{field}",
+    )
+
+
+class KVPolicy(StrEnum):
+    """What happens to cached KV when weights change."""
+
+    KEEP = "Keep"
+
+
+class Model(ApiModel):
+    """Which model the rollout engines run."""
+
+    name: str = Field(
+        min_length=1,
+        max_length=128,
+        pattern=MODEL_NAME,
+        description="Name of a model the platform offers on its nodes.",
+    )
+
+
+class Slots(ApiModel):
+    """How many slots."""
+
+    rules = (Rule("self.min <= self.max", "slots.min must not exceed slots.max", ".min"),)
+
+    min: int = Field(default=1, ge=0, le=1024, description="Below this the lease is not Ready.")
+    max: int = Field(default=1, ge=0, le=1024, description="Most slots the lease holds.")
+
+
+class Weights(ApiModel):
+    """Which weights to follow."""
+
+    rules = (_immutable("storeName"), _immutable("run"))
+
+    store_name: LabelName = Field(description="Weight store, from the platform's list.")
+    run: LabelName = Field(description="Training run whose versions are followed.")
+    max_staleness_versions: int = Field(
+        default=1,
+        ge=0,
+        le=1000,
+        description="Versions an engine may lag behind the head and still take turns.",
+    )
+    kv_policy: KVPolicy = Field(
+        default=KVPolicy.KEEP, description="Keep: cached KV survives a commit; spans say so."
+    )
+
+
+class RouterSettings(ApiModel):
+    """Settings of the lease's router."""
+
+    queue_limit: int = Field(
+        default=1024, ge=1, le=100_000, description="Turns that may wait; more get Retry-After."
+    )
+    queue_timeout_seconds: int = Field(
+        default=600, ge=1, le=86_400, description="Longest wait of a turn for an engine."
+    )
+
+
+class LeaseSpec(ApiModel):
+    """What the RL team asks for."""
+
+    rules = (
+        _immutable("poolRef"),
+        _immutable("model"),
+        _immutable("engineClass"),
+        Rule(
+            "self.contextTokens <= self.kvTokens",
+            "contextTokens must not exceed kvTokens: one turn must fit into the KV pool",
+            ".contextTokens",
+        ),
+    )
+
+    pool_ref: PoolReference = Field(description="The pool to borrow from.")
+    model: Model = Field(description="Which model the rollout engines run.")
+    engine_class: LabelName = Field(
+        default="sglang", description="Engine build, by the name the platform gave it."
+    )
+    engine_arguments: dict[str, ArgumentValue] = Field(
+        default={},
+        max_length=32,
+        description="Engine arguments without dashes, from the allow-list (docs/api.md).",
+    )
+    slots: Slots = Field(default=Slots(), description="How many slots.")
+    gpus_per_slot: int = Field(
+        default=1, ge=1, le=8, description="GPUs of one slot; above 1 is refused by name."
+    )
+    priority: int = Field(
+        default=0, ge=-1000, le=1000, description="Higher is served first; then the older lease."
+    )
+    lifetime_seconds: int | None = Field(
+        default=None,
+        ge=60,
+        le=31_536_000,
+        description="The lease ends by itself this long after it was made.",
+    )
+    weights: Weights = Field(description="Which weights to follow.")
+    max_trajectories_per_slot: int = Field(
+        default=8, ge=1, le=1024, description="Turns in flight on one slot."
+    )
+    context_tokens: int = Field(
+        default=4096, ge=16, le=4_194_304, description="Longest prompt plus output of a turn."
+    )
+    kv_tokens: int = Field(
+        default=16_384, ge=16, le=67_108_864, description="KV pool of one slot's engine, tokens."
+    )
+    dedicated_engines: tuple[LabelName, ...] = Field(
+        default=(),
+        max_length=256,
+        description="Names of engines outside ROSE that attach to the router themselves.",
+        json_schema_extra=SET_LIST,
+    )
+    router: RouterSettings = Field(
+        default=RouterSettings(), description="Settings of the lease's router."
+    )
+
+
+class SlotTotals(ApiModel):
+    """Counters of one slot as last added to the lease's totals."""
+
+    uid: str = Field(max_length=36, description="The slot's uid.")
+    lent_milliseconds: int = Field(default=0, ge=0, le=2**53, description="Time under a grant.")
+    harvested_tokens: int = Field(default=0, ge=0, le=2**53, description="Output tokens made.")
+
+
+class Totals(ApiModel):
+    """What the lease has used since it was made; written at most once a minute."""
+
+    lent_milliseconds: int = Field(
+        default=0, ge=0, le=2**53, description="GPU time under a grant, over all slots."
+    )
+    harvested_tokens: int = Field(
+        default=0, ge=0, le=2**53, description="Output tokens made by borrowed engines."
+    )
+    slots: tuple[SlotTotals, ...] = Field(
+        default=(),
+        max_length=1024,
+        description="How much of the totals each living slot has contributed.",
+        json_schema_extra={
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": ["uid"],
+        },
+    )
+
+
+class LeaseStatus(StatusBase):
+    """What the lease has."""
+
+    router_url: str = Field(
+        default="",
+        max_length=512,
+        alias="routerURL",
+        description="The one URL that turns are sent to.",
+    )
+    slots_wanted: int = Field(default=0, ge=0, le=1024, description="Slots the lease may get.")
+    slots_granted: int = Field(default=0, ge=0, le=1024, description="Slots it holds.")
+    slots_ready: int = Field(
+        default=0, ge=0, le=1024, description="Slots whose engine runs attested weights."
+    )
+    weight_version: str = Field(
+        default="", max_length=128, description="Lowest version that ready slots carry."
+    )
+    expiration_time: str | None = Field(
+        default=None,
+        max_length=40,
+        description="When the lease ends by itself, RFC 3339.",
+        json_schema_extra={"format": "date-time"},
+    )
+    totals: Totals = Field(default=Totals(), description="What the lease has used.")
+
+
+class RolloutLease(ApiModel):
+    """A loan of idle serving GPUs for rollouts, with one URL for turns."""
+
+    metadata: ObjectMeta
+    spec: LeaseSpec
+    status: LeaseStatus = LeaseStatus()

@@ -1,0 +1,167 @@
+"""RolloutSlot: one borrowed share of one serving replica's GPUs, written by the operator alone.
+
+The slot's *generation* is ``metadata.generation``: it moves with every change of the spec, so an
+engine started from an older spec never acts for a newer one. ``desired`` goes one way:
+
+    Lent --(planner releases)--> Released --(agent reports it gone, or its grant lapsed)--> deleted
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from rose_core.api.common import (
+    ATOMIC_LIST,
+    MODEL_NAME,
+    ApiModel,
+    LabelName,
+    NamespaceName,
+    ObjectMeta,
+    ObjectName,
+    PoolReference,
+    Rule,
+    StatusBase,
+)
+from rose_core.api.rolloutlease import ArgumentValue
+
+
+class Desired(StrEnum):
+    """What the planner wants of the slot."""
+
+    LENT = "Lent"
+    RELEASED = "Released"
+
+
+class Tier(StrEnum):
+    """How the share is taken."""
+
+    SHARED = "Shared"
+
+
+class LeaseReference(ApiModel):
+    """The lease a slot belongs to; a lease deleted and made anew has another uid."""
+
+    namespace: NamespaceName = Field(description="Namespace of the RolloutLease.")
+    name: ObjectName = Field(description="Name of the RolloutLease.")
+    uid: str = Field(min_length=1, max_length=36, description="Uid of the RolloutLease.")
+
+    @property
+    def key(self) -> str:
+        """``namespace/name``."""
+        return f"{self.namespace}/{self.name}"
+
+
+class Member(ApiModel):
+    """The GPUs of one serving replica on one node."""
+
+    node: ObjectName = Field(description="Node of the serving pod.")
+    pod_name: ObjectName = Field(description="Name of the serving pod.")
+    pod_uid: str = Field(min_length=1, max_length=64, description="Uid of the serving pod.")
+    gpu_uuids: tuple[str, ...] = Field(
+        alias="gpuUUIDs",
+        min_length=1,
+        max_length=8,
+        description="GPUs of the replica that the slot shares.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+
+
+class SlotEngine(ApiModel):
+    """The engine the slot runs, copied from the lease when it was checked."""
+
+    engine_class: LabelName = Field(description="Engine build.")
+    model: str = Field(
+        min_length=1, max_length=128, pattern=MODEL_NAME, description="Name of the model."
+    )
+    arguments: dict[str, ArgumentValue] = Field(
+        default={}, max_length=32, description="Engine arguments, checked."
+    )
+    context_tokens: int = Field(ge=16, le=4_194_304, description="Longest prompt plus output.")
+    kv_tokens: int = Field(ge=16, le=67_108_864, description="KV pool in tokens.")
+    max_running: int = Field(ge=1, le=1024, description="Turns in flight.")
+
+
+class SlotWeights(ApiModel):
+    """The weights the slot follows, copied from the lease."""
+
+    store_name: LabelName = Field(description="Weight store, by the platform's name.")
+    run: LabelName = Field(description="Training run.")
+    max_staleness_versions: int = Field(ge=0, le=1000, description="Versions it may lag behind.")
+
+
+class SlotSpec(ApiModel):
+    """What the node's agent realises."""
+
+    rules = (
+        Rule("self.leaseRef == oldSelf.leaseRef", "leaseRef cannot change", ".leaseRef"),
+        Rule("self.members == oldSelf.members", "members cannot change", ".members"),
+        Rule(
+            "size(self.members) == 1",
+            "MultiNodeReplica: a slot has exactly one member in this version",
+            ".members",
+        ),
+        Rule(
+            "oldSelf.desired != 'Released' || self.desired == 'Released'",
+            "a released slot is never lent again; the planner makes a new one",
+            ".desired",
+        ),
+        Rule(
+            "(self.desired == 'Released') == (self.releaseReason != '')",
+            "releaseReason is given exactly when desired is Released",
+            ".releaseReason",
+        ),
+    )
+
+    lease_ref: LeaseReference = Field(description="The lease it belongs to.")
+    pool_ref: PoolReference = Field(description="The pool it is borrowed from.")
+    members: tuple[Member, ...] = Field(
+        min_length=1,
+        max_length=8,
+        description="Whose GPUs; one member in this version.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+    tier: Tier = Field(default=Tier.SHARED, description="How the share is taken.")
+    desired: Desired = Field(default=Desired.LENT, description="What the planner wants.")
+    release_reason: str = Field(
+        default="",
+        max_length=63,
+        pattern=r"^[A-Za-z]*$",
+        description="Why it is taken back, one word of the closed list.",
+    )
+    engine: SlotEngine = Field(description="The engine it runs.")
+    weights: SlotWeights = Field(description="The weights it follows.")
+
+    @property
+    def member(self) -> Member:
+        """The one member of this version."""
+        return self.members[0]
+
+
+class SlotStatus(StatusBase):
+    """What the node's agent last reported, written on transitions only."""
+
+    state: str = Field(
+        default="", max_length=16, pattern=r"^[A-Za-z]*$", description="Life of the slot."
+    )
+    endpoint: str = Field(
+        default="", max_length=512, description="Data route of the engine, for routers."
+    )
+    weight_version: str = Field(
+        default="", max_length=128, description="Version attested on the live weights."
+    )
+    weight_digest: str = Field(
+        default="", max_length=128, description="Digest attested on the live weights."
+    )
+    reclaims: int = Field(
+        default=0, ge=0, le=2**53, description="Reclaims past a mere stop, as of this write."
+    )
+
+
+class RolloutSlot(ApiModel):
+    """One borrowed share of one serving replica's GPUs."""
+
+    metadata: ObjectMeta
+    spec: SlotSpec
+    status: SlotStatus = SlotStatus()
