@@ -1,0 +1,250 @@
+"""Blocks: the changes of one tile as bytes, and back.
+
+A block stands for itself: its header says how to read it, its SHA-256 is its name. Codecs, chosen
+per tile by what is smallest:
+
+| tag | codec | holds | needs the base |
+|---|---|---|---|
+| 1 | ``RAW`` | every element's bits | no |
+| 2 | ``PLANES`` | the same, byte planes through zstd | no |
+| 3 | ``STEPS`` | changed positions and ordered-integer steps (v1) | for the values only |
+
+A tile without a change has no block (*same*). ``docs/weight-format.md`` is the specification.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import zstandard
+
+from rose_core.delta.bits import Bits, Indices, NumberFormat, ordered, unordered
+from rose_core.delta.errors import BlockError
+from rose_core.delta.kernels import Backend, kernels
+
+ZSTD_LEVEL = 1
+
+# tag, width in bytes, reserved, elements of the tile, changes, lengths of the three streams packed
+_HEADER = struct.Struct("<BBHIIIII")
+HEADER_BYTES = _HEADER.size
+
+
+class Codec(IntEnum):
+    """How a block's bytes are to be read."""
+
+    RAW = 1
+    PLANES = 2
+    STEPS = 3
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a block says about its tile. Exactly one of ``steps`` and ``values`` is given.
+
+    Attributes:
+        indices: positions inside the tile, ascending; None when every element is given.
+        steps: ordered-integer steps, one per position.
+        values: new bits of every element of the tile.
+    """
+
+    indices: Indices | None = None
+    steps: Bits | None = None
+    values: Bits | None = None
+
+    @property
+    def dense(self) -> bool:
+        """Every element is given, so no base is needed."""
+        return self.values is not None
+
+    def __len__(self) -> int:
+        """Number of elements given."""
+        given = self.values if self.steps is None else self.steps
+        return 0 if given is None else len(given)
+
+    def resolve(self, old: Bits, kind: NumberFormat) -> Bits:
+        """New bits of the elements given.
+
+        Args:
+            old: their bits in the base, in the same order; ignored when ``dense``.
+            kind: the tensor's format.
+        """
+        if self.values is not None:
+            return self.values
+        if self.steps is None:
+            return old
+        return step(old, self.steps, kind)
+
+
+def step(old: Bits, steps: Bits, kind: NumberFormat) -> Bits:
+    """Move bits by ordered-integer steps, exactly, modulo the width."""
+    return unordered(ordered(old, kind) + steps, kind)
+
+
+def name_of(block: bytes) -> bytes:
+    """The content address of a block: its SHA-256."""
+    return hashlib.sha256(block).digest()
+
+
+def find_changes(old: Bits, new: Bits, kind: NumberFormat, backend: Backend = "auto") -> Changes:
+    """The changed positions of a tile and their steps; bits of the whole tile, contiguous."""
+    indices = kernels(backend).find_changes(old, new)
+    return Changes(indices, ordered(new[indices], kind) - ordered(old[indices], kind))
+
+
+def encode_tile(
+    old: Bits | None, new: Bits, kind: NumberFormat, backend: Backend = "auto"
+) -> tuple[bytes, int]:
+    """The smallest block that turns ``old`` (None = nothing known) into ``new``.
+
+    Both are the bits of the whole tile, row-major and contiguous.
+
+    Returns:
+        The block and the number of changed elements; an empty block when nothing changed.
+    """
+    if old is None:
+        return encode_dense(new), len(new)
+    changes = find_changes(old, new, kind, backend)
+    if not len(changes):
+        return b"", 0
+    # Beyond this density not even the best sparse block can win, so do not try.
+    if len(changes) * 2 > len(new) * kind.width:
+        return encode_dense(new), len(changes)
+    block = encode_changes(changes, len(new), backend)
+    if len(block) * 3 > new.nbytes:
+        block = min(block, encode_dense(new), key=len)
+    return block, len(changes)
+
+
+def encode_changes(changes: Changes, elements: int, backend: Backend = "auto") -> bytes:
+    """Positions and steps as a ``STEPS`` block, or dense values as a dense one."""
+    if changes.values is not None:
+        return encode_dense(changes.values)
+    if changes.indices is None or changes.steps is None:
+        message = "changes without positions cannot be encoded"
+        raise BlockError(message)
+    streams = kernels(backend).pack(changes.indices, changes.steps)
+    packed = [_pack(np.ascontiguousarray(stream)) for stream in streams]
+    return _join(Codec.STEPS, changes.steps.dtype.itemsize, elements, len(changes), packed)
+
+
+def encode_dense(values: Bits) -> bytes:
+    """Every element, through zstd by byte planes when that is smaller."""
+    width = values.dtype.itemsize
+    planes = np.ascontiguousarray(values.view(np.uint8).reshape(-1, width).T)
+    packed = _pack(planes)
+    if len(packed) < values.nbytes:
+        return _join(Codec.PLANES, width, len(values), len(values), [packed, b"", b""])
+    return _join(Codec.RAW, width, len(values), len(values), [values.tobytes(), b"", b""])
+
+
+def decode_block(
+    block: bytes, kind: NumberFormat, elements: int, backend: Backend = "auto"
+) -> Changes:
+    """Read a block of a tile of ``elements``; its hash was checked by ``check_block``.
+
+    Raises:
+        BlockError: the bytes are no such block.
+    """
+    codec, changes, parts = _split(block, kind.width, elements)
+    if codec == Codec.RAW:
+        return Changes(values=_typed(parts[0], kind, elements))
+    if codec == Codec.PLANES:
+        planes = _unpack(parts[0], elements * kind.width).reshape(kind.width, elements)
+        values = np.ascontiguousarray(planes.T).reshape(-1).view(kind.unsigned)
+        return Changes(values=values)
+    gaps = _unpack(parts[0], changes + elements // 255 + 1)
+    codes = _unpack(parts[1], changes)
+    escapes = _unpack(parts[2], changes * kind.width)
+    return _steps(gaps, codes, escapes, kind, changes, elements, backend)
+
+
+def check_block(block: bytes, name: bytes) -> None:
+    """Compare a block with its content address.
+
+    Raises:
+        BlockError: they differ.
+    """
+    found = name_of(block)
+    if found != name:
+        message = f"block {name.hex()[:16]} has content {found.hex()[:16]}; fetch it again"
+        raise BlockError(message)
+
+
+def _steps(  # noqa: PLR0917
+    gaps: Bits,
+    codes: Bits,
+    escapes: Bits,
+    kind: NumberFormat,
+    changes: int,
+    elements: int,
+    backend: Backend,
+) -> Changes:
+    if len(codes) != changes or len(escapes) % kind.width:
+        message = f"a block of {changes} changes holds {len(codes)} steps"
+        raise BlockError(message)
+    found = kernels(backend).unpack(gaps, codes, escapes.view(kind.unsigned))
+    if found is None or (changes and int(found[0][-1]) >= elements):
+        message = f"the streams of a block do not describe {changes} of {elements} elements"
+        raise BlockError(message)
+    return Changes(*found)
+
+
+def _pack(stream: Bits) -> bytes:
+    if not stream.nbytes:
+        return b""
+    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False)
+    return compressor.compress(stream.reshape(-1).view(np.uint8).data)
+
+
+def _unpack(data: bytes, most: int) -> Bits:
+    """A stream's bytes; refuses to make more than ``most``, whatever the frame claims."""
+    if not data:
+        return np.empty(0, np.uint8)
+    try:
+        size = zstandard.frame_content_size(data)
+        if not 0 <= size <= most:
+            message = f"a stream of {size} bytes where at most {most} can be"
+            raise BlockError(message)
+        plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=most)
+    except zstandard.ZstdError as error:
+        message = f"a stream that zstd cannot read: {error}"
+        raise BlockError(message) from error
+    return np.frombuffer(plain, np.uint8)
+
+
+def _join(codec: Codec, width: int, elements: int, changes: int, parts: list[bytes]) -> bytes:
+    header = _HEADER.pack(codec, width, 0, elements, changes, *map(len, parts))
+    return b"".join((header, *parts))
+
+
+def _split(block: bytes, width: int, elements: int) -> tuple[Codec, int, list[bytes]]:
+    if len(block) < HEADER_BYTES:
+        message = f"a block of {len(block)} bytes is shorter than its header"
+        raise BlockError(message)
+    tag, found_width, _, found_elements, changes, *lengths = _HEADER.unpack_from(block)
+    if tag not in set(Codec):
+        message = f"codec {tag} is unknown; known: {', '.join(map(str, map(int, Codec)))}"
+        raise BlockError(message)
+    if (found_width, found_elements) != (width, elements) or changes > elements:
+        message = (
+            f"a block for {found_elements} elements of {found_width} bytes with {changes} "
+            f"changes, where the tile has {elements} of {width}"
+        )
+        raise BlockError(message)
+    if sum(lengths) != len(block) - HEADER_BYTES:
+        message = f"a block of {len(block)} bytes whose header promises {sum(lengths)}"
+        raise BlockError(message)
+    ends = np.cumsum([HEADER_BYTES, *lengths])
+    return Codec(tag), changes, [block[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def _typed(data: bytes, kind: NumberFormat, elements: int) -> Bits:
+    if len(data) != elements * kind.width:
+        message = f"{len(data)} raw bytes for {elements} elements of {kind.width}"
+        raise BlockError(message)
+    return np.frombuffer(data, kind.unsigned)

@@ -1,0 +1,122 @@
+"""Chooses how the inner loops run: compiled by numba where it is installed, else numpy.
+
+Both give the same bytes. numba is imported on first use, because importing it takes longer than
+most processes need to start.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from rose_core.delta import loops, vectors
+from rose_core.delta.bits import Bits, Indices
+
+Backend = Literal["auto", "numba", "numpy"]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The inner loops of one backend; all arrays are contiguous and one-dimensional.
+
+    Attributes:
+        name: ``numba`` or ``numpy``.
+        find_changes: (old, new) -> ascending positions that differ.
+        pack: (positions, steps) -> gap bytes, code bytes, escaped steps.
+        unpack: the inverse, None when the streams do not belong together.
+        digest_run: (bits, first position, key) -> two lanes.
+        digest_at: (positions, bits, key) -> two lanes.
+    """
+
+    name: str
+    find_changes: Callable[[Bits, Bits], Indices]
+    pack: Callable[[Indices, Bits], tuple[Bits, Bits, Bits]]
+    unpack: Callable[[Bits, Bits, Bits], tuple[Indices, Bits] | None]
+    digest_run: Callable[[Bits, int, int], tuple[int, int]]
+    digest_at: Callable[[Indices, Bits, int], tuple[int, int]]
+
+
+NUMPY = Kernels(
+    "numpy",
+    vectors.find_changes,
+    vectors.pack,
+    vectors.unpack,
+    vectors.digest_run,
+    vectors.digest_at,
+)
+
+
+@functools.cache
+def kernels(backend: Backend = "auto") -> Kernels:
+    """The inner loops.
+
+    Raises:
+        ModuleNotFoundError: ``numba`` was demanded and is not installed.
+    """
+    if backend == "numpy":
+        return NUMPY
+    try:
+        return _compiled()
+    except ModuleNotFoundError:
+        if backend == "numba":
+            raise
+        return NUMPY
+
+
+def _compile(loop: Callable[..., Any]) -> Callable[..., Any]:
+    import numba  # noqa: PLC0415  # optional, and slow to import
+
+    try:
+        fast: Callable[..., Any] = numba.njit(cache=True, nogil=True)(loop)
+    except RuntimeError:  # no folder to cache in: compile anew in every process
+        fast = numba.njit(nogil=True)(loop)
+    return fast
+
+
+def _compiled() -> Kernels:
+    find, pack_loop, unpack_loop, run, at = (
+        _compile(loop)
+        for loop in (
+            loops.find_changes,
+            loops.pack,
+            loops.unpack,
+            loops.digest_run,
+            loops.digest_at,
+        )
+    )
+
+    def find_changes(old: Bits, new: Bits) -> Indices:
+        whole = old.nbytes // 8 * 8 // old.itemsize
+        words = (part[:whole].view(np.uint64) for part in (old, new))
+        found = np.empty(len(old), np.int64)
+        return found[: find(old, new, *words, found)].copy()
+
+    def pack(indices: Indices, steps: Bits) -> tuple[Bits, Bits, Bits]:
+        span = int(indices[-1]) + 1 if len(indices) else 0
+        gaps = np.empty(len(indices) + span // loops.ESCAPE + 1, np.uint8)
+        codes = np.empty(len(indices), np.uint8)
+        escapes = np.empty(len(indices), steps.dtype)
+        width = steps.dtype.itemsize * 8
+        used, escaped = pack_loop(indices, steps, width, gaps, codes, escapes)
+        return gaps[:used], codes, escapes[:escaped]
+
+    def unpack(gaps: Bits, codes: Bits, escapes: Bits) -> tuple[Indices, Bits] | None:
+        indices = np.empty(len(codes), np.int64)
+        steps = np.empty(len(codes), escapes.dtype)
+        width = escapes.dtype.itemsize * 8
+        used = unpack_loop(gaps, codes, escapes, width, indices, steps)
+        return (indices, steps) if used == len(escapes) else None
+
+    def digest_run(bits: Bits, first: int, key: int) -> tuple[int, int]:
+        low, high = run(bits, first, np.uint64(key))
+        return int(low), int(high)
+
+    def digest_at(indices: Indices, bits: Bits, key: int) -> tuple[int, int]:
+        low, high = at(indices, bits, np.uint64(key))
+        return int(low), int(high)
+
+    return Kernels("numba", find_changes, pack, unpack, digest_run, digest_at)

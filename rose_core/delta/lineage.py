@@ -1,0 +1,112 @@
+"""Which manifests lead from the version at hand to the version wanted.
+
+Every version but the first has a base, so versions form a forest: a trainer that resumes from an
+older checkpoint branches. A way climbs from the version at hand to the common ancestor (backwards)
+and descends to the target. Where there is none, the way starts at the nearest full manifest above
+the target. Pure: the store asks, ``merge.compose`` does the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rose_core.delta.errors import LineageError
+from rose_core.identity import WeightVersion
+
+
+@dataclass(frozen=True)
+class Link:
+    """What the store holds about a version.
+
+    Attributes:
+        base: the version its delta starts from; None when it has no delta.
+        full: a full manifest is there too.
+        bytes: size of its delta's blocks.
+    """
+
+    base: WeightVersion | None
+    full: bool
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Way:
+    """Versions to go through.
+
+    Attributes:
+        back: deltas to take back, nearest first.
+        anchor: version whose full manifest the way starts from; None when it starts from a base.
+        forward: deltas to apply, in order.
+    """
+
+    back: tuple[WeightVersion, ...] = ()
+    anchor: WeightVersion | None = None
+    forward: tuple[WeightVersion, ...] = ()
+
+    @property
+    def hops(self) -> int:
+        """Manifests the way goes through."""
+        return len(self.back) + (self.anchor is not None) + len(self.forward)
+
+
+Lineage = Mapping[WeightVersion, Link]
+
+
+def ancestors(version: WeightVersion, lineage: Lineage) -> list[WeightVersion]:
+    """The version, its base, and so on as far as the lineage is kept."""
+    found: list[WeightVersion] = []
+    at: WeightVersion | None = version
+    while at is not None and at in lineage and at not in found:
+        found.append(at)
+        at = lineage[at].base
+    return found
+
+
+def way(have: WeightVersion, want: WeightVersion, lineage: Lineage) -> Way:
+    """From one version to another by deltas.
+
+    Raises:
+        LineageError: one of them is not kept, or they have no common ancestor.
+    """
+    up, down = ancestors(have, lineage), ancestors(want, lineage)
+    if not down:
+        message = f"version {want} is not kept"
+        raise LineageError(message)
+    meeting = next((version for version in up if version in down), None)
+    if meeting is None:
+        message = f"no delta leads from {have} to {want}"
+        raise LineageError(message)
+    back, forward = up[: up.index(meeting)], down[: down.index(meeting)]
+    return Way(back=tuple(back), forward=tuple(reversed(forward)))
+
+
+def full_way(want: WeightVersion, lineage: Lineage) -> Way:
+    """To a version from nothing: the nearest full manifest and the deltas after it.
+
+    Raises:
+        LineageError: the version is not kept, or nothing above it is held in full.
+    """
+    down = ancestors(want, lineage)
+    for depth, version in enumerate(down):
+        if lineage[version].full:
+            return Way(anchor=version, forward=tuple(reversed(down[:depth])))
+    message = (
+        f"version {want} cannot be had in full: neither it nor a version it descends from has a "
+        "full manifest; let the Publisher upload one (anchor=True)"
+    )
+    raise LineageError(message)
+
+
+def must_keep(
+    wanted: set[WeightVersion], lineage: Lineage
+) -> tuple[set[WeightVersion], set[WeightVersion]]:
+    """What retention must keep so that every wanted version stays reachable.
+
+    Returns:
+        Versions whose manifests stay, and those of them that need a full manifest because their
+        base goes.
+    """
+    keep = {version for version in wanted if version in lineage}
+    oldest = {version for version in keep if lineage[version].base not in keep}
+    return keep, {version for version in oldest if not lineage[version].full}

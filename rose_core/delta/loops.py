@@ -1,0 +1,151 @@
+"""The codec's inner loops, written so that numba compiles them as they stand.
+
+They are plain Python and give the same results uncompiled, only slowly; ``kernels`` decides what
+runs and ``vectors`` holds the numpy twins. Every integer is made unsigned by hand, since numba
+turns a mix of uint64 and int64 into floats. The test suite runs all three against each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+ESCAPE = 255
+"""A gap byte of 255 adds 255 and goes on; a code byte of 255 means the step stands apart."""
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MIX1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX2 = np.uint64(0x94D049BB133111EB)
+MIX3 = np.uint64(0xD6E8FEB86659FD93)
+S30, S27, S31, S32 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32)
+ONE = np.uint64(1)
+ZERO = np.uint64(0)
+
+
+def find_changes(old: Any, new: Any, old_words: Any, new_words: Any, found: Any) -> int:  # noqa: ANN401
+    """Write the positions where two runs of bits differ; compares eight bytes at a time."""
+    count = 0
+    words = len(old_words)
+    per_word = 8 // old.itemsize
+    for word in range(words):
+        if old_words[word] != new_words[word]:
+            for position in range(word * per_word, word * per_word + per_word):
+                if old[position] != new[position]:
+                    found[count] = position
+                    count += 1
+    for position in range(words * per_word, len(old)):
+        if old[position] != new[position]:
+            found[count] = position
+            count += 1
+    return count
+
+
+def pack(  # noqa: PLR0917
+    indices: Any,  # noqa: ANN401
+    steps: Any,  # noqa: ANN401
+    width_bits: int,
+    gaps: Any,  # noqa: ANN401
+    codes: Any,  # noqa: ANN401
+    escapes: Any,  # noqa: ANN401
+) -> tuple[int, int]:
+    """Ascending positions and steps to gap bytes, code bytes and escaped steps."""
+    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - width_bits)
+    sign = np.uint64(width_bits - 1)
+    previous: Any = -1
+    gap_bytes = 0
+    escaped = 0
+    for number in range(len(indices)):
+        position = np.int64(indices[number])
+        gap = position - previous - 1
+        previous = position
+        while gap >= ESCAPE:
+            gaps[gap_bytes] = ESCAPE
+            gap_bytes += 1
+            gap -= ESCAPE
+        gaps[gap_bytes] = gap
+        gap_bytes += 1
+        step = np.uint64(steps[number])
+        zigzag = (step << ONE) & mask
+        if (step >> sign) != ZERO:
+            zigzag = zigzag ^ mask
+        if zigzag <= np.uint64(255):
+            codes[number] = zigzag - ONE
+        else:
+            codes[number] = ESCAPE
+            escapes[escaped] = steps[number]
+            escaped += 1
+    return gap_bytes, escaped
+
+
+def unpack(  # noqa: PLR0917
+    gaps: Any,  # noqa: ANN401
+    codes: Any,  # noqa: ANN401
+    escapes: Any,  # noqa: ANN401
+    width_bits: int,
+    indices: Any,  # noqa: ANN401
+    steps: Any,  # noqa: ANN401
+) -> int:
+    """Bytes back to positions and steps.
+
+    Returns:
+        Number of escaped steps used, or -1 when the three streams do not belong together.
+    """
+    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - width_bits)
+    number = 0
+    escaped = 0
+    position = np.int64(-1)
+    for at in range(len(gaps)):
+        position += np.int64(gaps[at])
+        if gaps[at] == ESCAPE:
+            continue
+        position += 1
+        if number >= len(codes):
+            return -1
+        indices[number] = position
+        if codes[number] == ESCAPE:
+            if escaped >= len(escapes):
+                return -1
+            steps[number] = escapes[escaped]
+            escaped += 1
+        else:
+            zigzag = np.uint64(codes[number]) + ONE
+            step = zigzag >> ONE
+            if (zigzag & ONE) != ZERO:
+                step = step ^ mask
+            steps[number] = step & mask
+        number += 1
+    return escaped if number == len(codes) else -1
+
+
+def digest_run(bits: Any, first: int, key: int) -> Any:  # noqa: ANN401
+    """Both lanes of the digest of elements ``first, first + 1, ...`` of a tensor."""
+    low = ZERO
+    high = ZERO
+    seed = np.uint64(key) + (np.uint64(first) + ONE) * GOLDEN
+    for position in range(len(bits)):
+        mixed = seed + np.uint64(position) * GOLDEN
+        mixed = (mixed ^ (mixed >> S30)) * MIX1
+        mixed = (mixed ^ (mixed >> S27)) * MIX2
+        mixed = mixed ^ (mixed >> S31)
+        value = np.uint64(bits[position])
+        low += (mixed | ONE) * value
+        mixed = (mixed ^ (mixed >> S32)) * MIX3
+        high += ((mixed ^ (mixed >> S32)) | ONE) * value
+    return low, high
+
+
+def digest_at(indices: Any, bits: Any, key: int) -> Any:  # noqa: ANN401
+    """Both lanes of the digest of single elements at positions of a tensor."""
+    low = ZERO
+    high = ZERO
+    for number in range(len(indices)):
+        mixed = np.uint64(key) + (np.uint64(indices[number]) + ONE) * GOLDEN
+        mixed = (mixed ^ (mixed >> S30)) * MIX1
+        mixed = (mixed ^ (mixed >> S27)) * MIX2
+        mixed = mixed ^ (mixed >> S31)
+        value = np.uint64(bits[number])
+        low += (mixed | ONE) * value
+        mixed = (mixed ^ (mixed >> S32)) * MIX3
+        high += ((mixed ^ (mixed >> S32)) | ONE) * value
+    return low, high
