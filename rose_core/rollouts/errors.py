@@ -1,0 +1,28 @@
+"""Exceptions of the rollout room.
+
+RolloutError
+├── InvalidTurn       the request is wrong in itself; names the field
+├── UnknownVersion    the request is pinned to a version nobody has announced
+├── VersionGone       the pinned version exists no more on any engine
+└── BrokenStream      an engine's events contradict what it sent before
+"""
+
+
+class RolloutError(Exception):
+    """Base of everything ``rose_core.rollouts`` raises."""
+
+
+class InvalidTurn(RolloutError):
+    """The request is wrong in itself; trying the same again does not help."""
+
+
+class UnknownVersion(RolloutError):
+    """The request is pinned to a version that nobody has announced (yet)."""
+
+
+class VersionGone(RolloutError):
+    """The exact version the request is pinned to runs on no engine any more."""
+
+
+class BrokenStream(RolloutError):
+    """An engine's events contradict what it sent before; the leg counts as lost."""

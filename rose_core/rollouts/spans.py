@@ -1,0 +1,92 @@
+"""Which weight version sampled which output tokens of a turn.
+
+Spans are half-open token ranges, in order, without gap or overlap. The engine counts within one
+leg (its own answer); a turn's spans are its legs' spans, shifted and joined.
+
+``kv`` states where the keys and values under the tokens came from. The router keeps prefix caches
+apart by version (``extra_key``), so a leg starts on keys of its own version (``own``); tokens
+sampled after a commit in the middle of a leg sit on keys of the older version (``mixed``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+UNKNOWN = "unknown"
+
+
+class Kv(StrEnum):
+    """Provenance of the keys and values that the tokens of a span attended to."""
+
+    OWN = "own"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Output tokens ``start`` to ``end`` (exclusive) were sampled by ``version``."""
+
+    version: str
+    start: int
+    end: int
+    kv: Kv = Kv.OWN
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.end - self.start
+
+
+def covers(spans: Sequence[Span], count: int) -> bool:
+    """Whether the spans cover tokens 0 to ``count`` exactly once, in order."""
+    position = 0
+    for span in spans:
+        if span.start != position or span.end <= span.start:
+            return False
+        position = span.end
+    return position == count
+
+
+def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Merge neighbours of the same version and provenance."""
+    result: list[Span] = []
+    for span in spans:
+        last = result[-1] if result else None
+        if last and (last.version, last.kv, last.end) == (span.version, span.kv, span.start):
+            result[-1] = replace(last, end=span.end)
+        else:
+            result.append(span)
+    return tuple(result)
+
+
+def shifted(spans: Iterable[Span], by: int) -> tuple[Span, ...]:
+    """Move spans from a leg's count to the turn's."""
+    return tuple(replace(span, start=span.start + by, end=span.end + by) for span in spans)
+
+
+def cut(spans: Iterable[Span], end: int) -> tuple[Span, ...]:
+    """What of the spans lies before token ``end``."""
+    return tuple(replace(span, end=min(span.end, end)) for span in spans if span.start < end)
+
+
+def normal(spans: Iterable[tuple[str, int, int]], cache_key: str, count: int) -> tuple[Span, ...]:
+    """An engine's spans as ours: empty ones dropped, provenance added, cut to ``count`` tokens.
+
+    Args:
+        spans: (version, start, end) in the leg's count.
+        cache_key: version under whose prefix-cache key the leg was sent.
+        count: tokens received from the leg.
+
+    Returns:
+        Spans, or an empty tuple when the engine's do not cover the tokens: then the versions of
+        these tokens are unknown.
+    """
+    found = joined(
+        Span(version, start, end, Kv.OWN if version == cache_key else Kv.MIXED)
+        for version, start, end in spans
+        if end > start
+    )
+    kept = cut(found, count)
+    return kept if covers(kept, count) else ()

@@ -1,0 +1,163 @@
+"""What of a request survives a move to another engine in the middle of its answer.
+
+The next leg's prompt is the old prompt plus the tokens held, so an engine sees the held tokens as
+prompt. What counts *output* tokens or has matched part of them then starts from nothing. Read off
+SGLang 0.5.23 (its penalties look at output tokens only; its seeded sampler is keyed by position):
+
+| rule | parameters | how |
+|---|---|---|
+| carried | temperature, top_p, top_k, min_p, stop_token_ids, logit_bias, seed, ... | as they are |
+| adjusted | max_new_tokens, min_new_tokens | less the tokens held |
+| dedicated | penalties, stop strings, grammars, processors, unknown ones | never moved |
+| split | n | n turns of their own |
+| refused | beam_width | by name |
+
+A parameter at its neutral value is as good as absent. A turn with a *dedicated* parameter runs on
+dedicated engines only; if its engine is lost after the first token it ends with a typed abort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from rose_core.rollouts.errors import InvalidTurn
+
+DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's own default
+
+
+class Rule(StrEnum):
+    """What happens to a parameter when a turn moves."""
+
+    CARRIED = "carried"
+    ADJUSTED = "adjusted"
+    DEDICATED = "dedicated"
+    SPLIT = "split"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        neutral: values that ask for nothing.
+        why: shown to the caller when the rule stands in its way.
+    """
+
+    rule: Rule
+    neutral: tuple[Any, ...] = (None,)
+    why: str = ""
+
+
+_COUNTS = "counts output tokens, and held tokens become prompt"
+_MATCHES = "may match across the cut"
+_GRAMMAR = "its grammar would start again at the cut"
+_CARRIED = Row(Rule.CARRIED)
+
+SAMPLING: Mapping[str, Row] = {
+    **dict.fromkeys(
+        (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "stop_token_ids",
+            "ignore_eos",
+            "logit_bias",
+            "sampling_seed",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "no_stop_trim",
+            "stream_interval",
+        ),
+        _CARRIED,
+    ),
+    "max_new_tokens": Row(Rule.ADJUSTED),
+    "min_new_tokens": Row(Rule.ADJUSTED),
+    "frequency_penalty": Row(Rule.DEDICATED, (None, 0), _COUNTS),
+    "presence_penalty": Row(Rule.DEDICATED, (None, 0), _COUNTS),
+    "repetition_penalty": Row(Rule.DEDICATED, (None, 1), _COUNTS),
+    "stop": Row(Rule.DEDICATED, (None, "", []), _MATCHES),
+    "stop_regex": Row(Rule.DEDICATED, (None, "", []), _MATCHES),
+    "json_schema": Row(Rule.DEDICATED, (None,), _GRAMMAR),
+    "regex": Row(Rule.DEDICATED, (None,), _GRAMMAR),
+    "ebnf": Row(Rule.DEDICATED, (None,), _GRAMMAR),
+    "structural_tag": Row(Rule.DEDICATED, (None,), _GRAMMAR),
+    "custom_params": Row(Rule.DEDICATED, (None, {}), "belongs to a processor with its own state"),
+    "n": Row(Rule.SPLIT, (None, 1)),
+    "beam_width": Row(Rule.REFUSED, (None, 1), "beams cannot be streamed token by token"),
+}
+
+# Fields of the request beside ``sampling_params``; those not named here are carried.
+REQUEST: Mapping[str, Row] = {
+    "custom_logit_processor": Row(Rule.DEDICATED, (None, ""), "it may keep a state"),
+    "return_hidden_states": Row(Rule.DEDICATED, (None, False), "held tokens become prompt"),
+    "return_routed_experts": Row(Rule.DEDICATED, (None, False), "held tokens become prompt"),
+    "return_sampling_mask": Row(Rule.DEDICATED, (None, False), "not kept token by token yet"),
+    "session_params": Row(Rule.DEDICATED, (None, {}), "the session lives in one engine"),
+    "input_embeds": Row(Rule.REFUSED, (None,), "a turn is continued from its token ids"),
+    "image_data": Row(Rule.REFUSED, (None, [], ""), "a turn is continued from its token ids"),
+    "audio_data": Row(Rule.REFUSED, (None, [], ""), "a turn is continued from its token ids"),
+    "video_data": Row(Rule.REFUSED, (None, [], ""), "a turn is continued from its token ids"),
+    "background": Row(Rule.REFUSED, (None, False), "a turn ends with its caller"),
+}
+
+_UNKNOWN = Row(Rule.DEDICATED, (None,), "the router does not know it")
+
+
+def dedicated_because(sampling: Mapping[str, Any], request: Mapping[str, Any]) -> tuple[str, ...]:
+    """Why the turn may run on dedicated engines only; empty when it may move.
+
+    Raises:
+        InvalidTurn: a parameter is refused; the message names it.
+    """
+    reasons = [
+        _standing(name, value, SAMPLING.get(name, _UNKNOWN)) for name, value in sampling.items()
+    ]
+    reasons += [
+        _standing(name, request[name], row) for name, row in REQUEST.items() if name in request
+    ]
+    return tuple(reason for reason in reasons if reason)
+
+
+def _standing(name: str, value: object, row: Row) -> str:
+    if value in row.neutral or row.rule in {Rule.CARRIED, Rule.ADJUSTED, Rule.SPLIT}:
+        return ""
+    reason = f"{name}: {row.why}"
+    if row.rule is Rule.REFUSED:
+        message = f"{reason}; the router does not take it"
+        raise InvalidTurn(message)
+    return reason
+
+
+def remaining(sampling: Mapping[str, Any], held: int) -> dict[str, Any]:
+    """The sampling parameters of the next leg.
+
+    Args:
+        sampling: the turn's own.
+        held: output tokens the turn holds already.
+    """
+    result = {name: value for name, value in sampling.items() if name != "n"}
+    result["max_new_tokens"] = max(0, most_tokens(sampling) - held)
+    least = sampling.get("min_new_tokens")
+    if least:
+        result["min_new_tokens"] = max(0, least - held)
+    return result
+
+
+def most_tokens(sampling: Mapping[str, Any]) -> int:
+    """The most output tokens a turn may have.
+
+    Raises:
+        InvalidTurn: ``max_new_tokens`` is no positive number.
+    """
+    value = sampling.get("max_new_tokens")
+    if value is None:
+        return DEFAULT_MAX_NEW_TOKENS
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        message = f"max_new_tokens: expected a whole number of at least 1, got {value!r}"
+        raise InvalidTurn(message)
+    return value

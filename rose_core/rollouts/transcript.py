@@ -1,0 +1,211 @@
+"""Tokens, log-probs and version spans of one turn, gathered leg by leg.
+
+A *leg* is one request to one engine. A turn that loses its engine goes on with another leg whose
+prompt is the turn's prompt plus the tokens held so far. Tokens of a leg are first *received*, then
+*placed* (the version that sampled them is known); only placed tokens are held when a leg is lost
+and only placed tokens are shown to the caller, so nothing shown is ever taken back.
+
+    received --spans of the engine cover it--> placed --leg folded--> held
+    received --leg lost before that----------> dropped (version unknown; sampled again)
+
+Next step: ``splice`` says what the request of the next leg looks like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rose_core.rollouts.errors import BrokenStream
+from rose_core.rollouts.spans import Span, cut, joined, normal, shifted
+from rose_core.wire.routing import EngineKind
+
+# Lists that an engine returns with one entry per output token.
+PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """One event of an engine's stream, cumulative or incremental.
+
+    Attributes:
+        ids: output token ids; all of the leg so far, or only the new ones.
+        count: output tokens of the leg so far (``completion_tokens``).
+        per_token: the lists of ``PER_TOKEN`` that came along, long or short like ``ids``.
+        spans: (version, start, end) over the leg's tokens, when the event has them.
+        label: the engine's weight version when it made the event; says nothing about its tokens
+            unless it is the last event.
+        meta: everything the engine said beside its tokens.
+    """
+
+    ids: Sequence[int]
+    count: int
+    per_token: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    text: str | None = None
+    finish: Mapping[str, Any] | None = None
+    spans: Sequence[tuple[str, int, int]] | None = None
+    label: str = ""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _news(values: Sequence[Any], held: int, count: int, what: str) -> Sequence[Any]:
+    """The entries ``held`` to ``count``, whether the engine repeats the earlier ones or not."""
+    fresh = count - held
+    if len(values) >= count:
+        # Cumulative. The engine may already have appended more than it counted: take its count.
+        return values[held:count]
+    if len(values) == fresh:
+        return values
+    message = f"{what}: {len(values)} entries where tokens {held} to {count} were announced"
+    raise BrokenStream(message)
+
+
+class Leg:
+    """What one engine has said in answer to one request.
+
+    Args:
+        engine, kind: who answers.
+        rid: the leg's own request id; fences it from every other leg.
+        version: label attested when the leg was sent; also its prefix-cache key.
+        offset: tokens the turn held when the leg began.
+    """
+
+    __slots__ = (
+        "_text",
+        "engine",
+        "finish",
+        "ids",
+        "kind",
+        "meta",
+        "offset",
+        "per_token",
+        "placed",
+        "placed_text",
+        "rid",
+        "spans",
+        "version",
+    )
+
+    def __init__(self, engine: str, kind: EngineKind, rid: str, version: str, offset: int) -> None:
+        self.engine, self.kind, self.rid = engine, kind, rid
+        self.version, self.offset = version, offset
+        self.ids: list[int] = []
+        self.per_token: dict[str, list[Any]] = {}
+        self.spans: tuple[Span, ...] = ()
+        self.placed = 0
+        self.placed_text = ""
+        self.finish: Mapping[str, Any] | None = None
+        self.meta: Mapping[str, Any] = {}
+        self._text = ""
+
+    def take(self, event: StreamEvent) -> int:
+        """Add an event.
+
+        Returns:
+            The number of new tokens.
+
+        Raises:
+            BrokenStream: tokens are missing, or the engine counts backwards.
+        """
+        held = len(self.ids)
+        if event.count < held:
+            message = f"engine {self.engine} counted {held} tokens before and {event.count} now"
+            raise BrokenStream(message)
+        if event.count > held:
+            self.ids.extend(_news(event.ids, held, event.count, "output_ids"))
+            for name, values in event.per_token.items():
+                kept = self.per_token.setdefault(name, [])
+                kept.extend(_news(values, held, event.count, name))
+        self._read_text(event, held)
+        self.meta = event.meta
+        self.finish = event.finish
+        self._place(event)
+        return event.count - held
+
+    def _read_text(self, event: StreamEvent, held: int) -> None:
+        if event.text is None:
+            return
+        incremental = held > 0 and len(event.ids) < event.count
+        self._text = self._text + event.text if incremental else event.text
+
+    def _place(self, event: StreamEvent) -> None:
+        spans = event.spans
+        if spans is None and event.finish is not None and event.label == self.version:
+            # Labels only grow: one that is the same at both ends held all the time between.
+            spans = [(self.version, 0, event.count)]
+        if spans is None:
+            return
+        found = normal(spans, self.version, len(self.ids))
+        if found:
+            self.spans, self.placed, self.placed_text = found, len(self.ids), self._text
+
+    @property
+    def aborted(self) -> bool:
+        """The engine ended the leg without finishing the turn."""
+        return self.finish is not None and self.finish.get("type") == "abort"
+
+    @property
+    def complete(self) -> bool:
+        """The engine finished the turn and every token's version is known."""
+        return self.finish is not None and not self.aborted and self.placed == len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """What became of a leg's tokens: ``kept`` are held now, ``dropped`` will be sampled again."""
+
+    kept: int
+    dropped: int
+
+
+class Transcript:
+    """The turn so far: its prompt and everything held of its legs."""
+
+    __slots__ = ("exact_text", "legs", "per_token", "prompt", "spans", "text", "tokens")
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.prompt = list(prompt)
+        self.tokens: list[int] = []
+        self.per_token: dict[str, list[Any]] = {}
+        self.spans: tuple[Span, ...] = ()
+        self.text = ""
+        # False once a leg was cut: an engine's text leaves out characters that are not whole yet.
+        self.exact_text = True
+        self.legs: list[Leg] = []
+
+    def fold(self, leg: Leg, exact: str = "") -> Folded:
+        """Hold what is placed of a leg and forget the rest of it.
+
+        Args:
+            leg: ended for good; a later event of it must not be taken.
+            exact: the only version the turn may be sampled by, or empty.
+        """
+        keep = _allowed(leg, exact)
+        whole = leg.complete and keep == len(leg.ids)
+        self.tokens.extend(leg.ids[:keep])
+        for name, values in leg.per_token.items():
+            self.per_token.setdefault(name, []).extend(values[:keep])
+        self.spans = joined((*self.spans, *shifted(cut(leg.spans, keep), leg.offset)))
+        self.text += leg.placed_text
+        self.exact_text = self.exact_text and (whole or not leg.ids)
+        self.legs.append(leg)
+        return Folded(keep, len(leg.ids) - keep)
+
+    @property
+    def context(self) -> list[int]:
+        """The prompt of the next leg."""
+        return self.prompt + self.tokens
+
+    @property
+    def kinds(self) -> tuple[EngineKind, ...]:
+        """Kinds of the engines that gave tokens, in order of first use."""
+        return tuple(dict.fromkeys(leg.kind for leg in self.legs if leg.placed))
+
+
+def _allowed(leg: Leg, exact: str) -> int:
+    if exact:
+        for span in leg.spans:
+            if span.version != exact:
+                return span.start
+    return leg.placed

@@ -1,0 +1,111 @@
+"""Staleness in publishes, and pins of a request to versions.
+
+The reference is the newest version anybody has told the router of: an engine's attested version or
+the head of the weight plane. Versions of another run, or of an older incarnation, are out of every
+bound: after a restart of the trainer its earlier publishes may belong to an abandoned branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rose_core.identity import WeightVersion
+from rose_core.rollouts.errors import InvalidTurn, UnknownVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Versions a turn may be sampled by, beside the lease's staleness bound.
+
+    Attributes:
+        minimum: no version older than this.
+        exact: only this version; the turn ends with a typed abort when it is gone.
+    """
+
+    minimum: WeightVersion | None = None
+    exact: WeightVersion | None = None
+
+
+NO_PIN = Pin()
+
+
+def parse(label: str) -> WeightVersion | None:
+    """A label as version; ``None`` for what is no label of ours (then nothing is known)."""
+    try:
+        return WeightVersion.parse(label)
+    except ValueError:
+        return None
+
+
+def read_pin(minimum: object, exact: object) -> Pin:
+    """The pins of a request.
+
+    Raises:
+        InvalidTurn: a pin is no ``run@incarnation.sequence``.
+    """
+    return Pin(_pinned("min_version", minimum), _pinned("version", exact))
+
+
+def _pinned(field: str, value: object) -> WeightVersion | None:
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str):
+        message = f"rose.{field}: expected text such as grpo@1.7, got {type(value).__name__}"
+        raise InvalidTurn(message)
+    try:
+        return WeightVersion.parse(value)
+    except ValueError as error:
+        message = f"rose.{field}: {error}"
+        raise InvalidTurn(message) from error
+
+
+def newest(versions: Iterable[WeightVersion]) -> WeightVersion | None:
+    """The newest of them; a lease follows one run, so run names are not weighed."""
+    return max(versions, key=lambda v: (v.incarnation, v.sequence), default=None)
+
+
+def lag(version: WeightVersion, head: WeightVersion) -> int | None:
+    """How many publishes ``version`` is behind ``head``; ``None`` when they do not compare."""
+    if (version.run, version.incarnation) != (head.run, head.incarnation):
+        return None
+    return max(0, head.sequence - version.sequence)
+
+
+def fresh(version: WeightVersion, head: WeightVersion, bound: int) -> bool:
+    """Whether the version is inside the staleness bound."""
+    behind = lag(version, head)
+    return behind is not None and behind <= bound
+
+
+def satisfies(version: WeightVersion, pin: Pin) -> bool:
+    """Whether a turn with this pin may be sampled by the version."""
+    if pin.exact is not None:
+        return version == pin.exact
+    if pin.minimum is None:
+        return True
+    older = (version.incarnation, version.sequence) < (
+        pin.minimum.incarnation,
+        pin.minimum.sequence,
+    )
+    return version.run == pin.minimum.run and not older
+
+
+def check_pin(pin: Pin, head: WeightVersion | None, live: Iterable[WeightVersion]) -> None:
+    """Refuse a pin that cannot be met by waiting a moment.
+
+    Args:
+        pin: the request's.
+        head: newest version known.
+        live: attested versions of the engines that are attached.
+
+    Raises:
+        UnknownVersion: nobody has announced such a version, or it runs nowhere any more.
+    """
+    known = f"the newest version known here is {head}" if head else "no version is known here yet"
+    if pin.exact is not None and pin.exact != head and pin.exact not in set(live):
+        message = f"no engine has version {pin.exact}; {known}"
+        raise UnknownVersion(message)
+    if pin.minimum is not None and (head is None or not satisfies(head, Pin(pin.minimum))):
+        message = f"version {pin.minimum} or newer is not known here; {known}"
+        raise UnknownVersion(message)

@@ -1,0 +1,86 @@
+"""When a leg that is running must end, so that its turn goes on elsewhere.
+
+| seen | patience | then |
+|---|---|---|
+| the owner says the engine leaves | none | Revoked |
+| the engine is forgotten (its owner never came back) | none | Gone |
+| gate closed, an engine elsewhere could take the turn | ``pause_seconds`` | Paused |
+| gate closed, nothing elsewhere | for ever | stay: keys are kept in place |
+| gate open, no event | ``stall_seconds`` | Stalled |
+| more legs than the cap, which was cut; room elsewhere | none | CapCut |
+
+Loss of the connection is not here: it ends the leg by itself (``Lost``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Move(StrEnum):
+    """Why a turn left an engine; also the metric's label."""
+
+    REVOKED = "Revoked"
+    GONE = "Gone"
+    PAUSED = "Paused"
+    STALLED = "Stalled"
+    CAP_CUT = "CapCut"
+    LOST = "Lost"
+    REFUSED = "Refused"
+    ABORTED = "Aborted"
+    UNPLACED = "Unplaced"
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a leg may stand still, in seconds.
+
+    Attributes:
+        pause_seconds: with its gate closed; bursts under about 2 s are not worth a move.
+        stall_seconds: with its gate open; longer than the longest prefill.
+    """
+
+    pause_seconds: float = 5.0
+    stall_seconds: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class LegView:
+    """A running leg and its engine, times in seconds of the router's clock.
+
+    Attributes:
+        known: the engine is (still) in the router's fleet.
+        gate_since: when the gate last opened or closed.
+        last_event: when the leg began or last said something.
+        excess: the engine has more legs than its cap and this is one of the youngest.
+    """
+
+    known: bool
+    leaving: bool
+    gate_open: bool
+    gate_since: float
+    last_event: float
+    excess: bool = False
+
+
+def judge(leg: LegView, patience: Patience, elsewhere: bool, now: float) -> Move | None:
+    """Why the leg must end now, or ``None``.
+
+    Args:
+        leg: what is known.
+        patience: how long it may stand still.
+        elsewhere: some other engine could take the turn now.
+        now: seconds of the router's clock.
+    """
+    if not leg.known:
+        return Move.GONE
+    if leg.leaving:
+        return Move.REVOKED
+    if not leg.gate_open:
+        waited = now - leg.gate_since >= patience.pause_seconds
+        return Move.PAUSED if waited and elsewhere else None
+    if leg.excess and elsewhere:
+        return Move.CAP_CUT
+    stalled = now - max(leg.last_event, leg.gate_since) >= patience.stall_seconds
+    return Move.STALLED if stalled else None
