@@ -1,0 +1,13 @@
+"""Decides, many times a second, whether a rollout engine may compute beside live traffic.
+
+- ``reasons``: the closed words for every closed gate and every rung.
+- ``predictor``: prefill and decode cost, alone and co-running, corrected online.
+- ``slack``: what each serving request has left; the share of time that may be lent.
+- ``gate``: open, duty-cycled or closed, and why.
+- ``ladder``: how an engine is stopped: rungs with deadlines and escalation.
+- ``slot``: one slot's whole life on its node: ``decide(state, snapshot, now)``.
+- ``grants``: which grants are alive, by leader term and the node's own clock.
+- ``crossover``: harm measured by alternating lent and withheld windows.
+
+Pure; ``rose_agent.guard`` is the shell.
+"""

@@ -1,0 +1,50 @@
+"""Closed words: why a gate is open or closed, why a slot is being taken back.
+
+The same word stands in the slot's condition, in Events, in metrics and in the flight recorder.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class GateReason(StrEnum):
+    """Why a gate is open (first two) or closed."""
+
+    IDLE = "Idle"
+    SLACK = "Slack"
+
+    STOP_REQUESTED = "StopRequested"
+    NOT_GRANTED = "NotGranted"
+    POOL_NOT_LENDING = "PoolNotLending"
+    SERVING_GONE = "ServingGone"
+    SERVING_NOT_READY = "ServingNotReady"
+    SERVING_SETTLING = "ServingSettling"
+    MEMORY_PRESSURE = "MemoryPressure"
+    ENGINE_NOT_READY = "EngineNotReady"
+    HOST_STALE = "HostStale"
+    SIGNAL_MISSING = "SignalMissing"
+    SIGNAL_STALE = "SignalStale"
+    SIGNAL_LOST = "SignalLost"
+    SIGNAL_OPAQUE = "SignalOpaque"
+    SIGNAL_UNVERIFIED = "SignalUnverified"
+    SIGNAL_CONTRADICTED = "SignalContradicted"
+    BREAKER_OPEN = "BreakerOpen"
+    WITHHELD = "CrossoverWithheld"
+    SERVING_BUSY = "ServingBusy"
+    NO_PREFILL_SLACK = "NoPrefillSlack"
+    NO_DECODE_SLACK = "NoDecodeSlack"
+    COOL_DOWN = "CoolDown"
+
+
+VACATING = frozenset(
+    {
+        GateReason.STOP_REQUESTED,
+        GateReason.NOT_GRANTED,
+        GateReason.POOL_NOT_LENDING,
+        GateReason.SERVING_GONE,
+        GateReason.SERVING_NOT_READY,
+        GateReason.SERVING_SETTLING,
+    }
+)
+"""Reasons for which a gate does not merely close: the engine has to leave the GPU (rung 5)."""

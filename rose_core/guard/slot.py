@@ -1,0 +1,307 @@
+"""One slot's whole life on its node: ``decide(state, seen, limits, now) -> (state, actions)``.
+
+| phase | seen | next | orders |
+|---|---|---|---|
+| Absent | granted, replica lendable, host alive, no cordon | Starting | Ensure |
+| Absent | otherwise | Absent | |
+| Starting | host does not list it yet | Starting | Ensure again every 2 s |
+| Starting, Present | engine listed, gate open | Present | Let go, Extend |
+| Starting, Present | engine listed, gate closed | Present | Close, Hold; then Freeze; then Kill |
+| Starting, Present | engine listed, duty pause | Present | Close (the permit alone paces it) |
+| Present | host's heartbeat stale | Present | Close, Freeze; after 15 s Kill |
+| Present | memory pressure | Present | Close, Hold, Dormant; after 5 s -> Releasing |
+| any with an engine | vacating reason | Releasing | Close, Stop; after 6 s Freeze, Kill |
+| Releasing | engine gone | Absent (cordoned when it had to be killed) | |
+
+Every order is repeated until its proof is seen, so a lost message or a restarted neighbour needs
+no case of its own. Next step: ``rose_agent.guard.loop`` carries the orders out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from rose_core.guard.gate import Verdict
+from rose_core.guard.ladder import Action, LadderLimits, Order, Rung
+from rose_core.guard.reasons import VACATING, GateReason
+from rose_core.wire.host import EngineState
+
+
+class Phase(StrEnum):
+    """Where a slot stands on its node."""
+
+    ABSENT = "Absent"
+    STARTING = "Starting"
+    PRESENT = "Present"
+    RELEASING = "Releasing"
+
+
+STARTABLE = frozenset(
+    {
+        GateReason.IDLE,
+        GateReason.SLACK,
+        GateReason.SERVING_BUSY,
+        GateReason.NO_PREFILL_SLACK,
+        GateReason.NO_DECODE_SLACK,
+        GateReason.COOL_DOWN,
+        GateReason.WITHHELD,
+    }
+)
+"""Gate positions in which an engine may be started: the replica is known, only busy now."""
+
+
+@dataclass(frozen=True)
+class EngineSeen:
+    """The slot's engine as the host last listed it.
+
+    Attributes:
+        held: the host has confirmed that the guard holds it.
+        frozen: the guard reads its cgroup as frozen.
+    """
+
+    state: EngineState
+    generation: int
+    held: bool = False
+    frozen: bool = False
+
+
+@dataclass(frozen=True)
+class SlotSeen:
+    """What is known about a slot now.
+
+    Attributes:
+        granted: None while the agent has just started and nobody has told it yet.
+        generation: of the grant.
+        verdict: the gate of the replica.
+        host_alive: the engine host answered its status call lately.
+        heartbeat_ns: age of the host's heartbeat beside the permit; None = no permit.
+        processes: the guard still sees processes of the engine.
+        can_dormant: the engine can release weights and KV.
+    """
+
+    granted: bool | None
+    generation: int
+    verdict: Verdict
+    engine: EngineSeen | None
+    host_alive: bool
+    heartbeat_ns: int | None = None
+    processes: bool = False
+    can_dormant: bool = False
+
+
+@dataclass(frozen=True)
+class SlotMachine:
+    """State of one slot.
+
+    Attributes:
+        rung: how far the engine has been taken back.
+        since_ns: when the phase or the rung was entered.
+        ordered_ns: when the last order that needs a proof was sent.
+        self_frozen: the guard froze the cgroup; only a confirmed hold makes that undone by the
+            host, which alone continues engines.
+        unready_ns: since when serving has been unready.
+        stale_ns: since when the host's heartbeat has been stale.
+        cordon_until_ns: no new engine before.
+    """
+
+    phase: Phase = Phase.ABSENT
+    rung: Rung = Rung.TERMINATE
+    since_ns: int = 0
+    ordered_ns: int = 0
+    self_frozen: bool = False
+    killed: bool = False
+    unready_ns: int = 0
+    stale_ns: int = 0
+    failures: int = 0
+    cordon_until_ns: int = 0
+
+
+Step = tuple[SlotMachine, tuple[Action, ...]]
+
+
+def decide(state: SlotMachine, seen: SlotSeen, limits: LadderLimits, now_ns: int) -> Step:
+    """Next state and orders; called on every event and every tick."""
+    reason = _reason(seen)
+    state = _note_times(state, seen, limits, reason, now_ns)
+    exists = seen.engine is not None and seen.engine.state is not EngineState.GONE
+    exists = exists or (seen.processes and not seen.host_alive)
+    if not exists:
+        return _without_engine(state, seen, limits, reason, now_ns)
+    if state.phase is Phase.RELEASING or _must_vacate(state, seen, limits, reason, now_ns):
+        return _release(state, seen, limits, reason, now_ns)
+    if _stale(seen, limits):
+        return _host_stale(state, limits, now_ns)
+    return _with_engine(state, seen, limits, reason, now_ns)
+
+
+def _reason(seen: SlotSeen) -> GateReason:
+    return seen.verdict.reason if seen.granted else GateReason.NOT_GRANTED
+
+
+def _stale(seen: SlotSeen, limits: LadderLimits) -> bool:
+    if seen.heartbeat_ns is None:
+        return not seen.host_alive
+    return seen.heartbeat_ns > limits.host_stale_ns
+
+
+def _note_times(
+    state: SlotMachine, seen: SlotSeen, limits: LadderLimits, reason: GateReason, now_ns: int
+) -> SlotMachine:
+    unready = (state.unready_ns or now_ns) if reason is GateReason.SERVING_NOT_READY else 0
+    stale = (state.stale_ns or now_ns) if _stale(seen, limits) else 0
+    if unready == state.unready_ns and stale == state.stale_ns:
+        return state
+    return replace(state, unready_ns=unready, stale_ns=stale)
+
+
+def _must_vacate(
+    state: SlotMachine, seen: SlotSeen, limits: LadderLimits, reason: GateReason, now_ns: int
+) -> bool:
+    if reason is GateReason.NOT_GRANTED:
+        return seen.granted is False
+    if reason is GateReason.SERVING_NOT_READY:
+        return now_ns - state.unready_ns >= limits.unready_ns
+    if reason is GateReason.MEMORY_PRESSURE:
+        overdue = state.rung is Rung.DORMANT and now_ns - state.since_ns >= limits.dormant_ns
+        dormant = seen.engine is not None and seen.engine.state is EngineState.DORMANT
+        return not dormant and (overdue or not seen.can_dormant)
+    return reason in VACATING
+
+
+def _without_engine(
+    state: SlotMachine, seen: SlotSeen, limits: LadderLimits, reason: GateReason, now_ns: int
+) -> Step:
+    if state.phase is Phase.RELEASING or state.phase is Phase.PRESENT:
+        failures = state.failures + 1 if state.killed else 0
+        rest = min(limits.cordon_ns * 2 ** min(failures, 8), limits.longest_cordon_ns)
+        state = SlotMachine(
+            since_ns=now_ns,
+            failures=failures,
+            cordon_until_ns=now_ns + rest // 2 if state.killed else 0,
+        )
+    startable = (
+        seen.granted and seen.host_alive and reason in STARTABLE and now_ns >= state.cordon_until_ns
+    )
+    if not startable:
+        return (replace(state, phase=Phase.ABSENT), ())
+    if state.phase is Phase.STARTING and now_ns - state.ordered_ns < limits.ensure_repeat_ns:
+        return (state, ())
+    started = replace(state, phase=Phase.STARTING, ordered_ns=now_ns, rung=Rung.STOP)
+    return (started, (Action(Order.ENSURE, reason),))
+
+
+def _release(
+    state: SlotMachine, seen: SlotSeen, limits: LadderLimits, reason: GateReason, now_ns: int
+) -> Step:
+    actions = [Action(Order.CLOSE, reason)]
+    if state.phase is not Phase.RELEASING:
+        state = replace(
+            state, phase=Phase.RELEASING, rung=Rung.TERMINATE, since_ns=now_ns, ordered_ns=0
+        )
+    overdue = now_ns - state.since_ns >= limits.terminate_ns
+    if _stale(seen, limits) and not overdue:
+        actions.append(Action(Order.FREEZE, reason))
+    if now_ns - state.ordered_ns >= limits.stop_repeat_ns:
+        state = replace(state, ordered_ns=now_ns, killed=state.killed or overdue)
+        actions.append(Action(Order.STOP, reason))
+        if overdue:
+            actions.append(Action(Order.KILL, reason))
+    return (state, tuple(actions))
+
+
+def _host_stale(state: SlotMachine, limits: LadderLimits, now_ns: int) -> Step:
+    reason = GateReason.HOST_STALE
+    state = _at_rung(state, Rung.STOP, now_ns)
+    actions = [Action(Order.CLOSE, reason)]
+    if not state.self_frozen or now_ns - state.ordered_ns >= limits.repeat_ns:
+        state = replace(state, self_frozen=True, ordered_ns=now_ns)
+        actions.append(Action(Order.FREEZE, reason))
+    if now_ns - state.stale_ns >= limits.host_dead_ns and not state.killed:
+        state = replace(state, killed=True)
+        actions.append(Action(Order.KILL, reason))
+    return (state, tuple(actions))
+
+
+def _with_engine(
+    state: SlotMachine, seen: SlotSeen, limits: LadderLimits, reason: GateReason, now_ns: int
+) -> Step:
+    engine, verdict = seen.engine, seen.verdict
+    state = replace(state, phase=Phase.PRESENT, killed=False)
+    if engine is not None and seen.granted and engine.generation < seen.generation:
+        if now_ns - state.ordered_ns < limits.ensure_repeat_ns:
+            return (state, (Action(Order.CLOSE, reason),))
+        state = replace(state, ordered_ns=now_ns)
+        return (state, (Action(Order.CLOSE, reason), Action(Order.ENSURE, reason)))
+    held = engine is not None and engine.held
+    if verdict.open and seen.granted:
+        return _open(state, verdict, limits, now_ns, held=held)
+    if reason is GateReason.SLACK:  # the pause of a duty cycle
+        return (state, (Action(Order.CLOSE, reason),))
+    return _close(state, seen, limits, reason, now_ns, held=held)
+
+
+def _open(
+    state: SlotMachine, verdict: Verdict, limits: LadderLimits, now_ns: int, *, held: bool
+) -> Step:
+    reason = verdict.reason
+    if state.self_frozen and not held:
+        # What the guard froze, the host must take over before it may continue it.
+        return _repeat(state, Order.HOLD, reason, limits, now_ns)
+    state = replace(_at_rung(state, Rung.NONE, now_ns), self_frozen=False)
+    until = now_ns + limits.permit_ns
+    if verdict.until_ns:
+        until = min(until, verdict.until_ns)
+    actions: tuple[Action, ...] = (Action(Order.EXTEND, reason, until),)
+    if held:
+        state, let_go = _repeat(state, Order.LET_GO, reason, limits, now_ns)
+        actions = (*let_go, *actions)
+    return (state, actions)
+
+
+def _close(
+    state: SlotMachine,
+    seen: SlotSeen,
+    limits: LadderLimits,
+    reason: GateReason,
+    now_ns: int,
+    *,
+    held: bool,
+) -> Step:
+    first = state.rung < Rung.STOP
+    if first:
+        state = replace(_at_rung(state, Rung.STOP, now_ns), ordered_ns=0)
+    close = Action(Order.CLOSE, reason)
+    if held:
+        state = replace(state, self_frozen=False)
+        if reason is GateReason.MEMORY_PRESSURE and state.rung < Rung.DORMANT:
+            return (
+                _at_rung(state, Rung.DORMANT, now_ns),
+                (close, Action(Order.DORMANT, reason)),
+            )
+        return (state, (close,))
+    state, actions = _repeat(state, Order.HOLD, reason, limits, now_ns)
+    actions = (close, *actions)
+    late = now_ns - state.since_ns
+    frozen = seen.engine is not None and seen.engine.frozen
+    if late >= limits.hold_ns and not frozen:
+        state = replace(state, self_frozen=True)
+        actions = (*actions, Action(Order.FREEZE, reason))
+    if late >= limits.hold_ns + limits.freeze_ns and not frozen and not state.killed:
+        state = replace(state, killed=True)
+        actions = (*actions, Action(Order.KILL, reason))
+    return (state, actions)
+
+
+def _repeat(
+    state: SlotMachine, order: Order, reason: GateReason, limits: LadderLimits, now_ns: int
+) -> Step:
+    if now_ns - state.ordered_ns < limits.repeat_ns:
+        return (state, ())
+    return (replace(state, ordered_ns=now_ns), (Action(order, reason),))
+
+
+def _at_rung(state: SlotMachine, rung: Rung, now_ns: int) -> SlotMachine:
+    if state.rung is rung:
+        return state
+    return replace(state, rung=rung, since_ns=now_ns, ordered_ns=0)

@@ -1,0 +1,171 @@
+"""The guard's picture of one replica, kept from the tap's events.
+
+It also keeps what the decisions need beyond the present: since when the replica has been empty,
+which share of time it is empty, and finished requests for the predictor and the meters.
+Next step: ``signal`` merges it with the engine's own figures.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rose_core.telemetry.events import (
+    Arrived,
+    Dismissed,
+    Ended,
+    FirstToken,
+    Health,
+    How,
+    Progress,
+    Sized,
+    TapEvent,
+)
+
+_SHARE_TIME_S = 5.0  # memory of the idle share
+
+
+@dataclass
+class LiveRequest:
+    """One request under way; ``size`` is the body's bytes, -1 unknown; 0 ns = not yet."""
+
+    number: int
+    arrived_ns: int
+    path: str = ""
+    size: int = -1
+    first_ns: int = 0
+    last_ns: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One finished request; ``ttft_s`` and ``tpot_s`` are None where they have no meaning."""
+
+    number: int
+    arrived_ns: int
+    first_ns: int
+    ended_ns: int
+    size: int
+    tokens: int
+    status: int
+    how: How
+    path: str
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Arrival to first token of a streamed, successful response, in seconds."""
+        return (self.first_ns - self.arrived_ns) / 1e9 if self.first_ns and self.good else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token after the first, in seconds."""
+        if not self.first_ns or self.tokens < 2 or not self.good:
+            return None
+        return (self.ended_ns - self.first_ns) / 1e9 / (self.tokens - 1)
+
+    @property
+    def good(self) -> bool:
+        """The response was complete and successful."""
+        return self.how is How.COMPLETE and self.status == 200
+
+
+class Book:
+    """Mutable picture of one replica; single-threaded."""
+
+    def __init__(self, now_ns: int) -> None:
+        self.live: dict[int, LiveRequest] = {}
+        self.health: Health | None = None
+        self.heard_ns = 0
+        self.mismatch_ns = 0
+        self.requests_total = 0
+        self.tokens_total = 0
+        self._changed_ns = now_ns
+        self._empty_since_ns = now_ns
+        self._idle_share = 0.0
+        self._busy_ns = 0
+
+    def apply(self, event: TapEvent, now_ns: int) -> Finished | None:
+        """Take one event; a finished request is returned."""
+        if isinstance(event, Health):
+            self._health(event, now_ns)
+            return None
+        if isinstance(event, Arrived):
+            self._account(now_ns)
+            known = self.live.get(event.request)
+            if known is None:
+                self.live[event.request] = LiveRequest(event.request, event.time_ns, event.path)
+                self.requests_total += 1
+            return None
+        return self._on_live(event, now_ns)
+
+    def _on_live(self, event: TapEvent, now_ns: int) -> Finished | None:
+        assert not isinstance(event, Health | Arrived)  # noqa: S101  # dispatched above
+        request = self.live.get(event.request)
+        if request is None:
+            return None
+        if isinstance(event, Sized):
+            request.size = event.size
+        elif isinstance(event, FirstToken):
+            request.first_ns = request.last_ns = event.time_ns
+            request.tokens = 1
+        elif isinstance(event, Progress):
+            request.last_ns, request.tokens = event.time_ns, event.tokens
+        elif isinstance(event, Dismissed):
+            self._remove(event.request, now_ns)
+            self.requests_total -= 1
+        elif isinstance(event, Ended):
+            self._remove(event.request, now_ns)
+            self.tokens_total += event.tokens
+            return Finished(
+                request.number,
+                request.arrived_ns,
+                request.first_ns,
+                event.time_ns,
+                request.size,
+                event.tokens,
+                event.status,
+                event.how,
+                request.path,
+            )
+        return None
+
+    def _remove(self, number: int, now_ns: int) -> None:
+        self._account(now_ns)
+        del self.live[number]
+        if not self.live:
+            self._empty_since_ns = now_ns
+
+    def _health(self, event: Health, now_ns: int) -> None:
+        self.health, self.heard_ns = event, now_ns
+        if event.in_flight != len(self.live):
+            self.mismatch_ns = now_ns
+
+    def forget(self, now_ns: int) -> None:
+        """The tap is gone: nothing is known any more."""
+        self._account(now_ns)
+        self.live.clear()
+        self.health = None
+        self._empty_since_ns = now_ns
+
+    def empty_since_ns(self) -> int | None:
+        """Since when no request has been under way; None while one is."""
+        return None if self.live else self._empty_since_ns
+
+    def idle_share(self, now_ns: int) -> float:
+        """Recent share of time without a request (exponential memory of 5 s)."""
+        self._account(now_ns)
+        return self._idle_share
+
+    def busy_ns(self, now_ns: int) -> int:
+        """Total time with a request under way."""
+        self._account(now_ns)
+        return self._busy_ns
+
+    def _account(self, now_ns: int) -> None:
+        elapsed = max(0, now_ns - self._changed_ns)
+        self._changed_ns = now_ns
+        keep = math.exp(-elapsed / 1e9 / _SHARE_TIME_S)
+        self._idle_share = self._idle_share * keep + (0.0 if self.live else 1.0) * (1 - keep)
+        if self.live:
+            self._busy_ns += elapsed

@@ -1,0 +1,182 @@
+"""Figures that SGLang and vLLM publish, read into one shape; what is absent stays unknown.
+
+Traps that decide the reading (measured, ``docs/guard.md``): SGLang's ``http_requests_active``
+leaks, so it is never read; queue and running gauges of ``/metrics`` refresh with the log, so they
+may close the gate but never open it; a load snapshot says running 0 after the first prefill, so a
+change of its token counters means busy.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from rose_core.telemetry.paths import generates
+
+_SNAPSHOT_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one engine says about itself; None is unknown.
+
+    Attributes:
+        running, waiting: requests.
+        kv_permille: KV pool in use, thousandths.
+        requests: requests counted by the engine since its start, by path.
+        at_arrival: ``requests`` moves when a request arrives; otherwise when it ends.
+        activity: any figure that moves when the engine works; compare for change only.
+    """
+
+    running: int | None = None
+    waiting: int | None = None
+    kv_permille: int | None = None
+    requests: dict[str, int] | None = None
+    at_arrival: bool = True
+    activity: tuple[int, ...] = ()
+
+
+Sample = tuple[str, dict[str, str], float]
+
+
+def samples(text: str) -> Iterator[Sample]:
+    """Lines of a Prometheus page; lines that are none are passed over."""
+    for line in text.splitlines():
+        if not line or line[0] == "#":
+            continue
+        name, labels, rest = _split(line)
+        try:
+            yield name, labels, float(rest.split()[0])
+        except (ValueError, IndexError):
+            continue
+
+
+def _split(line: str) -> tuple[str, dict[str, str], str]:
+    name, brace, rest = line.partition("{")
+    if not brace:
+        name, _, rest = line.partition(" ")
+        return name, {}, rest
+    inner, _, rest = rest.rpartition("}")
+    labels = {}
+    for pair in inner.split('",'):
+        key, _, value = pair.partition('="')
+        labels[key.strip(", ")] = value.rstrip('"')
+    return name, labels, rest
+
+
+def _whole(value: float) -> int | None:
+    return int(value) if 0 <= value < 2**53 else None
+
+
+def sglang_metrics(text: str) -> Figures:
+    """SGLang's ``/metrics``."""
+    requests: dict[str, int] | None = None
+    gauges: dict[str, float] = {}
+    for name, labels, value in samples(text):
+        if name == "sglang:http_requests_total":
+            requests = {} if requests is None else requests
+            path = labels.get("endpoint", "")
+            if generates(labels.get("method", "POST"), path):
+                requests[path] = requests.get(path, 0) + int(value)
+        elif labels.get("priority", "") == "" and name.startswith("sglang:"):
+            gauges[name[7:]] = gauges.get(name[7:], 0.0) + value
+    return _figures(gauges, requests, "num_running_reqs", "num_queue_reqs", "token_usage")
+
+
+def vllm_metrics(text: str) -> Figures:
+    """VLLM's ``/metrics``; its requests are counted when they end."""
+    requests: dict[str, int] | None = None
+    gauges: dict[str, float] = {}
+    for name, labels, value in samples(text):
+        if name == "http_requests_total":
+            requests = {} if requests is None else requests
+            path = labels.get("handler", "")
+            if generates(labels.get("method", "POST"), path):
+                requests[path] = requests.get(path, 0) + int(value)
+        elif name.startswith("vllm:"):
+            gauges[name[5:]] = gauges.get(name[5:], 0.0) + value
+    figures = _figures(
+        gauges, requests, "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
+    )
+    return replace(figures, at_arrival=False)
+
+
+def _figures(
+    gauges: dict[str, float],
+    requests: dict[str, int] | None,
+    running: str,
+    waiting: str,
+    usage: str,
+) -> Figures:
+    def whole(name: str) -> int | None:
+        return _whole(gauges[name]) if name in gauges else None
+
+    share = gauges.get(usage)
+    activity = tuple(
+        int(gauges[name])
+        for name in ("generation_tokens_total", "prompt_tokens_total", "realtime_tokens_total")
+        if name in gauges
+    )
+    return Figures(
+        running=whole(running),
+        waiting=whole(waiting),
+        kv_permille=round(share * 1000) if share is not None and 0 <= share <= 1 else None,
+        requests=requests,
+        activity=activity,
+    )
+
+
+METRICS = {"SGLang": sglang_metrics, "VLLM": vllm_metrics}
+"""Reader of ``/metrics`` by the pool's engine kind."""
+
+
+def sglang_loads(body: bytes) -> Figures:
+    """SGLang's ``/v1/loads``; garbage gives unknown figures."""
+    try:
+        loads = msgspec.json.decode(body)["loads"]
+        return _add([_load(entry) for entry in loads])
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+        return Figures()
+
+
+def sglang_snapshot(memory: bytes) -> Figures:
+    """SGLang's load snapshot in shared memory: length at byte 12, MessagePack from byte 16.
+
+    The writer takes no lock, so a torn read is expected now and then and gives unknown figures.
+    """
+    try:
+        (length,) = _SNAPSHOT_LENGTH.unpack_from(memory, 12)
+        return _load(msgspec.msgpack.decode(memory[16 : 16 + length]))
+    except (struct.error, msgspec.MsgspecError, KeyError, TypeError, ValueError):
+        return Figures()
+
+
+def _load(entry: dict[str, Any]) -> Figures:
+    running, waiting = entry["num_running_reqs"], entry["num_waiting_reqs"]
+    if not isinstance(running, int) or not isinstance(waiting, int) or min(running, waiting) < 0:
+        return Figures()
+    usage = entry.get("token_usage")
+    prefill = entry.get("total_prefill_uncached_tokens")
+    used = entry.get("num_used_tokens")
+    return Figures(
+        running=running,
+        waiting=waiting,
+        kv_permille=round(usage * 1000) if isinstance(usage, int | float) else None,
+        activity=tuple(v for v in (prefill, used) if isinstance(v, int)),
+    )
+
+
+def _add(parts: list[Figures]) -> Figures:
+    if not parts or any(p.running is None or p.waiting is None for p in parts):
+        return Figures()
+    kv = [p.kv_permille for p in parts if p.kv_permille is not None]
+    return Figures(
+        running=sum(p.running or 0 for p in parts),
+        waiting=sum(p.waiting or 0 for p in parts),
+        kv_permille=max(kv) if kv else None,
+        activity=tuple(value for p in parts for value in p.activity),
+    )
