@@ -1,0 +1,93 @@
+"""Prices applied to a ledger.
+
+Money is in micro-units of the owner's currency, as in a pool's ``pricePerGPUHourMicros``. A held
+dedicated GPU costs its full price whether it computes or not. A borrowed GPU is paid for by its
+serving owner; the borrower is charged the lent price for the time in which rollouts could compute,
+and the owner's price for every violation that lending added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rose_core.accounting.ledger import Ledger
+
+_MILLISECONDS_PER_HOUR = 3_600_000
+_BYTES_PER_GIGABYTE = 10**9
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What things cost, in micro-units of one currency.
+
+    Attributes:
+        dedicated_hour, lent_hour: one GPU for one hour.
+        violation: what the serving owner asks for one added SLO violation.
+        gigabyte: weights moved between clusters.
+    """
+
+    dedicated_hour: int
+    lent_hour: int
+    violation: int = 0
+    gigabyte: int = 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of a ledger by cause, in micro-units; the sum is ``total``."""
+
+    dedicated: float
+    borrowed: float
+    violations: float
+    network: float
+
+    @property
+    def total(self) -> float:
+        """Everything together."""
+        return self.dedicated + self.borrowed + self.violations + self.network
+
+
+def cost(ledger: Ledger, prices: Prices) -> Cost:
+    """Apply prices to a ledger."""
+    return Cost(
+        dedicated=ledger.dedicated.held_milliseconds
+        * prices.dedicated_hour
+        / _MILLISECONDS_PER_HOUR,
+        borrowed=ledger.borrowed.computing_milliseconds * prices.lent_hour / _MILLISECONDS_PER_HOUR,
+        violations=float(ledger.serving.added_violations * prices.violation),
+        network=ledger.weight_bytes * prices.gigabyte / _BYTES_PER_GIGABYTE,
+    )
+
+
+def per_accepted(ledger: Ledger, prices: Prices) -> float | None:
+    """Micro-units per accepted trajectory; unknown when none was accepted."""
+    return _per(cost(ledger, prices).total, ledger.trajectories.accepted)
+
+
+def per_correct(ledger: Ledger, prices: Prices) -> float | None:
+    """Micro-units per correct answer; unknown when there was none."""
+    return _per(cost(ledger, prices).total, ledger.trajectories.correct)
+
+
+def break_even_lent_hour(mixed: Ledger, dedicated_only: Ledger, prices: Prices) -> float | None:
+    """Lent price at which borrowing costs as much per accepted trajectory as not borrowing.
+
+    Solves ``fixed + lent_hour * hours = target * accepted`` for ``lent_hour``, where ``fixed`` is
+    every cost of ``mixed`` but the lent hours and ``target`` is what ``dedicated_only`` pays per
+    accepted trajectory.
+
+    Returns:
+        Micro-units per GPU-hour, below zero when borrowing loses even if it is free; unknown when
+        either run accepted nothing or nothing was borrowed.
+    """
+    target = per_accepted(dedicated_only, prices)
+    hours = mixed.borrowed.computing_milliseconds / _MILLISECONDS_PER_HOUR
+    accepted = mixed.trajectories.accepted
+    if target is None or accepted == 0 or hours == 0:
+        return None
+    bill = cost(mixed, prices)
+    return (target * accepted - (bill.total - bill.borrowed)) / hours
+
+
+def _per(amount: float, count: int) -> float | None:
+    return amount / count if count else None

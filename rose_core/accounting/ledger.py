@@ -1,0 +1,144 @@
+"""What was used and what came out of it.
+
+Everything is an integer (milliseconds, tokens, bytes, counts), so that ledgers of slots, leases
+and days add up without rounding. Money is in ``cost``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import reduce
+
+
+class Tier(StrEnum):
+    """Whose GPU it was."""
+
+    DEDICATED = "Dedicated"
+    BORROWED = "Borrowed"
+
+
+@dataclass(frozen=True)
+class GpuTime:
+    """GPU time of one tier.
+
+    Attributes:
+        held_milliseconds: GPU-milliseconds during which the slot or engine existed.
+        computing_milliseconds: part of it during which rollouts could compute (gate open); for a
+            dedicated engine the same as held.
+    """
+
+    held_milliseconds: int = 0
+    computing_milliseconds: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: negative time, or more computing than held."""
+        if not 0 <= self.computing_milliseconds <= self.held_milliseconds:
+            message = (
+                f"computing {self.computing_milliseconds} ms must lie between 0 and "
+                f"held {self.held_milliseconds} ms"
+            )
+            raise ValueError(message)
+
+    def __add__(self, other: GpuTime) -> GpuTime:
+        return GpuTime(
+            self.held_milliseconds + other.held_milliseconds,
+            self.computing_milliseconds + other.computing_milliseconds,
+        )
+
+    @property
+    def duty(self) -> float | None:
+        """Computing share of the held time; unknown without held time."""
+        if self.held_milliseconds == 0:
+            return None
+        return self.computing_milliseconds / self.held_milliseconds
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Output tokens.
+
+    Attributes:
+        produced: sampled by engines.
+        redone: sampled again because the first copy could not be kept.
+        discarded: in turns that no accepted trajectory contains.
+    """
+
+    produced: int = 0
+    redone: int = 0
+    discarded: int = 0
+
+    def __add__(self, other: Tokens) -> Tokens:
+        return Tokens(
+            self.produced + other.produced,
+            self.redone + other.redone,
+            self.discarded + other.discarded,
+        )
+
+    @property
+    def useful(self) -> int:
+        """Tokens that ended in accepted trajectories."""
+        return self.produced - self.redone - self.discarded
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """Trajectories by how far they came; each number contains the next."""
+
+    started: int = 0
+    finished: int = 0
+    accepted: int = 0
+    correct: int = 0
+
+    def __add__(self, other: Trajectories) -> Trajectories:
+        return Trajectories(
+            self.started + other.started,
+            self.finished + other.finished,
+            self.accepted + other.accepted,
+            self.correct + other.correct,
+        )
+
+
+@dataclass(frozen=True)
+class ServingImpact:
+    """Serving requests beside rollouts, and SLO violations beyond the serving-alone run."""
+
+    requests: int = 0
+    added_violations: int = 0
+
+    def __add__(self, other: ServingImpact) -> ServingImpact:
+        return ServingImpact(
+            self.requests + other.requests, self.added_violations + other.added_violations
+        )
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Everything used and produced in some span of time; ledgers add up."""
+
+    dedicated: GpuTime = field(default_factory=GpuTime)
+    borrowed: GpuTime = field(default_factory=GpuTime)
+    tokens: Tokens = field(default_factory=Tokens)
+    trajectories: Trajectories = field(default_factory=Trajectories)
+    serving: ServingImpact = field(default_factory=ServingImpact)
+    weight_bytes: int = 0
+
+    def __add__(self, other: Ledger) -> Ledger:
+        return Ledger(
+            self.dedicated + other.dedicated,
+            self.borrowed + other.borrowed,
+            self.tokens + other.tokens,
+            self.trajectories + other.trajectories,
+            self.serving + other.serving,
+            self.weight_bytes + other.weight_bytes,
+        )
+
+    def gpu(self, tier: Tier) -> GpuTime:
+        """GPU time of one tier."""
+        return self.dedicated if tier is Tier.DEDICATED else self.borrowed
+
+
+def total(ledgers: Iterable[Ledger]) -> Ledger:
+    """Sum of many ledgers."""
+    return reduce(Ledger.__add__, ledgers, Ledger())
