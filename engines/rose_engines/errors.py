@@ -44,9 +44,14 @@ class CommitRefused(EngineError):
 
     Attributes:
         reason: closed word: ``WrongBase``, ``Corrupt``, ``Layout``, ``NotStaged``, ``Busy``,
-            ``DigestMismatch``, ``Aborted``.
+            ``DigestMismatch``, ``Aborted``, ``Broken``.
     """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(f"{reason}: {message}")
         self.reason = reason
+        self.message = message
+
+
+class BrokenWeights(EngineError):
+    """An undo did not restore the weights; nothing may be sampled from this engine any more."""

@@ -1,0 +1,193 @@
+"""HTTP face of the fake engine: the part of SGLang's API that ROSE and its tests use.
+
+POST /generate         one request, plain or streamed (cumulative), SGLang's shapes
+POST /abort_request    by id prefix, or everything
+POST /slow_down        {"forward_sleep_time": seconds per iteration, null = back to normal}
+GET  /model_info  /v1/loads  /metrics  /health  /ready
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiohttp import web
+
+from rose_engines.fake.scheduler import FakeRequest, FakeScheduler
+
+_METRICS = """\
+# TYPE sglang:num_requests_total counter
+sglang:num_requests_total{{model_name="fake"}} {requests}
+# TYPE sglang:prompt_tokens_total counter
+sglang:prompt_tokens_total{{model_name="fake"}} {prompt_tokens}
+# TYPE sglang:generation_tokens_total counter
+sglang:generation_tokens_total{{model_name="fake"}} {generated_tokens}
+# TYPE sglang:num_aborted_requests_total counter
+sglang:num_aborted_requests_total{{model_name="fake"}} {aborted}
+# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{{model_name="fake"}} {running}
+# TYPE sglang:num_queue_reqs gauge
+sglang:num_queue_reqs{{model_name="fake"}} {waiting}
+"""
+
+
+class FakeServer:
+    """Serves a ``FakeScheduler`` over HTTP; ``application()`` goes into any aiohttp runner."""
+
+    def __init__(self, scheduler: FakeScheduler, model: str = "fake") -> None:
+        self._scheduler = scheduler
+        self._model = model
+        self._normal_seconds = scheduler.token_seconds
+
+    def application(self) -> web.Application:
+        """The aiohttp application; the engine loop lives as long as it does."""
+        app = web.Application(client_max_size=64 << 20)
+        app.cleanup_ctx.append(self._loop)
+        app.add_routes(
+            [
+                web.post("/generate", self._generate),
+                web.post("/abort_request", self._abort),
+                web.post("/slow_down", self._slow_down),
+                web.get("/model_info", self._model_info),
+                web.get("/get_model_info", self._model_info),
+                web.get("/v1/loads", self._loads),
+                web.get("/metrics", self._metrics),
+                web.get("/health", self._healthy),
+                web.get("/ready", self._healthy),
+            ]
+        )
+        return app
+
+    async def _loop(self, _: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._scheduler.run())
+        yield
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        try:
+            body = await http.json()
+            request = self._parse(body)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return web.json_response({"error": {"message": f"bad request: {error}"}}, status=400)
+        wants_logprobs = bool(body.get("return_logprob"))
+        self._scheduler.submit(request)
+        try:
+            if body.get("stream"):
+                return await self._stream(http, request, wants_logprobs)
+            while request.finish is None:
+                request.changed.clear()
+                await request.changed.wait()
+            return web.json_response(self._reply(request, wants_logprobs))
+        finally:
+            if request.finish is None:  # the caller hung up
+                self._scheduler.abort(request.rid)
+
+    def _parse(self, body: dict[str, Any]) -> FakeRequest:
+        sampling = body.get("sampling_params") or {}
+        text, ids = body.get("text"), body.get("input_ids")
+        if (text is None) == (ids is None):
+            raise ValueError("exactly one of text and input_ids is needed")
+        prompt = list(text.encode()) if text is not None else [int(token) for token in ids or ()]
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        return FakeRequest(
+            rid=body.get("rid") or self._scheduler.new_name(),
+            prompt=prompt,
+            most=int(sampling.get("max_new_tokens", 128)),
+            stop_tokens=frozenset(sampling.get("stop_token_ids") or ()),
+        )
+
+    async def _stream(
+        self, http: web.Request, request: FakeRequest, wants_logprobs: bool
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        sent = 0
+        while True:
+            finished = request.finish is not None
+            if len(request.output) > sent or finished:
+                sent = len(request.output)
+                reply = json.dumps(self._reply(request, wants_logprobs))
+                await response.write(f"data: {reply}\n\n".encode())
+            if finished:
+                break
+            request.changed.clear()
+            await request.changed.wait()
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _reply(self, request: FakeRequest, wants_logprobs: bool) -> dict[str, Any]:
+        version = request.spans[-1][0] if request.spans else self._scheduler.session.version
+        meta: dict[str, Any] = {
+            "id": request.rid,
+            "finish_reason": request.finish,
+            "prompt_tokens": len(request.prompt),
+            "completion_tokens": len(request.output),
+            "cached_tokens": 0,
+            "weight_version": version,
+        }
+        if request.finish is not None:
+            meta["weight_versions"] = [
+                {"version": name, "start": start, "end": end} for name, start, end in request.spans
+            ] or [{"version": version, "start": 0, "end": 0}]
+        if wants_logprobs:
+            pairs = zip(request.logprobs, request.output, strict=True)
+            meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+            meta["output_token_logprobs_length"] = len(request.output)
+        text = bytes(request.output).decode("latin-1")
+        return {"text": text, "output_ids": list(request.output), "meta_info": meta}
+
+    async def _abort(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        self._scheduler.abort(body.get("rid") or "", everything=bool(body.get("abort_all")))
+        return web.Response()
+
+    async def _slow_down(self, http: web.Request) -> web.Response:
+        seconds = (await http.json()).get("forward_sleep_time")
+        self._scheduler.token_seconds = self._normal_seconds if seconds is None else float(seconds)
+        return web.Response()
+
+    async def _model_info(self, _: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "model_path": self._model,
+                "served_model_name": self._model,
+                "is_generation": True,
+                "weight_version": self._scheduler.session.version,
+            }
+        )
+
+    async def _loads(self, _: web.Request) -> web.Response:
+        scheduler = self._scheduler
+        used = sum(len(item.prompt) + len(item.output) for item in scheduler.running)
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": len(scheduler.running),
+            "num_waiting_reqs": len(scheduler.waiting),
+            "num_used_tokens": used,
+            "max_total_num_tokens": 16384,
+            "max_running_requests": scheduler.max_running,
+            "token_usage": used / 16384,
+        }
+        return web.json_response({"version": "fake", "loads": [load]})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        counters = self._scheduler.counters
+        text = _METRICS.format(
+            requests=counters.requests,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            aborted=counters.aborted,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+        )
+        return web.Response(text=text)
+
+    async def _healthy(self, _: web.Request) -> web.Response:
+        return web.Response()

@@ -1,0 +1,70 @@
+"""Reads safetensors files as bit patterns, without copying and without a tensor library.
+
+numpy knows no bfloat16, and weights are bits here anyway: each tensor comes back as its dtype word,
+shape and a flat, memory-mapped array of unsigned integers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from rose_core.delta.bits import Bits, number_format
+from rose_engines.errors import UnsupportedEngine
+
+StoredTensor = tuple[str, tuple[int, ...], Bits]
+_LARGEST_HEADER = 100 << 20
+
+
+def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a model folder: HF name -> (dtype word, shape, flat bits).
+
+    Raises:
+        UnsupportedEngine: the folder holds no safetensors, or a damaged one.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UnsupportedEngine(f"{folder} holds no safetensors files, the only format allowed")
+    return {name: tensor for file in files for name, tensor in read_file(file)}
+
+
+def read_file(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """Every tensor of one file, in the order of its header.
+
+    Raises:
+        UnsupportedEngine: the file is damaged.
+    """
+    data = np.memmap(path, np.uint8, mode="r")
+    size = int(data[:8].view("<u8")[0]) if len(data) >= 8 else _LARGEST_HEADER
+    if size > min(_LARGEST_HEADER, len(data) - 8):
+        raise UnsupportedEngine(f"{path} is no safetensors file")
+    try:
+        header = json.loads(bytes(data[8 : 8 + size]))
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            start, end = entry["data_offsets"]
+            shape = tuple(int(length) for length in entry["shape"])
+            kind = number_format(entry["dtype"])
+            if end - start != math.prod(shape) * kind.width:
+                raise UnsupportedEngine(f"{path}: the header's offsets of {name!r} are wrong")
+            yield (
+                name,
+                (
+                    entry["dtype"],
+                    shape,
+                    _bits(data[8 + size + start : 8 + size + end], kind.unsigned),
+                ),
+            )
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnsupportedEngine(f"{path}: its header is damaged: {error}") from error
+
+
+def _bits(data: np.ndarray, kind: np.dtype) -> Bits:
+    if data.ctypes.data % kind.itemsize:  # older writers do not align
+        data = data.copy()
+    return data.view(kind)

@@ -1,0 +1,291 @@
+"""Async client of a stock SGLang server: turns, aborts and figures, over HTTP.
+
+It knows SGLang's shapes and nothing of ROSE's policies: the router, the demo and the tests build on
+it. The fake engine answers it the same way (contract tests in ``tests/engines``). Streams are
+cumulative on the wire; here every event carries what is new beside the totals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+from rose_engines.errors import EngineRefused, EngineUnavailable
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Output tokens ``start <= i < end`` were sampled with the weights labelled ``version``."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The state of one request, after an event or at its end.
+
+    Attributes:
+        output_ids: all output tokens so far.
+        logprobs: their log-probabilities; empty when they were not asked for.
+        new_ids: the last tokens of ``output_ids``, new with this event.
+        finish_reason: SGLang's object (``type`` is ``stop``, ``length`` or ``abort``), None while
+            the request runs.
+        spans: version spans; complete in the last event, absent before it.
+        meta: SGLang's ``meta_info`` as it came.
+    """
+
+    text: str
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    new_ids: tuple[int, ...] = ()
+    finish_reason: dict[str, Any] | None = None
+    spans: tuple[VersionSpan, ...] = ()
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        """The request has ended."""
+        return self.finish_reason is not None
+
+
+def parse_generation(body: dict[str, Any], seen: int = 0) -> Generation:
+    """Read a reply or a (cumulative) stream event of ``/generate``.
+
+    Args:
+        body: the JSON object.
+        seen: output tokens that were known before.
+
+    Raises:
+        EngineRefused: the object is an error, or no reply at all.
+    """
+    meta = body.get("meta_info")
+    if not isinstance(meta, dict):
+        raise EngineRefused(_error_text(body), int(body.get("code") or 0))
+    ids = tuple(body.get("output_ids") or ())
+    pairs = meta.get("output_token_logprobs") or ()
+    return Generation(
+        text=body.get("text") or "",
+        output_ids=ids,
+        logprobs=tuple(float(entry[0]) for entry in pairs),
+        new_ids=ids[seen:],
+        finish_reason=meta.get("finish_reason"),
+        spans=tuple(
+            VersionSpan(span["version"], span["start"], span["end"])
+            for span in meta.get("weight_versions") or ()
+        ),
+        meta=meta,
+    )
+
+
+def _error_text(body: dict[str, Any]) -> str:
+    error = body.get("error")
+    if isinstance(error, dict):
+        return str(error.get("message"))
+    return str(body.get("message") or error or body)[:500]
+
+
+class SGLangClient:
+    """One engine; ``async with SGLangClient(url) as engine``.
+
+    Args:
+        url: base URL.
+        token: bearer token, for engines behind an authorised proxy.
+        session: a shared session; one is made (and closed) otherwise.
+        connect_seconds: most time for a connection.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str = "",
+        session: aiohttp.ClientSession | None = None,
+        connect_seconds: float = 5.0,
+    ) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._session = session
+        self._own = session is None
+        # No total time limit: a stopped engine answers when its permit opens again.
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds)
+
+    async def __aenter__(self) -> Self:
+        if self._session is None:
+            self._session = aiohttp.ClientSession()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._own and self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        sampling: dict[str, Any],
+        *,
+        rid: str | None = None,
+        logprobs: bool = True,
+        **more: Any,  # noqa: ANN401  # further fields of the request, as SGLang takes them
+    ) -> Generation:
+        """One whole turn.
+
+        Raises:
+            EngineRefused, EngineUnavailable: no turn was generated.
+        """
+        last = Generation("", ())
+        async for event in self.stream(input_ids, sampling, rid=rid, logprobs=logprobs, **more):
+            last = event
+        return last
+
+    async def stream(
+        self,
+        input_ids: Sequence[int],
+        sampling: dict[str, Any],
+        *,
+        rid: str | None = None,
+        logprobs: bool = True,
+        **more: Any,  # noqa: ANN401  # further fields of the request, as SGLang takes them
+    ) -> AsyncIterator[Generation]:
+        """One turn, event by event; the last one is ``finished``.
+
+        Raises:
+            EngineRefused: the engine answered with an error.
+            EngineUnavailable: it does not answer, or hung up before the end; what came until then
+                was yielded.
+        """
+        body = {
+            "input_ids": list(input_ids),
+            "sampling_params": sampling,
+            "stream": True,
+            "return_logprob": logprobs,
+            **({"rid": rid} if rid else {}),
+            **more,
+        }
+        seen, finished = 0, False
+        async for event in self._events("/generate", body):
+            generation = parse_generation(event, seen)
+            seen, finished = len(generation.output_ids), generation.finished
+            yield generation
+        if not finished:
+            raise EngineUnavailable(f"{self._url} hung up after {seen} tokens")
+
+    async def _events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The ``data:`` objects of a server-sent stream, up to ``[DONE]``."""
+        try:
+            async with self._open("POST", path, body) as response:
+                await self._check(response)
+                async for line in _lines(response.content):
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line[5:].strip()
+                    if data == b"[DONE]":
+                        return
+                    yield msgspec.json.decode(data, type=dict[str, Any])
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise EngineUnavailable(f"{self._url}: {error}") from error
+        except msgspec.MsgspecError as error:
+            raise EngineRefused(f"{self._url}: an event is no JSON object: {error}") from error
+
+    async def abort(self, rid: str) -> None:
+        """End a request; unknown ids are ignored. SGLang matches ids by *prefix*.
+
+        Raises:
+            EngineRefused, EngineUnavailable: the engine did not take it.
+        """
+        await self._call("POST", "/abort_request", {"rid": rid})
+
+    async def abort_all(self) -> None:
+        """End every request.
+
+        Raises:
+            EngineRefused, EngineUnavailable: the engine did not take it.
+        """
+        await self._call("POST", "/abort_request", {"rid": "", "abort_all": True})
+
+    async def slow_down(self, seconds: float | None) -> None:
+        """Sleep this long in every forward pass (tests); None = no more.
+
+        Raises:
+            EngineRefused, EngineUnavailable: the engine did not take it.
+        """
+        await self._call("POST", "/slow_down", {"forward_sleep_time": seconds})
+
+    async def model_info(self) -> dict[str, Any]:
+        """``/model_info``. Its weight version is the HTTP server's, not the scheduler's.
+
+        Raises:
+            EngineRefused, EngineUnavailable: no answer.
+        """
+        return msgspec.json.decode(await self._call("GET", "/model_info"), type=dict[str, Any])
+
+    async def loads(self) -> dict[str, Any]:
+        """The first entry of ``/v1/loads``: requests running and waiting, tokens in use.
+
+        Raises:
+            EngineRefused, EngineUnavailable: no answer, or none with loads.
+        """
+        body = msgspec.json.decode(await self._call("GET", "/v1/loads"), type=dict[str, Any])
+        loads: list[dict[str, Any]] = body.get("loads") or []
+        if not loads:
+            raise EngineRefused(f"{self._url}/v1/loads names no load")
+        return loads[0]
+
+    async def metrics(self) -> str:
+        """Prometheus text.
+
+        Raises:
+            EngineRefused, EngineUnavailable: no answer.
+        """
+        return (await self._call("GET", "/metrics")).decode()
+
+    async def ready(self) -> bool:
+        """Whether the engine takes requests; False also when it does not answer."""
+        try:
+            await self._call("GET", "/ready")
+        except (EngineRefused, EngineUnavailable):
+            return False
+        return True
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        try:
+            async with self._open(method, path, body) as response:
+                await self._check(response)
+                return await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise EngineUnavailable(f"{self._url}{path}: {error}") from error
+
+    def _open(
+        self, method: str, path: str, body: dict[str, Any] | None
+    ) -> aiohttp.client._RequestContextManager:  # the library has no public name
+        if self._session is None:
+            raise EngineUnavailable("use the client inside `async with`")
+        return self._session.request(
+            method, self._url + path, json=body, headers=self._headers, timeout=self._timeout
+        )
+
+    async def _check(self, response: aiohttp.ClientResponse) -> None:
+        if response.status == 200:
+            return
+        data = await response.read()
+        try:
+            text = _error_text(msgspec.json.decode(data, type=dict[str, Any]))
+        except msgspec.MsgspecError:
+            text = data[:500].decode(errors="replace")
+        raise EngineRefused(f"{response.url}: {response.status} {text}", response.status)
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of any length: cumulative events outgrow the reader's own line limit."""
+    rest = b""
+    async for chunk in content.iter_any():
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield line
+    if rest:
+        yield rest
