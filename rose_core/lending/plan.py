@@ -1,0 +1,40 @@
+"""The pool planner: releases first, then loans, each with its reason.
+
+One pass, from a snapshot:
+
+1. judge every replica, remember since when it qualifies (``qualify``, ``world``);
+2. release slots whose reason to exist is gone: lease, pool, window, replica, stop button, limits,
+   a lease that shrank, a second slot on a GPU, a stronger lease below its minimum (``release``);
+3. lend free, settled replicas, by priority and then by age, lowest recent KV use first (``loan``);
+4. say for every lease what it has and why not more (``explain``).
+
+A slot that exists is never moved because another replica would be better: moving costs an engine
+start and a weight transfer.
+"""
+
+from __future__ import annotations
+
+from rose_core.lending.explain import outcomes
+from rose_core.lending.facts import Plan, Snapshot
+from rose_core.lending.loan import make_loans
+from rose_core.lending.release import release_slots
+from rose_core.lending.world import World
+
+
+def plan(snapshot: Snapshot, now: float) -> Plan:
+    """Decide which slots to make and which to take back.
+
+    Args:
+        snapshot: what is known; must be complete (every lease, pool and slot).
+        now: seconds since the epoch.
+    """
+    world = World(snapshot, now)
+    release_slots(world)
+    make_loans(world)
+    return Plan(
+        lends=tuple(world.lends),
+        releases=tuple(world.releases.values()),
+        verdicts=world.verdicts,
+        outcomes=outcomes(world),
+        memory=world.memory,
+    )

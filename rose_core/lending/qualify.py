@@ -1,0 +1,93 @@
+"""May this replica be lent? The first reason why not, with its numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from rose_core.api.reasons import Reason
+from rose_core.lending.facts import Policy, Pool, Replica, Verdict
+from rose_core.wire.sync import SignalSource
+
+# What an agent says of a GPU that carries our own slot is no reason to take the slot back.
+_OWN_DOING = frozenset({Reason.GPU_IN_USE, Reason.INSUFFICIENT_MEMORY, Reason.COOLING_DOWN})
+
+Check = Callable[[Replica, Pool, Policy], tuple[Reason, str] | None]
+
+
+def _fresh(replica: Replica, _pool: Pool, policy: Policy) -> tuple[Reason, str] | None:
+    if replica.age_seconds <= policy.stale_seconds:
+        return None
+    return Reason.TELEMETRY_STALE, f"no report for more than {policy.stale_seconds:.0f} s"
+
+
+def _not_stopped(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
+    return (Reason.STOP_REQUESTED, "the stop button is pressed") if replica.stopped else None
+
+
+def _ready(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
+    return None if replica.ready else (Reason.REPLICA_NOT_READY, "the serving pod is not Ready")
+
+
+def _not_refused(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
+    return None if replica.refusal is None else (replica.refusal, replica.refusal_text)
+
+
+def _has_gpu(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
+    return None if replica.gpus else (Reason.NO_GPU, "the agent names no GPU of this replica")
+
+
+def _signalled(replica: Replica, pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
+    if replica.signal is None:
+        return Reason.SIGNAL_MISSING, "no source proves that it is alive"
+    if replica.signal not in pool.allowed_signals:
+        return Reason.SIGNAL_NOT_ALLOWED, f"{replica.signal} is not in allowedSignals"
+    return None
+
+
+def _verified(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
+    # Only the tap counts requests beside the engine; the engine's own figures verify themselves.
+    tapped = replica.signal == SignalSource.WIRE_TAP
+    if replica.verified or (replica.verified is None and not tapped):
+        return None
+    return Reason.SIGNAL_NOT_VERIFIED, "the tap's request count does not equal the engine's"
+
+
+def _roomy(replica: Replica, _pool: Pool, policy: Policy) -> tuple[Reason, str] | None:
+    used = replica.kv_permille
+    if used is None or used <= policy.max_kv_permille:
+        return None
+    return Reason.KV_USE_TOO_HIGH, f"KV use {used} permille, limit {policy.max_kv_permille}"
+
+
+CHECKS: tuple[Check, ...] = (
+    _fresh,
+    _not_stopped,
+    _ready,
+    _not_refused,
+    _has_gpu,
+    _signalled,
+    _verified,
+    _roomy,
+)
+
+
+def verdict(replica: Replica, pool: Pool, policy: Policy) -> Verdict:
+    """Whether the replica is fit to be lent for the first time."""
+    for check in CHECKS:
+        refused = check(replica, pool, policy)
+        if refused is not None:
+            return Verdict(replica.name, *refused)
+    used = "unknown" if replica.kv_permille is None else f"{replica.kv_permille} permille"
+    return Verdict(replica.name, Reason.QUALIFIES, f"KV use {used}")
+
+
+def still_fit(found: Verdict) -> bool:
+    """Whether a replica with this verdict may keep the slot it has."""
+    return found.reason in {Reason.QUALIFIES, Reason.KV_USE_TOO_HIGH} or found.reason in _OWN_DOING
+
+
+def shared_gpus(replicas: tuple[Replica, ...]) -> frozenset[str]:
+    """GPUs that more than one replica names."""
+    counts = Counter(gpu for replica in replicas for gpu in set(replica.gpus))
+    return frozenset(gpu for gpu, count in counts.items() if count > 1)
