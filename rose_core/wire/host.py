@@ -79,7 +79,9 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         endpoint: URL of the slot's data route (authorised proxy), reachable by routers.
-        version, digest: last attested on the live weights.
+        version, digest: last attested on the live weights of the process that serves now; empty
+            before that, and then no turn may be sent.
+        head: newest version of the run that weight-sync has heard of; empty = unknown.
         generated_tokens: output tokens that passed the data route.
     """
 
@@ -90,6 +92,7 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     endpoint: str = ""
     version: str = ""
     digest: str = ""
+    head: str = ""
     generated_tokens: int = 0
     restarts: int = 0
     reason: str = ""

@@ -1,0 +1,120 @@
+"""The interface of device drivers; ``None`` everywhere means unknown, never zero."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU.
+
+    Attributes:
+        uuid: stable name, ``GPU-...``.
+        index: number on this node.
+        memory_bytes: total device memory.
+    """
+
+    uuid: str
+    index: int
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Device memory now, bytes."""
+
+    total_bytes: int
+    used_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Health:
+    """What speaks against lending a GPU now.
+
+    Attributes:
+        refusal: empty when nothing does, else ``MigEnabled``, ``EccErrors`` or
+            ``ThermalThrottling``.
+        power_milliwatts, temperature_celsius: readings.
+    """
+
+    refusal: str = ""
+    power_milliwatts: int | None = None
+    temperature_celsius: int | None = None
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that holds memory on a GPU.
+
+    Attributes:
+        pid: in the pid namespace the driver sees (the node's, for NVML).
+        used_bytes: memory it holds.
+    """
+
+    pid: int
+    used_bytes: int | None
+
+
+class DeviceDriver(Protocol):
+    """Access to the GPUs of this node."""
+
+    @property
+    def name(self) -> str:
+        """``nvml`` or ``static``."""
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        """Every GPU, by index.
+
+        Raises:
+            QueryFailed: the driver did not answer.
+        """
+
+    def memory(self, uuid: str) -> Memory:
+        """Memory of a GPU.
+
+        Raises:
+            UnknownGpu: there is no such GPU.
+            QueryFailed: the driver did not answer.
+        """
+
+    def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
+        """Who holds memory on a GPU; None when the driver cannot know.
+
+        Raises:
+            UnknownGpu: there is no such GPU.
+            QueryFailed: the driver did not answer.
+        """
+
+    def health(self, uuid: str) -> Health:
+        """What speaks against lending a GPU.
+
+        Raises:
+            UnknownGpu: there is no such GPU.
+            QueryFailed: the driver did not answer.
+        """
+
+    def close(self) -> None:
+        """Release the driver's library."""
+
+
+def open_driver(kind: Literal["static", "nvml"], static_gpus: Path | None = None) -> DeviceDriver:
+    """Open a driver by name; only its own library is imported.
+
+    Args:
+        kind: ``nvml``, or ``static`` for machines without GPU.
+        static_gpus: the file of the static driver; None = no GPU at all.
+
+    Raises:
+        NoDevices: the driver cannot work here; says why.
+    """
+    if kind == "nvml":
+        from rose_agent.devices.nvml import NvmlDriver  # noqa: PLC0415  # needs nvidia-ml-py
+
+        return NvmlDriver.open()
+    from rose_agent.devices.static import StaticDriver  # noqa: PLC0415  # same shape as above
+
+    return StaticDriver.open(static_gpus)

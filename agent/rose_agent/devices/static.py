@@ -1,0 +1,111 @@
+"""GPUs written down in a file, for machines that have none: demo, tests, control-plane trials.
+
+The file is read again at every question, so an operator of a test can change it under a running
+agent. Format (YAML)::
+
+    gpus:
+      - uuid: GPU-static-0
+        memoryBytes: 16000000000
+        usedBytes: 9000000000     # optional; unknown when missing
+        refusal: EccErrors        # optional
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pydantic
+import yaml
+
+from rose_agent.devices.driver import Gpu, GpuProcess, Health, Memory
+from rose_agent.devices.errors import NoDevices, QueryFailed, UnknownGpu
+
+
+class StaticGpu(pydantic.BaseModel):
+    """One entry of the file."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    uuid: str = pydantic.Field(min_length=1)
+    memory_bytes: int = pydantic.Field(alias="memoryBytes", gt=0)
+    used_bytes: int | None = pydantic.Field(default=None, alias="usedBytes", ge=0)
+    name: str = "static"
+    refusal: str = ""
+
+
+class StaticFile(pydantic.BaseModel):
+    """The file."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    gpus: tuple[StaticGpu, ...] = ()
+
+    @pydantic.model_validator(mode="after")
+    def _unique(self) -> StaticFile:
+        uuids = [gpu.uuid for gpu in self.gpus]
+        if len(set(uuids)) != len(uuids):
+            message = "two GPUs have the same uuid"
+            raise ValueError(message)
+        return self
+
+
+class StaticDriver:
+    """The driver over such a file; ``open`` checks the file once."""
+
+    name = "static"
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    @classmethod
+    def open(cls, path: Path | None) -> StaticDriver:
+        """Check the file and make the driver.
+
+        Raises:
+            NoDevices: the file is missing or malformed; says where.
+        """
+        driver = cls(path)
+        try:
+            driver.gpus()
+        except QueryFailed as error:
+            raise NoDevices(str(error)) from error
+        return driver
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        """Every GPU of the file, in its order."""
+        return tuple(
+            Gpu(gpu.uuid, index, gpu.name, gpu.memory_bytes)
+            for index, gpu in enumerate(self._read().gpus)
+        )
+
+    def memory(self, uuid: str) -> Memory:
+        """What the file says; unknown when it does not say."""
+        gpu = self._find(uuid)
+        return Memory(gpu.memory_bytes, gpu.used_bytes)
+
+    def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
+        """Unknown: a file cannot know processes."""
+        self._find(uuid)
+        return None
+
+    def health(self, uuid: str) -> Health:
+        """The file's refusal, if any."""
+        return Health(refusal=self._find(uuid).refusal)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _find(self, uuid: str) -> StaticGpu:
+        for gpu in self._read().gpus:
+            if gpu.uuid == uuid:
+                return gpu
+        raise UnknownGpu(f"no GPU {uuid} in {self._path}")
+
+    def _read(self) -> StaticFile:
+        if self._path is None:
+            return StaticFile()
+        try:
+            content = yaml.safe_load(self._path.read_text()) or {}
+            return StaticFile.model_validate(content)
+        except (OSError, yaml.YAMLError, pydantic.ValidationError) as error:
+            raise QueryFailed(f"static GPUs file {self._path}: {error}") from error

@@ -1,0 +1,186 @@
+"""A dedicated engine: same host, no guard; the permit is held open by the host itself.
+
+The host orders one engine from a file, and attaches it to the lease's router as
+``EngineKind.DEDICATED``. What the router may use is what weight-sync has attested
+(``weights.json``); until then the update carries no version and gets no turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc.aio
+import pydantic
+import pydantic.alias_generators
+import yaml
+
+from rose_agent.host.engine_host import EngineHost
+from rose_agent.host.errors import BadEngine
+from rose_core.identity import SlotKey
+from rose_core.wire.host import EngineState, EnsureEngine, HostStatusRequest
+from rose_core.wire.routing import EngineKind, EngineUpdate
+from rose_core.wire.sync import EngineSpec, WeightSource
+from rose_wire.errors import WireError
+from rose_wire.rpc import connect, converse
+from rose_wire.services import ATTACH
+
+_log = logging.getLogger(__name__)
+
+# How often the engine's state is looked at; it is sent when it changed, and every second.
+_LOOK_SECONDS = 0.1
+_SEND_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
+
+
+class DedicatedFile(pydantic.BaseModel):
+    """The file of ``--dedicated``.
+
+    Attributes:
+        name: unique name of the engine at the router.
+        cap: most turns in flight; ``maxRunning`` when 0.
+        weight_endpoint: ``host:port`` of the weight store or relay.
+    """
+
+    model_config = pydantic.ConfigDict(
+        extra="forbid", alias_generator=pydantic.alias_generators.to_camel, populate_by_name=True
+    )
+
+    name: str = pydantic.Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
+    engine_class: str
+    model: str
+    run: str
+    weight_endpoint: str
+    arguments: dict[str, str] = {}
+    context_tokens: int = pydantic.Field(default=4096, gt=0)
+    kv_tokens: int = pydantic.Field(default=16384, gt=0)
+    max_running: int = pydantic.Field(default=8, gt=0)
+    max_staleness: int = pydantic.Field(default=1, ge=0)
+    cap: int = pydantic.Field(default=0, ge=0)
+    gpu_uuids: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, path: Path) -> DedicatedFile:
+        """Read the file.
+
+        Raises:
+            BadEngine: it is missing or wrong; says where.
+        """
+        try:
+            return cls.model_validate(yaml.safe_load(path.read_text()))
+        except (OSError, yaml.YAMLError, pydantic.ValidationError) as error:
+            raise BadEngine(f"dedicated engine file {path}: {error}") from error
+
+    def order(self) -> EnsureEngine:
+        """The order to the host, with a fresh token for the data route."""
+        return EnsureEngine(
+            slot=SlotKey(self.name, 1),
+            slot_name=self.name,
+            engine=EngineSpec(
+                engine_class=self.engine_class,
+                model=self.model,
+                arguments=self.arguments,
+                context_tokens=self.context_tokens,
+                kv_tokens=self.kv_tokens,
+                max_running=self.max_running,
+            ),
+            weights=WeightSource(self.weight_endpoint, self.run, self.max_staleness),
+            gpu_uuids=self.gpu_uuids,
+            token=secrets.token_urlsafe(24),
+        )
+
+
+class Attachment:
+    """Keeps the router told about one engine until ``leave``."""
+
+    def __init__(
+        self, host: EngineHost, file: DedicatedFile, order: EnsureEngine, lease: str
+    ) -> None:
+        self._host = host
+        self._file = file
+        self._order = order
+        self._lease = lease
+        self._leaving = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, router: str, token: str) -> None:
+        """Dial the router; returns at once."""
+        self._task = asyncio.create_task(self._attach(router, token), name="attach")
+
+    async def leave(self) -> None:
+        """Tell the router that the engine will not come back, and hang up."""
+        self._leaving.set()
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=2.0)
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def update(self) -> EngineUpdate:
+        """What the router must know now."""
+        status = await self._host.status(HostStatusRequest())
+        ours = next((one for one in status.engines if one.slot == self._order.slot), None)
+        serving = ours is not None and ours.state is EngineState.SERVING
+        stopped = ours is None or bool(ours.reason)
+        return EngineUpdate(
+            engine=self._file.name,
+            kind=EngineKind.DEDICATED,
+            lease=self._lease,
+            url=self._host.endpoint_of(self._order.slot.uid),
+            token=self._order.token,
+            gate_open=serving and not stopped and not self._leaving.is_set(),
+            cap=self._file.cap or self._file.max_running,
+            version=ours.version if ours is not None else "",
+            digest=ours.digest if ours is not None else "",
+            head=ours.head if ours is not None else "",
+            leaving=self._leaving.is_set(),
+        )
+
+    async def _updates(self) -> AsyncIterator[EngineUpdate]:
+        """The present state, again when it changed, and every second."""
+        loop = asyncio.get_running_loop()
+        last: EngineUpdate | None = None
+        due = 0.0
+        while last is None or not last.leaving:
+            update = await self.update()
+            if update != last or loop.time() >= due:
+                last, due = update, loop.time() + _SEND_SECONDS
+                yield update
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _attach(self, router: str, token: str) -> None:
+        while True:
+            channel: grpc.aio.Channel = connect(router)
+            try:
+                async for _note in converse(channel, ATTACH, self._updates(), token=token):
+                    pass
+            except WireError as error:
+                _log.warning("router %s: %s", router, error)
+            finally:
+                await channel.close()
+            if self._leaving.is_set():
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leaving.wait(), _RETRY_SECONDS)
+
+
+async def begin(arguments: argparse.Namespace, host: EngineHost) -> Attachment:
+    """Order the engine of ``--dedicated`` and attach it.
+
+    Raises:
+        BadEngine: the file or the other arguments are wrong.
+        Refused: the host cannot run it.
+    """
+    if not arguments.router or not arguments.lease:
+        raise BadEngine("--dedicated needs --router HOST:PORT and --lease NAMESPACE/NAME")
+    file = DedicatedFile.load(arguments.dedicated)
+    order = file.order()
+    await host.ensure(order)
+    attachment = Attachment(host, file, order, arguments.lease)
+    token = arguments.token_file.read_text().strip() if arguments.token_file else ""
+    attachment.start(arguments.router, token)
+    return attachment

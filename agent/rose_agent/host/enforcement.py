@@ -1,0 +1,100 @@
+"""Whether an engine may compute now, and what to do about it: pure decisions.
+
+An engine runs only while its permit is open, nobody holds it and the node's stop button is not
+pressed. Its tree is in one of three states:
+
+| state    | may run              | must not run                                                |
+|----------|----------------------|-------------------------------------------------------------|
+| Running  | -                    | Freeze -> Stopping                                          |
+| Stopping | Thaw -> Running      | stands still: -> Stopped; too slow: Kill, stays Stopping    |
+| Stopped  | Thaw -> Running      | moves again (somebody else thawed it): Freeze -> Stopping   |
+
+Next step: ``enforcer`` runs this every few milliseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rose_core.wire.host import Holder
+
+
+class TreeState(StrEnum):
+    """What the host has last made of an engine's tree."""
+
+    RUNNING = "Running"
+    STOPPING = "Stopping"
+    STOPPED = "Stopped"
+
+
+class Action(StrEnum):
+    """What to do to the tree now."""
+
+    NONE = "None"
+    FREEZE = "Freeze"
+    THAW = "Thaw"
+    KILL = "Kill"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Everything that decides whether an engine may run."""
+
+    permit_open: bool
+    stop_pressed: bool = False
+    holders: frozenset[Holder] = frozenset()
+
+    @property
+    def may_run(self) -> bool:
+        """True when nothing speaks against it."""
+        return self.permit_open and not self.stop_pressed and not self.holders
+
+    @property
+    def reason(self) -> str:
+        """Why the engine stands still; empty when it runs."""
+        if self.stop_pressed:
+            return "StopPressed"
+        if self.holders:
+            return "HeldBy" + "".join(sorted(self.holders))
+        return "" if self.permit_open else "PermitLapsed"
+
+
+@dataclass(frozen=True)
+class Tree:
+    """An engine's tree as the host steers it.
+
+    Attributes:
+        state: see the table of the module.
+        since_ns: when the state was entered, CLOCK_MONOTONIC nanoseconds.
+    """
+
+    state: TreeState = TreeState.RUNNING
+    since_ns: int = 0
+
+
+def decide(
+    tree: Tree, *, may_run: bool, frozen: bool, now_ns: int, limit_ns: int
+) -> tuple[Tree, Action]:
+    """One step of the table.
+
+    Args:
+        tree: state so far.
+        may_run: ``Wish.may_run``.
+        frozen: what the kernel says about the tree; looked at only when it must not run.
+        now_ns: CLOCK_MONOTONIC nanoseconds.
+        limit_ns: how long a tree may take to stand still before it is killed.
+
+    Returns:
+        The next state, and what to do to get there.
+    """
+    running = tree.state is TreeState.RUNNING
+    if may_run:
+        return (tree, Action.NONE) if running else (Tree(TreeState.RUNNING, now_ns), Action.THAW)
+    if running or (tree.state is TreeState.STOPPED and not frozen):
+        return Tree(TreeState.STOPPING, now_ns), Action.FREEZE
+    if tree.state is TreeState.STOPPING:
+        if frozen:
+            return Tree(TreeState.STOPPED, now_ns), Action.NONE
+        return tree, Action.KILL if now_ns - tree.since_ns > limit_ns else Action.NONE
+    return tree, Action.NONE

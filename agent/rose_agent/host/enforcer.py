@@ -1,0 +1,218 @@
+"""The first enforcer of the permit: a thread that stops and continues engine trees.
+
+A thread of its own, because the event loop also streams tokens and must not delay a stop. Every
+tick it writes the host's heartbeat into each permit, looks whether the engine may run
+(``enforcement``) and acts on the tree (``groups``). When the thread hangs or dies the heartbeat
+goes stale: the guard then freezes the tree, and the plugin inside the engine stops by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from rose_agent.host import metrics
+from rose_agent.host.enforcement import Action, Tree, TreeState, Wish, decide
+from rose_agent.host.errors import GroupError
+from rose_agent.host.groups import ProcessGroup
+from rose_core.wire.host import Holder
+from rose_engines.permit import Permit
+
+_log = logging.getLogger(__name__)
+
+# A tick while some engine may run, and while all stand still.
+BUSY_TICK_SECONDS = 0.002
+IDLE_TICK_SECONDS = 0.005
+# A tree that does not stand still by then is killed.
+STOP_LIMIT_NS = 1_000_000_000
+# How often a tree at rest is looked at, in case somebody else thawed it.
+_RECHECK_NS = 50_000_000
+# A dedicated engine's permit is extended by this much every tick.
+_OWN_PERMIT_NS = 150_000_000
+
+
+class Watched:
+    """One engine under the enforcer; all methods may be called from any thread.
+
+    Args:
+        name: for the log.
+        permit: mapped writable.
+        own_permit: True when the host itself holds the permit open (dedicated engines).
+    """
+
+    def __init__(self, name: str, permit: Permit, *, own_permit: bool = False) -> None:
+        self.name = name
+        self._permit = permit
+        self._own_permit = own_permit
+        self._lock = threading.RLock()
+        self._group: ProcessGroup | None = None
+        self._tree = Tree()
+        self._holders: frozenset[Holder] = frozenset()
+        self._wish = Wish(permit_open=False)
+        self._checked_ns = 0
+        self._detached = False
+
+    @property
+    def holders(self) -> tuple[Holder, ...]:
+        """Who keeps the engine paused."""
+        return tuple(sorted(self._holders))
+
+    @property
+    def state(self) -> TreeState:
+        """State of the tree after the last tick."""
+        return self._tree.state
+
+    @property
+    def reason(self) -> str:
+        """Why the engine stands still; empty when it runs."""
+        return self._wish.reason
+
+    @property
+    def permit(self) -> Permit:
+        """The engine's permit."""
+        return self._permit
+
+    def put(self, group: ProcessGroup | None) -> None:
+        """Give the enforcer the tree of a new process, or take the old one away."""
+        with self._lock:
+            self._group = group
+            self._tree = Tree()
+            self._checked_ns = 0
+
+    def hold(self, holder: Holder, *, hold: bool) -> None:
+        """Add or remove a holder."""
+        with self._lock:
+            self._holders = self._holders | {holder} if hold else self._holders - {holder}
+
+    def detach(self) -> None:
+        """Close the permit and unmap it; the engine is gone."""
+        with self._lock:
+            self._detached = True
+            self._permit.close_now()
+            self._permit.detach()
+
+    def tick(self, *, stop_pressed: bool, now_ns: int) -> bool:
+        """One step.
+
+        Returns:
+            True while the engine may run.
+        """
+        with self._lock:
+            if self._detached:
+                return False
+            self._permit.beat_host(now_ns)
+            if self._own_permit and not stop_pressed:
+                self._permit.beat_guard(now_ns)
+                self._permit.extend(now_ns + _OWN_PERMIT_NS)
+            open_now = self._permit.is_open(now_ns)
+            if self._wish.permit_open and not open_now:
+                metrics.PERMIT_LAPSES.inc()
+            self._wish = Wish(open_now, stop_pressed, self._holders)
+            if self._group is not None:
+                self._step(self._group, self._wish.may_run, now_ns)
+            return self._wish.may_run
+
+    def _step(self, group: ProcessGroup, may_run: bool, now_ns: int) -> None:
+        if self._tree.state is TreeState.STOPPED and not may_run:
+            if now_ns - self._checked_ns < _RECHECK_NS:
+                return
+            self._checked_ns = now_ns
+        self._decide(group, may_run, now_ns)
+        if self._tree.state is TreeState.STOPPING:
+            # Most trees stand still at once: look again instead of waiting for the next tick.
+            self._decide(group, may_run, time.monotonic_ns())
+
+    def _decide(self, group: ProcessGroup, may_run: bool, now_ns: int) -> None:
+        frozen = self._tree.state is not TreeState.RUNNING and not may_run and group.frozen()
+        tree, action = decide(
+            self._tree, may_run=may_run, frozen=frozen, now_ns=now_ns, limit_ns=STOP_LIMIT_NS
+        )
+        try:
+            self._act(group, action)
+        except GroupError as error:
+            # The next tick tries again from the same state; the plugin enforces meanwhile.
+            metrics.GROUP_ERRORS.inc()
+            _log.error("%s: %s: %s", self.name, action, error)  # every tick
+            return
+        if tree.state is TreeState.STOPPED and self._tree.state is TreeState.STOPPING:
+            metrics.STOP_SECONDS.observe((now_ns - self._tree.since_ns) / 1e9)
+        self._tree = tree
+
+    def _act(self, group: ProcessGroup, action: Action) -> None:
+        if action is Action.FREEZE:
+            group.freeze()
+        elif action is Action.THAW:
+            group.thaw()
+        elif action is Action.KILL:
+            metrics.KILLED.labels(reason="DidNotStop").inc()
+            _log.error("%s: did not stand still in time, killing it", self.name)
+            group.kill()
+
+
+class Enforcer:
+    """The thread over all watched engines.
+
+    Args:
+        stop_pressed: looks at the node's stop button; called every tick.
+    """
+
+    def __init__(self, stop_pressed: Callable[[], bool]) -> None:
+        self._stop_pressed = stop_pressed
+        self._watched: tuple[Watched, ...] = ()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._ending = False
+        self._last_tick_ns = time.monotonic_ns()
+        self._thread = threading.Thread(target=self._run, name="enforcer", daemon=True)
+
+    def start(self) -> None:
+        """Begin to tick."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; nothing is thawed or frozen by that."""
+        self._ending = True
+        self._wake.set()
+        self._thread.join()
+
+    def watch(self, watched: Watched) -> None:
+        """Take an engine under control."""
+        with self._lock:
+            self._watched = (*self._watched, watched)
+        self._wake.set()
+
+    def forget(self, watched: Watched) -> None:
+        """Release an engine that has ended."""
+        with self._lock:
+            self._watched = tuple(other for other in self._watched if other is not watched)
+
+    def poke(self) -> None:
+        """Tick now instead of at the end of the period."""
+        self._wake.set()
+
+    def age_seconds(self) -> float:
+        """Time since the last tick ended; the host is unhealthy when this grows."""
+        return (time.monotonic_ns() - self._last_tick_ns) / 1e9
+
+    def tick(self) -> bool:
+        """One round over all engines; True while one of them may run."""
+        pressed = self._stop_pressed()
+        running = [
+            watched.tick(stop_pressed=pressed, now_ns=time.monotonic_ns())
+            for watched in self._watched
+        ]
+        self._last_tick_ns = time.monotonic_ns()
+        return any(running)
+
+    def _run(self) -> None:
+        while not self._ending:
+            busy = False
+            try:
+                busy = self.tick()
+            except Exception:  # noqa: BLE001  # the thread must outlive any one engine's trouble
+                metrics.GROUP_ERRORS.inc()
+                _log.exception("enforcer tick failed")
+            self._wake.wait(BUSY_TICK_SECONDS if busy else IDLE_TICK_SECONDS)
+            self._wake.clear()

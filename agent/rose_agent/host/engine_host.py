@@ -1,0 +1,232 @@
+"""The engine host's slots: ensure, stop, hold, status; repair at start, drain at the end.
+
+Serves ``rose_wire.services`` ENSURE, STOP, HOLD and STATUS on ``host.sock``. Rules:
+
+- The same order again changes nothing; a new token or weight source is taken over in place.
+- A higher generation replaces a lower one (the old tree is dead before the new one starts);
+  a lower one is refused for good.
+- A permit outlives the host's process: a guard that has it mapped need not attach again.
+
+Next step: ``lifecycle`` for one engine, ``enforcer`` for the permit, ``proxy`` for the data route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections import Counter
+
+import msgspec
+
+from rose_agent.host import metrics
+from rose_agent.host.enforcement import TreeState
+from rose_agent.host.enforcer import Watched
+from rose_agent.host.errors import WrongGeneration
+from rose_agent.host.lifecycle import EngineLife, Site
+from rose_agent.host.proxy import Target
+from rose_core.identity import SlotKey
+from rose_core.wire.host import (
+    Accepted,
+    EngineState,
+    EngineStatus,
+    EnsureEngine,
+    HoldEngine,
+    HostStatus,
+    HostStatusRequest,
+    StopEngine,
+)
+from rose_engines.permit import BadPermit, Permit
+from rose_engines.rundir import RunDir, SlotDir, write_json
+from rose_wire.errors import Refused
+from rose_wire.rpc import Server
+from rose_wire.services import ENSURE, HOLD, STATUS, STOP
+
+_log = logging.getLogger(__name__)
+
+# Longest that a hold waits for the tree to stand still before it answers.
+_HOLD_WAIT_SECONDS = 1.0
+_REPLACE_SECONDS = 10.0
+
+
+class EngineHost:
+    """All engines of a node.
+
+    Args:
+        rundir: the node's run directory, already made.
+        site: what the slots share.
+        endpoint: base URL under which routers reach the data routes.
+    """
+
+    def __init__(self, rundir: RunDir, site: Site, endpoint: str = "") -> None:
+        self.endpoint = endpoint
+        self._rundir = rundir
+        self._site = site
+        self._lives: dict[str, EngineLife] = {}
+        self._gone: dict[str, EngineStatus] = {}
+        self._generations: dict[str, int] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._draining = False
+
+    def bind(self, server: Server) -> None:
+        """Offer the host's methods."""
+        server.unary(ENSURE, self.ensure)
+        server.unary(STOP, self.stop)
+        server.unary(HOLD, self.hold)
+        server.unary(STATUS, self.status)
+
+    async def ensure(self, order: EnsureEngine) -> EngineStatus:
+        """Run the ordered engine.
+
+        Raises:
+            Refused: an older generation, a changed engine under the same generation, or the host
+                is draining.
+        """
+        uid = order.slot.uid
+        self._check_generation(order.slot)
+        if self._draining:
+            raise Refused("this engine host is being replaced and starts nothing new")
+        async with self._lock(uid):
+            life = self._lives.get(uid)
+            if life is not None and life.order.slot == order.slot:
+                return self._again(life, order)
+            if life is not None:
+                await self._end(life, _REPLACE_SECONDS, "Replaced")
+            return self._start(order)
+
+    async def stop(self, order: StopEngine) -> EngineStatus:
+        """End the slot's engine.
+
+        Raises:
+            Refused: an older generation.
+        """
+        uid = order.slot.uid
+        self._check_generation(order.slot)
+        async with self._lock(uid):
+            life = self._lives.get(uid)
+            if life is None:
+                gone = EngineStatus(order.slot, EngineState.GONE, reason=order.reason)
+                return self._gone.get(uid, gone)
+            metrics.KILLED.labels(reason=order.reason).inc()
+            return await self._end(life, order.deadline_seconds, order.reason)
+
+    async def hold(self, order: HoldEngine) -> Accepted:
+        """Pause or no longer pause for one holder; a pause is answered once all stand still.
+
+        Raises:
+            Refused: no engine for this slot and generation.
+        """
+        life = self._lives.get(order.slot.uid)
+        if life is None or life.order.slot != order.slot:
+            raise Refused(f"no engine for slot {order.slot.uid}/{order.slot.generation}")
+        began = time.monotonic_ns()
+        life.watched.hold(order.holder, hold=order.hold)
+        self._site.enforcer.poke()
+        deadline = began + int(_HOLD_WAIT_SECONDS * 1e9)
+        while order.hold and time.monotonic_ns() < deadline:
+            if life.watched.state is TreeState.STOPPED:
+                break
+            await asyncio.sleep(0.001)
+        return Accepted(paused_microseconds=(time.monotonic_ns() - began) // 1000)
+
+    async def status(self, _request: HostStatusRequest) -> HostStatus:
+        """Every engine, those that are gone included until their slot is ordered anew."""
+        living = [life.status(self.endpoint_of(uid)) for uid, life in self._lives.items()]
+        return HostStatus((*living, *self._gone.values()))
+
+    def target(self, uid: str) -> Target | None:
+        """Where the data route of a slot leads; None without such a slot."""
+        life = self._lives.get(uid)
+        if life is None:
+            return None
+
+        def count(tokens: int) -> None:
+            life.generated_tokens += tokens
+            metrics.GENERATED_TOKENS.inc(tokens)
+
+        serving = life.state is EngineState.SERVING
+        return Target(life.url if serving else "", life.order.token, count)
+
+    def endpoint_of(self, uid: str) -> str:
+        """Public base URL of a slot's data route."""
+        return f"{self.endpoint}/slots/{uid}"
+
+    def drain(self) -> None:
+        """Start nothing new from now on."""
+        self._draining = True
+
+    async def shut_down(self, seconds: float) -> bool:
+        """End every engine.
+
+        Returns:
+            False when something still lives afterwards.
+        """
+        self.drain()
+        ended = await asyncio.gather(
+            *(self._end(life, seconds, "HostEnding") for life in tuple(self._lives.values()))
+        )
+        return all(status.state is EngineState.GONE for status in ended)
+
+    def _again(self, life: EngineLife, order: EnsureEngine) -> EngineStatus:
+        if order.engine != life.order.engine or order.gpu_uuids != life.order.gpu_uuids:
+            raise Refused(
+                f"slot {order.slot_name} runs another engine under generation "
+                f"{order.slot.generation}; a changed engine needs a higher generation"
+            )
+        if order != life.order:
+            life.update(order)
+        return life.status(self.endpoint_of(order.slot.uid))
+
+    def _start(self, order: EnsureEngine) -> EngineStatus:
+        uid = order.slot.uid
+        try:
+            folder = self._rundir.slot(uid).create()
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        write_json(folder.slot, msgspec.to_builtins(order))
+        watched = Watched(order.slot_name, _permit(folder), own_permit=self._site.dedicated)
+        life = EngineLife(order, folder, self._site, watched, self._count)
+        self._generations[uid] = order.slot.generation
+        self._gone.pop(uid, None)
+        self._lives[uid] = life
+        self._site.enforcer.watch(watched)
+        life.start()
+        return life.status(self.endpoint_of(uid))
+
+    async def _end(self, life: EngineLife, seconds: float, reason: str) -> EngineStatus:
+        uid = life.order.slot.uid
+        gone = await life.end(seconds=seconds, reason=reason)
+        status = life.status("")
+        if gone:
+            self._lives.pop(uid, None)
+            self._gone[uid] = status
+            shutil.rmtree(life.folder.folder, ignore_errors=True)
+        self._count()
+        return status
+
+    def _check_generation(self, slot: SlotKey) -> None:
+        known = self._generations.get(slot.uid, 0)
+        if slot.generation < known:
+            error = WrongGeneration(
+                f"slot {slot.uid} is at generation {known}, not {slot.generation}"
+            )
+            raise Refused(str(error)) from error
+
+    def _lock(self, uid: str) -> asyncio.Lock:
+        return self._locks.setdefault(uid, asyncio.Lock())
+
+    def _count(self) -> None:
+        counts = Counter(life.state for life in self._lives.values())
+        for state in EngineState:
+            metrics.ENGINES.labels(state=state.value).set(counts[state])
+
+
+def _permit(folder: SlotDir) -> Permit:
+    """The slot's permit, closed; one that lies there already stays the same memory."""
+    try:
+        permit = Permit.attach(folder.permit)
+    except (OSError, BadPermit):
+        permit = Permit.create(folder.permit)
+    permit.close_now()
+    return permit

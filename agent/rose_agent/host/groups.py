@@ -1,0 +1,274 @@
+"""Stop, continue and end a whole engine process tree: the interface and its three drivers.
+
+| driver  | stop                | end (order matters)                                         |
+|---------|---------------------|-------------------------------------------------------------|
+| v2      | ``cgroup.freeze``   | ``cgroup.kill``, which also ends frozen tasks               |
+| v1      | ``freezer.state``   | SIGKILL to every task, *then* thaw: a frozen task ignores it |
+| signals | SIGSTOP             | SIGKILL, which also ends stopped processes                  |
+
+The two cgroup drivers cover processes that were born meanwhile and can be read back; the third
+walks ``/proc`` and is for machines where no cgroup may be written. ``freezers`` chooses one.
+Members are always read from ``cgroup.procs``, never from the parent tree: a process whose parent
+died belongs to the engine all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from rose_agent.host.errors import GroupError
+
+# Pause between two looks at a tree that is on its way to a state.
+_POLL_SECONDS = 0.001
+
+
+class ProcessGroup(Protocol):
+    """An engine's process tree."""
+
+    @property
+    def driver(self) -> str:
+        """``v1``, ``v2`` or ``signals``."""
+
+    @property
+    def directory(self) -> Path | None:
+        """The cgroup's folder here; None for ``signals``."""
+
+    def pids(self) -> tuple[int, ...]:
+        """Processes that belong to the tree now."""
+
+    def freeze(self) -> None:
+        """Ask every thread to stop; ``frozen`` tells when they have.
+
+        Raises:
+            GroupError: the kernel refused.
+        """
+
+    def thaw(self) -> None:
+        """Let every thread go on.
+
+        Raises:
+            GroupError: the kernel refused.
+        """
+
+    def frozen(self) -> bool:
+        """True once every thread stands still; also for a tree without processes."""
+
+    def kill(self) -> None:
+        """Order the end of every process, in the order the driver needs.
+
+        Raises:
+            GroupError: the kernel refused.
+        """
+
+    def remove(self) -> None:
+        """Forget an empty tree; a cgroup folder is removed."""
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    """Poll until the condition holds.
+
+    Returns:
+        False when it did not inside ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def end(group: ProcessGroup, seconds: float) -> bool:
+    """Kill until the tree is empty; processes that fork meanwhile are met in the next round.
+
+    Returns:
+        False when something still lives after ``seconds``.
+
+    Raises:
+        GroupError: the kernel refused.
+    """
+    deadline = time.monotonic() + seconds
+    while group.pids():
+        group.kill()
+        if wait_for(lambda: not group.pids(), 0.05):
+            break
+        if time.monotonic() > deadline:
+            return False
+    group.remove()
+    return True
+
+
+def _signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        # It ended between the listing and the signal: nothing to do.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+class _Cgroup:
+    """What v1 and v2 share: a folder with ``cgroup.procs``."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    @property
+    def directory(self) -> Path:
+        """The cgroup's folder here."""
+        return self._directory
+
+    def pids(self) -> tuple[int, ...]:
+        """Processes that belong to the cgroup; 0 stands for one of another pid namespace."""
+        try:
+            text = (self._directory / "cgroup.procs").read_text()
+        except OSError:
+            return ()
+        return tuple(int(line) for line in text.split())
+
+    def remove(self) -> None:
+        """Remove the folder; the kernel may need a moment after the last exit."""
+
+        def removed() -> bool:
+            try:
+                self._directory.rmdir()
+            except FileNotFoundError:
+                return True
+            except OSError:
+                return False
+            return True
+
+        wait_for(removed, 1.0)
+
+    def _write(self, name: str, text: str) -> None:
+        path = self._directory / name
+        try:
+            path.write_text(text)
+        except FileNotFoundError:
+            return  # the tree is gone, and with it what was to be stopped
+        except OSError as error:
+            message = f"cannot write {text!r} to {path}: {error.strerror}"
+            raise GroupError(message) from error
+
+    def _read(self, name: str) -> str:
+        try:
+            return (self._directory / name).read_text()
+        except OSError:
+            return ""
+
+
+class V1Group(_Cgroup):
+    """A cgroup of the v1 freezer."""
+
+    driver = "v1"
+
+    def freeze(self) -> None:
+        """Ask for FROZEN."""
+        self._write("freezer.state", "FROZEN")
+
+    def thaw(self) -> None:
+        """Ask for THAWED."""
+        self._write("freezer.state", "THAWED")
+
+    def frozen(self) -> bool:
+        """Read the state back; FREEZING is not yet."""
+        return self._read("freezer.state").strip() in {"FROZEN", ""}
+
+    def kill(self) -> None:
+        """SIGKILL first, so that a thawed task has nothing left to run."""
+        _signal_all(self.pids(), signal.SIGKILL)
+        self.thaw()
+
+
+class V2Group(_Cgroup):
+    """A cgroup of the unified hierarchy."""
+
+    driver = "v2"
+
+    def freeze(self) -> None:
+        """Set ``cgroup.freeze``."""
+        self._write("cgroup.freeze", "1")
+
+    def thaw(self) -> None:
+        """Clear ``cgroup.freeze``."""
+        self._write("cgroup.freeze", "0")
+
+    def frozen(self) -> bool:
+        """Read ``cgroup.events``; an empty cgroup has nothing that could run."""
+        return "frozen 1" in self._read("cgroup.events") or not self.pids()
+
+    def kill(self) -> None:
+        """``cgroup.kill`` where the kernel has it (5.14), else SIGKILL to every task."""
+        if (self._directory / "cgroup.kill").exists():
+            self._write("cgroup.kill", "1")
+        else:
+            _signal_all(self.pids(), signal.SIGKILL)
+        self.thaw()
+
+
+class SignalGroup:
+    """A session of processes, stopped one by one; the weakest driver.
+
+    Members are the processes of the leader's session and their descendants. A process that makes
+    a session of its own *and* loses its parent escapes, which is why cgroups are preferred.
+    """
+
+    driver = "signals"
+    directory: Path | None = None
+
+    def __init__(self, leader: int) -> None:
+        self._leader = leader
+
+    def pids(self) -> tuple[int, ...]:
+        """Every living member, zombies not counted."""
+        members: set[int] = set()
+        parents: dict[int, int] = {}
+        for process in psutil.process_iter(["pid", "ppid", "status"]):
+            if process.info["status"] == psutil.STATUS_ZOMBIE:
+                continue
+            parents[process.pid] = process.info["ppid"]
+            with contextlib.suppress(ProcessLookupError):
+                if os.getsid(process.pid) == self._leader:
+                    members.add(process.pid)
+        if self._leader in parents:
+            members.add(self._leader)
+        grown = True
+        while grown:
+            born = {pid for pid, parent in parents.items() if parent in members} - members
+            members |= born
+            grown = bool(born)
+        return tuple(sorted(members))
+
+    def freeze(self) -> None:
+        """SIGSTOP until a round finds no new member."""
+        stopped: set[int] = set()
+        while fresh := set(self.pids()) - stopped:
+            _signal_all(fresh, signal.SIGSTOP)
+            stopped |= fresh
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        _signal_all(self.pids(), signal.SIGCONT)
+
+    def frozen(self) -> bool:
+        """True when every member is in the stopped state."""
+        for pid in self.pids():
+            try:
+                if psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+                    return False
+            except psutil.NoSuchProcess:
+                continue
+        return True
+
+    def kill(self) -> None:
+        """SIGKILL; a stopped process does not survive it."""
+        _signal_all(self.pids(), signal.SIGKILL)
+
+    def remove(self) -> None:
+        """Nothing is left of a session."""

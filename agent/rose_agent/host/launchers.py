@@ -1,0 +1,83 @@
+"""How each engine class is started: the seam between the host and ``rose_engines``.
+
+| engine class | what runs                                                              |
+|--------------|------------------------------------------------------------------------|
+| sglang-cpu   | stock SGLang on CPU with ROSE's plugin (``rose_engines.sglang.launch``) |
+| fake         | ``rose_engines.fake``: same routes, same permit, no model               |
+
+A launcher turns the slot's order into a program, its environment and the path that answers 200
+when the engine is ready. It starts nothing: ``process`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rose_agent.host.errors import BadEngine
+from rose_core.wire.sync import EngineSpec
+from rose_engines.rundir import SlotDir
+
+
+@dataclass(frozen=True)
+class EngineOrder:
+    """Everything a launcher needs.
+
+    Attributes:
+        port: loopback port that the engine must listen on.
+    """
+
+    spec: EngineSpec
+    slot: SlotDir
+    model: Path
+    python: Path
+    port: int
+
+
+@dataclass(frozen=True)
+class EngineProgram:
+    """What to run.
+
+    Attributes:
+        argv: program and arguments.
+        environment: variables beside the host's allow-listed ones.
+        ready_path: answers 200 once the engine can serve.
+    """
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ready_path: str = "/ready"
+
+
+Launcher = Callable[[EngineOrder], EngineProgram]
+
+
+def resolve_model(models: Path, name: str) -> Path:
+    """Find a model folder.
+
+    Raises:
+        BadEngine: the name leaves the folder, or there is no such model.
+    """
+    folder = (models / name).resolve()
+    if not name or not folder.is_relative_to(models.resolve()) or folder == models.resolve():
+        message = f"model {name!r} is no folder name below {models}"
+        raise BadEngine(message)
+    if not folder.is_dir():
+        message = f"no model {name!r} below {models} on this node"
+        raise BadEngine(message)
+    return folder
+
+
+def launcher_for(engine_class: str, launchers: Mapping[str, Launcher]) -> Launcher:
+    """Pick by engine class.
+
+    Raises:
+        BadEngine: this host offers no such class; says which it offers.
+    """
+    launcher = launchers.get(engine_class)
+    if launcher is None:
+        offered = ", ".join(sorted(launchers))
+        message = f"engine class {engine_class!r} is not offered by this host; it has {offered}"
+        raise BadEngine(message)
+    return launcher

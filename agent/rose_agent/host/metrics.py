@@ -1,0 +1,63 @@
+"""Metrics of the engine host and of weight-sync, on the agent's registry."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from rose_agent.metrics import REGISTRY
+
+PERMIT_LAPSES = Counter(
+    "rose_host_permit_lapses",
+    "Times a permit closed or lapsed while the engine was allowed to run.",
+    registry=REGISTRY,
+)
+STOP_SECONDS = Histogram(
+    "rose_host_stop_seconds",
+    "From the decision to stop an engine until every process of it stood still.",
+    buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
+    registry=REGISTRY,
+)
+GROUP_ERRORS = Counter(
+    "rose_host_group_errors",
+    "Failed attempts to freeze, thaw or kill an engine's process tree.",
+    registry=REGISTRY,
+)
+KILLED = Counter(
+    "rose_host_killed_engines",
+    "Engines that the host killed, by reason.",
+    ["reason"],
+    registry=REGISTRY,
+)
+RESTARTS = Counter(
+    "rose_host_engine_restarts",
+    "Engines started again after they ended by themselves.",
+    registry=REGISTRY,
+)
+ENGINES = Gauge(
+    "rose_host_engines",
+    "Engines of this host by state.",
+    ["state"],
+    registry=REGISTRY,
+)
+START_SECONDS = Histogram(
+    "rose_host_engine_start_seconds",
+    "From the start of an engine's process until it answered that it is ready.",
+    buckets=(1, 5, 10, 20, 40, 60, 90, 120, 300, 600),
+    registry=REGISTRY,
+)
+GENERATED_TOKENS = Counter(
+    "rose_host_generated_tokens",
+    "Output tokens that passed the data routes.",
+    registry=REGISTRY,
+)
+PROXY_REQUESTS = Counter(
+    "rose_host_proxy_requests",
+    "Requests to the data routes by outcome.",
+    ["outcome"],
+    registry=REGISTRY,
+)
+PROXY_LIVE = Gauge(
+    "rose_host_proxy_live_requests",
+    "Requests in flight on the data routes.",
+    registry=REGISTRY,
+)

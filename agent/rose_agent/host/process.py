@@ -1,0 +1,156 @@
+"""One engine process tree: spawn it inside its cgroup, keep its log small, say how it ended.
+
+The engine writes its log file itself (opened for append), so it survives the host; the host only
+copies and truncates it when it grows. Next step: ``lifecycle`` decides when to spawn and to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose_agent.host import enter
+from rose_agent.host.errors import BadEngine
+from rose_agent.host.freezers import Freezer
+from rose_agent.host.groups import ProcessGroup
+from rose_agent.host.launchers import EngineProgram
+
+# What an engine inherits of the host's environment; secrets and cluster addresses are not in it.
+_INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "TMPDIR", "HOME", "LD_LIBRARY_PATH")
+LOG_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Spawned:
+    """A running engine.
+
+    Attributes:
+        root: the process the host started; its pid leads the tree.
+        group: the tree.
+        start_ticks: start time of the root in the kernel's clock ticks.
+        cgroup_path: the tree's cgroup as the kernel names it; empty without a cgroup.
+    """
+
+    root: asyncio.subprocess.Process
+    group: ProcessGroup
+    start_ticks: int
+    cgroup_path: str
+
+
+def free_port() -> int:
+    """A loopback port that nobody uses at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(program: Mapping[str, str]) -> dict[str, str]:
+    """The engine's environment: an allow-list of the host's, then the program's own."""
+    inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    return {"PATH": os.defpath, **inherited, **program}
+
+
+def start_ticks(pid: int) -> int:
+    """Start time of a process; with the pid it names a process for ever. 0 = it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    # The command may hold blanks and brackets; fields are counted after its closing one.
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def pid_namespace() -> int:
+    """Inode of our pid namespace."""
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def _kernel_path(pid: int, driver: str) -> str:
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if (number == "0") if driver == "v2" else ("freezer" in controllers.split(",")):
+            return path
+    return ""
+
+
+async def spawn(
+    program: EngineProgram, *, freezer: Freezer, name: str, log: Path, uid: int = 0
+) -> Spawned:
+    """Start the engine in a cgroup of its own.
+
+    Args:
+        program: what to run.
+        freezer: the machine's way to stop trees; makes the cgroup.
+        name: the slot's uid, names the cgroup.
+        log: file that takes the engine's output, appended to.
+        uid: user to run as; 0 = the host's.
+
+    Raises:
+        GroupError: the cgroup cannot be made.
+        BadEngine: the program does not exist.
+    """
+    if shutil.which(program.argv[0]) is None:
+        message = f"engine program {program.argv[0]} does not exist or may not be run"
+        raise BadEngine(message)
+    directory = freezer.prepare(name)
+    join = [] if directory is None else ["--procs", str(directory / "cgroup.procs")]
+    argv = [sys.executable, "-I", "-S", enter.__file__, *join, "--uid", str(uid), "--"]
+    with log.open("ab") as output:
+        root = await asyncio.create_subprocess_exec(
+            *argv,
+            *program.argv,
+            env=environment(program.environment),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    path = "" if directory is None else await _joined(root, directory, freezer.driver)
+    return Spawned(root, freezer.group(name, root.pid), start_ticks(root.pid), path)
+
+
+async def _joined(root: asyncio.subprocess.Process, directory: Path, driver: str) -> str:
+    """Wait until the process is in its cgroup; returns the kernel's name for that."""
+    for _ in range(2000):
+        path = _kernel_path(root.pid, driver)
+        if path.endswith(f"/{directory.name}"):
+            return path
+        if root.returncode is not None:
+            break
+        await asyncio.sleep(0.005)
+    return ""
+
+
+def rotate(log: Path, limit: int = LOG_BYTES) -> None:
+    """Keep at most two times ``limit`` bytes: copy the log aside and empty it.
+
+    The engine appends, so after the truncation it goes on at the start of the file.
+    """
+    try:
+        if log.stat().st_size <= limit:
+            return
+        shutil.copyfile(log, log.with_suffix(".log.1"))
+        os.truncate(log, 0)
+    except FileNotFoundError:
+        return
+
+
+def last_lines(log: Path, characters: int = 600) -> str:
+    """The end of the log, for an error message."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - characters))
+            return file.read().decode(errors="replace").strip()
+    except OSError:
+        return ""

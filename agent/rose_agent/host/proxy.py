@@ -1,0 +1,273 @@
+"""The data route of a slot: the only way into its engine from outside the node.
+
+``POST /slots/<uid>/generate``, ``/v1/completions`` and ``/abort_request`` pass with the slot's
+bearer token; everything else is 404, so the engine's admin routes are out of reach. Bytes are
+passed on as they come, in both directions of time: a stopped engine simply sends none, and the
+caller's connection stays open until it goes on.
+
+A caller that hangs up is followed by an ``/abort_request`` to the engine, because SGLang notices
+a lost connection only seconds later. For that every request carries a ``rid``; one is added when
+the caller sent none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from rose_agent.host import metrics
+from rose_agent.host.tokens import TokenCount
+
+_log = logging.getLogger(__name__)
+
+ROUTES = ("generate", "v1/completions", "abort_request")
+LONGEST_BODY = 16 * 1024 * 1024
+# Engines may stand still for minutes: nothing here may give up before the caller does.
+_PATIENT = aiohttp.ClientTimeout(total=None, connect=None, sock_read=None, sock_connect=30)
+_PASSED_ON = ("Content-Type", "Retry-After", "X-Request-Id")
+_CHUNK_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a slot's requests go.
+
+    Attributes:
+        url: the engine's own base URL; empty while it cannot serve.
+        token: bearer token that the route demands.
+        count: takes the output tokens of each request as they are seen.
+    """
+
+    url: str
+    token: str
+    count: Callable[[int], None]
+
+
+Lookup = Callable[[str], Target | None]
+
+
+def request_ids(body: bytes) -> tuple[bytes, tuple[str, ...]]:
+    """Make sure the request has an id.
+
+    Returns:
+        The body to send, and the ids that an abort must name.
+
+    Raises:
+        ValueError: the body is no JSON object, or its ``rid`` is neither text nor a list of it.
+    """
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        rid = msgspec.json.decode(fields.get("rid", b"null"), type=str | list[str] | None)
+    except msgspec.MsgspecError as error:
+        message = f"the request's body is no valid JSON object: {error}"
+        raise ValueError(message) from error
+    if rid:
+        return body, (rid,) if isinstance(rid, str) else tuple(rid)
+    made = secrets.token_hex(16)
+    fields["rid"] = msgspec.Raw(msgspec.json.encode(made))
+    return msgspec.json.encode(fields), (made,)
+
+
+class _CallerLost(Exception):
+    """The caller has hung up."""
+
+
+def _problem(status: int, message: str, **headers: str) -> web.Response:
+    metrics.PROXY_REQUESTS.labels(outcome=str(status)).inc()
+    return web.json_response({"error": {"message": message}}, status=status, headers=headers)
+
+
+class DataProxy:
+    """The data routes of all slots of a host.
+
+    Args:
+        lookup: finds a slot's target by uid; None = no such slot.
+    """
+
+    def __init__(self, lookup: Lookup) -> None:
+        self._lookup = lookup
+        self._draining = False
+        self._live = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._client: aiohttp.ClientSession | None = None
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def live(self) -> int:
+        """Requests in flight."""
+        return self._live
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen.
+
+        Returns:
+            The port (port 0 picks one).
+
+        Raises:
+            OSError: the address is taken.
+        """
+        self._client = aiohttp.ClientSession(
+            timeout=_PATIENT,
+            auto_decompress=False,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),
+        )
+        app = web.Application(client_max_size=LONGEST_BODY)
+        for route in ROUTES:
+            app.router.add_post(f"/slots/{{uid}}/{route}", self._answer)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        # aiohttp has no public way to ask for the port it was given.
+        return int(site._server.sockets[0].getsockname()[1])  # type: ignore[union-attr]  # noqa: SLF001
+
+    async def drained(self, seconds: float) -> bool:
+        """Refuse new requests and wait for those in flight.
+
+        Returns:
+            False when some are still in flight after ``seconds``.
+        """
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """Close the port and every connection."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+        for task in tuple(self._aborts):
+            task.cancel()
+        if self._client is not None:
+            await self._client.close()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        uid = request.match_info["uid"]
+        target = self._lookup(uid)
+        if target is None:
+            return _problem(404, f"no slot {uid} on this host")
+        given = request.headers.get("Authorization", "")
+        if not target.token or not hmac.compare_digest(
+            given.encode(), f"Bearer {target.token}".encode()
+        ):
+            return _problem(401, "bearer token missing or not this slot's")
+        if self._draining or not target.url:
+            return _problem(503, f"slot {uid} does not serve now", **{"Retry-After": "1"})
+        body = await request.read()
+        path = request.path.removeprefix(f"/slots/{uid}")
+        if path == "/abort_request":
+            return await self._relay(request, target, path, body, ())
+        try:
+            body, ids = request_ids(body)
+        except ValueError as error:
+            return _problem(400, str(error))
+        return await self._relay(request, target, path, body, ids)
+
+    async def _relay(
+        self, request: web.Request, target: Target, path: str, body: bytes, ids: tuple[str, ...]
+    ) -> web.StreamResponse:
+        self._flight(+1)
+        finished = False
+        try:
+            reply = await self._exchange(request, target, path, body)
+            finished = True
+        except _CallerLost:
+            return web.Response(status=499)
+        except aiohttp.ClientError as error:
+            finished = True
+            _log.info("engine of %s lost: %s", request.path, error)
+            return _problem(502, f"the engine did not answer: {type(error).__name__}")
+        else:
+            return reply
+        finally:
+            self._flight(-1)
+            if not finished:
+                self._abort(target.url, ids)
+
+    def _flight(self, change: int) -> None:
+        self._live += change
+        metrics.PROXY_LIVE.set(self._live)
+        if self._live:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    async def _exchange(
+        self, request: web.Request, target: Target, path: str, body: bytes
+    ) -> web.StreamResponse:
+        if self._client is None:
+            raise RuntimeError("the proxy has not been started")
+        headers = {"Content-Type": request.headers.get("Content-Type", "application/json")}
+        async with self._client.post(target.url + path, data=body, headers=headers) as engine:
+            kept = {name: engine.headers[name] for name in _PASSED_ON if name in engine.headers}
+            streamed = engine.content_type == "text/event-stream"
+            reply = web.StreamResponse(status=engine.status, headers=kept)
+            if not streamed and engine.content_length is not None:
+                reply.content_length = engine.content_length
+            await reply.prepare(request)
+            await _pump(request, engine, reply, target, TokenCount(streamed=streamed))
+        metrics.PROXY_REQUESTS.labels(outcome=str(engine.status)).inc()
+        return reply
+
+    def _abort(self, url: str, ids: tuple[str, ...]) -> None:
+        """Tell the engine, and go on doing so while it stands still."""
+        metrics.PROXY_REQUESTS.labels(outcome="aborted").inc()
+        if not ids or self._client is None or self._client.closed:
+            return
+        task = asyncio.create_task(self._send_aborts(self._client, url, ids))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    @staticmethod
+    async def _send_aborts(client: aiohttp.ClientSession, url: str, ids: tuple[str, ...]) -> None:
+        for rid in ids:
+            try:
+                async with client.post(f"{url}/abort_request", json={"rid": rid}) as reply:
+                    await reply.read()
+            except aiohttp.ClientError as error:
+                _log.info("abort of %s not delivered: %s", rid, error)
+
+
+async def _write(reply: web.StreamResponse, data: bytes) -> None:
+    try:
+        await reply.write(data)
+    except ConnectionError as error:
+        raise _CallerLost from error
+
+
+async def _pump(
+    request: web.Request,
+    engine: aiohttp.ClientResponse,
+    reply: web.StreamResponse,
+    target: Target,
+    tokens: TokenCount,
+) -> None:
+    counted = 0
+    try:
+        async for data in engine.content.iter_any():
+            await _write(reply, data)
+            tokens.feed(data)
+            target.count(tokens.total - counted)
+            counted = tokens.total
+    except aiohttp.ClientError as error:
+        _log.info("engine of %s lost inside a reply: %s", request.path, error)
+        metrics.PROXY_REQUESTS.labels(outcome="broken").inc()
+        # The head is out already: the caller must see a broken stream, never a short answer.
+        if request.transport is not None:
+            request.transport.abort()
+    finally:
+        target.count(tokens.finish() - counted)

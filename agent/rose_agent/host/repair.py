@@ -1,0 +1,100 @@
+"""What an engine host finds of its predecessor, and how it is cleaned up.
+
+A host that was killed leaves engines behind, perhaps frozen, that nobody steers. Each is known by
+``engine.json`` (pid with start time, cgroup) and by its cgroup's name. ``repair`` ends them all
+before the host answers its first order; the guard then asks for what it still wants.
+``thaw_all`` only lets them go on, so that the container runtime can end them: a pod whose v1
+cgroup is frozen cannot be deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+from pathlib import Path, PurePosixPath
+
+from rose_agent.host import metrics
+from rose_agent.host.errors import GroupError
+from rose_agent.host.freezers import Freezer, group
+from rose_agent.host.groups import ProcessGroup, end
+from rose_agent.host.mounts import locate, parse_mountinfo
+from rose_agent.host.process import pid_namespace, start_ticks
+from rose_engines.rundir import EngineFile, RunDir, read_json
+
+_log = logging.getLogger(__name__)
+_VERSIONS = {"v1": 1, "v2": 2}
+
+
+def find_group(
+    record: EngineFile, mountinfo: Path = Path("/proc/self/mountinfo")
+) -> ProcessGroup | None:
+    """The tree that ``engine.json`` names, as this process can reach it.
+
+    Works in another container than the host's, as long as the cgroup hierarchy is mounted there.
+    Without a cgroup it needs the host's pid namespace.
+
+    Returns:
+        None when the tree cannot be reached from here, or is known to be gone.
+    """
+    version = _VERSIONS.get(record.cgroup_version)
+    if version is not None:
+        path = PurePosixPath(record.cgroup_path)
+        mounts = parse_mountinfo(mountinfo.read_text())
+        directory = locate(mounts, version, path) if record.cgroup_path else Path(record.cgroup)
+        if directory is None or not directory.is_dir():
+            return None
+        return group(record.cgroup_version, directory, 0)
+    if not record.pids or record.pid_namespace != pid_namespace():
+        return None
+    # The kernel gives no process the number of a session that still has members: a leader that
+    # is gone still names its session, another process under its pid means the session is over.
+    same = start_ticks(record.pids[0]) in {0, record.start_ticks}
+    return group("signals", None, record.pids[0]) if same else None
+
+
+def leftovers(rundir: RunDir, freezer: Freezer) -> tuple[ProcessGroup, ...]:
+    """Every tree of an earlier host: recorded ones, and cgroups that bear our prefix."""
+    found: dict[str, ProcessGroup] = {}
+    for slot in rundir.all_slots():
+        record = read_json(slot.engine, EngineFile)
+        tree = find_group(record) if record is not None else None
+        if tree is not None:
+            found[str(tree.directory or slot.uid)] = tree
+    for tree in freezer.strays():
+        found.setdefault(str(tree.directory), tree)
+    return tuple(found.values())
+
+
+def repair(rundir: RunDir, freezer: Freezer, seconds: float = 10.0) -> int:
+    """End what an earlier host left running and forget its slots.
+
+    Permit files stay, closed by their readers' clocks: the guard may have them mapped.
+
+    Returns:
+        How many trees still had processes.
+    """
+    repaired = 0
+    for tree in leftovers(rundir, freezer):
+        members = tree.pids()
+        repaired += bool(members)
+        with contextlib.suppress(GroupError):
+            if not end(tree, seconds):
+                _log.error("%s still runs: %s", tree.directory, tree.pids())
+        if members:
+            metrics.KILLED.labels(reason="Orphan").inc()
+            _log.warning("ended %d processes of an earlier engine host", len(members))
+    for slot in rundir.all_slots():
+        for path in (slot.engine, slot.weights, slot.plugin_socket, slot.slot):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(slot.bundles, ignore_errors=True)
+    return repaired
+
+
+def thaw_all(rundir: RunDir, freezer: Freezer) -> int:
+    """Let every tree go on; returns how many there were."""
+    trees = leftovers(rundir, freezer)
+    for tree in trees:
+        with contextlib.suppress(GroupError):
+            tree.thaw()
+    return len(trees)
