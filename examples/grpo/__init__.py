@@ -1,0 +1,6 @@
+"""GRPO in plain PyTorch over turns that a RolloutLease serves.
+
+Read in this order: ``task`` (the environment and its reward), ``client`` (one turn over HTTP),
+``rollouts`` (groups in flight, bounded staleness), ``learner`` (the loss), ``evaluate`` (is the
+learning real), ``publishing`` (weights out), ``train`` (the loop and its command line).
+"""

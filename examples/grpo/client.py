@@ -1,0 +1,192 @@
+"""One turn over HTTP against the lease's URL, in SGLang's ``/generate`` dialect.
+
+The caller sees a finished turn or an error, never an empty answer: 429 and 503 are tried again
+after ``Retry-After``, an unreachable router with growing pauses, a turn that was cut is asked for
+again, all until the deadline. 4xx is a mistake of ours and ends the run with the router's words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from examples.grpo.errors import MalformedReply, OutOfTime, TurnRefused
+
+_RETRIED = frozenset({409, 429, 500, 502, 503, 504})
+_LONGEST_PAUSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens ``start`` .. ``end`` - 1 of a turn were sampled by ``version``."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A finished turn.
+
+    Attributes:
+        tokens: output token ids.
+        logprobs: behaviour log-prob of each token, natural logarithm, as the engine sampled it.
+        spans: which weight version sampled which tokens, in order, without gaps.
+        seconds: from request to reply, pauses between attempts included.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[Span, ...]
+    seconds: float = 0.0
+
+
+@dataclass
+class Counters:
+    """What happened on the way, for the progress lines."""
+
+    turns: int = 0
+    tokens: int = 0
+    retries: int = 0
+    unreachable: int = 0
+    cut: int = 0
+
+
+def parse_reply(body: Mapping[str, Any]) -> Turn | None:
+    """Read a reply of ``/generate``.
+
+    Returns:
+        The turn, or None when it was aborted and must be asked for again.
+
+    Raises:
+        MalformedReply: tokens, log-probs or version spans are missing or do not fit together.
+    """
+    meta = body.get("meta_info")
+    if not isinstance(meta, Mapping):
+        message = f"reply without meta_info; it has {sorted(body)}"
+        raise MalformedReply(message)
+    reason = meta.get("finish_reason") or {}
+    if reason.get("type") == "abort":
+        return None
+    try:
+        tokens = tuple(int(token) for token in body["output_ids"])
+        logprobs = tuple(float(entry[0]) for entry in meta["output_token_logprobs"])
+        spans = _spans(meta, len(tokens))
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        message = f"reply lacks tokens, log-probs or versions: {type(error).__name__}: {error}"
+        raise MalformedReply(message) from error
+    if not tokens or len(tokens) != len(logprobs):
+        message = f"reply has {len(tokens)} tokens and {len(logprobs)} log-probs"
+        raise MalformedReply(message)
+    return Turn(tokens, logprobs, spans)
+
+
+def _spans(meta: Mapping[str, Any], length: int) -> tuple[Span, ...]:
+    """The version spans, or the one version for all tokens; checks that they cover the turn."""
+    raw = meta.get("weight_versions")
+    if not raw:
+        return (Span(str(meta["weight_version"]), 0, length),)
+    spans = tuple(Span(str(s["version"]), int(s["start"]), int(s["end"])) for s in raw)
+    starts = [span.start for span in spans]
+    ends = [span.end for span in spans]
+    if starts[0] != 0 or ends[-1] != length or starts[1:] != ends[:-1]:
+        message = f"version spans {raw} do not cover {length} tokens"
+        raise ValueError(message)
+    return spans
+
+
+def pause_before_retry(attempt: int, retry_after: str | None) -> float:
+    """Seconds to wait before attempt ``attempt`` + 1: the router's wish, else doubling."""
+    try:
+        wished = float(retry_after) if retry_after is not None else 0.0
+    except ValueError:
+        wished = 0.0
+    doubling: float = min(0.1 * 2 ** min(attempt, 10), _LONGEST_PAUSE_SECONDS)
+    return min(wished, _LONGEST_PAUSE_SECONDS) if wished > 0 else doubling
+
+
+@dataclass
+class LeaseClient:
+    """Asks the lease's URL for turns.
+
+    Args:
+        url: the lease's ``status.routerURL``.
+        session: the HTTP session to use.
+        deadline: ``clock()`` value after which no attempt is made.
+        clock: monotonic seconds.
+    """
+
+    url: str
+    session: aiohttp.ClientSession
+    deadline: float
+    clock: Callable[[], float] = time.monotonic
+    counters: Counters = field(default_factory=Counters)
+
+    async def turn(self, prompt: Sequence[int], *, session_key: str, max_tokens: int) -> Turn:
+        """Sample one turn.
+
+        Raises:
+            TurnRefused: the router says the request is wrong.
+            OutOfTime: the deadline came first.
+            MalformedReply: a 200 that is no complete turn.
+        """
+        started, attempt = self.clock(), 0
+        while True:
+            turn, pause = await self._attempt(prompt, session_key, max_tokens, attempt)
+            if turn is not None:
+                self.counters.turns += 1
+                self.counters.tokens += len(turn.tokens)
+                return Turn(turn.tokens, turn.logprobs, turn.spans, self.clock() - started)
+            if self.clock() + pause >= self.deadline:
+                message = f"no turn from {self.url} before the time limit ({attempt + 1} attempts)"
+                raise OutOfTime(message)
+            await asyncio.sleep(pause)
+            attempt += 1
+
+    async def _attempt(
+        self, prompt: Sequence[int], session_key: str, max_tokens: int, attempt: int
+    ) -> tuple[Turn | None, float]:
+        """One request: the turn, or None and how long to wait."""
+        remaining = self.deadline - self.clock()
+        if remaining <= 0:
+            return None, 0.0
+        try:
+            async with self.session.post(
+                self.url.rstrip("/") + "/generate",
+                json=_request(prompt, max_tokens),
+                headers={"X-SMG-Routing-Key": session_key},
+                timeout=aiohttp.ClientTimeout(total=remaining),
+            ) as reply:
+                if reply.status in _RETRIED:
+                    self.counters.retries += 1
+                    return None, pause_before_retry(attempt, reply.headers.get("Retry-After"))
+                if reply.status >= 300:
+                    message = f"{self.url}: {reply.status}: {(await reply.text())[:500]}"
+                    raise TurnRefused(message)
+                turn = parse_reply(await reply.json())
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            self.counters.unreachable += 1
+            return None, pause_before_retry(attempt, None)
+        if turn is None:
+            self.counters.cut += 1
+        return turn, pause_before_retry(attempt, None)
+
+
+def _request(prompt: Sequence[int], max_tokens: int) -> dict[str, object]:
+    # Plain softmax sampling: the engine's log-probs are then those of the policy itself.
+    return {
+        "input_ids": list(prompt),
+        "sampling_params": {
+            "temperature": 1.0,
+            "max_new_tokens": max_tokens,
+            "ignore_eos": True,
+        },
+        "return_logprob": True,
+        "stream": False,
+    }

@@ -1,0 +1,28 @@
+"""Exceptions of the example trainer.
+
+TrainerError
+├── TurnRefused     the lease's URL says the request itself is wrong; trying again does not help
+├── MalformedReply  an answer without the tokens, log-probs or versions a trainer needs
+├── OutOfTime       the time limit came before the turn was complete
+└── ModelMismatch   the model folder does not fit the task
+"""
+
+
+class TrainerError(Exception):
+    """Base of everything the example trainer raises."""
+
+
+class TurnRefused(TrainerError):
+    """The lease's URL answered 4xx: the request is wrong and stays wrong."""
+
+
+class MalformedReply(TrainerError):
+    """The answer lacks what a trainer needs; it must never be taken for an empty turn."""
+
+
+class OutOfTime(TrainerError):
+    """The time limit came before the turn was complete."""
+
+
+class ModelMismatch(TrainerError):
+    """The model folder does not fit the task, for example a vocabulary that is too small."""

@@ -1,0 +1,129 @@
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+
+from examples.grpo.client import LeaseClient, Span, Turn
+from examples.grpo.errors import OutOfTime, TurnRefused
+from examples.grpo.rollouts import Sampler, Trajectory, age, fresh, play, room
+from examples.grpo.task import ANSWER_TOKENS, TURNS, Task
+from rose_core.identity import WeightVersion
+
+
+def trajectory(*labels: str) -> Trajectory:
+    turns = tuple(Turn((0,), (-1.0,), (Span(label, 0, 1),)) for label in labels)
+    return Trajectory(Task(0, (0, 0)), (), (), turns, (0.0,) * len(labels))
+
+
+HEAD = WeightVersion("grpo", 1, 5)
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (["grpo@1.5"], 0),
+        (["grpo@1.5", "grpo@1.2"], 3),
+        (["unknown"], None),
+        (["v0"], None),
+        (["grpo@0.5"], None),
+        (["other@1.5"], None),
+    ],
+)
+def test_age_counts_from_the_oldest_version(labels: list[str], expected: int | None) -> None:
+    assert age(trajectory(*labels), HEAD) == expected
+
+
+def test_a_group_with_one_stale_or_unknown_member_is_not_fresh() -> None:
+    good, old, unknown = trajectory("grpo@1.4"), trajectory("grpo@1.1"), trajectory("unknown")
+    assert fresh((good, good), HEAD, 1)
+    assert not fresh((good, old), HEAD, 1)
+    assert not fresh((good, unknown), HEAD, 99)
+
+
+def test_room_is_one_step_now_and_the_bounds_steps_ahead() -> None:
+    assert room(in_flight=0, ready=0, per_step=4, bound=2) == 12
+    assert room(in_flight=5, ready=3, per_step=4, bound=2) == 4
+    assert room(in_flight=12, ready=3, per_step=4, bound=2) == 0
+
+
+@dataclass
+class FakeClient:
+    """Answers at once, or fails; the version is what ``label`` says then."""
+
+    label: str = "grpo@1.0"
+    error: Exception | None = None
+    live: int = 0
+    most_live: int = 0
+    prompts: list[list[int]] = field(default_factory=list)
+
+    async def turn(self, prompt: Sequence[int], *, session_key: str, max_tokens: int) -> Turn:
+        self.live += 1
+        self.most_live = max(self.most_live, self.live)
+        await asyncio.sleep(0.01)
+        self.live -= 1
+        if self.error is not None:
+            raise self.error
+        self.prompts.append(list(prompt))
+        return Turn((1,) * max_tokens, (-1.0,) * max_tokens, (Span(self.label, 0, max_tokens),))
+
+
+def sampler(client: FakeClient, head: Callable[[], WeightVersion | None]) -> Sampler:
+    return Sampler(
+        cast("LeaseClient", client),
+        group_size=2,
+        per_step=3,
+        bound=1,
+        concurrency=4,
+        head=head,
+        seed=0,
+    )
+
+
+async def test_an_episode_appends_answer_and_observation_to_its_context() -> None:
+    client = FakeClient()
+    played = await play(cast("LeaseClient", client), Task(0, (1, 2)), "k.")
+    assert len(played.turns) == TURNS
+    assert played.rewards == (1.0, 0.0)
+    assert list(played.context[: played.starts[1]]) == client.prompts[1]
+    for start in played.starts:
+        assert played.context[start : start + ANSWER_TOKENS] == (1,) * ANSWER_TOKENS
+
+
+async def test_groups_come_whole_and_concurrency_is_bounded() -> None:
+    client = FakeClient()
+    source = sampler(client, lambda: WeightVersion("grpo", 1, 0))
+    groups = await source.take()
+    await source.close()
+    assert len(groups) == 3
+    assert all(len(group) == 2 for group in groups)
+    assert client.most_live <= 4 * 2
+
+
+async def test_groups_that_grew_too_old_are_dropped_and_sampled_again() -> None:
+    client = FakeClient()
+    head = WeightVersion("grpo", 1, 0)
+    source = sampler(client, lambda: head)
+    await source.take()
+    await asyncio.gather(*source._in_flight)
+    waiting = len(source._ready)
+    head, client.label = WeightVersion("grpo", 1, 9), "grpo@1.9"
+    groups = await source.take()
+    await source.close()
+    assert source.statistics.dropped_groups >= waiting
+    assert all(member.versions() == {"grpo@1.9"} for group in groups for member in group)
+
+
+async def test_a_refusal_reaches_the_learner() -> None:
+    source = sampler(FakeClient(error=TurnRefused("bad prompt")), lambda: None)
+    with pytest.raises(TurnRefused, match="bad prompt"):
+        await source.take()
+    await source.close()
+
+
+async def test_the_time_limit_reaches_the_learner() -> None:
+    source = sampler(FakeClient(error=OutOfTime("late")), lambda: None)
+    with pytest.raises(OutOfTime):
+        await source.take()
+    await source.close()
