@@ -3,7 +3,7 @@
 | regime | when | rule |
 |---|---|---|
 | bursty | there are idle gaps | closed from arrival to ``reopen`` after the last end |
-| never idle | idle share below ``on_off_share``, an SLO is given | open for a share of each period |
+| never idle | idle share below ``on_off_share``, SLO given | open for a share of each period |
 | saturated | a slack is not positive | closed |
 
 Unknown is never open. ``judge`` is called on every event and every tick; it keeps nothing.

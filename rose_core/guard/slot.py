@@ -174,12 +174,9 @@ def _without_engine(
 ) -> Step:
     if state.phase is Phase.RELEASING or state.phase is Phase.PRESENT:
         failures = state.failures + 1 if state.killed else 0
-        rest = min(limits.cordon_ns * 2 ** min(failures, 8), limits.longest_cordon_ns)
-        state = SlotMachine(
-            since_ns=now_ns,
-            failures=failures,
-            cordon_until_ns=now_ns + rest // 2 if state.killed else 0,
-        )
+        rest = min(limits.cordon_ns * 2 ** min(failures, 8) // 2, limits.longest_cordon_ns)
+        cordon = now_ns + rest if state.killed else 0
+        state = SlotMachine(since_ns=now_ns, failures=failures, cordon_until_ns=cordon)
     startable = (
         seen.granted and seen.host_alive and reason in STARTABLE and now_ns >= state.cordon_until_ns
     )

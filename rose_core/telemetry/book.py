@@ -78,6 +78,7 @@ class Book:
         self.health: Health | None = None
         self.heard_ns = 0
         self.mismatch_ns = 0
+        self.blind_ns = now_ns
         self.requests_total = 0
         self.tokens_total = 0
         self._changed_ns = now_ns
@@ -137,7 +138,13 @@ class Book:
             self._empty_since_ns = now_ns
 
     def _health(self, event: Health, now_ns: int) -> None:
+        if self.health is None or event.problem:
+            # What is under way cannot be known yet: the tap has just begun, or is blind.
+            self.blind_ns = now_ns
         self.health, self.heard_ns = event, now_ns
+        if event.problem:
+            self._account(now_ns)
+            self.live.clear()
         if event.in_flight != len(self.live):
             self.mismatch_ns = now_ns
 

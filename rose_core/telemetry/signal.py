@@ -116,7 +116,7 @@ def _tap_doubt(book: Book, verified: bool | None, limits: Limits, now_ns: int) -
     health = book.health
     if health is None:
         return Doubt.NO_SIGNAL
-    lost = health.lost_ns and now_ns - health.lost_ns < limits.after_loss_ns
+    lost = now_ns - max(health.lost_ns, book.blind_ns) < limits.after_loss_ns
     differs = book.mismatch_ns and now_ns - book.mismatch_ns < limits.tap_stale_ns
     rules = (
         (now_ns - book.heard_ns > limits.tap_stale_ns, Doubt.STALE),

@@ -1,0 +1,9 @@
+"""The wire tap: a passive packet socket in each serving pod, in a process of its own.
+
+- ``main``: ``rose tap``; splits into an opener and a parser before any packet is read.
+- ``opener``: keeps the capabilities, enters namespaces, opens sockets, parses nothing.
+- ``parser``: has no capability and no network; reads packets, follows requests, tells the guard.
+- ``bpf``: the kernel filters. ``sockets``: packet sockets. ``frames``: what travels on ``tap.sock``.
+
+``docs/guard.md`` says what the tap can and cannot see.
+"""

@@ -1,0 +1,104 @@
+"""``rose tap``: watch serving traffic of this node.
+
+Two processes from the start. The *opener* keeps the capabilities (NET_RAW, and SYS_ADMIN with
+SYS_PTRACE to enter other pods) and reads no packet. The *parser*, forked from it, gives up every
+capability and the network itself before the first packet: it keeps only the sockets it is handed,
+``tap.sock`` and its metrics port. If one ends, so does the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from aiohttp import web
+
+from rose_agent.metrics import REGISTRY
+from rose_agent.tap import kernel, opener
+from rose_agent.tap.parser import Parser, listen
+from rose_wire.observability import pages
+
+_log = logging.getLogger("rose.tap")
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The verb's flags."""
+    parser = argparse.ArgumentParser(prog="rose tap", description=__doc__.splitlines()[0])
+    parser.add_argument("--rundir", type=Path, default=Path("/run/rose"))
+    parser.add_argument("--http-host", default="0.0.0.0")  # noqa: S104  # scraped by Prometheus
+    parser.add_argument("--http-port", type=int, default=9102, help="0 = any")
+    parser.add_argument("--log-level", default="INFO")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run the tap until it is told to end."""
+    options = arguments().parse_args(argv)
+    logging.basicConfig(level=options.log_level, format="%(levelname)s %(name)s %(message)s")
+    options.rundir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    http = socket.create_server((options.http_host, options.http_port))
+    listener = listen(options.rundir / "tap.sock")
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    child = os.fork()
+    if child == 0:
+        mine.close()
+        os._exit(_parse(theirs, listener, http))
+    for unused in (theirs, listener, http):
+        unused.close()
+    return _open(mine, child)
+
+
+def _open(channel: socket.socket, child: int) -> int:
+    def end(_number: int, _frame: object) -> None:
+        os.kill(child, signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+    with contextlib.suppress(ConnectionError):
+        opener.serve(channel)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return 0 if code in {0, -signal.SIGTERM} else 1
+
+
+def _parse(channel: socket.socket, listener: socket.socket, http: socket.socket) -> int:
+    try:
+        kernel.die_with_parent(signal.SIGTERM)
+        kernel.no_dumps()
+        try:
+            kernel.leave_network()
+        except OSError as error:
+            _log.warning("the parser keeps its network: %s", error)
+        kernel.drop_capabilities()
+        asyncio.run(_run(channel, listener, http))
+    except Exception:  # noqa: BLE001  # a forked child must end here, with a word
+        _log.exception("the tap's parser failed")
+        return 1
+    return 0
+
+
+async def _run(channel: socket.socket, listener: socket.socket, http: socket.socket) -> None:
+    app = web.Application()
+    app.add_routes(pages(REGISTRY))
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.SockSite(runner, http).start()
+    task = asyncio.create_task(Parser(channel).run(listener))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    _log.info("tap on port %s for metrics", http.getsockname()[1])
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    await runner.cleanup()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,57 @@
+"""IP packets as captured -> ``Segment``; the tap's hot path, so it is flat and allocates little.
+
+Next step: ``rose_core.telemetry.tracker``.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+from rose_core.telemetry.tracker import Segment
+
+_PORTS = struct.Struct("!HHI")
+
+
+def decode(packet: bytes, port: int, time_ns: int) -> Segment | None:
+    """Read one packet.
+
+    The IP header's own length counts, not what was captured: the capture may be cut, and short
+    frames may be padded. It is 0 for segments above 64 kB (BIG TCP); the missing part then shows
+    as a hole before the next segment.
+
+    Args:
+        packet: from the IP header on.
+        port: the serving port.
+        time_ns: when the kernel saw it.
+
+    Returns:
+        None when it is no TCP segment of the port.
+    """
+    if len(packet) < 40:
+        return None
+    version = packet[0] >> 4
+    if version == 4:
+        head, protocol = (packet[0] & 0x0F) * 4, packet[9]
+        total = int.from_bytes(packet[2:4]) or len(packet)
+        source_address, target_address = packet[12:16], packet[16:20]
+    elif version == 6:
+        head, protocol = 40, packet[6]
+        total = (int.from_bytes(packet[4:6]) or len(packet) - 40) + 40
+        source_address, target_address = packet[8:24], packet[24:40]
+    else:
+        return None
+    if protocol != socket.IPPROTO_TCP or len(packet) < head + 20:
+        return None
+    source, target, sequence = _PORTS.unpack_from(packet, head)
+    data = head + (packet[head + 12] >> 4) * 4
+    flags, payload, size = packet[head + 13], packet[data:total], max(0, total - data)
+    if target == port:
+        return Segment(
+            time_ns, (source_address.hex(), source), True, sequence, flags, payload, size
+        )
+    if source == port:
+        return Segment(
+            time_ns, (target_address.hex(), target), False, sequence, flags, payload, size
+        )
+    return None
