@@ -1,0 +1,194 @@
+"""Engine specification -> command line and environment of SGLang; pure, with an allow-list.
+
+RL teams name engine arguments in their lease. Only arguments in ``ALLOWED`` pass, each with a check
+of its value; everything that could load code, open files, change memory sizes, expose admin routes
+or weaken the stop stays ROSE's own decision. Next step: ``launch`` runs the command.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import rose_engines
+from rose_core.wire.sync import EngineSpec
+from rose_engines.errors import ArgumentRefused
+
+PERMIT_VARIABLE = "ROSE_PERMIT"
+SOCKET_VARIABLE = "ROSE_PLUGIN_SOCKET"
+
+_PATHS = Path(__file__).with_name("paths")
+# An engine may be stopped for hours; SGLang's watchdog counts wall clock and would kill it.
+_WATCHDOG_SECONDS = 30 * 24 * 3600
+# What an engine inherits of its starter's environment: nothing that could hold a secret.
+_INHERITED = re.compile(
+    r"^(PATH|HOME|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|XDG_CACHE_HOME|CUDA_.*|NVIDIA_.*|NCCL_.*)$"
+)
+
+
+def _integer(low: int, high: int) -> Callable[[str], bool]:
+    return lambda text: text.isascii() and text.isdigit() and low <= int(text) <= high
+
+
+def _fraction(text: str) -> bool:
+    return re.fullmatch(r"(0(\.\d+)?|1(\.0+)?)", text) is not None
+
+
+def _one_of(*words: str) -> Callable[[str], bool]:
+    return lambda text: text in words
+
+
+_flag = _one_of("", "true")
+
+ALLOWED: dict[str, Callable[[str], bool]] = {
+    "attention-backend": _one_of("torch_native", "triton", "flashinfer", "fa3", "intel_amx"),
+    "chunked-prefill-size": _integer(16, 65536),
+    "disable-radix-cache": _flag,
+    "enable-mixed-chunk": _flag,
+    "kv-cache-dtype": _one_of("auto", "bf16", "bfloat16"),
+    "max-prefill-tokens": _integer(16, 1 << 20),
+    "max-queued-requests": _integer(1, 1 << 20),
+    "random-seed": _integer(0, 1 << 31),
+    "reasoning-parser": lambda text: re.fullmatch(r"[a-z0-9_-]{1,32}", text) is not None,
+    "sampling-backend": _one_of("pytorch", "flashinfer"),
+    "schedule-conservativeness": _fraction,
+    "schedule-policy": _one_of("lpm", "fcfs", "lof", "random", "dfs-weight"),
+    "stream-interval": _integer(1, 64),
+    "tool-call-parser": lambda text: re.fullmatch(r"[a-z0-9_-]{1,32}", text) is not None,
+    "tp-size": _integer(1, 64),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Where and how one engine is started; the platform's part of the decision.
+
+    Attributes:
+        python: the engine environment's Python.
+        model: model folder (safetensors).
+        version: weight label at the start.
+        permit: permit file, None = runs without one (serving engines).
+        plugin_socket: control socket, None = no plugin.
+        device: ``cpu`` or ``cuda``.
+        memory_fraction: share of the device the engine may use for weights and KV.
+        quiet_log: only warnings in the engine's log.
+    """
+
+    python: Path
+    model: Path
+    port: int
+    host: str = "127.0.0.1"
+    version: str = "base"
+    permit: Path | None = None
+    plugin_socket: Path | None = None
+    device: str = "cpu"
+    memory_fraction: float = 0.2
+    served_name: str = ""
+    quiet_log: bool = False
+
+    @property
+    def plugged(self) -> bool:
+        """ROSE's plugin runs inside."""
+        return self.permit is not None or self.plugin_socket is not None
+
+
+def check_arguments(arguments: Mapping[str, str]) -> None:
+    """Refuse arguments outside the allow-list; the operator and the engine host both ask.
+
+    Raises:
+        ArgumentRefused: names the first argument that may not pass, and why.
+    """
+    for name, value in sorted(arguments.items()):
+        allowed = ALLOWED.get(name)
+        if allowed is None:
+            raise ArgumentRefused(
+                f"engine argument {name!r} is not allowed; allowed are: {', '.join(ALLOWED)}"
+            )
+        if not allowed(value):
+            raise ArgumentRefused(f"engine argument {name!r} may not be {value!r}")
+        if name == "tp-size" and value != "1":
+            raise ArgumentRefused(
+                "engine argument 'tp-size' must be 1: engines over several GPUs are not supported"
+            )
+
+
+def command(spec: EngineSpec, launch: Launch) -> list[str]:
+    """The engine's command line.
+
+    Raises:
+        ArgumentRefused: an argument of the specification is outside the allow-list.
+    """
+    check_arguments(spec.arguments)
+    own = {
+        "model-path": str(launch.model),
+        "load-format": "safetensors",
+        "served-model-name": launch.served_name or spec.model,
+        "host": launch.host,
+        "port": str(launch.port),
+        "weight-version": launch.version,
+        "context-length": str(spec.context_tokens),
+        "max-total-tokens": str(spec.kv_tokens),
+        "max-running-requests": str(spec.max_running),
+        "mem-fraction-static": str(launch.memory_fraction),
+        "watchdog-timeout": str(_WATCHDOG_SECONDS),
+        "load-snapshot-publish-interval": "1",
+        "chunked-prefill-size": "512",
+        "device": launch.device,
+        "log-level": "warning" if launch.quiet_log else "info",
+        # One iteration at a time: a commit finds no result of the old weights still under way.
+        "disable-overlap-schedule": "",
+        "sleep-on-idle": "",
+        "enable-metrics": "",
+        # A warm-up request would need an open permit.
+        "skip-server-warmup": "",
+    }
+    if launch.device == "cpu":
+        own["attention-backend"] = "torch_native"
+    chosen = own | dict(spec.arguments)
+    argv = [str(launch.python), "-m", "rose_engines.sglang.launch"]
+    for name, value in chosen.items():
+        argv += [f"--{name}"] if value in {"", "true"} else [f"--{name}", value]
+    return argv
+
+
+def environment(launch: Launch, inherited: Mapping[str, str], threads: int = 1) -> dict[str, str]:
+    """The engine's whole environment; nothing else of the starter's reaches it.
+
+    Args:
+        launch: how the engine is started.
+        inherited: the starter's environment, of which a few names pass.
+        threads: threads of one operation on CPU.
+    """
+    chosen = {name: value for name, value in inherited.items() if _INHERITED.match(name)}
+    chosen |= {
+        "PYTHONPATH": ":".join(map(str, python_path(launch))),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": str(threads),
+        "SGLANG_PLUGINS": "rose" if launch.plugged else "none",
+        # Probes of ROSE go to the engine host; a health check must not generate tokens.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    }
+    if launch.permit is not None:
+        chosen[PERMIT_VARIABLE] = str(launch.permit)
+    if launch.plugin_socket is not None:
+        chosen[SOCKET_VARIABLE] = str(launch.plugin_socket)
+    return chosen
+
+
+def python_path(launch: Launch) -> tuple[Path, ...]:
+    """Folders in front of the engine's own packages.
+
+    ROSE's packages come from the checkout; where they are installed (a site-packages folder), the
+    engine's environment must have rose-gpu installed itself, because a foreign site-packages on
+    the path would replace the engine's libraries.
+    """
+    folders = [_PATHS / "cpu"] if launch.device == "cpu" else []
+    folders += [_PATHS / "plugin"] if launch.plugged else []
+    engines = Path(rose_engines.__file__).resolve().parents[1]
+    if engines.name == "engines":
+        folders += [engines, engines.parent]
+    return tuple(folders)

@@ -1,0 +1,52 @@
+"""Starts stock SGLang in the engine's environment: ``PYTHON -m rose_engines.sglang.launch ...``.
+
+The arguments are SGLang's own (``arguments.command`` makes them). On CPU two things are needed that
+a GPU machine has by itself: SGLang's switch for its CPU engine, which the scheduler's child process
+inherits, and the stand-in for the CUDA kernels on PYTHONPATH. When the environment names a permit
+or a control socket, the launcher refuses to start an engine in which ROSE's plugin did not load:
+an engine that could not be stopped must not run. Next step: ``plugin``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+
+from rose_engines.sglang.arguments import PERMIT_VARIABLE, SOCKET_VARIABLE
+
+
+def on_cpu(argv: list[str]) -> bool:
+    """Whether the arguments ask for the CPU device."""
+    pairs = itertools.pairwise(argv)
+    return "--device=cpu" in argv or ("--device", "cpu") in set(pairs)
+
+
+if on_cpu(sys.argv):
+    # At import: SGLang reads it while it is imported, also in its children.
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+
+
+def main(argv: list[str]) -> int:
+    """Run the server until it ends."""
+    from sglang.launch_server import run_server  # noqa: PLC0415  # needs the switch above
+    from sglang.srt.plugins import load_plugins  # noqa: PLC0415
+    from sglang.srt.server_args import prepare_server_args  # noqa: PLC0415
+    from sglang.srt.utils import kill_process_tree  # noqa: PLC0415
+
+    from rose_engines.sglang import plugin  # noqa: PLC0415
+
+    load_plugins()
+    wanted = any(os.environ.get(name) for name in (PERMIT_VARIABLE, SOCKET_VARIABLE))
+    if wanted and not plugin.registered():
+        sys.stderr.write("rose: SGLang did not load ROSE's plugin; the engine is not started\n")
+        return 3
+    try:
+        run_server(prepare_server_args(argv))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

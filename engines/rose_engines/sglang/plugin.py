@@ -1,0 +1,192 @@
+"""ROSE's plugin inside SGLang: permit, weight session and cache keys at iteration boundaries.
+
+SGLang calls ``register`` in every engine process (entry point ``sglang.srt.plugins``). It hooks two
+methods of the scheduler, by the framework's own registry:
+
+- before ``Scheduler.ingest_requests``, the first step of every iteration: wait for the permit, then
+  carry out a pending commit. Only rank 0 decides: with several ranks the others wait for the
+  request broadcast that follows, so all stop and change at the same iteration. Requests and aborts
+  that arrived during a stop are taken in before the next token is computed.
+- before ``Scheduler.handle_generate_request``: put version and commit count into the request's
+  prefix-cache key, so that no request reuses KV that older weights computed.
+
+Whatever is not as expected ends the process with a clear reason: an engine whose stop or weights
+cannot be trusted must not run. Next step: ``gate``, ``parameters``, ``rose_engines.session``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from rose_engines.errors import BrokenWeights, UnsupportedEngine
+from rose_engines.permit import BadPermit
+from rose_engines.safetensors import read_checkpoint
+from rose_engines.session import WeightSession
+from rose_engines.sglang.arguments import PERMIT_VARIABLE, SOCKET_VARIABLE
+from rose_engines.sglang.control import ControlServer
+from rose_engines.sglang.gate import PermitGate
+from rose_engines.sglang.parameters import live_tensors
+
+log = logging.getLogger(__name__)
+
+BOUNDARY = "sglang.srt.managers.scheduler.Scheduler.ingest_requests"
+ADMISSION = "sglang.srt.managers.scheduler.Scheduler.handle_generate_request"
+# Called, not hooked: the label that spans are made of, and the requests that carry it.
+_NEEDED = (
+    BOUNDARY,
+    ADMISSION,
+    "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
+    "sglang.srt.managers.scheduler.Scheduler.collect_inflight_reqs",
+)
+
+# zmq.POLLIN; an eventfd is always writable, so the default mask would never sleep.
+_READABLE = 1
+
+_registered: list[SchedulerPlugin] = []
+
+
+def registered() -> bool:
+    """Whether SGLang has called ``register`` in this process and hooks were placed."""
+    return bool(_registered)
+
+
+def register() -> None:
+    """Place the hooks; SGLang calls it in every process, without a scheduler they never run.
+
+    Raises:
+        SystemExit: this build of SGLang lacks a function the plugin needs (SGLang swallows
+            ordinary exceptions here and would go on without a permit).
+    """
+    permit, control = os.environ.get(PERMIT_VARIABLE), os.environ.get(SOCKET_VARIABLE)
+    if not permit and not control:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
+
+    missing = [target for target in _NEEDED if not _exists(target)]
+    if missing:
+        _refuse(f"this SGLang has no {missing[0]}; the plugin supports 0.5.23")
+    hooks = SchedulerPlugin(Path(permit) if permit else None, Path(control) if control else None)
+    HookRegistry.register(BOUNDARY, hooks.before_iteration, HookType.BEFORE)
+    HookRegistry.register(ADMISSION, hooks.before_request, HookType.BEFORE)
+    _registered.append(hooks)
+
+
+def _exists(target: str) -> bool:
+    owner, _, name = target.rpartition(".")
+    try:
+        return callable(getattr(pkgutil.resolve_name(owner), name, None))
+    except (ImportError, AttributeError):
+        return False
+
+
+def _refuse(reason: str) -> None:
+    sys.stderr.write(f"rose: refused: {reason}\n")
+    sys.stderr.flush()
+    raise SystemExit(3)
+
+
+class SchedulerPlugin:
+    """The hooks of one scheduler process; everything is built at its first iteration.
+
+    Args:
+        permit: permit file, None = compute always.
+        control: control socket, None = weights stay as they are.
+    """
+
+    def __init__(self, permit: Path | None, control: Path | None) -> None:
+        self._permit_path = permit
+        self._control_path = control
+        self._gate: PermitGate | None = None
+        self._session: WeightSession | None = None
+        self._started = False
+        self._leader = True
+        self._wake = -1
+
+    def before_iteration(self, scheduler: Any, *_: object, **__: object) -> None:  # noqa: ANN401
+        """Hook: start of an iteration; nothing of the one before is under way any more."""
+        if not self._started:
+            self._start(scheduler)
+        if not self._leader:
+            return
+        if self._gate is not None:
+            self._gate.wait()
+        if self._session is not None:
+            self._session.at_boundary()
+            if self._session.broken:
+                raise BrokenWeights("an undo failed; this engine ends so that it starts afresh")
+            self._drain()
+
+    def before_request(self, _: object, request: Any, *__: object, **___: object) -> None:  # noqa: ANN401
+        """Hook: a request enters the scheduler; its prefix-cache key names the weights."""
+        if self._session is not None:
+            request.extra_key = self._cache_key(request.extra_key)
+
+    def _cache_key(self, own: str | None) -> str | None:
+        """Key of KV computed by the present weights; ``own`` is what the caller asked for."""
+        session = self._session
+        if session is None:
+            return own
+        base = (own or "").partition("\n")[0]
+        return f"{base}\n{session.version}#{session.commits}"
+
+    def _start(self, scheduler: Any) -> None:  # noqa: ANN401
+        try:
+            self._check_engine(scheduler)
+            if self._permit_path is not None:
+                self._gate = PermitGate(self._permit_path)
+            if self._control_path is not None:
+                self._session = self._open_session(scheduler)
+                self._watch_wake(scheduler)
+                ControlServer(self._control_path, self._session.handle).start()
+        except (UnsupportedEngine, BadPermit, OSError) as error:
+            _refuse(str(error))
+        self._started = True
+        log.info("rose: plugin ready, permit %s, control %s", self._permit_path, self._control_path)
+
+    def _check_engine(self, scheduler: Any) -> None:  # noqa: ANN401
+        ranks = int(scheduler.tp_size)
+        if ranks != 1:
+            raise UnsupportedEngine(f"tensor parallelism over {ranks} ranks is not supported")
+        if scheduler.enable_overlap:
+            raise UnsupportedEngine("the engine must run with --disable-overlap-schedule")
+
+    def _open_session(self, scheduler: Any) -> WeightSession:  # noqa: ANN401
+        runner = scheduler.tp_worker.model_runner
+        checkpoint = read_checkpoint(Path(scheduler.server_args.model_path))
+        live = live_tensors(dict(runner.model.named_parameters()), checkpoint)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        session = WeightSession(
+            live,
+            scheduler.server_args.weight_version,
+            set_label=lambda version: self._set_label(scheduler, version),
+            wake=lambda: os.eventfd_write(self._wake, 1),
+        )
+        gate = self._gate
+        session.permit_open = gate.is_open if gate is not None else lambda: None
+        return session
+
+    def _watch_wake(self, scheduler: Any) -> None:  # noqa: ANN401
+        """An idle scheduler sleeps on its sockets; a commit must wake it too."""
+        sleeper = getattr(scheduler, "idle_sleeper", None)
+        if sleeper is not None:
+            sleeper.poller.register(self._wake, _READABLE)
+
+    def _drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+    def _set_label(self, scheduler: Any, version: str) -> int:  # noqa: ANN401
+        """Move the label, close the spans of live requests, give waiting ones a fresh cache key."""
+        chunked = [scheduler.chunked_req] if scheduler.chunked_req is not None else []
+        live = {*scheduler.collect_inflight_reqs(), *scheduler.waiting_queue, *chunked}
+        fenced = sum(1 for request in live if request.output_ids)
+        scheduler.record_weight_version_change(version)
+        for request in scheduler.waiting_queue:
+            request.extra_key = self._cache_key(request.extra_key)
+        return fenced

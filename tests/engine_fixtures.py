@@ -1,0 +1,166 @@
+"""Real engines for tests: stock SGLang on CPU with a tiny model, ROSE's plugin inside.
+
+``real_engine`` is shared by every test that is marked ``engine``; whoever commits weights or closes
+the permit puts things back. Import the fixtures in a ``conftest.py`` to use them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from rose_core.wire.sync import EngineSpec
+from rose_dev.engine_environment import engine_python, is_ready
+from rose_dev.models import make_named
+from rose_engines.permit import Permit
+from rose_engines.sglang.arguments import Launch, command, environment
+
+READY_SECONDS = 240.0
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class PermitHolder:
+    """Plays the guard: keeps a permit open by extending it, until told to stop."""
+
+    def __init__(self, path: Path) -> None:
+        self.permit = Permit.create(path)
+        self._open = threading.Event()
+        self._end = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def open(self) -> None:
+        """Allow computing from now on."""
+        self._open.set()
+        self._extend()
+
+    def close(self) -> None:
+        """Forbid computing at once."""
+        with self._lock:
+            self._open.clear()
+            self.permit.close_now()
+
+    def end(self) -> None:
+        """Close and stop extending for good."""
+        self.close()
+        self._end.set()
+        self._thread.join(10)
+
+    def _extend(self) -> None:
+        with self._lock:
+            if self._open.is_set():
+                # Longer than in production: a test machine may stall this thread.
+                self.permit.extend(time.monotonic_ns() + 5_000_000_000)
+
+    def _run(self) -> None:
+        while not self._end.wait(0.5):
+            self._extend()
+
+
+@dataclass
+class RealEngine:
+    """A running SGLang.
+
+    Attributes:
+        folder: its run folder: permit, plugin.sock, engine.log.
+    """
+
+    url: str
+    model: Path
+    folder: Path
+    process: subprocess.Popen[bytes]
+    holder: PermitHolder = field(repr=False)
+
+    @property
+    def control(self) -> Path:
+        """Control socket of the plugin."""
+        return self.folder / "plugin.sock"
+
+    def log_tail(self) -> str:
+        """End of the engine's log, for messages of failing tests."""
+        return (self.folder / "engine.log").read_text(errors="replace")[-4000:]
+
+
+@contextmanager
+def start_engine(
+    folder: Path, model: str = "tiny-peaked", spec: EngineSpec | None = None
+) -> Iterator[RealEngine]:
+    """Start SGLang under a permit that is held open; end its whole process group afterwards."""
+    path = make_named(model)
+    holder = PermitHolder(folder / "permit")
+    holder.open()
+    launch = Launch(
+        python=engine_python(),
+        model=path,
+        port=free_port(),
+        permit=folder / "permit",
+        plugin_socket=folder / "plugin.sock",
+    )
+    spec = spec or EngineSpec(engine_class="test", model=model, kv_tokens=8192, max_running=4)
+    with (folder / "engine.log").open("wb") as log:
+        process = subprocess.Popen(
+            command(spec, launch),
+            env=environment(launch, os.environ),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    engine = RealEngine(f"http://127.0.0.1:{launch.port}", path, folder, process, holder)
+    try:
+        _wait_ready(engine)
+        yield engine
+    finally:
+        _end_group(process)
+        holder.end()
+
+
+def _wait_ready(engine: RealEngine) -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        if engine.process.poll() is not None:
+            pytest.fail(f"engine ended with {engine.process.returncode}:\n{engine.log_tail()}")
+        try:
+            with urllib.request.urlopen(f"{engine.url}/ready", timeout=5) as reply:
+                if reply.status == 200 and engine.control.exists():
+                    return
+        except (urllib.error.URLError, OSError):
+            pass
+        time.sleep(0.25)
+    pytest.fail(f"engine not ready after {READY_SECONDS} s:\n{engine.log_tail()}")
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill the engine's own session: launcher, scheduler, detokenizer."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def real_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
+    """One SGLang with the tiny peaked model, shared by the whole run."""
+    if not is_ready():
+        pytest.fail("no engine environment; run `make engine`")
+    with start_engine(tmp_path_factory.mktemp("engine")) as engine:
+        yield engine
