@@ -18,6 +18,7 @@ Live weights are numpy views of unsigned integers (``tensor.kind.unsigned``).
 """
 
 from rose_core.delta.bits import FORMATS, NumberFormat, number_format, ordered, unordered
+from rose_core.delta.build import Builder, TensorSpec, table
 from rose_core.delta.codec import Changes, Codec, check_block, decode_block, encode_tile, name_of
 from rose_core.delta.digest import (
     NOTHING,
@@ -45,6 +46,7 @@ __all__ = [
     "BlockEntry",
     "BlockError",
     "Box",
+    "Builder",
     "Changes",
     "Codec",
     "DeltaError",
@@ -56,6 +58,7 @@ __all__ = [
     "ManifestError",
     "NumberFormat",
     "TensorEntry",
+    "TensorSpec",
     "Tiling",
     "check_block",
     "compose",
@@ -69,6 +72,7 @@ __all__ = [
     "name_of",
     "number_format",
     "ordered",
+    "table",
     "then",
     "tiling",
     "total",

@@ -109,15 +109,23 @@ def encode_tile(
     if old is None:
         return encode_dense(new), len(new)
     changes = find_changes(old, new, kind, backend)
+    return encode_found(changes, new, backend), len(changes)
+
+
+def encode_found(changes: Changes, new: Bits, backend: Backend = "auto") -> bytes:
+    """The smallest block for changes that ``find_changes`` found; empty when there are none.
+
+    ``new`` are the bits of the whole tile, for the case that a dense block is smaller.
+    """
     if not len(changes):
-        return b"", 0
+        return b""
     # Beyond this density not even the best sparse block can win, so do not try.
-    if len(changes) * 2 > len(new) * kind.width:
-        return encode_dense(new), len(changes)
+    if len(changes) * 2 > new.nbytes:
+        return encode_dense(new)
     block = encode_changes(changes, len(new), backend)
     if len(block) * 3 > new.nbytes:
         block = min(block, encode_dense(new), key=len)
-    return block, len(changes)
+    return block
 
 
 def encode_changes(changes: Changes, elements: int, backend: Backend = "auto") -> bytes:

@@ -8,6 +8,7 @@ the target. Pure: the store asks, ``merge.compose`` does the work.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -98,15 +99,40 @@ def full_way(want: WeightVersion, lineage: Lineage) -> Way:
     raise LineageError(message)
 
 
-def must_keep(
-    wanted: set[WeightVersion], lineage: Lineage
-) -> tuple[set[WeightVersion], set[WeightVersion]]:
-    """What retention must keep so that every wanted version stays reachable.
+@dataclass(frozen=True)
+class Retention:
+    """What stays and what must be rewritten for it.
 
-    Returns:
-        Versions whose manifests stay, and those of them that need a full manifest because their
-        base goes.
+    Attributes:
+        keep: versions whose manifests stay; the first versions of their lines are among them.
+        rebase: version -> kept ancestor that its delta must start from, because its base goes.
     """
-    keep = {version for version in wanted if version in lineage}
-    oldest = {version for version in keep if lineage[version].base not in keep}
-    return keep, {version for version in oldest if not lineage[version].full}
+
+    keep: frozenset[WeightVersion]
+    rebase: dict[WeightVersion, WeightVersion]
+
+
+def retain(wanted: set[WeightVersion], lineage: Lineage) -> Retention:
+    """Keep the wanted versions reachable from each other and from the first version.
+
+    The first version is what an engine that loads the model from disk holds, and what a full
+    transfer starts from, so it always stays; what lies between is folded into one delta.
+    """
+    lines = {version: ancestors(version, lineage) for version in wanted if version in lineage}
+    # Where two wanted lines part is wanted as well, else a way between them would be lost.
+    shared: dict[WeightVersion, int] = {}
+    for line in lines.values():
+        for version in line:
+            shared[version] = shared.get(version, 0) + 1
+    keep = set(lines) | {line[-1] for line in lines.values()}
+    for line in lines.values():
+        for child, parent in itertools.pairwise(line):
+            if shared[parent] > shared[child]:
+                keep.add(parent)
+    rebase = {}
+    for version in keep:
+        line = ancestors(version, lineage)[1:]
+        nearest = next((ancestor for ancestor in line if ancestor in keep), None)
+        if nearest is not None and nearest != lineage[version].base:
+            rebase[version] = nearest
+    return Retention(frozenset(keep), rebase)

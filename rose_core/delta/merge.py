@@ -54,7 +54,7 @@ class Hop:
 Read = Callable[[BlockEntry], bytes]
 """Bytes of a block, not yet checked."""
 
-Write = Callable[[bytes], None]
+Write = Callable[[bytes], object]
 """Keeps a block that the merge made."""
 
 

@@ -1,0 +1,155 @@
+"""Builds manifests: tensor by tensor, from bits before and after.
+
+``Builder`` keeps nothing but digests and block entries, so a publisher can walk a model of any size
+with one tensor in memory. Digests of changed tiles are updated by their changes; unchanged tiles
+keep the base's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from rose_core.delta import digest
+from rose_core.delta.bits import Bits, number_format
+from rose_core.delta.codec import encode_dense, encode_found, find_changes, name_of
+from rose_core.delta.digest import Digest, digest_change, digest_tile
+from rose_core.delta.errors import ManifestError
+from rose_core.delta.manifest import BlockEntry, Manifest, TensorEntry
+from rose_core.delta.tiles import tiling
+from rose_core.identity import WeightVersion
+
+
+class TensorSpec(NamedTuple):
+    """What a tensor is: Hugging Face name, safetensors' word for its type, shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def table(specs: Iterable[TensorSpec]) -> tuple[TensorEntry, ...]:
+    """The tensor table of a model.
+
+    Raises:
+        ManifestError: an element type without rules.
+    """
+    entries = []
+    offset = tiles = 0
+    for name, dtype, shape in specs:
+        cut = tiling(name, shape)
+        entries.append(
+            TensorEntry(name, dtype, shape, offset, tiles, cut.tile_rows, cut.tile_columns)
+        )
+        tiles += cut.count
+        offset += entries[-1].elements * number_format(dtype).width
+    return tuple(entries)
+
+
+class Builder:
+    """One manifest in the making.
+
+    Args:
+        tensors: the tensor table.
+        base: manifest of the version the delta starts from; None makes a full manifest.
+        emit: called with each block's bytes.
+        tied: other names of tensors in the table.
+    """
+
+    def __init__(
+        self,
+        tensors: tuple[TensorEntry, ...],
+        base: Manifest | None,
+        emit: Callable[[bytes], object],
+        tied: dict[str, str] | None = None,
+    ) -> None:
+        if base is not None and base.tensors != tensors:
+            message = f"the tensors are not those of base {base.target}"
+            raise ManifestError(message)
+        self._tensors = tensors
+        self._base = base
+        self._emit = emit
+        self._tied = tied or {}
+        self._digests: list[Digest] = []
+        self._blocks: list[BlockEntry] = []
+        self._added = 0
+
+    def add(self, old: Bits | None, new: Bits, *, blocks: bool = True) -> int:
+        """Add the next tensor of the table.
+
+        Args:
+            old: flat bits in the base; None when there is none.
+            new: flat bits in the target.
+            blocks: False only takes the digests (a bare manifest).
+
+        Returns:
+            Number of changed elements.
+
+        Raises:
+            ManifestError: the bits are not the tensor's.
+        """
+        number = self._added
+        tensor = self._tensors[number]
+        if new.dtype != tensor.kind.unsigned or new.size != tensor.elements:
+            message = f"{tensor.name}: {new.size} elements of {new.dtype}, want {tensor}"
+            raise ManifestError(message)
+        self._added += 1
+        if old is None or self._base is None:
+            for tile in range(tensor.tiling.count):
+                self._dense(number, tile, new, blocks)
+            return new.size
+        return sum(self._sparse(number, tile, old, new) for tile in range(tensor.tiling.count))
+
+    def finish(self, target: WeightVersion, step: int | None = None) -> Manifest:
+        """The manifest; every tensor must have been added.
+
+        Raises:
+            ManifestError: some are missing.
+        """
+        if self._added != len(self._tensors):
+            message = f"{self._added} of {len(self._tensors)} tensors were added"
+            raise ManifestError(message)
+        base = self._base
+        return Manifest(
+            target=target,
+            base=None if base is None else base.target,
+            digest=str(digest.total(self._digests)),
+            base_digest="" if base is None else base.digest,
+            step=step,
+            tensors=self._tensors,
+            tied=self._tied,
+            tiles=digest.to_bytes(self._digests),
+            base_tiles=b"" if base is None else base.tiles,
+            blocks=tuple(self._blocks),
+        )
+
+    def _dense(self, number: int, tile: int, new: Bits, blocks: bool) -> None:
+        tensor = self._tensors[number]
+        self._digests.append(digest_tile(tensor.name, new, tensor.tiling, tile))
+        if blocks:
+            part = tensor.tiling.cut(new, tile)
+            self._keep(number, tile, encode_dense(part), len(part))
+
+    def _sparse(self, number: int, tile: int, old: Bits, new: Bits) -> int:
+        tensor = self._tensors[number]
+        cut, kind = tensor.tiling, tensor.kind
+        before, after = cut.cut(old, tile), cut.cut(new, tile)
+        digest_before = self._base_digest(tensor, tile)
+        changes = find_changes(before, after, kind)
+        if changes.indices is None or not len(changes):
+            self._digests.append(digest_before)
+            return 0
+        where = cut.flat(tile, changes.indices)
+        moved = digest_change(tensor.name, where, before[changes.indices], after[changes.indices])
+        self._digests.append(digest_before.plus(moved))
+        self._keep(number, tile, encode_found(changes, after), len(changes))
+        return len(changes)
+
+    def _base_digest(self, tensor: TensorEntry, tile: int) -> Digest:
+        if self._base is None:
+            return digest.NOTHING
+        return self._base.tile_digests[tensor.first_tile + tile]
+
+    def _keep(self, number: int, tile: int, block: bytes, changes: int) -> None:
+        self._emit(block)
+        self._blocks.append(BlockEntry(number, tile, block[0], changes, len(block), name_of(block)))

@@ -1,0 +1,111 @@
+"""Content-addressed blocks in a folder: the name is the SHA-256 of the content.
+
+``blocks/<first two digits>/<64 digits>``. A block is written once and never changed, so there is
+nothing to lock; a damaged file is found by its name when it is read and is then removed, so that
+the next publish or fetch brings it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from rose_core.delta import name_of
+from rose_weights.disk import Disk
+from rose_weights.errors import Damaged, Incomplete
+
+
+class Blocks:
+    """The blocks of one store or cache."""
+
+    def __init__(self, folder: Path, disk: Disk | None = None) -> None:
+        self.folder = folder
+        self._disk = disk or Disk()
+        self._unsynced: set[bytes] = set()
+
+    def path(self, name: bytes) -> Path:
+        """Where a block is or would be."""
+        text = name.hex()
+        return self.folder / text[:2] / text
+
+    def put(self, data: bytes) -> bytes:
+        """Keep a block; it survives a power loss only after ``sync``.
+
+        Returns:
+            Its name.
+
+        Raises:
+            OSError: the disk is full or broken.
+        """
+        name = name_of(data)
+        path = self.path(name)
+        if not self._intact(path, name):
+            self._disk.write(path, data, durable=False)
+        self._unsynced.add(name)
+        return name
+
+    def get(self, name: bytes) -> bytes:
+        """A block's bytes, checked.
+
+        Raises:
+            Incomplete: it is not here.
+            Damaged: its bytes have changed; the file has been removed.
+        """
+        path = self.path(name)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError as error:
+            message = f"block {name.hex()[:16]} is not here"
+            raise Incomplete(message) from error
+        if name_of(data) != name:
+            path.unlink(missing_ok=True)
+            message = f"block {name.hex()[:16]} is damaged on disk and has been removed"
+            raise Damaged(message)
+        return data
+
+    def missing(self, names: Iterable[bytes]) -> list[bytes]:
+        """Those that are not here; marks the others as in use, so that ``sweep`` spares them."""
+        absent = []
+        for name in names:
+            try:
+                os.utime(self.path(name))
+            except OSError:
+                absent.append(name)
+        return absent
+
+    def sync(self, names: Iterable[bytes]) -> None:
+        """Make these blocks survive a power loss."""
+        waiting = self._unsynced.intersection(names)
+        for name in waiting:
+            self._disk.sync(self.path(name))
+        for folder in {self.path(name).parent for name in waiting}:
+            self._disk.sync_folder(folder)
+        self._unsynced -= waiting
+
+    def sweep(self, needed: Collection[bytes], grace_seconds: float) -> int:
+        """Remove blocks nobody needs; recent ones stay, their manifest may be on its way.
+
+        Returns:
+            Bytes set free.
+        """
+        oldest = time.time() - grace_seconds
+        freed = 0
+        for path in self.folder.glob("??/*"):
+            with contextlib.suppress(OSError, ValueError):
+                status = path.stat()
+                # Half-written files of a crashed process start with a dot.
+                forgotten = path.name.startswith(".") or bytes.fromhex(path.name) not in needed
+                if forgotten and status.st_mtime < oldest:
+                    path.unlink()
+                    freed += status.st_size
+        return freed
+
+    @staticmethod
+    def _intact(path: Path, name: bytes) -> bool:
+        try:
+            return name_of(path.read_bytes()) == name
+        except OSError:
+            return False

@@ -1,0 +1,87 @@
+"""Exceptions of the weight plane.
+
+WeightsError
+├── UnknownRun        no such run in this store
+├── UnknownVersion    the version is not kept (any more)
+├── Fenced            another publisher has taken the run over; this one must stop
+├── HeadMoved         the head is not what the publisher believed; nothing was changed
+├── Incomplete        a manifest lists blocks the store does not have; send them and try again
+├── BadManifest       a manifest the store does not accept
+├── StoreFailed       the store's disk is full or broken; the head has not moved
+└── Damaged           bytes on disk or from the wire are not what their name says
+"""
+
+from __future__ import annotations
+
+
+class WeightsError(Exception):
+    """Base of everything ``rose_weights`` raises.
+
+    ``word`` travels in front of the text, so that the other side can raise the same class.
+    """
+
+    @property
+    def word(self) -> str:
+        """The class's name."""
+        return type(self).__name__
+
+
+class UnknownRun(WeightsError):
+    """No such run in this store; the trainer has not published yet, or the name is wrong."""
+
+
+class UnknownVersion(WeightsError):
+    """The version is not kept (any more)."""
+
+
+class Fenced(WeightsError):
+    """Another publisher has taken the run over; this one must stop."""
+
+
+class HeadMoved(WeightsError):
+    """The head is not what the publisher believed; nothing was changed."""
+
+
+class Incomplete(WeightsError):
+    """A manifest lists blocks the store does not have; send them and try again."""
+
+
+class BadManifest(WeightsError):
+    """A manifest the store does not accept; says which rule it breaks."""
+
+
+class StoreFailed(WeightsError):
+    """The store's disk is full or broken; the head has not moved."""
+
+
+class Damaged(WeightsError):
+    """Bytes on disk or from the wire are not what their name says."""
+
+
+_BY_WORD: dict[str, type[WeightsError]] = {
+    kind.__name__: kind
+    for kind in (
+        UnknownRun,
+        UnknownVersion,
+        Fenced,
+        HeadMoved,
+        Incomplete,
+        BadManifest,
+        StoreFailed,
+        Damaged,
+    )
+}
+
+
+def as_text(error: WeightsError) -> str:
+    """The error for the wire."""
+    return f"[{error.word}] {error}"
+
+
+def from_text(text: str) -> WeightsError | None:
+    """The error that ``as_text`` wrote, wherever it stands in the text; None when there is none."""
+    for word, kind in _BY_WORD.items():
+        found = text.find(f"[{word}] ")
+        if found >= 0:
+            return kind(text[found + len(word) + 3 :])
+    return None

@@ -1,0 +1,190 @@
+"""What ``rose weights inspect|verify|diff`` say, as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from rose_core.delta import (
+    BlockEntry,
+    Codec,
+    DeltaError,
+    Digest,
+    DigestMismatch,
+    Manifest,
+    digest_change,
+    digest_tile,
+    total,
+)
+from rose_core.delta.bits import Bits
+from rose_weights.bundle import MANIFEST, Bundle
+from rose_weights.checkpoint import Checkpoint
+from rose_weights.errors import Damaged, WeightsError
+from rose_weights.store import Store
+
+
+def inspect(path: Path, run: str = "") -> str:
+    """A store's runs and versions, or one bundle or manifest.
+
+    Raises:
+        Damaged: nothing of the kind is there.
+    """
+    if (path / "runs").is_dir():
+        return "".join(_run_lines(Store(path), run))
+    if (path / MANIFEST).is_file():
+        return "".join(_manifest_lines(Bundle(path).manifest()))
+    if path.is_file():
+        try:
+            return "".join(_manifest_lines(Manifest.decode(path.read_bytes())))
+        except DeltaError as error:
+            message = f"{path} is no manifest: {error}"
+            raise Damaged(message) from error
+    message = f"{path} is no store, bundle or manifest"
+    raise Damaged(message)
+
+
+def verify(path: Path, base: Path | None = None) -> tuple[str, bool]:
+    """Check every block, and a bundle's digests against a checkpoint.
+
+    Returns:
+        The text and whether all is well.
+    """
+    if (path / "runs").is_dir():
+        return _verify_store(Store(path))
+    bundle = Bundle(path)
+    manifest = bundle.manifest()
+    lines, good = _verify_blocks(manifest, bundle.read)
+    if base is not None and good:
+        try:
+            checked = apply_to(Checkpoint(base), bundle)
+            lines += f"{manifest.target}: digest {checked} after applying to {base}\n"
+        except (WeightsError, DeltaError) as error:
+            lines, good = lines + f"{manifest.target}: {error}\n", False
+    return lines, good
+
+
+def diff(old: Path, new: Path) -> str:
+    """Changed elements per tensor between two checkpoints.
+
+    Raises:
+        Damaged: one of them cannot be read.
+    """
+    before, after = Checkpoint(old), Checkpoint(new)
+    changed = elements = 0
+    lines = []
+    for name in sorted(set(before.names()) | set(after.names())):
+        if name not in before.names() or name not in after.names():
+            lines.append(f"{name}: only in {old if name in before.names() else new}\n")
+            continue
+        if (before.dtype(name), before.shape(name)) != (after.dtype(name), after.shape(name)):
+            lines.append(f"{name}: {before.dtype(name)} {before.shape(name)} became ")
+            lines.append(f"{after.dtype(name)} {after.shape(name)}\n")
+            continue
+        count = int(np.count_nonzero(before.bits(name) != after.bits(name)))
+        changed, elements = changed + count, elements + before.bits(name).size
+        if count:
+            lines.append(f"{name}: {count} of {before.bits(name).size} changed\n")
+    lines.append(f"{changed} of {elements} elements changed ({_percent(changed, elements)})\n")
+    return "".join(lines)
+
+
+def apply_to(checkpoint: Checkpoint, bundle: Bundle) -> Digest:
+    """Apply a bundle to a checkpoint in memory, tile by tile, and check every digest.
+
+    Raises:
+        DigestMismatch: says which tensor, and whether the base was wrong already.
+        Damaged: a block or tensor is missing or damaged.
+    """
+    manifest = bundle.manifest()
+    blocks = {(block.tensor, block.tile): block for block in manifest.blocks}
+    for number, tensor in enumerate(manifest.tensors):
+        if tensor.name not in checkpoint.names():
+            message = f"the checkpoint has no tensor {tensor.name}"
+            raise Damaged(message)
+        flat = checkpoint.bits(tensor.name)
+        for tile in range(tensor.tiling.count):
+            found = digest_tile(tensor.name, flat, tensor.tiling, tile)
+            place = tensor.first_tile + tile
+            block = blocks.get((number, tile))
+            whole = block is not None and block.codec != Codec.STEPS
+            if manifest.base is not None and found != manifest.base_tile_digests[place]:
+                message = f"tile {tile} of {tensor.name} is not what base {manifest.base} had"
+                raise DigestMismatch(message)
+            if block is not None:
+                found = _after(manifest, block, bundle, flat, None if whole else found)
+            if found != manifest.tile_digests[place]:
+                message = f"tile {tile} of {tensor.name} is not what {manifest.target} states"
+                raise DigestMismatch(message)
+    return total(manifest.tile_digests)
+
+
+def _after(
+    manifest: Manifest, block: BlockEntry, bundle: Bundle, flat: Bits, before: Digest | None
+) -> Digest:
+    tensor = manifest.tensors[block.tensor]
+    changes = manifest.read(block, bundle.read(block))
+    where = manifest.positions(block, changes)
+    old = flat[where]
+    new = changes.resolve(old, tensor.kind)
+    change = digest_change(tensor.name, where, old, new)
+    if before is None:
+        before = digest_tile(tensor.name, flat, tensor.tiling, block.tile)
+    return before.plus(change)
+
+
+def _run_lines(store: Store, only: str) -> Iterator[str]:
+    for run in store.runs():
+        if only not in {"", run}:
+            continue
+        state = store.state(run)
+        yield f"run {run}: head {state.head}, fence {state.fence} ({state.publisher})\n"
+        for kept in state.versions:
+            kind = f"from {kept.base}" if kept.base else ("full" if kept.full else "bare")
+            yield (
+                f"  {kept.version}  step {kept.step}  {kind}  {kept.bytes} bytes  "
+                f"{_percent(kept.changes, kept.elements)}  {kept.digest}\n"
+            )
+
+
+def _manifest_lines(manifest: Manifest) -> Iterator[str]:
+    yield f"{manifest.base or 'nothing'} -> {manifest.target} (step {manifest.step})\n"
+    yield f"digest {manifest.digest}, base {manifest.base_digest or 'none'}\n"
+    yield (
+        f"{len(manifest.tensors)} tensors, {manifest.state_bytes} bytes; "
+        f"{manifest.changes} of {manifest.elements} elements changed "
+        f"({_percent(manifest.changes, manifest.elements)})\n"
+    )
+    size = manifest.block_bytes + len(manifest.encode())
+    yield f"{len(manifest.blocks)} blocks, {size} bytes with the manifest"
+    yield f", {size / manifest.changes:.3f} bytes per change\n" if manifest.changes else "\n"
+    for codec in Codec:
+        count = sum(block.codec == codec for block in manifest.blocks)
+        if count:
+            yield f"  {codec.name}: {count} blocks\n"
+
+
+def _verify_store(store: Store) -> tuple[str, bool]:
+    text, good = "", True
+    for run in store.runs():
+        for kept in store.state(run).versions:
+            manifest = store.manifest(kept)
+            more, fine = _verify_blocks(manifest, lambda block: store.blocks.get(block.sha256))
+            text, good = text + more, good and fine
+    return text, good
+
+
+def _verify_blocks(manifest: Manifest, read: Callable[[BlockEntry], bytes]) -> tuple[str, bool]:
+    bad = []
+    for block in manifest.blocks:
+        try:
+            manifest.read(block, read(block))
+        except (WeightsError, DeltaError) as error:
+            bad.append(f"  {manifest.tensors[block.tensor].name} tile {block.tile}: {error}\n")
+    word = "damaged" if bad else "good"
+    return f"{manifest.target}: {len(manifest.blocks)} blocks, {word}\n" + "".join(bad), not bad
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.3g} %" if whole else "0 %"

@@ -1,0 +1,166 @@
+"""A publisher's side of the weight plane: stage blocks, then move the head.
+
+A publish is idempotent until it is done: after a lost connection or a full disk the same call sends
+what is missing and commits again. A publisher that has been fenced learns it here and must stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from rose_core.delta import Manifest
+from rose_core.identity import WeightVersion
+from rose_weights.client import understanding
+from rose_weights.errors import Incomplete, StoreFailed
+from rose_weights.messages import (
+    CommitRequest,
+    DescribeRequest,
+    Description,
+    MissingRequest,
+    OpenRequest,
+    VersionInfo,
+)
+from rose_weights.service import COMMIT, DESCRIBE, MISSING, OPEN, PUT
+from rose_wire import rpc
+from rose_wire.errors import Unavailable
+
+LOG = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 60.0
+NAMES_PER_CALL = 100_000
+
+
+class WeightsWriter:
+    """Publishes one run to a store.
+
+    Args:
+        address: ``host:port``.
+        token: bearer token.
+    """
+
+    def __init__(self, address: str, *, token: str = "") -> None:
+        self._channel = rpc.connect(address)
+        self._token = token
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        await self._channel.close()
+
+    async def open(self, run: str, publisher: str) -> Description:
+        """Take the run over; every earlier publisher is fenced.
+
+        Raises:
+            WeightsError: the store's reason.
+            Unavailable: the store does not answer.
+        """
+        with understanding():
+            return await rpc.call(
+                self._channel,
+                OPEN,
+                OpenRequest(run, publisher),
+                timeout=ANSWER_SECONDS,
+                token=self._token,
+            )
+
+    async def describe(self, run: str) -> Description:
+        """The run's kept versions.
+
+        Raises:
+            UnknownRun: no such run.
+            Unavailable: the store does not answer.
+        """
+        with understanding():
+            return await rpc.call(
+                self._channel,
+                DESCRIBE,
+                DescribeRequest(run),
+                timeout=ANSWER_SECONDS,
+                token=self._token,
+            )
+
+    async def publish(
+        self,
+        manifest: Manifest,
+        blocks: Mapping[bytes, bytes],
+        expected: WeightVersion | None,
+        *,
+        patience_seconds: float = 300.0,
+    ) -> VersionInfo:
+        """Stage the blocks and make the manifest the head; tries again while it may help.
+
+        Args:
+            manifest: the version.
+            blocks: name -> bytes of every block it lists.
+            expected: the head this publisher believes in.
+            patience_seconds: how long to go on while the store is away or full.
+
+        Raises:
+            Fenced: another publisher has taken the run over.
+            HeadMoved, BadManifest: the store does not accept it.
+            StoreFailed, Unavailable: still so after ``patience_seconds``.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience_seconds
+        pause = 0.1
+        while True:
+            try:
+                await self._stage(manifest, blocks)
+                return await self._commit(manifest, expected)
+            except (Unavailable, StoreFailed, Incomplete) as error:
+                if loop.time() + pause > deadline:
+                    raise
+                LOG.warning("publish of %s goes on: %s", manifest.target, error)
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 5.0)
+
+    async def _stage(self, manifest: Manifest, blocks: Mapping[bytes, bytes]) -> None:
+        names = list(dict.fromkeys(block.sha256 for block in manifest.blocks))
+        wanted: list[bytes] = []
+        for start in range(0, len(names), NAMES_PER_CALL):
+            request = MissingRequest(tuple(names[start : start + NAMES_PER_CALL]))
+            with understanding():
+                reply = await rpc.call(
+                    self._channel, MISSING, request, timeout=ANSWER_SECONDS, token=self._token
+                )
+            wanted += reply.names
+        await self._put([blocks[name] for name in wanted], wanted)
+
+    async def _put(self, blocks: Sequence[bytes], names: Sequence[bytes]) -> None:
+        if not blocks:
+            return
+
+        async def send() -> AsyncIterator[bytes]:
+            for block in blocks:
+                yield block
+
+        staged = 0
+        with understanding():
+            async for answer in rpc.converse(self._channel, PUT, send(), token=self._token):
+                if answer.name != names[staged]:
+                    message = f"block {names[staged].hex()[:16]} arrived damaged at the store"
+                    raise Incomplete(message)
+                staged += 1
+        if staged != len(blocks):
+            message = f"the store took {staged} of {len(blocks)} blocks"
+            raise Incomplete(message)
+
+    async def _commit(self, manifest: Manifest, expected: WeightVersion | None) -> VersionInfo:
+        with understanding():
+            return await rpc.call(
+                self._channel,
+                COMMIT,
+                CommitRequest(manifest.encode(), expected),
+                timeout=ANSWER_SECONDS,
+                token=self._token,
+            )
