@@ -33,7 +33,7 @@ _ATTEMPTS = 3
 _SERVICE_RANGE = "10.96.0.0/16"
 
 
-def write_certificates(layout: Layout, hosts: Sequence[str]) -> None:
+def write_certificates(layout: Layout, hosts: Sequence[str]) -> Authority:
     """Make everything in ``layout.pki`` that the control plane and its admin need."""
     authority = Authority(layout.pki)
     service_account_keys(layout.pki)
@@ -47,11 +47,11 @@ def write_certificates(layout: Layout, hosts: Sequence[str]) -> None:
         "controller-manager": ("system:kube-controller-manager", ""),
         "scheduler": ("system:kube-scheduler", ""),
         "proxy": ("system:kube-proxy", ""),
-        "kubelet": ("system:node:rose-dev", "system:nodes"),
     }
     for name, (common_name, group) in clients.items():
         authority.issue(name, common_name, group)
         authority.kubeconfig(name, layout.server)
+    return authority
 
 
 class Child:

@@ -1,23 +1,112 @@
 """``rose dev``: the one-node Kubernetes for development and tests.
 
 ``build`` makes its parts, ``up`` and ``down`` start and end it, ``status`` shows it, ``kubectl``
-speaks to it. See docs/development-cluster.md.
+speaks to it. Without root on Linux an existing cluster named by KUBECONFIG takes its place. See
+docs/development-cluster.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
+from collections.abc import Callable
 
 from rose_dev.build import build
-from rose_dev.errors import DevelopmentError
+from rose_dev.errors import DevelopmentError, NotSupported
+from rose_dev.node import Node, require_root
+from rose_dev.packages import missing_packages
+from rose_dev.parts import CONTROL_PLANE, EVERYTHING, find
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rose dev", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="rose dev", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("build", help="build the parts of Kubernetes into the user's cache")
+    make = verbs.add_parser("build", help="build the parts of Kubernetes into the user's cache")
+    make.add_argument(
+        "--control-plane", action="store_true", help="only etcd, the API server and kubectl"
+    )
+    up = verbs.add_parser("up", help="start the node")
+    up.add_argument("--gpus", type=int, default=8, help="nvidia.com/gpu the node claims")
+    verbs.add_parser("down", help="end the node, or what is left of one")
+    verbs.add_parser("status", help="show what runs")
+    kubectl = verbs.add_parser("kubectl", help="run kubectl against the node")
+    kubectl.add_argument("arguments", nargs=argparse.REMAINDER)
     return parser
+
+
+def _existing_cluster() -> str:
+    """Path in KUBECONFIG when it takes the node's place, else empty."""
+    try:
+        require_root()
+    except NotSupported:
+        return os.environ.get("KUBECONFIG", "")
+    return ""
+
+
+def _build(options: argparse.Namespace) -> int:
+    build(CONTROL_PLANE if options.control_plane else EVERYTHING, _say)
+    return 0
+
+
+def _up(options: argparse.Namespace) -> int:
+    if existing := _existing_cluster():
+        _say(f"[cluster] no root on Linux: using the cluster of KUBECONFIG={existing}")
+        return 0
+    Node().up(gpus=options.gpus, say=_say)
+    return 0
+
+
+def _down(_options: argparse.Namespace) -> int:
+    if existing := _existing_cluster():
+        _say(f"[cluster] the cluster of KUBECONFIG={existing} is not ours; nothing to do")
+        return 0
+    Node().down(say=_say)
+    return 0
+
+
+def _status(_options: argparse.Namespace) -> int:
+    """Exit code 0 when the node is ready, else 1."""
+    missing = [part.name for part in EVERYTHING if find(part) is None]
+    _say(f"parts not built: {', '.join(missing) or 'none'}")
+    _say(f"packages missing: {', '.join(missing_packages()) or 'none'}")
+    if existing := _existing_cluster():
+        _say(f"cluster: KUBECONFIG={existing}")
+        return 0
+    node = Node()
+    if not node.sandbox.alive():
+        _say("node: absent (rose dev up)")
+        return 1
+    for name, runs in node.components().items():
+        _say(f"{name:<24} {'running' if runs else 'DEAD'}")
+    ready = node.healthy()
+    _say(f"node: {'ready' if ready else 'broken (rose dev down, rose dev up)'}")
+    _say(f"KUBECONFIG={node.kubeconfig}")
+    return 0 if ready else 1
+
+
+def _kubectl(options: argparse.Namespace) -> int:
+    existing = _existing_cluster()
+    binary = build(CONTROL_PLANE, _say)["kubectl"]
+    kubeconfig = existing or str(Node().kubeconfig)
+    command = [str(binary), f"--kubeconfig={kubeconfig}", *options.arguments]
+    return subprocess.run(command, check=False).returncode
+
+
+_VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "build": _build,
+    "up": _up,
+    "down": _down,
+    "status": _status,
+    "kubectl": _kubectl,
+}
 
 
 def main(argv: list[str]) -> int:
@@ -26,10 +115,9 @@ def main(argv: list[str]) -> int:
     Returns:
         0 when done, 1 when it failed (the reason is on standard error).
     """
-    _parser().parse_args(argv)
+    options = _parser().parse_args(argv)
     try:
-        build(say=lambda line: print(line, flush=True))
+        return _VERBS[options.verb](options)
     except DevelopmentError as error:
         print(f"rose dev: {error}", file=sys.stderr)
         return 1
-    return 0

@@ -1,16 +1,26 @@
 """Pytest fixtures that bring up Kubernetes once per test session.
 
-``control_plane`` is the API server alone (no root). Whoever uses it shares it with the whole
-session, so tests make namespaces or names of their own.
+``control_plane`` is the API server alone (no root). ``node`` is the whole one-node Kubernetes, in
+place of which an existing cluster is never taken: tests break things. Both are shared by every test
+of the session, so tests make namespaces of their own. A node that a killed session left behind is
+replaced; a node that a person brought up is used and left running.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from rose_dev.control_plane import ControlPlane
+from rose_dev.errors import DevelopmentError, NotSupported
+from rose_dev.node import Node, require_root
+
+_TURN_SECONDS = 240.0
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +28,70 @@ def control_plane() -> Iterator[ControlPlane]:
     """A real API server without controllers or nodes."""
     with ControlPlane() as plane:
         yield plane
+
+
+class NodeSession:
+    """The node of this test session.
+
+    Attributes:
+        node: for the tests.
+        ours: the session has brought it up, and takes it down.
+    """
+
+    def __init__(self) -> None:
+        self.node = Node()
+        self._owner = self.node.place.run / "owner"
+        left_behind = self._owner.exists()
+        self.ours = left_behind or not self.node.sandbox.alive()
+        if left_behind:
+            self.node.down()
+
+    def ensure(self) -> Node:
+        """The node, up: a test before may have ended it."""
+        self.node.up()
+        if self.ours:
+            self._owner.write_text(f"tests, process {os.getpid()}\n")
+        return self.node
+
+    def close(self) -> None:
+        """Take the node down if it is ours."""
+        if self.ours:
+            self.node.down()
+
+
+@pytest.fixture(scope="session")
+def node_session() -> Iterator[NodeSession]:
+    """Holds the machine's node for this session; other sessions wait for their turn."""
+    try:
+        require_root()
+    except NotSupported as error:
+        pytest.skip(str(error))
+    lock = Node().place.run.with_suffix(".tests.lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        _take(file.fileno(), lock)
+        session = NodeSession()
+        try:
+            yield session
+        finally:
+            session.close()
+
+
+@pytest.fixture
+def node(node_session: NodeSession) -> Node:
+    """The one-node Kubernetes, up and ready, with ROSE's image ``localhost/rose:dev``."""
+    return node_session.ensure()
+
+
+def _take(handle: int, lock: Path) -> None:
+    deadline = time.monotonic() + _TURN_SECONDS
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                message = f"another test session has held the node for long (lock {lock})"
+                raise DevelopmentError(message) from None
+            time.sleep(0.5)
+        else:
+            return

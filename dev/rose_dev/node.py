@@ -1,0 +1,342 @@
+"""A real one-node Kubernetes on this machine: kubelet, containerd, kube-proxy, DNS, RBAC.
+
+States of the node, and what leads from one to the next:
+
+    Absent --up--> Running --down--> Absent
+       ^              | a component dies
+       +---down/up-- Broken
+
+``up`` on a running node only brings its image of ROSE up to date with the checkout; on a broken
+one, or on leftovers of a run that was killed, it clears them away and starts anew. Order: process 1
+with its namespaces (``sandbox``), etcd and API server while the runtime imports the images, then
+the rest at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from rose_dev import components, image, node_files
+from rose_dev.build import build
+from rose_dev.components import Layout
+from rose_dev.control_plane import write_certificates
+from rose_dev.errors import DevelopmentError, NotSupported, StartFailed
+from rose_dev.packages import install_packages
+from rose_dev.parts import CONTROL_PLANE, NODE
+from rose_dev.pki import Authority
+from rose_dev.place import HOST_ADDRESS, NODE_ADDRESS, NODE_NAME, SERVICE_RANGE, Place, place
+from rose_dev.sandbox import Sandbox, sweep
+from rose_dev.shell import run, succeeds, wait_until
+
+COMPONENTS = (
+    "containerd",
+    "etcd",
+    "kube-apiserver",
+    "kube-controller-manager",
+    "kube-scheduler",
+    "kube-proxy",
+    "coredns",
+    "kubelet",
+)
+_START_SECONDS = 180.0
+
+Say = Callable[[str], None]
+
+
+class Node:
+    """The machine's node. Everything that ``rose dev`` does, for tests and the demo.
+
+    Attributes:
+        place: its folders.
+        host_address: address under which pods reach processes of this machine.
+        sandbox: its namespaces and processes.
+    """
+
+    host_address = HOST_ADDRESS
+
+    def __init__(self, at: Place | None = None) -> None:
+        self.place = at or place()
+        self.sandbox = Sandbox(self.place)
+        self._binaries: dict[str, Path] = {}
+
+    @property
+    def kubeconfig(self) -> Path:
+        """Kubeconfig of the administrator."""
+        return self.place.kubeconfig
+
+    def up(self, *, gpus: int = 8, say: Say = print) -> None:
+        """Bring the node up; a node that runs stays as it is, with a fresh image of ROSE.
+
+        Args:
+            gpus: how many ``nvidia.com/gpu`` the node claims to have.
+            say: receives one line per step.
+
+        Raises:
+            NotSupported: not Linux, or not root.
+            DevelopmentError: a part could not be built or did not start.
+        """
+        require_root()
+        with self._lock(say):
+            self._binaries = build(CONTROL_PLANE + NODE, say)
+            install_packages(say)
+            if self.healthy():
+                self._load_image(image.archive(say))
+                say(f"[cluster] runs already; KUBECONFIG={self.kubeconfig}")
+                return
+            self._start(gpus, say)
+
+    def down(self, *, say: Say = print) -> None:
+        """End the node and remove every trace of it; also of one that was killed half-way.
+
+        Raises:
+            NotSupported: not Linux, or not root.
+            DevelopmentError: something would not go.
+        """
+        require_root()
+        with self._lock(say):
+            sweep(self.place)
+        say("[cluster] down")
+
+    def healthy(self) -> bool:
+        """Whether every component runs and the API server says that the node is ready."""
+        if not self.kubeconfig.exists() or not self.sandbox.alive():
+            return False
+        return all(map(self.sandbox.running, COMPONENTS)) and self._node_ready()
+
+    def components(self) -> dict[str, bool]:
+        """Each component's name, and whether it runs."""
+        return {name: self.sandbox.running(name) for name in COMPONENTS}
+
+    def kill(self, component: str) -> None:
+        """Kill a component as a crash would; ``restart`` brings it back."""
+        self.sandbox.kill(component)
+
+    def restart(self, component: str) -> None:
+        """Start a component that was killed, with the arguments it had."""
+        commands = json.loads((self.place.run / "commands.json").read_text())
+        self.sandbox.start(component, commands[component])
+
+    def root(self) -> Path:
+        """The node's file system: hostPath volumes are found below it."""
+        return self.sandbox.root()
+
+    def kubectl(
+        self, *arguments: str, stdin: str = "", check: bool = True, seconds: float = 60
+    ) -> str:
+        """Run kubectl as the administrator and return what it printed.
+
+        Raises:
+            CommandFailed: it failed (with ``check``) or took too long.
+        """
+        command = [str(self._binary("kubectl")), f"--kubeconfig={self.kubeconfig}", *arguments]
+        return run(command, seconds=seconds, stdin=stdin.encode(), check=check).stdout
+
+    def helm(self, *arguments: str, seconds: float = 180) -> str:
+        """Run helm as the administrator and return what it printed.
+
+        Raises:
+            CommandFailed: it failed or took too long.
+        """
+        folder = self.place.run / "helm"
+        environment = {"PATH": os.environ.get("PATH", ""), "HOME": str(folder)}
+        command = [str(self._binary("helm")), f"--kubeconfig={self.kubeconfig}", *arguments]
+        return run(command, seconds=seconds, env=environment).stdout
+
+    def load(self, archive: Path) -> None:
+        """Import a docker archive, so that pods can use its image with ``imagePullPolicy: Never``.
+
+        Raises:
+            CommandFailed: the runtime refuses it.
+        """
+        self.sandbox.run([*self._ctr(), "images", "import", archive], seconds=180)
+
+    def _start(self, gpus: int, say: Say) -> None:
+        began = time.monotonic()
+        step = Step(say)
+        sweep(self.place)
+        archives = [image.pause_archive(node_files.PAUSE_IMAGE), image.archive(say)]
+        step("images")
+        self.sandbox.open()
+        layout = self._write_files()
+        step("namespaces, network, certificates")
+        commands = self._commands(layout)
+        (self.place.run / "commands.json").write_text(json.dumps(commands))
+        with ThreadPoolExecutor(1) as aside:
+            imported = aside.submit(self._start_runtime, commands, archives)
+            self.sandbox.start("etcd", commands["etcd"])
+            self.sandbox.start("kube-apiserver", commands["kube-apiserver"])
+            wait_until(self._api_ready, "the API server is ready", seconds=_START_SECONDS)
+            step("API server")
+            self._start_rest(commands)
+            imported.result()
+            step("container runtime with images")
+        self.sandbox.start("kubelet", commands["kubelet"])
+        self.kubectl("apply", "--filename=-", stdin=node_files.dns_objects())
+        wait_until(self._node_ready, "the node is ready", seconds=_START_SECONDS)
+        wait_until(self._has_service_account, "service accounts", seconds=_START_SECONDS)
+        self._claim_gpus(gpus)
+        step("node ready")
+        say(f"[cluster] up in {time.monotonic() - began:.1f} s; KUBECONFIG={self.kubeconfig}")
+
+    def _write_files(self) -> Layout:
+        folder = self.place.run / "control-plane"
+        layout = Layout(folder, NODE_ADDRESS, 6443, 2379, 2380, SERVICE_RANGE, self._all_binaries())
+        authority = write_certificates(layout, node_files.api_hosts())
+        self._issue_node_certificates(authority, layout.server)
+        run_directory = self.place.run
+        (run_directory / "cni").mkdir()
+        texts = {
+            "containerd.toml": node_files.containerd(self.place),
+            "cni/10-rose.conflist": node_files.cni(),
+            "kubelet.yaml": node_files.kubelet(self.place, layout.pki),
+            "kube-proxy.yaml": node_files.kube_proxy(layout.pki),
+            "Corefile": node_files.corefile(layout.pki),
+            "resolv.conf": "options ndots:5\n",
+        }
+        for name, text in texts.items():
+            (run_directory / name).write_text(text)
+        shutil.copy(layout.pki / "admin.conf", self.kubeconfig)
+        return layout
+
+    def _issue_node_certificates(self, authority: Authority, server: str) -> None:
+        authority.issue("kubelet", f"system:node:{NODE_NAME}", "system:nodes")
+        authority.kubeconfig("kubelet", server)
+        authority.issue("dns", "rose-dev-dns", "system:masters")
+        authority.kubeconfig("dns", server)
+        authority.issue("kubelet-serving", NODE_NAME, hosts=[NODE_NAME, NODE_ADDRESS])
+
+    def _commands(self, layout: Layout) -> dict[str, list[str]]:
+        run_directory, binaries = self.place.run, layout.binaries
+        containerd = shutil.which("containerd") or "/usr/bin/containerd"
+        kubelet = [
+            str(binaries["kubelet"]),
+            f"--config={run_directory / 'kubelet.yaml'}",
+            f"--kubeconfig={layout.pki / 'kubelet.conf'}",
+            f"--root-dir={self.place.data / 'kubelet'}",
+            f"--cert-dir={self.place.data / 'kubelet' / 'pki'}",
+            f"--hostname-override={NODE_NAME}",
+            f"--node-ip={NODE_ADDRESS}",
+        ]
+        return {
+            "containerd": [containerd, "--config", str(run_directory / "containerd.toml")],
+            "etcd": components.etcd(layout),
+            "kube-apiserver": components.api_server(layout),
+            "kube-controller-manager": components.controller_manager(layout, 10257),
+            "kube-scheduler": components.scheduler(layout, 10259),
+            "kube-proxy": [
+                str(binaries["kube-proxy"]),
+                f"--config={run_directory / 'kube-proxy.yaml'}",
+            ],
+            "coredns": [str(binaries["coredns"]), "-conf", str(run_directory / "Corefile")],
+            "kubelet": kubelet,
+        }
+
+    def _start_runtime(self, commands: dict[str, list[str]], archives: list[Path]) -> None:
+        self.sandbox.start("containerd", commands["containerd"])
+        wait_until(self._runtime_ready, "containerd is ready", seconds=_START_SECONDS)
+        pause, rose = archives
+        self.load(pause)
+        self._load_image(rose)
+
+    def _load_image(self, archive: Path) -> None:
+        """Import ROSE's image unless the node has just this one."""
+        loaded = self.place.run / "image"
+        if not loaded.exists() or loaded.read_text() != archive.name:
+            self.load(archive)
+            loaded.write_text(archive.name)
+
+    def _start_rest(self, commands: dict[str, list[str]]) -> None:
+        for name in ("kube-controller-manager", "kube-scheduler", "kube-proxy", "coredns"):
+            self.sandbox.start(name, commands[name])
+
+    def _runtime_ready(self) -> bool:
+        self.sandbox.pid("containerd")
+        return self.sandbox.succeeds([*self._ctr(), "version"])
+
+    def _api_ready(self) -> bool:
+        self.sandbox.pid("etcd")
+        self.sandbox.pid("kube-apiserver")
+        return self._kubectl_succeeds("get", "--raw=/readyz")
+
+    def _node_ready(self) -> bool:
+        return self._kubectl_succeeds(
+            "wait", "--for=condition=Ready", f"node/{NODE_NAME}", "--timeout=1s"
+        )
+
+    def _has_service_account(self) -> bool:
+        return self._kubectl_succeeds("get", "serviceaccount", "default", "--namespace=default")
+
+    def _kubectl_succeeds(self, *arguments: str) -> bool:
+        return succeeds([self._binary("kubectl"), f"--kubeconfig={self.kubeconfig}", *arguments])
+
+    def _claim_gpus(self, gpus: int) -> None:
+        changes = [
+            {"op": "add", "path": f"/status/{field}/nvidia.com~1gpu", "value": str(gpus)}
+            for field in ("capacity", "allocatable")
+        ]
+        patch = ["patch", "node", NODE_NAME, "--subresource=status", "--type=json"]
+        self.kubectl(*patch, f"--patch={json.dumps(changes)}")
+
+    def _ctr(self) -> list[str]:
+        return ["ctr", "--address", str(self.place.containerd), "--namespace", "k8s.io"]
+
+    def _binary(self, name: str) -> Path:
+        return self._all_binaries()[name]
+
+    def _all_binaries(self) -> dict[str, Path]:
+        if not self._binaries:
+            self._binaries = build(CONTROL_PLANE + NODE)
+        return self._binaries
+
+    @contextmanager
+    def _lock(self, say: Say) -> Iterator[None]:
+        path = self.place.run.with_suffix(".lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say("[cluster] somebody else brings the node up or down; waiting")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+class Step:
+    """Says what took how long."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._since = time.monotonic()
+
+    def __call__(self, name: str) -> None:
+        """The step ``name`` is done."""
+        now = time.monotonic()
+        self._say(f"[cluster]   {name}: {now - self._since:.1f} s")
+        self._since = now
+
+
+def require_root() -> None:
+    """Check that a node can run here.
+
+    Raises:
+        NotSupported: it cannot; the message says what works instead.
+    """
+    if sys.platform != "linux" or os.geteuid() != 0:
+        message = (
+            "a node needs root on Linux; elsewhere set KUBECONFIG to an existing cluster (kind, a "
+            "real one), which then takes its place. The control plane alone, for tests of the API, "
+            "works without root"
+        )
+        raise NotSupported(message)
+
+
+__all__ = ["COMPONENTS", "DevelopmentError", "Node", "StartFailed", "require_root"]

@@ -1,0 +1,69 @@
+"""Where the one-node Kubernetes lives: names, addresses and folders, in one table.
+
+The node has a network of its own, tied to the machine by one veth pair, and no default route, so
+nothing inside can leave the machine. The ranges are unusual ones, so that a real cluster's routes
+on a developer's machine are not hidden.
+
+| what | value |
+| --- | --- |
+| machine's end of the link | 10.215.0.1, interface ``rose-dev0`` |
+| node's end (API server, kubelet, DNS) | 10.215.0.2 |
+| pods | 10.213.0.0/16 |
+| services (ClusterIP) | 10.214.0.0/16; API server .0.1, DNS .0.10 |
+| cgroups | ``rose-dev`` in every hierarchy |
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose_dev.parts import cache_root
+
+NODE_NAME = "rose-dev"
+LINK = "rose-dev0"
+CGROUP = "rose-dev"
+HOST_ADDRESS = "10.215.0.1"
+NODE_ADDRESS = "10.215.0.2"
+LINK_RANGE = "10.215.0.0/30"
+POD_RANGE = "10.213.0.0/16"
+SERVICE_RANGE = "10.214.0.0/16"
+API_SERVICE = "10.214.0.1"
+DNS_SERVICE = "10.214.0.10"
+MARK = "ROSE_DEV_NODE"
+"""Environment variable that marks every process of the node, so that ``down`` finds them all."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Folders of the node.
+
+    Attributes:
+        run: state, sockets, logs, certificates; one per machine, so that anybody finds leftovers.
+        data: container images and file systems, on a real disk.
+    """
+
+    run: Path
+    data: Path
+
+    @property
+    def kubeconfig(self) -> Path:
+        """Kubeconfig of the administrator."""
+        return self.run / "kubeconfig"
+
+    @property
+    def logs(self) -> Path:
+        """One log file per component."""
+        return self.run / "logs"
+
+    @property
+    def containerd(self) -> Path:
+        """Socket of the container runtime."""
+        return self.run / "containerd.sock"
+
+
+def place() -> Place:
+    """The machine's node: ``ROSE_DEV_DIR`` (default /run/rose-dev) and the user's cache."""
+    run = Path(os.environ.get("ROSE_DEV_DIR") or "/run/rose-dev")
+    return Place(run.absolute(), (cache_root() / "node").absolute())

@@ -1,0 +1,244 @@
+"""The node's namespaces and the processes in them.
+
+``Sandbox.open`` starts process 1 (``node_init``) with ``unshare``; ``start`` adds processes with
+``nsenter``. Every process carries a mark in its environment and a process id file, and ends with
+process 1. ``sweep`` finds and ends whatever an earlier run left, whichever way it died.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rose_dev import cgroups
+from rose_dev.errors import DevelopmentError, StartFailed
+from rose_dev.place import (
+    CGROUP,
+    HOST_ADDRESS,
+    LINK,
+    MARK,
+    NODE_ADDRESS,
+    POD_RANGE,
+    SERVICE_RANGE,
+    Place,
+)
+from rose_dev.shell import run, succeeds, tail, wait_until
+
+_COMMAND_SECONDS = 30.0
+_INIT = "init"
+# Writes its process id (atomically), then becomes the command: PIDFILE LOG COMMAND...
+_DETACHED = """
+echo $$ >"$1.new" && mv "$1.new" "$1" || exit 1
+log=$2; shift 2
+exec "$@" >>"$log" 2>&1
+"""
+
+
+class Sandbox:
+    """Namespaces of the node at a place."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    @property
+    def pids(self) -> Path:
+        """Folder of process id files, of the ``unshare`` and ``nsenter`` that wait."""
+        return self.place.run / "pids"
+
+    def open(self) -> None:
+        """Start process 1 and connect the node's network with the machine.
+
+        Raises:
+            DevelopmentError: a step failed.
+        """
+        for folder in (self.place.run, self.pids, self.place.logs, self.place.data):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.place.run.chmod(0o700)
+        flags = ["--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        init = [sys.executable, "-m", "rose_dev.node_init", str(self.place.run)]
+        self._launch(_INIT, ["unshare", *flags, "--propagation", "private", *init])
+        ready = self.place.run / "init.ready"
+        self._wait(_INIT, ready.exists, "the node's file system")
+        cgroups.make(CGROUP)
+        self._connect()
+
+    def start(self, name: str, argv: Sequence[str]) -> None:
+        """Start a process of the node; its output goes to ``logs/NAME.log``."""
+        self._launch(name, [*self._enter("--pid"), *argv])
+
+    def kill(self, name: str) -> None:
+        """Kill a process of the node, as a crash would.
+
+        Raises:
+            StartFailed: it does not run.
+        """
+        pid = self.pid(name)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not _alive(pid), f"the end of {name}", seconds=_COMMAND_SECONDS)
+
+    def pid(self, name: str) -> int:
+        """Process id of a component, as the machine sees it.
+
+        Raises:
+            StartFailed: it does not run.
+        """
+        outer = self._outer(name)
+        children = _children(outer) if outer and _alive(outer) else []
+        if not children:
+            message = f"{name} of the node does not run:\n{tail(self.place.logs / f'{name}.log')}"
+            raise StartFailed(message)
+        return children[0]
+
+    def running(self, name: str) -> bool:
+        """Whether a component runs."""
+        try:
+            return _alive(self.pid(name))
+        except StartFailed:
+            return False
+
+    def alive(self) -> bool:
+        """Whether the node's process 1 runs."""
+        return self.running(_INIT)
+
+    def root(self) -> Path:
+        """The node's file system, as the machine sees it."""
+        return Path("/proc") / str(self.pid(_INIT)) / "root"
+
+    def run(self, argv: Sequence[str | Path], *, seconds: float = 60, stdin: bytes = b"") -> str:
+        """Run a command in the node's mount and network namespaces and return its output."""
+        return run([*self._enter(), *argv], seconds=seconds, stdin=stdin).stdout
+
+    def succeeds(self, argv: Sequence[str | Path]) -> bool:
+        """Whether a command succeeds in the node's mount and network namespaces."""
+        return succeeds([*self._enter(), *argv])
+
+    def _enter(self, *namespaces: str) -> list[str]:
+        target = str(self.pid(_INIT))
+        return ["nsenter", "--target", target, "--mount", "--net", *namespaces, "--"]
+
+    def _wait(self, name: str, condition: Callable[[], bool], what: str) -> None:
+        def holds() -> bool:
+            outer = self._outer(name)
+            if outer and not _alive(outer):
+                message = f"{what}:\n{tail(self.place.logs / f'{name}.log')}"
+                raise StartFailed(message)
+            return condition()
+
+        wait_until(holds, what, seconds=_COMMAND_SECONDS, pause=0.02)
+
+    def _launch(self, name: str, argv: Sequence[str]) -> None:
+        """Start detached from this process, so that it outlives whoever called."""
+        log, pid = self.place.logs / f"{name}.log", self.pids / name
+        pid.unlink(missing_ok=True)
+        environment = {"PATH": _path(), "HOME": "/root", MARK: str(self.place.run)}
+        subprocess.run(
+            ["setsid", "--fork", "sh", "-c", _DETACHED, "sh", str(pid), str(log), *argv],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_COMMAND_SECONDS,
+            check=True,
+            cwd="/",
+        )
+        wait_until(pid.exists, f"the start of {name}", seconds=_COMMAND_SECONDS, pause=0.01)
+        outer = self._outer(name)
+        wait_until(
+            lambda: not _alive(outer) or bool(_children(outer)),
+            f"the start of {name}",
+            seconds=_COMMAND_SECONDS,
+            pause=0.01,
+        )
+
+    def _outer(self, name: str) -> int:
+        try:
+            return int((self.pids / name).read_text())
+        except (OSError, ValueError):
+            return 0
+
+    def _connect(self) -> None:
+        peer = ["peer", "name", "machine0", "netns", str(self.pid(_INIT))]
+        _ip("link", "add", LINK, "type", "veth", *peer)
+        _ip("address", "add", f"{HOST_ADDRESS}/30", "dev", LINK)
+        _ip("link", "set", LINK, "up")
+        inside = ["ip", "link", "set", "lo", "up"]
+        self.run(inside)
+        self.run(["ip", "address", "add", f"{NODE_ADDRESS}/30", "dev", "machine0"])
+        self.run(["ip", "link", "set", "machine0", "up"])
+        for range_ in (POD_RANGE, SERVICE_RANGE):
+            _ip("route", "add", range_, "via", NODE_ADDRESS)
+        # /proc/sys/net shows the network of whoever reads it, so this is the node's own.
+        self.run(["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"])
+
+
+def sweep(place: Place) -> None:
+    """End whatever is left of a node at this place: processes, link, cgroups, files.
+
+    Frozen cgroups are thawed first, because frozen tasks ignore even SIGKILL.
+
+    Raises:
+        DevelopmentError: something would not go.
+    """
+    deadline = time.monotonic() + 60
+    while True:
+        left = marked(place) | cgroups.members(CGROUP)
+        cgroups.kill(CGROUP)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not left:
+            break
+        if time.monotonic() > deadline:
+            message = f"processes of the node that do not end: {sorted(left)}"
+            raise DevelopmentError(message)
+        time.sleep(0.05)
+    if Path("/sys/class/net", LINK).exists():
+        run(["ip", "link", "delete", LINK], seconds=_COMMAND_SECONDS, check=False)
+    if stuck := cgroups.remove(CGROUP):
+        message = f"cgroups that cannot be removed: {', '.join(map(str, stuck))}"
+        raise DevelopmentError(message)
+    for folder in (place.run, place.data):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def marked(place: Place) -> set[int]:
+    """Processes that carry the mark of the node at this place; zombies do not count."""
+    wanted = f"{MARK}={place.run}".encode()
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.add(int(entry.name))
+    return found
+
+
+def _alive(pid: int) -> bool:
+    try:
+        text = Path("/proc", str(pid), "stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] not in {"Z", "X"}
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        text = Path("/proc", str(pid), "task", str(pid), "children").read_text()
+    except OSError:
+        return []
+    return [int(word) for word in text.split() if _alive(int(word))]
+
+
+def _ip(*arguments: str) -> None:
+    run(["ip", *arguments], seconds=_COMMAND_SECONDS)
+
+
+def _path() -> str:
+    return os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin"

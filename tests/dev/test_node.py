@@ -1,0 +1,110 @@
+"""One life of the node: up, pods with names and services, crashes, and nothing left behind."""
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rose_dev import cgroups, sandbox
+from rose_dev.node import Node
+from rose_dev.node_init import SYSCTLS
+from rose_dev.place import CGROUP
+from rose_dev.shell import run, succeeds, wait_until
+from rose_dev.testing import NodeSession
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+WEB = """
+apiVersion: v1
+kind: Pod
+metadata: {name: web, namespace: life, labels: {app: web}}
+spec:
+  containers:
+  - name: web
+    image: localhost/rose:dev
+    imagePullPolicy: Never
+    command: [python, -m, http.server, "8000"]
+    readinessProbe: {httpGet: {path: /, port: 8000}, periodSeconds: 1, timeoutSeconds: 5}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: web, namespace: life}
+spec: {selector: {app: web}, ports: [{port: 80, targetPort: 8000}]}
+"""
+ASK = "import urllib.request; print(urllib.request.urlopen('http://web.life.svc/').status)"
+
+
+def machine() -> dict[str, object]:
+    """What a node could leave behind on the machine."""
+    return {
+        "sysctls": {name: Path("/proc/sys", name).read_text() for name in SYSCTLS},
+        "forwarding": Path("/proc/sys/net/ipv4/ip_forward").read_text(),
+        "links": sorted(path.name for path in Path("/sys/class/net").iterdir()),
+        "tables": run(["nft", "list", "tables"], seconds=30).stdout,
+        "routes": run(["ip", "route"], seconds=30).stdout,
+        "mounts": sorted(line.split()[1] for line in Path("/proc/mounts").open()),
+        "cgroups": cgroups.trees(CGROUP),
+        "folders": [path for path in ("/run/containerd", "/run/rose") if Path(path).exists()],
+    }
+
+
+def answers(node: Node, inside: str) -> bool:
+    arguments = ["exec", "--namespace=life", inside, "--", "python", "-c", ASK]
+    return node.kubectl(*arguments, check=False).strip() == "200"
+
+
+def freeze(node: Node) -> None:
+    """Freeze every pod, as a guard that dies in the middle would leave them."""
+    for tree in cgroups.trees(CGROUP):
+        for state in (tree / "kubepods").rglob("freezer.state"):
+            state.write_text("FROZEN")
+
+
+def test_a_life_leaves_nothing(node_session: NodeSession) -> None:
+    if not node_session.ours:
+        pytest.skip("a node that somebody brought up is running; this test would end it")
+    node_session.node.down()
+    before = machine()
+    node = node_session.ensure()
+    node.kubectl("create", "namespace", "life")
+    wait_until(
+        lambda: "default" in node.kubectl("get", "serviceaccount", "--namespace=life"),
+        "the namespace's service account",
+        seconds=60,
+    )
+    node.kubectl("apply", "--filename=-", stdin=WEB)
+    ready = ["wait", "--namespace=life", "--for=condition=Ready", "pod/web", "--timeout=60s"]
+    node.kubectl(*ready, seconds=90)
+    wait_until(lambda: answers(node, "web"), "the pod reaches a service by name", seconds=60)
+    served = psutil.Process(node.sandbox.pid("etcd"))
+
+    node.up()
+    assert served.is_running(), "up on a running node must change nothing"
+
+    node.kill("kube-apiserver")
+    assert not node.healthy()
+    node.restart("kube-apiserver")
+    wait_until(node.healthy, "the node recovers from the death of its API server", seconds=90)
+
+    freeze(node)
+    node.kill("kubelet")
+    node.kill("containerd")
+    assert not node.healthy()
+    node.down()
+    assert machine() == before
+    assert sandbox.marked(node.place) == set()
+    assert not node.place.run.exists()
+    assert not node.place.data.exists()
+    node.down()  # once more is fine
+
+
+def test_process_1_takes_the_node_with_it(node_session: NodeSession) -> None:
+    if not node_session.ours:
+        pytest.skip("a node that somebody brought up is running; this test would end it")
+    node = node_session.ensure()
+    os.kill(node.sandbox.pid("init"), 9)
+    wait_until(lambda: not node.sandbox.alive(), "process 1 is gone", seconds=60)
+    assert not succeeds(["ip", "link", "show", "machine0"])
+    node.up()
+    assert node.healthy()
