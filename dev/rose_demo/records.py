@@ -1,0 +1,103 @@
+"""What the demo records while it runs; everything after that is a pure function of these.
+
+Times are seconds of one monotonic clock, counted from the start of the measurement.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Role(StrEnum):
+    """Why a serving replica is there."""
+
+    LENT = "lent"
+    CONTROL = "control"
+
+
+class Window(StrEnum):
+    """What the guard allowed on the lent replica when a request came."""
+
+    LENT = "lent"
+    WITHHELD = "withheld"
+
+
+class Request(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One request of live traffic, measured at the client.
+
+    Attributes:
+        late_s: how much later than planned it was sent; a generator that lags measures itself.
+        ttft_s: from the first byte sent to the first token received.
+        tpot_s: mean time per token after the first; None below three tokens.
+        error: why it failed, else empty.
+    """
+
+    role: Role
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    end_s: float = 0.0
+    late_s: float = 0.0
+    error: str = ""
+
+
+class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One look at ROSE's own figures; ``None`` means unknown, never zero.
+
+    Attributes:
+        gate_open: whether rollouts may compute beside the lent replica.
+        withheld: the guard is in a crossover window in which it lends nothing.
+        borrowed_tokens, dedicated_tokens: totals of output tokens by kind of engine.
+        borrowed_turns, dedicated_turns: totals of finished turns by kind of engine.
+        open_s: total time the gate has been open, from the guard's own counter.
+        versions: attested version by engine.
+        lag: most publishes an attached engine is behind the head.
+    """
+
+    at_s: float
+    gate_open: bool | None = None
+    withheld: bool | None = None
+    borrowed_tokens: int | None = None
+    dedicated_tokens: int | None = None
+    borrowed_turns: int | None = None
+    dedicated_turns: int | None = None
+    redone_tokens: int | None = None
+    refused: int | None = None
+    open_s: float | None = None
+    versions: dict[str, str] = {}
+    lag: int | None = None
+    queued: int | None = None
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What the run was asked to do, as far as the report needs it."""
+
+    seconds: float
+    ttft_slo_s: float
+    tpot_slo_s: float
+    percentile: int
+    window_s: float
+    trace: str
+    serving_model: str
+    rollout_model: str
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """A whole run.
+
+    Attributes:
+        training: records of the trainer's progress file, in order.
+        story: what ``kubectl get servpool,rlease,rslot`` said during the run.
+        notes: facts of the machine and the versions, name -> value.
+    """
+
+    settings: Settings
+    requests: tuple[Request, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    training: tuple[dict[str, object], ...] = ()
+    story: str = ""
+    notes: dict[str, str] = {}

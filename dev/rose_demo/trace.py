@@ -1,0 +1,111 @@
+"""Live traffic for the demo: a window of a real trace, scaled to small models on one core.
+
+Arrivals keep their timing and lengths their proportions; only a share of the requests is kept and
+lengths are divided, so that the replica is busy about a third of the time, as in the measurements
+behind the guard. Which requests are kept is drawn with a fixed seed: the same schedule every time.
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from rose_demo.errors import BadTrace
+
+DEFAULT_TRACE = "azure2023_conv_600s.csv"
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request of the trace, unscaled."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a trace becomes load for a small model.
+
+    Attributes:
+        keep: share of requests kept, 0..1.
+        length_divisor: prompt and output lengths are divided by this.
+        longest_prompt, longest_output: then cut to these.
+    """
+
+    keep: float = 0.16
+    length_divisor: float = 6.0
+    longest_prompt: int = 700
+    longest_output: int = 100
+
+
+def default_trace() -> Path:
+    """The shipped slice; ``data/README.md`` names origin and licence."""
+    return Path(str(files("rose_demo") / "data" / DEFAULT_TRACE))
+
+
+def read_trace(path: Path) -> list[Arrival]:
+    """Read ``t_s,in_tokens,out_tokens`` rows.
+
+    Raises:
+        BadTrace: the file is missing, has other columns or no rows.
+    """
+    try:
+        with path.open(newline="") as file:
+            rows = [
+                Arrival(float(row["t_s"]), int(row["in_tokens"]), int(row["out_tokens"]))
+                for row in csv.DictReader(file)
+            ]
+    except (OSError, KeyError, ValueError) as error:
+        message = f"{path}: need columns t_s,in_tokens,out_tokens ({error})"
+        raise BadTrace(message) from error
+    if not rows:
+        message = f"{path}: no rows"
+        raise BadTrace(message)
+    return sorted(rows, key=lambda row: row.at_s)
+
+
+def busiest_window(arrivals: list[Arrival], seconds: float, burst_seconds: float = 10.0) -> float:
+    """Start of the window that has the worst burst of prompt tokens in its middle."""
+    first, last = arrivals[0].at_s, arrivals[-1].at_s
+
+    def prompt_tokens(start: float) -> int:
+        return sum(a.prompt_tokens for a in arrivals if start <= a.at_s < start + burst_seconds)
+
+    starts = [first + step for step in range(max(int(last - first - burst_seconds), 1))]
+    worst = max(starts, key=prompt_tokens)
+    start = worst + burst_seconds / 2 - seconds / 2
+    return min(max(start, first), max(last - seconds, first))
+
+
+def schedule(
+    arrivals: Iterable[Arrival], *, start_s: float, seconds: float, scale: Scale, seed: int
+) -> list[Arrival]:
+    """Requests to send: times from 0, lengths scaled, a seeded share kept.
+
+    A window longer than the trace starts over at its beginning.
+    """
+    rows = sorted(arrivals, key=lambda row: row.at_s)
+    period = rows[-1].at_s + 1.0
+    source = random.Random(seed)  # noqa: S311  # load, nothing secret
+    kept: list[Arrival] = []
+    lap = 0
+    while lap * period - start_s < seconds:
+        for row in rows:
+            at = row.at_s + lap * period - start_s
+            if source.random() < scale.keep and 0 <= at < seconds:
+                kept.append(_scaled(at, row, scale))
+        lap += 1
+    return kept
+
+
+def _scaled(at: float, row: Arrival, scale: Scale) -> Arrival:
+    prompt = min(max(round(row.prompt_tokens / scale.length_divisor), 4), scale.longest_prompt)
+    # Three tokens at least: below that there is no time per output token.
+    output = min(max(round(row.output_tokens / scale.length_divisor), 3), scale.longest_output)
+    return Arrival(at, prompt, output)

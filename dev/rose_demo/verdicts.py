@@ -1,0 +1,282 @@
+"""A verdict per promise, with the evidence: pure functions of a recording.
+
+| verdict | means |
+|---|---|
+| KEPT | the evidence is there and supports the promise |
+| BROKEN | the evidence contradicts it |
+| UNPROVEN | too little was seen to say; never counted as kept |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from rose_demo.records import Recording, Role, Window
+from rose_demo.statistics import (
+    SAMPLE_FLOOR,
+    Attainment,
+    Comparison,
+    Estimate,
+    attainment,
+    compare,
+    growth,
+    open_share,
+    split,
+    windows,
+)
+
+QUANTILES = (0.5, 0.9)
+HARM_TOLERANCE = 1.10
+"""Ratio of lent to withheld latency, beyond the control's, that is called harm when proven."""
+MISMATCH_LIMIT = 0.05
+"""Mean |log-prob difference| between engine and trainer, same version, bfloat16 against float32."""
+TOKENS_IN_FLIGHT = 0.05
+"""Share by which the router's token count may lead the trainer's: turns in flight at the end."""
+
+
+class Word(StrEnum):
+    """Outcome of a promise or of one check."""
+
+    KEPT = "KEPT"
+    BROKEN = "BROKEN"
+    UNPROVEN = "UNPROVEN"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One piece of evidence."""
+
+    word: Word
+    text: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One promise and everything that speaks for or against it."""
+
+    promise: str
+    word: Word
+    checks: tuple[Check, ...]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything computed from a recording; report, summary and exit code read only this."""
+
+    comparisons: tuple[Comparison, ...]
+    attainments: Mapping[str, Attainment]
+    borrowed_tokens: int | None
+    dedicated_tokens: int | None
+    borrowed_turn_share: float | None
+    open_share: float | None
+    open_seconds: float | None
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0 when every promise was kept, else 1."""
+        return int(any(verdict.word is not Word.KEPT for verdict in self.verdicts))
+
+
+def judge(recording: Recording) -> Findings:
+    """Compute every figure and verdict of a recording."""
+    settings = recording.settings
+    spans = windows(recording.samples)
+    lent = split(recording.requests, spans, Role.LENT)
+    control = split(recording.requests, spans, Role.CONTROL)
+    comparisons = tuple(
+        compare(lent, control, latency, q) for latency in ("ttft", "tpot") for q in QUANTILES
+    )
+    classes = {
+        f"{role.value}, {kind.value} windows": parts[kind]
+        for role, parts in ((Role.LENT, lent), (Role.CONTROL, control))
+        for kind in Window
+    }
+    attainments = {
+        name: attainment(rows, settings.ttft_slo_s, settings.tpot_slo_s, settings.percentile)
+        for name, rows in classes.items()
+    }
+    opened = growth(recording.samples, "open_s")
+    return Findings(
+        comparisons=comparisons,
+        attainments=attainments,
+        borrowed_tokens=_whole(growth(recording.samples, "borrowed_tokens")),
+        dedicated_tokens=_whole(growth(recording.samples, "dedicated_tokens")),
+        borrowed_turn_share=borrowed_share(recording),
+        open_share=open_share(recording.samples),
+        open_seconds=None if opened is None else float(opened),
+        verdicts=(
+            _verdict("Serving first", serving_checks(recording, comparisons, attainments)),
+            _verdict("Exact and honest", honesty_checks(recording)),
+            _verdict("Useful", usefulness_checks(recording)),
+        ),
+    )
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _verdict(promise: str, checks: Sequence[Check]) -> Verdict:
+    words = {check.word for check in checks}
+    word = next((w for w in (Word.BROKEN, Word.UNPROVEN) if w in words), Word.KEPT)
+    return Verdict(promise, word, tuple(checks))
+
+
+def borrowed_share(recording: Recording) -> float | None:
+    """Share of finished turns that borrowed engines took part in."""
+    borrowed = growth(recording.samples, "borrowed_turns")
+    dedicated = growth(recording.samples, "dedicated_turns")
+    if borrowed is None or dedicated is None or borrowed + dedicated == 0:
+        return None
+    return float(borrowed / (borrowed + dedicated))
+
+
+def serving_checks(
+    recording: Recording,
+    comparisons: Sequence[Comparison],
+    attainments: Mapping[str, Attainment],
+) -> list[Check]:
+    """SLO in lent windows, harm beyond the control, and no failed request."""
+    checks = [_slo_check(recording, attainments), *map(_harm_check, comparisons)]
+    failed = [request for request in recording.requests if request.error]
+    if recording.requests:
+        word = Word.BROKEN if failed else Word.KEPT
+        first = f"; first: {failed[0].error}" if failed else ""
+        text = f"{len(failed)} of {len(recording.requests)} live requests failed{first}"
+        checks.append(Check(word, text))
+    return checks
+
+
+def _slo_check(recording: Recording, attainments: Mapping[str, Attainment]) -> Check:
+    settings = recording.settings
+    lent = attainments["lent, lent windows"]
+    alone = attainments["lent, withheld windows"]
+    if lent.met is None or lent.count < SAMPLE_FLOOR:
+        return Check(Word.UNPROVEN, f"{lent.count} requests in lent windows, {SAMPLE_FLOOR} needed")
+    limit = settings.percentile / 100
+    text = (
+        f"SLO (TTFT {settings.ttft_slo_s * 1e3:.0f} ms, TPOT {settings.tpot_slo_s * 1e3:.0f} ms, "
+        f"{settings.percentile} %): met by {lent.met:.1%} of {lent.count} requests in lent windows"
+    )
+    if alone.met is not None:
+        text += f", by {alone.met:.1%} of {alone.count} in withheld windows"
+    if lent.met >= limit:
+        return Check(Word.KEPT, text)
+    if alone.met is not None and alone.met < limit:
+        # Not lending's doing: the replica misses the SLO without rollouts as well.
+        return Check(Word.UNPROVEN, text + "; the replica misses it alone as well")
+    return Check(Word.BROKEN, text)
+
+
+def _harm_check(comparison: Comparison) -> Check:
+    name = f"{comparison.latency.upper()} p{comparison.quantile * 100:.0f}"
+    if comparison.ratio is None or comparison.excess is None:
+        counts = f"{comparison.lent_count} lent, {comparison.withheld_count} withheld"
+        return Check(Word.UNPROVEN, f"{name}: too few requests for an interval ({counts})")
+    text = (
+        f"{name}: lent / withheld {show(comparison.ratio)}, control replica "
+        f"{show(comparison.control)}, beyond the control {show(comparison.excess)}"
+    )
+    proven = min(comparison.ratio.low, comparison.excess.low) > HARM_TOLERANCE
+    return Check(Word.BROKEN if proven else Word.KEPT, text)
+
+
+def show(value: Estimate | None) -> str:
+    """An estimate with its interval."""
+    return "unknown" if value is None else f"{value.value:.2f} [{value.low:.2f}, {value.high:.2f}]"
+
+
+def of_event(training: Sequence[Mapping[str, Any]], event: str) -> list[Mapping[str, Any]]:
+    """The trainer's records of one kind."""
+    return [record for record in training if record.get("event") == event]
+
+
+def honesty_checks(recording: Recording) -> list[Check]:
+    """Every token accounted for, sampled by a published version, with the right log-prob."""
+    return [
+        _mismatch_check(recording.training),
+        _token_check(recording),
+        *_end_checks(recording.training),
+    ]
+
+
+def _mismatch_check(training: Sequence[Mapping[str, Any]]) -> Check:
+    records = of_event(training, "mismatch")
+    if not records:
+        return Check(Word.UNPROVEN, "no turn was recomputed under the version that sampled it")
+    last = records[-1]
+    value = float(last["mean_absolute"])
+    text = (
+        f"engine against trainer, same version: mean |log-prob difference| {value:.4f} over "
+        f"{int(last['tokens'])} tokens (limit {MISMATCH_LIMIT})"
+    )
+    return Check(Word.KEPT if value <= MISMATCH_LIMIT else Word.BROKEN, text)
+
+
+def _token_check(recording: Recording) -> Check:
+    ends = of_event(recording.training, "end")
+    counts = [growth(recording.samples, f"{kind}_tokens") for kind in ("borrowed", "dedicated")]
+    if not ends or "tokens" not in ends[-1] or None in counts:
+        return Check(Word.UNPROVEN, "token counts of trainer or router are missing")
+    received, counted = int(ends[-1]["tokens"]), int(sum(count or 0 for count in counts))
+    text = f"trainer received {received} tokens, router counted {counted}"
+    spare = max(counted * TOKENS_IN_FLIGHT, 2048)
+    good = received <= counted + spare and counted <= received + spare
+    return Check(Word.KEPT if good else Word.BROKEN, text + " (turns in flight at the ends)")
+
+
+def _end_checks(training: Sequence[Mapping[str, Any]]) -> list[Check]:
+    ends = of_event(training, "end")
+    if not ends:
+        return [Check(Word.BROKEN, "the trainer did not end cleanly")]
+    end = ends[-1]
+    reason = str(end.get("reason", ""))
+    good = reason in {"time limit", "stopped"} or "before the time limit" in reason
+    checks = [Check(Word.KEPT if good else Word.BROKEN, f"the trainer ended: {reason}")]
+    versions = len(of_event(training, "publish"))
+    checks.append(
+        Check(
+            Word.KEPT if versions > 1 else Word.UNPROVEN,
+            f"{versions} versions published; {end.get('dropped_groups', 0)} groups dropped as too "
+            f"old or of unknown version, {end.get('cut', 0)} cut turns asked for again",
+        )
+    )
+    return checks
+
+
+def usefulness_checks(recording: Recording) -> list[Check]:
+    """Tokens were harvested, turns were borrowed, and the trainer learned from them."""
+    return [_harvest_check(recording), *_learning_checks(recording.training)]
+
+
+def _harvest_check(recording: Recording) -> Check:
+    tokens = growth(recording.samples, "borrowed_tokens")
+    share = borrowed_share(recording)
+    if tokens is None or share is None:
+        return Check(Word.UNPROVEN, "the router's counters were not seen")
+    text = f"{int(tokens)} tokens harvested, {share:.1%} of turns borrowed"
+    return Check(Word.KEPT if tokens > 0 and share > 0 else Word.BROKEN, text)
+
+
+def _learning_checks(training: Sequence[Mapping[str, Any]]) -> list[Check]:
+    evaluations = of_event(training, "evaluation")
+    if not evaluations:
+        return [Check(Word.UNPROVEN, "the trainer was not evaluated")]
+    last = evaluations[-1]
+    rise, control = last["rise"], last["control_rise"]
+    learned = (
+        f"reward on {last['tasks']} fixed tasks {last['frozen']:.3f} -> {last['trained']:.3f}, "
+        f"rise {rise['mean']:.3f} [{rise['low']:.3f}, {rise['high']:.3f}] over the frozen policy"
+    )
+    flat = (
+        f"shuffled-advantage control {last['shuffled']:.3f}, "
+        f"rise {control['mean']:.3f} [{control['low']:.3f}, {control['high']:.3f}]"
+    )
+    return [
+        Check(Word.KEPT if last["learned"] else Word.BROKEN, learned),
+        Check(Word.KEPT if last["control_flat"] else Word.BROKEN, flat),
+    ]
