@@ -1,0 +1,181 @@
+"""Handlers of turn requests: read, submit, wait, answer; abort when the caller hangs up."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rose_router import replies
+from rose_router.dialects import completions, sglang
+from rose_router.dialects.common import read_body
+from rose_router.errors import BadRequest, TurnLost
+from rose_router.request import TurnRequest
+from rose_router.service import Service, random_rid
+from rose_router.text import Tokenizer
+from rose_router.turn import State, Turn
+
+
+class Answering:
+    """The handlers.
+
+    Args:
+        service: runs turns.
+        tokenizer: for text; ``None`` = token ids only.
+    """
+
+    def __init__(self, service: Service, tokenizer: Tokenizer | None) -> None:
+        self._service = service
+        self._tokenizer = tokenizer
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """SGLang's ``/generate``."""
+        body = await read_body(request)
+        ask = sglang.read(body, request.headers, self._tokenizer, random_rid)
+        with self._turns(ask.turns) as turns:
+            if ask.stream:
+                return await self._stream(request, turns[0], self._sglang_events)
+            await _all_over(turns)
+            _raise_if_all_failed(turns)
+            answers = [self._sglang_answer(turn) for turn in turns]
+        return _json(answers if ask.listed else answers[0])
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """OpenAI's ``/v1/completions``."""
+        body = await read_body(request)
+        ask = completions.read(body, request.headers, self._tokenizer, random_rid)
+        with self._turns(ask.turns) as turns:
+            if ask.stream:
+                return await self._stream(request, turns[0], self._openai_events)
+            await _all_over(turns)
+            _raise_if_all_failed(turns)
+            return _json(self._openai_answer(turns))
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """SGLang's ``/abort_request``: by exact id, or everything of this lease."""
+        body = await read_body(request)
+        if body.get("abort_all"):
+            self._service.abort_all()
+        elif isinstance(body.get("rid"), str):
+            self._service.abort(body["rid"])
+        else:
+            message = "give rid (text) or abort_all (true)"
+            raise BadRequest("InvalidTurn", message)
+        return web.Response()
+
+    @contextlib.contextmanager
+    def _turns(self, asked: list[TurnRequest]) -> Iterator[list[Turn]]:
+        turns: list[Turn] = []
+        try:
+            for one in asked:
+                turns.append(self._service.submit(one))  # noqa: PERF401  # must hold those begun
+            yield turns
+        finally:
+            for turn in turns:
+                self._service.leave(turn)
+
+    async def _stream(
+        self,
+        request: web.Request,
+        turn: Turn,
+        events: Callable[[Turn], AsyncIterator[dict[str, Any]]],
+    ) -> web.StreamResponse:
+        # The status is decided by the first thing there is to say.
+        while not turn.over and not turn.first_token_at:
+            await turn.changed.wait()
+        _raise_if_all_failed([turn])
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        async for event in events(turn):
+            await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def _sglang_events(self, turn: Turn) -> AsyncIterator[dict[str, Any]]:
+        while not turn.over:
+            yield replies.sglang(turn, self._tokenizer)
+            await turn.changed.wait()
+        yield self._sglang_answer(turn)
+
+    def _sglang_answer(self, turn: Turn) -> dict[str, Any]:
+        _typed_abort(turn)
+        return replies.sglang(turn, self._tokenizer)
+
+    async def _openai_events(self, turn: Turn) -> AsyncIterator[dict[str, Any]]:
+        tokens = text = 0
+        while True:
+            over = turn.over
+            _typed_abort(turn)
+            choice = replies.openai_choice(turn, 0, self._tokenizer, tokens, text)
+            tokens += len(choice["token_ids"])
+            text += len(choice["text"])
+            yield self._openai(turn, [choice])
+            if over:
+                return
+            await turn.changed.wait()
+
+    def _openai_answer(self, turns: list[Turn]) -> dict[str, Any]:
+        choices = []
+        for index, turn in enumerate(turns):
+            _typed_abort(turn)
+            choices.append(replies.openai_choice(turn, index, self._tokenizer))
+        prompt = sum(len(turn.request.prompt) for turn in turns)
+        made = sum(len(choice["token_ids"]) for choice in choices)
+        body = self._openai(turns[0], choices)
+        body["usage"] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+        }
+        return body
+
+    def _openai(self, turn: Turn, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        spans = choices[0]["weight_versions"]
+        return {
+            "id": turn.request.rid,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self._service.settings.model,
+            "choices": choices,
+            "metadata": {
+                "weight_version": spans[-1]["version"] if spans else None,
+                "weight_versions": spans,
+            },
+        }
+
+
+async def _all_over(turns: list[Turn]) -> None:
+    for turn in turns:
+        while not turn.over:
+            await turn.changed.wait()
+
+
+def _raise_if_all_failed(turns: list[Turn]) -> None:
+    """Without a single answer the reply is an error.
+
+    Raises:
+        Exception: what the first turn failed with.
+    """
+    if all(turn.state is State.FAILED for turn in turns):
+        raise turns[0].error or TurnLost("Internal", "the turn failed without saying why")
+
+
+def _typed_abort(turn: Turn) -> None:
+    """A turn that failed beside others that did not: an abort that says so, never just empty."""
+    if turn.state is State.FAILED and turn.finish is None:
+        turn.finish = {
+            "type": "abort",
+            "message": str(turn.error),
+            "status_code": 503,
+            "err_type": type(turn.error).__name__,
+        }
+
+
+def _json(body: object) -> web.Response:
+    encoded = msgspec.json.encode(body)
+    return web.Response(body=encoded, content_type="application/json")

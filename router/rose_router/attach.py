@@ -1,0 +1,78 @@
+"""The ATTACH service: engine owners dial in and keep one stream per engine open.
+
+The end of a stream closes the gate of its engine, whatever ended it. Notes go back at once, then
+once a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from rose_core.wire.routing import EngineUpdate, RouterNote
+from rose_router.fleet import Fleet
+from rose_wire.errors import Refused
+from rose_wire.rpc import Server
+from rose_wire.services import ATTACH
+
+LOG = logging.getLogger(__name__)
+
+NOTE_SECONDS = 1.0
+
+
+class Attachments:
+    """Takes updates into the fleet.
+
+    Args:
+        fleet: the engines.
+        lease: the only lease whose engines may attach.
+        queued: number of turns waiting, for the notes.
+    """
+
+    def __init__(self, fleet: Fleet, lease: str, queued: Callable[[], int]) -> None:
+        self._fleet = fleet
+        self._lease = lease
+        self._queued = queued
+        self._streams = itertools.count(1)
+
+    def serve_on(self, server: Server) -> None:
+        """Bind the method."""
+        server.bidirectional(ATTACH, self.converse)
+
+    async def converse(self, updates: AsyncIterator[EngineUpdate]) -> AsyncIterator[RouterNote]:
+        """One owner's stream.
+
+        Raises:
+            Refused: an update is for another lease.
+        """
+        stream = next(self._streams)
+        names: set[str] = set()
+        reader = asyncio.create_task(self._read(updates, stream, names))
+        try:
+            while not reader.done():
+                yield self._note(names)
+                await asyncio.wait({reader}, timeout=NOTE_SECONDS)
+            await reader
+        finally:
+            reader.cancel()
+            self._fleet.detach(stream)
+            LOG.info("attach stream %d of %s ended", stream, sorted(names) or "nobody")
+
+    async def _read(
+        self, updates: AsyncIterator[EngineUpdate], stream: int, names: set[str]
+    ) -> None:
+        async for update in updates:
+            if update.lease != self._lease:
+                message = f"this is the router of lease {self._lease}, not of {update.lease}"
+                raise Refused(message)
+            if update.engine not in names:
+                LOG.info("engine %s (%s) attached", update.engine, update.kind)
+            names.add(update.engine)
+            self._fleet.apply(update, stream)
+
+    def _note(self, names: set[str]) -> RouterNote:
+        engines = [self._fleet.get(name) for name in names]
+        live = sum(len(engine.legs) for engine in engines if engine is not None)
+        return RouterNote(live_turns=live, queued_turns=self._queued())

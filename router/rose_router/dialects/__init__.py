@@ -1,0 +1,1 @@
+"""What callers speak: each module reads one dialect into ``TurnRequest`` and answers in kind."""

@@ -1,0 +1,117 @@
+"""OpenAI's ``POST /v1/completions`` with token ids in and out.
+
+``prompt`` is a list of token ids, a list of such lists, or text where the router has a tokenizer.
+The ids of prompt and answer come back as vLLM and SGLang name them (``prompt_token_ids``,
+``token_ids``, ``response_token_ids``); log-probs name tokens as ``token_id:N``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rose_core.rollouts import splice
+from rose_core.rollouts.errors import InvalidTurn
+from rose_router.dialects.common import Hints, caller_rid, encoded, token_ids, whole_number
+from rose_router.dialects.sglang import MOST_ANSWERS, Ask
+from rose_router.request import TurnRequest
+from rose_router.text import Tokenizer
+
+# OpenAI's (and vLLM's) name -> SGLang's sampling parameter.
+_SAMPLING: Mapping[str, str] = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "min_tokens": "min_new_tokens",
+    "ignore_eos": "ignore_eos",
+    "logit_bias": "logit_bias",
+    "seed": "sampling_seed",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "skip_special_tokens": "skip_special_tokens",
+    "regex": "regex",
+    "json_schema": "json_schema",
+    "ebnf": "ebnf",
+}
+# Asked for in a way that the router would have to ignore: better refused by name.
+_REFUSED = ("echo", "best_of", "suffix", "prompt_embeds")
+_DEFAULT_TOKENS = 16  # OpenAI's
+
+
+def read(
+    body: Mapping[str, Any],
+    headers: Mapping[str, str],
+    tokenizer: Tokenizer | None,
+    new_rid: Callable[[], str],
+) -> Ask:
+    """Read a request.
+
+    Raises:
+        InvalidTurn: something is wrong with it; names the field.
+    """
+    for name in _REFUSED:
+        if body.get(name):
+            message = f"{name}: the router does not take it"
+            raise InvalidTurn(message)
+    prompts = _prompts(body.get("prompt"), tokenizer)
+    answers = whole_number(body, "n", 1, least=1)
+    if len(prompts) * answers > MOST_ANSWERS:
+        message = f"more than {MOST_ANSWERS} answers in one request; send several requests"
+        raise InvalidTurn(message)
+    stream = bool(body.get("stream"))
+    several = len(prompts) * answers > 1
+    if stream and several:
+        message = "stream: only for one prompt and one answer; send one request for each"
+        raise InvalidTurn(message)
+    hints, sampling, passed = Hints(body, headers), _sampling(body), _passed(body)
+    because = splice.dedicated_because(sampling, passed)
+    rid, own = caller_rid(body.get("rid") or body.get("request_id"), new_rid)
+    turns = [
+        TurnRequest(
+            rid=f"{rid}_{index}_{answer}" if several else rid,
+            prompt=prompt,
+            sampling=sampling,
+            own_rid=own,
+            passed=passed,
+            session=hints.session,
+            pin=hints.pin,
+            expected=hints.expected,
+            priority=body.get("priority") or 0,
+            dedicated_because=because,
+        )
+        for index, prompt in enumerate(prompts)
+        for answer in range(answers)
+    ]
+    return Ask(turns, stream, listed=True)
+
+
+def _prompts(prompt: object, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
+    if isinstance(prompt, str):
+        return [encoded(prompt, tokenizer, "prompt", "prompt: [ids]")]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
+        return [token_ids(value, f"prompt[{i}]") for i, value in enumerate(prompt)]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
+        return [encoded(str(value), tokenizer, "prompt", "prompt: [[ids]]") for value in prompt]
+    return [token_ids(prompt, "prompt")]
+
+
+def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
+    sampling = {
+        theirs: body[name] for name, theirs in _SAMPLING.items() if body.get(name) is not None
+    }
+    sampling["max_new_tokens"] = whole_number(body, "max_tokens", _DEFAULT_TOKENS, least=1)
+    return sampling
+
+
+def _passed(body: Mapping[str, Any]) -> dict[str, Any]:
+    logprobs = body.get("logprobs")
+    if logprobs is None or logprobs is False:
+        return {}
+    return {
+        "return_logprob": True,
+        "top_logprobs_num": whole_number({"logprobs": int(logprobs)}, "logprobs", 0),
+    }

@@ -1,0 +1,81 @@
+"""Exceptions of the router; each is one HTTP answer.
+
+RouterError                 status, reason (closed word), retry_after
+├── BadRequest      400     wrong in itself, names the field
+├── TooLarge        413     body above the limit
+├── NotAllowed      401     bearer token missing or wrong
+├── Conflict        409     pinned version unknown, duplicate id with another body, not spliceable
+├── Overloaded      503     queue full, waited too long, draining; Retry-After says when
+└── TurnLost        503     every try to finish the turn failed before it had a token
+LegLost                     a leg ended without its last event; the turn goes on elsewhere
+EngineRefused               the engine says the request itself is wrong; goes to the caller
+"""
+
+
+class RouterError(Exception):
+    """Base of what the router answers to callers.
+
+    Args:
+        reason: closed word; the same in the body and in metrics.
+        message: what was wrong, where, what to do.
+        retry_after: seconds after which trying again may help; 0 = it does not help.
+    """
+
+    status = 500
+
+    def __init__(self, reason: str, message: str, *, retry_after: int = 0) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after = retry_after
+
+
+class BadRequest(RouterError):
+    """The request is wrong in itself."""
+
+    status = 400
+
+
+class TooLarge(RouterError):
+    """The body is above the limit."""
+
+    status = 413
+
+
+class NotAllowed(RouterError):
+    """The bearer token is missing or wrong."""
+
+    status = 401
+
+
+class Conflict(RouterError):
+    """The request cannot be met as things stand."""
+
+    status = 409
+
+
+class Overloaded(RouterError):
+    """No room now; ``retry_after`` says when."""
+
+    status = 503
+
+
+class TurnLost(RouterError):
+    """Every try to finish the turn failed before it had a token."""
+
+    status = 503
+
+
+class LegLost(Exception):
+    """A leg ended without its last event.
+
+    Args:
+        refused: the engine answered and would not take the request now.
+    """
+
+    def __init__(self, message: str, *, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
+
+
+class EngineRefused(Exception):
+    """The engine says the request itself is wrong; no other engine would think otherwise."""

@@ -1,0 +1,228 @@
+"""The engines of the lease, as their owners describe them and as the router saw them.
+
+    (unknown) --first update--> open <--gate--> closed
+    open/closed --stream ends--> closed, detached --forget_seconds--> (unknown)
+    open/closed --leaving--> leaving --stream ends--> (unknown)
+
+Each update replaces the one before. A second stream for the same name takes over; the end of the
+first no longer closes anything. Next step: ``waiting`` chooses among ``views()``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from rose_core.identity import WeightVersion
+from rose_core.rollouts import versions
+from rose_core.rollouts.estimates import Hazard, Speed
+from rose_core.rollouts.placement import EngineView
+from rose_core.rollouts.watch import Move
+from rose_core.wire.routing import EngineKind, EngineUpdate
+from rose_router import metrics
+
+Clock = Callable[[], float]
+
+
+class Signal:
+    """Wakes everybody who waits, once per ``fire``."""
+
+    def __init__(self) -> None:
+        self._future: asyncio.Future[None] | None = None
+
+    def fire(self) -> None:
+        """Wake all who wait now."""
+        future, self._future = self._future, None
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    async def wait(self) -> None:
+        """Sleep until the next ``fire``."""
+        if self._future is None:
+            self._future = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._future)
+
+
+@dataclass(eq=False)
+class LiveLeg:
+    """A leg in flight, with the handle that ends it."""
+
+    rid: str
+    began: float
+    last_event: float
+    tokens: int = 0
+    verdict: Move | None = None
+    task: asyncio.Task[None] | None = None
+    can_move: Callable[[], bool] = lambda: True
+
+    def end(self, verdict: Move) -> None:
+        """Stop reading; the turn decides what follows."""
+        if self.verdict is None:
+            self.verdict = verdict
+            if self.task is not None:
+                self.task.cancel()
+
+
+@dataclass(eq=False)
+class Engine:
+    """One engine.
+
+    Attributes:
+        stream: which ATTACH stream speaks for it.
+        gate_since: when the gate last opened or closed.
+        fences: request ids whose abort the engine has not taken yet.
+        reserved: turns placed here, in flight or about to be.
+    """
+
+    update: EngineUpdate
+    stream: int
+    gate_since: float
+    version: WeightVersion | None = None
+    detached_at: float | None = None
+    speed: Speed = field(default_factory=Speed)
+    hazard: Hazard = field(default_factory=Hazard)
+    legs: dict[str, LiveLeg] = field(default_factory=dict)
+    fences: set[str] = field(default_factory=set)
+    reserved: int = 0
+    failures: int = 0
+    backing_off_until: float = 0.0
+    turns: int = 0
+    tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        """Unique in the lease."""
+        return self.update.engine
+
+    @property
+    def kind(self) -> EngineKind:
+        """Whether it may be taken back at any moment."""
+        return self.update.kind
+
+    @property
+    def gate_open(self) -> bool:
+        """Turns may be sent: the owner says so, and is there to say otherwise."""
+        return self.update.gate_open and self.detached_at is None and not self.update.leaving
+
+    def view(self) -> EngineView:
+        """For placement."""
+        return EngineView(
+            name=self.name,
+            kind=self.kind,
+            version=self.version,
+            gate_open=self.gate_open,
+            cap=self.update.cap,
+            live=self.reserved,
+            leaving=self.update.leaving,
+            fencing=bool(self.fences),
+            backing_off_until=self.backing_off_until,
+            speed=self.speed,
+            hazard=self.hazard,
+        )
+
+    def failed(self, now: float) -> None:
+        """Leave it alone for a while: 0.5 s, doubled at every failure in a row, at most 15 s."""
+        self.failures += 1
+        self.backing_off_until = now + min(15.0, 0.5 * 2 ** min(self.failures - 1, 6))
+
+    def answered(self) -> None:
+        """It works (again)."""
+        self.failures = 0
+        self.backing_off_until = 0.0
+
+
+class Fleet:
+    """Every engine attached, and the newest version anybody named.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._engines: dict[str, Engine] = {}
+        self.head: WeightVersion | None = None
+        self.changed = Signal()
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(list(self._engines.values()))
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def get(self, name: str) -> Engine | None:
+        """The engine of that name."""
+        return self._engines.get(name)
+
+    def views(self) -> list[EngineView]:
+        """All engines, for placement."""
+        return [engine.view() for engine in self._engines.values()]
+
+    def has_room(self) -> bool:
+        """Whether any engine is open and below its cap."""
+        engines = self._engines.values()
+        return any(e.gate_open and e.reserved < e.update.cap and not e.fences for e in engines)
+
+    def live_versions(self) -> list[WeightVersion]:
+        """Attested versions of the engines attached."""
+        return [engine.version for engine in self._engines.values() if engine.version]
+
+    def apply(self, update: EngineUpdate, stream: int) -> None:
+        """Take an owner's word about an engine."""
+        now = self._clock()
+        engine = self._engines.get(update.engine)
+        if engine is None:
+            engine = Engine(update, stream, now)
+            self._engines[update.engine] = engine
+            was_open = False
+        else:
+            was_open = engine.gate_open
+            if engine.update.url != update.url:
+                engine.fences.clear()  # another process: no leg of ours lives there
+            engine.update, engine.stream, engine.detached_at = update, stream, None
+        engine.version = versions.parse(update.version) if update.version else None
+        self._raise_head(engine.version, versions.parse(update.head))
+        self._gate_moved(engine, was_open, now)
+        self.changed.fire()
+
+    def detach(self, stream: int) -> None:
+        """An owner's stream has ended: its engines' gates count as closed."""
+        now = self._clock()
+        for engine in list(self._engines.values()):
+            if engine.stream == stream and engine.detached_at is None:
+                was_open = engine.gate_open
+                engine.detached_at = now
+                self._gate_moved(engine, was_open, now)
+                if engine.update.leaving:
+                    self._drop(engine)
+        self.changed.fire()
+
+    def forget(self, after_seconds: float) -> None:
+        """Drop engines whose owner has been gone for that long."""
+        limit = self._clock() - after_seconds
+        gone = [e for e in self._engines.values() if e.detached_at and e.detached_at <= limit]
+        for engine in gone:
+            self._drop(engine)
+        if gone:
+            self.changed.fire()
+
+    def _drop(self, engine: Engine) -> None:
+        del self._engines[engine.name]
+        for leg in list(engine.legs.values()):
+            leg.end(Move.GONE)
+
+    def _raise_head(self, *named: WeightVersion | None) -> None:
+        self.head = versions.newest(v for v in (self.head, *named) if v is not None)
+        if self.head is not None:
+            metrics.HEAD.set(self.head.sequence)
+
+    @staticmethod
+    def _gate_moved(engine: Engine, was_open: bool, now: float) -> None:
+        if was_open == engine.gate_open:
+            return
+        if was_open:
+            engine.hazard = engine.hazard.was_open(now - engine.gate_since).closed()
+        else:
+            engine.answered()  # whatever made it fail lies before the pause
+        engine.gate_since = now

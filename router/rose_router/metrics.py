@@ -1,0 +1,86 @@
+"""What the router counts; ``docs/metrics.md`` lists it."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+REGISTRY = CollectorRegistry()
+
+_SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
+
+TURNS = Counter(
+    "rose_router_turns",
+    "Turns ended; kind is borrowed as soon as one token came from a borrowed engine.",
+    ["kind", "finish"],
+    registry=REGISTRY,
+)
+TOKENS = Counter(
+    "rose_router_tokens",
+    "Output tokens held and returned, by the kind of engine that made them.",
+    ["kind"],
+    registry=REGISTRY,
+)
+MOVES = Counter(
+    "rose_router_moves",
+    "Turns that left an engine before their end, by reason.",
+    ["reason"],
+    registry=REGISTRY,
+)
+REDONE = Counter(
+    "rose_router_redone_tokens",
+    "Output tokens received and dropped because their version was unknown; sampled again.",
+    registry=REGISTRY,
+)
+REPREFILLED = Counter(
+    "rose_router_reprefilled_tokens",
+    "Tokens of context that a move made another engine prefill.",
+    registry=REGISTRY,
+)
+REFUSED = Counter(
+    "rose_router_refused",
+    "Requests answered with an error, by closed reason.",
+    ["reason"],
+    registry=REGISTRY,
+)
+QUEUE_SECONDS = Histogram(
+    "rose_router_queue_seconds",
+    "Time a turn waited for an engine, each time it needed one.",
+    buckets=_SECONDS,
+    registry=REGISTRY,
+)
+TURN_SECONDS = Histogram(
+    "rose_router_turn_seconds",
+    "Time from a request to its last token.",
+    buckets=_SECONDS,
+    registry=REGISTRY,
+)
+FIRST_TOKEN_SECONDS = Histogram(
+    "rose_router_first_token_seconds",
+    "Time from a request to its first placed token.",
+    buckets=_SECONDS,
+    registry=REGISTRY,
+)
+LIVE = Gauge("rose_router_live_turns", "Turns in flight on engines.", ["kind"], registry=REGISTRY)
+QUEUED = Gauge("rose_router_queued_turns", "Turns waiting for an engine.", registry=REGISTRY)
+ENGINES = Gauge(
+    "rose_router_engines",
+    "Engines attached, by kind and whether the gate is open.",
+    ["kind", "gate"],
+    registry=REGISTRY,
+)
+FENCES = Gauge(
+    "rose_router_pending_aborts",
+    "Aborts of old legs that their engine has not taken yet.",
+    registry=REGISTRY,
+)
+HEAD = Gauge(
+    "rose_router_head_sequence",
+    "Sequence of the newest weight version known, inside its incarnation.",
+    registry=REGISTRY,
+)
+LAG = Gauge(
+    "rose_router_engine_lag_versions",
+    "Publishes an engine is behind the newest version known.",
+    ["engine"],
+    registry=REGISTRY,
+)

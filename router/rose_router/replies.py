@@ -1,0 +1,130 @@
+"""A turn as SGLang or OpenAI would have answered it, with what only the router knows beside it.
+
+``meta_info.rose`` (SGLang) and ``rose`` (OpenAI) hold: engines and their kinds, moves, tokens
+sampled again, provenance of the keys and values, and what the log-probs mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rose_core.rollouts.spans import Kv, Span
+from rose_core.rollouts.transcript import PER_TOKEN
+from rose_router.text import Tokenizer
+from rose_router.turn import Shown, Turn
+
+LOGPROB_SEMANTICS = "log_softmax(logits / temperature) before top-k, top-p and min-p"
+
+# Facts about one leg that would be wrong for a turn of several, or that the router answers itself.
+_OWN = frozenset(
+    {"id", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "e2e_latency"}
+    | {"weight_version", "weight_versions", "output_token_logprobs_length"}
+    | {"input_token_logprobs", "input_top_logprobs", *PER_TOKEN}
+)
+
+
+def spans_json(spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """Ordered spans as they stand in replies."""
+    return [{"version": s.version, "start": s.start, "end": s.end, "kv": s.kv.value} for s in spans]
+
+
+def rose_json(turn: Turn, spans: Sequence[Span]) -> dict[str, Any]:
+    """What only the router knows."""
+    legs = [*turn.transcript.legs, *([turn.leg] if turn.leg else [])]
+    return {
+        "borrowed": turn.borrowed,
+        "engines": [{"engine": leg.engine, "kind": leg.kind.value} for leg in legs],
+        "moves": [
+            {"reason": m.reason.value, "engine": m.engine, "at_token": m.at_token}
+            for m in turn.moves
+        ],
+        "redone_tokens": turn.redone_tokens,
+        "kv": (Kv.MIXED if any(s.kv is Kv.MIXED for s in spans) else Kv.OWN).value,
+        "queue_seconds": round(turn.queue_seconds, 6),
+        "exact_text": turn.transcript.exact_text,
+        "logprob_semantics": LOGPROB_SEMANTICS,
+    }
+
+
+def text_of(turn: Turn, shown: Shown, tokenizer: Tokenizer | None) -> str:
+    """The output as text: the engines' own, or decoded anew when a cut made theirs inexact."""
+    if turn.transcript.exact_text or tokenizer is None:
+        return shown.text
+    skip = turn.request.sampling.get("skip_special_tokens", True)
+    return tokenizer.decode(shown.tokens, skip_special=bool(skip))
+
+
+def sglang(turn: Turn, tokenizer: Tokenizer | None, shown: Shown | None = None) -> dict[str, Any]:
+    """The reply of ``/generate``; cumulative, as SGLang streams it."""
+    shown = shown or turn.shown()
+    return {
+        "text": text_of(turn, shown, tokenizer),
+        "output_ids": shown.tokens,
+        "meta_info": _meta(turn, shown),
+    }
+
+
+def _meta(turn: Turn, shown: Shown) -> dict[str, Any]:
+    meta: dict[str, Any] = {k: v for k, v in turn.last_meta.items() if k not in _OWN}
+    meta |= turn.prompt_meta
+    meta |= shown.per_token
+    meta |= {
+        "id": turn.request.rid,
+        "finish_reason": turn.finish,
+        "prompt_tokens": len(turn.request.prompt),
+        "completion_tokens": len(shown.tokens),
+        "cached_tokens": turn.prompt_meta.get("cached_tokens", 0),
+        "weight_version": shown.spans[-1].version if shown.spans else None,
+        "weight_versions": spans_json(shown.spans),
+        "rose": rose_json(turn, shown.spans),
+    }
+    if turn.over:
+        meta["e2e_latency"] = round(turn.ended - turn.began, 6)
+    if "output_token_logprobs" in shown.per_token:
+        meta["output_token_logprobs_length"] = len(shown.tokens)
+    return meta
+
+
+def finish_word(finish: Mapping[str, Any] | None) -> str | None:
+    """OpenAI's finish reason; ``abort`` stays a word of its own."""
+    return None if finish is None else str(finish["type"])
+
+
+def openai_choice(
+    turn: Turn, index: int, tokenizer: Tokenizer | None, since: int = 0, text_since: int = 0
+) -> dict[str, Any]:
+    """One choice of ``/v1/completions``, from output token ``since`` on."""
+    shown = turn.shown()
+    ids = shown.tokens[since:]
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": text_of(turn, shown, tokenizer)[text_since:],
+        "finish_reason": finish_word(turn.finish),
+        "logprobs": _openai_logprobs(shown, since),
+        "token_ids": ids,
+        "response_token_ids": ids,
+        "weight_versions": spans_json(shown.spans),
+        "rose": rose_json(turn, shown.spans),
+    }
+    if not since:
+        choice["prompt_token_ids"] = list(turn.request.prompt)
+    return choice
+
+
+def _openai_logprobs(shown: Shown, since: int) -> dict[str, Any] | None:
+    entries = shown.per_token.get("output_token_logprobs")
+    if entries is None:
+        return None
+    entries = entries[since:]
+    top = shown.per_token.get("output_top_logprobs")
+    return {
+        "tokens": [f"token_id:{entry[1]}" for entry in entries],
+        "token_logprobs": [entry[0] for entry in entries],
+        "top_logprobs": None if top is None else [_top(step) for step in top[since:]],
+        "text_offset": [],
+    }
+
+
+def _top(step: Sequence[Sequence[Any]] | None) -> dict[str, Any]:
+    return {f"token_id:{entry[1]}": entry[0] for entry in step or ()}

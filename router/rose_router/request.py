@@ -1,0 +1,77 @@
+"""One turn as a caller asks for it, whatever dialect it came in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from rose_core.rollouts import splice
+from rose_core.rollouts.versions import NO_PIN, Pin
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """What is asked, in SGLang's words.
+
+    Attributes:
+        rid: the caller's id, or one that the router made up (``own_rid`` false).
+        prompt: token ids.
+        sampling: SGLang's ``sampling_params``.
+        passed: fields of the request that go to the engine as they are.
+        session: key that keeps a trajectory's turns together; empty = none.
+        expected: output tokens the caller expects; 0 = no idea.
+        priority: higher first while waiting.
+        dedicated_because: parameters that cannot move between engines, with the reason.
+    """
+
+    rid: str
+    prompt: tuple[int, ...]
+    sampling: Mapping[str, Any]
+    own_rid: bool = False
+    passed: Mapping[str, Any] = field(default_factory=dict)
+    session: str = ""
+    pin: Pin = NO_PIN
+    expected: int = 0
+    priority: int = 0
+    dedicated_because: tuple[str, ...] = ()
+
+    @property
+    def most_tokens(self) -> int:
+        """The most output tokens the turn may have."""
+        return splice.most_tokens(self.sampling)
+
+    def fingerprint(self) -> str:
+        """Tells two bodies under the same id apart."""
+        body = (self.prompt, self.sampling, self.passed, str(self.pin))
+        return hashlib.blake2b(
+            msgspec.json.encode(body, order="sorted"), digest_size=16
+        ).hexdigest()
+
+    def leg_body(self, context: list[int], held: int, rid: str, cache_key: str) -> dict[str, Any]:
+        """The request of one leg, for SGLang's ``/generate``.
+
+        Args:
+            context: prompt and held tokens.
+            held: how many of them are output.
+            rid: the leg's own id.
+            cache_key: keeps prefix caches of different weight versions apart.
+        """
+        body = dict(self.passed)
+        if held:
+            # What the first leg said about the prompt is kept; held tokens are not prompt.
+            body.pop("logprob_start_len", None)
+        sampling = splice.remaining(self.sampling, held)
+        key = (
+            f"{cache_key}/{self.passed['extra_key']}" if self.passed.get("extra_key") else cache_key
+        )
+        return body | {
+            "input_ids": context,
+            "sampling_params": sampling,
+            "stream": True,
+            "rid": rid,
+            "extra_key": key,
+        }

@@ -1,0 +1,254 @@
+"""Moves a turn along its edges: place, run a leg, fold it, finish or go on elsewhere.
+
+The only place where a turn's tokens are sampled, kept, dropped or continued. Placement, patience
+and splice rules are ``rose_core.rollouts``'; this is the shell that obeys them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from rose_core.rollouts.errors import BrokenStream, RolloutError
+from rose_core.rollouts.placement import TurnView
+from rose_core.rollouts.transcript import Leg, StreamEvent
+from rose_core.rollouts.watch import Move
+from rose_router import metrics
+from rose_router.config import Settings
+from rose_router.engine_client import EngineClient, Target
+from rose_router.errors import EngineRefused, LegLost, RouterError, TurnLost
+from rose_router.fences import Fences
+from rose_router.fleet import Clock, Engine, Fleet, LiveLeg
+from rose_router.ledger import Ledger
+from rose_router.sessions import Home, Sessions
+from rose_router.turn import Moved, State, Turn
+from rose_router.waiting import WaitingRoom
+
+LOG = logging.getLogger(__name__)
+
+# Moves that say nothing against the engine or the turn: they do not count as losses.
+_ORDERLY = frozenset({Move.REVOKED, Move.PAUSED, Move.CAP_CUT})
+_PROMPT_META = ("prompt_tokens", "cached_tokens", "input_token_logprobs", "input_top_logprobs")
+_MOST_MOVES = 64
+
+
+class TurnRunner:
+    """Runs turns.
+
+    Args:
+        new_rid: makes request ids of legs; all of one length, as engines match them by prefix.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        room: WaitingRoom,
+        *,
+        fences: Fences,
+        client: EngineClient,
+        ledger: Ledger,
+        clock: Clock,
+        new_rid: Callable[[], str],
+    ) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._room = room
+        self._fences = fences
+        self._client = client
+        self._ledger = ledger
+        self._clock = clock
+        self._new_rid = new_rid
+        self._sessions = Sessions()
+
+    async def run(self, turn: Turn) -> None:
+        """Bring the turn to its end, whatever that is; never raises."""
+        try:
+            while not turn.over:
+                await self._advance(turn)
+        except asyncio.CancelledError:
+            self._abort(turn, "Aborted", turn.abort_message or "the router stops")
+        except (RouterError, RolloutError, EngineRefused) as error:
+            self._fail(turn, error)
+        except Exception as error:  # a bug must end this turn only, and be heard of
+            LOG.exception("turn %s", turn.request.rid)
+            self._fail(turn, TurnLost("Internal", f"{type(error).__name__}: {error}"))
+        finally:
+            turn.ended = self._clock()
+            self._ledger.close(turn)
+            turn.changed.fire()
+
+    async def _advance(self, turn: Turn) -> None:
+        began = self._clock()
+        turn.state = State.WAITING
+        try:
+            engine = await self._room.place(
+                self._view(turn), holds_tokens=turn.held > 0, priority=turn.request.priority
+            )
+        finally:
+            turn.queue_seconds += self._clock() - began
+        try:
+            if not engine.gate_open or engine.version is None:
+                return  # it closed while this turn woke up
+            move = await self._leg(turn, engine)
+        finally:
+            self._room.leave(engine)
+        self._after(turn, engine, move)
+
+    def _view(self, turn: Turn) -> TurnView:
+        home = self._sessions.home(turn.request.session)
+        usual = self._ledger.totals.usual_tokens
+        if home is None:
+            return turn.view("", 0, usual)
+        engine = self._fleet.get(home.engine)
+        same = engine is not None and str(engine.version) == home.version
+        return turn.view(home.engine, home.tokens if same else 0, usual)
+
+    async def _leg(self, turn: Turn, engine: Engine) -> Move | None:
+        """Run one leg and fold it; why the turn must go on elsewhere, ``None`` when it ended."""
+        now = self._clock()
+        leg = Leg(engine.name, engine.kind, self._new_rid(), str(engine.version), turn.held)
+        handle = LiveLeg(leg.rid, now, now, can_move=partial(self._elsewhere, turn, engine))
+        reading = asyncio.create_task(self._read(turn, engine, leg, handle))
+        handle.task = reading
+        engine.legs[leg.rid] = handle
+        engine.turns += 1
+        turn.state, turn.leg = State.RUNNING, leg
+        try:
+            return await self._outcome(reading, leg, handle, engine)
+        finally:
+            del engine.legs[leg.rid]
+            self._fold(turn, engine, leg)
+
+    async def _outcome(
+        self, reading: asyncio.Task[None], leg: Leg, handle: LiveLeg, engine: Engine
+    ) -> Move | None:
+        try:
+            await reading
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if handle.verdict is None or (task is not None and task.cancelling()):
+                raise
+            if handle.verdict is Move.STALLED:
+                engine.failed(self._clock())
+            return handle.verdict
+        except (LegLost, BrokenStream) as error:
+            LOG.info("leg %s on %s: %s", leg.rid, engine.name, error)
+            engine.failed(self._clock())
+            refused = isinstance(error, LegLost) and error.refused
+            return Move.REFUSED if refused else Move.LOST
+        if leg.aborted:
+            return Move.ABORTED
+        return None if leg.complete else Move.UNPLACED
+
+    async def _read(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> None:
+        target = Target(engine.update.url, engine.update.token)
+        body = turn.request.leg_body(turn.transcript.context, turn.held, leg.rid, leg.version)
+        async for event in self._client.stream(target, body):
+            now = self._clock()
+            placed = leg.placed
+            new = leg.take(event)
+            self._learn(engine, handle, event, new, now)
+            engine.answered()
+            handle.last_event, handle.tokens = now, len(leg.ids)
+            if leg.offset == 0:
+                kept = {name: event.meta[name] for name in _PROMPT_META if name in event.meta}
+                turn.prompt_meta.update(kept)
+            if leg.placed > placed:
+                self._note_first(turn, now)
+                turn.changed.fire()
+        _raise_refusal(leg)
+
+    def _note_first(self, turn: Turn, now: float) -> None:
+        if not turn.first_token_at:
+            turn.first_token_at = now
+            metrics.FIRST_TOKEN_SECONDS.observe(now - turn.began)
+
+    @staticmethod
+    def _learn(engine: Engine, handle: LiveLeg, event: StreamEvent, new: int, now: float) -> None:
+        if not new or engine.gate_since > handle.last_event:
+            return  # the gap holds a pause of the gate
+        if handle.tokens:
+            engine.speed = engine.speed.saw_step((now - handle.last_event) / new)
+            return
+        uncached = event.meta.get("prompt_tokens", 0) - event.meta.get("cached_tokens", 0)
+        engine.speed = engine.speed.saw_first_token(now - handle.began, uncached)
+
+    def _fold(self, turn: Turn, engine: Engine, leg: Leg) -> None:
+        if leg.finish is None:
+            self._fences.raise_for(engine, leg.rid)
+        exact = turn.request.pin.exact
+        folded = turn.transcript.fold(leg, str(exact) if exact else "")
+        turn.leg = None
+        turn.last_meta = leg.meta or turn.last_meta
+        turn.redone_tokens += folded.dropped
+        engine.tokens += folded.kept
+        metrics.REDONE.inc(folded.dropped)
+        context = len(turn.transcript.prompt) + turn.held
+        self._sessions.settle(turn.request.session, Home(engine.name, context, leg.version))
+
+    def _after(self, turn: Turn, engine: Engine, move: Move | None) -> None:
+        leg = turn.transcript.legs[-1]
+        dropped = leg.offset + len(leg.ids) > turn.held
+        if move is None and not dropped:
+            self._finish(turn, leg.finish)
+        elif turn.held >= turn.request.most_tokens:
+            self._finish(turn, {"type": "length", "length": turn.request.most_tokens})
+        else:
+            self._moved(turn, engine, move or Move.UNPLACED)
+
+    def _moved(self, turn: Turn, engine: Engine, move: Move) -> None:
+        turn.moves.append(Moved(move, engine.name, turn.held))
+        turn.losses += move not in _ORDERLY
+        metrics.MOVES.labels(move.value).inc()
+        metrics.REPREFILLED.inc(len(turn.transcript.prompt) + turn.held)
+        if turn.held and turn.request.dedicated_because:
+            why = "; ".join(turn.request.dedicated_because)
+            message = f"engine {engine.name} was lost ({move}) and the turn cannot move: {why}"
+            raise TurnLost("NotSpliceable", message, retry_after=1)
+        if turn.losses > self._settings.max_losses or len(turn.moves) > _MOST_MOVES:
+            count = len(turn.moves)
+            message = f"the turn lost {count} engines, the last {engine.name} ({move})"
+            raise TurnLost("EnginesLost", message, retry_after=5)
+
+    def _elsewhere(self, turn: Turn, engine: Engine) -> bool:
+        view = self._view(turn)
+        others = frozenset({engine.name})
+        return not turn.request.dedicated_because and self._room.possible(view, others)
+
+    @staticmethod
+    def _finish(turn: Turn, finish: Any) -> None:  # noqa: ANN401  # SGLang's JSON
+        turn.check()
+        turn.state, turn.finish = State.DONE, dict(finish)
+
+    @staticmethod
+    def _abort(turn: Turn, err_type: str, message: str, status: int | None = None) -> None:
+        turn.state = State.DONE
+        turn.finish = {
+            "type": "abort",
+            "message": message,
+            "status_code": status,
+            "err_type": err_type,
+        }
+
+    def _fail(self, turn: Turn, error: Exception) -> None:
+        """An error before the first token, a typed abort with what is held after it."""
+        if turn.held:
+            reason = error.reason if isinstance(error, RouterError) else type(error).__name__
+            status = error.status if isinstance(error, RouterError) else 409
+            self._abort(turn, reason, str(error), status)
+        else:
+            turn.state, turn.error = State.FAILED, error
+
+
+def _raise_refusal(leg: Leg) -> None:
+    """SGLang reports some wrong requests as an abort with a status.
+
+    Raises:
+        EngineRefused: it did.
+    """
+    if leg.aborted and leg.finish is not None and leg.finish.get("status_code") == 400:
+        raise EngineRefused(str(leg.finish.get("message", "the engine refused the request")))

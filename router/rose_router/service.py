@@ -1,0 +1,186 @@
+"""The router without its sockets: takes turn requests, gives turns.
+
+``app`` puts HTTP in front of it, ``attach`` feeds its fleet, tests drive it under virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+
+from rose_core.rollouts import versions
+from rose_core.rollouts.errors import UnknownVersion
+from rose_core.rollouts.transcript import Transcript
+from rose_core.wire.routing import EngineKind
+from rose_router.config import Settings
+from rose_router.engine_client import EngineClient
+from rose_router.errors import Conflict, Overloaded
+from rose_router.fences import Fences
+from rose_router.fleet import Clock, Fleet
+from rose_router.ledger import Ledger
+from rose_router.request import TurnRequest
+from rose_router.runner import TurnRunner
+from rose_router.supervisor import Supervisor
+from rose_router.turn import Turn
+from rose_router.waiting import WaitingRoom
+
+
+def random_rid() -> str:
+    """32 hexadecimal digits: of one length, so that no id is a prefix of another."""
+    return uuid.uuid4().hex
+
+
+class Service:
+    """A lease's router.
+
+    Args:
+        settings: knobs.
+        client: reaches engines.
+        clock: monotonic seconds.
+        new_rid: makes ids of legs, all of one length.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        client: EngineClient,
+        *,
+        clock: Clock = time.monotonic,
+        new_rid: Callable[[], str] = random_rid,
+    ) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.fleet = Fleet(clock)
+        self.ledger = Ledger(settings.replay_seconds)
+        self.room = WaitingRoom(self.fleet, settings.policy, settings.queue, clock)
+        self.room.finish_rate = self._finish_rate
+        self.draining = False
+        self._fences = Fences(self.fleet, client)
+        self._runner = TurnRunner(
+            settings,
+            self.fleet,
+            self.room,
+            fences=self._fences,
+            client=client,
+            ledger=self.ledger,
+            clock=clock,
+            new_rid=new_rid,
+        )
+        self._supervisor = Supervisor(
+            self.fleet,
+            self.room,
+            self._fences,
+            settings.patience,
+            forget_seconds=settings.forget_seconds,
+            clock=clock,
+        )
+        self._watch: asyncio.Task[None] | None = None
+        self._ends: deque[float] = deque(maxlen=64)
+
+    async def start(self) -> None:
+        """Begin to watch."""
+        self._watch = asyncio.create_task(self._supervisor.run())
+
+    async def close(self) -> None:
+        """End every turn with a typed abort and stop."""
+        turns = list(self.ledger)
+        for turn in turns:
+            self._end(turn, "the router stops")
+        await asyncio.gather(*(turn.task for turn in turns if turn.task), return_exceptions=True)
+        await self._fences.close()
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+
+    async def drain(self) -> None:
+        """Take nothing new; return when every live turn has ended or the time is over."""
+        self.draining = True
+        tasks = [turn.task for turn in self.ledger if turn.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=self.settings.drain_seconds)
+
+    def submit(self, request: TurnRequest) -> Turn:
+        """Begin a turn, or join the one that the request is a duplicate of.
+
+        Returns:
+            The turn; the caller counts as a listener and must ``leave``.
+
+        Raises:
+            Conflict: pinned version unknown, duplicate id, not spliceable here.
+            Overloaded: draining.
+        """
+        if self.draining:
+            message = "this router is shutting down; its turns end, new ones go elsewhere"
+            raise Overloaded("Draining", message, retry_after=5)
+        turn = self.ledger.find(request, self.clock())
+        if turn is None:
+            self._check(request)
+            turn = Turn(request, self.clock(), Transcript(request.prompt))
+            self.ledger.open(turn)
+            turn.task = asyncio.create_task(self._runner.run(turn))
+            turn.task.add_done_callback(lambda _: self._ends.append(self.clock()))
+        turn.listeners += 1
+        return turn
+
+    def leave(self, turn: Turn) -> None:
+        """A caller no longer listens; nobody listening ends the turn."""
+        turn.listeners -= 1
+        if not turn.listeners and not turn.over:
+            self._end(turn, "the caller hung up")
+
+    def abort(self, rid: str) -> bool:
+        """End the turn with exactly this caller's id.
+
+        Returns:
+            False when no such turn is live.
+        """
+        turn = self.ledger.live(rid)
+        if turn is None:
+            return False
+        self._end(turn, "Aborted")
+        return True
+
+    def abort_all(self) -> int:
+        """End every turn of this lease; their number."""
+        turns = list(self.ledger)
+        for turn in turns:
+            self._end(turn, "Aborted")
+        return len(turns)
+
+    def unready(self) -> str:
+        """Why no turn could run now, or an empty string."""
+        if self.draining:
+            return "draining"
+        if not len(self.fleet):
+            return "no engine is attached"
+        if not self.fleet.live_versions():
+            return "no engine has an attested weight version"
+        return ""
+
+    def _check(self, request: TurnRequest) -> None:
+        try:
+            versions.check_pin(request.pin, self.fleet.head, self.fleet.live_versions())
+        except UnknownVersion as error:
+            raise Conflict("UnknownVersion", str(error), retry_after=1) from error
+        if request.dedicated_because and not self._may_have_dedicated():
+            why = "; ".join(request.dedicated_because)
+            message = f"no dedicated engine is attached, and the turn could not move: {why}"
+            raise Conflict("NotSpliceable", message)
+
+    def _may_have_dedicated(self) -> bool:
+        kinds = {engine.kind for engine in self.fleet}
+        return not kinds or EngineKind.DEDICATED in kinds
+
+    @staticmethod
+    def _end(turn: Turn, message: str) -> None:
+        turn.abort_message = turn.abort_message or message
+        if turn.task is not None:
+            turn.task.cancel()
+
+    def _finish_rate(self) -> float:
+        if len(self._ends) < 2:
+            return 0.0
+        return len(self._ends) / max(self.clock() - self._ends[0], 0.001)

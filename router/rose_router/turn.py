@@ -1,0 +1,149 @@
+"""One turn from request to last token: the states below, its transcript and whoever listens.
+
+    Waiting --placed--> Running --finished--> Done
+    Running --engine lost, paused too long, revoked--> Waiting   (tokens are kept)
+    Waiting/Running --aborted by the caller, budget spent--> Done (finish reason ``abort``)
+    Waiting/Running --refused, no token held--> Failed            (an HTTP error)
+
+``TurnRunner`` moves it along these edges.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from rose_core.rollouts.placement import TurnView
+from rose_core.rollouts.spans import Span, covers, cut, joined, shifted
+from rose_core.rollouts.transcript import Leg, Transcript
+from rose_core.rollouts.watch import Move
+from rose_core.wire.routing import EngineKind
+from rose_router.fleet import LiveLeg, Signal
+from rose_router.request import TurnRequest
+
+
+class State(StrEnum):
+    """Where a turn stands."""
+
+    WAITING = "Waiting"
+    RUNNING = "Running"
+    DONE = "Done"
+    FAILED = "Failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The turn left an engine; ``at_token`` output tokens were held then."""
+
+    reason: Move
+    engine: str
+    at_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What may be shown of a turn: only tokens whose version is known."""
+
+    tokens: list[int]
+    per_token: Mapping[str, list[Any]]
+    spans: tuple[Span, ...]
+    text: str
+
+
+@dataclass(eq=False)
+class Turn:
+    """A turn in the router.
+
+    Attributes:
+        began: seconds of the router's clock.
+        finish: SGLang's finish reason once it is done.
+        error: why it failed.
+        changed: fires whenever there is more to show.
+        listeners: callers waiting for it; when the last one leaves, it is aborted.
+    """
+
+    request: TurnRequest
+    began: float
+    transcript: Transcript
+    state: State = State.WAITING
+    leg: Leg | None = None
+    handle: LiveLeg | None = None
+    finish: Mapping[str, Any] | None = None
+    error: Exception | None = None
+    ended: float = 0.0
+    first_token_at: float = 0.0
+    queue_seconds: float = 0.0
+    prompt_meta: dict[str, Any] = field(default_factory=dict)
+    last_meta: Mapping[str, Any] = field(default_factory=dict)
+    moves: list[Moved] = field(default_factory=list)
+    redone_tokens: int = 0
+    losses: int = 0
+    listeners: int = 0
+    abort_message: str = ""
+    changed: Signal = field(default_factory=Signal)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will come."""
+        return self.state in {State.DONE, State.FAILED}
+
+    @property
+    def held(self) -> int:
+        """Output tokens that no loss can take away any more."""
+        return len(self.transcript.tokens)
+
+    @property
+    def borrowed(self) -> bool:
+        """A borrowed engine gave at least one token."""
+        return EngineKind.BORROWED in self.transcript.kinds
+
+    def view(self, home: str, cached: int, usual_tokens: float) -> TurnView:
+        """For placement.
+
+        Args:
+            home: engine of the session's last turn.
+            cached: tokens of the context that it has keys for.
+            usual_tokens: output tokens of turns so far, on average.
+        """
+        left = max(1, self.request.most_tokens - self.held)
+        expected = self.request.expected - self.held if self.request.expected else usual_tokens
+        return TurnView(
+            context=len(self.transcript.prompt) + self.held,
+            expected=min(left, max(1, round(expected))),
+            pin=self.request.pin,
+            dedicated_only=bool(self.request.dedicated_because),
+            home=home,
+            cached=cached,
+        )
+
+    def shown(self) -> Shown:
+        """What may be shown now."""
+        held, leg = self.transcript, self.leg
+        if leg is None or not leg.placed:
+            return Shown(held.tokens, held.per_token, held.spans, held.text)
+        exact = self.request.pin.exact
+        until = leg.allowed(str(exact) if exact else "")
+        per_token = {
+            name: held.per_token.get(name, []) + values[:until]
+            for name, values in leg.per_token.items()
+        }
+        spans = joined((*held.spans, *shifted(cut(leg.spans, until), leg.offset)))
+        text = leg.placed_text if until == leg.placed else ""
+        return Shown(held.tokens + leg.ids[:until], per_token, spans, held.text + text)
+
+    def check(self) -> None:
+        """The promise of a finished turn.
+
+        Raises:
+            AssertionError: a token has no span or no log-prob of its own.
+        """
+        held = self.transcript
+        lengths = {name: len(values) for name, values in held.per_token.items()}
+        whole = covers(held.spans, len(held.tokens))
+        if not whole or any(length != len(held.tokens) for length in lengths.values()):
+            message = f"turn {self.request.rid}: {len(held.tokens)} tokens, {lengths}, {held.spans}"
+            raise AssertionError(message)
