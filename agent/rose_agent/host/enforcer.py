@@ -52,6 +52,7 @@ class Watched:
         self._holders: frozenset[Holder] = frozenset()
         self._wish = Wish(permit_open=False)
         self._checked_ns = 0
+        self._ordered = 0.0
         self._detached = False
 
     @property
@@ -122,7 +123,7 @@ class Watched:
         self._decide(group, may_run, now_ns)
         if self._tree.state is TreeState.STOPPING:
             # Most trees stand still at once: look again instead of waiting for the next tick.
-            self._decide(group, may_run, time.monotonic_ns())
+            self._decide(group, may_run, now_ns)
 
     def _decide(self, group: ProcessGroup, may_run: bool, now_ns: int) -> None:
         frozen = self._tree.state is not TreeState.RUNNING and not may_run and group.frozen()
@@ -137,11 +138,12 @@ class Watched:
             _log.error("%s: %s: %s", self.name, action, error)  # every tick
             return
         if tree.state is TreeState.STOPPED and self._tree.state is TreeState.STOPPING:
-            metrics.STOP_SECONDS.observe((now_ns - self._tree.since_ns) / 1e9)
+            metrics.STOP_SECONDS.observe(time.perf_counter() - self._ordered)
         self._tree = tree
 
     def _act(self, group: ProcessGroup, action: Action) -> None:
         if action is Action.FREEZE:
+            self._ordered = time.perf_counter()
             group.freeze()
         elif action is Action.THAW:
             group.thaw()
@@ -199,20 +201,20 @@ class Enforcer:
     def tick(self) -> bool:
         """One round over all engines; True while one of them may run."""
         pressed = self._stop_pressed()
-        running = [
-            watched.tick(stop_pressed=pressed, now_ns=time.monotonic_ns())
-            for watched in self._watched
-        ]
+        running = [self._tick_one(watched, pressed) for watched in self._watched]
         self._last_tick_ns = time.monotonic_ns()
         return any(running)
 
+    def _tick_one(self, watched: Watched, pressed: bool) -> bool:
+        try:
+            return watched.tick(stop_pressed=pressed, now_ns=time.monotonic_ns())
+        except Exception:  # noqa: BLE001  # one engine's trouble must not stop the others' enforcer
+            metrics.GROUP_ERRORS.inc()
+            _log.exception("%s: enforcer tick failed", watched.name)
+            return False
+
     def _run(self) -> None:
         while not self._ending:
-            busy = False
-            try:
-                busy = self.tick()
-            except Exception:  # noqa: BLE001  # the thread must outlive any one engine's trouble
-                metrics.GROUP_ERRORS.inc()
-                _log.exception("enforcer tick failed")
+            busy = self.tick()
             self._wake.wait(BUSY_TICK_SECONDS if busy else IDLE_TICK_SECONDS)
             self._wake.clear()

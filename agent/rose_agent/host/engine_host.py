@@ -5,7 +5,8 @@ Serves ``rose_wire.services`` ENSURE, STOP, HOLD and STATUS on ``host.sock``. Ru
 - The same order again changes nothing; a new token or weight source is taken over in place.
 - A higher generation replaces a lower one (the old tree is dead before the new one starts);
   a lower one is refused for good.
-- A permit outlives the host's process: a guard that has it mapped need not attach again.
+- A permit outlives the engine it was made for, and the host's process, until the slot is stopped:
+  a guard that has it mapped need not attach again. After ``stop`` it must.
 
 Next step: ``lifecycle`` for one engine, ``enforcer`` for the permit, ``proxy`` for the data route.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import time
 from collections import Counter
 
@@ -26,6 +26,7 @@ from rose_agent.host.enforcer import Watched
 from rose_agent.host.errors import WrongGeneration
 from rose_agent.host.lifecycle import EngineLife, Site
 from rose_agent.host.proxy import Target
+from rose_agent.host.repair import forget_slot
 from rose_core.identity import SlotKey
 from rose_core.wire.host import (
     Accepted,
@@ -48,6 +49,7 @@ _log = logging.getLogger(__name__)
 # Longest that a hold waits for the tree to stand still before it answers.
 _HOLD_WAIT_SECONDS = 1.0
 _REPLACE_SECONDS = 10.0
+_REPLACED = "Replaced"
 
 
 class EngineHost:
@@ -92,7 +94,7 @@ class EngineHost:
             if life is not None and life.order.slot == order.slot:
                 return self._again(life, order)
             if life is not None:
-                await self._end(life, _REPLACE_SECONDS, "Replaced")
+                await self._end(life, _REPLACE_SECONDS, _REPLACED)
             return self._start(order)
 
     async def stop(self, order: StopEngine) -> EngineStatus:
@@ -201,7 +203,7 @@ class EngineHost:
         if gone:
             self._lives.pop(uid, None)
             self._gone[uid] = status
-            shutil.rmtree(life.folder.folder, ignore_errors=True)
+            forget_slot(life.folder, permit=reason != _REPLACED)
         self._count()
         return status
 

@@ -20,7 +20,7 @@ from rose_agent.host.freezers import Freezer, group
 from rose_agent.host.groups import ProcessGroup, end
 from rose_agent.host.mounts import locate, parse_mountinfo
 from rose_agent.host.process import pid_namespace, start_ticks
-from rose_engines.rundir import EngineFile, RunDir, read_json
+from rose_engines.rundir import EngineFile, RunDir, SlotDir, read_json
 
 _log = logging.getLogger(__name__)
 _VERSIONS = {"v1": 1, "v2": 2}
@@ -85,10 +85,18 @@ def repair(rundir: RunDir, freezer: Freezer, seconds: float = 10.0) -> int:
             metrics.KILLED.labels(reason="Orphan").inc()
             _log.warning("ended %d processes of an earlier engine host", len(members))
     for slot in rundir.all_slots():
-        for path in (slot.engine, slot.weights, slot.plugin_socket, slot.slot):
-            path.unlink(missing_ok=True)
-        shutil.rmtree(slot.bundles, ignore_errors=True)
+        forget_slot(slot, permit=False)
     return repaired
+
+
+def forget_slot(slot: SlotDir, *, permit: bool) -> None:
+    """Remove a slot's files; its permit too, unless somebody may have it mapped."""
+    if permit:
+        shutil.rmtree(slot.folder, ignore_errors=True)
+        return
+    for path in (slot.engine, slot.weights, slot.plugin_socket, slot.slot):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(slot.bundles, ignore_errors=True)
 
 
 def thaw_all(rundir: RunDir, freezer: Freezer) -> int:

@@ -1,0 +1,193 @@
+"""The table of ``enforcement``, edge by edge, and the enforcer over a tree held in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rose_agent.host.enforcement import Action, Tree, TreeState, Wish, decide
+from rose_agent.host.enforcer import STOP_LIMIT_NS, Enforcer, Watched
+from rose_agent.host.errors import GroupError
+from rose_agent.host.groups import wait_for
+from rose_core.wire.host import Holder
+from rose_engines.permit import Permit
+
+RUNNING, STOPPING, STOPPED = TreeState.RUNNING, TreeState.STOPPING, TreeState.STOPPED
+
+
+@pytest.mark.parametrize(
+    ("state", "may_run", "frozen", "now", "following", "action"),
+    [
+        (RUNNING, True, False, 5, RUNNING, Action.NONE),
+        (RUNNING, False, False, 5, STOPPING, Action.FREEZE),
+        (STOPPING, False, False, 5, STOPPING, Action.NONE),
+        (STOPPING, False, False, 200, STOPPING, Action.KILL),
+        (STOPPING, False, True, 5, STOPPED, Action.NONE),
+        (STOPPING, False, True, 200, STOPPED, Action.NONE),
+        (STOPPING, True, False, 5, RUNNING, Action.THAW),
+        (STOPPED, False, True, 5, STOPPED, Action.NONE),
+        (STOPPED, False, False, 5, STOPPING, Action.FREEZE),
+        (STOPPED, True, True, 5, RUNNING, Action.THAW),
+    ],
+)
+def test_every_edge(
+    state: TreeState, may_run: bool, frozen: bool, now: int, following: TreeState, action: Action
+) -> None:
+    tree, done = decide(Tree(state, 0), may_run=may_run, frozen=frozen, now_ns=now, limit_ns=100)
+    assert (tree.state, done) == (following, action)
+
+
+@pytest.mark.parametrize(
+    ("wish", "reason"),
+    [
+        (Wish(permit_open=True), ""),
+        (Wish(permit_open=False), "PermitLapsed"),
+        (Wish(permit_open=True, stop_pressed=True), "StopPressed"),
+        (Wish(True, False, frozenset({Holder.GUARD})), "HeldByGuard"),
+        (Wish(True, False, frozenset({Holder.GUARD, Holder.COMMIT})), "HeldByCommitGuard"),
+    ],
+)
+def test_an_engine_runs_only_when_nothing_speaks_against_it(wish: Wish, reason: str) -> None:
+    assert wish.reason == reason
+    assert wish.may_run == (not reason)
+
+
+class TreeInMemory:
+    """A tree whose kernel can be slow or unwilling."""
+
+    driver = "memory"
+    directory: Path | None = None
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.still = False
+        self.obedient = True
+        self.error = ""
+
+    def pids(self) -> tuple[int, ...]:
+        return (1,)
+
+    def freeze(self) -> None:
+        if self.error:
+            raise GroupError(self.error)
+        self.calls.append("freeze")
+        self.still = self.obedient
+
+    def thaw(self) -> None:
+        self.calls.append("thaw")
+        self.still = False
+
+    def frozen(self) -> bool:
+        return self.still
+
+    def kill(self) -> None:
+        self.calls.append("kill")
+
+    def remove(self) -> None:
+        self.calls.append("remove")
+
+
+@pytest.fixture
+def permit(tmp_path: Path) -> Permit:
+    return Permit.create(tmp_path / "permit")
+
+
+@pytest.fixture
+def watched(permit: Permit) -> Watched:
+    return Watched("slot", permit)
+
+
+def test_a_lapsed_permit_stops_and_an_extended_one_continues(
+    watched: Watched, permit: Permit
+) -> None:
+    tree = TreeInMemory()
+    watched.put(tree)
+    permit.extend(1000)
+    assert watched.tick(stop_pressed=False, now_ns=999)
+    assert tree.calls == []
+    assert not watched.tick(stop_pressed=False, now_ns=1000)
+    assert tree.calls == ["freeze"]
+    assert (watched.state, watched.reason) == (STOPPED, "PermitLapsed")
+    permit.extend(3000)
+    assert watched.tick(stop_pressed=False, now_ns=2000)
+    assert tree.calls == ["freeze", "thaw"]
+    assert permit.host_age_ns(2000) == 0
+
+
+def test_nobodys_resume_undoes_anothers_pause(watched: Watched, permit: Permit) -> None:
+    tree = TreeInMemory()
+    watched.put(tree)
+    permit.extend(10_000)
+    watched.hold(Holder.GUARD, hold=True)
+    watched.hold(Holder.COMMIT, hold=True)
+    assert not watched.tick(stop_pressed=False, now_ns=1)
+    watched.hold(Holder.GUARD, hold=False)
+    assert not watched.tick(stop_pressed=False, now_ns=2)
+    assert tree.calls == ["freeze"]
+    watched.hold(Holder.COMMIT, hold=False)
+    assert watched.tick(stop_pressed=False, now_ns=3)
+    assert tree.calls == ["freeze", "thaw"]
+
+
+def test_the_stop_button_stops_under_an_open_permit(watched: Watched, permit: Permit) -> None:
+    tree = TreeInMemory()
+    watched.put(tree)
+    permit.extend(10_000)
+    assert not watched.tick(stop_pressed=True, now_ns=1)
+    assert watched.reason == "StopPressed"
+    assert tree.still
+
+
+def test_a_tree_that_does_not_stand_still_is_killed(watched: Watched) -> None:
+    tree = TreeInMemory()
+    tree.obedient = False
+    watched.put(tree)
+    watched.tick(stop_pressed=False, now_ns=0)
+    watched.tick(stop_pressed=False, now_ns=STOP_LIMIT_NS)
+    assert "kill" not in tree.calls
+    watched.tick(stop_pressed=False, now_ns=STOP_LIMIT_NS + 1)
+    assert "kill" in tree.calls
+
+
+def test_a_tree_thawed_by_somebody_else_is_stopped_again(watched: Watched) -> None:
+    tree = TreeInMemory()
+    watched.put(tree)
+    watched.tick(stop_pressed=False, now_ns=0)
+    tree.still = False
+    watched.tick(stop_pressed=False, now_ns=STOP_LIMIT_NS)
+    assert tree.calls == ["freeze", "freeze"]
+
+
+def test_a_refusing_kernel_is_asked_again_and_nothing_is_believed(watched: Watched) -> None:
+    tree = TreeInMemory()
+    tree.error = "read-only file system"
+    watched.put(tree)
+    watched.tick(stop_pressed=False, now_ns=0)
+    assert watched.state is RUNNING
+    tree.error = ""
+    watched.tick(stop_pressed=False, now_ns=1)
+    assert watched.state is STOPPED
+
+
+def test_a_dedicated_engine_holds_its_own_permit_until_the_stop_button(permit: Permit) -> None:
+    watched = Watched("dedicated", permit, own_permit=True)
+    assert watched.tick(stop_pressed=False, now_ns=1_000)
+    assert not watched.tick(stop_pressed=True, now_ns=2_000)
+
+
+def test_one_engines_trouble_does_not_end_the_enforcer(tmp_path: Path) -> None:
+    class Broken(TreeInMemory):
+        def freeze(self) -> None:
+            raise ZeroDivisionError
+
+    trees = (Broken(), TreeInMemory())
+    enforcer = Enforcer(lambda: False)
+    for number, tree in enumerate(trees):
+        watched = Watched(f"slot-{number}", Permit.create(tmp_path / f"permit-{number}"))
+        watched.put(tree)
+        enforcer.watch(watched)
+    enforcer.start()
+    stopped = wait_for(lambda: "freeze" in trees[1].calls, 60.0)
+    enforcer.stop()
+    assert stopped

@@ -1,0 +1,275 @@
+"""A host with fake engines: orders, permit, holders, restarts, end; all over the real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from rose_agent.host import freezers
+from rose_core.identity import SlotKey
+from rose_core.wire.host import (
+    EngineState,
+    HoldEngine,
+    Holder,
+    HostStatusRequest,
+)
+from rose_engines.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json
+from rose_wire.errors import Refused
+from rose_wire.rpc import call, connect
+from rose_wire.services import ENSURE, HOLD, STATUS, STOP
+from tests.host.helpers import (
+    BEARER,
+    body,
+    generated,
+    guarding,
+    order,
+    running,
+    serving,
+    status_of,
+    stop,
+    until,
+)
+
+
+async def test_an_engine_is_started_serves_and_ends_over_the_socket(
+    rundir: Path, models: Path
+) -> None:
+    async with running(rundir, models) as host, aiohttp.ClientSession() as client:
+        channel = connect(f"unix:{rundir}/host.sock")
+        with guarding(rundir):
+            first = await call(channel, ENSURE, order(), timeout=30)
+            assert first.state is EngineState.STARTING
+            assert (await call(channel, ENSURE, order(), timeout=30)).slot == first.slot
+            status = await serving(host)
+            url = f"{status.endpoint}/generate"
+            async with client.post(url, json=body(25), headers=BEARER) as reply:
+                assert reply.status == 200
+                assert len((await reply.json())["output_ids"]) == 25
+            listed = await call(channel, STATUS, HostStatusRequest(), timeout=30)
+            assert [one.generated_tokens for one in listed.engines] == [25]
+            ended = await call(channel, STOP, stop(), timeout=60)
+        assert ended.state is EngineState.GONE
+        assert ended.pids == ()
+        assert not RunDir(rundir).slot("slot-1").folder.exists()
+        await channel.close()
+
+
+@pytest.mark.parametrize("driver", ["v2", "v1", "signals"])
+async def test_tokens_stop_when_the_permit_lapses_and_streams_survive(
+    rundir: Path, models: Path, driver: str
+) -> None:
+    try:
+        freezer = freezers.detect(driver, scope=str(rundir))  # type: ignore[arg-type]
+    except freezers.NoFreezer as error:
+        pytest.skip(f"needs root and a writable hierarchy: {error}")
+    async with running(rundir, models, freezer) as host, aiohttp.ClientSession() as client:
+        with guarding(rundir) as guard:
+            await host.host.ensure(order(token_seconds="0.01"))
+            status = await serving(host)
+            url = f"{status.endpoint}/generate"
+            async with client.post(url, json=body(150, stream=True), headers=BEARER) as reply:
+                async for _ in reply.content:
+                    if (await status_of(host)).generated_tokens >= 10:
+                        break
+                guard.close()
+
+                async def stopped() -> bool:
+                    return (await status_of(host)).reason == "PermitLapsed"
+
+                await until(stopped, "the permit lapses")
+                await asyncio.sleep(0.2)
+                before = (await status_of(host)).generated_tokens
+                await asyncio.sleep(0.5)
+                assert (await status_of(host)).generated_tokens == before
+                assert before < 150
+                guard.open()
+                rest = await reply.content.read()
+            assert b"[DONE]" in rest
+            assert (await status_of(host)).generated_tokens == 150
+
+
+async def test_holders_are_a_set(rundir: Path, models: Path) -> None:
+    async with running(rundir, models) as host:
+        with guarding(rundir):
+            await host.host.ensure(order())
+            await serving(host)
+            channel = connect(f"unix:{rundir}/host.sock")
+            slot = order().slot
+            for holder in (Holder.GUARD, Holder.RETRACT):
+                await call(channel, HOLD, HoldEngine(slot, holder, hold=True), timeout=30)
+            assert (await status_of(host)).reason == "HeldByGuardRetract"
+            await call(channel, HOLD, HoldEngine(slot, Holder.GUARD, hold=False), timeout=30)
+            assert (await status_of(host)).holders == (Holder.RETRACT,)
+            await call(channel, HOLD, HoldEngine(slot, Holder.RETRACT, hold=False), timeout=30)
+
+            async def free() -> bool:
+                return (await status_of(host)).reason == ""
+
+            await until(free, "nobody holds")
+            with pytest.raises(Refused, match="no engine"):
+                wrong = HoldEngine(SlotKey("slot-1", 2), Holder.GUARD, hold=True)
+                await call(channel, HOLD, wrong, timeout=30)
+            await channel.close()
+
+
+async def test_the_stop_button_stops_and_its_end_continues(rundir: Path, models: Path) -> None:
+    async with running(rundir, models) as host:
+        with guarding(rundir):
+            await host.host.ensure(order())
+            await serving(host)
+            RunDir(rundir).stop.touch()
+
+            async def pressed() -> bool:
+                return (await status_of(host)).reason == "StopPressed"
+
+            await until(pressed, "the stop button counts")
+            RunDir(rundir).stop.unlink()
+
+            async def goes_on() -> bool:
+                return (await status_of(host)).reason == ""
+
+            await until(goes_on, "the engine goes on")
+
+
+async def test_generations(rundir: Path, models: Path) -> None:
+    async with running(rundir, models) as host:
+        with guarding(rundir):
+            await host.host.ensure(order(generation=2))
+            old = (await serving(host)).pids
+            with pytest.raises(Refused, match="generation 2, not 1"):
+                await host.host.ensure(order(generation=1))
+            with pytest.raises(Refused, match="higher generation"):
+                await host.host.ensure(order(generation=2, token_seconds="1"))
+            with pytest.raises(Refused, match="generation 2, not 1"):
+                await host.host.stop(stop(generation=1))
+            await host.host.ensure(order(generation=3))
+            status = await serving(host)
+            assert status.slot.generation == 3
+            assert not set(old) & set(status.pids)
+
+
+async def test_a_new_token_is_taken_over_in_place(rundir: Path, models: Path) -> None:
+    async with running(rundir, models) as host, aiohttp.ClientSession() as client:
+        with guarding(rundir):
+            await host.host.ensure(order())
+            before = await serving(host)
+            after = await host.host.ensure(order(token="another"))
+            assert after.pids == before.pids
+            url = f"{after.endpoint}/generate"
+            async with client.post(url, json=body(1), headers=BEARER) as reply:
+                assert reply.status == 401
+
+
+async def test_a_dead_engine_comes_back_with_base_weights(rundir: Path, models: Path) -> None:
+    async with running(rundir, models) as host:
+        with guarding(rundir):
+            await host.host.ensure(order())
+            status = await serving(host)
+            folder = RunDir(rundir).slot("slot-1")
+            record = read_json(folder.engine, EngineFile)
+            assert record is not None
+            attested = WeightsFile("run@1.1", "d", True, engine_started_ns=record.started_ns)
+            write_json(folder.weights, attested)
+            assert (await status_of(host)).version == "run@1.1"
+            os.kill(status.pids[0], signal.SIGKILL)
+
+            async def restarted() -> bool:
+                now = await status_of(host)
+                return now.restarts == 1 and now.state is EngineState.SERVING
+
+            await until(restarted, "the engine is restarted")
+            assert not folder.weights.exists()
+            # What a slow weight-sync still writes about the dead process counts for nothing.
+            write_json(folder.weights, attested)
+            assert (await status_of(host)).version == ""
+
+
+@pytest.mark.parametrize(
+    ("engine_class", "model", "text"),
+    [
+        ("warp-drive", "small", "it has fake"),
+        ("fake", "missing", "no model 'missing'"),
+        ("fake", "../models", "no folder name"),
+        ("fake", "", "no folder name"),
+    ],
+)
+async def test_an_order_that_cannot_work_says_why_and_is_not_retried(
+    rundir: Path, models: Path, engine_class: str, model: str, text: str
+) -> None:
+    import msgspec
+
+    wrong = msgspec.structs.replace(
+        order(),
+        engine=msgspec.structs.replace(order().engine, engine_class=engine_class, model=model),
+    )
+    async with running(rundir, models) as host:
+        await host.host.ensure(wrong)
+
+        async def failed() -> bool:
+            return (await status_of(host)).state is EngineState.FAILED
+
+        await until(failed, "the order fails")
+        status = await status_of(host)
+        assert status.reason == "BadEngine"
+        assert text in status.message
+        assert status.restarts == 0
+
+
+async def test_an_engine_that_cannot_start_reports_the_end_of_its_log(
+    rundir: Path, models: Path
+) -> None:
+    async with running(rundir, models) as host:
+        with guarding(rundir):
+            await host.host.ensure(order(no_such_flag="1"))
+
+            async def failed() -> bool:
+                return (await status_of(host)).state is EngineState.FAILED
+
+            await until(failed, "the engine ends")
+            assert "no-such-flag" in (await status_of(host)).message
+
+
+async def test_a_uid_that_leaves_the_run_directory_is_refused(rundir: Path, models: Path) -> None:
+    async with running(rundir, models) as host:
+        with pytest.raises(Refused, match="no plain name"):
+            await host.host.ensure(order(uid="../../etc"))
+
+
+async def test_ending_the_host_leaves_no_process(rundir: Path, models: Path) -> None:
+    async with running(rundir, models) as host:
+        with guarding(rundir):
+            await host.host.ensure(order())
+            pids = (await serving(host)).pids
+        began = time.monotonic()
+        assert await host.stop(0.0)
+        assert time.monotonic() - began < 60
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+async def test_metrics_and_health_answer_while_the_engine_stands_still(
+    rundir: Path, models: Path
+) -> None:
+    async with running(rundir, models) as host, aiohttp.ClientSession() as client:
+        await host.host.ensure(order())
+        base = f"http://127.0.0.1:{host.http_port}"
+        async with client.get(f"{base}/healthz") as reply:
+            assert reply.status == 200
+        async with client.get(f"{base}/metrics") as reply:
+            assert 'rose_host_engines{state="Starting"} 1.0' in await reply.text()
+
+
+async def test_the_engine_itself_listens_on_the_loopback_only(rundir: Path, models: Path) -> None:
+    async with running(rundir, models) as host, aiohttp.ClientSession() as client:
+        with guarding(rundir):
+            await host.host.ensure(order())
+            await serving(host)
+            record = read_json(RunDir(rundir).slot("slot-1").engine, EngineFile)
+            assert record is not None
+            assert record.url == f"http://127.0.0.1:{record.port}"
+            assert await generated(client, record.url) == 0
