@@ -104,6 +104,7 @@ def archive(say: Say = print) -> Path:
     key = _digest(repr([sys.version, sys.base_prefix, versions, _LINKS, _recipe()]))
     base = folder / f"base-{key}.tar"
     if not base.exists():
+        _forget(folder, "base-*.tar", keep=1)
         say("[cluster] making the image's base layer (once per set of versions)")
         _write_layer(base, lambda root: _fill_base(root, needed.values()))
     sources = code_files(checkout())
