@@ -42,6 +42,10 @@ def test_every_make_target_a_page_names_exists(page: str) -> None:
     assert not missing, f"{page} names {missing}"
 
 
+def test_nothing_compiled_is_tracked() -> None:
+    assert not [path for path in TRACKED if path.endswith((".pyc", ".so"))]
+
+
 def test_python_files_stay_readable() -> None:
     long = {
         path: lines
