@@ -1,4 +1,4 @@
-"""Reads safetensors files as bit patterns, without copying and without a tensor library.
+"""Reads and writes safetensors files as bit patterns, without copying and without a tensor library.
 
 numpy knows no bfloat16, and weights are bits here anyway: each tensor comes back as its dtype word,
 shape and a flat, memory-mapped array of unsigned integers.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from rose_core.delta.bits import Bits, number_format
 from rose_engines.errors import UnsupportedEngine
+from rose_engines.live import LiveTensor
 
 StoredTensor = tuple[str, tuple[int, ...], Bits]
 _LARGEST_HEADER = 100 << 20
@@ -62,6 +63,30 @@ def read_file(path: Path) -> Iterator[tuple[str, StoredTensor]]:
             )
     except (ValueError, KeyError, TypeError) as error:
         raise UnsupportedEngine(f"{path}: its header is damaged: {error}") from error
+
+
+def write_file(path: Path, tensors: Mapping[str, LiveTensor]) -> None:
+    """Write tensors to one file, tensor by tensor.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    header: dict[str, object] = {}
+    offset = 0
+    for name, tensor in tensors.items():
+        size = math.prod(tensor.shape) * number_format(tensor.dtype).width
+        header[name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(tensor.all_bits()).tobytes())
 
 
 def _bits(data: np.ndarray, kind: np.dtype) -> Bits:

@@ -24,6 +24,7 @@ from pathlib import Path
 from rose_core.delta.digest import Digest
 from rose_engines.errors import BrokenWeights, CommitRefused
 from rose_engines.live import Live, StagedUpdate, commit, digest_live, stage
+from rose_engines.safetensors import write_file
 from rose_engines.sglang.control import (
     Abort,
     Answer,
@@ -32,6 +33,8 @@ from rose_engines.sglang.control import (
     Call,
     Commit,
     Committed,
+    Export,
+    Exported,
     GetStatus,
     Refused,
     Stage,
@@ -172,6 +175,8 @@ class WeightSession:
                 return self.status()
             case Attest():
                 return self._attest()
+            case Export(path):
+                return self._export(Path(path))
             case _:
                 return self.status()
 
@@ -240,6 +245,13 @@ class WeightSession:
             pause_microseconds=(time.monotonic_ns() - started) // 1000,
             fenced_requests=fenced,
         )
+
+    def _export(self, path: Path) -> Exported:
+        try:
+            write_file(path, self._live)
+        except OSError as error:
+            raise CommitRefused("Aborted", f"cannot write {path}: {error}") from error
+        return Exported(self._version)
 
     def _attest(self) -> Attested:
         """Weights do not change meanwhile: commits come through this same thread."""

@@ -11,6 +11,7 @@ msgpack body. The same messages are answered by the real plugin (``plugin``) and
     Commit      Committed   swap it in at the next iteration boundary, attest, move the label
     Abort       Status      forget what is staged
     Attest      Attested    recompute the digest of all live weights now
+    Export      Exported    write the live weights to a file, to compare them bit by bit
     GetStatus   Status      what is live, what is staged
     any         Refused     nothing changed; the version before goes on serving
 """
@@ -67,6 +68,12 @@ class Attest(msgspec.Struct, frozen=True, tag=True):
     """Recompute every tile digest on the live weights."""
 
 
+class Export(msgspec.Struct, frozen=True, tag=True):
+    """Write the live weights to this file as safetensors, to compare them bit by bit."""
+
+    path: str
+
+
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
     """Ask for the status."""
 
@@ -112,6 +119,16 @@ class Attested(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
+class Exported(msgspec.Struct, frozen=True, tag=True):
+    """The live weights were written.
+
+    Attributes:
+        version: label of the weights in the file.
+    """
+
+    version: str
+
+
 class Status(msgspec.Struct, frozen=True, tag=True):
     """What the engine serves.
 
@@ -143,9 +160,9 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Call = Stage | Commit | Abort | Attest | GetStatus
-Answer = Staged | Committed | Attested | Status | Refused
-A = TypeVar("A", Staged, Committed, Attested, Status)
+Call = Stage | Commit | Abort | Attest | Export | GetStatus
+Answer = Staged | Committed | Attested | Exported | Status | Refused
+A = TypeVar("A", Staged, Committed, Attested, Exported, Status)
 
 _encoder = msgspec.msgpack.Encoder()
 _calls: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)
@@ -286,6 +303,15 @@ class ControlClient:
             EngineUnavailable: the engine died meanwhile.
         """
         return await self._ask(Attest(), Attested)
+
+    async def export(self, path: Path) -> Exported:
+        """Write the live weights to a safetensors file.
+
+        Raises:
+            CommitRefused: the file cannot be written.
+            EngineUnavailable: the engine died meanwhile.
+        """
+        return await self._ask(Export(str(path)), Exported)
 
     async def status(self) -> Status:
         """What is live and staged.

@@ -1,7 +1,8 @@
 """Real engines for tests: stock SGLang on CPU with a tiny model, ROSE's plugin inside.
 
-``real_engine`` is shared by every test that is marked ``engine``; whoever commits weights or closes
-the permit puts things back. Import the fixtures in a ``conftest.py`` to use them.
+``real_engine`` is shared by every test that is marked ``engine``: whoever closes its permit opens
+it again, and nobody counts on a certain weight version (a full bundle can always be committed).
+``start_engine`` gives a test an engine of its own, for half a minute of its time.
 """
 
 from __future__ import annotations
@@ -12,18 +13,23 @@ import socket
 import subprocess
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from rose_core.delta.bits import Bits
+from rose_core.delta.build import Builder, TensorSpec, table
+from rose_core.delta.codec import name_of
+from rose_core.delta.manifest import Manifest
+from rose_core.identity import WeightVersion
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_environment import engine_python, is_ready
-from rose_dev.models import make_named
+from rose_dev.models import Recipe, make_named, tensors
 from rose_engines.permit import Permit
 from rose_engines.sglang.arguments import Launch, command, environment
 
@@ -138,23 +144,70 @@ def _wait_ready(engine: RealEngine) -> None:
     while time.monotonic() < deadline:
         if engine.process.poll() is not None:
             pytest.fail(f"engine ended with {engine.process.returncode}:\n{engine.log_tail()}")
-        try:
-            with urllib.request.urlopen(f"{engine.url}/ready", timeout=5) as reply:
-                if reply.status == 200 and engine.control.exists():
-                    return
-        except (urllib.error.URLError, OSError):
-            pass
+        if engine.control.exists() and _answers(f"{engine.url}/ready"):
+            return
         time.sleep(0.25)
     pytest.fail(f"engine not ready after {READY_SECONDS} s:\n{engine.log_tail()}")
 
 
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:  # noqa: S310  # http to this machine
+            return bool(reply.status == 200)
+    except OSError:  # refused while starting; 503 is one too
+        return False
+
+
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     """Kill the engine's own session: launcher, scheduler, detokenizer."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait(30)
+
+
+State = dict[str, tuple[str, tuple[int, ...], Bits]]
+
+
+def state_of(recipe: Recipe) -> State:
+    """A small model's tensors as the weight format sees them: dtype word, shape, flat bits."""
+    import torch  # noqa: PLC0415  # slow to import, and most tests need none
+
+    return {
+        name: (
+            "BF16",
+            tuple(tensor.shape),
+            tensor.view(torch.int16).numpy().view(np.uint16).ravel(),
+        )
+        for name, tensor in tensors(recipe).items()
+    }
+
+
+def write_bundle(
+    folder: Path,
+    target: WeightVersion,
+    new: State,
+    base: tuple[WeightVersion, State] | None = None,
+) -> Manifest:
+    """Write a bundle that an engine can stage; full when no base is given."""
+    blocks = folder / "blocks"
+    blocks.mkdir(parents=True)
+
+    def keep(block: bytes) -> None:
+        (blocks / name_of(block).hex()).write_bytes(block)
+
+    entries = table(TensorSpec(name, *parts[:2]) for name, parts in new.items())
+    before = None
+    if base is not None:
+        bare = Builder(entries, None, keep)
+        for name in new:
+            bare.add(None, base[1][name][2], blocks=False)
+        before = bare.finish(base[0])
+    builder = Builder(entries, before, keep)
+    for name, (_, _, bits) in new.items():
+        builder.add(base[1][name][2] if base is not None else None, bits)
+    manifest = builder.finish(target)
+    (folder / "manifest.msgpack").write_bytes(manifest.encode())
+    return manifest
 
 
 @pytest.fixture(scope="session")
