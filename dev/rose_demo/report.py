@@ -1,0 +1,217 @@
+"""``report.html`` and ``summary.json``: pure functions of a recording and its findings.
+
+The page stands alone: inline SVG, no script, no font, no network. It says which figures come from a
+CPU stand-in, because two engines on one core prove the control path and not GPU interference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+
+from rose_demo.charts import all_charts
+from rose_demo.records import Recording
+from rose_demo.statistics import Attainment, Comparison
+from rose_demo.verdicts import Findings, Verdict, Word, of_event, show
+
+_MARKS = {Word.KEPT: "good", Word.BROKEN: "bad", Word.UNPROVEN: "muted"}
+UNKNOWN = "unknown"
+
+
+def summary(recording: Recording, findings: Findings) -> dict[str, Any]:
+    """The machine-readable result; ``verdicts`` maps each promise to its word."""
+    figures = asdict(findings)
+    verdicts = {verdict.promise: verdict.word.value for verdict in findings.verdicts}
+    evaluations = of_event(recording.training, "evaluation")
+    publishes = of_event(recording.training, "publish")
+    return figures | {
+        "verdicts": verdicts,
+        "evidence": {
+            verdict.promise: [f"{check.word}: {check.text}" for check in verdict.checks]
+            for verdict in findings.verdicts
+        },
+        "exit_code": findings.exit_code,
+        "requests": len(recording.requests),
+        "evaluation": dict(evaluations[-1]) if evaluations else None,
+        "versions_published": len(publishes),
+        "mean_changed_share": mean_changed_share(publishes),
+        "settings": msgspec.to_builtins(recording.settings),
+        "notes": recording.notes,
+    }
+
+
+def mean_changed_share(publishes: Sequence[Mapping[str, Any]]) -> float | None:
+    """Mean share of elements changed per version after the first, which is sent whole."""
+    shares = [float(record["changed_share"]) for record in publishes[1:]]
+    return sum(shares) / len(shares) if shares else None
+
+
+def page(recording: Recording, findings: Findings) -> str:
+    """The whole report."""
+    style = (files("rose_demo") / "report.css").read_text()
+    parts = [
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+        f"<title>ROSE demo</title><style>{style}</style></head><body><main>",
+        _header(recording),
+        "<section class='verdicts'>" + "".join(map(_verdict, findings.verdicts)) + "</section>",
+        _tiles(recording, findings),
+        *_figures(recording),
+        "<h2>Serving latency, lent against withheld</h2>",
+        _comparisons(findings.comparisons),
+        "<h2>Against the SLO</h2>",
+        _attainments(findings.attainments),
+        _story(recording),
+        _notes(recording),
+        "</main></body></html>",
+    ]
+    return "\n".join(parts)
+
+
+def _header(recording: Recording) -> str:
+    settings = recording.settings
+    return (
+        "<header><h1>ROSE demo</h1><p>Live traffic (a burst window of "
+        f"<b>{escape(settings.trace)}</b>) on two serving replicas for {settings.seconds:.0f} s; "
+        "one of them lent its idle time to a GRPO trainer's rollouts, the other never did. "
+        f"Crossover windows of {settings.window_s:.0f} s.</p>"
+        "<p class='label'>CPU stand-in: serving and rollout engine are real SGLang processes that "
+        "share one core. This shows signal, decision, stop, weights and accounting; it does not "
+        "show interference on a GPU.</p></header>"
+    )
+
+
+def _verdict(verdict: Verdict) -> str:
+    checks = "".join(
+        f"<li class='{_MARKS[check.word]}'>{escape(check.text)}</li>" for check in verdict.checks
+    )
+    return (
+        f"<article class='{_MARKS[verdict.word]}'><h3>{escape(verdict.promise)}</h3>"
+        f"<p class='word'>{verdict.word}</p><ul>{checks}</ul></article>"
+    )
+
+
+def tiles(recording: Recording, findings: Findings) -> list[tuple[str, str]]:
+    """(figure, what it is) for the row of large figures."""
+    evaluations = of_event(recording.training, "evaluation")
+    publishes = of_event(recording.training, "publish")
+    median = next((c for c in findings.comparisons if c.latency == "ttft"), None)
+    density = mean_changed_share(publishes)
+    last = evaluations[-1] if evaluations else None
+    return [
+        (_ratio(median), "TTFT p50, lent / withheld"),
+        (_number(findings.borrowed_tokens), "tokens harvested"),
+        (_number(findings.open_seconds, "{:.0f} s"), "device time used by rollouts"),
+        (_number(findings.borrowed_turn_share, "{:.0%}"), "of turns on borrowed engines"),
+        (
+            UNKNOWN if last is None else f"{last['frozen']:.2f} → {last['trained']:.2f}",
+            "reward on fixed tasks",
+        ),
+        (f"{len(publishes)}", f"versions, {_number(density, '{:.0%}')} of elements changed"),
+    ]
+
+
+def _ratio(comparison: Comparison | None) -> str:
+    if comparison is None or comparison.ratio is None:
+        return UNKNOWN
+    return f"{comparison.ratio.value:.2f} x"
+
+
+def _number(value: float | None, form: str = "{:,}") -> str:
+    return UNKNOWN if value is None else form.format(value)
+
+
+def _tiles(recording: Recording, findings: Findings) -> str:
+    cells = "".join(
+        f"<div><b>{escape(figure)}</b><span>{escape(text)}</span></div>"
+        for figure, text in tiles(recording, findings)
+    )
+    return f"<section class='tiles'>{cells}</section>"
+
+
+def _figures(recording: Recording) -> list[str]:
+    """Charts in rows of two; the caption of a row is that of its first chart."""
+    charts = all_charts(recording)
+    rows = [charts[i : i + 2] for i in range(0, len(charts), 2)]
+    return [
+        "<figure><div class='pair'>"
+        + "".join(svg for svg, _ in row)
+        + f"</div><figcaption>{escape(row[0][1])}</figcaption></figure>"
+        for row in rows
+    ]
+
+
+def _milliseconds(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value * 1e3:.1f}"
+
+
+def _comparisons(comparisons: Sequence[Comparison]) -> str:
+    head = (
+        "latency",
+        "lent ms (n)",
+        "withheld ms (n)",
+        "ratio",
+        "control replica",
+        "beyond the control",
+    )
+    rows = [
+        (
+            f"{c.latency.upper()} p{c.quantile * 100:.0f}",
+            f"{_milliseconds(c.lent_s)} ({c.lent_count})",
+            f"{_milliseconds(c.withheld_s)} ({c.withheld_count})",
+            show(c.ratio),
+            show(c.control),
+            show(c.excess),
+        )
+        for c in comparisons
+    ]
+    note = (
+        "<p class='note'>Ratios of quantiles with 95 % bootstrap intervals over requests that lie "
+        "whole inside one window. The control replica is never lent; its ratio over the same "
+        "windows is the machine's own noise.</p>"
+    )
+    return _table(head, rows) + note
+
+
+def _attainments(attainments: Mapping[str, Attainment]) -> str:
+    head = ("replica and windows", "requests", "within SLO", "TTFT at percentile ms", "TPOT ms")
+    rows = [
+        (
+            name,
+            str(a.count),
+            _number(a.met, "{:.1%}"),
+            _milliseconds(a.ttft_s),
+            _milliseconds(a.tpot_s),
+        )
+        for name, a in attainments.items()
+    ]
+    return _table(head, rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _story(recording: Recording) -> str:
+    if not recording.story:
+        return ""
+    return f"<h2>kubectl get servpool,rlease,rslot</h2><pre>{escape(recording.story)}</pre>"
+
+
+def _notes(recording: Recording) -> str:
+    settings = msgspec.to_builtins(recording.settings)
+    rows = [(name, str(value)) for name, value in {**recording.notes, **settings}.items()]
+    licence = (
+        "Traffic: Azure LLM inference trace 2023, Microsoft, CC-BY-4.0; "
+        "Patel et al., Splitwise, ISCA 2024."
+    )
+    return f"<h2>Run</h2>{_table(('name', 'value'), rows)}<p class='note'>{licence}</p>"
