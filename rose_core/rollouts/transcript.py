@@ -140,6 +140,14 @@ class Leg:
         if found:
             self.spans, self.placed, self.placed_text = found, len(self.ids), self._text
 
+    def allowed(self, exact: str) -> int:
+        """Placed tokens up to the first that ``exact``, when given, did not sample."""
+        if exact:
+            for span in self.spans:
+                if span.version != exact:
+                    return span.start
+        return self.placed
+
     @property
     def aborted(self) -> bool:
         """The engine ended the leg without finishing the turn."""
@@ -181,13 +189,13 @@ class Transcript:
             leg: ended for good; a later event of it must not be taken.
             exact: the only version the turn may be sampled by, or empty.
         """
-        keep = _allowed(leg, exact)
+        keep = leg.allowed(exact)
         whole = leg.complete and keep == len(leg.ids)
         self.tokens.extend(leg.ids[:keep])
         for name, values in leg.per_token.items():
             self.per_token.setdefault(name, []).extend(values[:keep])
         self.spans = joined((*self.spans, *shifted(cut(leg.spans, keep), leg.offset)))
-        self.text += leg.placed_text
+        self.text += leg.placed_text if keep == leg.placed else ""
         self.exact_text = self.exact_text and (whole or not leg.ids)
         self.legs.append(leg)
         return Folded(keep, len(leg.ids) - keep)
@@ -202,10 +210,3 @@ class Transcript:
         """Kinds of the engines that gave tokens, in order of first use."""
         return tuple(dict.fromkeys(leg.kind for leg in self.legs if leg.placed))
 
-
-def _allowed(leg: Leg, exact: str) -> int:
-    if exact:
-        for span in leg.spans:
-            if span.version != exact:
-                return span.start
-    return leg.placed

@@ -71,6 +71,7 @@ class Engine:
     Attributes:
         stream: which ATTACH stream speaks for it.
         gate_since: when the gate last opened or closed.
+        speed: as the router saw it; ``None`` before it saw any.
         fences: request ids whose abort the engine has not taken yet.
         reserved: turns placed here, in flight or about to be.
     """
@@ -80,7 +81,7 @@ class Engine:
     gate_since: float
     version: WeightVersion | None = None
     detached_at: float | None = None
-    speed: Speed = field(default_factory=Speed)
+    speed: Speed | None = None
     hazard: Hazard = field(default_factory=Hazard)
     legs: dict[str, LiveLeg] = field(default_factory=dict)
     fences: set[str] = field(default_factory=set)
@@ -105,8 +106,8 @@ class Engine:
         """Turns may be sent: the owner says so, and is there to say otherwise."""
         return self.update.gate_open and self.detached_at is None and not self.update.leaving
 
-    def view(self) -> EngineView:
-        """For placement."""
+    def view(self, usual: Speed) -> EngineView:
+        """For placement; ``usual`` is the speed to expect of an engine not seen working yet."""
         return EngineView(
             name=self.name,
             kind=self.kind,
@@ -117,7 +118,7 @@ class Engine:
             leaving=self.update.leaving,
             fencing=bool(self.fences),
             backing_off_until=self.backing_off_until,
-            speed=self.speed,
+            speed=self.speed or usual,
             hazard=self.hazard,
         )
 
@@ -143,6 +144,7 @@ class Fleet:
         self._clock = clock
         self._engines: dict[str, Engine] = {}
         self.head: WeightVersion | None = None
+        self.usual = Speed()
         self.changed = Signal()
 
     def __iter__(self) -> Iterator[Engine]:
@@ -157,7 +159,12 @@ class Fleet:
 
     def views(self) -> list[EngineView]:
         """All engines, for placement."""
-        return [engine.view() for engine in self._engines.values()]
+        return [engine.view(self.usual) for engine in self._engines.values()]
+
+    def saw(self, engine: Engine, learn: Callable[[Speed], Speed]) -> None:
+        """Learn the speed of one engine, and from it what to expect of those not seen yet."""
+        engine.speed = learn(engine.speed or self.usual)
+        self.usual = learn(self.usual)
 
     def has_room(self) -> bool:
         """Whether any engine is open and below its cap."""

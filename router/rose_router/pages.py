@@ -79,7 +79,7 @@ def _engine(service: Service, engine: Engine) -> dict[str, Any]:
         "lag": lag,
         "turns": engine.turns,
         "tokens": engine.tokens,
-        "step_milliseconds": round(engine.speed.step_seconds * 1000, 3),
+        "step_milliseconds": round(engine.speed.step_seconds * 1000, 3) if engine.speed else None,
         "closings_per_minute": round(engine.hazard.per_second * 60, 3),
         "pending_aborts": len(engine.fences),
         "backing_off_seconds": round(max(0.0, engine.backing_off_until - now), 3),

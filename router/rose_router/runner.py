@@ -167,15 +167,18 @@ class TurnRunner:
             turn.first_token_at = now
             metrics.FIRST_TOKEN_SECONDS.observe(now - turn.began)
 
-    @staticmethod
-    def _learn(engine: Engine, handle: LiveLeg, event: StreamEvent, new: int, now: float) -> None:
+    def _learn(
+        self, engine: Engine, handle: LiveLeg, event: StreamEvent, new: int, now: float
+    ) -> None:
         if not new or engine.gate_since > handle.last_event:
             return  # the gap holds a pause of the gate
         if handle.tokens:
-            engine.speed = engine.speed.saw_step((now - handle.last_event) / new)
+            step = (now - handle.last_event) / new
+            self._fleet.saw(engine, lambda speed: speed.saw_step(step))
             return
         uncached = event.meta.get("prompt_tokens", 0) - event.meta.get("cached_tokens", 0)
-        engine.speed = engine.speed.saw_first_token(now - handle.began, uncached)
+        waited = now - handle.began
+        self._fleet.saw(engine, lambda speed: speed.saw_first_token(waited, uncached))
 
     def _fold(self, turn: Turn, engine: Engine, leg: Leg) -> None:
         if leg.finish is None:
@@ -223,6 +226,8 @@ class TurnRunner:
     def _finish(turn: Turn, finish: Any) -> None:  # noqa: ANN401  # SGLang's JSON
         turn.check()
         turn.state, turn.finish = State.DONE, dict(finish)
+        if turn.finish["type"] == "length":
+            turn.finish["length"] = turn.held  # the engine counted its own leg only
 
     @staticmethod
     def _abort(turn: Turn, err_type: str, message: str, status: int | None = None) -> None:
