@@ -1,0 +1,166 @@
+"""One publisher's line of versions: compare with the state before, encode, send.
+
+Runs in the Publisher's thread. Holds the last durable state (a snapshot) and its manifest; both are
+replaced together, and only after the store has moved the head.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from rose_core.delta import Builder, Manifest, TensorEntry, name_of, table
+from rose_core.identity import WeightVersion
+from rose_trainer import metrics
+from rose_trainer.staging import Snapshot
+from rose_weights.messages import Description, VersionInfo
+from rose_weights.publishing import WeightsWriter
+
+
+@dataclass(frozen=True)
+class Published:
+    """What became of one version.
+
+    Attributes:
+        version: its identity.
+        step: the trainer's label.
+        digest: of the whole state; what engines attest.
+        changes, elements: elements whose bits changed, and all there are.
+        bytes: size of the blocks sent.
+        stall_seconds: time ``publish`` took; the rest happened in the background.
+        seconds: from the snapshot until it was durable.
+    """
+
+    version: WeightVersion
+    step: int
+    digest: str
+    changes: int
+    elements: int
+    bytes: int
+    stall_seconds: float
+    seconds: float
+
+
+@dataclass
+class Job:
+    """A snapshot on its way.
+
+    Attributes:
+        stall_seconds: what taking it cost the trainer.
+        taken: monotonic seconds when it was taken.
+    """
+
+    version: WeightVersion
+    step: int
+    snapshot: Snapshot
+    stall_seconds: float
+    taken: float
+
+
+class Line:
+    """Publishes jobs one after the other.
+
+    Args:
+        writer: the store.
+        opened: the run as the store described it when this incarnation was opened.
+        anchor: send the first version in full.
+        patience_seconds: how long the store may be away.
+    """
+
+    def __init__(
+        self, writer: WeightsWriter, opened: Description, *, anchor: bool, patience_seconds: float
+    ) -> None:
+        self._writer = writer
+        self._known = opened.versions
+        self._head = opened.head.version if opened.head else None
+        self._anchor = anchor
+        self._patience = patience_seconds
+        self._tensors: tuple[TensorEntry, ...] = ()
+        self._manifest: Manifest | None = None
+        self._before: Snapshot | None = None
+
+    async def publish(self, job: Job) -> tuple[Published, Snapshot | None]:
+        """Publish one job.
+
+        Returns:
+            What became of it, and the snapshot that is free again.
+
+        Raises:
+            WeightsError: the store refuses it, for good.
+            Unavailable: the store stayed away.
+        """
+        blocks: dict[bytes, bytes] = {}
+        began = time.monotonic()
+        manifest = self._encode(job, blocks)
+        encoded = time.monotonic()
+        await self._writer.publish(manifest, blocks, self._head, patience_seconds=self._patience)
+        done = time.monotonic()
+        metrics.ENCODE_SECONDS.observe(encoded - began)
+        metrics.SEND_SECONDS.observe(done - encoded)
+        metrics.CHANGED_RATIO.set(manifest.changes / max(manifest.elements, 1))
+        metrics.BYTES.inc(manifest.block_bytes)
+        metrics.VERSIONS.inc()
+        free, self._before = self._before, job.snapshot
+        self._head, self._manifest = manifest.target, manifest
+        return _published(job, manifest, done), free
+
+    def _encode(self, job: Job, blocks: dict[bytes, bytes]) -> Manifest:
+        if self._manifest is None or self._before is None:
+            return self._first(job, blocks)
+        builder = Builder(self._tensors, self._manifest, _keeper(blocks), job.snapshot.layout.tied)
+        for tensor in self._tensors:
+            builder.add(self._before.bits(tensor.name), job.snapshot.bits(tensor.name))
+        return builder.finish(job.version, job.step)
+
+    def _first(self, job: Job, blocks: dict[bytes, bytes]) -> Manifest:
+        self._tensors = table(job.snapshot.layout.specs)
+        bare = self._bare(job)
+        same = _latest(self._known, bare.digest)
+        if same is not None:
+            return msgspec.structs.replace(
+                bare, base=same.version, base_digest=same.digest, base_tiles=bare.tiles
+            )
+        if not self._anchor:
+            return bare
+        builder = Builder(self._tensors, None, _keeper(blocks), job.snapshot.layout.tied)
+        for tensor in self._tensors:
+            builder.add(None, job.snapshot.bits(tensor.name))
+        return builder.finish(job.version, job.step)
+
+    def _bare(self, job: Job) -> Manifest:
+        builder = Builder(self._tensors, None, _ignore, job.snapshot.layout.tied)
+        for tensor in self._tensors:
+            builder.add(None, job.snapshot.bits(tensor.name), blocks=False)
+        return builder.finish(job.version, job.step)
+
+
+def _latest(known: tuple[VersionInfo, ...], digest: str) -> VersionInfo | None:
+    """The last kept version with this digest."""
+    return next((version for version in reversed(known) if version.digest == digest), None)
+
+
+def _published(job: Job, manifest: Manifest, done: float) -> Published:
+    return Published(
+        version=job.version,
+        step=job.step,
+        digest=manifest.digest,
+        changes=manifest.changes,
+        elements=manifest.elements,
+        bytes=manifest.block_bytes,
+        stall_seconds=job.stall_seconds,
+        seconds=done - job.taken,
+    )
+
+
+def _keeper(blocks: dict[bytes, bytes]) -> Callable[[bytes], None]:
+    def keep(data: bytes) -> None:
+        blocks[name_of(data)] = data
+
+    return keep
+
+
+def _ignore(_data: bytes) -> None:
+    """A bare manifest emits nothing."""

@@ -1,0 +1,260 @@
+"""The Publisher: a trainer's weights to the store, stalling the trainer for one snapshot.
+
+``publish`` copies the tensors into a free staging buffer and returns the version's name; a thread
+compares the buffer with the state published before, encodes what changed, sends it and moves the
+head. The state before is overwritten only when the new version is durable, so a failed publish is
+simply tried again. With every buffer in use ``publish`` waits: the trainer never runs further ahead
+than the ring is long.
+
+States of a version here and what moves it on:
+
+| state | next | when |
+|---|---|---|
+| taken | encoded | the thread has compared it with the state before |
+| encoded | durable | the store has moved the head; its buffer becomes the state before |
+| taken, encoded | failed | fenced, refused, or the store stayed away: the publisher stops |
+
+The first version of an incarnation is full (``anchor=True``), so an engine can start from nothing.
+An engine that loaded the same model from disk attests the digest instead and transfers nothing.
+When the trainer resumed from a checkpoint that was published before, the digest says so, and the
+first version is an empty delta from that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from rose_core.identity import WeightVersion
+from rose_trainer import metrics
+from rose_trainer.errors import NotPublished, PublishFailed
+from rose_trainer.line import Job, Line, Published
+from rose_trainer.staging import Layout, Snapshot, Tensors, pairs
+from rose_weights.messages import Description
+from rose_weights.publishing import WeightsWriter
+from rose_wire.errors import Unavailable
+
+LOG = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Publishes one run.
+
+    Host memory: ``buffers + 1`` copies of the model and one version's blocks (about 1.3 bytes per
+    changed element; about 0.7 of the model for a full version).
+
+    Args:
+        address: ``host:port`` of the store.
+        run: the run's name, a DNS label.
+        token: the store's bearer token.
+        source: where ``publish`` takes tensors from when it is given none.
+        buffers: versions that may be on their way at once.
+        anchor: send the first version in full; without it only engines that already hold the first
+            version can follow.
+        dtype: cast floating-point tensors to this on the way, for trainers with FP32 masters.
+        name: who publishes, for people; the host and process by default.
+        patience_seconds: how long the store may be away before the publisher gives up.
+
+    Raises:
+        PublishFailed: the store cannot be reached or refuses.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        run: str,
+        *,
+        token: str = "",
+        source: Callable[[], Tensors] | None = None,
+        buffers: int = 2,
+        anchor: bool = True,
+        dtype: torch.dtype | None = None,
+        name: str = "",
+        patience_seconds: float = 1800.0,
+    ) -> None:
+        self._address = address
+        self._token = token
+        self._run = run
+        self._source = source
+        self._anchor = anchor
+        self._dtype = dtype
+        self._name = name or f"{socket.gethostname()}/{os.getpid()}"
+        self._patience = patience_seconds
+        self._buffers = buffers
+        self._layout: Layout | None = None
+        self._free: queue.Queue[Snapshot] = queue.Queue()
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._changed = threading.Condition()
+        self._done: dict[WeightVersion, Published] = {}
+        self._failure: BaseException | None = None
+        self._opened: Description | None = None
+        self._next = 0
+        self._thread = threading.Thread(target=self._work, name="rose-publisher", daemon=True)
+        self._thread.start()
+        self._await(lambda: self._opened is not None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self.close(drain=kind is None)
+
+    @property
+    def incarnation(self) -> int:
+        """This publisher's incarnation of the run."""
+        return self._opened.fence if self._opened else 0
+
+    @property
+    def head(self) -> WeightVersion | None:
+        """The run's head as this publisher last knew it; None before the first publish."""
+        with self._changed:
+            if self._done:
+                return next(reversed(self._done))
+        known = self._opened.head if self._opened else None
+        return known.version if known else None
+
+    def publish(self, step: int, tensors: Tensors | None = None) -> WeightVersion:
+        """Take a snapshot and publish it in the background.
+
+        Args:
+            step: the trainer's label for the version.
+            tensors: names and tensors; None asks the ``source``.
+
+        Returns:
+            The version; ``wait`` says when it is durable.
+
+        Raises:
+            BadState: tensors that cannot be published; nothing was taken.
+            PublishFailed: an earlier version could not be published.
+        """
+        began = time.monotonic()
+        state = self._tensors(tensors)
+        snapshot = self._buffer()
+        try:
+            snapshot.take(state)
+        except BaseException:
+            self._free.put(snapshot)
+            raise
+        version = WeightVersion(self._run, self.incarnation, self._next)
+        self._next += 1
+        stall = time.monotonic() - began
+        metrics.STALL_SECONDS.observe(stall)
+        metrics.WAITING.inc()
+        self._jobs.put(Job(version, step, snapshot, stall, time.monotonic()))
+        return version
+
+    def wait(self, version: WeightVersion, timeout_seconds: float | None = None) -> Published:
+        """Wait until a version is durable.
+
+        Raises:
+            NotPublished: not within ``timeout_seconds``.
+            PublishFailed: it never will be.
+        """
+        if version.incarnation != self.incarnation or not 0 <= version.sequence < self._next:
+            message = f"{version} was not published by this publisher ({self._run}@..)"
+            raise NotPublished(message)
+        if not self._await(lambda: version in self._done, timeout_seconds):
+            message = f"{version} was not durable after {timeout_seconds} s"
+            raise NotPublished(message)
+        return self._done[version]
+
+    def close(self, *, drain: bool = True) -> None:
+        """End the publisher.
+
+        Args:
+            drain: publish what has been taken first.
+
+        Raises:
+            PublishFailed: while draining, a version could not be published.
+        """
+        if drain and self._thread.is_alive() and self._next:
+            self.wait(WeightVersion(self._run, self.incarnation, self._next - 1))
+        self._jobs.put(None)
+        self._thread.join(timeout=30.0)
+
+    def _tensors(self, tensors: Tensors | None) -> Tensors:
+        state = tensors
+        if state is None:
+            if self._source is None:
+                message = "publish() was given no tensors and the publisher has no source"
+                raise ValueError(message)
+            state = self._source()
+        if self._layout is None:
+            state = list(pairs(state))
+            self._layout = Layout(state, self._dtype)
+            for _ in range(self._buffers + 1):
+                self._free.put(Snapshot(self._layout))
+        return state
+
+    def _buffer(self) -> Snapshot:
+        while True:
+            self._check()
+            try:
+                return self._free.get(timeout=0.2)
+            except queue.Empty:
+                continue
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            message = f"run {self._run!r} is no longer published: {self._failure}"
+            raise PublishFailed(message) from self._failure
+
+    def _await(self, ready: Callable[[], bool], timeout_seconds: float | None) -> bool:
+        with self._changed:
+            met = self._changed.wait_for(
+                lambda: ready() or self._failure is not None, timeout_seconds
+            )
+            if not ready():
+                self._check()
+            return met
+
+    def _work(self) -> None:
+        try:
+            asyncio.run(self._publish_all())
+        except BaseException as error:  # noqa: BLE001  # handed to the trainer's thread
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    async def _publish_all(self) -> None:
+        async with WeightsWriter(self._address, token=self._token) as writer:
+            opened = await self._open(writer)
+            with self._changed:
+                self._opened = opened
+                self._changed.notify_all()
+            line = Line(writer, opened, anchor=self._anchor, patience_seconds=self._patience)
+            # Waiting blocks this loop on purpose: it has nothing else to do, and a pool's thread
+            # would keep a trainer that never calls close() from ending.
+            while (job := self._jobs.get()) is not None:
+                published, before = await line.publish(job)
+                if before is not None:
+                    self._free.put(before)
+                metrics.WAITING.dec()
+                with self._changed:
+                    self._done[job.version] = published
+                    self._changed.notify_all()
+
+    async def _open(self, writer: WeightsWriter) -> Description:
+        deadline = time.monotonic() + min(self._patience, 60.0)
+        while True:
+            try:
+                return await writer.open(self._run, self._name)
+            except Unavailable:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(0.5)

@@ -1,0 +1,157 @@
+"""Snapshots of a model's tensors in host memory, as bit patterns.
+
+A ``Snapshot`` owns one buffer per tensor and is used again and again: taking one copies the
+tensors, nothing else, so the trainer stands still for one copy of the model. Tied tensors (one
+storage under several names) are taken once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from rose_core.delta import TensorSpec
+from rose_core.delta.bits import Bits
+from rose_trainer.errors import BadState
+
+Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+"""Hugging Face names and tensors, for example ``model.state_dict()``."""
+
+WORDS: dict[torch.dtype, str] = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Element types that can be published, as safetensors writes them."""
+
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Layout:
+    """Which tensors a model has; fixed for the life of a publisher.
+
+    Args:
+        tensors: the model's tensors, all alive at once (ties are seen by their storage).
+        dtype: when given, floating-point tensors are cast to it as they are copied.
+
+    Raises:
+        BadState: a tensor that cannot be published.
+    """
+
+    def __init__(
+        self, tensors: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
+    ) -> None:
+        self.dtype = dtype
+        self.tied: dict[str, str] = {}
+        specs: dict[str, TensorSpec] = {}
+        storages: dict[tuple[object, ...], str] = {}
+        for name, tensor in tensors:
+            _check(name, tensor)
+            place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+            first = storages.setdefault(place, name) if tensor.numel() else name
+            if first != name:
+                self.tied[name] = first
+                continue
+            word = WORDS.get(self.target(tensor))
+            if word is None:
+                message = f"{name} is {tensor.dtype}; publishable: {', '.join(WORDS.values())}"
+                raise BadState(message)
+            specs[name] = TensorSpec(name, word, tuple(tensor.shape))
+        if not specs:
+            message = "no tensors; pass model.state_dict() or pairs of name and tensor"
+            raise BadState(message)
+        self.specs = tuple(specs.values())
+        self._known = specs
+
+    def check(self, name: str, tensor: torch.Tensor) -> TensorSpec | None:
+        """The tensor's entry, None for a tied name.
+
+        Raises:
+            BadState: it is not the tensor this layout knows.
+        """
+        _check(name, tensor)
+        if name in self.tied:
+            return None
+        spec = self._known.get(name)
+        found = TensorSpec(name, WORDS.get(self.target(tensor), "?"), tuple(tensor.shape))
+        if spec is None or spec != found:
+            message = f"{name} is {found[1:]}, was {spec[1:] if spec else 'not there'} at first"
+            raise BadState(message)
+        return spec
+
+    def target(self, tensor: torch.Tensor) -> torch.dtype:
+        """Element type the tensor is published in."""
+        if self.dtype is not None and tensor.is_floating_point():
+            return self.dtype
+        return tensor.dtype
+
+
+class Snapshot:
+    """One copy of a model in host memory (pinned where the model is on a GPU)."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def take(self, tensors: Tensors) -> None:
+        """Copy every tensor; returns when all copies are complete.
+
+        Raises:
+            BadState: the tensors are not those of the layout.
+        """
+        missing = {spec.name for spec in self.layout.specs}
+        devices: set[torch.device] = set()
+        for name, tensor in pairs(tensors):
+            spec = self.layout.check(name, tensor)
+            if spec is not None:
+                missing.discard(name)
+                self._copy(name, tensor)
+                devices.add(tensor.device)
+        if missing:
+            message = f"{len(missing)} tensors are missing, first {min(missing)}"
+            raise BadState(message)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    def bits(self, name: str) -> Bits:
+        """A tensor's bits, flat; a view of the buffer."""
+        buffer = self._buffers[name]
+        flat = buffer.view(_SIGNED[buffer.element_size()]).reshape(-1).numpy()
+        return flat.view(np.dtype(f"u{buffer.element_size()}"))
+
+    def _copy(self, name: str, tensor: torch.Tensor) -> None:
+        buffer = self._buffers.get(name)
+        if buffer is None:
+            buffer = torch.empty(
+                tensor.shape,
+                dtype=self.layout.target(tensor),
+                pin_memory=tensor.is_cuda,
+            )
+            self._buffers[name] = buffer
+        buffer.copy_(tensor.detach(), non_blocking=True)
+
+
+def pairs(tensors: Tensors) -> Iterable[tuple[str, torch.Tensor]]:
+    """Names and tensors, whatever form they came in."""
+    return tensors.items() if isinstance(tensors, Mapping) else tensors
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    if hasattr(tensor, "to_local"):
+        message = f"{name} is a sharded DTensor; pass full tensors (tensor.full_tensor())"
+        raise BadState(message)
+    if tensor.is_meta or tensor.is_sparse:
+        message = f"{name} has no dense values ({tensor.layout}, {tensor.device})"
+        raise BadState(message)
