@@ -60,6 +60,13 @@ class Store:
             del self._objects[key]
             self._changed()
 
+    def forget(self, key: str) -> None:
+        """We deleted it ourselves; the watch event with its last version follows."""
+        known = self._objects.pop(key, None)
+        if known is not None:
+            self._bury(key, version_of(known))
+            self._changed()
+
     def replace(self, listed: Iterable[Raw], version: int) -> None:
         """These were all objects at this version; what is newer here stays."""
         present = {key_of(raw): raw for raw in listed}

@@ -5,12 +5,17 @@ Times are seconds of the operator's own monotonic clock, taken when a report arr
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from rose_core.wire.sync import ReplicaReport, SlotReport, SlotState, SyncRequest
 
 # Recent KV use: the weight of a new report; at a 2 s period half of the past is gone after 14 s.
 _WEIGHT = 0.1
+
+# Slow requests are judged over this window, in steps.
+_TALLY_WINDOW = 300.0
+_TALLY_STEP = 10.0
 
 
 @dataclass
@@ -31,6 +36,15 @@ class Node:
         }
 
 
+@dataclass(frozen=True)
+class Tally:
+    """Finished requests of a replica at one time, and those slower than the objective."""
+
+    at: float
+    requests: int
+    slow: int
+
+
 class Telemetry:
     """All nodes.
 
@@ -41,6 +55,8 @@ class Telemetry:
     def __init__(self, started: float) -> None:
         self.started = started
         self.nodes: dict[str, Node] = {}
+        self._tallies: dict[str, deque[Tally]] = {}
+        self._stopped_since: dict[str, float] = {}
 
     def record(self, request: SyncRequest, now: float) -> bool:
         """Take a report in.
@@ -51,6 +67,13 @@ class Telemetry:
         old = self.nodes.get(request.node)
         kv = _means(old.kv if old else {}, request.replicas)
         self.nodes[request.node] = Node(request, now, kv)
+        for replica in request.replicas:
+            self._tally(replica, now)
+        for slot in request.slots:
+            if slot.state is SlotState.STOPPED:
+                self._stopped_since.setdefault(slot.slot.uid, now)
+            else:
+                self._stopped_since.pop(slot.slot.uid, None)
         return old is None or _essence(old.request) != _essence(request)
 
     def silence(self, node: str, now: float) -> float:
@@ -62,6 +85,33 @@ class Telemetry:
         """Drop nodes that have been silent for too long."""
         for name in [name for name in self.nodes if self.silence(name, now) > after_seconds]:
             del self.nodes[name]
+        pods = {report.pod_uid for node in self.nodes.values() for report in node.request.replicas}
+        self._tallies = {uid: kept for uid, kept in self._tallies.items() if uid in pods}
+        slots = {uid for node in self.nodes.values() for uid in node.slots}
+        stopped = self._stopped_since
+        self._stopped_since = {uid: since for uid, since in stopped.items() if uid in slots}
+
+    def stopped_seconds(self, uid: str, now: float) -> float:
+        """How long the slot has been reported as stopped without a break."""
+        return now - self._stopped_since.get(uid, now)
+
+    def recent(self, pod_uid: str) -> tuple[int, int]:
+        """Finished and slow requests of a replica over the last minutes."""
+        kept = self._tallies.get(pod_uid)
+        if not kept:
+            return 0, 0
+        return kept[-1].requests - kept[0].requests, kept[-1].slow - kept[0].slow
+
+    def _tally(self, report: ReplicaReport, now: float) -> None:
+        kept = self._tallies.setdefault(report.pod_uid, deque())
+        new = Tally(now, report.requests_total, report.slow_requests_total)
+        if kept and (new.requests < kept[-1].requests or new.slow < kept[-1].slow):
+            kept.clear()  # the agent started anew and counts from zero
+        if len(kept) > 1 and now - kept[-2].at < _TALLY_STEP:
+            kept.pop()
+        kept.append(new)
+        while now - kept[0].at > _TALLY_WINDOW:
+            kept.popleft()
 
     def slot(self, uid: str, node: str) -> SlotReport | None:
         """The last report about a slot by its node's agent."""
@@ -84,5 +134,10 @@ def _essence(request: SyncRequest) -> object:
         (r.pod_uid, r.pool, r.ready, r.stopped, r.signal, r.verified, r.refusal, r.gpu_uuids)
         for r in request.replicas
     )
-    slots = tuple((s.slot, s.state, s.reason, s.version, s.digest) for s in request.slots)
+    slots = tuple((s.slot, calm(s.state), s.version, s.digest) for s in request.slots)
     return replicas, slots
+
+
+def calm(state: SlotState) -> SlotState:
+    """The guard stops and continues engines many times a second; only a long stop is news."""
+    return SlotState.RUNNING if state is SlotState.STOPPED else state

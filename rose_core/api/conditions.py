@@ -18,12 +18,18 @@ _MESSAGE_LIMIT = 1024
 
 @dataclass(frozen=True)
 class Statement:
-    """What the operator says now about one condition; ``holds`` None is Unknown."""
+    """What the operator says now about one condition; ``holds`` None is Unknown.
+
+    Attributes:
+        moving: the message holds figures that move all the time; it is kept while status and
+            reason stay, so that figures alone cause no write.
+    """
 
     type: ConditionType
     holds: bool | None
     reason: Reason
     message: str = ""
+    moving: bool = False
 
     @property
     def status(self) -> str:
@@ -48,11 +54,12 @@ def merge(
 
 def _one(old: Condition | None, said: Statement, generation: int, now: datetime) -> Condition:
     same = old is not None and old.status == said.status
+    keep = said.moving and same and old is not None and old.reason == said.reason
     return Condition(
         type=said.type,
         status=said.status,
         reason=said.reason,
-        message=said.message[:_MESSAGE_LIMIT],
+        message=old.message if keep and old else said.message[:_MESSAGE_LIMIT],
         last_transition_time=old.last_transition_time if same and old else timestamp(now),
         observed_generation=generation,
     )

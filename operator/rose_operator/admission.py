@@ -1,0 +1,156 @@
+"""What CEL cannot check: names that must exist, features this version lacks, who may borrow.
+
+Pure. Objects that cannot even be read as their kind (a CRD of another version, a hand that wrote
+past validation) become ``Unreadable`` and get their answer too, without stopping the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Generic, TypeVar
+
+from pydantic import ValidationError
+
+from rose_core.api import PoolMode, Reason, RolloutLease, RolloutSlot, ServingPool
+from rose_core.api.arguments import refusals
+from rose_core.api.servingpool import Compute, MemoryLimit, MemorySource
+from rose_operator.store import Raw, key_of
+
+KindT = TypeVar("KindT", ServingPool, RolloutLease, RolloutSlot)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an object is not accepted."""
+
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """An object that is no valid instance of its kind."""
+
+    raw: Raw
+    refusal: Refusal
+
+
+@dataclass(frozen=True)
+class Parsed(Generic[KindT]):
+    """Objects of one kind by key, and those that cannot be read."""
+
+    good: Mapping[str, KindT]
+    bad: tuple[Unreadable, ...]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What this installation offers to leases."""
+
+    stores: frozenset[str]
+    engine_classes: frozenset[str]
+
+
+def parse(kind: type[KindT], raws: Iterable[Raw]) -> Parsed[KindT]:
+    """Read raw objects; what is being deleted counts as gone."""
+    good: dict[str, KindT] = {}
+    bad: list[Unreadable] = []
+    for raw in raws:
+        if raw["metadata"].get("deletionTimestamp"):
+            continue
+        try:
+            good[key_of(raw)] = kind.model_validate(raw)
+        except ValidationError as error:
+            bad.append(Unreadable(raw, Refusal(Reason.INVALID_SPEC, _first(error))))
+    return Parsed(good, tuple(bad))
+
+
+def _first(error: ValidationError) -> str:
+    found = error.errors()[0]
+    return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
+
+
+def pool_refusal(pool: ServingPool) -> Refusal | None:
+    """Why the pool is not accepted, or None."""
+    unsupported = {
+        "compute: MPS": pool.spec.compute is Compute.MPS,
+        "memorySource: Elastic": pool.spec.memory_source is MemorySource.ELASTIC,
+        "memoryLimit: Driver": pool.spec.memory_limit is MemoryLimit.DRIVER,
+        "lending.maxPowerWatts": pool.spec.lending.max_power_watts is not None,
+    }
+    named = [field for field, asked in unsupported.items() if asked]
+    if not named:
+        return None
+    return Refusal(
+        Reason.FEATURE_NOT_SUPPORTED, f"not supported in this version: {', '.join(named)}"
+    )
+
+
+def lease_refusal(
+    lease: RolloutLease, pools: Mapping[str, ServingPool], offer: Offer, now: datetime
+) -> Refusal | None:
+    """Why the lease is not accepted, or None."""
+    return (
+        _expired(lease, now)
+        or _not_offered(lease, offer)
+        or _pool_says_no(lease, pools.get(lease.spec.pool_ref.key))
+    )
+
+
+def expiry(lease: RolloutLease) -> datetime | None:
+    """When the lease ends by itself."""
+    if lease.spec.lifetime_seconds is None:
+        return None
+    return created(lease) + timedelta(seconds=lease.spec.lifetime_seconds)
+
+
+def created(thing: ServingPool | RolloutLease | RolloutSlot) -> datetime:
+    """When the object was made."""
+    return datetime.fromisoformat(thing.metadata.creation_timestamp)
+
+
+def _expired(lease: RolloutLease, now: datetime) -> Refusal | None:
+    end = expiry(lease)
+    if end is None or now < end:
+        return None
+    text = f"its {lease.spec.lifetime_seconds} s ended at {end:%Y-%m-%dT%H:%M:%SZ}"
+    return Refusal(Reason.LEASE_EXPIRED, text)
+
+
+def _not_offered(lease: RolloutLease, offer: Offer) -> Refusal | None:
+    spec = lease.spec
+    if spec.gpus_per_slot > 1:
+        text = f"gpusPerSlot is {spec.gpus_per_slot}; this version lends one GPU per slot"
+        return Refusal(Reason.GPUS_PER_SLOT_NOT_SUPPORTED, text)
+    if spec.engine_class not in offer.engine_classes:
+        text = f"{spec.engine_class!r} is not offered; there are {_names(offer.engine_classes)}"
+        return Refusal(Reason.UNKNOWN_ENGINE_CLASS, text)
+    sentences = refusals(spec.engine_arguments)
+    if sentences:
+        return Refusal(Reason.ARGUMENT_NOT_ALLOWED, "; ".join(sentences))
+    if spec.weights.store_name not in offer.stores:
+        text = f"{spec.weights.store_name!r} is not known; there are {_names(offer.stores)}"
+        return Refusal(Reason.UNKNOWN_STORE, text)
+    return None
+
+
+def _pool_says_no(lease: RolloutLease, pool: ServingPool | None) -> Refusal | None:
+    if pool is None:
+        return Refusal(Reason.UNKNOWN_POOL, f"there is no pool {lease.spec.pool_ref.key}")
+    borrowers = pool.spec.lending.borrower_namespaces or (pool.metadata.namespace,)
+    if lease.metadata.namespace not in borrowers:
+        text = f"pool {pool.metadata.key} lends to {_names(borrowers)}"
+        return Refusal(Reason.NAMESPACE_NOT_ALLOWED, text)
+    refused = pool_refusal(pool)
+    if refused is not None:
+        return Refusal(Reason.POOL_NOT_ACCEPTED, f"pool {pool.metadata.key}: {refused.message}")
+    if pool.spec.mode is not PoolMode.LEND:
+        text = f"pool {pool.metadata.key} is in mode {pool.spec.mode}"
+        return Refusal(Reason.POOL_NOT_LENDING, text)
+    return None
+
+
+def _names(words: Iterable[str]) -> str:
+    return ", ".join(sorted(words)) or "none"

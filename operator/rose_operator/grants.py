@@ -1,0 +1,78 @@
+"""What an agent is told: its grants and the pools' policies, from memory alone (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rose_core.api import Desired, RolloutSlot, ServingPool
+from rose_core.identity import GrantKey, SlotKey
+from rose_core.wire.sync import EngineSpec, Grant, PoolPolicy, WeightSource
+from rose_operator.routers import attach_address, router_name
+from rose_operator.settings import Settings
+
+
+def grants_of(
+    node: str, slots: Iterable[RolloutSlot], term: int, settings: Settings
+) -> tuple[Grant, ...]:
+    """Every grant the node holds, by slot name.
+
+    A slot whose store is no longer on the platform's list gets no grant: nodes dial nothing else.
+    """
+    mine = (
+        slot
+        for slot in slots
+        if slot.spec.desired is Desired.LENT
+        and slot.spec.member.node == node
+        and slot.spec.weights.store_name in settings.stores
+    )
+    return tuple(
+        _grant(slot, term, settings) for slot in sorted(mine, key=lambda slot: slot.metadata.name)
+    )
+
+
+def _grant(slot: RolloutSlot, term: int, settings: Settings) -> Grant:
+    spec = slot.spec
+    router = router_name(spec.lease_ref.namespace, spec.lease_ref.name)
+    return Grant(
+        key=GrantKey(term, SlotKey(slot.metadata.uid, slot.metadata.generation)),
+        ttl_seconds=settings.grant_seconds,
+        slot_name=slot.metadata.name,
+        lease=spec.lease_ref.key,
+        pool=spec.pool_ref.key,
+        pod_uid=spec.member.pod_uid,
+        pod_name=spec.member.pod_name,
+        gpu_uuids=spec.member.gpu_uuids,
+        engine=EngineSpec(
+            engine_class=spec.engine.engine_class,
+            model=spec.engine.model,
+            arguments=dict(spec.engine.arguments),
+            context_tokens=spec.engine.context_tokens,
+            kv_tokens=spec.engine.kv_tokens,
+            max_running=spec.engine.max_running,
+        ),
+        weights=WeightSource(
+            endpoint=settings.stores[spec.weights.store_name],
+            run=spec.weights.run,
+            max_staleness=spec.weights.max_staleness_versions,
+        ),
+        router=attach_address(router, settings),
+        max_concurrent_turns=spec.engine.max_running,
+    )
+
+
+def policy_of(pool: ServingPool) -> PoolPolicy:
+    """What the agents need to protect the pool without the operator."""
+    spec = pool.spec
+    return PoolPolicy(
+        pool=pool.metadata.key,
+        mode=spec.mode,
+        labels=dict(spec.selector.match_labels),
+        port=spec.engine.port,
+        engine=spec.engine.kind,
+        ttft_milliseconds=(spec.slo.ttft_milliseconds or 0) if spec.slo else 0,
+        tpot_milliseconds=(spec.slo.tpot_milliseconds or 0) if spec.slo else 0,
+        percentile=spec.slo.percentile if spec.slo else 99,
+        max_increase_percent=spec.max_latency_increase_percent or 0,
+        allowed_signals=tuple(spec.allowed_signals),
+        memory_headroom_percent=spec.lending.memory_headroom_percent,
+    )

@@ -1,0 +1,46 @@
+"""``rose operator``: flags, logging, the process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+from lightkube import AsyncClient
+from lightkube.core.exceptions import ConfigError
+
+from rose_operator.api import FIELD_MANAGER
+from rose_operator.app import Operator
+from rose_operator.errors import ConfigurationError
+from rose_operator.settings import Settings, parse
+
+
+def main(argv: list[str]) -> int:
+    """Run the operator until a signal.
+
+    Returns:
+        0 after a signal, 1 when another operator took the lead, 2 when a flag is wrong.
+    """
+    try:
+        settings = parse(argv)
+    except ConfigurationError as error:
+        sys.stderr.write(f"rose operator: {error}\n")
+        return 2
+    logging.basicConfig(
+        level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    for noisy in ("kopf", "httpx", "httpcore"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    return asyncio.run(_run(settings))
+
+
+async def _run(settings: Settings) -> int:
+    try:
+        client = AsyncClient(field_manager=FIELD_MANAGER)
+    except ConfigError as error:
+        sys.stderr.write(f"rose operator: no cluster: {error}\n")
+        return 2
+    try:
+        return await Operator(settings, client).run()
+    finally:
+        await client.close()

@@ -1,0 +1,193 @@
+"""Router of a lease: one Deployment and one Service in ROSE's namespace, as pure functions.
+
+A lease's namespace must not own objects in ROSE's, so there is no owner reference: the operator
+deletes the routers of leases that are gone. The annotation with the manifest's hash tells whether
+anything must be written, whatever defaults the API server has filled in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from rose_core.api import GROUP, RolloutLease
+from rose_operator.api import MANAGED
+from rose_operator.settings import Settings
+from rose_operator.store import Raw
+
+HASH = f"{GROUP}/manifest-hash"
+LEASE = f"{GROUP}/lease"
+HTTP_PORT = 8000
+ATTACH_PORT = 7444
+_TOKEN_FOLDER = "/var/run/rose/token"  # noqa: S105  # a mount path
+_NAME_LIMIT = 63
+
+
+def router_name(lease_namespace: str, lease_name: str) -> str:
+    """Name of the Deployment and the Service; shortened with a hash where it would be too long."""
+    name = f"router-{lease_namespace}-{lease_name}".replace(".", "-")
+    ambiguous = "." in lease_name or "-" in lease_namespace
+    if len(name) <= _NAME_LIMIT and not ambiguous:
+        return name
+    # Two leases may spell the same joined name: a-b/c and a/b-c.
+    digest = hashlib.sha256(f"{lease_namespace}/{lease_name}".encode()).hexdigest()[:8]
+    return f"{name[: _NAME_LIMIT - 9].rstrip('-')}-{digest}"
+
+
+def router_url(name: str, namespace: str) -> str:
+    """The URL that trainers use."""
+    return f"http://{name}.{namespace}.svc:{HTTP_PORT}"
+
+
+def attach_address(name: str, settings: Settings) -> str:
+    """Where engine owners dial in."""
+    return f"{name}.{settings.namespace}.svc.{settings.cluster_domain}:{ATTACH_PORT}"
+
+
+def deployment(lease: RolloutLease, settings: Settings) -> Raw:
+    """The router's Deployment, extended by the installation's template."""
+    name = router_name(lease.metadata.namespace, lease.metadata.name)
+    labels = {"app.kubernetes.io/name": "rose-router", "app.kubernetes.io/instance": name}
+    template = settings.router_template
+    container = merge(_container(lease, settings), template.get("container", {}))
+    pod = merge(_pod(settings, container), template.get("podSpec", {}))
+    return _finished(
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": _metadata(name, lease, settings, labels),
+            "spec": {
+                "replicas": 1,
+                # Turns live in the router's memory; two of them would split a lease's queue.
+                "strategy": {"type": "Recreate"},
+                "selector": {"matchLabels": labels},
+                "template": {
+                    "metadata": {
+                        "labels": {**MANAGED, **labels, **template.get("podLabels", {})},
+                        "annotations": dict(template.get("podAnnotations", {})),
+                    },
+                    "spec": pod,
+                },
+            },
+        }
+    )
+
+
+def service(lease: RolloutLease, settings: Settings) -> Raw:
+    """The router's Service."""
+    name = router_name(lease.metadata.namespace, lease.metadata.name)
+    labels = {"app.kubernetes.io/name": "rose-router", "app.kubernetes.io/instance": name}
+    return _finished(
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": _metadata(name, lease, settings, labels),
+            "spec": {
+                "selector": labels,
+                "ports": [
+                    {"name": "http", "port": HTTP_PORT, "targetPort": "http"},
+                    {"name": "attach", "port": ATTACH_PORT, "targetPort": "attach"},
+                ],
+            },
+        }
+    )
+
+
+def is_current(wanted: Raw, live: Raw | None) -> bool:
+    """Whether the live object was written from this manifest."""
+    if live is None:
+        return False
+    annotations = live["metadata"].get("annotations") or {}
+    return bool(annotations.get(HASH) == wanted["metadata"]["annotations"][HASH])
+
+
+def is_ready(live: Raw | None) -> bool:
+    """Whether the router has a ready pod."""
+    return bool(live and (live.get("status") or {}).get("readyReplicas"))
+
+
+def merge(base: Any, extra: Any) -> Any:  # noqa: ANN401  # any YAML value
+    """Mappings merge key by key, lists are joined, anything else is replaced."""
+    if isinstance(base, dict) and isinstance(extra, dict):
+        return base | {
+            key: merge(base[key], extra[key]) if key in base else extra[key] for key in extra
+        }
+    if isinstance(base, list) and isinstance(extra, list):
+        return base + extra
+    return extra
+
+
+def _metadata(
+    name: str, lease: RolloutLease, settings: Settings, labels: dict[str, str]
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "namespace": settings.namespace,
+        "labels": {**MANAGED, **labels, "app.kubernetes.io/part-of": "rose"},
+        "annotations": {LEASE: lease.metadata.key},
+    }
+
+
+def _container(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
+    return {
+        "name": "router",
+        "image": settings.router_image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["rose", "router"],
+        "args": _arguments(lease),
+        "ports": [
+            {"name": "http", "containerPort": HTTP_PORT},
+            {"name": "attach", "containerPort": ATTACH_PORT},
+        ],
+        "readinessProbe": {
+            "httpGet": {"path": "/healthz", "port": "http"},
+            "periodSeconds": 2,
+        },
+        "livenessProbe": {
+            "httpGet": {"path": "/healthz", "port": "http"},
+            "periodSeconds": 10,
+            "timeoutSeconds": 5,
+            "failureThreshold": 6,
+        },
+        "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [{"name": "token", "mountPath": _TOKEN_FOLDER, "readOnly": True}],
+    }
+
+
+def _arguments(lease: RolloutLease) -> list[str]:
+    return [
+        f"--lease={lease.metadata.key}",
+        f"--http-address=0.0.0.0:{HTTP_PORT}",
+        f"--attach-address=0.0.0.0:{ATTACH_PORT}",
+        f"--token-file={_TOKEN_FOLDER}/token",
+        f"--max-staleness={lease.spec.weights.max_staleness_versions}",
+    ]
+
+
+def _pod(settings: Settings, container: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "serviceAccountName": settings.router_service_account,
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": 30,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 65532,
+            "runAsGroup": 65532,
+            "fsGroup": 65532,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": [{"name": "token", "secret": {"secretName": settings.token_secret}}],
+    }
+
+
+def _finished(manifest: Raw) -> Raw:
+    text = json.dumps(manifest, sort_keys=True)
+    manifest["metadata"]["annotations"][HASH] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return manifest

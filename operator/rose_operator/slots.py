@@ -1,0 +1,88 @@
+"""RolloutSlot manifests: what a loan, a release and a changed lease write."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from rose_core.api import (
+    Desired,
+    Member,
+    Reason,
+    RolloutLease,
+    RolloutSlot,
+    SlotSpec,
+)
+from rose_core.api.common import API_VERSION
+from rose_core.api.rolloutslot import LeaseReference, SlotEngine, SlotWeights
+from rose_operator.store import Raw
+
+_NAME_LIMIT = 63
+
+
+def slot_name(lease: RolloutLease, pod_uid: str) -> str:
+    """One name per lease and replica: making a slot twice makes it once."""
+    digest = hashlib.sha256(f"{lease.metadata.uid}/{pod_uid}".encode()).hexdigest()[:8]
+    head = f"{lease.metadata.namespace}-{lease.metadata.name}".replace(".", "-")
+    return f"{head[: _NAME_LIMIT - 9].rstrip('-')}-{digest}"
+
+
+def lent(lease: RolloutLease, member: Member, namespace: str) -> Raw:
+    """A new slot."""
+    spec = SlotSpec(
+        lease_ref=LeaseReference(
+            namespace=lease.metadata.namespace, name=lease.metadata.name, uid=lease.metadata.uid
+        ),
+        pool_ref=lease.spec.pool_ref,
+        members=(member,),
+        engine=_engine(lease),
+        weights=_weights(lease),
+    )
+    return _manifest(slot_name(lease, member.pod_uid), namespace, spec)
+
+
+def released(slot: RolloutSlot, reason: Reason) -> Raw:
+    """The slot, to be given back."""
+    changed = {"desired": Desired.RELEASED, "release_reason": str(reason)}
+    spec = slot.spec.model_copy(update=changed)
+    return _manifest(slot.metadata.name, slot.metadata.namespace, spec)
+
+
+def updated(slot: RolloutSlot, lease: RolloutLease) -> Raw | None:
+    """The slot after its lease changed, None when nothing differs."""
+    changed = {"engine": _engine(lease), "weights": _weights(lease)}
+    spec = slot.spec.model_copy(update=changed)
+    if spec == slot.spec:
+        return None
+    return _manifest(slot.metadata.name, slot.metadata.namespace, spec)
+
+
+def _engine(lease: RolloutLease) -> SlotEngine:
+    spec = lease.spec
+    return SlotEngine(
+        engine_class=spec.engine_class,
+        model=spec.model.name,
+        arguments=spec.engine_arguments,
+        context_tokens=spec.context_tokens,
+        kv_tokens=spec.kv_tokens,
+        max_running=spec.max_trajectories_per_slot,
+    )
+
+
+def _weights(lease: RolloutLease) -> SlotWeights:
+    weights = lease.spec.weights
+    return SlotWeights(
+        store_name=weights.store_name,
+        run=weights.run,
+        max_staleness_versions=weights.max_staleness_versions,
+    )
+
+
+def _manifest(name: str, namespace: str, spec: SlotSpec) -> Raw:
+    metadata: dict[str, Any] = {"name": name, "namespace": namespace}
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "RolloutSlot",
+        "metadata": metadata,
+        "spec": spec.as_dict(),
+    }

@@ -1,0 +1,117 @@
+"""kopf brings changes of the three kinds; a small watch of our own brings those of the routers.
+
+Both only feed the stores: handlers decide nothing, set no finalizer and write nothing. kopf does
+not tell what was deleted while a watch was down, so the stores are also filled by full listings:
+at the start, after an outage of the API server, and now and then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import kopf
+
+from rose_core.api import GROUP, VERSION
+from rose_operator.api import Api, Kind
+from rose_operator.errors import OperatorError
+from rose_operator.store import Raw, Store
+
+_log = logging.getLogger(__name__)
+_PLURALS = {Kind.POOL: "servingpools", Kind.LEASE: "rolloutleases", Kind.SLOT: "rolloutslots"}
+_LISTED = (*_PLURALS, Kind.DEPLOYMENT, Kind.SERVICE)
+
+
+class _Patient:
+    """Back-offs without an end: an API server that is down must not end the operator."""
+
+    def __iter__(self) -> Iterator[float]:
+        yield from (0.5, 1.0, 2.0)
+        while True:
+            yield 3.0
+
+
+async def list_all(api: Api, stores: dict[Kind, Store]) -> None:
+    """Fill every store from full listings.
+
+    Raises:
+        ApiUnavailable, ApiRefused: a listing failed; the others may have been taken over.
+    """
+    for kind in _LISTED:
+        items, version = await api.list(kind)
+        stores[kind].replace(items, version)
+
+
+def registry(stores: dict[Kind, Store], namespace: str) -> kopf.OperatorRegistry:
+    """Kopf's handlers: one event handler per kind."""
+    handlers = kopf.OperatorRegistry()
+    for kind, plural in _PLURALS.items():
+        _register(handlers, stores[kind], plural, namespace if kind is Kind.SLOT else None)
+
+    @kopf.on.login(registry=handlers)
+    def login(**kwargs: Any) -> kopf.ConnectionInfo | None:  # noqa: ANN401  # kopf's own signature
+        return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+
+    return handlers
+
+
+def _register(
+    handlers: kopf.OperatorRegistry, store: Store, plural: str, namespace: str | None
+) -> None:
+    @kopf.on.event(GROUP, VERSION, plural, registry=handlers, id=plural)
+    async def changed(event: kopf.RawEvent, **_: Any) -> None:  # noqa: ANN401  # kopf's signature
+        raw: Raw = dict(event["object"])
+        if namespace is not None and raw["metadata"].get("namespace") != namespace:
+            return
+        if event["type"] == "DELETED":
+            store.remove(raw)
+        else:
+            store.put(raw)
+
+
+def settings() -> kopf.OperatorSettings:
+    """Kopf without anything that writes, scans or gives up."""
+    chosen = kopf.OperatorSettings()
+    chosen.posting.enabled = False
+    chosen.scanning.disabled = True
+    chosen.peering.standalone = True
+    chosen.networking.error_backoffs = _Patient()
+    chosen.networking.connect_timeout = 5
+    chosen.watching.server_timeout = 300
+    chosen.watching.client_timeout = 330
+    chosen.watching.reconnect_backoff = 0.5
+    return chosen
+
+
+async def watch_kinds(stores: dict[Kind, Store], namespace: str, stop: asyncio.Event) -> None:
+    """Run kopf until told to stop; start it again if it ends by itself."""
+    while not stop.is_set():
+        try:
+            await kopf.operator(
+                registry=registry(stores, namespace),
+                settings=settings(),
+                clusterwide=True,
+                standalone=True,
+                stop_flag=stop,
+            )
+        except Exception as error:  # noqa: BLE001  # whatever ended kopf, watching must go on
+            _log.error("kopf ended: %r; starting it again", error)
+        await asyncio.sleep(1.0)
+
+
+async def watch_routers(api: Api, stores: dict[Kind, Store], kind: Kind) -> None:
+    """Follow the operator's Deployments or Services for ever."""
+    while True:
+        try:
+            items, version = await api.list(kind)
+            stores[kind].replace(items, version)
+            async for change, raw in api.watch(kind, version):
+                if change == "DELETED":
+                    stores[kind].remove(raw)
+                else:
+                    stores[kind].put(raw)
+        except OperatorError as error:
+            _log.warning("watch of %s: %s", kind.value, error)
+        await asyncio.sleep(2.0)
