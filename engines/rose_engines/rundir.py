@@ -82,6 +82,7 @@ class WeightsFile(msgspec.Struct, frozen=True, omit_defaults=True):
         history: versions committed, newest last.
         engine_started_ns: ``EngineFile.started_ns`` of the process this was attested on; another
             process of the same slot has base weights until weight-sync says otherwise.
+        broken: the engine said that an undo failed; the engine host restarts it.
     """
 
     version: str = ""
@@ -92,6 +93,7 @@ class WeightsFile(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
     history: tuple[str, ...] = ()
     engine_started_ns: int = 0
+    broken: bool = False
 
 
 @dataclass(frozen=True)

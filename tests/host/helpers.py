@@ -94,8 +94,10 @@ async def running(
 ) -> AsyncIterator[main.Running]:
     """A host inside this process."""
     arguments = main.parser().parse_args(
-        ["--rundir", str(rundir), "--models", str(models), "--engine-python", sys.executable]
-        + ["--data-port", "0", "--http-port", "0"]
+        [
+            *("--rundir", str(rundir), "--models", str(models)),
+            *("--engine-python", sys.executable, "--data-port", "0", "--http-port", "0"),
+        ]
     )
     started = await main.start(arguments, freezer or Freezer("signals", "for the test"))
     try:

@@ -17,25 +17,25 @@ RUNNING, STOPPING, STOPPED = TreeState.RUNNING, TreeState.STOPPING, TreeState.ST
 
 
 @pytest.mark.parametrize(
-    ("state", "may_run", "frozen", "now", "following", "action"),
+    ("state", "may_run", "frozen", "now", "expected"),
     [
-        (RUNNING, True, False, 5, RUNNING, Action.NONE),
-        (RUNNING, False, False, 5, STOPPING, Action.FREEZE),
-        (STOPPING, False, False, 5, STOPPING, Action.NONE),
-        (STOPPING, False, False, 200, STOPPING, Action.KILL),
-        (STOPPING, False, True, 5, STOPPED, Action.NONE),
-        (STOPPING, False, True, 200, STOPPED, Action.NONE),
-        (STOPPING, True, False, 5, RUNNING, Action.THAW),
-        (STOPPED, False, True, 5, STOPPED, Action.NONE),
-        (STOPPED, False, False, 5, STOPPING, Action.FREEZE),
-        (STOPPED, True, True, 5, RUNNING, Action.THAW),
+        (RUNNING, True, False, 5, (RUNNING, Action.NONE)),
+        (RUNNING, False, False, 5, (STOPPING, Action.FREEZE)),
+        (STOPPING, False, False, 5, (STOPPING, Action.NONE)),
+        (STOPPING, False, False, 200, (STOPPING, Action.KILL)),
+        (STOPPING, False, True, 5, (STOPPED, Action.NONE)),
+        (STOPPING, False, True, 200, (STOPPED, Action.NONE)),
+        (STOPPING, True, False, 5, (RUNNING, Action.THAW)),
+        (STOPPED, False, True, 5, (STOPPED, Action.NONE)),
+        (STOPPED, False, False, 5, (STOPPING, Action.FREEZE)),
+        (STOPPED, True, True, 5, (RUNNING, Action.THAW)),
     ],
 )
 def test_every_edge(
-    state: TreeState, may_run: bool, frozen: bool, now: int, following: TreeState, action: Action
+    state: TreeState, may_run: bool, frozen: bool, now: int, expected: tuple[TreeState, Action]
 ) -> None:
     tree, done = decide(Tree(state, 0), may_run=may_run, frozen=frozen, now_ns=now, limit_ns=100)
-    assert (tree.state, done) == (following, action)
+    assert (tree.state, done) == expected
 
 
 @pytest.mark.parametrize(

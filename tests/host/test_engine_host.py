@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 
 from rose_agent.host import freezers
+from rose_agent.host.errors import NoFreezer
+from rose_agent.host.process import start_ticks
 from rose_core.identity import SlotKey
 from rose_core.wire.host import (
     EngineState,
@@ -19,6 +22,7 @@ from rose_core.wire.host import (
     Holder,
     HostStatusRequest,
 )
+from rose_core.wire.sync import EngineSpec
 from rose_engines.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json
 from rose_wire.errors import Refused
 from rose_wire.rpc import call, connect
@@ -66,7 +70,7 @@ async def test_tokens_stop_when_the_permit_lapses_and_streams_survive(
 ) -> None:
     try:
         freezer = freezers.detect(driver, scope=str(rundir))  # type: ignore[arg-type]
-    except freezers.NoFreezer as error:
+    except NoFreezer as error:
         pytest.skip(f"needs root and a writable hierarchy: {error}")
     async with running(rundir, models, freezer) as host, aiohttp.ClientSession() as client:
         with guarding(rundir) as guard:
@@ -112,8 +116,8 @@ async def test_holders_are_a_set(rundir: Path, models: Path) -> None:
                 return (await status_of(host)).reason == ""
 
             await until(free, "nobody holds")
+            wrong = HoldEngine(SlotKey("slot-1", 2), Holder.GUARD, hold=True)
             with pytest.raises(Refused, match="no engine"):
-                wrong = HoldEngine(SlotKey("slot-1", 2), Holder.GUARD, hold=True)
                 await call(channel, HOLD, wrong, timeout=30)
             await channel.close()
 
@@ -202,12 +206,7 @@ async def test_a_dead_engine_comes_back_with_base_weights(rundir: Path, models: 
 async def test_an_order_that_cannot_work_says_why_and_is_not_retried(
     rundir: Path, models: Path, engine_class: str, model: str, text: str
 ) -> None:
-    import msgspec
-
-    wrong = msgspec.structs.replace(
-        order(),
-        engine=msgspec.structs.replace(order().engine, engine_class=engine_class, model=model),
-    )
+    wrong = msgspec.structs.replace(order(), engine=EngineSpec(engine_class, model))
     async with running(rundir, models) as host:
         await host.host.ensure(wrong)
 
@@ -249,7 +248,7 @@ async def test_ending_the_host_leaves_no_process(rundir: Path, models: Path) -> 
         began = time.monotonic()
         assert await host.stop(0.0)
         assert time.monotonic() - began < 60
-        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert not any(start_ticks(pid) for pid in pids)
 
 
 async def test_metrics_and_health_answer_while_the_engine_stands_still(

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from rose_agent.host import enter, freezers, groups
+from rose_agent.host import enter, freezers
 from rose_agent.host.errors import GroupError, NoFreezer
 from rose_agent.host.groups import SignalGroup, V1Group, V2Group, end, wait_for
 from rose_agent.host.mounts import locate, parse_membership, parse_mountinfo
@@ -40,8 +40,10 @@ class Tree:
         directory = self.freezer.prepare("tree")
         join = [] if directory is None else ["--procs", str(directory / "cgroup.procs")]
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", enter.__file__, *join, "--"]
-            + [sys.executable, "-c", COUNTER, str(folder / "count")],
+            [
+                *(sys.executable, "-I", "-S", enter.__file__, *join, "--"),
+                *(sys.executable, "-c", COUNTER, str(folder / "count")),
+            ],
             start_new_session=True,
         )
         self.group = self.freezer.group("tree", self.process.pid)
@@ -124,7 +126,7 @@ class Recorded:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: list[str] = []
         self.folder = folder
-        monkeypatch.setattr(groups.os, "kill", self._kill)
+        monkeypatch.setattr("rose_agent.host.groups.os.kill", self._kill)
 
     def _kill(self, pid: int, number: int) -> None:
         state = self.folder / "freezer.state"

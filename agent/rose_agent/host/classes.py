@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from rose_agent.host.launchers import EngineOrder, EngineProgram, Launcher
+import os
 
-# Where the fake engine answers when it is ready, as SGLang does.
+from rose_agent.host.launchers import EngineOrder, EngineProgram, Launcher
+from rose_engines.sglang.arguments import Launch, command, environment
+
+# Cheap, and no part of the engine's own work.
 _READY = "/ready"
 
 
@@ -25,4 +28,24 @@ def fake(order: EngineOrder) -> EngineProgram:
     )
 
 
-LAUNCHERS: dict[str, Launcher] = {"fake": fake}
+def sglang_cpu(order: EngineOrder) -> EngineProgram:
+    """Stock SGLang on CPU with ROSE's plugin.
+
+    Raises:
+        ArgumentRefused: an argument is outside the allow-list.
+    """
+    launch = Launch(
+        python=order.python,
+        model=order.model,
+        port=order.port,
+        permit=order.slot.permit,
+        plugin_socket=order.slot.plugin_socket,
+    )
+    return EngineProgram(
+        argv=tuple(command(order.spec, launch)),
+        environment=environment(launch, os.environ),
+        ready_path=_READY,
+    )
+
+
+LAUNCHERS: dict[str, Launcher] = {"fake": fake, "sglang-cpu": sglang_cpu}

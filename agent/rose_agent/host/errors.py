@@ -5,6 +5,7 @@ HostError
 ├── NoFreezer           the asked-for way to stop a tree is not available on this machine
 ├── BadEngine           the slot's engine cannot be started as asked; trying again does not help
 ├── NotReady            the engine's process runs but never became ready
+├── BrokenEngine        the engine's weights are broken; it is started anew
 ├── WrongGeneration     an older generation of a slot tried to act for a newer one
 └── UnknownSlot         no engine for this slot on this host
 """
@@ -28,6 +29,10 @@ class BadEngine(HostError):
 
 class NotReady(HostError):
     """The engine's process runs but never became ready."""
+
+
+class BrokenEngine(HostError):
+    """The engine's weights are broken (an undo failed); it is started anew."""
 
 
 class WrongGeneration(HostError):

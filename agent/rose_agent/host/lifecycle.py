@@ -4,7 +4,7 @@
 |----------|------------------------------------|---------------------------------------------|
 | Starting | ready path answers 200             | Serving                                     |
 | Starting | process ended, or too long running | Failed                                      |
-| Serving  | process ended                      | Failed                                      |
+| Serving  | process ended, or weights broken   | Failed                                      |
 | Failed   | back-off over                      | Starting                                    |
 | Failed   | the order itself cannot work       | stays Failed until a new order              |
 | any      | ``end``                            | Stopping -> Gone                            |
@@ -29,7 +29,7 @@ import msgspec
 from rose_agent.host import metrics, process
 from rose_agent.host.enforcement import TreeState
 from rose_agent.host.enforcer import Enforcer, Watched
-from rose_agent.host.errors import BadEngine, HostError, NotReady
+from rose_agent.host.errors import BadEngine, BrokenEngine, HostError, NotReady
 from rose_agent.host.freezers import Freezer
 from rose_agent.host.groups import end
 from rose_agent.host.launchers import (
@@ -202,6 +202,7 @@ class EngineLife:
             while not exited.done():
                 await asyncio.wait({exited}, timeout=1.0)
                 process.rotate(self.log)
+                self._check_weights()
                 if time.monotonic() - began > STABLE_SECONDS:
                     self._failures = 0
         finally:
@@ -275,6 +276,18 @@ class EngineLife:
                 return reply.status == 200
         return False
 
+    def _check_weights(self) -> None:
+        """An engine that could not undo a commit must not compute again.
+
+        Raises:
+            BrokenEngine: weight-sync has heard so from this very process.
+        """
+        weights = read_json(self.folder.weights, WeightsFile)
+        ours = weights is not None and weights.engine_started_ns == self._started_ns
+        if weights is not None and ours and weights.broken:
+            metrics.KILLED.labels(reason="BrokenWeights").inc()
+            raise BrokenEngine(weights.error)
+
     def _fail(self, spawned: process.Spawned) -> None:
         code = spawned.root.returncode
         tail = process.last_lines(self.log)
@@ -314,4 +327,4 @@ class EngineLife:
 def _reason_of(error: Exception) -> str:
     if isinstance(error, BadEngine | EngineError):
         return "BadEngine"
-    return "StartFailed"
+    return "BrokenWeights" if isinstance(error, BrokenEngine) else "StartFailed"

@@ -1,0 +1,247 @@
+"""Follows one slot: keeps its engine at the head of its run and says what is attested.
+
+One follower per engine process. It watches the head, asks ``decide`` what to do, does it through
+``plugin`` and ``rose_weights.client``, and writes ``weights.json``, from which engine host, guard
+and router learn which version may be used. Whatever fails, the version before goes on serving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose_agent.weightsync import metrics
+from rose_agent.weightsync.decide import (
+    QUARANTINE_REASONS,
+    Action,
+    Engine,
+    Head,
+    Progress,
+    Step,
+    decide,
+    failed,
+    lag,
+    succeeded,
+)
+from rose_agent.weightsync.errors import WrongDigest
+from rose_agent.weightsync.plugin import Plugin
+from rose_core.delta import Manifest
+from rose_core.wire.sync import WeightSource
+from rose_engines.errors import CommitRefused, EngineError, EngineUnavailable
+from rose_engines.rundir import SlotDir, WeightsFile, read_json, write_json
+from rose_weights.client import WeightsClient
+from rose_weights.errors import WeightsError
+from rose_wire.errors import WireError
+
+_log = logging.getLogger(__name__)
+
+_RECONNECT_SECONDS = 1.0
+_HISTORY = 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """What all followers share.
+
+    Attributes:
+        token: bearer token of the store.
+        attest_every_seconds: recompute the live digest that often.
+    """
+
+    token: str = ""
+    attest_every_seconds: float = 600.0
+    clock: Callable[[], float] = time.monotonic
+
+
+class Follower:
+    """One engine process and its run.
+
+    Args:
+        slot: the slot's part of the run directory.
+        source: endpoint and run.
+        engine_started_ns: which process of the slot this is.
+    """
+
+    def __init__(
+        self, slot: SlotDir, source: WeightSource, engine_started_ns: int, options: Options
+    ) -> None:
+        self._slot = slot
+        self._source = source
+        self._started_ns = engine_started_ns
+        self._options = options
+        self._plugin = Plugin(slot)
+        self._head: Head | None = None
+        self._head_error = ""
+        self._news = asyncio.Event()
+        self._progress = Progress()
+        self._written = _previous(slot, engine_started_ns)
+        self._history = self._written.history
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        store = WeightsClient(
+            self._source.endpoint, token=self._options.token, holder=self._slot.uid
+        )
+        watcher = asyncio.create_task(self._watch(store))
+        try:
+            while True:
+                self._news.clear()
+                wait = await self._round(store)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), wait)
+        finally:
+            watcher.cancel()
+            await asyncio.wait({watcher})
+            await self._plugin.close()
+            self._plugin.gate.close()
+            await store.close()
+
+    async def _round(self, store: WeightsClient) -> float:
+        """Look, decide, act; returns how long to wait for news."""
+        engine = await self._look()
+        now = self._options.clock()
+        step = decide(engine, self._head, self._progress, now, self._options.attest_every_seconds)
+        self._write(engine, step.error)
+        if step.action is Action.WAIT or engine is None:
+            return step.wait_seconds
+        try:
+            if step.action is Action.ATTEST:
+                await self._attest(engine)
+            else:
+                await self._pull(store, step)
+            self._progress = succeeded(self._options.clock())
+        except (EngineError, WeightsError, WireError, WrongDigest, OSError) as error:
+            self._fail(error)
+        self._write(await self._look(), "")
+        return 0.0 if self._progress.retry_at <= self._options.clock() else 0.05
+
+    async def _look(self) -> Engine | None:
+        """What is live; None while the engine does not answer."""
+        try:
+            engine = await self._plugin.look()
+        except EngineUnavailable:
+            return None
+        before = self._written
+        same = (before.version, before.digest) == (engine.label, engine.digest)
+        if self._progress == Progress() and before.attested and same:
+            # An earlier weight-sync has attested these very weights on this very process.
+            self._progress = succeeded(self._options.clock())
+        return engine
+
+    async def _attest(self, engine: Engine) -> None:
+        attested = await self._plugin.attest()
+        if attested.digest != engine.digest:
+            raise WrongDigest(
+                f"live weights of {attested.version} have digest {attested.digest}, "
+                f"the manifest says {engine.digest}"
+            )
+
+    async def _pull(self, store: WeightsClient, step: Step) -> None:
+        folder = self._slot.bundles / "next"
+        began = self._options.clock()
+        manifest = await store.pull(self._source.run, folder, have=step.have, digest=step.digest)
+        metrics.PULL_SECONDS.observe(self._options.clock() - began)
+        metrics.FETCHED_BYTES.inc(manifest.block_bytes)
+        try:
+            await self._commit(manifest, folder)
+        except CommitRefused as error:
+            if error.reason not in {"Busy", "NotStaged"}:
+                # Blocks that arrived are kept for the next attempt unless they are to blame.
+                await _discard(folder)
+            raise
+        await _discard(folder)
+
+    async def _commit(self, manifest: Manifest, folder: Path) -> None:
+        staged = await self._plugin.stage(folder)
+        metrics.STAGE_SECONDS.observe(staged.seconds)
+        committed = await self._plugin.commit(staged.version)
+        if committed.digest != manifest.digest:
+            raise WrongDigest(
+                f"{committed.version} was committed with digest {committed.digest}, "
+                f"the manifest says {manifest.digest}"
+            )
+        metrics.COMMITS.inc()
+        metrics.COMMIT_PAUSE_SECONDS.observe(committed.pause_microseconds / 1e6)
+        self._history = (*self._history, committed.version)[-_HISTORY:]
+        _log.info(
+            "%s: %s is live: %d elements changed, %d us pause",
+            *(self._slot.uid, committed.version, committed.changed_elements),
+            committed.pause_microseconds,
+        )
+
+    def _fail(self, error: Exception) -> None:
+        reason = error.reason if isinstance(error, CommitRefused) else type(error).__name__
+        if reason in QUARANTINE_REASONS and not self._progress.quarantined:
+            metrics.QUARANTINES.inc()
+        metrics.FAILURES.labels(reason=reason).inc()
+        _log.warning("%s: %s", self._slot.uid, error)
+        self._progress = failed(self._progress, reason, str(error), self._options.clock())
+
+    async def _watch(self, store: WeightsClient) -> None:
+        """Keep the head known; a store that is away costs nothing but news."""
+        while True:
+            try:
+                description = await store.describe(self._source.run)
+                if description.head is None:
+                    self._tell(f"run {self._source.run} has no published version yet")
+                async for info in store.watch(self._source.run):
+                    self._head = Head(info.version, info.digest)
+                    self._tell("")
+                self._tell("the store ended the watch")
+            except (WeightsError, WireError) as error:
+                self._tell(f"weight store {self._source.endpoint}: {error}")
+            await asyncio.sleep(_RECONNECT_SECONDS)
+
+    def _tell(self, error: str) -> None:
+        self._head_error = error
+        self._write(None, "")
+        self._news.set()
+
+    def _write(self, engine: Engine | None, error: str) -> None:
+        """Replace ``weights.json`` when it would say something new."""
+        known = self._known(engine)
+        served = known.version if known.attested else ""
+        content = WeightsFile(
+            version=known.version,
+            digest=known.digest,
+            attested=known.attested,
+            head=str(self._head.version) if self._head else "",
+            lag=lag(served, self._head),
+            error=error or self._progress.error or self._head_error,
+            history=self._history,
+            engine_started_ns=self._started_ns,
+            broken=engine is not None and engine.broken,
+        )
+        if content == self._written:
+            return
+        try:
+            write_json(self._slot.weights, content)
+        except OSError as problem:
+            _log.warning("%s: cannot write weights.json: %s", self._slot.uid, problem)
+            return
+        self._written = content
+
+    def _known(self, engine: Engine | None) -> WeightsFile:
+        """Version, digest and whether they are attested, of what is live."""
+        if self._progress.quarantined or (engine is not None and engine.broken):
+            return WeightsFile()
+        if self._progress.attested_at is not None and engine is not None:
+            return WeightsFile(engine.label, engine.digest, attested=True)
+        return self._written
+
+
+def _previous(slot: SlotDir, engine_started_ns: int) -> WeightsFile:
+    """What an earlier weight-sync has written about this process; empty for another process."""
+    before = read_json(slot.weights, WeightsFile)
+    same = before is not None and before.engine_started_ns == engine_started_ns
+    return before if before is not None and same else WeightsFile()
+
+
+async def _discard(folder: Path) -> None:
+    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)

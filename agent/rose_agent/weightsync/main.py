@@ -1,0 +1,138 @@
+"""``rose weight-sync``: bring weights to every engine of this node.
+
+Looks at the run directory twice a second and keeps one follower per engine process: a slot that
+appears, an engine that is restarted and a changed weight source each start a new one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rose_agent.metrics import REGISTRY
+from rose_agent.weightsync import metrics
+from rose_agent.weightsync.follower import Follower, Options
+from rose_core.wire.host import EnsureEngine
+from rose_core.wire.sync import WeightSource
+from rose_engines.rundir import EngineFile, RunDir, SlotDir, read_json
+from rose_wire import observability
+
+_log = logging.getLogger(__name__)
+_SCAN_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What one follower follows; anything else needs another one."""
+
+    slot: SlotDir
+    source: WeightSource
+    engine_started_ns: int
+
+
+def subjects(rundir: RunDir) -> frozenset[Subject]:
+    """Every engine process of the node whose order and record can be read."""
+    found = set()
+    for slot in rundir.all_slots():
+        order = read_json(slot.slot, EnsureEngine)
+        record = read_json(slot.engine, EngineFile)
+        if order is not None and record is not None:
+            found.add(Subject(slot, order.weights, record.started_ns))
+    return frozenset(found)
+
+
+@dataclass
+class Followers:
+    """The followers of a node."""
+
+    rundir: RunDir
+    options: Options
+    tasks: dict[Subject, asyncio.Task[None]] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        """Scan until cancelled."""
+        try:
+            while True:
+                await self.scan()
+                await asyncio.sleep(_SCAN_SECONDS)
+        finally:
+            await self._end(set(self.tasks))
+
+    async def scan(self) -> None:
+        """Start and end followers so that they match the run directory."""
+        wanted = await asyncio.to_thread(subjects, self.rundir)
+        crashed = {subject for subject, task in self.tasks.items() if task.done()}
+        await self._end((set(self.tasks) - wanted) | crashed)
+        for subject in wanted - set(self.tasks):
+            follower = Follower(
+                subject.slot, subject.source, subject.engine_started_ns, self.options
+            )
+            self.tasks[subject] = asyncio.create_task(follower.run())
+        metrics.FOLLOWED.set(len(self.tasks))
+
+    async def _end(self, gone: set[Subject]) -> None:
+        tasks = [self.tasks.pop(subject) for subject in gone]
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                _log.error("a follower ended: %s", outcome, exc_info=outcome)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The verb's arguments."""
+    made = argparse.ArgumentParser(prog="rose weight-sync", description=__doc__)
+    made.add_argument("--rundir", type=Path, default=Path("/run/rose"))
+    made.add_argument("--http-port", type=int, default=9104, help="metrics and health; 0 = any")
+    made.add_argument("--token-file", type=Path, help="bearer token of the weight store")
+    made.add_argument("--attest-seconds", type=float, default=600.0, help="0 = once per engine")
+    made.add_argument("--log-level", default="INFO")
+    return made
+
+
+async def serve(arguments: argparse.Namespace) -> int:
+    """Run until SIGTERM or SIGINT.
+
+    Returns:
+        Exit code.
+    """
+    token = arguments.token_file.read_text().strip() if arguments.token_file else ""
+    options = Options(token=token, attest_every_seconds=arguments.attest_seconds)
+    followers = Followers(RunDir(arguments.rundir).create(), options)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    pages, port = await observability.serve(
+        REGISTRY,
+        host="0.0.0.0",  # noqa: S104  # the kubelet probes by the node's address
+        port=arguments.http_port,
+    )
+    _log.info("ready: pages on port %d", port)
+    task = asyncio.create_task(followers.run())
+    await stop.wait()
+    task.cancel()
+    await asyncio.wait({task})
+    await pages.cleanup()
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    """Entry of the verb.
+
+    Returns:
+        0 ended as told, 1 failed.
+    """
+    arguments = parser().parse_args(argv)
+    logging.basicConfig(
+        level=arguments.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    try:
+        return asyncio.run(serve(arguments))
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"rose weight-sync: {error}\n")
+        return 1

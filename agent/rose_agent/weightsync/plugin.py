@@ -1,0 +1,146 @@
+"""Speak to an engine that may stand still at any moment.
+
+A stopped engine answers nothing, and that is no failure: deadlines here count only time in which
+the permit was open. One connection per engine process is kept, because a stopped engine accepts
+none. Next step: ``follower``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import TypeVar
+
+from rose_agent.weightsync.decide import Engine
+from rose_engines.errors import EngineUnavailable
+from rose_engines.permit import BadPermit, Permit
+from rose_engines.rundir import SlotDir
+from rose_engines.sglang.control import Attested, Committed, ControlClient, Staged
+
+T = TypeVar("T")
+
+_TICK_SECONDS = 0.05
+# Open time that one answer may take.
+ANSWER_SECONDS = 30.0
+STAGE_SECONDS = 600.0
+COMMIT_SECONDS = 5.0
+
+
+class Gate:
+    """Whether a slot's permit is open; a permit that is missing is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._permit: Permit | None = None
+
+    def is_open(self) -> bool:
+        """Look now."""
+        if self._permit is None:
+            try:
+                self._permit = Permit.attach(self._path, writable=False)
+            except (OSError, BadPermit):
+                return False
+        return self._permit.is_open(time.monotonic_ns())
+
+    async def opened(self) -> None:
+        """Wait until it is open."""
+        # The permit is memory that somebody else writes: there is nothing to be told by.
+        while not self.is_open():  # noqa: ASYNC110
+            await asyncio.sleep(_TICK_SECONDS)
+
+    def close(self) -> None:
+        """Unmap the permit."""
+        if self._permit is not None:
+            self._permit.detach()
+            self._permit = None
+
+    async def patiently(self, answer: Awaitable[T], seconds: float) -> T:
+        """Await an answer for ``seconds`` of open time.
+
+        Raises:
+            EngineUnavailable: none came in that time.
+        """
+        task = asyncio.ensure_future(answer)
+        left = seconds
+        try:
+            while left > 0:
+                done, _ = await asyncio.wait({task}, timeout=_TICK_SECONDS)
+                if done:
+                    return task.result()
+                left -= _TICK_SECONDS if self.is_open() else 0.0
+        finally:
+            task.cancel()
+        message = f"the engine's plugin did not answer in {seconds:.0f} s of open gate"
+        raise EngineUnavailable(message)
+
+
+class Plugin:
+    """The plugin of one engine process.
+
+    Args:
+        slot: where its socket and its permit are.
+    """
+
+    def __init__(self, slot: SlotDir) -> None:
+        self.gate = Gate(slot.permit)
+        self._socket = slot.plugin_socket
+        self._client: ControlClient | None = None
+
+    async def look(self) -> Engine:
+        """What is live.
+
+        Raises:
+            EngineUnavailable: the engine is starting, hangs or is gone.
+        """
+        client = await self._connected()
+        status = await self._ask(client.status(), ANSWER_SECONDS)
+        return Engine(status.version, status.digest, status.phase == "Broken")
+
+    async def stage(self, bundle: Path) -> Staged:
+        """Stage beside the serving engine.
+
+        Raises:
+            CommitRefused, EngineUnavailable: as ``ControlClient.stage``.
+        """
+        client = await self._connected()
+        return await self._ask(client.stage(bundle), STAGE_SECONDS)
+
+    async def commit(self, version: str) -> Committed:
+        """Commit at the next iteration boundary under an open permit.
+
+        Raises:
+            CommitRefused, EngineUnavailable: as ``ControlClient.commit``.
+        """
+        client = await self._connected()
+        await self.gate.opened()
+        return await self._ask(client.commit(version, COMMIT_SECONDS), 4 * COMMIT_SECONDS)
+
+    async def attest(self) -> Attested:
+        """Recompute the digest of the live weights.
+
+        Raises:
+            EngineUnavailable: as ``ControlClient.attest``.
+        """
+        client = await self._connected()
+        return await self._ask(client.attest(), STAGE_SECONDS)
+
+    async def close(self) -> None:
+        """Hang up; the next call connects again."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    async def _connected(self) -> ControlClient:
+        if self._client is None:
+            self._client = await ControlClient.connect(self._socket)
+        return self._client
+
+    async def _ask(self, answer: Awaitable[T], seconds: float) -> T:
+        try:
+            return await self.gate.patiently(answer, seconds)
+        except (EngineUnavailable, asyncio.CancelledError):
+            # An answer may still be under way: it must not be taken for the next one's.
+            await self.close()
+            raise
