@@ -108,7 +108,10 @@ class RealEngine:
 
 @contextmanager
 def start_engine(
-    folder: Path, model: str = "tiny-peaked", spec: EngineSpec | None = None
+    folder: Path,
+    model: str = "tiny-peaked",
+    spec: EngineSpec | None = None,
+    version: str = "base",
 ) -> Iterator[RealEngine]:
     """Start SGLang under a permit that is held open; end its whole process group afterwards."""
     path = make_named(model)
@@ -118,6 +121,7 @@ def start_engine(
         python=engine_python(),
         model=path,
         port=free_port(),
+        version=version,
         permit=folder / "permit",
         plugin_socket=folder / "plugin.sock",
     )

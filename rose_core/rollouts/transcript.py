@@ -19,6 +19,7 @@ from typing import Any
 
 from rose_core.rollouts.errors import BrokenStream
 from rose_core.rollouts.spans import Span, cut, joined, normal, shifted
+from rose_core.rollouts.versions import parse
 from rose_core.wire.routing import EngineKind
 
 # Lists that an engine returns with one entry per output token.
@@ -134,8 +135,10 @@ class Leg:
         if spans is None and event.finish is not None and event.label == self.version:
             # Labels only grow: one that is the same at both ends held all the time between.
             spans = [(self.version, 0, event.count)]
-        if spans is None:
-            return
+        if spans is None or not all(
+            version == self.version or parse(version) for version, *_ in spans
+        ):
+            return  # a label that is no version of ours was attested by nobody
         found = normal(spans, self.version, len(self.ids))
         if found:
             self.spans, self.placed, self.placed_text = found, len(self.ids), self._text
@@ -209,4 +212,3 @@ class Transcript:
     def kinds(self) -> tuple[EngineKind, ...]:
         """Kinds of the engines that gave tokens, in order of first use."""
         return tuple(dict.fromkeys(leg.kind for leg in self.legs if leg.placed))
-

@@ -132,10 +132,9 @@ class FakeServer:
             "cached_tokens": 0,
             "weight_version": version,
         }
-        if request.finish is not None:
-            meta["weight_versions"] = [
-                {"version": name, "start": start, "end": end} for name, start, end in request.spans
-            ] or [{"version": version, "start": 0, "end": 0}]
+        meta["weight_versions"] = [
+            {"version": name, "start": start, "end": end} for name, start, end in request.spans
+        ] or [{"version": version, "start": 0, "end": 0}]
         if wants_logprobs:
             pairs = zip(request.logprobs, request.output, strict=True)
             meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]

@@ -10,6 +10,8 @@ methods of the scheduler, by the framework's own registry:
 - before ``Scheduler.handle_generate_request``: put version and commit count into the request's
   prefix-cache key, so that no request reuses KV that older weights computed.
 
+A third hook tells the version spans of unfinished requests too (``spans``).
+
 Whatever is not as expected ends the process with a clear reason: an engine whose stop or weights
 cannot be trusted must not run. Next step: ``gate``, ``parameters``, ``rose_engines.session``.
 """
@@ -28,6 +30,7 @@ from rose_engines.errors import BrokenWeights, UnsupportedEngine
 from rose_engines.permit import BadPermit
 from rose_engines.safetensors import read_checkpoint
 from rose_engines.session import WeightSession
+from rose_engines.sglang import spans
 from rose_engines.sglang.arguments import PERMIT_VARIABLE, SOCKET_VARIABLE
 from rose_engines.sglang.control import ControlServer
 from rose_engines.sglang.gate import PermitGate
@@ -41,6 +44,7 @@ ADMISSION = "sglang.srt.managers.scheduler.Scheduler.handle_generate_request"
 _NEEDED = (
     BOUNDARY,
     ADMISSION,
+    spans.TARGET,
     "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
     "sglang.srt.managers.scheduler.Scheduler.collect_inflight_reqs",
 )
@@ -74,6 +78,7 @@ def register() -> None:
     hooks = SchedulerPlugin(Path(permit) if permit else None, Path(control) if control else None)
     HookRegistry.register(BOUNDARY, hooks.before_iteration, HookType.BEFORE)
     HookRegistry.register(ADMISSION, hooks.before_request, HookType.BEFORE)
+    HookRegistry.register(spans.TARGET, spans.around_accept, HookType.AROUND)
     _registered.append(hooks)
 
 

@@ -1,0 +1,52 @@
+"""Plays an engine's owner: keeps one ATTACH stream open and says what the test wants it to say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rose_core.wire.routing import EngineUpdate, RouterNote
+from rose_wire.rpc import connect, converse
+from rose_wire.services import ATTACH
+
+
+@dataclass
+class Owner:
+    """One stream; ``say`` sends a change."""
+
+    update: EngineUpdate
+    notes: list[RouterNote] = field(default_factory=list)
+    queue: asyncio.Queue[EngineUpdate] = field(default_factory=asyncio.Queue)
+
+    def say(self, **changes: object) -> None:
+        self.update = msgspec.structs.replace(self.update, **changes)
+        self.queue.put_nowait(self.update)
+
+
+@asynccontextmanager
+async def owner(port: int, update: EngineUpdate, token: str = "") -> AsyncIterator[Owner]:
+    """Attach an engine until the block ends; then the stream ends too."""
+    made = Owner(update)
+    made.queue.put_nowait(update)
+
+    async def updates() -> AsyncIterator[EngineUpdate]:
+        while True:
+            yield await made.queue.get()
+
+    channel = connect(f"127.0.0.1:{port}")
+
+    async def listen() -> None:
+        async for note in converse(channel, ATTACH, updates(), token=token):
+            made.notes.append(note)
+
+    task = asyncio.create_task(listen())
+    try:
+        yield made
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await channel.close()
