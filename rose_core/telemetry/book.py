@@ -78,6 +78,7 @@ class Book:
         self.health: Health | None = None
         self.heard_ns = 0
         self.mismatch_ns = 0
+        self.mismatched_since_ns = 0
         self.blind_ns = now_ns
         self.requests_total = 0
         self.tokens_total = 0
@@ -147,6 +148,9 @@ class Book:
             self.live.clear()
         if event.in_flight != len(self.live):
             self.mismatch_ns = now_ns
+            self.mismatched_since_ns = self.mismatched_since_ns or now_ns
+        else:
+            self.mismatched_since_ns = 0
 
     def forget(self, now_ns: int) -> None:
         """The tap is gone: nothing is known any more."""

@@ -157,3 +157,23 @@ def _without_tap(book: Book | None, fresh: list[Reading], doubt: Doubt) -> Servi
     if running == 0 and empty is None:
         running = 1  # a token counter moved although no request is shown
     return ServingSignal(reading.source, running, (), empty)
+
+
+def advance(before: Reading | None, source: SignalSource, figures: Figures, now_ns: int) -> Reading:
+    """Add one answer of a polled source to what it said before.
+
+    Any change of a token counter counts as work, because SGLang shows a request's prefill there
+    before it shows the request.
+    """
+    moved = before is not None and figures.activity != before.figures.activity
+    working = moved or (figures.running or 0) + (figures.waiting or 0) > 0
+    unknown_now = figures.running is None
+    busy = (before.busy_since_ns if before else None) or now_ns
+    idle = (before.idle_since_ns if before else None) or now_ns
+    return Reading(
+        source,
+        now_ns,
+        figures,
+        busy_since_ns=busy if working and not unknown_now else None,
+        idle_since_ns=idle if not working and not unknown_now else None,
+    )

@@ -3,7 +3,7 @@
 - ``main``: ``rose tap``; splits into an opener and a parser before any packet is read.
 - ``opener``: keeps the capabilities, enters namespaces, opens sockets, parses nothing.
 - ``parser``: has no capability and no network; reads packets, follows requests, tells the guard.
-- ``bpf``: the kernel filters. ``sockets``: packet sockets. ``frames``: what travels on ``tap.sock``.
+- ``bpf``: the kernel filters. ``sockets``: packet sockets. ``frames``: messages of ``tap.sock``.
 
 ``docs/guard.md`` says what the tap can and cannot see.
 """

@@ -1,0 +1,111 @@
+"""The guard's end of ``host.sock``: the engine host's list of engines, and orders to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rose_core.identity import SlotKey
+from rose_core.wire.host import (
+    EngineStatus,
+    EnsureEngine,
+    HoldEngine,
+    Holder,
+    HostStatusRequest,
+    StopEngine,
+)
+from rose_wire import rpc
+from rose_wire.errors import WireError
+from rose_wire.services import ENSURE, HOLD, STATUS, STOP
+
+_log = logging.getLogger(__name__)
+_STATUS_SECONDS = 0.25
+_CALL_SECONDS = 2.0
+ALIVE_NS = 2_000_000_000
+
+
+class HostLink:
+    """Connection to the engine host.
+
+    Args:
+        path: ``host.sock``.
+        on_status: called after every answered status call.
+    """
+
+    def __init__(self, path: Path, on_status: Callable[[], None]) -> None:
+        self._path = path
+        self._channel = rpc.connect(f"unix:{path}")
+        self._on_status = on_status
+        self._kick = asyncio.Event()
+        self.engines: dict[str, EngineStatus] = {}
+        self.answered_ns = 0
+
+    def alive(self, now_ns: int) -> bool:
+        """The host has answered lately."""
+        return bool(self.answered_ns) and now_ns - self.answered_ns < ALIVE_NS
+
+    def ask_soon(self) -> None:
+        """Ask for the status without waiting for the next turn."""
+        self._kick.set()
+
+    async def run(self) -> None:
+        """Poll the status until cancelled."""
+        try:
+            while True:
+                await self._poll()
+                try:
+                    await asyncio.wait_for(self._kick.wait(), _STATUS_SECONDS)
+                except TimeoutError:
+                    continue
+                self._kick.clear()
+                await asyncio.sleep(0.01)  # several wishes, one question
+        finally:
+            await self._channel.close()
+
+    async def _poll(self) -> None:
+        try:
+            status = await rpc.call(
+                self._channel, STATUS, HostStatusRequest(), timeout=_CALL_SECONDS
+            )
+        except WireError as error:
+            _log.debug("engine host: %s", error)
+            return
+        self.engines = {engine.slot.uid: engine for engine in status.engines}
+        self.answered_ns = time.monotonic_ns()
+        self._on_status()
+
+    async def ensure(self, order: EnsureEngine) -> None:
+        """Ask for an engine; the effect shows in the status.
+
+        Raises:
+            WireError: the host refused or did not answer.
+        """
+        await rpc.call(self._channel, ENSURE, order, timeout=_CALL_SECONDS)
+        self.ask_soon()
+
+    async def stop(self, slot: SlotKey, reason: str) -> None:
+        """Ask for an engine's end.
+
+        Raises:
+            WireError: the host refused or did not answer.
+        """
+        order = StopEngine(slot, reason)
+        await rpc.call(self._channel, STOP, order, timeout=order.deadline_seconds + _CALL_SECONDS)
+        self.ask_soon()
+
+    async def hold(self, slot: SlotKey, *, hold: bool) -> int:
+        """Hold or let go for the guard.
+
+        Returns:
+            Microseconds until every thread stood still, as the host measured them.
+
+        Raises:
+            WireError: the host refused or did not answer.
+        """
+        answer = await rpc.call(
+            self._channel, HOLD, HoldEngine(slot, Holder.GUARD, hold), timeout=_CALL_SECONDS
+        )
+        return answer.paused_microseconds

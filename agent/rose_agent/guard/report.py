@@ -1,0 +1,121 @@
+"""What the guard tells the operator in each ``Sync``."""
+
+from __future__ import annotations
+
+from rose_agent.guard.replica import Replica
+from rose_agent.guard.slot import Slot
+from rose_core.api.reasons import Reason
+from rose_core.guard.gate import Verdict
+from rose_core.guard.ladder import Rung
+from rose_core.guard.reasons import GateReason
+from rose_core.guard.slot import Phase
+from rose_core.telemetry.signal import Doubt
+from rose_core.wire.host import EngineState
+from rose_core.wire.sync import ReplicaReport, SlotReport, SlotState
+
+_REFUSALS: dict[GateReason, Reason] = {
+    GateReason.STOP_REQUESTED: Reason.STOP_REQUESTED,
+    GateReason.SERVING_GONE: Reason.SERVING_RESTARTED,
+    GateReason.SERVING_SETTLING: Reason.SERVING_RESTARTED,
+    GateReason.SERVING_NOT_READY: Reason.REPLICA_NOT_READY,
+    GateReason.BREAKER_OPEN: Reason.BREAKER_OPEN,
+}
+_DOUBTS: dict[Doubt, Reason] = {
+    Doubt.NO_SIGNAL: Reason.SIGNAL_MISSING,
+    Doubt.STALE: Reason.TELEMETRY_STALE,
+    Doubt.LOST: Reason.SIGNAL_MISSING,
+    Doubt.OPAQUE: Reason.SIGNAL_MISSING,
+    Doubt.UNVERIFIED: Reason.SIGNAL_NOT_VERIFIED,
+    Doubt.CONTRADICTED: Reason.SIGNAL_NOT_VERIFIED,
+}
+_FRESH_NS = 10_000_000_000
+
+
+def replica_report(
+    replica: Replica, verdict: Verdict, now_ns: int, *, host_alive: bool, lendable: int | None
+) -> ReplicaReport:
+    """One serving replica."""
+    signal = replica.signal(now_ns)
+    pod, counters = replica.pod, replica.counters
+    refusal = _REFUSALS.get(verdict.reason)
+    source = replica.lasting_source(now_ns)
+    if refusal is None and source is None and signal.doubt is not None:
+        refusal = _DOUBTS[signal.doubt]
+    if refusal is None and not host_alive:
+        refusal = Reason.ENGINE_HOST_UNAVAILABLE
+    if refusal is None and not pod.gpu_uuids:
+        refusal = Reason.NO_GPU
+    busy, elapsed = replica.book.busy_ns(now_ns), now_ns - counters.asked_ns
+    permille = None
+    if counters.asked_ns and signal.running is not None and elapsed > 0:
+        permille = min(1000, round(1000 * (busy - counters.busy_ns) / elapsed))
+    counters.busy_ns, counters.asked_ns = busy, now_ns
+    return ReplicaReport(
+        pool=pod.pool,
+        pod_namespace=pod.namespace,
+        pod_name=pod.name,
+        pod_uid=pod.uid,
+        gpu_uuids=pod.gpu_uuids,
+        ready=pod.ready,
+        stopped=verdict.reason is GateReason.STOP_REQUESTED,
+        signal=source,
+        verified=replica.verification.verified,
+        refusal=refusal.value if refusal else "",
+        running_requests=signal.running,
+        kv_used_permille=kv_permille(replica, now_ns),
+        busy_permille=permille,
+        lendable_bytes=lendable,
+        requests_total=counters.finished,
+        slow_requests_total=counters.slow,
+    )
+
+
+def kv_permille(replica: Replica, now_ns: int) -> int | None:
+    """KV use from the freshest source that tells it."""
+    known = [
+        r
+        for r in replica.readings.values()
+        if r.figures.kv_permille is not None and now_ns - r.read_ns < _FRESH_NS
+    ]
+    return max(known, key=lambda r: r.read_ns).figures.kv_permille if known else None
+
+
+def slot_report(slot: Slot) -> SlotReport | None:
+    """One slot; None when there is nothing to say about it."""
+    status, totals = slot.status, slot.totals
+    if slot.grant is not None:
+        key = slot.grant.key.slot
+    elif status is not None:
+        key = status.slot
+    else:
+        return None
+    return SlotReport(
+        slot=key,
+        state=slot_state(slot),
+        reason=(status.reason if status and status.reason else slot.verdict.reason.value),
+        message=(status.message if status and status.message else slot.message),
+        gate_open=slot.gate_open,
+        endpoint=status.endpoint if status else "",
+        version=status.version if status else "",
+        digest=status.digest if status else "",
+        lent_milliseconds=totals.lent_ns // 1_000_000,
+        open_milliseconds=totals.open_ns // 1_000_000,
+        harvested_tokens=totals.tokens,
+        reclaims=dict(totals.reclaims),
+    )
+
+
+def slot_state(slot: Slot) -> SlotState:
+    """The slot's state in the operator's words."""
+    status, machine = slot.status, slot.machine
+    if machine.phase is Phase.RELEASING or (status and status.state is EngineState.STOPPING):
+        return SlotState.RELEASING
+    if status is None or status.state is EngineState.GONE:
+        return SlotState.PENDING if slot.grant else SlotState.GONE
+    if status.state is EngineState.FAILED:
+        return SlotState.FAILED
+    if status.state is EngineState.STARTING:
+        return SlotState.STARTING
+    if not status.version:
+        return SlotState.SYNCING
+    return SlotState.RUNNING if machine.rung is Rung.NONE else SlotState.STOPPED

@@ -1,0 +1,381 @@
+"""One slot of the guard: its permit, its calls to the engine host, its stream to the router.
+
+``rose_core.guard.slot`` decides; this carries out. Closing the permit is a store to shared memory
+and happens inside the call that heard of the arrival; everything else runs behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from rose_agent.attach import Attachment
+from rose_agent.guard import freezer, metrics
+from rose_agent.guard.hostlink import HostLink
+from rose_agent.guard.recorder import Recorder
+from rose_core.guard.gate import Verdict
+from rose_core.guard.ladder import Action, LadderLimits, Order, Rung
+from rose_core.guard.reasons import GateReason
+from rose_core.guard.slot import EngineSeen, Phase, SlotMachine, SlotSeen, decide
+from rose_core.identity import SlotKey
+from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine
+from rose_core.wire.routing import EngineKind, EngineUpdate
+from rose_core.wire.sync import Grant
+from rose_engines.permit import BadPermit, Permit
+from rose_engines.rundir import SlotDir, read_json
+from rose_wire.errors import WireError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Totals:
+    """Integer accounting of one slot; nanoseconds."""
+
+    lent_ns: int = 0
+    open_ns: int = 0
+    last_ns: int = 0
+    tokens: int = 0
+    tokens_seen: int = 0
+    reclaims: dict[str, int] = field(default_factory=dict)
+
+
+class Slot:
+    """One slot on this node.
+
+    Args:
+        folder: its folder in the run directory.
+        host: link to the engine host.
+        recorder: flight recorder.
+        token: the installation's token, for the router.
+        on_change: called when something the loop should look at has changed.
+    """
+
+    def __init__(
+        self,
+        folder: SlotDir,
+        host: HostLink,
+        recorder: Recorder,
+        token: str,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.folder = folder
+        self.uid = folder.uid
+        self.machine = SlotMachine()
+        self.grant: Grant | None = None
+        self.verdict = Verdict(open=False, reason=GateReason.NOT_GRANTED)
+        self.totals = Totals(last_ns=time.monotonic_ns())
+        self.message = ""
+        self._host = host
+        self._recorder = recorder
+        self._token = token
+        self._on_change = on_change
+        self._limits = LadderLimits()
+        self._permit: Permit | None = None
+        self._inode = 0
+        self._looked_ns = 0
+        self._held: bool | None = None
+        self._want_hold: bool | None = None
+        self._hold_arrival_ns = 0
+        self._calls: dict[str, asyncio.Task[None]] = {}
+        self._attachment: Attachment | None = None
+        self._attach_task: asyncio.Task[None] | None = None
+        self._frozen = (0, False)
+        order = read_json(folder.slot, EnsureEngine)
+        self._data_token = order.token if order and order.token else secrets.token_urlsafe(24)
+
+    @property
+    def name(self) -> str:
+        """For people: the slot's name, or its uid."""
+        return self.grant.slot_name if self.grant else self.uid
+
+    @property
+    def status(self) -> EngineStatus | None:
+        """The host's last word about the engine."""
+        return self._host.engines.get(self.uid)
+
+    @property
+    def vanished(self) -> bool:
+        """Nothing is left to look after."""
+        return self.grant is None and self.machine.phase is Phase.ABSENT and self.status is None
+
+    # --- one step
+
+    def step(
+        self, verdict: Verdict, now_ns: int, *, granted: bool | None, arrival_ns: int = 0
+    ) -> None:
+        """Decide and carry out; ``arrival_ns`` is the request that made us look."""
+        self._attach_permit(now_ns)
+        self._account(now_ns)
+        seen = self._see(verdict, now_ns, granted)
+        before = self.machine
+        self.machine, actions = decide(before, seen, self._limits, now_ns)
+        self._note_gate(seen, now_ns)
+        for action in actions:
+            self._carry_out(action, now_ns, arrival_ns)
+        if self.machine.rung is not before.rung:
+            self._note_rung(now_ns)
+        if self._permit is not None:
+            self._permit.beat_guard(now_ns)
+        self._tell_router()
+
+    def _see(self, verdict: Verdict, now_ns: int, granted: bool | None) -> SlotSeen:
+        status = self.status
+        alive = self._host.alive(now_ns)
+        heartbeat = self._permit.host_age_ns(now_ns) if self._permit else None
+        engine = None
+        if status is not None:
+            needs_look = self._held is not True and self.machine.self_frozen
+            engine = EngineSeen(
+                status.state,
+                status.slot.generation,
+                held=self._held is True,
+                frozen=needs_look and freezer.frozen(self.folder),
+            )
+        processes = not alive and engine is None and freezer.exists(self.folder)
+        return SlotSeen(
+            granted=granted,
+            generation=self.grant.key.slot.generation if self.grant else 0,
+            verdict=verdict,
+            engine=engine,
+            host_alive=alive,
+            heartbeat_ns=heartbeat,
+            processes=processes,
+        )
+
+    def _carry_out(self, action: Action, now_ns: int, arrival_ns: int) -> None:
+        order = action.order
+        if order is Order.EXTEND:
+            if self._permit is not None:
+                self._permit.extend(action.until_ns)
+            return
+        if order is Order.CLOSE:
+            self._close(now_ns, arrival_ns)
+            return
+        metrics.ORDERS.labels(order.name.title()).inc()
+        self._recorder.note(now_ns, self.name, "order", order=order.name, reason=action.reason)
+        if order in {Order.HOLD, Order.LET_GO}:
+            self._hold(hold=order is Order.HOLD, arrival_ns=arrival_ns)
+        elif order is Order.FREEZE:
+            self.message = freezer.freeze(self.folder)
+        elif order is Order.KILL:
+            self.message = freezer.kill(self.folder)
+        elif order is Order.STOP:
+            self._call("stop", self._stop(action.reason))
+        elif order is Order.ENSURE:
+            self._call("ensure", self._ensure())
+
+    def _close(self, now_ns: int, arrival_ns: int) -> None:
+        if self._permit is None or not self._permit.until_ns:
+            return
+        self._permit.close_now()
+        if arrival_ns:
+            closed_ns = time.monotonic_ns()
+            metrics.CLOSE_SECONDS.observe((closed_ns - arrival_ns) / 1e9)
+            self._recorder.note(
+                now_ns, self.name, "closed", arrival=arrival_ns, after_ns=closed_ns - arrival_ns
+            )
+
+    # --- calls to the engine host, one of a kind at a time
+
+    def _call(self, kind: str, work: Coroutine[Any, Any, None]) -> None:
+        running = self._calls.get(kind)
+        if running is not None and not running.done():
+            work.close()
+            return
+        self._calls[kind] = asyncio.create_task(self._guarded(kind, work))
+
+    async def _guarded(self, kind: str, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except WireError as error:
+            self.message = f"{kind}: {error}"
+            _log.warning("slot %s: %s", self.name, self.message)
+        self._on_change()
+
+    async def _ensure(self) -> None:
+        grant = self.grant
+        if grant is None:
+            return
+        self._held = None
+        await self._host.ensure(
+            EnsureEngine(
+                slot=grant.key.slot,
+                slot_name=grant.slot_name,
+                engine=grant.engine,
+                weights=grant.weights,
+                gpu_uuids=grant.gpu_uuids,
+                token=self._data_token,
+            )
+        )
+
+    async def _stop(self, reason: GateReason) -> None:
+        await self._host.stop(self._key(), reason.value)
+
+    def _key(self) -> SlotKey:
+        status = self.status
+        if status is not None:
+            return status.slot
+        order = read_json(self.folder.slot, EnsureEngine)
+        if order is not None:
+            return order.slot
+        return self.grant.key.slot if self.grant else SlotKey(self.uid, 0)
+
+    def _hold(self, *, hold: bool, arrival_ns: int) -> None:
+        if self._want_hold is not hold:
+            self._want_hold = hold
+            self._held = None
+            self._hold_arrival_ns = arrival_ns
+        self._call("hold", self._hold_until_agreed())
+
+    async def _hold_until_agreed(self) -> None:
+        """Bring the host to the wanted side; a change of mind meanwhile is followed in order."""
+        while self._want_hold is not None and self._held is not self._want_hold:
+            wanted, arrival_ns = self._want_hold, self._hold_arrival_ns
+            paused_us = await self._host.hold(self._key(), hold=wanted)
+            now_ns = time.monotonic_ns()
+            if wanted is self._want_hold:
+                self._held = wanted
+            if wanted and arrival_ns:
+                metrics.STOP_SECONDS.observe((now_ns - arrival_ns) / 1e9)
+                self._recorder.note(
+                    now_ns,
+                    self.name,
+                    "stopped",
+                    arrival=arrival_ns,
+                    after_ns=now_ns - arrival_ns,
+                    paused_us=paused_us,
+                )
+
+    def forget_hold(self) -> None:
+        """The host may have been restarted: ask again before believing."""
+        self._held = None
+
+    # --- permit
+
+    def _attach_permit(self, now_ns: int) -> None:
+        if self._permit is not None and now_ns - self._looked_ns < 100_000_000:
+            return
+        self._looked_ns = now_ns
+        try:
+            inode = os.stat(self.folder.permit).st_ino  # noqa: PTH116  # hot path
+        except OSError:
+            self._detach_permit()
+            return
+        if self._permit is not None and inode == self._inode:
+            return
+        self._detach_permit()
+        try:
+            self._permit = Permit.attach(self.folder.permit)
+        except (OSError, BadPermit) as error:
+            self.message = str(error)
+            return
+        # A new permit means a new host process: what was agreed with the old one is void.
+        self._inode = inode
+        self._permit.close_now()
+        self.forget_hold()
+
+    def _detach_permit(self) -> None:
+        if self._permit is not None:
+            self._permit.close_now()
+            self._permit.detach()
+            self._permit = None
+
+    # --- bookkeeping
+
+    def _account(self, now_ns: int) -> None:
+        totals = self.totals
+        elapsed = max(0, now_ns - totals.last_ns)
+        totals.last_ns = now_ns
+        if self.grant is not None:
+            totals.lent_ns += elapsed
+            metrics.LENT_SECONDS.inc(elapsed / 1e9)
+        if self.computing(now_ns):
+            totals.open_ns += elapsed
+            metrics.OPEN_SECONDS.inc(elapsed / 1e9)
+        status = self.status
+        if status is not None:
+            grown = status.generated_tokens - totals.tokens_seen
+            totals.tokens += grown if grown >= 0 else status.generated_tokens
+            totals.tokens_seen = status.generated_tokens
+
+    def computing(self, now_ns: int) -> bool:
+        """The permit is open now."""
+        return self._permit is not None and self._permit.is_open(now_ns)
+
+    def _note_gate(self, seen: SlotSeen, now_ns: int) -> None:
+        verdict = seen.verdict if seen.granted else Verdict(False, GateReason.NOT_GRANTED)
+        before, self.verdict = self.verdict, verdict
+        if before.reason is verdict.reason and before.open == verdict.open:
+            return
+        paced = before.reason is GateReason.SLACK and verdict.reason is GateReason.SLACK
+        if not paced:
+            metrics.GATE_CHANGES.labels(verdict.reason.value).inc()
+        metrics.GATE_OPEN.labels(self.name).set(verdict.open)
+        self._recorder.note(
+            now_ns, self.name, "gate", open=verdict.open, reason=verdict.reason, duty=verdict.duty
+        )
+
+    def _note_rung(self, now_ns: int) -> None:
+        rung = self.machine.rung
+        if rung is not Rung.NONE:
+            name = rung.name.title()
+            self.totals.reclaims[name] = self.totals.reclaims.get(name, 0) + 1
+            metrics.RUNGS.labels(name).inc()
+        self._recorder.note(now_ns, self.name, "rung", rung=rung.name, reason=self.verdict.reason)
+
+    # --- router
+
+    @property
+    def gate_open(self) -> bool:
+        """Turns may be sent: open, or paced inside a control period."""
+        reason = self.verdict.reason
+        position = self.verdict.open or reason is GateReason.SLACK
+        return position and self.machine.rung is Rung.NONE
+
+    def _tell_router(self) -> None:
+        grant, status = self.grant, self.status
+        if grant is None:
+            if self._attachment is not None:
+                self._attachment.leave()
+            return
+        if not grant.router:
+            return
+        if self._attachment is None:
+            self._attachment = Attachment(grant.router, self._token)
+            self._attach_task = asyncio.create_task(self._attachment.run())
+        serving = status is not None and status.state is EngineState.SERVING
+        self._attachment.set(
+            EngineUpdate(
+                engine=grant.slot_name,
+                kind=EngineKind.BORROWED,
+                lease=grant.lease,
+                url=status.endpoint if status else "",
+                token=self._data_token,
+                pool=grant.pool,
+                gate_open=self.gate_open and serving,
+                cap=grant.max_concurrent_turns,
+                version=status.version if status and serving else "",
+                digest=status.digest if status and serving else "",
+                leaving=self.machine.phase is Phase.RELEASING,
+            )
+        )
+
+    async def detach(self) -> None:
+        """Leave the router and the permit (closed); the engine is the machine's business."""
+        self._detach_permit()
+        tasks = [t for t in (self._attach_task, *self._calls.values()) if t is not None]
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for gauge in (metrics.GATE_OPEN,):
+            with contextlib.suppress(KeyError):
+                gauge.remove(self.name)

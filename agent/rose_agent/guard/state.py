@@ -1,0 +1,33 @@
+"""``guard.json``: what the guard must know at once after a restart.
+
+The highest leader term it has obeyed (so that a deposed planner stays deposed) and the pool
+policies last heard (so that it protects serving before the operator answers).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+
+from rose_core.wire.sync import PoolPolicy
+from rose_engines.rundir import read_json, write_json
+
+
+class GuardFile(msgspec.Struct, frozen=True):
+    """Content of the file."""
+
+    highest_term: int = 0
+    pools: tuple[PoolPolicy, ...] = ()
+
+
+def load(path: Path) -> GuardFile:
+    """Read it; a missing or damaged file is an empty one."""
+    return read_json(path, GuardFile) or GuardFile()
+
+
+def save(path: Path, state: GuardFile) -> None:
+    """Write it; a full disk must not stop the guard, the next change tries again."""
+    with contextlib.suppress(OSError):
+        write_json(path, state)

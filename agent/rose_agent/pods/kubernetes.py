@@ -1,0 +1,257 @@
+"""This node's pods by list and watch over the Kubernetes API; its loss changes nothing.
+
+A small client over aiohttp: one list, then one watch, again from the list when the watch is too
+old or breaks. The last known pods stay valid while the API server is away, because tap, pidfds and
+cgroups speak for themselves. Credentials are the pod's service account, or ``--kube-url`` with
+``--kube-token-file`` outside a cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import logging
+import os
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from rose_agent.errors import ApiUnreachable, BadConfiguration
+from rose_agent.guard import metrics
+from rose_agent.pods.model import ServingPod
+from rose_agent.pods.processes import Found, scan
+from rose_core.wire.sync import PoolPolicy
+
+_log = logging.getLogger(__name__)
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+STOP_ANNOTATION = "rose-gpu.dev/stop"
+GPU_ANNOTATION = "rose-gpu.dev/gpus"
+_WATCH_SECONDS = 240
+_SCAN_SECONDS = 2.0
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Access:
+    """How to reach the API server; the token is read anew because it rotates."""
+
+    url: str
+    token_file: Path
+    ca_file: Path | None
+
+    @classmethod
+    def in_cluster(cls) -> Access:
+        """From the pod's service account.
+
+        Raises:
+            BadConfiguration: not in a cluster.
+        """
+        host = os.environ.get("KUBERNETES_SERVICE_HOST")
+        if not host or not (_ACCOUNT / "token").exists():
+            message = (
+                "not in a cluster: give --static-replicas FILE, or --kube-url and --kube-token-file"
+            )
+            raise BadConfiguration(message)
+        port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+        host = f"[{host}]" if ":" in host else host
+        return cls(f"https://{host}:{port}", _ACCOUNT / "token", _ACCOUNT / "ca.crt")
+
+
+class KubernetesPods:
+    """Pods of one node.
+
+    Args:
+        access: the API server.
+        node: this node's name.
+        on_change: called when a pod changed.
+        gpus: GPUs of a pod by its processes, for drivers that know them.
+        all_gpus: every GPU of the node, in order, for drivers that do not.
+    """
+
+    def __init__(
+        self,
+        access: Access,
+        node: str,
+        on_change: Callable[[], None],
+        gpus: Callable[[tuple[int, ...]], tuple[str, ...]],
+        all_gpus: Callable[[], tuple[str, ...]],
+    ) -> None:
+        self._access = access
+        self._node = node
+        self._on_change = on_change
+        self._gpus = gpus
+        self._all_gpus = all_gpus
+        self._pods: dict[str, Json] = {}
+        self._found: dict[str, list[Found]] = {}
+        self._scanned = 0.0
+        self._synced = False
+        self._version = ""
+
+    @property
+    def synced(self) -> bool:
+        """The first list has been answered."""
+        return self._synced
+
+    def pods(self, policies: Sequence[PoolPolicy]) -> dict[str, ServingPod]:
+        """Pods that a pool's labels select."""
+        chosen = {
+            uid: (pod, policy)
+            for uid, pod in self._pods.items()
+            if (policy := _policy_of(pod, policies)) is not None
+        }
+        now = asyncio.get_running_loop().time()
+        if now - self._scanned > _SCAN_SECONDS or set(chosen) - set(self._found):
+            self._scanned = now
+            self._found = scan(chosen)
+        spread = self._spread(sorted(chosen, key=lambda uid: _age(chosen[uid][0])))
+        return {
+            uid: self._describe(pod, policy, spread.get(uid, ()))
+            for uid, (pod, policy) in chosen.items()
+        }
+
+    def _spread(self, uids: list[str]) -> dict[str, tuple[str, ...]]:
+        """One GPU for each pod in order of age, where nobody can know better."""
+        return {uid: (gpu,) for uid, gpu in zip(uids, self._all_gpus(), strict=False)}
+
+    def _describe(self, pod: Json, policy: PoolPolicy, spread: tuple[str, ...]) -> ServingPod:
+        meta, status = pod["metadata"], pod.get("status", {})
+        found = self._found.get(meta["uid"], [])
+        serving = [f for f in found if f.first or f.scheduler]
+        annotations = meta.get("annotations") or {}
+        written = tuple(filter(None, annotations.get(GPU_ANNOTATION, "").split(",")))
+        gpus = written or self._gpus(tuple(f.pid for f in found)) or spread
+        ready, since = _ready(status)
+        return ServingPod(
+            uid=meta["uid"],
+            namespace=meta["namespace"],
+            name=meta["name"],
+            pool=policy.pool,
+            address=status.get("podIP", ""),
+            port=policy.port,
+            instance=_instance(status),
+            ready=ready,
+            ready_since_s=since,
+            restarted=any(c.get("restartCount", 0) for c in status.get("containerStatuses", [])),
+            stopped=annotations.get(STOP_ANNOTATION, "").lower() == "true",
+            pid=serving[0].pid if serving else 0,
+            pids=tuple(sorted(f.pid for f in serving)),
+            gpu_uuids=gpus,
+        )
+
+    def scheduler(self, uid: str) -> int:
+        """Pid of the pod's SGLang scheduler, 0 when it is not visible."""
+        return next((f.pid for f in self._found.get(uid, []) if f.scheduler), 0)
+
+    # --- list and watch
+
+    async def run(self) -> None:
+        """List and watch until cancelled."""
+        context = ssl.create_default_context(
+            cafile=str(self._access.ca_file) if self._access.ca_file else None
+        )
+        connector = aiohttp.TCPConnector(ssl=context)
+        pause = 0.5
+        async with aiohttp.ClientSession(connector=connector) as session:
+            while True:
+                try:
+                    await self._list(session)
+                    while True:
+                        await self._watch(session)
+                        pause = 0.5
+                except (ApiUnreachable, aiohttp.ClientError, TimeoutError, OSError) as error:
+                    metrics.API_ERRORS.inc()
+                    _log.info("pods of %s: %s", self._node, error)
+                await asyncio.sleep(pause)
+                pause = min(10.0, pause * 2)
+
+    async def _list(self, session: aiohttp.ClientSession) -> None:
+        async with session.get(**self._request(), timeout=aiohttp.ClientTimeout(total=15)) as got:
+            body = await self._answer(got)
+        self._version = body["metadata"]["resourceVersion"]
+        self._pods = {pod["metadata"]["uid"]: pod for pod in body["items"]}
+        self._synced = True
+        self._on_change()
+
+    async def _watch(self, session: aiohttp.ClientSession) -> None:
+        more = {
+            "watch": "1",
+            "resourceVersion": self._version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(_WATCH_SECONDS),
+        }
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_WATCH_SECONDS + 30)
+        async with session.get(**self._request(more), timeout=timeout) as answer:
+            if answer.status != 200:
+                await self._answer(answer)
+            buffer = b""
+            async for piece in answer.content.iter_any():
+                *lines, buffer = (buffer + piece).split(b"\n")
+                for line in filter(None, lines):
+                    self._event(msgspec.json.decode(line))
+
+    def _event(self, event: Json) -> None:
+        kind, pod = event["type"], event["object"]
+        if kind == "ERROR":
+            raise ApiUnreachable(f"watch ended: {pod.get('message', 'unknown')}")
+        self._version = pod["metadata"]["resourceVersion"]
+        if kind == "BOOKMARK":
+            return
+        if kind == "DELETED":
+            self._pods.pop(pod["metadata"]["uid"], None)
+        else:
+            self._pods[pod["metadata"]["uid"]] = pod
+        self._on_change()
+
+    def _request(self, more: dict[str, str] | None = None) -> dict[str, Any]:
+        return {
+            "url": f"{self._access.url}/api/v1/pods",
+            "params": {"fieldSelector": f"spec.nodeName={self._node}", **(more or {})},
+            "headers": {"Authorization": f"Bearer {self._access.token_file.read_text().strip()}"},
+        }
+
+    async def _answer(self, answer: aiohttp.ClientResponse) -> Json:
+        if answer.status != 200:
+            text = (await answer.text())[:300]
+            raise ApiUnreachable(f"API server answered {answer.status}: {text}")
+        body: Json = msgspec.json.decode(await answer.read())
+        return body
+
+
+def _policy_of(pod: Json, policies: Sequence[PoolPolicy]) -> PoolPolicy | None:
+    meta = pod["metadata"]
+    if pod.get("status", {}).get("phase") in {"Succeeded", "Failed"}:
+        return None
+    labels = meta.get("labels") or {}
+    for policy in policies:
+        same = policy.pool.split("/")[0] == meta["namespace"]
+        if same and policy.labels and policy.labels.items() <= labels.items():
+            return policy
+    return None
+
+
+def _ready(status: Json) -> tuple[bool, float]:
+    for condition in status.get("conditions", []):
+        if condition.get("type") == "Ready":
+            since = condition.get("lastTransitionTime")
+            seconds = (
+                datetime.datetime.fromisoformat(since.replace("Z", "+00:00")).timestamp()
+                if since
+                else 0.0
+            )
+            return condition.get("status") == "True", seconds
+    return False, 0.0
+
+
+def _instance(status: Json) -> str:
+    return ",".join(
+        sorted(str(c.get("containerID", "")) for c in status.get("containerStatuses", []))
+    )
+
+
+def _age(pod: Json) -> tuple[str, str]:
+    return pod["metadata"].get("creationTimestamp", ""), pod["metadata"]["name"]

@@ -1,0 +1,122 @@
+"""Processes of serving pods: found by cgroup path, their end heard through pidfds.
+
+A pod's processes carry its UID and the container's id in ``/proc/PID/cgroup``, below whatever the
+runtime and the cgroup driver put around them. Processes vanish between listing and reading; that
+is ordinary. Environment and command line are not trusted (setproctitle overwrites them), except
+for the one question which process is SGLang's scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Found:
+    """A process of a pod.
+
+    Attributes:
+        first: it is pid 1 of its container, and not the sandbox's pause process.
+        scheduler: it is SGLang's scheduler.
+    """
+
+    pid: int
+    container: str
+    first: bool
+    scheduler: bool
+
+
+def scan(uids: Iterable[str], proc: Path = Path("/proc")) -> dict[str, list[Found]]:
+    """Processes of the pods with these UIDs, by UID."""
+    # The systemd cgroup driver writes a UID with underscores.
+    wanted = {form: uid for uid in uids for form in (uid, uid.replace("-", "_"))}
+    found: dict[str, list[Found]] = {uid: [] for uid in wanted.values()}
+    if not wanted:
+        return found
+    for folder in proc.iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            cgroup = (folder / "cgroup").read_text()
+            uid = next((u for form, u in wanted.items() if f"pod{form}" in cgroup), None)
+            if uid is not None:
+                found[uid].append(_describe(folder, cgroup))
+        except OSError:
+            continue
+    return found
+
+
+def _describe(folder: Path, cgroup: str) -> Found:
+    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").strip()
+    inner = next(
+        (
+            line.split()[-1]
+            for line in (folder / "status").read_text().splitlines()
+            if line.startswith("NSpid:")
+        ),
+        "",
+    )
+    return Found(
+        int(folder.name),
+        container_id(cgroup),
+        first=inner == "1" and not command.endswith(b"pause"),
+        scheduler=command.startswith(b"sglang::scheduler"),
+    )
+
+
+def container_id(cgroup: str) -> str:
+    """The 64 hex digits of the innermost container in a ``/proc/PID/cgroup`` text."""
+    for line in cgroup.splitlines():
+        for part in reversed(line.split("/")):
+            name = part.removesuffix(".scope").rpartition("-")[2]
+            if len(name) == 64 and all(c in "0123456789abcdef" for c in name):
+                return name
+    return ""
+
+
+class Watcher:
+    """Calls back at once when a watched process ends.
+
+    Args:
+        on_exit: called with the pid.
+    """
+
+    def __init__(self, on_exit: Callable[[int], None]) -> None:
+        self._on_exit = on_exit
+        self._descriptors: dict[int, int] = {}
+
+    def watch(self, pids: Iterable[int]) -> None:
+        """Watch exactly these processes; one that is gone already is reported at once."""
+        wanted = set(pids)
+        for pid in set(self._descriptors) - wanted:
+            self._forget(pid)
+        loop = asyncio.get_running_loop()
+        for pid in wanted - set(self._descriptors):
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                loop.call_soon(self._on_exit, pid)
+                continue
+            self._descriptors[pid] = descriptor
+            loop.add_reader(descriptor, self._ended, pid)
+
+    def close(self) -> None:
+        """Watch nothing."""
+        for pid in list(self._descriptors):
+            self._forget(pid)
+
+    def _ended(self, pid: int) -> None:
+        self._forget(pid)
+        self._on_exit(pid)
+
+    def _forget(self, pid: int) -> None:
+        descriptor = self._descriptors.pop(pid, None)
+        if descriptor is not None:
+            with contextlib.suppress(RuntimeError):
+                asyncio.get_running_loop().remove_reader(descriptor)
+            os.close(descriptor)

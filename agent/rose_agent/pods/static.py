@@ -1,0 +1,111 @@
+"""Serving replicas written down in a file, for tests and benchmarks without Kubernetes.
+
+Read again at every look, so a test can change it under a running agent. Format (YAML)::
+
+    replicas:
+      - uid: serving-0
+        pool: default/chat
+        address: 127.0.0.1
+        port: 30000
+        pids: [4711]           # optional; their end vacates the GPU
+        interfaces: [lo]       # optional; default all
+        gpus: [GPU-static-0]   # optional
+        ready: true            # optional
+        stopped: false         # optional
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pydantic
+import yaml
+
+from rose_agent.errors import BadConfiguration
+from rose_agent.pods.model import ServingPod
+from rose_core.wire.sync import PoolPolicy
+
+_log = logging.getLogger(__name__)
+
+
+class StaticReplica(pydantic.BaseModel):
+    """One entry of the file."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    uid: str = pydantic.Field(min_length=1)
+    pool: str = pydantic.Field(pattern="^[^/]+/[^/]+$")
+    address: str = "127.0.0.1"
+    port: int = pydantic.Field(gt=0, lt=65536)
+    pid: int = 0
+    pids: tuple[int, ...] = ()
+    interfaces: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
+    instance: str = ""
+    ready: bool = True
+    stopped: bool = False
+
+
+class StaticReplicas(pydantic.BaseModel):
+    """The file."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    replicas: tuple[StaticReplica, ...] = ()
+
+
+class StaticPods:
+    """Pods from such a file.
+
+    Raises:
+        BadConfiguration: the file is missing or malformed at the start.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = self._read()
+
+    @property
+    def synced(self) -> bool:
+        """A file is always complete."""
+        return True
+
+    def pods(self, policies: Sequence[PoolPolicy]) -> dict[str, ServingPod]:
+        """Replicas of the known pools; a file that cannot be read now keeps its last content."""
+        try:
+            self._file = self._read()
+        except BadConfiguration as error:
+            _log.warning("%s", error)
+        pools = {policy.pool for policy in policies}
+        return {r.uid: _pod(r) for r in self._file.replicas if r.pool in pools}
+
+    async def run(self) -> None:
+        """Nothing to keep fresh."""
+        await asyncio.Event().wait()
+
+    def _read(self) -> StaticReplicas:
+        try:
+            return StaticReplicas.model_validate(yaml.safe_load(self._path.read_text()) or {})
+        except (OSError, yaml.YAMLError, pydantic.ValidationError) as error:
+            raise BadConfiguration(f"static replicas file {self._path}: {error}") from error
+
+
+def _pod(replica: StaticReplica) -> ServingPod:
+    return ServingPod(
+        uid=replica.uid,
+        namespace=replica.pool.split("/")[0],
+        name=replica.uid,
+        pool=replica.pool,
+        address=replica.address,
+        port=replica.port,
+        instance=replica.instance or ",".join(map(str, replica.pids)),
+        ready=replica.ready,
+        stopped=replica.stopped,
+        pid=replica.pid,
+        pids=replica.pids,
+        interfaces=replica.interfaces,
+        gpu_uuids=replica.gpus,
+    )
