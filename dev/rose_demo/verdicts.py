@@ -31,8 +31,9 @@ from rose_demo.statistics import (
 QUANTILES = (0.5, 0.9)
 HARM_TOLERANCE = 1.10
 """Ratio of lent to withheld latency, beyond the control's, that is called harm when proven."""
-MISMATCH_LIMIT = 0.05
-"""Mean |log-prob difference| between engine and trainer, same version, bfloat16 against float32."""
+MISMATCH_LIMIT = 1e-3
+"""KL per token (k3) between engine and trainer at the same version: rounding of bfloat16 stays
+below 1e-4, a wrong tensor or a stale key is far above."""
 TOKENS_IN_FLIGHT = 0.05
 """Share by which the router's token count may lead the trainer's: turns in flight at the end."""
 
@@ -209,12 +210,15 @@ def _mismatch_check(training: Sequence[Mapping[str, Any]]) -> Check:
     if not records:
         return Check(Word.UNPROVEN, "no turn was recomputed under the version that sampled it")
     last = records[-1]
-    value = float(last["mean_absolute"])
+    value, tokens = float(last["k3"]), int(last["tokens"])
     text = (
-        f"engine against trainer, same version: mean |log-prob difference| {value:.4f} over "
-        f"{int(last['tokens'])} tokens (limit {MISMATCH_LIMIT})"
+        f"engine against trainer, same version: KL {value:.1e} per token (limit {MISMATCH_LIMIT}), "
+        f"largest difference of one log-prob {float(last['largest']):.3f}, over {tokens} tokens"
     )
-    return Check(Word.KEPT if value <= MISMATCH_LIMIT else Word.BROKEN, text)
+    if not tokens:
+        return Check(Word.UNPROVEN, text)
+    good = value <= MISMATCH_LIMIT and not last["invalid"]
+    return Check(Word.KEPT if good else Word.BROKEN, text)
 
 
 def _token_check(recording: Recording) -> Check:
@@ -235,7 +239,7 @@ def _end_checks(training: Sequence[Mapping[str, Any]]) -> list[Check]:
         return [Check(Word.BROKEN, "the trainer did not end cleanly")]
     end = ends[-1]
     reason = str(end.get("reason", ""))
-    good = reason in {"time limit", "stopped"} or "before the time limit" in reason
+    good = reason in {"time limit", "stopped"}
     checks = [Check(Word.KEPT if good else Word.BROKEN, f"the trainer ended: {reason}")]
     versions = len(of_event(training, "publish"))
     checks.append(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -38,12 +38,16 @@ class Turn:
         tokens: output token ids.
         logprobs: behaviour log-prob of each token, natural logarithm, as the engine sampled it.
         spans: which weight version sampled which tokens, in order, without gaps.
+        engines: kinds of engine that made it, as the router says; empty when it does not.
+        own_keys: all tokens attended to keys and values of their own version.
         seconds: from request to reply, pauses between attempts included.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     spans: tuple[Span, ...]
+    engines: tuple[str, ...] = ()
+    own_keys: bool = True
     seconds: float = 0.0
 
 
@@ -84,7 +88,9 @@ def parse_reply(body: Mapping[str, Any]) -> Turn | None:
     if not tokens or len(tokens) != len(logprobs):
         message = f"reply has {len(tokens)} tokens and {len(logprobs)} log-probs"
         raise MalformedReply(message)
-    return Turn(tokens, logprobs, spans)
+    rose = meta.get("rose") or {}
+    engines = tuple(sorted({str(leg["kind"]) for leg in rose.get("engines", ())}))
+    return Turn(tokens, logprobs, spans, engines, rose.get("kv", "own") == "own")
 
 
 def _spans(meta: Mapping[str, Any], length: int) -> tuple[Span, ...]:
@@ -142,7 +148,7 @@ class LeaseClient:
             if turn is not None:
                 self.counters.turns += 1
                 self.counters.tokens += len(turn.tokens)
-                return Turn(turn.tokens, turn.logprobs, turn.spans, self.clock() - started)
+                return replace(turn, seconds=self.clock() - started)
             if self.clock() + pause >= self.deadline:
                 message = f"no turn from {self.url} before the time limit ({attempt + 1} attempts)"
                 raise OutOfTime(message)

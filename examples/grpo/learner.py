@@ -98,7 +98,7 @@ class Policy:
     """
 
     def __init__(self, folder: Path, *, learning_rate: float, truncation: float = 2.0) -> None:
-        transformers_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._check_vocabulary(folder)
         self._truncation = truncation
@@ -192,9 +192,15 @@ def sampled_pairs(
 
 
 def one_version(member: Trajectory) -> str | None:
-    """The version that sampled the whole trajectory, or None when it spans several."""
+    """The version that sampled the whole trajectory on keys of its own, or None."""
     versions = member.versions()
-    return next(iter(versions)) if len(versions) == 1 else None
+    own = all(turn.own_keys for turn in member.turns)
+    return next(iter(versions)) if own and len(versions) == 1 else None
+
+
+def pool(member: Trajectory) -> str:
+    """Kinds of engine that made the trajectory, for the mismatch meter."""
+    return "+".join(sorted({kind for turn in member.turns for kind in turn.engines}))
 
 
 def chance_reward() -> float:

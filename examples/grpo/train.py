@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import signal
 import sys
 import time
@@ -21,7 +22,6 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import torch
-from rose_trainer.mismatch import MismatchMeter
 
 from examples.grpo.client import Counters, LeaseClient
 from examples.grpo.errors import OutOfTime, TrainerError
@@ -32,17 +32,20 @@ from examples.grpo.learner import (
     StepStatistics,
     make_batch,
     one_version,
+    pool,
     sampled_pairs,
 )
 from examples.grpo.progress import Progress
-from examples.grpo.publishing import Published, Weights, open_publisher
+from examples.grpo.publishing import RosePublisher, Weights
 from examples.grpo.rollouts import Group, Sampler, age
 from examples.grpo.task import evaluation_tasks
 from rose_core.identity import WeightVersion
+from rose_trainer.errors import TrainerLibraryError
+from rose_trainer.mismatch import MismatchMeter
 
 # Versions whose weights are kept to recompute what an engine should have said.
 _KEPT_VERSIONS = 8
-# Trajectories recomputed per step for the mismatch meter.
+# Trajectories recomputed per step, version and kind of engine for the mismatch meter.
 _MISMATCH_ROWS = 8
 
 
@@ -88,22 +91,28 @@ class Run:
     counters: Counters = field(default_factory=Counters)
     _evaluated: float = float("-inf")
 
-    def publish(self) -> Published:
+    def publish(self) -> None:
         """Send the trained policy's weights out and remember them by version."""
         state = self.trained.published_state()
-        result = self.weights.publish(self.step, self.trained.named_tensors())
-        self.head = result.version
-        self.published[str(result.version)] = state
+        self.head = self.weights.publish(self.step, self.trained.named_tensors())
+        self.published[str(self.head)] = state
         while len(self.published) > _KEPT_VERSIONS:
             self.published.popitem(last=False)
+        self.report_published()
+
+    def report_published(self, *, wait: bool = False) -> None:
+        """Write a line for every version that has become durable."""
+        for done in self.weights.finished(wait=wait):
+            self.progress.write("publish", **(asdict(done) | {"version": str(done.version)}))
+
+    def report_mismatch(self) -> None:
+        """Engine against trainer log-probs so far, over all and by kind of engine."""
+        pools = sorted({place.pool for place in self.meter.rows()})
         self.progress.write(
-            "publish",
-            step=self.step,
-            version=str(result.version),
-            changed_share=result.changed_share,
-            bytes=result.bytes,
+            "mismatch",
+            **asdict(self.meter.total()),
+            pools={pool: asdict(self.meter.total(pool=pool)) for pool in pools},
         )
-        return result
 
     def learn(self, groups: list[Group]) -> None:
         """One step of the trained policy and of its shuffled control, then a publish."""
@@ -125,6 +134,7 @@ class Run:
             for policy in (self.trained, self.frozen, self.shuffled)
         ]
         evaluation = judge(*rewards)
+        self.report_mismatch()
         self.progress.write(
             "evaluation", step=self.step, tasks=len(tasks), final=final, **evaluation.record()
         )
@@ -138,20 +148,19 @@ class Run:
 
     def _measure_mismatch(self, batch: Batch, groups: list[Group]) -> None:
         """Engine log-probs against ours under the very version that sampled them."""
-        by_version: dict[str, list[int]] = {}
+        places: dict[tuple[str, str], list[int]] = {}
         members = [member for group in groups for member in group]
         for row, member in enumerate(members):
             version = one_version(member)
-            if version in self.published:
-                by_version.setdefault(str(version), []).append(row)
-        if not by_version:
-            return
-        version = max(by_version, key=lambda label: len(by_version[label]))
-        rows = by_version[version][:_MISMATCH_ROWS]
-        recomputed = torch.zeros_like(batch.behaviour)
-        recomputed[rows] = self.trained.logprobs_with(self.published[version], batch.tokens[rows])
-        behaviour, expected = sampled_pairs(batch, recomputed, rows)
-        self.meter.add(behaviour, expected, version=version)
+            if version is not None and version in self.published:
+                places.setdefault((version, pool(member)), []).append(row)
+        for (version, kinds), found in places.items():
+            rows = found[:_MISMATCH_ROWS]
+            recomputed = torch.zeros_like(batch.behaviour)
+            state = self.published[version]
+            recomputed[rows] = self.trained.logprobs_with(state, batch.tokens[rows])
+            behaviour, expected = sampled_pairs(batch, recomputed, rows)
+            self.meter.add(behaviour, expected, version=version, pool=kinds)
 
     def _report(self, groups: list[Group], statistics: StepStatistics) -> None:
         members = [member for group in groups for member in group]
@@ -208,6 +217,7 @@ async def train(
             loop.cancel()
             await asyncio.gather(loop, return_exceptions=True)
             await sampler.close()
+    await asyncio.to_thread(run.report_published, wait=True)
     evaluation = await asyncio.to_thread(run.evaluate, final=True)
     dropped = sampler.statistics.dropped_groups
     progress.write(
@@ -245,10 +255,8 @@ async def _first_of(loop: asyncio.Task[None], stop: asyncio.Event, deadline: flo
     finally:
         stopping.cancel()
     if loop in done:
-        try:
+        with contextlib.suppress(OutOfTime):  # a turn that saw the limit a moment before we did
             loop.result()
-        except OutOfTime as error:
-            return str(error)
     return "stopped" if stopping in done else "time limit"
 
 
@@ -296,7 +304,7 @@ async def _run(arguments: argparse.Namespace) -> Evaluation:
     token = arguments.token_file.read_text().strip() if arguments.token_file else ""
     with (
         Progress(arguments.out, echo=echo) as progress,
-        open_publisher(arguments.store, run=arguments.run, token=token) as weights,
+        RosePublisher(arguments.store, run=arguments.run, token=token) as weights,
     ):
         try:
             return await train(_settings(arguments), arguments.url, weights, progress, stop)
@@ -309,12 +317,12 @@ def main(argv: list[str] | None = None) -> int:
     """Train until the time limit.
 
     Returns:
-        0 when the run ended at its limit, 1 when turns were refused or malformed.
+        0 when the run ended at its limit, 1 when turns were refused or weights not published.
     """
     arguments = parser().parse_args(argv)
     try:
         evaluation = asyncio.run(_run(arguments))
-    except TrainerError as error:
+    except (TrainerError, TrainerLibraryError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1
     print(

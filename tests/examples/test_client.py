@@ -5,6 +5,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from examples.grpo.client import Counters, LeaseClient, Span, Turn, parse_reply, pause_before_retry
 from examples.grpo.errors import MalformedReply, OutOfTime, TurnRefused
@@ -67,19 +68,11 @@ async def ask(
 ) -> tuple[Turn, Counters]:
     app = web.Application()
     app.router.add_post("/generate", handler)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = site._server.sockets[0].getsockname()[1]
-    try:
-        async with aiohttp.ClientSession() as session:
-            deadline = asyncio.get_running_loop().time() + seconds
-            client = LeaseClient(f"http://127.0.0.1:{port}", session, deadline)
-            turn = await client.turn([1, 2], session_key="t.", max_tokens=2)
-            return turn, client.counters
-    finally:
-        await runner.cleanup()
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        deadline = asyncio.get_running_loop().time() + seconds
+        client = LeaseClient(str(server.make_url("/")), session, deadline)
+        turn = await client.turn([1, 2], session_key="t.", max_tokens=2)
+        return turn, client.counters
 
 
 async def test_503_is_tried_again_and_a_cut_turn_is_asked_again() -> None:

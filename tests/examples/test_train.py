@@ -1,0 +1,144 @@
+"""The whole loop against a fake lease URL that samples from the weights last published."""
+
+import asyncio
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from examples.grpo.errors import TurnRefused
+from examples.grpo.learner import Policy
+from examples.grpo.progress import Progress
+from examples.grpo.publishing import Published
+from examples.grpo.train import Settings, main, train
+from rose_core.identity import WeightVersion
+from rose_dev.models import Recipe, make_model
+
+SMALL = Recipe(
+    "nano", layers=1, hidden=32, intermediate=32, heads=2, kv_heads=1, head_size=16, context=128
+)
+
+
+class FakeLease:
+    """An engine fleet of one: takes every publish up at once, answers with true log-probs."""
+
+    def __init__(
+        self, folder: Path, refuse_share: float = 0.0, status: int = 200, enough: int = 3
+    ) -> None:
+        self.stop = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._enough = enough
+        self.policy = Policy(folder, learning_rate=0.0)
+        self.version = "none"
+        self.done: list[Published] = []
+        self.status = status
+        self._refuse_share = refuse_share
+        self._random = random.Random(0)
+        self._generator = torch.Generator().manual_seed(0)
+
+    def publish(self, step: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightVersion:
+        sequence = step
+        version = WeightVersion("grpo", 1, sequence)
+        state = {name: tensor.float() for name, tensor in tensors}
+        self.policy.model.load_state_dict(state, strict=False)
+        self.version = str(version)
+        self.done.append(Published(step, version, 0.5, 1000, 0.01))
+        if sequence >= self._enough:
+            self._loop.call_soon_threadsafe(self.stop.set)
+        return version
+
+    def finished(self, *, wait: bool = False) -> list[Published]:
+        result, self.done = self.done, []
+        return result
+
+    async def generate(self, request: web.Request) -> web.Response:
+        if self.status != 200:
+            return web.json_response({"error": {"message": "no such lease"}}, status=self.status)
+        if self._random.random() < self._refuse_share:
+            return web.Response(status=503, headers={"Retry-After": "0.02"})
+        prompt = torch.tensor([(await request.json())["input_ids"]])
+        with torch.no_grad():
+            answer = self.policy._sample(prompt, self._generator)
+            logprobs = self.policy.logprobs(torch.cat([prompt, answer], 1))[0, -answer.shape[1] :]
+        tokens = answer[0].tolist()
+        pairs = zip(logprobs.tolist(), tokens, strict=True)
+        meta = {
+            "finish_reason": {"type": "length"},
+            "output_token_logprobs": [[value, token, None] for value, token in pairs],
+            "weight_versions": [{"version": self.version, "start": 0, "end": len(tokens)}],
+            "rose": {"engines": [{"engine": "e", "kind": "Borrowed"}], "kv": "own"},
+        }
+        return web.json_response({"output_ids": tokens, "meta_info": meta})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(SMALL, tmp_path_factory.mktemp("models"))
+
+
+async def run(lease: FakeLease, settings: Settings, out: Path) -> list[dict[str, object]]:
+    app = web.Application()
+    app.router.add_post("/generate", lease.generate)
+    async with TestServer(app) as server:
+        with Progress(out, echo=None) as progress:
+            await train(settings, str(server.make_url("/")), lease, progress, lease.stop)
+    return [json.loads(line) for line in (out / "progress.jsonl").read_text().splitlines()]
+
+
+def settings(folder: Path, seconds: float) -> Settings:
+    return Settings(folder, seconds=seconds, per_step=2, group_size=2, evaluate_seconds=2.0)
+
+
+async def test_a_run_steps_publishes_evaluates_and_ends_when_told(
+    folder: Path, tmp_path: Path
+) -> None:
+    lease = FakeLease(folder, refuse_share=0.2)
+    records = await run(lease, settings(folder, seconds=200.0), tmp_path)
+    by_event: dict[object, list[dict[str, object]]] = {}
+    for record in records:
+        by_event.setdefault(record["event"], []).append(record)
+    steps = by_event["step"]
+    assert len(steps) >= 3
+    assert all(0.0 <= float(str(step["staleness_max"])) <= 3.0 for step in steps)
+    assert len(by_event["publish"]) == len(steps) + 1
+    end = by_event["end"][-1]
+    assert end["reason"] == "stopped"
+    assert int(str(end["tokens"])) > 0
+    assert by_event["evaluation"][-1]["final"] is True
+    # Published weights are bfloat16 on both sides, so trainer and engine agree but for rounding.
+    mismatch = by_event["mismatch"][-1]
+    assert int(str(mismatch["tokens"])) > 0
+    assert float(str(mismatch["k3"])) < 1e-6
+    assert set(mismatch["pools"]) == {"Borrowed"}  # type: ignore[call-overload]
+
+
+async def test_a_refusal_ends_the_run(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(TurnRefused, match="no such lease"):
+        await run(FakeLease(folder, status=404), settings(folder, seconds=60.0), tmp_path)
+
+
+async def test_an_absent_router_is_waited_for_and_the_run_still_ends_cleanly(
+    folder: Path, tmp_path: Path
+) -> None:
+    lease = FakeLease(folder)
+    with Progress(tmp_path, echo=None) as progress:
+        evaluation = await train(
+            settings(folder, seconds=1.0), "http://127.0.0.1:1", lease, progress, lease.stop
+        )
+    assert not evaluation.learned
+    last = json.loads((tmp_path / "progress.jsonl").read_text().splitlines()[-1])
+    assert last["event"] == "end"
+    assert last["turns"] == 0
+    assert last["reason"] == "time limit"
+    assert last["unreachable"] > 0
+
+
+def test_help_lists_the_knobs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "--max-age" in capsys.readouterr().out
