@@ -84,7 +84,12 @@ def sglang_metrics(text: str) -> Figures:
                 requests[path] = requests.get(path, 0) + int(value)
         elif labels.get("priority", "") == "" and name.startswith("sglang:"):
             gauges[name[7:]] = gauges.get(name[7:], 0.0) + value
-    return _figures(gauges, requests, "num_running_reqs", "num_queue_reqs", "token_usage")
+    figures = _figures(gauges, requests, "num_running_reqs", "num_queue_reqs", "token_usage")
+    if requests is None and "num_requests_total" in gauges:
+        # Without HTTP counters (older servers): this one moves when a request ends.
+        ended = {"/generate": int(gauges["num_requests_total"])}
+        return replace(figures, requests=ended, at_arrival=False)
+    return figures
 
 
 def vllm_metrics(text: str) -> Figures:

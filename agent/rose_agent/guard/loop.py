@@ -40,6 +40,7 @@ from rose_core.guard.gate import GateLimits, Verdict, closed, judge
 from rose_core.guard.grants import GrantBook
 from rose_core.guard.reasons import GateReason
 from rose_core.telemetry.events import Arrived, Health, TapEvent
+from rose_core.wire.host import EngineState
 from rose_core.wire.sync import PoolPolicy, SignalSource, SyncReply, SyncRequest
 from rose_engines.rundir import RunDir
 
@@ -103,6 +104,7 @@ class Guard:
         self._pollers: dict[str, asyncio.Task[None]] = {}
         self._watcher = Watcher(self._exited)
         self._verdicts: dict[str, Verdict] = {}
+        self._history: set[str] = set()
         self._stop_pressed = False
         self._ticked_ns = time.monotonic_ns()
 
@@ -305,16 +307,21 @@ class Guard:
 
     def _match_slots(self) -> None:
         alive = self.grants.alive(time.monotonic())
-        known = {folder.uid for folder in self.rundir.all_slots()} | set(self.host.engines)
-        for uid in (known | set(alive)) - set(self.slots):
+        self._history -= set(alive)
+        listed = {uid for uid, e in self.host.engines.items() if e.state is not EngineState.GONE}
+        self._history -= listed
+        known = {folder.uid for folder in self.rundir.all_slots()} | listed
+        # A folder without an engine is only history: looked at once, then passed over.
+        for uid in (known | set(alive)) - set(self.slots) - self._history:
             folder = self.rundir.slot(uid)
             self.slots[uid] = Slot(
                 folder, self.host, self.recorder, self.settings.token, self._changed
             )
         for uid, slot in list(self.slots.items()):
             slot.grant = alive.get(uid)
-            if slot.vanished and uid not in known:
+            if slot.vanished and uid not in alive:
                 del self.slots[uid]
+                self._history.add(uid)
                 task = asyncio.create_task(slot.detach())
                 task.add_done_callback(_ignore)
 

@@ -104,7 +104,8 @@ class Slot:
     @property
     def vanished(self) -> bool:
         """Nothing is left to look after."""
-        return self.grant is None and self.machine.phase is Phase.ABSENT and self.status is None
+        gone = self.status is None or self.status.state is EngineState.GONE
+        return self.grant is None and self.machine.phase is Phase.ABSENT and gone
 
     # --- one step
 

@@ -9,7 +9,7 @@ cgroups speak for themselves. Credentials are the pod's service account, or ``--
 from __future__ import annotations
 
 import asyncio
-import datetime
+import datetime as dt
 import logging
 import os
 import ssl
@@ -238,11 +238,7 @@ def _ready(status: Json) -> tuple[bool, float]:
     for condition in status.get("conditions", []):
         if condition.get("type") == "Ready":
             since = condition.get("lastTransitionTime")
-            seconds = (
-                datetime.datetime.fromisoformat(since.replace("Z", "+00:00")).timestamp()
-                if since
-                else 0.0
-            )
+            seconds = dt.datetime.fromisoformat(since).timestamp() if since else 0.0
             return condition.get("status") == "True", seconds
     return False, 0.0
 
