@@ -104,9 +104,14 @@ class TileChange:
 
 @dataclass(frozen=True)
 class StagedUpdate:
-    """A bundle ready to be committed; holds the undo log too."""
+    """A bundle ready to be committed; holds the undo log too.
+
+    Attributes:
+        current: digest of the live weights it was staged against.
+    """
 
     manifest: Manifest
+    current: Digest
     changes: tuple[TileChange, ...]
 
     @property
@@ -159,7 +164,7 @@ def stage(bundle: Path, live: Live, current: Digest) -> StagedUpdate:
             f"the engine holds {current}",
         )
     _check_untouched(manifest)
-    return StagedUpdate(manifest, tuple(_stage_tiles(manifest, bundle / "blocks", live)))
+    return StagedUpdate(manifest, current, tuple(_stage_tiles(manifest, bundle / "blocks", live)))
 
 
 def check_layout(manifest: Manifest, live: Live) -> None:
@@ -239,27 +244,28 @@ def commit(update: StagedUpdate, live: Live) -> Digest:
     """
     for change in update.changes:
         live[change.tensor.name].put(change.where, change.new)
-    wrong = _first_wrong(update, live, before=False)
+    wrong = _first_wrong(update, live)
     if wrong is None:
         return Digest.parse(update.manifest.digest)
     for change in update.changes:
         live[change.tensor.name].put(change.where, change.old)
-    if update.manifest.base is not None and _first_wrong(update, live, before=True) is not None:
-        raise BrokenWeights(f"after undoing {update.version}: {wrong}")
+    left = digest_live(live)
+    if left != update.current:
+        raise BrokenWeights(
+            f"{update.version}: {wrong}; after the undo the weights have digest {left} instead of "
+            f"{update.current}"
+        )
     raise CommitRefused("DigestMismatch", f"{update.version}: {wrong}; the old weights are back")
 
 
-def _first_wrong(update: StagedUpdate, live: Live, *, before: bool) -> str | None:
+def _first_wrong(update: StagedUpdate, live: Live) -> str | None:
     """The first touched tile whose live digest is not the manifest's."""
-    manifest = update.manifest
     flats: dict[str, Bits] = {}
     for change in update.changes:
         entry = change.tensor
         if entry.name not in flats:  # one tensor at a time in host memory
             flats = {entry.name: np.ascontiguousarray(live[entry.name].all_bits())}
         found = digest_tile(entry.name, flats[entry.name], entry.tiling, change.tile)
-        number = entry.first_tile + change.tile
-        wanted = manifest.base_tile_digests[number] if before else change.digest
-        if found != wanted:
-            return f"tile {change.tile} of {entry.name} has digest {found} instead of {wanted}"
+        if found != change.digest:
+            return f"tile {change.tile} of {entry.name} has {found} instead of {change.digest}"
     return None

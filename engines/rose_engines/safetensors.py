@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from rose_core.delta.bits import Bits, number_format
+from rose_core.delta.errors import ManifestError
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.live import LiveTensor
 
@@ -43,6 +44,7 @@ def read_file(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     size = int(data[:8].view("<u8")[0]) if len(data) >= 8 else _LARGEST_HEADER
     if size > min(_LARGEST_HEADER, len(data) - 8):
         raise UnsupportedEngine(f"{path} is no safetensors file")
+    body = data[8 + size :]
     try:
         header = json.loads(bytes(data[8 : 8 + size]))
         for name, entry in header.items():
@@ -51,17 +53,11 @@ def read_file(path: Path) -> Iterator[tuple[str, StoredTensor]]:
             start, end = entry["data_offsets"]
             shape = tuple(int(length) for length in entry["shape"])
             kind = number_format(entry["dtype"])
-            if end - start != math.prod(shape) * kind.width:
+            size_fits = end - start == math.prod(shape) * kind.width
+            if not (size_fits and 0 <= start <= end <= len(body)):
                 raise UnsupportedEngine(f"{path}: the header's offsets of {name!r} are wrong")
-            yield (
-                name,
-                (
-                    entry["dtype"],
-                    shape,
-                    _bits(data[8 + size + start : 8 + size + end], kind.unsigned),
-                ),
-            )
-    except (ValueError, KeyError, TypeError) as error:
+            yield name, (entry["dtype"], shape, _bits(body[start:end], kind.unsigned))
+    except (ValueError, KeyError, TypeError, AttributeError, ManifestError) as error:
         raise UnsupportedEngine(f"{path}: its header is damaged: {error}") from error
 
 

@@ -95,10 +95,13 @@ class FakeServer:
         prompt = list(text.encode()) if text is not None else [int(token) for token in ids or ()]
         if not prompt:
             raise ValueError("the prompt is empty")
+        most = int(sampling.get("max_new_tokens", 128))
+        if most < 0:
+            raise ValueError(f"max_new_tokens is {most}")
         return FakeRequest(
             rid=body.get("rid") or self._scheduler.new_name(),
             prompt=prompt,
-            most=int(sampling.get("max_new_tokens", 128)),
+            most=most,
             stop_tokens=frozenset(sampling.get("stop_token_ids") or ()),
         )
 

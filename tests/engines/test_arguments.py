@@ -1,0 +1,110 @@
+"""Engine specification -> command line and environment."""
+
+from pathlib import Path
+
+import pytest
+
+from rose_core.wire.sync import EngineSpec
+from rose_engines.errors import ArgumentRefused
+from rose_engines.sglang.arguments import (
+    ALLOWED,
+    Launch,
+    check_arguments,
+    command,
+    environment,
+    python_path,
+)
+from rose_engines.sglang.launch import on_cpu
+
+LAUNCH = Launch(Path("/venv/bin/python"), Path("/models/m"), 4000, permit=Path("/r/permit"))
+
+
+def spec(**arguments: str) -> EngineSpec:
+    named = {name.replace("_", "-"): value for name, value in arguments.items()}
+    return EngineSpec("sglang-cpu", "m", named, context_tokens=512, kv_tokens=2048, max_running=3)
+
+
+def pairs(argv: list[str]) -> dict[str, str]:
+    return {
+        name: "" if value.startswith("--") else value
+        for name, value in zip(argv, [*argv[1:], "--"], strict=True)
+        if name.startswith("--")
+    }
+
+
+def test_command_line() -> None:
+    argv = command(spec(schedule_policy="fcfs"), LAUNCH)
+    assert argv[:3] == ["/venv/bin/python", "-m", "rose_engines.sglang.launch"]
+    flags = pairs(argv)
+    assert flags["--max-total-tokens"] == "2048"
+    assert flags["--max-running-requests"] == "3"
+    assert flags["--context-length"] == "512"
+    assert flags["--load-format"] == "safetensors"
+    assert flags["--schedule-policy"] == "fcfs"
+    assert flags["--host"] == "127.0.0.1"
+    assert flags["--sleep-on-idle"] == ""
+    assert int(flags["--watchdog-timeout"]) > 7 * 24 * 3600
+    assert "--trust-remote-code" not in flags
+    assert on_cpu(argv)
+    assert not on_cpu(["--device", "cuda", "cpu"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("trust-remote-code", ""),
+        ("load-format", "pt"),
+        ("model-path", "/elsewhere"),
+        ("custom-weight-loader", "os.system"),
+        ("mem-fraction-static", "0.99"),
+        ("max-total-tokens", "999999999"),
+        ("host", "0.0.0.0"),
+        ("watchdog-timeout", "1"),
+        ("--schedule-policy", "fcfs"),
+        ("schedule-policy", "fcfs --trust-remote-code"),
+        ("random-seed", "-1"),
+        ("random-seed", "٣"),
+        ("disable-radix-cache", "false"),
+        ("reasoning-parser", "a b"),
+        ("tp-size", "2"),
+    ],
+)
+def test_refusal_names_the_argument(name: str, value: str) -> None:
+    with pytest.raises(ArgumentRefused, match=name):
+        check_arguments({name: value})
+
+
+@pytest.mark.parametrize("name", sorted(ALLOWED))
+def test_no_allowed_argument_takes_a_second_flag(name: str) -> None:
+    with pytest.raises(ArgumentRefused):
+        check_arguments({name: "x --y"})
+
+
+def test_environment_keeps_secrets_out() -> None:
+    inherited = {"PATH": "/bin", "AWS_SECRET_ACCESS_KEY": "x", "KUBECONFIG": "y", "HOME": "/h"}
+    made = environment(LAUNCH, inherited | {"PYTHONDONTWRITEBYTECODE": "1", "SGLANG_X": "1"})
+    assert made["PATH"] == "/bin"
+    assert made["ROSE_PERMIT"] == "/r/permit"
+    assert made["SGLANG_PLUGINS"] == "rose"
+    assert not made.keys() & {
+        "AWS_SECRET_ACCESS_KEY",
+        "KUBECONFIG",
+        "PYTHONDONTWRITEBYTECODE",
+        "SGLANG_X",
+        "ROSE_PLUGIN_SOCKET",
+    }
+
+
+def test_serving_engines_carry_no_plugin() -> None:
+    launch = Launch(Path("/p"), Path("/m"), 1)
+    made = environment(launch, {})
+    assert made["SGLANG_PLUGINS"] == "none"
+    assert not any("plugin" in str(path) for path in python_path(launch))
+
+
+def test_plugin_is_visible_to_the_engine() -> None:
+    """What is on PYTHONPATH declares the entry point that SGLang looks for."""
+    found = [path for path in python_path(LAUNCH) if path.name == "plugin"]
+    text = next(found[0].glob("*.dist-info/entry_points.txt")).read_text()
+    assert "[sglang.srt.plugins]" in text
+    assert "rose = rose_engines.sglang.plugin:register" in text

@@ -1,0 +1,163 @@
+"""Staging and committing bundles on weights in memory."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from rose_core.delta.manifest import Manifest
+from rose_core.identity import WeightVersion
+from rose_dev.engine_testing import State, write_bundle
+from rose_engines import live as module
+from rose_engines.errors import BrokenWeights, CommitRefused
+from rose_engines.live import HostTensor, Live, commit, digest_live, host_tensors, stage
+
+V0, V1, V2 = (WeightVersion("run", 1, n) for n in range(3))
+
+
+def engine(state: State) -> Live:
+    return host_tensors({name: (d, s, bits.copy()) for name, (d, s, bits) in state.items()})
+
+
+def equal(live: Live, state: State) -> bool:
+    return all(np.array_equal(live[name].all_bits(), state[name][2]) for name in state)
+
+
+def rewrite(bundle: Path, **fields: object) -> None:
+    """Change fields of a bundle's manifest."""
+    path = bundle / "manifest.msgpack"
+    path.write_bytes(msgspec.structs.replace(Manifest.decode(path.read_bytes()), **fields).encode())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 1.0])
+def test_delta_makes_the_new_state(tmp_path: Path, old: State, share: float) -> None:
+    new = {
+        name: (d, s, np.where(np.arange(b.size) < share * b.size, b ^ 5, b).astype(b.dtype))
+        for name, (d, s, b) in old.items()
+    }
+    manifest = write_bundle(tmp_path / "b", V1, new, (V0, old))
+    live = engine(old)
+    update = stage(tmp_path / "b", live, digest_live(live))
+    assert equal(live, old)
+    assert update.version == "run@1.1"
+    assert str(commit(update, live)) == manifest.digest == str(digest_live(live))
+    assert equal(live, new)
+
+
+def test_full_bundle_needs_no_base(tmp_path: Path, old: State, sparse: State) -> None:
+    write_bundle(tmp_path / "b", V1, old)
+    live = engine(sparse)
+    commit(stage(tmp_path / "b", live, digest_live(live)), live)
+    assert equal(live, old)
+
+
+def test_deltas_chain(tmp_path: Path, old: State, sparse: State) -> None:
+    live = engine(old)
+    write_bundle(tmp_path / "1", V1, sparse, (V0, old))
+    write_bundle(tmp_path / "2", V2, old, (V1, sparse))
+    reached = commit(stage(tmp_path / "1", live, digest_live(live)), live)
+    commit(stage(tmp_path / "2", live, reached), live)
+    assert equal(live, old)
+
+
+def test_wrong_base(tmp_path: Path, old: State, sparse: State) -> None:
+    write_bundle(tmp_path / "b", V1, sparse, (V0, old))
+    live = engine(sparse)
+    with pytest.raises(CommitRefused, match=r"WrongBase.*run@1\.1 starts from run@1\.0"):
+        stage(tmp_path / "b", live, digest_live(live))
+
+
+def test_flipped_bit_in_every_file(
+    tmp_path: Path, old: State, sparse: State, flip: Callable[[Path], None]
+) -> None:
+    live = engine(old)
+    write_bundle(tmp_path / "b", V1, sparse, (V0, old))
+    for path in [tmp_path / "b" / "manifest.msgpack", *(tmp_path / "b" / "blocks").iterdir()]:
+        flip(path)
+        with pytest.raises(CommitRefused) as refused:
+            stage(tmp_path / "b", live, digest_live(live))
+        assert refused.value.reason in {"Corrupt", "WrongBase", "Layout"}
+        flip(path)
+    assert equal(live, old)
+    commit(stage(tmp_path / "b", live, digest_live(live)), live)
+
+
+def test_missing_block_and_missing_manifest(tmp_path: Path, old: State, sparse: State) -> None:
+    live = engine(old)
+    with pytest.raises(CommitRefused, match=r"Corrupt.*manifest"):
+        stage(tmp_path, live, digest_live(live))
+    write_bundle(tmp_path / "b", V1, sparse, (V0, old))
+    next((tmp_path / "b" / "blocks").iterdir()).unlink()
+    with pytest.raises(CommitRefused, match=r"Corrupt.*missing"):
+        stage(tmp_path / "b", live, digest_live(live))
+
+
+def test_hidden_change_is_refused(tmp_path: Path, old: State, sparse: State) -> None:
+    """A tile whose digest changes without a block."""
+    manifest = write_bundle(tmp_path / "b", V1, sparse, (V0, old))
+    rewrite(tmp_path / "b", blocks=manifest.blocks[1:])
+    live = engine(old)
+    with pytest.raises(CommitRefused, match=r"Corrupt.*no block"):
+        stage(tmp_path / "b", live, digest_live(live))
+
+
+@pytest.mark.parametrize("how", ["missing", "extra", "shape", "dtype"])
+def test_other_model_is_refused_by_name(
+    tmp_path: Path, old: State, sparse: State, how: str
+) -> None:
+    write_bundle(tmp_path / "b", V1, sparse, (V0, old))
+    state = dict(old)
+    dtype, shape, bits = state.pop("a.norm.weight")
+    if how == "shape":
+        state["a.norm.weight"] = (dtype, (2, *shape[:-1], shape[-1] // 2), bits)
+    elif how == "dtype":
+        state["a.norm.weight"] = ("F16", shape, bits)
+    elif how == "extra":
+        state |= {"a.norm.weight": (dtype, shape, bits), "b.weight": (dtype, shape, bits)}
+    live = engine(state)
+    with pytest.raises(CommitRefused, match=rf"Layout.*{'b' if how == 'extra' else 'a.norm'}"):
+        stage(tmp_path / "b", live, digest_live(live))
+
+
+class Stubborn(HostTensor):
+    """Memory that does not keep what is written: ``lost`` elements stay as they were."""
+
+    lost = slice(0, 0)
+
+    def put(self, where: module.Where, bits: np.ndarray) -> None:
+        kept = self.flat[self.lost].copy()
+        super().put(where, bits)
+        self.flat[self.lost] = kept
+
+
+def stubborn(state: State, name: str, lost: slice) -> Live:
+    live = dict(engine(state))
+    dtype, shape, bits = state[name]
+    live[name] = Stubborn(name, dtype, shape, bits.copy())
+    live[name].lost = lost  # type: ignore[attr-defined]
+    return live
+
+
+def test_wrong_digest_on_live_weights_is_undone(tmp_path: Path, old: State, sparse: State) -> None:
+    """A write that did not arrive: everything goes back, bit for bit."""
+    write_bundle(tmp_path / "b", V1, sparse, (V0, old))
+    live = stubborn(old, "a.q_proj.weight", slice(0, None))
+    update = stage(tmp_path / "b", live, digest_live(live))
+    with pytest.raises(CommitRefused, match=r"DigestMismatch.*a\.q_proj\.weight"):
+        commit(update, live)
+    assert equal(live, old)
+
+
+def test_failed_undo_is_broken(tmp_path: Path, old: State, sparse: State) -> None:
+    """Memory that changed between staging and commit: the undo cannot restore it."""
+    write_bundle(tmp_path / "b", V1, sparse, (V0, old))
+    live = engine(old)
+    update = stage(tmp_path / "b", live, digest_live(live))
+    same = np.flatnonzero(old["a.norm.weight"][2] == sparse["a.norm.weight"][2])[:1]
+    live["a.norm.weight"].put(same, live["a.norm.weight"].take(same) ^ 1)
+    if not any(change.tensor.name == "a.norm.weight" for change in update.changes):
+        pytest.fail("the step must touch the vector")
+    with pytest.raises(BrokenWeights, match=r"a\.norm\.weight"):
+        commit(update, live)

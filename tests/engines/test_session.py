@@ -1,0 +1,200 @@
+"""Who may stage, commit and attest when: the session between control and engine thread."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rose_core.identity import WeightVersion
+from rose_dev.engine_testing import State, write_bundle
+from rose_engines.errors import BrokenWeights
+from rose_engines.live import host_tensors
+from rose_engines.session import WeightSession
+from rose_engines.sglang.control import (
+    Abort,
+    Attest,
+    Attested,
+    Commit,
+    Committed,
+    GetStatus,
+    Refused,
+    Stage,
+    Staged,
+    Status,
+)
+
+V0, V1, V2 = (WeightVersion("run", 1, n) for n in range(3))
+
+
+class Engine:
+    """An engine thread that passes a boundary all the time while ``running``."""
+
+    def __init__(self, state: State) -> None:
+        self.labels: list[str] = []
+        self.session = WeightSession(
+            host_tensors({n: (d, s, b.copy()) for n, (d, s, b) in state.items()}),
+            str(V0),
+            set_label=self._label,
+        )
+        self.running = threading.Event()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _label(self, version: str) -> int:
+        # The label is last: the weights were attested before anything can carry it.
+        assert self.session.version == version
+        self.labels.append(version)
+        return 2
+
+    def _run(self) -> None:
+        while not self._end.is_set():
+            if self.running.is_set():
+                self.session.at_boundary()
+            time.sleep(0.001)
+
+    def end(self) -> None:
+        self._end.set()
+        self._thread.join(30)
+
+
+@pytest.fixture
+def engine(old: State) -> Iterator[Engine]:
+    engine = Engine(old)
+    engine.running.set()
+    yield engine
+    engine.end()
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, old: State, sparse: State) -> Path:
+    write_bundle(tmp_path / "bundle", V1, sparse, (V0, old))
+    return tmp_path / "bundle"
+
+
+def status(engine: Engine) -> Status:
+    answer = engine.session.handle(GetStatus())
+    assert isinstance(answer, Status)
+    return answer
+
+
+def test_stage_commit_attest(engine: Engine, bundle: Path) -> None:
+    before = status(engine)
+    staged = engine.session.handle(Stage(str(bundle)))
+    assert isinstance(staged, Staged)
+    assert staged.base == before.digest
+    assert (status(engine).phase, status(engine).staged) == ("Staged", str(V1))
+    assert status(engine).version == str(V0)
+    committed = engine.session.handle(Commit(str(V1)))
+    assert isinstance(committed, Committed)
+    assert committed.digest == staged.digest
+    assert committed.fenced_requests == 2
+    assert engine.labels == [str(V1)]
+    after = status(engine)
+    assert (after.phase, after.staged, after.version, after.commits) == ("Idle", "", str(V1), 1)
+    attested = engine.session.handle(Attest())
+    assert isinstance(attested, Attested)
+    assert attested.digest == staged.digest
+
+
+def test_commit_without_boundary_stays_staged(engine: Engine, bundle: Path) -> None:
+    engine.session.handle(Stage(str(bundle)))
+    engine.running.clear()
+    time.sleep(0.05)
+    refused = engine.session.handle(Commit(str(V1), timeout_seconds=0.05))
+    assert isinstance(refused, Refused)
+    assert refused.reason == "Busy"
+    engine.running.set()
+    time.sleep(0.05)
+    assert status(engine).version == str(V0)  # the withdrawn commit does not come late
+    assert isinstance(engine.session.handle(Commit(str(V1))), Committed)
+
+
+def test_commit_of_something_else(engine: Engine, bundle: Path) -> None:
+    refused = engine.session.handle(Commit(str(V1)))
+    assert isinstance(refused, Refused)
+    assert refused.reason == "NotStaged"
+    engine.session.handle(Stage(str(bundle)))
+    refused = engine.session.handle(Commit(str(V2)))
+    assert isinstance(refused, Refused)
+    assert "run@1.1 is" in refused.message
+
+
+def test_abort_forgets(engine: Engine, bundle: Path) -> None:
+    engine.session.handle(Stage(str(bundle)))
+    answer = engine.session.handle(Abort())
+    assert isinstance(answer, Status)
+    assert (answer.phase, answer.staged) == ("Idle", "")
+    assert isinstance(engine.session.handle(Commit(str(V1))), Refused)
+    assert isinstance(engine.session.handle(Abort()), Status)
+
+
+def test_failed_stage_forgets_the_one_before(engine: Engine, bundle: Path, tmp_path: Path) -> None:
+    engine.session.handle(Stage(str(bundle)))
+    refused = engine.session.handle(Stage(str(tmp_path / "absent")))
+    assert isinstance(refused, Refused)
+    assert refused.reason == "Corrupt"
+    assert status(engine).phase == "Idle"
+    assert isinstance(engine.session.handle(Stage(str(bundle))), Staged)
+
+
+def test_same_bundle_again_is_a_wrong_base(engine: Engine, bundle: Path) -> None:
+    engine.session.handle(Stage(str(bundle)))
+    engine.session.handle(Commit(str(V1)))
+    refused = engine.session.handle(Stage(str(bundle)))
+    assert isinstance(refused, Refused)
+    assert refused.reason == "WrongBase"
+
+
+def test_broken_weights_refuse_everything(
+    engine: Engine, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise BrokenWeights("memory")
+
+    engine.session.handle(Stage(str(bundle)))
+    monkeypatch.setattr("rose_engines.session.commit", fail)
+    refused = engine.session.handle(Commit(str(V1)))
+    assert isinstance(refused, Refused)
+    assert refused.reason == "Broken"
+    assert engine.session.broken
+    assert status(engine).phase == "Broken"
+    assert isinstance(engine.session.handle(Attest()), Refused)
+    assert isinstance(engine.session.handle(Stage(str(bundle))), Refused)
+    assert engine.labels == []
+
+
+def test_unexpected_error_is_a_refusal(
+    engine: Engine, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("bug")
+
+    monkeypatch.setattr("rose_engines.session.stage", fail)
+    refused = engine.session.handle(Stage(str(bundle)))
+    assert isinstance(refused, Refused)
+    assert "ZeroDivisionError" in refused.message
+    assert status(engine).phase == "Idle"
+
+
+def test_commits_race_with_boundaries(
+    engine: Engine, tmp_path: Path, old: State, sparse: State, flip: Callable[[Path], None]
+) -> None:
+    """Back and forth with tiny timeouts: each commit happened or did not, never half."""
+    write_bundle(tmp_path / "there", V1, sparse, (V0, old))
+    write_bundle(tmp_path / "back", V2, old, (V1, sparse))
+    here = [("there", V1), ("back", V2)]
+    digests = set()
+    for _ in range(30):
+        name, version = here[0]
+        engine.session.handle(Stage(str(tmp_path / name)))
+        answer = engine.session.handle(Commit(str(version), timeout_seconds=0.001))
+        attested = engine.session.handle(Attest())
+        assert isinstance(attested, Attested)
+        if isinstance(answer, Committed):
+            assert attested.digest == answer.digest
+            here.reverse()
+        digests.add(attested.digest)
+    assert len(digests) <= 2
