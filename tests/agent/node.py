@@ -1,0 +1,335 @@
+"""A node without Kubernetes: fake serving engine, tap, engine host, guard, and an operator in the test.
+
+Everything but the operator is a process of its own, as in production, so that it can be killed and
+stopped. The tap listens on the loopback of the test's own namespace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import psutil
+import yaml
+from safetensors.numpy import save_file
+
+from rose_core.identity import GrantKey, SlotKey
+from rose_core.wire.sync import (
+    EngineSpec,
+    Grant,
+    PoolPolicy,
+    SlotReport,
+    SyncReply,
+    SyncRequest,
+    WeightSource,
+)
+from rose_engines.rundir import EngineFile, RunDir, read_json
+from rose_wire.rpc import Server
+from rose_wire.services import SYNC
+
+POOL = "default/chat"
+SLOT = SlotKey("slot-1", 1)
+PATIENCE_SECONDS = 60.0
+
+
+def tap_refusal() -> str:
+    """Why no packet socket can be opened here; empty when one can."""
+    try:
+        socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0).close()
+    except OSError as error:
+        return f"the wire tap needs root or CAP_NET_RAW: {error}"
+    return ""
+
+
+class FakeOperator:
+    """Answers ``Sync`` with what the test sets; keeps the last request."""
+
+    def __init__(self) -> None:
+        self.term = 1
+        self.complete = True
+        self.granted = True
+        self.silent = False
+        self.ttl_seconds = 30.0
+        self.mode = "Lend"
+        self.ttft_ms = 0
+        self.tpot_ms = 0
+        self.generation = 1
+        self.requests: list[SyncRequest] = []
+        self.port = 0
+        self._server = Server()
+        self._server.unary(SYNC, self._sync)
+
+    async def start(self) -> None:
+        self.port = await self._server.start("127.0.0.1:0")
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+
+    async def _sync(self, request: SyncRequest) -> SyncReply:
+        self.requests.append(request)
+        if self.silent:
+            await asyncio.sleep(3600)
+        policy = PoolPolicy(
+            pool=POOL,
+            mode=self.mode,
+            labels={"app": "chat"},
+            port=1,
+            ttft_milliseconds=self.ttft_ms,
+            tpot_milliseconds=self.tpot_ms,
+        )
+        grants = (self._grant(),) if self.granted else ()
+        return SyncReply(self.term, self.complete, grants, (policy,), sync_period_seconds=0.3)
+
+    def _grant(self) -> Grant:
+        return Grant(
+            key=GrantKey(self.term, SlotKey(SLOT.uid, self.generation)),
+            ttl_seconds=self.ttl_seconds,
+            slot_name="slot-one",
+            lease="team/run",
+            pool=POOL,
+            pod_uid="serving-0",
+            pod_name="serving-0",
+            gpu_uuids=("GPU-0",),
+            engine=EngineSpec("fake", "small", arguments={"token-seconds": "0.002"}),
+            weights=WeightSource("127.0.0.1:1", "run"),
+            router="",
+        )
+
+    @property
+    def slot(self) -> SlotReport | None:
+        """The slot as last reported."""
+        if not self.requests:
+            return None
+        return next((s for s in self.requests[-1].slots if s.slot.uid == SLOT.uid), None)
+
+
+@dataclass
+class Node:
+    """The running parts."""
+
+    root: Path
+    operator: FakeOperator
+    http: aiohttp.ClientSession
+    processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
+    serving_url: str = ""
+    agent_flags: tuple[str, ...] = ()
+
+    @property
+    def rundir(self) -> RunDir:
+        return RunDir(self.root / "run")
+
+    # --- processes
+
+    async def spawn(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
+        with (self.root / f"{name}.log").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, *arguments, stdout=log, stderr=log
+            )
+        self.processes[name] = process
+        return process
+
+    async def start_serving(self) -> None:
+        log = self.root / "serving.log"
+        log.unlink(missing_ok=True)
+        port = self.serving_url.rpartition(":")[2] or "0"
+        await self.spawn(
+            "serving", "-m", "rose_engines.fake", "--token-seconds", "0.005", "--port", port
+        )
+        await self.until(lambda: "url=" in log.read_text(), "serving engine listens")
+        self.serving_url = log.read_text().split("url=")[1].split()[0]
+        self.write_replicas()
+
+    def write_replicas(self, **changes: object) -> None:
+        entry: dict[str, object] = {
+            "uid": "serving-0",
+            "pool": POOL,
+            "port": int(self.serving_url.rpartition(":")[2]),
+            "interfaces": ["lo"],
+            "pids": [self.processes["serving"].pid],
+            "gpus": ["GPU-0"],
+            **changes,
+        }
+        target = self.root / "replicas.yaml"
+        draft = self.root / ".replicas.yaml"
+        draft.write_text(yaml.safe_dump({"replicas": [entry]}))
+        draft.replace(target)
+
+    async def start_tap(self) -> None:
+        await self.spawn(
+            "tap",
+            *("-m", "rose_cli.main", "tap", "--rundir", str(self.root / "run")),
+            *("--http-host", "127.0.0.1", "--http-port", "0"),
+        )
+
+    async def start_host(self) -> None:
+        await self.spawn(
+            "host",
+            *("-m", "rose_cli.main", "engine-host", "--rundir", str(self.root / "run")),
+            *("--models", str(self.root / "models"), "--engine-python", sys.executable),
+            *("--data-port", "0", "--http-port", "0", "--cgroup", "signals"),
+        )
+
+    async def start_agent(self) -> None:
+        await self.spawn(
+            "agent",
+            *("-m", "rose_cli.main", "agent", "--node", "node-1"),
+            *("--rundir", str(self.root / "run"), "--operator", f"127.0.0.1:{self.operator.port}"),
+            *("--http-host", "127.0.0.1", "--http-port", "0", "--devices", "static"),
+            *("--static-replicas", str(self.root / "replicas.yaml"), "--settle-seconds", "1"),
+            *self.agent_flags,
+        )
+
+    async def kill(self, name: str) -> None:
+        process = self.processes.pop(name)
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        self.processes[name].send_signal(number)
+
+    # --- looking
+
+    async def until(
+        self, condition: Callable[[], Any], what: str, seconds: float = PATIENCE_SECONDS
+    ) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            value = condition()
+            if asyncio.iscoroutine(value):
+                value = await value
+            if value:
+                return
+            if time.monotonic() > deadline:
+                raise AssertionError(f"never happened: {what}\n{self.logs()}")
+            await asyncio.sleep(0.05)
+
+    def logs(self) -> str:
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text()[-3000:]}" for path in self.root.glob("*.log")
+        )
+
+    def engine(self) -> EngineFile | None:
+        return read_json(self.rundir.slot(SLOT.uid).engine, EngineFile)
+
+    async def report(self) -> dict[str, Any]:
+        return await self._agent("/report")
+
+    async def trace(self) -> list[dict[str, Any]]:
+        entries: list[dict[str, Any]] = (await self._agent("/trace"))["entries"]
+        return entries
+
+    async def _agent(self, page: str) -> dict[str, Any]:
+        connector = aiohttp.UnixConnector(str(self.root / "run" / "agent.sock"))
+        async with (
+            aiohttp.ClientSession(connector=connector) as session,
+            session.get(f"http://agent{page}") as answer,
+        ):
+            content: dict[str, Any] = await answer.json()
+            return content
+
+    async def slot(self) -> dict[str, Any]:
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            return next(iter((await self.report())["slots"]), {})
+        return {}
+
+    async def gate(self, *, is_open: bool) -> bool:
+        return bool((await self.slot()).get("gateOpen") is is_open)
+
+    def engine_processes(self) -> list[psutil.Process]:
+        file = self.engine()
+        found = []
+        for pid in file.pids if file else ():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(pid))
+        return found
+
+    def cpu_seconds(self) -> float:
+        """CPU the rollout engine has used: what it computes cannot be hidden from this."""
+        total = 0.0
+        for process in self.engine_processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+    async def generate(
+        self, tokens: int = 20, *, stream: bool = True, prompt: Sequence[int] = (1, 2, 3)
+    ) -> int:
+        """One serving request, read to its end; returns the events."""
+        body = {
+            "input_ids": list(prompt),
+            "stream": stream,
+            "sampling_params": {"max_new_tokens": tokens},
+        }
+        events = 0
+        async with self.http.post(f"{self.serving_url}/generate", json=body) as answer:
+            answer.raise_for_status()
+            async for line in answer.content:
+                events += line.startswith(b"data: {")
+        return events
+
+    async def keep_rollouts_busy(self) -> asyncio.Task[None]:
+        """Requests to the rollout engine itself, so that it computes whenever it may."""
+        file = self.engine()
+        assert file is not None
+        return asyncio.create_task(self._feed(file.url))
+
+    async def _feed(self, url: str) -> None:
+        body = {
+            "input_ids": [1],
+            "stream": True,
+            "sampling_params": {"max_new_tokens": 100_000},
+        }
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, OSError, json.JSONDecodeError):
+                async with self.http.post(
+                    f"{url}/generate", json=body, timeout=aiohttp.ClientTimeout(total=None)
+                ) as answer:
+                    async for _ in answer.content:
+                        pass
+            await asyncio.sleep(0.05)
+
+    async def stop(self) -> None:
+        pids = [p.pid for p in self.engine_processes()]
+        for process in self.processes.values():
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGCONT)
+                    process.kill()
+            await process.wait()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.asynccontextmanager
+async def node(root: Path, *agent_flags: str) -> AsyncIterator[Node]:
+    """Start everything; end everything, whatever happened."""
+    model = root / "models" / "small"
+    model.mkdir(parents=True)
+    save_file({"w": np.zeros((8, 8), np.float32)}, model / "model.safetensors")
+    operator = FakeOperator()
+    await operator.start()
+    async with aiohttp.ClientSession() as http:
+        parts = Node(root, operator, http, agent_flags=agent_flags)
+        try:
+            await parts.start_serving()
+            for start in (parts.start_tap, parts.start_host, parts.start_agent):
+                await start()
+            yield parts
+        finally:
+            await parts.stop()
+            await operator.stop()
