@@ -28,6 +28,8 @@ def _convert(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any
     }
     if out.get("default", 0) is None:
         del out["default"]
+    if isinstance(out.get("default"), dict):  # a null would not be of the field's type
+        out["default"] = {k: v for k, v in out["default"].items() if v is not None}
     if "const" in out:
         out["enum"] = [out.pop("const")]
     if "properties" in merged:
