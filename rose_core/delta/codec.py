@@ -23,7 +23,7 @@ from enum import IntEnum
 import numpy as np
 import zstandard
 
-from rose_core.delta.bits import Bits, Indices, NumberFormat, ordered, unordered
+from rose_core.delta.bits import Bits, Indices, NumberFormat
 from rose_core.delta.errors import BlockError
 from rose_core.delta.kernels import Backend, kernels
 
@@ -82,7 +82,10 @@ class Changes:
 
 def step(old: Bits, steps: Bits, kind: NumberFormat) -> Bits:
     """Move bits by ordered-integer steps, exactly, modulo the width."""
-    return unordered(ordered(old, kind) + steps, kind)
+    if not kind.sign_magnitude:
+        moved: Bits = old + steps
+        return moved
+    return kernels().move(old, steps)
 
 
 def name_of(block: bytes) -> bytes:
@@ -93,7 +96,9 @@ def name_of(block: bytes) -> bytes:
 def find_changes(old: Bits, new: Bits, kind: NumberFormat, backend: Backend = "auto") -> Changes:
     """The changed positions of a tile and their steps; bits of the whole tile, contiguous."""
     indices = kernels(backend).find_changes(old, new)
-    return Changes(indices, ordered(new[indices], kind) - ordered(old[indices], kind))
+    if not kind.sign_magnitude:
+        return Changes(indices, new[indices] - old[indices])
+    return Changes(indices, kernels(backend).steps_at(indices, old, new))
 
 
 def encode_tile(
@@ -162,9 +167,12 @@ def decode_block(
     if codec == Codec.RAW:
         return Changes(values=_typed(parts[0], kind, elements))
     if codec == Codec.PLANES:
-        planes = _unpack(parts[0], elements * kind.width).reshape(kind.width, elements)
-        values = np.ascontiguousarray(planes.T).reshape(-1).view(kind.unsigned)
-        return Changes(values=values)
+        planes = _unpack(parts[0], elements * kind.width)
+        if planes.size != elements * kind.width:
+            message = f"{planes.size} bytes of planes for {elements} elements of {kind.width}"
+            raise BlockError(message)
+        values = np.ascontiguousarray(planes.reshape(kind.width, elements).T)
+        return Changes(values=values.reshape(-1).view(kind.unsigned))
     gaps = _unpack(parts[0], changes + elements // 255 + 1)
     codes = _unpack(parts[1], changes)
     escapes = _unpack(parts[2], changes * kind.width)

@@ -26,6 +26,8 @@ class Kernels:
     Attributes:
         name: ``numba`` or ``numpy``.
         find_changes: (old, new) -> ascending positions that differ.
+        steps_at: (positions, old, new) -> steps of sign-magnitude values there.
+        move: (old, steps) -> sign-magnitude values moved by steps.
         pack: (positions, steps) -> gap bytes, code bytes, escaped steps.
         unpack: the inverse, None when the streams do not belong together.
         digest_run: (bits, first position, key) -> two lanes.
@@ -34,6 +36,8 @@ class Kernels:
 
     name: str
     find_changes: Callable[[Bits, Bits], Indices]
+    steps_at: Callable[[Indices, Bits, Bits], Bits]
+    move: Callable[[Bits, Bits], Bits]
     pack: Callable[[Indices, Bits], tuple[Bits, Bits, Bits]]
     unpack: Callable[[Bits, Bits, Bits], tuple[Indices, Bits] | None]
     digest_run: Callable[[Bits, int, int], tuple[int, int]]
@@ -43,6 +47,8 @@ class Kernels:
 NUMPY = Kernels(
     "numpy",
     vectors.find_changes,
+    vectors.steps_at,
+    vectors.move,
     vectors.pack,
     vectors.unpack,
     vectors.digest_run,
@@ -78,10 +84,12 @@ def _compile(loop: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compiled() -> Kernels:
-    find, pack_loop, unpack_loop, run, at = (
+    find, steps_loop, move_loop, pack_loop, unpack_loop, run, at = (
         _compile(loop)
         for loop in (
             loops.find_changes,
+            loops.steps_at,
+            loops.move,
             loops.pack,
             loops.unpack,
             loops.digest_run,
@@ -92,8 +100,18 @@ def _compiled() -> Kernels:
     def find_changes(old: Bits, new: Bits) -> Indices:
         whole = old.nbytes // 8 * 8 // old.itemsize
         words = (part[:whole].view(np.uint64) for part in (old, new))
-        found = np.empty(len(old), np.int64)
+        found = np.empty(len(old) + 1, np.int64)
         return found[: find(old, new, *words, found)].copy()
+
+    def steps_at(indices: Indices, old: Bits, new: Bits) -> Bits:
+        steps = np.empty(len(indices), old.dtype)
+        steps_loop(indices, old, new, old.dtype.itemsize * 8, steps)
+        return steps
+
+    def move(old: Bits, steps: Bits) -> Bits:
+        new = np.empty(len(old), old.dtype)
+        move_loop(old, steps, old.dtype.itemsize * 8, new)
+        return new
 
     def pack(indices: Indices, steps: Bits) -> tuple[Bits, Bits, Bits]:
         span = int(indices[-1]) + 1 if len(indices) else 0
@@ -119,4 +137,4 @@ def _compiled() -> Kernels:
         low, high = at(indices, bits, np.uint64(key))
         return int(low), int(high)
 
-    return Kernels("numba", find_changes, pack, unpack, digest_run, digest_at)
+    return Kernels("numba", find_changes, steps_at, move, pack, unpack, digest_run, digest_at)

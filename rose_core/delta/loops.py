@@ -23,22 +23,50 @@ ONE = np.uint64(1)
 ZERO = np.uint64(0)
 
 
-def find_changes(old: Any, new: Any, old_words: Any, new_words: Any, found: Any) -> int:  # noqa: ANN401
-    """Write the positions where two runs of bits differ; compares eight bytes at a time."""
-    count = 0
+def find_changes(old: Any, new: Any, old_words: Any, new_words: Any, found: Any) -> Any:  # noqa: ANN401
+    """Write the positions where two runs of bits differ; compares eight bytes at a time.
+
+    ``found`` must have room for one position more than can differ.
+    """
+    count: Any = 0
     words = len(old_words)
     per_word = 8 // old.itemsize
     for word in range(words):
         if old_words[word] != new_words[word]:
+            # Written always, counted when it differs: a branch here would be guessed wrong half
+            # of the time.
             for position in range(word * per_word, word * per_word + per_word):
-                if old[position] != new[position]:
-                    found[count] = position
-                    count += 1
+                found[count] = position
+                count += np.int64(old[position] != new[position])
     for position in range(words * per_word, len(old)):
         if old[position] != new[position]:
             found[count] = position
             count += 1
     return count
+
+
+def steps_at(indices: Any, old: Any, new: Any, width_bits: int, steps: Any) -> None:  # noqa: ANN401
+    """Ordered-integer steps of sign-magnitude values at some positions."""
+    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - width_bits)
+    top = ONE << np.uint64(width_bits - 1)
+    for number in range(len(indices)):
+        position = indices[number]
+        before = np.uint64(old[position])
+        after = np.uint64(new[position])
+        before = before ^ (mask if before & top else top)
+        after = after ^ (mask if after & top else top)
+        steps[number] = (after - before) & mask
+
+
+def move(old: Any, steps: Any, width_bits: int, new: Any) -> None:  # noqa: ANN401
+    """Move sign-magnitude values by ordered-integer steps."""
+    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - width_bits)
+    top = ONE << np.uint64(width_bits - 1)
+    for number in range(len(old)):
+        value = np.uint64(old[number])
+        value = value ^ (mask if value & top else top)
+        value = (value + np.uint64(steps[number])) & mask
+        new[number] = value ^ (top if value & top else mask)
 
 
 def pack(  # noqa: PLR0917

@@ -159,6 +159,7 @@ def _check_connected(hops: Sequence[Hop]) -> None:
     if not hops:
         message = "an empty way has no manifest"
         raise LineageError(message)
+    _ = hops[-1].end  # raises when the last hop leads behind a full manifest
     for before, after in itertools.pairwise(hops):
         if before.end != after.start:
             message = f"the way breaks between {before.end} and {after.start}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from rose_core.delta import loops
-from rose_core.delta.bits import Bits, Indices
+from rose_core.delta.bits import FORMATS, Bits, Indices, ordered, unordered
+
+_FLOATS = {kind.width: kind for kind in FORMATS.values() if kind.sign_magnitude}
 
 _CHUNK = 1 << 16
 """Digest rows are mixed in pieces of this many elements, so that temporaries stay in cache."""
@@ -14,6 +16,24 @@ _CHUNK = 1 << 16
 def find_changes(old: Bits, new: Bits) -> Indices:
     """Positions where two runs of bits differ."""
     return np.flatnonzero(old != new).astype(np.int64, copy=False)
+
+
+def steps_at(indices: Indices, old: Bits, new: Bits) -> Bits:
+    """Ordered-integer steps of sign-magnitude values at some positions."""
+    return _ordered(new[indices]) - _ordered(old[indices])
+
+
+def move(old: Bits, steps: Bits) -> Bits:
+    """Move sign-magnitude values by ordered-integer steps."""
+    return _unordered(_ordered(old) + steps)
+
+
+def _ordered(bits: Bits) -> Bits:
+    return ordered(bits, _FLOATS[bits.dtype.itemsize])
+
+
+def _unordered(integers: Bits) -> Bits:
+    return unordered(integers, _FLOATS[integers.dtype.itemsize])
 
 
 def pack(indices: Indices, steps: Bits) -> tuple[Bits, Bits, Bits]:

@@ -39,12 +39,13 @@ class Model:
     def copy(self) -> dict[str, Bits]:
         return {name: bits.copy() for name, bits in self.state.items()}
 
-    def change(self, seed: int, share: float = 0.02) -> None:
+    def change(self, seed: int, share: float = 0.02, *, whole_norm: bool = True) -> None:
+        """Move a share of all elements by one step; the norm is replaced as a whole."""
         random = np.random.default_rng(seed)
         for name, bits in self.state.items():
             chosen = random.random(len(bits)) < share
             bits[chosen] += bits.dtype.type(1)
-            if name == "model.norm.weight":
+            if whole_norm and name == "model.norm.weight":
                 bits[:] = random.integers(0, 65536, len(bits), np.uint16)
 
     def full(self, run: str, incarnation: int) -> tuple[Manifest, dict[bytes, bytes]]:
