@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -103,7 +103,7 @@ def gate_timeline(recording: Recording, *, whole: bool) -> str:
     chart = Chart(title, span, (0.0, 3.0), _TIME, height=190)
     live = [(r.at_s, r.end_s) for r in recording.requests if r.role is Role.LENT]
     chart.bars(_clip(live, span), 2.5, 0.6, "serving")
-    chart.bars(_clip(opened(recording.samples), span), 1.5, 0.6, "rollout")
+    chart.bars(_clip(recording.gate or opened(recording.samples), span), 1.5, 0.6, "rollout")
     chart.bars(_clip(_withheld(recording.samples), span), 0.5, 0.6, "muted")
     chart.row_labels([("serving", 2.5), ("rollouts", 1.5), ("withheld", 0.5)])
     return chart.svg(y_ticks=False)
@@ -122,7 +122,7 @@ def opened(samples: Sequence[Sample]) -> list[Point]:
     return spans
 
 
-def _clip(spans: Sequence[Point], window: Point) -> list[Point]:
+def _clip(spans: Iterable[Point], window: Point) -> list[Point]:
     low, high = window
     return [(max(a, low), min(b, high)) for a, b in spans if b > low and a < high]
 

@@ -90,6 +90,9 @@ class Recording(msgspec.Struct, frozen=True):
     """A whole run.
 
     Attributes:
+        gate: intervals in which the gate was open, from the guard's flight recorder; empty when it
+            could not be read, then the samples speak.
+        stops_s: from a live request's first segment until every rollout thread stood still.
         training: records of the trainer's progress file, in order.
         story: what ``kubectl get servpool,rlease,rslot`` said during the run.
         notes: facts of the machine and the versions, name -> value.
@@ -98,6 +101,8 @@ class Recording(msgspec.Struct, frozen=True):
     settings: Settings
     requests: tuple[Request, ...] = ()
     samples: tuple[Sample, ...] = ()
+    gate: tuple[tuple[float, float], ...] = ()
+    stops_s: tuple[float, ...] = ()
     training: tuple[dict[str, object], ...] = ()
     story: str = ""
     notes: dict[str, str] = {}

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+
 from rose_demo.records import Recording, Role, Window
 from rose_demo.statistics import (
     SAMPLE_FLOOR,
@@ -143,6 +145,14 @@ def serving_checks(
 ) -> list[Check]:
     """SLO in lent windows, harm beyond the control, and no failed request."""
     checks = [_slo_check(recording, attainments), *map(_harm_check, comparisons)]
+    if recording.stops_s:
+        stops = np.array(recording.stops_s) * 1e3
+        text = (
+            f"from a live request's first segment until every rollout thread stood still: "
+            f"p50 {np.quantile(stops, 0.5):.1f} ms, p99 {np.quantile(stops, 0.99):.1f} ms "
+            f"({len(stops)} stops)"
+        )
+        checks.append(Check(Word.KEPT, text))
     failed = [request for request in recording.requests if request.error]
     if recording.requests:
         word = Word.BROKEN if failed else Word.KEPT

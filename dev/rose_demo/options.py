@@ -1,0 +1,80 @@
+"""The knobs of ``rose demo``."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose_demo.records import Settings
+from rose_demo.trace import Scale, default_trace
+from rose_dev.models import RECIPES
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run is asked to do; see ``parser`` for the meanings."""
+
+    seconds: float
+    out: Path
+    trace: Path
+    keep_share: float
+    length_divisor: float
+    control_share: float
+    serving_model: str
+    rollout_model: str
+    ttft_slo_ms: int
+    tpot_slo_ms: int
+    percentile: int
+    window_seconds: float
+    max_staleness: int
+    plain: bool
+    keep: bool
+
+    def settings(self) -> Settings:
+        """The part that the report shows."""
+        return Settings(
+            seconds=self.seconds,
+            ttft_slo_s=self.ttft_slo_ms / 1e3,
+            tpot_slo_s=self.tpot_slo_ms / 1e3,
+            percentile=self.percentile,
+            window_s=self.window_seconds,
+            trace=self.trace.name,
+            serving_model=self.serving_model,
+            rollout_model=self.rollout_model,
+        )
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(
+        prog="rose demo",
+        description="Bring up a one-node Kubernetes with two serving replicas under live traffic, "
+        "lend one of them to a GRPO trainer, and judge the three promises.",
+        epilog="Exit code: 0 every promise kept, 1 one broken or unproven, 2 wrong usage or a "
+        "part that did not come up. Needs root on Linux.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = result.add_argument
+    models = sorted(RECIPES)
+    add("--seconds", type=float, default=240.0, help="length of the measurement")
+    add("--out", type=Path, default=Path("out/demo"), help="folder of report and summary")
+    add("--trace", type=Path, default=default_trace(), help="CSV with t_s,in_tokens,out_tokens")
+    add("--keep-share", type=float, default=Scale.keep, help="share of the trace's requests sent")
+    add("--length-divisor", type=float, default=Scale.length_divisor, help="of request lengths")
+    add("--control-share", type=float, default=0.5, help="of those, sent to the never-lent replica")
+    add("--serving-model", choices=models, default="mid", help="model of the serving replicas")
+    add("--rollout-model", choices=models, default="tiny", help="model being trained")
+    add("--ttft-slo-ms", type=int, default=800, help="objective for the time to the first token")
+    add("--tpot-slo-ms", type=int, default=80, help="objective for the time per output token")
+    add("--percentile", type=int, default=95, help="share of requests that must meet it")
+    add("--window-seconds", type=float, default=15.0, help="length of lent and withheld windows")
+    add("--max-staleness", type=int, default=3, help="publishes an engine may lag behind")
+    add("--plain", action="store_true", help="no redrawing, for logs")
+    add("--keep", action="store_true", help="leave the cluster running at the end")
+    return result
+
+
+def parse(argv: list[str]) -> Options:
+    """Arguments as options."""
+    return Options(**vars(parser().parse_args(argv)))
