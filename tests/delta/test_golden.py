@@ -1,7 +1,7 @@
 """Golden vectors: what other implementations of ``docs/weight-format.md`` must reproduce.
 
-``golden.json`` holds, per case: tensor name, element type, bits before and after (hexadecimal, little
-endian), the three streams before compression, one valid block, and the digests before and after.
+``golden.json`` holds, per case: tensor name, element type, bits before and after (hexadecimal,
+little endian), the three streams before compression, one valid block, the digests of both states.
 Compressed bytes may differ between builds of zstd, so the block is only read, never compared.
 """
 

@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m bench.NAME`` or ``make bench-NAME``; figures go to ``out/bench``."""
