@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -14,6 +14,17 @@ from rose_wire.rpc import connect, converse
 from rose_wire.services import ATTACH
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that must come, on the real clock.
+
+    Raises:
+        TimeoutError: it did not come within a minute.
+    """
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110  # anything may change it
+            await asyncio.sleep(0.01)
+
+
 @dataclass
 class Owner:
     """One stream; ``say`` sends a change."""
@@ -21,6 +32,7 @@ class Owner:
     update: EngineUpdate
     notes: list[RouterNote] = field(default_factory=list)
     queue: asyncio.Queue[EngineUpdate] = field(default_factory=asyncio.Queue)
+    task: asyncio.Task[None] = field(init=False)
 
     def say(self, **changes: object) -> None:
         self.update = msgspec.structs.replace(self.update, **changes)
@@ -43,10 +55,10 @@ async def owner(port: int, update: EngineUpdate, token: str = "") -> AsyncIterat
         async for note in converse(channel, ATTACH, updates(), token=token):
             made.notes.append(note)
 
-    task = asyncio.create_task(listen())
+    made.task = asyncio.create_task(listen())
     try:
         yield made
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        made.task.cancel()
+        await asyncio.gather(made.task, return_exceptions=True)
         await channel.close()

@@ -1,0 +1,104 @@
+"""Fake engines and a router on real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from rose_core.wire.routing import EngineKind, EngineUpdate
+from rose_engines.fake.scheduler import FakeScheduler
+from rose_engines.fake.server import FakeServer
+from rose_engines.session import WeightSession
+from rose_router.config import Settings
+from rose_router.main import Running, running
+from tests.router.owners import Owner, owner
+
+LEASE = "team/grpo"
+VERSION = "run@1.0"
+
+
+@dataclass
+class Fake:
+    """A fake engine on a real socket."""
+
+    name: str
+    url: str
+    scheduler: FakeScheduler
+    runner: web.AppRunner
+    owner: Owner = field(init=False)
+
+    async def die(self) -> None:
+        """Break every connection, as a killed process does."""
+        server = self.runner.server
+        assert server is not None
+        for connection in list(server.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        await self.runner.cleanup()
+
+
+class Stage:
+    """A router, its engines and a caller."""
+
+    def __init__(self, router: Running, http: aiohttp.ClientSession, stack: AsyncExitStack) -> None:
+        self.router = router
+        self.http = http
+        self._stack = stack
+        self.url = f"http://127.0.0.1:{router.http_port}"
+
+    async def engine(
+        self,
+        name: str = "a",
+        kind: EngineKind = EngineKind.BORROWED,
+        token_seconds: float = 0.002,
+        **update: Any,  # noqa: ANN401  # fields of EngineUpdate
+    ) -> Fake:
+        """Start a fake engine and attach it."""
+        scheduler = FakeScheduler(WeightSession({}, VERSION), token_seconds=token_seconds)
+        runner = web.AppRunner(
+            FakeServer(scheduler).application(), handler_cancellation=True, shutdown_timeout=0.1
+        )
+        await runner.setup()
+        self._stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        fake = Fake(name, f"http://127.0.0.1:{runner.addresses[0][1]}", scheduler, runner)
+        fields: dict[str, Any] = {"gate_open": True, "cap": 8, "version": VERSION, **update}
+        said = EngineUpdate(engine=name, kind=kind, lease=LEASE, url=fake.url, **fields)
+        token = self.router.service.settings.attach_token
+        fake.owner = await self._stack.enter_async_context(
+            owner(self.router.attach_port, said, token)
+        )
+        while self.router.service.fleet.get(name) is None:
+            await self.router.service.fleet.changed.wait()
+        return fake
+
+    def post(self, path: str, body: object, **kwargs: Any) -> Any:  # noqa: ANN401  # aiohttp's
+        """POST JSON to the router."""
+        return self.http.post(self.url + path, json=body, **kwargs)
+
+    async def get(self, path: str) -> Any:  # noqa: ANN401  # JSON
+        """GET JSON from the router."""
+        async with self.http.get(self.url + path) as reply:
+            return await reply.json()
+
+
+@asynccontextmanager
+async def _stage(**settings: Any) -> AsyncIterator[Stage]:  # noqa: ANN401  # of Settings
+    async with (
+        aiohttp.ClientSession() as http,
+        running(Settings(lease=LEASE, drain_seconds=0.2, **settings)) as router,
+        AsyncExitStack() as stack,
+    ):
+        yield Stage(router, http, stack)
+
+
+@pytest.fixture
+def stage() -> Callable[..., Any]:
+    """``async with stage(**settings) as s``: a router on free ports."""
+    return _stage
