@@ -1,0 +1,96 @@
+"""The table of ``decide``, row by row, and what failures lead to."""
+
+from __future__ import annotations
+
+import pytest
+
+from rose_agent.weightsync.decide import (
+    DENSE_AFTER,
+    Action,
+    Engine,
+    Head,
+    Progress,
+    Step,
+    decide,
+    failed,
+    lag,
+    succeeded,
+)
+from rose_core.identity import WeightVersion
+
+OLD, NEW = WeightVersion("run", 1, 1), WeightVersion("run", 1, 2)
+HEAD = Head(NEW, "new")
+AT_HEAD = Engine(str(NEW), "new")
+BEHIND = Engine(str(OLD), "old")
+
+
+@pytest.mark.parametrize(
+    ("engine", "head", "progress", "action"),
+    [
+        (None, HEAD, Progress(), Action.WAIT),
+        (Engine(str(OLD), "old", broken=True), HEAD, Progress(), Action.WAIT),
+        (BEHIND, None, Progress(), Action.WAIT),
+        (BEHIND, HEAD, Progress(retry_at=101), Action.WAIT),
+        (AT_HEAD, HEAD, Progress(attested_at=90), Action.WAIT),
+        (AT_HEAD, HEAD, Progress(), Action.ATTEST),
+        (AT_HEAD, HEAD, Progress(attested_at=30), Action.ATTEST),
+        (BEHIND, HEAD, Progress(attested_at=90), Action.PULL),
+        (Engine("base", "new"), HEAD, Progress(), Action.PULL),
+        (Engine(str(NEW), "other"), HEAD, Progress(attested_at=90), Action.PULL),
+        (AT_HEAD, HEAD, Progress(quarantined=True), Action.PULL),
+    ],
+)
+def test_every_row(
+    engine: Engine | None, head: Head | None, progress: Progress, action: Action
+) -> None:
+    assert decide(engine, head, progress, 100.0, attest_every_seconds=60.0).action is action
+
+
+def test_a_pull_names_what_the_engine_holds() -> None:
+    assert decide(BEHIND, HEAD, Progress(), 0.0) == Step(Action.PULL, OLD, "old")
+    base = decide(Engine("base", "d"), HEAD, Progress(), 0.0)
+    assert (base.have, base.digest) == (None, "d")
+
+
+def test_repeated_failures_ask_for_the_full_state_with_growing_pauses() -> None:
+    progress, pauses = Progress(), []
+    for _ in range(DENSE_AFTER):
+        assert not progress.dense
+        progress = failed(progress, "Damaged", "text", 0.0)
+        pauses.append(progress.retry_at)
+    assert progress.dense
+    assert pauses == sorted(pauses)
+    step = decide(BEHIND, HEAD, progress, 1000.0)
+    assert (step.action, step.digest) == (Action.PULL, "")
+
+
+def test_pauses_are_bounded() -> None:
+    progress = Progress()
+    for _ in range(40):
+        progress = failed(progress, "Damaged", "", 0.0)
+    assert progress.retry_at == 30.0
+
+
+def test_a_wrong_digest_quarantines_at_once_and_success_ends_it() -> None:
+    progress = failed(Progress(attested_at=5.0), "WrongDigest", "text", 0.0)
+    assert progress.quarantined
+    assert progress.attested_at is None
+    step = decide(AT_HEAD, HEAD, progress, 1000.0)
+    assert (step.action, step.digest) == (Action.PULL, "")
+    assert not succeeded(1000.0).quarantined
+
+
+def test_a_busy_engine_is_no_failure() -> None:
+    progress = Progress(attested_at=5.0)
+    for _ in range(10):
+        progress = failed(progress, "Busy", "closed gate", 0.0)
+    assert (progress.failures, progress.dense) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("served", "expected"),
+    [("run@1.2", 0), ("run@1.0", 2), ("run@0.9", None), ("base", None), ("other@1.2", None)],
+)
+def test_lag_counts_publishes_or_is_unknown(served: str, expected: int | None) -> None:
+    assert lag(served, HEAD) == expected
+    assert lag(served, None) is None

@@ -1,0 +1,286 @@
+"""Weight-sync between a real store and the fake engine under a real host."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from rose_agent.host.main import Running
+from rose_agent.weightsync.follower import Options
+from rose_agent.weightsync.main import Followers, subjects
+from rose_core.wire.host import EnsureEngine
+from rose_core.wire.sync import WeightSource
+from rose_engines.rundir import RunDir, WeightsFile, read_json
+from rose_engines.safetensors import read_checkpoint
+from rose_engines.sglang.control import ControlClient
+from tests.host.helpers import Guard, guarding, order, running, serving, status_of, until
+from tests.weightsync.run import RUN, PublishedRun, store_at
+
+
+def weighted(endpoint: str, run: str = RUN) -> EnsureEngine:
+    return msgspec.structs.replace(order(), weights=WeightSource(endpoint, run))
+
+
+@dataclass
+class World:
+    """A store, a host with one serving fake engine, its guard; weight-sync inside this process."""
+
+    run: PublishedRun
+    host: Running
+    guard: Guard
+    rundir: RunDir
+    address: str
+    syncing: asyncio.Task[None] | None = field(default=None)
+
+    @property
+    def weights(self) -> WeightsFile:
+        return read_json(self.rundir.slot("slot-1").weights, WeightsFile) or WeightsFile()
+
+    def sync(self, attest_every_seconds: float = 600.0) -> None:
+        options = Options(attest_every_seconds=attest_every_seconds)
+        self.syncing = asyncio.create_task(Followers(self.rundir, options).run())
+
+    async def stop_sync(self) -> None:
+        if self.syncing is not None:
+            self.syncing.cancel()
+            await asyncio.wait({self.syncing})
+            self.syncing = None
+
+    async def serves(self, version: str) -> WeightsFile:
+        async def there() -> bool:
+            return self.weights.version == version and self.weights.attested
+
+        await until(there, f"{version} is attested")
+        return self.weights
+
+    async def says(self, text: str) -> WeightsFile:
+        async def said() -> bool:
+            return text in self.weights.error
+
+        await until(said, f"an error about {text!r}")
+        return self.weights
+
+    async def live(self, path: Path) -> dict[str, np.ndarray]:
+        socket = self.rundir.slot("slot-1").plugin_socket
+        async with await ControlClient.connect(socket) as control:
+            await control.export(path)
+        return {name: parts[2] for name, parts in read_checkpoint(path.parent).items()}
+
+
+@contextlib.asynccontextmanager
+async def world(rundir: Path, models: Path, store: Path) -> AsyncIterator[World]:
+    async with store_at(store) as address, running(rundir, models) as host:
+        run = PublishedRun(address, models / "small")
+        with guarding(rundir) as guard:
+            made = World(run, host, guard, RunDir(rundir), address)
+            await host.host.ensure(weighted(address))
+            await serving(host)
+            try:
+                yield made
+            finally:
+                await made.stop_sync()
+                await run.close()
+
+
+async def test_an_engine_follows_the_head_bit_for_bit(
+    rundir: Path,
+    models: Path,
+    tmp_path: Path,
+) -> None:
+    async with world(rundir, models, tmp_path / "store") as here:
+        here.sync()
+        await here.says("is unknown here")
+        assert (await status_of(here.host)).version == ""
+        first = await here.run.publish()
+        file = await here.serves("grpo@1.0")
+        assert (file.digest, file.head, file.lag, file.error) == (first.digest, "grpo@1.0", 0, "")
+        for _ in range(3):
+            last = await here.run.publish()
+        file = await here.serves("grpo@1.3")
+        assert file.digest == last.digest
+        assert file.history[0] == "grpo@1.0"
+        assert file.history[-1] == "grpo@1.3"
+        (tmp_path / "live").mkdir()
+        live = await here.live(tmp_path / "live" / "model.safetensors")
+        assert all(np.array_equal(live[name], bits) for name, bits in here.run.state.items())
+        status = await status_of(here.host)
+        assert (status.version, status.digest, status.head) == ("grpo@1.3", last.digest, "grpo@1.3")
+        assert not list(here.rundir.slot("slot-1").bundles.iterdir())
+
+
+async def test_a_restarted_engine_is_brought_back_to_the_head(
+    rundir: Path,
+    models: Path,
+    tmp_path: Path,
+) -> None:
+    async with world(rundir, models, tmp_path / "store") as here:
+        here.sync()
+        await here.run.publish()
+        await here.run.publish()
+        before = await here.serves("grpo@1.1")
+        os.kill((await status_of(here.host)).pids[0], signal.SIGKILL)
+
+        async def anew() -> bool:
+            now = here.weights
+            return now.engine_started_ns > before.engine_started_ns and now.attested
+
+        await until(anew, "the new process is attested")
+        assert here.weights.digest == before.digest
+        assert (await serving(here.host)).restarts == 1
+
+
+async def test_nothing_is_committed_while_the_gate_is_closed(
+    rundir: Path,
+    models: Path,
+    tmp_path: Path,
+) -> None:
+    async with world(rundir, models, tmp_path / "store") as here:
+        here.sync()
+        await here.run.publish()
+        await here.serves("grpo@1.0")
+        here.guard.close()
+
+        async def stopped() -> bool:
+            return (await status_of(here.host)).reason == "PermitLapsed"
+
+        await until(stopped, "the permit lapses")
+        await here.run.publish()
+
+        async def heard() -> bool:
+            return here.weights.head == "grpo@1.1"
+
+        await until(heard, "the new head is known")
+        await asyncio.sleep(1.0)
+        assert (here.weights.version, here.weights.lag) == ("grpo@1.0", 1)
+        here.guard.open()
+        await here.serves("grpo@1.1")
+
+
+async def test_a_store_that_goes_away_leaves_the_old_version_serving(
+    rundir: Path,
+    models: Path,
+    tmp_path: Path,
+) -> None:
+    async with running(rundir, models) as host, contextlib.AsyncExitStack() as stack:
+        async with store_at(tmp_path / "store") as address:
+            run = PublishedRun(address, models / "small")
+            stack.push_async_callback(run.close)
+            guard = stack.enter_context(guarding(rundir))
+            here = World(run, host, guard, RunDir(rundir), address)
+            stack.push_async_callback(here.stop_sync)
+            await host.host.ensure(weighted(address))
+            await serving(host)
+            here.sync()
+            await run.publish()
+            await here.serves("grpo@1.0")
+        file = await here.says(address)
+        assert (file.version, file.attested) == ("grpo@1.0", True)
+        # A weight-sync that starts while the store is away knows what its predecessor attested.
+        await here.stop_sync()
+        here.sync()
+        await asyncio.sleep(1.5)
+        assert (here.weights.version, here.weights.attested) == ("grpo@1.0", True)
+        async with store_at(tmp_path / "store", address):
+            await run.publish()
+            await here.serves("grpo@1.1")
+
+
+async def test_a_kill_in_mid_transfer_or_mid_commit_is_made_good_by_the_next_process(
+    rundir: Path,
+    models: Path,
+    tmp_path: Path,
+) -> None:
+    async with world(rundir, models, tmp_path / "store") as here:
+        await here.run.publish()
+        command = [sys.executable, "-m", "rose_cli.main", "weight-sync"]
+        command += ["--rundir", str(rundir), "--http-port", "0"]
+        for number in range(1, 5):
+            process = await asyncio.create_subprocess_exec(*command)
+            try:
+                await here.serves(f"grpo@1.{number - 1}")
+                await here.run.publish()
+                # Somewhere between hearing of the head and having written what is attested.
+                await asyncio.sleep(0.004 * number)
+            finally:
+                process.kill()
+                await process.wait()
+        here.sync()
+        file = await here.serves("grpo@1.4")
+        assert here.run.manifest is not None
+        assert file.digest == here.run.manifest.digest
+
+
+async def test_flipped_bytes_never_reach_the_engine(
+    rundir: Path,
+    models: Path,
+    tmp_path: Path,
+) -> None:
+    async with world(rundir, models, tmp_path / "store") as here:
+        await here.run.publish()
+        here.sync()
+        await here.serves("grpo@1.0")
+        await here.stop_sync()
+        published = await here.run.publish()
+        damaged = []
+        for block in published.blocks:
+            name = block.sha256.hex()
+            damaged += [path for path in (tmp_path / "store").rglob(f"*{name[4:]}*")]
+        assert damaged
+        kept = {path: path.read_bytes() for path in damaged}
+        for path, data in kept.items():
+            path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+        here.sync()
+        file = await here.says("block")
+        assert (file.version, file.attested) == ("grpo@1.0", True)
+        for path, data in kept.items():
+            path.write_bytes(data)
+        await here.serves("grpo@1.1")
+
+
+async def test_an_unreachable_endpoint_and_a_wrong_shape_are_clear_errors(
+    rundir: Path,
+    models: Path,
+    tmp_path: Path,
+) -> None:
+    async with world(rundir, models, tmp_path / "store") as here:
+        here.sync()
+        await here.host.host.ensure(weighted("127.0.0.1:1"))
+        await here.says("127.0.0.1:1")
+        await here.host.host.ensure(weighted(here.address))
+        await here.says("is unknown here")
+        other = tmp_path / "other"
+        other.mkdir()
+        from safetensors.numpy import save_file  # noqa: PLC0415
+
+        save_file(
+            {"model.layers.0.mlp.up_proj.weight": np.zeros((2, 2), np.float32)},
+            other / "model.safetensors",
+        )
+        wrong = PublishedRun(here.address, other)
+        await wrong.publish()
+        file = await here.says("Layout")
+        assert (file.version, file.attested) == ("", False)
+        await wrong.close()
+
+
+async def test_a_half_written_run_directory_is_no_subject(rundir: Path) -> None:
+    folder = RunDir(rundir).create().slot("slot-9").create()
+    folder.slot.write_text("{")
+    assert subjects(RunDir(rundir)) == frozenset()
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"version": 3}'])
+def test_garbage_in_weights_json_is_nothing_known(rundir: Path, text: str) -> None:
+    folder = RunDir(rundir).create().slot("slot-9").create()
+    folder.weights.write_text(text)
+    assert read_json(folder.weights, WeightsFile) is None
