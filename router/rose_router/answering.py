@@ -151,8 +151,7 @@ class Answering:
 
 async def _all_over(turns: list[Turn]) -> None:
     for turn in turns:
-        while not turn.over:
-            await turn.changed.wait()
+        await turn.until_over()
 
 
 def _raise_if_all_failed(turns: list[Turn]) -> None:

@@ -30,6 +30,8 @@ from rose_wire.rpc import Server
 
 LOG = logging.getLogger(__name__)
 
+_ANY = "0.0.0.0"  # noqa: S104  # trainers and nodes dial in
+
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
@@ -118,7 +120,9 @@ async def running(
         client: reaches engines; the real one by default.
     """
     tokenizer = Tokenizer(config.tokenizer) if config.tokenizer else None
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+    # Idle connections end before SGLang's own server closes them (5 s): a request sent into a
+    # connection that is just being closed would look like a lost engine.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     async with aiohttp.ClientSession(connector=connector) as session:
         service = Service(config, client or HttpEngineClient(session))
         server = Server(token=config.attach_token)
@@ -129,7 +133,7 @@ async def running(
         )
         await runner.setup()
         host, port = http_address.rsplit(":", 1)
-        site = web.TCPSite(runner, host.strip("[]") or None, int(port))
+        site = web.TCPSite(runner, host.strip("[]"), int(port))
         try:
             await service.start()
             await site.start()

@@ -79,6 +79,7 @@ class TurnRunner:
         finally:
             turn.ended = self._clock()
             self._ledger.close(turn)
+            turn.ended_event.set()
             turn.changed.fire()
 
     async def _advance(self, turn: Turn) -> None:

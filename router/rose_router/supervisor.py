@@ -89,6 +89,7 @@ class Supervisor:
     def _show(self) -> None:
         counts = {(kind, gate): 0 for kind in EngineKind for gate in ("open", "closed")}
         live = dict.fromkeys(EngineKind, 0)
+        metrics.LAG.clear()  # engines that have gone
         for engine in self._fleet:
             counts[engine.kind, "open" if engine.gate_open else "closed"] += 1
             live[engine.kind] += len(engine.legs)

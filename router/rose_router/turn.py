@@ -84,12 +84,17 @@ class Turn:
     listeners: int = 0
     abort_message: str = ""
     changed: Signal = field(default_factory=Signal)
+    ended_event: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
     @property
     def over(self) -> bool:
         """Nothing more will come."""
         return self.state in {State.DONE, State.FAILED}
+
+    async def until_over(self) -> None:
+        """Wait for the end without being woken by every token."""
+        await self.ended_event.wait()
 
     @property
     def held(self) -> int:

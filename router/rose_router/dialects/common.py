@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from rose_core.rollouts import splice
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.versions import Pin, read_pin
 from rose_router.errors import BadRequest
@@ -65,19 +66,39 @@ def encoded(text: str, tokenizer: Tokenizer | None, field: str, instead: str) ->
     return token_ids(tokenizer.encode(text), field)
 
 
-def whole_number(body: Mapping[str, Any], field: str, default: int, least: int = 0) -> int:
+def whole_number(
+    body: Mapping[str, Any], field: str, default: int, least: int = 0, most: int = 2**31
+) -> int:
     """A whole number of the body.
 
     Raises:
-        InvalidTurn: it is something else, or too small.
+        InvalidTurn: it is something else, or outside the bounds.
     """
     value = body.get(field)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        message = f"{field}: expected a whole number of at least {least}, got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        message = f"{field}: expected a whole number from {least} to {most}, got {value!r:.100}"
         raise InvalidTurn(message)
     return value
+
+
+def priority(body: Mapping[str, Any]) -> int:
+    """The caller's priority; higher waits shorter.
+
+    Raises:
+        InvalidTurn: it is no whole number.
+    """
+    return whole_number(body, "priority", 0, least=-(2**31))
+
+
+def check_sampling(sampling: Mapping[str, Any]) -> None:
+    """Refuse what would go wrong only when the turn is continued.
+
+    Raises:
+        InvalidTurn: ``max_new_tokens`` or ``min_new_tokens`` is no fitting number.
+    """
+    whole_number(sampling, "min_new_tokens", 0, most=splice.most_tokens(sampling))
 
 
 class Hints:

@@ -12,7 +12,15 @@ from typing import Any
 
 from rose_core.rollouts import splice
 from rose_core.rollouts.errors import InvalidTurn
-from rose_router.dialects.common import Hints, caller_rid, encoded, token_ids, whole_number
+from rose_router.dialects.common import (
+    Hints,
+    caller_rid,
+    check_sampling,
+    encoded,
+    priority,
+    token_ids,
+    whole_number,
+)
 from rose_router.dialects.sglang import MOST_ANSWERS, Ask
 from rose_router.request import TurnRequest
 from rose_router.text import Tokenizer
@@ -68,6 +76,7 @@ def read(
         message = "stream: only for one prompt and one answer; send one request for each"
         raise InvalidTurn(message)
     hints, sampling, passed = Hints(body, headers), _sampling(body), _passed(body)
+    check_sampling(sampling)
     because = splice.dedicated_because(sampling, passed)
     rid, own = caller_rid(body.get("rid") or body.get("request_id"), new_rid)
     turns = [
@@ -80,7 +89,7 @@ def read(
             session=hints.session,
             pin=hints.pin,
             expected=hints.expected,
-            priority=body.get("priority") or 0,
+            priority=priority(body),
             dedicated_because=because,
         )
         for index, prompt in enumerate(prompts)
@@ -111,7 +120,5 @@ def _passed(body: Mapping[str, Any]) -> dict[str, Any]:
     logprobs = body.get("logprobs")
     if logprobs is None or logprobs is False:
         return {}
-    return {
-        "return_logprob": True,
-        "top_logprobs_num": whole_number({"logprobs": int(logprobs)}, "logprobs", 0),
-    }
+    top = 0 if logprobs is True else whole_number(body, "logprobs", 0)
+    return {"return_logprob": True, "top_logprobs_num": top}

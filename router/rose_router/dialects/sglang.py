@@ -12,7 +12,15 @@ from typing import Any
 
 from rose_core.rollouts import splice
 from rose_core.rollouts.errors import InvalidTurn
-from rose_router.dialects.common import Hints, caller_rid, encoded, token_ids, whole_number
+from rose_router.dialects.common import (
+    Hints,
+    caller_rid,
+    check_sampling,
+    encoded,
+    priority,
+    token_ids,
+    whole_number,
+)
 from rose_router.request import TurnRequest
 from rose_router.text import Tokenizer
 
@@ -61,7 +69,7 @@ def read(
             raise InvalidTurn(message)
         passed = _passed(body, index if batch else None)
         because = splice.dedicated_because(sampling, passed)
-        splice.most_tokens(sampling)
+        check_sampling(sampling)
         for answer in range(answers):
             rid, own = _rid(body, index if batch else None, answer, answers, new_rid)
             turns.append(
@@ -74,7 +82,7 @@ def read(
                     session=hints.session or (rid if own and not listed else ""),
                     pin=hints.pin,
                     expected=hints.expected,
-                    priority=body.get("priority") or 0,
+                    priority=priority(body),
                     dedicated_because=because,
                 )
             )

@@ -1,0 +1,176 @@
+"""The tables of splice, watch, admission, versions and estimates, line by line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rose_core.identity import WeightVersion
+from rose_core.rollouts import splice
+from rose_core.rollouts.admission import Queue, has_room, rank, retry_after
+from rose_core.rollouts.errors import InvalidTurn, UnknownVersion
+from rose_core.rollouts.estimates import Hazard, Speed
+from rose_core.rollouts.versions import Pin, check_pin, fresh, lag, newest, read_pin, satisfies
+from rose_core.rollouts.watch import LegView, Move, Patience, judge
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, r in splice.SAMPLING.items() if r.rule is splice.Rule.DEDICATED]
+)
+def test_what_cannot_be_spliced_is_named_with_its_reason(name: str) -> None:
+    (reason,) = splice.dedicated_because({name: 0.5}, {})
+    assert reason.startswith(f"{name}: ")
+    assert len(reason) > len(name) + 2
+    for neutral in splice.SAMPLING[name].neutral:
+        assert splice.dedicated_because({name: neutral}, {}) == ()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        n
+        for n, r in splice.SAMPLING.items()
+        if r.rule in {splice.Rule.CARRIED, splice.Rule.ADJUSTED, splice.Rule.SPLIT}
+    ],
+)
+def test_what_can_be_spliced_may_run_anywhere(name: str) -> None:
+    assert splice.dedicated_because({name: 3}, {}) == ()
+
+
+def test_a_parameter_nobody_knows_is_not_moved() -> None:
+    assert splice.dedicated_because({"dry_multiplier": 2}, {}) != ()
+    assert splice.dedicated_because({"dry_multiplier": None}, {}) == ()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "request_fields"),
+    [({"beam_width": 4}, {}), ({}, {"input_embeds": [[1.0]]}), ({}, {"background": True})],
+)
+def test_what_is_refused_is_refused_by_name(
+    sampling: dict[str, object], request_fields: dict[str, object]
+) -> None:
+    (name,) = {**sampling, **request_fields}
+    with pytest.raises(InvalidTurn, match=name):
+        splice.dedicated_because(sampling, request_fields)
+
+
+def test_the_next_leg_asks_for_what_is_missing() -> None:
+    sampling = {"max_new_tokens": 10, "min_new_tokens": 4, "temperature": 0.7, "n": 2}
+    assert splice.remaining(sampling, 0) == {
+        "max_new_tokens": 10,
+        "min_new_tokens": 4,
+        "temperature": 0.7,
+    }
+    assert splice.remaining(sampling, 3) == {
+        "max_new_tokens": 7,
+        "min_new_tokens": 1,
+        "temperature": 0.7,
+    }
+    assert splice.remaining(sampling, 9)["min_new_tokens"] == 0
+    assert splice.remaining({}, 28) == {"max_new_tokens": 100}
+
+
+@pytest.mark.parametrize("value", [0, -1, "7", 1.5, True])
+def test_a_wrong_number_of_tokens_is_refused(value: object) -> None:
+    with pytest.raises(InvalidTurn, match="max_new_tokens"):
+        splice.most_tokens({"max_new_tokens": value})
+
+
+NOW = 100.0
+CALM = LegView(known=True, leaving=False, gate_open=True, gate_since=0.0, last_event=99.0)
+PATIENCE = Patience(pause_seconds=5, stall_seconds=60)
+
+
+@pytest.mark.parametrize(
+    ("leg", "elsewhere", "expected"),
+    [
+        (CALM, True, None),
+        (replace(CALM, known=False), False, Move.GONE),
+        (replace(CALM, leaving=True), False, Move.REVOKED),
+        (replace(CALM, gate_open=False, gate_since=96.0), True, None),
+        (replace(CALM, gate_open=False, gate_since=95.0), True, Move.PAUSED),
+        (replace(CALM, gate_open=False, gate_since=0.0), False, None),
+        (replace(CALM, last_event=41.0), True, None),
+        (replace(CALM, last_event=40.0), True, Move.STALLED),
+        (replace(CALM, last_event=40.0, gate_since=60.0), True, None),
+        (replace(CALM, excess=True), True, Move.CAP_CUT),
+        (replace(CALM, excess=True), False, None),
+    ],
+)
+def test_when_a_leg_must_end(leg: LegView, elsewhere: bool, expected: Move | None) -> None:
+    assert judge(leg, PATIENCE, elsewhere, NOW) is expected
+
+
+def test_turns_that_hold_tokens_go_first_then_priority_then_age() -> None:
+    ranks = [rank(False, 0, 1), rank(False, 5, 2), rank(True, 0, 3), rank(False, 0, 0)]
+    assert sorted(ranks) == [ranks[2], ranks[1], ranks[3], ranks[0]]
+
+
+def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
+    assert has_room(1, Queue(most=2))
+    assert not has_room(2, Queue(most=2))
+    assert retry_after(100, 0) == 30
+    assert retry_after(100, 5) == 2
+    assert retry_after(0, 5) == 1
+    assert retry_after(10_000, 1) == 30
+
+
+def version(sequence: int, incarnation: int = 1, run: str = "run") -> WeightVersion:
+    return WeightVersion(run, incarnation, sequence)
+
+
+def test_lag_counts_publishes_and_never_crosses_runs_or_incarnations() -> None:
+    assert lag(version(3), version(5)) == 2
+    assert lag(version(6), version(5)) == 0
+    assert lag(version(5), version(0, incarnation=2)) is None
+    assert lag(version(5, run="other"), version(5)) is None
+    assert fresh(version(4), version(5), 1)
+    assert not fresh(version(3), version(5), 1)
+    assert not fresh(version(5), version(0, incarnation=2), 100)
+
+
+def test_a_new_incarnation_is_newer_than_any_sequence_of_the_old() -> None:
+    assert newest([version(9), version(0, incarnation=2)]) == version(0, incarnation=2)
+    assert newest([]) is None
+
+
+def test_pins() -> None:
+    assert satisfies(version(3), Pin(minimum=version(3)))
+    assert not satisfies(version(2), Pin(minimum=version(3)))
+    assert not satisfies(version(9, run="other"), Pin(minimum=version(3)))
+    assert satisfies(version(0, incarnation=2), Pin(minimum=version(3)))
+    assert not satisfies(version(4), Pin(exact=version(3)))
+    assert read_pin(None, "") == Pin()
+    with pytest.raises(InvalidTurn, match=r"rose\.version: expected text"):
+        read_pin(None, 7)
+
+
+def test_a_pin_must_be_known() -> None:
+    check_pin(Pin(minimum=version(5)), version(5), [])
+    check_pin(Pin(exact=version(3)), version(5), [version(3)])
+    check_pin(Pin(exact=version(5)), version(5), [])
+    with pytest.raises(UnknownVersion, match=r"run@1\.6 or newer"):
+        check_pin(Pin(minimum=version(6)), version(5), [])
+    with pytest.raises(UnknownVersion, match=r"no engine has version run@1\.2"):
+        check_pin(Pin(exact=version(2)), version(5), [version(3)])
+    with pytest.raises(UnknownVersion, match="no version is known"):
+        check_pin(Pin(minimum=version(0)), None, [])
+
+
+def test_speed_follows_what_was_seen() -> None:
+    speed = Speed(step_seconds=0.02, prefill_seconds_per_token=0.001)
+    for _ in range(100):
+        speed = speed.saw_step(0.1).saw_first_token(2.0, 1000)
+    assert speed.step_seconds == pytest.approx(0.1, rel=0.01)
+    assert speed.prefill_seconds_per_token == pytest.approx(0.002, rel=0.01)
+    assert speed.saw_first_token(5.0, 3) == speed
+
+
+def test_hazard_grows_with_closings_and_is_forgotten() -> None:
+    calm = Hazard()
+    shaky = calm
+    for _ in range(10):
+        shaky = shaky.was_open(10).closed()
+    assert shaky.per_second > 5 * calm.per_second > 0
+    assert shaky.was_open(3000).per_second < calm.per_second
