@@ -182,13 +182,15 @@ def environment(launch: Launch, inherited: Mapping[str, str], threads: int = 1) 
 def python_path(launch: Launch) -> tuple[Path, ...]:
     """Folders in front of the engine's own packages.
 
-    ROSE's packages come from the checkout; where they are installed (a site-packages folder), the
-    engine's environment must have rose-gpu installed itself, because a foreign site-packages on
-    the path would replace the engine's libraries.
+    ROSE's packages come from the checkout, or from the image's folder of nothing else; where they
+    are installed (a site-packages folder), the engine's environment must have rose-gpu installed
+    itself, because a foreign site-packages on the path would replace the engine's libraries.
     """
     folders = [_PATHS / "cpu"] if launch.device == "cpu" else []
     folders += [_PATHS / "plugin"] if launch.plugged else []
     engines = Path(rose_engines.__file__).resolve().parents[1]
     if engines.name == "engines":
         folders += [engines, engines.parent]
+    elif engines.name not in {"site-packages", "dist-packages"}:
+        folders.append(engines)
     return tuple(folders)
