@@ -1,0 +1,208 @@
+"""The plugin's hooks on a scheduler that only looks like SGLang's."""
+
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rose_core.identity import WeightVersion
+from rose_dev.engine_testing import write_bundle
+from rose_engines.safetensors import read_checkpoint
+from rose_engines.sglang import plugin, spans
+from rose_engines.sglang.arguments import PERMIT_VARIABLE, SOCKET_VARIABLE
+from rose_engines.sglang.control import Commit, ControlClient, Stage
+from rose_engines.sglang.plugin import SchedulerPlugin
+
+SCHEDULER = "sglang.srt.managers.scheduler"
+REGISTRY = "sglang.srt.plugins.hook_registry"
+
+
+@dataclass
+class Request:
+    extra_key: str | None = None
+    output_ids: list[int] = field(default_factory=list)
+
+    __hash__ = object.__hash__
+
+
+class Model(torch.nn.Module):
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.inner = torch.nn.ParameterDict(
+            {name: torch.nn.Parameter(tensor.clone()) for name, tensor in tensors.items()}
+        )
+
+    def named_parameters(self, *_: object, **__: object) -> Iterator[tuple[str, Any]]:
+        return ((name.removeprefix("inner."), p) for name, p in super().named_parameters())
+
+
+class Scheduler:
+    """The attributes the plugin reads."""
+
+    tp_size = 1
+    enable_overlap = False
+    idle_sleeper = None
+    chunked_req = None
+
+    def __init__(self, folder: Path) -> None:
+        tensors = {"norm": torch.arange(64).to(torch.bfloat16)}
+        save_file(tensors, folder / "model.safetensors")
+        self.server_args = types.SimpleNamespace(model_path=str(folder), weight_version="base")
+        runner = types.SimpleNamespace(model=Model(tensors))
+        self.tp_worker = types.SimpleNamespace(model_runner=runner)
+        self.running: list[Request] = []
+        self.waiting_queue: list[Request] = []
+        self.labels: list[str] = []
+
+    def collect_inflight_reqs(self) -> set[Request]:
+        return set(self.running)
+
+    def record_weight_version_change(self, new_version: str) -> None:
+        self.labels.append(new_version)
+
+    def ingest_requests(self) -> None: ...
+
+    def handle_generate_request(self) -> None: ...
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Scheduler:
+    (tmp_path / "model").mkdir()
+    return Scheduler(tmp_path / "model")
+
+
+Hooks = list[tuple[str, Callable[..., Any], str]]
+
+
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> Hooks:
+    """SGLang's plugin registry and scheduler module, as far as the plugin looks."""
+    placed: Hooks = []
+    streamer, _, _ = spans.TARGET.rpartition("._")
+    packages = ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.managers")
+    for name in (*packages, streamer.rpartition(".")[0]):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    registry = types.ModuleType(REGISTRY)
+    registry.HookRegistry = types.SimpleNamespace(  # type: ignore[attr-defined]
+        register=lambda *hook: placed.append(hook)
+    )
+    registry.HookType = types.SimpleNamespace(BEFORE="before", AROUND="around")  # type: ignore[attr-defined]
+    module = types.ModuleType(SCHEDULER)
+    module.Scheduler = Scheduler  # type: ignore[attr-defined]
+    output = types.ModuleType(streamer)
+    accumulator = types.SimpleNamespace(accept=lambda: None)
+    output._GenerationStreamAccumulator = accumulator  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, streamer, output)
+    monkeypatch.setitem(sys.modules, REGISTRY, registry)
+    monkeypatch.setitem(sys.modules, SCHEDULER, module)
+    monkeypatch.setattr(plugin, "_registered", [])
+    for name in (PERMIT_VARIABLE, SOCKET_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    return placed
+
+
+def test_without_permit_and_socket_nothing_is_hooked(hooks: Hooks) -> None:
+    plugin.register()
+    assert hooks == []
+    assert not plugin.registered()
+
+
+def test_hooks_are_placed(hooks: Hooks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PERMIT_VARIABLE, "/permit")
+    plugin.register()
+    assert [(target, kind) for target, _, kind in hooks] == [
+        (plugin.BOUNDARY, "before"),
+        (plugin.ADMISSION, "before"),
+        (spans.TARGET, "around"),
+    ]
+    assert plugin.registered()
+
+
+@pytest.mark.parametrize("name", ["ingest_requests", "record_weight_version_change"])
+def test_other_builds_are_refused_by_name(
+    hooks: Hooks,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    monkeypatch.setenv(PERMIT_VARIABLE, "/permit")
+    monkeypatch.delattr(Scheduler, name)
+    with pytest.raises(SystemExit):
+        plugin.register()
+    assert name in capsys.readouterr().err
+    assert hooks == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tp_size": 2}, "tensor parallelism over 2 ranks"),
+        ({"enable_overlap": True}, "--disable-overlap-schedule"),
+    ],
+)
+def test_unsupported_engines_end(
+    tmp_path: Path,
+    scheduler: Scheduler,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, object],
+    reason: str,
+) -> None:
+    vars(scheduler).update(change)
+    with pytest.raises(SystemExit):
+        SchedulerPlugin(None, tmp_path / "s").before_iteration(scheduler)
+    assert reason in capsys.readouterr().err
+
+
+def test_no_permit_no_engine(
+    tmp_path: Path, scheduler: Scheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        SchedulerPlugin(tmp_path / "permit", None).before_iteration(scheduler)
+    assert "permit" in capsys.readouterr().err
+
+
+async def test_commit_moves_labels_and_cache_keys(tmp_path: Path, scheduler: Scheduler) -> None:
+    """Running requests keep their key, waiting and new ones get the new weights' key."""
+    hooks = SchedulerPlugin(None, tmp_path / "plugin.sock")
+    hooks.before_iteration(scheduler)
+    running, waiting = Request("lora"), Request()
+    for request in (running, waiting):
+        hooks.before_request(scheduler, request)
+    assert running.extra_key == "lora\nbase#0"
+    running.output_ids = [1, 2, 3]
+    scheduler.running, scheduler.waiting_queue = [running], [waiting]
+
+    old = read_checkpoint(tmp_path / "model")
+    new = {name: (dtype, shape, bits ^ 1) for name, (dtype, shape, bits) in old.items()}
+    versions = [WeightVersion("run", 1, n) for n in range(2)]
+    write_bundle(tmp_path / "bundle", versions[1], new, (versions[0], old))
+    session = hooks._session
+    assert session is not None
+    session.handle(Stage(str(tmp_path / "bundle")))
+    orders: list[object] = []
+    thread = threading.Thread(
+        target=lambda: orders.append(session.handle(Commit("run@1.1"))), daemon=True
+    )
+    thread.start()
+    while thread.is_alive():
+        hooks.before_iteration(scheduler)
+    assert scheduler.labels == ["run@1.1"]
+    assert running.extra_key == "lora\nbase#0"
+    assert waiting.extra_key == "\nrun@1.1#1"
+    late = Request("lora")
+    hooks.before_request(scheduler, late)
+    assert late.extra_key == "lora\nrun@1.1#1"
+
+    async with await ControlClient.connect(tmp_path / "plugin.sock") as control:
+        status = await control.status()
+        assert (status.version, status.commits, status.permit_open) == ("run@1.1", 1, None)
+    parameter = dict(scheduler.tp_worker.model_runner.model.named_parameters())["norm"]
+    expected = torch.arange(64).to(torch.bfloat16).view(torch.int16) ^ 1
+    assert torch.equal(parameter.detach().view(torch.int16), expected)
