@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -181,48 +182,52 @@ class WeightsClient:
             Damaged: a block arrived damaged three times.
             Unavailable: the store went away three times without a block between.
         """
+        absent = deque(await asyncio.to_thread(bundle.absent, manifest))
         failures = 0
-        absent = await asyncio.to_thread(bundle.absent, manifest)
         while absent:
             before = len(absent)
             try:
-                for batch in _batches(absent):
-                    await self._fetch_batch(batch, bundle)
+                await self._fetch_batch(_batch(absent), absent, bundle)
             except (Unavailable, WeightsError) as error:
-                failures += 1
+                failures = 1 if len(absent) < before else failures + 1
                 if failures >= ATTEMPTS:
                     raise
                 LOG.warning("fetch of %s broke, asking again: %s", manifest.target, error)
                 await asyncio.sleep(0.2 * failures)
-            absent = await asyncio.to_thread(bundle.absent, manifest)
-            failures = 0 if len(absent) < before and failures < ATTEMPTS else failures
 
-    async def _fetch_batch(self, batch: Sequence[BlockEntry], bundle: Bundle) -> None:
+    async def _fetch_batch(
+        self, batch: Sequence[BlockEntry], absent: deque[BlockEntry], bundle: Bundle
+    ) -> None:
+        """Bring the first blocks of ``absent``; those that arrived are taken off it."""
         waiting = bytearray()
-        blocks = iter(batch)
-        current = next(blocks, None)
         request = FetchRequest(tuple(block.sha256 for block in batch))
+        left = len(batch)
         with understanding():
             async for piece in rpc.receive(self._channel, FETCH, request, token=self._token):
                 waiting += piece
-                while current is not None and len(waiting) >= current.size:
-                    data = bytes(waiting[: current.size])
-                    del waiting[: current.size]
-                    await asyncio.to_thread(bundle.put, current.sha256, data)
-                    current = next(blocks, None)
-        if current is not None:
+                ready: list[tuple[bytes, bytes]] = []
+                size = 0
+                while left > len(ready) and len(waiting) - size >= absent[len(ready)].size:
+                    block = absent[len(ready)]
+                    ready.append((block.sha256, bytes(waiting[size : size + block.size])))
+                    size += block.size
+                del waiting[:size]
+                for name, data in ready:
+                    await asyncio.to_thread(bundle.put, name, data)
+                    absent.popleft()
+                    left -= 1
+        if left:
             message = f"the store ended a fetch {len(waiting)} bytes into a block"
             raise Damaged(message)
 
 
-def _batches(blocks: Sequence[BlockEntry]) -> Iterator[list[BlockEntry]]:
+def _batch(blocks: Iterable[BlockEntry]) -> list[BlockEntry]:
+    """The first blocks, up to about ``BATCH_BYTES``."""
     batch: list[BlockEntry] = []
     size = 0
     for block in blocks:
         batch.append(block)
         size += block.size
         if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+            break
+    return batch

@@ -1,0 +1,124 @@
+"""Our format on the same deltas: every byte counted, and speed per core beside the machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from rose_core.delta import Builder, Hop, Manifest, TensorSpec, compose, name_of, table
+from rose_core.delta.bits import Bits, number_format
+from rose_core.delta.codec import encode_tile
+from rose_core.delta.digest import digest_run
+from rose_core.identity import WeightVersion
+from rose_weights.service import PIECE_BYTES
+
+_ResultT = TypeVar("_ResultT")
+
+KIND = number_format("BF16")
+FRAME_BYTES = 14
+"""gRPC's message prefix and HTTP/2's frame header, per piece of at most ``PIECE_BYTES``."""
+
+
+class Chain:
+    """A base and deltas from it, built with the product's own builder."""
+
+    def __init__(self, states: Sequence[Bits], shape: tuple[int, int]) -> None:
+        self.states = states
+        self.blocks: dict[bytes, bytes] = {}
+        tensors = table([TensorSpec("model.layers.0.mlp.gate_proj.weight", "BF16", shape)])
+        base = Builder(tensors, None, self.keep)
+        base.add(None, states[0], blocks=False)
+        self.manifests = [base.finish(WeightVersion("bench", 1, 0))]
+        for number in range(1, len(states)):
+            self.manifests.append(self.delta(self.manifests[-1], number - 1, number))
+
+    def delta(self, base: Manifest, before: int, after: int) -> Manifest:
+        """The delta between two states."""
+        builder = Builder(base.tensors, base, self.keep)
+        builder.add(self.states[before], self.states[after])
+        return builder.finish(WeightVersion("bench", 1, after))
+
+    def merged(self) -> Manifest:
+        """All deltas as one."""
+        hops = [Hop(manifest) for manifest in self.manifests[1:]]
+        return compose(hops, lambda block: self.blocks[block.sha256], self.keep)
+
+    def keep(self, data: bytes) -> None:
+        """Remember a block."""
+        self.blocks[name_of(data)] = data
+
+    def apply(self, manifest: Manifest, old: Bits) -> Bits:
+        """Decode every block and stage absolute values against ``old``."""
+        state = old.copy()
+        for block in manifest.blocks:
+            changes = manifest.read(block, self.blocks[block.sha256])
+            where = manifest.positions(block, changes)
+            state[where] = changes.resolve(state[where], KIND)
+        return state
+
+
+def wire_bytes(manifest: Manifest) -> int:
+    """Everything a receiver is sent for one delta: manifest, blocks, framing."""
+    payload = len(manifest.encode()) + manifest.block_bytes
+    return payload + FRAME_BYTES * (-(-payload // PIECE_BYTES) + 1)
+
+
+def best(work: Callable[[], _ResultT], repeats: int = 7) -> tuple[float, _ResultT]:
+    """Least processor time of several runs, after one to warm up, and the result.
+
+    Processor time of this thread, so that neighbours on a shared machine count less.
+    """
+    result = work()
+    shortest = float("inf")
+    for _ in range(repeats):
+        began = time.thread_time()
+        result = work()
+        shortest = min(shortest, time.thread_time() - began)
+    return shortest, result
+
+
+class Speeds:
+    """GB/s of model bytes, and changes/s, of one delta on one core."""
+
+    def __init__(self, old: Bits, new: Bits, tile: int = 1 << 20) -> None:
+        self._old, self._new = old, new
+        self._tiles = [slice(start, start + tile) for start in range(0, len(old), tile)]
+        self.gigabytes = old.nbytes / 1e9
+
+    def memcpy(self) -> float:
+        """Copy of the model, GB/s."""
+        target = np.empty_like(self._old)
+        return self.gigabytes / best(lambda: np.copyto(target, self._old))[0]
+
+    def scan(self) -> float:
+        """Comparison alone, GB/s."""
+        return self.gigabytes / best(lambda: np.array_equal(self._old, self._new))[0]
+
+    def encode(self) -> float:
+        """All stages from bits to blocks, GB/s."""
+        return self.gigabytes / best(self._encode)[0]
+
+    def digest(self) -> float:
+        """Digest of the whole state, GB/s."""
+        return self.gigabytes / best(lambda: digest_run("w", 0, self._new))[0]
+
+    def _encode(self) -> list[bytes]:
+        return [encode_tile(self._old[at], self._new[at], KIND)[0] for at in self._tiles]
+
+
+def decode_rate(chain: Chain, manifest: Manifest) -> float:
+    """Hash check, decode, base gather and absolute values, changes/s."""
+
+    def stage() -> int:
+        count = 0
+        for block in manifest.blocks:
+            changes = manifest.read(block, chain.blocks[block.sha256])
+            where = manifest.positions(block, changes)
+            count += len(changes.resolve(chain.states[0][where], KIND))
+        return count
+
+    seconds, count = best(stage)
+    return count / seconds
