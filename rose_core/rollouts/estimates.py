@@ -39,29 +39,43 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Hazard:
-    """How often an engine's gate closes while it is open, forgetting with ``memory_seconds``.
+    """How much of the time an engine's gate is open, and how often it is taken back for long.
 
-    The prior is half a closing in one memory: an engine that was never seen closed is not immortal.
+    Short closings only stretch a turn; a *reclaim* (the engine died, or stayed closed so long that
+    turns moved) makes another engine prefill its context again. Both are forgotten with
+    ``memory_seconds``. The prior is one tenth of a reclaim in one memory of open time: an engine
+    that was never seen to go is not immortal.
     """
 
-    closings: float = 0.5
+    reclaims: float = 0.1
     open_seconds: float = 300.0
+    closed_seconds: float = 0.0
     memory_seconds: float = 300.0
 
-    def was_open(self, seconds: float) -> Hazard:
-        """The gate stayed open for so long."""
-        fade = math.exp(-max(0.0, seconds) / self.memory_seconds)
+    def passed(self, seconds: float, *, is_open: bool, reclaimed: bool = False) -> Hazard:
+        """So much time has passed with the gate open or closed.
+
+        Args:
+            seconds: since the gate last moved.
+            is_open: where it stood during that time.
+            reclaimed: the engine was lost to its turns in that time.
+        """
+        seconds = max(0.0, seconds)
+        fade = math.exp(-seconds / self.memory_seconds)
         return replace(
             self,
-            closings=self.closings * fade,
-            open_seconds=self.open_seconds * fade + max(0.0, seconds),
+            reclaims=self.reclaims * fade + reclaimed,
+            open_seconds=self.open_seconds * fade + (seconds if is_open else 0.0),
+            closed_seconds=self.closed_seconds * fade + (0.0 if is_open else seconds),
         )
 
-    def closed(self) -> Hazard:
-        """The gate closed."""
-        return replace(self, closings=self.closings + 1)
+    @property
+    def open_share(self) -> float:
+        """Share of the time that the gate is open; at least one hundredth."""
+        total = self.open_seconds + self.closed_seconds
+        return max(0.01, self.open_seconds / total) if total else 1.0
 
     @property
     def per_second(self) -> float:
-        """Expected closings per open second."""
-        return self.closings / max(self.open_seconds, 1.0)
+        """Expected reclaims per second."""
+        return self.reclaims / max(self.open_seconds + self.closed_seconds, 1.0)

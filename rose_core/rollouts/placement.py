@@ -1,8 +1,8 @@
 """One engine for one turn: hard filters first, then the least expected cost in seconds.
 
-    cost(e) = T_e                                      prefill of what e has not cached + decode
-            + (1 - exp(-h_e T_e)) * (loss)             risk that e is taken back during the turn
-            + crowding * live/cap                      spreads equal engines
+    cost(e) = T_e                            prefill of what e has not cached, decode, short pauses
+            + (1 - exp(-h_e T_e)) * (loss)   risk that e is taken back during the turn
+            + crowding * live/cap            spreads equal engines
 
 ``T_e`` holds the price of leaving the session's home (its cached prefix), so affinity is not a rule
 of its own; a move must in addition gain a margin (hysteresis). Numbers come from ``estimates``.
@@ -147,10 +147,10 @@ def _stale(
 
 
 def seconds(turn: TurnView, engine: EngineView) -> float:
-    """Expected time of the turn on the engine: prefill of what is not cached, then decode."""
+    """Expected time of the turn on the engine: prefill of what is not cached, decode, pauses."""
     cached = min(turn.cached, turn.context) if engine.name == turn.home else 0
     prefill = (turn.context - cached) * engine.speed.prefill_seconds_per_token
-    return prefill + turn.expected * engine.speed.step_seconds
+    return (prefill + turn.expected * engine.speed.step_seconds) / engine.hazard.open_share
 
 
 def cost(turn: TurnView, engine: EngineView, policy: Policy) -> float:

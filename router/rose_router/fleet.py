@@ -125,6 +125,7 @@ class Engine:
     def failed(self, now: float) -> None:
         """Leave it alone for a while: 0.5 s, doubled at every failure in a row, at most 15 s."""
         self.failures += 1
+        self.hazard = self.hazard.passed(0.0, is_open=True, reclaimed=True)
         self.backing_off_until = now + min(15.0, 0.5 * 2 ** min(self.failures - 1, 6))
 
     def answered(self) -> None:
@@ -138,10 +139,12 @@ class Fleet:
 
     Args:
         clock: monotonic seconds.
+        pause_seconds: a gate closed for longer counts as a reclaim.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, pause_seconds: float) -> None:
         self._clock = clock
+        self._pause_seconds = pause_seconds
         self._engines: dict[str, Engine] = {}
         self.head: WeightVersion | None = None
         self.usual = Speed()
@@ -182,7 +185,7 @@ class Fleet:
         if engine is None:
             engine = Engine(update, stream, now)
             self._engines[update.engine] = engine
-            was_open = False
+            was_open = engine.gate_open
         else:
             was_open = engine.gate_open
             if engine.update.url != update.url:
@@ -224,12 +227,12 @@ class Fleet:
         if self.head is not None:
             metrics.HEAD.set(self.head.sequence)
 
-    @staticmethod
-    def _gate_moved(engine: Engine, was_open: bool, now: float) -> None:
+    def _gate_moved(self, engine: Engine, was_open: bool, now: float) -> None:
         if was_open == engine.gate_open:
             return
-        if was_open:
-            engine.hazard = engine.hazard.was_open(now - engine.gate_since).closed()
-        else:
+        since = now - engine.gate_since
+        reclaimed = not was_open and since >= self._pause_seconds
+        engine.hazard = engine.hazard.passed(since, is_open=was_open, reclaimed=reclaimed)
+        if not was_open:
             engine.answered()  # whatever made it fail lies before the pause
         engine.gate_since = now

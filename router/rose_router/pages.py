@@ -80,7 +80,8 @@ def _engine(service: Service, engine: Engine) -> dict[str, Any]:
         "turns": engine.turns,
         "tokens": engine.tokens,
         "step_milliseconds": round(engine.speed.step_seconds * 1000, 3) if engine.speed else None,
-        "closings_per_minute": round(engine.hazard.per_second * 60, 3),
+        "open_share": round(engine.hazard.open_share, 4),
+        "reclaims_per_minute": round(engine.hazard.per_second * 60, 3),
         "pending_aborts": len(engine.fences),
         "backing_off_seconds": round(max(0.0, engine.backing_off_until - now), 3),
     }

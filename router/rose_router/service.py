@@ -53,7 +53,7 @@ class Service:
     ) -> None:
         self.settings = settings
         self.clock = clock
-        self.fleet = Fleet(clock)
+        self.fleet = Fleet(clock, settings.patience.pause_seconds)
         self.ledger = Ledger(settings.replay_seconds)
         self.room = WaitingRoom(self.fleet, settings.policy, settings.queue, clock)
         self.room.finish_rate = self._finish_rate

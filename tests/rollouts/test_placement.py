@@ -157,10 +157,15 @@ def test_equal_engines_share_the_turns() -> None:
 
 
 def test_an_engine_that_is_often_taken_back_is_the_second_choice() -> None:
-    shaky = replace(GOOD, name="shaky", hazard=Hazard(closings=30, open_seconds=60))
+    shaky = replace(GOOD, name="shaky", hazard=Hazard(reclaims=30, open_seconds=60))
     chosen = place(replace(TURN, expected=500), [shaky, GOOD], HEAD, POLICY, NOW)
     assert isinstance(chosen, Placement)
     assert chosen.engine == "a"
+
+
+def test_an_engine_that_is_closed_half_the_time_counts_as_half_as_fast() -> None:
+    flickering = replace(GOOD, hazard=Hazard(open_seconds=100, closed_seconds=100))
+    assert seconds(TURN, flickering) == pytest.approx(2 * seconds(TURN, GOOD))
 
 
 def test_a_dedicated_engine_is_preferred_among_equals() -> None:

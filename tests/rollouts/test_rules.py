@@ -167,10 +167,19 @@ def test_speed_follows_what_was_seen() -> None:
     assert speed.saw_first_token(5.0, 3) == speed
 
 
-def test_hazard_grows_with_closings_and_is_forgotten() -> None:
+def test_hazard_grows_with_reclaims_and_is_forgotten() -> None:
     calm = Hazard()
     shaky = calm
     for _ in range(10):
-        shaky = shaky.was_open(10).closed()
+        shaky = shaky.passed(10, is_open=True).passed(6, is_open=False, reclaimed=True)
     assert shaky.per_second > 5 * calm.per_second > 0
-    assert shaky.was_open(3000).per_second < calm.per_second
+    assert shaky.passed(3000, is_open=True).per_second < calm.per_second
+
+
+def test_short_closings_lower_the_open_share_and_nothing_else() -> None:
+    flickering = Hazard()
+    for _ in range(600):
+        flickering = flickering.passed(1, is_open=True).passed(1, is_open=False)
+    assert flickering.open_share == pytest.approx(0.5, abs=0.05)
+    assert flickering.per_second < Hazard().per_second
+    assert Hazard(open_seconds=0.0, closed_seconds=5.0).open_share == 0.01
