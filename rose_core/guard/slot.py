@@ -224,7 +224,9 @@ def _with_engine(
     state: SlotMachine, seen: SlotSeen, limits: LadderLimits, reason: GateReason, now_ns: int
 ) -> Step:
     engine, verdict = seen.engine, seen.verdict
-    state = replace(state, phase=Phase.PRESENT, killed=False)
+    if state.phase is not Phase.PRESENT:
+        # Deadlines of the ladder count from here: the engine has only just been listed.
+        state = replace(state, phase=Phase.PRESENT, rung=Rung.STOP, since_ns=now_ns, ordered_ns=0)
     if engine is not None and seen.granted and engine.generation < seen.generation:
         if now_ns - state.ordered_ns < limits.ensure_repeat_ns:
             return (state, (Action(Order.CLOSE, reason),))
@@ -267,7 +269,7 @@ def _close(
 ) -> Step:
     first = state.rung < Rung.STOP
     if first:
-        state = replace(_at_rung(state, Rung.STOP, now_ns), ordered_ns=0)
+        state = replace(_at_rung(state, Rung.STOP, now_ns), ordered_ns=0, killed=False)
     close = Action(Order.CLOSE, reason)
     if held:
         state = replace(state, self_frozen=False)

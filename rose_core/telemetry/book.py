@@ -76,6 +76,7 @@ class Book:
     def __init__(self, now_ns: int) -> None:
         self.live: dict[int, LiveRequest] = {}
         self.health: Health | None = None
+        self.began_ns = now_ns
         self.heard_ns = 0
         self.mismatch_ns = 0
         self.mismatched_since_ns = 0

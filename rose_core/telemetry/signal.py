@@ -7,8 +7,8 @@ by its heartbeat (silence of traffic is not staleness), a polled source by a rec
 |---|---|---|
 | alive, verified, n in flight | none, or agree | n requests, source WireTap |
 | alive, verified, 0 in flight | busy for longer than the grace | unknown: SignalContradicted |
-| alive, not verified or contradicted | | unknown: SignalUnverified |
-| lossy, opaque, stale, absent, not allowed | fresh | the figures' count |
+| alive, lossy or not verified | | unknown: a tap that may be wrong is not outvoted |
+| opaque, absent for 10 s, not allowed | fresh | the figures' count |
 | same | none fresh | unknown |
 """
 
@@ -41,6 +41,7 @@ class Limits:
     figures_stale_ns: int = 500_000_000
     after_loss_ns: int = 2_000_000_000
     contradiction_ns: int = 1_500_000_000
+    fallback_ns: int = 10_000_000_000
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,9 @@ def merge(
         trouble = _tap_doubt(book, verified, limits, now_ns)
         if trouble is None:
             return _with_tap(book, fresh, limits, now_ns)
-        if trouble is Doubt.UNVERIFIED:
+        silent_ns = now_ns - max(book.heard_ns, book.began_ns)
+        absent = trouble in {Doubt.NO_SIGNAL, Doubt.STALE} and silent_ns > limits.fallback_ns
+        if not absent and trouble is not Doubt.OPAQUE:
             return unknown(trouble)
         doubt = trouble
     return _without_tap(book, fresh, doubt)

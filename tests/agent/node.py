@@ -1,4 +1,4 @@
-"""A node without Kubernetes: fake serving engine, tap, engine host, guard, and an operator in the test.
+"""A node without Kubernetes: fake serving engine, tap, engine host, guard, operator in the test.
 
 Everything but the operator is a process of its own, as in production, so that it can be killed and
 stopped. The tap listens on the loopback of the test's own namespace.
@@ -213,13 +213,17 @@ class Node:
             if value:
                 return
             if time.monotonic() > deadline:
-                raise AssertionError(f"never happened: {what}\n{self.logs()}")
+                raise AssertionError(f"never happened: {what}\n{await self.story()}")
             await asyncio.sleep(0.05)
 
-    def logs(self) -> str:
-        return "\n".join(
-            f"--- {path.name}\n{path.read_text()[-3000:]}" for path in self.root.glob("*.log")
-        )
+    async def story(self) -> str:
+        """Everything that helps to understand a failure."""
+        parts = [f"--- {p.name}\n{p.read_text()[-3000:]}" for p in self.root.glob("*.log")]
+        parts.append(f"--- slot\n{self.operator.slot}\n--- engine\n{self.engine()}")
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            parts.append(f"--- report\n{json.dumps(await self.report(), indent=1)[:4000]}")
+            parts += ["--- trace", *map(str, (await self.trace())[-30:])]
+        return "\n".join(parts)
 
     def engine(self) -> EngineFile | None:
         return read_json(self.rundir.slot(SLOT.uid).engine, EngineFile)
@@ -283,20 +287,21 @@ class Node:
 
     async def keep_rollouts_busy(self) -> asyncio.Task[None]:
         """Requests to the rollout engine itself, so that it computes whenever it may."""
-        file = self.engine()
-        assert file is not None
-        return asyncio.create_task(self._feed(file.url))
+        return asyncio.create_task(self._feed())
 
-    async def _feed(self, url: str) -> None:
+    async def _feed(self) -> None:
         body = {
             "input_ids": [1],
             "stream": True,
             "sampling_params": {"max_new_tokens": 100_000},
         }
         while True:
+            file = self.engine()
             with contextlib.suppress(aiohttp.ClientError, OSError, json.JSONDecodeError):
                 async with self.http.post(
-                    f"{url}/generate", json=body, timeout=aiohttp.ClientTimeout(total=None)
+                    f"{file.url if file else ''}/generate",
+                    json=body,
+                    timeout=aiohttp.ClientTimeout(total=None),
                 ) as answer:
                     async for _ in answer.content:
                         pass
