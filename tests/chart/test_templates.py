@@ -1,0 +1,229 @@
+"""What the chart renders, for the values that matter."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rose_dev.errors import CommandFailed
+from tests.chart.rendering import CHART, HELM, Object, Rendered
+
+pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not built: rose dev build")
+
+LENDING: Object = {"lending": {"enabled": True}}
+WORKLOADS = {
+    "operator": ("Deployment", "rose-operator"),
+    "guard": ("DaemonSet", "rose-agent"),
+    "tap": ("DaemonSet", "rose-agent"),
+    "engine-host": ("DaemonSet", "rose-engine-host"),
+    "weight-sync": ("DaemonSet", "rose-engine-host"),
+}
+
+
+@cache
+def _render(values: str) -> Rendered:
+    return Rendered(json.loads(values))
+
+
+def render(values: Object | None = None) -> Rendered:
+    return _render(json.dumps(values or {}, sort_keys=True))
+
+
+def test_the_default_observes_and_runs_nothing_on_gpus() -> None:
+    rendered = render()
+    names = {item["metadata"]["name"] for item in rendered.all("DaemonSet")}
+    assert names == {"rose-agent"}
+    assert rendered.all("PriorityClass") == []
+    for item in rendered.objects:
+        assert "privileged: true" not in yaml.safe_dump(item)
+
+
+def test_one_switch_lends() -> None:
+    rendered = render(LENDING)
+    pod = rendered.one("DaemonSet", "rose-engine-host")["spec"]["template"]["spec"]
+    assert [item["name"] for item in pod["containers"]] == ["engine-host", "weight-sync"]
+    assert pod["automountServiceAccountToken"] is False
+    assert rendered.one("PriorityClass", pod["priorityClassName"])["value"] < 0
+
+
+def test_lending_without_a_guard_is_refused() -> None:
+    with pytest.raises(CommandFailed, match="without a guard no engine may run"):
+        Rendered({**LENDING, "agent": {"enabled": False}})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lendin": {"enabled": True}},
+        {"operator": {"replicas": 0}},
+        {"stores": [{"name": "main", "address": "no-port"}]},
+        {"agent": {"devices": "amd"}},
+        {"engineHost": {"modelsPath": "relative"}},
+        {"priorityClass": {"value": 1}},
+    ],
+    ids="-".join,
+)
+def test_wrong_values_are_refused_with_their_name(values: Object) -> None:
+    with pytest.raises(CommandFailed, match="values don't meet the specifications"):
+        Rendered(values)
+
+
+def test_two_stores_of_one_name_are_refused() -> None:
+    store = {"name": "main", "address": "a:1"}
+    with pytest.raises(CommandFailed, match='two are called "main"'):
+        Rendered({"stores": [store, store]})
+
+
+def test_stores_reach_the_operator() -> None:
+    rendered = render({"stores": [{"name": "main", "address": "weights.research.svc:7446"}]})
+    data = rendered.one("ConfigMap", "rose-config")["data"]
+    assert yaml.safe_load(data["stores.yaml"]) == {"main": "weights.research.svc:7446"}
+
+
+def test_a_changed_store_restarts_the_operator() -> None:
+    def stamp(values: Object) -> str:
+        pod = render(values).one("Deployment", "rose-operator")["spec"]["template"]
+        found: str = pod["metadata"]["annotations"]["rose-gpu.dev/configuration"]
+        return found
+
+    assert stamp({}) != stamp({"stores": [{"name": "main", "address": "a:1"}]})
+
+
+def test_crds_are_the_generated_ones_and_stay_on_uninstall() -> None:
+    generated = sorted((CHART.parents[1] / "crds").glob("*.yaml"))
+    assert len(generated) == len(render().all("CustomResourceDefinition"))
+    for path in generated:
+        assert path.read_text() == (CHART / "crd-files" / path.name).read_text(), "make generate"
+        wanted = yaml.safe_load(path.read_text())
+        found = render().one("CustomResourceDefinition", wanted["metadata"]["name"])
+        assert found["spec"] == wanted["spec"]
+        assert found["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+
+
+def test_crds_can_be_left_out_or_go_on_uninstall() -> None:
+    assert render({"crds": {"install": False}}).all("CustomResourceDefinition") == []
+    for crd in render({"crds": {"keep": False}}).all("CustomResourceDefinition"):
+        assert "annotations" not in crd["metadata"]
+
+
+def test_an_existing_secret_takes_the_place_of_the_generated_one() -> None:
+    assert len(render().all("Secret")) == 1
+    rendered = render({**LENDING, "token": {"existingSecret": "mine"}})
+    assert rendered.all("Secret") == []
+    for kind, name in set(WORKLOADS.values()):
+        volumes = rendered.one(kind, name)["spec"]["template"]["spec"]["volumes"]
+        assert {"name": "token", "secret": {"secretName": "mine"}} in volumes
+    arguments = rendered.container("Deployment", "rose-operator", "operator")["args"]
+    assert "--token-secret=mine" in arguments
+
+
+CAPABILITIES = {
+    "guard": {"SYS_PTRACE", "DAC_OVERRIDE", "KILL"},
+    "tap": {"NET_RAW", "SYS_ADMIN", "SYS_PTRACE", "DAC_OVERRIDE"},
+    "weight-sync": {"DAC_OVERRIDE"},
+    "operator": set(),
+}
+
+
+@pytest.mark.parametrize("name", CAPABILITIES)
+def test_each_container_has_just_its_rights(name: str) -> None:
+    container = render(LENDING).container(*WORKLOADS[name], name)
+    context = container["securityContext"]
+    assert set(context["capabilities"].get("add", [])) == CAPABILITIES[name]
+    assert context["capabilities"]["drop"] == ["ALL"]
+    assert context["allowPrivilegeEscalation"] is False
+    assert context["readOnlyRootFilesystem"] is True
+    page = (CHART.parents[1] / "docs" / "privileges.md").read_text()
+    for capability in CAPABILITIES[name]:
+        assert capability in page
+
+
+def test_the_operator_is_nobody() -> None:
+    pod = render().one("Deployment", "rose-operator")["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+def test_no_role_holds_a_wildcard_and_nobody_else_writes_slots() -> None:
+    rendered = render(LENDING)
+    for kind in ("ClusterRole", "Role"):
+        for role in rendered.all(kind):
+            for rule in role["rules"]:
+                assert "*" not in rule["apiGroups"] + rule["resources"] + rule["verbs"]
+                writes = set(rule["verbs"]) - {"get", "list", "watch"}
+                if "rolloutslots" in rule["resources"] and writes:
+                    assert (kind, role["metadata"]["name"]) == ("Role", "rose-operator")
+
+
+def test_a_frozen_engine_does_not_keep_its_pod_from_ending() -> None:
+    container = render(LENDING).container("DaemonSet", "rose-engine-host", "engine-host")
+    command = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == ["rose", "engine-host", "--rundir=/run/rose", "--thaw-all"]
+
+
+def test_engines_from_the_node_are_mounted_where_they_are() -> None:
+    paths = [{"path": "/opt/engine"}, {"path": "/usr/bin/lscpu", "type": "File"}]
+    values = {**LENDING, "engineHost": {"hostPaths": paths, "enginePython": "/opt/engine/python"}}
+    rendered = render(values)
+    container = rendered.container("DaemonSet", "rose-engine-host", "engine-host")
+    mounts = {item["mountPath"]: item for item in container["volumeMounts"]}
+    assert mounts["/opt/engine"]["readOnly"] is True
+    assert "--engine-python=/opt/engine/python" in container["args"]
+    volumes = rendered.one("DaemonSet", "rose-engine-host")["spec"]["template"]["spec"]["volumes"]
+    assert {"name": "host-1", "hostPath": {"path": "/usr/bin/lscpu", "type": "File"}} in volumes
+
+
+PARSERS: dict[str, tuple[str, str]] = {
+    "operator": ("rose_operator.settings", "_parser"),
+    "guard": ("rose_agent.main", "arguments"),
+    "tap": ("rose_agent.tap.main", "arguments"),
+    "engine-host": ("rose_agent.host.main", "parser"),
+    "weight-sync": ("rose_agent.weightsync.main", "parser"),
+}
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_process_understands_its_arguments(name: str) -> None:
+    module, function = PARSERS[name]
+    parser: argparse.ArgumentParser = getattr(importlib.import_module(module), function)()
+    values = {**LENDING, "agent": {"devices": "static"}}
+    container = render(values).container(*WORKLOADS[name], name)
+    arguments: list[str] = container["args"]
+    parsed = vars(parser.parse_args(arguments))
+    assert len(parsed) >= len(arguments)
+    hook = container.get("lifecycle")
+    if hook:
+        parser.parse_args(hook["preStop"]["exec"]["command"][2:])
+
+
+def test_every_value_is_explained() -> None:
+    lines = (CHART / "values.yaml").read_text().splitlines()
+    previous = ""
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        key = text and not text.startswith(("#", "-"))
+        if key and not text.endswith(":") and not line.startswith("      requests"):
+            owner = "requests" in text or "limits" in text or "operator: Exists" in text
+            assert owner or previous.startswith("# --"), f"values.yaml:{number}: {text}"
+        previous = text
+
+
+def test_the_schema_knows_every_value() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+
+    def known(value: object, schema: Object, path: str) -> None:
+        properties = schema.get("properties")
+        if isinstance(value, dict) and properties is not None:
+            assert set(value) <= set(properties), path
+            for key, child in value.items():
+                known(child, properties[key], f"{path}.{key}")
+
+    known(values, schema, "values")
+    assert Path(CHART / "Chart.yaml").exists()
