@@ -1,0 +1,128 @@
+"""``rose demo``: the main job on real parts, with a live table and a report at the end.
+
+Set-up and measurement are in ``stack`` and ``measure``, everything that is judged in ``statistics``
+and ``verdicts``. Whatever happens, what was started is ended: at the end, on a signal, and by the
+reaper when this process is killed; ``--keep`` leaves the cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import msgspec
+
+from rose_demo.errors import DemoError
+from rose_demo.measure import load_command, measure, process
+from rose_demo.options import Options, parse
+from rose_demo.reaper import Reaper
+from rose_demo.records import Recording
+from rose_demo.report import page, summary
+from rose_demo.stack import Stack
+from rose_demo.table import Screen
+from rose_demo.verdicts import Findings, judge
+from rose_dev import engine_environment
+from rose_dev.errors import DevelopmentError
+from rose_dev.node import Node, require_root
+
+FAILED = 2
+INTERRUPTED = 130
+
+
+def say(line: str) -> None:
+    """One line of progress."""
+    print(line, flush=True)
+
+
+def write(recording: Recording, findings: Findings, out: Path) -> None:
+    """Write report, summary and the recording itself into ``out``."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "report.html").write_text(page(recording, findings))
+    result = msgspec.json.encode(summary(recording, findings))
+    (out / "summary.json").write_bytes(msgspec.json.format(result, indent=1))
+    (out / "recording.json").write_bytes(msgspec.json.encode(recording))
+
+
+def conclusion(findings: Findings, out: Path) -> list[str]:
+    """Last lines of the run."""
+    lines = []
+    for verdict in findings.verdicts:
+        lines.append(f"{verdict.word:<9} {verdict.promise}")
+        lines += [f"          {check.word:<9} {check.text}" for check in verdict.checks]
+    return [*lines, f"report: {out / 'report.html'}"]
+
+
+def run(options: Options, node: Node, scratch: Path) -> int:
+    """Set up, measure, judge, clean up.
+
+    Raises:
+        DemoError, DevelopmentError: a part did not come up.
+    """
+    stack = Stack(node, options, scratch, say)
+    stack.refuse_to_share()
+    with Reaper() as reaper, _cluster(stack):
+        stack.up()
+        stack.wait_for_parts()
+        # The guard trusts its signal once it has seen requests that the engine counted as well.
+        with process(_warm_up(stack), scratch / "warm-up.log", reaper):
+            stack.wait_for_slot()
+        screen = Screen(sys.stdout, plain=options.plain or not sys.stdout.isatty())
+        recording = asyncio.run(measure(stack, reaper, screen))
+    findings = judge(recording)
+    write(recording, findings, options.out)
+    say("\n".join(conclusion(findings, options.out)))
+    return findings.exit_code
+
+
+def _warm_up(stack: Stack) -> list[str]:
+    first, second = stack.serving_urls()
+    out = Path("/dev/null")
+    return load_command(
+        stack.options, first, second, out, seconds="900", keep="0.06", **{"control-share": "1"}
+    )
+
+
+@contextmanager
+def _cluster(stack: Stack) -> Iterator[None]:
+    """Brings the node down at the end, undisturbed by further signals."""
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        if stack.options.keep:
+            say(f"[demo] left running: KUBECONFIG={stack.node.kubeconfig}; end it: rose dev down")
+        else:
+            stack.node.down(say=say)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def main(argv: list[str]) -> int:
+    """Run the demo.
+
+    Returns:
+        0 every promise kept, 1 one broken or unproven, 2 a part did not come up, 130 interrupted.
+    """
+    options = parse(argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        require_root()
+        engine_environment.install()
+        with tempfile.TemporaryDirectory(prefix="rose-demo-") as scratch:
+            return run(options, Node(), Path(scratch))
+    except (DemoError, DevelopmentError, engine_environment.SetupFailed) as error:
+        print(f"rose demo: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("rose demo: interrupted; everything it started has been ended", file=sys.stderr)
+        return INTERRUPTED

@@ -1,0 +1,206 @@
+"""The measurement: trainer and load run as processes, figures are collected, the table is drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from rose_demo.collect import Collector, gate_intervals, stop_seconds
+from rose_demo.options import Options
+from rose_demo.reaper import Reaper
+from rose_demo.records import Recording, Request, Sample
+from rose_demo.stack import Addresses, Stack
+from rose_demo.table import Screen, frame
+from rose_dev.engine_environment import SGLANG_VERSION
+from rose_dev.image import checkout
+
+_LOOK_SECONDS = 1.0
+_PLACE_SECONDS = 10.0
+_TRAINER_END_SECONDS = 90.0
+# The trainer is told to stop at the end of the measurement; this only bounds a lost one.
+_TRAINER_SPARE_SECONDS = 600.0
+
+
+@contextmanager
+def process(argv: list[str], log: Path, reaper: Reaper) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends with the block, and with the demo if that is killed."""
+    with log.open("ab") as output:
+        started = subprocess.Popen(
+            argv, stdout=output, stderr=subprocess.STDOUT, cwd=checkout(), stdin=subprocess.DEVNULL
+        )
+    reaper.child(started.pid)
+    try:
+        yield started
+    finally:
+        if started.poll() is None:
+            started.kill()
+        started.wait()
+
+
+def load_command(options: Options, lent: str, control: str, out: Path, **changes: str) -> list[str]:
+    """The load generator's command line."""
+    flags = {
+        "lent": lent,
+        "control": control,
+        "trace": str(options.trace),
+        "seconds": str(options.seconds),
+        "keep": str(options.keep_share),
+        "length-divisor": str(options.length_divisor),
+        "control-share": str(options.control_share),
+        "out": str(out),
+    } | changes
+    return [
+        sys.executable,
+        "-m",
+        "rose_demo.load",
+        *(f"--{name}={value}" for name, value in flags.items()),
+    ]
+
+
+def trainer_command(
+    options: Options, at: Addresses, token: Path, model: Path, out: Path
+) -> list[str]:
+    """The example trainer's command line: an RL team's own would look the same."""
+    flags = {
+        "url": at.router,
+        "store": at.store,
+        "token-file": token,
+        "model": model,
+        "seconds": options.seconds + _TRAINER_SPARE_SECONDS,
+        "max-age": options.max_staleness,
+        "out": out,
+    }
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    return [sys.executable, "-m", "examples.grpo.train", "--quiet", *words]
+
+
+@dataclass
+class Lines:
+    """Follows a file of JSON lines that another process appends to."""
+
+    path: Path
+    _offset: int = 0
+
+    def more(self) -> list[bytes]:
+        """Whole lines written since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return whole.splitlines()
+
+
+@dataclass
+class Measurement:
+    """Everything seen so far."""
+
+    requests: list[Request] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    training: list[dict[str, Any]] = field(default_factory=list)
+    story: str = ""
+
+    def read(self, load: Lines, progress: Lines) -> None:
+        """Take in what load and trainer have written."""
+        self.requests += [msgspec.json.decode(line, type=Request) for line in load.more()]
+        self.training += [msgspec.json.decode(line) for line in progress.more()]
+
+
+def fresh(folder: Path, *names: str) -> None:
+    """Remove files of an earlier run from the output folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+
+
+async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
+    """Run trainer and load for the asked time and record everything."""
+    options, at, out = stack.options, stack.addresses(), stack.options.out
+    fresh(out, "requests.jsonl", "progress.jsonl", "trainer.log", "load.log")
+    model = stack.engines.models / stack.engines.rollout
+    token = stack.token_file()
+    stack.place_processes()
+    origin_ns = time.monotonic_ns()
+    origin = origin_ns / 1e9
+    seen = Measurement()
+    trainer_argv = trainer_command(options, at, token, model, out)
+    load_argv = load_command(
+        options, at.lent, at.control, out / "requests.jsonl", origin=repr(origin)
+    )
+    lines = (Lines(out / "requests.jsonl"), Lines(out / "progress.jsonl"))
+    async with aiohttp.ClientSession() as session:
+        collector = Collector(session, at.guard, at.router, options.window_seconds, origin)
+        with (
+            process(trainer_argv, out / "trainer.log", reaper) as trainer,
+            process(load_argv, out / "load.log", reaper),
+        ):
+            await _watch(stack, collector, seen, lines, screen)
+            trainer.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(_end, trainer)
+        seen.read(*lines)
+        seen.samples.append(await collector.look())
+        record = await collector.flight_record()
+    end_ns = origin_ns + int(options.seconds * 1e9)
+    return Recording(
+        settings=options.settings(),
+        requests=tuple(sorted(seen.requests, key=lambda request: request.at_s)),
+        samples=tuple(seen.samples),
+        gate=gate_intervals(record, origin_ns, end_ns) if record else (),
+        stops_s=stop_seconds(record, origin_ns),
+        training=tuple(seen.training),
+        story=seen.story or stack.story(),
+        notes=notes(),
+    )
+
+
+async def _watch(
+    stack: Stack,
+    collector: Collector,
+    seen: Measurement,
+    lines: tuple[Lines, Lines],
+    screen: Screen,
+) -> None:
+    settings, placed = stack.options.settings(), 0.0
+    while (now := time.monotonic() - collector.origin) < settings.seconds:
+        seen.samples.append(await collector.look())
+        seen.read(*lines)
+        screen.show(frame(settings, now, seen.requests, seen.samples, seen.training))
+        if now - placed >= _PLACE_SECONDS:
+            placed = now
+            await asyncio.to_thread(stack.place_processes)
+        if not seen.story and now > settings.seconds / 2:
+            seen.story = await asyncio.to_thread(stack.story)
+        pause = _LOOK_SECONDS - (time.monotonic() - collector.origin - now)
+        await asyncio.sleep(max(pause, 0.05))
+
+
+def _end(trainer: subprocess.Popen[bytes]) -> None:
+    try:
+        trainer.wait(_TRAINER_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        trainer.kill()
+
+
+def notes() -> dict[str, str]:
+    """Facts of the machine and of the engine."""
+    return {
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
+        "engine": f"SGLang {SGLANG_VERSION} on CPU, stock",
+        "python": platform.python_version(),
+    }

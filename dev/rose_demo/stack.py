@@ -1,0 +1,293 @@
+"""Brings the demo's world up, step by step, and says where its parts are.
+
+| step | done when |
+|---|---|
+| node | the one-node Kubernetes is ready |
+| ROSE | the chart is installed |
+| objects | replicas, store, dedicated engine, pool and lease are applied |
+| replicas | both serving pods are Ready |
+| parts | operator, agent, engine host, store are Ready and the lease has its router |
+| slot | the slot's engine runs and waits for weights |
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rose_demo import manifests, placement
+from rose_demo.errors import AlreadyRunning, SetUpFailed
+from rose_demo.manifests import (
+    LEASE,
+    POOL,
+    RESEARCH,
+    ROUTER,
+    SERVING,
+    SERVING_PORT,
+    SYSTEM,
+    Engines,
+)
+from rose_demo.options import Options
+from rose_dev import engine_environment
+from rose_dev.image import checkout
+from rose_dev.models import make_named
+from rose_dev.node import Node
+from rose_dev.sandbox import marked
+
+Say = Callable[[str], None]
+
+_READY_SECONDS = 420.0
+_GUARD_PORT = 9101
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the demo's own processes find the parts.
+
+    Attributes:
+        lent, control: URLs of the two serving replicas.
+        router: the lease's URL as this machine reaches it.
+        store: ``host:port`` of the weight store.
+        guard: base URL of the guard's pages.
+    """
+
+    lent: str
+    control: str
+    router: str
+    store: str
+    guard: str
+
+
+@dataclass(frozen=True)
+class Pod:
+    """What the demo needs to know of a pod."""
+
+    name: str
+    uid: str
+    address: str
+    ready: bool
+
+
+def pods_of(answer: str) -> list[Pod]:
+    """Pods of a ``kubectl get pods -o json``; those that are ending are left out."""
+    found = []
+    for item in json.loads(answer)["items"]:
+        meta, status = item["metadata"], item.get("status", {})
+        if "deletionTimestamp" in meta:
+            continue
+        conditions = {c["type"]: c["status"] for c in status.get("conditions", [])}
+        found.append(
+            Pod(
+                meta["name"],
+                meta["uid"],
+                status.get("podIP", ""),
+                conditions.get("Ready") == "True",
+            )
+        )
+    return found
+
+
+class Stack:
+    """The demo's world.
+
+    Args:
+        node: the one-node Kubernetes.
+        options: knobs.
+        scratch: folder for files that helm and the trainer read.
+        say: receives a line per step.
+    """
+
+    def __init__(self, node: Node, options: Options, scratch: Path, say: Say) -> None:
+        self.node = node
+        self.options = options
+        self._scratch = scratch
+        self._say = say
+        self._began = time.monotonic()
+        self.engines = self._engines()
+
+    def refuse_to_share(self) -> None:
+        """Check that no cluster runs.
+
+        Raises:
+            AlreadyRunning: one does.
+        """
+        if self.node.sandbox.alive():
+            message = (
+                "a development cluster is running already and the demo would disturb it; end it "
+                "with `rose dev down`, then try again"
+            )
+            raise AlreadyRunning(message)
+
+    def up(self) -> None:
+        """Start the node, install ROSE, apply every object.
+
+        Raises:
+            DevelopmentError: a tool failed; says what it said.
+        """
+        self.node.up(gpus=2, say=self._say)
+        self._apply(manifests.namespaces())
+        self._apply([manifests.serving(self.engines)])
+        values = self._scratch / "values.json"
+        values.write_bytes(msgspec.json.encode(manifests.chart_values(self.options, self.engines)))
+        chart = str(checkout() / "helm" / "rose")
+        place = ["--namespace", SYSTEM, "--create-namespace"]
+        self.node.helm("install", "rose", chart, *place, "--values", str(values))
+        self._step("ROSE installed with helm")
+        self._apply(manifests.store())
+        self._apply([manifests.pool(self.options), manifests.lease(self.options, self.engines)])
+        self._apply(manifests.dedicated(self.options, self.engines))
+        self._step("replicas, store, dedicated engine, pool and lease applied")
+
+    def wait_for_parts(self) -> None:
+        """Wait until everything but the slot is there.
+
+        Raises:
+            SetUpFailed: something did not come up in time.
+        """
+        for namespace, what in ((SYSTEM, "ROSE and the weight store"), (SERVING, "both replicas")):
+            self._until(lambda namespace=namespace: self._all_ready(namespace), what)  # type: ignore[misc]
+        self._until(lambda: bool(self._lease().get("routerURL")), "the lease's router")
+
+    def wait_for_slot(self) -> None:
+        """Wait until the slot's engine runs; its weights come from the trainer.
+
+        Raises:
+            SetUpFailed: not in time; says the slot's and the lease's conditions.
+        """
+        self._until(lambda: self._slot_state() in {"Syncing", "Running", "Stopped"}, "the slot")
+
+    def addresses(self) -> Addresses:
+        """Where everything is."""
+        serving = {pod.name: pod for pod in self._pods(SERVING)}
+        lent = serving.pop(self._member()["podName"])
+        control = next(iter(serving.values()))
+        agent = self._component("agent")
+        return Addresses(
+            lent=f"http://{lent.address}:{SERVING_PORT}",
+            control=f"http://{control.address}:{SERVING_PORT}",
+            router=f"http://{self._service(ROUTER)}:8000",
+            store=f"{self._service('rose-weights')}:{manifests.STORE_PORT}",
+            guard=f"http://{agent.address}:{_GUARD_PORT}",
+        )
+
+    def serving_urls(self) -> list[str]:
+        """URLs of both replicas, before it is known which one is lent."""
+        return [f"http://{pod.address}:{SERVING_PORT}" for pod in self._pods(SERVING)]
+
+    def place_processes(self) -> None:
+        """Give the stand-in core to the lent replica and its rollout engine alone."""
+        decision = placement.decide(
+            placement.read(marked(self.node.place)),
+            lent_pod=self._member()["podUID"],
+            host_pod=self._component("engine-host").uid,
+            free_pods=[self._component("agent").uid],
+        )
+        placement.apply(decision, placement.cores())
+
+    def token_file(self) -> Path:
+        """The installation's bearer token, in a file that only we can read."""
+        secret = json.loads(
+            self._kubectl("get", "secret", "rose-token", "-n", SYSTEM, "-o", "json")
+        )
+        path = self._scratch / "token"
+        path.touch(mode=0o600)
+        path.write_bytes(base64.b64decode(secret["data"]["token"]))
+        return path
+
+    def story(self) -> str:
+        """What a user sees of the three kinds now."""
+        parts = [
+            self._kubectl("get", kind, "-A", check=False)
+            for kind in ("servpool", "rlease", "rslot")
+        ]
+        return "\n".join(part.rstrip() + "\n" for part in parts)
+
+    def evidence(self) -> str:
+        """What is known when something did not come up, for the error message."""
+        pods = self._kubectl("get", "pods", "-A", "-o", "wide", check=False)
+        events = self._kubectl(
+            "get", "events", "-A", "--sort-by=.lastTimestamp", check=False
+        ).splitlines()[-15:]
+        return "\n".join([pods, self.story(), *events])
+
+    def _engines(self) -> Engines:
+        python = engine_environment.engine_python()
+        serving, rollout = (
+            make_named(name) for name in (self.options.serving_model, self.options.rollout_model)
+        )
+        return Engines(
+            python=python,
+            base=python.resolve().parents[1],
+            models=serving.parent,
+            serving=serving.name,
+            rollout=rollout.name,
+        )
+
+    def _slot(self) -> dict[str, Any]:
+        items = json.loads(self._kubectl("get", "rslot", "-A", "-o", "json"))["items"]
+        lent = [item for item in items if item["spec"].get("desired", "Lent") == "Lent"]
+        slot: dict[str, Any] = lent[0] if lent else {}
+        return slot
+
+    def _slot_state(self) -> str:
+        return str(self._slot().get("status", {}).get("state", ""))
+
+    def _member(self) -> dict[str, Any]:
+        slot = self._slot()
+        if not slot:
+            message = f"the slot is gone\n{self.evidence()}"
+            raise SetUpFailed(message)
+        member: dict[str, Any] = slot["spec"]["members"][0]
+        return member
+
+    def _lease(self) -> dict[str, Any]:
+        answer = self._kubectl("get", "rlease", LEASE, "-n", RESEARCH, "-o", "json")
+        status: dict[str, Any] = json.loads(answer).get("status", {})
+        return status
+
+    def _service(self, name: str) -> str:
+        answer = self._kubectl("get", "service", name, "-n", SYSTEM, "-o", "json")
+        return str(json.loads(answer)["spec"]["clusterIP"])
+
+    def _pods(self, namespace: str, *selector: str) -> list[Pod]:
+        return pods_of(self._kubectl("get", "pods", "-n", namespace, "-o", "json", *selector))
+
+    def _component(self, name: str) -> Pod:
+        found = self._pods(SYSTEM, "-l", f"app.kubernetes.io/name=rose-{name}")
+        if len(found) != 1:
+            message = f"{len(found)} pods of {name}, expected one\n{self.evidence()}"
+            raise SetUpFailed(message)
+        return found[0]
+
+    def _all_ready(self, namespace: str) -> bool:
+        found = self._pods(namespace)
+        return bool(found) and all(pod.ready for pod in found)
+
+    def _kubectl(self, *arguments: str, stdin: str = "", check: bool = True) -> str:
+        return self.node.kubectl(*arguments, stdin=stdin, check=check)
+
+    def _apply(self, objects: list[manifests.Object]) -> None:
+        listed = {"apiVersion": "v1", "kind": "List", "items": objects}
+        self._kubectl("apply", "--filename=-", stdin=json.dumps(listed))
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + _READY_SECONDS
+        while not condition():
+            if time.monotonic() > deadline:
+                message = f"{what}: not there after {_READY_SECONDS:.0f} s\n{self.evidence()}"
+                raise SetUpFailed(message)
+            time.sleep(1.0)
+        self._step(f"{what}: ready")
+
+    def _step(self, text: str) -> None:
+        self._say(f"[demo] {time.monotonic() - self._began:5.0f} s  {text}")
+
+
+__all__ = ["POOL", "Addresses", "Pod", "Stack", "pods_of"]

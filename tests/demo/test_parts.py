@@ -1,0 +1,281 @@
+"""Trace, load, collection, placement, manifests: what can be known without a cluster."""
+
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from rose_core.api.rolloutlease import RolloutLease
+from rose_core.api.servingpool import ServingPool
+from rose_demo import load, manifests, placement
+from rose_demo.collect import gate_intervals, sample, stop_seconds, totals
+from rose_demo.errors import BadTrace
+from rose_demo.main import main
+from rose_demo.measure import Lines, load_command
+from rose_demo.options import parse
+from rose_demo.placement import Cores, Process
+from rose_demo.reaper import watch
+from rose_demo.records import Role
+from rose_demo.stack import pods_of
+from rose_demo.trace import (
+    Arrival,
+    Scale,
+    busiest_window,
+    default_trace,
+    read_trace,
+    schedule,
+)
+
+ENGINES = manifests.Engines(
+    python=Path("/engine/venv/bin/python"),
+    base=Path("/python"),
+    models=Path("/models"),
+    serving="mid-1",
+    rollout="tiny-1",
+)
+
+
+def test_the_shipped_trace_gives_the_same_schedule_every_time() -> None:
+    arrivals = read_trace(default_trace())
+    start = busiest_window(arrivals, 120.0)
+    one, two = (
+        schedule(arrivals, start_s=start, seconds=120.0, scale=Scale(), seed=1) for _ in range(2)
+    )
+    assert one == two
+    assert 80 < len(one) < 250
+    assert all(0 <= a.at_s < 120 for a in one)
+    assert max(a.prompt_tokens for a in one) <= Scale.longest_prompt
+    assert min(a.output_tokens for a in one) >= 3
+
+
+def test_the_burst_lies_inside_its_window() -> None:
+    arrivals = [Arrival(float(t), 10, 5) for t in range(600)]
+    arrivals += [Arrival(400 + i / 10, 500, 5) for i in range(50)]
+    start = busiest_window(arrivals, 100.0)
+    assert start <= 400 <= start + 100
+
+
+def test_a_window_longer_than_the_trace_starts_over() -> None:
+    arrivals = [Arrival(float(t), 10, 5) for t in range(10)]
+    found = schedule(arrivals, start_s=0.0, seconds=25.0, scale=Scale(keep=1.0), seed=0)
+    assert len(found) == 25
+    assert found == sorted(found, key=lambda a: a.at_s)
+
+
+def test_a_bad_trace_says_what_it_needs(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("time,tokens\n1,2\n")
+    with pytest.raises(BadTrace, match="need columns"):
+        read_trace(path)
+    path.write_text("t_s,in_tokens,out_tokens\n")
+    with pytest.raises(BadTrace, match="no rows"):
+        read_trace(path)
+
+
+def test_latency_is_computed_from_stamps() -> None:
+    arrival = Arrival(1.0, 50, 10)
+    found = load.measured(Role.LENT, arrival, 1.5, [(1.6, 0), (2.0, 1), (3.0, 5)], "")
+    assert found.ttft_s == pytest.approx(0.5)
+    assert found.tpot_s == pytest.approx(0.25)
+    assert found.late_s == pytest.approx(0.5)
+    assert found.output_tokens == 5
+    assert load.measured(Role.LENT, arrival, 1.0, [], "").error == "no token"
+
+
+async def test_load_is_sent_streamed_and_written(tmp_path: Path) -> None:
+    prompts: list[int] = []
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        prompts.append(len(body["input_ids"]))
+        if len(prompts) == 2:
+            return web.Response(status=503)
+        reply = web.StreamResponse()
+        await reply.prepare(request)
+        for count in (1, 2, 3):
+            event = {"meta_info": {"completion_tokens": count}}
+            await reply.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await reply.write(b"data: [DONE]\n\n")
+        return reply
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    out = tmp_path / "requests.jsonl"
+    arrivals = [Arrival(0.0, 7, 3), Arrival(0.3, 9, 3)]
+    async with TestServer(app) as server:
+        url = str(server.make_url("")).rstrip("/")
+        with out.open("w") as file:
+            await load.replay([(Role.LENT, url, arrivals)], time.monotonic(), file)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert sorted(prompts) == [7, 9]
+    good, bad = (row for row in sorted(rows, key=lambda row: bool(row.get("error"))))
+    assert good["output_tokens"] == 3
+    assert "503" in bad["error"]
+
+
+async def test_stream_errors_are_errors() -> None:
+    async def lines() -> AsyncIterator[bytes]:
+        yield b'data: {"error": {"message": "full"}}\n'
+
+    with pytest.raises(ValueError, match="full"):
+        [count async for count in load.token_counts(lines())]
+
+
+GUARD = """# TYPE rose_guard_gate_open gauge
+rose_guard_gate_open{slot="a"} 1.0
+# TYPE rose_guard_open_seconds counter
+rose_guard_open_seconds_total 12.5
+"""
+ROUTER = """# TYPE rose_router_tokens counter
+rose_router_tokens_total{kind="borrowed"} 40.0
+# TYPE rose_router_turns counter
+rose_router_turns_total{finish="length",kind="dedicated"} 5.0
+rose_router_turns_total{finish="stop",kind="dedicated"} 2.0
+"""
+
+
+def engine(kind: str, version: str, lag: int | None = 0) -> dict[str, object]:
+    return {"engine": kind, "kind": kind, "attached": True, "version": version, "lag": lag}
+
+
+def test_a_sample_sums_counters_and_keeps_unknown_apart_from_zero() -> None:
+    engines = {"queued": 2, "engines": [engine("Borrowed", "grpo@1.2", 1)]}
+    found = sample(1.0, withheld_now=False, guard=GUARD, router=ROUTER, engines=engines)
+    assert (found.borrowed_tokens, found.dedicated_tokens) == (40, 0)
+    assert (found.borrowed_turns, found.dedicated_turns) == (0, 7)
+    assert (found.gate_open, found.withheld, found.open_s) == (True, False, 12.5)
+    assert (found.lag, found.queued, found.versions) == (1, 2, {"Borrowed": "grpo@1.2"})
+    absent = sample(1.0, withheld_now=True, guard=None, router=None, engines=None)
+    assert absent == type(absent)(at_s=1.0)
+
+
+def test_windows_are_unknown_until_a_borrowed_engine_has_weights() -> None:
+    engines = {"queued": 0, "engines": [engine("Borrowed", "", None), engine("Dedicated", "a@1.1")]}
+    found = sample(1.0, withheld_now=True, guard=GUARD, router=ROUTER, engines=engines)
+    assert found.withheld is None
+    assert found.gate_open is None
+
+
+def test_totals_sum_over_labels_but_kind() -> None:
+    assert totals(ROUTER)["rose_router_turns_total", "dedicated"] == 7
+
+
+def test_gate_intervals_come_from_the_flight_recorder() -> None:
+    entries = [
+        {"t": 1_000_000_000, "what": "gate", "open": True},
+        {"t": 1_500_000_000, "what": "arrived"},
+        {"t": 3_000_000_000, "what": "gate", "open": False},
+        {"t": 3_010_000_000, "what": "stopped", "after_ns": 4_000_000},
+        {"t": 5_000_000_000, "what": "gate", "open": True},
+    ]
+    found = gate_intervals(entries, 2_000_000_000, 6_000_000_000)
+    assert found == ((0.0, 1.0), (3.0, 4.0))
+    assert stop_seconds(entries, 2_000_000_000) == (0.004,)
+
+
+def test_the_stand_in_core_is_for_the_lent_replica_and_its_rollout_engine() -> None:
+    processes = [
+        Process(1, "/kubepods/podLENT/x", "python -m rose_engines.sglang.launch"),
+        Process(2, "/kubepods/podHOST/x", "rose engine-host"),
+        Process(3, "/kubepods/podHOST/x/engine", "sglang::scheduler"),
+        Process(4, "/kubepods/podAGENT/x", "rose tap"),
+        Process(5, "/kubepods/podOTHER/x", "sglang::scheduler"),
+        Process(6, "/", "kubelet"),
+    ]
+    found = placement.decide(
+        processes, lent_pod="podLENT", host_pod="podHOST", free_pods=["podAGENT"]
+    )
+    stand_in = {pid for pid, cores in found.items() if cores is Cores.STAND_IN}
+    assert stand_in == {1, 3}
+    assert found[4] is Cores.ANY
+    assert {found[pid] for pid in (2, 5, 6)} == {Cores.REST}
+
+
+def test_processes_that_are_gone_are_skipped(tmp_path: Path) -> None:
+    folder = tmp_path / "7"
+    folder.mkdir()
+    (folder / "cmdline").write_bytes(b"rose\0tap\0")
+    (folder / "cgroup").write_text("0::/a")
+    assert placement.read([7, 8], tmp_path) == [Process(7, "0::/a", "rose tap ")]
+
+
+def test_pool_and_lease_fit_the_kinds() -> None:
+    options = parse(["--ttft-slo-ms", "700"])
+    pool = ServingPool.model_validate(manifests.pool(options))
+    lease = RolloutLease.model_validate(manifests.lease(options, ENGINES))
+    assert pool.spec.slo is not None
+    assert pool.spec.slo.ttft_milliseconds == 700
+    assert pool.spec.lending.min_unlent_replicas == 1
+    assert lease.spec.dedicated_engines == (manifests.DEDICATED,)
+
+
+def test_objects_are_json_and_pods_mount_what_they_name() -> None:
+    options = parse([])
+    objects = [
+        *manifests.namespaces(),
+        *manifests.store(),
+        *manifests.dedicated(options, ENGINES),
+        manifests.serving(ENGINES),
+        manifests.chart_values(options, ENGINES),
+    ]
+    json.dumps(objects)
+    for made in objects:
+        if made.get("kind") != "Deployment":
+            continue
+        pod = made["spec"]["template"]["spec"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+
+
+def test_pods_that_are_ending_do_not_count() -> None:
+    def item(name: str, ready: str, **meta: str) -> dict[str, object]:
+        conditions = [{"type": "Ready", "status": ready}]
+        status = {"podIP": "10.0.0.1", "conditions": conditions}
+        return {"metadata": {"name": name, "uid": name, **meta}, "status": status}
+
+    answer = json.dumps({"items": [item("a", "True"), item("b", "True", deletionTimestamp="now")]})
+    found = pods_of(answer)
+    assert [(pod.name, pod.ready) for pod in found] == [("a", True)]
+
+
+def test_the_reaper_acts_only_on_death() -> None:
+    ended: list[list[int]] = []
+    assert watch(["child 12\n", "child 13\n"], ended.append)
+    assert ended == [[12, 13]]
+    assert not watch(["child 12\n", "bye\n"], ended.append)
+    assert len(ended) == 1
+
+
+def test_lines_are_followed_whole(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    lines = Lines(path)
+    assert lines.more() == []
+    path.write_bytes(b"one\ntw")
+    assert lines.more() == [b"one"]
+    with path.open("ab") as file:
+        file.write(b"o\nthree\n")
+    assert lines.more() == [b"two", b"three"]
+
+
+def test_the_load_command_is_one_the_generator_takes(tmp_path: Path) -> None:
+    argv = load_command(parse([]), "http://a", "http://b", tmp_path / "o", seconds="5")
+    assert argv[:3] == [sys.executable, "-m", "rose_demo.load"]
+    options = load.parser().parse_args(argv[3:])
+    assert (options.seconds, options.lent) == (5.0, "http://a")
+    plans = load.plan(options.trace, seconds=60.0, scale=Scale(), control_share=0.5)
+    assert 0 < len(plans[Role.CONTROL]) < len(plans[Role.LENT])
+    assert set(plans[Role.CONTROL]) <= set(plans[Role.LENT])
+
+
+def test_help_lists_the_knobs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    text = capsys.readouterr().out
+    for knob in ("--seconds", "--trace", "--serving-model", "--ttft-slo-ms", "--keep"):
+        assert knob in text

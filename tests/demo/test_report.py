@@ -1,0 +1,110 @@
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree as ET
+
+import msgspec
+import pytest
+
+from rose_demo.charts import all_charts, busiest, opened, sequence
+from rose_demo.main import conclusion, write
+from rose_demo.plots import Chart, cumulative, steps, ticks
+from rose_demo.records import Recording, Sample
+from rose_demo.report import page, summary
+from rose_demo.table import Screen, frame, gate_word
+from rose_demo.verdicts import judge
+
+
+@pytest.fixture(params=["full", "empty"])
+def recording(request: pytest.FixtureRequest, synthetic: ModuleType) -> Recording:
+    full: Recording = synthetic.recording()
+    return full if request.param == "full" else Recording(settings=full.settings)
+
+
+def test_every_chart_is_well_formed_and_stays_inside_its_frame(recording: Recording) -> None:
+    for svg, _caption in all_charts(recording):
+        root = ET.fromstring(svg)  # noqa: S314  # our own text
+        _, _, width, height = map(float, root.attrib["viewBox"].split())
+        for element in root.iter():
+            for name in ("x", "cx", "x1", "x2"):
+                assert -1 <= float(element.attrib.get(name, 0)) <= width + 1
+            for name in ("y", "cy", "y1", "y2"):
+                assert -1 <= float(element.attrib.get(name, 0)) <= height + 1
+
+
+def test_the_page_stands_alone(recording: Recording) -> None:
+    text = page(recording, judge(recording))
+    assert not re.search(r"""(src|href)=|url\(|@import|<script""", text)
+    HTMLParser().feed(text)
+    for promise in ("Serving first", "Exact and honest", "Useful"):
+        assert promise in text
+
+
+def test_the_page_escapes_what_others_said(synthetic: ModuleType) -> None:
+    recording = synthetic.recording(story="<b>rslot</b> & more")
+    assert "&lt;b&gt;rslot&lt;/b&gt; &amp; more" in page(recording, judge(recording))
+
+
+def test_the_summary_is_json_and_names_verdicts_and_evidence(recording: Recording) -> None:
+    result = json.loads(msgspec.json.encode(summary(recording, judge(recording))))
+    assert set(result["verdicts"]) == set(result["evidence"])
+    assert result["exit_code"] in {0, 1}
+
+
+def test_write_and_conclusion(synthetic: ModuleType, tmp_path: Path) -> None:
+    recording = synthetic.recording()
+    findings = judge(recording)
+    write(recording, findings, tmp_path)
+    again = msgspec.json.decode((tmp_path / "recording.json").read_bytes(), type=Recording)
+    assert judge(again) == findings
+    assert any(line.startswith("KEPT") for line in conclusion(findings, tmp_path))
+
+
+def test_the_table_fits_a_terminal(recording: Recording) -> None:
+    lines = frame(
+        recording.settings, 200.0, recording.requests, recording.samples, recording.training
+    )
+    assert max(map(len, lines)) <= 80
+    assert any("reward" in line or "waiting" in line for line in lines)
+
+
+def test_gate_words() -> None:
+    assert gate_word(None) == gate_word(Sample(at_s=0)) == "unknown"
+    assert gate_word(Sample(at_s=0, gate_open=True)) == "OPEN"
+    assert gate_word(Sample(at_s=0, gate_open=False, withheld=True)) == "withheld"
+
+
+def test_the_screen_redraws_in_place_and_logs_in_plain_mode() -> None:
+    drawn, logged = io.StringIO(), io.StringIO()
+    screen, log = Screen(drawn, plain=False), Screen(logged, plain=True, plain_seconds=1e9)
+    for lines in (["a", "b", "c"], ["d"]):
+        screen.show(lines)
+        log.show(lines)
+    assert "\x1b[3A" in drawn.getvalue()
+    assert logged.getvalue() == "a\nb\nc\n\n"
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert all(3 <= value <= 977 for value in ticks(3, 977))
+
+
+def test_steps_and_cumulative() -> None:
+    assert steps([(0, 1), (2, 3)], end=5) == [(0, 1), (2, 1), (2, 3), (5, 3)]
+    assert cumulative([3.0, 1.0]) == [(1.0, 0.0), (1.0, 0.5), (3.0, 1.0)]
+    assert cumulative([]) == []
+
+
+def test_texts_in_charts_are_escaped() -> None:
+    ET.fromstring(Chart("a < b & c", (0, 1), (0, 1)).svg())  # noqa: S314  # our own text
+
+
+def test_opened_joins_samples_and_sequence_reads_labels(synthetic: ModuleType) -> None:
+    assert all(a < b for a, b in opened(synthetic.samples()))
+    assert sequence("grpo@1.17") == 17
+    assert sequence("unknown") is None
+    start, end = busiest(synthetic.requests())
+    assert end - start == 20.0

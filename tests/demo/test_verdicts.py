@@ -1,0 +1,84 @@
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rose_demo.records import Sample
+from rose_demo.verdicts import Findings, Word, judge
+
+
+def words(findings: Findings) -> dict[str, Word]:
+    return {verdict.promise: verdict.word for verdict in findings.verdicts}
+
+
+def test_a_good_run_keeps_every_promise(synthetic: ModuleType) -> None:
+    findings = judge(synthetic.recording())
+    assert set(words(findings).values()) == {Word.KEPT}
+    assert findings.exit_code == 0
+    assert findings.borrowed_tokens == synthetic.samples()[-1].borrowed_tokens
+
+
+def test_proven_harm_breaks_serving_first(synthetic: ModuleType) -> None:
+    findings = judge(synthetic.recording(requests=synthetic.requests(harm=1.8)))
+    assert words(findings)["Serving first"] is Word.BROKEN
+    assert findings.exit_code == 1
+
+
+def test_a_slow_machine_does_not_break_it(synthetic: ModuleType) -> None:
+    findings = judge(synthetic.recording(requests=synthetic.requests(machine=1.5)))
+    assert words(findings)["Serving first"] is Word.KEPT
+
+
+def test_a_missed_slo_in_lent_windows_breaks_it(synthetic: ModuleType) -> None:
+    findings = judge(synthetic.recording(requests=synthetic.requests(harm=12.0)))
+    texts = [c.text for c in findings.verdicts[0].checks if c.word is Word.BROKEN]
+    assert any(text.startswith("SLO") for text in texts)
+
+
+def test_a_failed_live_request_breaks_it(synthetic: ModuleType) -> None:
+    rows = list(synthetic.requests())
+    rows[7] = type(rows[7])(rows[7].role, rows[7].at_s, 10, 0, error="ServerDisconnected")
+    findings = judge(synthetic.recording(requests=tuple(rows)))
+    assert words(findings)["Serving first"] is Word.BROKEN
+
+
+def test_nothing_lent_proves_nothing(synthetic: ModuleType) -> None:
+    unknown = tuple(Sample(at_s=float(i)) for i in range(240))
+    findings = judge(synthetic.recording(samples=unknown))
+    assert set(words(findings).values()) == {Word.UNPROVEN}
+    assert findings.exit_code == 1
+
+
+def replaced(records: tuple[dict[str, Any], ...], event: str, **fields: object) -> tuple[Any, ...]:
+    return tuple(r | fields if r["event"] == event else r for r in records)
+
+
+@pytest.mark.parametrize(
+    ("event", "fields"),
+    [
+        ("mismatch", {"k3": 0.3}),
+        ("mismatch", {"invalid": 3}),
+        ("end", {"reason": "MalformedReply: no log-probs"}),
+        ("end", {"tokens": 10}),
+    ],
+)
+def test_wrong_tokens_break_exactness(
+    synthetic: ModuleType, event: str, fields: dict[str, object]
+) -> None:
+    training = replaced(synthetic.training(), event, **fields)
+    findings = judge(synthetic.recording(training=training))
+    assert words(findings)["Exact and honest"] is Word.BROKEN
+    assert words(findings)["Serving first"] is Word.KEPT
+
+
+@pytest.mark.parametrize("fields", [{"learned": False}, {"control_flat": False}])
+def test_learning_that_is_not_real_breaks_usefulness(
+    synthetic: ModuleType, fields: dict[str, object]
+) -> None:
+    training = replaced(synthetic.training(), "evaluation", **fields)
+    assert words(judge(synthetic.recording(training=training)))["Useful"] is Word.BROKEN
+
+
+def test_a_trainer_that_died_breaks_exactness(synthetic: ModuleType) -> None:
+    training = tuple(r for r in synthetic.training() if r["event"] != "end")
+    assert words(judge(synthetic.recording(training=training)))["Exact and honest"] is Word.BROKEN
