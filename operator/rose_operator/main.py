@@ -29,8 +29,9 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(
         level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    # kopf tells every failed attempt of every watch; the leader lock already tells the outage.
     for noisy in ("kopf", "httpx", "httpcore"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
     return asyncio.run(_run(settings))
 
 

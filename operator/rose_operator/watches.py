@@ -86,7 +86,10 @@ def settings() -> kopf.OperatorSettings:
 
 
 async def watch_kinds(stores: dict[Kind, Store], namespace: str, stop: asyncio.Event) -> None:
-    """Run kopf until told to stop; start it again if it ends by itself."""
+    """Run kopf until it is told to stop; start it again if it fails.
+
+    kopf takes over the process's signals: when it returns without an error, one has come.
+    """
     while not stop.is_set():
         try:
             await kopf.operator(
@@ -113,5 +116,5 @@ async def watch_routers(api: Api, stores: dict[Kind, Store], kind: Kind) -> None
                 else:
                     stores[kind].put(raw)
         except OperatorError as error:
-            _log.warning("watch of %s: %s", kind.value, error)
+            _log.info("watch of %s: %s", kind.value, error)
         await asyncio.sleep(2.0)
