@@ -1,0 +1,78 @@
+"""An engine that computes nothing: ``python -m bench.router.stub --token-seconds S``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+VERSION = "bench@1.0"
+
+
+def event(rid: str, prompt: int, count: int, most: int) -> bytes:
+    """One cumulative event, as SGLang with ROSE's plugin sends it."""
+    meta: dict[str, Any] = {
+        "id": rid,
+        "finish_reason": {"type": "length", "length": most} if count == most else None,
+        "prompt_tokens": prompt,
+        "completion_tokens": count,
+        "cached_tokens": 0,
+        "weight_version": VERSION,
+        "weight_versions": [{"version": VERSION, "start": 0, "end": count}],
+        "output_token_logprobs": [[-0.5, token, None] for token in range(count)],
+    }
+    body = {"text": "x" * count, "output_ids": list(range(count)), "meta_info": meta}
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def application(token_seconds: float) -> web.Application:
+    """The stub."""
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        body = msgspec.json.decode(await request.read())
+        most = body["sampling_params"]["max_new_tokens"]
+        rid, prompt = body.get("rid", "x"), len(body["input_ids"])
+        if not body.get("stream"):
+            await asyncio.sleep(token_seconds * most)
+            frame = event(rid, prompt, most, most)[len(b"data: ") :]
+            return web.Response(body=frame, content_type="application/json")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        if token_seconds <= 0:
+            await response.write(event(rid, prompt, most, most) + b"data: [DONE]\n\n")
+            return response
+        for count in range(1, most + 1):
+            await asyncio.sleep(token_seconds)
+            await response.write(event(rid, prompt, count, most))
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def fine(_: web.Request) -> web.Response:
+        return web.json_response({"model_path": "stub", "served_model_name": "stub"})
+
+    app = web.Application(client_max_size=64 << 20)
+    app.router.add_post("/generate", generate)
+    app.router.add_post("/abort_request", fine)
+    for path in ("/health", "/model_info", "/get_model_info", "/server_info", "/v1/models"):
+        app.router.add_get(path, fine)
+    return app
+
+
+async def serve(flags: argparse.Namespace) -> None:
+    """Run until killed; prints its URL."""
+    runner = web.AppRunner(application(flags.token_seconds), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    sys.stdout.write(f"http://127.0.0.1:{runner.addresses[0][1]}\n")
+    sys.stdout.flush()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--token-seconds", type=float, default=0.0)
+    asyncio.run(serve(parser.parse_args()))
