@@ -215,7 +215,7 @@ def main() -> int:
     given = flags().parse_args()
     figures = asyncio.run(run(given))
     notes = [
-        f"{given.streams} streams at once, starts spread evenly, {given.stream_tokens} tokens each, "
+        f"{given.streams} streams, starts spread evenly, {given.stream_tokens} tokens each, "
         f"one per {given.token_seconds * 1000:.0f} ms, prompts of {given.prompt} tokens"
     ]
     if not has_sglang_router(given.sglang_router_python):
