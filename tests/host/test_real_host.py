@@ -7,13 +7,14 @@ import json
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 
 from rose_agent.host import freezers, main
 from rose_agent.weightsync.follower import Options
 from rose_agent.weightsync.main import Followers
 from rose_core.identity import SlotKey
-from rose_core.wire.host import EngineState, EnsureEngine, Holder, HoldEngine
+from rose_core.wire.host import EngineState, EnsureEngine, HoldEngine, Holder
 from rose_core.wire.sync import EngineSpec, WeightSource
 from rose_dev.engine_environment import engine_python, is_ready
 from rose_dev.models import make_named
@@ -31,27 +32,26 @@ def order(model: Path, endpoint: str) -> EnsureEngine:
         slot=SlotKey("slot-1", 1),
         slot_name="real",
         engine=EngineSpec(
-            "sglang-cpu", model.name, context_tokens=4096, kv_tokens=8192, max_running=4
+            "sglang-cpu", model.name, context_tokens=8192, kv_tokens=16384, max_running=4
         ),
         weights=WeightSource(endpoint, RUN),
         token=TOKEN,
     )
 
 
-def body(tokens: int) -> dict[str, object]:
+RID = "turn-under-test."
+# Far more than are made before the test aborts the rest.
+TOKENS = 7_000
+
+
+def body() -> dict[str, object]:
+    sampling = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     return {
+        "rid": RID,
         "input_ids": [104],
         "stream": True,
-        "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
+        "sampling_params": sampling | {"stream_interval": 20},
     }
-
-
-async def read_some(reply: aiohttp.ClientResponse, tokens: int) -> None:
-    """Read the stream until it carries that many tokens."""
-    async for line in reply.content:
-        if line.startswith(b"data: {"):
-            if json.loads(line[6:])["meta_info"]["completion_tokens"] >= tokens:
-                return
 
 
 async def test_a_real_engine_under_the_host(rundir: Path, tmp_path: Path) -> None:
@@ -76,25 +76,31 @@ async def test_a_real_engine_under_the_host(rundir: Path, tmp_path: Path) -> Non
                 await _attested(host, run)
                 endpoint = (await status_of(host)).endpoint
                 url = f"{endpoint}/generate"
-                async with client.post(url, json=body(3000), headers=BEARER) as reply:
+                async with client.post(url, json=body(), headers=BEARER) as reply:
                     assert reply.status == 200
-                    await read_some(reply, 20)
+                    reading = asyncio.create_task(reply.content.read())
+                    await _more_tokens(host)
                     await _hold(host)
                     await run.publish()
                     await _attested(host, run)
+                    await _more_tokens(host)
                     guard.close()
                     await _lapse(host)
                     guard.open()
-                    rest = await reply.content.read()
-                assert rest.endswith(b"data: [DONE]\n\n")
-                last = json.loads(rest.split(b"data: ")[-2])["meta_info"]
-                assert last["completion_tokens"] == 3000
+                    await _more_tokens(host)
+                    aborting = f"{endpoint}/abort_request"
+                    async with client.post(aborting, json={"rid": RID}, headers=BEARER) as aborted:
+                        assert aborted.status == 200
+                    received = await reading
+                last = json.loads(received.split(b"data: ")[-2])["meta_info"]
+                assert last["finish_reason"]["type"] == "abort"
+                assert 0 < last["completion_tokens"] < TOKENS
                 versions = [span["version"] for span in last["weight_versions"]]
                 assert versions == ["grpo@1.0", "grpo@1.1"]
                 await run.close()
             ended = await host.host.stop(stop())
             assert ended.state is EngineState.GONE
-            assert ended.generated_tokens == 3000
+            assert ended.generated_tokens == last["completion_tokens"]
     finally:
         syncing.cancel()
         await asyncio.wait({syncing})
@@ -126,7 +132,6 @@ async def _hold(host: main.Running) -> None:
     """Held: no token comes, and the tree stands still; freed: it goes on."""
     slot = SlotKey("slot-1", 1)
     await host.host.hold(HoldEngine(slot, Holder.GUARD, hold=True))
-    assert len((await status_of(host)).pids) >= 3
     await _still(host)
     await host.host.hold(HoldEngine(slot, Holder.GUARD, hold=False))
 
@@ -145,8 +150,18 @@ async def _lapse(host: main.Running) -> None:
 
 
 async def _still(host: main.Running) -> None:
-    await asyncio.sleep(0.3)  # what was under way on the sockets arrives
-    before = (await status_of(host)).generated_tokens
+    """No process of the engine gets any time of a core."""
+    pids = (await status_of(host)).pids
+    assert len(pids) >= 3  # server, scheduler, detokenizer
+    before = [psutil.Process(pid).cpu_times()[:2] for pid in pids]
     await asyncio.sleep(0.7)
-    assert (await status_of(host)).generated_tokens == before
-    assert 0 < before < 3000
+    assert [psutil.Process(pid).cpu_times()[:2] for pid in pids] == before
+
+
+async def _more_tokens(host: main.Running) -> None:
+    before = (await status_of(host)).generated_tokens
+
+    async def grown() -> bool:
+        return (await status_of(host)).generated_tokens > before
+
+    await until(grown, "more tokens")

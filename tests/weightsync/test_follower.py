@@ -234,7 +234,7 @@ async def test_flipped_bytes_never_reach_the_engine(
         damaged = []
         for block in published.blocks:
             name = block.sha256.hex()
-            damaged += [path for path in (tmp_path / "store").rglob(f"*{name[4:]}*")]
+            damaged += list((tmp_path / "store").rglob(f"*{name[4:]}*"))
         assert damaged
         kept = {path: path.read_bytes() for path in damaged}
         for path, data in kept.items():
