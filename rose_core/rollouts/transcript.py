@@ -158,8 +158,13 @@ class Leg:
 
     @property
     def complete(self) -> bool:
-        """The engine finished the turn and every token's version is known."""
-        return self.finish is not None and not self.aborted and self.placed == len(self.ids)
+        """The engine finished the turn and every token's version is known.
+
+        An engine that says it has finished without a single token has not: such an answer would
+        look like a silent policy, so the turn is tried again.
+        """
+        whole = 0 < len(self.ids) == self.placed
+        return self.finish is not None and not self.aborted and whole
 
 
 @dataclass(frozen=True, slots=True)

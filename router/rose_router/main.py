@@ -61,7 +61,8 @@ def parser() -> argparse.ArgumentParser:
     add("--max-body-bytes", type=int, default=defaults.max_body_bytes, help="largest request")
     add("--drain-seconds", type=float, default=defaults.drain_seconds,
         help="how long live turns may go on after SIGTERM")  # fmt: skip
-    add("--log-level", default="INFO")
+    add("--log-level", default="INFO", type=str.upper,
+        choices=("DEBUG", "INFO", "WARNING", "ERROR"))  # fmt: skip
     return flags
 
 
@@ -133,7 +134,7 @@ async def running(
         )
         await runner.setup()
         host, port = http_address.rsplit(":", 1)
-        site = web.TCPSite(runner, host.strip("[]"), int(port))
+        site = web.TCPSite(runner, host.strip("[]"), int(port), backlog=4096)
         try:
             await service.start()
             await site.start()
@@ -165,7 +166,7 @@ def main(argv: list[str]) -> int:
     """``rose router``: 0 stopped, 1 could not start."""
     flags = parser().parse_args(argv)
     logging.basicConfig(
-        level=flags.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
+        level=flags.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
     try:
         return asyncio.run(serve(flags))

@@ -100,6 +100,12 @@ def test_without_spans_nothing_is_placed_until_the_end() -> None:
     assert one.complete
 
 
+def test_an_answer_without_a_token_is_no_answer() -> None:
+    one = leg()
+    one.take(event([], 0, spans=[], finish={"type": "stop"}))
+    assert not one.complete
+
+
 def test_an_old_engine_whose_label_moved_leaves_its_tokens_unplaced() -> None:
     one = leg()
     one.take(event([1, 2], 2, finish={"type": "stop"}, label=V1))

@@ -1,0 +1,88 @@
+"""``rose router`` as a process: starts, takes engines and turns, ends on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from rose_core.wire.routing import EngineKind, EngineUpdate
+from rose_router.main import main, parser, settings
+from tests.router.owners import owner
+
+
+async def ports(child: asyncio.subprocess.Process) -> tuple[int, int]:
+    """The ports it was given, from its log."""
+    assert child.stderr is not None
+    async for line in child.stderr:
+        found = re.search(rb"turns on port (\d+), engines on port (\d+)", line)
+        if found:
+            return int(found[1]), int(found[2])
+    pytest.fail("the router ended without saying its ports")
+
+
+async def answers(http: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with http.get(url) as reply:
+            return reply.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+async def test_it_starts_and_drains_on_sigterm(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    child = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "rose_cli.main",
+        "router",
+        "--lease=team/grpo",
+        "--http-address=127.0.0.1:0",
+        "--attach-address=127.0.0.1:0",
+        f"--token-file={token}",
+        "--drain-seconds=60",
+        stderr=asyncio.subprocess.PIPE,
+    )
+    update = EngineUpdate(
+        "a", EngineKind.BORROWED, "team/grpo", "http://127.0.0.1:9", version="run@1.0", cap=1
+    )
+    try:
+        async with aiohttp.ClientSession() as http, asyncio.timeout(120):
+            port, attach = await ports(child)
+            url = f"http://127.0.0.1:{port}"
+            while not await answers(http, f"{url}/healthz"):  # noqa: ASYNC110  # another process
+                await asyncio.sleep(0.1)
+            async with owner(attach, update, "secret"):
+                while not await answers(http, f"{url}/ready"):  # noqa: ASYNC110  # another process
+                    await asyncio.sleep(0.1)
+            child.send_signal(signal.SIGTERM)
+            assert await child.wait() == 0
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+
+
+async def test_flags_become_settings(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    given = parser().parse_args(
+        ["--lease=a/b", f"--token-file={token}", "--max-staleness=3", "--pause-seconds=2.5"]
+    )
+    made = settings(given)
+    assert (made.lease, made.attach_token) == ("a/b", "secret")
+    assert made.policy.max_staleness == 3
+    assert made.patience.pause_seconds == 2.5
+
+
+def test_a_missing_token_file_ends_it_with_a_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["--lease=a/b", f"--token-file={tmp_path / 'none'}"]) == 1
+    assert "none" in capsys.readouterr().err
