@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from rose_core.delta import Builder, Manifest, TensorSpec, name_of, table
-from rose_core.delta.bits import Bits, number_format
+from rose_core.delta import BlockEntry, Builder, Manifest, TensorSpec, name_of, table
+from rose_core.delta.bits import Bits
 from rose_core.identity import WeightVersion
 from rose_weights.bundle import Bundle
 
@@ -68,11 +70,18 @@ class Model:
         return self.manifest, blocks
 
 
-def apply_bundle(held: dict[str, Bits], bundle: Bundle) -> None:
+def apply_manifest(
+    held: dict[str, Bits], manifest: Manifest, read: Callable[[BlockEntry], bytes]
+) -> None:
     """What an engine does: resolve every block against what it holds."""
-    manifest = bundle.manifest()
-    for block, changes in bundle.changes():
+    for block in manifest.blocks:
         tensor = manifest.tensors[block.tensor]
+        changes = manifest.read(block, read(block))
         where = manifest.positions(block, changes)
         live = held[tensor.name]
-        live[where] = changes.resolve(live[where], number_format(tensor.dtype))
+        live[where] = changes.resolve(live[where], tensor.kind)
+
+
+def apply_bundle(held: dict[str, Bits], bundle: Bundle) -> None:
+    """The same from a folder."""
+    apply_manifest(held, bundle.manifest(), bundle.read)

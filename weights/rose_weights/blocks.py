@@ -24,7 +24,10 @@ class Blocks:
     def __init__(self, folder: Path, disk: Disk | None = None) -> None:
         self.folder = folder
         self._disk = disk or Disk()
-        self._unsynced: set[bytes] = set()
+        # What this process has checked and synced. A file from before it started may have been
+        # torn by a power loss, so its name alone proves nothing.
+        self._checked: set[bytes] = set()
+        self._durable: set[bytes] = set()
 
     def path(self, name: bytes) -> Path:
         """Where a block is or would be."""
@@ -42,9 +45,10 @@ class Blocks:
         """
         name = name_of(data)
         path = self.path(name)
-        if not self._intact(path, name):
+        if not self._intact(name):
             self._disk.write(path, data, durable=False)
-        self._unsynced.add(name)
+            self._durable.discard(name)
+            self._checked.add(name)
         return name
 
     def get(self, name: bytes) -> bytes:
@@ -61,29 +65,31 @@ class Blocks:
             message = f"block {name.hex()[:16]} is not here"
             raise Incomplete(message) from error
         if name_of(data) != name:
-            path.unlink(missing_ok=True)
+            self._forget(name)
             message = f"block {name.hex()[:16]} is damaged on disk and has been removed"
             raise Damaged(message)
         return data
 
     def missing(self, names: Iterable[bytes]) -> list[bytes]:
-        """Those that are not here; marks the others as in use, so that ``sweep`` spares them."""
+        """Those that are not here intact; marks the others as in use, so ``sweep`` spares them."""
         absent = []
         for name in names:
             try:
                 os.utime(self.path(name))
             except OSError:
+                self._forget(name)
+            if not self._intact(name):
                 absent.append(name)
         return absent
 
     def sync(self, names: Iterable[bytes]) -> None:
         """Make these blocks survive a power loss."""
-        waiting = self._unsynced.intersection(names)
+        waiting = set(names) - self._durable
         for name in waiting:
             self._disk.sync(self.path(name))
         for folder in {self.path(name).parent for name in waiting}:
             self._disk.sync_folder(folder)
-        self._unsynced -= waiting
+        self._durable |= waiting
 
     def sweep(self, needed: Collection[bytes], grace_seconds: float) -> int:
         """Remove blocks nobody needs; recent ones stay, their manifest may be on its way.
@@ -101,11 +107,22 @@ class Blocks:
                 if forgotten and status.st_mtime < oldest:
                     path.unlink()
                     freed += status.st_size
+        self._checked.intersection_update(needed)
+        self._durable.intersection_update(needed)
         return freed
 
-    @staticmethod
-    def _intact(path: Path, name: bytes) -> bool:
+    def _intact(self, name: bytes) -> bool:
+        """Whether the block is here; a damaged file is removed. Each is read once."""
+        if name in self._checked:
+            return True
         try:
-            return name_of(path.read_bytes()) == name
-        except OSError:
+            self.get(name)
+        except (Incomplete, Damaged):
             return False
+        self._checked.add(name)
+        return True
+
+    def _forget(self, name: bytes) -> None:
+        self.path(name).unlink(missing_ok=True)
+        self._checked.discard(name)
+        self._durable.discard(name)

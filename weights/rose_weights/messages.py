@@ -113,10 +113,16 @@ class MissingReply(msgspec.Struct, frozen=True):
     names: tuple[bytes, ...]
 
 
-class PutReply(msgspec.Struct, frozen=True):
-    """One block is staged under this name."""
+class PutReply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One block is staged under this name.
 
-    name: bytes
+    Attributes:
+        error: why it is not, as ``errors.as_text`` writes it. An error travels as a message
+            because gRPC loses the reason of a stream that is ended while the peer still writes.
+    """
+
+    name: bytes = b""
+    error: str = ""
 
 
 class CommitRequest(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from typing import Self
 from rose_core.delta import Manifest
 from rose_core.identity import WeightVersion
 from rose_weights.client import understanding
-from rose_weights.errors import Incomplete, StoreFailed
+from rose_weights.errors import Incomplete, StoreFailed, from_text
 from rose_weights.messages import (
     CommitRequest,
     DescribeRequest,
@@ -26,7 +26,7 @@ from rose_weights.messages import (
 )
 from rose_weights.service import COMMIT, DESCRIBE, MISSING, OPEN, PUT
 from rose_wire import rpc
-from rose_wire.errors import Unavailable
+from rose_wire.errors import Refused, Unavailable
 
 LOG = logging.getLogger(__name__)
 
@@ -145,12 +145,17 @@ class WeightsWriter:
                 yield block
 
         staged = 0
-        with understanding():
+        try:
             async for answer in rpc.converse(self._channel, PUT, send(), token=self._token):
+                if answer.error:
+                    raise from_text(answer.error) or Incomplete(answer.error)
                 if answer.name != names[staged]:
                     message = f"block {names[staged].hex()[:16]} arrived damaged at the store"
                     raise Incomplete(message)
                 staged += 1
+        except Refused as error:
+            # A connection lost while we write looks like an internal error to gRPC.
+            raise Unavailable(str(error)) from error
         if staged != len(blocks):
             message = f"the store took {staged} of {len(blocks)} blocks"
             raise Incomplete(message)

@@ -163,8 +163,12 @@ class WeightService:
     async def put(self, blocks: AsyncIterator[bytes]) -> AsyncIterator[PutReply]:
         """Stage blocks; one answer each."""
         async for block in blocks:
-            with _refusing():
+            try:
                 name = await asyncio.to_thread(self._store.put_block, block)
+            except WeightsError as error:
+                metrics.REFUSALS.labels(error.word).inc()
+                yield PutReply(error=as_text(error))
+                continue
             metrics.RECEIVED_BYTES.inc(len(block))
             yield PutReply(name)
 

@@ -1,0 +1,249 @@
+"""The service over real gRPC: following, resuming, refusing, recovering."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rose_core.identity import WeightVersion
+from rose_weights.bundle import Bundle
+from rose_weights.client import WeightsClient
+from rose_weights.errors import (
+    BadManifest,
+    Damaged,
+    Fenced,
+    Incomplete,
+    StoreFailed,
+    UnknownRun,
+)
+from rose_weights.messages import FetchRequest, VersionInfo
+from rose_weights.publishing import WeightsWriter
+from rose_weights.service import FETCH, WeightService
+from rose_weights.store import Store
+from rose_wire import rpc
+from rose_wire.errors import Refused, Unavailable
+from rose_wire.rpc import Server
+from tests.weights.faulty import FaultyDisk
+from tests.weights.models import Model, apply_bundle
+
+PATIENCE = 60.0
+
+
+@dataclass
+class Running:
+    server: Server
+    service: WeightService
+    store: Store
+    address: str
+
+    async def stop(self) -> None:
+        await self.server.stop(0)
+        await self.service.close()
+
+
+async def start(root: Path, *, window: int = 32, address: str = "127.0.0.1:0") -> Running:
+    server = Server(token="t")
+    store = Store(root)
+    service = WeightService(store, window=window, grace_seconds=0)
+    service.bind(server)
+    host = address.rpartition(":")[0]
+    return Running(server, service, store, f"{host}:{await server.start(address)}")
+
+
+@asynccontextmanager
+async def connected(
+    root: Path, *, window: int = 32
+) -> AsyncIterator[tuple[Running, WeightsWriter, WeightsClient]]:
+    running = await start(root, window=window)
+    async with (
+        WeightsWriter(running.address, token="t") as writer,
+        WeightsClient(running.address, token="t", holder="engine") as client,
+    ):
+        yield running, writer, client
+    await running.stop()
+
+
+def version(sequence: int, incarnation: int = 1) -> WeightVersion:
+    return WeightVersion("run", incarnation, sequence)
+
+
+async def publish(writer: WeightsWriter, model: Model, count: int) -> list[VersionInfo]:
+    """A run of ``count`` versions; every one is what the service answered."""
+    opened = await writer.open("run", "test")
+    manifest, blocks = model.full("run", opened.fence)
+    head = opened.head.version if opened.head else None
+    found = [await writer.publish(manifest, blocks, head)]
+    for number in range(1, count):
+        model.change(seed=number)
+        manifest, blocks = model.delta(version(number, opened.fence))
+        found.append(await writer.publish(manifest, blocks, found[-1].version))
+    return found
+
+
+async def test_who_watches_sees_every_head_even_before_the_run_exists(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (_, writer, client):
+        seen: list[WeightVersion] = []
+
+        async def watch() -> None:
+            async for head in client.watch("run"):
+                seen.append(head.version)
+                if head.version.sequence == 2:
+                    return
+
+        watching = asyncio.create_task(watch())
+        found = await publish(writer, Model(seed=1), 3)
+        await asyncio.wait_for(watching, PATIENCE)
+        assert seen[-1] == found[-1].version
+        assert seen == sorted(seen)
+
+
+async def test_a_run_describes_itself(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (_, writer, client):
+        with pytest.raises(UnknownRun, match="known: none"):
+            await client.describe("run")
+        found = await publish(writer, Model(seed=1), 3)
+        assert (await client.describe()).runs == ("run",)
+        described = await client.describe("run")
+        assert described.head == found[-1]
+        assert [kept.version for kept in described.versions] == [version(n) for n in range(3)]
+        assert (described.fence, described.publisher) == (1, "test")
+        assert found[-1].step == 20
+
+
+async def test_a_broken_fetch_goes_on_at_the_block(tmp_path: Path) -> None:
+    model = Model(seed=1)
+    async with connected(tmp_path / "s") as (running, writer, client):
+        await publish(writer, model, 1)
+        bundle = Bundle(tmp_path / "b")
+        manifest, _ = await client.plan("run")
+        for block in manifest.blocks[:3]:
+            bundle.put(block.sha256, running.store.blocks.get(block.sha256))
+        (tmp_path / "b" / "blocks" / manifest.blocks[0].sha256.hex()).write_bytes(b"torn")
+        assert bundle.absent(manifest) == [manifest.blocks[0], *manifest.blocks[3:]]
+        assert not bundle.complete
+        with pytest.raises(Damaged, match="no complete bundle"):
+            bundle.manifest()
+        await client.pull("run", tmp_path / "b")
+        held = {name: np.zeros_like(bits) for name, bits in model.state.items()}
+        apply_bundle(held, bundle)
+        assert all(np.array_equal(held[name], bits) for name, bits in model.state.items())
+
+
+async def test_a_store_that_restarts_mid_way_is_survived(tmp_path: Path) -> None:
+    model = Model(seed=1)
+    running = await start(tmp_path / "s")
+    async with (
+        WeightsWriter(running.address, token="t") as writer,
+        WeightsClient(running.address, token="t") as client,
+    ):
+        await publish(writer, model, 1)
+        await running.stop()
+        with pytest.raises(Unavailable):
+            await client.plan("run")
+        model.change(seed=5)
+        manifest, blocks = model.delta(version(1))
+        going_on = asyncio.create_task(
+            writer.publish(manifest, blocks, version(0), patience_seconds=PATIENCE)
+        )
+        await asyncio.sleep(0.3)
+        assert not going_on.done()
+        running = await start(tmp_path / "s", address=running.address)
+        assert (await asyncio.wait_for(going_on, PATIENCE)).version == version(1)
+        got = await client.pull("run", tmp_path / "b")
+        assert got.target == version(1)
+    await running.stop()
+
+
+async def test_a_damaged_block_at_the_store_is_refused_and_healed_by_a_publish(
+    tmp_path: Path,
+) -> None:
+    model = Model(seed=1)
+    async with connected(tmp_path / "s") as (running, writer, client):
+        await publish(writer, model, 1)
+        victim = (await client.plan("run"))[0].blocks[0].sha256
+        running.store.blocks.path(victim).write_bytes(b"flipped")
+        with pytest.raises((Damaged, Incomplete)):
+            await client.pull("run", tmp_path / "b")
+        assert not Bundle(tmp_path / "b").complete
+        await publish(writer, Model(seed=1), 1)  # the trainer starts anew from its checkpoint
+        got = await client.pull("run", tmp_path / "b")
+        assert got.target == version(0, 2)
+
+
+async def test_a_full_disk_is_waited_out(tmp_path: Path) -> None:
+    model = Model(seed=1)
+    async with connected(tmp_path / "s") as (running, writer, client):
+        await publish(writer, model, 1)
+        model.change(seed=5)
+        manifest, blocks = model.delta(version(1))
+        whole = running.store.blocks._disk
+        running.store.blocks._disk = FaultyDisk(0, full=True)
+        with pytest.raises(StoreFailed, match="No space left"):
+            await writer.publish(manifest, blocks, version(0), patience_seconds=0.3)
+        assert (await client.describe("run")).head == (await client.describe("run")).versions[0]
+        going_on = asyncio.create_task(
+            writer.publish(manifest, blocks, version(0), patience_seconds=PATIENCE)
+        )
+        await asyncio.sleep(0.2)
+        running.store.blocks._disk = whole
+        assert (await asyncio.wait_for(going_on, PATIENCE)).version == version(1)
+
+
+async def test_two_publishers_the_older_is_told_at_once(tmp_path: Path) -> None:
+    model = Model(seed=1)
+    async with connected(tmp_path) as (running, writer, _):
+        await publish(writer, model, 1)
+        async with WeightsWriter(running.address, token="t") as second:
+            await second.open("run", "second")
+        model.change(seed=2)
+        manifest, blocks = model.delta(version(1))
+        with pytest.raises(Fenced, match="second"):
+            await writer.publish(manifest, blocks, version(0))
+
+
+async def test_old_versions_go_and_who_held_one_is_served_by_its_lease(tmp_path: Path) -> None:
+    model = Model(seed=1)
+    async with connected(tmp_path / "s", window=2) as (running, writer, client):
+        found = await publish(writer, model, 2)
+        await client.plan("run", have=found[0].version, digest=found[0].digest)  # takes a lease
+        for number in range(2, 8):
+            model.change(seed=number)
+            manifest, blocks = model.delta(version(number))
+            await writer.publish(manifest, blocks, version(number - 1))
+            await running.service.close()
+        kept = [one.version.sequence for one in (await client.describe("run")).versions]
+        assert kept == [0, 1, 5, 6, 7]
+        plan, merged = await client.plan("run", have=version(1), digest=found[1].digest)
+        assert plan.base == version(1)
+        assert merged == 3
+        for block in plan.blocks:
+            running.store.blocks.get(block.sha256)
+
+
+async def test_nothing_is_said_without_the_token(tmp_path: Path) -> None:
+    running = await start(tmp_path)
+    async with WeightsClient(running.address, token="wrong") as client:
+        with pytest.raises(Refused, match="bearer token"):
+            await client.describe()
+        with pytest.raises(Refused, match="bearer token"):
+            await anext(client.watch("run"))
+    await running.stop()
+
+
+async def test_garbage_is_refused_by_name(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (running, writer, client):
+        await publish(writer, Model(seed=1), 1)
+        manifest, blocks = Model(seed=2).full("run", 1)
+        with pytest.raises(BadManifest, match="out of order"):
+            await writer.publish(manifest, blocks, version(0))
+        channel = rpc.connect(running.address)
+        with pytest.raises(Refused, match="is not here"):
+            await anext(rpc.receive(channel, FETCH, FetchRequest((bytes(32),)), token="t"))
+        await channel.close()
+        assert (await client.describe("run")).head is not None
