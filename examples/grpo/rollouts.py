@@ -194,7 +194,8 @@ class Sampler:
             play(self._client, task, f"group-{number:06d}-{member:03d}.")
             for member in range(self._group_size)
         )
-        self._ready.append(tuple(await asyncio.gather(*plays)))
+        group = tuple(await asyncio.gather(*plays))
+        self._ready.append(group)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._in_flight.discard(task)

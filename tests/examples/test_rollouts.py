@@ -101,6 +101,14 @@ async def test_groups_come_whole_and_concurrency_is_bounded() -> None:
     assert client.most_live <= 4 * 2
 
 
+async def test_no_finished_group_is_lost() -> None:
+    source = sampler(FakeClient(), lambda: WeightVersion("grpo", 1, 0))
+    taken = [group for _ in range(4) for group in await source.take()]
+    await asyncio.gather(*source._in_flight)
+    assert source.statistics.groups == len(taken) + len(source._ready)
+    await source.close()
+
+
 async def test_groups_that_grew_too_old_are_dropped_and_sampled_again() -> None:
     client = FakeClient()
     head = WeightVersion("grpo", 1, 0)
