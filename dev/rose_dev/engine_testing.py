@@ -112,11 +112,22 @@ def start_engine(
     model: str = "tiny-peaked",
     spec: EngineSpec | None = None,
     version: str = "base",
+    *,
+    opened: bool = True,
 ) -> Iterator[RealEngine]:
-    """Start SGLang under a permit that is held open; end its whole process group afterwards."""
+    """Start SGLang under a permit that is held open; end its whole process group afterwards.
+
+    Args:
+        folder: where permit, control socket and log go.
+        model: a name in ``rose_dev.models.RECIPES``.
+        spec: the engine's specification; small sizes by default.
+        version: weight label at the start.
+        opened: False starts the engine under a closed permit, as the engine host does.
+    """
     path = make_named(model)
     holder = PermitHolder(folder / "permit")
-    holder.open()
+    if opened:
+        holder.open()
     launch = Launch(
         python=engine_python(),
         model=path,

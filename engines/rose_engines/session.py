@@ -23,7 +23,7 @@ from pathlib import Path
 
 from rose_core.delta.digest import Digest
 from rose_engines.errors import BrokenWeights, CommitRefused
-from rose_engines.live import Live, StagedUpdate, commit, digest_live, stage
+from rose_engines.live import Live, StagedUpdate, commit, digest_live, stage, warm_up
 from rose_engines.safetensors import write_file
 from rose_engines.sglang.control import (
     Abort,
@@ -87,6 +87,7 @@ class WeightSession:
         self._set_label = set_label
         self._wake = wake
         self._rank = rank
+        warm_up(live)
         self._digest = digest_live(live)
         self._phase = "Idle"
         self._staged: StagedUpdate | None = None
