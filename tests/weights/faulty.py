@@ -13,7 +13,7 @@ class Crash(BaseException):
 
 
 class FaultyDisk(Disk):
-    """Does ``at`` operations, then fails for ever.
+    """Does ``at`` operations, then fails for ever; what was not synced dies with the power.
 
     Args:
         at: number of operations that still work; None = all.
@@ -31,7 +31,8 @@ class FaultyDisk(Disk):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.with_name(f".{path.name}.torn").write_bytes(data[: len(data) // 2])
             self._fail()
-        super().write(path, data, durable=durable)
+        # Without the kernel's own sync: this disk itself decides what survives.
+        super().write(path, data, durable=False)
         if not durable:
             self._volatile.add(path)
 
