@@ -165,7 +165,8 @@ class Attachment:
             if self._leaving.is_set():
                 return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._leaving.wait(), _RETRY_SECONDS)
+                async with asyncio.timeout(_RETRY_SECONDS):
+                    await self._leaving.wait()
 
 
 async def begin(arguments: argparse.Namespace, host: EngineHost) -> Attachment:

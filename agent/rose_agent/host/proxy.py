@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import io
 import logging
 import secrets
 from collections.abc import Callable
@@ -141,7 +142,8 @@ class DataProxy:
         """
         self._draining = True
         try:
-            await asyncio.wait_for(self._idle.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True
@@ -212,7 +214,9 @@ class DataProxy:
         if self._client is None:
             raise RuntimeError("the proxy has not been started")
         headers = {"Content-Type": request.headers.get("Content-Type", "application/json")}
-        async with self._client.post(target.url + path, data=body, headers=headers) as engine:
+        # aiohttp sends bytes in one piece on the event loop: long prompts go through a file.
+        data = body if len(body) <= _CHUNK_BYTES else io.BytesIO(body)
+        async with self._client.post(target.url + path, data=data, headers=headers) as engine:
             kept = {name: engine.headers[name] for name in _PASSED_ON if name in engine.headers}
             streamed = engine.content_type == "text/event-stream"
             reply = web.StreamResponse(status=engine.status, headers=kept)

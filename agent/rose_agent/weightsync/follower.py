@@ -93,8 +93,10 @@ class Follower:
             while True:
                 self._news.clear()
                 wait = await self._round(store)
+                # Not wait_for: in Python 3.11 it loses a cancellation that comes with the news.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), wait)
+                    async with asyncio.timeout(wait):
+                        await self._news.wait()
         finally:
             watcher.cancel()
             await asyncio.wait({watcher})
