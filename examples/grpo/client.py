@@ -177,7 +177,7 @@ class LeaseClient:
                     raise TurnRefused(message)
                 turn = parse_reply(await reply.json())
         except (aiohttp.ClientError, TimeoutError, OSError):
-            self.counters.unreachable += 1
+            self.counters.unreachable += self.clock() < self.deadline
             return None, pause_before_retry(attempt, None)
         if turn is None:
             self.counters.cut += 1

@@ -25,14 +25,14 @@ class Published:
     Attributes:
         changed_share: elements whose bits differ from the version before; 1.0 for the first.
         bytes: size of the blocks sent.
-        seconds: from the snapshot until the store held it.
+        durable_seconds: from the snapshot until the store held it.
     """
 
     step: int
     version: WeightVersion
     changed_share: float
     bytes: int
-    seconds: float
+    durable_seconds: float
 
 
 class Weights(Protocol):
