@@ -1,0 +1,165 @@
+"""Router and engine host together: permits lapse, engines die, turns go on through the data routes.
+
+The engines are fake ones, but processes; the host freezes, restarts and proxies them as in
+production, so this is the seam between two packages and not a unit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rose_agent.host import main as host_main
+from rose_core.rollouts.watch import Patience
+from rose_core.wire.host import EngineState
+from rose_core.wire.routing import EngineKind, EngineUpdate
+from rose_engines.fake.model import continuation
+from rose_router.config import Settings
+from rose_router.main import Running, running
+from tests.host import helpers
+from tests.router.conftest import LEASE, VERSION
+from tests.router.owners import Owner, owner, until
+
+TOKENS = 150
+PROMPT = [8, 2, 5]
+SLOTS = ("slot-1", "slot-2")
+
+
+@pytest.fixture
+def folders() -> Iterator[tuple[Path, Path]]:
+    """A run directory with a short path, and a model folder the fake engine can load."""
+    folder = Path(tempfile.mkdtemp(prefix="rose", dir="/tmp"))
+    (folder / "run").mkdir()
+    small = folder / "models" / "small"
+    small.mkdir(parents=True)
+    save_file({"w": np.zeros((8, 8), dtype=np.float32)}, small / "model.safetensors")
+    yield folder / "run", folder / "models"
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass
+class Node:
+    """A host with two engines, their guards, and a router they are attached to."""
+
+    host: host_main.Running
+    guards: dict[str, helpers.Guard]
+    owners: dict[str, Owner]
+    router: Running
+
+    async def engine_of(self, turn: int = 0) -> str:
+        """The slot on which the only turn runs, once it has some tokens."""
+        found: list[str] = []
+
+        def running_with_tokens() -> bool:
+            found[:] = [
+                engine.name
+                for engine in self.router.service.fleet
+                for leg in engine.legs.values()
+                if leg.tokens >= 10
+            ]
+            return bool(found)
+
+        await until(running_with_tokens)
+        return found[turn]
+
+
+@asynccontextmanager
+async def node(rundir: Path, models: Path) -> AsyncIterator[Node]:
+    async with AsyncExitStack() as stack:
+        host = await stack.enter_async_context(helpers.running(rundir, models))
+        router = await stack.enter_async_context(
+            running(Settings(lease=LEASE, patience=Patience(pause_seconds=0.5), drain_seconds=0))
+        )
+        guards, owners = {}, {}
+        for slot in SLOTS:
+            guards[slot] = stack.enter_context(helpers.guarding(rundir, slot))
+            await host.host.ensure(
+                helpers.order(slot, weight_version=VERSION, token_seconds="0.01")
+            )
+        for slot in SLOTS:
+            status = await helpers.serving(host, slot)
+            update = EngineUpdate(
+                slot,
+                EngineKind.BORROWED,
+                LEASE,
+                status.endpoint,
+                token=helpers.TOKEN,
+                gate_open=True,
+                cap=4,
+                version=VERSION,
+            )
+            owners[slot] = await stack.enter_async_context(owner(router.attach_port, update))
+        await until(lambda: len(router.service.fleet) == len(SLOTS))
+        yield Node(host, guards, owners, router)
+
+
+async def ask(router: Running) -> dict[str, object]:
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": TOKENS},
+        "return_logprob": True,
+    }
+    url = f"http://127.0.0.1:{router.http_port}/generate"
+    async with aiohttp.ClientSession() as http, http.post(url, json=body) as reply:
+        assert reply.status == 200, await reply.text()
+        answer: dict[str, object] = await reply.json()
+        return answer
+
+
+def judge(answer: dict[str, object], reason: str) -> None:
+    assert answer["output_ids"] == continuation(PROMPT, TOKENS, VERSION)
+    meta = answer["meta_info"]
+    assert isinstance(meta, dict)
+    assert [move["reason"] for move in meta["rose"]["moves"]] == [reason]
+    assert meta["rose"]["moves"][0]["at_token"] >= 10
+    assert meta["rose"]["redone_tokens"] == 0
+    spans = [(s["version"], s["start"], s["end"]) for s in meta["weight_versions"]]
+    assert spans == [(VERSION, 0, TOKENS)]
+
+
+async def test_a_long_stop_moves_the_turn_and_its_old_leg_is_aborted(
+    folders: tuple[Path, Path],
+) -> None:
+    async with node(*folders) as n:
+        turn = asyncio.create_task(ask(n.router))
+        slot = await n.engine_of()
+        n.guards[slot].close()
+        n.owners[slot].say(gate_open=False)
+        judge(await turn, "Paused")
+
+        (left,) = [engine for engine in n.router.service.fleet if engine.name == slot]
+        made = (await helpers.status_of(n.host, slot)).generated_tokens
+        assert made < TOKENS
+        n.guards[slot].open()
+        n.owners[slot].say(gate_open=True)
+        await until(lambda: left.gate_open and not left.fences)
+        await asyncio.sleep(0.5)
+        assert (await helpers.status_of(n.host, slot)).generated_tokens < TOKENS
+
+
+async def test_a_killed_process_behind_the_data_route_is_not_noticed(
+    folders: tuple[Path, Path],
+) -> None:
+    async with node(*folders) as n:
+        turn = asyncio.create_task(ask(n.router))
+        slot = await n.engine_of()
+        for pid in (await helpers.status_of(n.host, slot)).pids:
+            os.kill(pid, signal.SIGKILL)
+        judge(await turn, "Lost")
+
+        async def serves_again() -> bool:
+            return (await helpers.status_of(n.host, slot)).state is EngineState.SERVING
+
+        await helpers.until(serves_again, "the host has restarted the engine")
