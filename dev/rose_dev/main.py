@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable
 
 from rose_dev.build import build
-from rose_dev.errors import DevelopmentError, NotSupported
-from rose_dev.node import Node, require_root
-from rose_dev.packages import missing_packages
+from rose_dev.errors import DevelopmentError
+from rose_dev.node import Node, can_run_node
+from rose_dev.packages import install_packages, missing_packages
 from rose_dev.parts import CONTROL_PLANE, EVERYTHING, find
 
 
@@ -44,15 +44,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _existing_cluster() -> str:
     """Path in KUBECONFIG when it takes the node's place, else empty."""
-    try:
-        require_root()
-    except NotSupported:
-        return os.environ.get("KUBECONFIG", "")
-    return ""
+    return "" if can_run_node() else os.environ.get("KUBECONFIG", "")
 
 
 def _build(options: argparse.Namespace) -> int:
     build(CONTROL_PLANE if options.control_plane else EVERYTHING, _say)
+    if not options.control_plane and can_run_node():
+        install_packages(_say)
     return 0
 
 

@@ -31,7 +31,7 @@ from rose_dev.components import Layout
 from rose_dev.control_plane import write_certificates
 from rose_dev.errors import DevelopmentError, NotSupported, StartFailed
 from rose_dev.packages import install_packages
-from rose_dev.parts import CONTROL_PLANE, NODE
+from rose_dev.parts import CONTROL_PLANE, NODE, cache_root
 from rose_dev.pki import Authority
 from rose_dev.place import HOST_ADDRESS, NODE_ADDRESS, NODE_NAME, SERVICE_RANGE, Place, place
 from rose_dev.sandbox import Sandbox, sweep
@@ -92,7 +92,13 @@ class Node:
                 self._load_image(image.archive(say))
                 say(f"[cluster] runs already; KUBECONFIG={self.kubeconfig}")
                 return
-            self._start(gpus, say)
+            try:
+                self._start(gpus, say)
+            except DevelopmentError as error:
+                logs = self._keep_logs()
+                sweep(self.place)
+                message = f"the node did not come up: {error}\nlogs are kept in {logs}"
+                raise StartFailed(message) from error
 
     def down(self, *, say: Say = print) -> None:
         """End the node and remove every trace of it; also of one that was killed half-way.
@@ -186,6 +192,13 @@ class Node:
         self._claim_gpus(gpus)
         step("node ready")
         say(f"[cluster] up in {time.monotonic() - began:.1f} s; KUBECONFIG={self.kubeconfig}")
+
+    def _keep_logs(self) -> Path:
+        kept = cache_root() / "node-logs"
+        shutil.rmtree(kept, ignore_errors=True)
+        if self.place.logs.exists():
+            shutil.copytree(self.place.logs, kept)
+        return kept
 
     def _write_files(self) -> Layout:
         folder = self.place.run / "control-plane"
@@ -324,19 +337,21 @@ class Step:
         self._since = now
 
 
+def can_run_node() -> bool:
+    """Whether this is Linux and we are root."""
+    return sys.platform == "linux" and os.geteuid() == 0
+
+
 def require_root() -> None:
     """Check that a node can run here.
 
     Raises:
         NotSupported: it cannot; the message says what works instead.
     """
-    if sys.platform != "linux" or os.geteuid() != 0:
+    if not can_run_node():
         message = (
             "a node needs root on Linux; elsewhere set KUBECONFIG to an existing cluster (kind, a "
             "real one), which then takes its place. The control plane alone, for tests of the API, "
             "works without root"
         )
         raise NotSupported(message)
-
-
-__all__ = ["COMPONENTS", "DevelopmentError", "Node", "StartFailed", "require_root"]

@@ -42,7 +42,7 @@ def installed(node: Node, tmp_path: Path) -> Iterator[Node]:
 def remove(node: Node) -> None:
     """Take away what a run of this test makes; also of one that was killed."""
     if '"rose"' in node.helm("list", f"--namespace={SYSTEM}", "--output=json"):
-        node.helm("uninstall", "rose", f"--namespace={SYSTEM}", "--wait", "--timeout=100s")
+        node.helm("uninstall", "rose", f"--namespace={SYSTEM}")
     names = [f"namespace/{name}" for name in (RESEARCH, SERVING, SYSTEM)]
     node.kubectl("delete", "--ignore-not-found", "--wait=false", *names)
     wait_until(
