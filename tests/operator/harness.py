@@ -1,0 +1,161 @@
+"""A real operator process against the shared API server, and stub agents over real gRPC."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from lightkube import ApiError, Client
+from lightkube.generic_resource import (
+    GenericNamespacedResource,
+    create_api_info,
+    create_namespaced_resource,
+)
+
+from rose_dev.control_plane import ControlPlane
+
+ROOT = Path(__file__).parents[2]
+DEADLINE = 90.0
+ResultT = TypeVar("ResultT")
+
+
+class Deployment(GenericNamespacedResource):
+    _api_info = create_api_info("apps", "v1", "Deployment", "deployments")
+
+
+class Service(GenericNamespacedResource):
+    _api_info = create_api_info("", "v1", "Service", "services")
+
+
+POOL = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "ServingPool", "servingpools")
+LEASE = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "RolloutLease", "rolloutleases")
+SLOT = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "RolloutSlot", "rolloutslots")
+
+
+def until(look: Callable[[], ResultT], what: str, seconds: float = DEADLINE) -> ResultT:
+    """The first truthy answer; fails with the last one."""
+    end = time.monotonic() + seconds
+    while True:
+        found = look()
+        if found:
+            return found
+        if time.monotonic() > end:
+            pytest.fail(f"not within {seconds:.0f} s: {what}; last: {found!r}")
+        time.sleep(0.2)
+
+
+@dataclass
+class OperatorProcess:
+    """``rose operator`` as a child with short periods."""
+
+    kubeconfig: Path
+    folder: Path
+    namespace: str
+    process: "subprocess.Popen[bytes] | None" = None
+    sync_port: int = 0
+    http_port: int = 0
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "operator.log"
+
+    def start(self) -> None:
+        (self.folder / "stores.yaml").write_text("main: store.example:7446\n")
+        (self.folder / "token").write_text("secret\n")
+        start = self.log.stat().st_size if self.log.exists() else 0
+        command = [
+            sys.executable,
+            "-m",
+            "rose_cli.main",
+            "operator",
+            f"--namespace={self.namespace}",
+            f"--sync-address=127.0.0.1:{self.sync_port}",
+            f"--http-port={self.http_port}",
+            "--router-image=rose:test",
+            f"--stores-file={self.folder / 'stores.yaml'}",
+            f"--token-file={self.folder / 'token'}",
+            "--plan-seconds=1",
+            "--sync-seconds=0.5",
+            "--lock-seconds=6",
+            "--warm-seconds=4",
+            "--settle-seconds=1",
+            "--cool-seconds=1",
+            "--grant-seconds=60",
+            "--identity=the-operator",
+        ]
+        environment = os.environ | {"KUBECONFIG": str(self.kubeconfig)}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+        line = until(lambda: self._ports(start), "the operator tells its ports")
+        self.sync_port, self.http_port = line
+
+    def _ports(self, start: int) -> tuple[int, int] | None:
+        assert self.process is not None
+        text = self.log.read_bytes()[start:].decode()
+        assert self.process.poll() is None, text[-3000:]
+        for line in text.splitlines():
+            if line.startswith("rose operator: sync="):
+                sync, http = (int(part.split("=")[1]) for part in line.split()[2:4])
+                return sync, http
+        return None
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(30)
+
+    def terminate(self) -> int:
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(60)
+
+
+@dataclass
+class Cluster:
+    """The API server as these tests see it."""
+
+    plane: ControlPlane
+    client: Client
+    folder: Path
+
+    def namespace(self, name: str) -> str:
+        self.plane.kubectl("create", "namespace", name)
+        return name
+
+    def apply(self, manifest: dict[str, Any]) -> None:
+        resource = {"ServingPool": POOL, "RolloutLease": LEASE, "RolloutSlot": SLOT}[
+            manifest["kind"]
+        ]
+        self.client.apply(resource(manifest), field_manager="test", force=True)
+
+    def get(
+        self, resource: type[GenericNamespacedResource], name: str, namespace: str
+    ) -> dict[str, Any] | None:
+        try:
+            return dict(self.client.get(resource, name, namespace=namespace))
+        except ApiError as error:
+            if error.status.code == 404:
+                return None
+            raise
+
+    def slots(self, namespace: str) -> list[dict[str, Any]]:
+        return [dict(slot) for slot in self.client.list(SLOT, namespace=namespace)]
+
+    def delete(self, resource: type[GenericNamespacedResource], name: str, namespace: str) -> None:
+        self.client.delete(resource, name, namespace=namespace)
+
+
+def condition(thing: dict[str, Any] | None, kind: str) -> tuple[str, str]:
+    """Status and reason of a condition, empty strings when it is not there."""
+    found = ((thing or {}).get("status") or {}).get("conditions") or []
+    for entry in found:
+        if entry["type"] == kind:
+            return entry["status"], entry["reason"]
+    return "", ""
