@@ -61,7 +61,7 @@ class Site:
         models: folder of the node's models.
         python: Python of the engine environment.
         logs: folder of the engines' logs.
-        uid: user engines run as, 0 = the host's own.
+        dedicated: the host itself holds the permits open.
     """
 
     models: Path
@@ -70,7 +70,6 @@ class Site:
     enforcer: Enforcer
     launchers: dict[str, Launcher]
     logs: Path
-    uid: int = 0
     dedicated: bool = False
     start_limit_seconds: float = START_LIMIT_SECONDS
 
@@ -226,7 +225,6 @@ class EngineLife:
             freezer=self._site.freezer,
             name=self.folder.uid,
             log=self.log,
-            uid=self._site.uid,
         )
         self._record(spawned)
         self.watched.put(spawned.group)
@@ -306,8 +304,11 @@ class EngineLife:
             group = self._site.freezer.group(self.folder.uid, 0)
         else:
             return True
+        shared = process.shared_memory(group.pids())
         gone = await asyncio.to_thread(end, group, seconds)
         if gone:
+            for path in shared:
+                path.unlink(missing_ok=True)
             if spawned is not None:
                 await spawned.root.wait()
             self._spawned = None

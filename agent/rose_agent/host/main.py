@@ -51,7 +51,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--data-port", type=int, default=30800, help="0 = any")
     made.add_argument("--http-port", type=int, default=9103, help="metrics and health; 0 = any")
     made.add_argument("--cgroup", choices=["auto", "v1", "v2", "signals"], default="auto")
-    made.add_argument("--engine-uid", type=int, default=0, help="user of the engines; 0 = ours")
     made.add_argument("--drain-seconds", type=float, default=5.0)
     made.add_argument("--thaw-all", action="store_true", help="let every engine go on, then exit")
     made.add_argument("--dedicated", type=Path, metavar="FILE", help="run one engine by itself")
@@ -111,7 +110,6 @@ async def start(arguments: argparse.Namespace, freezer: Freezer) -> Running:
         enforcer=enforcer,
         launchers=LAUNCHERS,
         logs=logs,
-        uid=arguments.engine_uid,
         dedicated=arguments.dedicated is not None,
     )
     host = EngineHost(rundir, site)

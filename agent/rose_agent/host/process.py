@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from rose_agent.host.launchers import EngineProgram
 
 # What an engine inherits of the host's environment; secrets and cluster addresses are not in it.
 _INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "TMPDIR", "HOME", "LD_LIBRARY_PATH")
+# SGLang's load snapshots; other shared memory may belong to somebody else as well.
+_SNAPSHOT = re.compile(r"/dev/shm/sglang_loads_[\w.-]+\.shm$", re.MULTILINE)  # noqa: S108  # that is the place
 LOG_BYTES = 4 * 1024 * 1024
 
 
@@ -83,9 +86,7 @@ def _kernel_path(pid: int, driver: str) -> str:
     return ""
 
 
-async def spawn(
-    program: EngineProgram, *, freezer: Freezer, name: str, log: Path, uid: int = 0
-) -> Spawned:
+async def spawn(program: EngineProgram, *, freezer: Freezer, name: str, log: Path) -> Spawned:
     """Start the engine in a cgroup of its own.
 
     Args:
@@ -93,7 +94,6 @@ async def spawn(
         freezer: the machine's way to stop trees; makes the cgroup.
         name: the slot's uid, names the cgroup.
         log: file that takes the engine's output, appended to.
-        uid: user to run as; 0 = the host's.
 
     Raises:
         GroupError: the cgroup cannot be made.
@@ -104,7 +104,7 @@ async def spawn(
         raise BadEngine(message)
     directory = freezer.prepare(name)
     join = [] if directory is None else ["--procs", str(directory / "cgroup.procs")]
-    argv = [sys.executable, "-I", "-S", enter.__file__, *join, "--uid", str(uid), "--"]
+    argv = [sys.executable, "-I", "-S", enter.__file__, *join, "--"]
     with log.open("ab") as output:
         root = await asyncio.create_subprocess_exec(
             *argv,
@@ -129,6 +129,18 @@ async def _joined(root: asyncio.subprocess.Process, directory: Path, driver: str
             break
         await asyncio.sleep(0.005)
     return ""
+
+
+def shared_memory(pids: Iterable[int]) -> frozenset[Path]:
+    """Load snapshots in shared memory, which a killed SGLang cannot remove itself."""
+    found = set()
+    for pid in pids:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue
+        found |= set(_SNAPSHOT.findall(maps))
+    return frozenset(map(Path, found))
 
 
 def rotate(log: Path, limit: int = LOG_BYTES) -> None:
