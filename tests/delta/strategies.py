@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from rose_core.delta import FORMATS, NumberFormat
 from rose_core.delta.bits import Bits
+
+# Neither a neighbour's load nor the first compilation is a failure; the same cases every time.
+SLOW_MACHINE = settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 KINDS = st.sampled_from([FORMATS[name] for name in ("BF16", "F16", "F32", "F64", "F8_E4M3", "I32")])
 

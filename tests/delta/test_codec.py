@@ -26,7 +26,7 @@ from rose_core.delta import (
 from rose_core.delta.bits import Bits
 from rose_core.delta.codec import encode_changes, encode_dense, find_changes, step
 from rose_core.delta.kernels import Backend, kernels
-from tests.delta.strategies import KINDS, corner_bits, kind_and_pair
+from tests.delta.strategies import KINDS, SLOW_MACHINE, corner_bits, kind_and_pair
 
 BACKENDS: tuple[Backend, ...] = ("numba", "numpy")
 
@@ -42,7 +42,7 @@ def apply(block: bytes, old: Bits, kind: NumberFormat, backend: Backend = "auto"
 
 
 @given(kind_and_pair())
-@settings(deadline=None, max_examples=200)
+@settings(SLOW_MACHINE, max_examples=200)
 def test_every_tile_comes_back(case: tuple[NumberFormat, Bits, Bits]) -> None:
     kind, old, new = case
     blocks = [encode_tile(old, new, kind, backend)[0] for backend in BACKENDS]
@@ -52,7 +52,7 @@ def test_every_tile_comes_back(case: tuple[NumberFormat, Bits, Bits]) -> None:
 
 
 @given(kind_and_pair())
-@settings(deadline=None, max_examples=100)
+@settings(SLOW_MACHINE, max_examples=100)
 def test_sparse_blocks_come_back_even_where_dense_is_smaller(
     case: tuple[NumberFormat, Bits, Bits],
 ) -> None:
@@ -62,7 +62,7 @@ def test_sparse_blocks_come_back_even_where_dense_is_smaller(
 
 
 @given(kind_and_pair())
-@settings(deadline=None, max_examples=60)
+@settings(SLOW_MACHINE, max_examples=60)
 def test_dense_blocks_need_no_base(case: tuple[NumberFormat, Bits, Bits]) -> None:
     kind, old, new = case
     block, count = encode_tile(None, new, kind)
@@ -106,7 +106,7 @@ def test_every_pair_of_corners_survives(name: str) -> None:
 
 @given(KINDS, st.lists(st.integers(1, 3000), min_size=0, max_size=50), st.integers(0, 2**32))
 @example(FORMATS["BF16"], [255, 256, 255, 510, 511, 1], 0)
-@settings(deadline=None, max_examples=100)
+@settings(SLOW_MACHINE, max_examples=100)
 def test_all_three_kernels_agree(kind: NumberFormat, gaps: list[int], seed: int) -> None:
     indices = np.cumsum(np.array(gaps, np.int64)) - 1
     random = np.random.default_rng(seed)
@@ -163,7 +163,7 @@ def test_the_smallest_codec_is_chosen() -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=150)
+@settings(SLOW_MACHINE, max_examples=150)
 def test_damaged_blocks_raise_one_error_only(data: st.DataObject) -> None:
     kind, old, new = data.draw(kind_and_pair(most=200))
     block = bytearray(encode_tile(old, new, kind)[0] or encode_dense(new))

@@ -15,6 +15,7 @@ from rose_core.delta import (
 )
 from rose_core.delta.digest import NOTHING, from_bytes, tensor_key, to_bytes
 from rose_core.delta.kernels import Backend
+from tests.delta.strategies import SLOW_MACHINE
 
 BACKENDS: tuple[Backend, ...] = ("numba", "numpy")
 
@@ -24,7 +25,7 @@ def bits(seed: int, size: int, dtype: str = "u2") -> np.ndarray:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 500), st.sampled_from(["u1", "u2", "u4", "u8"]))
-@settings(deadline=None, max_examples=80)
+@settings(SLOW_MACHINE, max_examples=80)
 def test_backends_agree(seed: int, size: int, dtype: str) -> None:
     part = bits(seed, size, dtype)
     first = seed % 1000
@@ -38,7 +39,7 @@ def test_backends_agree(seed: int, size: int, dtype: str) -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(2, 400))
-@settings(deadline=None, max_examples=80)
+@settings(SLOW_MACHINE, max_examples=80)
 def test_a_change_updates_the_digest_in_its_own_size(seed: int, size: int) -> None:
     old = bits(seed, size)
     new = old.copy()

@@ -20,7 +20,7 @@ from rose_core.delta.bits import Bits
 from rose_core.delta.codec import find_changes
 from rose_core.delta.lineage import Link, Way, ancestors, full_way, retain, way
 from rose_core.identity import WeightVersion
-from tests.delta.strategies import kind_and_pair
+from tests.delta.strategies import SLOW_MACHINE, kind_and_pair
 from tests.weights.models import Model
 
 
@@ -117,7 +117,7 @@ def test_ways_that_do_not_connect_are_refused(chain: Chain) -> None:
 
 
 @given(kind_and_pair(most=80), st.integers(0, 2**32))
-@settings(deadline=None, max_examples=100)
+@settings(SLOW_MACHINE, max_examples=100)
 def test_changes_form_a_group(case: tuple[NumberFormat, Bits, Bits], seed: int) -> None:
     kind, a, b = case
     c = b.copy()
@@ -187,7 +187,7 @@ def test_retention_keeps_the_first_version_and_every_branch_reachable() -> None:
 
 
 @given(st.integers(1, 30), st.sets(st.integers(0, 29)), st.integers(0, 2**32))
-@settings(deadline=None, max_examples=80)
+@settings(SLOW_MACHINE, max_examples=80)
 def test_whatever_is_wanted_stays_reachable(length: int, wanted: set[int], seed: int) -> None:
     random = np.random.default_rng(seed)
     lineage = {version(0): Link(None, full=True)}
