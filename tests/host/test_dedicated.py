@@ -1,0 +1,167 @@
+"""A dedicated engine: permit held by the host, attached to a router, honest about its version."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from rose_agent.host import dedicated, main
+from rose_agent.host.dedicated import DedicatedFile
+from rose_agent.host.errors import BadEngine
+from rose_agent.host.freezers import Freezer
+from rose_core.wire.host import HostStatusRequest
+from rose_core.wire.routing import EngineKind, EngineUpdate, RouterNote
+from rose_engines.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json
+from rose_wire.rpc import Server
+from rose_wire.services import ATTACH
+from tests.host.helpers import body, until
+
+FILE = """
+name: dedicated-0
+engineClass: fake
+model: small
+run: grpo
+weightEndpoint: 127.0.0.1:1
+maxRunning: 3
+"""
+
+
+class Router:
+    """Takes attachments; remembers what it was told."""
+
+    def __init__(self, token: str) -> None:
+        self.updates: list[EngineUpdate] = []
+        self.attached = 0
+        self._server = Server(token=token)
+        self._server.bidirectional(ATTACH, self._attach)
+
+    async def _attach(self, updates: AsyncIterator[EngineUpdate]) -> AsyncIterator[RouterNote]:
+        self.attached += 1
+        async for update in updates:
+            self.updates.append(update)
+            yield RouterNote()
+
+    async def start(self, address: str = "127.0.0.1:0") -> str:
+        return f"127.0.0.1:{await self._server.start(address)}"
+
+    async def stop(self) -> None:
+        await self._server.stop(0.0)
+
+    async def until(self, text: str, wanted: object) -> EngineUpdate:
+        async def told() -> bool:
+            return bool(self.updates) and getattr(self.updates[-1], text) == wanted
+
+        await until(told, f"the router hears {text}={wanted!r}")
+        return self.updates[-1]
+
+
+@contextlib.asynccontextmanager
+async def started(
+    rundir: Path, models: Path, router: str, token: str = "install"
+) -> AsyncIterator[tuple[main.Running, dedicated.Attachment]]:
+    file, secret = rundir / "dedicated.yaml", rundir / "token"
+    file.write_text(FILE)
+    secret.write_text(token + "\n")
+    arguments = main.parser().parse_args(
+        [
+            *("--rundir", str(rundir), "--models", str(models), "--data-port", "0"),
+            *("--http-port", "0", "--dedicated", str(file), "--router", router),
+            *("--lease", "team/lease", "--token-file", str(secret)),
+        ]
+    )
+    host = await main.start(arguments, Freezer("signals", "for the test"))
+    attachment = await dedicated.begin(arguments, host.host)
+    try:
+        yield host, attachment
+    finally:
+        await attachment.leave()
+        await host.stop(0.0)
+
+
+async def test_it_is_attached_gated_and_leaves(rundir: Path, models: Path) -> None:
+    router = Router("install")
+    async with started(rundir, models, await router.start()) as (host, _):
+        update = await router.until("gate_open", True)
+        assert update.kind is EngineKind.DEDICATED
+        assert (update.engine, update.lease, update.cap) == ("dedicated-0", "team/lease", 3)
+        assert update.version == ""  # nothing attested: no turns yet
+        record = read_json(RunDir(rundir).slot("dedicated-0").engine, EngineFile)
+        assert record is not None
+        assert record.dedicated
+        weights = WeightsFile(
+            version="grpo@1.0",
+            digest="d",
+            attested=True,
+            head="grpo@1.1",
+            engine_started_ns=record.started_ns,
+        )
+        write_json(RunDir(rundir).slot("dedicated-0").weights, weights)
+        update = await router.until("version", "grpo@1.0")
+        assert (update.digest, update.head) == ("d", "grpo@1.1")
+        bearer = {"Authorization": f"Bearer {update.token}"}
+        async with aiohttp.ClientSession() as client:
+            url = f"{update.url}/generate"
+            async with client.post(url, json=body(5), headers=bearer) as reply:
+                assert reply.status == 200
+        RunDir(rundir).stop.touch()
+        await router.until("gate_open", False)
+        RunDir(rundir).stop.unlink()
+        await router.until("gate_open", True)
+        assert (await host.host.status(HostStatusRequest())).engines[0].generated_tokens == 5
+    assert router.updates[-1].leaving
+    assert not router.updates[-1].gate_open
+    await router.stop()
+
+
+async def test_a_router_that_comes_back_is_attached_to_again(rundir: Path, models: Path) -> None:
+    first = Router("install")
+    address = await first.start()
+    async with started(rundir, models, address):
+        await first.until("gate_open", True)
+        await first.stop()
+        second = Router("install")
+        await second.start(address)
+        await second.until("gate_open", True)
+    assert second.attached >= 1
+    await second.stop()
+
+
+async def test_a_wrong_token_attaches_nothing(rundir: Path, models: Path) -> None:
+    router = Router("install")
+    async with started(rundir, models, await router.start(), token="wrong"):
+        await asyncio.sleep(0.5)
+        assert router.attached == 0
+    await router.stop()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (("name: dedicated-0", "name: Not/AName"), "name"),
+        (("model: small", ""), "model"),
+        (("maxRunning: 3", "maxRunning: 0"), "maxRunning"),
+        (("maxRunning: 3", "speed: 9"), "speed"),
+        (("name:", ": ["), "dedicated.yaml"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(
+    tmp_path: Path, change: tuple[str, str], text: str
+) -> None:
+    file = tmp_path / "dedicated.yaml"
+    file.write_text(FILE.replace(*change))
+    with pytest.raises(BadEngine, match=text):
+        DedicatedFile.load(file)
+    with pytest.raises(BadEngine, match=r"missing\.yaml"):
+        DedicatedFile.load(tmp_path / "missing.yaml")
+
+
+def test_the_verb_refuses_half_a_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["--rundir", str(tmp_path), "--cgroup", "signals"]) == 2
+    assert "--models is needed" in capsys.readouterr().err
