@@ -119,9 +119,9 @@ async def test_every_turn_ends_once_and_every_token_is_right(seed: int, spans_al
                 judge_whole(turn)
 
         totals = w.service.ledger.totals
-        assert trouble.count > 50
+        assert trouble.count > 20
         assert totals.turns == TURNS
-        assert totals.moves > 20
+        assert totals.moves > 10
         assert totals.tokens == sum(turn.held for turn in turns)
         assert len(w.service.ledger) == len(w.service.room) == 0
         assert all(not engine.legs and engine.reserved == 0 for engine in w.service.fleet)
