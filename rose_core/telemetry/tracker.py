@@ -12,7 +12,8 @@ filter left out while only token streams are under way).
 | plain | server bytes | head, first event, events, true end |
 | plain | client bytes while the response has no end yet | pipelined, or the end was not seen |
 | opaque (TLS, HTTP/2) | any client bytes | arrival; never any emptiness |
-| any | FIN or RST | every open request of the connection ends |
+| any | RST, or FIN of the server | every open request of the connection ends |
+| closed | server bytes | ignored until a SYN, forgotten after 5 s |
 
 Next step: ``book`` on the guard's side.
 """
@@ -39,6 +40,7 @@ from rose_core.telemetry.paths import bare, generates
 
 FIN, SYN, RST = 0x01, 0x02, 0x04
 _PROGRESS_EVERY_NS = 20_000_000
+_CLOSED_NS = 5_000_000_000
 _MAX_PATHS = 64
 _METHODS = (b"GET ", b"POST", b"PUT ", b"HEAD", b"DELE", b"OPTI", b"PATC")
 
@@ -70,14 +72,14 @@ class Request:
     touched_ns: int = 0
     events: int = 0
     event_bytes: int = 0
-    body_bytes: int = 0
+    unseen_bytes: int = 0
     status: int = 0
 
     def tokens(self) -> int:
-        """Events passed; estimated from bytes when segments were left out."""
-        if not self.events or not self.event_bytes:
+        """Events passed; those in segments that were left out are estimated from their bytes."""
+        if not self.events or not self.unseen_bytes:
             return self.events
-        return max(self.events, round(self.body_bytes * self.events / self.event_bytes))
+        return self.events + round(self.unseen_bytes * self.events / self.event_bytes)
 
 
 @dataclass
@@ -110,6 +112,7 @@ class _Connection:
     server: _Stream = field(default_factory=lambda: _Stream(Reader(response=True)))
     open: deque[Request] = field(default_factory=deque)
     opaque: bool = False
+    closed: bool = False
     touched_ns: int = 0
 
 
@@ -137,7 +140,7 @@ class Tracker:
     @property
     def opaque(self) -> bool:
         """Whether connections are open whose contents cannot be read."""
-        return any(c.opaque for c in self._connections.values())
+        return any(c.opaque and not c.closed for c in self._connections.values())
 
     @property
     def needs_every_segment(self) -> bool:
@@ -169,7 +172,7 @@ class Tracker:
         if segment.flags & SYN:
             stream = connection.client if segment.to_server else connection.server
             stream.next = (segment.sequence + 1) & 0xFFFFFFFF
-        elif segment.size:
+        elif segment.size and not connection.closed:
             self._take(connection, segment)
         if segment.flags & (FIN | RST):
             self._close(connection, segment)
@@ -179,7 +182,8 @@ class Tracker:
         """Forget connections that were silent for ``age_ns`` (the end was lost)."""
         self._events = []
         for client, connection in list(self._connections.items()):
-            if now_ns - connection.touched_ns > age_ns:
+            age = now_ns - connection.touched_ns
+            if age > (_CLOSED_NS if connection.closed else age_ns):
                 self._end_all(connection, now_ns, How.EXPIRED)
                 del self._connections[client]
         return self._events
@@ -259,7 +263,7 @@ class Tracker:
         elif not starts and stream.reader.idle and (joined_late or hole or not connection.open):
             self._join_response(connection, segment.time_ns)
         if hole and connection.open and not starts:
-            connection.open[0].body_bytes += hole
+            connection.open[0].unseen_bytes += hole
         marks = stream.reader.skip(hole) if hole and not starts else []
         marks += stream.reader.feed(data) if data else []
         marks += stream.reader.skip(cut) if cut else []
@@ -301,7 +305,6 @@ class Tracker:
 
     def _body(self, request: Request, data: bytes, time_ns: int) -> None:
         request.touched_ns = time_ns
-        request.body_bytes += len(data)
         events = data.count(b"data: ") - data.count(b"data: [DONE]")
         if events <= 0:
             return
@@ -325,7 +328,8 @@ class Tracker:
             # their side, which is the end that counts.
             return
         self._end_all(connection, segment.time_ns, How.RESET if reset else How.CLOSED)
-        self._connections.pop(segment.client, None)
+        # Kept for a while: what the server was still writing must not look like a new response.
+        connection.closed = True
 
     def _end_all(self, connection: _Connection, time_ns: int, how: How) -> None:
         while connection.open:

@@ -1,7 +1,8 @@
 """The agent's processes together on one node, with fake engines and a real wire tap.
 
 What must hold is asked of the rollout engine itself: its processes' CPU time. A second of grace
-(the promise is 250 ms) keeps a busy test machine from deciding.
+(the promise is 250 ms) keeps a busy test machine from deciding. Starting a node takes seconds, so
+each test tells a longer story.
 """
 
 from __future__ import annotations
@@ -21,34 +22,26 @@ pytestmark = [
 ]
 
 GRACE_SECONDS = 1.0
-# One step of the engine under test is 2 ms, so a second of computing would show as far more.
+# A busy rollout engine uses far more in a second.
 IDLE_CPU_SECONDS = 0.05
+STARTING = {"Starting", "Pending", "Releasing", "Gone"}
 
 
 @pytest.fixture
 async def lent(short_dir: Path) -> AsyncIterator[Node]:
     """A node whose slot's engine is computing."""
     async with node(short_dir) as n:
-        await n.until(lambda: _computes(n), "the rollout engine is lent and open")
         feeder = await n.keep_rollouts_busy()
-        await n.until(lambda: _grows(n), "the rollout engine computes")
+        await n.until(lambda: computes(n), "the rollout engine is lent and computes")
         yield n
         feeder.cancel()
 
 
-async def _computes(n: Node) -> bool:
-    slot = await n.slot()
-    file = n.engine()
-    return bool(
-        slot.get("gateOpen")
-        and file
-        and file.url
-        and n.operator.slot
-        and n.operator.slot.state not in {"Starting", "Pending"}
-    )
-
-
-async def _grows(n: Node) -> bool:
+async def computes(n: Node) -> bool:
+    """The slot's engine is up and using CPU."""
+    slot = n.operator.slot
+    if slot is None or slot.state in STARTING or not n.engine():
+        return False
     before = n.cpu_seconds()
     await asyncio.sleep(0.5)
     return n.cpu_seconds() > before + 0.02
@@ -62,77 +55,80 @@ async def stands_still(n: Node) -> None:
     assert n.cpu_seconds() - before <= IDLE_CPU_SECONDS
 
 
-async def test_request_closes_the_gate_and_its_end_opens_it(lent: Node) -> None:
+async def test_serving_comes_first(lent: Node) -> None:
+    # An arrival closes the gate, the end of the response opens it.
     request = asyncio.create_task(lent.generate(600))  # three seconds of serving
     await lent.until(lambda: lent.gate(is_open=False), "an arrival closes the gate")
     await stands_still(lent)
     assert await request == 600
-    await lent.until(lambda: _grows(lent), "the engine computes again")
+    await lent.until(lambda: computes(lent), "the engine computes again")
     trace = await lent.trace()
     closed = [e for e in trace if e["what"] == "closed"]
     assert closed, "the flight recorder has the closing"
-    finished = [e for e in trace if e["what"] == "finished"]
-    assert [e["tokens"] for e in finished] == [600]
+    assert [e["tokens"] for e in trace if e["what"] == "finished"] == [600]
     arrival = closed[0]["arrival"]
     assert any(e["what"] == "stopped" and e["arrival"] == arrival for e in trace)
 
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("victims", [("agent",), ("host",), ("agent", "host")])
-async def test_no_death_leaves_a_computing_engine(
-    lent: Node, victims: tuple[str, ...], number: signal.Signals
-) -> None:
-    for victim in victims:
-        lent.signal(victim, number)
-    await stands_still(lent)
-    assert await lent.generate(20) == 20, "serving is untouched"
-
-
-async def test_tap_lost_closes_and_comes_back(lent: Node) -> None:
+    # Without the tap nothing is known.
     await lent.kill("tap")
     await lent.until(lambda: lent.gate(is_open=False), "no tap, no open gate")
     await stands_still(lent)
     await lent.start_tap()
-    await lent.until(lambda: _grows(lent), "the tap is back and verified")
+    await lent.until(lambda: computes(lent), "the tap is back and verified")
 
-
-async def test_serving_exit_vacates_before_it_is_back(lent: Node) -> None:
-    engine = lent.engine_processes()
-    assert engine
-    await lent.kill("serving")
-    await lent.until(lambda: not lent.engine_processes(), "the engine has left the GPU")
-    await lent.start_serving()
-    await lent.until(lambda: _computes(lent), "lending resumes after serving has settled")
-
-
-async def test_grants_lapse_without_the_operator(lent: Node) -> None:
-    lent.operator.ttl_seconds = 2.0
-    await lent.until(lambda: len(lent.operator.requests) > 3, "a short grant was taken")
-    await asyncio.sleep(1)
-    lent.operator.silent = True
-    await lent.until(lambda: not lent.engine_processes(), "the lapsed grant ends the engine", 90)
-
-
-async def test_stop_button(lent: Node) -> None:
+    # The stop button gives everything back.
     lent.rundir.stop.touch()
     await stands_still(lent)
     await lent.until(lambda: not lent.engine_processes(), "everything is given back")
     lent.rundir.stop.unlink()
-    await lent.until(lambda: _computes(lent), "and lent again afterwards")
+    await lent.until(lambda: computes(lent), "and lent again afterwards")
+
+    # A serving process that exits finds its GPU vacated.
+    await lent.kill("serving")
+    await lent.until(lambda: not lent.engine_processes(), "the engine has left the GPU")
+    await lent.start_serving()
+    await lent.until(lambda: computes(lent), "lending resumes after serving has settled")
 
 
-async def test_orphan_of_a_killed_guard_is_ended(lent: Node) -> None:
-    await lent.kill("agent")
-    lent.operator.granted = False
-    await lent.start_agent()
-    await lent.until(lambda: not lent.engine_processes(), "a slot without a grant is stopped")
+async def test_no_death_leaves_a_computing_engine(lent: Node) -> None:
+    for victims in (("agent",), ("host",), ("agent", "host")):
+        for victim in victims:
+            lent.signal(victim, signal.SIGSTOP)
+        await stands_still(lent)
+        assert await lent.generate(20) == 20, "serving is untouched"
+        for victim in victims:
+            lent.signal(victim, signal.SIGCONT)
+        await lent.until(lambda: computes(lent), f"{victims} go on")
+    for victims in (("agent",), ("host",), ("agent", "host")):
+        for victim in victims:
+            await lent.kill(victim)
+        await stands_still(lent)
+        assert await lent.generate(20) == 20, "serving is untouched"
+        for victim in victims:
+            await (lent.start_agent if victim == "agent" else lent.start_host)()
+        await lent.until(lambda: computes(lent), f"{victims} are back and repair")
 
 
-async def test_older_term_is_refused(lent: Node) -> None:
-    lent.operator.term = 5
-    await lent.until(lambda: lent.operator.requests[-1].highest_term == 5, "the new term is obeyed")
-    lent.operator.term, lent.operator.granted = 4, False
-    seen = len(lent.operator.requests)
-    await lent.until(lambda: len(lent.operator.requests) > seen + 3, "the deposed planner answers")
-    assert lent.operator.requests[-1].highest_term == 5
-    assert lent.engine_processes(), "a deposed planner takes nothing back"
+async def test_only_a_living_grant_of_the_highest_term_counts(short_dir: Path) -> None:
+    async with node(short_dir) as n:
+        n.operator.ttl_seconds = 3.0
+        n.operator.term = 5
+        feeder = await n.keep_rollouts_busy()
+        await n.until(lambda: computes(n), "the rollout engine is lent and computes")
+
+        # A deposed planner can neither renew nor take back; the grant then lapses by itself.
+        n.operator.term = 4
+        seen = len(n.operator.requests)
+        await n.until(lambda: len(n.operator.requests) > seen + 2, "the deposed planner answers")
+        assert n.operator.requests[-1].highest_term == 5
+        await n.until(lambda: not n.engine_processes(), "the grant lapses")
+
+        # A guard that was killed comes back, remembers the term, and ends what nobody granted.
+        n.operator.term = 6
+        await n.until(lambda: computes(n), "the new planner's grant is obeyed")
+        await n.kill("agent")
+        n.operator.granted = False
+        await n.start_agent()
+        await n.until(lambda: not n.engine_processes(), "a slot without a grant is stopped")
+        assert n.operator.requests[-1].highest_term == 6
+        feeder.cancel()

@@ -1,0 +1,124 @@
+"""Predictor, slack, crossover: numbers that can be checked by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from rose_core.guard.crossover import SAMPLE_FLOOR, Meter, Schedule, compare, quantile
+from rose_core.guard.predictor import Predictor, Profile
+from rose_core.guard.slack import Objective, duty, measure
+from rose_core.telemetry.book import LiveRequest
+from tests.guard.worlds import MS, NOW
+
+PROFILE = Profile(0.01, 0.05, 0.02, 0.002, shared_prefill=2.0, shared_decode=3.0)
+
+
+def test_the_profile_alone_and_shared() -> None:
+    predictor = Predictor(PROFILE)
+    assert predictor.prefill_s(2048, shared=False) == pytest.approx(0.11)
+    assert predictor.prefill_s(2048, shared=True) == pytest.approx(0.22)
+    assert predictor.decode_s(5, shared=False) == pytest.approx(0.03)
+    assert predictor.decode_s(5, shared=True) == pytest.approx(0.09)
+    assert predictor.prefill_s(-1, shared=False) > predictor.prefill_s(4096, shared=False)
+    assert predictor.slowdown() == pytest.approx(3.0)
+
+
+def test_it_settles_at_the_quantile_of_what_is_seen() -> None:
+    draw = random.Random(1)
+    predictor = Predictor(PROFILE, quantile=0.9, step=0.02)
+    predicted = []
+    seen = []
+    for _ in range(4000):
+        seconds = 0.2 * math.exp(draw.gauss(0, 0.3))
+        predicted.append(predictor.prefill_s(1024, shared=False))
+        seen.append(seconds)
+        predictor = predictor.saw_prefill(1024, seconds, shared=False)
+    late = list(zip(predicted, seen, strict=True))[1000:]
+    covered = sum(p >= s for p, s in late) / len(late)
+    assert 0.8 <= covered <= 0.97
+    assert predictor.prefill_shared == 0.0, "the two levels are learned apart"
+
+
+@pytest.mark.parametrize("true_s", [0.0005, 2.0])
+def test_a_wrong_profile_is_left_within_a_few_dozen_requests(true_s: float) -> None:
+    predictor = Predictor(PROFILE)
+    for _ in range(80):
+        predictor = predictor.saw_decode(1, true_s, shared=True)
+    assert predictor.decode_s(1, shared=True) == pytest.approx(true_s, rel=0.5)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0])
+def test_nonsense_teaches_nothing(seconds: float) -> None:
+    predictor = Predictor(PROFILE)
+    assert predictor.saw_prefill(10, seconds, shared=True) == predictor
+
+
+def test_slack_of_a_queue_adds_the_ones_ahead() -> None:
+    goal = Objective(ttft_s=1.0, tpot_s=0.1, margin=0.2)
+    first = LiveRequest(1, NOW - 100 * MS, size=1024)
+    second = LiveRequest(2, NOW, size=1024)
+    slack = measure((second, first), goal, Predictor(PROFILE), NOW)
+    # Each prefill costs 0.12 s beside a rollout: 0.8 - 0.1 - 0.12 and 0.8 - 0.24.
+    assert slack.prefill_s == pytest.approx(0.56)
+    assert slack.decode_s is None
+
+
+def test_decode_slack_is_what_was_earned() -> None:
+    goal = Objective(ttft_s=1.0, tpot_s=0.1, margin=0.0)
+    stream = LiveRequest(1, NOW - 3_000 * MS, first_ns=NOW - 2_000 * MS, tokens=30)
+    slack = measure((stream,), goal, Predictor(PROFILE), NOW)
+    assert slack.decode_s == pytest.approx(30 * 0.1 - 2.0 - 0.066)
+
+
+def test_duty_by_hand() -> None:
+    predictor = Predictor(PROFILE)
+    assert duty(1, Objective(tpot_s=0.022 * 2 / 0.8), predictor) == pytest.approx(0.5)
+    assert duty(1, Objective(), predictor) == 0.0
+    assert duty(1, Objective(tpot_s=10.0), predictor) == 1.0
+    assert duty(1, Objective(tpot_s=0.001), predictor) == 0.0
+
+
+def test_windows_alternate() -> None:
+    schedule = Schedule(10.0)
+    assert [schedule.withheld(t) for t in (0.0, 9.9, 10.0, 19.9, 20.0)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert not Schedule(0.0).withheld(12345.0)
+
+
+def test_quantiles() -> None:
+    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert quantile([1.0, 2.0], 0.75) == 1.75
+    assert quantile([5.0], 0.99) == 5.0
+
+
+def test_no_ratio_below_the_floor() -> None:
+    few = [1.0] * (SAMPLE_FLOOR - 1)
+    enough = [1.0] * SAMPLE_FLOOR
+    assert compare(few, enough, 0.5).value is None
+    assert compare(enough, few, 0.5).value is None
+    assert compare(enough, enough, 0.5).value == 1.0
+
+
+def test_harm_is_found_and_noise_is_not() -> None:
+    draw = random.Random(2)
+    same, harmed = Meter(), Meter()
+    for _ in range(400):
+        for meter, factor in ((same, 1.0), (harmed, 1.5)):
+            base = math.exp(draw.gauss(0, 0.3))
+            meter.add(withheld=True, ttft_s=base, tpot_s=None)
+            meter.add(withheld=False, ttft_s=factor * math.exp(draw.gauss(0, 0.3)), tpot_s=None)
+    assert harmed.harmful(0.05, 0.9)
+    assert not same.harmful(0.05, 0.9)
+    assert not harmed.harmful(0.0, 0.9), "no limit, no verdict"
+    ratio = harmed.ratios((0.5,))["ttft"][0]
+    assert ratio.low is not None
+    assert ratio.high is not None
+    assert ratio.low < 1.5 < ratio.high

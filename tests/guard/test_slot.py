@@ -1,0 +1,284 @@
+"""A slot's state machine: every phase, every rung, every deadline; and what must hold always."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from rose_core.guard.gate import Verdict
+from rose_core.guard.ladder import LadderLimits, Order, Rung
+from rose_core.guard.reasons import VACATING, GateReason
+from rose_core.guard.slot import STARTABLE, Phase, SlotMachine, SlotSeen, decide
+from rose_core.wire.host import EngineState
+from tests.guard.worlds import MS, NOW, OPEN, S, engine, seen, shut
+
+LIMITS = LadderLimits()
+PRESENT = SlotMachine(phase=Phase.PRESENT, rung=Rung.NONE, since_ns=NOW - S)
+STOPPED = SlotMachine(phase=Phase.PRESENT, rung=Rung.STOP, since_ns=NOW - S)
+
+
+def orders(state: SlotMachine, world: SlotSeen, now: int = NOW) -> tuple[SlotMachine, list[Order]]:
+    after, actions = decide(state, world, LIMITS, now)
+    return after, [a.order for a in actions]
+
+
+# --- Absent, Starting
+
+
+@pytest.mark.parametrize("reason", list(GateReason))
+def test_an_engine_starts_only_on_a_replica_that_is_known(reason: GateReason) -> None:
+    verdict = Verdict(open=reason is GateReason.IDLE, reason=reason)
+    after, done = orders(SlotMachine(), seen(verdict))
+    started = reason in STARTABLE
+    assert done == ([Order.ENSURE] if started else [])
+    assert after.phase is (Phase.STARTING if started else Phase.ABSENT)
+
+
+@pytest.mark.parametrize(
+    "world",
+    [seen(granted=False), seen(granted=None), seen(host_alive=False)],
+    ids=["not granted", "nobody said yet", "host silent"],
+)
+def test_nothing_starts_without_grant_and_host(world: SlotSeen) -> None:
+    after, done = orders(SlotMachine(), world)
+    assert (after.phase, done) == (Phase.ABSENT, [])
+
+
+def test_ensure_is_repeated_until_the_host_lists_the_engine() -> None:
+    state, done = orders(SlotMachine(), seen())
+    assert done == [Order.ENSURE]
+    state, done = orders(state, seen(), NOW + S)
+    assert done == []
+    state, done = orders(state, seen(), NOW + 2 * S)
+    assert done == [Order.ENSURE]
+    state, done = orders(state, seen(OPEN, engine(EngineState.STARTING)), NOW + 3 * S)
+    assert (state.phase, done) == (Phase.PRESENT, [Order.EXTEND])
+
+
+def test_a_first_sight_under_a_closed_gate_starts_the_ladder_now() -> None:
+    """Deadlines count from the first sight: nothing is frozen or killed for an old date."""
+    state, done = orders(SlotMachine(), seen(shut(), engine()))
+    assert done == [Order.CLOSE, Order.HOLD]
+    assert state.since_ns == NOW
+
+
+def test_a_newer_generation_is_ordered_anew() -> None:
+    state, done = orders(STOPPED, seen(OPEN, engine(generation=1), generation=2))
+    assert done == [Order.CLOSE, Order.ENSURE]
+    state, done = orders(state, seen(OPEN, engine(generation=1), generation=2), NOW + S)
+    assert done == [Order.CLOSE]
+
+
+# --- open
+
+
+def test_an_open_gate_extends_the_permit_by_its_length_and_no_more() -> None:
+    _, actions = decide(PRESENT, seen(OPEN, engine()), LIMITS, NOW)
+    assert [(a.order, a.until_ns) for a in actions] == [(Order.EXTEND, NOW + 100 * MS)]
+
+
+def test_a_duty_bounds_the_permit() -> None:
+    verdict = Verdict(open=True, reason=GateReason.SLACK, until_ns=NOW + 30 * MS, duty=0.3)
+    _, actions = decide(PRESENT, seen(verdict, engine()), LIMITS, NOW)
+    assert actions[0].until_ns == NOW + 30 * MS
+
+
+def test_opening_lets_go_first_and_again_until_confirmed() -> None:
+    state, done = orders(STOPPED, seen(OPEN, engine(held=True)))
+    assert (state.rung, done) == (Rung.NONE, [Order.LET_GO, Order.EXTEND])
+    state, done = orders(state, seen(OPEN, engine(held=True)), NOW + 20 * MS)
+    assert done == [Order.EXTEND]
+    state, done = orders(state, seen(OPEN, engine(held=True)), NOW + 120 * MS)
+    assert done == [Order.LET_GO, Order.EXTEND]
+
+
+def test_what_the_guard_froze_goes_through_a_hold_before_it_computes() -> None:
+    frozen = replace(STOPPED, self_frozen=True)
+    state, done = orders(frozen, seen(OPEN, engine()))
+    assert done == [Order.HOLD]
+    state, done = orders(state, seen(OPEN, engine(held=True)), NOW + 20 * MS)
+    assert (state.self_frozen, Order.LET_GO in done) == (False, True)
+
+
+# --- closing: rungs 1 and 2
+
+
+def test_closing_shuts_the_permit_and_holds() -> None:
+    state, done = orders(PRESENT, seen(shut(), engine()))
+    assert (state.rung, done) == (Rung.STOP, [Order.CLOSE, Order.HOLD])
+    state, done = orders(state, seen(shut(), engine(held=True)), NOW + 20 * MS)
+    assert done == [Order.CLOSE]
+
+
+def test_the_pause_of_a_duty_cycle_needs_the_permit_alone() -> None:
+    state, done = orders(PRESENT, seen(shut(GateReason.SLACK), engine()))
+    assert (state.rung, done) == (Rung.NONE, [Order.CLOSE])
+
+
+def test_a_host_that_does_not_hold_is_replaced_by_the_guard_then_by_death() -> None:
+    state, _ = orders(PRESENT, seen(shut(), engine()))
+    state, done = orders(state, seen(shut(), engine()), NOW + 150 * MS)
+    assert done == [Order.CLOSE, Order.HOLD]
+    state, done = orders(state, seen(shut(), engine()), NOW + 250 * MS)
+    assert done == [Order.CLOSE, Order.HOLD, Order.FREEZE]
+    _, done = orders(state, seen(shut(), engine(frozen=True)), NOW + 2 * S)
+    assert Order.KILL not in done, "frozen is stopped"
+    state, done = orders(state, seen(shut(), engine()), NOW + 1250 * MS)
+    assert Order.KILL in done
+    state, done = orders(state, seen(shut(), engine()), NOW + 1300 * MS)
+    assert Order.KILL not in done, "once"
+
+
+# --- host gone
+
+
+def test_a_stale_heartbeat_freezes_at_once_and_kills_in_the_end() -> None:
+    stale = seen(OPEN, engine(), heartbeat_ms=151)
+    state, done = orders(PRESENT, stale)
+    assert (state.rung, done) == (Rung.STOP, [Order.CLOSE, Order.FREEZE])
+    state, done = orders(state, stale, NOW + 50 * MS)
+    assert done == [Order.CLOSE]
+    state, done = orders(state, stale, NOW + 110 * MS)
+    assert done == [Order.CLOSE, Order.FREEZE]
+    state, done = orders(state, stale, NOW + 15 * S)
+    assert Order.KILL in done
+
+
+def test_a_host_that_is_back_takes_over_what_was_frozen() -> None:
+    state, _ = orders(PRESENT, seen(OPEN, engine(), heartbeat_ms=200))
+    state, done = orders(state, seen(OPEN, engine()), NOW + 200 * MS)
+    assert done == [Order.HOLD]
+    assert state.stale_ns == 0
+
+
+def test_processes_of_an_engine_nobody_lists_are_frozen() -> None:
+    world = seen(OPEN, None, host_alive=False, heartbeat_ms=None, processes=True)
+    _, done = orders(SlotMachine(), world)
+    assert done == [Order.CLOSE, Order.FREEZE]
+
+
+# --- vacating: rung 5
+
+
+@pytest.mark.parametrize("reason", sorted(VACATING - {GateReason.SERVING_NOT_READY}))
+def test_vacating_reasons_go_straight_to_the_last_rung(reason: GateReason) -> None:
+    granted = reason is not GateReason.NOT_GRANTED
+    state, done = orders(PRESENT, seen(shut(reason), engine(), granted=granted))
+    assert (state.phase, state.rung) == (Phase.RELEASING, Rung.TERMINATE)
+    assert done == [Order.CLOSE, Order.STOP]
+
+
+def test_a_lost_grant_vacates_and_an_unheard_one_waits_closed() -> None:
+    state, done = orders(PRESENT, seen(OPEN, engine(), granted=False))
+    assert (state.phase, done) == (Phase.RELEASING, [Order.CLOSE, Order.STOP])
+    state, done = orders(PRESENT, seen(OPEN, engine(), granted=None))
+    assert (state.phase, done) == (Phase.PRESENT, [Order.CLOSE, Order.HOLD])
+
+
+def test_unready_serving_closes_at_once_and_vacates_when_it_lasts() -> None:
+    unready = seen(shut(GateReason.SERVING_NOT_READY), engine(held=True))
+    state, done = orders(PRESENT, unready)
+    assert (state.phase, done) == (Phase.PRESENT, [Order.CLOSE])
+    flicker, _ = orders(state, seen(OPEN, engine()), NOW + S)
+    assert flicker.unready_ns == 0
+    state, done = orders(state, unready, NOW + 3 * S)
+    assert (state.phase, Order.STOP in done) == (Phase.RELEASING, True)
+
+
+def test_release_repeats_stop_then_kills_then_cordons() -> None:
+    world = seen(shut(GateReason.SERVING_GONE), engine())
+    state, done = orders(PRESENT, world)
+    assert done == [Order.CLOSE, Order.STOP]
+    state, done = orders(state, world, NOW + S // 2)
+    assert done == [Order.CLOSE]
+    state, done = orders(state, world, NOW + S)
+    assert done == [Order.CLOSE, Order.STOP]
+    state, done = orders(state, world, NOW + 6 * S)
+    assert done == [Order.CLOSE, Order.STOP, Order.KILL]
+    state, done = orders(state, seen(OPEN, None), NOW + 7 * S)
+    assert (state.phase, done) == (Phase.ABSENT, []), "cordoned"
+    assert state.cordon_until_ns == NOW + 7 * S + 30 * S
+    state, done = orders(state, seen(OPEN, None), NOW + 38 * S)
+    assert done == [Order.ENSURE]
+
+
+def test_a_clean_release_needs_no_cordon() -> None:
+    state, _ = orders(PRESENT, seen(shut(GateReason.STOP_REQUESTED), engine()))
+    state, done = orders(state, seen(OPEN, engine(EngineState.GONE)), NOW + S)
+    assert (state.phase, done) == (Phase.STARTING, [Order.ENSURE])
+
+
+def test_release_does_not_change_its_mind() -> None:
+    state, _ = orders(PRESENT, seen(shut(GateReason.STOP_REQUESTED), engine()))
+    state, done = orders(state, seen(OPEN, engine()), NOW + 10 * MS)
+    assert (state.phase, done) == (Phase.RELEASING, [Order.CLOSE])
+
+
+def test_release_freezes_when_the_host_is_dead() -> None:
+    world = seen(shut(GateReason.STOP_REQUESTED), engine(), heartbeat_ms=500)
+    _, done = orders(PRESENT, world)
+    assert done == [Order.CLOSE, Order.FREEZE, Order.STOP]
+
+
+# --- memory: rung 4
+
+
+def test_memory_pressure_releases_weights_where_the_engine_can() -> None:
+    world = seen(shut(GateReason.MEMORY_PRESSURE), engine(held=True), can_dormant=True)
+    state, done = orders(PRESENT, world)
+    assert (state.rung, done) == (Rung.DORMANT, [Order.CLOSE, Order.DORMANT])
+    dormant = seen(
+        shut(GateReason.MEMORY_PRESSURE), engine(EngineState.DORMANT, held=True), can_dormant=True
+    )
+    state_after, done = orders(state, dormant, NOW + 6 * S)
+    assert (state_after.phase, done) == (Phase.PRESENT, [Order.CLOSE])
+    late, done = orders(state, world, NOW + 5 * S)
+    assert (late.phase, Order.STOP in done) == (Phase.RELEASING, True)
+
+
+def test_memory_pressure_ends_an_engine_that_cannot() -> None:
+    state, done = orders(PRESENT, seen(shut(GateReason.MEMORY_PRESSURE), engine(held=True)))
+    assert (state.phase, done) == (Phase.RELEASING, [Order.CLOSE, Order.STOP])
+
+
+# --- always
+
+
+def test_no_history_extends_a_permit_that_must_not_be_open() -> None:
+    draw = random.Random(3)
+    reasons = list(GateReason)
+    for _ in range(300):
+        state, now = SlotMachine(), NOW
+        for _ in range(60):
+            now += draw.randrange(1, 400) * MS
+            reason = draw.choice(reasons)
+            is_open = reason in {GateReason.IDLE, GateReason.SLACK} and draw.random() < 0.8
+            found = None
+            if draw.random() < 0.8:
+                found = engine(
+                    draw.choice(list(EngineState)),
+                    held=draw.random() < 0.5,
+                    frozen=draw.random() < 0.3,
+                    generation=draw.choice([1, 1, 2]),
+                )
+            world = seen(
+                Verdict(open=is_open, reason=reason, duty=1.0),
+                found,
+                granted=draw.choice([True, True, True, False, None]),
+                host_alive=draw.random() < 0.9,
+                heartbeat_ms=draw.choice([None, 1, 1, 1, 400]),
+                processes=draw.random() < 0.2,
+                generation=2,
+            )
+            state, actions = decide(state, world, LIMITS, now)
+            extended = [a for a in actions if a.order is Order.EXTEND]
+            if extended:
+                assert world.granted
+                assert is_open
+                assert not state.self_frozen
+                assert state.phase is Phase.PRESENT
+                assert extended[0].until_ns <= now + LIMITS.permit_ns
+                assert world.heartbeat_ns is None or world.heartbeat_ns < LIMITS.host_stale_ns
+                assert Order.CLOSE not in {a.order for a in actions}
