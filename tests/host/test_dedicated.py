@@ -62,11 +62,11 @@ class Router:
 
 @contextlib.asynccontextmanager
 async def started(
-    rundir: Path, models: Path, router: str, secret_text: str = "install"
+    rundir: Path, models: Path, router: str, given: str = "install"
 ) -> AsyncIterator[tuple[main.Running, dedicated.Attachment]]:
     file, secret = rundir / "dedicated.yaml", rundir / "token"
     file.write_text(FILE)
-    secret.write_text(secret_text + "\n")
+    secret.write_text(given + "\n")
     arguments = main.parser().parse_args(
         [
             *("--rundir", str(rundir), "--models", str(models), "--data-port", "0"),
@@ -133,7 +133,7 @@ async def test_a_router_that_comes_back_is_attached_to_again(rundir: Path, model
 
 async def test_a_wrong_token_attaches_nothing(rundir: Path, models: Path) -> None:
     router = Router("install")
-    async with started(rundir, models, await router.start(), secret_text="wrong"):
+    async with started(rundir, models, await router.start(), given="wrong"):
         await asyncio.sleep(0.5)
         assert router.attached == 0
     await router.stop()
