@@ -72,10 +72,10 @@ def _kind_section(kind: Kind) -> str:
         lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
         lines += [_row(*field) for field in _fields(structural(model), part)]
         lines.append("")
-    rules = list(_rules(structural(kind.spec), "spec"))
+    found = list(rules(structural(kind.spec), "spec"))
     lines += ["| rule on | must hold | else |", "|---|---|---|"]
     lines += [
-        f"| `{path}` | `{_cell(rule['rule'])}` | {_cell(rule['message'])} |" for path, rule in rules
+        f"| `{path}` | `{_cell(rule['rule'])}` | {_cell(rule['message'])} |" for path, rule in found
     ]
     return "\n".join([*lines, ""])
 
@@ -120,12 +120,13 @@ def _type(schema: dict[str, Any]) -> str:
     return str(kind)
 
 
-def _rules(schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, str]]]:
+def rules(schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Every CEL rule of a schema with the path it stands on."""
     for rule in schema.get("x-kubernetes-validations", []):
         yield path, rule
     for name, child in schema.get("properties", {}).items():
-        yield from _rules(child, f"{path}.{name}")
-        yield from _rules(child.get("items", {}), f"{path}.{name}[]")
+        yield from rules(child, f"{path}.{name}")
+        yield from rules(child.get("items", {}), f"{path}.{name}[]")
 
 
 def _cell(text: str) -> str:

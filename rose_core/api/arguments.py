@@ -54,6 +54,6 @@ def _refusal(name: str, value: str) -> str | None:
     pattern = ALLOWED.get(name)
     if pattern is None:
         return f"engine argument {name!r} is not on the allow-list"
-    if not pattern.match(value):
+    if not pattern.fullmatch(value):
         return f"engine argument {name!r} does not take {value!r}; it must match {pattern.pattern}"
     return None

@@ -71,7 +71,7 @@ KINDS: tuple[Kind, ...] = (
         short="servpool",
         columns=(
             Column("Mode", ".spec.mode"),
-            Column("Replicas", ".status.replicas", "integer"),
+            Column("Pods", ".status.replicas", "integer"),
             Column("Lent", ".status.lentReplicas", "integer"),
             Column("Protected", _condition("ServingProtected", "status")),
             _READY,
@@ -89,13 +89,13 @@ KINDS: tuple[Kind, ...] = (
         plural="rolloutleases",
         short="rlease",
         columns=(
-            Column("Wanted", ".status.slotsWanted", "integer"),
             Column("Granted", ".status.slotsGranted", "integer"),
             Column("Running", ".status.slotsReady", "integer"),
             Column("Version", ".status.weightVersion"),
             _READY,
             _REASON,
             _AGE,
+            Column("Wanted", ".status.slotsWanted", "integer", wide=True),
             Column("Pool", ".spec.poolRef.name", wide=True),
             Column("Tokens", ".status.totals.harvestedTokens", "integer", wide=True),
             Column("URL", ".status.routerURL", wide=True),

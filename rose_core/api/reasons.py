@@ -52,7 +52,6 @@ class Reason(StrEnum):
     SIGNAL_MISSING = "SignalMissing"
     SIGNAL_NOT_ALLOWED = "SignalNotAllowed"
     SIGNAL_NOT_VERIFIED = "SignalNotVerified"
-    KV_USE_UNKNOWN = "KVUseUnknown"
     KV_USE_TOO_HIGH = "KVUseTooHigh"
     MULTI_NODE_REPLICA = "MultiNodeReplica"
     SPANS_REPLICAS = "SpansReplicas"
@@ -71,8 +70,6 @@ class Reason(StrEnum):
     # A slot is taken back.
     LEASE_DELETED = "LeaseDeleted"
     LEASE_SHRUNK = "LeaseShrunk"
-    LEASE_NOT_ACCEPTED = "LeaseNotAccepted"
-    POOL_DELETED = "PoolDeleted"
     REPLICA_GONE = "ReplicaGone"
     PREEMPTED = "Preempted"
     DUPLICATE_SLOT = "DuplicateSlot"
@@ -131,7 +128,6 @@ MEANING: dict[Reason, str] = {
     Reason.SIGNAL_MISSING: "no signal source proves that it is alive",
     Reason.SIGNAL_NOT_ALLOWED: "the living source is not in `allowedSignals`",
     Reason.SIGNAL_NOT_VERIFIED: "the tap's request count does not (yet) equal the engine's",
-    Reason.KV_USE_UNKNOWN: "KV use of the replica is unknown",
     Reason.KV_USE_TOO_HIGH: "recent KV use leaves no room",
     Reason.MULTI_NODE_REPLICA: "the serving replica spans nodes",
     Reason.SPANS_REPLICAS: "the GPU is shared by several serving replicas",
@@ -149,8 +145,6 @@ MEANING: dict[Reason, str] = {
     Reason.REFUSED_BY_AGENT: "the agent refuses with a word this operator does not know",
     Reason.LEASE_DELETED: "the lease is gone",
     Reason.LEASE_SHRUNK: "the lease wants fewer slots",
-    Reason.LEASE_NOT_ACCEPTED: "the lease is no longer accepted",
-    Reason.POOL_DELETED: "the pool is gone",
     Reason.REPLICA_GONE: "the serving replica is gone",
     Reason.PREEMPTED: "a lease of higher priority lacks its minimum",
     Reason.DUPLICATE_SLOT: "another slot holds the same GPU",

@@ -9,6 +9,7 @@ engine started from an older spec never acts for a newer one. ``desired`` goes o
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import Field
 
@@ -59,7 +60,7 @@ class Member(ApiModel):
     node: ObjectName = Field(description="Node of the serving pod.")
     pod_name: ObjectName = Field(description="Name of the serving pod.")
     pod_uid: str = Field(min_length=1, max_length=64, description="Uid of the serving pod.")
-    gpu_uuids: tuple[str, ...] = Field(
+    gpu_uuids: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = Field(
         alias="gpuUUIDs",
         min_length=1,
         max_length=8,

@@ -93,8 +93,9 @@ class OperatorProcess:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
             )
-        line = until(lambda: self._ports(start), "the operator tells its ports")
-        self.sync_port, self.http_port = line
+        ports = until(lambda: self._ports(start), "the operator tells its ports")
+        assert ports is not None
+        self.sync_port, self.http_port = ports
 
     def _ports(self, start: int) -> tuple[int, int] | None:
         assert self.process is not None
@@ -133,7 +134,7 @@ class Cluster:
         resource = {"ServingPool": POOL, "RolloutLease": LEASE, "RolloutSlot": SLOT}[
             manifest["kind"]
         ]
-        self.client.apply(resource(manifest), field_manager="test", force=True)
+        self.client.apply(resource.from_dict(manifest), field_manager="test", force=True)
 
     def get(
         self, resource: type[GenericNamespacedResource], name: str, namespace: str

@@ -102,7 +102,7 @@ class Scene:
     def clean(self) -> None:
         for resource in (env.LEASE, env.POOL):
             for thing in self.cluster.client.list(resource, namespace=self.namespace):
-                self.cluster.delete(resource, thing.metadata.name, self.namespace)
+                self.cluster.delete(resource, dict(thing)["metadata"]["name"], self.namespace)
 
 
 def router_name(scene: Scene) -> str:
@@ -210,7 +210,7 @@ def test_without_an_api_server_grants_are_renewed_and_nothing_is_doubled(scene: 
         assert before["metadata"]["uid"] in {slot["metadata"]["uid"] for slot in slots}
 
 
-BAD_LEASES = {
+BAD_LEASES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown-pool": ({"spec.poolRef.name": "nobody"}, "UnknownPool"),
     "observe": ({"spec.poolRef.name": "observe"}, "PoolNotLending"),
     "paused": ({"spec.poolRef.name": "paused"}, "PoolNotLending"),

@@ -1,0 +1,193 @@
+"""Every CEL rule and bound against the real API server: what it accepts and what it refuses."""
+
+from typing import Any
+
+import pytest
+from lightkube import ApiError, Client
+from lightkube.generic_resource import create_namespaced_resource
+from lightkube.types import PatchType
+
+from rose_core.api.crd import KINDS as DEFINITIONS
+from rose_core.api.schema import structural
+from rose_dev.generate import rules
+from tests.api.objects import KINDS, SLOT, changed
+
+RESOURCES = {
+    kind.name: create_namespaced_resource("rose-gpu.dev", "v1alpha1", kind.name, kind.plural)
+    for kind in DEFINITIONS
+}
+
+NIGHT = {"startTime": "20:00", "endTime": "06:00"}
+MEMBER = SLOT["spec"]["members"][0]
+
+# (kind, part of the rule's message) -> (accepted changes, refused changes), on creation.
+CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
+    ("ServingPool", "mode Lend needs slo or maxLatencyIncreasePercent"): (
+        {"spec.mode": "Lend", "spec.maxLatencyIncreasePercent": 5},
+        {"spec.mode": "Lend"},
+    ),
+    ("ServingPool", "name at least one of ttftMilliseconds and tpotMilliseconds"): (
+        {"spec.slo": {"tpotMilliseconds": 50}},
+        {"spec.slo": {"percentile": 95}},
+    ),
+    ("ServingPool", "startTime and endTime must differ"): (
+        {"spec.lending": {"timeWindows": [NIGHT]}},
+        {"spec.lending": {"timeWindows": [{"startTime": "06:00", "endTime": "06:00"}]}},
+    ),
+    ("RolloutLease", "slots.min must not exceed slots.max"): (
+        {"spec.slots": {"min": 2, "max": 2}},
+        {"spec.slots": {"min": 3, "max": 2}},
+    ),
+    ("RolloutLease", "contextTokens must not exceed kvTokens"): (
+        {"spec.contextTokens": 1024, "spec.kvTokens": 1024},
+        {"spec.contextTokens": 1025, "spec.kvTokens": 1024},
+    ),
+    ("RolloutSlot", "MultiNodeReplica"): (
+        {"spec.members": [MEMBER]},
+        {"spec.members": [MEMBER, MEMBER | {"node": "n1"}]},
+    ),
+    ("RolloutSlot", "releaseReason is given exactly when desired is Released"): (
+        {"spec.desired": "Released", "spec.releaseReason": "Preempted"},
+        {"spec.desired": "Released"},
+    ),
+}
+
+# The same for changes of an object that exists.
+TRANSITION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
+    ("RolloutLease", "poolRef cannot change"): (
+        {"spec": {"priority": 7}},
+        {"spec": {"poolRef": {"name": "other"}}},
+    ),
+    ("RolloutLease", "model cannot change"): (
+        {"spec": {"slots": {"max": 3}}},
+        {"spec": {"model": {"name": "other"}}},
+    ),
+    ("RolloutLease", "engineClass cannot change"): (
+        {"spec": {"engineArguments": {"dtype": "bfloat16"}}},
+        {"spec": {"engineClass": "other"}},
+    ),
+    ("RolloutLease", "storeName cannot change"): (
+        {"spec": {"weights": {"maxStalenessVersions": 3}}},
+        {"spec": {"weights": {"storeName": "other"}}},
+    ),
+    ("RolloutLease", "run cannot change"): (
+        {"spec": {"weights": {"maxStalenessVersions": 2}}},
+        {"spec": {"weights": {"run": "other"}}},
+    ),
+    ("RolloutSlot", "leaseRef cannot change"): (
+        {"spec": {"engine": {"maxRunning": 4}}},
+        {"spec": {"leaseRef": {"uid": "u-2"}}},
+    ),
+    ("RolloutSlot", "members cannot change"): (
+        {"spec": {"engine": {"maxRunning": 5}}},
+        {"spec": {"members": [MEMBER | {"podUid": "p-2"}]}},
+    ),
+    ("RolloutSlot", "a released slot is never lent again"): (
+        {"spec": {"releaseReason": "LeaseDeleted"}},
+        {"spec": {"desired": "Lent", "releaseReason": ""}},
+    ),
+}
+
+BOUNDS: list[tuple[str, dict[str, Any], str]] = [
+    ("ServingPool", {"spec.selector": {"matchLabels": {}}}, "matchLabels"),
+    ("ServingPool", {"spec.mode": "Borrow"}, "Unsupported value"),
+    ("ServingPool", {"spec.allowedSignals": ["WireTap", "WireTap"]}, "Duplicate value"),
+    ("ServingPool", {"spec.lending": {"maxReplicasPercent": 101}}, "maxReplicasPercent"),
+    ("ServingPool", {"spec.lending": {"timeWindows": [NIGHT | {"endTime": "24:00"}]}}, "endTime"),
+    ("RolloutLease", {"spec.model.name": "../etc"}, "spec.model.name"),
+    ("RolloutLease", {"spec.weights.storeName": "evil.example:80"}, "storeName"),
+    ("RolloutLease", {"spec.lifetimeSeconds": 1}, "lifetimeSeconds"),
+    ("RolloutLease", {"spec.weights": ...}, "weights"),
+]
+
+
+def created(client: Client, kind: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Ask the API server to validate and default, without keeping anything."""
+    body = changed(KINDS[kind], changes)
+    dry = Client(config=client.config, trust_env=False, dry_run=True)
+    try:
+        return dict(dry.create(RESOURCES[kind].from_dict(body)))
+    finally:
+        dry._client._client.close()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("kind", "text"), CREATION, ids=str)
+def test_a_rule_on_creation(client: Client, kind: str, text: str) -> None:
+    good, bad = CREATION[kind, text]
+    created(client, kind, good)
+    with pytest.raises(ApiError) as refused:
+        created(client, kind, bad)
+    assert refused.value.status.code == 422
+    assert text in str(refused.value)
+
+
+@pytest.fixture(scope="session")
+def existing(client: Client) -> Client:
+    """One lease and one released slot that rules about changes are tried on."""
+    client.create(RESOURCES["RolloutLease"].from_dict(changed(KINDS["RolloutLease"], {})))
+    released = {"spec.desired": "Released", "spec.releaseReason": "Preempted"}
+    client.create(RESOURCES["RolloutSlot"].from_dict(changed(SLOT, released)))
+    return client
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("kind", "text"), TRANSITION, ids=str)
+def test_a_rule_on_change(existing: Client, kind: str, text: str) -> None:
+    good, bad = TRANSITION[kind, text]
+    name = KINDS[kind]["metadata"]["name"]
+
+    def change(patch: dict[str, Any]) -> None:
+        existing.patch(
+            RESOURCES[kind], name, patch, namespace="default", patch_type=PatchType.MERGE
+        )
+
+    change(good)
+    with pytest.raises(ApiError) as refused:
+        change(bad)
+    assert refused.value.status.code == 422
+    assert text in str(refused.value)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("kind", "changes", "text"), BOUNDS, ids=str)
+def test_a_bound(client: Client, kind: str, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        created(client, kind, changes)
+    assert refused.value.status.code == 422
+    assert text in str(refused.value)
+
+
+@pytest.mark.cluster
+def test_defaults_come_from_the_schema(client: Client) -> None:
+    pool = created(client, "ServingPool", {})["spec"]
+    assert pool["mode"] == "Observe"
+    assert pool["lending"]["memoryHeadroomPercent"] == 20
+    assert pool["maxComputePercent"] == 30
+    lease = created(client, "RolloutLease", {})["spec"]
+    assert lease["slots"] == {"min": 1, "max": 1}
+    assert lease["weights"]["kvPolicy"] == "Keep"
+
+
+@pytest.mark.cluster
+def test_leases_are_selected_by_their_pool(existing: Client) -> None:
+    found = existing.list(
+        RESOURCES["RolloutLease"], namespace="default", fields={"spec.poolRef.name": "chat"}
+    )
+    assert [dict(lease)["metadata"]["name"] for lease in found] == ["grpo"]
+    none = existing.list(
+        RESOURCES["RolloutLease"], namespace="default", fields={"spec.poolRef.name": "x"}
+    )
+    assert list(none) == []
+
+
+def test_every_rule_has_an_accept_and_a_reject_case() -> None:
+    tried = [*CREATION, *TRANSITION]
+    for kind in DEFINITIONS:
+        for _, rule in rules(structural(kind.spec), "spec"):
+            matching = [
+                text for name, text in tried if name == kind.name and text in rule["message"]
+            ]
+            assert len(matching) == 1, (kind.name, rule["message"])
+    total = sum(len(list(rules(structural(kind.spec), "spec"))) for kind in DEFINITIONS)
+    assert len(tried) == total
