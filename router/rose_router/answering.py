@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -14,7 +15,6 @@ from rose_router import replies
 from rose_router.dialects import completions, sglang
 from rose_router.dialects.common import read_body
 from rose_router.errors import BadRequest, TurnLost
-from rose_router.request import TurnRequest
 from rose_router.service import Service, random_rid
 from rose_router.text import Tokenizer
 from rose_router.turn import State, Turn
@@ -36,7 +36,7 @@ class Answering:
         """SGLang's ``/generate``."""
         body = await read_body(request)
         ask = sglang.read(body, request.headers, self._tokenizer, random_rid)
-        with self._turns(ask.turns) as turns:
+        with self._turns(ask) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], self._sglang_events)
             await _all_over(turns)
@@ -48,7 +48,7 @@ class Answering:
         """OpenAI's ``/v1/completions``."""
         body = await read_body(request)
         ask = completions.read(body, request.headers, self._tokenizer, random_rid)
-        with self._turns(ask.turns) as turns:
+        with self._turns(ask) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], self._openai_events)
             await _all_over(turns)
@@ -68,11 +68,13 @@ class Answering:
         return web.Response()
 
     @contextlib.contextmanager
-    def _turns(self, asked: list[TurnRequest]) -> Iterator[list[Turn]]:
+    def _turns(self, ask: sglang.Ask) -> Iterator[list[Turn]]:
         turns: list[Turn] = []
+        interval = 1 if ask.stream else self._service.settings.interval
         try:
-            for one in asked:
-                turns.append(self._service.submit(one))  # noqa: PERF401  # must hold those begun
+            for one in ask.turns:
+                asked = dataclasses.replace(one, interval=interval)
+                turns.append(self._service.submit(asked))  # must hold those begun
             yield turns
         finally:
             for turn in turns:

@@ -21,6 +21,8 @@ class Settings:
         attach_token: bearer token of engine owners.
         turn_token: bearer token of callers; empty = none is asked.
         max_body_bytes: largest request.
+        interval: tokens per event of engines' streams for callers who do not stream: fewer events
+            cost engine and router less; a killed engine takes at most so many unseen tokens along.
         max_losses: engines a turn may lose before it ends with a typed abort.
         forget_seconds: how long an engine whose owner hung up is kept with its gate closed.
         drain_seconds: how long live turns may go on after SIGTERM.
@@ -33,6 +35,7 @@ class Settings:
     attach_token: str = ""
     turn_token: str = ""
     max_body_bytes: int = 16 * 1024 * 1024
+    interval: int = 4
     max_losses: int = 10
     forget_seconds: float = 60.0
     drain_seconds: float = 20.0

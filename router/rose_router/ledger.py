@@ -102,6 +102,12 @@ class Ledger:
             while len(self._finished) > REPLAYABLE:
                 self._finished.popitem(last=False)
 
+    def count_tokens(self, kind: EngineKind, count: int) -> None:
+        """So many tokens of a turn are held that an engine of this kind made."""
+        metrics.TOKENS.labels(kind.value.lower()).inc(count)
+        self.totals.tokens += count
+        self.totals.borrowed_tokens += count if kind is EngineKind.BORROWED else 0
+
     def _expire(self, now: float) -> None:
         limit = now - self._replay_seconds
         while self._finished and next(iter(self._finished.values())).ended < limit:
@@ -118,10 +124,6 @@ class Ledger:
         totals.aborted_turns += finish == "abort"
         totals.moves += len(turn.moves)
         totals.redone_tokens += turn.redone_tokens
-        totals.tokens += turn.held
-        for leg in turn.transcript.legs:
-            metrics.TOKENS.labels(leg.kind.value.lower()).inc(leg.placed)
-            totals.borrowed_tokens += leg.placed if leg.kind is EngineKind.BORROWED else 0
         if finish in {"stop", "length"}:
             totals.usual_tokens += 0.02 * (turn.held - totals.usual_tokens)
 

@@ -56,6 +56,8 @@ def parser() -> argparse.ArgumentParser:
         help="a turn on an open gate that says nothing moves after this")  # fmt: skip
     add("--queue-limit", type=int, default=defaults.queue.most, help="turns that may wait")
     add("--queue-seconds", type=float, default=defaults.queue.seconds, help="longest wait")
+    add("--interval", type=int, default=defaults.interval,
+        help="tokens per event of an engine's stream when the caller does not stream")  # fmt: skip
     add("--max-losses", type=int, default=defaults.max_losses,
         help="engines a turn may lose before it ends with a typed abort")  # fmt: skip
     add("--max-body-bytes", type=int, default=defaults.max_body_bytes, help="largest request")
@@ -79,6 +81,7 @@ def settings(flags: argparse.Namespace) -> Settings:
         attach_token=_token(flags.token_file),
         turn_token=_token(flags.turn_token_file),
         max_body_bytes=flags.max_body_bytes,
+        interval=max(1, flags.interval),
         max_losses=flags.max_losses,
         drain_seconds=flags.drain_seconds,
         policy=Policy(max_staleness=flags.max_staleness),

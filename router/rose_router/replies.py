@@ -34,7 +34,9 @@ def rose_json(turn: Turn, spans: Sequence[Span]) -> dict[str, Any]:
     legs = [*turn.transcript.legs, *([turn.leg] if turn.leg else [])]
     return {
         "borrowed": turn.borrowed,
-        "engines": [{"engine": leg.engine, "kind": leg.kind.value} for leg in legs],
+        "engines": [
+            {"engine": leg.engine, "kind": leg.kind.value, "tokens": leg.placed} for leg in legs
+        ],
         "moves": [
             {"reason": m.reason.value, "engine": m.engine, "at_token": m.at_token}
             for m in turn.moves

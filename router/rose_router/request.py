@@ -25,6 +25,7 @@ class TurnRequest:
         session: key that keeps a trajectory's turns together; empty = none.
         expected: output tokens the caller expects; 0 = no idea.
         priority: higher first while waiting.
+        interval: tokens per event of the engine's stream; more than one where nobody watches it.
         dedicated_because: parameters that cannot move between engines, with the reason.
     """
 
@@ -37,6 +38,7 @@ class TurnRequest:
     pin: Pin = NO_PIN
     expected: int = 0
     priority: int = 0
+    interval: int = 1
     dedicated_because: tuple[str, ...] = ()
 
     @property
@@ -65,6 +67,8 @@ class TurnRequest:
             # What the first leg said about the prompt is kept; held tokens are not prompt.
             body.pop("logprob_start_len", None)
         sampling = splice.remaining(self.sampling, held)
+        if self.interval > 1:
+            sampling.setdefault("stream_interval", self.interval)
         key = (
             f"{cache_key}/{self.passed['extra_key']}" if self.passed.get("extra_key") else cache_key
         )

@@ -190,6 +190,7 @@ class TurnRunner:
         turn.last_meta = leg.meta or turn.last_meta
         turn.redone_tokens += folded.dropped
         engine.tokens += folded.kept
+        self._ledger.count_tokens(engine.kind, folded.kept)
         metrics.REDONE.inc(folded.dropped)
         context = len(turn.transcript.prompt) + turn.held
         self._sessions.settle(turn.request.session, Home(engine.name, context, leg.version))

@@ -56,7 +56,7 @@ async def test_generate_answers_as_sglang_does_with_versions_for_every_token(sta
     assert meta["weight_version"] == VERSION
     assert meta["weight_versions"] == [{"version": VERSION, "start": 0, "end": 12, "kv": "own"}]
     assert meta["rose"]["borrowed"] is True
-    assert meta["rose"]["engines"] == [{"engine": "a", "kind": "Borrowed"}]
+    assert meta["rose"]["engines"] == [{"engine": "a", "kind": "Borrowed", "tokens": 12}]
     assert meta["rose"]["moves"] == []
     assert "temperature" in meta["rose"]["logprob_semantics"]
 

@@ -86,6 +86,14 @@ async def test_the_second_leg_asks_for_what_is_missing_under_another_id() -> Non
         assert body["extra_key"] == V(0)
 
 
+async def test_nobody_watching_means_fewer_events_of_the_engine() -> None:
+    async with world(SimEngine("a")) as w:
+        await over(w.ask(5, interval=4))
+        await over(w.ask(5))
+        asked = [body["sampling_params"] for body in w.engines["a"].seen]
+        assert [one.get("stream_interval") for one in asked] == [4, None]
+
+
 async def test_tokens_whose_version_nobody_told_are_sampled_again() -> None:
     async with world(*two(spans_always=False)) as w:
         turn = w.ask(20)
