@@ -185,7 +185,7 @@ class Stack:
         """Give the stand-in core to the lent replica and its rollout engine alone."""
         decision = placement.decide(
             placement.read(marked(self.node.place)),
-            lent_pod=self._member()["podUID"],
+            lent_pod=self._member()["podUid"],
             host_pod=self._component("engine-host").uid,
             free_pods=[self._component("agent").uid],
         )
