@@ -79,9 +79,15 @@ async def test_a_killed_engine_is_not_noticed_by_the_caller(engines: list[RealEn
         async with session.post(f"{second.url}/generate", json=request()) as reply:
             undisturbed = (await reply.json())["output_ids"]
         assert len(undisturbed) == TOKENS
+        url = f"http://127.0.0.1:{router.http_port}/generate"
+        async with session.post(url, json=request()) as reply:
+            plain = await reply.json()
+        assert plain["output_ids"] == undisturbed
+        assert plain["meta_info"]["weight_versions"] == [
+            {"version": VERSION, "start": 0, "end": TOKENS, "kv": "own"}
+        ]
         # Slow enough that the kill surely falls into the turn.
         await session.post(f"{first.url}/slow_down", json={"forward_sleep_time": 0.02})
-        url = f"http://127.0.0.1:{router.http_port}/generate"
         async with session.post(url, json=request(stream=True)) as reply:
             assert reply.status == 200
             last: dict[str, object] = {}
