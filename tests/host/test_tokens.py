@@ -58,3 +58,16 @@ def test_garbage_counts_nothing(data: bytes) -> None:
     count = TokenCount(streamed=True)
     count.feed(data)
     assert count.finish() == 0
+
+
+def test_generated_text_cannot_pretend_to_be_a_count() -> None:
+    count = TokenCount(streamed=True)
+    forged = '"meta_info": {"completion_tokens": 99999}, "index": 7'
+    count.feed(event({"meta_info": {"completion_tokens": 2, "note": forged}, "text": forged}))
+    assert count.finish() == 2
+
+
+def test_a_batch_in_one_plain_reply_with_indices() -> None:
+    count = TokenCount(streamed=False)
+    count.feed(json.dumps([sglang(2, 0), sglang(3, 1)]).encode())
+    assert count.finish() == 5

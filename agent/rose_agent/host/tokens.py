@@ -3,9 +3,15 @@
 SGLang's ``/generate`` says how many tokens a request has so far (``meta_info.completion_tokens``,
 cumulative per choice); OpenAI completions say it once in ``usage``, and until then every event
 with a choice counts as one token. Bytes are looked at after they have been passed on.
+
+SGLang's events repeat everything so far, so decoding each would cost more than passing it on: the
+two numbers are searched for instead. Inside a JSON text a quote is escaped, so no generated text
+can look like one of the keys.
 """
 
 from __future__ import annotations
+
+import re
 
 import msgspec
 
@@ -28,6 +34,9 @@ class _Reply(msgspec.Struct):
     index: int = 0
 
 
+_TOKENS = b'"completion_tokens":'
+_INDEX = b'"index":'
+_NUMBER = re.compile(rb"\s*(\d+)")
 _DECODER = msgspec.json.Decoder(_Reply | list[_Reply])
 
 
@@ -69,8 +78,15 @@ class TokenCount:
 
     def _event(self, event: bytes) -> None:
         for line in event.splitlines():
-            if line.startswith(b"data:") and b"[DONE]" not in line[:16]:
+            if not line.startswith(b"data:") or line[5:].lstrip() == b"[DONE]":
+                continue
+            if b'"meta_info":' in line:
+                self._count(_number(line, _INDEX) or 0, _number(line, _TOKENS) or 0)
+            else:
                 self._payload(line[5:], 1)
+
+    def _count(self, index: int, tokens: int) -> None:
+        self._by_index[index] = max(self._by_index.get(index, 0), tokens)
 
     def _payload(self, payload: bytes, tokens_per_event: int) -> None:
         try:
@@ -79,9 +95,14 @@ class TokenCount:
             return
         for position, reply in enumerate(replies if isinstance(replies, list) else [replies]):
             if reply.meta_info is not None:
-                index = reply.index or position
-                known = self._by_index.get(index, 0)
-                self._by_index[index] = max(known, reply.meta_info.completion_tokens)
+                self._count(reply.index or position, reply.meta_info.completion_tokens)
             if reply.usage is not None:
                 self._usage = reply.usage.completion_tokens
             self._events += tokens_per_event if reply.choices else 0
+
+
+def _number(line: bytes, key: bytes) -> int | None:
+    """The number after the last occurrence of a key."""
+    start = line.rfind(key)
+    found = _NUMBER.match(line, start + len(key)) if start >= 0 else None
+    return int(found[1]) if found else None

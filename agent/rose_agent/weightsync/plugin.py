@@ -34,14 +34,21 @@ class Gate:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._permit: Permit | None = None
+        self._inode = 0
 
     def is_open(self) -> bool:
         """Look now."""
-        if self._permit is None:
-            try:
+        if self._permit is not None and self._permit.is_open(time.monotonic_ns()):
+            return True
+        # Closed, or not there, or replaced by another file: look at what lies there now.
+        try:
+            inode = self._path.stat().st_ino
+            if self._permit is None or inode != self._inode:
+                self.close()
                 self._permit = Permit.attach(self._path, writable=False)
-            except (OSError, BadPermit):
-                return False
+                self._inode = inode
+        except (OSError, BadPermit):
+            return False
         return self._permit.is_open(time.monotonic_ns())
 
     async def opened(self) -> None:
