@@ -234,20 +234,31 @@ def _with_engine(
         return (state, (Action(Order.CLOSE, reason), Action(Order.ENSURE, reason)))
     held = engine is not None and engine.held
     if verdict.open and seen.granted:
-        return _open(state, verdict, limits, now_ns, held=held)
+        frozen = engine is not None and engine.frozen
+        return _open(state, verdict, limits, now_ns, held=held, frozen=frozen)
     if reason is GateReason.SLACK:  # the pause of a duty cycle
         return (state, (Action(Order.CLOSE, reason),))
     return _close(state, seen, limits, reason, now_ns, held=held)
 
 
 def _open(
-    state: SlotMachine, verdict: Verdict, limits: LadderLimits, now_ns: int, *, held: bool
+    state: SlotMachine,
+    verdict: Verdict,
+    limits: LadderLimits,
+    now_ns: int,
+    *,
+    held: bool,
+    frozen: bool,
 ) -> Step:
     reason = verdict.reason
+    state = _at_rung(state, Rung.NONE, now_ns)
     if state.self_frozen and not held:
-        # What the guard froze, the host must take over before it may continue it.
-        return _repeat(state, Order.HOLD, reason, limits, now_ns)
-    state = replace(_at_rung(state, Rung.NONE, now_ns), self_frozen=False)
+        # What the guard froze only the host continues: by a hold it takes the tree over, and by
+        # letting go it thaws it. Until the tree is seen to run, this goes round.
+        if not frozen:
+            state = replace(state, self_frozen=False)
+        elif now_ns - state.ordered_ns >= limits.repeat_ns:
+            return _repeat(state, Order.HOLD, reason, limits, now_ns)
     until = now_ns + limits.permit_ns
     if verdict.until_ns:
         until = min(until, verdict.until_ns)

@@ -94,12 +94,20 @@ def test_opening_lets_go_first_and_again_until_confirmed() -> None:
     assert done == [Order.LET_GO, Order.EXTEND]
 
 
-def test_what_the_guard_froze_goes_through_a_hold_before_it_computes() -> None:
+def test_what_the_guard_froze_is_handed_to_the_host_until_it_runs() -> None:
     frozen = replace(STOPPED, self_frozen=True)
-    state, done = orders(frozen, seen(OPEN, engine()))
+    stuck = seen(OPEN, engine(frozen=True))
+    state, done = orders(frozen, stuck)
     assert done == [Order.HOLD]
-    state, done = orders(state, seen(OPEN, engine(held=True)), NOW + 20 * MS)
-    assert (state.self_frozen, Order.LET_GO in done) == (False, True)
+    held = seen(OPEN, engine(held=True))
+    state, done = orders(state, held, NOW + 110 * MS)
+    assert done == [Order.LET_GO, Order.EXTEND]
+    state, done = orders(state, stuck, NOW + 150 * MS)
+    assert done == [Order.EXTEND], "the host gets its time"
+    state, done = orders(state, stuck, NOW + 220 * MS)
+    assert done == [Order.HOLD], "and another round"
+    state, done = orders(state, seen(OPEN, engine()), NOW + 400 * MS)
+    assert (done, state.self_frozen) == ([Order.EXTEND], False)
 
 
 # --- closing: rungs 1 and 2
@@ -148,7 +156,7 @@ def test_a_stale_heartbeat_freezes_at_once_and_kills_in_the_end() -> None:
 
 def test_a_host_that_is_back_takes_over_what_was_frozen() -> None:
     state, _ = orders(PRESENT, seen(OPEN, engine(), heartbeat_ms=200))
-    state, done = orders(state, seen(OPEN, engine()), NOW + 200 * MS)
+    state, done = orders(state, seen(OPEN, engine(frozen=True)), NOW + 200 * MS)
     assert done == [Order.HOLD]
     assert state.stale_ns == 0
 
@@ -277,7 +285,6 @@ def test_no_history_extends_a_permit_that_must_not_be_open() -> None:
             if extended:
                 assert world.granted
                 assert is_open
-                assert not state.self_frozen
                 assert state.phase is Phase.PRESENT
                 assert extended[0].until_ns <= now + LIMITS.permit_ns
                 assert world.heartbeat_ns is None or world.heartbeat_ns < LIMITS.host_stale_ns

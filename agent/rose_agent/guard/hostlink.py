@@ -42,6 +42,7 @@ class HostLink:
         self._kick = asyncio.Event()
         self.engines: dict[str, EngineStatus] = {}
         self.answered_ns = 0
+        self.asked_ns = 0
 
     def alive(self, now_ns: int) -> bool:
         """The host has answered lately."""
@@ -66,6 +67,7 @@ class HostLink:
             await self._channel.close()
 
     async def _poll(self) -> None:
+        asked_ns = time.monotonic_ns()
         try:
             status = await rpc.call(
                 self._channel, STATUS, HostStatusRequest(), timeout=_CALL_SECONDS
@@ -74,7 +76,8 @@ class HostLink:
             _log.debug("engine host: %s", error)
             return
         self.engines = {engine.slot.uid: engine for engine in status.engines}
-        self.answered_ns = time.monotonic_ns()
+        # What the list says was true at some moment after it was asked for.
+        self.asked_ns, self.answered_ns = asked_ns, time.monotonic_ns()
         self._on_status()
 
     async def ensure(self, order: EnsureEngine) -> None:

@@ -25,7 +25,7 @@ from rose_core.guard.ladder import Action, LadderLimits, Order, Rung
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slot import EngineSeen, Phase, SlotMachine, SlotSeen, decide
 from rose_core.identity import SlotKey
-from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine
+from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, Holder
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_core.wire.sync import Grant
 from rose_engines.permit import BadPermit, Permit
@@ -84,6 +84,7 @@ class Slot:
         self._held: bool | None = None
         self._want_hold: bool | None = None
         self._hold_arrival_ns = 0
+        self._held_ns = 0
         self._calls: dict[str, asyncio.Task[None]] = {}
         self._attachment: Attachment | None = None
         self._attach_task: asyncio.Task[None] | None = None
@@ -133,6 +134,7 @@ class Slot:
         heartbeat = self._permit.host_age_ns(now_ns) if self._permit else None
         engine = None
         if status is not None:
+            self._believe(status)
             needs_look = self._held is not True and self.machine.self_frozen
             engine = EngineSeen(
                 status.state,
@@ -150,6 +152,12 @@ class Slot:
             heartbeat_ns=heartbeat,
             processes=processes,
         )
+
+    def _believe(self, status: EngineStatus) -> None:
+        """The host's list corrects what was agreed by call, when it was asked for later."""
+        calling = self._calls.get("hold")
+        if (calling is None or calling.done()) and self._host.asked_ns > self._held_ns:
+            self._held = self._want_hold = Holder.GUARD in status.holders
 
     def _carry_out(self, action: Action, now_ns: int, arrival_ns: int) -> None:
         order = action.order
@@ -243,7 +251,7 @@ class Slot:
             paused_us = await self._host.hold(self._key(), hold=wanted)
             now_ns = time.monotonic_ns()
             if wanted is self._want_hold:
-                self._held = wanted
+                self._held, self._held_ns = wanted, now_ns
             if wanted and arrival_ns:
                 metrics.STOP_SECONDS.observe((now_ns - arrival_ns) / 1e9)
                 self._recorder.note(
