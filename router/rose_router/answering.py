@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from rose_router import replies
-from rose_router.dialects import completions, sglang
+from rose_router.dialects import completions, sglang, vllm
 from rose_router.dialects.common import read_body
 from rose_router.errors import BadRequest, TurnLost
 from rose_router.service import Service, random_rid
@@ -54,6 +54,17 @@ class Answering:
             await _all_over(turns)
             _raise_if_all_failed(turns)
             return _json(self._openai_answer(turns))
+
+    async def inference(self, request: web.Request) -> web.StreamResponse:
+        """VLLM's ``/inference/v1/generate``."""
+        body = await read_body(request)
+        ask = vllm.read(body, request.headers, random_rid)
+        with self._turns(ask) as turns:
+            if ask.stream:
+                return await self._stream(request, turns[0], _vllm_events)
+            await _all_over(turns)
+            _raise_if_all_failed(turns)
+            return _json(_vllm_answer(turns))
 
     async def abort(self, request: web.Request) -> web.Response:
         """SGLang's ``/abort_request``: by exact id, or everything of this lease."""
@@ -149,6 +160,26 @@ class Answering:
                 "weight_versions": spans,
             },
         }
+
+
+async def _vllm_events(turn: Turn) -> AsyncIterator[dict[str, Any]]:
+    tokens = 0
+    while True:
+        over = turn.over
+        _typed_abort(turn)
+        choice = replies.vllm_choice(turn, 0, tokens)
+        tokens += len(choice["token_ids"])
+        yield {"request_id": turn.request.rid, "choices": [choice]}
+        if over:
+            return
+        await turn.changed.wait()
+
+
+def _vllm_answer(turns: list[Turn]) -> dict[str, Any]:
+    for turn in turns:
+        _typed_abort(turn)
+    choices = [replies.vllm_choice(turn, index) for index, turn in enumerate(turns)]
+    return {"request_id": turns[0].request.rid, "choices": choices, "prompt_logprobs": None}
 
 
 async def _all_over(turns: list[Turn]) -> None:

@@ -4,6 +4,7 @@
 |---|---|
 | POST /generate | SGLang's dialect |
 | POST /v1/completions | OpenAI's, with token ids |
+| POST /inference/v1/generate | vLLM's, token ids only |
 | POST /abort_request | end turns of this lease, by exact id or all |
 | GET /health, /health_generate, /ready, /v1/models, /get_weight_version | start-up checks |
 | GET /engines, /turns | state, for people and dashboards |
@@ -45,6 +46,7 @@ def create(service: Service, tokenizer: Tokenizer | None = None) -> web.Applicat
         [
             web.post("/generate", answering.generate),
             web.post("/v1/completions", answering.completions),
+            web.post("/inference/v1/generate", answering.inference),
             web.post("/abort_request", answering.abort),
         ]
     )

@@ -114,6 +114,35 @@ def openai_choice(
     return choice
 
 
+def vllm_choice(turn: Turn, index: int, since: int = 0) -> dict[str, Any]:
+    """One choice of ``/inference/v1/generate``, from output token ``since`` on."""
+    shown = turn.shown()
+    return {
+        "index": index,
+        "token_ids": shown.tokens[since:],
+        "finish_reason": finish_word(turn.finish),
+        "logprobs": _vllm_logprobs(shown, since),
+        "weight_versions": spans_json(shown.spans),
+        "rose": rose_json(turn, shown.spans),
+    }
+
+
+def _vllm_logprobs(shown: Shown, since: int) -> dict[str, Any] | None:
+    entries = shown.per_token.get("output_token_logprobs")
+    if entries is None:
+        return None
+    tops = shown.per_token.get("output_top_logprobs") or [None] * len(entries)
+    pairs = zip(entries[since:], tops[since:], strict=True)
+    content = [
+        _named(entry) | {"top_logprobs": [_named(one) for one in top or ()]} for entry, top in pairs
+    ]
+    return {"content": content}
+
+
+def _named(entry: Sequence[Any]) -> dict[str, Any]:
+    return {"token": f"token_id:{entry[1]}", "logprob": entry[0], "bytes": None}
+
+
 def _openai_logprobs(shown: Shown, since: int) -> dict[str, Any] | None:
     entries = shown.per_token.get("output_token_logprobs")
     if entries is None:

@@ -128,6 +128,38 @@ async def test_completions_stream_in_pieces_that_add_up(stage: Make) -> None:
     assert [piece["finish_reason"] for piece in pieces][-1] == "length"
 
 
+async def test_vllms_dialect_answers_with_ids_log_probs_and_versions(stage: Make) -> None:
+    sampling = {"max_tokens": 6, "temperature": 0, "logprobs": 0, "n": 2}
+    async with stage() as s:
+        await s.engine()
+        body = {"model": "m", "token_ids": PROMPT, "sampling_params": sampling, "request_id": "r"}
+        async with s.post("/inference/v1/generate", body) as reply:
+            answer = await reply.json()
+    expected = continuation(PROMPT, 6, VERSION)
+    assert answer["request_id"].startswith("r")
+    for index, choice in enumerate(answer["choices"]):
+        assert (choice["index"], choice["finish_reason"]) == (index, "length")
+        assert choice["token_ids"] == expected
+        content = choice["logprobs"]["content"]
+        assert [one["token"] for one in content] == [f"token_id:{t}" for t in expected]
+        assert all(one["logprob"] <= 0 for one in content)
+        assert choice["weight_versions"][0]["version"] == VERSION
+    assert len(answer["choices"]) == 2
+
+
+async def test_vllms_dialect_streams_pieces_that_add_up(stage: Make) -> None:
+    sampling = {"max_tokens": 20, "logprobs": 0}
+    async with stage() as s:
+        await s.engine()
+        body = {"token_ids": PROMPT, "sampling_params": sampling, "stream": True}
+        async with s.post("/inference/v1/generate", body) as reply:
+            seen = await events(reply)
+    pieces = [event["choices"][0] for event in seen]
+    assert [t for piece in pieces for t in piece["token_ids"]] == continuation(PROMPT, 20, VERSION)
+    assert sum(len(piece["logprobs"]["content"]) for piece in pieces) == 20
+    assert pieces[-1]["finish_reason"] == "length"
+
+
 async def test_an_engine_that_dies_under_a_stream_is_not_seen_by_the_caller(stage: Make) -> None:
     async with stage() as s:
         first = await s.engine("first", token_seconds=0.01)
@@ -196,6 +228,9 @@ MALFORMED: list[tuple[str, object, int, str]] = [
     ("/v1/completions", {"prompt": PROMPT, "echo": True}, 400, "echo"),
     ("/v1/completions", {"prompt": PROMPT, "max_tokens": "x"}, 400, "max_tokens"),
     ("/v1/completions", {"prompt": PROMPT, "logprobs": "x"}, 400, "logprobs"),
+    ("/inference/v1/generate", {"token_ids": []}, 400, "token_ids"),
+    ("/inference/v1/generate", {"token_ids": [1], "sampling_params": 1}, 400, "sampling_params"),
+    ("/inference/v1/generate", {"token_ids": [1], "features": "x"}, 400, "features"),
     ("/abort_request", {}, 400, "rid"),
     ("/nowhere", {}, 404, "Not Found"),
 ]

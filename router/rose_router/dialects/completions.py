@@ -75,7 +75,7 @@ def read(
     if stream and several:
         message = "stream: only for one prompt and one answer; send one request for each"
         raise InvalidTurn(message)
-    hints, sampling, passed = Hints(body, headers), _sampling(body), _passed(body)
+    hints, sampling, passed = Hints(body, headers), sampling_of(body), logprobs_of(body)
     check_sampling(sampling)
     because = splice.dedicated_because(sampling, passed)
     rid, own = caller_rid(body.get("rid") or body.get("request_id"), new_rid)
@@ -108,7 +108,12 @@ def _prompts(prompt: object, tokenizer: Tokenizer | None) -> list[tuple[int, ...
     return [token_ids(prompt, "prompt")]
 
 
-def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
+def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's and vLLM's sampling fields as SGLang's.
+
+    Raises:
+        InvalidTurn: ``max_tokens`` is no whole number.
+    """
     sampling = {
         theirs: body[name] for name, theirs in _SAMPLING.items() if body.get(name) is not None
     }
@@ -116,7 +121,12 @@ def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     return sampling
 
 
-def _passed(body: Mapping[str, Any]) -> dict[str, Any]:
+def logprobs_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``logprobs`` asks for, in SGLang's words.
+
+    Raises:
+        InvalidTurn: it is neither true, false nor a whole number.
+    """
     logprobs = body.get("logprobs")
     if logprobs is None or logprobs is False:
         return {}
