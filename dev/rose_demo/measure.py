@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,9 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 
+from rose_demo import placement
 from rose_demo.collect import Collector, gate_intervals, stop_seconds
 from rose_demo.options import Options
 from rose_demo.reaper import Reaper
@@ -42,6 +44,7 @@ def process(argv: list[str], log: Path, reaper: Reaper) -> Iterator[subprocess.P
             argv, stdout=output, stderr=subprocess.STDOUT, cwd=checkout(), stdin=subprocess.DEVNULL
         )
     reaper.child(started.pid)
+    placement.apply({started.pid: placement.Cores.REST}, placement.cores())
     try:
         yield started
     finally:
@@ -165,7 +168,7 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
         stops_s=stop_seconds(record, origin_ns),
         training=tuple(seen.training),
         story=seen.story or stack.story(),
-        notes=notes(),
+        notes=notes() | lateness(seen.requests),
     )
 
 
@@ -195,6 +198,15 @@ def _end(trainer: subprocess.Popen[bytes]) -> None:
         trainer.wait(_TRAINER_END_SECONDS)
     except subprocess.TimeoutExpired:
         trainer.kill()
+
+
+def lateness(requests: Sequence[Request]) -> dict[str, str]:
+    """How late the load generator was: what it adds to nobody's latency but should be small."""
+    if not requests:
+        return {}
+    late = np.array([request.late_s for request in requests]) * 1e3
+    text = f"p50 {np.quantile(late, 0.5):.1f} ms, p99 {np.quantile(late, 0.99):.1f} ms"
+    return {"load generator behind its plan": text}
 
 
 def notes() -> dict[str, str]:
