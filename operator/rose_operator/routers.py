@@ -167,6 +167,9 @@ def _arguments(lease: RolloutLease) -> list[str]:
         f"--attach-address=0.0.0.0:{ATTACH_PORT}",
         f"--token-file={_TOKEN_FOLDER}/token",
         f"--max-staleness={lease.spec.weights.max_staleness_versions}",
+        f"--model={lease.spec.model.name}",
+        f"--queue-limit={lease.spec.router.queue_limit}",
+        f"--queue-seconds={lease.spec.router.queue_timeout_seconds}",
     ]
 
 

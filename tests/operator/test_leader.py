@@ -1,0 +1,131 @@
+"""The leader lock: states, terms, and what is allowed in which."""
+
+import pytest
+
+from rose_operator.api import Kind
+from rose_operator.errors import ApiUnavailable
+from rose_operator.leader import LOCK_NAME, LeaderLock, Record, State, Step, decide
+from tests.operator.fake_api import FakeApi
+
+MINE, OTHER = "me", "other"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lock(api: FakeApi, clock: Clock, identity: str = MINE) -> LeaderLock:
+    return LeaderLock(api, identity=identity, duration=15, offline_seconds=600, clock=clock)
+
+
+def record(holder: str, term: int) -> Record:
+    return Record(holder, term, 15.0, "1")
+
+
+@pytest.mark.parametrize(
+    ("found", "my_term", "unchanged", "step"),
+    [
+        (None, 0, 0.0, Step.CREATE),
+        (None, 3, 0.0, Step.CREATE),
+        (record("", 4), 0, 0.0, Step.CLAIM),
+        (record(MINE, 4), 0, 0.0, Step.CLAIM),
+        (record(OTHER, 4), 0, 14.9, Step.WAIT),
+        (record(OTHER, 4), 0, 15.0, Step.CLAIM),
+        (record(MINE, 4), 4, 0.0, Step.RENEW),
+        (record(OTHER, 5), 4, 0.0, Step.YIELD),
+        (record(MINE, 5), 4, 0.0, Step.YIELD),
+        (record("", 4), 4, 0.0, Step.YIELD),
+    ],
+)
+def test_every_edge(found: Record | None, my_term: int, unchanged: float, step: Step) -> None:
+    assert decide(found, MINE, my_term, unchanged) is step
+
+
+async def test_a_first_leader_renews_in_one_term() -> None:
+    api, clock = FakeApi(), Clock()
+    mine = lock(api, clock)
+    assert not mine.may_renew
+    await mine.step()
+    assert (mine.state, mine.term) == (State.LEADER, 1)
+    clock.now += 11
+    await mine.step()
+    clock.now += 11
+    assert (mine.state, mine.term) == (State.LEADER, 1)
+
+
+async def test_without_renewal_it_is_offline_then_powerless_and_leads_again_in_its_term() -> None:
+    api, clock = FakeApi(), Clock()
+    mine = lock(api, clock)
+    await mine.step()
+    api.down = True
+    clock.now += 12.1
+    await mine.step()
+    assert mine.state is State.OFFLINE
+    assert mine.may_renew
+    assert not mine.may_write
+    clock.now += 588
+    assert not mine.may_renew
+    api.down = False
+    await mine.step()
+    assert (mine.state, mine.term) == (State.LEADER, 1)
+
+
+async def test_a_successor_waits_for_the_duration_and_deposes() -> None:
+    api, clock = FakeApi(), Clock()
+    mine, other = lock(api, clock), lock(api, clock, OTHER)
+    await mine.step()
+    await other.step()
+    clock.now += 14
+    await other.step()
+    assert not other.may_renew
+    clock.now += 1
+    await other.step()
+    assert (other.state, other.term) == (State.LEADER, 2)
+    await mine.step()
+    assert mine.state is State.DEPOSED
+    assert not mine.may_renew
+
+
+async def test_a_lease_that_was_given_back_is_claimed_at_once_in_a_higher_term() -> None:
+    api, clock = FakeApi(), Clock()
+    mine, other = lock(api, clock), lock(api, clock, OTHER)
+    await mine.step()
+    await mine.release()
+    assert not mine.may_write
+    await other.step()
+    assert (other.state, other.term) == (State.LEADER, 2)
+
+
+async def test_the_same_pod_restarted_claims_at_once_in_a_higher_term() -> None:
+    api, clock = FakeApi(), Clock()
+    await lock(api, clock).step()
+    again = lock(api, clock)
+    await again.step()
+    assert (again.state, again.term) == (State.LEADER, 2)
+
+
+async def test_two_claims_at_once_have_one_winner() -> None:
+    api, clock = FakeApi(), Clock()
+    one, two = lock(api, clock), lock(api, clock, OTHER)
+    unheld = await api.get(Kind.LOCK, LOCK_NAME)
+    await one.step()
+    with pytest.raises(ApiUnavailable, match="409"):
+        await two._act(unheld, clock.now)
+    assert one.may_write
+    assert not two.may_write
+
+
+async def test_a_term_that_nodes_know_from_a_lost_lease_is_outbid() -> None:
+    api, clock = FakeApi(), Clock()
+    mine = lock(api, clock)
+    await mine.step()
+    mine.outbid(41)
+    await mine.step()
+    assert (mine.state, mine.term) == (State.LEADER, 42)
+    mine.outbid(7)
+    await mine.step()
+    assert mine.term == 42
