@@ -10,7 +10,7 @@ import numpy as np
 
 from rose_core.delta import Builder, Hop, Manifest, TensorSpec, compose, name_of, table
 from rose_core.delta.bits import Bits, number_format
-from rose_core.delta.codec import encode_tile
+from rose_core.delta.codec import encode_on_base, encode_tile, find_changes
 from rose_core.delta.digest import digest_run
 from rose_core.identity import WeightVersion
 from rose_weights.service import PIECE_BYTES
@@ -78,6 +78,20 @@ def best(work: Callable[[], _ResultT], repeats: int = 7) -> tuple[float, _Result
         result = work()
         shortest = min(shortest, time.thread_time() - began)
     return shortest, result
+
+
+def on_base(old: Bits, new: Bits, tile: int = 1 << 20) -> tuple[int, float]:
+    """Bytes of the blocks coded on their base (v2), and GB/s of model bytes to make them."""
+
+    def encode() -> int:
+        size = 0
+        for start in range(0, len(old), tile):
+            before, after = old[start : start + tile], new[start : start + tile]
+            size += len(encode_on_base(before, find_changes(before, after, KIND), KIND))
+        return size
+
+    seconds, size = best(encode, 3)
+    return size, old.nbytes / 1e9 / seconds
 
 
 class Speeds:

@@ -39,11 +39,13 @@ class NumberFormat:
         name: the word safetensors uses.
         width: bytes per element.
         sign_magnitude: the top bit is a sign (floats); else bits are taken as they are.
+        mantissa: bits below the exponent, for floats.
     """
 
     name: str
     width: int
     sign_magnitude: bool
+    mantissa: int = 0
 
     @property
     def unsigned(self) -> np.dtype[Any]:
@@ -52,23 +54,23 @@ class NumberFormat:
 
 
 FORMATS: dict[str, NumberFormat] = {
-    name: NumberFormat(name, width, sign_magnitude)
-    for name, width, sign_magnitude in (
-        ("BF16", 2, True),
-        ("F16", 2, True),
-        ("F32", 4, True),
-        ("F64", 8, True),
-        ("F8_E4M3", 1, True),
-        ("F8_E5M2", 1, True),
-        ("I64", 8, False),
-        ("I32", 4, False),
-        ("I16", 2, False),
-        ("I8", 1, False),
-        ("U64", 8, False),
-        ("U32", 4, False),
-        ("U16", 2, False),
-        ("U8", 1, False),
-        ("BOOL", 1, False),
+    name: NumberFormat(name, width, sign_magnitude, mantissa)
+    for name, width, sign_magnitude, mantissa in (
+        ("BF16", 2, True, 7),
+        ("F16", 2, True, 10),
+        ("F32", 4, True, 23),
+        ("F64", 8, True, 52),
+        ("F8_E4M3", 1, True, 3),
+        ("F8_E5M2", 1, True, 2),
+        ("I64", 8, False, 0),
+        ("I32", 4, False, 0),
+        ("I16", 2, False, 0),
+        ("I8", 1, False, 0),
+        ("U64", 8, False, 0),
+        ("U32", 4, False, 0),
+        ("U16", 2, False, 0),
+        ("U8", 1, False, 0),
+        ("BOOL", 1, False, 0),
     )
 }
 

@@ -8,6 +8,7 @@ per tile by what is smallest:
 | 1 | ``RAW`` | every element's bits | no |
 | 2 | ``PLANES`` | the same, byte planes through zstd | no |
 | 3 | ``STEPS`` | changed positions and ordered-integer steps (v1) | for the values only |
+| 4 | ``RICE`` | the same, coded by the base's exponents (v2, ``rice``) | to be read at all |
 
 A tile without a change has no block (*same*). ``docs/weight-format.md`` is the specification.
 """
@@ -23,6 +24,7 @@ from enum import IntEnum
 import numpy as np
 import zstandard
 
+from rose_core.delta import rice
 from rose_core.delta.bits import Bits, Indices, NumberFormat
 from rose_core.delta.errors import BlockError
 from rose_core.delta.kernels import Backend, kernels
@@ -40,6 +42,7 @@ class Codec(IntEnum):
     RAW = 1
     PLANES = 2
     STEPS = 3
+    RICE = 4
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,21 @@ def encode_changes(changes: Changes, elements: int, backend: Backend = "auto") -
     return _join(Codec.STEPS, changes.steps.dtype.itemsize, elements, len(changes), packed)
 
 
+def encode_on_base(
+    old: Bits, changes: Changes, kind: NumberFormat, backend: Backend = "auto"
+) -> bytes:
+    """Positions and steps as a ``RICE`` block, for a receiver that holds ``old`` (the whole tile).
+
+    Raises:
+        BlockError: dense changes, or a format too wide for it.
+    """
+    if changes.indices is None or changes.steps is None:
+        message = "changes without positions cannot be encoded"
+        raise BlockError(message)
+    table, bits = rice.encode(old, changes.indices, changes.steps, kind, backend)
+    return _join(Codec.RICE, kind.width, len(old), len(changes), [table, bits, b""])
+
+
 def encode_dense(values: Bits) -> bytes:
     """Every element, through zstd by byte planes when that is smaller."""
     width = values.dtype.itemsize
@@ -156,9 +174,16 @@ def encode_dense(values: Bits) -> bytes:
 
 
 def decode_block(
-    block: bytes, kind: NumberFormat, elements: int, backend: Backend = "auto"
+    block: bytes,
+    kind: NumberFormat,
+    elements: int,
+    backend: Backend = "auto",
+    *,
+    base: Bits | None = None,
 ) -> Changes:
     """Read a block of a tile of ``elements``; its hash was checked by ``check_block``.
+
+    ``base`` are the tile's bits in the base; only ``RICE`` blocks need them.
 
     Raises:
         BlockError: the bytes are no such block.
@@ -173,6 +198,11 @@ def decode_block(
             raise BlockError(message)
         values = np.ascontiguousarray(planes.reshape(kind.width, elements).T)
         return Changes(values=values.reshape(-1).view(kind.unsigned))
+    if codec == Codec.RICE:
+        if base is None:
+            message = "a block coded on its base cannot be read without it"
+            raise BlockError(message)
+        return Changes(*rice.decode(base, parts[0], parts[1], changes, kind, backend))
     gaps = _unpack(parts[0], changes + elements // 255 + 1)
     codes = _unpack(parts[1], changes)
     escapes = _unpack(parts[2], changes * kind.width)

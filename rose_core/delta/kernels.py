@@ -73,7 +73,8 @@ def kernels(backend: Backend = "auto") -> Kernels:
         return NUMPY
 
 
-def _compile(loop: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """A loop as machine code."""
     import numba  # noqa: PLC0415  # optional, and slow to import
 
     try:
@@ -85,7 +86,7 @@ def _compile(loop: Callable[..., Any]) -> Callable[..., Any]:
 
 def _compiled() -> Kernels:
     find, steps_loop, move_loop, pack_loop, unpack_loop, run, at = (
-        _compile(loop)
+        compiled(loop)
         for loop in (
             loops.find_changes,
             loops.steps_at,

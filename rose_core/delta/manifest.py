@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from rose_core.delta.bits import Indices, NumberFormat, number_format
+from rose_core.delta.bits import Bits, Indices, NumberFormat, number_format
 from rose_core.delta.codec import Changes, check_block, decode_block
 from rose_core.delta.digest import Digest, from_bytes, total
 from rose_core.delta.errors import ManifestError
@@ -179,15 +179,21 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
         before = self.base_tile_digests[number] if self.base_tiles else None
         return before, self.tile_digests[number]
 
-    def read(self, block: BlockEntry, data: bytes) -> Changes:
+    def read(self, block: BlockEntry, data: bytes, base: Bits | None = None) -> Changes:
         """Check and decode one block; positions are inside the tile.
+
+        Args:
+            block: the entry.
+            data: the block's bytes.
+            base: bits of the tile in the base, for codecs that cannot be read without.
 
         Raises:
             BlockError: the bytes are not the block.
         """
         check_block(data, block.sha256)
         tensor = self.tensors[block.tensor]
-        return decode_block(data, tensor.kind, tensor.tiling.box(block.tile).elements)
+        elements = tensor.tiling.box(block.tile).elements
+        return decode_block(data, tensor.kind, elements, base=base)
 
     def positions(self, block: BlockEntry, changes: Changes) -> Indices:
         """Positions inside the block's tensor (flat, ascending per row) of what it changes."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rose_core.delta import Manifest, decode_block, digest_change, digest_run, number_format
-from rose_core.delta.codec import encode_tile, find_changes
+from rose_core.delta.codec import encode_on_base, encode_tile, find_changes
 from rose_core.delta.kernels import Backend, kernels
 
 CASES = json.loads((Path(__file__).parent / "golden.json").read_text())
@@ -49,6 +49,22 @@ def test_blocks(case: dict[str, str], backend: Backend) -> None:
         case["name"], found.indices, old[found.indices], new[found.indices], backend
     )
     assert str(before.plus(moved)) == case["digest_new"]
+
+
+@pytest.mark.parametrize("backend", ["numba", "numpy"])
+def test_block_coded_on_its_base(backend: Backend) -> None:
+    case = CASES["rice"]
+    kind = number_format(case["dtype"])
+    old, new = (
+        np.frombuffer(bytes.fromhex(case[side]), kind.unsigned).copy() for side in ("old", "new")
+    )
+    found = find_changes(old, new, kind, backend)
+    block = encode_on_base(old, found, kind, backend)
+    assert block.hex() == case["block"]
+    changes = decode_block(block, kind, len(old), backend, base=old)
+    assert changes.indices is not None
+    old[changes.indices] = changes.resolve(old[changes.indices], kind)
+    assert np.array_equal(old, new)
 
 
 def test_manifest() -> None:

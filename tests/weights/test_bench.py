@@ -1,0 +1,54 @@
+"""The benchmark's own parts: what it counts, and how it reports."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.record import figure, record, table
+from bench.weights.generator import Adam, to_bf16
+from bench.weights.ours import Chain, wire_bytes
+from bench.weights.peers import PEERS
+
+
+def test_a_figure_knows_whether_its_aim_was_met(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = [
+        figure("size", 1.3, "B", at_most=1.4),
+        figure("speed", 1.0, "GB/s", at_least=2.0),
+        figure("plain", 3.0, ""),
+    ]
+    assert [one.met for one in figures] == [True, False, None]
+    assert "NOT MET" in table(figures)
+    record("example", figures, notes=["a note"], folder=tmp_path)
+    written = json.loads((tmp_path / "example.json").read_text())
+    assert written["figures"][1]["aim"] == ">= 2"
+    assert written["machine"]["cores"] >= 1
+    assert "note: a note" in capsys.readouterr().out
+
+
+def test_rounding_is_to_nearest_even() -> None:
+    values = np.array([1.0, 1.00390625, 1.01171875, -3.0], np.float32)
+    assert [hex(bits) for bits in to_bf16(values)] == ["0x3f80", "0x3f80", "0x3f82", "0xc040"]
+
+
+def test_the_optimizer_moves_every_element_by_about_its_rate() -> None:
+    updates = Adam.warm(1, 10_000).update()
+    assert 0.05 < float(np.abs(updates).mean()) < 1.0
+
+
+def test_layouts_and_ours_are_counted_on_the_same_delta() -> None:
+    random = np.random.default_rng(0)
+    old = to_bf16(random.normal(0, 0.02, 256 * 1024).astype(np.float32))
+    new = old.copy()
+    new[random.random(len(new)) < 0.02] += 1
+    chain = Chain([old, new], (256, 1024))
+    delta = chain.manifests[1]
+    sizes = {name: peer(old, new) / delta.changes for name, peer in PEERS.items()}
+    assert sizes["COO int32+int32+bf16"] == 10
+    assert sizes["int32+bf16 (verl, vLLM)"] == 6
+    assert wire_bytes(delta) / delta.changes < min(sizes.values())
+    assert wire_bytes(delta) > delta.block_bytes + len(delta.encode())
+    assert np.array_equal(chain.apply(delta, old), new)
