@@ -124,8 +124,10 @@ async def test_abort_while_stopped_computes_no_more(engine: Engine, client: SGLa
     await asyncio.wait_for(seen.wait(), 60)
     engine.holder.close()
     try:
-        await asyncio.sleep(0.5)  # whatever was under way has come out
-        before = len(events[-1].output_ids)
+        before = 0
+        while before < len(events[-1].output_ids):  # until whatever was under way has come out
+            before = len(events[-1].output_ids)
+            await asyncio.sleep(1.0)
         await client.abort("stopped-1.")
         await asyncio.sleep(0.2)
     finally:

@@ -39,6 +39,7 @@ class Engine:
             set_label=self._label,
         )
         self.running = threading.Event()
+        self._halted = threading.Event()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -52,8 +53,17 @@ class Engine:
     def _run(self) -> None:
         while not self._end.is_set():
             if self.running.is_set():
+                self._halted.clear()
                 self.session.at_boundary()
+            else:
+                self._halted.set()
             time.sleep(0.001)
+
+    def halt(self) -> None:
+        """No boundary is passed from now on."""
+        self._halted.clear()
+        self.running.clear()
+        assert self._halted.wait(60)
 
     def end(self) -> None:
         self._end.set()
@@ -101,8 +111,7 @@ def test_stage_commit_attest(engine: Engine, bundle: Path) -> None:
 
 def test_commit_without_boundary_stays_staged(engine: Engine, bundle: Path) -> None:
     engine.session.handle(Stage(str(bundle)))
-    engine.running.clear()
-    time.sleep(0.05)
+    engine.halt()
     refused = engine.session.handle(Commit(str(V1), timeout_seconds=0.05))
     assert isinstance(refused, Refused)
     assert refused.reason == "Busy"

@@ -8,6 +8,7 @@ cumulative on the wire; here every event carries what is new beside the totals.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -262,7 +263,7 @@ class SGLangClient:
 
     def _open(
         self, method: str, path: str, body: dict[str, Any] | None
-    ) -> aiohttp.client._RequestContextManager:  # the library has no public name
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         if self._session is None:
             raise EngineUnavailable("use the client inside `async with`")
         return self._session.request(
