@@ -22,6 +22,11 @@ def lock(api: FakeApi, clock: Clock, identity: str = MINE) -> LeaderLock:
     return LeaderLock(api, identity=identity, duration=15, offline_seconds=600, clock=clock)
 
 
+def allowed(lock: LeaderLock) -> tuple[State, bool, bool]:
+    """State, whether it may write, whether it may renew."""
+    return lock.state, lock.may_write, lock.may_renew
+
+
 def record(holder: str, term: int) -> Record:
     return Record(holder, term, 15.0, "1")
 
@@ -64,11 +69,9 @@ async def test_without_renewal_it_is_offline_then_powerless_and_leads_again_in_i
     api.down = True
     clock.now += 12.1
     await mine.step()
-    assert mine.state is State.OFFLINE
-    assert mine.may_renew
-    assert not mine.may_write
+    assert allowed(mine) == (State.OFFLINE, False, True)
     clock.now += 588
-    assert not mine.may_renew
+    assert allowed(mine) == (State.OFFLINE, False, False)
     api.down = False
     await mine.step()
     assert (mine.state, mine.term) == (State.LEADER, 1)
