@@ -1,0 +1,229 @@
+"""The book, the comparison of counters, and the merging of sources."""
+
+from __future__ import annotations
+
+import pytest
+
+from rose_core.telemetry.book import Book
+from rose_core.telemetry.dialects import Figures
+from rose_core.telemetry.events import (
+    Arrived,
+    Dismissed,
+    Ended,
+    FirstToken,
+    Health,
+    How,
+    Progress,
+    Sized,
+)
+from rose_core.telemetry.signal import Doubt, Limits, Reading, ServingSignal, advance, merge
+from rose_core.telemetry.verify import Verification
+from rose_core.wire.sync import SignalSource
+
+S = 1_000_000_000
+NOW = 100 * S
+TAP_ONLY = (SignalSource.WIRE_TAP,)
+EVERY = tuple(SignalSource)
+
+
+def health(
+    in_flight: int = 0, *, problem: str = "", lost_ns: int = 0, opaque: bool = False
+) -> Health:
+    return Health("r", NOW, problem, lost_ns, opaque, in_flight, {}, 0)
+
+
+def book(now: int = NOW) -> Book:
+    """A tap that has been heard for a minute and was heard just now."""
+    made = Book(now - 60 * S)
+    made.apply(health(), now - 59 * S)
+    made.apply(health(), now)
+    return made
+
+
+def judged(
+    source: Book | None,
+    readings: tuple[Reading, ...] = (),
+    *,
+    verified: bool | None = True,
+    allowed: tuple[SignalSource, ...] = EVERY,
+    now: int = NOW,
+) -> ServingSignal:
+    return merge(source, verified, readings, allowed=allowed, limits=Limits(), now_ns=now)
+
+
+def loads(running: int | None, read_ns: int = NOW, *, since: int = NOW - 10 * S) -> Reading:
+    return Reading(
+        SignalSource.LOADS,
+        read_ns,
+        Figures(running=running, waiting=0),
+        busy_since_ns=since if running else None,
+        idle_since_ns=None if running else since,
+    )
+
+
+def test_a_request_through_the_book() -> None:
+    made = book()
+    made.apply(Arrived("r", 1, NOW, ""), NOW)
+    made.apply(Sized("r", 1, 300), NOW)
+    made.apply(FirstToken("r", 1, NOW + S), NOW + S)
+    made.apply(Progress("r", 1, NOW + 2 * S, 11), NOW + 2 * S)
+    (live,) = made.live.values()
+    assert (live.size, live.tokens, live.last_ns) == (300, 11, NOW + 2 * S)
+    assert made.empty_since_ns() is None
+    done = made.apply(Ended("r", 1, NOW + 3 * S, 21, 200, How.COMPLETE), NOW + 3 * S)
+    assert done is not None
+    assert (done.ttft_s, done.tpot_s) == (1.0, 0.1)
+    assert made.empty_since_ns() == NOW + 3 * S
+    assert made.busy_ns(NOW + 9 * S) == 3 * S
+    assert (made.requests_total, made.tokens_total) == (1, 21)
+
+
+def test_a_dismissed_request_never_was() -> None:
+    made = book()
+    made.apply(Arrived("r", 1, NOW, ""), NOW)
+    made.apply(Dismissed("r", 1), NOW)
+    assert (made.live, made.requests_total) == ({}, 0)
+
+
+@pytest.mark.parametrize("how", [How.RESET, How.CLOSED, How.EXPIRED])
+def test_broken_requests_are_no_measure(how: How) -> None:
+    made = book()
+    made.apply(Arrived("r", 1, NOW, ""), NOW)
+    made.apply(FirstToken("r", 1, NOW + S), NOW + S)
+    done = made.apply(Ended("r", 1, NOW + 3 * S, 21, 200, how), NOW + 3 * S)
+    assert done is not None
+    assert (done.ttft_s, done.tpot_s) == (None, None)
+
+
+def test_the_idle_share_follows() -> None:
+    made = book()
+    assert made.idle_share(NOW + 60 * S) > 0.99
+    made.apply(Arrived("r", 1, NOW, ""), NOW + 60 * S)
+    assert made.idle_share(NOW + 120 * S) < 0.01
+
+
+# --- merging
+
+
+def test_a_living_verified_tap_is_believed() -> None:
+    made = book()
+    signal = judged(made)
+    assert (signal.source, signal.running) == (SignalSource.WIRE_TAP, 0)
+    assert signal.empty_since_ns is not None
+    made.apply(Arrived("r", 1, NOW, ""), NOW)
+    made.apply(health(1), NOW)
+    assert judged(made).running == 1
+
+
+def test_silence_of_traffic_is_not_staleness_but_silence_of_the_tap_is() -> None:
+    made = book()
+    assert judged(made, now=NOW + S // 10).doubt is None
+    assert judged(made, now=NOW + S).doubt is Doubt.STALE
+
+
+@pytest.mark.parametrize(
+    ("beat", "doubt"),
+    [
+        (health(problem="interface gone"), Doubt.LOST),
+        (health(lost_ns=NOW), Doubt.LOST),
+        (health(in_flight=3), Doubt.LOST),
+        (health(opaque=True), Doubt.OPAQUE),
+    ],
+)
+def test_reasons_not_to_believe_the_tap(beat: Health, doubt: Doubt) -> None:
+    made = book()
+    made.apply(beat, NOW)
+    assert judged(made, allowed=TAP_ONLY).doubt is doubt
+
+
+@pytest.mark.parametrize("verified", [None, False])
+def test_an_unverified_tap_opens_nothing_and_is_not_outvoted(verified: bool | None) -> None:
+    signal = judged(book(), (loads(0),), verified=verified)
+    assert signal.doubt is Doubt.UNVERIFIED
+
+
+def test_a_tap_that_has_just_begun_cannot_know_what_is_under_way() -> None:
+    made = Book(NOW)
+    made.apply(health(), NOW)
+    assert judged(made).doubt is Doubt.LOST
+    made.apply(health(), NOW + 3 * S)
+    assert judged(made, now=NOW + 3 * S).doubt is None
+
+
+def test_after_blindness_nothing_is_under_way_and_nothing_is_known() -> None:
+    made = book()
+    made.apply(Arrived("r", 1, NOW, ""), NOW)
+    made.apply(health(problem="gone"), NOW)
+    assert made.live == {}
+    made.apply(health(), NOW + S)
+    assert judged(made, now=NOW + S).doubt is Doubt.LOST
+
+
+def test_figures_that_show_work_for_long_contradict_an_empty_tap() -> None:
+    made = book()
+    recent = judged(made, (loads(2, since=NOW - S),))
+    assert recent.doubt is None
+    assert judged(made, (loads(2),)).doubt is Doubt.CONTRADICTED
+    old_news = judged(made, (loads(2, read_ns=NOW - S),))
+    assert old_news.doubt is None
+
+
+def test_figures_stand_alone_where_no_tap_is_allowed() -> None:
+    polled = (SignalSource.LOADS,)
+    assert judged(book(), (loads(0),), allowed=polled).running == 0
+    assert judged(None, (loads(2),), allowed=polled).running == 2
+    assert judged(None, (loads(0, read_ns=NOW - S),), allowed=polled).doubt is Doubt.NO_SIGNAL
+    assert judged(None, (loads(None),), allowed=polled).doubt is Doubt.NO_SIGNAL
+
+
+def test_figures_replace_a_tap_only_when_it_is_long_absent_or_opaque() -> None:
+    made = book()
+    assert judged(made, (loads(0, NOW + S),), now=NOW + S).doubt is Doubt.STALE
+    later = NOW + 20 * S
+    assert judged(made, (loads(0, later),), now=later).source is SignalSource.LOADS
+    made.apply(health(opaque=True), NOW)
+    assert judged(made, (loads(0),)).source is SignalSource.LOADS
+
+
+def test_the_metrics_page_never_says_empty() -> None:
+    page = Reading(SignalSource.METRICS, NOW, Figures(running=0, waiting=0), idle_since_ns=0)
+    assert judged(None, (page,)).doubt is Doubt.NO_SIGNAL
+
+
+def test_a_moving_token_counter_is_work() -> None:
+    quiet = Figures(running=0, waiting=0, activity=(5,))
+    first = advance(None, SignalSource.LOADS, quiet, NOW)
+    assert first.idle_since_ns == NOW
+    moved = Figures(running=0, waiting=0, activity=(6,))
+    second = advance(first, SignalSource.LOADS, moved, NOW + 1)
+    assert (second.busy_since_ns, second.idle_since_ns) == (NOW + 1, None)
+    assert judged(None, (second,), allowed=(SignalSource.LOADS,)).running == 1
+
+
+# --- counters
+
+
+def test_equal_changes_verify_and_levels_do_not_matter() -> None:
+    first = Verification().compare(1000, 3, 1, 1, NOW)
+    assert first.verified is None
+    second = first.compare(1010, 13, 2, 2, NOW)
+    assert (second.verified, second.missed) == (True, 0)
+
+
+def test_a_request_the_tap_did_not_see_contradicts_until_a_window_agrees() -> None:
+    base = Verification().compare(10, 10, 1, 1, NOW)
+    missed = base.compare(13, 12, 2, 2, NOW)
+    assert (missed.verified, missed.missed) == (False, 1)
+    assert missed.compare(14, 13, 3, 3, NOW).verified is True
+
+
+def test_own_scrapes_prove_the_path() -> None:
+    base = Verification().compare(10, 10, 1, 1, NOW)
+    assert base.compare(10, 10, 2, 1, NOW).verified is False
+    assert base.compare(10, 10, 2, 5, NOW).verified is True, "others scrape as well"
+
+
+def test_a_restarted_engine_starts_anew() -> None:
+    base = Verification().compare(10, 10, 1, 1, NOW).compare(11, 11, 2, 2, NOW)
+    assert base.compare(0, 11, 3, 3, NOW).verified is None
+    assert base.compare(12, 0, 3, 3, NOW).verified is None, "a restarted tap as well"
