@@ -1,6 +1,6 @@
 """The registry of every process that runs on serving nodes.
 
-Sections by room: ``rose_agent.host.metrics`` and ``rose_agent.weightsync.metrics``.
+Each room declares its own in its ``metrics`` module.
 """
 
 from __future__ import annotations

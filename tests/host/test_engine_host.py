@@ -220,6 +220,21 @@ async def test_an_order_that_cannot_work_says_why_and_is_not_retried(
         assert status.restarts == 0
 
 
+async def test_an_argument_outside_the_allow_list_is_refused_by_name(
+    rundir: Path, models: Path
+) -> None:
+    spec = EngineSpec("sglang-cpu", "small", arguments={"load-format": "dummy"})
+    async with running(rundir, models) as host:
+        await host.host.ensure(msgspec.structs.replace(order(), engine=spec))
+
+        async def failed() -> bool:
+            return (await status_of(host)).state is EngineState.FAILED
+
+        await until(failed, "the order fails")
+        assert "'load-format' is not allowed" in (await status_of(host)).message
+        assert (await status_of(host)).pids == ()
+
+
 async def test_an_engine_that_cannot_start_reports_the_end_of_its_log(
     rundir: Path, models: Path
 ) -> None:

@@ -46,6 +46,7 @@ from rose_engines.rundir import EngineFile, SlotDir, WeightsFile, read_json, wri
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.25
+_KILL_SECONDS = 10.0
 _READY_TIMEOUT = aiohttp.ClientTimeout(total=2)
 # Most time an engine may need to become ready, counted while it may run.
 START_LIMIT_SECONDS = 600.0
@@ -181,7 +182,9 @@ class EngineLife:
                 self._set(EngineState.FAILED, _reason_of(error))
                 if isinstance(error, BadEngine) or not isinstance(error, HostError | OSError):
                     return
-            await self._kill(10.0)
+            # Never two engines in one slot: the next one starts when nothing is left of this one.
+            while not await self._kill(_KILL_SECONDS):
+                _log.error("%s: cannot be killed", self.order.slot_name)
             self._failures += 1
             await asyncio.sleep(backoff_seconds(self._failures))
             self.restarts += 1

@@ -104,7 +104,7 @@ async def start(arguments: argparse.Namespace, freezer: Freezer) -> Running:
         _log.warning("ended %d engines of an earlier host", repaired)
     enforcer = Enforcer(rundir.stop.exists)
     site = Site(
-        models=arguments.models or rundir.root,
+        models=arguments.models,
         python=arguments.engine_python,
         freezer=freezer,
         enforcer=enforcer,
@@ -172,7 +172,7 @@ def main(argv: list[str]) -> int:
         if arguments.thaw_all:
             _log.info("thawed %d trees", thaw_all(RunDir(arguments.rundir), freezer))
             return 0
-        if arguments.models is None and arguments.dedicated is None:
+        if arguments.models is None:
             sys.stderr.write("rose engine-host: --models is needed\n")
             return 2
         return asyncio.run(serve(arguments, freezer))

@@ -120,7 +120,9 @@ class DataProxy:
         self._client = aiohttp.ClientSession(
             timeout=_PATIENT,
             auto_decompress=False,
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),
+            # A fresh connection each: an engine that stood still closes idle ones as it goes on,
+            # just when the next request comes.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
         )
         app = web.Application(client_max_size=LONGEST_BODY)
         for route in ROUTES:
