@@ -28,8 +28,10 @@ from rose_operator import metrics, routers
 from rose_operator.admission import Unreadable
 from rose_operator.api import FIELD_MANAGER, Kind
 from rose_operator.errors import OperatorError
+from rose_operator.lease_status import lease_status
+from rose_operator.pool_status import pool_status
 from rose_operator.settings import Settings
-from rose_operator.statuses import lease_status, pool_status, slot_status
+from rose_operator.slot_status import slot_status
 from rose_operator.store import Raw, Store
 from rose_operator.world import World
 

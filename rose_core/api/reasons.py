@@ -27,6 +27,7 @@ class Reason(StrEnum):
     AS_EXPECTED = "AsExpected"
     NOT_OBSERVED_YET = "NotObservedYet"
     INVALID_SPEC = "InvalidSpec"
+    OTHER = "Other"
     FEATURE_NOT_SUPPORTED = "FeatureNotSupported"
     # A lease is refused.
     UNKNOWN_POOL = "UnknownPool"
@@ -66,7 +67,6 @@ class Reason(StrEnum):
     SETTLING = "Settling"
     OUTSIDE_TIME_WINDOW = "OutsideTimeWindow"
     POOL_LIMIT_REACHED = "PoolLimitReached"
-    REFUSED_BY_AGENT = "RefusedByAgent"
     # A slot is taken back.
     LEASE_DELETED = "LeaseDeleted"
     LEASE_SHRUNK = "LeaseShrunk"
@@ -106,6 +106,7 @@ MEANING: dict[Reason, str] = {
     Reason.AS_EXPECTED: "nothing to report",
     Reason.NOT_OBSERVED_YET: "nobody has looked yet; no agent has reported",
     Reason.INVALID_SPEC: "the object cannot be read as its kind; the message names the field",
+    Reason.OTHER: "a word of another version that this operator does not know",
     Reason.FEATURE_NOT_SUPPORTED: "the named field asks for something this version does not do",
     Reason.UNKNOWN_POOL: "`poolRef` names no ServingPool",
     Reason.POOL_NOT_LENDING: "the pool's mode is Observe or Paused",
@@ -142,7 +143,6 @@ MEANING: dict[Reason, str] = {
     Reason.SETTLING: "the replica qualifies, not yet for long enough",
     Reason.OUTSIDE_TIME_WINDOW: "none of the pool's time windows is open",
     Reason.POOL_LIMIT_REACHED: "`maxReplicasPercent` or `minUnlentReplicas` allow no more",
-    Reason.REFUSED_BY_AGENT: "the agent refuses with a word this operator does not know",
     Reason.LEASE_DELETED: "the lease is gone",
     Reason.LEASE_SHRUNK: "the lease wants fewer slots",
     Reason.REPLICA_GONE: "the serving replica is gone",
@@ -203,4 +203,4 @@ def replica_refusal(word: str) -> Reason | None:
     try:
         return Reason(word)
     except ValueError:
-        return Reason.REFUSED_BY_AGENT
+        return Reason.OTHER

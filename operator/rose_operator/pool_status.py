@@ -1,0 +1,113 @@
+"""Status of a ServingPool: what its agents report, and whether its objective holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rose_core.api import ConditionType, Desired, PoolMode, PoolStatus, Reason, ServingPool
+from rose_core.api.conditions import Statement
+from rose_core.lending import Plan, Policy
+from rose_core.wire.sync import ReplicaReport
+from rose_operator.admission import Refusal
+from rose_operator.statuses import accepted, conditions
+from rose_operator.world import World
+
+# Fewer requests than this say nothing about a percentile.
+_MIN_REQUESTS = 50
+
+_C = ConditionType
+_R = Reason
+
+
+def pool_status(pool: ServingPool, world: World, plan: Plan, policy: Policy) -> PoolStatus:
+    """Status of one pool."""
+    key = pool.metadata.key
+    reports = [
+        (node.request.node, report)
+        for node in world.telemetry.nodes.values()
+        for report in node.request.replicas
+        if report.pool == key
+    ]
+    lent = {
+        slot.spec.member.pod_uid
+        for slot in world.slots.good.values()
+        if slot.spec.pool_ref.key == key and slot.spec.desired is Desired.LENT
+    }
+    qualified = sum(
+        report.pod_uid in lent or plan.verdicts[report.pod_uid].reason is _R.QUALIFIES
+        for _, report in reports
+        if report.pod_uid in plan.verdicts
+    )
+    stale = sum(
+        world.telemetry.silence(n, world.monotonic) > policy.stale_seconds for n, _ in reports
+    )
+    statements = _pool_statements(pool, world, [report for _, report in reports], stale)
+    return PoolStatus(
+        observed_generation=pool.metadata.generation,
+        conditions=conditions(pool, statements, world.now),
+        replicas=len(reports),
+        qualified_replicas=qualified,
+        lent_replicas=len(lent),
+    )
+
+
+def _pool_statements(
+    pool: ServingPool, world: World, reports: Sequence[ReplicaReport], stale: int
+) -> list[Statement]:
+    refusal = world.pool_refusals.get(pool.metadata.key)
+    paused = pool.spec.mode is PoolMode.PAUSED
+    return [
+        _pool_ready(pool, refusal, len(reports) - stale),
+        accepted(refusal),
+        _fresh(len(reports), stale),
+        _verified(reports),
+        _protected(pool, world, reports),
+        Statement(_C.PAUSED, paused, _R.PAUSED_BY_OWNER if paused else _R.NOT_PAUSED),
+    ]
+
+
+def _pool_ready(pool: ServingPool, refusal: Refusal | None, fresh: int) -> Statement:
+    if refusal is not None:
+        return Statement(_C.READY, False, refusal.reason, refusal.message)
+    if pool.spec.mode is PoolMode.PAUSED:
+        return Statement(_C.READY, False, _R.PAUSED_BY_OWNER, "mode is Paused")
+    if not fresh:
+        return Statement(_C.READY, False, _R.NO_REPLICAS, "no agent reports a replica")
+    observing = pool.spec.mode is PoolMode.OBSERVE
+    return Statement(_C.READY, True, _R.OBSERVE_MODE if observing else _R.LENDING_ENABLED)
+
+
+def _fresh(count: int, stale: int) -> Statement:
+    if not count:
+        return Statement(_C.TELEMETRY_FRESH, None, _R.NO_REPLICAS, "no agent reports a replica")
+    if not stale:
+        return Statement(_C.TELEMETRY_FRESH, True, _R.ALL_REPLICAS_FRESH)
+    text = f"{stale} of {count} replicas have no fresh telemetry"
+    return Statement(_C.TELEMETRY_FRESH, False, _R.SOME_REPLICAS_STALE, text)
+
+
+def _verified(reports: Sequence[ReplicaReport]) -> Statement:
+    if not reports:
+        return Statement(_C.SIGNAL_VERIFIED, None, _R.NO_REPLICAS)
+    if all(report.verified for report in reports):
+        return Statement(_C.SIGNAL_VERIFIED, True, _R.AS_EXPECTED)
+    unverified = [report.pod_name for report in reports if not report.verified]
+    contradicted = any(report.verified is False for report in reports)
+    text = f"not verified: {', '.join(sorted(unverified)[:8])}"
+    return Statement(
+        _C.SIGNAL_VERIFIED, False if contradicted else None, _R.SIGNAL_NOT_VERIFIED, text
+    )
+
+
+def _protected(pool: ServingPool, world: World, reports: Sequence[ReplicaReport]) -> Statement:
+    if pool.spec.slo is None:
+        return Statement(_C.SERVING_PROTECTED, None, _R.NO_OBJECTIVE, "the pool names no slo")
+    recent = [world.telemetry.recent(report.pod_uid) for report in reports]
+    requests, slow = sum(r for r, _ in recent), sum(s for _, s in recent)
+    if requests < _MIN_REQUESTS:
+        text = f"fewer than {_MIN_REQUESTS} requests in the last minutes"
+        return Statement(_C.SERVING_PROTECTED, None, _R.NOT_OBSERVED_YET, text)
+    within = slow * 100 <= requests * (100 - pool.spec.slo.percentile)
+    reason = _R.WITHIN_OBJECTIVE if within else _R.OBJECTIVE_MISSED
+    text = f"{slow} of {requests} requests were slow, p{pool.spec.slo.percentile} is asked for"
+    return Statement(_C.SERVING_PROTECTED, within, reason, text, moving=True)
