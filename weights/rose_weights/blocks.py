@@ -111,6 +111,29 @@ class Blocks:
         self._durable.intersection_update(needed)
         return freed
 
+    def trim(self, keep_bytes: int) -> int:
+        """Remove the longest unused blocks until at most ``keep_bytes`` are left.
+
+        Returns:
+            Bytes set free.
+        """
+        files = []
+        for path in self.folder.glob("??/*"):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                files.append((status.st_mtime, status.st_size, path))
+        over = sum(size for _, size, _ in files) - keep_bytes
+        freed = 0
+        for _, size, path in sorted(files):
+            if freed >= over:
+                break
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(ValueError):
+                self._checked.discard(bytes.fromhex(path.name))
+                self._durable.discard(bytes.fromhex(path.name))
+            freed += size
+        return freed
+
     def _intact(self, name: bytes) -> bool:
         """Whether the block is here; a damaged file is removed. Each is read once."""
         if name in self._checked:

@@ -1,4 +1,4 @@
-"""``rose weights serve|inspect|verify|diff``: the weight store, and looking into it."""
+"""``rose weights serve|relay|inspect|verify|diff``: the weight store, and looking into it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from rose_core.delta import DeltaError
 from rose_weights import looking, metrics
+from rose_weights.blocks import Blocks
 from rose_weights.errors import WeightsError
+from rose_weights.relay import KEEP_BYTES, Relay
 from rose_weights.retention import WINDOW
 from rose_weights.service import WeightService
 from rose_weights.store import Store
-from rose_wire import observability
+from rose_wire import observability, rpc
 from rose_wire.errors import WireError
 from rose_wire.rpc import Server
 
@@ -33,6 +36,15 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--token-file", type=Path, help="bearer token every caller must show")
     serve.add_argument("--window", type=int, default=WINDOW, help="versions kept behind the head")
     serve.add_argument("--log-level", default="INFO")
+    relay = verbs.add_parser("relay", help="serve another store's blocks to this cluster")
+    relay.add_argument("--upstream", required=True, help="host:port of the store")
+    relay.add_argument("--upstream-token-file", type=Path, help="bearer token of the store")
+    relay.add_argument("--root", type=Path, required=True, help="folder of the kept blocks")
+    relay.add_argument("--keep-bytes", type=int, default=KEEP_BYTES, help="what it may hold")
+    relay.add_argument("--address", default="0.0.0.0:7446", help="host:port to listen on")
+    relay.add_argument("--http-port", type=int, default=9105, help="metrics and health; 0 = any")
+    relay.add_argument("--token-file", type=Path, help="bearer token every caller must show")
+    relay.add_argument("--log-level", default="INFO")
     inspect = verbs.add_parser("inspect", help="show a store, a bundle or a manifest")
     inspect.add_argument("path", type=Path)
     inspect.add_argument("--run", default="", help="of a store: only this run")
@@ -53,7 +65,7 @@ def main(argv: list[str]) -> int:
     """
     arguments = parser().parse_args(argv)
     try:
-        if arguments.verb == "serve":
+        if arguments.verb in {"serve", "relay"}:
             logging.basicConfig(level=arguments.log_level.upper())
             asyncio.run(serve(arguments))
             return 0
@@ -70,16 +82,16 @@ def main(argv: list[str]) -> int:
     return 0 if good else 1
 
 
-async def serve(arguments: argparse.Namespace, ready: asyncio.Event | None = None) -> None:
-    """Serve until SIGTERM or SIGINT.
+async def serve(arguments: argparse.Namespace) -> None:
+    """Serve a store or a relay until SIGTERM or SIGINT.
 
     Raises:
         Unavailable: the address cannot be bound.
     """
-    token = arguments.token_file.read_text().strip() if arguments.token_file else ""
-    server = Server(token=token)
-    service = WeightService(Store(arguments.root), window=arguments.window)
-    service.bind(server)
+    server = Server(token=_token(arguments.token_file))
+    close = (
+        _bind_relay(server, arguments) if arguments.verb == "relay" else _bind(server, arguments)
+    )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -90,12 +102,36 @@ async def serve(arguments: argparse.Namespace, ready: asyncio.Event | None = Non
         host="0.0.0.0",  # noqa: S104  # scraped from other nodes
         port=arguments.http_port,
     )
-    LOG.info("store %s: gRPC port %d, HTTP port %d", arguments.root, port, http_port)
-    if ready is not None:
-        ready.set()
+    LOG.info("%s %s: gRPC port %d, HTTP port %d", arguments.verb, arguments.root, port, http_port)
     try:
         await stop.wait()
     finally:
         await server.stop()
-        await service.close()
+        await close()
         await pages.cleanup()
+
+
+def _bind(server: Server, arguments: argparse.Namespace) -> Callable[[], Awaitable[None]]:
+    service = WeightService(Store(arguments.root), window=arguments.window)
+    service.bind(server)
+    return service.close
+
+
+def _bind_relay(server: Server, arguments: argparse.Namespace) -> Callable[[], Awaitable[None]]:
+    channel = rpc.connect(arguments.upstream)
+    relay = Relay(
+        channel,
+        Blocks(arguments.root / "blocks"),
+        token=_token(arguments.upstream_token_file),
+        keep_bytes=arguments.keep_bytes,
+    )
+    relay.bind(server)
+
+    async def close() -> None:
+        await channel.close()
+
+    return close
+
+
+def _token(path: Path | None) -> str:
+    return path.read_text().strip() if path else ""

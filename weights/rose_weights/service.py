@@ -94,11 +94,11 @@ class WeightService:
 
     def bind(self, server: Server) -> None:
         """Offer every method on a server."""
-        server.unary(DESCRIBE, _answering(self.describe))
-        server.unary(PLAN, _answering(self.plan))
-        server.unary(OPEN, _answering(self.open))
-        server.unary(MISSING, _answering(self.missing))
-        server.unary(COMMIT, _answering(self.commit))
+        server.unary(DESCRIBE, answering(self.describe))
+        server.unary(PLAN, answering(self.plan))
+        server.unary(OPEN, answering(self.open))
+        server.unary(MISSING, answering(self.missing))
+        server.unary(COMMIT, answering(self.commit))
         server.server_stream(WATCH, self.watch)
         server.server_stream(FETCH, self.fetch)
         server.bidirectional(PUT, self.put)
@@ -114,7 +114,7 @@ class WeightService:
         shown: VersionInfo | None = None
         while True:
             moved = self._moved  # taken before reading, so that no publish is missed
-            with _refusing():
+            with refusing():
                 head = await self._head(request.run)
             if head is not None and head != shown:
                 yield head
@@ -137,7 +137,7 @@ class WeightService:
         """Blocks one after the other, packed into pieces of about ``PIECE_BYTES``."""
         waiting = bytearray()
         for name in request.names:
-            with _refusing():
+            with refusing():
                 waiting += await asyncio.to_thread(self._store.blocks.get, name)
             while len(waiting) >= PIECE_BYTES:
                 metrics.SENT_BYTES.inc(PIECE_BYTES)
@@ -256,7 +256,7 @@ def _run_of(manifest: bytes) -> str:
 
 
 @contextlib.contextmanager
-def _refusing() -> Iterator[None]:
+def refusing() -> Iterator[None]:
     """Errors of the store as refusals that the other side can read."""
     try:
         yield
@@ -266,12 +266,14 @@ def _refusing() -> Iterator[None]:
         raise Refused(text) from error
 
 
-def _answering(
+def answering(
     handler: Callable[[_RequestT], Awaitable[_ReplyT]],
 ) -> Callable[[_RequestT], Awaitable[_ReplyT]]:
+    """A handler whose errors are refusals."""
+
     @functools.wraps(handler)
     async def answer(request: _RequestT) -> _ReplyT:
-        with _refusing():
+        with refusing():
             return await handler(request)
 
     return answer

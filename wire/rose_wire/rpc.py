@@ -86,6 +86,8 @@ def _refusing(error: Exception) -> tuple[grpc.StatusCode, str]:
         return grpc.StatusCode.INVALID_ARGUMENT, str(error)
     if isinstance(error, Refused):
         return grpc.StatusCode.FAILED_PRECONDITION, str(error)
+    if isinstance(error, Unavailable):  # what stands behind us is away: trying again may help
+        return grpc.StatusCode.UNAVAILABLE, str(error)
     return grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"
 
 
