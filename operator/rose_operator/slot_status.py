@@ -64,7 +64,7 @@ def slot_status(slot: RolloutSlot, world: World, policy: Policy) -> SlotStatus:
         _slot_weights(report),
         Statement(_C.RECLAIMING, released, why),
     ]
-    return SlotStatus(
+    status = SlotStatus(
         observed_generation=slot.metadata.generation,
         conditions=conditions(slot, statements, world.now),
         state=state or "",
@@ -73,6 +73,10 @@ def slot_status(slot: RolloutSlot, world: World, policy: Policy) -> SlotStatus:
         weight_digest=report.digest if report else "",
         reclaims=slot.status.reclaims,
     )
+    if report is None or status == slot.status:
+        return status
+    # The count moves often: it is brought along with a transition, never written for itself.
+    return status.model_copy(update={"reclaims": sum(report.reclaims.values())})
 
 
 def _slot_ready(

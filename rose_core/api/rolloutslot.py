@@ -156,7 +156,10 @@ class SlotStatus(StatusBase):
         default="", max_length=128, description="Digest attested on the live weights."
     )
     reclaims: int = Field(
-        default=0, ge=0, le=2**53, description="Reclaims past a mere stop, as of this write."
+        default=0,
+        ge=0,
+        le=2**53,
+        description="Times the guard took the GPU back, at this write.",
     )
 
 

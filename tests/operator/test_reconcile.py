@@ -277,6 +277,38 @@ async def test_an_expired_lease_gives_everything_back() -> None:
     assert bench.api.all(Kind.DEPLOYMENT) == []
 
 
+async def test_reclaims_come_along_with_a_transition_and_are_no_transition() -> None:
+    bench = await running()
+    (slot,) = bench.slots()
+    key = SlotKey(slot["metadata"]["uid"], slot["metadata"]["generation"])
+
+    async def said(state: SlotState, count: int) -> Any:  # noqa: ANN401  # any field
+        report = SlotReport(key, state, version="grpo@1.0", digest="d", reclaims={"Stop": count})
+        replicas = (replica("default/chat", "a"), replica("default/chat", "b", kv=300))
+        bench.telemetry.record(SyncRequest("n1", "t", 0, replicas, (report,)), bench.now)
+        await bench.turn(2)
+        return bench.slots()[0]["status"]
+
+    assert (await said(SlotState.STOPPED, 3))["reclaims"] == 0
+    status = await said(SlotState.FAILED, 4)
+    assert (status["state"], status["reclaims"]) == ("Failed", 4)
+    bench.now += 1
+    assert (await said(SlotState.STOPPED, 5))["state"] == "Running"
+    bench.now += 31
+    assert (await said(SlotState.STOPPED, 9))["state"] == "Stopped"
+    ready = bench.slots()[0]["status"]["conditions"][0]
+    assert (ready["type"], ready["reason"]) == ("Ready", "GateHeld")
+
+
+async def test_a_release_reason_of_another_version_harms_nobody() -> None:
+    bench = await running()
+    (slot,) = bench.slots()
+    slot["spec"] |= {"desired": "Released", "releaseReason": "FromTheFuture"}
+    bench.api.add(Kind.SLOT, slot)
+    await bench.turn()
+    assert bench.reason(kind="Reclaiming") == Reason.OTHER
+
+
 async def test_events_tell_transitions_once() -> None:
     bench = await running()
     told = [event["reason"] for event in bench.api.events]
