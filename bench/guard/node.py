@@ -1,0 +1,238 @@
+"""The processes of the benchmark: real engines pinned to one core, the guard on the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import yaml
+
+from rose_core.identity import GrantKey, SlotKey
+from rose_core.wire.host import HoldEngine, Holder
+from rose_core.wire.sync import (
+    EngineSpec,
+    Grant,
+    PoolPolicy,
+    SignalSource,
+    SyncReply,
+    SyncRequest,
+    WeightSource,
+)
+from rose_dev.engine_environment import engine_python
+from rose_dev.engine_testing import free_port
+from rose_dev.models import make_named
+from rose_engines.permit import Permit
+from rose_engines.rundir import EngineFile, RunDir, read_json
+from rose_engines.sglang.arguments import Launch, command, environment
+from rose_wire.rpc import Server, call, connect
+from rose_wire.services import HOLD, SYNC
+
+SLOT = SlotKey("bench-slot", 1)
+POOL = "bench/serving"
+ENGINE_CORE = 0
+
+
+@dataclass
+class Bench:
+    """The running node.
+
+    Attributes:
+        signals: sources the guard may use; the polled condition leaves out the tap.
+    """
+
+    root: Path
+    model: str
+    signals: tuple[SignalSource, ...] = tuple(SignalSource)
+    serving_url: str = ""
+    operator_port: int = 0
+    processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
+
+    @property
+    def rundir(self) -> RunDir:
+        """The node's run directory."""
+        return RunDir(self.root / "run")
+
+    async def sync(self, _request: SyncRequest) -> SyncReply:
+        """An operator that lends the one slot for ever."""
+        grant = Grant(
+            key=GrantKey(1, SLOT),
+            ttl_seconds=600.0,
+            slot_name="bench",
+            lease="bench/lease",
+            pool=POOL,
+            pod_uid="serving",
+            pod_name="serving",
+            gpu_uuids=("core-0",),
+            engine=EngineSpec(
+                "sglang-cpu", make_named(self.model).name, kv_tokens=16384, max_running=8
+            ),
+            weights=WeightSource("127.0.0.1:1", "bench"),
+            router="",
+        )
+        policy = PoolPolicy(POOL, "Lend", {"x": "y"}, 1, allowed_signals=self.signals)
+        return SyncReply(1, True, (grant,), (policy,), sync_period_seconds=0.5)
+
+    async def spawn(self, name: str, argv: list[str], env: dict[str, str] | None = None) -> None:
+        """Start a process with its own log."""
+        with (self.root / f"{name}.log").open("ab") as log:
+            self.processes[name] = await asyncio.create_subprocess_exec(
+                *argv, stdout=log, stderr=log, env=env
+            )
+
+    async def rose(self, name: str, verb: str, *flags: str) -> None:
+        """Start a verb of ours on the run directory."""
+        argv = [sys.executable, "-m", "rose_cli.main", verb, "--rundir", str(self.rundir.root)]
+        await self.spawn(name, [*argv, "--http-port", "0", *flags])
+
+    async def start_serving(self) -> None:
+        """A stock engine without ROSE's plugin."""
+        port = free_port()
+        launch = Launch(python=engine_python(), model=make_named(self.model), port=port)
+        spec = EngineSpec("sglang-cpu", "serving", kv_tokens=16384, max_running=16)
+        await self.spawn("serving", command(spec, launch), environment(launch, os.environ))
+        self.serving_url = f"http://127.0.0.1:{port}"
+        await answers(f"{self.serving_url}/ready")
+        pin(self.processes["serving"].pid)
+        entry = {"uid": "serving", "pool": POOL, "port": port, "interfaces": ["lo"]}
+        entry["gpus"] = ["core-0"]
+        (self.root / "replicas.yaml").write_text(yaml.safe_dump({"replicas": [entry]}))
+
+    async def start_agent(self) -> None:
+        """The guard."""
+        await self.rose(
+            "agent",
+            "agent",
+            *("--node", "bench", "--operator", f"127.0.0.1:{self.operator_port}"),
+            *("--devices", "static", "--static-replicas", str(self.root / "replicas.yaml")),
+        )
+
+    async def end(self, name: str) -> None:
+        """Kill one process."""
+        process = self.processes.pop(name)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+    def engine(self) -> EngineFile | None:
+        """The rollout engine as the host started it."""
+        return read_json(self.rundir.slot(SLOT.uid).engine, EngineFile)
+
+    async def rollouts_ready(self) -> str:
+        """Wait for the rollout engine; returns its URL."""
+        while True:
+            file = self.engine()
+            if file is not None and file.url:
+                with contextlib.suppress(TimeoutError):
+                    await answers(f"{file.url}/ready", 5.0)
+                    pin(file.pids[0])
+                    return file.url
+            await asyncio.sleep(0.5)
+
+    async def page(self, name: str) -> dict[str, Any]:
+        """A page of the guard."""
+        connector = aiohttp.UnixConnector(str(self.rundir.root / "agent.sock"))
+        async with (
+            aiohttp.ClientSession(connector=connector) as session,
+            session.get(f"http://agent/{name}") as answer,
+        ):
+            content: dict[str, Any] = json.loads(await answer.read())
+            return content
+
+    async def settled(self) -> None:
+        """Wait until the guard knows the replica and has opened the gate."""
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, OSError):
+                slots = (await self.page("report"))["slots"]
+                if slots and slots[0]["gateOpen"]:
+                    return
+            await asyncio.sleep(0.2)
+
+    @contextlib.asynccontextmanager
+    async def unguarded(self) -> AsyncIterator[None]:
+        """Without a guard: the permit is held open whatever serving does."""
+        channel = connect(f"unix:{self.rundir.host_socket}")
+        ending = threading.Event()
+        permit = Permit.attach(self.rundir.slot(SLOT.uid).permit)
+
+        def extend() -> None:
+            while not ending.wait(0.03):
+                permit.extend(time.monotonic_ns() + 2_000_000_000)
+
+        thread = threading.Thread(target=extend)
+        thread.start()
+        try:
+            await call(channel, HOLD, HoldEngine(SLOT, Holder.GUARD, hold=False), timeout=5)
+            yield
+        finally:
+            ending.set()
+            thread.join()
+            permit.close_now()
+            permit.detach()
+            await channel.close()
+
+
+def pin(pid: int) -> None:
+    """Put a process tree with all its threads on the engines' core."""
+    root = psutil.Process(pid)
+    for process in [root, *root.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error, OSError):
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, {ENGINE_CORE})
+
+
+async def answers(url: str, seconds: float = 240.0) -> None:
+    """Wait for HTTP 200.
+
+    Raises:
+        TimeoutError: it never came.
+    """
+    deadline = time.monotonic() + seconds
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as http:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+                async with http.get(url) as answer:
+                    if answer.status == 200:
+                        return
+            await asyncio.sleep(0.3)
+    raise TimeoutError(f"{url} did not answer within {seconds:g} s")
+
+
+@contextlib.asynccontextmanager
+async def running(root: Path, model: str) -> AsyncIterator[Bench]:
+    """Start everything; end everything."""
+    bench = Bench(root, model)
+    server = Server()
+    server.unary(SYNC, bench.sync)
+    bench.operator_port = await server.start("127.0.0.1:0")
+    bench.rundir.create()
+    try:
+        await bench.start_serving()
+        await bench.rose("tap", "tap", "--http-host", "127.0.0.1")
+        await bench.rose(
+            "host",
+            "engine-host",
+            *("--models", str(make_named(model).parent)),
+            *("--engine-python", str(engine_python()), "--data-port", "0"),
+        )
+        await bench.start_agent()
+        yield bench
+    finally:
+        host = bench.processes.get("host")
+        if host is not None:
+            with contextlib.suppress(ProcessLookupError, TimeoutError):
+                host.terminate()
+                await asyncio.wait_for(host.wait(), 20)
+        for name in list(bench.processes):
+            await bench.end(name)
+        await server.stop(0)
