@@ -194,6 +194,26 @@ async def test_a_dead_engine_comes_back_with_base_weights(rundir: Path, models: 
             assert (await status_of(host)).version == ""
 
 
+async def test_an_engine_with_broken_weights_is_started_anew(rundir: Path, models: Path) -> None:
+    async with running(rundir, models) as host:
+        with guarding(rundir):
+            await host.host.ensure(order())
+            before = await serving(host)
+            folder = RunDir(rundir).slot("slot-1")
+            record = read_json(folder.engine, EngineFile)
+            assert record is not None
+            write_json(
+                folder.weights, WeightsFile(broken=True, engine_started_ns=record.started_ns)
+            )
+
+            async def restarted() -> bool:
+                now = await status_of(host)
+                return now.restarts == 1 and now.state is EngineState.SERVING
+
+            await until(restarted, "the engine is restarted")
+            assert not set(before.pids) & set((await status_of(host)).pids)
+
+
 @pytest.mark.parametrize(
     ("engine_class", "model", "text"),
     [

@@ -19,6 +19,7 @@ from pathlib import Path
 from rose_agent.weightsync import metrics
 from rose_agent.weightsync.decide import (
     QUARANTINE_REASONS,
+    SOFT_REASONS,
     Action,
     Engine,
     Head,
@@ -35,6 +36,7 @@ from rose_core.delta import Manifest
 from rose_core.wire.sync import WeightSource
 from rose_engines.errors import CommitRefused, EngineError, EngineUnavailable
 from rose_engines.rundir import SlotDir, WeightsFile, read_json, write_json
+from rose_engines.sglang.control import Committed
 from rose_weights.client import WeightsClient
 from rose_weights.errors import WeightsError
 from rose_wire.errors import WireError
@@ -43,6 +45,8 @@ _log = logging.getLogger(__name__)
 
 _RECONNECT_SECONDS = 1.0
 _HISTORY = 20
+# Tries to commit what lies staged before it is given up and staged anew.
+_COMMIT_ATTEMPTS = 50
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ class Follower:
     async def _commit(self, manifest: Manifest, folder: Path) -> None:
         staged = await self._plugin.stage(folder)
         metrics.STAGE_SECONDS.observe(staged.seconds)
-        committed = await self._plugin.commit(staged.version)
+        committed = await self._commit_when_open(staged.version)
         if committed.digest != manifest.digest:
             raise WrongDigest(
                 f"{committed.version} was committed with digest {committed.digest}, "
@@ -176,6 +180,16 @@ class Follower:
             *(self._slot.uid, committed.version, committed.changed_elements),
             committed.pause_microseconds,
         )
+
+    async def _commit_when_open(self, version: str) -> Committed:
+        """Commit what is staged; a gate that closes again and again costs only time."""
+        for _ in range(_COMMIT_ATTEMPTS - 1):
+            try:
+                return await self._plugin.commit(version)
+            except CommitRefused as error:
+                if error.reason not in SOFT_REASONS:
+                    raise
+        return await self._plugin.commit(version)
 
     def _fail(self, error: Exception) -> None:
         reason = error.reason if isinstance(error, CommitRefused) else type(error).__name__
