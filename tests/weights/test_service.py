@@ -22,9 +22,9 @@ from rose_weights.errors import (
     StoreFailed,
     UnknownRun,
 )
-from rose_weights.messages import FetchRequest, VersionInfo
+from rose_weights.messages import FetchRequest, MissingRequest, VersionInfo
 from rose_weights.publishing import WeightsWriter
-from rose_weights.service import FETCH, WeightService
+from rose_weights.service import FETCH, MISSING, SERVICE, WeightService
 from rose_weights.store import Store
 from rose_wire import rpc
 from rose_wire.errors import Refused, Unavailable
@@ -33,6 +33,7 @@ from tests.weights.faulty import FaultyDisk
 from tests.weights.models import Model, apply_bundle
 
 PATIENCE = 60.0
+BAD_PLAN = rpc.Method(SERVICE, "Plan", bytes, bytes)
 
 
 @dataclass
@@ -245,5 +246,14 @@ async def test_garbage_is_refused_by_name(tmp_path: Path) -> None:
         channel = rpc.connect(running.address)
         with pytest.raises(Refused, match="is not here"):
             await anext(rpc.receive(channel, FETCH, FetchRequest((bytes(32),)), token="t"))
+        for name in (b"", b"../../etc/passwd"):
+            with pytest.raises(Refused, match="is no name of a block"):
+                await anext(rpc.receive(channel, FETCH, FetchRequest((name,)), token="t"))
+            with pytest.raises(Refused, match="is no name of a block"):
+                await rpc.call(
+                    channel, MISSING, MissingRequest((name,)), timeout=PATIENCE, token="t"
+                )
+        with pytest.raises(Refused, match="not a PlanRequest"):
+            await rpc.call(channel, BAD_PLAN, b"garbage", timeout=PATIENCE, token="t")
         await channel.close()
         assert (await client.describe("run")).head is not None

@@ -17,6 +17,8 @@ from rose_core.delta import name_of
 from rose_weights.disk import Disk
 from rose_weights.errors import Damaged, Incomplete
 
+NAME_BYTES = 32
+
 
 class Blocks:
     """The blocks of one store or cache."""
@@ -30,7 +32,14 @@ class Blocks:
         self._durable: set[bytes] = set()
 
     def path(self, name: bytes) -> Path:
-        """Where a block is or would be."""
+        """Where a block is or would be.
+
+        Raises:
+            Incomplete: the name is no SHA-256, so there can be no such block.
+        """
+        if len(name) != NAME_BYTES:
+            message = f"{name[:40]!r} is no name of a block"
+            raise Incomplete(message)
         text = name.hex()
         return self.folder / text[:2] / text
 
@@ -61,8 +70,8 @@ class Blocks:
         path = self.path(name)
         try:
             data = path.read_bytes()
-        except FileNotFoundError as error:
-            message = f"block {name.hex()[:16]} is not here"
+        except OSError as error:
+            message = f"block {name.hex()[:16]} is not here ({error.strerror})"
             raise Incomplete(message) from error
         if name_of(data) != name:
             self._forget(name)
