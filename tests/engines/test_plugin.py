@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import write_bundle
+from rose_engines.errors import UnsupportedEngine
 from rose_engines.safetensors import read_checkpoint
 from rose_engines.sglang import plugin, spans
 from rose_engines.sglang.arguments import PERMIT_VARIABLE, SOCKET_VARIABLE
@@ -155,7 +156,7 @@ def test_unsupported_engines_end(
     reason: str,
 ) -> None:
     vars(scheduler).update(change)
-    with pytest.raises(SystemExit):
+    with pytest.raises(UnsupportedEngine):
         SchedulerPlugin(None, tmp_path / "s").before_iteration(scheduler)
     assert reason in capsys.readouterr().err
 
@@ -163,7 +164,7 @@ def test_unsupported_engines_end(
 def test_no_permit_no_engine(
     tmp_path: Path, scheduler: Scheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(FileNotFoundError):
         SchedulerPlugin(tmp_path / "permit", None).before_iteration(scheduler)
     assert "permit" in capsys.readouterr().err
 

@@ -74,7 +74,8 @@ def register() -> None:
 
     missing = [target for target in _NEEDED if not _exists(target)]
     if missing:
-        _refuse(f"this SGLang has no {missing[0]}; the plugin supports 0.5.23")
+        _tell(f"this SGLang has no {missing[0]}; the plugin supports 0.5.23")
+        raise SystemExit(3)
     hooks = SchedulerPlugin(Path(permit) if permit else None, Path(control) if control else None)
     HookRegistry.register(BOUNDARY, hooks.before_iteration, HookType.BEFORE)
     HookRegistry.register(ADMISSION, hooks.before_request, HookType.BEFORE)
@@ -90,10 +91,9 @@ def _exists(target: str) -> bool:
         return False
 
 
-def _refuse(reason: str) -> None:
+def _tell(reason: str) -> None:
     sys.stderr.write(f"rose: refused: {reason}\n")
     sys.stderr.flush()
-    raise SystemExit(3)
 
 
 class SchedulerPlugin:
@@ -150,7 +150,8 @@ class SchedulerPlugin:
                 self._watch_wake(scheduler)
                 ControlServer(self._control_path, self._session.handle).start()
         except (UnsupportedEngine, BadPermit, OSError) as error:
-            _refuse(str(error))
+            _tell(str(error))
+            raise  # an exception in the scheduler ends the whole engine
         self._started = True
         log.info("rose: plugin ready, permit %s, control %s", self._permit_path, self._control_path)
 
