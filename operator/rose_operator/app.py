@@ -133,7 +133,7 @@ class Operator:
         """Run until a signal or until deposed.
 
         Returns:
-            Exit code: 0 after a signal, 1 when another operator leads.
+            Exit code: 0 after a signal, 1 when another operator leads or a task has failed.
         """
         server = Server(token=self.settings.token)
         server.unary(SYNC, self._sync_service().sync)
@@ -155,12 +155,12 @@ class Operator:
         stopped = asyncio.create_task(self.stop.wait(), name="stop")
         self._on_signals()
         await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        deposed = self.lock.state is State.DEPOSED
+        asked = self.stop.is_set() and self.lock.state is not State.DEPOSED
         self.stop.set()
         await self._end(tasks)
         await server.stop()
         await runner.cleanup()
-        return 1 if deposed else 0
+        return 0 if asked else 1
 
     def _on_signals(self) -> None:
         # kopf sets its own handlers when it starts; both lead to the same flag.

@@ -33,6 +33,8 @@ from rose_operator.store import Raw
 
 LOCK_NAME = "rose-operator"
 _MARGIN = 0.2
+# ``leaseTransitions`` has 32 bits; one wrong node must not use them up.
+_MOST_TERMS = 2**30
 
 _log = logging.getLogger(__name__)
 
@@ -154,7 +156,9 @@ class LeaderLock:
 
     def outbid(self, term: int) -> None:
         """A node obeys this higher term: raise ours above it at the next renewal."""
-        if term > self.term:
+        if term >= _MOST_TERMS:
+            _log.error("a node claims term %d, which no operator can have had", term)
+        elif term > self.term:
             self._outbid = max(self._outbid, term)
 
     async def run(self) -> None:

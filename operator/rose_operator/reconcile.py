@@ -12,8 +12,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pydantic import ValidationError
+
 from rose_core import lending
 from rose_core.api import Desired, Member, Reason, RolloutSlot
+from rose_core.wire.sync import ReplicaReport
 from rose_operator import routers, slots
 from rose_operator.admission import Offer
 from rose_operator.api import Kind
@@ -155,12 +158,7 @@ class Reconciler:
         for name, node in self.telemetry.nodes.items():
             for report in node.request.replicas:
                 if report.pod_uid == pod_uid:
-                    return Member(
-                        node=name,
-                        pod_name=report.pod_name,
-                        pod_uid=pod_uid,
-                        gpu_uuids=report.gpu_uuids,
-                    )
+                    return _read_member(name, report)
         return None
 
     async def _routers(self, world: World) -> None:
@@ -210,6 +208,20 @@ class Reconciler:
             await write()
         except ApiRefused as error:
             _log.error("write refused: %s", error)  # the message says it all
+
+
+def _read_member(node: str, report: ReplicaReport) -> Member | None:
+    """The replica as a slot's member; None when the agent's words fit no object."""
+    try:
+        return Member(
+            node=node,
+            pod_name=report.pod_name,
+            pod_uid=report.pod_uid,
+            gpu_uuids=report.gpu_uuids,
+        )
+    except ValidationError as error:
+        _log.error("replica %s of node %s: %s", report.pod_name, node, error)
+        return None
 
 
 def _key(manifest: Raw) -> str:

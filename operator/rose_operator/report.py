@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol
 from uuid import uuid4
 
+from pydantic import ValidationError
+
 from rose_core.api import (
     ApiModel,
     Condition,
@@ -20,6 +22,7 @@ from rose_core.api import (
     RolloutLease,
     RolloutSlot,
     ServingPool,
+    SlotStatus,
 )
 from rose_core.api.common import API_VERSION
 from rose_core.api.conditions import Statement, merge, timestamp, transitions
@@ -78,7 +81,7 @@ class Reporter:
             said = pool_status(pool, world, plan, self._policy)
             yield from self._compare(Kind.POOL, pool, said, world, api)
         for slot in world.slots.good.values():
-            status = slot_status(slot, world, self._policy)
+            status = _slot(slot, world, self._policy)
             yield from self._compare(Kind.SLOT, slot, status, world, api)
         for key, lease in world.leases.good.items():
             outcome = plan.outcomes.get(key)
@@ -150,6 +153,15 @@ class Reporter:
             self._stores[kind].put(await api.apply_status(kind, manifest))
 
         yield write
+
+
+def _slot(slot: RolloutSlot, world: World, policy: Policy) -> SlotStatus:
+    """The slot's status; what an agent said beyond every bound leaves it as it was."""
+    try:
+        return slot_status(slot, world, policy)
+    except ValidationError as error:
+        _log.error("report about slot %s: %s", slot.metadata.name, error)
+        return slot.status
 
 
 def _manifest(kind: Kind, namespace: str, name: str, status: ApiModel) -> Raw:

@@ -12,6 +12,7 @@ from rose_operator.world import World
 
 # A slot that its guard keeps stopped for longer than this is no longer Ready.
 _HELD_SECONDS = 30.0
+_MOST_LABEL = 128
 
 _C = ConditionType
 _R = Reason
@@ -40,7 +41,8 @@ def slot_report(slot: RolloutSlot, world: World) -> SlotReport | None:
     report = world.telemetry.slot(slot.metadata.uid, slot.spec.member.node)
     if report is None or report.slot.generation != slot.metadata.generation:
         return None
-    return report
+    # A label beyond the API's bound is no version of ours.
+    return report if len(report.version) <= _MOST_LABEL else None
 
 
 def slot_runs(slot: RolloutSlot, world: World) -> bool:

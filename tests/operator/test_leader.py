@@ -132,3 +132,12 @@ async def test_a_term_that_nodes_know_from_a_lost_lease_is_outbid() -> None:
     mine.outbid(7)
     await mine.step()
     assert mine.term == 42
+
+
+async def test_an_impossible_term_is_not_outbid() -> None:
+    api, clock = FakeApi(), Clock()
+    mine = lock(api, clock)
+    await mine.step()
+    mine.outbid(2**62)
+    await mine.step()
+    assert (mine.state, mine.term) == (State.LEADER, 1)

@@ -210,6 +210,22 @@ def test_without_an_api_server_grants_are_renewed_and_nothing_is_doubled(scene: 
         assert before["metadata"]["uid"] in {slot["metadata"]["uid"] for slot in slots}
 
 
+def test_a_signal_ends_it_and_gives_the_lead_back(
+    cluster: Cluster, operator: OperatorProcess
+) -> None:
+    until(lambda: page(operator, "/readyz") == "Leader\n", "it leads")
+    assert operator.terminate() == 0
+    held = cluster.plane.kubectl(
+        "get",
+        "lease",
+        "rose-operator",
+        f"--namespace={operator.namespace}",
+        "--output=jsonpath={.spec.holderIdentity}",
+    )
+    assert held == ""
+    operator.start()
+
+
 BAD_LEASES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown-pool": ({"spec.poolRef.name": "nobody"}, "UnknownPool"),
     "observe": ({"spec.poolRef.name": "observe"}, "PoolNotLending"),

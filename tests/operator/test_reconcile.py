@@ -157,6 +157,21 @@ async def test_an_object_that_cannot_be_read_gets_its_answer_alone() -> None:
     assert ("status", "poison") not in bench.api.writes
 
 
+async def test_reports_that_fit_no_object_harm_nobody() -> None:
+    bench = await running()
+    (slot,) = bench.slots()
+    key = SlotKey(slot["metadata"]["uid"], slot["metadata"]["generation"])
+    same, odd = replica("default/chat", "a"), replica("default/chat", "Not A Name", kv=0)
+    bench.lease("second")
+    for absurd in ({"version": "v" * 500}, {"version": "grpo@1.0", "endpoint": "e" * 999}):
+        report = SlotReport(key, SlotState.RUNNING, **absurd)
+        bench.telemetry.record(SyncRequest("n1", "t", 0, (same, odd), (report,)), bench.now)
+        await bench.turn(2)
+    assert len(bench.slots()) == 1
+    assert bench.slots()[0]["status"]["endpoint"] == ""
+    assert bench.reason("second", "Accepted") == Reason.ACCEPTED
+
+
 async def test_a_dead_api_server_ends_the_pass_and_a_lost_lock_prevents_writes() -> None:
     bench = Bench()
     bench.pool()
