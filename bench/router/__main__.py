@@ -52,9 +52,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def process(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """A child that is gone afterwards."""
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def process(*command: str, speaks: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A child that is gone afterwards; its output is thrown away unless it ``speaks`` to us."""
+    output = subprocess.PIPE if speaks else subprocess.DEVNULL
+    child = subprocess.Popen(command, stdout=output, text=True)
     try:
         yield child
     finally:
@@ -69,7 +70,7 @@ def process(*command: str) -> Iterator[subprocess.Popen[str]]:
 def stub(token_seconds: float) -> Iterator[str]:
     """A stub engine; its URL."""
     command = (sys.executable, "-m", "bench.router.stub", f"--token-seconds={token_seconds}")
-    with process(*command) as child:
+    with process(*command, speaks=True) as child:
         if child.stdout is None:
             raise RuntimeError("no pipe to the stub")
         yield child.stdout.readline().strip()
@@ -133,7 +134,7 @@ async def sglang_router(python: str, engine: str) -> AsyncIterator[str]:
     port, metrics = free_port(), free_port()
     command = [python, "-m", "sglang_router.launch_router", f"--worker-urls={engine}"]
     command += ["--policy=cache_aware", "--host=127.0.0.1", f"--port={port}"]
-    command += [f"--prometheus-port={metrics}"]
+    command += [f"--prometheus-port={metrics}", "--log-level=warn"]
     with process(*command):
         await _ready(f"http://127.0.0.1:{port}/readiness")
         yield f"http://127.0.0.1:{port}"

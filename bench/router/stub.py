@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import sys
 from typing import Any
 
@@ -64,6 +65,8 @@ def application(token_seconds: float) -> web.Application:
 
 async def serve(flags: argparse.Namespace) -> None:
     """Run until killed; prints its URL."""
+    # sglang-router asks for HTTP/2 first; that is no error here.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     runner = web.AppRunner(application(flags.token_seconds), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
