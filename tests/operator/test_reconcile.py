@@ -163,8 +163,10 @@ async def test_reports_that_fit_no_object_harm_nobody() -> None:
     key = SlotKey(slot["metadata"]["uid"], slot["metadata"]["generation"])
     same, odd = replica("default/chat", "a"), replica("default/chat", "Not A Name", kv=0)
     bench.lease("second")
-    for absurd in ({"version": "v" * 500}, {"version": "grpo@1.0", "endpoint": "e" * 999}):
-        report = SlotReport(key, SlotState.RUNNING, **absurd)
+    for report in (
+        SlotReport(key, SlotState.RUNNING, version="v" * 500),
+        SlotReport(key, SlotState.RUNNING, version="grpo@1.0", endpoint="e" * 999),
+    ):
         bench.telemetry.record(SyncRequest("n1", "t", 0, (same, odd), (report,)), bench.now)
         await bench.turn(2)
     assert len(bench.slots()) == 1
