@@ -70,15 +70,23 @@ def run(options: Options, node: Node, scratch: Path) -> int:
     with Reaper() as reaper, _cluster(stack):
         stack.up()
         stack.wait_for_parts()
-        # The guard trusts its signal once it has seen requests that the engine counted as well.
-        with process(_warm_up(stack), scratch / "warm-up.log", reaper):
-            stack.wait_for_slot()
-        screen = Screen(sys.stdout, plain=options.plain or not sys.stdout.isatty())
-        recording = asyncio.run(measure(stack, reaper, screen))
+        try:
+            recording = _measured(stack, reaper, scratch)
+        finally:
+            stack.save_logs(options.out / "logs")
     findings = judge(recording)
     write(recording, findings, options.out)
     say("\n".join(conclusion(findings, options.out)))
     return findings.exit_code
+
+
+def _measured(stack: Stack, reaper: Reaper, scratch: Path) -> Recording:
+    """Wait for the slot under light traffic, then measure."""
+    # The guard trusts its signal once it has seen requests that the engine counted as well.
+    with process(_warm_up(stack), scratch / "warm-up.log", reaper):
+        stack.wait_for_slot()
+    screen = Screen(sys.stdout, plain=stack.options.plain or not sys.stdout.isatty())
+    return asyncio.run(measure(stack, reaper, screen))
 
 
 def _warm_up(stack: Stack) -> list[str]:

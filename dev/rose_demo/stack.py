@@ -217,6 +217,14 @@ class Stack:
         ).splitlines()[-15:]
         return "\n".join([pods, self.story(), *events])
 
+    def save_logs(self, folder: Path) -> None:
+        """Write what ROSE's containers said, one file each, for a look afterwards."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for pod in self._pods(SYSTEM):
+            named = ["-n", SYSTEM, pod.name]
+            text = self._kubectl("logs", *named, "--all-containers", "--prefix", check=False)
+            (folder / f"{pod.name}.log").write_text(text)
+
     def _engines(self) -> Engines:
         python = engine_environment.engine_python()
         serving, rollout = (
