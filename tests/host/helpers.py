@@ -141,6 +141,19 @@ def body(tokens: int = 20, *, stream: bool = False, **extra: object) -> dict[str
     }
 
 
+async def stands_still(sample: Callable[[], Awaitable[int]]) -> int:
+    """Wait until a counter that else grows every few milliseconds rests for half a second."""
+    seen = [-1]
+
+    async def rests() -> bool:
+        seen.append(await sample())
+        await asyncio.sleep(0.5)
+        return await sample() == seen[-1]
+
+    await until(rests, "the counter rests")
+    return seen[-1]
+
+
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 

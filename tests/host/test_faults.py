@@ -23,7 +23,7 @@ from rose_engines.rundir import EngineFile, RunDir, read_json, write_json
 from rose_wire.errors import WireError
 from rose_wire.rpc import call, connect
 from rose_wire.services import ENSURE, STATUS
-from tests.host.helpers import body, generated, guarding, order, until
+from tests.host.helpers import body, generated, guarding, order, stands_still, until
 
 
 class HostProcess:
@@ -122,10 +122,7 @@ async def test_without_its_host_an_engine_still_obeys_the_permit(
 
                     await until(closed, "the permit lapses")
                     gate.close()
-                    await asyncio.sleep(0.25)
-                    before = await generated(client, url)
-                    await asyncio.sleep(0.5)
-                    assert await generated(client, url) == before
+                    before = await stands_still(lambda: generated(client, url))
                     guard.open()
 
                     async def grows() -> bool:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from rose_agent.host import freezers, main
+from rose_agent.host.repair import find_group
 from rose_agent.weightsync.follower import Options
 from rose_agent.weightsync.main import Followers
 from rose_core.identity import SlotKey
@@ -18,7 +19,7 @@ from rose_core.wire.host import EngineState, EnsureEngine, HoldEngine, Holder
 from rose_core.wire.sync import EngineSpec, WeightSource
 from rose_dev.engine_environment import engine_python, is_ready
 from rose_dev.models import make_named
-from rose_engines.rundir import RunDir
+from rose_engines.rundir import EngineFile, RunDir, read_json
 from tests.host.helpers import BEARER, TOKEN, guarding, status_of, stop, until
 from tests.weightsync.run import RUN, PublishedRun, store_at
 
@@ -80,12 +81,12 @@ async def test_a_real_engine_under_the_host(rundir: Path, tmp_path: Path) -> Non
                     assert reply.status == 200
                     reading = asyncio.create_task(reply.content.read())
                     await _more_tokens(host)
-                    await _hold(host)
+                    await _hold(host, rundir)
                     await run.publish()
                     await _attested(host, run)
                     await _more_tokens(host)
                     guard.close()
-                    await _lapse(host)
+                    await _lapse(host, rundir)
                     guard.open()
                     await _more_tokens(host)
                     aborting = f"{endpoint}/abort_request"
@@ -128,11 +129,11 @@ async def _attested(host: main.Running, run: PublishedRun) -> None:
     await until(arrived, f"{wanted} is attested")
 
 
-async def _hold(host: main.Running) -> None:
+async def _hold(host: main.Running, rundir: Path) -> None:
     """Held: no token comes, and the tree stands still; freed: it goes on."""
     slot = SlotKey("slot-1", 1)
     await host.host.hold(HoldEngine(slot, Holder.GUARD, hold=True))
-    await _still(host)
+    await _still(rundir)
     await host.host.hold(HoldEngine(slot, Holder.GUARD, hold=False))
 
     async def goes_on() -> bool:
@@ -141,17 +142,26 @@ async def _hold(host: main.Running) -> None:
     await until(goes_on, "the engine goes on")
 
 
-async def _lapse(host: main.Running) -> None:
+async def _lapse(host: main.Running, rundir: Path) -> None:
     async def lapsed() -> bool:
         return (await status_of(host)).reason == "PermitLapsed"
 
     await until(lapsed, "the permit lapses")
-    await _still(host)
+    await _still(rundir)
 
 
-async def _still(host: main.Running) -> None:
+async def _still(rundir: Path) -> None:
     """No process of the engine gets any time of a core."""
-    pids = (await status_of(host)).pids
+    record = read_json(RunDir(rundir).slot("slot-1").engine, EngineFile)
+    assert record is not None
+    group = find_group(record)
+    assert group is not None
+
+    async def frozen() -> bool:
+        return group.frozen()
+
+    await until(frozen, "the tree stands still")
+    pids = group.pids()
     assert len(pids) >= 3  # server, scheduler, detokenizer
     before = [psutil.Process(pid).cpu_times()[:2] for pid in pids]
     await asyncio.sleep(0.7)

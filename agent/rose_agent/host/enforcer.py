@@ -65,6 +65,10 @@ class Watched:
         """State of the tree after the last tick."""
         return self._tree.state
 
+    def stands_still_for(self, holder: Holder) -> bool:
+        """The tree stands still, and the last tick knew of this holder."""
+        return self._tree.state is TreeState.STOPPED and holder in self._wish.holders
+
     @property
     def reason(self) -> str:
         """Why the engine stands still; empty when it runs."""

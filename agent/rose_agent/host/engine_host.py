@@ -21,7 +21,6 @@ from collections import Counter
 import msgspec
 
 from rose_agent.host import metrics
-from rose_agent.host.enforcement import TreeState
 from rose_agent.host.enforcer import Watched
 from rose_agent.host.errors import WrongGeneration
 from rose_agent.host.lifecycle import EngineLife, Site
@@ -127,7 +126,7 @@ class EngineHost:
         self._site.enforcer.poke()
         deadline = began + int(_HOLD_WAIT_SECONDS * 1e9)
         while order.hold and time.monotonic_ns() < deadline:
-            if life.watched.state is TreeState.STOPPED:
+            if life.watched.stands_still_for(order.holder):
                 break
             await asyncio.sleep(0.001)
         return Accepted(paused_microseconds=(time.monotonic_ns() - began) // 1000)
