@@ -4,16 +4,8 @@ Whoever brings weights to the node (weight-sync) speaks to the engine's schedule
 Unix socket in the slot's run directory, never through the engine's HTTP server. One connection
 carries any number of calls, one after the other; a frame is a 4-byte little-endian length and a
 msgpack body. The same messages are answered by the real plugin (``plugin``) and by the fake engine
-(``rose_engines.fake``). Next step: ``rose_engines.session`` carries the calls out.
-
-    call        answer      meaning
-    Stage       Staged      decode and check a bundle beside the live weights; serving goes on
-    Commit      Committed   swap it in at the next iteration boundary, attest, move the label
-    Abort       Status      forget what is staged
-    Attest      Attested    recompute the digest of all live weights now
-    Export      Exported    write the live weights to a file, to compare them bit by bit
-    GetStatus   Status      what is live, what is staged
-    any         Refused     nothing changed; the version before goes on serving
+(``rose_engines.fake``). ``calls`` has the table of them.
+Next step: ``rose_engines.session`` carries the calls out.
 """
 
 from __future__ import annotations
@@ -23,7 +15,6 @@ import contextlib
 import logging
 import os
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -32,146 +23,49 @@ from typing import Self, TypeVar
 import msgspec
 
 from rose_engines.errors import CommitRefused, EngineUnavailable
+from rose_engines.sglang.calls import (
+    LENGTH,
+    Abort,
+    Answer,
+    Attest,
+    Attested,
+    Call,
+    Commit,
+    Committed,
+    Export,
+    Exported,
+    GetStatus,
+    Refused,
+    Stage,
+    Staged,
+    Status,
+    answers,
+    frame,
+    read_call,
+)
 
 log = logging.getLogger(__name__)
 
-_LENGTH = struct.Struct("<I")
-_LARGEST = 1 << 20
-
-
-class Stage(msgspec.Struct, frozen=True, tag=True):
-    """Stage the bundle in this folder (``manifest.msgpack`` and ``blocks/``).
-
-    Attributes:
-        bundle: absolute path, on a file system that the engine sees.
-    """
-
-    bundle: str
-
-
-class Commit(msgspec.Struct, frozen=True, tag=True):
-    """Commit what is staged, if it is this version.
-
-    Attributes:
-        timeout_seconds: give up when no iteration boundary under an open permit came until then.
-    """
-
-    version: str
-    timeout_seconds: float = 30.0
-
-
-class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Forget what is staged; harmless when nothing is."""
-
-
-class Attest(msgspec.Struct, frozen=True, tag=True):
-    """Recompute every tile digest on the live weights."""
-
-
-class Export(msgspec.Struct, frozen=True, tag=True):
-    """Write the live weights to this file as safetensors, to compare them bit by bit."""
-
-    path: str
-
-
-class GetStatus(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the status."""
-
-
-class Staged(msgspec.Struct, frozen=True, tag=True):
-    """A bundle lies ready.
-
-    Attributes:
-        base, digest: digests the commit starts from and arrives at; base is empty for full state.
-        changed_elements: elements that differ from the live weights.
-        staged_bytes: memory the staged values and the undo log take.
-    """
-
-    version: str
-    base: str
-    digest: str
-    changed_elements: int
-    staged_bytes: int
-    seconds: float
-
-
-class Committed(msgspec.Struct, frozen=True, tag=True):
-    """The version is live and attested.
-
-    Attributes:
-        digest: recomputed on the live weights; equals the manifest's.
-        pause_microseconds: time the engine did not compute: scatter, digests and label.
-        fenced_requests: live requests that carry tokens of the version before.
-    """
-
-    version: str
-    digest: str
-    changed_elements: int
-    pause_microseconds: int
-    fenced_requests: int
-
-
-class Attested(msgspec.Struct, frozen=True, tag=True):
-    """Digest recomputed on all live weights."""
-
-    version: str
-    digest: str
-    seconds: float
-
-
-class Exported(msgspec.Struct, frozen=True, tag=True):
-    """The live weights were written.
-
-    Attributes:
-        version: label of the weights in the file.
-    """
-
-    version: str
-
-
-class Status(msgspec.Struct, frozen=True, tag=True):
-    """What the engine serves.
-
-    Attributes:
-        version: label that replies carry.
-        digest: of the live weights, as last attested.
-        phase: ``Idle``, ``Staging``, ``Staged``, ``Committing`` or ``Broken``.
-        staged: version that lies ready, or empty.
-        commits: commits since the engine started.
-        permit_open: None when the engine runs without a permit.
-        iterations: iteration boundaries seen since the start.
-    """
-
-    version: str
-    digest: str
-    phase: str
-    staged: str = ""
-    commits: int = 0
-    pid: int = 0
-    rank: int = 0
-    permit_open: bool | None = None
-    iterations: int = 0
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Nothing changed; ``reason`` is a word of ``CommitRefused``."""
-
-    reason: str
-    message: str
-
-
-Call = Stage | Commit | Abort | Attest | Export | GetStatus
-Answer = Staged | Committed | Attested | Exported | Status | Refused
 A = TypeVar("A", Staged, Committed, Attested, Exported, Status)
 
-_encoder = msgspec.msgpack.Encoder()
-_calls: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)
-_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-
-
-def _frame(message: Call | Answer) -> bytes:
-    body = _encoder.encode(message)
-    return _LENGTH.pack(len(body)) + body
+__all__ = [
+    "Abort",
+    "Answer",
+    "Attest",
+    "Attested",
+    "Call",
+    "Commit",
+    "Committed",
+    "ControlClient",
+    "ControlServer",
+    "Export",
+    "Exported",
+    "GetStatus",
+    "Refused",
+    "Stage",
+    "Staged",
+    "Status",
+]
 
 
 class ControlServer:
@@ -220,22 +114,11 @@ class ControlServer:
     def _serve(self, connection: socket.socket) -> None:
         with connection, connection.makefile("rwb") as stream:
             try:
-                while (call := _read_call(stream.read)) is not None:
-                    stream.write(_frame(self._handle(call)))
+                while (call := read_call(stream.read)) is not None:
+                    stream.write(frame(self._handle(call)))
                     stream.flush()
             except (OSError, msgspec.MsgspecError, ValueError) as error:
                 log.warning("control connection ended: %s", error)
-
-
-def _read_call(read: Callable[[int], bytes]) -> Call | None:
-    """The next call, None at the end of the stream."""
-    head = read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    if length > _LARGEST:
-        raise ValueError(f"a control frame of {length} bytes; at most {_LARGEST} are allowed")
-    return _calls.decode(read(length))
 
 
 class ControlClient:
@@ -324,10 +207,10 @@ class ControlClient:
     async def _ask(self, call: Call, kind: type[A]) -> A:
         async with self._lock:
             try:
-                self._writer.write(_frame(call))
+                self._writer.write(frame(call))
                 await self._writer.drain()
-                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-                answer = _answers.decode(await self._reader.readexactly(length))
+                (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+                answer = answers.decode(await self._reader.readexactly(length))
             except (OSError, EOFError, msgspec.MsgspecError) as error:
                 raise EngineUnavailable(f"the engine hung up: {error}") from error
         if isinstance(answer, Refused):

@@ -1,0 +1,174 @@
+"""Calls and answers of the control socket, and their frames.
+
+A frame is a 4-byte little-endian length and a msgpack body; bodies are tagged with the class name.
+Next step: ``control`` carries them, ``rose_engines.session`` carries them out.
+
+    call        answer      meaning
+    Stage       Staged      decode and check a bundle beside the live weights; serving goes on
+    Commit      Committed   swap it in at the next iteration boundary, attest, move the label
+    Abort       Status      forget what is staged
+    Attest      Attested    recompute the digest of all live weights now
+    Export      Exported    write the live weights to a file, to compare them bit by bit
+    GetStatus   Status      what is live, what is staged
+    any         Refused     nothing changed; the version before goes on serving
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import msgspec
+
+LENGTH = struct.Struct("<I")
+LARGEST = 1 << 20
+
+
+class Stage(msgspec.Struct, frozen=True, tag=True):
+    """Stage the bundle in this folder (``manifest.msgpack`` and ``blocks/``).
+
+    Attributes:
+        bundle: absolute path, on a file system that the engine sees.
+    """
+
+    bundle: str
+
+
+class Commit(msgspec.Struct, frozen=True, tag=True):
+    """Commit what is staged, if it is this version.
+
+    Attributes:
+        timeout_seconds: give up when no iteration boundary under an open permit came until then.
+    """
+
+    version: str
+    timeout_seconds: float = 30.0
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Forget what is staged; harmless when nothing is."""
+
+
+class Attest(msgspec.Struct, frozen=True, tag=True):
+    """Recompute every tile digest on the live weights."""
+
+
+class Export(msgspec.Struct, frozen=True, tag=True):
+    """Write the live weights to this file as safetensors, to compare them bit by bit."""
+
+    path: str
+
+
+class GetStatus(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the status."""
+
+
+class Staged(msgspec.Struct, frozen=True, tag=True):
+    """A bundle lies ready.
+
+    Attributes:
+        base, digest: digests the commit starts from and arrives at; base is empty for full state.
+        changed_elements: elements that differ from the live weights.
+        staged_bytes: memory the staged values and the undo log take.
+    """
+
+    version: str
+    base: str
+    digest: str
+    changed_elements: int
+    staged_bytes: int
+    seconds: float
+
+
+class Committed(msgspec.Struct, frozen=True, tag=True):
+    """The version is live and attested.
+
+    Attributes:
+        digest: recomputed on the live weights; equals the manifest's.
+        pause_microseconds: time the engine did not compute: scatter, digests and label.
+        fenced_requests: live requests that carry tokens of the version before.
+    """
+
+    version: str
+    digest: str
+    changed_elements: int
+    pause_microseconds: int
+    fenced_requests: int
+
+
+class Attested(msgspec.Struct, frozen=True, tag=True):
+    """Digest recomputed on all live weights."""
+
+    version: str
+    digest: str
+    seconds: float
+
+
+class Exported(msgspec.Struct, frozen=True, tag=True):
+    """The live weights were written.
+
+    Attributes:
+        version: label of the weights in the file.
+    """
+
+    version: str
+
+
+class Status(msgspec.Struct, frozen=True, tag=True):
+    """What the engine serves.
+
+    Attributes:
+        version: label that replies carry.
+        digest: of the live weights, as last attested.
+        phase: ``Idle``, ``Staging``, ``Staged``, ``Committing`` or ``Broken``.
+        staged: version that lies ready, or empty.
+        commits: commits since the engine started.
+        permit_open: None when the engine runs without a permit.
+        iterations: iteration boundaries seen since the start.
+    """
+
+    version: str
+    digest: str
+    phase: str
+    staged: str = ""
+    commits: int = 0
+    pid: int = 0
+    rank: int = 0
+    permit_open: bool | None = None
+    iterations: int = 0
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Nothing changed; ``reason`` is a word of ``CommitRefused``."""
+
+    reason: str
+    message: str
+
+
+Call = Stage | Commit | Abort | Attest | Export | GetStatus
+Answer = Staged | Committed | Attested | Exported | Status | Refused
+
+encoder = msgspec.msgpack.Encoder()
+calls: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)
+answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def frame(message: Call | Answer) -> bytes:
+    """A message as it goes over the socket."""
+    body = encoder.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def read_call(read: Callable[[int], bytes]) -> Call | None:
+    """The next call from a blocking stream, None at its end.
+
+    Raises:
+        ValueError: the frame is too long or is no call.
+    """
+    head = read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(head)
+    if length > LARGEST:
+        raise ValueError(f"a control frame of {length} bytes; at most {LARGEST} are allowed")
+    return calls.decode(read(length))
