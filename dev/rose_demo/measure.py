@@ -159,6 +159,7 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
         seen.read(*lines)
         seen.samples.append(await collector.look())
         record = await collector.flight_record()
+    (out / "flight-record.json").write_bytes(msgspec.json.encode(record))
     end_ns = origin_ns + int(options.seconds * 1e9)
     return Recording(
         settings=options.settings(),
