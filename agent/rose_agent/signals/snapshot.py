@@ -2,8 +2,8 @@
 
 Found through the scheduler's own memory maps, never by name: SIGTERM leaves old files behind, and
 an old file reads as a valid load. Reading costs the engine nothing. The file lives in the pod's
-mount namespace, so it is opened through ``/proc/PID/map_files`` (needs CAP_SYS_PTRACE); where that
-is refused the source is simply absent.
+mount namespace, so it is opened through ``/proc/PID/root`` (needs CAP_SYS_PTRACE); where that is
+refused the source is simply absent.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _NAME = "sglang_loads_"
 
 
 def mapped(maps: str) -> str | None:
-    """Address range of the snapshot in a ``/proc/PID/maps`` text; None when there is none."""
+    """Path of the snapshot in a ``/proc/PID/maps`` text; None when there is none."""
     for line in maps.splitlines():
         if _NAME in line and "(deleted)" not in line:
-            return line.split(" ", 1)[0]
+            return line.split(maxsplit=5)[5]
     return None
 
 
@@ -54,10 +54,10 @@ class Snapshot:
 
     def _open(self) -> bool:
         try:
-            area = mapped((self._folder / "maps").read_text())
-            if area is None:
+            path = mapped((self._folder / "maps").read_text())
+            if path is None:
                 return False
-            with (self._folder / "map_files" / area).open("rb") as file:
+            with (self._folder / "root" / path.lstrip("/")).open("rb") as file:
                 self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError):
             return False

@@ -1,0 +1,87 @@
+"""The streams to the router: the newest state only, closed gates at once, back after a loss."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from rose_agent.attach import Attachment
+from rose_core.wire.routing import EngineKind, EngineUpdate, RouterNote
+from rose_wire.rpc import Server
+from rose_wire.services import ATTACH
+
+UPDATE = EngineUpdate(
+    engine="slot", kind=EngineKind.BORROWED, lease="ns/lease", url="http://x", gate_open=True
+)
+CLOSED = msgspec.structs.replace(UPDATE, gate_open=False)
+
+
+class Router:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[EngineUpdate] = []
+        self.streams = 0
+
+    async def attach(self, updates: AsyncIterator[EngineUpdate]) -> AsyncIterator[RouterNote]:
+        self.streams += 1
+        async for update in updates:
+            self.heard.append(update)
+            yield RouterNote(live_turns=len(self.heard))
+
+    async def serve(self, address: str) -> tuple[Server, int]:
+        server = Server(token="secret")
+        server.bidirectional(ATTACH, self.attach)
+        return server, await server.start(address)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110  # what is waited for knows no events
+            await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def attached(port: int) -> AsyncIterator[Attachment]:
+    attachment = Attachment(f"127.0.0.1:{port}", "secret")
+    task = asyncio.create_task(attachment.run())
+    try:
+        yield attachment
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_changes_are_sent_once_and_the_newest_counts() -> None:
+    router = Router()
+    server, port = await router.serve("127.0.0.1:0")
+    async with attached(port) as attachment:
+        attachment.set(UPDATE)
+        await until(lambda: router.heard == [UPDATE])
+        attachment.set(UPDATE)
+        attachment.set(CLOSED)
+        await until(lambda: router.heard[-1] == CLOSED)
+        assert len(router.heard) == 2
+        attachment.leave()
+        await until(lambda: router.heard[-1].leaving)
+        assert not router.heard[-1].gate_open
+        await until(lambda: attachment.note.live_turns == 3)
+    await server.stop(0)
+
+
+async def test_a_router_that_restarts_hears_the_present() -> None:
+    router = Router()
+    server, port = await router.serve("127.0.0.1:0")
+    async with attached(port) as attachment:
+        attachment.set(UPDATE)
+        await until(lambda: router.heard == [UPDATE])
+        await server.stop(0)
+        attachment.set(CLOSED)
+        again = Router()
+        server, _ = await again.serve(f"127.0.0.1:{port}")
+        await until(lambda: again.heard[-1:] == [CLOSED])
+    await server.stop(0)
