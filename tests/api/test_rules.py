@@ -1,5 +1,6 @@
 """Every CEL rule and bound against the real API server: what it accepts and what it refuses."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -103,7 +104,7 @@ BOUNDS: list[tuple[str, dict[str, Any], str]] = [
 
 def created(client: Client, kind: str, changes: dict[str, Any]) -> dict[str, Any]:
     """Ask the API server to validate and default, without keeping anything."""
-    body = changed(KINDS[kind], changes)
+    body = changed(KINDS[kind], {"metadata.name": "never-kept"} | changes)
     dry = Client(config=client.config, trust_env=False, dry_run=True)
     try:
         return dict(dry.create(RESOURCES[kind].from_dict(body)))
@@ -122,13 +123,19 @@ def test_a_rule_on_creation(client: Client, kind: str, text: str) -> None:
     assert text in str(refused.value)
 
 
-@pytest.fixture(scope="session")
-def existing(client: Client) -> Client:
+@pytest.fixture(scope="module")
+def existing(client: Client) -> Iterator[Client]:
     """One lease and one released slot that rules about changes are tried on."""
-    client.create(RESOURCES["RolloutLease"].from_dict(changed(KINDS["RolloutLease"], {})))
     released = {"spec.desired": "Released", "spec.releaseReason": "Preempted"}
-    client.create(RESOURCES["RolloutSlot"].from_dict(changed(SLOT, released)))
-    return client
+    things = {
+        "RolloutLease": changed(KINDS["RolloutLease"], {}),
+        "RolloutSlot": changed(SLOT, released),
+    }
+    for kind, body in things.items():
+        client.create(RESOURCES[kind].from_dict(body))
+    yield client
+    for kind, body in things.items():
+        client.delete(RESOURCES[kind], body["metadata"]["name"], namespace="default")
 
 
 @pytest.mark.cluster
