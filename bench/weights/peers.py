@@ -22,7 +22,7 @@ def _changed(old: Bits, new: Bits) -> Indices:
     return np.flatnonzero(old != new)
 
 
-def coo(old: Bits, new: Bits) -> int:
+def row_column_value(old: Bits, new: Bits) -> int:
     """Row and column as int32 beside the BF16 value."""
     return len(_changed(old, new)) * 10
 
@@ -56,7 +56,7 @@ def dense_xor(old: Bits, new: Bits) -> int:
 
 
 PEERS: dict[str, Callable[[Bits, Bits], int]] = {
-    "COO int32+int32+bf16": coo,
+    "row+column int32, bf16": row_column_value,
     "int32+bf16 (verl, vLLM)": index_value,
     "u16 gap+bf16, zstd-1 (slime v1)": gap_value,
     "dense XOR, zstd-1 (slime, Stitch)": dense_xor,

@@ -47,7 +47,7 @@ def test_layouts_and_ours_are_counted_on_the_same_delta() -> None:
     chain = Chain([old, new], (256, 1024))
     delta = chain.manifests[1]
     sizes = {name: peer(old, new) / delta.changes for name, peer in PEERS.items()}
-    assert sizes["COO int32+int32+bf16"] == 10
+    assert sizes["row+column int32, bf16"] == 10
     assert sizes["int32+bf16 (verl, vLLM)"] == 6
     assert wire_bytes(delta) / delta.changes < min(sizes.values())
     assert wire_bytes(delta) > delta.block_bytes + len(delta.encode())
