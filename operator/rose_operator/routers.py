@@ -42,7 +42,7 @@ def router_url(name: str, namespace: str) -> str:
 
 def attach_address(name: str, settings: Settings) -> str:
     """Where engine owners dial in."""
-    return f"{name}.{settings.namespace}.svc.{settings.cluster_domain}:{ATTACH_PORT}"
+    return f"{name}.{settings.namespace}.svc:{ATTACH_PORT}"
 
 
 def deployment(lease: RolloutLease, settings: Settings) -> Raw:

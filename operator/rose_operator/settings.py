@@ -40,7 +40,6 @@ class Settings:
     token_secret: str = "rose-token"  # noqa: S105  # the Secret's name
     router_service_account: str = "rose-router"
     router_template: dict[str, Any] = field(default_factory=dict)
-    cluster_domain: str = "cluster.local"
     plan_seconds: float = 5.0
     sync_seconds: float = 2.0
     grant_seconds: float = 10.0
@@ -71,7 +70,6 @@ def parse(argv: list[str]) -> Settings:
         token_secret=found.token_secret,
         router_service_account=found.router_service_account,
         router_template=_mapping(found.router_template) if found.router_template else {},
-        cluster_domain=found.cluster_domain,
         plan_seconds=found.plan_seconds,
         sync_seconds=found.sync_seconds,
         grant_seconds=found.grant_seconds,
@@ -97,7 +95,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--engine-classes", default="sglang", help="engine builds, comma separated")
     add("--token-file", type=Path, required=True, help="bearer token of this installation")
     add("--token-secret", default="rose-token", help="Secret that holds it, key 'token'")
-    add("--cluster-domain", default="cluster.local", help="DNS domain of the cluster")
     add("--identity", default="", help="holder of the leader Lease; default: the pod's name")
     add("--plan-seconds", type=float, default=5.0, help="longest time between two plans")
     add("--sync-seconds", type=float, default=2.0, help="period of the agents' calls")
