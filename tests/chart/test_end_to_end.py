@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import urllib.request
 from collections.abc import Iterator
@@ -29,6 +30,12 @@ def installed(node: Node, tmp_path: Path) -> Iterator[Node]:
     make_model(TINY, tmp_path).rename(tmp_path / "tiny")
     tmp_path.chmod(0o755)
     remove(node)
+    wait_until(
+        lambda: not {RESEARCH, SERVING, SYSTEM} & set(namespaces(node)),
+        "an earlier run's namespaces are gone",
+        seconds=SECONDS,
+        pause=0.5,
+    )
     where = ("rose", str(CHART), f"--namespace={SYSTEM}", "--create-namespace")
     values = (f"--values={HERE / 'values.yaml'}", f"--set=engineHost.modelsPath={tmp_path}")
     try:
@@ -45,12 +52,6 @@ def remove(node: Node) -> None:
         node.helm("uninstall", "rose", f"--namespace={SYSTEM}")
     names = [f"namespace/{name}" for name in (RESEARCH, SERVING, SYSTEM)]
     node.kubectl("delete", "--ignore-not-found", "--wait=false", *names)
-    wait_until(
-        lambda: not {RESEARCH, SERVING, SYSTEM} & set(namespaces(node)),
-        "the test's namespaces are gone",
-        seconds=SECONDS,
-        pause=0.5,
-    )
 
 
 def namespaces(node: Node) -> list[str]:
@@ -71,7 +72,7 @@ def condition(node: Node, name: str) -> str:
 def wait_for(node: Node, name: str) -> None:
     """Wait for a condition of the lease; a failure shows what the cluster looks like."""
     try:
-        wait_until(lambda: condition(node, name) == "True", name, seconds=SECONDS, pause=0.5)
+        wait_until(lambda: reached(node, name), name, seconds=SECONDS, pause=0.5)
     except StartFailed as error:
         kinds = "pods,servingpools,rolloutleases,rolloutslots"
         workloads = (
@@ -85,6 +86,31 @@ def wait_for(node: Node, name: str) -> None:
             *(logs(node, workload) for workload in workloads),
         ]
         pytest.fail("\n\n".join([str(error), *seen]))
+
+
+def reached(node: Node, name: str) -> bool:
+    """Whether the lease has the condition; meanwhile serving is asked, as users would.
+
+    Without requests nothing shows that the tap sees what the engines count.
+    """
+    where = ("pods", f"--namespace={SERVING}", "--output=jsonpath={.items[*].status.podIP}")
+    for address in node.kubectl("get", *where).split():
+        with contextlib.suppress(OSError):  # not ready yet
+            post(f"http://{address}:30000/generate", max_new_tokens=4)
+    return condition(node, name) == "True"
+
+
+def post(url: str, *, max_new_tokens: int) -> list[int]:
+    """One completion; the tokens."""
+    body = {
+        "input_ids": [1, 2, 3],
+        "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": 0},
+    }
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310
+    with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310  # to the cluster
+        tokens: list[int] = json.load(answer)["output_ids"]
+    return tokens
 
 
 def logs(node: Node, workload: str) -> str:
@@ -109,16 +135,7 @@ def turn(node: Node) -> list[int]:
     name = field(node, "rolloutlease", "grpo", RESEARCH, "{.status.routerURL}")
     service = name.removeprefix("http://").split(".")[0]
     address = field(node, "service", service, SYSTEM, "{.spec.clusterIP}")
-    body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
-    request = urllib.request.Request(  # http, to the cluster
-        f"http://{address}:8000/generate",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310  # as above
-        reply = json.load(answer)
-    tokens: list[int] = reply["output_ids"]
-    return tokens
+    return post(f"http://{address}:8000/generate", max_new_tokens=8)
 
 
 def test_a_lease_becomes_turns(installed: Node, tmp_path: Path) -> None:
