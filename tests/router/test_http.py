@@ -162,7 +162,7 @@ async def test_vllms_dialect_streams_pieces_that_add_up(stage: Make) -> None:
 
 async def test_an_engine_that_dies_under_a_stream_is_not_seen_by_the_caller(stage: Make) -> None:
     async with stage() as s:
-        first = await s.engine("first", token_seconds=0.01)
+        first = await s.engine("first", token_seconds=0.05)
         async with s.post("/generate", ask(80, stream=True)) as reply:
             await reply.content.readline()
             await s.engine("second")
@@ -194,13 +194,13 @@ async def test_abort_request_ends_exactly_the_turn_named(stage: Make) -> None:
                 body: dict[str, Any] = await reply.json()
                 return body
 
-        long, short = asyncio.create_task(one("t-1", 5000)), asyncio.create_task(one("t-12", 40))
+        long, short = asyncio.create_task(one("t-1", 5000)), asyncio.create_task(one("t-12", 200))
         await until(lambda: len(s.router.service.ledger) == 2)
         async with s.post("/abort_request", {"rid": "t-1"}) as reply:
             assert reply.status == 200
         ended, whole = await long, await short
     assert ended["meta_info"]["finish_reason"]["type"] == "abort"
-    assert len(whole["output_ids"]) == 40
+    assert len(whole["output_ids"]) == 200
 
 
 MALFORMED: list[tuple[str, object, int, str]] = [

@@ -87,7 +87,7 @@ async def test_a_killed_engine_is_not_noticed_by_the_caller(engines: list[RealEn
             {"version": VERSION, "start": 0, "end": TOKENS, "kv": "own"}
         ]
         # Slow enough that the kill surely falls into the turn.
-        await session.post(f"{first.url}/slow_down", json={"forward_sleep_time": 0.02})
+        await session.post(f"{first.url}/slow_down", json={"forward_sleep_time": 0.05})
         async with session.post(url, json=request(stream=True)) as reply:
             assert reply.status == 200
             last: dict[str, object] = {}
