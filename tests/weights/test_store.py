@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
-from rose_core.delta import Manifest
+from rose_core.delta import Manifest, compose
 from rose_core.identity import WeightVersion
 from rose_weights.errors import (
     BadManifest,
@@ -318,6 +320,27 @@ class TestPlanning:
         assert (manifest.base, manifest.target, merged) == (version(0), version(3), 3)
         assert plan.plan("run", version(0), manifests[0].digest)[0] is manifest
         assert plan.cached_blocks() >= {block.sha256 for block in manifest.blocks}
+
+    def test_who_asks_the_same_at_the_same_time_waits_for_one_merge(
+        self, planner: tuple[Planner, list[Manifest]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plan, manifests = planner
+        merges: list[int] = []
+
+        def slow(*arguments: object) -> Manifest:
+            merges.append(1)
+            time.sleep(0.2)
+            return compose(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr("rose_weights.planning.compose", slow)
+        with ThreadPoolExecutor(8) as threads:
+            found = list(
+                threads.map(
+                    lambda _: plan.plan("run", version(0), manifests[0].digest)[0], range(8)
+                )
+            )
+        assert len({manifest.name for manifest in found}) == 1
+        assert len(merges) == 1
 
     def test_the_digest_decides_not_the_label(
         self, planner: tuple[Planner, list[Manifest]]

@@ -8,7 +8,8 @@
 | anything else | the target in full, dense |
 
 A receiver's own digest decides, not its label: an engine whose weights are not what its label says
-gets them in full. Merged manifests are cached; two receivers that ask the same wait for one merge.
+gets them in full. Merged manifests are cached; who asks for a merge that is being made waits for
+it, who asks for another one does not.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from rose_weights.store import Store
 
 CACHED = 64
 
+_Key = tuple[str, ...]
+
 
 class Planner:
     """Answers plans for one store; safe to call from several threads."""
@@ -35,7 +38,8 @@ class Planner:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._cache: OrderedDict[tuple[str, ...], Manifest] = OrderedDict()
+        self._cache: OrderedDict[_Key, Manifest] = OrderedDict()
+        self._merging: dict[_Key, threading.Lock] = {}
 
     def plan(
         self,
@@ -65,9 +69,10 @@ class Planner:
         if target is None:
             message = f"{want or run + ' without a head'} is not kept; head is {state.head}"
             raise UnknownVersion(message)
-        start = recognise(state, have, digest)
-        with self._lock:
-            return self._answer(state, start, target)
+        manifest, merged = self._answer(state, recognise(state, have, digest), target)
+        # Marks them as in use: retention leaves them alone while they are being fetched.
+        self._store.blocks.missing(block.sha256 for block in manifest.blocks)
+        return manifest, merged
 
     def cached_blocks(self) -> set[bytes]:
         """Blocks of cached merges, which retention must spare."""
@@ -90,17 +95,28 @@ class Planner:
         if len(hops) == 1 and not hops[0].back:
             return hops[0].manifest, 1
         key = tuple(f"{hop.manifest.name}{hop.back:d}" for hop in hops)
-        found = self._cache.get(key)
-        if found is None or self._store.blocks.missing(block.sha256 for block in found.blocks):
-            try:
-                found = compose(hops, self._read, self._store.put_block)
-            except BlockError as error:
-                raise Damaged(str(error)) from error
-        self._cache[key] = found
-        self._cache.move_to_end(key)
-        while len(self._cache) > CACHED:
-            self._cache.popitem(last=False)
+        with self._lock:
+            merging = self._merging.setdefault(key, threading.Lock())
+        with merging:
+            found = self._merge(key, hops)
+            with self._lock:
+                self._merging.pop(key, None)
+                self._cache[key] = found
+                self._cache.move_to_end(key)
+                while len(self._cache) > CACHED:
+                    self._cache.popitem(last=False)
         return found, len(hops)
+
+    def _merge(self, key: _Key, hops: list[Hop]) -> Manifest:
+        with self._lock:
+            found = self._cache.get(key)
+        blocks = self._store.blocks
+        if found is not None and not blocks.missing(block.sha256 for block in found.blocks):
+            return found
+        try:
+            return compose(hops, self._read, self._store.put_block)
+        except BlockError as error:
+            raise Damaged(str(error)) from error
 
     def _hops(self, state: RunState, through: Way) -> list[Hop]:
         entry: Callable[[WeightVersion], Manifest] = lambda version: self._store.manifest(  # noqa: E731
