@@ -83,7 +83,10 @@ def main(argv: list[str]) -> int:
 
 
 async def _run(options: argparse.Namespace) -> None:
-    rundir = RunDir(options.rundir).create()
+    try:
+        rundir = RunDir(options.rundir).create()
+    except ValueError as error:
+        raise BadConfiguration(f"--rundir: {error}") from error
     token = options.token_file.read_text().strip() if options.token_file else ""
     settings = Settings(
         options.node, token, options.settle_seconds, crossover_seconds=options.crossover_seconds

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import statistics
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from bench.guard.load import Measured, roll_out, schedule, serve
 from bench.guard.node import Bench, running
-from bench.record import Figure, figure, record
+from bench.record import FOLDER, Figure, figure, record
 from rose_core.guard.crossover import quantile
 from rose_core.wire.sync import SignalSource
 
@@ -96,6 +97,13 @@ def stop_figures(found: dict[str, list[float]]) -> list[Figure]:
     return rows
 
 
+async def keep_trace(bench: Bench, target: Path) -> None:
+    """Leave the flight recorder's content beside the report, for a look in Perfetto."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    dump = await bench.page("trace?perfetto")
+    await asyncio.to_thread(target.write_text, json.dumps(dump))
+
+
 async def measure(model: str, seconds: float, keep: float, conditions: list[str]) -> None:
     """Run the conditions and write the report."""
     results: dict[str, Measured] = {}
@@ -109,6 +117,7 @@ async def measure(model: str, seconds: float, keep: float, conditions: list[str]
                 sys.stdout.flush()
                 if condition == "ours":
                     found = await latencies(bench)
+                    await keep_trace(bench, FOLDER / "guard-trace.json")
     requests = len(schedule(seconds, keep))
     record(
         "guard",

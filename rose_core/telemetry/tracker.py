@@ -128,6 +128,10 @@ class Tracker:
         self._replica = replica
         self._number = number
         self._connections: dict[tuple[str, int], _Connection] = {}
+        # Those with a request under way: the questions below are asked for every batch, and
+        # thousands of connections may be remembered.
+        self._active: dict[tuple[str, int], _Connection] = {}
+        self._opaque_clients: set[tuple[str, int]] = set()
         self._events: list[TapEvent] = []
         self.counts: dict[str, int] = {}
         self.packets = 0
@@ -135,19 +139,19 @@ class Tracker:
     @property
     def in_flight(self) -> int:
         """Requests under way that may make the engine compute."""
-        return sum(not r.quiet for c in self._connections.values() for r in c.open)
+        return sum(not r.quiet for c in self._active.values() for r in c.open)
 
     @property
     def opaque(self) -> bool:
         """Whether connections are open whose contents cannot be read."""
-        return any(c.opaque and not c.closed for c in self._connections.values())
+        return bool(self._opaque_clients)
 
     @property
     def needs_every_segment(self) -> bool:
         """A first token is awaited or a response has no recognisable tail: do not sample."""
         return any(
             c.server.reader.needs_every_segment or any(not r.first_ns for r in c.open)
-            for c in self._connections.values()
+            for c in self._active.values()
         )
 
     def open_requests(self) -> list[TapEvent]:
@@ -176,7 +180,18 @@ class Tracker:
             self._take(connection, segment)
         if segment.flags & (FIN | RST):
             self._close(connection, segment)
+        self._index(segment.client, connection)
         return self._events
+
+    def _index(self, client: tuple[str, int], connection: _Connection) -> None:
+        if connection.open:
+            self._active[client] = connection
+        else:
+            self._active.pop(client, None)
+        if connection.opaque and not connection.closed:
+            self._opaque_clients.add(client)
+        else:
+            self._opaque_clients.discard(client)
 
     def expire(self, now_ns: int, age_ns: int) -> list[TapEvent]:
         """Forget connections that were silent for ``age_ns`` (the end was lost)."""
@@ -185,6 +200,8 @@ class Tracker:
             age = now_ns - connection.touched_ns
             if age > (_CLOSED_NS if connection.closed else age_ns):
                 self._end_all(connection, now_ns, How.EXPIRED)
+                connection.closed = True
+                self._index(client, connection)
                 del self._connections[client]
         return self._events
 

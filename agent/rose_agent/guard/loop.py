@@ -263,7 +263,8 @@ class Guard:
             _log.info("guarding %s/%s of pool %s", pod.namespace, pod.name, pod.pool)
         if replica.pod.instance and replica.pod.instance != pod.instance:
             self._gone(replica, "serving-restart")
-        replica.pod, replica.policy = pod, policy
+        replica.update(pod, policy)
+        replica.lent = any(s.serves(uid) for s in self.slots.values())
         self._maybe_back(replica)
         replica.settled = self._settled(pod)
         if isinstance(self.pods, KubernetesPods) and replica.snapshot is None:

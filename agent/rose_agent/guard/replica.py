@@ -34,6 +34,11 @@ _LASTING_NS = 5_000_000_000
 _BREAKER_NS = 300_000_000_000
 
 
+def _base(pod: ServingPod) -> str:
+    host = f"[{pod.address}]" if ":" in pod.address else pod.address
+    return f"http://{host}:{pod.port}"
+
+
 @dataclass
 class Counters:
     """Totals for the operator."""
@@ -50,6 +55,8 @@ class Replica:
 
     Attributes:
         gone: a serving process has exited and no new one has settled.
+        lent: a rollout engine serves beside this replica; before that there is nothing to
+            withhold and nothing to compare.
         last_open_ns: when a gate on this replica was last open.
         breaker_until_ns: lending rests because measured harm exceeded the limit.
     """
@@ -75,6 +82,7 @@ class Replica:
     breaker_until_ns: int = 0
     source: SignalSource | None = None
     known_ns: int = 0
+    lent: bool = False
 
     @classmethod
     def create(
@@ -86,10 +94,16 @@ class Replica:
         session: aiohttp.ClientSession,
     ) -> Replica:
         """A replica that has just been found."""
-        host = f"[{pod.address}]" if ":" in pod.address else pod.address
-        reader = EngineReader(session, f"http://{host}:{pod.port}", policy.engine)
+        reader = EngineReader(session, _base(pod), policy.engine)
         book = Book(time.monotonic_ns())
         return cls(pod, policy, recorder, schedule, Limits(), book, reader)
+
+    def update(self, pod: ServingPod, policy: PoolPolicy) -> None:
+        """Take what has become of the pod and its pool."""
+        if pod.address != self.pod.address or policy.engine != self.policy.engine:
+            self.reader.aim(_base(pod), policy.engine)
+            self.verification = Verification()
+        self.pod, self.policy = pod, policy
 
     def signal(self, now_ns: int) -> ServingSignal:
         """Every source merged."""
@@ -129,7 +143,7 @@ class Replica:
             ready=self.pod.ready,
             settled=self.settled,
             breaker_open=now_ns < self.breaker_until_ns,
-            withheld=self.schedule.withheld(now_ns / 1e9),
+            withheld=self.lent and self.schedule.withheld(now_ns / 1e9),
             idle_share=self.book.idle_share(now_ns),
             objective=self.objective(),
             predictor=self.predictor,
@@ -148,7 +162,7 @@ class Replica:
         inside = self.schedule.window(done.arrived_ns / 1e9) == self.schedule.window(
             done.ended_ns / 1e9
         )
-        if inside:
+        if inside and self.lent:
             self.meter.add(withheld=withheld, ttft_s=ttft, tpot_s=tpot)
         window = "withheld" if withheld else "lent"
         if ttft is not None:

@@ -13,13 +13,13 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
 from rose_agent.attach import Attachment
 from rose_agent.guard import freezer, metrics
 from rose_agent.guard.hostlink import HostLink
 from rose_agent.guard.recorder import Recorder
+from rose_agent.guard.totals import Totals
 from rose_core.guard.gate import Verdict
 from rose_core.guard.ladder import Action, LadderLimits, Order, Rung
 from rose_core.guard.reasons import GateReason
@@ -33,18 +33,6 @@ from rose_engines.rundir import SlotDir, read_json
 from rose_wire.errors import WireError
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class Totals:
-    """Integer accounting of one slot; nanoseconds."""
-
-    lent_ns: int = 0
-    open_ns: int = 0
-    last_ns: int = 0
-    tokens: int = 0
-    tokens_seen: int = 0
-    reclaims: dict[str, int] = field(default_factory=dict)
 
 
 class Slot:
@@ -108,6 +96,11 @@ class Slot:
         gone = self.status is None or self.status.state is EngineState.GONE
         return self.grant is None and self.machine.phase is Phase.ABSENT and gone
 
+    def serves(self, pod_uid: str) -> bool:
+        """Its engine is up beside this pod."""
+        here = self.grant is not None and self.grant.pod_uid == pod_uid
+        return here and self.status is not None and self.status.state is EngineState.SERVING
+
     # --- one step
 
     def step(
@@ -115,7 +108,8 @@ class Slot:
     ) -> None:
         """Decide and carry out; ``arrival_ns`` is the request that made us look."""
         self._attach_permit(now_ns)
-        self._account(now_ns)
+        granted_now, computing = self.grant is not None, self.computing(now_ns)
+        self.totals.account(now_ns, granted=granted_now, computing=computing, status=self.status)
         seen = self._see(verdict, now_ns, granted)
         before = self.machine
         self.machine, actions = decide(before, seen, self._limits, now_ns)
@@ -299,22 +293,6 @@ class Slot:
 
     # --- bookkeeping
 
-    def _account(self, now_ns: int) -> None:
-        totals = self.totals
-        elapsed = max(0, now_ns - totals.last_ns)
-        totals.last_ns = now_ns
-        if self.grant is not None:
-            totals.lent_ns += elapsed
-            metrics.LENT_SECONDS.inc(elapsed / 1e9)
-        if self.computing(now_ns):
-            totals.open_ns += elapsed
-            metrics.OPEN_SECONDS.inc(elapsed / 1e9)
-        status = self.status
-        if status is not None:
-            grown = status.generated_tokens - totals.tokens_seen
-            totals.tokens += grown if grown >= 0 else status.generated_tokens
-            totals.tokens_seen = status.generated_tokens
-
     def computing(self, now_ns: int) -> bool:
         """The permit is open now."""
         return self._permit is not None and self._permit.is_open(now_ns)
@@ -335,9 +313,7 @@ class Slot:
     def _note_rung(self, now_ns: int) -> None:
         rung = self.machine.rung
         if rung is not Rung.NONE:
-            name = rung.name.title()
-            self.totals.reclaims[name] = self.totals.reclaims.get(name, 0) + 1
-            metrics.RUNGS.labels(name).inc()
+            self.totals.reclaimed(rung)
         self._recorder.note(now_ns, self.name, "rung", rung=rung.name, reason=self.verdict.reason)
 
     # --- router

@@ -29,6 +29,10 @@ class EngineReader:
         self._engine = engine
         self.scrapes = 0
 
+    def aim(self, base: str, engine: str) -> None:
+        """Read another address from now on (a pod gets its own only after it was scheduled)."""
+        self._base, self._engine = base, engine
+
     async def metrics(self) -> Figures:
         """Figures from ``/metrics``; ``scrapes`` counts those that were answered."""
         body = await self._get("/metrics")

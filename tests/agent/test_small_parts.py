@@ -1,0 +1,76 @@
+"""Parts of the guard that need no process: accounting, saved state, verbs that look in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rose_agent.guard import state
+from rose_agent.guard.totals import Totals
+from rose_agent.main import main
+from rose_core.guard.ladder import Rung
+from rose_core.identity import SlotKey
+from rose_core.wire.host import EngineState, EngineStatus
+from rose_core.wire.sync import PoolPolicy
+
+S = 1_000_000_000
+
+
+def status(tokens: int) -> EngineStatus:
+    return EngineStatus(SlotKey("s", 1), EngineState.SERVING, generated_tokens=tokens)
+
+
+def test_time_and_tokens_add_up_over_engine_restarts() -> None:
+    totals = Totals(last_ns=0)
+    totals.account(S, granted=True, computing=False, status=None)
+    totals.account(3 * S, granted=True, computing=True, status=status(100))
+    totals.account(4 * S, granted=False, computing=False, status=status(150))
+    totals.account(5 * S, granted=True, computing=True, status=status(20))
+    assert (totals.lent_ns, totals.open_ns, totals.tokens) == (4 * S, 3 * S, 170)
+    totals.account(2 * S, granted=True, computing=True, status=None)
+    assert totals.lent_ns == 4 * S, "time never runs backwards"
+    for rung in (Rung.STOP, Rung.STOP, Rung.TERMINATE):
+        totals.reclaimed(rung)
+    assert totals.reclaims == {"Stop": 2, "Terminate": 1}
+
+
+def test_the_guards_memory(tmp_path: Path) -> None:
+    path = tmp_path / "guard.json"
+    assert state.load(path) == state.GuardFile()
+    kept = state.GuardFile(7, (PoolPolicy("a/b", "Lend", {"x": "y"}, 1),))
+    state.save(path, kept)
+    assert state.load(path) == kept
+    path.write_text("{")
+    assert state.load(path) == state.GuardFile()
+    state.save(tmp_path / "gone" / "guard.json", kept)
+
+
+def test_the_stop_button(tmp_path: Path) -> None:
+    assert main(["stop", "--rundir", str(tmp_path)]) == 0
+    assert (tmp_path / "stop").exists()
+    assert main(["resume", "--rundir", str(tmp_path)]) == 0
+    assert main(["resume", "--rundir", str(tmp_path)]) == 0
+    assert not (tmp_path / "stop").exists()
+
+
+def test_a_trace_without_a_guard_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "--rundir", str(tmp_path)]) == 1
+    assert "no guard answers" in capsys.readouterr().err
+
+
+def test_missing_files_are_named(short_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    replicas = short_dir / "replicas.yaml"
+    flags = ["--node", "n", "--rundir", str(short_dir / "run"), "--devices", "static"]
+    assert main([*flags, "--static-replicas", str(replicas)]) == 1
+    assert "replicas.yaml" in caplog.text
+
+
+def test_a_run_directory_that_is_too_long_is_refused(
+    short_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = ["--node", "n", "--rundir", str(short_dir / ("x" * 80)), "--devices", "static"]
+    assert main(flags) == 1
+    assert "--rundir" in caplog.text
