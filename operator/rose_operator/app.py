@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 
 _RELIST_SECONDS = 600.0
 _STUCK_SECONDS = 120.0
+# After a start, wait at most this long for agents that had slots or replicas.
+_PATIENCE_SECONDS = 30.0
 _QUIET_SECONDS = 0.3
 
 
@@ -97,12 +99,19 @@ class Operator:
             self._was_offline = True
             return
         await self._list_if_needed()
-        if time.monotonic() - self.started < self.settings.warm_seconds:
+        if self._warming():
             return
         started = time.monotonic()
         await self.reconciler.run_pass()
         metrics.PLAN_SECONDS.observe(time.monotonic() - started)
         metrics.LAST_PASS.set_to_current_time()
+
+    def _warming(self) -> bool:
+        """Judge nobody before the agents had time to come back: a restart must change nothing."""
+        up = time.monotonic() - self.started
+        if up < self.settings.warm_seconds:
+            return True
+        return up < _PATIENCE_SECONDS and not self.reconciler.agents_are_back()
 
     async def _list_if_needed(self) -> None:
         """Full listings at the start, after an outage, and now and then."""
@@ -118,7 +127,7 @@ class Operator:
     async def _wait(self) -> None:
         """Until something changed, not sooner than a moment, not later than the period."""
         await asyncio.sleep(_QUIET_SECONDS)
-        starting = time.monotonic() - self.started < self.settings.warm_seconds
+        starting = time.monotonic() - self.started < _PATIENCE_SECONDS
         period = min(self.settings.plan_seconds, 0.5 if starting else self.settings.plan_seconds)
         try:
             async with asyncio.timeout(period):

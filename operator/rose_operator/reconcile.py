@@ -8,6 +8,7 @@ starts from what is there.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -77,6 +78,18 @@ class Reconciler:
             status = raw.get("status") or {}
             key = f"{raw['metadata']['namespace']}/{raw['metadata']['name']}"
             self.remembered[key] = int(status.get("replicas") or 0)
+
+    def agents_are_back(self) -> bool:
+        """Whether nodes with slots and the pools' replicas from before the start are reported."""
+        nodes = {raw["spec"]["members"][0]["node"] for raw in self.stores[Kind.SLOT].all()}
+        reported = Counter(
+            report.pool
+            for node in self.telemetry.nodes.values()
+            for report in node.request.replicas
+        )
+        pools = self.remembered.items()
+        complete = all(reported[pool] >= count for pool, count in pools)
+        return complete and nodes <= self.telemetry.nodes.keys()
 
     async def run_pass(self) -> lending.Plan:
         """Look, plan, write.

@@ -131,6 +131,17 @@ async def test_a_correct_world_is_written_once_and_a_restart_writes_nothing() ->
     assert bench.api.writes == []
 
 
+async def test_after_a_restart_agents_are_awaited() -> None:
+    bench = await running()
+    bench.boot()
+    assert not bench.reconciler.agents_are_back()
+    one = (replica("default/chat", "a"),)
+    bench.telemetry.record(SyncRequest("n1", "t", 0, one), bench.now)
+    assert [bench.reconciler.agents_are_back()] == [False]  # the pool had two replicas
+    bench.report()
+    assert [bench.reconciler.agents_are_back()] == [True]
+
+
 async def test_a_refused_write_stops_nobody_else() -> None:
     bench = Bench()
     bench.pool()

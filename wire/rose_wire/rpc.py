@@ -34,6 +34,9 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.so_reuseport", 0),
+    # gRPC's own back-off grows to two minutes; grants lapse in ten seconds.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
 _UNAVAILABLE = frozenset(
