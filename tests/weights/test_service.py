@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -53,8 +55,8 @@ async def start(root: Path, *, window: int = 32, address: str = "127.0.0.1:0") -
     store = Store(root)
     service = WeightService(store, window=window, grace_seconds=0)
     service.bind(server)
-    host = address.rpartition(":")[0]
-    return Running(server, service, store, f"{host}:{await server.start(address)}")
+    port = await server.start(address)
+    return Running(server, service, store, address.replace(":0", f":{port}"))
 
 
 @asynccontextmanager
@@ -138,7 +140,9 @@ async def test_a_broken_fetch_goes_on_at_the_block(tmp_path: Path) -> None:
 
 async def test_a_store_that_restarts_mid_way_is_survived(tmp_path: Path) -> None:
     model = Model(seed=1)
-    running = await start(tmp_path / "s")
+    # A Unix socket: nobody else can take the address while the store is away.
+    folder = tempfile.mkdtemp()
+    running = await start(tmp_path / "s", address=f"unix:{folder}/s")
     async with (
         WeightsWriter(running.address, token="t") as writer,
         WeightsClient(running.address, token="t") as client,
@@ -159,6 +163,7 @@ async def test_a_store_that_restarts_mid_way_is_survived(tmp_path: Path) -> None
         got = await client.pull("run", tmp_path / "b")
         assert got.target == version(1)
     await running.stop()
+    shutil.rmtree(folder)
 
 
 async def test_a_damaged_block_at_the_store_is_refused_and_healed_by_a_publish(
