@@ -7,6 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from lightkube.generic_resource import GenericNamespacedResource
 
 from rose_core.wire.sync import ReplicaReport
 from tests.api.objects import LEASE, POOL, changed
@@ -24,6 +25,7 @@ class Scene:
         self.cluster = cluster
         self.operator = operator
         self.namespace = cluster.namespace(f"team-{uuid4().hex[:8]}")
+        self.agents: list[StubAgent] = []
 
     @property
     def pool_key(self) -> str:
@@ -71,8 +73,14 @@ class Scene:
         """A replica of this scene's pool; nodes of other scenes are remembered for a while."""
         return replica(self.pool_key, f"{name}-{self.namespace}", kv=kv)
 
-    def agent(self, *replicas: ReplicaReport) -> StubAgent:
-        return StubAgent(self.operator.sync_port, f"node-{self.namespace}", replicas)
+    def agent(self, *names: str, **kv: int) -> StubAgent:
+        """The agent of this scene's only node; it lives until the scene is cleaned."""
+        node = f"node-{self.namespace}"
+        replicas = tuple(self.replica(name, kv.get(name, 100)) for name in names)
+        agent = StubAgent(self.operator.sync_port, node, replicas)
+        agent.__enter__()
+        self.agents.append(agent)
+        return agent
 
     def router_is_ready(self, name: str) -> None:
         self.cluster.plane.kubectl(
@@ -100,9 +108,18 @@ class Scene:
         )
 
     def clean(self) -> None:
-        for resource in (env.LEASE, env.POOL):
-            for thing in self.cluster.client.list(resource, namespace=self.namespace):
-                self.cluster.delete(resource, dict(thing)["metadata"]["name"], self.namespace)
+        """Leave nothing that a later test's operator would have to wait for."""
+        try:
+            self._delete_all(env.LEASE)
+            until(lambda: not self.slots(), "the slots are given back")
+        finally:
+            for agent in self.agents:
+                agent.__exit__()
+            self._delete_all(env.POOL)
+
+    def _delete_all(self, resource: type[GenericNamespacedResource]) -> None:
+        for thing in self.cluster.client.list(resource, namespace=self.namespace):
+            self.cluster.delete(resource, dict(thing)["metadata"]["name"], self.namespace)
 
 
 def router_name(scene: Scene) -> str:
@@ -128,86 +145,88 @@ def scene(cluster: Cluster, operator: OperatorProcess) -> Iterator[Scene]:
 
 def test_a_lease_becomes_a_slot_a_grant_and_a_url_and_goes_back(scene: Scene) -> None:
     cluster, operator = scene.cluster, scene.operator
-    with scene.agent(scene.replica("busy", kv=700), scene.replica("idle", kv=50)) as agent:
-        scene.running()
-        (slot,) = scene.slots()
-        assert slot["spec"]["members"][0]["podName"].startswith("idle-")
-        assert slot["status"]["weightVersion"] == "grpo@1.0"
-        (grant,) = agent.grants.values()
-        assert grant.router.endswith(":7444")
-        assert grant.weights.endpoint == "store.example:7446"
-        lease = scene.get_lease()
-        assert lease is not None
-        status = lease["status"]
-        assert (status["slotsWanted"], status["slotsGranted"], status["slotsReady"]) == (1, 1, 1)
-        assert status["observedGeneration"] == lease["metadata"]["generation"]
-        assert {entry["type"] for entry in status["conditions"]} == {
-            "Ready",
-            "Accepted",
-            "Granted",
-            "WeightsSynced",
-            "Reclaiming",
-        }
-        name = router_name(scene)
-        assert cluster.get(Service, name, operator.namespace) is not None
+    agent = scene.agent("busy", "idle", busy=700, idle=50)
+    scene.running()
+    (slot,) = scene.slots()
+    assert slot["spec"]["members"][0]["podName"].startswith("idle-")
+    assert slot["status"]["weightVersion"] == "grpo@1.0"
+    (grant,) = agent.grants.values()
+    assert grant.router.endswith(":7444")
+    assert grant.weights.endpoint == "store.example:7446"
+    lease = scene.get_lease()
+    assert lease is not None
+    status = lease["status"]
+    assert (status["slotsWanted"], status["slotsGranted"], status["slotsReady"]) == (1, 1, 1)
+    assert status["observedGeneration"] == lease["metadata"]["generation"]
+    assert {entry["type"] for entry in status["conditions"]} == {
+        "Ready",
+        "Accepted",
+        "Granted",
+        "WeightsSynced",
+        "Reclaiming",
+    }
+    name = router_name(scene)
+    assert cluster.get(Service, name, operator.namespace) is not None
 
-        scene.pool(spec__mode="Paused")
-        until(lambda: not scene.slots(), "the slot is given back")
-        assert not agent.grants
-        until(
-            lambda: condition(scene.get_lease(), "Ready") == ("False", "PoolNotLending"),
-            "the lease says why",
-        )
-        cluster.delete(env.LEASE, "grpo", scene.namespace)
-        until(
-            lambda: (
-                cluster.get(Deployment, name, operator.namespace) is None
-                and cluster.get(Service, name, operator.namespace) is None
-            ),
-            "the router is cleaned up",
-        )
+    scene.pool(spec__mode="Paused")
+    until(lambda: not scene.slots(), "the slot is given back")
+    assert not agent.grants
+    until(
+        lambda: condition(scene.get_lease(), "Ready") == ("False", "PoolNotLending"),
+        "the lease says why",
+    )
+    cluster.delete(env.LEASE, "grpo", scene.namespace)
+    until(
+        lambda: (
+            cluster.get(Deployment, name, operator.namespace) is None
+            and cluster.get(Service, name, operator.namespace) is None
+        ),
+        "the router is cleaned up",
+    )
 
 
 def test_a_restart_on_a_correct_world_writes_nothing(scene: Scene) -> None:
-    with scene.agent(scene.replica("a"), scene.replica("b")) as agent:
-        scene.running()
-        settled(scene)
-        before = versions(scene)
-        term = agent.highest_term
-        scene.operator.kill()
-        scene.operator.start()
-        until(lambda: agent.highest_term > term, "the new process leads in a new term")
-        until(lambda: passes(scene.operator) >= 4, "the new process has planned")
-        assert writes(scene.operator) == {}
-        assert versions(scene) == before
-        (grant,) = agent.grants.values()
-        assert grant.key.term == agent.highest_term
+    agent = scene.agent("a", "b")
+    scene.running()
+    settled(scene)
+    before = versions(scene)
+    term = agent.highest_term
+    scene.operator.kill()
+    scene.operator.start()
+    until(lambda: agent.highest_term > term, "the new process leads in a new term")
+    until(lambda: passes(scene.operator) >= 4, "the new process has planned")
+    assert writes(scene.operator) == {}
+    assert versions(scene) == before
+    until(
+        lambda: [grant.key.term for grant in agent.grants.values()] == [agent.highest_term],
+        "the grant is renewed in the new term",
+    )
 
 
 def test_without_an_api_server_grants_are_renewed_and_nothing_is_doubled(scene: Scene) -> None:
     plane = scene.cluster.plane
-    with scene.agent(scene.replica("a"), scene.replica("b")) as agent:
-        scene.running()
-        settled(scene)
-        (before,) = scene.slots()
-        plane.stop_api_server()
-        try:
-            until(lambda: page(scene.operator, "/readyz") == "Offline\n", "the lock has lapsed")
-            since = time.monotonic()
-            until(lambda: renewals(agent, since) >= 5, "grants are renewed meanwhile")
-        finally:
-            plane.start_api_server()
-        until(lambda: page(scene.operator, "/readyz") == "Leader\n", "it leads again")
-        scene.pool(spec__lending={"maxReplicasPercent": 100, "minUnlentReplicas": 0})
-        scene.lease("second")
-        until(
-            lambda: condition(scene.get_lease("second"), "Granted")[0] == "True",
-            "a new lease is served",
-        )
-        slots = scene.slots()
-        gpus = [slot["spec"]["members"][0]["gpuUUIDs"][0] for slot in slots]
-        assert sorted(gpu.split("-")[1] for gpu in gpus) == ["a", "b"]
-        assert before["metadata"]["uid"] in {slot["metadata"]["uid"] for slot in slots}
+    agent = scene.agent("a", "b")
+    scene.running()
+    settled(scene)
+    (before,) = scene.slots()
+    plane.stop_api_server()
+    try:
+        until(lambda: page(scene.operator, "/readyz") == "Offline\n", "the lock has lapsed")
+        since = time.monotonic()
+        until(lambda: renewals(agent, since) >= 5, "grants are renewed meanwhile")
+    finally:
+        plane.start_api_server()
+    until(lambda: page(scene.operator, "/readyz") == "Leader\n", "it leads again")
+    scene.pool(spec__lending={"maxReplicasPercent": 100, "minUnlentReplicas": 0})
+    scene.lease("second")
+    until(
+        lambda: condition(scene.get_lease("second"), "Granted")[0] == "True",
+        "a new lease is served",
+    )
+    slots = scene.slots()
+    gpus = [slot["spec"]["members"][0]["gpuUUIDs"][0] for slot in slots]
+    assert sorted(gpu.split("-")[1] for gpu in gpus) == ["a", "b"]
+    assert before["metadata"]["uid"] in {slot["metadata"]["uid"] for slot in slots}
 
 
 def test_a_signal_ends_it_and_gives_the_lead_back(
@@ -250,16 +269,16 @@ def test_every_bad_lease_gets_its_reason_and_a_good_one_is_served_beside_them(
     scene.pool("empty")
     for name, (changes, _) in BAD_LEASES.items():
         scene.lease(name, changes)
-    with scene.agent(scene.replica("a"), scene.replica("b")):
-        scene.running()
-        for name, (_, reason) in BAD_LEASES.items():
-            until(
-                lambda name=name, reason=reason: (  # type: ignore[misc]
-                    condition(scene.get_lease(name), "Ready") == ("False", reason)
-                ),
-                f"lease {name} says {reason}",
-            )
-        assert len(scene.slots()) == 1
+    scene.agent("a", "b")
+    scene.running()
+    for name, (_, reason) in BAD_LEASES.items():
+        until(
+            lambda name=name, reason=reason: (  # type: ignore[misc]
+                condition(scene.get_lease(name), "Ready") == ("False", reason)
+            ),
+            f"lease {name} says {reason}",
+        )
+    assert len(scene.slots()) == 1
 
 
 def settled(scene: Scene) -> None:
