@@ -6,6 +6,8 @@ event are a ``LegLost``; only a 400 is the request's own fault.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +22,8 @@ _DATA = b"data:"
 _DONE = b"[DONE]"
 # Statuses by which a gateway says that nobody is behind it: nothing is left to abort there.
 _NOBODY = frozenset({404, 410, 502})
+# Time for what follows the last event; an engine may be stopped just there.
+_END_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class HttpEngineClient:
                 async for event in _events(response.content):
                     yield event
                     if event.finish is not None:
+                        await _read_to_end(response.content)
                         return
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             message = f"{type(error).__name__}: {error}"
@@ -113,6 +118,13 @@ async def _check_status(response: aiohttp.ClientResponse) -> None:
         raise EngineRefused(_error_text(text))
     message = f"HTTP {response.status}: {text}"
     raise LegLost(message, refused=True)
+
+
+async def _read_to_end(content: aiohttp.StreamReader) -> None:
+    """Let the engine end the response itself: hanging up earlier looks like a lost caller."""
+    with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
+        async with asyncio.timeout(_END_SECONDS):
+            await content.read()
 
 
 def _error_text(text: str) -> str:

@@ -119,14 +119,17 @@ class TurnRunner:
         engine.turns += 1
         turn.state, turn.leg = State.RUNNING, leg
         try:
-            return await self._outcome(reading, leg, handle, engine)
+            move = await self._outcome(reading, leg, handle, engine)
+            # The last event may have come just before whatever ended the reading.
+            return None if leg.complete else move
         finally:
             del engine.legs[leg.rid]
             self._fold(turn, engine, leg)
 
     async def _outcome(
         self, reading: asyncio.Task[None], leg: Leg, handle: LiveLeg, engine: Engine
-    ) -> Move | None:
+    ) -> Move:
+        """Why reading the leg ended, if it was not by its last event."""
         try:
             await reading
         except asyncio.CancelledError:
@@ -141,9 +144,7 @@ class TurnRunner:
             engine.failed(self._clock())
             refused = isinstance(error, LegLost) and error.refused
             return Move.REFUSED if refused else Move.LOST
-        if leg.aborted:
-            return Move.ABORTED
-        return None if leg.complete else Move.UNPLACED
+        return Move.ABORTED if leg.aborted else Move.UNPLACED
 
     async def _read(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> None:
         target = Target(engine.update.url, engine.update.token)

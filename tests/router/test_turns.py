@@ -138,6 +138,19 @@ async def test_a_long_pause_moves_the_turn_and_the_old_leg_is_aborted_before_new
         assert engine.aborted == [rid]
 
 
+async def test_a_turn_that_has_ended_is_not_continued_by_a_late_verdict() -> None:
+    async with world(*two(stop_at=8, linger=100)) as w:
+        turn = w.ask(20)
+        await until(lambda: turn.leg is not None and turn.leg.finish is not None)
+        w.gate(where(w, turn), is_open=False)
+        await over(turn)
+        assert turn.finish is not None
+        assert turn.finish["type"] == "stop"
+        assert turn.transcript.tokens == greedy(turn)[:8]
+        assert not turn.moves
+        judge(turn)
+
+
 async def test_with_nothing_elsewhere_a_paused_turn_stays() -> None:
     async with world(SimEngine("a")) as w:
         turn = w.ask(20)

@@ -61,6 +61,8 @@ class SimEngine:
     Attributes:
         spans_always: versions in every event, as our plugin makes SGLang say them.
         incremental: events hold only what is new.
+        stop_at: tokens after which it finishes with a stop token; 0 = never.
+        linger: seconds for which the connection stays open after the last event.
         seen: every request it was sent.
     """
 
@@ -75,6 +77,8 @@ class SimEngine:
     token_seconds: float = 0.05
     spans_always: bool = True
     incremental: bool = False
+    stop_at: int = 0
+    linger: float = 0.0
     seen: list[Mapping[str, Any]] = field(default_factory=list)
     runs: dict[str, Run] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
@@ -139,7 +143,10 @@ class SimClient:
             if run.finish is None:
                 run.step(engine.version)
                 engine.tokens_made += 1
+                if len(run.ids) == engine.stop_at:
+                    run.finish = {"type": "stop", "matched": run.ids[-1]}
             yield engine.event(run)
+        await asyncio.sleep(engine.linger)
 
     async def abort(self, target: Target, rid: str) -> bool:
         engine = self._engines[target.url.removeprefix("sim://")]
