@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rose_agent.host import enter, process
+from rose_agent.host.groups import wait_for
 from rose_agent.host.lifecycle import backoff_seconds
 
 
@@ -69,6 +74,22 @@ def test_snapshots_of_a_killed_engine_are_found() -> None:
     finally:
         engine.kill()
         engine.communicate()
+
+
+def test_dead_heirs_are_collected() -> None:
+    """As in a container, where whoever loses its parent becomes the host's child."""
+    set_subreaper = 36
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(set_subreaper, 1, 0, 0, 0) == 0
+    try:
+        command = ["/bin/sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!"]
+        heir = int(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+        os.kill(heir, signal.SIGKILL)
+        assert wait_for(lambda: psutil.Process(heir).status() == psutil.STATUS_ZOMBIE, 30.0)
+        process.reap([0, heir, os.getppid()])
+        assert not Path(f"/proc/{heir}").exists()
+    finally:
+        libc.prctl(set_subreaper, 0, 0, 0, 0)
 
 
 def test_a_user_of_its_own_can_be_given() -> None:

@@ -20,9 +20,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
-
-import psutil
+from typing import NamedTuple, Protocol
 
 from rose_agent.host.errors import GroupError
 
@@ -111,6 +109,32 @@ def _signal_all(pids: Iterable[int], number: signal.Signals) -> None:
         # It ended between the listing and the signal: nothing to do.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+class _Task(NamedTuple):
+    """A line of ``/proc/PID/stat``, as far as it matters here."""
+
+    state: str
+    parent: int
+    session: int
+
+
+def _tasks() -> dict[int, _Task]:
+    """Every process that is no zombie; one that ends meanwhile is not in it."""
+    found = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208  # hot: a tree is looked at many times a second
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123  # as above
+                # The command may hold blanks and brackets; fields count after its closing one.
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        state = fields[0].decode()
+        if state not in "ZX":
+            found[int(name)] = _Task(state, int(fields[1]), int(fields[3]))
+    return found
 
 
 class _Cgroup:
@@ -227,23 +251,18 @@ class SignalGroup:
 
     def pids(self) -> tuple[int, ...]:
         """Every living member, zombies not counted."""
-        members: set[int] = set()
-        parents: dict[int, int] = {}
-        for process in psutil.process_iter(["pid", "ppid", "status"]):
-            if process.info["status"] == psutil.STATUS_ZOMBIE:
-                continue
-            parents[process.pid] = process.info["ppid"]
-            with contextlib.suppress(ProcessLookupError):
-                if os.getsid(process.pid) == self._leader:
-                    members.add(process.pid)
-        if self._leader in parents:
-            members.add(self._leader)
+        return tuple(sorted(self._members()))
+
+    def _members(self) -> dict[int, _Task]:
+        """Pid -> task of every member: the session, and whoever descends from it."""
+        tasks = _tasks()
+        members = {pid for pid, task in tasks.items() if self._leader in {task.session, pid}}
         grown = True
         while grown:
-            born = {pid for pid, parent in parents.items() if parent in members} - members
+            born = {pid for pid, task in tasks.items() if task.parent in members} - members
             members |= born
             grown = bool(born)
-        return tuple(sorted(members))
+        return {pid: tasks[pid] for pid in members}
 
     def freeze(self) -> None:
         """SIGSTOP until a round finds no new member."""
@@ -258,13 +277,7 @@ class SignalGroup:
 
     def frozen(self) -> bool:
         """True when every member is in the stopped state."""
-        for pid in self.pids():
-            try:
-                if psutil.Process(pid).status() != psutil.STATUS_STOPPED:
-                    return False
-            except psutil.NoSuchProcess:
-                continue
-        return True
+        return all(task.state in "Tt" for task in self._members().values())
 
     def kill(self) -> None:
         """SIGKILL; a stopped process does not survive it."""

@@ -47,6 +47,7 @@ _log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.25
 _KILL_SECONDS = 10.0
+_MEMBERS_SECONDS = 1.0
 _READY_TIMEOUT = aiohttp.ClientTimeout(total=2)
 # Most time an engine may need to become ready, counted while it may run.
 START_LIMIT_SECONDS = 600.0
@@ -112,6 +113,7 @@ class EngineLife:
         self._failures = 0
         self._started_ns = 0
         self._spawned: process.Spawned | None = None
+        self._members: tuple[float, tuple[int, ...]] | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -138,12 +140,11 @@ class EngineLife:
         weights = read_json(self.folder.weights, WeightsFile) or WeightsFile()
         fresh = weights.attested and weights.engine_started_ns == self._started_ns
         serving = self._state is EngineState.SERVING
-        pids = self._spawned.group.pids() if self._spawned is not None else ()
         return EngineStatus(
             slot=self.order.slot,
             state=self._state,
             holders=self.watched.holders,
-            pids=pids,
+            pids=self._pids(),
             endpoint=endpoint if serving else "",
             version=weights.version if fresh and serving else "",
             digest=weights.digest if fresh and serving else "",
@@ -153,6 +154,15 @@ class EngineLife:
             reason=self._reason or self.watched.reason,
             message=self._message or weights.error,
         )
+
+    def _pids(self) -> tuple[int, ...]:
+        """Members of the tree, at most a second old: the status is asked for many times."""
+        if self._spawned is None:
+            return ()
+        now = time.monotonic()
+        if self._members is None or now - self._members[0] > _MEMBERS_SECONDS:
+            self._members = (now, self._spawned.group.pids())
+        return self._members[1]
 
     async def end(self, *, seconds: float, reason: str) -> bool:
         """Kill the tree and close the permit.
@@ -223,6 +233,7 @@ class EngineLife:
         self.folder.weights.unlink(missing_ok=True)
         self.folder.plugin_socket.unlink(missing_ok=True)
         self._started_ns = time.monotonic_ns()
+        self._members = None
         self._spawned = spawned = await process.spawn(
             program,
             freezer=self._site.freezer,
@@ -307,13 +318,15 @@ class EngineLife:
             group = self._site.freezer.group(self.folder.uid, 0)
         else:
             return True
-        shared = process.shared_memory(group.pids())
+        members = group.pids()
+        shared = process.shared_memory(members)
         gone = await asyncio.to_thread(end, group, seconds)
         if gone:
             for path in shared:
                 path.unlink(missing_ok=True)
             if spawned is not None:
                 await spawned.root.wait()
+            process.reap(members)
             self._spawned = None
             self.folder.engine.unlink(missing_ok=True)
         return gone

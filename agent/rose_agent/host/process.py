@@ -7,6 +7,7 @@ copies and truncates it when it grows. Next step: ``lifecycle`` decides when to 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import shutil
@@ -141,6 +142,15 @@ def shared_memory(pids: Iterable[int]) -> frozenset[Path]:
             continue
         found |= set(_SNAPSHOT.findall(maps))
     return frozenset(map(Path, found))
+
+
+def reap(pids: Iterable[int]) -> None:
+    """Collect dead members that were left to us: in a container the host is everybody's heir."""
+    for pid in pids:
+        # 0 stands for a process of another pid namespace; others have another parent.
+        if pid > 0:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
 
 
 def rotate(log: Path, limit: int = LOG_BYTES) -> None:
