@@ -21,13 +21,18 @@ class Store:
 
     Args:
         changed: called after every change that is news.
+
+    Attributes:
+        complete: a full listing has been taken in.
+        revision: grows with every change, so that readers can keep what they derived.
     """
 
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
         self._objects: dict[str, Raw] = {}
         self._graves: OrderedDict[str, int] = OrderedDict()
-        self._changed = changed
+        self._tell = changed
         self.complete = False
+        self.revision = 0
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -78,6 +83,10 @@ class Store:
                 del self._objects[key]
                 self._changed()
         self.complete = True
+
+    def _changed(self) -> None:
+        self.revision += 1
+        self._tell()
 
     def _bury(self, key: str, version: int) -> None:
         self._graves[key] = max(version, self._graves.pop(key, -1))

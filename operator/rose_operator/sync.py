@@ -11,10 +11,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 
 from rose_core.api import RolloutSlot, ServingPool
-from rose_core.wire.sync import SyncReply, SyncRequest
+from rose_core.wire.sync import PoolPolicy, SyncReply, SyncRequest
 from rose_operator.admission import parse
 from rose_operator.api import Kind
 from rose_operator.grants import grants_of, policy_of
@@ -50,6 +51,9 @@ class SyncService:
         self._lock = lock
         self._clock = clock
         self._wake = wake
+        self._revisions = (-1, -1)
+        self._slots: Mapping[str, Sequence[RolloutSlot]] = {}
+        self._policies: tuple[PoolPolicy, ...] = ()
 
     async def sync(self, request: SyncRequest) -> SyncReply:
         """Take one report, answer with the node's grants."""
@@ -74,12 +78,24 @@ class SyncService:
         return SyncReply(term=self._lock.term, complete=False, sync_period_seconds=period)
 
     def _full(self, node: str) -> SyncReply:
-        slots = parse(RolloutSlot, self._stores[Kind.SLOT].all())
-        pools = parse(ServingPool, self._stores[Kind.POOL].all())
+        slots, policies = self._derived()
         return SyncReply(
             term=self._lock.term,
             complete=True,
-            grants=grants_of(node, slots.good.values(), self._lock.term, self._settings),
-            pools=tuple(policy_of(pool) for pool in pools.good.values()),
+            grants=grants_of(node, slots.get(node, ()), self._lock.term, self._settings),
+            pools=policies,
             sync_period_seconds=self._settings.sync_seconds,
         )
+
+    def _derived(self) -> tuple[Mapping[str, Sequence[RolloutSlot]], tuple[PoolPolicy, ...]]:
+        """Slots by node and pool policies, read anew only after a change."""
+        slots, pools = self._stores[Kind.SLOT], self._stores[Kind.POOL]
+        revisions = (slots.revision, pools.revision)
+        if revisions != self._revisions:
+            by_node: dict[str, list[RolloutSlot]] = defaultdict(list)
+            for slot in parse(RolloutSlot, slots.all()).good.values():
+                by_node[slot.spec.member.node].append(slot)
+            readable = parse(ServingPool, pools.all()).good.values()
+            self._slots, self._policies = by_node, tuple(map(policy_of, readable))
+            self._revisions = revisions
+        return self._slots, self._policies
