@@ -26,6 +26,7 @@ import yaml
 from safetensors.numpy import save_file
 
 from rose_core.identity import GrantKey, SlotKey
+from rose_core.telemetry.dialects import samples
 from rose_core.wire.sync import (
     EngineSpec,
     Grant,
@@ -42,6 +43,7 @@ from rose_wire.services import SYNC
 POOL = "default/chat"
 SLOT = SlotKey("slot-1", 1)
 PATIENCE_SECONDS = 60.0
+_GENERATED = "generation_tokens_total"
 
 
 def tap_refusal() -> str:
@@ -268,6 +270,18 @@ class Node:
                 times = process.cpu_times()
                 total += times.user + times.system
         return total
+
+    async def tokens(self) -> int | None:
+        """Tokens the rollout engine has made; None when it does not answer (frozen, gone)."""
+        file = self.engine()
+        timeout = aiohttp.ClientTimeout(total=1.0)
+        try:
+            async with self.http.get(f"{file.url if file else ''}/metrics", timeout=timeout) as got:
+                text = await got.text()
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            return None
+        counts = [value for name, _, value in samples(text) if name.endswith(_GENERATED)]
+        return int(counts[0]) if counts else None
 
     async def generate(
         self, tokens: int = 20, *, stream: bool = True, prompt: Sequence[int] = (1, 2, 3)
