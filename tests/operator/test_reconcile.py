@@ -435,3 +435,23 @@ def test_settings_from_files(tmp_path: Path) -> None:
 def test_wrong_files_are_named(tmp_path: Path, stores: str, token: str, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         parse(flags(tmp_path, stores, token))
+
+
+async def test_sync_forgets_what_it_derived_when_an_object_changes() -> None:
+    bench = await running()
+    lock = LeaderLock(
+        bench.api, identity="me", duration=15, offline_seconds=600, clock=lambda: bench.now
+    )
+    await lock.step()
+    service = SyncService(
+        SETTINGS, bench.stores, bench.telemetry, lock, clock=lambda: bench.now, wake=lambda: None
+    )
+    request = SyncRequest("n1", "t", 0)
+    assert len((await service.sync(request)).grants) == 1
+    assert (await service.sync(SyncRequest("n2", "t", 0))).grants == ()
+    bench.pool(**{"spec.mode": "Paused"})
+    bench.report()
+    await bench.turn()
+    reply = await service.sync(request)
+    assert reply.grants == ()
+    assert reply.pools[0].mode == "Paused"
