@@ -20,7 +20,7 @@ from typing import NoReturn
 import msgspec
 
 from rose_demo.errors import DemoError
-from rose_demo.measure import load_command, measure, process
+from rose_demo.measure import measure, process, warm_up_command
 from rose_demo.options import Options, parse
 from rose_demo.reaper import Reaper
 from rose_demo.records import Recording
@@ -82,19 +82,10 @@ def run(options: Options, node: Node, scratch: Path) -> int:
 
 def _measured(stack: Stack, reaper: Reaper, scratch: Path) -> Recording:
     """Wait for the slot under light traffic, then measure."""
-    # The guard trusts its signal once it has seen requests that the engine counted as well.
-    with process(_warm_up(stack), scratch / "warm-up.log", reaper):
+    with process(warm_up_command(stack), scratch / "warm-up.log", reaper):
         stack.wait_for_slot()
     screen = Screen(sys.stdout, plain=stack.options.plain or not sys.stdout.isatty())
     return asyncio.run(measure(stack, reaper, screen))
-
-
-def _warm_up(stack: Stack) -> list[str]:
-    first, second = stack.serving_urls()
-    out = Path("/dev/null")
-    return load_command(
-        stack.options, first, second, out, seconds="900", keep="0.06", **{"control-share": "1"}
-    )
 
 
 @contextmanager

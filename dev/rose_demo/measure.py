@@ -21,6 +21,7 @@ import numpy as np
 
 from rose_demo import placement
 from rose_demo.collect import Collector, gate_intervals, stop_seconds
+from rose_demo.errors import SetUpFailed
 from rose_demo.options import Options
 from rose_demo.reaper import Reaper
 from rose_demo.records import Recording, Request, Sample
@@ -32,6 +33,7 @@ from rose_dev.image import checkout
 _LOOK_SECONDS = 1.0
 _PLACE_SECONDS = 10.0
 _TRAINER_END_SECONDS = 90.0
+_LENDING_SECONDS = 180.0
 # The trainer is told to stop at the end of the measurement; this only bounds a lost one.
 _TRAINER_SPARE_SECONDS = 600.0
 
@@ -73,6 +75,15 @@ def load_command(options: Options, lent: str, control: str, out: Path, **changes
     ]
 
 
+def warm_up_command(stack: Stack) -> list[str]:
+    """Light traffic on both replicas: the guard trusts its signal once it has seen requests."""
+    first, second = stack.serving_urls()
+    out = Path("/dev/null")
+    return load_command(
+        stack.options, first, second, out, seconds="900", keep="0.04", **{"control-share": "1"}
+    )
+
+
 def trainer_command(
     options: Options, at: Addresses, token: Path, model: Path, out: Path
 ) -> list[str]:
@@ -84,6 +95,7 @@ def trainer_command(
         "model": model,
         "seconds": options.seconds + _TRAINER_SPARE_SECONDS,
         "max-age": options.max_staleness,
+        "publish-every": options.publish_every,
         "out": out,
     }
     words = [f"--{name}={value}" for name, value in flags.items()]
@@ -139,21 +151,29 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
     model = stack.engines.models / stack.engines.rollout
     token = stack.token_file()
     stack.place_processes()
-    origin_ns = time.monotonic_ns()
-    origin = origin_ns / 1e9
     seen = Measurement()
     trainer_argv = trainer_command(options, at, token, model, out)
-    load_argv = load_command(
-        options, at.lent, at.control, out / "requests.jsonl", origin=repr(origin)
-    )
     lines = (Lines(out / "requests.jsonl"), Lines(out / "progress.jsonl"))
     async with aiohttp.ClientSession() as session:
-        collector = Collector(session, at.guard, at.router, options.window_seconds, origin)
-        with (
-            process(trainer_argv, out / "trainer.log", reaper) as trainer,
-            process(load_argv, out / "load.log", reaper),
-        ):
-            await _watch(stack, collector, seen, lines, screen)
+        collector = Collector(
+            session, at.guard, at.router, options.window_seconds, time.monotonic()
+        )
+        # Totals count from before the trainer's first turn, so that they can be compared with its.
+        seen.samples.append(msgspec.structs.replace(await collector.look(), at_s=0.0))
+        with process(trainer_argv, out / "trainer.log", reaper) as trainer:
+            with process(warm_up_command(stack), out / "load.log", reaper):
+                await _until_lending(stack, collector)
+            origin_ns = time.monotonic_ns()
+            collector.origin = origin_ns / 1e9
+            load_argv = load_command(
+                options,
+                at.lent,
+                at.control,
+                out / "requests.jsonl",
+                origin=repr(collector.origin),
+            )
+            with process(load_argv, out / "load.log", reaper):
+                await _watch(stack, collector, seen, lines, screen)
             trainer.send_signal(signal.SIGTERM)
             await asyncio.to_thread(_end, trainer)
         seen.read(*lines)
@@ -171,6 +191,25 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
         story=seen.story or stack.story(),
         notes=notes() | lateness(seen.requests),
     )
+
+
+async def _until_lending(stack: Stack, collector: Collector) -> None:
+    """Wait until the borrowed engine carries the trainer's first weights.
+
+    Raises:
+        SetUpFailed: not in time.
+    """
+    deadline = time.monotonic() + _LENDING_SECONDS
+    while (await collector.look()).withheld is None:
+        if time.monotonic() > deadline:
+            message = (
+                f"the slot's engine has no attested weights after {_LENDING_SECONDS:.0f} s; see "
+                f"trainer.log and logs/ in {stack.options.out}\n{stack.evidence()}"
+            )
+            raise SetUpFailed(message)
+        await asyncio.to_thread(stack.place_processes)
+        await asyncio.sleep(1.0)
+    stack.step("the slot's engine carries the trainer's weights: measuring")
 
 
 async def _watch(

@@ -28,6 +28,7 @@ class Options:
     percentile: int
     window_seconds: float
     max_staleness: int
+    publish_every: int
     plain: bool
     keep: bool
 
@@ -70,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     add("--percentile", type=int, default=95, help="share of requests that must meet it")
     add("--window-seconds", type=float, default=15.0, help="length of lent and withheld windows")
     add("--max-staleness", type=int, default=3, help="publishes an engine may lag behind")
+    add("--publish-every", type=int, default=3, help="steps of the trainer per weight version")
     add("--plain", action="store_true", help="no redrawing, for logs")
     add("--keep", action="store_true", help="leave the cluster running at the end")
     return result

@@ -139,11 +139,11 @@ class Stack:
         chart = str(checkout() / "helm" / "rose")
         place = ["--namespace", SYSTEM, "--create-namespace"]
         self.node.helm("install", "rose", chart, *place, "--values", str(values))
-        self._step("ROSE installed with helm")
+        self.step("ROSE installed with helm")
         self._apply(manifests.store())
         self._apply([manifests.pool(self.options), manifests.lease(self.options, self.engines)])
         self._apply(manifests.dedicated(self.options, self.engines))
-        self._step("replicas, store, dedicated engine, pool and lease applied")
+        self.step("replicas, store, dedicated engine, pool and lease applied")
 
     def wait_for_parts(self) -> None:
         """Wait until everything but the slot is there.
@@ -292,9 +292,10 @@ class Stack:
                 message = f"{what}: not there after {_READY_SECONDS:.0f} s\n{self.evidence()}"
                 raise SetUpFailed(message)
             time.sleep(1.0)
-        self._step(f"{what}: ready")
+        self.step(f"{what}: ready")
 
-    def _step(self, text: str) -> None:
+    def step(self, text: str) -> None:
+        """Say that a step is done."""
         self._say(f"[demo] {time.monotonic() - self._began:5.0f} s  {text}")
 
 
