@@ -25,8 +25,9 @@ _log = logging.getLogger(__name__)
 # A tick while some engine may run, and while all stand still.
 BUSY_TICK_SECONDS = 0.002
 IDLE_TICK_SECONDS = 0.005
-# A tree that does not stand still by then is killed.
-STOP_LIMIT_NS = 1_000_000_000
+# A tree that does not stand still by then is killed. A thread that sleeps must be scheduled once to
+# stand still, which on a busy core takes up to a quarter of a second; it computes nothing meanwhile.
+STOP_LIMIT_NS = 3_000_000_000
 # How often a tree at rest is looked at, in case somebody else thawed it.
 _RECHECK_NS = 50_000_000
 # A dedicated engine's permit is extended by this much every tick.
