@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 BUSY_TICK_SECONDS = 0.002
 IDLE_TICK_SECONDS = 0.005
 # A tree that does not stand still by then is killed. A thread that sleeps must be scheduled once to
-# stand still, which on a busy core takes up to a quarter of a second; it computes nothing meanwhile.
+# stand still, which on a busy core takes a quarter of a second; it computes nothing meanwhile.
 STOP_LIMIT_NS = 3_000_000_000
 # How often a tree at rest is looked at, in case somebody else thawed it.
 _RECHECK_NS = 50_000_000
