@@ -208,7 +208,7 @@ async def _until_lending(stack: Stack, collector: Collector) -> None:
             )
             raise SetUpFailed(message)
         await asyncio.to_thread(stack.place_processes)
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(2.0)
     stack.step("the slot's engine carries the trainer's weights: measuring")
 
 

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -182,14 +183,21 @@ class Stack:
         return [f"http://{pod.address}:{SERVING_PORT}" for pod in self._pods(SERVING)]
 
     def place_processes(self) -> None:
-        """Give the stand-in core to the lent replica and its rollout engine alone."""
+        """Give the stand-in core to the lent replica and its rollout engine alone.
+
+        Again and again, because processes come and go; the pods are looked up once.
+        """
+        lent, host, agent = self._placed_pods
         decision = placement.decide(
-            placement.read(marked(self.node.place)),
-            lent_pod=self._member()["podUid"],
-            host_pod=self._component("engine-host").uid,
-            free_pods=[self._component("agent").uid],
+            placement.read(marked(self.node.place)), lent_pod=lent, host_pod=host, free_pods=[agent]
         )
         placement.apply(decision, placement.cores())
+
+    @functools.cached_property
+    def _placed_pods(self) -> tuple[str, str, str]:
+        """Uids of the lent replica, the engine host and the agent."""
+        host, agent = (self._component(name).uid for name in ("engine-host", "agent"))
+        return self._member()["podUid"], host, agent
 
     def token_file(self) -> Path:
         """The installation's bearer token, in a file that only we can read."""
