@@ -22,7 +22,9 @@ from rose_core.telemetry.events import (
     TapEvent,
 )
 
-_SHARE_TIME_S = 5.0  # memory of the idle share
+# Memory of the idle share: a replica counts as never idle only after a minute without a gap, so a
+# long burst is not taken for a steady load.
+_SHARE_TIME_S = 20.0
 
 
 @dataclass
@@ -85,7 +87,7 @@ class Book:
         self.tokens_total = 0
         self._changed_ns = now_ns
         self._empty_since_ns = now_ns
-        self._idle_share = 0.0
+        self._idle_share = 1.0
         self._busy_ns = 0
 
     def apply(self, event: TapEvent, now_ns: int) -> Finished | None:
@@ -165,7 +167,7 @@ class Book:
         return None if self.live else self._empty_since_ns
 
     def idle_share(self, now_ns: int) -> float:
-        """Recent share of time without a request (exponential memory of 5 s)."""
+        """Recent share of time without a request (exponential memory of 20 s)."""
         self._account(now_ns)
         return self._idle_share
 

@@ -97,9 +97,12 @@ def test_broken_requests_are_no_measure(how: How) -> None:
 
 def test_the_idle_share_follows() -> None:
     made = book()
-    assert made.idle_share(NOW + 60 * S) > 0.99
-    made.apply(Arrived("r", 1, NOW, ""), NOW + 60 * S)
-    assert made.idle_share(NOW + 120 * S) < 0.01
+    assert made.idle_share(NOW) == 1.0, "bursty until the contrary has been seen"
+    made.apply(Arrived("r", 1, NOW, ""), NOW)
+    assert made.idle_share(NOW + 30 * S) > 0.2, "a long burst is no steady load"
+    assert made.idle_share(NOW + 70 * S) < 0.05
+    made.apply(Ended("r", 1, NOW, 1, 200, How.COMPLETE), NOW + 70 * S)
+    assert made.idle_share(NOW + 75 * S) > 0.2
 
 
 # --- merging
