@@ -290,11 +290,11 @@ def _close(
                 (close, Action(Order.DORMANT, reason)),
             )
         return (state, (close,))
-    state, actions = _repeat(state, Order.HOLD, reason, limits, now_ns)
-    actions = (close, *actions)
+    state, again = _repeat(state, Order.HOLD, reason, limits, now_ns)
+    actions = (close, *again)
     late = now_ns - state.since_ns
     frozen = seen.engine is not None and seen.engine.frozen
-    if late >= limits.hold_ns and not frozen:
+    if late >= limits.hold_ns and not frozen and (again or not state.self_frozen):
         state = replace(state, self_frozen=True)
         actions = (*actions, Action(Order.FREEZE, reason))
     if late >= limits.hold_ns + limits.freeze_ns and not frozen and not state.killed:

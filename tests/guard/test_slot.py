@@ -131,11 +131,13 @@ def test_a_host_that_does_not_hold_is_replaced_by_the_guard_then_by_death() -> N
     assert done == [Order.CLOSE, Order.HOLD]
     state, done = orders(state, seen(shut(), engine()), NOW + 250 * MS)
     assert done == [Order.CLOSE, Order.HOLD, Order.FREEZE]
-    _, done = orders(state, seen(shut(), engine(frozen=True)), NOW + 2 * S)
+    state, done = orders(state, seen(shut(), engine()), NOW + 270 * MS)
+    assert done == [Order.CLOSE], "once per repeat"
+    _, done = orders(state, seen(shut(), engine(frozen=True)), NOW + 6 * S)
     assert Order.KILL not in done, "frozen is stopped"
-    state, done = orders(state, seen(shut(), engine()), NOW + 1250 * MS)
+    state, done = orders(state, seen(shut(), engine()), NOW + 5250 * MS)
     assert Order.KILL in done
-    state, done = orders(state, seen(shut(), engine()), NOW + 1300 * MS)
+    state, done = orders(state, seen(shut(), engine()), NOW + 5300 * MS)
     assert Order.KILL not in done, "once"
 
 
