@@ -43,7 +43,7 @@ async def under(bench: Bench, condition: str, seconds: float, keep: float) -> Me
         if condition != "alone":
             rollouts = asyncio.create_task(roll_out(url, ROLLOUT_STREAMS, measured))
             await asyncio.sleep(1.0)
-            measured.rollout_tokens = 0
+            measured.rollout_stamps.clear()
         await serve(bench.serving_url, schedule(seconds, keep), seconds, measured)
         if rollouts is not None:
             rollouts.cancel()
@@ -53,13 +53,24 @@ async def under(bench: Bench, condition: str, seconds: float, keep: float) -> Me
     return measured
 
 
-async def latencies(bench: Bench) -> dict[str, list[float]]:
-    """Arrival to closed permit and to stopped engine, milliseconds, from the flight recorder."""
+async def latencies(bench: Bench, measured: Measured) -> dict[str, list[float]]:
+    """From arrivals, in milliseconds.
+
+    To the closed permit and to the host's word that every thread stands still from the flight
+    recorder; to the last rollout token from the rollout client's own clock, which is the same.
+    """
     entries = (await bench.page("trace"))["entries"]
-    return {
+    found: dict[str, list[float]] = {
         what: [entry["after_ns"] / 1e6 for entry in entries if entry["what"] == what]
         for what in ("closed", "stopped")
     }
+    opened = [e["t"] / 1e9 for e in entries if e["what"] == "order" and e["order"] == "LET_GO"]
+    found["token"] = []
+    for arrival in (e["arrival"] / 1e9 for e in entries if e["what"] == "closed"):
+        until = next((moment for moment in opened if moment > arrival), arrival + 1.0)
+        late = [stamp for stamp in measured.rollout_stamps if arrival <= stamp < until]
+        found["token"].append(1e3 * (late[-1] - arrival) if late else 0.0)
+    return found
 
 
 def figures(results: dict[str, Measured], seconds: float) -> list[Figure]:
@@ -71,7 +82,7 @@ def figures(results: dict[str, Measured], seconds: float) -> list[Figure]:
             figure(f"{name}: TTFT p90", 1e3 * quantile(measured.ttft_s, 0.9), "ms"),
             figure(f"{name}: TPOT p50", 1e3 * quantile(measured.tpot_s, 0.5), "ms"),
             figure(f"{name}: TPOT p90", 1e3 * quantile(measured.tpot_s, 0.9), "ms"),
-            figure(f"{name}: rollout tokens", measured.rollout_tokens / seconds, "tokens/s"),
+            figure(f"{name}: rollout tokens", len(measured.rollout_stamps) / seconds, "tokens/s"),
         ]
     if {"alone", "ours"} <= set(results):
         for q in (0.5, 0.9):
@@ -83,10 +94,15 @@ def figures(results: dict[str, Measured], seconds: float) -> list[Figure]:
 def stop_figures(found: dict[str, list[float]]) -> list[Figure]:
     """Distribution of the guard's reaction."""
     rows = []
-    for what, text in (("closed", "permit closed"), ("stopped", "engine stopped")):
+    texts = {
+        "closed": "permit closed",
+        "token": "last rollout token",
+        "stopped": "every thread stands still",
+    }
+    for what, text in texts.items():
         values = found[what]
         if values:
-            at_most = (5.0, 25.0) if what == "stopped" else (None, None)
+            at_most = (5.0, 25.0) if what == "token" else (None, None)
             rows += [
                 figure(
                     f"arrival to {text}, p50", statistics.median(values), "ms", at_most=at_most[0]
@@ -107,7 +123,7 @@ async def keep_trace(bench: Bench, target: Path) -> None:
 async def measure(model: str, seconds: float, keep: float, conditions: list[str]) -> None:
     """Run the conditions and write the report."""
     results: dict[str, Measured] = {}
-    found: dict[str, list[float]] = {"closed": [], "stopped": []}
+    found: dict[str, list[float]] = {"closed": [], "token": [], "stopped": []}
     with tempfile.TemporaryDirectory(prefix="rose") as folder:
         async with running(Path(folder), model) as bench:
             await bench.rollouts_ready()
@@ -116,7 +132,7 @@ async def measure(model: str, seconds: float, keep: float, conditions: list[str]
                 sys.stdout.write(f"{condition}: {len(results[condition].ttft_s)} requests\n")
                 sys.stdout.flush()
                 if condition == "ours":
-                    found = await latencies(bench)
+                    found = await latencies(bench, results[condition])
                     await keep_trace(bench, FOLDER / "guard-trace.json")
     requests = len(schedule(seconds, keep))
     record(
@@ -126,6 +142,7 @@ async def measure(model: str, seconds: float, keep: float, conditions: list[str]
             "two real SGLang engines on one CPU core: the control path, not GPU interference",
             f"{requests} requests per condition, {seconds:g} s of azure2023_conv, one round",
             "p90 of so few requests is coarse; compare conditions, not decimals",
+            "threads stand still only when they get the shared core; they compute nothing before",
         ],
     )
 

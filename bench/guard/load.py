@@ -32,7 +32,7 @@ class Measured:
     ttft_s: list[float] = field(default_factory=list)
     tpot_s: list[float] = field(default_factory=list)
     failed: int = 0
-    rollout_tokens: int = 0
+    rollout_stamps: list[float] = field(default_factory=list)
 
 
 def schedule(seconds: float, keep: float, seed: int = 7) -> list[Arrival]:
@@ -106,7 +106,8 @@ async def roll_out(url: str, streams: int, measured: Measured) -> None:
                 with contextlib.suppress(aiohttp.ClientError):
                     async with http.post(f"{url}/generate", json=body) as answer:
                         async for line in answer.content:
-                            measured.rollout_tokens += line.startswith(b"data: {")
+                            if line.startswith(b"data: {"):
+                                measured.rollout_stamps.append(time.monotonic())
                 await asyncio.sleep(0.05)
 
         await asyncio.gather(*(one(n) for n in range(streams)))
