@@ -1,0 +1,285 @@
+"""Which engines a turn may use, how it queues, and how it ends; virtual time throughout."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from rose_core.identity import WeightVersion
+from rose_core.rollouts.admission import Queue
+from rose_core.rollouts.placement import Policy
+from rose_core.rollouts.versions import Pin
+from rose_core.rollouts.watch import Move
+from rose_core.wire.routing import EngineKind
+from rose_engines.fake.model import continuation
+from rose_router.errors import Conflict, Overloaded
+from rose_router.turn import State, Turn
+from tests.router.world import SimEngine, V, World, judge, judge_whole, over, until, world
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.looptime]
+
+BORROWED, DEDICATED = EngineKind.BORROWED, EngineKind.DEDICATED
+
+
+def two(**fields: object) -> tuple[SimEngine, SimEngine]:
+    first = SimEngine("a", **fields)  # type: ignore[arg-type]
+    return first, replace(first, name="b", seen=[], runs={}, aborted=[])
+
+
+async def started(turn: Turn, tokens: int = 5) -> None:
+    await until(lambda: turn.leg is not None and len(turn.leg.ids) >= tokens)
+
+
+def where(w: World, turn: Turn) -> SimEngine:
+    assert turn.leg is not None
+    return w.engines[turn.leg.engine]
+
+
+def greedy(turn: Turn, version: str = V(0)) -> list[int]:
+    return continuation(turn.request.prompt, turn.request.most_tokens, version)
+
+
+async def test_only_fresh_attested_engines_get_turns() -> None:
+    old, new, naked = SimEngine("old"), SimEngine("new", version=V(2)), SimEngine("x", version="")
+    async with world(old, naked, new, policy=Policy(max_staleness=1)) as w:
+        turns = [w.ask(5) for _ in range(6)]
+        for turn in turns:
+            await over(turn)
+        assert {leg.engine for turn in turns for leg in turn.transcript.legs} == {"new"}
+
+
+async def test_the_head_named_by_an_owner_counts_for_staleness() -> None:
+    engine = SimEngine("a")
+    async with world(engine, policy=Policy(max_staleness=1)) as w:
+        w.tell(engine, head=V(2))
+        turn = w.ask(5)
+        await asyncio.sleep(60)
+        assert turn.state is State.WAITING
+        w.commit(engine, V(1))
+        await over(turn)
+        judge_whole(turn)
+
+
+async def test_the_cap_is_never_passed() -> None:
+    engine = SimEngine("a", cap=3)
+    async with world(engine) as w:
+        turns = [w.ask(10) for _ in range(10)]
+        most = 0
+        while not all(turn.over for turn in turns):
+            most = max(most, len(w.service.fleet.get("a").legs))  # type: ignore[union-attr]
+            await asyncio.sleep(0.01)
+        assert most == 3
+        for turn in turns:
+            judge_whole(turn)
+
+
+async def test_a_cap_that_is_cut_moves_the_youngest_to_where_there_is_room() -> None:
+    first, second = two(cap=4)
+    async with world(first) as w:
+        turns = [w.ask(200) for _ in range(4)]
+        for turn in turns:
+            await started(turn)
+        w.attach(second)
+        first.cap = 1
+        w.tell(first)
+        await asyncio.sleep(1)
+        assert len(w.service.fleet.get("a").legs) == 1  # type: ignore[union-attr]
+        for turn in turns:
+            judge_whole(await over(turn))
+        assert sum(len(turn.moves) for turn in turns) == 3
+        assert {m.reason for turn in turns for m in turn.moves} == {Move.CAP_CUT}
+
+
+async def test_a_session_comes_back_to_its_engine() -> None:
+    engines = [SimEngine(name, cap=8) for name in "abcd"]
+    async with world(*engines) as w:
+        for session in ("s1", "s2", "s3"):
+            prompt = tuple(range(500))
+            homes = set()
+            for _ in range(4):
+                turn = await over(w.ask(5, prompt=prompt, session=session))
+                homes.add(turn.transcript.legs[0].engine)
+                prompt = tuple(turn.transcript.context)
+            assert len(homes) == 1
+
+
+async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
+    async with world(queue=Queue(most=2, seconds=100)) as w:
+        waiting = [w.ask(5) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        refused = await over(w.ask(5))
+        assert isinstance(refused.error, Overloaded)
+        assert refused.error.reason == "QueueFull"
+        assert refused.error.retry_after > 0
+        w.attach(SimEngine("a"))
+        for turn in waiting:
+            judge_whole(await over(turn))
+
+
+async def test_a_turn_that_waited_too_long_names_the_nearest_obstacle() -> None:
+    async with world(SimEngine("a", gate_open=False), queue=Queue(seconds=30)) as w:
+        turn = await over(w.ask(5))
+        assert isinstance(turn.error, Overloaded)
+        assert "GateClosed" in str(turn.error)
+        assert turn.state is State.FAILED
+
+
+async def test_a_turn_with_tokens_that_finds_no_engine_ends_as_a_typed_abort() -> None:
+    async with world(SimEngine("a"), queue=Queue(seconds=30)) as w:
+        turn = w.ask(20)
+        await started(turn)
+        w.kill(w.engines["a"])
+        await over(turn)
+        assert turn.finish is not None
+        assert turn.finish["type"] == "abort"
+        assert turn.finish["err_type"] == "QueueTimeout"
+        assert turn.held >= 5
+        judge(turn)
+
+
+async def test_the_budget_of_losses_ends_a_turn() -> None:
+    async with world(SimEngine("a", spans_always=False), max_losses=2) as w:
+        turn = w.ask(20)
+        for _ in range(3):
+            await started(turn)
+            w.kill(w.engines["a"])
+            await until(lambda: turn.leg is None)
+            w.revive(w.engines["a"], V(0))
+        await over(turn)
+        assert turn.state is State.FAILED
+        assert "lost 3 engines" in str(turn.error)
+
+
+async def test_what_cannot_be_spliced_runs_on_dedicated_engines_only() -> None:
+    borrowed, dedicated = SimEngine("a", cap=50), SimEngine("d", kind=DEDICATED, cap=50)
+    async with world(borrowed, dedicated) as w:
+        why = ("stop: may match across the cut",)
+        turns = [w.ask(5, dedicated_because=why) for _ in range(10)]
+        for turn in turns:
+            judge_whole(await over(turn))
+            assert [leg.engine for leg in turn.transcript.legs] == ["d"]
+
+
+async def test_what_cannot_be_spliced_is_never_resampled_after_its_first_token() -> None:
+    dedicated, spare = SimEngine("d", kind=DEDICATED), SimEngine("e", kind=DEDICATED)
+    async with world(dedicated, spare) as w:
+        turn = w.ask(20, dedicated_because=("stop: may match across the cut",))
+        await started(turn)
+        w.kill(where(w, turn))
+        await over(turn)
+        assert turn.finish is not None
+        assert turn.finish["err_type"] == "NotSpliceable"
+        judge(turn)
+
+
+async def test_without_a_dedicated_engine_it_is_refused_by_name() -> None:
+    async with world(SimEngine("a")) as w:
+        with pytest.raises(Conflict, match="stop: may match"):
+            w.ask(20, dedicated_because=("stop: may match across the cut",))
+
+
+async def test_an_unknown_pin_is_refused_with_what_is_known() -> None:
+    async with world(SimEngine("a")) as w:
+        with pytest.raises(Conflict, match=r"newest version known here is run@1\.0"):
+            w.ask(5, pin=Pin(minimum=WeightVersion("run", 1, 3)))
+        with pytest.raises(Conflict, match=r"no engine has version run@1\.9"):
+            w.ask(5, pin=Pin(exact=WeightVersion("run", 1, 9)))
+
+
+async def test_a_minimum_waits_for_the_engine_that_has_it() -> None:
+    old, new = SimEngine("old", version=V(0)), SimEngine("new", version=V(1), gate_open=False)
+    async with world(old, new) as w:
+        turn = w.ask(5, pin=Pin(minimum=WeightVersion("run", 1, 1)))
+        await asyncio.sleep(20)
+        assert turn.state is State.WAITING
+        w.gate(new, is_open=True)
+        judge_whole(await over(turn))
+        assert turn.transcript.legs[0].engine == "new"
+
+
+async def test_an_exact_pin_cuts_at_the_commit_and_ends_typed_when_the_version_is_gone() -> None:
+    async with world(SimEngine("a")) as w:
+        turn = w.ask(20, pin=Pin(exact=WeightVersion("run", 1, 0)))
+        await started(turn)
+        w.commit(w.engines["a"], V(1))
+        await over(turn)
+        assert turn.finish is not None
+        assert turn.finish["err_type"] == "VersionGone"
+        assert {s.version for s in turn.transcript.spans} == {V(0)}
+        assert turn.held >= 5
+        judge(turn)
+
+
+async def test_an_exact_pin_goes_on_where_the_version_still_is() -> None:
+    first, second = two()
+    async with world(first) as w:
+        turn = w.ask(20, pin=Pin(exact=WeightVersion("run", 1, 0)))
+        await started(turn)
+        w.attach(second)
+        w.commit(first, V(1))
+        judge_whole(await over(turn))
+        assert {s.version for s in turn.transcript.spans} == {V(0)}
+        assert turn.transcript.tokens == greedy(turn)
+
+
+async def test_a_caller_that_hangs_up_ends_the_turn_at_the_engine() -> None:
+    async with world(SimEngine("a")) as w:
+        turn = w.ask(200)
+        await started(turn)
+        assert turn.leg is not None
+        rid = turn.leg.rid
+        w.service.leave(turn)
+        await over(turn)
+        await asyncio.sleep(0.1)
+        assert w.engines["a"].aborted == [rid]
+        assert turn.finish is not None
+        assert turn.finish["type"] == "abort"
+        judge(turn)
+
+
+async def test_abort_is_by_exact_id() -> None:
+    async with world(SimEngine("a")) as w:
+        one, other = w.ask(40, rid="abc-1"), w.ask(40, rid="abc-12")
+        await started(other)
+        assert w.service.abort("abc-1")
+        assert not w.service.abort("abc")
+        assert (await over(one)).finish["type"] == "abort"  # type: ignore[index]
+        judge_whole(await over(other))
+
+
+async def test_a_duplicate_id_joins_the_live_turn_and_replays_the_finished_one() -> None:
+    engine = SimEngine("a")
+    async with world(engine) as w:
+        first = w.ask(10, rid="x", own_rid=True, prompt=(1, 2))
+        second = w.ask(10, rid="x", own_rid=True, prompt=(1, 2))
+        assert second is first
+        w.service.leave(first)  # one of the two callers; the other still listens
+        await over(first)
+        judge_whole(first)
+        assert w.ask(10, rid="x", own_rid=True, prompt=(1, 2)) is first
+        assert len(engine.seen) == 1
+        assert w.ask(10, rid="x", own_rid=True, prompt=(3,)) is not first
+        with pytest.raises(Conflict, match="another body"):
+            w.ask(10, rid="x", own_rid=True, prompt=(4,))
+
+
+async def test_draining_lets_live_turns_end_and_takes_no_new_ones() -> None:
+    async with world(SimEngine("a")) as w:
+        turn = w.ask(20)
+        await started(turn)
+        await w.service.drain()
+        judge_whole(turn)
+        with pytest.raises(Overloaded, match="shutting down"):
+            w.ask(5)
+
+
+async def test_closing_ends_turns_as_typed_aborts_with_their_tokens() -> None:
+    async with world(SimEngine("a")) as w:
+        turn = w.ask(2000)
+        await started(turn)
+        await w.service.close()
+        assert turn.finish is not None
+        assert turn.finish["type"] == "abort"
+        assert turn.held >= 5
