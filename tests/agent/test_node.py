@@ -70,7 +70,8 @@ async def test_serving_comes_first(lent: Node) -> None:
     trace = await lent.trace()
     closed = [e for e in trace if e["what"] == "closed"]
     assert closed, "the flight recorder has the closing"
-    assert [e["tokens"] for e in trace if e["what"] == "finished"] == [600]
+    (finished,) = [e for e in trace if e["what"] == "finished"]
+    assert finished["tokens"] == pytest.approx(600, rel=0.1), "an estimate, should it be sampled"
     arrival = closed[0]["arrival"]
     assert any(e["what"] == "stopped" and e["arrival"] == arrival for e in trace)
 
