@@ -21,7 +21,7 @@ from lightkube.generic_resource import (
 from lightkube.types import PatchType
 
 from rose_core.api import GROUP, VERSION
-from rose_operator.errors import ApiRefused, ApiUnavailable
+from rose_operator.errors import NOT_FOUND, ApiRefused, ApiUnavailable
 from rose_operator.metrics import API_FAILURES, API_WRITES
 from rose_operator.store import Raw
 
@@ -141,7 +141,7 @@ class Api:
                 self._client.delete(RESOURCES[kind], name, namespace=self.namespace),
             )
         except ApiRefused as error:
-            if error.code != httpx.codes.NOT_FOUND:
+            if error.code != NOT_FOUND:
                 raise
 
     async def create(self, kind: Kind, manifest: Raw) -> Raw:
@@ -159,7 +159,7 @@ class Api:
                 self._client.get(RESOURCES[kind], name, namespace=self.namespace)
             )
         except ApiRefused as error:
-            if error.code == httpx.codes.NOT_FOUND:
+            if error.code == NOT_FOUND:
                 return None
             raise
         return _plain(found)

@@ -37,7 +37,7 @@ from rose_wire.services import SYNC
 
 _log = logging.getLogger(__name__)
 
-_RELIST_SECONDS = 600.0
+_RELIST_SECONDS = 120.0
 _STUCK_SECONDS = 120.0
 # After a start, wait at most this long for agents that had slots or replicas.
 _PATIENCE_SECONDS = 30.0
@@ -75,8 +75,9 @@ class Operator:
             ),
         )
         self._turned_at = self.started
-        self._listed_at: float | None = None
-        self._was_offline = False
+        self._listings = [self.started]
+        self._listed = False
+        self._failures_seen = 0
 
     # The loop.
 
@@ -96,7 +97,6 @@ class Operator:
 
     async def _turn(self) -> None:
         if not self.lock.may_write:
-            self._was_offline = True
             return
         await self._list_if_needed()
         if self._warming():
@@ -114,15 +114,25 @@ class Operator:
         return up < _PATIENCE_SECONDS and not self.reconciler.agents_are_back()
 
     async def _list_if_needed(self) -> None:
-        """Full listings at the start, after an outage, and now and then."""
+        """Full listings whenever deletions may have gone unheard, and now and then."""
         now = time.monotonic()
-        old = self._listed_at is None or now - self._listed_at > _RELIST_SECONDS
-        if not (old or self._was_offline):
+        if self.lock.failures != self._failures_seen:
+            self._failures_seen = self.lock.failures
+            # Watches come back a little later than the API server.
+            self._listings += [now + delay for delay in (0.0, 5.0, 15.0, 45.0)]
+        if not any(due <= now for due in self._listings):
             return
         await list_all(self.api, self.stores)
-        if self._listed_at is None:
+        if not self._listed:
+            self._listed = True
             self.reconciler.remember_pools()
-        self._listed_at, self._was_offline = now, False
+        self._listings = [due for due in self._listings if due > now] or [now + _RELIST_SECONDS]
+
+    def _kopf_listed(self) -> None:
+        """Kopf has listed: what was deleted before that, it will never tell."""
+        soon = time.monotonic() + 1.0
+        if not any(due <= soon for due in self._listings):
+            self._listings.append(soon)
 
     async def _wait(self) -> None:
         """Until something changed, not sooner than a moment, not later than the period."""
@@ -154,7 +164,8 @@ class Operator:
             asyncio.create_task(self.lock.run(), name="lock"),
             asyncio.create_task(self.loop(), name="loop"),
             asyncio.create_task(
-                watch_kinds(self.stores, self.settings.namespace, self.stop), name="kopf"
+                watch_kinds(self.stores, self.settings.namespace, self.stop, self._kopf_listed),
+                name="kopf",
             ),
             *(
                 asyncio.create_task(watch_routers(self.api, self.stores, kind), name=kind.value)

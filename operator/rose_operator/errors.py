@@ -9,6 +9,8 @@ OperatorError
 
 from __future__ import annotations
 
+NOT_FOUND = 404
+
 
 class OperatorError(Exception):
     """Base of everything ``rose_operator`` raises."""

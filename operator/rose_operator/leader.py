@@ -109,6 +109,10 @@ class LeaderLock:
         clock: monotonic seconds.
         duration: of the Lease; renewed every third of it.
         offline_seconds: bound on renewing grants without the API server.
+
+    Attributes:
+        term: the term we hold or held last, 0 for none.
+        failures: looks at the Lease that got no answer; a sign of an outage.
     """
 
     def __init__(
@@ -130,6 +134,7 @@ class LeaderLock:
         self._seen_at = 0.0
         self._outbid = 0
         self._deposed = False
+        self.failures = 0
         self.term = 0
 
     @property
@@ -174,6 +179,7 @@ class LeaderLock:
             found = await self._api.get(Kind.LOCK, LOCK_NAME)
             await self._act(found, sent)
         except ApiUnavailable as error:
+            self.failures += 1
             _log.warning("leader Lease: %s", error)
         except ApiRefused as error:
             _log.error("leader Lease: %s", error)  # the message says it all

@@ -30,7 +30,7 @@ from rose_core.lending import Outcome, Plan, Policy
 from rose_operator import metrics, routers
 from rose_operator.admission import Unreadable
 from rose_operator.api import FIELD_MANAGER, Kind
-from rose_operator.errors import OperatorError
+from rose_operator.errors import NOT_FOUND, ApiRefused, OperatorError
 from rose_operator.lease_status import lease_status
 from rose_operator.pool_status import pool_status
 from rose_operator.settings import Settings
@@ -120,7 +120,14 @@ class Reporter:
 
         async def write() -> None:
             manifest = _manifest(kind, thing.metadata.namespace, thing.metadata.name, status)
-            self._stores[kind].put(await api.apply_status(kind, manifest))
+            try:
+                self._stores[kind].put(await api.apply_status(kind, manifest))
+            except ApiRefused as error:
+                if error.code != NOT_FOUND:
+                    raise
+                # It was deleted and the watch has not said so (yet).
+                self._stores[kind].forget(thing.metadata.key)
+                return
             new: tuple[Condition, ...] = getattr(status, "conditions", ())
             told = [c for c in transitions(thing.status.conditions, new) if c.type in _TOLD]
             if told:

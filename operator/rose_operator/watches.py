@@ -1,15 +1,16 @@
 """kopf brings changes of the three kinds; a small watch of our own brings those of the routers.
 
 Both only feed the stores: handlers decide nothing, set no finalizer and write nothing. kopf does
-not tell what was deleted while a watch was down, so the stores are also filled by full listings:
-at the start, after an outage of the API server, and now and then.
+not tell what was deleted while a watch was down: it lists again (events without a type) and goes
+on. So the stores are also filled by our own full listings: at the start, after kopf has listed
+again, during the minute after an outage of the API server, and now and then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import kopf
@@ -44,11 +45,14 @@ async def list_all(api: Api, stores: dict[Kind, Store]) -> None:
         stores[kind].replace(items, version)
 
 
-def registry(stores: dict[Kind, Store], namespace: str) -> kopf.OperatorRegistry:
-    """Kopf's handlers: one event handler per kind."""
+def registry(
+    stores: dict[Kind, Store], namespace: str, listed: Callable[[], None]
+) -> kopf.OperatorRegistry:
+    """Kopf's handlers: one event handler per kind; ``listed`` hears that kopf lists (again)."""
     handlers = kopf.OperatorRegistry()
     for kind, plural in _PLURALS.items():
-        _register(handlers, stores[kind], plural, namespace if kind is Kind.SLOT else None)
+        only = namespace if kind is Kind.SLOT else None
+        _register(handlers, stores[kind], plural, only, listed)
 
     @kopf.on.login(registry=handlers)
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:  # noqa: ANN401  # kopf's own signature
@@ -58,13 +62,19 @@ def registry(stores: dict[Kind, Store], namespace: str) -> kopf.OperatorRegistry
 
 
 def _register(
-    handlers: kopf.OperatorRegistry, store: Store, plural: str, namespace: str | None
+    handlers: kopf.OperatorRegistry,
+    store: Store,
+    plural: str,
+    namespace: str | None,
+    listed: Callable[[], None],
 ) -> None:
     @kopf.on.event(GROUP, VERSION, plural, registry=handlers, id=plural)
     async def changed(event: kopf.RawEvent, **_: Any) -> None:  # noqa: ANN401  # kopf's signature
         raw: Raw = dict(event["object"])
         if namespace is not None and raw["metadata"].get("namespace") != namespace:
             return
+        if event["type"] is None:
+            listed()
         if event["type"] == "DELETED":
             store.remove(raw)
         else:
@@ -85,7 +95,9 @@ def settings() -> kopf.OperatorSettings:
     return chosen
 
 
-async def watch_kinds(stores: dict[Kind, Store], namespace: str, stop: asyncio.Event) -> None:
+async def watch_kinds(
+    stores: dict[Kind, Store], namespace: str, stop: asyncio.Event, listed: Callable[[], None]
+) -> None:
     """Run kopf until it is told to stop; start it again if it fails.
 
     kopf takes over the process's signals: when it returns without an error, one has come.
@@ -93,7 +105,7 @@ async def watch_kinds(stores: dict[Kind, Store], namespace: str, stop: asyncio.E
     while not stop.is_set():
         try:
             await kopf.operator(
-                registry=registry(stores, namespace),
+                registry=registry(stores, namespace, listed),
                 settings=settings(),
                 clusterwide=True,
                 standalone=True,

@@ -31,6 +31,8 @@ class FakeApi:
 
     async def apply_status(self, kind: Kind, manifest: Raw) -> Raw:
         self._check("status", manifest)
+        if (kind, _key(manifest)) not in self.objects:
+            raise ApiRefused(404, "not found")
         return self._store(kind, manifest, {"status"})
 
     async def delete(self, kind: Kind, name: str) -> None:

@@ -154,6 +154,17 @@ async def test_a_refused_write_stops_nobody_else() -> None:
     assert len(bench.slots()) == 2
 
 
+async def test_an_object_whose_deletion_went_unheard_is_forgotten_at_its_next_status() -> None:
+    bench = await running()
+    del bench.api.objects[Kind.LEASE, "default/grpo"]
+    bench.now += 61
+    bench.report(tokens=999)  # the lease's totals differ, so its status is written
+    await bench.reconciler.run_pass()
+    await bench.reconciler.run_pass()
+    (slot,) = bench.slots()
+    assert slot["spec"]["releaseReason"] == "LeaseDeleted"
+
+
 async def test_an_object_that_cannot_be_read_gets_its_answer_alone() -> None:
     bench = Bench()
     bench.pool()
