@@ -1,0 +1,144 @@
+"""The guard's loop without processes: what reaches a permit when events arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+import yaml
+
+from rose_agent.devices.static import StaticDriver
+from rose_agent.guard.loop import Guard, Settings
+from rose_agent.guard.slot import Slot
+from rose_agent.pods.static import StaticPods
+from rose_core.guard.gate import GateLimits
+from rose_core.identity import GrantKey, SlotKey
+from rose_core.telemetry.events import Arrived, Ended, Health, How
+from rose_core.telemetry.signal import Limits
+from rose_core.telemetry.verify import Verification
+from rose_core.wire.host import EngineState, EngineStatus
+from rose_core.wire.sync import EngineSpec, Grant, PoolPolicy, SyncReply, WeightSource
+from rose_engines.permit import Permit
+from rose_engines.rundir import RunDir
+
+KEY = SlotKey("slot", 1)
+POLICY = PoolPolicy("chat/pool", "Lend", {"a": "b"}, 1)
+GRANT = Grant(
+    key=GrantKey(1, KEY),
+    ttl_seconds=60.0,
+    slot_name="slot",
+    lease="ns/lease",
+    pool="chat/pool",
+    pod_uid="pod",
+    pod_name="pod",
+    gpu_uuids=("GPU-0",),
+    engine=EngineSpec("fake", "m"),
+    weights=WeightSource("h:1", "run"),
+    router="",
+)
+
+
+def health(in_flight: int = 0) -> Health:
+    return Health(
+        "pod", time.monotonic_ns(), "", 0, opaque=False, in_flight=in_flight, counts={}, packets=0
+    )
+
+
+@pytest.fixture
+async def guard(short_dir: Path) -> AsyncIterator[tuple[Guard, Permit]]:
+    """A guard with one verified idle replica and one granted engine the host lists."""
+    rundir = RunDir(short_dir / "run").create()
+    permit = Permit.create(rundir.slot(KEY.uid).create().permit)
+    replicas = short_dir / "replicas.yaml"
+    entry = {"uid": "pod", "pool": "chat/pool", "port": 9, "gpus": ["GPU-0"]}
+    replicas.write_text(yaml.safe_dump({"replicas": [entry]}))
+    async with aiohttp.ClientSession() as session:
+        settings = Settings("node", "", gate=GateLimits(reopen_ns=0))
+        made = Guard(rundir, settings, StaticDriver(None), session)
+        made.pods = StaticPods(replicas)
+        made.on_reply(SyncReply(1, True, (GRANT,), (POLICY,)), time.monotonic())
+        made.host.engines = {KEY.uid: EngineStatus(KEY, EngineState.SERVING)}
+        made.host.asked_ns = made.host.answered_ns = time.monotonic_ns() + 10**12
+        replica = made.replicas["pod"]
+        replica.verification = Verification(verified=True)
+        # A busy test machine must not make the tap look stale.
+        replica.limits = Limits(tap_stale_ns=10**12)
+        made.on_tap([health()], time.monotonic_ns())
+        replica.book.blind_ns = 0
+        permit.beat_host(time.monotonic_ns() + 10**12)
+        yield made, permit
+        for task in made._pollers.values():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        for slot in made.slots.values():
+            await slot.detach()
+        made._watcher.close()
+        await made.host._channel.close()
+    permit.detach()
+
+
+def is_open(permit: Permit) -> bool:
+    """Extended and not closed since; whether it has lapsed by now is the machine's speed."""
+    return permit.until_ns > 0
+
+
+async def test_an_arrival_closes_the_permit_inside_the_call_that_hears_of_it(
+    guard: tuple[Guard, Permit],
+) -> None:
+    made, permit = guard
+    made.step_all()
+    assert is_open(permit)
+    # Long, so that the flight recorder has a closing to tell of, however slow the machine.
+    permit.extend(time.monotonic_ns() + 5 * 10**9)
+    now = time.monotonic_ns()
+    made.on_tap([Arrived("pod", 1, now, "/generate")], now)
+    assert permit.until_ns == 0
+    assert made.slots[KEY.uid].machine.rung.name == "STOP"
+    made.on_tap([Ended("pod", 1, now, 5, 200, How.COMPLETE), health()], time.monotonic_ns())
+    assert is_open(permit), "empty again"
+    what = [entry[2] for entry in made.recorder.entries()]
+    assert what.count("arrived") == what.count("closed") == what.count("finished") == 1
+
+
+async def test_a_lost_tap_closes(guard: tuple[Guard, Permit]) -> None:
+    made, permit = guard
+    made.step_all()
+    made.on_tap_lost(time.monotonic_ns())
+    assert permit.until_ns == 0
+
+
+async def test_a_lost_grant_closes_and_releases(guard: tuple[Guard, Permit]) -> None:
+    made, permit = guard
+    made.step_all()
+    made.on_reply(SyncReply(1, True, (), (POLICY,)), time.monotonic())
+    assert permit.until_ns == 0
+    assert made.slots[KEY.uid].machine.phase.value == "Releasing"
+    slot: Slot = made.slots[KEY.uid]
+    assert slot.grant is None
+
+
+async def test_what_the_operator_is_told(guard: tuple[Guard, Permit]) -> None:
+    made, _ = guard
+    made.step_all()
+    request = made.request()
+    (replica,) = request.replicas
+    assert (replica.pod_uid, replica.running_requests, replica.refusal) == ("pod", 0, "")
+    assert (replica.verified, replica.gpu_uuids) == (True, ("GPU-0",))
+    (slot,) = request.slots
+    assert (slot.slot, slot.state.value, slot.gate_open) == (KEY, "Syncing", True)
+    assert request.capabilities == {"EngineHost": ""}
+
+
+async def test_a_pool_that_pauses_gives_everything_back(guard: tuple[Guard, Permit]) -> None:
+    made, permit = guard
+    made.step_all()
+    paused = PoolPolicy("chat/pool", "Paused", {"a": "b"}, 1)
+    made.on_reply(SyncReply(1, True, (GRANT,), (paused,)), time.monotonic())
+    assert permit.until_ns == 0
+    assert made.slots[KEY.uid].machine.phase.value == "Releasing"
