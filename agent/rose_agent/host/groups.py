@@ -157,7 +157,10 @@ class _Cgroup:
         return tuple(int(line) for line in text.split())
 
     def remove(self) -> None:
-        """Remove the folder; the kernel may need a moment after the last exit."""
+        """Remove the folder; on a busy machine the last exit may take the kernel seconds.
+
+        What cannot be removed stays as an empty cgroup, which the next host's repair removes.
+        """
 
         def removed() -> bool:
             try:
@@ -168,7 +171,7 @@ class _Cgroup:
                 return False
             return True
 
-        wait_for(removed, 1.0)
+        wait_for(removed, 5.0)
 
     def _write(self, name: str, text: str) -> None:
         path = self._directory / name
