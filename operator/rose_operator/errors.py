@@ -9,6 +9,7 @@ OperatorError
 
 from __future__ import annotations
 
+UNAUTHORIZED = 401
 NOT_FOUND = 404
 
 

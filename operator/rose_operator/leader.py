@@ -12,6 +12,8 @@ succeeded, minus a margin.
 | Offline | no | for ``offline_seconds`` | Leader: renewed, same term; Deposed |
 | Deposed | no | no | end: the process exits and starts anew |
 
+Credentials that are no longer accepted depose too: a new process reads new ones.
+
 A node that reports a term above ours was led by a Lease that has been lost since (a restored
 etcd): a leader then raises its own term above it (``outbid``).
 """
@@ -27,7 +29,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from rose_operator.api import Kind
-from rose_operator.errors import ApiRefused, ApiUnavailable
+from rose_operator.errors import UNAUTHORIZED, ApiRefused, ApiUnavailable
 from rose_operator.metrics import LEADER_STATE, TERM
 from rose_operator.store import Raw
 
@@ -183,6 +185,8 @@ class LeaderLock:
             _log.warning("leader Lease: %s", error)
         except ApiRefused as error:
             _log.error("leader Lease: %s", error)  # the message says it all
+            # A service-account token is read once and expires: a new process reads a new one.
+            self._deposed = self._deposed or error.code == UNAUTHORIZED
         self._publish()
 
     async def release(self) -> None:

@@ -3,8 +3,9 @@
 import pytest
 
 from rose_operator.api import Kind
-from rose_operator.errors import ApiUnavailable
+from rose_operator.errors import ApiRefused, ApiUnavailable
 from rose_operator.leader import LOCK_NAME, LeaderLock, Record, State, Step, decide
+from rose_operator.store import Raw
 from tests.operator.fake_api import FakeApi
 
 MINE, OTHER = "me", "other"
@@ -141,3 +142,13 @@ async def test_an_impossible_term_is_not_outbid() -> None:
     mine.outbid(2**62)
     await mine.step()
     assert (mine.state, mine.term) == (State.LEADER, 1)
+
+
+async def test_expired_credentials_end_the_process_so_that_a_new_one_reads_new_ones() -> None:
+    class Expired(FakeApi):
+        async def get(self, kind: Kind, name: str) -> Raw | None:
+            raise ApiRefused(401, "Unauthorized")
+
+    mine = lock(Expired(), Clock())
+    await mine.step()
+    assert mine.state is State.DEPOSED
