@@ -1,7 +1,7 @@
 """Kinds -> CustomResourceDefinitions: names, printer columns, selectable fields, schema.
 
 Printer columns are chosen so that ``kubectl get`` of each kind fits 80 characters and tells who
-has what, and why not (``docs/api.md`` shows it).
+has what, and why not.
 """
 
 from __future__ import annotations
