@@ -236,6 +236,11 @@ class Slot:
             self._want_hold = hold
             self._held = None
             self._hold_arrival_ns = arrival_ns
+            # The host answers a hold only once every thread stands still; a change of mind does
+            # not wait for that. Should the two cross, the host's list puts it right.
+            waiting = self._calls.pop("hold", None)
+            if waiting is not None:
+                waiting.cancel()
         self._call("hold", self._hold_until_agreed())
 
     async def _hold_until_agreed(self) -> None:
