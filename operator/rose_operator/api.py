@@ -185,7 +185,8 @@ class Api:
             return await request
         except (ApiError, httpx.HTTPError, ValueError) as error:
             translated = _translate(error)
-            API_FAILURES.labels(type(translated).__name__).inc()
+            if getattr(translated, "code", 0) != NOT_FOUND:
+                API_FAILURES.labels(type(translated).__name__).inc()
             raise translated from error
 
 

@@ -45,6 +45,7 @@ Write = Callable[[], Awaitable[None]]
 
 # Totals alone are written this often at most.
 _TOTALS_SECONDS = 60.0
+_NEGATIVE = frozenset({ConditionType.RECLAIMING, ConditionType.PAUSED})
 _TOLD = (
     ConditionType.ACCEPTED,
     ConditionType.PAUSED,
@@ -129,7 +130,7 @@ class Reporter:
                 self._stores[kind].forget(thing.metadata.key)
                 return
             new: tuple[Condition, ...] = getattr(status, "conditions", ())
-            told = [c for c in transitions(thing.status.conditions, new) if c.type in _TOLD]
+            told = [c for c in transitions(thing.status.conditions, new) if _is_news(c, thing)]
             if told:
                 await _tell(kind, thing, min(told, key=_urgency), world, api)
 
@@ -184,6 +185,13 @@ def _plain_manifest(kind: Kind, namespace: str, name: str, status: dict[str, Any
     }
 
 
+def _is_news(condition: Condition, thing: Thing) -> bool:
+    """Whether people wait for it; that nothing is paused or reclaimed at first sight is none."""
+    first = all(old.type != condition.type for old in thing.status.conditions)
+    calm = condition.type in _NEGATIVE and condition.status == "False"
+    return condition.type in _TOLD and not (first and calm)
+
+
 def _urgency(condition: Condition) -> int:
     return _TOLD.index(ConditionType(condition.type))
 
@@ -192,9 +200,7 @@ async def _tell(
     kind: Kind, thing: Thing, condition: Condition, world: World, api: StatusApi
 ) -> None:
     """One Event; losing it harms nobody."""
-    good = (condition.status == "True") != (
-        condition.type in {ConditionType.RECLAIMING, ConditionType.PAUSED}
-    )
+    good = (condition.status == "True") != (condition.type in _NEGATIVE)
     when = timestamp(world.now)
     event: Raw = {
         "apiVersion": "v1",

@@ -352,6 +352,8 @@ async def test_events_tell_transitions_once() -> None:
     bench = await running()
     told = [event["reason"] for event in bench.api.events]
     assert told.count("Accepted") == 2  # the pool and the lease
+    assert "NotReclaiming" not in told
+    assert "NotPaused" not in told
     bench.api.events.clear()
     bench.report()
     await bench.turn(3)
