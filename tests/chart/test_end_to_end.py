@@ -14,12 +14,12 @@ from rose_dev.errors import StartFailed
 from rose_dev.node import Node
 from rose_dev.shell import wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
 CHART = HERE.parents[1] / "helm" / "rose"
 SYSTEM, RESEARCH, SERVING = "rose-system", "research", "serving"
-SECONDS = 90.0
+SECONDS = 180.0
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def condition(node: Node, name: str) -> str:
 def wait_for(node: Node, name: str) -> None:
     """Wait for a condition of the lease; a failure shows what the cluster looks like."""
     try:
-        wait_until(lambda: reached(node, name), name, seconds=SECONDS, pause=0.5)
+        wait_until(lambda: reached(node, name), name, seconds=SECONDS, pause=2.0)
     except StartFailed as error:
         kinds = "pods,servingpools,rolloutleases,rolloutslots"
         workloads = (
