@@ -8,6 +8,7 @@ second), otherwise every ``sync_period_seconds`` of the last reply.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -78,10 +79,10 @@ class OperatorLink:
 
     async def _pause(self, period: float) -> None:
         await asyncio.sleep(_LEAST_SECONDS)
-        try:
-            await asyncio.wait_for(self._soon.wait(), max(0.0, period - _LEAST_SECONDS))
-        except TimeoutError:
-            return
+        # Not `wait_for`: Python 3.11's can lose a cancellation that meets the event.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, period - _LEAST_SECONDS)):
+                await self._soon.wait()
 
     def _complain(self, text: str) -> None:
         if text and text != self._complaint:

@@ -58,7 +58,9 @@ class HostLink:
             while True:
                 await self._poll()
                 try:
-                    await asyncio.wait_for(self._kick.wait(), _STATUS_SECONDS)
+                    # Not `wait_for`: Python 3.11's can lose a cancellation that meets the event.
+                    async with asyncio.timeout(_STATUS_SECONDS):
+                        await self._kick.wait()
                 except TimeoutError:
                     continue
                 self._kick.clear()
