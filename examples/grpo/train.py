@@ -66,7 +66,7 @@ class Settings:
     seconds: float = 240.0
     per_step: int = 8
     group_size: int = 8
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     max_age: int = 3
     concurrency: int = 12
     publish_every: int = 1
