@@ -1,0 +1,240 @@
+"""The guard's shell on virtual time: gathers what production gathers, carries out its orders.
+
+Every decision is production's: ``telemetry.book`` and ``telemetry.signal`` make the signal,
+``guard.gate.judge`` the verdict, ``guard.slot.decide`` the orders. Here are only their delays.
+Production steps every 20 ms and at every event; here a step that could not change anything (gate
+open and idle, permit extended for ever) is left out, and a closed gate that only waits for the end
+of a request is looked at every 100 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rose_core.guard.gate import GateLimits, ReplicaFacts, Verdict, judge
+from rose_core.guard.ladder import Action, LadderLimits, Order
+from rose_core.guard.predictor import Predictor, Profile
+from rose_core.guard.reasons import GateReason
+from rose_core.guard.slack import Objective
+from rose_core.guard.slot import EngineSeen, SlotMachine, SlotSeen, decide
+from rose_core.simulate.clock import MILLISECOND, SECOND, Clock, Event
+from rose_core.simulate.device import Device
+from rose_core.simulate.gates import Gate, Host, ServingRequest, Timings
+from rose_core.telemetry.book import Book
+from rose_core.telemetry.dialects import Figures
+from rose_core.telemetry.events import Arrived, Ended, FirstToken, Health, How, Progress, Sized
+from rose_core.telemetry.signal import Limits, Reading, ServingSignal, advance, merge
+from rose_core.wire.sync import SignalSource
+
+BYTES_PER_TOKEN = 4
+_WAITING_NS = 100 * MILLISECOND
+_SHARED_NS = 5 * MILLISECOND  # as the agent's: a gate that closed so soon did not share the prefill
+_PATH = "/generate"
+_TAP = (SignalSource.WIRE_TAP,)
+_POLLED = (SignalSource.LOADS,)
+
+
+class GuardedGate(Gate):
+    """``ours``, or ``polled`` when it may not use the tap."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        device: Device,
+        host: Host,
+        changed: Callable[[bool], None],
+        timings: Timings,
+        objective: Objective,
+        profile: Profile,
+        *,
+        tapped: bool,
+    ) -> None:
+        super().__init__(clock, device, host, changed)
+        self._timings, self._objective, self._tapped = timings, objective, tapped
+        self._gate, self._ladder, self._limits = GateLimits(), LadderLimits(), Limits()
+        self._predictor = Predictor(profile)
+        self._book = Book(0)
+        self._reading: Reading | None = None
+        self._machine = SlotMachine()
+        self._held = self._holding = False
+        self._requests: dict[int, ServingRequest] = {}
+        self._wake: Event | None = None
+        self._last_open_ns = -SECOND
+        self._dead_until_ns = 0
+        self.verdicts: dict[GateReason, int] = {}
+
+    # --- what it hears
+
+    def arrived(self, request: ServingRequest) -> None:
+        """Heard ``tap_s`` later."""
+        self._requests[request.number] = request
+        if self._tapped:
+            self.clock.after(self._timings.tap_s, lambda: self._hear_arrival(request))
+
+    def _hear_arrival(self, request: ServingRequest) -> None:
+        now = self.clock.now_ns
+        number = request.number
+        self._book.apply(Arrived("", number, now, _PATH), now)
+        self._book.apply(Sized("", number, request.prompt * BYTES_PER_TOKEN), now)
+        self.step()
+
+    def first(self, request: ServingRequest) -> None:
+        """Heard ``tap_s`` later."""
+        if self._tapped:
+            self.clock.after(self._timings.tap_s, lambda: self._hear_first(request))
+
+    def _hear_first(self, request: ServingRequest) -> None:
+        now = self.clock.now_ns
+        self._book.apply(FirstToken("", request.number, now), now)
+        self.step()
+
+    def ended(self, request: ServingRequest) -> None:
+        """Heard ``tap_s`` later."""
+        self._requests.pop(request.number, None)
+        if self._tapped:
+            self.clock.after(self._timings.tap_s, lambda: self._hear_end(request))
+
+    def _hear_end(self, request: ServingRequest) -> None:
+        now = self.clock.now_ns
+        event = Ended("", request.number, now, request.output, 200, How.COMPLETE)
+        done = self._book.apply(event, now)
+        if done is not None:
+            self._learn(done.arrived_ns, done.first_ns, done.size, done.ttft_s, done.tpot_s)
+        self.step()
+
+    def _learn(
+        self, arrived_ns: int, first_ns: int, size: int, ttft: float | None, tpot: float | None
+    ) -> None:
+        if ttft is not None:
+            shared = self._last_open_ns > arrived_ns + _SHARED_NS
+            self._predictor = self._predictor.saw_prefill(size, ttft, shared=shared)
+        if tpot is not None:
+            shared = self._last_open_ns > first_ns + _SHARED_NS
+            running = 1 + len(self._book.live)
+            self._predictor = self._predictor.saw_decode(running, tpot, shared=shared)
+
+    def poll(self) -> None:
+        """Read ``/v1/loads``: a request shows there only after its first token."""
+        serving = self.device.serving
+        assert serving is not None  # noqa: S101  # every device serves
+        serving.settle()
+        figures = Figures(len(serving.running), 0, activity=(serving.prefilled, serving.tokens))
+        now = self.clock.now_ns
+        self._reading = advance(self._reading, SignalSource.LOADS, figures, now)
+        self.step()
+        self.clock.after(self._timings.poll_s, self.poll)
+
+    # --- what happens to it
+
+    def lend(self, granted: bool) -> None:
+        """The grant has come, or is gone."""
+        self.granted = granted
+        if not self._tapped and self._reading is None:
+            self.poll()
+        self.step()
+
+    def serving_engine(self) -> None:
+        """The host lists an engine that serves."""
+        self._held = self._holding = False
+        self.step()
+
+    def crash(self) -> None:
+        """The engine is gone from the host's list."""
+        self.device.forbid()
+        self.host.stop()
+        self.step()
+
+    def guard_dies(self, seconds: float) -> None:
+        """The permit lapses by itself; nothing is decided until the guard is back."""
+        self._dead_until_ns = self.clock.now_ns + round(seconds * SECOND)
+        permit = self._ladder.permit_ns / SECOND
+        self.clock.after(permit, self.shut)  # the permit lapses
+        self.clock.after(seconds, self.step)
+
+    # --- one step, as the agent's loop makes it
+
+    def signal(self, now: int) -> ServingSignal:
+        """Every source merged, by production's rules."""
+        if not self._tapped:
+            readings = (self._reading,) if self._reading else ()
+            return merge(None, None, readings, allowed=_POLLED, limits=self._limits, now_ns=now)
+        live = self._book.live
+        # The tap's heartbeat. ``blind_ns`` of a fresh book lies before the start.
+        self._book.apply(Health("", now, "", -(10**12), False, len(live), {}, 0), now)
+        self._book.blind_ns = -(10**12)
+        for number, known in live.items():
+            sequence = self._requests[number].sequence if number in self._requests else None
+            if known.first_ns and sequence is not None:
+                self._book.apply(Progress("", number, now, sequence.produced), now)
+        return merge(self._book, True, (), allowed=_TAP, limits=self._limits, now_ns=now)
+
+    def step(self) -> None:
+        """Judge, decide, carry out, and say when to look again."""
+        now = self.clock.now_ns
+        if now < self._dead_until_ns:
+            return
+        if self.device.serving is not None and self._book.live:
+            self.device.serving.settle()
+        facts = ReplicaFacts(
+            signal=self.signal(now),
+            idle_share=self._book.idle_share(now) if self._tapped else 1.0,
+            objective=self._objective,
+            predictor=self._predictor,
+        )
+        verdict = judge(facts, self._gate, now)
+        self.verdicts[verdict.reason] = self.verdicts.get(verdict.reason, 0) + 1
+        state = self.host.state
+        engine = EngineSeen(state, 1, held=self._held) if state is not None else None
+        seen = SlotSeen(self.granted, 1, verdict, engine, host_alive=True, heartbeat_ns=0)
+        self._machine, actions = decide(self._machine, seen, self._ladder, now)
+        for action in actions:
+            self._carry_out(action)
+        computing = self.device.may_compute
+        if computing:
+            self._last_open_ns = now
+        serves = engine is not None and state == "Serving"
+        self.set_open(serves and verdict.open and self.granted)
+        self._schedule(verdict, now)
+
+    def _carry_out(self, action: Action) -> None:
+        if action.order is Order.ENSURE:
+            self.host.ensure()
+        elif action.order is Order.STOP:
+            self.device.forbid()
+            self.host.stop()
+            self.clock.after(self._timings.tick_s, self.step)
+        elif action.order is Order.CLOSE:
+            self.device.forbid(self._timings.close_s)
+        elif action.order is Order.HOLD and not self._holding:
+            self._holding = True
+            self.clock.after(self._timings.close_s, self._confirm_hold)
+        elif action.order is Order.LET_GO:
+            self._holding = False
+            self.clock.after(self._timings.open_s, self._confirm_let_go)
+        elif action.order is Order.EXTEND and not self._held and self.host.state == "Serving":
+            self.device.allow()
+
+    def _confirm_hold(self) -> None:
+        if self._holding:
+            self._held = True
+            self.device.forbid()
+            self.step()
+
+    def _confirm_let_go(self) -> None:
+        if not self._holding:
+            self._held = False
+            self.step()
+
+    def _schedule(self, verdict: Verdict, now: int) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        if not self.granted and self.host.state is None:
+            return
+        tick = round(self._timings.tick_s * SECOND)
+        if verdict.reason is GateReason.IDLE:
+            return
+        wait = _WAITING_NS if verdict.reason is GateReason.SERVING_BUSY else tick
+        if verdict.open and verdict.until_ns > now:
+            wait = min(wait, verdict.until_ns - now)
+        self._wake = self.clock.at(now + wait, self.step)

@@ -1,0 +1,139 @@
+"""One serving replica with what it may lend: device, gate, engine host, weights of its guest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rose_core.guard.predictor import Profile
+from rose_core.guard.slack import Objective
+from rose_core.simulate.batch import BatchEngine, Sequence
+from rose_core.simulate.clock import Clock
+from rose_core.simulate.costs import Costs, costs, kv_tokens
+from rose_core.simulate.device import Device, Sharing
+from rose_core.simulate.gates import Gate, Host, ServingRequest, Timings
+from rose_core.simulate.guarded import BYTES_PER_TOKEN, GuardedGate
+from rose_core.simulate.paper import QUANTUM, PaperGate
+from rose_core.simulate.scenario import Regime, RolloutJob, Scenario, Service
+
+PAPER = frozenset({Regime.ROSE_PAPER, Regime.ROSE_PAPER_KEEP})
+
+
+@dataclass(frozen=True)
+class Ears:
+    """Who hears of a lent replica.
+
+    Attributes:
+        gate: the gate has moved, or its cap.
+        lost: the rollout engine is gone with these sequences.
+        served: a rollout engine begins to serve.
+    """
+
+    gate: Callable[[Replica, bool], None]
+    lost: Callable[[Replica, list[Sequence]], None]
+    served: Callable[[Replica, BatchEngine], None]
+
+
+class Replica:
+    """One replica of a service under one regime."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        number: int,
+        service: Service,
+        scenario: Scenario,
+        regime: Regime,
+        ears: Ears,
+    ) -> None:
+        self.number, self.service = number, service
+        self.name = f"{service.name}-{number}"
+        self.job: RolloutJob | None = None
+        self._clock, self._scenario, self._ears = clock, scenario, ears
+        slow = scenario.interference
+        sharing = Sharing(
+            slow.serving_slowdown, slow.rollout_slowdown, yielding=regime is Regime.CLAIRVOYANT
+        )
+        self.device = Device(clock, sharing)
+        gpus = service.gpus_per_replica
+        own = costs(service.device, service.model, scenario.derate, gpus)
+        pool = kv_tokens(service.device, service.model, service.serving_memory_share, gpus)
+        self.serving = BatchEngine(clock, own, pool, self.device.update)
+        self.device.serving = self.serving
+        start_s = 5.0 if regime in PAPER else scenario.delays.start_s  # paper: dormant, <= 5 s
+        self.host = Host(clock, self.device, start_s, self._make, self._lost)
+        self.gate = self._gate(regime, own)
+
+    def _gate(self, regime: Regime, own: Costs) -> Gate:
+        service, delays = self.service, self._scenario.delays
+        ttft_s, tpot_s = service.ttft_ms / 1000, service.tpot_ms / 1000
+
+        def changed(is_open: bool) -> None:
+            self._ears.gate(self, is_open)
+
+        if regime in PAPER:
+            return PaperGate(self._clock, self.device, self.host, changed, own, ttft_s, tpot_s)
+        if regime in {Regime.OURS, Regime.POLLED}:
+            timings = Timings(
+                delays.tap_s, delays.close_s, delays.open_s, delays.poll_s, delays.start_s
+            )
+            return GuardedGate(
+                self._clock,
+                self.device,
+                self.host,
+                changed,
+                timings,
+                Objective(ttft_s, tpot_s),
+                profile(own),
+                tapped=regime is Regime.OURS,
+            )
+        return Gate(self._clock, self.device, self.host, changed)
+
+    def _make(self) -> BatchEngine:
+        service, job = self.service, self.job
+        assert job is not None  # noqa: S101  # a slot was granted to a job
+        gpus = service.gpus_per_replica
+        own = costs(service.device, job.model, self._scenario.derate, gpus)
+        pool = kv_tokens(service.device, job.model, service.rollout_memory_share, gpus)
+        engine = BatchEngine(self._clock, own, pool, self.device.update, quantum=QUANTUM)
+        engine.set_speed(0.0)
+        self._ears.served(self, engine)
+        return engine
+
+    def _lost(self, sequences: list[Sequence]) -> None:
+        self._ears.lost(self, sequences)
+
+    def lend(self, job: RolloutJob | None) -> None:
+        """Grant a slot to a job, or take it back."""
+        if job is not None:
+            self.job = job
+        self.gate.lend(job is not None)
+
+    def serve(self, request: ServingRequest) -> None:
+        """Take a live request."""
+        request.replica = self.number
+
+        def first() -> None:
+            request.first_ns = self._clock.now_ns
+            self.gate.first(request)
+
+        def done() -> None:
+            request.ended_ns = self._clock.now_ns
+            self.gate.ended(request)
+
+        sequence = Sequence("", request.prompt, request.output, first, done)
+        request.sequence = sequence
+        self.gate.arrived(request)
+        self.serving.submit(sequence)
+
+
+def profile(own: Costs) -> Profile:
+    """The guard's profile of this engine; it corrects itself from there."""
+    base, growth = own.step(1, 1000)[0], own.step(2, 2000)[0] - own.step(1, 1000)[0]
+    per_kilobyte = (own.prefill(2048) - own.prefill(1024)) / (1024 * BYTES_PER_TOKEN / 1024)
+    return Profile(
+        prefill_base_s=own.prefill(1),
+        prefill_per_kilobyte_s=per_kilobyte,
+        decode_base_s=base - growth,
+        decode_per_request_s=growth,
+    )

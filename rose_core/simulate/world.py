@@ -1,0 +1,232 @@
+"""One run: a scenario under one regime and seed, from the first request to the outcome.
+
+Read ``run`` first. Randomness: one generator per service and per job, named by the seed, so every
+regime sees the same requests and the same episodes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rose_core.simulate.batch import BatchEngine, Sequence
+from rose_core.simulate.clock import SECOND, Clock
+from rose_core.simulate.costs import costs, kv_tokens
+from rose_core.simulate.gates import ServingRequest
+from rose_core.simulate.job import Job, JobFacts
+from rose_core.simulate.lent import PAPER, Ears, Replica
+from rose_core.simulate.paper import PaperGate
+from rose_core.simulate.planner import Planner, lend_once
+from rose_core.simulate.router import Engine, Router
+from rose_core.simulate.scenario import Failure, Regime, RolloutJob, Scenario, Service
+from rose_core.simulate.workload import Arrival, Episode, bursts, replay
+from rose_core.wire.routing import EngineKind
+from rose_core.wire.sync import SignalSource
+
+_DEDICATED_MEMORY = 0.9
+_LOOK_S = 10.0  # the paper's choice of GPUs needs some recent KV use
+
+
+@dataclass(frozen=True)
+class Material:
+    """Traces as read by the shell: name in the scenario -> rows."""
+
+    episodes: tuple[Episode, ...]
+    traces: Mapping[str, tuple[Arrival, ...]] = field(default_factory=dict)
+
+
+class World:
+    """Everything of one run."""
+
+    def __init__(self, scenario: Scenario, regime: Regime, seed: int, material: Material) -> None:
+        self.scenario, self.regime, self.seed, self.material = scenario, regime, seed, material
+        self.clock = Clock()
+        self.replicas: list[Replica] = []
+        self.requests: dict[str, list[ServingRequest]] = {}
+        self.routers: dict[str, Router] = {}
+        self.jobs: dict[str, Job] = {}
+        self.dedicated: list[BatchEngine] = []
+        self._lent_ns: dict[str, int] = {}
+        self.held_ns = 0
+        self._link_up_ns = 0
+        self.weight_bytes = 0
+        self._turn = 0
+        self._build()
+
+    # --- building
+
+    def _build(self) -> None:
+        ears = Ears(self._gate, self._lost, self._served)
+        for service in self.scenario.services:
+            mine = [
+                Replica(
+                    self.clock, len(self.replicas) + n, service, self.scenario, self.regime, ears
+                )
+                for n in range(service.replicas)
+            ]
+            self.replicas += mine
+            self._load(service, mine)
+        for job in self.scenario.jobs:
+            self._job(job)
+        if self.regime in PAPER:
+            self.clock.after(_LOOK_S, lambda: lend_once(self.scenario, self.replicas, self._lend))
+        elif self.regime is not Regime.FIXED:
+            polled = self.regime is Regime.POLLED
+            signal = SignalSource.LOADS if polled else SignalSource.WIRE_TAP
+            planner = Planner(self.clock, self.scenario, self.replicas, self._lend, signal)
+            self.clock.after(0.0, planner.run)
+        for failure in self.scenario.failures:
+            self.clock.after(failure.at_s, lambda failure=failure: self._fail(failure))  # type: ignore[misc]
+
+    def _load(self, service: Service, replicas: list[Replica]) -> None:
+        load, seconds = service.load, self.scenario.seconds
+        draw = random.Random(f"{self.seed}/{service.name}")  # noqa: S311  # a model's randomness
+        if load.trace:
+            found = replay(
+                self.material.traces[load.trace],
+                seconds=seconds,
+                requests_per_s=load.requests_per_s or 1.0,
+                offset_s=load.offset_s + draw.random() * 60.0,
+                draw=draw,
+            )
+        else:
+            found = bursts(
+                seconds=seconds,
+                period_s=load.burst_every_s or seconds,
+                first_s=load.offset_s,
+                size=load.burst_size,
+                prompt=load.burst_prompt,
+                output=load.burst_output,
+                draw=draw,
+            )
+        self.requests[service.name] = found
+        for request in found:
+            self.clock.at(request.arrived_ns, lambda one=request: self._arrive(one, replicas))  # type: ignore[misc]
+
+    def _arrive(self, request: ServingRequest, replicas: list[Replica]) -> None:
+        self._turn += 1
+        size = len(replicas)
+        best = min(range(size), key=lambda n: (replicas[n].serving.live, (n - self._turn) % size))
+        replicas[best].serve(request)
+
+    def _job(self, job: RolloutJob) -> None:
+        router = Router(
+            self.clock,
+            job.name,
+            job.staleness,
+            ladder=self.regime in PAPER,
+            keeps=self.regime is not Regime.ROSE_PAPER,
+            knows_lengths=self.regime is Regime.CLAIRVOYANT,
+        )
+        self.routers[job.name] = router
+        own = costs(job.device, job.model, self.scenario.derate, job.gpus_per_engine)
+        pool = kv_tokens(job.device, job.model, _DEDICATED_MEMORY, job.gpus_per_engine)
+        for number in range(job.dedicated):
+            batch = BatchEngine(self.clock, own, pool, _nothing)
+            self.dedicated.append(batch)
+            name = f"{job.name}-dedicated-{number}"
+            router.attach(Engine(name, EngineKind.DEDICATED, batch, 0, True, job.cap))
+        draw = random.Random(f"{self.seed}/{job.name}")  # noqa: S311  # a model's randomness
+        facts = JobFacts(job.group, job.batch_groups, job.staleness, job.train_s)
+        one = Job(
+            self.clock,
+            facts,
+            router,
+            self.material.episodes,
+            draw,
+            lambda version: self._publish(job, version),
+        )
+        self.jobs[job.name] = one
+        self.clock.after(0.0, one.start)
+
+    # --- what replicas and jobs tell
+
+    def _lend(self, replica: Replica, job: RolloutJob | None) -> None:
+        now = self.clock.now_ns
+        if job is not None:
+            self._lent_ns[replica.name] = now
+        elif replica.name in self._lent_ns:
+            held = now - self._lent_ns.pop(replica.name)
+            self.held_ns += held * replica.service.gpus_per_replica
+        replica.lend(job)
+
+    def _gate(self, replica: Replica, is_open: bool) -> None:
+        if replica.job is None:
+            return
+        router = self.routers[replica.job.name]
+        router.gate(replica.name, is_open)
+        gate = replica.gate
+        if isinstance(gate, PaperGate) and replica.name in router.engines:
+            router.cut_to(replica.name, gate.cap)
+
+    def _lost(self, replica: Replica, _sequences: list[Sequence]) -> None:
+        if replica.job is not None:
+            self.routers[replica.job.name].lost(replica.name)
+
+    def _served(self, replica: Replica, batch: BatchEngine) -> None:
+        job = replica.job
+        assert job is not None  # noqa: S101  # only a lent replica has an engine
+        now = self.clock.now_ns
+        engine = Engine(
+            replica.name, EngineKind.BORROWED, batch, None, replica.gate.is_open, job.cap, now
+        )
+        self.routers[job.name].attach(engine)
+        self._send(job, engine, share=1.0)
+
+    def _send(self, job: RolloutJob, engine: Engine, share: float) -> None:
+        link = self.scenario.link
+        model = costs(job.device, job.model, 1.0).fit
+        size = round(model.weights_gb * 1e9 * share)
+        self.weight_bytes += size
+        wait = max(0.0, (self._link_up_ns - self.clock.now_ns) / SECOND)
+        router, version = self.routers[job.name], self.jobs[job.name].version
+
+        def attested() -> None:
+            if router.engines.get(engine.name) is engine:
+                router.version(engine.name, version)
+
+        self.clock.after(wait + size * 8 / (link.gbps * 1e9) + link.apply_s, attested)
+
+    def _publish(self, job: RolloutJob, version: int) -> None:
+        router = self.routers[job.name]
+        router.head = version
+        for engine in list(router.engines.values()):
+            if engine.kind is EngineKind.BORROWED:
+                self._send(job, engine, self.scenario.link.delta_share)
+            else:
+                name = engine.name
+                self.clock.after(
+                    self.scenario.link.dedicated_s,
+                    lambda name=name: router.version(name, version),  # type: ignore[misc]
+                )
+        for replica in self.replicas:
+            if replica.job is job and isinstance(replica.gate, PaperGate):
+                replica.gate.next_step()
+                if replica.name in router.engines:
+                    router.cut_to(replica.name, replica.gate.cap)
+
+    def _fail(self, failure: Failure) -> None:
+        if failure.kind == "link":
+            self._link_up_ns = self.clock.now_ns + round(failure.seconds * SECOND)
+            return
+        gate = self.replicas[failure.target].gate
+        if failure.kind == "engine":
+            gate.crash()
+        else:
+            gate.guard_dies(failure.seconds)
+
+    def settle(self) -> None:
+        """Count up to the end."""
+        for replica in self.replicas:
+            replica.device.finish()
+        for batch in self.dedicated:
+            batch.settle()
+        for name, since in self._lent_ns.items():
+            gpus = next(r.service.gpus_per_replica for r in self.replicas if r.name == name)
+            self.held_ns += (self.clock.now_ns - since) * gpus
+        self._lent_ns.clear()
+
+
+def _nothing() -> None:
+    """A dedicated engine shares its GPUs with nobody."""
