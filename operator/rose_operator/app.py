@@ -164,7 +164,7 @@ class Operator:
             asyncio.create_task(self.lock.run(), name="lock"),
             asyncio.create_task(self.loop(), name="loop"),
             asyncio.create_task(
-                watch_kinds(self.stores, self.settings.namespace, self.stop, self._kopf_listed),
+                watch_kinds(self.stores, self.settings.namespace, self._kopf_listed),
                 name="kopf",
             ),
             *(
@@ -183,7 +183,6 @@ class Operator:
         return 0 if asked else 1
 
     def _on_signals(self) -> None:
-        # kopf sets its own handlers when it starts; both lead to the same flag.
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
 

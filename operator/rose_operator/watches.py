@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from rose_operator.store import Raw, Store
 
 _log = logging.getLogger(__name__)
 _PLURALS = {Kind.POOL: "servingpools", Kind.LEASE: "rolloutleases", Kind.SLOT: "rolloutslots"}
+HandOver = Callable[[kopf.RawEvent, Store], None]
 _LISTED = (*_PLURALS, Kind.DEPLOYMENT, Kind.SERVICE)
 
 
@@ -46,13 +48,13 @@ async def list_all(api: Api, stores: dict[Kind, Store]) -> None:
 
 
 def registry(
-    stores: dict[Kind, Store], namespace: str, listed: Callable[[], None]
+    stores: dict[Kind, Store], namespace: str, hand_over: HandOver
 ) -> kopf.OperatorRegistry:
-    """Kopf's handlers: one event handler per kind; ``listed`` hears that kopf lists (again)."""
+    """One event handler per kind."""
     handlers = kopf.OperatorRegistry()
     for kind, plural in _PLURALS.items():
         only = namespace if kind is Kind.SLOT else None
-        _register(handlers, stores[kind], plural, only, listed)
+        _register(handlers, stores[kind], plural, only, hand_over)
 
     @kopf.on.login(registry=handlers)
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:  # noqa: ANN401  # kopf's own signature
@@ -66,19 +68,12 @@ def _register(
     store: Store,
     plural: str,
     namespace: str | None,
-    listed: Callable[[], None],
+    hand_over: HandOver,
 ) -> None:
     @kopf.on.event(GROUP, VERSION, plural, registry=handlers, id=plural)
     async def changed(event: kopf.RawEvent, **_: Any) -> None:  # noqa: ANN401  # kopf's signature
-        raw: Raw = dict(event["object"])
-        if namespace is not None and raw["metadata"].get("namespace") != namespace:
-            return
-        if event["type"] is None:
-            listed()
-        if event["type"] == "DELETED":
-            store.remove(raw)
-        else:
-            store.put(raw)
+        if namespace in {None, event["object"]["metadata"].get("namespace")}:
+            hand_over(event, store)
 
 
 def settings() -> kopf.OperatorSettings:
@@ -96,24 +91,54 @@ def settings() -> kopf.OperatorSettings:
 
 
 async def watch_kinds(
-    stores: dict[Kind, Store], namespace: str, stop: asyncio.Event, listed: Callable[[], None]
+    stores: dict[Kind, Store], namespace: str, listed: Callable[[], None]
 ) -> None:
-    """Run kopf until it is told to stop; start it again if it fails.
+    """Run kopf in a thread of its own until cancelled.
 
-    kopf takes over the process's signals: when it returns without an error, one has come.
+    In the main thread kopf takes the process's signals, and at its end it waits for every task of
+    the loop, ours included. What it brings is handed over to the caller's loop.
     """
+    loop = asyncio.get_running_loop()
+    stop = threading.Event()
+
+    def hand_over(event: kopf.RawEvent, store: Store) -> None:
+        loop.call_soon_threadsafe(_take, event, store, listed)
+
+    handlers = registry(stores, namespace, hand_over)
+    thread = threading.Thread(target=_run_kopf, args=(handlers, stop), name="kopf", daemon=True)
+    thread.start()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        stop.set()
+
+
+def _run_kopf(handlers: kopf.OperatorRegistry, stop: threading.Event) -> None:
+    """Kopf until told to stop; started again if it fails."""
     while not stop.is_set():
         try:
-            await kopf.operator(
-                registry=registry(stores, namespace, listed),
-                settings=settings(),
-                clusterwide=True,
-                standalone=True,
-                stop_flag=stop,
+            asyncio.run(
+                kopf.operator(
+                    registry=handlers,
+                    settings=settings(),
+                    clusterwide=True,
+                    standalone=True,
+                    stop_flag=stop,
+                )
             )
         except Exception as error:  # noqa: BLE001  # whatever ended kopf, watching must go on
             _log.error("kopf ended: %r; starting it again", error)
-        await asyncio.sleep(1.0)
+        stop.wait(1.0)
+
+
+def _take(event: kopf.RawEvent, store: Store, listed: Callable[[], None]) -> None:
+    raw: Raw = dict(event["object"])
+    if event["type"] is None:
+        listed()
+    if event["type"] == "DELETED":
+        store.remove(raw)
+    else:
+        store.put(raw)
 
 
 async def watch_routers(api: Api, stores: dict[Kind, Store], kind: Kind) -> None:
