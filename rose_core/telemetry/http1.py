@@ -196,6 +196,11 @@ class Reader:
         """A response body of known length is under way; its end has no tail to recognise."""
         return isinstance(self._body, LengthBody)
 
+    @property
+    def lost(self) -> bool:
+        """A body is under way whose chunk boundaries were lost; only its tail ends it."""
+        return isinstance(self._body, ChunkedBody) and self._body.lost
+
     def feed(self, data: bytes) -> list[Mark]:
         """Take the next bytes of the stream."""
         marks: list[Mark] = []

@@ -274,8 +274,10 @@ class Tracker:
         stream = connection.server
         joined_late = stream.next is None
         hole, data, cut = stream.advance(segment)
+        if not (hole or data or cut):
+            return  # a retransmission; after the true end it must not look like a response
         starts = data.startswith(b"HTTP/1.")
-        if starts and hole:
+        if starts and (hole or stream.reader.lost):
             self._missed_end(connection, segment.time_ns)
         elif not starts and stream.reader.idle and (joined_late or hole or not connection.open):
             self._join_response(connection, segment.time_ns)

@@ -180,6 +180,30 @@ def test_retransmissions_change_nothing() -> None:
     assert end.tokens == 2
 
 
+def test_a_retransmitted_end_is_no_new_response() -> None:
+    talk = conversation()
+    talk.client_says(post())
+    talk.server_says(HEAD + event(0) + END)
+    assert talk.server_says(END, again=len(END)) == []
+    talk.client_says(post())
+    talk.server_says(HEAD + event(0) + END)
+    (first, second) = ends(talk.events)
+    assert (first.request, second.request) == (1, 2)
+    assert talk.tracker.in_flight == 0
+
+
+def test_a_new_head_ends_a_body_whose_boundaries_were_lost() -> None:
+    talk = conversation()
+    talk.server_says(event(3))  # joined late: whose response this was is not known
+    talk.client_says(post())
+    talk.server_says(HEAD + event(0))
+    assert talk.tracker.in_flight == 1, "the response that was joined has been replaced"
+    talk.server_says(END)
+    (replaced, complete) = ends(talk.events)
+    assert (replaced.how, complete.how) == (How.REPLACED, How.COMPLETE)
+    assert (complete.status, complete.tokens) == (200, 1)
+
+
 def test_sequence_numbers_wrap() -> None:
     talk = conversation()
     talk.sequence = {True: 2**32 - 10, False: 2**32 - 60}

@@ -21,7 +21,7 @@ import struct
 from dataclasses import dataclass
 
 SO_ATTACH_FILTER = 26
-SNAP = 4096  # bytes of a packet that are copied: heads fit, bodies are counted by length
+SNAP = 65_535  # bytes of a packet that are copied: the end of a response is in its last ones
 
 _LD_W, _LD_H, _LD_B, _LD_LEN = 0x20, 0x28, 0x30, 0x80
 _LD_IW, _LD_IH, _LD_IB = 0x40, 0x48, 0x50
