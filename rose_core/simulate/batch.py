@@ -106,15 +106,16 @@ class BatchEngine:
 
     def submit(self, sequence: Sequence) -> None:
         """Take a request."""
+        self._settle()
         self.waiting.append(sequence)
         if self.running and not self._prefilling:
             self._settle()
-            self._steps = min(self._steps, 1)  # the step under way ends, then the newcomer is looked at
+            self._steps = min(
+                self._steps, 1
+            )  # the step under way ends, then the newcomer is looked at
             self._plan()
-        else:
-            self._settle()
-            if not self._prefilling:
-                self._choose()
+        elif not self._prefilling:
+            self._choose()
         self._note_busy()
 
     def remove(self, sequence: Sequence) -> None:

@@ -30,6 +30,7 @@ class JobFacts:
     batch: int
     staleness: int
     train_s: float
+    gap_scale: float = 1.0
 
 
 @dataclass(eq=False)
@@ -95,6 +96,7 @@ class Job:
         """Send a turn to the router when the environment has answered."""
         self._turns += 1
         turn.number = self._turns
+        gap_s *= self._facts.gap_scale
         if gap_s > 0:
             self._clock.after(gap_s, lambda: self._router.submit(turn))
         else:

@@ -109,3 +109,8 @@ class PaperGate(Gate):
         self.set_open(self.slack())
         if self._live:
             self._wake = self.clock.after(TICK_S, self._tick)
+
+
+def _context(request: ServingRequest) -> int:
+    produced = request.sequence.produced if request.sequence is not None else 0
+    return request.prompt + produced

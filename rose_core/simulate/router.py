@@ -42,6 +42,11 @@ class Engine:
     hazard: Hazard = field(default_factory=Hazard)
     look: Event | None = None
     reclaims: int = 0
+    full_cap: int = 0
+
+    def __post_init__(self) -> None:
+        """A cap that was cut may come back."""
+        self.full_cap = self.cap
 
 
 @dataclass(eq=False, slots=True)
@@ -161,6 +166,11 @@ class Router:
         engine.cap = cap
         for leg in engine.legs[cap:]:
             self._move(leg)
+
+    def restore(self, name: str) -> None:
+        """The cap is as it was at first."""
+        self.engines[name].cap = self.engines[name].full_cap
+        self.drain()
 
     # --- turns
 

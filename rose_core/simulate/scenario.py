@@ -59,12 +59,19 @@ class Service(_Strict):
     load: Load
     max_replicas_percent: Annotated[int, Field(ge=0, le=100)] = 100
     min_unlent_replicas: Annotated[int, Field(ge=0)] = 0
-    serving_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.45
-    rollout_memory_share: Annotated[float, Field(ge=0, le=1)] = 0.35
+    serving_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.35
+    rollout_memory_share: Annotated[float, Field(ge=0, le=1)] = 0.5
 
 
 class RolloutJob(_Strict):
-    """One RL job; every engine of it takes ``gpus_per_engine`` GPUs."""
+    """One RL job; every engine of it takes ``gpus_per_engine`` GPUs.
+
+    Attributes:
+        cap: most trajectories on a borrowed engine, less where its KV pool holds fewer of
+            12,000 tokens; ``dedicated_cap`` likewise.
+        gap_scale: environment gaps of the episodes times this; they are a coding agent's, whose
+            tools take seconds; a game answers at once.
+    """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
     model: str
@@ -78,6 +85,8 @@ class RolloutJob(_Strict):
     staleness: Annotated[int, Field(ge=0, le=64)] = 1
     train_s: Positive = 60.0
     cap: Count = 16
+    dedicated_cap: Count = 32
+    gap_scale: Annotated[float, Field(ge=0)] = 1.0
 
 
 class Link(_Strict):

@@ -25,6 +25,7 @@ from rose_core.wire.routing import EngineKind
 from rose_core.wire.sync import SignalSource
 
 _DEDICATED_MEMORY = 0.9
+_USUAL_CONTEXT = 12_000
 _LOOK_S = 10.0  # the paper's choice of GPUs needs some recent KV use
 
 
@@ -122,13 +123,14 @@ class World:
         self.routers[job.name] = router
         own = costs(job.device, job.model, self.scenario.derate, job.gpus_per_engine)
         pool = kv_tokens(job.device, job.model, _DEDICATED_MEMORY, job.gpus_per_engine)
+        cap = max(1, min(job.dedicated_cap, pool // _USUAL_CONTEXT))
         for number in range(job.dedicated):
             batch = BatchEngine(self.clock, own, pool, _nothing)
             self.dedicated.append(batch)
             name = f"{job.name}-dedicated-{number}"
-            router.attach(Engine(name, EngineKind.DEDICATED, batch, 0, True, job.cap))
+            router.attach(Engine(name, EngineKind.DEDICATED, batch, 0, True, cap))
         draw = random.Random(f"{self.seed}/{job.name}")  # noqa: S311  # a model's randomness
-        facts = JobFacts(job.group, job.batch_groups, job.staleness, job.train_s)
+        facts = JobFacts(job.group, job.batch_groups, job.staleness, job.train_s, job.gap_scale)
         one = Job(
             self.clock,
             facts,
@@ -158,7 +160,7 @@ class World:
         router.gate(replica.name, is_open)
         gate = replica.gate
         if isinstance(gate, PaperGate) and replica.name in router.engines:
-            router.cut_to(replica.name, gate.cap)
+            router.cut_to(replica.name, min(gate.cap, router.engines[replica.name].cap))
 
     def _lost(self, replica: Replica, _sequences: list[Sequence]) -> None:
         if replica.job is not None:
@@ -168,8 +170,9 @@ class World:
         job = replica.job
         assert job is not None  # noqa: S101  # only a lent replica has an engine
         now = self.clock.now_ns
+        cap = max(1, min(job.cap, batch.kv_tokens // _USUAL_CONTEXT))
         engine = Engine(
-            replica.name, EngineKind.BORROWED, batch, None, replica.gate.is_open, job.cap, now
+            replica.name, EngineKind.BORROWED, batch, None, replica.gate.is_open, cap, now
         )
         self.routers[job.name].attach(engine)
         self._send(job, engine, share=1.0)
@@ -204,7 +207,7 @@ class World:
             if replica.job is job and isinstance(replica.gate, PaperGate):
                 replica.gate.next_step()
                 if replica.name in router.engines:
-                    router.cut_to(replica.name, replica.gate.cap)
+                    router.restore(replica.name)
 
     def _fail(self, failure: Failure) -> None:
         if failure.kind == "link":

@@ -1,0 +1,81 @@
+"""``rose simulate SCENARIO.yaml``: runs a scenario, prints its table, writes ``OUT/NAME.json``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from rose_core.simulate.errors import SimulationError
+from rose_core.simulate.outcome import Outcome
+from rose_core.simulate.scenario import Regime, Scenario
+from rose_simulate.reading import read_material, read_scenario
+from rose_simulate.study import Result, study, table
+
+
+def parser() -> argparse.ArgumentParser:
+    """Arguments of the verb."""
+    made = argparse.ArgumentParser(prog="rose simulate", description=__doc__)
+    made.add_argument("scenario", type=Path)
+    made.add_argument("--check", action="store_true", help="read and check only")
+    made.add_argument("--seeds", type=int, nargs="+", help="instead of the scenario's")
+    made.add_argument("--regimes", nargs="+", choices=[one.value for one in Regime])
+    made.add_argument("--derate", type=float, nargs="+", help="speeds at saturation, each 0 to 1")
+    made.add_argument("--seconds", type=float, help="instead of the scenario's")
+    made.add_argument("--out", type=Path, default=Path("out") / "simulate")
+    return made
+
+
+def chosen(scenario: Scenario, options: argparse.Namespace) -> Scenario:
+    """The scenario with what the command line overrides."""
+    changes: dict[str, object] = {}
+    if options.seeds:
+        changes["seeds"] = tuple(options.seeds)
+    if options.regimes:
+        changes["regimes"] = tuple(Regime(one) for one in options.regimes)
+    if options.seconds:
+        changes["seconds"] = options.seconds
+    return scenario.model_copy(update=changes)
+
+
+def write(result: Result, folder: Path) -> Path:
+    """Write the result."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{result.scenario}.json"
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    return path
+
+
+def main(argv: list[str]) -> int:
+    """Run the verb."""
+    options = parser().parse_args(argv)
+    derates = options.derate or []
+    if any(not 0 < one <= 1 for one in derates):
+        sys.stderr.write("rose simulate: --derate must lie above 0 and at most at 1\n")
+        return 2
+    try:
+        scenario = chosen(read_scenario(options.scenario), options)
+        material = read_material(options.scenario, scenario)
+    except SimulationError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    if options.check:
+        sys.stdout.write(f"{options.scenario}: fine\n")
+        return 0
+    result = study(scenario, material, derates or [scenario.derate], _progress)
+    sys.stdout.write(f"{table(result)}\nwritten to {write(result, options.out)}\n")
+    return 0
+
+
+def _progress(outcome: Outcome) -> None:
+    sys.stderr.write(
+        f"derate {outcome.derate:g} seed {outcome.seed} {outcome.regime}: "
+        f"{outcome.useful_tokens_per_s:.0f} useful tokens/s, "
+        f"{outcome.added_violations} added violations\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

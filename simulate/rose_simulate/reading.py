@@ -1,0 +1,110 @@
+"""Scenario files and traces from disk; an error names file, line and field."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from rose_core.simulate.errors import Impossible, ScenarioError, TraceError
+from rose_core.simulate.scenario import Scenario, Where, impossible
+from rose_core.simulate.workload import Arrival, Episode, arrivals, episodes
+from rose_core.simulate.world import Material
+
+
+def read_scenario(path: Path) -> Scenario:
+    """Read and check a scenario.
+
+    Raises:
+        ScenarioError: the file cannot be read, is no YAML, or a field is wrong.
+        Impossible: the scenario contradicts itself.
+    """
+    try:
+        text = path.read_text()
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        content = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"{path}: cannot be read: {error}"
+        raise ScenarioError(message) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark is not None else ""
+        message = f"{path}{line}: no YAML: {getattr(error, 'problem', error)}"
+        raise ScenarioError(message) from error
+    try:
+        scenario = Scenario.model_validate(content)
+    except ValidationError as error:
+        lines = [_place(path, root, one["loc"], one["msg"]) for one in error.errors()]
+        raise ScenarioError("\n".join(lines)) from error
+    reasons = [_place(path, root, where, reason) for where, reason in impossible(scenario)]
+    if reasons:
+        raise Impossible("\n".join(reasons))
+    return scenario
+
+
+def _place(path: Path, root: yaml.Node | None, where: Where, message: str) -> str:
+    field = ".".join(map(str, where)) or "the whole file"
+    return f"{path}:{_line(root, where)}: {field}: {message}"
+
+
+def _line(node: yaml.Node | None, where: Where) -> int:
+    """Line of the field, or of the innermost thing around it that exists."""
+    if node is None:
+        return 1
+    line = node.start_mark.line + 1
+    for step in where:
+        child = _child(node, step)
+        if child is None:
+            break
+        node, line = child
+    return line
+
+
+def _child(node: yaml.Node, step: str | int) -> tuple[yaml.Node, int] | None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == step:
+                return value, key.start_mark.line + 1
+    if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+        child = node.value[step]
+        return child, child.start_mark.line + 1
+    return None
+
+
+def read_material(path: Path, scenario: Scenario) -> Material:
+    """Read the traces a scenario names, relative to its own folder.
+
+    Raises:
+        TraceError: a trace is missing, truncated, or has other columns.
+    """
+    folder = path.parent
+    names = {service.load.trace for service in scenario.services if service.load.trace}
+    return Material(
+        read_episodes(folder / scenario.episodes),
+        {name: read_arrivals(folder / name) for name in sorted(names)},
+    )
+
+
+def read_arrivals(path: Path) -> tuple[Arrival, ...]:
+    """A serving trace."""
+    return arrivals(_rows(path), str(path))
+
+
+def read_episodes(path: Path) -> tuple[Episode, ...]:
+    """Rollout episodes."""
+    return episodes(_rows(path), str(path))
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"{path}: cannot be read: {error}"
+        raise TraceError(message) from error
+    if not text.endswith("\n"):
+        message = f"{path}: truncated: the last line has no end"
+        raise TraceError(message)
+    return list(csv.DictReader(io.StringIO(text)))
