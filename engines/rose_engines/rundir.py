@@ -227,7 +227,7 @@ def write_json(path: Path, value: object) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(value), indent=1))
         temporary.replace(path)
-    except BaseException:
+    except BaseException:  # whatever it was, no half-written file stays
         temporary.unlink(missing_ok=True)
         raise
 

@@ -187,7 +187,7 @@ class WeightSession:
         self._phase = "Staging"
         try:
             update = stage(bundle, self._live, self._digest)
-        except BaseException:
+        except BaseException:  # whatever it was, the session takes the next order
             self._phase = "Idle"
             raise
         self._staged, self._phase = update, "Staged"

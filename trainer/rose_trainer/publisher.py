@@ -147,7 +147,7 @@ class Publisher:
         snapshot = self._buffer()
         try:
             snapshot.take(state)
-        except BaseException:
+        except BaseException:  # whatever it was, the buffer goes back into the ring
             self._free.put(snapshot)
             raise
         version = WeightVersion(self._run, self.incarnation, self._next)

@@ -67,7 +67,7 @@ def open_one(interface: str, port: int) -> socket.socket:
         if interface == "lo":
             tap.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
         tap.bind((interface, ETH_P_ALL))
-    except BaseException:
+    except BaseException:  # whatever it was, the socket must not stay open
         tap.close()
         raise
     return tap
@@ -83,7 +83,7 @@ def open_all(netns: str, port: int, wanted: tuple[str, ...]) -> list[tuple[str, 
     try:
         with namespace(netns):
             opened.extend((name, open_one(name, port)) for name in interfaces(wanted))
-    except BaseException:
+    except BaseException:  # whatever it was, no socket must stay open
         for _, tap in opened:
             tap.close()
         raise

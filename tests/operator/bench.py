@@ -1,0 +1,108 @@
+"""An operator's inside on an API server in memory, with a clock that the test turns."""
+
+from dataclasses import replace
+from typing import Any
+
+from rose_core.identity import SlotKey
+from rose_core.lending import Policy
+from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
+from rose_operator.api import Kind
+from rose_operator.reconcile import Reconciler
+from rose_operator.settings import Settings
+from rose_operator.store import Store
+from rose_operator.telemetry import Telemetry
+from tests.api.objects import LEASE, POOL, changed
+from tests.operator.fake_api import FakeApi
+from tests.operator.stub_agent import replica
+
+SETTINGS = Settings(
+    namespace="rose-system",
+    router_image="rose:test",
+    stores={"main": "store:7446"},
+    token="t",
+    identity="me",
+)
+START = 1_800_000_000.0
+
+
+class Bench:
+    """An operator's inside on the fake API, with a clock that the test turns."""
+
+    def __init__(self, api: FakeApi | None = None) -> None:
+        self.api = api or FakeApi()
+        self.now = 0.0
+        self.leads = True
+        self.boot()
+
+    def boot(self) -> None:
+        """A new process: nothing is remembered but what the API server has."""
+        self.stores = {kind: Store() for kind in Kind}
+        self.telemetry = Telemetry(self.now)
+        self.reconciler = Reconciler(
+            SETTINGS,
+            self.api,
+            self.stores,
+            self.telemetry,
+            may_write=lambda: self.leads,
+            clock=lambda: self.now,
+            wall=lambda: START + self.now,
+            policy=replace(Policy(), settle_seconds=0.0, cool_seconds=0.0),
+        )
+        self.read()
+        self.reconciler.remember_pools()
+
+    def read(self) -> None:
+        for kind in (Kind.POOL, Kind.LEASE, Kind.SLOT, Kind.DEPLOYMENT, Kind.SERVICE):
+            raws = self.api.all(kind)
+            newest = max((int(raw["metadata"]["resourceVersion"]) for raw in raws), default=0)
+            self.stores[kind].replace(raws, newest)
+
+    async def turn(self, passes: int = 1) -> None:
+        for _ in range(passes):
+            self.read()
+            await self.reconciler.run_pass()
+
+    def pool(self, **changes: Any) -> None:  # noqa: ANN401  # any field
+        lends = {"spec.mode": "Lend", "spec.slo": {"ttftMilliseconds": 500}}
+        lends["spec.lending"] = {"maxReplicasPercent": 100, "minUnlentReplicas": 0}
+        self.api.add(Kind.POOL, changed(POOL, lends | changes))
+
+    def lease(self, name: str = "grpo", **changes: Any) -> None:  # noqa: ANN401  # any field
+        values = {key.replace("__", "."): value for key, value in changes.items()}
+        self.api.add(Kind.LEASE, changed(LEASE, {"metadata.name": name} | values))
+
+    def report(self, state: SlotState = SlotState.RUNNING, tokens: int = 100) -> None:
+        """The agent of node n1 realises every slot that is lent."""
+        slots = [
+            SlotReport(
+                SlotKey(raw["metadata"]["uid"], raw["metadata"]["generation"]),
+                state,
+                version="grpo@1.0",
+                digest="d",
+                lent_milliseconds=10 * tokens,
+                harvested_tokens=tokens,
+            )
+            for raw in self.api.all(Kind.SLOT)
+            if raw["spec"]["desired"] == "Lent"
+        ]
+        replicas = (replica("default/chat", "a"), replica("default/chat", "b", kv=300))
+        self.telemetry.record(SyncRequest("n1", "t", 0, replicas, tuple(slots)), self.now)
+
+    def slots(self) -> list[dict[str, Any]]:
+        return self.api.all(Kind.SLOT)
+
+    def reason(self, name: str = "grpo", kind: str = "Ready") -> str:
+        raw = self.api.objects[Kind.LEASE, f"default/{name}"]
+        found = {entry["type"]: entry for entry in raw["status"]["conditions"]}
+        return str(found[kind]["reason"])
+
+
+async def running() -> Bench:
+    bench = Bench()
+    bench.pool()
+    bench.lease()
+    bench.report()
+    await bench.turn(2)
+    bench.report()
+    await bench.turn(3)
+    return bench
