@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .PHONY: help venv engine cluster demo test unit check format generate crds clean \
-	bench-guard bench-weights bench-router gpu-check
+	bench-guard bench-weights bench-router bench-simulate gpu-check
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -69,6 +69,9 @@ bench-weights: venv  ## wire bytes and speed of the weight plane, peers side by 
 
 bench-router: venv  ## turns per second and added latency of the router
 	$(BIN)/python -m bench.router $(ARGS)
+
+bench-simulate: venv  ## figures of the simulator: studies, speed, determinism
+	$(BIN)/python -m bench.simulate $(ARGS)
 
 clean:  ## what make made in the checkout (caches outside stay)
 	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -29,6 +29,7 @@ VERBS: dict[str, Verb] = {
     "weight-sync": Verb("rose_agent.weightsync.main", "bring weights to this node", "agent"),
     "router": Verb("rose_router.main", "serve a lease's URL to trainers", "router"),
     "weights": Verb("rose_weights.main", "serve, inspect, verify and compare weights", "weights"),
+    "simulate": Verb("rose_simulate.main", "try policies on recorded load, on virtual time", "dev"),
     "dev": Verb("rose_dev.main", "one-node Kubernetes for development", "dev"),
     "demo": Verb("rose_demo.main", "the main job on real parts, with a report", "dev"),
 }

@@ -1,8 +1,8 @@
 """Serving and rollouts on virtual time, with the decisions that production imports. Pure; no I/O.
 
-- ``clock``: events in order. ``costs``: measured times. ``batch``: a continuously batching engine.
+- ``clock``: events in order. ``costs``: measured times. ``batch``: an engine that batches.
 - ``device``: two engines on one replica's GPUs; interference, modelled.
-- ``gates``, ``guarded``, ``paper``: who lets rollouts compute; ``guarded`` calls ``rose_core.guard``.
+- ``gates``, ``guarded``, ``paper``: who lets rollouts work; ``guarded`` asks ``rose_core.guard``.
 - ``router``: calls ``rose_core.rollouts``. ``planner``: calls ``rose_core.lending``.
 - ``workload``, ``job``: what arrives, and the trainer.
 - ``scenario``: what is told. ``world``, ``run``, ``outcome``: one run and what it gave.

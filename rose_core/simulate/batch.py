@@ -4,7 +4,7 @@
 |---|---|---|
 | idle | none | when something is submitted |
 | prefill | everything waiting that fits, up to the chunk | all of it has its first token |
-| decode | whole steps of the running batch | the first sequence is complete, or the step under way when something arrives |
+| decode | whole steps of the batch | a sequence is complete, or something arrives: the step ends |
 
 Prefill goes first, as in SGLang's default. Equal steps are not simulated one by one: their times
 are summed in closed form, and an interruption counts the whole steps done so far. ``speed`` is the

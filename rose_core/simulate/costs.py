@@ -1,8 +1,8 @@
 """How long a decode step and a prefill take on a GPU: a fit of measured tables.
 
 Decode step of ``B`` sequences with ``S`` context tokens in all, milliseconds:
-``t0 + a B + b S / 1000``. The fit sums measured kernels (ai-dynamo/aiconfigurator tables, vLLM 0.24,
-bf16, tensor parallel 1; largest error 5.4 %). It agrees with published figures of single streams;
+``t0 + a B + b S / 1000``. The fit sums measured kernels (ai-dynamo/aiconfigurator, vLLM 0.24, bf16,
+tensor parallel 1; largest error 5.4 %). It agrees with published figures of single streams;
 at saturation engines reach about half of it (range 0.4 to 0.6), so a *derate* lowers the speed:
 not at all for one sequence, fully from ``SATURATED`` on, linearly between. Prefill assumes a model
 FLOPs utilisation of 0.45. Tensor parallelism divides both by ``n * 0.8`` (assumed).

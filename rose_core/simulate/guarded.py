@@ -43,10 +43,10 @@ class GuardedGate(Gate):
         device: Device,
         host: Host,
         changed: Callable[[bool], None],
+        *,
         timings: Timings,
         objective: Objective,
         profile: Profile,
-        *,
         tapped: bool,
     ) -> None:
         super().__init__(clock, device, host, changed)

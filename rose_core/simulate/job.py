@@ -3,7 +3,7 @@
 | a group is | when |
 |---|---|
 | started | fewer than ``(staleness + version + 1) * batch`` groups were started and not dropped |
-| accepted | all its trajectories are finished and the oldest version in it lags at most ``staleness`` |
+| accepted | all are finished and the oldest version in it lags at most ``staleness`` |
 | dropped | otherwise; the trainer would drop the whole group for one stale member |
 
 A training step takes ``batch`` accepted groups, in the order in which they finished, lasts
@@ -68,6 +68,7 @@ class Job:
         facts: JobFacts,
         router: Router,
         pool: Rows[Episode],
+        *,
         draw: random.Random,
         publish: Callable[[int], None],
     ) -> None:

@@ -43,6 +43,7 @@ class Replica:
         number: int,
         service: Service,
         scenario: Scenario,
+        *,
         regime: Regime,
         ears: Ears,
     ) -> None:
@@ -72,7 +73,15 @@ class Replica:
             self._ears.gate(self, is_open)
 
         if regime in PAPER:
-            return PaperGate(self._clock, self.device, self.host, changed, own, ttft_s, tpot_s)
+            return PaperGate(
+                self._clock,
+                self.device,
+                self.host,
+                changed,
+                profile=own,
+                ttft_s=ttft_s,
+                tpot_s=tpot_s,
+            )
         if regime in {Regime.OURS, Regime.POLLED}:
             timings = Timings(
                 delays.tap_s, delays.close_s, delays.open_s, delays.poll_s, delays.start_s
@@ -82,9 +91,9 @@ class Replica:
                 self.device,
                 self.host,
                 changed,
-                timings,
-                Objective(ttft_s, tpot_s),
-                profile(own),
+                timings=timings,
+                objective=Objective(ttft_s, tpot_s),
+                profile=profile(own),
                 tapped=regime is Regime.OURS,
             )
         return Gate(self._clock, self.device, self.host, changed)

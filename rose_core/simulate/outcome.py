@@ -103,7 +103,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 def paired_ratio(ours: Rows[float], others: Rows[float]) -> Interval:
-    """Geometric mean of ``ours / others`` of paired seeds, with Student's interval of the logarithm.
+    """Geometric mean of ``ours / others`` of paired seeds, Student's interval of the log.
 
     Raises:
         ValueError: the lists differ in length, are empty or hold a value that is not positive.

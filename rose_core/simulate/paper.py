@@ -19,9 +19,9 @@ from rose_core.simulate.gates import Gate, Host, ServingRequest
 TICK_S = 0.010
 # Section 4.1: the non-preemptible quantum of a rollout prefill, tokens.
 QUANTUM = 512
-# Section 4.1: high watermark of serving's KV use, inside the headroom of 20 %.
+# Section 4.1: watermark of serving's KV use, inside the headroom of 20 %.
 HIGH_WATERMARK = 0.8
-# Section 4.1: emergency cut divides the rollout budget by 2 in one go; it stays until the next step.
+# Section 4.1: emergency cut divides the rollout budget by 2 in one go until the next step.
 CUT = 2
 # Section 4.3: most trajectories per GPU (Qwen3, 32k context).
 CAP = 16
@@ -38,6 +38,7 @@ class PaperGate(Gate):
         device: Device,
         host: Host,
         changed: Callable[[bool], None],
+        *,
         profile: Costs,
         ttft_s: float,
         tpot_s: float,
@@ -101,12 +102,12 @@ class PaperGate(Gate):
             if serving.kv_share > HIGH_WATERMARK and self.cap == CAP:
                 self.cap = CAP // CUT
                 self._changed(self.is_open)
-        if self.slack():
+        slack = self.slack()
+        if slack:
             self.device.allow()
         else:
             self.device.forbid()
-        # What one engine does between two iterations is not seen by the router; a pause is.
-        self.set_open(self.slack())
+        self.set_open(slack)
         if self._live:
             self._wake = self.clock.after(TICK_S, self._tick)
 

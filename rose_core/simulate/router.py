@@ -1,4 +1,4 @@
-"""The router's shell on virtual time: queue, legs, moves. Placement is production's, or the paper's.
+"""The router's shell on virtual time: queue, legs, moves; placement is production's or the paper's.
 
 ``ours`` keeps the tokens of a cut turn and continues it elsewhere; ``rose-paper`` samples it anew.
 """
@@ -28,6 +28,7 @@ class Engine:
     Attributes:
         version: publishes it has; None before its first weights are attested.
         gate_ns: when the gate last moved.
+        ready_s: when everything that was sent to it so far is applied.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Engine:
     look: Event | None = None
     reclaims: int = 0
     full_cap: int = 0
+    ready_s: float = 0.0
 
     def __post_init__(self) -> None:
         """A cap that was cut may come back."""
@@ -94,6 +96,7 @@ class Router:
     """The router of one job.
 
     Args:
+        policy: knobs of placement; the ladder uses its staleness bound alone.
         ladder: the paper's placement order instead of ours.
         keeps: tokens of a cut turn are kept.
         knows_lengths: the clairvoyant bound's placement is told the true output length.
@@ -103,7 +106,7 @@ class Router:
         self,
         clock: Clock,
         run: str,
-        staleness: int,
+        policy: Policy,
         *,
         ladder: bool,
         keeps: bool,
@@ -111,7 +114,7 @@ class Router:
     ) -> None:
         self._clock, self._run = clock, run
         self._ladder, self._keeps, self._knows = ladder, keeps, knows_lengths
-        self._policy = Policy(max_staleness=staleness)
+        self._policy = policy
         self._patience = Patience(pause_seconds=STALL_S) if ladder else Patience()
         self.engines: dict[str, Engine] = {}
         self._queue: list[Turn] = []

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rose_core.rollouts.placement import Policy
 from rose_core.simulate.costs import DEVICES, MODELS, costs, kv_tokens
 
 Where = tuple[str | int, ...]
@@ -105,6 +106,14 @@ class Interference(_Strict):
     rollout_slowdown: Annotated[float, Field(ge=1)] = 2.0
 
 
+class Placement(_Strict):
+    """Knobs of production's placement (``rollouts.placement.Policy``); its own defaults."""
+
+    pause_seconds: Annotated[float, Field(ge=0)] = Policy().pause_seconds
+    crowding_seconds: Annotated[float, Field(ge=0)] = Policy().crowding_seconds
+    move_margin: Annotated[float, Field(ge=0)] = Policy().move_margin
+
+
 class Failure(_Strict):
     """Something breaks: an engine or a guard (``target``: number of the replica), or the link."""
 
@@ -138,6 +147,7 @@ class Scenario(_Strict):
     link: Link = Link()
     interference: Interference = Interference()
     delays: Delays = Delays()
+    placement: Placement = Placement()
     failures: tuple[Failure, ...] = ()
 
 
@@ -210,10 +220,12 @@ def _job(
     if lender is None:
         yield "borrows_from", f"no service {job.borrows_from!r}; known: {', '.join(services)}"
         return
+    if lender.model not in MODELS or lender.device not in DEVICES:
+        return
     if lender.gpus_per_replica != job.gpus_per_engine:
         yield "gpus_per_engine", f"a replica of {lender.name} has {lender.gpus_per_replica} GPUs"
     room = kv_tokens(lender.device, job.model, lender.rollout_memory_share, lender.gpus_per_replica)
-    if lender.model in MODELS and lender.device in DEVICES and room < 32_000:
+    if room < 32_000:
         yield (
             "model",
             f"{job.model} and one trajectory of 32000 tokens do not fit into "

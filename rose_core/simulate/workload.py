@@ -52,7 +52,7 @@ def arrivals(rows: Rows[dict[str, str]], source: str) -> tuple[Arrival, ...]:
         try:
             one = Arrival(float(row["t_s"]), int(row["in_tokens"]), int(row["out_tokens"]))
         except (KeyError, TypeError, ValueError) as error:
-            message = f"{source}:{line}: expected t_s, in_tokens, out_tokens; the row is cut off or not a trace ({error})"
+            message = f"{source}:{line}: no row of t_s, in_tokens, out_tokens, or cut off ({error})"
             raise TraceError(message) from error
         if found and one.at_s < found[-1].at_s:
             message = f"{source}:{line}: time goes back from {found[-1].at_s} to {one.at_s}"
@@ -109,7 +109,7 @@ def replay(
     offset_s: float,
     draw: random.Random,
 ) -> list[ServingRequest]:
-    """Play a trace with its own gaps, thinned or overlaid to a mean rate, from an offset, in a loop.
+    """Play a trace with its own gaps, thinned or overlaid to a mean rate, in a loop.
 
     A rate above the trace's own overlays shifted copies of it, one below keeps each request with a
     probability; so bursts stay what they are.

@@ -9,7 +9,9 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
+from rose_core.rollouts.placement import Policy
 from rose_core.simulate.batch import BatchEngine, Sequence
 from rose_core.simulate.clock import SECOND, Clock
 from rose_core.simulate.costs import costs, kv_tokens
@@ -62,7 +64,12 @@ class World:
         for service in self.scenario.services:
             mine = [
                 Replica(
-                    self.clock, len(self.replicas) + n, service, self.scenario, self.regime, ears
+                    self.clock,
+                    len(self.replicas) + n,
+                    service,
+                    self.scenario,
+                    regime=self.regime,
+                    ears=ears,
                 )
                 for n in range(service.replicas)
             ]
@@ -78,7 +85,7 @@ class World:
             planner = Planner(self.clock, self.scenario, self.replicas, self._lend, signal)
             self.clock.after(0.0, planner.run)
         for failure in self.scenario.failures:
-            self.clock.after(failure.at_s, lambda failure=failure: self._fail(failure))  # type: ignore[misc]
+            self.clock.after(failure.at_s, partial(self._fail, failure))
 
     def _load(self, service: Service, replicas: list[Replica]) -> None:
         load, seconds = service.load, self.scenario.seconds
@@ -103,7 +110,7 @@ class World:
             )
         self.requests[service.name] = found
         for request in found:
-            self.clock.at(request.arrived_ns, lambda one=request: self._arrive(one, replicas))  # type: ignore[misc]
+            self.clock.at(request.arrived_ns, partial(self._arrive, request, replicas))
 
     def _arrive(self, request: ServingRequest, replicas: list[Replica]) -> None:
         self._turn += 1
@@ -115,7 +122,7 @@ class World:
         router = Router(
             self.clock,
             job.name,
-            job.staleness,
+            Policy(max_staleness=job.staleness, **self.scenario.placement.model_dump()),
             ladder=self.regime in PAPER,
             keeps=self.regime is not Regime.ROSE_PAPER,
             knows_lengths=self.regime is Regime.CLAIRVOYANT,
@@ -136,8 +143,8 @@ class World:
             facts,
             router,
             self.material.episodes,
-            draw,
-            lambda version: self._publish(job, version),
+            draw=draw,
+            publish=lambda version: self._publish(job, version),
         )
         self.jobs[job.name] = one
         self.clock.after(0.0, one.start)
@@ -189,7 +196,10 @@ class World:
             if router.engines.get(engine.name) is engine:
                 router.version(engine.name, version)
 
-        self.clock.after(wait + size * 8 / (link.gbps * 1e9) + link.apply_s, attested)
+        arrives_s = self.clock.now_s + wait + size * 8 / (link.gbps * 1e9) + link.apply_s
+        # A delta is of no use before the weights that it changes.
+        engine.ready_s = max(engine.ready_s, arrives_s)
+        self.clock.at(round(engine.ready_s * SECOND), attested)
 
     def _publish(self, job: RolloutJob, version: int) -> None:
         router = self.routers[job.name]
@@ -198,10 +208,9 @@ class World:
             if engine.kind is EngineKind.BORROWED:
                 self._send(job, engine, self.scenario.link.delta_share)
             else:
-                name = engine.name
                 self.clock.after(
                     self.scenario.link.dedicated_s,
-                    lambda name=name: router.version(name, version),  # type: ignore[misc]
+                    partial(router.version, engine.name, version),
                 )
         for replica in self.replicas:
             if replica.job is job and isinstance(replica.gate, PaperGate):

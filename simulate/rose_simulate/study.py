@@ -118,7 +118,7 @@ def _latency(ones: list[Outcome], fixed: list[Outcome], field: str) -> float | N
     """Worst service's mean ratio to serving alone."""
     if ones is fixed:
         return None
-    ratios = [
+    ratios: list[float] = [
         sum(getattr(one.services[index], field) for one in ones)
         / max(1e-9, sum(getattr(one.services[index], field) for one in fixed))
         for index in range(len(ones[0].services))

@@ -1,0 +1,130 @@
+"""One replica: who stops rollouts when, and what serving feels of it."""
+
+import pytest
+
+import rose_core.guard.gate
+import rose_core.guard.slot
+import rose_core.lending
+import rose_core.rollouts.placement
+import rose_core.rollouts.watch
+from rose_core.simulate import guarded, planner, router
+from rose_core.simulate.batch import BatchEngine, Sequence
+from rose_core.simulate.clock import SECOND, Clock
+from rose_core.simulate.gates import ServingRequest
+from rose_core.simulate.lent import Ears, Replica
+from rose_core.simulate.scenario import Regime
+from tests.simulate.worlds import scenario
+
+
+class Bench:
+    def __init__(self, regime: Regime) -> None:
+        self.clock = Clock()
+        self.moves: list[tuple[float, bool]] = []
+        told = scenario()
+        ears = Ears(self._gate, lambda _replica, _lost: None, self._served)
+        self.replica = Replica(self.clock, 0, told.services[0], told, regime=regime, ears=ears)
+        self.replica.lend(told.jobs[0])
+
+    def _gate(self, _replica: Replica, is_open: bool) -> None:
+        self.moves.append((self.clock.now_s, is_open))
+
+    def _served(self, _replica: Replica, engine: BatchEngine) -> None:
+        for name in "abcd":
+            engine.submit(Sequence(name, 8000, 20_000, lambda: None, lambda: None))
+
+    def serve(self, at_s: float, prompt: int = 2000, output: int = 50) -> ServingRequest:
+        request = ServingRequest(len(self.moves) + round(1000 * at_s), 0, prompt, output)
+
+        def arrive() -> None:
+            request.arrived_ns = self.clock.now_ns
+            self.replica.serve(request)
+
+        self.clock.at(round(at_s * SECOND), arrive)
+        return request
+
+    def run(self, until_s: float) -> None:
+        self.clock.run(round(until_s * SECOND))
+        self.replica.device.finish()
+
+
+def test_ours_stops_for_a_request_and_reopens_after_it() -> None:
+    bench = Bench(Regime.OURS)
+    request = bench.serve(30.0)
+    bench.run(60)
+    closed = [at for at, is_open in bench.moves if not is_open]
+    opened = [at for at, is_open in bench.moves if is_open]
+    ended = request.ended_ns / SECOND
+    assert closed == [pytest.approx(30.001)]
+    assert opened[0] < 10
+    assert ended + 0.05 <= opened[1] <= ended + 0.2
+    assert 0 < bench.replica.device.shared_ns < 0.1 * SECOND
+
+
+def test_nothing_is_lent_when_productions_gate_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The simulator holds no rule of its own: whatever the guard's judge says is what happens.
+    no = rose_core.guard.gate.closed(rose_core.guard.reasons.GateReason.BREAKER_OPEN)
+    monkeypatch.setattr(guarded, "judge", lambda *_: no)
+    bench = Bench(Regime.OURS)
+    bench.run(60)
+    assert not bench.moves
+    assert bench.replica.device.computing_ns == 0
+
+
+def test_the_simulator_calls_productions_functions() -> None:
+    assert vars(guarded)["judge"] is rose_core.guard.gate.judge
+    assert vars(guarded)["decide"] is rose_core.guard.slot.decide
+    assert vars(planner)["plan"] is rose_core.lending.plan
+    assert vars(router)["place"] is rose_core.rollouts.placement.place
+    assert vars(router)["judge"] is rose_core.rollouts.watch.judge
+
+
+def _ttft(regime: Regime) -> float:
+    bench = Bench(regime)
+    request = bench.serve(30.0)
+    bench.run(60)
+    return request.ttft_s
+
+
+def test_serving_feels_each_regime_in_the_expected_order() -> None:
+    alone, ours = _ttft(Regime.CLAIRVOYANT), _ttft(Regime.OURS)
+    polled, unguarded = _ttft(Regime.POLLED), _ttft(Regime.UNGUARDED)
+    assert alone < ours < 0.75 * polled
+    # A polled source shows a request only after its first prefill.
+    assert polled == pytest.approx(unguarded, rel=0.05)
+
+
+def test_the_papers_rules_stop_only_without_slack() -> None:
+    bench = Bench(Regime.ROSE_PAPER)
+    bench.serve(30.0, prompt=500)
+    bench.run(40)
+    assert [is_open for _, is_open in bench.moves] == [True]
+    for _ in range(6):
+        bench.serve(45.0, prompt=7000)
+    bench.run(60)
+    assert False in [is_open for _, is_open in bench.moves]
+    assert bench.moves[-1][1]
+
+
+def test_a_dead_guard_lends_nothing_until_it_is_back() -> None:
+    bench = Bench(Regime.OURS)
+    bench.clock.at(20 * SECOND, lambda: bench.replica.gate.guard_dies(10.0))
+    bench.run(60)
+    assert [is_open for _, is_open in bench.moves] == [True, False, True]
+    assert bench.moves[1][0] == pytest.approx(20.1, abs=0.01)
+    assert 30 <= bench.moves[2][0] < 31
+
+
+@pytest.mark.parametrize("regime", [Regime.OURS, Regime.UNGUARDED, Regime.ROSE_PAPER])
+def test_a_crashed_engine_is_started_again(regime: Regime) -> None:
+    bench = Bench(regime)
+    bench.clock.at(20 * SECOND, bench.replica.gate.crash)
+    bench.run(60)
+    assert [is_open for _, is_open in bench.moves] == [True, False, True]
+
+
+def test_a_slot_taken_back_ends_the_engine() -> None:
+    bench = Bench(Regime.OURS)
+    bench.clock.at(20 * SECOND, lambda: bench.replica.lend(None))
+    bench.run(60)
+    assert bench.replica.device.rollout is None
+    assert not bench.replica.gate.is_open

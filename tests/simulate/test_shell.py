@@ -1,0 +1,152 @@
+"""Scenario files and traces: what is wrong is named with file, line and field."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from rose_core.simulate.errors import Impossible, ScenarioError, TraceError
+from rose_core.simulate.workload import ALIKE, Arrival, bursts, episodes, group, replay
+from rose_simulate.main import main
+from rose_simulate.reading import read_arrivals, read_material, read_scenario
+from tests.simulate.worlds import EPISODES
+
+SCENARIOS = Path(__file__).parents[2] / "simulate" / "scenarios"
+NORMAL = (SCENARIOS / "normal.yaml").read_text()
+
+
+def edited(tmp_path: Path, old: str, new: str) -> Path:
+    assert old in NORMAL
+    path = tmp_path / "edited.yaml"
+    path.write_text(NORMAL.replace(old, new))
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_scenario_shipped_can_be_read_with_its_traces(path: Path) -> None:
+    told = read_scenario(path)
+    assert told.name == path.stem
+    assert read_material(path, told).episodes
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field"),
+    [
+        ("replicas: 16", "replicas: -1", "services.0.replicas"),
+        ("replicas: 16", "replicaz: 16", "services.0.replicaz"),
+        ("staleness: 1", "staleness: many", "jobs.0.staleness"),
+        ("seeds: [1, 2, 3]", "seeds: [1, two, 3]", "seeds.1"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_line(
+    tmp_path: Path, old: str, new: str, field: str
+) -> None:
+    path = edited(tmp_path, old, new)
+    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if new in text)
+    with pytest.raises(ScenarioError) as caught:
+        read_scenario(path)
+    assert f"{path}:{line}: {field}: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("borrowed: 16", "borrowed: 17", "jobs borrow 17 replicas of chat, which lends at most 16"),
+        ("tpot_ms: 150", "tpot_ms: 6", "not above the solo latency"),
+        ("ttft_ms: 500", "ttft_ms: 20", "not above the solo latency"),
+        ("model: Qwen3-8B", "model: Qwen3-32B", "do not fit into rollout_memory_share"),
+        ("model: Qwen3-8B", "model: GPT-9", "no measured costs of GPT-9"),
+        ("device: H100", "device: H900", "no measured costs on H900"),
+        ("borrows_from: chat", "borrows_from: chess", "no service 'chess'"),
+        ("dedicated: 8", "dedicated: 0", "nothing would ever compute in the fixed pool"),
+    ],
+)
+def test_the_impossible_is_refused_with_the_reason(
+    tmp_path: Path, old: str, new: str, reason: str
+) -> None:
+    path = edited(tmp_path, old, new)
+    with pytest.raises(Impossible) as caught:
+        read_scenario(path)
+    assert reason in str(caught.value)
+    assert str(caught.value).startswith(f"{path}:")
+
+
+@pytest.mark.parametrize("text", ["", "a: [", "- 1\n", "\x00"])
+def test_files_that_are_no_scenario(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ScenarioError, match=r"broken\.yaml"):
+        read_scenario(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("t_s,in_tokens,out_tokens\n0.1,5,6\n0.2,5", "truncated"),
+        ("t_s,in_tokens,out_tokens\n0.1,5,6\n0.2,5\n", ":3: no row of"),
+        ("a,b\n1,2\n", ":2: no row of"),
+        ("t_s,in_tokens,out_tokens\n0.5,5,6\n0.2,5,6\n", "time goes back"),
+        ("t_s,in_tokens,out_tokens\n", "no rows"),
+    ],
+)
+def test_broken_traces_are_refused(tmp_path: Path, text: str, what: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    with pytest.raises(TraceError, match=what):
+        read_arrivals(path)
+
+
+def test_a_replay_has_the_wanted_rate_and_keeps_order() -> None:
+    trace = [Arrival(n / 2, 100, 10) for n in range(200)]
+    found = replay(trace, seconds=500, requests_per_s=5.0, offset_s=13, draw=random.Random(1))
+    assert len(found) == pytest.approx(2500, rel=0.05)
+    times = [one.arrived_ns for one in found]
+    assert times == sorted(times)
+    assert [one.number for one in found] == list(range(len(found)))
+
+
+def test_a_burst_lies_inside_its_second() -> None:
+    found = bursts(
+        seconds=100, period_s=50, first_s=10, size=20, prompt=100, output=10, draw=random.Random(1)
+    )
+    assert len(found) == 40
+    assert all(0 <= one.arrived_ns / 1e9 % 50 - 10 < 1 for one in found)
+
+
+def test_siblings_resemble_each_other() -> None:
+    draw = random.Random(3)
+    pool = [EPISODES[n % 3] for n in range(300)]
+    drawn = [group(tuple(pool), 8, draw) for _ in range(200)]
+    alike = sum(one is some[0] for some in drawn for one in some[1:]) / (200 * 7)
+    assert alike > ALIKE * 0.6
+
+
+def test_episodes_are_rescaled_to_the_context_limit() -> None:
+    rows = [
+        {
+            "episode": "0",
+            "turn": str(n),
+            "new_prompt_tokens": "90000",
+            "out_tokens": "900",
+            "env_gap_s": "500",
+        }
+        for n in range(9)
+    ]
+    (episode,) = episodes(rows, "rows")
+    assert 1 < len(episode) < 9
+    assert sum(turn.new + turn.output for turn in episode) <= 32_000
+    assert all(turn.gap_s <= 120 for turn in episode)
+
+
+def test_the_verb_runs_a_scenario_and_writes_the_same_bytes_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(SCENARIOS / "normal.yaml"), "--seconds", "80", "--seeds", "5"]
+    arguments += ["--regimes", "fixed", "ours", "--derate", "0.5", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    first = (tmp_path / "normal.json").read_bytes()
+    assert main(arguments) == 0
+    assert (tmp_path / "normal.json").read_bytes() == first
+    assert "ours" in capsys.readouterr().out
+    assert main([str(tmp_path / "none.yaml")]) == 1
+    assert main([str(SCENARIOS / "normal.yaml"), "--derate", "3"]) == 2
