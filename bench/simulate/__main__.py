@@ -1,0 +1,124 @@
+"""The simulator's own figures, and the studies' headlines: throughput and harm, by derate.
+
+Interference and saturation are modelled; what was measured is in ``docs/simulator.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from bench.record import Figure, figure, record
+from rose_core.simulate.batch import BatchEngine, Sequence
+from rose_core.simulate.clock import SECOND, Clock
+from rose_core.simulate.costs import costs, kv_tokens
+from rose_core.simulate.run import run
+from rose_core.simulate.scenario import Regime, Scenario
+from rose_core.simulate.world import Material
+from rose_simulate.reading import read_material, read_scenario
+from rose_simulate.study import Row, study
+
+SCENARIOS = Path(__file__).parents[2] / "simulate" / "scenarios"
+DERATES = (0.4, 0.5, 0.7)
+STUDIES = ("normal", "stress", "correlated", "storm")
+
+
+def calibration() -> list[Figure]:
+    """Predictions beside figures published for one H100 (gpustack performance lab)."""
+    step = costs("H100", "Qwen3-8B", 0.5).step(4, 4000)[0]
+    rows = [figure("Qwen3-8B, 4 streams: step / published 7.38 ms", step / 7.38e-3, "ratio")]
+    for derate in DERATES:
+        found = saturated("Qwen3-14B", derate, 4000, 200)
+        name = f"Qwen3-14B 4000/200 saturated, derate {derate:g} / published 9218 tokens/s"
+        rows.append(figure(name, found / 9218, "ratio"))
+    return rows
+
+
+def saturated(model: str, derate: float, prompt: int, output: int) -> float:
+    """Prompt and output tokens per second of one H100 that never lacks requests."""
+    clock = Clock()
+    pool = kv_tokens("H100", model, 0.9)
+    engine = BatchEngine(clock, costs("H100", model, derate), pool, lambda: None)
+
+    def feed() -> None:
+        engine.submit(Sequence("", prompt, output, lambda: None, feed))
+
+    for _ in range(64):
+        feed()
+    clock.run(120 * SECOND)
+    return (engine.tokens + engine.prefilled) / 120
+
+
+def speed(scenario: Scenario, material: Material) -> list[Figure]:
+    """Virtual GPU-seconds per second, and whether equal seeds give equal bytes."""
+    short = scenario.model_copy(update={"seconds": 200.0})
+    began = time.process_time()
+    first = run(short, Regime.OURS, 1, material, {})[0]
+    spent = time.process_time() - began
+    again = run(short, Regime.OURS, 1, material, {})[0]
+    same = msgspec.json.encode(first) == msgspec.json.encode(again)
+    gpus = sum(one.replicas * one.gpus_per_replica for one in scenario.services)
+    gpus += sum(one.dedicated * one.gpus_per_engine for one in scenario.jobs)
+    return [
+        figure("event level: virtual GPU-seconds per CPU second", 200 * gpus / spent, "1"),
+        figure("event level: events per CPU second", first.events / spent, "1/s"),
+        figure("same seed, same bytes", float(same), "1 = yes", at_least=1),
+    ]
+
+
+def headline(name: str, row: Row) -> list[Figure]:
+    """One regime of one study at one derate."""
+    head = f"{name}, derate {row.derate:g}, {row.regime}"
+    rows = [figure(f"{head}: added violations", row.added_violations, "requests")]
+    if row.throughput is not None:
+        rows.append(figure(f"{head}: x fixed pool", row.throughput.mean, "ratio"))
+        if row.throughput.low is not None and row.throughput.high is not None:
+            rows.append(figure(f"{head}: x fixed pool, low", row.throughput.low, "ratio"))
+            rows.append(figure(f"{head}: x fixed pool, high", row.throughput.high, "ratio"))
+    return rows
+
+
+def studies(names: list[str], options: argparse.Namespace) -> list[Figure]:
+    """Headlines of every study at every derate."""
+    rows: list[Figure] = []
+    for name in names:
+        path = SCENARIOS / f"{name}.yaml"
+        scenario = read_scenario(path)
+        changes: dict[str, object] = {"regimes": tuple(Regime(one) for one in options.regimes)}
+        if options.seconds:
+            changes["seconds"] = options.seconds
+        if options.seeds:
+            changes["seeds"] = tuple(options.seeds)
+        changed = scenario.model_copy(update=changes)
+        material = read_material(path, scenario)
+        found = study(changed, material, options.derate, lambda _outcome: None)
+        for row in found.rows:
+            if row.regime != Regime.FIXED:
+                rows += headline(name, row)
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(prog="bench.simulate", description=__doc__)
+    known = sorted(path.stem for path in SCENARIOS.glob("*.yaml"))
+    parser.add_argument("--studies", nargs="*", choices=known, default=list(STUDIES))
+    parser.add_argument("--regimes", nargs="+", default=["fixed", "rose-paper", "ours"])
+    parser.add_argument("--derate", type=float, nargs="+", default=list(DERATES))
+    parser.add_argument("--seeds", type=int, nargs="+")
+    parser.add_argument("--seconds", type=float)
+    options = parser.parse_args(argv)
+    normal = SCENARIOS / "normal.yaml"
+    scenario = read_scenario(normal)
+    rows = calibration() + speed(scenario, read_material(normal, scenario))
+    notes = ["interference between serving and rollouts is modelled, not measured"]
+    record("simulate", rows + studies(options.studies, options), notes=notes)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
