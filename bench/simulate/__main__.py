@@ -82,12 +82,21 @@ def headline(name: str, row: Row) -> list[Figure]:
     return rows
 
 
+def events_scenario(path: Path) -> Scenario:
+    """A scenario of the event level."""
+    found = read_scenario(path)
+    if not isinstance(found, Scenario):
+        message = f"{path} is a fleet; run it with rose simulate"
+        raise SystemExit(message)
+    return found
+
+
 def studies(names: list[str], options: argparse.Namespace) -> list[Figure]:
     """Headlines of every study at every derate."""
     rows: list[Figure] = []
     for name in names:
         path = SCENARIOS / f"{name}.yaml"
-        scenario = read_scenario(path)
+        scenario = events_scenario(path)
         changes: dict[str, object] = {"regimes": tuple(Regime(one) for one in options.regimes)}
         if options.seconds:
             changes["seconds"] = options.seconds
@@ -113,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float)
     options = parser.parse_args(argv)
     normal = SCENARIOS / "normal.yaml"
-    scenario = read_scenario(normal)
+    scenario = events_scenario(normal)
     rows = calibration() + speed(scenario, read_material(normal, scenario))
     notes = ["interference between serving and rollouts is modelled, not measured"]
     record("simulate", rows + studies(options.studies, options), notes=notes)

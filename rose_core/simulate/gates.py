@@ -6,6 +6,7 @@ moves ``Device.allow``/``forbid``.
 | regime | knows a request | decides |
 |---|---|---|
 | ``ours`` | ``tap_s`` after its arrival | ``rose_core.guard`` (``guarded.py``) |
+| ``ours-ladder`` | as ``ours`` | the same; turns are placed in the paper's order |
 | ``polled`` | at a poll after its first token | the same, fed by ``/v1/loads`` alone |
 | ``rose-paper`` | at once, being inside the engine | ``paper.py`` |
 | ``unguarded`` | never | always open |

@@ -82,7 +82,7 @@ class Replica:
                 ttft_s=ttft_s,
                 tpot_s=tpot_s,
             )
-        if regime in {Regime.OURS, Regime.POLLED}:
+        if regime in {Regime.OURS, Regime.OURS_LADDER, Regime.POLLED}:
             timings = Timings(
                 delays.tap_s, delays.close_s, delays.open_s, delays.poll_s, delays.start_s
             )
@@ -94,7 +94,7 @@ class Replica:
                 timings=timings,
                 objective=Objective(ttft_s, tpot_s),
                 profile=profile(own),
-                tapped=regime is Regime.OURS,
+                tapped=regime is not Regime.POLLED,
             )
         return Gate(self._clock, self.device, self.host, changed)
 

@@ -15,7 +15,6 @@ from rose_core.rollouts.placement import EngineView, Placement, Policy, TurnView
 from rose_core.rollouts.watch import LegView, Patience, judge
 from rose_core.simulate.batch import BatchEngine, Sequence
 from rose_core.simulate.clock import SECOND, Clock, Event
-from rose_core.simulate.paper import STALL_S
 from rose_core.wire.routing import EngineKind
 
 _LOOK_AGAIN_S = 1.0
@@ -98,6 +97,7 @@ class Router:
     Args:
         policy: knobs of placement; the ladder uses its staleness bound alone.
         ladder: the paper's placement order instead of ours.
+        stall_s: a turn leaves an engine that was closed for so long; None = production's.
         keeps: tokens of a cut turn are kept.
         knows_lengths: the clairvoyant bound's placement is told the true output length.
     """
@@ -109,13 +109,14 @@ class Router:
         policy: Policy,
         *,
         ladder: bool,
+        stall_s: float | None,
         keeps: bool,
         knows_lengths: bool,
     ) -> None:
         self._clock, self._run = clock, run
         self._ladder, self._keeps, self._knows = ladder, keeps, knows_lengths
         self._policy = policy
-        self._patience = Patience(pause_seconds=STALL_S) if ladder else Patience()
+        self._patience = Patience() if stall_s is None else Patience(pause_seconds=stall_s)
         self.engines: dict[str, Engine] = {}
         self._queue: list[Turn] = []
         self._usual = 128.0

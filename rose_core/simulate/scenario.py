@@ -28,14 +28,17 @@ class Regime(StrEnum):
     ROSE_PAPER = "rose-paper"
     ROSE_PAPER_KEEP = "rose-paper-keep"
     OURS = "ours"
+    OURS_LADDER = "ours-ladder"
     CLAIRVOYANT = "clairvoyant"
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Unknown fields are errors; nothing changes once read."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Load(_Strict):
+class Load(Strict):
     """Load of a service: a replayed trace, or bursts; ``requests_per_s`` is over all replicas."""
 
     trace: str = ""
@@ -47,7 +50,7 @@ class Load(_Strict):
     burst_output: Annotated[int, Field(ge=1)] = 100
 
 
-class Service(_Strict):
+class Service(Strict):
     """One serving deployment."""
 
     name: Annotated[str, Field(min_length=1)]
@@ -64,7 +67,7 @@ class Service(_Strict):
     rollout_memory_share: Annotated[float, Field(ge=0, le=1)] = 0.5
 
 
-class RolloutJob(_Strict):
+class RolloutJob(Strict):
     """One RL job; every engine of it takes ``gpus_per_engine`` GPUs.
 
     Attributes:
@@ -90,7 +93,7 @@ class RolloutJob(_Strict):
     gap_scale: Annotated[float, Field(ge=0)] = 1.0
 
 
-class Link(_Strict):
+class Link(Strict):
     """Path of the weights to borrowed engines."""
 
     gbps: Positive = 20.0
@@ -99,14 +102,14 @@ class Link(_Strict):
     dedicated_s: Annotated[float, Field(ge=0)] = 2.0
 
 
-class Interference(_Strict):
+class Interference(Strict):
     """Modelled cost of co-running; see ``device``."""
 
     serving_slowdown: Annotated[float, Field(ge=1)] = 2.0
     rollout_slowdown: Annotated[float, Field(ge=1)] = 2.0
 
 
-class Placement(_Strict):
+class Placement(Strict):
     """Knobs of production's placement (``rollouts.placement.Policy``); its own defaults."""
 
     pause_seconds: Annotated[float, Field(ge=0)] = Policy().pause_seconds
@@ -114,7 +117,7 @@ class Placement(_Strict):
     move_margin: Annotated[float, Field(ge=0)] = Policy().move_margin
 
 
-class Failure(_Strict):
+class Failure(Strict):
     """Something breaks: an engine or a guard (``target``: number of the replica), or the link."""
 
     kind: Literal["engine", "guard", "link"]
@@ -123,7 +126,7 @@ class Failure(_Strict):
     target: Annotated[int, Field(ge=0)] = 0
 
 
-class Delays(_Strict):
+class Delays(Strict):
     """Delays of the control path, seconds; see ``gates.Timings``."""
 
     tap_s: Annotated[float, Field(ge=0)] = 0.001
@@ -133,7 +136,7 @@ class Delays(_Strict):
     start_s: Annotated[float, Field(ge=0)] = 45.0
 
 
-class Scenario(_Strict):
+class Scenario(Strict):
     """A whole scenario."""
 
     name: Annotated[str, Field(min_length=1)]

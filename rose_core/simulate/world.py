@@ -18,7 +18,7 @@ from rose_core.simulate.costs import costs, kv_tokens
 from rose_core.simulate.gates import ServingRequest
 from rose_core.simulate.job import Job, JobFacts
 from rose_core.simulate.lent import PAPER, Ears, Replica
-from rose_core.simulate.paper import PaperGate
+from rose_core.simulate.paper import STALL_S, PaperGate
 from rose_core.simulate.planner import Planner, lend_once
 from rose_core.simulate.router import Engine, Router
 from rose_core.simulate.scenario import Failure, Regime, RolloutJob, Scenario, Service
@@ -123,7 +123,8 @@ class World:
             self.clock,
             job.name,
             Policy(max_staleness=job.staleness, **self.scenario.placement.model_dump()),
-            ladder=self.regime in PAPER,
+            ladder=self.regime in PAPER or self.regime is Regime.OURS_LADDER,
+            stall_s=STALL_S if self.regime in PAPER else None,
             keeps=self.regime is not Regime.ROSE_PAPER,
             knows_lengths=self.regime is Regime.CLAIRVOYANT,
         )

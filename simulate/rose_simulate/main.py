@@ -9,8 +9,12 @@ from pathlib import Path
 import msgspec
 
 from rose_core.simulate.errors import SimulationError
+from rose_core.simulate.fleet import FleetOutcome
+from rose_core.simulate.fleet_scenario import FleetScenario
 from rose_core.simulate.outcome import Outcome
 from rose_core.simulate.scenario import Regime, Scenario
+from rose_core.simulate.world import Material
+from rose_simulate.fleets import FleetResult, fleet_table, run_fleet
 from rose_simulate.reading import read_material, read_scenario
 from rose_simulate.study import Result, study, table
 
@@ -28,7 +32,9 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def chosen(scenario: Scenario, options: argparse.Namespace) -> Scenario:
+def chosen(
+    scenario: Scenario | FleetScenario, options: argparse.Namespace
+) -> Scenario | FleetScenario:
     """The scenario with what the command line overrides."""
     changes: dict[str, object] = {}
     if options.seeds:
@@ -40,7 +46,7 @@ def chosen(scenario: Scenario, options: argparse.Namespace) -> Scenario:
     return scenario.model_copy(update=changes)
 
 
-def write(result: Result, folder: Path) -> Path:
+def write(result: Result | FleetResult, folder: Path) -> Path:
     """Write the result."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result.scenario}.json"
@@ -64,17 +70,23 @@ def main(argv: list[str]) -> int:
     if options.check:
         sys.stdout.write(f"{options.scenario}: fine\n")
         return 0
+    if isinstance(scenario, FleetScenario):
+        return _fleet(scenario, material, options)
     result = study(scenario, material, derates or [scenario.derate], _progress)
     sys.stdout.write(f"{table(result)}\nwritten to {write(result, options.out)}\n")
     return 0
 
 
-def _progress(outcome: Outcome) -> None:
-    sys.stderr.write(
-        f"derate {outcome.derate:g} seed {outcome.seed} {outcome.regime}: "
-        f"{outcome.useful_tokens_per_s:.0f} useful tokens/s, "
-        f"{outcome.added_violations} added violations\n"
-    )
+def _fleet(scenario: FleetScenario, material: Material, options: argparse.Namespace) -> int:
+    if options.derate:
+        scenario = scenario.model_copy(update={"derate": options.derate[0]})
+    found = run_fleet(scenario, material, _progress)
+    sys.stdout.write(f"{fleet_table(found)}\nwritten to {write(found, options.out)}\n")
+    return 0
+
+
+def _progress(outcome: Outcome | FleetOutcome) -> None:
+    sys.stderr.write(f"seed {outcome.seed} {outcome.regime}: done\n")
 
 
 if __name__ == "__main__":

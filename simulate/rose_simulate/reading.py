@@ -10,12 +10,13 @@ import yaml
 from pydantic import ValidationError
 
 from rose_core.simulate.errors import Impossible, ScenarioError, TraceError
-from rose_core.simulate.scenario import Scenario, Where, impossible
+from rose_core.simulate.fleet_scenario import FleetScenario, impossible_fleet
+from rose_core.simulate.scenario import Scenario, Service, Where, impossible
 from rose_core.simulate.workload import Arrival, Episode, arrivals, episodes
 from rose_core.simulate.world import Material
 
 
-def read_scenario(path: Path) -> Scenario:
+def read_scenario(path: Path) -> Scenario | FleetScenario:
     """Read and check a scenario.
 
     Raises:
@@ -34,12 +35,17 @@ def read_scenario(path: Path) -> Scenario:
         line = f":{mark.line + 1}" if mark is not None else ""
         message = f"{path}{line}: no YAML: {getattr(error, 'problem', error)}"
         raise ScenarioError(message) from error
+    fleet = isinstance(content, dict) and content.get("kind") == "fleet"
+    model = FleetScenario if fleet else Scenario
     try:
-        scenario = Scenario.model_validate(content)
+        scenario = model.model_validate(content)
     except ValidationError as error:
         lines = [_place(path, root, one["loc"], one["msg"]) for one in error.errors()]
         raise ScenarioError("\n".join(lines)) from error
-    reasons = [_place(path, root, where, reason) for where, reason in impossible(scenario)]
+    found = (
+        impossible_fleet(scenario) if isinstance(scenario, FleetScenario) else impossible(scenario)
+    )
+    reasons = [_place(path, root, where, reason) for where, reason in found]
     if reasons:
         raise Impossible("\n".join(reasons))
     return scenario
@@ -74,14 +80,15 @@ def _child(node: yaml.Node, step: str | int) -> tuple[yaml.Node, int] | None:
     return None
 
 
-def read_material(path: Path, scenario: Scenario) -> Material:
+def read_material(path: Path, scenario: Scenario | FleetScenario) -> Material:
     """Read the traces a scenario names, relative to its own folder.
 
     Raises:
         TraceError: a trace is missing, truncated, or has other columns.
     """
     folder = path.parent
-    names = {service.load.trace for service in scenario.services if service.load.trace}
+    services = [one if isinstance(one, Service) else one.service for one in scenario.services]
+    names = {service.load.trace for service in services if service.load.trace}
     return Material(
         read_episodes(folder / scenario.episodes),
         {name: read_arrivals(folder / name) for name in sorted(names)},

@@ -1,0 +1,81 @@
+"""What a fleet simulation is told: kinds of services and jobs, each with a count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rose_core.simulate.scenario import (
+    Count,
+    Regime,
+    RolloutJob,
+    Scenario,
+    Service,
+    Strict,
+    Where,
+    impossible,
+)
+
+
+class FleetServices(Strict):
+    """Services of one kind."""
+
+    count: Count
+    service: Service
+
+
+class FleetJobs(Strict):
+    """Jobs of one kind; ``job.borrowed`` is per lease."""
+
+    count: Count
+    leases: Annotated[int, Field(ge=1)] = 1
+    job: RolloutJob
+
+
+class FleetScenario(Strict):
+    """``count`` services and jobs of each kind; each job has ``leases`` leases on services.
+
+    Attributes:
+        plan_s: period of the planner; production plans every 5 s.
+        start_s: from a loan to an engine with attested weights.
+    """
+
+    kind: Literal["fleet"]
+    name: Annotated[str, Field(min_length=1)]
+    seconds: Annotated[float, Field(gt=0, le=86_400)]
+    bin_s: Annotated[float, Field(ge=1, le=60)] = 2.0
+    plan_s: Annotated[float, Field(ge=5, le=600)] = 60.0
+    start_s: Annotated[float, Field(ge=0)] = 60.0
+    derate: Annotated[float, Field(gt=0, le=1)] = 0.5
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (1,)
+    regimes: Annotated[tuple[Regime, ...], Field(min_length=1)] = (Regime.FIXED, Regime.OURS)
+    episodes: str
+    services: Annotated[tuple[FleetServices, ...], Field(min_length=1)]
+    jobs: FleetJobs
+
+
+def impossible_fleet(told: FleetScenario) -> Iterator[tuple[Where, str]]:
+    """Every contradiction: the field's place and the reason."""
+    jobs, count = told.jobs, sum(one.count for one in told.services)
+    if jobs.count * jobs.leases > count:
+        yield ("jobs", "leases"), f"{jobs.count * jobs.leases} leases, but {count} services"
+    for index, one in enumerate(told.services):
+        if not one.service.load.trace:
+            yield ("services", index, "service", "load"), "a fleet's services need a trace"
+        # The rules for one service and one job hold for each of their kind.
+        single = Scenario(
+            name=told.name,
+            seconds=told.seconds,
+            derate=told.derate,
+            episodes=told.episodes,
+            services=(one.service,),
+            jobs=(jobs.job.model_copy(update={"borrows_from": one.service.name}),),
+        )
+        for where, reason in impossible(single):
+            yield (*_fleet_place(where, index), *where[2:]), reason
+
+
+def _fleet_place(where: Where, index: int) -> Where:
+    return ("jobs", "job") if where[0] == "jobs" else ("services", index, "service")
