@@ -168,12 +168,22 @@ def metrics_page(root: Path = ROOT) -> str:
         "Every process serves `/metrics` (and `/healthz`) on its `--http-port`. Base units, "
         "prefix `rose_`.\n",
     ]
+    parts += [_metrics_table(module, registry) for registry, module in _registries(root).items()]
+    return "\n".join(parts)
+
+
+def _registries(root: Path) -> dict[CollectorRegistry, str]:
+    """Every registry, with the module that made it.
+
+    All modules are imported before any registry is read: several may add to the same one.
+    """
+    found: dict[CollectorRegistry, str] = {}
     for package, folder in PACKAGES.items():
         for module in _metrics_modules(root / folder, package):
             registry = getattr(importlib.import_module(module), "REGISTRY", None)
             if isinstance(registry, CollectorRegistry):
-                parts.append(_metrics_table(module, registry))
-    return "\n".join(parts)
+                found.setdefault(registry, module)
+    return found
 
 
 def _metrics_modules(folder: Path, package: str) -> list[str]:
