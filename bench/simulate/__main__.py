@@ -6,6 +6,7 @@ Interference and saturation are modelled; what was measured is in ``docs/simulat
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 import time
 from pathlib import Path
@@ -16,9 +17,11 @@ from bench.record import Figure, figure, record
 from rose_core.simulate.batch import BatchEngine, Sequence
 from rose_core.simulate.clock import SECOND, Clock
 from rose_core.simulate.costs import costs, kv_tokens
+from rose_core.simulate.fleet_scenario import FleetScenario
 from rose_core.simulate.run import run
 from rose_core.simulate.scenario import Regime, Scenario
 from rose_core.simulate.world import Material
+from rose_simulate.fleets import run_fleet
 from rose_simulate.reading import read_material, read_scenario
 from rose_simulate.study import Row, study
 
@@ -70,6 +73,51 @@ def speed(scenario: Scenario, material: Material) -> list[Figure]:
     ]
 
 
+def growth() -> list[Figure]:
+    """CPU seconds for one hour of 100, 1,000 and 10,000 GPUs, each with its curves; memory."""
+    path = SCENARIOS / "fleet.yaml"
+    whole = read_scenario(path)
+    if not isinstance(whole, FleetScenario):
+        message = f"{path} is no fleet"
+        raise SystemExit(message)
+    material = read_material(path, whole)
+    rows: list[Figure] = []
+    # Services of each kind, replicas each, jobs, dedicated and borrowed engines of each.
+    sizes = ((1, 40, 1, 20, 25), (5, 80, 4, 50, 60), (25, 160, 20, 100, 100))
+    for size in sizes:
+        told = sized(whole, *size)
+        began = time.process_time()
+        outcome = run_fleet(told, material, lambda _outcome: None).outcomes[0]
+        spent = time.process_time() - began
+        aim = 120.0 if outcome.gpus == 10_000 else None
+        rows.append(figure(f"fleet of {outcome.gpus} GPUs, one hour", spent, "CPU s", at_most=aim))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    rows.append(figure("fleet: peak memory of the process", peak, "MiB", at_most=2048.0))
+    return rows
+
+
+def sized(  # noqa: PLR0917  # one number per dimension, named at the only call
+    whole: FleetScenario, count: int, replicas: int, jobs: int, dedicated: int, borrowed: int
+) -> FleetScenario:
+    """The fleet with other numbers; the load per replica stays."""
+    kinds = []
+    for kind in whole.services:
+        mean = (kind.service.load.requests_per_s or 0.0) * replicas / kind.service.replicas
+        load = kind.service.load.model_copy(update={"requests_per_s": mean})
+        service = kind.service.model_copy(update={"replicas": replicas, "load": load})
+        kinds.append(kind.model_copy(update={"count": count, "service": service}))
+    groups = max(1, whole.jobs.job.batch_groups * dedicated // whole.jobs.job.dedicated)
+    job = whole.jobs.job.model_copy(
+        update={"dedicated": dedicated, "borrowed": borrowed, "batch_groups": groups}
+    )
+    changes: dict[str, object] = {
+        "services": tuple(kinds),
+        "jobs": whole.jobs.model_copy(update={"count": jobs, "job": job}),
+        "regimes": (Regime.OURS,),
+    }
+    return whole.model_copy(update=changes)
+
+
 def headline(name: str, row: Row) -> list[Figure]:
     """One regime of one study at one derate."""
     head = f"{name}, derate {row.derate:g}, {row.regime}"
@@ -114,7 +162,7 @@ def studies(names: list[str], options: argparse.Namespace) -> list[Figure]:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="bench.simulate", description=__doc__)
-    known = sorted(path.stem for path in SCENARIOS.glob("*.yaml"))
+    known = sorted(path.stem for path in SCENARIOS.glob("*.yaml") if path.stem != "fleet")
     parser.add_argument("--studies", nargs="*", choices=known, default=list(STUDIES))
     parser.add_argument("--regimes", nargs="+", default=["fixed", "rose-paper", "ours"])
     parser.add_argument("--derate", type=float, nargs="+", default=list(DERATES))
@@ -123,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     normal = SCENARIOS / "normal.yaml"
     scenario = events_scenario(normal)
-    rows = calibration() + speed(scenario, read_material(normal, scenario))
+    rows = calibration() + speed(scenario, read_material(normal, scenario)) + growth()
     notes = ["interference between serving and rollouts is modelled, not measured"]
     record("simulate", rows + studies(options.studies, options), notes=notes)
     return 0
