@@ -5,7 +5,8 @@
 - ``gates``, ``guarded``, ``paper``: who lets rollouts work; ``guarded`` asks ``rose_core.guard``.
 - ``router``: calls ``rose_core.rollouts``. ``planner``: calls ``rose_core.lending``.
 - ``workload``, ``job``: what arrives, and the trainer.
-- ``scenario``: what is told. ``world``, ``run``, ``outcome``: one run and what it gave.
+- ``curves``, ``fleet``: thousands of GPUs in bins, from what one replica does event by event.
+- ``scenario``, ``fleet_scenario``: what is told. ``world``, ``run``, ``outcome``: one run and what it gave.
 
 Read ``run`` first. The shell, which reads files, is ``rose_simulate``.
 """

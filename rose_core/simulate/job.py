@@ -169,6 +169,7 @@ class Trajectory:
         turn = Turn(self._session, self._context, planned.output, 0, self.next)
         if before is not None:
             turn.home, turn.cached = before.home, before.cached
+            turn.home_version = before.home_version
         self._context += planned.output
         self._turn = turn
         self._job.take_turn(turn, planned.gap_s)

@@ -38,7 +38,8 @@ class JobOutcome(msgspec.Struct, frozen=True):
 
     Attributes:
         useful_tokens_per_s: sampled, less redone and discarded.
-        finish_ratio: time of the last of a step's trajectories is not known here; steps are.
+        step_s: mean seconds from one publish to the next.
+        moves: turns that left an engine before their end.
     """
 
     name: str

@@ -38,7 +38,7 @@ class Engine:
     cap: int
     gate_ns: int = 0
     legs: list[Leg] = field(default_factory=list)
-    speed: Speed = field(default_factory=Speed)
+    speed: Speed | None = None
     hazard: Hazard = field(default_factory=Hazard)
     look: Event | None = None
     reclaims: int = 0
@@ -62,6 +62,7 @@ class Turn:
     held: int = 0
     home: str = ""
     cached: int = 0
+    home_version: int = 0
     avoid: str = ""
     versions: list[int] = field(default_factory=list)
     arrived_ns: int = 0
@@ -120,6 +121,7 @@ class Router:
         self.engines: dict[str, Engine] = {}
         self._queue: list[Turn] = []
         self._usual = 128.0
+        self._usual_speed = Speed()
         self.head = 0
         self.counts = Counts()
 
@@ -216,12 +218,14 @@ class Router:
         return chosen.name if chosen else None
 
     def _turn_view(self, turn: Turn) -> TurnView:
+        home = self.engines.get(turn.home)
+        same = home is not None and home.version == turn.home_version
         expected = turn.output - turn.held if self._knows else max(1, round(self._usual))
         return TurnView(
             context=turn.context + turn.held,
             expected=expected,
             home=turn.home,
-            cached=turn.cached,
+            cached=turn.cached if same else 0,
             avoid=frozenset({turn.avoid} if turn.avoid else ()),
         )
 
@@ -234,7 +238,7 @@ class Router:
             engine.gate_open and engine.batch is not None,
             engine.cap,
             live=len(engine.legs),
-            speed=engine.speed,
+            speed=engine.speed or self._usual_speed,
             hazard=engine.hazard,
         )
 
@@ -245,8 +249,9 @@ class Router:
         now = self._clock.now_ns
         self.counts.queue_s += (now - turn.arrived_ns) / SECOND
         assert engine.batch is not None  # noqa: S101  # placement took it as open
+        # Prefix caches are kept apart by version, so keys of older weights are of no use.
         sequence = Sequence(
-            turn.session,
+            f"{turn.session}@{engine.version}",
             turn.context + turn.held,
             turn.output - turn.held,
             on_first=lambda: self._first(leg),
@@ -262,19 +267,28 @@ class Router:
         engine = leg.engine
         if engine.gate_ns <= leg.began_ns:
             waited = (leg.first_ns - leg.began_ns) / SECOND
-            engine.speed = engine.speed.saw_first_token(waited, leg.sequence.uncached)
+            self._saw(engine, lambda speed: speed.saw_first_token(waited, leg.sequence.uncached))
 
     def _done(self, leg: Leg) -> None:
         engine, sequence = leg.engine, leg.sequence
         if engine.gate_ns <= leg.first_ns and sequence.produced > 1:
             spent = (self._clock.now_ns - leg.first_ns) / SECOND
-            engine.speed = engine.speed.saw_step(spent / (sequence.produced - 1))
+            step = spent / (sequence.produced - 1)
+            # Production learns from every token with a weight of 0.1; here once for all of them.
+            weight = 1.0 - 0.9 ** (sequence.produced - 1)
+            self._saw(engine, lambda speed: speed.saw_step(step, weight))
         self._end(leg, kept=True, inside=False)
         turn = leg.turn
         turn.home, turn.cached = engine.name, turn.context + turn.output
+        turn.home_version = turn.versions[-1]
         self._usual += 0.02 * (turn.output - self._usual)
         turn.done()
         self.drain()
+
+    def _saw(self, engine: Engine, learn: Callable[[Speed], Speed]) -> None:
+        """Learn the speed of one engine, and from it what to expect of new ones."""
+        engine.speed = learn(engine.speed or self._usual_speed)
+        self._usual_speed = learn(self._usual_speed)
 
     def _end(self, leg: Leg, *, kept: bool, inside: bool) -> None:
         engine, sequence, turn = leg.engine, leg.sequence, leg.turn

@@ -42,7 +42,7 @@ def test_lending_helps_a_starved_job() -> None:
 
 
 def test_a_lost_engine_costs_the_paper_tokens_and_us_none() -> None:
-    failures = [{"kind": "engine", "at_s": 40 + n / 4, "target": n % 3} for n in range(9)]
+    failures = [{"kind": "engine", "at_s": 30 + n, "target": n % 3} for n in range(50)]
     told = scenario(failures=failures)
     ours, paper = outcome(told, Regime.OURS), outcome(told, Regime.ROSE_PAPER)
     keep = outcome(told, Regime.ROSE_PAPER_KEEP)
