@@ -7,11 +7,11 @@ import pytest
 from rose_engines.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json
 
 
-def test_layout(tmp_path: Path) -> None:
-    run = RunDir(tmp_path).create()
+def test_layout(short_dir: Path) -> None:
+    run = RunDir(short_dir).create()
     slot = run.slot("0f1e").create()
     assert slot.uid == "0f1e"
-    assert slot.permit == tmp_path / "slots" / "0f1e" / "permit"
+    assert slot.permit == short_dir / "slots" / "0f1e" / "permit"
     assert slot.bundles.is_dir()
     assert slot.folder.stat().st_mode & 0o077 == 0
     assert run.all_slots() == (slot,)
