@@ -18,7 +18,6 @@ from rose_agent.tap import frames
 from rose_agent.tap.frames import Watch
 from rose_core.telemetry.book import Book, Finished
 from rose_core.telemetry.events import Arrived, Health, How, TapEvent
-from tests.agent.conftest import short_dir  # noqa: F401  # fixture
 from tests.agent.node import tap_refusal
 from tests.tap.inside import ABORTED, PLAIN, SHORT, STREAMED
 
