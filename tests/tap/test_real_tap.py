@@ -75,7 +75,7 @@ async def next_health(reader: asyncio.StreamReader) -> Health:
                 return event
 
 
-async def test_every_request_as_the_client_saw_it(short_dir: Path) -> None:  # noqa: F811
+async def test_every_request_as_the_client_saw_it(short_dir: Path) -> None:
     run = ("-m", "rose_cli.main", "tap", "--rundir", str(short_dir))
     async with (
         process("-m", "tests.tap.inside") as inside,
