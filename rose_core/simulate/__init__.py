@@ -6,7 +6,8 @@
 - ``router``: calls ``rose_core.rollouts``. ``planner``: calls ``rose_core.lending``.
 - ``workload``, ``job``: what arrives, and the trainer.
 - ``curves``, ``fleet``: thousands of GPUs in bins, from what one replica does event by event.
-- ``scenario``, ``fleet_scenario``: what is told. ``world``, ``run``, ``outcome``: one run and what it gave.
+- ``scenario``, ``fleet_scenario``: what is told.
+- ``world``, ``run``, ``outcome``: one run and what it gave.
 
 Read ``run`` first. The shell, which reads files, is ``rose_simulate``.
 """
