@@ -33,7 +33,12 @@ def pod(name: str = "serving", uid: str = UID, **more: Any) -> dict[str, Any]:  
         "phase": "Running",
         "podIP": "10.0.0.9",
         "conditions": [
-            {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+            {"type": "Ready", "status": "False", "lastTransitionTime": "2026-01-02T00:00:00Z"},
+            {
+                "type": "ContainersReady",
+                "status": "True",
+                "lastTransitionTime": "2026-01-01T00:00:00Z",
+            },
         ],
         "containerStatuses": [{"containerID": f"containerd://{CONTAINER}", "restartCount": 0}],
     }

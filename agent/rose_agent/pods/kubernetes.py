@@ -235,8 +235,14 @@ def _policy_of(pod: Json, policies: Sequence[PoolPolicy]) -> PoolPolicy | None:
 
 
 def _ready(status: Json) -> tuple[bool, float]:
+    """Readiness as the kubelet sees it.
+
+    Not the condition ``Ready``: the control plane sets that to False for every pod of a node that
+    it has not heard of for a while, as after an outage of the API server, and a healthy serving
+    engine would look like one that went down.
+    """
     for condition in status.get("conditions", []):
-        if condition.get("type") == "Ready":
+        if condition.get("type") == "ContainersReady":
             since = condition.get("lastTransitionTime")
             seconds = dt.datetime.fromisoformat(since).timestamp() if since else 0.0
             return condition.get("status") == "True", seconds
