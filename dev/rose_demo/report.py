@@ -19,7 +19,7 @@ from rose_demo.records import Recording
 from rose_demo.statistics import Attainment, Comparison
 from rose_demo.verdicts import Findings, Verdict, Word, of_event, show
 
-_MARKS = {Word.KEPT: "good", Word.BROKEN: "bad", Word.UNPROVEN: "muted"}
+_MARKS = {Word.KEPT: "good", Word.BROKEN: "bad", Word.UNPROVEN: "muted", Word.MEASURED: "muted"}
 UNKNOWN = "unknown"
 
 

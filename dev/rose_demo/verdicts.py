@@ -5,6 +5,7 @@
 | KEPT | the evidence is there and supports the promise |
 | BROKEN | the evidence contradicts it |
 | UNPROVEN | too little was seen to say; never counted as kept |
+| MEASURED | a figure without a limit; it decides nothing |
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Word(StrEnum):
     KEPT = "KEPT"
     BROKEN = "BROKEN"
     UNPROVEN = "UNPROVEN"
+    MEASURED = "MEASURED"
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def serving_checks(
             f"p50 {np.quantile(stops, 0.5):.1f} ms, p99 {np.quantile(stops, 0.99):.1f} ms "
             f"({len(stops)} stops)"
         )
-        checks.append(Check(Word.KEPT, text))
+        checks.append(Check(Word.MEASURED, text))
     failed = [request for request in recording.requests if request.error]
     if recording.requests:
         word = Word.BROKEN if failed else Word.KEPT
@@ -192,8 +194,11 @@ def _harm_check(comparison: Comparison) -> Check:
         f"{name}: lent / withheld {show(comparison.ratio)}, control replica "
         f"{show(comparison.control)}, beyond the control {show(comparison.excess)}"
     )
-    proven = min(comparison.ratio.low, comparison.excess.low) > HARM_TOLERANCE
-    return Check(Word.BROKEN if proven else Word.KEPT, text)
+    if min(comparison.ratio.low, comparison.excess.value) <= HARM_TOLERANCE:
+        return Check(Word.KEPT, text)
+    if comparison.excess.low > HARM_TOLERANCE:
+        return Check(Word.BROKEN, text)
+    return Check(Word.UNPROVEN, text + "; slower while lent, the control too noisy to tell why")
 
 
 def show(value: Estimate | None) -> str:

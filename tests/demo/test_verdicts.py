@@ -1,10 +1,12 @@
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from rose_demo.records import Sample
-from rose_demo.verdicts import Findings, Word, judge
+from rose_demo.statistics import Estimate
+from rose_demo.verdicts import Findings, Word, judge, serving_checks
 
 
 def words(findings: Findings) -> dict[str, Word]:
@@ -27,6 +29,31 @@ def test_proven_harm_breaks_serving_first(synthetic: ModuleType) -> None:
 def test_a_slow_machine_does_not_break_it(synthetic: ModuleType) -> None:
     findings = judge(synthetic.recording(requests=synthetic.requests(machine=1.5)))
     assert words(findings)["Serving first"] is Word.KEPT
+
+
+@pytest.mark.parametrize(
+    ("excess", "word"),
+    [
+        (Estimate(1.43, 1.2, 2.2), Word.BROKEN),
+        (Estimate(1.43, 0.8, 2.2), Word.UNPROVEN),
+        (Estimate(1.02, 0.8, 2.2), Word.KEPT),
+    ],
+)
+def test_slower_while_lent_is_kept_only_when_the_control_explains_it(
+    synthetic: ModuleType, excess: Estimate, word: Word
+) -> None:
+    recording = synthetic.recording()
+    findings = judge(recording)
+    slower = replace(findings.comparisons[0], ratio=Estimate(1.46, 1.25, 1.84), excess=excess)
+    _, harm, *_ = serving_checks(recording, [slower], findings.attainments)
+    assert harm.word is word
+
+
+def test_a_figure_without_a_limit_decides_nothing(synthetic: ModuleType) -> None:
+    serving = judge(synthetic.recording(stops_s=(0.5, 9.0))).verdicts[0]
+    (figure,) = [check for check in serving.checks if "stood still" in check.text]
+    assert figure.word is Word.MEASURED
+    assert serving.word is Word.KEPT
 
 
 def test_a_missed_slo_in_lent_windows_breaks_it(synthetic: ModuleType) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -13,32 +12,25 @@ from rose_core.rollouts.placement import Policy
 from rose_core.rollouts.versions import Pin
 from rose_core.rollouts.watch import Move
 from rose_core.wire.routing import EngineKind
-from rose_engines.fake.model import continuation
 from rose_router.errors import Conflict, Overloaded
-from rose_router.turn import State, Turn
-from tests.router.world import SimEngine, V, World, judge, judge_whole, over, until, world
+from rose_router.turn import State
+from tests.router.world import (
+    SimEngine,
+    V,
+    greedy,
+    judge,
+    judge_whole,
+    over,
+    started,
+    two,
+    until,
+    where,
+    world,
+)
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.looptime]
 
 BORROWED, DEDICATED = EngineKind.BORROWED, EngineKind.DEDICATED
-
-
-def two(**fields: object) -> tuple[SimEngine, SimEngine]:
-    first = SimEngine("a", **fields)  # type: ignore[arg-type]
-    return first, replace(first, name="b", seen=[], runs={}, aborted=[])
-
-
-async def started(turn: Turn, tokens: int = 5) -> None:
-    await until(lambda: turn.leg is not None and len(turn.leg.ids) >= tokens)
-
-
-def where(w: World, turn: Turn) -> SimEngine:
-    assert turn.leg is not None
-    return w.engines[turn.leg.engine]
-
-
-def greedy(turn: Turn, version: str = V(0)) -> list[int]:
-    return continuation(turn.request.prompt, turn.request.most_tokens, version)
 
 
 async def test_only_fresh_attested_engines_get_turns() -> None:

@@ -10,13 +10,13 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rose_core.rollouts.spans import covers
 from rose_core.rollouts.transcript import StreamEvent
 from rose_core.wire.routing import EngineKind, EngineUpdate
-from rose_engines.fake.model import Prefix
+from rose_engines.fake.model import Prefix, continuation
 from rose_router.config import Settings
 from rose_router.engine_client import Target
 from rose_router.errors import LegLost
@@ -268,3 +268,21 @@ async def world(*engines: SimEngine, **settings: Any) -> AsyncIterator[World]:  
         yield made
     finally:
         await service.close()
+
+
+def two(**fields: object) -> tuple[SimEngine, SimEngine]:
+    first = SimEngine("a", **fields)  # type: ignore[arg-type]
+    return first, replace(first, name="b", seen=[], runs={}, aborted=[])
+
+
+async def started(turn: Turn, tokens: int = 5) -> None:
+    await until(lambda: turn.leg is not None and len(turn.leg.ids) >= tokens)
+
+
+def where(w: World, turn: Turn) -> SimEngine:
+    assert turn.leg is not None
+    return w.engines[turn.leg.engine]
+
+
+def greedy(turn: Turn, version: str = V(0)) -> list[int]:
+    return continuation(turn.request.prompt, turn.request.most_tokens, version)
