@@ -1,9 +1,9 @@
-# One file, four targets: operator, router, agent, engine.
+# One file, five targets: operator, router, agent, weights, engine.
 #
 #   docker build --target operator -t rose-operator .
 #   docker build --target engine --build-arg ENGINE_BASE=lmsysorg/sglang:v0.5.23 -t rose-engine .
 #
-# BASE is any image with Python >= 3.11 and pip. ENGINE_BASE is an image of the rollout engine; ROSE
+# BASE is any image with Python >= 3.11, venv and pip. ENGINE_BASE is an image of the rollout engine; ROSE
 # joins its Python without touching its packages.
 ARG BASE=python:3.11-slim-bookworm
 ARG ENGINE_BASE=lmsysorg/sglang:v0.5.23
@@ -22,18 +22,27 @@ COPY simulate /source/simulate
 COPY cli /source/cli
 COPY dev /source/dev
 
-# An environment of its own per target, so that an image holds what its processes need and no more.
+# An environment of its own per target, so that an image holds what its processes need and no more;
+# not even pip, which works on it from outside.
 FROM source AS operator-environment
-RUN python3 -m venv /opt/rose \
- && /opt/rose/bin/pip install --no-cache-dir -c /source/constraints.txt "/source[operator]"
+RUN python3 -m venv --without-pip /opt/rose \
+ && python3 -m pip --python /opt/rose/bin/python install --no-cache-dir -c /source/constraints.txt "/source[operator]" \
+ && /opt/rose/bin/python -m rose_dev.sbom > /opt/rose/sbom.json
 
 FROM source AS router-environment
-RUN python3 -m venv /opt/rose \
- && /opt/rose/bin/pip install --no-cache-dir -c /source/constraints.txt "/source[router]"
+RUN python3 -m venv --without-pip /opt/rose \
+ && python3 -m pip --python /opt/rose/bin/python install --no-cache-dir -c /source/constraints.txt "/source[router]" \
+ && /opt/rose/bin/python -m rose_dev.sbom > /opt/rose/sbom.json
 
 FROM source AS agent-environment
-RUN python3 -m venv /opt/rose \
- && /opt/rose/bin/pip install --no-cache-dir -c /source/constraints.txt "/source[agent,weights]"
+RUN python3 -m venv --without-pip /opt/rose \
+ && python3 -m pip --python /opt/rose/bin/python install --no-cache-dir -c /source/constraints.txt "/source[agent]" \
+ && /opt/rose/bin/python -m rose_dev.sbom > /opt/rose/sbom.json
+
+FROM source AS weights-environment
+RUN python3 -m venv --without-pip /opt/rose \
+ && python3 -m pip --python /opt/rose/bin/python install --no-cache-dir -c /source/constraints.txt "/source[agent,weights]" \
+ && /opt/rose/bin/python -m rose_dev.sbom > /opt/rose/sbom.json
 
 FROM ${BASE} AS operator
 COPY --from=operator-environment /opt/rose /opt/rose
@@ -47,18 +56,25 @@ ENV PATH=/opt/rose/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1
 USER 65532:65532
 ENTRYPOINT ["rose", "router"]
 
-# Guard, tap and weight-sync; the chart gives each container its rights.
+# Guard and tap; the chart gives each container its rights.
 FROM ${BASE} AS agent
 COPY --from=agent-environment /opt/rose /opt/rose
 ENV PATH=/opt/rose/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1
 ENTRYPOINT ["rose", "agent"]
 
+# Weight-sync, relay and store: what merges and digests weights needs a compiler of kernels.
+FROM ${BASE} AS weights
+COPY --from=weights-environment /opt/rose /opt/rose
+ENV PATH=/opt/rose/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 NUMBA_CACHE_DIR=/tmp/numba
+ENTRYPOINT ["rose", "weights"]
+
 # Engine host beside an engine: ROSE's packages and what they need go into a virtual environment
 # that also sees the engine's packages.
 FROM ${ENGINE_BASE} AS engine
 COPY --from=source /source /source
-RUN python3 -m venv --system-site-packages /opt/rose \
- && /opt/rose/bin/pip install --no-cache-dir -c /source/constraints.txt "/source[agent,weights,engine]" \
+RUN python3 -m venv --system-site-packages --without-pip /opt/rose \
+ && python3 -m pip --python /opt/rose/bin/python install --no-cache-dir -c /source/constraints.txt "/source[agent,weights,engine]" \
+ && /opt/rose/bin/python -m rose_dev.sbom > /opt/rose/sbom.json \
  && rm -rf /source
 ENV PATH=/opt/rose/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin PYTHONUNBUFFERED=1
 ENTRYPOINT ["rose", "engine-host"]

@@ -8,10 +8,13 @@ PYTHON ?= python3.11
 UV := $(ROSE_CACHE)/uv/bin/uv
 VENV := .venv
 BIN := $(VENV)/bin
+# What a killed run of tests or of a benchmark leaves behind is ended.
+RUN := $(BIN)/python -m rose_dev.contained $(BIN)
 ARGS ?=
 
-.PHONY: help venv engine cluster demo test unit check format generate crds clean \
-	bench-guard bench-weights bench-router bench-simulate gpu-check
+.PHONY: help venv engine vllm cluster demo test unit check format generate docs crds clean \
+	bench-guard bench-deaths bench-dormancy bench-engines bench-gap bench-tap bench-weights bench-router \
+	bench-operator bench-simulate bench-rollouts torture fire gpu-check
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,17 +35,23 @@ venv: $(VENV)/.stamp  ## the Python environment everything else runs in
 engine: venv  ## the environment of the real SGLang engine (cached)
 	@$(BIN)/python -m rose_dev.engine_environment
 
+vllm: venv  ## the environment of a real vLLM on CPU, as another serving engine (cached)
+	@$(BIN)/python -m rose_dev.vllm_environment
+
 cluster: venv  ## the parts of the one-node Kubernetes (cached; about 9 minutes the first time)
 	@$(BIN)/rose dev build
 
 demo: engine cluster  ## the main job on real parts; ARGS=--help lists the knobs
 	@$(BIN)/rose demo $(ARGS)
 
+# Whoever tests everything tests on a machine of unknown load: what fails is tried once more, and pytest
+# says so. While you work (`make unit`) nothing is tried twice.
+test: AGAIN := --reruns 1 --only-rerun ".*"
 test: check unit engine cluster  ## everything that CI runs
-	$(BIN)/pytest -m "engine or cluster" --reruns 1 --only-rerun ".*" $(ARGS)
+	$(RUN)/pytest -m "engine or cluster" $(AGAIN) $(ARGS)
 
 unit: venv  ## what needs neither engine nor cluster
-	$(BIN)/pytest -n 2 --dist loadfile -m "not engine and not cluster" $(ARGS)
+	$(RUN)/pytest -n 2 --dist loadfile -m "not engine and not cluster" $(AGAIN) $(ARGS)
 
 check: venv  ## lint, types, layers, spelling, drift of generated files
 	$(BIN)/ruff check .
@@ -59,19 +68,53 @@ format: venv  ## put the code into shape
 generate: venv  ## crds/, docs/api.md and docs/metrics.md from the code
 	$(BIN)/python -m rose_dev.generate
 
+docs: venv  ## the documentation as a site in out/site (ARGS=serve shows it while you write)
+	@VIRTUAL_ENV=$(abspath $(VENV)) $(UV) pip install -q -c constraints.txt -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build --strict --quiet)
+
 crds: generate  ## the kinds as CustomResourceDefinitions
 
-bench-guard: engine  ## serving beside rollouts: figures of the guard
-	$(BIN)/python -m bench.guard $(ARGS)
+bench-guard: engine  ## serving beside rollouts: figures of the guard; ARGS="--serving vllm" after `make vllm`
+	$(RUN)/python -m bench.guard $(ARGS)
+
+bench-deaths: engine  ## who stops the rollouts when guard, engine host or both die
+	$(RUN)/python -m bench.deaths $(ARGS)
+
+bench-dormancy: engine  ## what an engine gives back at rung 4, and how fast it is back
+	$(RUN)/python -m bench.dormancy $(ARGS)
+
+bench-engines: engine  ## stop, restart and commit inside a real engine
+	$(RUN)/python -m bench.engines $(ARGS)
+
+bench-gap: engine  ## what a stream loses at a version switch, ours beside SGLang's own ways
+	$(BIN)/python -m bench.gap $(ARGS)
+
+bench-tap: venv  ## cost of the wire tap, and its agreement with a client (root)
+	$(RUN)/python -m bench.tap $(ARGS)
 
 bench-weights: venv  ## wire bytes and speed of the weight plane, peers side by side
-	$(BIN)/python -m bench.weights $(ARGS)
+	$(RUN)/python -m bench.weights $(ARGS)
 
 bench-router: venv  ## turns per second and added latency of the router
-	$(BIN)/python -m bench.router $(ARGS)
+	$(RUN)/python -m bench.router $(ARGS)
+
+bench-operator: cluster  ## the operator at fleet scale: time to plan, grants, writes, failover
+	$(RUN)/python -m bench.operator $(ARGS)
+
+bench-rollouts: venv  ## policies of placement on one step of work
+	$(RUN)/python -m bench.rollouts $(ARGS)
 
 bench-simulate: venv  ## figures of the simulator: studies, speed, determinism
-	$(BIN)/python -m bench.simulate $(ARGS)
+	$(RUN)/python -m bench.simulate $(ARGS)
+
+gpu-check: venv  ## what a GPU does when rollouts share it; without one it tries itself
+	$(RUN)/python -m bench.gpu $(ARGS)
+
+fire: venv  ## 10,000 turns while engines die, pause, leave and change weights; ARGS="--real 2" adds SGLang
+	$(RUN)/python -m bench.fire $(ARGS)
+
+torture: venv  ## kill every process of the weight plane at every step; prints the matrix
+	$(RUN)/rose weights torture $(ARGS)
 
 clean:  ## what make made in the checkout (caches outside stay)
 	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

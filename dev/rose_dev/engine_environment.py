@@ -84,15 +84,21 @@ def fingerprint() -> str:
 
 def is_ready(cache: Path | None = None) -> bool:
     """Whether the environment is complete and of the present pins."""
+    return stamped(environment_folder(cache), fingerprint())
+
+
+def stamped(folder: Path, wanted: str) -> bool:
+    """Whether the virtual environment was finished, and made of what ``wanted`` names."""
     try:
-        stamp = (environment_folder(cache) / ".rose-stamp").read_text()
+        stamp = (folder / ".rose-stamp").read_text()
     except OSError:
         return False
-    return stamp == fingerprint() and engine_python(cache).exists()
+    return stamp == wanted and (folder / "bin" / "python").exists()
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """One installer at a time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -103,7 +109,12 @@ def _say(text: str) -> None:
     print(f"[set-up] {text}", file=sys.stderr, flush=True)
 
 
-def _run(step: str, command: list[str], environment: dict[str, str]) -> None:
+def run_step(step: str, command: list[str], environment: dict[str, str]) -> None:
+    """Run a command and say so before and after.
+
+    Raises:
+        SetupFailed: it failed.
+    """
     _say(step)
     started = time.monotonic()
     result = subprocess.run(command, env=environment, check=False)  # output goes to the terminal
@@ -112,7 +123,8 @@ def _run(step: str, command: list[str], environment: dict[str, str]) -> None:
     _say(f"{step}: done in {time.monotonic() - started:.0f} s")
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def installer_environment(folder: Path) -> dict[str, str]:
+    """The installer's environment, for a virtual environment in ``folder``."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     return environment | {"VIRTUAL_ENV": str(folder)}
 
@@ -125,7 +137,7 @@ def install(cache: Path | None = None) -> Path:
     """
     cache = cache or cache_folder()
     folder = environment_folder(cache)
-    with _lock(folder.parent / ".lock"):
+    with locked(folder.parent / ".lock"):
         if not is_ready(cache):
             _make(cache, folder)
     return engine_python(cache)
@@ -133,13 +145,13 @@ def install(cache: Path | None = None) -> Path:
 
 def _make(cache: Path, folder: Path) -> None:
     uv = str(find_uv(cache))
-    environment = _environment(folder)
-    _run(
+    environment = installer_environment(folder)
+    run_step(
         f"engine environment in {folder}",
         [uv, "venv", "--quiet", "--clear", "--python", PYTHON_VERSION, str(folder)],
         environment,
     )
-    _run(
+    run_step(
         f"stock SGLang {SGLANG_VERSION} (about 10 GB; the first time downloads PyTorch)",
         [uv, "pip", "install", "-c", str(CONSTRAINTS), f"sglang=={SGLANG_VERSION}"],
         environment,
@@ -160,7 +172,9 @@ def _make(cache: Path, folder: Path) -> None:
     # also proves that the engine starts on this machine.
     shim = {"PYTHONPATH": str(CPU_PATH), "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
     imports = "; ".join(f"import {name}" for name in NEEDED)
-    _run("first import of the engine", [python, "-W", "ignore", "-c", imports], environment | shim)
+    run_step(
+        "first import of the engine", [python, "-W", "ignore", "-c", imports], environment | shim
+    )
     (folder / ".rose-stamp").write_text(fingerprint())
 
 

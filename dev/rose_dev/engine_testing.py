@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from rose_core.delta.manifest import Manifest
 from rose_core.identity import WeightVersion
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_environment import engine_python, is_ready
-from rose_dev.models import Recipe, make_named, tensors
+from rose_dev.models import Recipe, make_model, make_named, tensors
 from rose_engines.permit import Permit
 from rose_engines.sglang.arguments import Launch, command, environment
 
@@ -109,22 +109,27 @@ class RealEngine:
 @contextmanager
 def start_engine(
     folder: Path,
-    model: str = "tiny-peaked",
+    model: str | Recipe = "tiny-peaked",
     spec: EngineSpec | None = None,
     version: str = "base",
     *,
     opened: bool = True,
+    ranks: int = 1,
+    more: Sequence[str] = (),
 ) -> Iterator[RealEngine]:
     """Start SGLang under a permit that is held open; end its whole process group afterwards.
 
     Args:
         folder: where permit, control socket and log go.
-        model: a name in ``rose_dev.models.RECIPES``.
+        model: a name in ``rose_dev.models.RECIPES``, or a recipe.
         spec: the engine's specification; small sizes by default.
         version: weight label at the start.
         opened: False starts the engine under a closed permit, as the engine host does.
+        ranks: tensor-parallel ranks.
+        more: further arguments of SGLang.
     """
-    path = make_named(model)
+    path = make_named(model) if isinstance(model, str) else make_model(model)
+    served = model if isinstance(model, str) else model.name
     holder = PermitHolder(folder / "permit")
     if opened:
         holder.open()
@@ -135,11 +140,12 @@ def start_engine(
         version=version,
         permit=folder / "permit",
         plugin_socket=folder / "plugin.sock",
+        ranks=ranks,
     )
-    spec = spec or EngineSpec(engine_class="test", model=model, kv_tokens=8192, max_running=4)
+    spec = spec or EngineSpec(engine_class="test", model=served, kv_tokens=8192, max_running=4)
     with (folder / "engine.log").open("wb") as log:
         process = subprocess.Popen(
-            command(spec, launch),
+            [*command(spec, launch), *more],
             env=environment(launch, os.environ),
             stdout=log,
             stderr=subprocess.STDOUT,

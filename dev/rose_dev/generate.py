@@ -5,6 +5,7 @@
 | ``crds/*.yaml`` (and the chart's copies) | ``rose_core.api`` |
 | ``docs/api.md`` | the same models, reasons and the allow-list |
 | ``docs/metrics.md`` | every ``metrics.py`` with a ``REGISTRY`` |
+| ``helm/rose/files/dashboards/*.json`` | ``rose_dev.dashboards`` |
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rose_core.api.arguments import ALLOWED
 from rose_core.api.crd import KINDS, Kind, definition
 from rose_core.api.reasons import MEANING
 from rose_core.api.schema import structural
+from rose_dev import dashboards
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART_CRDS = Path("helm/rose/crd-files")
@@ -49,7 +51,7 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
         files[Path("crds") / name] = text
         if (root / CHART_CRDS).is_dir():
             files[CHART_CRDS / name] = text
-    return files
+    return files | dashboards.files()
 
 
 def api_page() -> str:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from rose_dev import prometheus
 from rose_dev.build import build
 from rose_dev.errors import DevelopmentError
 from rose_dev.node import Node, can_run_node
@@ -49,8 +50,14 @@ def _existing_cluster() -> str:
 
 def _build(options: argparse.Namespace) -> int:
     build(CONTROL_PLANE if options.control_plane else EVERYTHING, _say)
-    if not options.control_plane and can_run_node():
+    if options.control_plane:
+        return 0
+    if can_run_node():
         install_packages(_say)
+    try:
+        prometheus.provide(_say)
+    except DevelopmentError as error:  # tests of alerts and dashboards are skipped without it
+        _say(f"[cluster] no prometheus: {error}")
     return 0
 
 

@@ -58,6 +58,14 @@ class Recipe:
     peaked: bool = False
     tied: bool = False
 
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        heads = (2 * self.heads + 2 * self.kv_heads) * self.head_size * self.hidden
+        layer = heads + 3 * self.hidden * self.intermediate + 2 * (self.head_size + self.hidden)
+        words = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        return self.layers * layer + words + self.hidden
+
 
 TINY = Recipe("tiny")
 MID = Recipe("mid", layers=8, hidden=256, intermediate=512, head_size=64)
@@ -106,6 +114,8 @@ def _write(recipe: Recipe, target: Path) -> None:
         save_file(tensors(recipe), folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config(recipe), indent=1))
         _write_tokenizer(recipe, folder)
+        # Engines run as users of their own, and safetensors writes for the owner alone.
+        (folder / "model.safetensors").chmod(0o644)
         folder.chmod(0o755)
         folder.replace(target)
     except OSError:
@@ -152,7 +162,8 @@ def tensors(recipe: Recipe) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(recipe.seed)
 
     def normal(rows: int, columns: int, scale: float) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=draw) * scale
+        drawn = torch.randn(rows, columns, generator=draw) * scale
+        return drawn if recipe.peaked else drawn.to(torch.bfloat16)
 
     hidden, queries = recipe.hidden, recipe.heads * recipe.head_size
     keys, inner = recipe.kv_heads * recipe.head_size, recipe.intermediate

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rose_dev import components, image, node_files
 from rose_dev.build import build
@@ -157,6 +158,11 @@ class Node:
         command = [str(self._binary("helm")), f"--kubeconfig={self.kubeconfig}", *arguments]
         return run(command, seconds=seconds, env=environment).stdout
 
+    def asked(self) -> list[dict[str, Any]]:
+        """What service accounts have asked of the API server, as audit events, oldest first."""
+        path = self.root() / self.place.audit.relative_to("/")
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
     def load(self, archive: Path) -> None:
         """Import a docker archive, so that pods can use its image with ``imagePullPolicy: Never``.
 
@@ -213,6 +219,7 @@ class Node:
             "kubelet.yaml": node_files.kubelet(self.place, layout.pki),
             "kube-proxy.yaml": node_files.kube_proxy(layout.pki),
             "Corefile": node_files.corefile(layout.pki),
+            "audit-policy.yaml": node_files.audit_policy(),
             "resolv.conf": "options ndots:5\n",
         }
         for name, text in texts.items():
@@ -242,7 +249,13 @@ class Node:
         return {
             "containerd": [containerd, "--config", str(run_directory / "containerd.toml")],
             "etcd": components.etcd(layout),
-            "kube-apiserver": components.api_server(layout),
+            "kube-apiserver": components.api_server(
+                layout,
+                [
+                    f"--audit-policy-file={run_directory / 'audit-policy.yaml'}",
+                    f"--audit-log-path={self.place.audit}",
+                ],
+            ),
             "kube-controller-manager": components.controller_manager(layout, 10257),
             "kube-scheduler": components.scheduler(layout, 10259),
             "kube-proxy": [

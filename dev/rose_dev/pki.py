@@ -50,6 +50,13 @@ class Authority:
         self.certificate = folder / "ca.crt"
         self.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
+    def export(self, folder: Path) -> Path:
+        """Write the authority itself as a Secret holds it, ``tls.crt`` and ``tls.key``."""
+        folder.mkdir(mode=0o700)
+        (folder / "tls.crt").write_bytes(self.certificate.read_bytes())
+        _write_key(folder / "tls.key", self._key)
+        return folder
+
     def issue(
         self, name: str, common_name: str, group: str = "", hosts: Sequence[str] = ()
     ) -> None:

@@ -58,6 +58,11 @@ class Place:
         return self.run / "logs"
 
     @property
+    def audit(self) -> Path:
+        """What service accounts asked of the API server, one JSON object per line."""
+        return self.logs / "audit.jsonl"
+
+    @property
     def containerd(self) -> Path:
         """Socket of the container runtime."""
         return self.run / "containerd.sock"

@@ -1,0 +1,168 @@
+"""Operator and agents: whether ROSE's own processes are well, and what they cost the API server."""
+
+from __future__ import annotations
+
+from rose_dev.dashboards.model import Dashboard, Panel, Row, quantiles, rates, stat
+
+DASHBOARD = Dashboard(
+    name="processes",
+    title="ROSE / Operator and agents",
+    description="Leader, plans, API requests, and the agents' links.",
+    jobs=("rose_operator_term", "rose_guard_tick_seconds_count", "rose_host_engines"),
+    rows=(
+        Row(
+            "In short",
+            (
+                stat(
+                    "Leaders",
+                    "Replicas that lead; anything but one for longer than a minute is wrong.",
+                    "short",
+                    'sum(rose_operator_leader_state{state="Leader", $here})',
+                ),
+                stat(
+                    "Since the last pass",
+                    "Age of the last reconcile pass.",
+                    "s",
+                    "time() - max(rose_operator_last_pass_timestamp_seconds{$here})",
+                ),
+                stat(
+                    "Writes",
+                    "Requests that write to the API server; zero at rest.",
+                    "reqps",
+                    "sum(rate(rose_operator_api_writes_total{$here}[$rate]))",
+                ),
+                stat(
+                    "Nodes with grants",
+                    "Nodes whose last answer carried a grant.",
+                    "short",
+                    "count(max by (node) (rose_operator_grants{$here}) > 0) or vector(0)",
+                ),
+                stat(
+                    "Engines",
+                    "Engines of all engine hosts, whatever their state.",
+                    "short",
+                    "sum(rose_host_engines{$here})",
+                ),
+                stat(
+                    "Agents",
+                    "Guards that are scraped.",
+                    "short",
+                    "count(rose_guard_tick_seconds_count{$here})",
+                ),
+            ),
+        ),
+        Row(
+            "Operator",
+            (
+                Panel(
+                    "Leader lock",
+                    "State of each replica's lock.",
+                    "short",
+                    {"sum by (state) (rose_operator_leader_state{$here})": "{{state}}"},
+                ),
+                Panel(
+                    "Leader term",
+                    "Grows with every change of leader.",
+                    "short",
+                    {"max(rose_operator_term{$here})": "term"},
+                ),
+                Panel(
+                    "Reconcile pass",
+                    "Duration of a pass, its writes included.",
+                    "s",
+                    quantiles("rose_operator_plan_seconds"),
+                ),
+                Panel(
+                    "Writes to the API server",
+                    "By kind and verb; a correct world is not written to.",
+                    "reqps",
+                    {
+                        "sum by (kind, verb) "
+                        "(rate(rose_operator_api_writes_total{$here}[$rate]))": "{{verb}} {{kind}}"
+                    },
+                ),
+                Panel(
+                    "Failed requests",
+                    "Requests to the API server that failed, by why.",
+                    "reqps",
+                    rates("rose_operator_api_failures_total", "why"),
+                ),
+                Panel(
+                    "Sync calls",
+                    "Calls of agents by answer; incomplete ones come from followers and from a "
+                    "leader that is not warm.",
+                    "reqps",
+                    rates("rose_operator_syncs_total", "answer"),
+                ),
+            ),
+        ),
+        Row(
+            "Agents",
+            (
+                Panel(
+                    "Sync as agents see it",
+                    "Calls to the operator by outcome.",
+                    "reqps",
+                    rates("rose_guard_syncs_total", "outcome"),
+                ),
+                Panel(
+                    "Certificates of nodes",
+                    "Certificates that guards asked of the operator, by outcome.",
+                    "ops",
+                    rates("rose_guard_enrolments_total", "outcome"),
+                ),
+                Panel(
+                    "Highest term obeyed",
+                    "Nodes that obey another term than the leader's get no grants from it.",
+                    "short",
+                    {
+                        "min(rose_guard_highest_term{$here})": "lowest",
+                        "max(rose_guard_highest_term{$here})": "highest",
+                    },
+                ),
+                Panel(
+                    "Links to routers",
+                    "Streams to routers that ended or failed.",
+                    "ops",
+                    rates("rose_guard_attaches_total", "outcome"),
+                ),
+                Panel(
+                    "Watches of pods that failed",
+                    "Lists and watches of the node's own pods.",
+                    "ops",
+                    rates("rose_guard_kubernetes_errors_total"),
+                ),
+            ),
+        ),
+        Row(
+            "Engine hosts",
+            (
+                Panel(
+                    "Engines by state",
+                    "States of the engines on borrowed GPUs.",
+                    "short",
+                    {"sum by (state) (rose_host_engines{$here})": "{{state}}"},
+                    stacked=True,
+                ),
+                Panel(
+                    "Start of an engine",
+                    "From the start of its process until it answered that it is ready.",
+                    "s",
+                    quantiles("rose_host_engine_start_seconds"),
+                ),
+                Panel(
+                    "Restarts",
+                    "Engines started again after they ended by themselves.",
+                    "ops",
+                    rates("rose_host_engine_restarts_total"),
+                ),
+                Panel(
+                    "Data routes",
+                    "Requests of routers to engines, by outcome.",
+                    "reqps",
+                    rates("rose_host_proxy_requests_total", "outcome"),
+                ),
+            ),
+        ),
+    ),
+)

