@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.devices.driver import DeviceDriver, Gpu, GpuProcess, Health, Memory, open_driver
+from rose_agent.devices.driver import DeviceDriver, Gpu, GpuProcess, Memory, open_driver
 from rose_agent.devices.errors import NoDevices, QueryFailed, UnknownGpu
 from rose_agent.devices.fake_nvml import FakeGpu, FakeMemory, FakeNvml, FakeProcess
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.devices.static import StaticDriver
+from rose_core.devices.health import Fitness, FitnessLimits, Vitals, assess
 
 GIB = 1 << 30
 
@@ -53,13 +54,23 @@ def test_contract_memory_tells_zero_from_full(driver: DeviceDriver) -> None:
     assert driver.memory("GPU-b").used_bytes == 0
 
 
+def refusal(driver: DeviceDriver, uuid: str) -> str:
+    return assess(Fitness(), driver.vitals(uuid), FitnessLimits(), 0.0).refusal.value
+
+
 def test_contract_a_sick_gpu_is_refused_by_name(driver: DeviceDriver) -> None:
-    assert driver.health("GPU-a").refusal == ""
-    assert driver.health("GPU-b").refusal == "EccErrors"
+    assert refusal(driver, "GPU-a") == ""
+    assert refusal(driver, "GPU-b") == "EccErrors"
 
 
 def test_contract_an_unknown_gpu_is_an_error_everywhere(driver: DeviceDriver) -> None:
-    for question in (driver.memory, driver.processes, driver.health):
+    for question in (
+        driver.memory,
+        driver.processes,
+        driver.vitals,
+        driver.compute_mode,
+        driver.multiprocessors,
+    ):
         with pytest.raises(UnknownGpu, match="GPU-z"):
             question("GPU-z")
 
@@ -91,19 +102,44 @@ def test_nvml_without_any_process_list_is_unknown_not_empty() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "refusal"),
+    ("change", "word"),
     [
         ({"mig": True, "ecc_errors": 1}, "MigEnabled"),
+        ({"xids": [79], "ecc_errors": 1}, "XidError"),
+        ({"xids": [31]}, ""),
         ({"ecc_errors": 1, "throttle_reasons": 0x40}, "EccErrors"),
+        ({"remap_pending": True}, "EccErrors"),
         ({"throttle_reasons": 0x40}, "ThermalThrottling"),
         ({"throttle_reasons": 0x20}, "ThermalThrottling"),
         ({"throttle_reasons": 0x4}, ""),
     ],
 )
-def test_nvml_health(change: dict[str, int], refusal: str) -> None:
+def test_nvml_health(change: dict[str, int], word: str) -> None:
     gpu = FakeGpu("GPU-a", FakeMemory(GIB, 0), **change)  # type: ignore[arg-type]
-    health = NvmlDriver.open(FakeNvml([gpu])).health("GPU-a")
-    assert health == Health(refusal, 300_000, 50)
+    driver = NvmlDriver.open(FakeNvml([gpu]))
+    assert refusal(driver, "GPU-a") == word
+    vitals = driver.vitals("GPU-a")
+    assert (vitals.power_milliwatts, vitals.temperature_celsius) == (300_000, 50)
+
+
+def test_nvml_faults_are_remembered_for_their_own_gpu() -> None:
+    gpus = [FakeGpu("GPU-a", FakeMemory(GIB, 0), xids=[48, 63]), FakeGpu("GPU-b", FakeMemory(1, 0))]
+    driver = NvmlDriver.open(FakeNvml(gpus))
+    assert driver.vitals("GPU-b").xids == ()
+    assert driver.vitals("GPU-a").xids == (48, 63)
+    assert driver.vitals("GPU-a").xids == (48, 63), "an event comes once, the fault stays"
+
+
+def test_nvml_without_fault_events_still_works() -> None:
+    library = FakeNvml(fake_gpus())
+    library.unsupported = {"nvmlEventSetCreate"}
+    assert NvmlDriver.open(library).vitals("GPU-a").xids == ()
+
+
+@pytest.mark.parametrize(("mode", "word"), [(0, "Default"), (3, "ExclusiveProcess"), (9, "Mode9")])
+def test_nvml_compute_mode(mode: int, word: str) -> None:
+    gpu = FakeGpu("GPU-a", FakeMemory(GIB, 0), compute_mode=mode)
+    assert NvmlDriver.open(FakeNvml([gpu])).compute_mode("GPU-a") == word
 
 
 def test_nvml_questions_a_gpu_does_not_support_are_unknown() -> None:
@@ -112,10 +148,14 @@ def test_nvml_questions_a_gpu_does_not_support_are_unknown() -> None:
     library.unsupported = {
         "nvmlDeviceGetMigMode",
         "nvmlDeviceGetTotalEccErrors",
+        "nvmlDeviceGetRemappedRows",
+        "nvmlDeviceGetCurrentClocksThrottleReasons",
         "nvmlDeviceGetPowerUsage",
         "nvmlDeviceGetTemperature",
+        "nvmlDeviceGetComputeMode",
     }
-    assert driver.health("GPU-b") == Health("", None, None)
+    assert driver.vitals("GPU-b") == Vitals()
+    assert driver.compute_mode("GPU-b") is None
 
 
 @pytest.mark.parametrize(
@@ -198,3 +238,12 @@ def test_static_files_that_are_wrong_are_refused_at_the_start(tmp_path: Path, te
         open_driver("static", file)
     with pytest.raises(NoDevices):
         open_driver("static", tmp_path / "missing.yaml")
+
+
+@pytest.mark.parametrize(
+    ("cores", "capability", "count"),
+    [(16_896, (9, 0), 132), (6_912, (8, 0), 108), (16_896, (99, 0), None)],
+)
+def test_nvml_multiprocessors(cores: int, capability: tuple[int, int], count: int | None) -> None:
+    gpu = FakeGpu("GPU-a", FakeMemory(GIB, 0), cores=cores, capability=capability)
+    assert NvmlDriver.open(FakeNvml([gpu])).multiprocessors("GPU-a") == count

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from rose_core.devices.health import Vitals
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -29,21 +31,6 @@ class Memory:
 
     total_bytes: int
     used_bytes: int | None
-
-
-@dataclass(frozen=True)
-class Health:
-    """What speaks against lending a GPU now.
-
-    Attributes:
-        refusal: empty when nothing does, else ``MigEnabled``, ``EccErrors`` or
-            ``ThermalThrottling``.
-        power_milliwatts, temperature_celsius: readings.
-    """
-
-    refusal: str = ""
-    power_milliwatts: int | None = None
-    temperature_celsius: int | None = None
 
 
 @dataclass(frozen=True)
@@ -89,8 +76,24 @@ class DeviceDriver(Protocol):
             QueryFailed: the driver did not answer.
         """
 
-    def health(self, uuid: str) -> Health:
-        """What speaks against lending a GPU.
+    def vitals(self, uuid: str) -> Vitals:
+        """What ``rose_core.devices.health`` judges a GPU by.
+
+        Raises:
+            UnknownGpu: there is no such GPU.
+            QueryFailed: the driver did not answer.
+        """
+
+    def compute_mode(self, uuid: str) -> str | None:
+        """``Default``, ``ExclusiveProcess`` or ``Prohibited``; None when the driver cannot know.
+
+        Raises:
+            UnknownGpu: there is no such GPU.
+            QueryFailed: the driver did not answer.
+        """
+
+    def multiprocessors(self, uuid: str) -> int | None:
+        """How many the whole GPU has; None when the driver cannot know.
 
         Raises:
             UnknownGpu: there is no such GPU.

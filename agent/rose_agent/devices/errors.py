@@ -3,7 +3,8 @@
 DeviceError
 ├── NoDevices      the driver cannot work on this machine at all
 ├── UnknownGpu     no GPU with that UUID here
-└── QueryFailed    the driver could not answer now; what was asked is unknown
+├── QueryFailed    the driver could not answer now; what was asked is unknown
+└── MpsError       the MPS control daemon does not answer, or refuses
 """
 
 
@@ -17,6 +18,10 @@ class NoDevices(DeviceError):
 
 class UnknownGpu(DeviceError):
     """No GPU with that UUID on this node."""
+
+
+class MpsError(DeviceError):
+    """The MPS control daemon does not answer, or refuses; says what it said."""
 
 
 class QueryFailed(DeviceError):

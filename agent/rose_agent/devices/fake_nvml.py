@@ -1,8 +1,9 @@
 """A stand-in for the module ``pynvml``: the functions ROSE calls, over GPUs held in memory.
 
 Same names, same error codes, same shapes as ``nvidia-ml-py``, so ``nvml.NvmlDriver`` runs on it
-unchanged. Faults are set by test or by trial: ``fail`` makes a function raise, ``unsupported``
-makes a question unsupported.
+unchanged. A fault of a GPU is an Xid in its ``xids``, delivered once as an event. Faults of NVML
+are set by test or by trial: ``fail`` makes a function raise, ``unsupported`` makes a question
+unsupported.
 """
 
 from __future__ import annotations
@@ -48,6 +49,19 @@ class FakeGpu:
     throttle_reasons: int = 0
     power_milliwatts: int = 300_000
     temperature_celsius: int = 50
+    remap_pending: bool = False
+    compute_mode: int = 0
+    cores: int = 16_896
+    capability: tuple[int, int] = (9, 0)
+    xids: list[int] = field(default_factory=list)
+
+
+@dataclass
+class FakeEvent:
+    """``nvmlEventData_t``."""
+
+    device: FakeGpu
+    eventData: int  # noqa: N815  # NVML's spelling
 
 
 class FakeNvml:
@@ -59,11 +73,13 @@ class FakeNvml:
     NVML_ERROR_NOT_SUPPORTED = 3
     NVML_ERROR_NOT_FOUND = 6
     NVML_ERROR_DRIVER_NOT_LOADED = 9
+    NVML_ERROR_TIMEOUT = 10
     NVML_ERROR_GPU_IS_LOST = 15
     NVML_DEVICE_MIG_ENABLE = 1
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
     NVML_VOLATILE_ECC = 0
     NVML_TEMPERATURE_GPU = 0
+    nvmlEventTypeXidCriticalError = 8  # noqa: N815  # NVML's spelling
     nvmlClocksThrottleReasonSwThermalSlowdown = 0x20  # noqa: N815  # NVML's spelling
     nvmlClocksThrottleReasonHwThermalSlowdown = 0x40  # noqa: N815  # as above
 
@@ -157,6 +173,50 @@ class FakeNvml:
         """Degrees Celsius."""
         self._check("nvmlDeviceGetTemperature")
         return gpu.temperature_celsius
+
+    def nvmlDeviceGetRemappedRows(self, gpu: FakeGpu) -> list[int]:  # noqa: N802
+        """Corrected, uncorrected, pending, failed."""
+        self._check("nvmlDeviceGetRemappedRows")
+        return [0, 0, int(gpu.remap_pending), 0]
+
+    def nvmlDeviceGetComputeMode(self, gpu: FakeGpu) -> int:  # noqa: N802
+        """0 default, 2 prohibited, 3 exclusive process."""
+        self._check("nvmlDeviceGetComputeMode")
+        return gpu.compute_mode
+
+    def nvmlDeviceGetNumGpuCores(self, gpu: FakeGpu) -> int:  # noqa: N802
+        """All multiprocessors' cores together."""
+        self._check("nvmlDeviceGetNumGpuCores")
+        return gpu.cores
+
+    def nvmlDeviceGetCudaComputeCapability(  # noqa: N802
+        self, gpu: FakeGpu
+    ) -> list[int]:
+        """Major and minor."""
+        self._check("nvmlDeviceGetCudaComputeCapability")
+        return list(gpu.capability)
+
+    def nvmlEventSetCreate(self) -> list[FakeGpu]:  # noqa: N802
+        """An event set: the GPUs it listens to."""
+        self._check("nvmlEventSetCreate")
+        return []
+
+    def nvmlDeviceRegisterEvents(  # noqa: N802
+        self, gpu: FakeGpu, _kinds: int, events: list[FakeGpu]
+    ) -> None:
+        """Listen to a GPU."""
+        self._check("nvmlDeviceRegisterEvents")
+        events.append(gpu)
+
+    def nvmlEventSetWait_v2(  # noqa: N802
+        self, events: list[FakeGpu], _timeout_ms: int
+    ) -> FakeEvent:
+        """The next event; as NVML, an error when none has come."""
+        self._check("nvmlEventSetWait_v2")
+        for gpu in events:
+            if gpu.xids:
+                return FakeEvent(gpu, gpu.xids.pop(0))
+        raise NVMLError(self.NVML_ERROR_TIMEOUT)
 
     def _check(self, name: str) -> None:
         if not self._initialised:

@@ -1,23 +1,32 @@
 """GPUs through NVIDIA's management library (``nvidia-ml-py``, imported when the driver is opened).
 
 Every NVML error becomes ``QueryFailed`` or ``UnknownGpu``, so callers treat what they asked for as
-unknown. A question a GPU does not support is ``None``, not an error. MIG is refused by name:
-a slice's processes and memory are not those of the GPU.
+unknown. A question a GPU does not support is ``None``, not an error. Faults (Xid) come as events,
+which are collected from the moment the driver is opened.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rose_agent.devices.driver import Gpu, GpuProcess, Health, Memory
+from rose_agent.devices.driver import Gpu, GpuProcess, Memory
 from rose_agent.devices.errors import NoDevices, QueryFailed, UnknownGpu
+from rose_core.devices.health import Vitals
 
 T = TypeVar("T")
 
 # NVML marks "unknown" in an unsigned 64-bit field by all ones.
 _UNKNOWN = 2**64 - 1
+_KEPT_XIDS = 32
+# Cores of one multiprocessor, by compute capability.
+_CORES_EACH = {
+    **dict.fromkeys([(7, 0), (7, 2), (7, 5), (8, 0)], 64),
+    **dict.fromkeys([(8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)], 128),
+}
+_COMPUTE_MODES = {0: "Default", 2: "Prohibited", 3: "ExclusiveProcess"}
 
 
 def _text(value: str | bytes) -> str:
@@ -37,6 +46,8 @@ class NvmlDriver:
     # nvidia-ml-py ships no types and is replaced by a stand-in in tests.
     def __init__(self, library: Any) -> None:  # noqa: ANN401
         self._nvml = library
+        self._xids: dict[str, tuple[int, ...]] = {}
+        self._events: object = None
 
     @classmethod
     def open(cls, library: Any = None) -> NvmlDriver:  # noqa: ANN401  # as above
@@ -54,7 +65,9 @@ class NvmlDriver:
             library.nvmlInit()
         except library.NVMLError as error:
             raise NoDevices(f"NVML does not work on this node: {error}") from error
-        return cls(library)
+        driver = cls(library)
+        driver._listen()
+        return driver
 
     def gpus(self) -> tuple[Gpu, ...]:
         """Every GPU, by index."""
@@ -86,41 +99,82 @@ class NvmlDriver:
             return None
         return tuple(GpuProcess(pid, used) for pid, used in sorted(found.items()))
 
-    def health(self, uuid: str) -> Health:
-        """MIG, uncorrected ECC errors, thermal slowdown, in that order."""
+    def vitals(self, uuid: str) -> Vitals:
+        """Slices, memory errors, heat, power, and the faults so far."""
         handle = self._handle(uuid)
         nvml = self._nvml
-        return Health(
-            refusal=self._refusal(handle),
+        self._collect()
+        mig = self._optional(nvml.nvmlDeviceGetMigMode, handle)
+        rows = self._optional(nvml.nvmlDeviceGetRemappedRows, handle)
+        reasons = self._optional(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+        return Vitals(
+            mig=mig is not None and mig[0] == nvml.NVML_DEVICE_MIG_ENABLE,
+            uncorrected_errors=self._optional(
+                nvml.nvmlDeviceGetTotalEccErrors,
+                handle,
+                nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+                nvml.NVML_VOLATILE_ECC,
+            ),
+            remap_pending=None if rows is None else bool(rows[2]),
+            thermal=None if reasons is None else bool(reasons & self._thermal),
             power_milliwatts=self._optional(nvml.nvmlDeviceGetPowerUsage, handle),
             temperature_celsius=self._optional(
                 nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU
             ),
+            xids=self._xids.get(uuid, ()),
         )
+
+    def compute_mode(self, uuid: str) -> str | None:
+        """What NVML says; None on GPUs that have no such mode."""
+        mode = self._optional(self._nvml.nvmlDeviceGetComputeMode, self._handle(uuid))
+        return None if mode is None else _COMPUTE_MODES.get(int(mode), f"Mode{int(mode)}")
+
+    def multiprocessors(self, uuid: str) -> int | None:
+        """From NVML's number of cores; None for a generation whose cores each has is not known."""
+        handle = self._handle(uuid)
+        cores = self._optional(self._nvml.nvmlDeviceGetNumGpuCores, handle)
+        generation = self._optional(self._nvml.nvmlDeviceGetCudaComputeCapability, handle)
+        if cores is None or generation is None:
+            return None
+        each = _CORES_EACH.get((int(generation[0]), int(generation[1])))
+        return None if each is None else int(cores) // each
 
     def close(self) -> None:
         """Shut the library down."""
         self._ask(self._nvml.nvmlShutdown)
 
-    def _refusal(self, handle: object) -> str:
+    @property
+    def _thermal(self) -> int:
         nvml = self._nvml
-        mig = self._optional(nvml.nvmlDeviceGetMigMode, handle)
-        if mig is not None and mig[0] == nvml.NVML_DEVICE_MIG_ENABLE:
-            return "MigEnabled"
-        errors = self._optional(
-            nvml.nvmlDeviceGetTotalEccErrors,
-            handle,
-            nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-            nvml.NVML_VOLATILE_ECC,
-        )
-        if errors:
-            return "EccErrors"
-        reasons = self._optional(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
-        thermal = (
+        return int(
             nvml.nvmlClocksThrottleReasonHwThermalSlowdown
             | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
         )
-        return "ThermalThrottling" if reasons & thermal else ""
+
+    def _listen(self) -> None:
+        """Ask for fault events of every GPU; where NVML has none, faults stay unknown."""
+        nvml = self._nvml
+        with contextlib.suppress(nvml.NVMLError):
+            self._events = nvml.nvmlEventSetCreate()
+            for index in range(nvml.nvmlDeviceGetCount()):
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                nvml.nvmlDeviceRegisterEvents(
+                    handle, nvml.nvmlEventTypeXidCriticalError, self._events
+                )
+
+    def _collect(self) -> None:
+        """Take the events that have come, without waiting for more."""
+        nvml = self._nvml
+        while self._events is not None:
+            try:
+                event = nvml.nvmlEventSetWait_v2(self._events, 0)
+            except nvml.NVMLError as error:
+                if error.value == nvml.NVML_ERROR_TIMEOUT:
+                    return
+                raise QueryFailed(f"NVML events: {error}") from error
+            uuid = _text(self._ask(nvml.nvmlDeviceGetUUID, event.device))
+            known = self._xids.get(uuid, ())
+            self._xids[uuid] = (*known, int(event.eventData))[-_KEPT_XIDS:]
 
     def _gpu(self, index: int) -> Gpu:
         nvml = self._nvml

@@ -7,18 +7,24 @@ agent. Format (YAML)::
       - uuid: GPU-static-0
         memoryBytes: 16000000000
         usedBytes: 9000000000     # optional; unknown when missing
-        refusal: EccErrors        # optional
+        refusal: EccErrors        # optional: MigEnabled, EccErrors, ThermalThrottling, XidError
+        powerMilliwatts: 300000   # optional
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pydantic
 import yaml
 
-from rose_agent.devices.driver import Gpu, GpuProcess, Health, Memory
+from rose_agent.devices.driver import Gpu, GpuProcess, Memory
 from rose_agent.devices.errors import NoDevices, QueryFailed, UnknownGpu
+from rose_core.devices.health import Vitals
+
+# "The GPU has fallen off the bus": a fault that no program causes.
+_FALLEN_OFF = 79
 
 
 class StaticGpu(pydantic.BaseModel):
@@ -30,7 +36,8 @@ class StaticGpu(pydantic.BaseModel):
     memory_bytes: int = pydantic.Field(alias="memoryBytes", gt=0)
     used_bytes: int | None = pydantic.Field(default=None, alias="usedBytes", ge=0)
     name: str = "static"
-    refusal: str = ""
+    refusal: Literal["", "MigEnabled", "EccErrors", "ThermalThrottling", "XidError"] = ""
+    power_milliwatts: int | None = pydantic.Field(default=None, alias="powerMilliwatts", ge=0)
 
 
 class StaticFile(pydantic.BaseModel):
@@ -88,9 +95,26 @@ class StaticDriver:
         self._find(uuid)
         return None
 
-    def health(self, uuid: str) -> Health:
-        """The file's refusal, if any."""
-        return Health(refusal=self._find(uuid).refusal)
+    def vitals(self, uuid: str) -> Vitals:
+        """What the file's refusal would look like."""
+        gpu = self._find(uuid)
+        return Vitals(
+            mig=gpu.refusal == "MigEnabled",
+            uncorrected_errors=1 if gpu.refusal == "EccErrors" else None,
+            thermal=True if gpu.refusal == "ThermalThrottling" else None,
+            power_milliwatts=gpu.power_milliwatts,
+            xids=(_FALLEN_OFF,) if gpu.refusal == "XidError" else (),
+        )
+
+    def compute_mode(self, uuid: str) -> str | None:
+        """Unknown: a file has none."""
+        self._find(uuid)
+        return None
+
+    def multiprocessors(self, uuid: str) -> int | None:
+        """Unknown: a file has none."""
+        self._find(uuid)
+        return None
 
     def close(self) -> None:
         """Nothing to release."""

@@ -1,0 +1,222 @@
+"""A stand-in for ``nvidia-cuda-mps-control``: same invocation, same commands, no GPU.
+
+    -f [-multiuser-server] run the daemon in the foreground, on ``control`` in the pipe directory
+    (commands on stdin)    send each line to the daemon and print what it answers
+
+What a real server learns from its clients is told here by commands that NVIDIA's has not:
+``fake_connect PID [PERCENT]``, ``fake_leave PID`` and ``fake_fault``; ``fake_terminated`` lists
+whose work was ended by command. A server that is not for every user takes clients of its first
+client's user; NVIDIA's lets the others wait. The grammar of everything else is NVIDIA's:
+``get_server_list``, ``get_server_status``, ``get_client_list``, ``start_server``,
+``terminate_client``, ``get_default_active_thread_percentage`` and its setter,
+``get_active_thread_percentage``, ``quit``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rose_agent.devices.mps import MULTI_USER, PID_FILE
+
+
+def _place() -> Path:
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control"  # noqa: S108  # NVIDIA's default
+
+
+def _lives(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+@dataclass
+class FakeDaemon:
+    """State of one daemon; its server is this very process.
+
+    Attributes:
+        clients: pid -> active thread percentage it connected with.
+        real: those that are processes; such a client leaves when its process ends.
+        multi_user: takes clients of every user; otherwise of ``user`` alone.
+    """
+
+    pid: int = field(default_factory=os.getpid)
+    started: bool = False
+    faulted: bool = False
+    percentage: float = 100.0
+    clients: dict[int, float] = field(default_factory=dict)
+    real: set[int] = field(default_factory=set)
+    terminated: list[int] = field(default_factory=list)
+    multi_user: bool = True
+    user: int | None = None
+    ended: bool = False
+
+    def answer(self, line: str) -> str:
+        """Carry out one command; returns what is printed."""
+        for pid in [pid for pid in self.real if not _lives(pid)]:
+            self.real.discard(pid)
+            self.do_fake_leave(str(pid))
+        command, *words = line.split() or [""]
+        handler = getattr(self, f"do_{command}", None)
+        if handler is None:
+            return f"Unknown command: {command}, please type help for usage\n"
+        try:
+            text: str = handler(*words)
+        except (TypeError, ValueError):
+            return f"Invalid argument of {command}\n"
+        return f"{text}\n" if text else ""
+
+    def do_get_server_list(self) -> str:
+        """Servers, one pid per line."""
+        return str(self.pid) if self.started else ""
+
+    def do_start_server(self, _flag: str, _uid: str) -> str:
+        """``start_server -uid UID``."""
+        self.started = True
+        return ""
+
+    def do_get_server_status(self, pid: str) -> str:
+        """``ACTIVE`` or ``FAULT``."""
+        if not self._serves(pid):
+            return f"Server {pid} not found"
+        return "FAULT" if self.faulted else "ACTIVE"
+
+    def do_get_client_list(self, pid: str) -> str:
+        """Clients of a server, one pid per line."""
+        if not self._serves(pid):
+            return f"Server {pid} not found"
+        return "\n".join(map(str, sorted(self.clients)))
+
+    def do_get_default_active_thread_percentage(self) -> str:
+        """Of clients to come."""
+        return str(self.percentage)
+
+    def do_set_default_active_thread_percentage(self, percentage: str) -> str:
+        """Of clients to come."""
+        self.percentage = float(percentage)
+        return str(self.percentage)
+
+    def do_get_active_thread_percentage(self, pid: str) -> str:
+        """Of a server."""
+        return str(self.percentage) if self._serves(pid) else f"Server {pid} not found"
+
+    def do_terminate_client(self, server: str, client: str) -> str:
+        """End a client's work."""
+        if not self._serves(server) or self.clients.pop(int(client), None) is None:
+            return f"Failed to terminate client {client} of server {server}"
+        self.terminated.append(int(client))
+        self._recover()
+        return ""
+
+    def do_quit(self, *_words: str) -> str:
+        """End."""
+        self.ended = True
+        return ""
+
+    def do_fake_connect(self, pid: str, percentage: str = "") -> str:
+        """A process uses the GPU through this pipe directory."""
+        if self.faulted:
+            return "Failed: the server is in FAULT"
+        if not self._takes(pid):
+            return f"Failed: the server is user {self.user}'s"
+        self.started = True
+        own = float(percentage) if percentage else self.percentage
+        self.clients[int(pid)] = min(own, self.percentage)
+        self.real |= {int(pid)} if _lives(int(pid)) else set()
+        return ""
+
+    def do_fake_leave(self, pid: str) -> str:
+        """A client's process has ended."""
+        self.clients.pop(int(pid), None)
+        self._recover()
+        return ""
+
+    def do_fake_fault(self) -> str:
+        """A client crashes the GPU."""
+        self.faulted = True
+        return ""
+
+    def do_fake_terminated(self) -> str:
+        """Clients that were ended by command."""
+        return "\n".join(map(str, self.terminated))
+
+    def _takes(self, pid: str) -> bool:
+        if self.multi_user:
+            return True
+        try:
+            user = Path(f"/proc/{pid}").stat().st_uid
+        except OSError:
+            return True
+        self.user = user if self.user is None or not self.clients else self.user
+        return user == self.user
+
+    def _serves(self, pid: str) -> bool:
+        return self.started and int(pid) == self.pid
+
+    def _recover(self) -> None:
+        """A server in FAULT takes new clients once every old one has left."""
+        if not self.clients:
+            self.faulted = False
+
+
+def serve(place: Path, *, multi_user: bool) -> int:
+    """Answer until told to quit."""
+    daemon = FakeDaemon(multi_user=multi_user)
+    place.unlink(missing_ok=True)
+    place.with_name(PID_FILE).write_text(f"{daemon.pid}\n")
+    with socket.socket(socket.AF_UNIX) as listener:
+        # Bound under another name and renamed: a client sees either nothing or a listener.
+        making = place.with_name(".control")
+        making.unlink(missing_ok=True)
+        listener.bind(str(making))
+        making.chmod(0o666)  # clients are other users
+        listener.listen(8)
+        making.replace(place)
+        while not daemon.ended:
+            connection, _ = listener.accept()
+            with connection, connection.makefile("rw") as stream:
+                for line in stream:
+                    stream.write(daemon.answer(line.strip()))
+                    stream.flush()
+                    connection.shutdown(socket.SHUT_WR)
+                    break
+    place.unlink(missing_ok=True)
+    return 0
+
+
+def send(place: Path, line: str) -> str:
+    """One command to the daemon behind ``place``."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(place))
+        connection.sendall(f"{line}\n".encode())
+        with connection.makefile() as stream:
+            return stream.read()
+
+
+def main(argv: list[str]) -> int:
+    """As ``nvidia-cuda-mps-control``.
+
+    Returns:
+        Exit code.
+    """
+    place = _place()
+    if argv[:1] == ["-f"]:
+        return serve(place, multi_user=MULTI_USER in argv)
+    for line in filter(None, map(str.strip, sys.stdin)):
+        try:
+            sys.stdout.write(send(place, line))
+        except OSError:
+            sys.stdout.write("Cannot find MPS control daemon process\n")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main(sys.argv[1:]))

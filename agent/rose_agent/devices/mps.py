@@ -1,0 +1,162 @@
+"""The MPS control daemon of one GPU: start it, ask it, end a client through it.
+
+Each GPU has a daemon of its own with its own pipe directory (``ROOT/GPU-uuid``), so that a fault
+stays on that GPU and no client reaches another GPU's server. Commands go to
+``nvidia-cuda-mps-control`` on its standard input, one per line, as NVIDIA documents them; answers
+come back as text. ``python -m rose_agent.devices.fake_mps`` speaks the same grammar without a GPU.
+Next step: ``mps_tasks`` checks and ends clients, ``mps_verb`` runs a daemon.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose_agent.devices.errors import MpsError
+from rose_core.devices.mps import Server, ServerState
+
+PROGRAM = "nvidia-cuda-mps-control"
+MULTI_USER = "-multiuser-server"
+PID_FILE = "nvidia-cuda-mps-control.pid"
+_ANSWER_SECONDS = 5.0
+_NUMBER = re.compile(r"^\d+$")
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """Directories of one GPU's daemon."""
+
+    root: Path
+    gpu: str
+
+    @property
+    def pipe(self) -> Path:
+        """Mounted into serving pods that opt in, and into engines."""
+        return self.root / self.gpu / "pipe"
+
+    @property
+    def log(self) -> Path:
+        """The daemon's and the server's logs."""
+        return self.root / self.gpu / "log"
+
+    def create(self) -> Pipes:
+        """Make them; returns itself.
+
+        Raises:
+            OSError: they cannot be made.
+        """
+        for folder in (self.pipe, self.log):
+            folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        return self
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """For the daemon, which shows its GPU alone."""
+        return {
+            **inherited,
+            "CUDA_VISIBLE_DEVICES": self.gpu,
+            "CUDA_MPS_PIPE_DIRECTORY": str(self.pipe),
+            "CUDA_MPS_LOG_DIRECTORY": str(self.log),
+        }
+
+
+class MpsControl:
+    """Asks one GPU's daemon.
+
+    Args:
+        pipes: its directories.
+        program: the control program and arguments that come before its own.
+    """
+
+    def __init__(self, pipes: Pipes, program: Sequence[str] = (PROGRAM,)) -> None:
+        self._pipes = pipes
+        self._program = tuple(program)
+
+    def ask(self, command: str) -> tuple[str, ...]:
+        """Send one command.
+
+        Returns:
+            The answer's lines.
+
+        Raises:
+            MpsError: no daemon answers, or it refuses; says what it said.
+        """
+        try:
+            done = subprocess.run(  # the program is the platform's
+                self._program,
+                input=f"{command}\n",
+                env=self._pipes.environment(os.environ),
+                capture_output=True,
+                text=True,
+                timeout=_ANSWER_SECONDS,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise MpsError(f"MPS of {self._pipes.gpu}: {command}: {error}") from error
+        lines = tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
+        said = " ".join((*lines, done.stderr.strip())).strip()
+        refused = any(word in said.lower() for word in ("cannot", "failed", "invalid", "not found"))
+        if done.returncode != 0 or refused:
+            raise MpsError(f"MPS of {self._pipes.gpu}: {command}: {said or 'no answer'}")
+        return lines
+
+    def servers(self) -> tuple[Server, ...]:
+        """Every server with its state and clients.
+
+        Raises:
+            MpsError: no daemon answers, or in a way that is not understood.
+        """
+        return tuple(self._server(pid) for pid in self._numbers("get_server_list"))
+
+    def terminate(self, server: int, client: int) -> None:
+        """End a client's work on the GPU; its process is then safe to kill.
+
+        Raises:
+            MpsError: the daemon refused.
+        """
+        self.ask(f"terminate_client {server} {client}")
+
+    def quit(self, seconds: int = 10) -> None:
+        """End the daemon and its servers.
+
+        Raises:
+            MpsError: no daemon answers.
+        """
+        self.ask(f"quit -t {seconds}")
+
+    def _server(self, pid: int) -> Server:
+        status = self.ask(f"get_server_status {pid}")
+        try:
+            state = ServerState(status[-1])
+        except (IndexError, ValueError) as error:
+            raise MpsError(f"MPS server {pid} has the unknown status {status}") from error
+        clients = frozenset(self._numbers(f"get_client_list {pid}"))
+        return Server(pid, state, _uid(pid), clients, _multi_user(self._pipes.pipe))
+
+    def _numbers(self, command: str) -> tuple[int, ...]:
+        lines = self.ask(command)
+        wrong = [line for line in lines if not _NUMBER.match(line)]
+        if wrong:
+            raise MpsError(f"MPS of {self._pipes.gpu}: {command}: not understood: {wrong[0]}")
+        return tuple(map(int, lines))
+
+
+def _multi_user(pipe: Path) -> bool | None:
+    """Whether the daemon's servers take every user; None when its command line cannot be seen."""
+    try:
+        pid = int((pipe / PID_FILE).read_text())
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except (OSError, ValueError):
+        return None
+    return MULTI_USER.encode() in words
+
+
+def _uid(pid: int) -> int:
+    """User of a process; -1 when it cannot be seen, which fits nobody."""
+    try:
+        return Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return -1

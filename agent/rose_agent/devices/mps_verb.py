@@ -1,0 +1,108 @@
+"""``rose mps``: run the MPS control daemon of one GPU, check it, or end one of its clients.
+
+Without ``--check`` or ``--end`` the daemon runs in the foreground until SIGTERM, for a DaemonSet
+that is replaced by hand: its end is the end of every client, serving included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from rose_agent.devices.driver import open_driver
+from rose_agent.devices.errors import DeviceError, MpsError
+from rose_agent.devices.mps import MULTI_USER, PROGRAM, MpsControl, Pipes
+from rose_agent.devices.mps_tasks import Question, check, end
+
+_log = logging.getLogger(__name__)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The verb's arguments."""
+    made = argparse.ArgumentParser(
+        prog="rose mps", description="Run the MPS control daemon of one GPU in the foreground."
+    )
+    add = made.add_argument
+    add("--gpu", required=True, help="its UUID, GPU-...")
+    add("--root", type=Path, default=Path("/run/rose-mps"), help="pipe directories")
+    add("--program", default=PROGRAM, help="the control program")
+    add("--check", action="store_true", help="say whether an engine may share the GPU now")
+    add("--serving", type=int, default=0, metavar="PID", help="with --check: serving's process")
+    add("--engine-uid", type=int, default=0, help="with --check: the engine's user")
+    add("--client", type=int, metavar="PID", help="with --check: did this engine get its share?")
+    add("--seen", type=int, help="with --client: multiprocessors it sees")
+    add("--of", type=int, default=0, help="with --client: multiprocessors of the GPU")
+    add("--share", type=int, default=30, help="with --client: percent it was started with")
+    add("--end", type=int, metavar="PID", help="terminate this client, then kill it")
+    add("--devices", choices=["nvml", "static"], default="nvml", help="who knows the compute mode")
+    add("--log-level", default="INFO")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """Entry of the verb.
+
+    Returns:
+        0 done, or yes; 1 no, or the daemon could not be started or asked.
+    """
+    arguments = parser().parse_args(argv)
+    logging.basicConfig(level=arguments.log_level, format="%(levelname)s %(name)s %(message)s")
+    try:
+        pipes = Pipes(arguments.root, arguments.gpu)
+        control = MpsControl(pipes, arguments.program.split())
+        if arguments.check:
+            return _check(arguments, control)
+        if arguments.end is not None:
+            return 0 if end(control, arguments.end) else 1
+        return _run(arguments.program.split(), pipes.create(), control)
+    except (MpsError, OSError) as error:
+        sys.stderr.write(f"rose mps: {error}\n")
+        return 1
+
+
+def _check(arguments: argparse.Namespace, control: MpsControl) -> int:
+    question = Question(
+        arguments.serving,
+        arguments.engine_uid,
+        arguments.client,
+        arguments.seen,
+        arguments.of,
+        arguments.share,
+    )
+
+    def compute_mode() -> str | None:
+        driver = open_driver(arguments.devices)
+        try:
+            return driver.compute_mode(arguments.gpu)
+        finally:
+            driver.close()
+
+    found = check(control, question, compute_mode)
+    sys.stdout.write(f"{found.refusal.value}: {found.message}\n" if found.refusal else "ok\n")
+    return 1 if found.refusal else 0
+
+
+def _run(program: list[str], pipes: Pipes, control: MpsControl) -> int:
+    # Serving and each engine are different users; only root may start a server for all of them.
+    mode = [MULTI_USER] if os.geteuid() == 0 else []
+    daemon = subprocess.Popen(  # the program is the platform's
+        [*program, "-f", *mode], env=pipes.environment(os.environ)
+    )
+
+    def stop(_number: int, _frame: object) -> None:
+        # Clients first lose their server in an orderly way; a killed daemon would leave it behind.
+        try:
+            control.quit()
+        except DeviceError as error:
+            _log.warning("%s", error)
+            daemon.terminate()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    _log.info("MPS of %s: pipe directory %s", pipes.gpu, pipes.pipe)
+    return daemon.wait()

@@ -1,0 +1,45 @@
+"""Whose a process on a GPU is: a rollout engine's, a pod's, or somebody else's, by its cgroup.
+
+NVML names processes by the node's pids, so this needs the node's pid namespace (``hostPID``), which
+the guard has. An engine's cgroup bears the engine host's prefix and the slot's uid, whatever
+container it is below, so an engine is known even when its host has forgotten it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_ENGINE = re.compile(r"/rose-[0-9a-f]{8}-(?P<slot>[A-Za-z0-9][-A-Za-z0-9._]*)$", re.MULTILINE)
+_POD = re.compile(r"pod(?P<uid>[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who a process belongs to; all empty = nobody that we know.
+
+    Attributes:
+        slot: uid of the slot whose engine it is.
+        pod: uid of its pod, also of the engine host's for an engine.
+    """
+
+    slot: str = ""
+    pod: str = ""
+
+
+def parse(cgroups: str) -> Owner:
+    """Read ``/proc/PID/cgroup``."""
+    engine, pod = _ENGINE.search(cgroups), _POD.search(cgroups)
+    return Owner(
+        engine["slot"] if engine else "",
+        pod["uid"].replace("_", "-") if pod else "",
+    )
+
+
+def owner_of(pid: int, proc: Path = Path("/proc")) -> Owner | None:
+    """Whose the process is; None when it is gone or cannot be seen from here."""
+    try:
+        return parse((proc / str(pid) / "cgroup").read_text())
+    except OSError:
+        return None

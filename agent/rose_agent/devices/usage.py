@@ -1,0 +1,78 @@
+"""How much memory an engine's processes hold: on its GPUs, or in host memory where there are none.
+
+NVML names processes as the node's pid namespace does, which a container without ``hostPID`` cannot
+translate. Then the whole GPU's use stands in: it serves to compare before with after, because
+serving takes its memory at its start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rose_agent.devices.driver import DeviceDriver
+from rose_agent.devices.errors import DeviceError
+from rose_engines.memory import PAGE
+
+
+class MemoryMeter(Protocol):
+    """Measures the memory of an engine's processes."""
+
+    def read(self, pids: Sequence[int], gpu_uuids: Sequence[str]) -> int | None:
+        """Bytes held now; None = unknown."""
+        ...
+
+
+class ResidentMeter:
+    """Engines on CPU: private resident memory of the processes."""
+
+    def read(self, pids: Sequence[int], gpu_uuids: Sequence[str]) -> int | None:
+        """Sum over the processes; shared pages are nobody's."""
+        del gpu_uuids
+        held = [_private_bytes(pid) for pid in pids if pid > 0]
+        known = [one for one in held if one is not None]
+        return sum(known) if known else None
+
+
+class GpuMeter:
+    """Engines on GPUs.
+
+    Args:
+        driver: asked at every reading.
+    """
+
+    def __init__(self, driver: DeviceDriver) -> None:
+        self._driver = driver
+
+    def read(self, pids: Sequence[int], gpu_uuids: Sequence[str]) -> int | None:
+        """The processes' own memory where the driver names them, else what their GPUs use."""
+        if not gpu_uuids:
+            return None
+        try:
+            own = [self._own(uuid, frozenset(pids)) for uuid in gpu_uuids]
+            if any(one is not None for one in own):
+                return sum(one or 0 for one in own)
+            used = [self._driver.memory(uuid).used_bytes for uuid in gpu_uuids]
+        except DeviceError:
+            return None
+        return sum(one for one in used if one is not None) if None not in used else None
+
+    def _own(self, uuid: str, pids: frozenset[int]) -> int | None:
+        listed = self._driver.processes(uuid) or ()
+        held = [one.used_bytes for one in listed if one.pid in pids]
+        known = [one for one in held if one is not None]
+        return sum(known) if held and len(known) == len(held) else None
+
+
+def meter_for(driver: DeviceDriver | None) -> MemoryMeter:
+    """Where the engines of this host hold their memory."""
+    return GpuMeter(driver) if driver is not None and driver.name == "nvml" else ResidentMeter()
+
+
+def _private_bytes(pid: int) -> int | None:
+    try:
+        fields = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:
+        return None
+    return (int(fields[1]) - int(fields[2])) * PAGE

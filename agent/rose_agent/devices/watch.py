@@ -1,0 +1,274 @@
+"""What the guard knows about its GPUs: read in the background, judged by ``rose_core.devices``.
+
+The driver is asked once a second in a thread, because a GPU that is falling off the bus answers
+after seconds and the guard's loop must not wait for it; figures older than ``STALE_SECONDS`` count
+as unknown. ``look`` is called by the guard for each replica and waits for nothing:
+
+- health (``health``): an unfit GPU is not lent, with the word why;
+- who holds memory (``owners``): a process of an engine whose slot is not here any more means that
+  the GPU was not vacated (``NotVacated``), which is what rung 5 promises;
+- memory (``memory``): highest use of serving, what may be lent, the engine's budget, pressure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from rose_agent.devices.driver import DeviceDriver, GpuProcess, Memory
+from rose_agent.devices.errors import DeviceError
+from rose_agent.devices.owners import Owner, owner_of
+from rose_core.devices.health import DeviceRefusal, Fitness, FitnessLimits, Vitals, assess
+from rose_core.devices.memory import (
+    Budget,
+    BudgetLimits,
+    HighWater,
+    Lendable,
+    MemorySeen,
+    lendable,
+    steer,
+)
+from rose_core.wire.sync import PoolPolicy
+
+_log = logging.getLogger(__name__)
+
+PERIOD_SECONDS = 1.0
+STALE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One GPU as the driver described it at a moment; ``None`` = it did not.
+
+    Attributes:
+        owners: pid -> whose it is, of ``processes``.
+    """
+
+    read_s: float
+    memory: Memory | None = None
+    vitals: Vitals | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+    owners: dict[int, Owner] = field(default_factory=dict)
+
+    def held_by_engines(self) -> int | None:
+        """Bytes that rollout engines hold; None when the driver cannot tell whose memory it is."""
+        if self.processes is None:
+            return None
+        held = 0
+        for process in self.processes:
+            owner = self.owners.get(process.pid)
+            if owner is None:
+                return None
+            if owner.slot:
+                if process.used_bytes is None:
+                    return None
+                held += process.used_bytes
+        return held
+
+    def engines(self) -> frozenset[str]:
+        """Slots whose engines have a process on the GPU."""
+        return frozenset(owner.slot for owner in self.owners.values() if owner.slot)
+
+
+@dataclass(frozen=True)
+class Lent:
+    """What is on a replica's GPUs beside serving, as the guard knows it.
+
+    Attributes:
+        slots: uids of slots that have or may have an engine there.
+        residues: bytes that dormant engines still hold.
+        released: bytes that dormant engines will take back.
+        step: what weights the engines have; another word means that the next step has begun.
+    """
+
+    slots: frozenset[str] = frozenset()
+    residues: tuple[int, ...] = ()
+    released: int = 0
+    step: str = ""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the pool says about its GPUs."""
+
+    headroom_percent: int = 20
+    max_power_watts: int = 0
+    shared_faults: bool = False
+    regrow_next_step: bool = False
+
+    @classmethod
+    def of(cls, policy: PoolPolicy) -> Terms:
+        """The part of the policy that concerns GPUs."""
+        return cls(
+            policy.memory_headroom_percent,
+            policy.max_power_watts,
+            policy.compute == "MPS",
+            policy.memory_regrow == "NextStep",
+        )
+
+
+@dataclass(frozen=True)
+class View:
+    """A replica's GPUs together.
+
+    Attributes:
+        refusal: closed word, empty when nothing speaks against lending.
+        lendable: sum over the GPUs; its bytes are None when one of them is unknown.
+    """
+
+    refusal: str
+    message: str
+    lendable: Lendable
+    budget: Budget
+
+
+@dataclass
+class _Gpu:
+    reading: Reading
+    fitness: Fitness = field(default_factory=Fitness)
+    high_water: HighWater = field(default_factory=HighWater)
+
+
+class DeviceWatch:
+    """The GPUs of a node.
+
+    Args:
+        driver: asked in a thread of its own.
+        clock: monotonic seconds.
+        owner: whose a process is.
+        limits: when budgets are cut and grow.
+    """
+
+    def __init__(
+        self,
+        driver: DeviceDriver,
+        clock: Callable[[], float] = time.monotonic,
+        owner: Callable[[int], Owner | None] = owner_of,
+        limits: BudgetLimits | None = None,
+    ) -> None:
+        self._driver = driver
+        self._clock = clock
+        self._owner = owner
+        self._gpus: dict[str, _Gpu] = {}
+        self._budgets: dict[str, Budget] = {}
+        self._limits = limits or BudgetLimits()
+        # A static file tells of serving alone, and need not name every GPU.
+        self._counts_engines = driver.name != "static"
+
+    async def run(self) -> None:
+        """Read until cancelled."""
+        while True:
+            for uuid, reading in (await asyncio.to_thread(self.read)).items():
+                self.take(uuid, reading)
+            await asyncio.sleep(PERIOD_SECONDS)
+
+    def read(self) -> dict[str, Reading]:
+        """Ask the driver about every GPU; may take as long as the driver does."""
+        try:
+            uuids = [gpu.uuid for gpu in self._driver.gpus()]
+        except DeviceError as error:
+            _log.warning("GPUs: %s", error)
+            return {}
+        return {uuid: self._read(uuid) for uuid in uuids}
+
+    def _read(self, uuid: str) -> Reading:
+        now_s = self._clock()
+        try:
+            processes = self._driver.processes(uuid)
+            owners = {p.pid: self._owner(p.pid) for p in processes or ()}
+            known = {pid: owner for pid, owner in owners.items() if owner is not None}
+            memory, vitals = self._driver.memory(uuid), self._driver.vitals(uuid)
+        except DeviceError as error:
+            _log.warning("GPU %s: %s", uuid, error)
+            return Reading(now_s)
+        return Reading(now_s, memory, vitals, processes, known)
+
+    def take(self, uuid: str, reading: Reading) -> None:
+        """Use a reading from now on."""
+        known = self._gpus.get(uuid)
+        if known is None:
+            self._gpus[uuid] = _Gpu(reading)
+        else:
+            known.reading = reading
+
+    def look(
+        self, key: str, uuids: Iterable[str], terms: Terms, lent: Lent, kv_permille: int | None
+    ) -> View:
+        """A replica's GPUs now.
+
+        Args:
+            key: the replica, by its pod's uid; its budget is remembered under it.
+            uuids: its GPUs.
+            terms: of its pool.
+            lent: what is there beside serving.
+            kv_permille: use of serving's KV pool.
+        """
+        now_s = self._clock()
+        gpus = [self._gpus.get(uuid) for uuid in uuids]
+        fitness = [self._judge(gpu, terms, lent, now_s) for gpu in gpus]
+        unfit = next((one for one in fitness if one.refusal), Fitness())
+        sums = [self._lendable(gpu, terms, lent, now_s) for gpu in gpus]
+        seen = self._seen(gpus, terms, lent, kv_permille, now_s)
+        seen = replace(seen, step=lent.step if terms.regrow_next_step else None)
+        budget = steer(self._budgets.get(key, Budget()), seen, self._limits, now_s)
+        self._budgets[key] = budget
+        return View(unfit.refusal.value, unfit.message, _together(sums), budget)
+
+    def forget(self, key: str) -> None:
+        """The replica is gone."""
+        self._budgets.pop(key, None)
+
+    def _judge(self, gpu: _Gpu | None, terms: Terms, lent: Lent, now_s: float) -> Fitness:
+        if gpu is None and not self._counts_engines:
+            return Fitness()
+        if gpu is None:
+            return Fitness(DeviceRefusal.UNKNOWN, "the device driver lists no such GPU", now_s)
+        fresh = now_s - gpu.reading.read_s < STALE_SECONDS
+        limits = FitnessLimits(terms.max_power_watts, terms.shared_faults)
+        gpu.fitness = assess(gpu.fitness, gpu.reading.vitals if fresh else None, limits, now_s)
+        left = gpu.reading.engines() - lent.slots if fresh else frozenset[str]()
+        if gpu.fitness.fit and left:
+            names = ", ".join(sorted(left))
+            text = f"engines that should be gone have processes on the GPU: {names}"
+            return Fitness(DeviceRefusal.NOT_VACATED, text, now_s)
+        return gpu.fitness
+
+    def _lendable(self, gpu: _Gpu | None, terms: Terms, lent: Lent, now_s: float) -> Lendable:
+        if gpu is None or now_s - gpu.reading.read_s >= STALE_SECONDS:
+            return lendable(None, None, terms.headroom_percent)
+        memory, engines = gpu.reading.memory, gpu.reading.held_by_engines()
+        if memory is not None and memory.used_bytes is not None:
+            if engines is not None:
+                gpu.high_water = gpu.high_water.saw(memory.used_bytes - engines, now_s)
+            elif not (lent.slots and self._counts_engines):
+                gpu.high_water = gpu.high_water.saw(memory.used_bytes, now_s)
+        total = memory.total_bytes if memory is not None else None
+        return lendable(total, gpu.high_water.bytes, terms.headroom_percent, lent.residues)
+
+    @staticmethod
+    def _seen(
+        gpus: list[_Gpu | None], terms: Terms, lent: Lent, kv_permille: int | None, now_s: float
+    ) -> MemorySeen:
+        """The tightest of the GPUs."""
+        free: list[tuple[int, int]] = []
+        for gpu in gpus:
+            memory = gpu.reading.memory if gpu is not None else None
+            fresh = gpu is not None and now_s - gpu.reading.read_s < STALE_SECONDS
+            if memory is None or memory.used_bytes is None or not fresh:
+                return MemorySeen(None, 0, kv_permille, lent.released)
+            headroom = memory.total_bytes * terms.headroom_percent // 100
+            free.append((memory.total_bytes - memory.used_bytes, headroom))
+        if not free:
+            return MemorySeen(None, 0, kv_permille, lent.released)
+        least = min(free, key=lambda pair: pair[0] - pair[1])
+        return MemorySeen(*least, kv_permille, lent.released)
+
+
+def _together(sums: list[Lendable]) -> Lendable:
+    if not sums or any(one.bytes is None for one in sums):
+        unknown = next((one.message for one in sums if one.bytes is None), "no GPU is known")
+        return Lendable(None, unknown)
+    return Lendable(sum(one.bytes or 0 for one in sums), "; ".join(one.message for one in sums))

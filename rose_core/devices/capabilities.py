@@ -1,0 +1,83 @@
+"""What a node can do beside plain time-slicing, axis by axis, and what a pool needs of it.
+
+The engine host says for each capability an empty text (it works), or a word of the closed list with
+the reason after a colon. A text may be given for the node (``DriverMemoryLimit``) or for one of its
+GPUs (``MPS/GPU-...``), which comes first. What is opted into and not spoken of is not there: an
+engine host that is too old to say so cannot do it.
+
+| capability | asked for by | word when it is missing |
+|---|---|---|
+| ``DeviceAccess`` | every pool; missing only when the host says so | ``DeviceAccess`` |
+| ``MPS`` | ``compute: MPS`` | one of ``rose_core.devices.mps.MpsRefusal`` |
+| ``DriverMemoryLimit`` | ``memoryLimit: Driver`` | ``DriverLimitUnavailable`` |
+| ``ElasticMemory`` | ``memorySource: Elastic`` | ``ElasticUnavailable`` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Capability(StrEnum):
+    """An axis that a node may lack."""
+
+    DEVICE_ACCESS = "DeviceAccess"
+    MPS = "MPS"
+    DRIVER_LIMIT = "DriverMemoryLimit"
+    ELASTIC = "ElasticMemory"
+
+
+_UNSPOKEN = {
+    Capability.MPS: "MpsUnavailable",
+    Capability.DRIVER_LIMIT: "DriverLimitUnavailable",
+    Capability.ELASTIC: "ElasticUnavailable",
+}
+_SILENT = "the node's engine host does not speak of it; it is older than this operator"
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A capability that a node lacks.
+
+    Attributes:
+        word: closed word.
+        text: why, and what to do.
+    """
+
+    capability: Capability
+    word: str
+    text: str
+
+
+def compute_needs(compute: str) -> tuple[Capability, ...]:
+    """What a pool's ``compute`` needs."""
+    return (Capability.MPS,) if compute == "MPS" else ()
+
+
+def memory_needs(source: str, limit: str) -> tuple[Capability, ...]:
+    """What a pool's ``memorySource`` and ``memoryLimit`` need."""
+    wanted = {Capability.ELASTIC: source == "Elastic", Capability.DRIVER_LIMIT: limit == "Driver"}
+    return tuple(one for one, asked in wanted.items() if asked)
+
+
+def gpu_key(capability: Capability, uuid: str) -> str:
+    """Name of a capability of one GPU."""
+    return f"{capability}/{uuid}"
+
+
+def first_missing(
+    said: Mapping[str, str], wanted: Iterable[Capability], gpu_uuids: Iterable[str]
+) -> Missing | None:
+    """The first capability that a replica's node or one of its GPUs lacks."""
+    gpus = tuple(gpu_uuids)
+    for capability in (Capability.DEVICE_ACCESS, *wanted):
+        own = [said[key] for key in (gpu_key(capability, uuid) for uuid in gpus) if key in said]
+        told = next(filter(None, own), "") if own else said.get(capability.value)
+        if told is None and capability in _UNSPOKEN:
+            return Missing(capability, _UNSPOKEN[capability], _SILENT)
+        if told:
+            word, _, text = told.partition(": ")
+            return Missing(capability, word, text)
+    return None

@@ -1,0 +1,268 @@
+"""How much of a GPU's memory may be lent, and when what was lent is taken back.
+
+Lendable memory is what serving has never needed:
+
+    lendable = total - highest use of serving - headroom - residue of dormant engines
+
+An engine that needs more than that is refused with the figures. While it runs, the memory that is
+free and serving's own KV use decide how much of its budget it may use:
+
+| seen | budget | memory |
+|---|---|---|
+| serving's KV above ``high_permille`` | halved at once; again after ``cut_seconds`` | kept |
+| free memory below half the headroom | halved at once | kept |
+| free memory below a quarter of it | nothing | pressure: taken back (rung 4, else 5) |
+| free memory unknown | does not grow | kept |
+| calm for ``calm_seconds`` | grows by ``step_permille`` every ``step_seconds`` | kept |
+| the pool says ``NextStep`` | frozen instead; whole once calm and on newer weights | kept |
+
+Pressure ends when what is free covers the headroom and what the engine would take again, and has
+done so for ``calm_seconds``. Next step: ``rose_agent.devices.watch`` reads the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+WHOLE = 1000
+
+
+@dataclass(frozen=True)
+class HighWater:
+    """Highest memory use of serving over a sliding window, by buckets of it.
+
+    Attributes:
+        buckets: number of the bucket -> highest use in it, bytes, oldest first.
+        since_s: when the first figure came.
+    """
+
+    window_s: float = 86_400.0
+    bucket_s: float = 300.0
+    buckets: tuple[tuple[int, int], ...] = ()
+    since_s: float | None = None
+
+    def saw(self, used_bytes: int, now_s: float) -> HighWater:
+        """Take a figure."""
+        number = int(now_s // self.bucket_s)
+        oldest = int((now_s - self.window_s) // self.bucket_s)
+        kept = {n: top for n, top in self.buckets if n >= oldest}
+        kept[number] = max(kept.get(number, 0), used_bytes)
+        since = now_s if self.since_s is None else self.since_s
+        return replace(self, buckets=tuple(sorted(kept.items())), since_s=since)
+
+    @property
+    def bytes(self) -> int | None:
+        """The highest; None before the first figure."""
+        return max((top for _, top in self.buckets), default=None)
+
+
+@dataclass(frozen=True)
+class Lendable:
+    """What may be lent of one GPU.
+
+    Attributes:
+        bytes: None = unknown; then nothing is lent.
+        message: the sum in figures, for people.
+    """
+
+    bytes: int | None
+    message: str
+
+    def refusal(self, needed: int) -> str:
+        """Why an engine of this size does not fit; empty when it does."""
+        if self.bytes is None:
+            return self.message
+        if needed <= self.bytes:
+            return ""
+        short = needed - self.bytes
+        return (
+            f"the engine needs {_gib(needed)}, {_gib(short)} more than may be lent: {self.message}"
+        )
+
+
+def lendable(
+    total: int | None, high_water: int | None, headroom_percent: int, residues: Iterable[int] = ()
+) -> Lendable:
+    """What may be lent of a GPU.
+
+    Args:
+        total: the GPU's memory, bytes.
+        high_water: the most that serving was seen to use, bytes.
+        headroom_percent: of the total, kept for serving's bursts.
+        residues: bytes that dormant engines of other slots still hold.
+    """
+    if total is None or high_water is None:
+        return Lendable(None, "the device driver does not tell how much memory serving uses")
+    headroom = total * headroom_percent // 100
+    held = sum(residues)
+    left = max(0, total - high_water - headroom - held)
+    message = (
+        f"{_gib(total)} in all, serving used up to {_gib(high_water)}, headroom {_gib(headroom)}"
+        f"{f', dormant engines hold {_gib(held)}' if held else ''}: {_gib(left)} may be lent"
+    )
+    return Lendable(left, message)
+
+
+@dataclass(frozen=True)
+class EngineSize:
+    """What an engine takes; all bytes but ``kv_tokens``.
+
+    Attributes:
+        weights: of the model as it is loaded.
+        kv_per_token: of the KV cache, all layers.
+        fixed: context, graphs, workspaces.
+    """
+
+    weights: int
+    kv_per_token: int
+    kv_tokens: int
+    fixed: int
+
+    @property
+    def total(self) -> int:
+        """Everything together."""
+        return self.weights + self.kv_per_token * self.kv_tokens + self.fixed
+
+    def fraction(self, device_bytes: int) -> float:
+        """Share of the device for weights and KV, rounded up to a thousandth."""
+        share = (self.weights + self.kv_per_token * self.kv_tokens) / device_bytes
+        return min(1.0, -(-int(share * 1_000_000) // 1000) / 1000)
+
+
+@dataclass(frozen=True)
+class BudgetLimits:
+    """Borders of the table of the module."""
+
+    high_permille: int = 850
+    low_permille: int = 600
+    cut_seconds: float = 30.0
+    calm_seconds: float = 30.0
+    step_permille: int = 50
+    step_seconds: float = 2.0
+    least_permille: int = 125
+
+
+@dataclass(frozen=True)
+class MemorySeen:
+    """One look at a GPU with serving and an engine on it; ``None`` = unknown.
+
+    Attributes:
+        free: memory that nobody holds, bytes.
+        headroom: kept for serving, bytes.
+        serving_kv_permille: use of serving's KV pool.
+        engine_again: bytes that a dormant engine would take back; 0 when it is not dormant.
+        step: the weights of the engines, where a cut budget is frozen until these change (``''``
+            while nobody knows them); None = it grows by itself.
+    """
+
+    free: int | None
+    headroom: int
+    serving_kv_permille: int | None = None
+    engine_again: int = 0
+    step: str | None = None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of its cap the engine may use, and whether serving needs its memory.
+
+    Attributes:
+        permille: of the slot's concurrency cap.
+        pressure: the engine's memory is taken back.
+        cut_s: when it was last halved; ``calm_s``: since when all has been calm.
+        frozen_step: the weights under which it was last whole or cut.
+    """
+
+    permille: int = WHOLE
+    pressure: bool = False
+    cut_s: float | None = None
+    calm_s: float | None = None
+    grown_s: float = 0.0
+    frozen_step: str = ""
+
+    def cap(self, most: int) -> int:
+        """Turns in flight out of ``most``; one while there is any budget."""
+        return max(1, most * self.permille // WHOLE) if self.permille and most else 0
+
+
+def steer(before: Budget, seen: MemorySeen, limits: BudgetLimits, now_s: float) -> Budget:
+    """One look: cut at once, grow slowly."""
+    if seen.free is not None and seen.free < seen.headroom // 4:
+        step = seen.step or before.frozen_step
+        return Budget(0, True, cut_s=now_s, grown_s=now_s, frozen_step=step)
+    calm_since = before.calm_s if before.calm_s is not None else now_s
+    calm = (
+        replace(before, calm_s=calm_since) if _calm(seen, limits) else replace(before, calm_s=None)
+    )
+    if before.pressure:
+        return _after_pressure(calm, limits, now_s)
+    if _tight(seen, limits):
+        return replace(_cut(calm, limits, now_s), frozen_step=seen.step or calm.frozen_step)
+    if seen.step is not None:
+        return _thaw(calm, seen.step)
+    return _grow(calm, limits, now_s)
+
+
+def _tight(seen: MemorySeen, limits: BudgetLimits) -> bool:
+    kv_high = (seen.serving_kv_permille or 0) >= limits.high_permille
+    return kv_high or (seen.free is not None and seen.free < seen.headroom // 2)
+
+
+def _calm(seen: MemorySeen, limits: BudgetLimits) -> bool:
+    if seen.free is None or seen.free - seen.engine_again < seen.headroom:
+        return False
+    kv = seen.serving_kv_permille
+    return kv is None or kv < limits.low_permille
+
+
+def _cut(before: Budget, limits: BudgetLimits, now_s: float) -> Budget:
+    if before.cut_s is not None and now_s - before.cut_s < limits.cut_seconds:
+        return before
+    halved = max(limits.least_permille, before.permille // 2)
+    return replace(before, permille=halved, cut_s=now_s, grown_s=now_s)
+
+
+def _after_pressure(before: Budget, limits: BudgetLimits, now_s: float) -> Budget:
+    if before.calm_s is None or now_s - before.calm_s < limits.calm_seconds:
+        return before
+    return replace(before, pressure=False, permille=limits.least_permille, grown_s=now_s)
+
+
+def _thaw(before: Budget, step: str) -> Budget:
+    """Whole again with the next step, unless serving still needs the memory."""
+    if before.permille >= WHOLE or not before.frozen_step:
+        return replace(before, frozen_step=step or before.frozen_step)
+    if not step or step == before.frozen_step or before.calm_s is None:
+        return before
+    return replace(before, permille=WHOLE, frozen_step=step)
+
+
+def _grow(before: Budget, limits: BudgetLimits, now_s: float) -> Budget:
+    resting = before.calm_s is None or now_s - before.calm_s < limits.calm_seconds
+    if before.permille >= WHOLE or resting or now_s - before.grown_s < limits.step_seconds:
+        return before
+    return replace(
+        before, permille=min(WHOLE, before.permille + limits.step_permille), grown_s=now_s
+    )
+
+
+def limit_refusal(limit: int, total: int | None) -> str:
+    """Why a driver limit does not hold; empty when the engine sees no more memory than it.
+
+    Args:
+        limit: bytes that the driver was told.
+        total: bytes that the engine takes its GPU to have; None = it does not say.
+    """
+    if total is None:
+        return "the engine does not say how much memory it sees, so its limit cannot be checked"
+    if total <= limit:
+        return ""
+    return (
+        f"the engine sees {_gib(total)} although the driver limits it to {_gib(limit)}: its cgroup "
+        "is not the one that was limited, or the kernel hands dmem down to another one"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"

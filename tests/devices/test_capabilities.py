@@ -1,0 +1,48 @@
+"""What a node lacks for a pool: unspoken is missing where an owner has to opt in."""
+
+from __future__ import annotations
+
+from rose_core.devices.capabilities import (
+    Capability,
+    Missing,
+    compute_needs,
+    first_missing,
+    memory_needs,
+)
+
+MPS = compute_needs("MPS")
+GPUS = ("GPU-a", "GPU-b")
+
+
+def test_time_slicing_of_reserved_memory_needs_nothing() -> None:
+    assert compute_needs("TimeSlice") == ()
+    assert memory_needs("Reserved", "None") == ()
+    assert first_missing({}, (), GPUS) is None
+
+
+def test_what_an_engine_host_does_not_speak_of_is_missing() -> None:
+    missing = first_missing({}, MPS, GPUS)
+    assert missing is not None
+    assert (missing.capability, missing.word) == (Capability.MPS, "MpsUnavailable")
+
+
+def test_the_gpus_own_word_comes_before_the_nodes() -> None:
+    said = {"MPS": "MpsUnavailable: none", "MPS/GPU-a": "", "MPS/GPU-b": "MpsFault: crashed"}
+    assert first_missing(said, MPS, ("GPU-a",)) is None
+    assert first_missing(said, MPS, GPUS) == Missing(Capability.MPS, "MpsFault", "crashed")
+    assert first_missing(said, MPS, ("GPU-c",)) == Missing(Capability.MPS, "MpsUnavailable", "none")
+
+
+def test_a_host_that_cannot_reach_its_gpus_lends_none() -> None:
+    said = {"DeviceAccess": "DeviceAccess: no /dev/nvidia-uvm"}
+    missing = first_missing(said, (), GPUS)
+    assert missing == Missing(Capability.DEVICE_ACCESS, "DeviceAccess", "no /dev/nvidia-uvm")
+
+
+def test_each_memory_choice_needs_its_own_capability() -> None:
+    wanted = memory_needs("Elastic", "Driver")
+    assert set(wanted) == {Capability.ELASTIC, Capability.DRIVER_LIMIT}
+    said = {"ElasticMemory": "", "DriverMemoryLimit": "DriverLimitUnavailable: old driver"}
+    missing = first_missing(said, wanted, GPUS)
+    assert missing is not None
+    assert missing.word == "DriverLimitUnavailable"

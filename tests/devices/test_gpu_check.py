@@ -1,0 +1,50 @@
+"""``python -m bench.gpu`` on the stand-ins: what it computes, what it writes, what it needs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.gpu.__main__ import main, write
+from bench.gpu.checks import spread, step_ms
+
+ROOT = Path(__file__).parents[2]
+# Nothing of these is on a machine that has torch and nvidia-ml-py alone.
+ABSENT = ("msgspec", "pydantic", "yaml", "aiohttp", "grpc", "psutil", "prometheus_client", "sglang")
+
+
+def test_steps_are_measured_from_end_to_end_so_that_waiting_counts() -> None:
+    steps = [(1_000_000, 900_000), (3_000_000, 900_000), (4_000_000, 900_000)]
+    assert step_ms(steps) == {"count": 2, "p50": 1.5, "p99": 2.0, "max": 2.0}
+    assert spread([]) == {"count": 0}
+
+
+def test_a_result_lies_under_its_gpu_and_date(tmp_path: Path) -> None:
+    path = write({"date": "2026-01-31", "machine": {"gpu": "NVIDIA H200 (SXM)"}}, tmp_path)
+    assert path == tmp_path / "nvidia-h200-sxm" / "2026-01-31.json"
+    assert json.loads(path.read_text())["date"] == "2026-01-31"
+
+
+def test_it_needs_nothing_that_a_bare_gpu_machine_lacks() -> None:
+    code = f"import sys; sys.modules |= dict.fromkeys({ABSENT!r}); import bench.gpu.__main__, "
+    code += "bench.gpu.worker, rose_agent.devices.fake_mps"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.slow
+def test_without_a_gpu_every_check_runs_and_no_figure_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--results", str(tmp_path), "--seconds", "0.02"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("no GPU here (")
+    assert "not_run" not in said
+    shares = json.loads(said.partition("\nmps: ")[2].splitlines()[0])["shares_ms"]
+    assert [one["multiprocessors"] for one in shares] == [28, 40, 66]
+    assert all(one["listed"] and one["serving_sees"] == 132 for one in shares)
+    assert list(tmp_path.iterdir()) == []

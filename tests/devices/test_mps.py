@@ -1,0 +1,267 @@
+"""MPS: what must be true before a GPU is shared, and the daemon's grammar on the stand-in.
+
+Where NVIDIA's daemon is installed, the same contract runs on it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rose_agent.devices import fake_mps
+from rose_agent.devices.errors import MpsError
+from rose_agent.devices.mps import PROGRAM, MpsControl, Pipes
+from rose_agent.devices.mps_tasks import Question, check, end
+from rose_agent.devices.mps_verb import main
+from rose_agent.host.groups import wait_for
+from rose_core.devices.mps import (
+    Client,
+    EndStep,
+    MpsRefusal,
+    MpsSeen,
+    Parked,
+    Server,
+    ServerState,
+    client_environment,
+    expected_multiprocessors,
+    is_limited,
+    may_share,
+    next_end_step,
+    pick,
+)
+
+SERVER = Server(100, ServerState.ACTIVE, 0, frozenset({11, 22}), multi_user=True)
+SEEN = MpsSeen((SERVER,), "ExclusiveProcess", frozenset({11}))
+
+
+def test_a_gpu_whose_owner_opted_in_may_be_shared() -> None:
+    assert may_share(SEEN, 20_000).server == SERVER
+
+
+@pytest.mark.parametrize(
+    ("seen", "refusal"),
+    [
+        (replace(SEEN, servers=None), MpsRefusal.UNAVAILABLE),
+        (replace(SEEN, servers=(replace(SERVER, state=ServerState.FAULT),)), MpsRefusal.FAULT),
+        (replace(SEEN, compute_mode="Default"), MpsRefusal.NOT_EXCLUSIVE),
+        (replace(SEEN, compute_mode=None), MpsRefusal.NOT_EXCLUSIVE),
+        (replace(SEEN, serving_pids=frozenset({33})), MpsRefusal.SERVING_OUTSIDE),
+        (replace(SEEN, servers=()), MpsRefusal.SERVING_OUTSIDE),
+        (replace(SEEN, servers=(replace(SERVER, multi_user=False),)), MpsRefusal.WRONG_USER),
+        (replace(SEEN, servers=(replace(SERVER, multi_user=None),)), MpsRefusal.WRONG_USER),
+    ],
+)
+def test_each_missing_condition_is_refused_by_name(seen: MpsSeen, refusal: MpsRefusal) -> None:
+    found = may_share(seen, 20_000)
+    assert found.refusal is refusal
+    assert found.message
+
+
+def test_a_server_of_the_engines_own_user_needs_no_multi_user_mode() -> None:
+    own = replace(SERVER, uid=20_000, multi_user=None)
+    assert may_share(replace(SEEN, servers=(own,)), 20_000).server == own
+
+
+def test_an_engine_outside_the_server_is_refused_however_little_it_sees() -> None:
+    found = is_limited(Client(frozenset({33}), 10), SERVER, 132, 30)
+    assert found.refusal is MpsRefusal.NOT_A_CLIENT
+
+
+@pytest.mark.parametrize(("seen", "given"), [(40, True), (38, True), (41, False), (132, False)])
+def test_an_engine_sees_its_share_and_no_more(seen: int, given: bool) -> None:
+    found = is_limited(Client(frozenset({22}), seen), SERVER, 132, 30)
+    assert (found.refusal is MpsRefusal.NONE) is given
+
+
+def test_an_engine_that_does_not_say_what_it_sees_is_not_believed() -> None:
+    found = is_limited(Client(frozenset({22}), None), SERVER, 132, 30)
+    assert found.refusal is MpsRefusal.SHARE_NOT_GIVEN
+
+
+def test_a_share_of_an_unknown_whole_is_not_believed() -> None:
+    found = is_limited(Client(frozenset({22}), 10), SERVER, None, 30)
+    assert found.refusal is MpsRefusal.SHARE_NOT_GIVEN
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_a_server_of_one_user_takes_no_other_users_process() -> None:
+    daemon = fake_mps.FakeDaemon(multi_user=False)
+    assert daemon.answer(f"fake_connect {os.getpid()}") == ""
+    other = subprocess.Popen(["/bin/sleep", "600"], user=42_000, group=42_000, extra_groups=[])
+    try:
+        assert "server is user 0" in daemon.answer(f"fake_connect {other.pid}")
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_shares_are_rounded_up_to_pairs_and_never_above_the_gpu() -> None:
+    assert [expected_multiprocessors(132, share) for share in (20, 30, 50, 100)] == [
+        28,
+        40,
+        66,
+        132,
+    ]
+
+
+def test_a_clients_environment_limits_it_and_puts_it_behind_serving() -> None:
+    made = client_environment("/pipe", "/log", 30)
+    assert made["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "30"
+    assert made["CUDA_MPS_CLIENT_PRIORITY"] == "1"
+    assert made["CUDA_MPS_PIPE_DIRECTORY"] == "/pipe"
+
+
+def test_a_client_is_terminated_before_it_is_killed() -> None:
+    assert next_end_step(listed=True, ordered=False, waited_s=0.0) is EndStep.TERMINATE
+    assert next_end_step(listed=True, ordered=True, waited_s=1.0) is EndStep.WAIT
+    assert next_end_step(listed=False, ordered=True, waited_s=1.0) is EndStep.KILL
+    assert next_end_step(listed=True, ordered=True, waited_s=2.0) is EndStep.KILL
+
+
+def test_the_larger_of_two_parked_engines_computes_while_serving_is_idle() -> None:
+    parked = Parked()
+    large = pick(parked, 0.9, 20.0)
+    assert parked.shares[large.chosen] == 50
+    assert pick(large, 0.3, 20.1).chosen == 0, "down at once"
+    small = pick(large, 0.3, 20.1)
+    assert pick(small, 0.9, 25.0) == small, "up only after a while"
+    assert pick(small, 0.9, 30.1).chosen == 1
+    assert pick(parked, 0.05, 99.0).chosen == 0
+
+
+# --- the daemon's grammar
+
+
+class Daemon:
+    """A control daemon, and what stands for processes that use the GPU."""
+
+    def __init__(self, control: MpsControl, connect: Callable[[str], object]) -> None:
+        self.control = control
+        self.tell = connect
+
+
+@pytest.fixture
+def pipes() -> Iterator[Pipes]:
+    folder = Path(tempfile.mkdtemp(prefix="mps", dir="/tmp"))
+    yield Pipes(folder, "GPU-a").create()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def daemon(pipes: Pipes) -> Iterator[Daemon]:
+    """The stand-in, run as ``rose mps`` runs it."""
+    program = [sys.executable, "-m", "rose_agent.devices.fake_mps"]
+    command = [sys.executable, "-m", "rose_cli.main", "mps", "--gpu", "GPU-a"]
+    command += ["--root", str(pipes.root), "--program", " ".join(program)]
+    process = subprocess.Popen(command)
+    place = pipes.pipe / "control"
+    try:
+        assert wait_for(place.exists, 30.0)
+        yield Daemon(MpsControl(pipes, program), lambda line: fake_mps.send(place, line))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert not place.exists()
+
+
+def test_clients_and_their_end(daemon: Daemon) -> None:
+    control = daemon.control
+    assert control.servers() == ()
+    daemon.tell("fake_connect 4711 30")
+    daemon.tell("fake_connect 4712")
+    (server,) = control.servers()
+    assert (server.state, server.clients) == (ServerState.ACTIVE, frozenset({4711, 4712}))
+    assert server.uid == os.geteuid()
+    assert server.multi_user is (os.geteuid() == 0)
+    control.terminate(server.pid, 4711)
+    assert control.servers()[0].clients == frozenset({4712})
+    with pytest.raises(MpsError, match="Failed to terminate"):
+        control.terminate(server.pid, 4711)
+
+
+def test_a_fault_lasts_until_every_client_has_left(daemon: Daemon) -> None:
+    daemon.tell("fake_connect 4711")
+    daemon.tell("fake_fault")
+    (server,) = daemon.control.servers()
+    assert server.state is ServerState.FAULT
+    seen = MpsSeen((server,), "ExclusiveProcess", frozenset({4711}))
+    assert may_share(seen, 0).refusal is MpsRefusal.FAULT
+    daemon.tell("fake_leave 4711")
+    assert daemon.control.servers()[0].state is ServerState.ACTIVE
+
+
+def test_a_check_asks_daemon_and_driver_and_says_the_first_thing_that_is_wrong(
+    daemon: Daemon,
+) -> None:
+    def asked(question: Question, mode: str = "ExclusiveProcess") -> MpsRefusal:
+        return check(daemon.control, question, lambda: mode).refusal
+
+    serving = Question(serving=4711, engine_uid=os.geteuid())
+    assert asked(serving) is MpsRefusal.SERVING_OUTSIDE
+    daemon.tell("fake_connect 4711")
+    assert asked(serving) is MpsRefusal.NONE
+    assert asked(serving, "Default") is MpsRefusal.NOT_EXCLUSIVE
+    engine = replace(serving, client=4712, seen=40, whole=132)
+    assert asked(engine) is MpsRefusal.NOT_A_CLIENT
+    daemon.tell("fake_connect 4712 30")
+    assert asked(engine) is MpsRefusal.NONE
+    assert asked(replace(engine, seen=132)) is MpsRefusal.SHARE_NOT_GIVEN
+
+
+def test_a_driver_without_compute_mode_is_no_exclusive_mode(
+    daemon: Daemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.tell("fake_connect 4711")
+    root = daemon.control._pipes.root  # where the fixture put it
+    flags = ["--gpu", "GPU-a", "--root", str(root), "--check", "--serving", "4711"]
+    program = f"{sys.executable} -m rose_agent.devices.fake_mps"
+    assert main([*flags, "--devices", "static", "--program", program]) == 1
+    assert capsys.readouterr().out.startswith("MpsNotExclusive: compute mode is unknown")
+
+
+def test_a_client_loses_its_server_before_it_is_killed(daemon: Daemon) -> None:
+    engine = subprocess.Popen(["/bin/sleep", "600"])
+    try:
+        daemon.tell(f"fake_connect {engine.pid}")
+        assert end(daemon.control, engine.pid)
+        assert daemon.control.servers()[0].clients == frozenset()
+        assert engine.wait(30) == -signal.SIGKILL
+    finally:
+        engine.kill()
+        engine.wait()
+
+
+def test_commands_that_the_daemon_does_not_know_are_errors(daemon: Daemon) -> None:
+    with pytest.raises(MpsError, match="not found"):
+        daemon.control.ask("get_client_list 1")
+    with pytest.raises(MpsError, match="Invalid argument"):
+        daemon.control.ask("terminate_client")
+
+
+def test_no_daemon_is_an_error_that_says_so(pipes: Pipes) -> None:
+    program = [sys.executable, "-m", "rose_agent.devices.fake_mps"]
+    with pytest.raises(MpsError, match="Cannot find MPS control daemon"):
+        MpsControl(pipes, program).servers()
+    with pytest.raises(MpsError, match="no-such-program"):
+        MpsControl(pipes, ["/no-such-program"]).servers()
+
+
+@pytest.mark.skipif(shutil.which(PROGRAM) is None, reason="needs NVIDIA's MPS and a GPU")
+def test_the_real_daemon_answers_the_same_commands(pipes: Pipes) -> None:
+    environment = pipes.environment(os.environ)
+    subprocess.run([PROGRAM, "-d"], env=environment, check=True, timeout=30)
+    control = MpsControl(pipes)
+    try:
+        assert control.servers() == ()
+        assert float(control.ask("get_default_active_thread_percentage")[0]) == 100.0
+    finally:
+        control.quit()
