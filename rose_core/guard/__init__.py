@@ -2,12 +2,17 @@
 
 - ``reasons``: the closed words for every closed gate and every rung.
 - ``predictor``: prefill and decode cost, alone and co-running, corrected online.
+- ``regime``: bursty or never idle, by the idle time that can be used.
+- ``shares``: which share of its time a request met an open gate, and what that says about cost.
+- ``margin``: how much of a budget is kept back.
 - ``slack``: what each serving request has left; the share of time that may be lent.
 - ``gate``: open, duty-cycled or closed, and why.
 - ``ladder``: how an engine is stopped: rungs with deadlines and escalation.
 - ``slot``: one slot's whole life on its node: ``decide(state, snapshot, now)``.
 - ``grants``: which grants are alive, by leader term and the node's own clock.
-- ``crossover``: harm measured by alternating lent and withheld windows.
+- ``crossover``: harm measured by alternating lent and withheld windows, and by un-lent replicas.
+- ``experience``: what finished requests teach, for the guard and the simulator alike.
+- ``budget``: how fast the error budget burns, and the breaker.
 
 Pure; ``rose_agent.guard`` is the shell.
 """

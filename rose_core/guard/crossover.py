@@ -1,33 +1,53 @@
-"""Harm, measured: latency in lent windows against withheld windows on the same replica.
+"""Harm, measured: latency in lent windows against withheld ones, and against un-lent replicas.
 
 Windows of equal length alternate. A request belongs to the window of its arrival and only if it
 also ended in it, so nothing straddles. A relative limit is judged only above a floor of samples in
-*both* classes, and by the lower end of a bootstrap interval of the ratio of quantiles: a breaker
-that trips on noise would lend nothing.
+*both* classes, and by the lower end of the interval of the ratio of quantiles: a breaker that trips
+on noise would lend nothing.
+
+| compared with | when it decides |
+|---|---|
+| withheld windows of the same replica | enough samples in them |
+| replicas of the pool that lend nothing | until then, if they have enough |
+| nothing | neither has: not judged |
+
+Same-replica windows come first, because a load-aware router sends less to a slowed replica and so
+hides the harm from a comparison between replicas. Next step: ``budget`` keeps the breaker.
 """
 
 from __future__ import annotations
 
-import random
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
 SAMPLE_FLOOR = 30
+_NORMAL = 1.645  # two-sided 90 %
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Alternating windows; ``seconds`` 0 = never withhold."""
+    """Alternating windows.
+
+    Attributes:
+        seconds: length of a window; 0 = never withhold.
+        every: the last of so many windows is withheld.
+    """
 
     seconds: float = 0.0
+    every: int = 2
 
     def window(self, now_s: float) -> int:
         """Number of the window."""
         return int(now_s / self.seconds) if self.seconds else 0
 
     def withheld(self, now_s: float) -> bool:
-        """Odd windows are withheld."""
-        return bool(self.seconds) and self.window(now_s) % 2 == 1
+        """The last of every ``every`` windows is withheld."""
+        return bool(self.seconds) and self.window(now_s) % self.every == self.every - 1
+
+
+RELATIVE = Schedule(10.0, every=10)
+"""For pools with a relative limit, where none was chosen: without windows it cannot be judged."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +72,34 @@ def quantile(values: list[float], q: float) -> float:
     return ordered[index] * (1 - rest) + upper * rest
 
 
-def compare(
-    lent: list[float], withheld: list[float], q: float, *, seed: int = 0, rounds: int = 200
-) -> Ratio:
-    """Ratio of one quantile with its interval."""
+def floor(q: float) -> int:
+    """Samples that a class needs before its quantile is judged: two beyond it, at least 30."""
+    return max(SAMPLE_FLOOR, math.ceil(2 / (1 - q)))
+
+
+def compare(lent: list[float], withheld: list[float], q: float) -> Ratio:
+    """Ratio of one quantile with its interval.
+
+    The interval comes from order statistics (each quantile's rank is binomial), joined on the
+    logarithm: one sort, because this runs inside the guard's loop.
+    """
     counts = len(lent), len(withheld)
-    if min(counts) < SAMPLE_FLOOR:
+    if min(counts) < floor(q):
         return Ratio(q, None, None, None, *counts)
-    draw = random.Random(seed)  # noqa: S311  # resampling, nothing secret
-    ratios = sorted(
-        quantile(draw.choices(lent, k=len(lent)), q)
-        / max(1e-9, quantile(draw.choices(withheld, k=len(withheld)), q))
-        for _ in range(rounds)
+    (one, one_error), (two, two_error) = _logarithm(lent, q), _logarithm(withheld, q)
+    error = math.hypot(one_error, two_error)
+    middle = one - two
+    return Ratio(q, math.exp(middle), math.exp(middle - error), math.exp(middle + error), *counts)
+
+
+def _logarithm(values: list[float], q: float) -> tuple[float, float]:
+    """Logarithm of a quantile, and half the width of its interval."""
+    ordered = sorted(max(1e-9, value) for value in values)
+    spread = _NORMAL * math.sqrt(q * (1 - q) / len(ordered))
+    low, middle, high = (
+        math.log(quantile(ordered, min(1.0, max(0.0, q + step)))) for step in (-spread, 0.0, spread)
     )
-    value = quantile(lent, q) / max(1e-9, quantile(withheld, q))
-    return Ratio(q, value, ratios[rounds // 20], ratios[-1 - rounds // 20], *counts)
+    return middle, (high - low) / 2
 
 
 @dataclass
@@ -92,12 +125,42 @@ class Meter:
             for name, store in (("ttft", self.ttft), ("tpot", self.tpot))
         }
 
-    def harmful(self, max_increase: float, q: float) -> bool:
-        """The interval proves an increase above the limit; False below the sample floor."""
-        if not max_increase:
-            return False
-        return any(
-            ratio.low is not None and ratio.low > 1 + max_increase
-            for ratios in self.ratios((q,)).values()
-            for ratio in ratios
-        )
+    def samples(self, *, withheld: bool) -> list[list[float]]:
+        """TTFT and TPOT of one class."""
+        return [list(store.get(withheld, ())) for store in (self.ttft, self.tpot)]
+
+
+@dataclass(frozen=True)
+class Harm:
+    """Verdict on a relative limit.
+
+    Attributes:
+        against: what lent requests were compared with; empty = not judged.
+        proven: the interval lies above the limit.
+    """
+
+    against: str = ""
+    proven: bool = False
+
+
+def judge(meter: Meter, unlent: Meter | None, max_increase: float, q: float) -> Harm:
+    """Whether lending raises a quantile by more than the limit.
+
+    Args:
+        meter: the replica's lent and withheld windows.
+        unlent: the pool's replicas that lend nothing.
+        max_increase: 0 = no limit, never judged.
+        q: which quantile.
+    """
+    if not max_increase:
+        return Harm()
+    lent = meter.samples(withheld=False)
+    controls = [("withheld windows", meter.samples(withheld=True))]
+    if unlent is not None:
+        controls.append(("un-lent replicas", unlent.samples(withheld=True)))
+    for name, control in controls:
+        found = [compare(one, two, q) for one, two in zip(lent, control, strict=True)]
+        lows = [ratio.low for ratio in found if ratio.low is not None]
+        if lows:
+            return Harm(name, any(low > 1 + max_increase for low in lows))
+    return Harm()

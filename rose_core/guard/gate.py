@@ -2,11 +2,12 @@
 
 | regime | when | rule |
 |---|---|---|
-| bursty | there are idle gaps | closed from arrival to ``reopen`` after the last end |
-| never idle | idle share below ``on_off_share``, SLO given | open for a share of each period |
+| bursty | usable idle gaps (``regime``) | closed from arrival to ``reopen`` after the last end |
+| never idle | usable idle share below ``on_off_share``, a limit given | a share of each period |
 | saturated | a slack is not positive | closed |
 
-Unknown is never open. ``judge`` is called on every event and every tick; it keeps nothing.
+Unknown is never open. ``judge`` is called on every event, every tick and at ``Verdict.again_ns``,
+and keeps nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.reasons import GateReason
-from rose_core.guard.slack import Objective, measure
+from rose_core.guard.slack import Objective, Slack, measure
 from rose_core.telemetry.signal import ServingSignal
 
 
@@ -24,14 +25,16 @@ class GateLimits:
     """Times of the gate, nanoseconds, and the border between the regimes.
 
     Attributes:
-        reopen_ns: emptiness needed before opening.
+        reopen_ns: emptiness needed before opening, at most.
         period_ns: control period of the duty cycle.
+        regime_ns: without usable gaps for so long, a replica is never idle.
         on_off_share: idle share from which lending uses idle gaps only.
         least_duty: a smaller share is not worth a stop and a continue.
     """
 
     reopen_ns: int = 50_000_000
     period_ns: int = 100_000_000
+    regime_ns: int = 5_000_000_000
     on_off_share: float = 0.05
     least_duty: float = 0.05
 
@@ -45,7 +48,9 @@ class ReplicaFacts:
         gone: a serving process has exited or its container restarted.
         settled: Ready and stable for long enough after a (re)start.
         memory_pressure: serving needs the memory now.
-        idle_share: recent share of time without a request.
+        device_unfit: one of its GPUs is not fit to be lent (``rose_core.devices.health``).
+        idle_share: recent share of time that was idle and usable (``regime.Gaps``).
+        cool_down_ns: emptiness before opening, learned (``regime``); None = ``reopen_ns``.
     """
 
     signal: ServingSignal
@@ -55,9 +60,11 @@ class ReplicaFacts:
     ready: bool = True
     settled: bool = True
     memory_pressure: bool = False
+    device_unfit: bool = False
     breaker_open: bool = False
     withheld: bool = False
     idle_share: float = 1.0
+    cool_down_ns: int | None = None
     objective: Objective = field(default_factory=Objective)
     predictor: Predictor = field(default_factory=Predictor)
 
@@ -69,12 +76,16 @@ class Verdict:
     Attributes:
         until_ns: how far an open permit may reach at most; 0 = no bound of its own.
         duty: share of the control period that is lent (1 when idle).
+        again_ns: when the verdict may change by itself, without an event; 0 = it does not.
+        slack: what it was decided on, for the flight recorder; None where none was measured.
     """
 
     open: bool
     reason: GateReason
     until_ns: int = 0
     duty: float = 0.0
+    again_ns: int = 0
+    slack: Slack | None = None
 
 
 def closed(reason: GateReason) -> Verdict:
@@ -100,6 +111,7 @@ def _barred(facts: ReplicaFacts) -> GateReason | None:
         (not facts.ready, GateReason.SERVING_NOT_READY),
         (not facts.settled, GateReason.SERVING_SETTLING),
         (facts.memory_pressure, GateReason.MEMORY_PRESSURE),
+        (facts.device_unfit, GateReason.DEVICE_UNFIT),
         (signal.doubt is not None or signal.running is None, doubt),
         (facts.breaker_open, GateReason.BREAKER_OPEN),
         (facts.withheld, GateReason.WITHHELD),
@@ -109,27 +121,35 @@ def _barred(facts: ReplicaFacts) -> GateReason | None:
 
 def _idle(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> Verdict:
     since = facts.signal.empty_since_ns
-    if since is None or now_ns - since < limits.reopen_ns:
-        return closed(GateReason.COOL_DOWN)
+    rest = limits.reopen_ns if facts.cool_down_ns is None else facts.cool_down_ns
+    if since is None or now_ns - since < rest:
+        again = since + rest if since is not None else 0
+        return Verdict(open=False, reason=GateReason.COOL_DOWN, again_ns=again)
     return Verdict(open=True, reason=GateReason.IDLE, duty=1.0)
 
 
 def _busy(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> Verdict:
-    objective = facts.objective
     unmeasured = not facts.signal.requests
-    without_goal = not (objective.ttft_s and objective.tpot_s)
-    if unmeasured or without_goal or facts.idle_share >= limits.on_off_share:
+    if unmeasured or not facts.objective.given or facts.idle_share >= limits.on_off_share:
         return closed(GateReason.SERVING_BUSY)
-    slack = measure(facts.signal.requests, objective, facts.predictor, now_ns)
+    slack = measure(facts.signal.requests, facts.objective, facts.predictor, now_ns)
     if slack.prefill_s is not None and slack.prefill_s <= 0:
-        return closed(GateReason.NO_PREFILL_SLACK)
-    if slack.decode_s is not None and slack.decode_s <= 0:
-        return closed(GateReason.NO_DECODE_SLACK)
-    if slack.duty < limits.least_duty:
-        return closed(GateReason.NO_DECODE_SLACK)
+        return Verdict(open=False, reason=GateReason.NO_PREFILL_SLACK, slack=slack)
+    late_ns = 0 if slack.decode_s is None else round(-slack.decode_s * 1e9)
+    if late_ns >= limits.period_ns or slack.duty < limits.least_duty:
+        return Verdict(open=False, reason=GateReason.NO_DECODE_SLACK, slack=slack)
+    if late_ns >= 0 and slack.decode_s is not None:
+        # Late by less than a period: the next tokens earn it back, so this is only a pause.
+        return Verdict(open=False, reason=GateReason.SLACK, duty=slack.duty, slack=slack)
+    return _paced(slack, limits, now_ns)
+
+
+def _paced(slack: Slack, limits: GateLimits, now_ns: int) -> Verdict:
     # The open part lies at the start of each period of the clock, the same for every slot.
     start = now_ns - now_ns % limits.period_ns
     until = start + int(slack.duty * limits.period_ns)
+    reason, following = GateReason.SLACK, start + limits.period_ns
     if now_ns >= until and slack.duty < 1.0:
-        return Verdict(open=False, reason=GateReason.SLACK, duty=slack.duty)
-    return Verdict(open=True, reason=GateReason.SLACK, until_ns=until, duty=slack.duty)
+        return Verdict(False, reason, duty=slack.duty, again_ns=following, slack=slack)
+    again = following if slack.duty >= 1.0 else until
+    return Verdict(True, reason, until, slack.duty, again, slack)

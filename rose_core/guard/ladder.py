@@ -42,6 +42,7 @@ class Order(Enum):
     LET_GO = auto()
     FREEZE = auto()
     DORMANT = auto()
+    ACTIVATE = auto()
     STOP = auto()
     KILL = auto()
 

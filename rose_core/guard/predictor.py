@@ -3,7 +3,8 @@
 The profile gives the shape (cost per prompt byte and per request in the batch); four factors
 correct its level from what the tap sees. A factor follows a high *quantile* of observed/predicted,
 not the mean: it moves up by a large step when a request was slower and down by a small one when it
-was faster, so it settles where the chosen share of requests is not slower.
+was faster, so it settles where the chosen share of requests is not slower. What a request met of an
+open gate (``shares``) turns a mixture into the cost of co-running.
 Next step: ``slack``.
 """
 
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+
+from rose_core.guard.shares import ALONE_SHARE, LEAST_SHARE, shared_cost
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,24 @@ class Predictor:
         if shared:
             return replace(self, decode_shared=self.decode_shared + error)
         return replace(self, decode_alone=self.decode_alone + error)
+
+    def met_prefill(self, size: int, seconds: float, *, share: float) -> Predictor:
+        """Learn from a time to first token that met an open gate for ``share`` of it."""
+        if share <= ALONE_SHARE:
+            return self.saw_prefill(size, seconds, shared=False)
+        if share < LEAST_SHARE:
+            return self
+        whole = shared_cost(self.prefill_s(size, shared=False), seconds, share)
+        return self.saw_prefill(size, whole, shared=True)
+
+    def met_decode(self, running: int, seconds: float, *, share: float) -> Predictor:
+        """Learn from a mean time per token that met an open gate for ``share`` of it."""
+        if share <= ALONE_SHARE:
+            return self.saw_decode(running, seconds, shared=False)
+        if share < LEAST_SHARE:
+            return self
+        whole = shared_cost(self.decode_s(running, shared=False), seconds, share)
+        return self.saw_decode(running, whole, shared=True)
 
     def slowdown(self) -> float:
         """How many times slower a decode step is beside a rollout engine; at least 1."""

@@ -21,6 +21,7 @@ class GateReason(StrEnum):
     SERVING_NOT_READY = "ServingNotReady"
     SERVING_SETTLING = "ServingSettling"
     MEMORY_PRESSURE = "MemoryPressure"
+    DEVICE_UNFIT = "DeviceUnfit"
     ENGINE_NOT_READY = "EngineNotReady"
     HOST_STALE = "HostStale"
     SIGNAL_MISSING = "SignalMissing"

@@ -1,12 +1,17 @@
 """What each serving request has left before its SLO, and which share of time may be lent.
 
-Prefill slack of a waiting request: (arrival + TTFT budget) - now - predicted co-running prefill of
-it and of those before it. Decode slack of a streaming request: (first token + budget per token so
-far) - now - predicted co-running step. Budgets are the SLO less a margin. Both must be positive.
+| slack of | is | must be |
+|---|---|---|
+| a waiting request | arrival + TTFT budget - now - co-running prefill of it and those ahead | > 0 |
+| a streaming request | first token + budget x tokens so far - now - one co-running step | > 0 |
+
+A budget is the SLO less a margin (``margin``). A limit on the relative increase is a budget too:
+what the predictor says of serving alone, times the allowed increase. Where it is the only limit,
+a request that waits closes the gate, because its prefill would be slowed by more than that.
 
 The duty is the share of a control period for which the permit may stand open so that the *average*
-step stays inside the budget: with a step ``a`` alone and ``k a`` beside a rollout engine, a share
-``f`` costs ``a (1 + (k - 1) f)``.
+step stays inside its budget (``shares.lendable``); the slack of each stream is the account that
+keeps it honest from token to token. Next step: ``gate``.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rose_core.guard.predictor import Predictor
+from rose_core.guard.shares import lendable
 from rose_core.telemetry.book import LiveRequest
 
 
@@ -30,6 +36,20 @@ class Objective:
     tpot_s: float = 0.0
     max_increase: float = 0.0
     margin: float = 0.2
+
+    @property
+    def given(self) -> bool:
+        """There is a limit to measure slack against: both SLOs, or a relative one."""
+        return bool((self.ttft_s and self.tpot_s) or self.max_increase)
+
+    def budget_s(self, goal_s: float, alone_s: float) -> float:
+        """What may be used of a latency that takes ``alone_s`` by itself; infinite: no limit."""
+        limits = []
+        if goal_s:
+            limits.append(goal_s * (1 - self.margin))
+        if self.max_increase:
+            limits.append(alone_s * (1 + self.max_increase * (1 - self.margin)))
+        return min(limits, default=float("inf"))
 
 
 @dataclass(frozen=True)
@@ -57,13 +77,13 @@ def _prefill(
 ) -> float | None:
     if not waiting:
         return None
-    budget = objective.ttft_s * (1 - objective.margin)
-    ahead, least = 0.0, float("inf")
+    ahead, alone, least = 0.0, 0.0, float("inf")
     for request in waiting:
         ahead += predictor.prefill_s(request.size, shared=True)
+        alone += predictor.prefill_s(request.size, shared=False)
         waited = (now_ns - request.arrived_ns) / 1e9
         # The prefill under way may be nearly done; its whole cost is counted, which errs safely.
-        least = min(least, budget - waited - ahead)
+        least = min(least, objective.budget_s(objective.ttft_s, alone) - waited - ahead)
     return least
 
 
@@ -72,8 +92,9 @@ def _decode(
 ) -> float | None:
     if not streaming:
         return None
-    budget = objective.tpot_s * (1 - objective.margin)
+    alone = predictor.decode_s(len(streaming), shared=False)
     step = predictor.decode_s(len(streaming), shared=True)
+    budget = objective.budget_s(objective.tpot_s, alone)
     return min(
         budget * request.tokens - (now_ns - request.first_ns) / 1e9 - step for request in streaming
     )
@@ -82,14 +103,7 @@ def _decode(
 def duty(streaming: int, objective: Objective, predictor: Predictor) -> float:
     """Share of time (0..1) that may be lent while requests stream."""
     alone = predictor.decode_s(max(1, streaming), shared=False)
-    slowdown = max(1.0, predictor.decode_s(max(1, streaming), shared=True) / alone)
-    if slowdown <= 1.0:
-        return 1.0
-    limits = []
-    if objective.tpot_s:
-        limits.append(objective.tpot_s * (1 - objective.margin) / alone - 1)
-    if objective.max_increase:
-        limits.append(objective.max_increase * (1 - objective.margin))
-    if not limits:
+    budget = objective.budget_s(objective.tpot_s, alone)
+    if budget == float("inf"):
         return 0.0
-    return min(1.0, max(0.0, min(limits) / (slowdown - 1)))
+    return lendable(alone, predictor.decode_s(max(1, streaming), shared=True), budget)

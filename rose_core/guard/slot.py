@@ -10,6 +10,7 @@
 | Starting, Present | engine listed, duty pause | Present | Close (the permit alone paces it) |
 | Present | host's heartbeat stale | Present | Close, Freeze; after 15 s Kill |
 | Present | memory pressure | Present | Close, Hold, Dormant; after 5 s -> Releasing |
+| Present | dormant, gate open | Present | Let go, then Extend, Activate until it serves |
 | any with an engine | vacating reason | Releasing | Close, Stop; after 6 s Freeze, Kill |
 | Releasing | engine gone | Absent (cordoned when it had to be killed) | |
 
@@ -57,12 +58,14 @@ class EngineSeen:
 
     Attributes:
         held: the host has confirmed that the guard holds it.
+        asked: the host was asked to hold it and has not answered; it may hold it by now.
         frozen: the guard reads its cgroup as frozen.
     """
 
     state: EngineState
     generation: int
     held: bool = False
+    asked: bool = False
     frozen: bool = False
 
 
@@ -234,8 +237,7 @@ def _with_engine(
         return (state, (Action(Order.CLOSE, reason), Action(Order.ENSURE, reason)))
     held = engine is not None and engine.held
     if verdict.open and seen.granted:
-        frozen = engine is not None and engine.frozen
-        return _open(state, verdict, limits, now_ns, held=held, frozen=frozen)
+        return _open(state, verdict, limits, now_ns, engine)
     if reason is GateReason.SLACK:  # the pause of a duty cycle
         return (state, (Action(Order.CLOSE, reason),))
     return _close(state, seen, limits, reason, now_ns, held=held)
@@ -246,11 +248,14 @@ def _open(
     verdict: Verdict,
     limits: LadderLimits,
     now_ns: int,
-    *,
-    held: bool,
-    frozen: bool,
+    engine: EngineSeen | None,
 ) -> Step:
     reason = verdict.reason
+    held = engine is not None and engine.held
+    frozen = engine is not None and engine.frozen
+    dormant = engine is not None and engine.state is EngineState.DORMANT
+    # A hold that was not answered yet: its answer waits until every thread stands still.
+    asked = engine is not None and engine.asked
     state = _at_rung(state, Rung.NONE, now_ns)
     if state.self_frozen and not held:
         # What the guard froze only the host continues: by a hold it takes the tree over, and by
@@ -263,9 +268,12 @@ def _open(
     if verdict.until_ns:
         until = min(until, verdict.until_ns)
     actions: tuple[Action, ...] = (Action(Order.EXTEND, reason, until),)
-    if held:
+    if held or asked:
         state, let_go = _repeat(state, Order.LET_GO, reason, limits, now_ns)
         actions = (*let_go, *actions)
+    elif dormant:  # it takes its memory back under the permit, and computes once it serves
+        state, wake = _repeat(state, Order.ACTIVATE, reason, limits, now_ns)
+        actions = (*actions, *wake)
     return (state, actions)
 
 

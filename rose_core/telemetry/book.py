@@ -8,6 +8,7 @@ Next step: ``signal`` merges it with the engine's own figures.
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 
 from rose_core.telemetry.events import (
@@ -22,14 +23,20 @@ from rose_core.telemetry.events import (
     TapEvent,
 )
 
-# Memory of the idle share: a replica counts as never idle only after a minute without a gap, so a
-# long burst is not taken for a steady load.
+# Memory of the idle share that the report shows; the gate goes by ``rose_core.guard.regime``.
 _SHARE_TIME_S = 20.0
+# Heartbeats kept to say what had been counted a moment ago: 1.6 s of them.
+_BEATS = 40
 
 
 @dataclass
 class LiveRequest:
-    """One request under way; ``size`` is the body's bytes, -1 unknown; 0 ns = not yet."""
+    """One request under way; ``size`` is the body's bytes, -1 unknown; 0 ns = not yet.
+
+    Attributes:
+        opaque: its end will not show.
+        doubtful: its end may have been among segments that were lost.
+    """
 
     number: int
     arrived_ns: int
@@ -38,6 +45,13 @@ class LiveRequest:
     first_ns: int = 0
     last_ns: int = 0
     tokens: int = 0
+    opaque: bool = False
+    doubtful: bool = False
+
+    @property
+    def heard_ns(self) -> int:
+        """When it last showed life."""
+        return max(self.arrived_ns, self.last_ns)
 
 
 @dataclass(frozen=True)
@@ -78,6 +92,7 @@ class Book:
     def __init__(self, now_ns: int) -> None:
         self.live: dict[int, LiveRequest] = {}
         self.health: Health | None = None
+        self._beats: deque[Health] = deque(maxlen=_BEATS)
         self.began_ns = now_ns
         self.heard_ns = 0
         self.mismatch_ns = 0
@@ -99,7 +114,9 @@ class Book:
             self._account(now_ns)
             known = self.live.get(event.request)
             if known is None:
-                self.live[event.request] = LiveRequest(event.request, event.time_ns, event.path)
+                self.live[event.request] = LiveRequest(
+                    event.request, event.time_ns, event.path, opaque=event.opaque
+                )
                 self.requests_total += 1
             return None
         return self._on_live(event, now_ns)
@@ -110,7 +127,7 @@ class Book:
         if request is None:
             return None
         if isinstance(event, Sized):
-            request.size = event.size
+            request.size, request.path = event.size, event.path or request.path
         elif isinstance(event, FirstToken):
             request.first_ns = request.last_ns = event.time_ns
             request.tokens = 1
@@ -145,10 +162,15 @@ class Book:
         if self.health is None or event.problem:
             # What is under way cannot be known yet: the tap has just begun, or is blind.
             self.blind_ns = now_ns
+        elif event.lost_ns > self.health.lost_ns:
+            for request in self.live.values():
+                request.doubtful = True
         self.health, self.heard_ns = event, now_ns
+        self._beats.append(event)
         if event.problem:
             self._account(now_ns)
             self.live.clear()
+            self._beats.clear()
         if event.in_flight != len(self.live):
             self.mismatch_ns = now_ns
             self.mismatched_since_ns = self.mismatched_since_ns or now_ns
@@ -160,7 +182,17 @@ class Book:
         self._account(now_ns)
         self.live.clear()
         self.health = None
+        self._beats.clear()
         self._empty_since_ns = now_ns
+
+    def beat_before(self, time_ns: int) -> Health | None:
+        """The tap's newest heartbeat of that time or before; None when none is kept."""
+        return next((beat for beat in reversed(self._beats) if beat.time_ns <= time_ns), None)
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether a request is under way whose end may not show; other sources must say."""
+        return any(request.opaque or request.doubtful for request in self.live.values())
 
     def empty_since_ns(self) -> int | None:
         """Since when no request has been under way; None while one is."""

@@ -1,9 +1,10 @@
 """Figures that SGLang and vLLM publish, read into one shape; what is absent stays unknown.
 
-Traps that decide the reading (measured, ``docs/guard.md``): SGLang's ``http_requests_active``
-leaks, so it is never read; queue and running gauges of ``/metrics`` refresh with the log, so they
-may close the gate but never open it; a load snapshot says running 0 after the first prefill, so a
-change of its token counters means busy.
+Traps that decide the reading (measured, ``docs/tap.md``): SGLang's ``http_requests_active`` leaks,
+so it is never read; queue and running gauges of ``/metrics`` refresh with the log, so they may
+close the gate but never open it; a load snapshot says running 0 after the first prefill, so a
+change of its token counters means busy; it leaves out what is zero; vLLM's ``/load`` is zero for
+ever unless the server was told to count.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Figures:
         requests: requests counted by the engine since its start, by path.
         at_arrival: ``requests`` moves when a request arrives; otherwise when it ends.
         activity: any figure that moves when the engine works; compare for change only.
+        level_only: nothing tells a true zero from a gauge that is switched off.
     """
 
     running: int | None = None
@@ -38,6 +40,7 @@ class Figures:
     requests: dict[str, int] | None = None
     at_arrival: bool = True
     activity: tuple[int, ...] = ()
+    level_only: bool = False
 
 
 Sample = tuple[str, dict[str, str], float]
@@ -68,13 +71,18 @@ def _split(line: str) -> tuple[str, dict[str, str], str]:
     return name, labels, rest
 
 
+def _declared(text: str, family: str) -> dict[str, int] | None:
+    """No requests, where the counter is there but has counted none yet; else unknown."""
+    return {} if f"# TYPE {family} counter" in text else None
+
+
 def _whole(value: float) -> int | None:
     return int(value) if 0 <= value < 2**53 else None
 
 
 def sglang_metrics(text: str) -> Figures:
     """SGLang's ``/metrics``."""
-    requests: dict[str, int] | None = None
+    requests = _declared(text, "sglang:http_requests_total")
     gauges: dict[str, float] = {}
     for name, labels, value in samples(text):
         if name == "sglang:http_requests_total":
@@ -94,7 +102,7 @@ def sglang_metrics(text: str) -> Figures:
 
 def vllm_metrics(text: str) -> Figures:
     """VLLM's ``/metrics``; its requests are counted when they end."""
-    requests: dict[str, int] | None = None
+    requests = _declared(text, "http_requests_total")
     gauges: dict[str, float] = {}
     for name, labels, value in samples(text):
         if name == "http_requests_total":
@@ -104,9 +112,9 @@ def vllm_metrics(text: str) -> Figures:
                 requests[path] = requests.get(path, 0) + int(value)
         elif name.startswith("vllm:"):
             gauges[name[5:]] = gauges.get(name[5:], 0.0) + value
-    figures = _figures(
-        gauges, requests, "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
-    )
+    older = "kv_cache_usage_perc" not in gauges
+    usage = "gpu_cache_usage_perc" if older else "kv_cache_usage_perc"
+    figures = _figures(gauges, requests, "num_requests_running", "num_requests_waiting", usage)
     return replace(figures, at_arrival=False)
 
 
@@ -143,7 +151,7 @@ def sglang_loads(body: bytes) -> Figures:
     """SGLang's ``/v1/loads``; garbage gives unknown figures."""
     try:
         loads = msgspec.json.decode(body)["loads"]
-        return _add([_load(entry) for entry in loads])
+        return _add([_load(entry, complete=True) for entry in loads])
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
         return Figures()
 
@@ -155,18 +163,74 @@ def sglang_snapshot(memory: bytes) -> Figures:
     """
     try:
         (length,) = _SNAPSHOT_LENGTH.unpack_from(memory, 12)
-        return _load(msgspec.msgpack.decode(memory[16 : 16 + length]))
+        entry = msgspec.msgpack.decode(memory[16 : 16 + length])
+        return _load(entry, complete="max_total_num_tokens" not in entry)
     except (struct.error, msgspec.MsgspecError, KeyError, TypeError, ValueError):
         return Figures()
 
 
-def _load(entry: dict[str, Any]) -> Figures:
-    running, waiting = entry["num_running_reqs"], entry["num_waiting_reqs"]
+class _Stat(msgspec.Struct, array_like=True, tag="LoadStat"):
+    """SGLang's load feed, by position; later versions append fields."""
+
+    running: int
+    waiting: int
+    used: int
+    capacity: int
+    rank: int | None = None
+    waiting_tokens: int = 0
+    total_tokens: int = 0
+    most_running: int = 0
+    prefilled: int = 0
+    busy_us: int = 0
+
+
+_stat = msgspec.msgpack.Decoder(_Stat)
+
+
+def sglang_feed(message: bytes) -> Figures:
+    """One message of SGLang's load feed; garbage gives unknown figures."""
+    try:
+        stat = _stat.decode(message)
+    except (msgspec.MsgspecError, ValueError):
+        return Figures()
+    if min(stat.running, stat.waiting, stat.used, stat.prefilled) < 0:
+        return Figures()
+    share = round(stat.used * 1000 / stat.capacity) if stat.capacity > 0 else None
+    return Figures(
+        running=stat.running,
+        waiting=stat.waiting,
+        kv_permille=share,
+        activity=(stat.prefilled, stat.used),
+    )
+
+
+def vllm_load(body: bytes) -> Figures:
+    """VLLM's ``/load``: HTTP requests under way, if the server was told to count them."""
+    try:
+        under_way = msgspec.json.decode(body)["server_load"]
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+        return Figures()
+    if type(under_way) is not int or under_way < 0:
+        return Figures()
+    return Figures(running=under_way, waiting=0, level_only=True)
+
+
+LOADS = {"SGLang": ("/v1/loads", sglang_loads), "VLLM": ("/load", vllm_load)}
+"""Path and reader of the load page by the pool's engine kind."""
+
+
+def _load(entry: dict[str, Any], *, complete: bool) -> Figures:
+    """One rank's load; an incomplete one (``complete`` False) leaves out what is zero."""
+    if complete:
+        running, waiting = entry["num_running_reqs"], entry["num_waiting_reqs"]
+    else:
+        running, waiting = entry.get("num_running_reqs", 0), entry.get("num_waiting_reqs", 0)
     if not isinstance(running, int) or not isinstance(waiting, int) or min(running, waiting) < 0:
         return Figures()
-    usage = entry.get("token_usage")
-    prefill = entry.get("total_prefill_uncached_tokens")
-    used = entry.get("num_used_tokens")
+    absent = None if complete else 0
+    usage = entry.get("token_usage", absent)
+    prefill = entry.get("total_prefill_uncached_tokens", absent)
+    used = entry.get("num_used_tokens", absent)
     return Figures(
         running=running,
         waiting=waiting,

@@ -22,12 +22,18 @@ class How(StrEnum):
 
 
 class Arrived(msgspec.Struct, frozen=True, tag="a", array_like=True):
-    """First segment of a request; ``path`` is empty while the request line is incomplete."""
+    """First segment of a request.
+
+    Attributes:
+        path: empty while the request line is incomplete, or cannot be read.
+        opaque: neither tokens nor end of this request will show (TLS).
+    """
 
     replica: str
     request: int
     time_ns: int
     path: str
+    opaque: bool = False
 
 
 class Dismissed(msgspec.Struct, frozen=True, tag="x", array_like=True):
@@ -43,6 +49,7 @@ class Sized(msgspec.Struct, frozen=True, tag="s", array_like=True):
     replica: str
     request: int
     size: int
+    path: str = ""
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag="f", array_like=True):
@@ -54,7 +61,7 @@ class FirstToken(msgspec.Struct, frozen=True, tag="f", array_like=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag="p", array_like=True):
-    """About ``tokens`` events have passed (estimated from bytes where segments are sampled)."""
+    """The request is alive; about ``tokens`` events have passed (estimated where sampled)."""
 
     replica: str
     request: int
@@ -79,10 +86,13 @@ class Health(msgspec.Struct, frozen=True, tag="h", array_like=True):
     Attributes:
         problem: why the tap cannot be trusted now, or empty.
         lost_ns: last time packets were lost (kernel drop counter moved), 0 = never.
-        opaque: connections whose contents cannot be read (TLS, HTTP/2) are open.
+        opaque: connections whose contents cannot be read (TLS) are open.
         in_flight: requests under way, to reconcile with what the guard counted.
         counts: requests seen since the tap began, by path.
         packets: segments handled since the tap began.
+        seen: generating requests whose head was read since the tap began.
+        finished: those of them that have ended.
+        unsure: those that ended so that the engine may not have counted them.
     """
 
     replica: str
@@ -93,6 +103,9 @@ class Health(msgspec.Struct, frozen=True, tag="h", array_like=True):
     in_flight: int
     counts: dict[str, int]
     packets: int
+    seen: int = 0
+    finished: int = 0
+    unsure: int = 0
 
 
 TapEvent = Arrived | Dismissed | Sized | FirstToken | Progress | Ended | Health

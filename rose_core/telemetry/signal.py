@@ -8,8 +8,18 @@ by its heartbeat (silence of traffic is not staleness), a polled source by a rec
 | alive, verified, n in flight | none, or agree | n requests, source WireTap |
 | alive, verified, 0 in flight | busy for longer than the grace | unknown: SignalContradicted |
 | alive, lossy or not verified | | unknown: a tap that may be wrong is not outvoted |
-| opaque, absent for 10 s, not allowed | fresh | the figures' count |
+| unverified and TLS is open, absent for 10 s, not allowed | fresh | the figures' count |
 | same | none fresh | unknown |
+
+A request whose end cannot show is *outstanding*: on a TLS connection, or its end may be among lost
+segments, or its slow reader takes nothing. It counts as under way until figures have been idle for
+``outstanding_ns`` after its last sign of life; without figures it counts for ever.
+
+| outstanding | figures idle since its last sign of life | counts |
+|---|---|---|
+| opaque, or packets were lost while it was open | for 2 s | no longer |
+| its first token was seen, none for 10 s | for 10 s | no longer |
+| any | not, or no figures | as under way |
 """
 
 from __future__ import annotations
@@ -18,8 +28,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rose_core.telemetry.book import Book, LiveRequest
-from rose_core.telemetry.dialects import Figures
+from rose_core.telemetry.reading import Reading, advance, level
 from rose_core.wire.sync import SignalSource
+
+__all__ = ["Doubt", "Limits", "Reading", "ServingSignal", "advance", "merge", "unknown"]
 
 
 class Doubt(StrEnum):
@@ -42,23 +54,8 @@ class Limits:
     after_loss_ns: int = 2_000_000_000
     contradiction_ns: int = 1_500_000_000
     fallback_ns: int = 10_000_000_000
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Figures of one polled source.
-
-    Attributes:
-        read_ns: when the engine last answered.
-        busy_since_ns: since when the figures have shown work without a break, None when idle.
-        idle_since_ns: since when they have shown none, None when busy.
-    """
-
-    source: SignalSource
-    read_ns: int
-    figures: Figures
-    busy_since_ns: int | None = None
-    idle_since_ns: int | None = None
+    outstanding_ns: int = 2_000_000_000
+    stalled_ns: int = 10_000_000_000
 
 
 @dataclass(frozen=True)
@@ -101,6 +98,7 @@ def merge(
         if r.source in allowed
         and now_ns - r.read_ns <= limits.figures_stale_ns
         and r.figures.running is not None
+        and r.plausible
     ]
     doubt = Doubt.NO_SIGNAL
     if book is not None and SignalSource.WIRE_TAP in allowed:
@@ -112,7 +110,7 @@ def merge(
         if not absent and trouble is not Doubt.OPAQUE:
             return unknown(trouble)
         doubt = trouble
-    return _without_tap(book, fresh, doubt)
+    return _without_tap(book, fresh, doubt, limits, now_ns)
 
 
 def _tap_doubt(book: Book, verified: bool | None, limits: Limits, now_ns: int) -> Doubt | None:
@@ -124,14 +122,20 @@ def _tap_doubt(book: Book, verified: bool | None, limits: Limits, now_ns: int) -
     rules = (
         (now_ns - book.heard_ns > limits.tap_stale_ns, Doubt.STALE),
         (health.problem or lost or differs, Doubt.LOST),
-        (health.opaque, Doubt.OPAQUE),
+        # A verified tap counted as many requests in clear text as the engine counted at all: what
+        # is encrypted (the outside of a mesh) was no more than that.
+        (health.opaque and not verified, Doubt.OPAQUE),
         (not verified, Doubt.UNVERIFIED),
     )
     return next((doubt for applies, doubt in rules if applies), None)
 
 
 def _with_tap(book: Book, fresh: list[Reading], limits: Limits, now_ns: int) -> ServingSignal:
+    requests = _under_way(book, fresh, limits, now_ns)
     empty = book.empty_since_ns()
+    if empty is None and not requests:
+        # Every request left is outstanding only; empty since they last showed life.
+        empty = max(r.heard_ns for r in book.live.values())
     busy = [
         r.busy_since_ns
         for r in fresh
@@ -142,41 +146,41 @@ def _with_tap(book: Book, fresh: list[Reading], limits: Limits, now_ns: int) -> 
     )
     if contradicted:
         return unknown(Doubt.CONTRADICTED)
-    requests = tuple(book.live.values())
     return ServingSignal(SignalSource.WIRE_TAP, len(requests), requests, empty)
 
 
-def _without_tap(book: Book | None, fresh: list[Reading], doubt: Doubt) -> ServingSignal:
+def _under_way(
+    book: Book, fresh: list[Reading], limits: Limits, now_ns: int
+) -> tuple[LiveRequest, ...]:
+    """The tap's requests without those that figures show to be over."""
+    idle = [r.idle_since_ns for r in fresh if r.source is not SignalSource.METRICS]
+    if not idle or None in idle:
+        return tuple(book.live.values())
+    quiet_ns = now_ns - max(since for since in idle if since is not None)
+
+    def counts(request: LiveRequest) -> bool:
+        silent_ns = min(quiet_ns, now_ns - request.heard_ns)
+        if request.opaque or request.doubtful:
+            return silent_ns < limits.outstanding_ns
+        return not request.first_ns or silent_ns < limits.stalled_ns
+
+    return tuple(request for request in book.live.values() if counts(request))
+
+
+def _without_tap(
+    book: Book | None, fresh: list[Reading], doubt: Doubt, limits: Limits, now_ns: int
+) -> ServingSignal:
     if not fresh:
         return unknown(doubt)
     reading = min(fresh, key=lambda r: list(SignalSource).index(r.source))
     if reading.source is SignalSource.METRICS:
         # Its gauges refresh with the engine's log: they may show work, never emptiness.
         return unknown(doubt)
-    running = (reading.figures.running or 0) + (reading.figures.waiting or 0)
+    running = level(reading.figures)
     if book is not None:
-        running = max(running, len(book.live))  # any source may close
+        # Any source may close.
+        running = max(running, len(_under_way(book, fresh, limits, now_ns)))
     empty = reading.idle_since_ns if running == 0 else None
     if running == 0 and empty is None:
         running = 1  # a token counter moved although no request is shown
     return ServingSignal(reading.source, running, (), empty)
-
-
-def advance(before: Reading | None, source: SignalSource, figures: Figures, now_ns: int) -> Reading:
-    """Add one answer of a polled source to what it said before.
-
-    Any change of a token counter counts as work, because SGLang shows a request's prefill there
-    before it shows the request.
-    """
-    moved = before is not None and figures.activity != before.figures.activity
-    working = moved or (figures.running or 0) + (figures.waiting or 0) > 0
-    unknown_now = figures.running is None
-    busy = (before.busy_since_ns if before else None) or now_ns
-    idle = (before.idle_since_ns if before else None) or now_ns
-    return Reading(
-        source,
-        now_ns,
-        figures,
-        busy_since_ns=busy if working and not unknown_now else None,
-        idle_since_ns=idle if not working and not unknown_now else None,
-    )

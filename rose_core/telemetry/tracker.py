@@ -1,119 +1,107 @@
 """TCP segments of one replica -> request events, request by request.
 
-One ``Connection`` per client address. Each direction is a byte stream by sequence number:
-retransmissions are trimmed, missing bytes become holes (lost packets, or segments the kernel
-filter left out while only token streams are under way).
+One connection per client address. Its two directions are byte streams (``segments``); what they
+carry is read by a *conversation*, chosen by the first bytes seen:
+
+| first bytes | conversation |
+|---|---|
+| HTTP/2 preface; frames, where the tap joined late | ``http2`` |
+| TLS record | ``opaque`` |
+| anything else | ``plain``: HTTP/1.1 |
+| a conversation that can no longer be read | ``opaque`` from then on |
 
 | connection | segment | then |
 |---|---|---|
 | new | SYN | fresh streams |
 | new | data without SYN | the tap joined late; a response under way counts as in flight |
-| plain | client bytes | request begins, head, body complete |
-| plain | server bytes | head, first event, events, true end |
-| plain | client bytes while the response has no end yet | pipelined, or the end was not seen |
-| opaque (TLS, HTTP/2) | any client bytes | arrival; never any emptiness |
+| open or closed | SYN with the sequence number it began with | seen before: ignored |
+| open | any other SYN | the address was taken anew; every open request ends |
 | any | RST, or FIN of the server | every open request of the connection ends |
 | closed | server bytes | ignored until a SYN, forgotten after 5 s |
 
+Memory is bounded: a closed connection leaves its name only, and above ``MOST_CONNECTIONS`` the
+longest silent one is given up, which counts as loss when a request was under way on it.
 Next step: ``book`` on the guard's side.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from rose_core.telemetry.events import (
-    Arrived,
-    Dismissed,
-    Ended,
-    FirstToken,
-    How,
-    Progress,
-    Sized,
-    TapEvent,
+from rose_core.telemetry.events import Arrived, How, TapEvent
+from rose_core.telemetry.h2frames import looks_like_frames
+from rose_core.telemetry.http2 import Http2
+from rose_core.telemetry.ledger import Ledger, Request
+from rose_core.telemetry.opaque import Opaque, is_tls
+from rose_core.telemetry.plain import METHODS, Plain
+from rose_core.telemetry.segments import (
+    FIN,
+    NOTHING,
+    RST,
+    SYN,
+    Client,
+    Piece,
+    Segment,
+    Stream,
 )
-from rose_core.telemetry.http1 import Head, MarkKind, Reader
-from rose_core.telemetry.paths import bare, generates
 
-FIN, SYN, RST = 0x01, 0x02, 0x04
-_PROGRESS_EVERY_NS = 20_000_000
 _CLOSED_NS = 5_000_000_000
-_MAX_PATHS = 64
-_METHODS = (b"GET ", b"POST", b"PUT ", b"HEAD", b"DELE", b"OPTI", b"PATC")
+MOST_CONNECTIONS = 65_536
+_MOST_CLOSED = 65_536
+_PREFACE_START = b"PRI"
 
 
-class Segment(NamedTuple):
-    """One TCP segment; ``payload`` may be cut by the capture, ``size`` is its true length."""
+class Conversation(Protocol):
+    """What a connection carries.
 
-    time_ns: int
-    client: tuple[str, int]
-    to_server: bool
-    sequence: int
-    flags: int
-    payload: bytes
-    size: int
+    Attributes:
+        unreadable: its ends cannot be seen.
+        garbled: it can be read no longer.
+        needs_every_segment: do not sample the server's segments.
+    """
 
+    @property
+    def unreadable(self) -> bool: ...  # noqa: D102
 
-@dataclass
-class Request:
-    """One request under way."""
+    @property
+    def garbled(self) -> bool: ...  # noqa: D102
 
-    number: int
-    arrived_ns: int
-    path: str = ""
-    method: str = ""
-    quiet: bool = False
-    stream: bool = False
-    first_ns: int = 0
-    told_ns: int = 0
-    touched_ns: int = 0
-    events: int = 0
-    event_bytes: int = 0
-    unseen_bytes: int = 0
-    status: int = 0
+    @property
+    def needs_every_segment(self) -> bool: ...  # noqa: D102
 
-    def tokens(self) -> int:
-        """Events passed; those in segments that were left out are estimated from their bytes."""
-        if not self.events or not self.unseen_bytes:
-            return self.events
-        return self.events + round(self.unseen_bytes * self.events / self.event_bytes)
+    def requests(self) -> Iterator[Request]:
+        """Requests without an end yet."""
+
+    def client(self, piece: Piece, time_ns: int) -> None:
+        """Bytes of the client."""
+
+    def server(self, piece: Piece, time_ns: int) -> None:
+        """Bytes of the server."""
+
+    def end_all(self, time_ns: int, how: How) -> None:
+        """The connection is over."""
 
 
-@dataclass
-class _Stream:
-    """One direction of a connection."""
-
-    reader: Reader
-    next: int | None = None
-
-    def advance(self, segment: Segment) -> tuple[int, bytes, int]:
-        """Place the segment; returns (hole before it, new bytes, bytes cut off its end)."""
-        if self.next is None:
-            self.next = segment.sequence
-        ahead = (segment.sequence - self.next) & 0xFFFFFFFF
-        if ahead >= 0x80000000:  # starts before what we have: a retransmission
-            old = 0x100000000 - ahead
-            if old >= segment.size:
-                return 0, b"", 0
-            payload = segment.payload[old:]
-            cut = segment.size - max(old, len(segment.payload))
-            self.next = (segment.sequence + segment.size) & 0xFFFFFFFF
-            return 0, payload, cut
-        self.next = (segment.sequence + segment.size) & 0xFFFFFFFF
-        return ahead, segment.payload, segment.size - len(segment.payload)
-
-
-@dataclass
+@dataclass(slots=True)
 class _Connection:
-    client: _Stream = field(default_factory=lambda: _Stream(Reader(response=False)))
-    server: _Stream = field(default_factory=lambda: _Stream(Reader(response=True)))
-    open: deque[Request] = field(default_factory=deque)
-    opaque: bool = False
-    closed: bool = False
+    began: int | None
+    """Sequence number of the client's SYN; None when the tap joined late."""
+    client: Stream = field(default_factory=Stream)
+    server: Stream = field(default_factory=Stream)
+    talk: Conversation | None = None
     touched_ns: int = 0
+
+    def busy(self) -> bool:
+        """A request is under way."""
+        return self.talk is not None and next(self.talk.requests(), None) is not None
+
+
+class _Closed(NamedTuple):
+    time_ns: int
+    began: int | None
 
 
 class Tracker:
@@ -122,253 +110,159 @@ class Tracker:
     Args:
         replica: name put into every event.
         number: gives the next request number.
+        most: connections remembered.
     """
 
-    def __init__(self, replica: str, number: Callable[[], int]) -> None:
-        self._replica = replica
-        self._number = number
-        self._connections: dict[tuple[str, int], _Connection] = {}
+    def __init__(
+        self, replica: str, number: Callable[[], int], most: int = MOST_CONNECTIONS
+    ) -> None:
+        self.ledger = Ledger(replica, number)
+        self._most = most
+        # Both in the order of their last segment, so that the old ones are found first.
+        self._connections: OrderedDict[Client, _Connection] = OrderedDict()
+        self._closed: OrderedDict[Client, _Closed] = OrderedDict()
         # Those with a request under way: the questions below are asked for every batch, and
         # thousands of connections may be remembered.
-        self._active: dict[tuple[str, int], _Connection] = {}
-        self._opaque_clients: set[tuple[str, int]] = set()
-        self._events: list[TapEvent] = []
-        self.counts: dict[str, int] = {}
+        self._active: dict[Client, _Connection] = {}
+        self._unreadable: set[Client] = set()
         self.packets = 0
+        self.lost_ns = 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Requests seen, by path."""
+        return self.ledger.counts
+
+    @property
+    def connections(self) -> int:
+        """Connections that are open as far as is known."""
+        return len(self._connections)
 
     @property
     def in_flight(self) -> int:
         """Requests under way that may make the engine compute."""
-        return sum(not r.quiet for c in self._active.values() for r in c.open)
+        return sum(1 for _ in self._under_way())
 
     @property
     def opaque(self) -> bool:
         """Whether connections are open whose contents cannot be read."""
-        return bool(self._opaque_clients)
+        return bool(self._unreadable)
 
     @property
     def needs_every_segment(self) -> bool:
         """A first token is awaited or a response has no recognisable tail: do not sample."""
-        return any(
-            c.server.reader.needs_every_segment or any(not r.first_ns for r in c.open)
-            for c in self._active.values()
-        )
+        return any(c.talk is not None and c.talk.needs_every_segment for c in self._active.values())
 
-    def open_requests(self) -> list[TapEvent]:
+    def open_requests(self) -> list[Arrived]:
         """The requests under way as arrivals, for a guard that has just connected."""
-        return [
-            Arrived(self._replica, r.number, r.arrived_ns, r.path)
-            for c in self._connections.values()
-            for r in c.open
-            if not r.quiet
-        ]
+        return [self.ledger.arrival(r) for r in self._under_way()]
+
+    def _under_way(self) -> Iterator[Request]:
+        for connection in self._active.values():
+            if connection.talk is not None:
+                yield from (r for r in connection.talk.requests() if not r.quiet)
 
     def feed(self, segment: Segment) -> list[TapEvent]:
         """Take one segment."""
-        self._events = []
         self.packets += 1
-        connection = self._connections.get(segment.client)
-        if connection is None or (segment.flags & SYN and segment.to_server):
-            if connection is not None:
-                self._end_all(connection, segment.time_ns, How.REPLACED)
-            connection = self._connections[segment.client] = _Connection()
+        client = segment.client
+        opens = segment.sequence if segment.flags & SYN and segment.to_server else None
+        connection = self._connections.get(client)
+        if connection is None:
+            if client in self._closed and opens in {None, self._closed[client].began}:
+                return self.ledger.take()  # the server was still writing when it closed
+            connection = self._open(client, opens)
+        elif opens is not None:
+            if opens == connection.began:
+                return self.ledger.take()
+            self._drop(client, segment.time_ns, How.REPLACED)
+            connection = self._open(client, opens)
         connection.touched_ns = segment.time_ns
+        self._connections.move_to_end(client)
         if segment.flags & SYN:
             stream = connection.client if segment.to_server else connection.server
-            stream.next = (segment.sequence + 1) & 0xFFFFFFFF
-        elif segment.size and not connection.closed:
+            if stream.next is None:
+                stream.next = (segment.sequence + 1) & 0xFFFFFFFF
+        elif segment.size:
             self._take(connection, segment)
+        self._index(client, connection)
         if segment.flags & (FIN | RST):
-            self._close(connection, segment)
-        self._index(segment.client, connection)
-        return self._events
+            self._close(client, connection, segment)
+        return self.ledger.take()
 
-    def _index(self, client: tuple[str, int], connection: _Connection) -> None:
-        if connection.open:
+    def _open(self, client: Client, began: int | None) -> _Connection:
+        self._closed.pop(client, None)
+        connection = self._connections[client] = _Connection(began)
+        return connection
+
+    def _index(self, client: Client, connection: _Connection) -> None:
+        if connection.busy():
             self._active[client] = connection
         else:
             self._active.pop(client, None)
-        if connection.opaque and not connection.closed:
-            self._opaque_clients.add(client)
-        else:
-            self._opaque_clients.discard(client)
-
-    def expire(self, now_ns: int, age_ns: int) -> list[TapEvent]:
-        """Forget connections that were silent for ``age_ns`` (the end was lost)."""
-        self._events = []
-        for client, connection in list(self._connections.items()):
-            age = now_ns - connection.touched_ns
-            if age > (_CLOSED_NS if connection.closed else age_ns):
-                self._end_all(connection, now_ns, How.EXPIRED)
-                connection.closed = True
-                self._index(client, connection)
-                del self._connections[client]
-        return self._events
+        if connection.talk is not None and connection.talk.unreadable:
+            self._unreadable.add(client)
 
     def _take(self, connection: _Connection, segment: Segment) -> None:
-        if connection.opaque:
-            self._opaque(connection, segment)
-        elif segment.to_server:
-            self._from_client(connection, segment)
+        stream = connection.client if segment.to_server else connection.server
+        joined = stream.next is None
+        piece = stream.advance(segment)
+        if piece == NOTHING:
+            return
+        if connection.talk is None:
+            connection.talk = self._recognise(piece.data, joined=joined)
+        talk = connection.talk
+        if segment.to_server:
+            talk.client(piece, segment.time_ns)
         else:
-            self._from_server(connection, segment)
+            talk.server(piece, segment.time_ns)
+        if talk.garbled:
+            # Whatever was under way goes on unseen: one outstanding request stands for it.
+            connection.talk = Opaque(self.ledger)
+            connection.talk.server(piece, segment.time_ns)
+            talk.end_all(segment.time_ns, How.REPLACED)
 
-    # --- client side
-
-    def _from_client(self, connection: _Connection, segment: Segment) -> None:
-        stream = connection.client
-        joined_late = stream.next is None
-        hole, data, cut = stream.advance(segment)
-        if joined_late or stream.reader.idle:
-            if data[:1] == b"\x16" or data.startswith(b"PRI * HTTP/2"):
-                connection.opaque = True
-                self._opaque(connection, segment)
-                return
-            if joined_late and not data.startswith(_METHODS):
-                self._arrive(connection, segment.time_ns)  # middle of a request body
-                return
-        marks = stream.reader.skip(hole) if hole else []
-        marks += stream.reader.feed(data) if data else []
-        marks += stream.reader.skip(cut) if cut else []
-        for mark in marks:
-            if mark.kind is MarkKind.BEGAN:
-                self._arrive(connection, segment.time_ns)
-            elif mark.kind is MarkKind.HEAD and mark.head and connection.open:
-                self._know(connection.open[-1], mark.head)
-
-    def _arrive(self, connection: _Connection, time_ns: int) -> None:
-        request = Request(self._number(), time_ns, touched_ns=time_ns)
-        connection.open.append(request)
-        self._events.append(Arrived(self._replica, request.number, time_ns, ""))
-
-    def _know(self, request: Request, head: Head) -> None:
-        request.method, request.path = head.first, bare(head.second)
-        if len(self.counts) < _MAX_PATHS or request.path in self.counts:
-            self.counts[request.path] = self.counts.get(request.path, 0) + 1
-        if not generates(head.first, head.second):
-            request.quiet = True
-            self._drop_quiet(request)
-            return
-        size = -1 if head.chunked else head.length or 0
-        self._replace_arrival(request)
-        self._events.append(Sized(self._replica, request.number, size))
-
-    def _drop_quiet(self, request: Request) -> None:
-        before = len(self._events)
-        self._events = [
-            e for e in self._events if not (isinstance(e, Arrived) and e.request == request.number)
-        ]
-        if len(self._events) == before:  # its arrival went out with an earlier segment
-            self._events.append(Dismissed(self._replica, request.number))
-
-    def _replace_arrival(self, request: Request) -> None:
-        for index, event in enumerate(self._events):
-            if isinstance(event, Arrived) and event.request == request.number:
-                self._events[index] = Arrived(
-                    self._replica, request.number, event.time_ns, request.path
-                )
-
-    # --- server side
-
-    def _from_server(self, connection: _Connection, segment: Segment) -> None:
-        stream = connection.server
-        joined_late = stream.next is None
-        hole, data, cut = stream.advance(segment)
-        if not (hole or data or cut):
-            return  # a retransmission; after the true end it must not look like a response
-        starts = data.startswith(b"HTTP/1.")
-        if starts and (hole or stream.reader.lost):
-            self._missed_end(connection, segment.time_ns)
-        elif not starts and stream.reader.idle and (joined_late or hole or not connection.open):
-            self._join_response(connection, segment.time_ns)
-        if hole and connection.open and not starts:
-            connection.open[0].unseen_bytes += hole
-        marks = stream.reader.skip(hole) if hole and not starts else []
-        marks += stream.reader.feed(data) if data else []
-        marks += stream.reader.skip(cut) if cut else []
-        for mark in marks:
-            self._response_mark(connection, mark.kind, mark.head, mark.data, segment.time_ns)
-
-    def _missed_end(self, connection: _Connection, time_ns: int) -> None:
-        """A new response begins although the one before has not been seen to end."""
-        if not connection.server.reader.idle and len(connection.open) > 1:
-            self._end(connection.open.popleft(), time_ns, How.REPLACED)
-        connection.server.reader.reset()
-
-    def _join_response(self, connection: _Connection, time_ns: int) -> None:
-        if not connection.open:
-            self._arrive(connection, time_ns)
-        connection.open[0].first_ns = connection.open[0].first_ns or time_ns
-        connection.server.reader.assume_open_body()
-
-    def _response_mark(
-        self,
-        connection: _Connection,
-        kind: MarkKind,
-        head: Head | None,
-        data: bytes,
-        time_ns: int,
-    ) -> None:
-        if not connection.open:
-            return
-        request = connection.open[0]
-        if kind is MarkKind.HEAD and head:
-            request.status = int(head.second) if head.second.isdigit() else 0
-            request.stream = head.stream
-        elif kind is MarkKind.DATA:
-            self._body(request, data, time_ns)
-        elif kind is MarkKind.DONE:
-            interim = head is not None and head.second.startswith("1")
-            if not interim:
-                self._end(connection.open.popleft(), time_ns, How.COMPLETE)
-
-    def _body(self, request: Request, data: bytes, time_ns: int) -> None:
-        request.touched_ns = time_ns
-        events = data.count(b"data: ") - data.count(b"data: [DONE]")
-        if events <= 0:
-            return
-        request.events += events
-        request.event_bytes += len(data)
-        if request.quiet:
-            return
-        if not request.first_ns:
-            request.first_ns = request.told_ns = time_ns
-            self._events.append(FirstToken(self._replica, request.number, time_ns))
-        elif time_ns - request.told_ns >= _PROGRESS_EVERY_NS:
-            request.told_ns = time_ns
-            self._events.append(Progress(self._replica, request.number, time_ns, request.tokens()))
+    def _recognise(self, data: bytes, *, joined: bool) -> Conversation:
+        if data.startswith(_PREFACE_START):
+            return Http2(self.ledger, joined=False)
+        if is_tls(data):
+            return Opaque(self.ledger)
+        plain = data.startswith((*METHODS, b"HTTP/1."))
+        if joined and not plain and looks_like_frames(data):
+            return Http2(self.ledger, joined=True)
+        return Plain(self.ledger, joined=joined)
 
     # --- ends
 
-    def _close(self, connection: _Connection, segment: Segment) -> None:
+    def _close(self, client: Client, connection: _Connection, segment: Segment) -> None:
         reset = bool(segment.flags & RST)
-        if segment.to_server and not reset and connection.open:
+        if segment.to_server and not reset and connection.busy():
             # A half-closed client may still read; SGLang and vLLM abort at once and then close
             # their side, which is the end that counts.
             return
-        self._end_all(connection, segment.time_ns, How.RESET if reset else How.CLOSED)
+        self._drop(client, segment.time_ns, How.RESET if reset else How.CLOSED)
         # Kept for a while: what the server was still writing must not look like a new response.
-        connection.closed = True
+        self._closed[client] = _Closed(segment.time_ns, connection.began)
+        if len(self._closed) > _MOST_CLOSED:
+            self._closed.popitem(last=False)
 
-    def _end_all(self, connection: _Connection, time_ns: int, how: How) -> None:
-        while connection.open:
-            self._end(connection.open.popleft(), time_ns, how)
+    def _drop(self, client: Client, time_ns: int, how: How) -> None:
+        connection = self._connections.pop(client)
+        if connection.talk is not None:
+            connection.talk.end_all(time_ns, how)
+        self._active.pop(client, None)
+        self._unreadable.discard(client)
 
-    def _end(self, request: Request, time_ns: int, how: How) -> None:
-        if not request.quiet:
-            self._events.append(
-                Ended(
-                    self._replica,
-                    request.number,
-                    time_ns,
-                    request.tokens(),
-                    request.status,
-                    how,
-                )
-            )
-
-    def _opaque(self, connection: _Connection, segment: Segment) -> None:
-        if not segment.to_server:
-            return
-        self._end_all(connection, segment.time_ns, How.REPLACED)
-        self._arrive(connection, segment.time_ns)
+    def expire(self, now_ns: int, age_ns: int) -> list[TapEvent]:
+        """Forget connections that were silent for ``age_ns`` (the end was lost)."""
+        while self._closed and now_ns - next(iter(self._closed.values())).time_ns > _CLOSED_NS:
+            self._closed.popitem(last=False)
+        while self._connections:
+            client, connection = next(iter(self._connections.items()))
+            crowded = len(self._connections) > self._most
+            if now_ns - connection.touched_ns <= age_ns and not crowded:
+                break
+            if crowded and connection.busy():
+                self.lost_ns = now_ns
+            self._drop(client, now_ns, How.EXPIRED)
+        return self.ledger.take()

@@ -1,21 +1,78 @@
-"""Does the tap see every request? Its count against the engine's own, over windows.
+"""Does the tap see every request? Its count against the engine's own.
 
-Levels never match (the engine counted before the tap began), so *changes* are compared, and only
-between two moments at which nothing is in flight, because engines count a request at its arrival
-or at its end. A path the tap cannot see (sockmap meshes, Unix sockets, engine-to-engine ingress)
-shows as engine > tap.
+Levels never match (the engine counted before the tap began), so the *difference* between the two
+counts is watched: it must stay the same. Neither count is read at the same moment, so what the tap
+counted when the engine answered is known only within bounds: at least what its heartbeat said a
+moment *before* the engine was asked, at most what its heartbeat said *after* the answer. Each
+reading therefore bounds the difference, and the readings agree while some difference fits them all.
+Nothing is tolerated beyond these bounds. A path the tap cannot see (sockmap meshes, Unix sockets,
+node ports, engine-to-engine ingress) makes the engine's count run away.
 
-| state | pair of quiet readings | next |
-|---|---|---|
-| unknown | first | unknown, with a base |
-| unknown, verified | equal changes | verified |
-| any | engine counted more or fewer | contradicted until a later window agrees |
-| any | engine restarted (counter fell) | unknown, with a new base |
+| readings | verified |
+|---|---|
+| the first; engine or tap restarted (a count fell) | unknown |
+| fits the agreed difference or the one before; at most 1 % could hide in the bounds | yes |
+| fits, but the bounds are wide (a busy replica) | as before, until they are narrow enough |
+| fits neither, or the tap has not seen the agent's own scrapes | no, until a later one fits |
+| no answer for a minute | unknown |
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from rose_core.telemetry.events import Health
+
+_SILENT_NS = 60_000_000_000
+_HIDING_SHARE = 100
+
+
+class Span(NamedTuple):
+    """Bounds of a number."""
+
+    least: int
+    most: int
+
+
+class Count(NamedTuple):
+    """What the tap had counted since its start when the engine answered.
+
+    Attributes:
+        requests: bounds of the generating requests.
+        unsure: of these, how many the engine may not have counted (it never answered them, or has
+            no such route).
+    """
+
+    requests: Span
+    unsure: int = 0
+
+
+def counted(before: Health, after: Health, *, at_arrival: bool) -> Count:
+    """The tap's count between two of its heartbeats, by the moment at which the engine counts."""
+    if at_arrival:
+        return Count(Span(before.seen, after.seen), after.unsure)
+    return Count(Span(before.finished, after.finished), after.unsure)
+
+
+class _Mark(NamedTuple):
+    """A difference engine - tap, and how many unsure requests there had been."""
+
+    difference: Span
+    unsure: int
+
+    def meet(self, here: _Mark) -> _Mark | None:
+        """What both readings allow; None when they contradict each other.
+
+        Requests that the engine may not have counted can only have lowered the difference.
+        """
+        least = max(self.difference.least - (here.unsure - self.unsure), here.difference.least)
+        most = min(self.difference.most, here.difference.most)
+        return _Mark(Span(least, most), here.unsure) if least <= most else None
+
+    def hidden(self, here: _Mark) -> int:
+        """How many requests the tap may have missed since without a contradiction."""
+        return here.difference.most - self.difference.least + here.unsure - self.unsure
 
 
 @dataclass(frozen=True)
@@ -24,34 +81,54 @@ class Verification:
 
     Attributes:
         verified: None = not compared yet.
-        compared_ns: when the last comparison was made.
-        missed: requests the tap did not see in the last window (negative: saw too many).
+        compared_ns: when the engine last answered.
+        missed: requests the tap certainly did not see since the reading before (negative: saw too
+            many).
     """
 
     verified: bool | None = None
     compared_ns: int = 0
     missed: int = 0
-    _engine: int | None = None
+    _agreed: _Mark | None = None
+    _last: _Mark | None = None
+    _engine: int = 0
+    _base: int = 0
     _tap: int = 0
     _own: int = 0
 
     def compare(
-        self, engine: int, tap: int, own_sent: int, own_seen: int, now_ns: int
+        self, engine: int, tap: Count, own_sent: int, own_seen: int, now_ns: int
     ) -> Verification:
-        """Compare one pair of readings taken while nothing was in flight.
+        """Add one reading.
 
         Args:
             engine: generating requests counted by the engine since its start.
-            tap: generating requests counted by the tap since its start.
+            tap: what the tap had counted then.
             own_sent: the agent's own scrapes so far.
-            own_seen: those the tap has seen: proof that it sees this network path even when there
-                is no traffic.
+            own_seen: scrapes the tap has seen: proof that it sees this network path even when
+                there is no traffic.
             now_ns: time of the reading.
         """
-        base = replace(self, _engine=engine, _tap=tap, _own=own_sent - own_seen)
-        if self._engine is None or engine < self._engine or tap < self._tap:
-            return replace(base, verified=None, compared_ns=now_ns, missed=0)
-        missed = (engine - self._engine) - (tap - self._tap)
-        unseen = (own_sent - own_seen) - self._own
-        verified = missed == 0 and unseen <= 0
-        return replace(base, verified=verified, compared_ns=now_ns, missed=missed)
+        most = tap.requests.most
+        here = _Mark(Span(engine - most, engine - tap.requests.least), tap.unsure)
+        unseen = own_sent - own_seen
+        read = replace(
+            self, compared_ns=now_ns, missed=0, _last=here, _engine=engine, _tap=most, _own=unseen
+        )
+        if self._last is None or engine < self._engine or most < self._tap:
+            return replace(read, verified=None, _agreed=None, _base=most)
+        base = next((m for m in (self._agreed, self._last) if m and m.meet(here)), None)
+        if base is None or unseen > self._own:
+            missed = _distance(self._last.difference, here.difference)
+            agreed = self._agreed or self._last
+            return replace(read, verified=False, missed=missed, _agreed=agreed, _base=most)
+        narrow = base.hidden(here) * _HIDING_SHARE <= max(0, most - self._base)
+        return replace(read, verified=True if narrow else self.verified, _agreed=base.meet(here))
+
+    def unanswered(self, now_ns: int) -> Verification:
+        """The engine did not answer: what was agreed holds for a minute."""
+        return self if now_ns - self.compared_ns <= _SILENT_NS else replace(self, verified=None)
+
+
+def _distance(last: Span, here: Span) -> int:
+    return max(0, here.least - last.most) + min(0, here.most - last.least)

@@ -55,6 +55,13 @@ def test_idle_for_long_enough_opens() -> None:
     assert (verdict.open, verdict.reason, verdict.duty) == (True, GateReason.IDLE, 1.0)
 
 
+def test_a_learned_cool_down_opens_earlier_and_says_when_to_look() -> None:
+    early = judge(facts(idle(for_ms=5), cool_down_ns=10 * MS), LIMITS, NOW)
+    assert (early.open, early.reason) == (False, GateReason.COOL_DOWN)
+    assert early.again_ns == NOW + 5 * MS
+    assert judge(facts(idle(for_ms=10), cool_down_ns=10 * MS), LIMITS, NOW).open
+
+
 def test_the_stop_button_comes_first() -> None:
     verdict = judge(facts(stop_requested=True, lending=False, gone=True), LIMITS, NOW)
     assert verdict.reason is GateReason.STOP_REQUESTED
@@ -87,6 +94,22 @@ def test_idle_gaps_are_used_before_slack() -> None:
     assert verdict.reason is GateReason.SERVING_BUSY
 
 
+def test_a_stream_late_by_less_than_a_period_only_pauses() -> None:
+    late = streaming(tokens=12, started_ms=1000)  # 12 x 80 ms - 1 s - one step of 40 ms
+    verdict = never_idle(busy(late))
+    assert (verdict.open, verdict.reason) == (False, GateReason.SLACK)
+    assert verdict.slack is not None
+    assert verdict.slack.decode_s == pytest.approx(-0.08)
+
+
+def test_a_relative_limit_alone_lends_between_prefills() -> None:
+    goal = Objective(max_increase=0.25)
+    waiting = LiveRequest(2, NOW, size=400)
+    assert never_idle(busy(streaming(50, 500)), objective=goal).reason is GateReason.SLACK
+    verdict = never_idle(busy(streaming(50, 500), waiting), objective=goal)
+    assert verdict.reason is GateReason.NO_PREFILL_SLACK
+
+
 @pytest.mark.parametrize("goal", [Objective(), Objective(ttft_s=1.0), Objective(tpot_s=0.1)])
 def test_without_both_goals_there_is_no_slack(goal: Objective) -> None:
     verdict = never_idle(busy(streaming()), objective=goal)
@@ -115,13 +138,16 @@ def test_a_large_prompt_closes_and_a_small_one_need_not() -> None:
 
 
 def test_the_duty_paces_the_gate_within_a_control_period() -> None:
-    # 20 ms alone, 40 ms shared, budget 0.8 x 30 = 24 ms: a fifth of the time may be lent.
+    # 20 ms alone, 40 ms shared, budget 0.8 x 30 = 24 ms: with a third of the time lent a step
+    # takes 20 / (1 - 1/3 x 1/2) = 24 ms.
     goal = Objective(ttft_s=1.0, tpot_s=0.03)
     signal = busy(streaming(tokens=100))
     opened = [never_idle(signal, NOW + step * MS, objective=goal) for step in range(100)]
-    assert sum(v.open for v in opened) == 20
+    assert sum(v.open for v in opened) == 34, "a third of the period, begun milliseconds count"
     assert {v.reason for v in opened} == {GateReason.SLACK}
-    assert all(abs(v.until_ns - NOW - 20 * MS) < MS for v in opened if v.open)
+    assert all(abs(v.until_ns - NOW - 33 * MS) < MS for v in opened if v.open)
+    changes = {v.again_ns for v in opened}
+    assert changes == {opened[0].until_ns, NOW + 100 * MS}, "when to look again"
 
 
 def test_a_duty_that_is_not_worth_it_closes() -> None:
@@ -133,7 +159,7 @@ def test_a_duty_that_is_not_worth_it_closes() -> None:
 def test_a_relative_limit_caps_the_duty() -> None:
     goal = replace(GOAL, max_increase=0.25)
     verdict = never_idle(busy(streaming()), objective=goal)
-    assert verdict.duty == pytest.approx(0.2)
+    assert verdict.duty == pytest.approx(1 / 3)
 
 
 def test_saturated_lends_nothing() -> None:

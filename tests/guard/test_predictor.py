@@ -7,7 +7,17 @@ import random
 
 import pytest
 
-from rose_core.guard.crossover import SAMPLE_FLOOR, Meter, Schedule, compare, quantile
+from rose_core.guard.crossover import (
+    RELATIVE,
+    SAMPLE_FLOOR,
+    Harm,
+    Meter,
+    Schedule,
+    compare,
+    floor,
+    judge,
+    quantile,
+)
 from rose_core.guard.predictor import Predictor, Profile
 from rose_core.guard.slack import Objective, duty, measure
 from rose_core.telemetry.book import LiveRequest
@@ -75,7 +85,8 @@ def test_decode_slack_is_what_was_earned() -> None:
 
 def test_duty_by_hand() -> None:
     predictor = Predictor(PROFILE)
-    assert duty(1, Objective(tpot_s=0.022 * 2 / 0.8), predictor) == pytest.approx(0.5)
+    # Three times slower beside a rollout engine, twice as slow allowed: 1 - f (1 - 1/3) = 1/2.
+    assert duty(1, Objective(tpot_s=0.022 * 2 / 0.8), predictor) == pytest.approx(0.75)
     assert duty(1, Objective(), predictor) == 0.0
     assert duty(1, Objective(tpot_s=10.0), predictor) == 1.0
     assert duty(1, Objective(tpot_s=0.001), predictor) == 0.0
@@ -91,6 +102,8 @@ def test_windows_alternate() -> None:
         False,
     ]
     assert not Schedule(0.0).withheld(12345.0)
+    share = sum(RELATIVE.withheld(t) for t in range(1000)) / 1000
+    assert share == 0.1, "a relative limit costs a tenth of the time"
 
 
 def test_quantiles() -> None:
@@ -115,10 +128,44 @@ def test_harm_is_found_and_noise_is_not() -> None:
             base = math.exp(draw.gauss(0, 0.3))
             meter.add(withheld=True, ttft_s=base, tpot_s=None)
             meter.add(withheld=False, ttft_s=factor * math.exp(draw.gauss(0, 0.3)), tpot_s=None)
-    assert harmed.harmful(0.05, 0.9)
-    assert not same.harmful(0.05, 0.9)
-    assert not harmed.harmful(0.0, 0.9), "no limit, no verdict"
+    windows = "withheld windows"
+    assert judge(harmed, None, 0.05, 0.9) == Harm(windows, proven=True)
+    assert judge(same, None, 0.05, 0.9) == Harm(windows)
+    assert judge(harmed, None, 0.0, 0.9) == Harm(), "no limit, no verdict"
     ratio = harmed.ratios((0.5,))["ttft"][0]
     assert ratio.low is not None
     assert ratio.high is not None
     assert ratio.low < 1.5 < ratio.high
+
+
+def meter(factor: float, count: int, *, withheld: bool) -> Meter:
+    made = Meter()
+    for number in range(count):
+        made.add(withheld=withheld, ttft_s=factor * (1 + number % 10 / 100), tpot_s=None)
+    return made
+
+
+def test_unlent_replicas_stand_in_until_the_windows_have_enough() -> None:
+    lent, unlent = meter(1.5, 100, withheld=False), meter(1.0, 100, withheld=True)
+    assert judge(lent, unlent, 0.05, 0.9) == Harm("un-lent replicas", proven=True)
+    for _ in range(50):
+        lent.add(withheld=True, ttft_s=1.62, tpot_s=None)
+    assert judge(lent, unlent, 0.05, 0.9) == Harm("withheld windows"), "slow with or without us"
+
+
+def test_below_the_floor_nothing_is_judged() -> None:
+    few = meter(1.0, SAMPLE_FLOOR - 1, withheld=True)
+    assert judge(meter(9.0, 500, withheld=False), few, 0.05, 0.9) == Harm()
+    assert (floor(0.5), floor(0.9), floor(0.99)) == (30, 30, 200)
+
+
+def test_the_interval_covers_what_is_true_about_as_often_as_it_says() -> None:
+    draw = random.Random(5)
+    covered = 0
+    for _ in range(300):
+        one, two = ([math.exp(draw.gauss(0, 0.4)) for _ in range(120)] for _ in range(2))
+        ratio = compare(one, two, 0.9)
+        assert ratio.low is not None
+        assert ratio.high is not None
+        covered += ratio.low <= 1.0 <= ratio.high
+    assert 0.84 <= covered / 300 <= 0.97

@@ -253,6 +253,23 @@ def test_memory_pressure_ends_an_engine_that_cannot() -> None:
     assert (state.phase, done) == (Phase.RELEASING, [Order.CLOSE, Order.STOP])
 
 
+def test_a_dormant_engine_is_activated_once_it_is_let_go() -> None:
+    dormant = EngineState.DORMANT
+    state, done = orders(STOPPED, seen(OPEN, engine(dormant, held=True)))
+    assert done == [Order.LET_GO, Order.EXTEND]
+    state, done = orders(state, seen(OPEN, engine(dormant)), NOW + 150 * MS)
+    assert done == [Order.EXTEND, Order.ACTIVATE]
+    state, done = orders(state, seen(OPEN, engine(dormant)), NOW + 200 * MS)
+    assert done == [Order.EXTEND]
+    _, done = orders(state, seen(OPEN, engine()), NOW + 300 * MS)
+    assert done == [Order.EXTEND]
+
+
+def test_a_dormant_engine_stays_so_while_the_gate_is_closed() -> None:
+    _, done = orders(STOPPED, seen(shut(), engine(EngineState.DORMANT, held=True)))
+    assert done == [Order.CLOSE]
+
+
 # --- always
 
 
@@ -291,3 +308,28 @@ def test_no_history_extends_a_permit_that_must_not_be_open() -> None:
                 assert extended[0].until_ns <= now + LIMITS.permit_ns
                 assert world.heartbeat_ns is None or world.heartbeat_ns < LIMITS.host_stale_ns
                 assert Order.CLOSE not in {a.order for a in actions}
+
+
+def test_an_unanswered_hold_is_taken_back_when_the_gate_opens() -> None:
+    state, done = orders(STOPPED, seen(OPEN, replace(engine(), asked=True)))
+    assert done == [Order.LET_GO, Order.EXTEND]
+    _, done = orders(state, seen(OPEN, engine()), NOW + 20 * MS)
+    assert done == [Order.EXTEND], "asked once"
+
+
+def test_a_stop_of_900_seconds_with_brief_thaws_needs_no_kill_and_ends_by_itself() -> None:
+    """Thaws shorter than an iteration are the risky ones for watchdogs: nothing gets done."""
+    state, held, done = PRESENT, False, list[Order]()
+    now, end = NOW, NOW + 900 * S
+    while now < end:
+        thawed = (now - NOW) % (10 * S) >= 10 * S - 60 * MS
+        state, orders_now = orders(
+            state, seen(OPEN if thawed else shut(), engine(held=held, frozen=False)), now
+        )
+        done += orders_now
+        for order in orders_now:
+            held = order is Order.HOLD or (held and order is not Order.LET_GO)
+        now += 40 * MS
+    assert {Order.FREEZE, Order.KILL, Order.STOP, Order.DORMANT}.isdisjoint(done)
+    assert done.count(Order.HOLD) == done.count(Order.LET_GO) == 90
+    assert (state.rung, state.failures, state.self_frozen) == (Rung.NONE, 0, False)

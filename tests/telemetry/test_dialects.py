@@ -10,9 +10,11 @@ import pytest
 from rose_core.telemetry.dialects import (
     Figures,
     samples,
+    sglang_feed,
     sglang_loads,
     sglang_metrics,
     sglang_snapshot,
+    vllm_load,
     vllm_metrics,
 )
 
@@ -123,3 +125,48 @@ def test_the_snapshot() -> None:
 )
 def test_a_torn_snapshot_is_unknown(memory: bytes) -> None:
     assert sglang_snapshot(memory) == Figures()
+
+
+def test_a_snapshot_leaves_out_what_is_zero() -> None:
+    idle = sglang_snapshot(snapshot({"timestamp": 1.5, "max_total_num_tokens": 4096}))
+    assert (idle.running, idle.waiting, idle.kv_permille, idle.activity) == (0, 0, 0, (0, 0))
+
+
+@pytest.mark.parametrize("family", ["sglang:http_requests_total", "http_requests_total"])
+def test_a_counter_that_has_counted_nothing_yet_is_zero(family: str) -> None:
+    page = f"# HELP {family} Requests.\n# TYPE {family} counter\n"
+    reader = sglang_metrics if family.startswith("sglang") else vllm_metrics
+    assert reader(page).requests == {}
+
+
+def feed(*values: object) -> bytes:
+    return msgspec.msgpack.encode(["LoadStat", *values])
+
+
+def test_the_load_feed() -> None:
+    figures = sglang_feed(feed(2, 1, 512, 4096, None, 0, 600, 16, 9000, 77))
+    assert (figures.running, figures.waiting, figures.kv_permille) == (2, 1, 125)
+    assert figures.activity == (9000, 512)
+    assert sglang_feed(feed(0, 0, 0, 0, 3)).running == 0, "an older, shorter shape"
+    assert sglang_feed(feed(1, 0, 5, 10, 0, 0, 5, 8, 9, 1, "later", 4)).running == 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [b"", b"\xc1", feed(), feed(1, 0), feed(-1, 0, 0, 0), feed("1", 0, 0, 0), b"\x93\xa1x\x00\x00"],
+)
+def test_a_feed_that_cannot_be_read_is_unknown(message: bytes) -> None:
+    assert sglang_feed(message) == Figures()
+
+
+def test_vllm_load_is_a_bare_level() -> None:
+    figures = vllm_load(b'{"server_load":3}')
+    assert (figures.running, figures.waiting, figures.level_only) == (3, 0, True)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{}", b"[]", b'{"server_load":-1}', b'{"server_load":true}', b'{"server_load":"1"}'],
+)
+def test_a_load_that_cannot_be_read_is_unknown(body: bytes) -> None:
+    assert vllm_load(body) == Figures()

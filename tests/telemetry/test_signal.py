@@ -17,7 +17,6 @@ from rose_core.telemetry.events import (
     Sized,
 )
 from rose_core.telemetry.signal import Doubt, Limits, Reading, ServingSignal, advance, merge
-from rose_core.telemetry.verify import Verification
 from rose_core.wire.sync import SignalSource
 
 S = 1_000_000_000
@@ -125,18 +124,21 @@ def test_silence_of_traffic_is_not_staleness_but_silence_of_the_tap_is() -> None
 
 
 @pytest.mark.parametrize(
-    ("beat", "doubt"),
+    ("beat", "verified", "doubt"),
     [
-        (health(problem="interface gone"), Doubt.LOST),
-        (health(lost_ns=NOW), Doubt.LOST),
-        (health(in_flight=3), Doubt.LOST),
-        (health(opaque=True), Doubt.OPAQUE),
+        (health(problem="interface gone"), True, Doubt.LOST),
+        (health(lost_ns=NOW), True, Doubt.LOST),
+        (health(in_flight=3), True, Doubt.LOST),
+        (health(opaque=True), None, Doubt.OPAQUE),
+        (health(opaque=True), True, None),
     ],
 )
-def test_reasons_not_to_believe_the_tap(beat: Health, doubt: Doubt) -> None:
+def test_reasons_not_to_believe_the_tap(
+    beat: Health, verified: bool | None, doubt: Doubt | None
+) -> None:
     made = book()
     made.apply(beat, NOW)
-    assert judged(made, allowed=TAP_ONLY).doubt is doubt
+    assert judged(made, verified=verified, allowed=TAP_ONLY).doubt is doubt
 
 
 @pytest.mark.parametrize("verified", [None, False])
@@ -185,7 +187,7 @@ def test_figures_replace_a_tap_only_when_it_is_long_absent_or_opaque() -> None:
     later = NOW + 20 * S
     assert judged(made, (loads(0, later),), now=later).source is SignalSource.LOADS
     made.apply(health(opaque=True), NOW)
-    assert judged(made, (loads(0),)).source is SignalSource.LOADS
+    assert judged(made, (loads(0),), verified=None).source is SignalSource.LOADS
 
 
 def test_the_metrics_page_never_says_empty() -> None:
@@ -201,32 +203,3 @@ def test_a_moving_token_counter_is_work() -> None:
     second = advance(first, SignalSource.LOADS, moved, NOW + 1)
     assert (second.busy_since_ns, second.idle_since_ns) == (NOW + 1, None)
     assert judged(None, (second,), allowed=(SignalSource.LOADS,)).running == 1
-
-
-# --- counters
-
-
-def test_equal_changes_verify_and_levels_do_not_matter() -> None:
-    first = Verification().compare(1000, 3, 1, 1, NOW)
-    assert first.verified is None
-    second = first.compare(1010, 13, 2, 2, NOW)
-    assert (second.verified, second.missed) == (True, 0)
-
-
-def test_a_request_the_tap_did_not_see_contradicts_until_a_window_agrees() -> None:
-    base = Verification().compare(10, 10, 1, 1, NOW)
-    missed = base.compare(13, 12, 2, 2, NOW)
-    assert (missed.verified, missed.missed) == (False, 1)
-    assert missed.compare(14, 13, 3, 3, NOW).verified is True
-
-
-def test_own_scrapes_prove_the_path() -> None:
-    base = Verification().compare(10, 10, 1, 1, NOW)
-    assert base.compare(10, 10, 2, 1, NOW).verified is False
-    assert base.compare(10, 10, 2, 5, NOW).verified is True, "others scrape as well"
-
-
-def test_a_restarted_engine_starts_anew() -> None:
-    base = Verification().compare(10, 10, 1, 1, NOW).compare(11, 11, 2, 2, NOW)
-    assert base.compare(0, 11, 3, 3, NOW).verified is None
-    assert base.compare(12, 0, 3, 3, NOW).verified is None, "a restarted tap as well"

@@ -27,7 +27,7 @@ def test_a_streamed_request_from_arrival_to_its_true_end() -> None:
     talk = conversation()
     assert talk.client_says(post()) == [
         Arrived("replica", 1, talk.time_ns, "/generate"),
-        Sized("replica", 1, 16),
+        Sized("replica", 1, 16, "/generate"),
     ]
     assert talk.server_says(HEAD) == [], "headers are not the first token"
     first = talk.server_says(event(0))
@@ -93,7 +93,7 @@ def test_a_request_in_pieces_arrives_with_its_first_one() -> None:
     start = talk.client_says(whole[:7])
     assert [type(e) for e in start] == [Arrived]
     assert talk.client_says(whole[7:30]) == []
-    assert talk.client_says(whole[30:90]) == [Sized("replica", 1, 100)]
+    assert talk.client_says(whole[30:90]) == [Sized("replica", 1, 100, "/generate")]
     assert talk.client_says(whole[90:]) == []
     assert talk.tracker.in_flight == 1
 
@@ -101,7 +101,7 @@ def test_a_request_in_pieces_arrives_with_its_first_one() -> None:
 def test_a_chunked_request_body_is_followed_to_its_end() -> None:
     talk = conversation()
     talk.client_says(b"POST /generate HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
-    assert talk.events[-1] == Sized("replica", 1, -1)
+    assert talk.events[-1] == Sized("replica", 1, -1, "/generate")
     for _ in range(3):
         talk.client_says(chunk(b"{}" * 20))
     talk.client_says(END)
@@ -279,25 +279,30 @@ def test_a_tap_that_joins_in_the_middle_of_a_request_body() -> None:
     assert watching.in_flight == 0
 
 
-@pytest.mark.parametrize("hello", [b"\x16\x03\x01\x02\x00", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"])
-def test_what_cannot_be_read_is_an_arrival_and_never_empty(hello: bytes) -> None:
-    talk = conversation()
-    talk.client_says(hello)
-    assert talk.tracker.opaque
-    talk.server_says(b"\x17\x03\x03whatever")
-    assert talk.tracker.in_flight == 1
-    talk.client_says(b"\x17\x03\x03again")
-    assert len([e for e in talk.events if isinstance(e, Arrived)]) == 2
-    talk.finish(by_server=True)
-    assert not talk.tracker.opaque
-
-
 def test_a_reused_port_starts_anew() -> None:
     talk = conversation()
     talk.client_says(post())
     talk.open()
     assert ends(talk.events)[0].how is How.REPLACED
     assert talk.tracker.in_flight == 0
+
+
+@pytest.mark.parametrize("how", ["fin", "reset", "keep-alive"])
+def test_segments_that_show_twice_change_nothing(how: str) -> None:
+    """A segment can pass on both sockets while the tap changes from one to the other."""
+    talk = conversation()
+    for _ in range(2):
+        talk.client_says(post())
+        talk.server_says(HEAD + event(0))
+        talk.server_says(event(1) + END)
+    if how != "keep-alive":
+        talk.finish(by_server=True, reset=how == "reset")
+    told, segments = talk.events, talk.segments
+    for end in range(1, len(segments) + 1):
+        for begin in range(end):
+            again = tracker()
+            shown = [*segments[:end], *segments[begin:end], *segments[end:]]
+            assert [e for s in shown for e in again.feed(s)] == told
 
 
 def test_data_after_a_reset_is_no_new_request() -> None:

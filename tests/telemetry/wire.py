@@ -6,7 +6,8 @@ import itertools
 from dataclasses import dataclass, field
 
 from rose_core.telemetry.events import TapEvent
-from rose_core.telemetry.tracker import FIN, RST, SYN, Segment, Tracker
+from rose_core.telemetry.segments import FIN, RST, SYN, Segment
+from rose_core.telemetry.tracker import Tracker
 
 CLIENT = ("0a000001", 40000)
 MS = 1_000_000
@@ -21,6 +22,7 @@ class Conversation:
     time_ns: int = 0
     sequence: dict[bool, int] = field(default_factory=lambda: {True: 1000, False: 5000})
     events: list[TapEvent] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
 
     def open(self) -> None:
         self._send(to_server=True, flags=SYN)
@@ -51,6 +53,7 @@ class Conversation:
         segment = Segment(self.time_ns, self.client, to_server, start, flags, captured, len(data))
         if not flags & SYN:
             self.sequence[to_server] = (start + len(data)) % 2**32
+        self.segments.append(segment)
         new = self.tracker.feed(segment)
         self.events += new
         return new

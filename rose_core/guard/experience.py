@@ -1,0 +1,157 @@
+"""What finished requests teach: cost, margin, and how fast the error budget burns.
+
+A request is followed from its arrival to its end beside the integral of the gate's open time, so
+that at its end it is known for which share of its time it ran beside rollouts:
+
+| a finished request | teaches |
+|---|---|
+| share of its time beside an open gate | the predictor: cost alone, or beside a rollout engine |
+| latency / SLO, when it met an open gate | the margin |
+| over the SLO or not | the error budget of its pool (``Budget``), which opens the breaker |
+
+The guard of a node and the simulator both learn by this. Next step: ``gate`` is judged on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rose_core.guard.budget import Breaker, BurnLimits, BurnMeter
+from rose_core.guard.margin import Margin
+from rose_core.guard.predictor import Predictor
+from rose_core.guard.shares import LEAST_SHARE, OpenTime
+from rose_core.guard.slack import Objective
+from rose_core.telemetry.book import Finished
+
+BUDGET_CAUSE = "error-budget"
+
+
+@dataclass
+class Budget:
+    """Error budget and breaker of one pool."""
+
+    limits: BurnLimits = field(default_factory=BurnLimits)
+    burn: BurnMeter = field(default_factory=BurnMeter)
+    breaker: Breaker = field(default_factory=Breaker)
+
+    def spend(self, met: Met, percentile: int, now_ns: int) -> bool:
+        """Take one request that was compared with its SLO.
+
+        Returns:
+            It was slow and the budget burns: the breaker ought to be opened.
+        """
+        self.burn.add(slow=met.slow, exposed=met.exposed, now_ns=now_ns)
+        return met.slow and self.burn.burning(percentile, now_ns)
+
+    def trip(self, cause: str, now_ns: int) -> bool:
+        """Open the breaker, or keep it open; whether it was closed before."""
+        fresh = not self.breaker.open(now_ns)
+        self.breaker = self.breaker.trip(cause, now_ns, self.limits)
+        return fresh
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What a finished request met.
+
+    Attributes:
+        prefill, decode: share of that part of its time beside an open gate.
+        used: the worse of TTFT and TPOT as a share of its SLO; 0 = nothing to compare.
+    """
+
+    prefill: float
+    decode: float
+    used: float
+
+    @property
+    def exposed(self) -> bool:
+        """It ran beside rollouts for long enough to have been slowed by them."""
+        return max(self.prefill, self.decode) >= LEAST_SHARE
+
+    @property
+    def slow(self) -> bool:
+        """It missed its SLO."""
+        return self.used > 1
+
+
+@dataclass(slots=True)
+class _Mark:
+    """Open time of the gate up to a request's arrival and to its first token."""
+
+    arrived_ns: int
+    first_ns: int | None = None
+
+
+class Experience:
+    """What one replica's requests have taught; single-threaded.
+
+    Args:
+        now_ns: the beginning.
+        predictor: to start from.
+    """
+
+    def __init__(self, now_ns: int, predictor: Predictor | None = None) -> None:
+        self.predictor = predictor or Predictor()
+        self.margin = Margin()
+        self.open_time = OpenTime(now_ns)
+        self._marks: dict[int, _Mark] = {}
+
+    @property
+    def followed(self) -> int:
+        """Requests under way."""
+        return len(self._marks)
+
+    def arrived(self, number: int, now_ns: int) -> None:
+        """A request has come; again for the same one changes nothing."""
+        self._marks.setdefault(number, _Mark(self.open_time.at(now_ns)))
+
+    def first(self, number: int, now_ns: int) -> None:
+        """Its first token has left."""
+        if mark := self._marks.get(number):
+            mark.first_ns = self.open_time.at(now_ns)
+
+    def dismissed(self, number: int) -> None:
+        """It was no request after all."""
+        self._marks.pop(number, None)
+
+    def forget(self) -> None:
+        """What is under way cannot be followed to its end."""
+        self._marks.clear()
+
+    def finished(self, done: Finished, goals: Objective, others: int) -> Met:
+        """A request is over.
+
+        Args:
+            done: the request.
+            goals: the pool's SLO; 0 = not given.
+            others: requests still under way.
+        """
+        prefill, decode = self._shares(done)
+        if done.ttft_s is not None:
+            self.predictor = self.predictor.met_prefill(done.size, done.ttft_s, share=prefill)
+        if done.tpot_s is not None:
+            self.predictor = self.predictor.met_decode(1 + others, done.tpot_s, share=decode)
+        met = Met(prefill, decode, _used(done, goals))
+        if met.used and met.exposed:
+            self.margin = self.margin.saw(met.used)
+        return met
+
+    def _shares(self, done: Finished) -> tuple[float, float]:
+        mark = self._marks.pop(done.number, None)
+        if mark is None:
+            return 0.0, 0.0
+        end = self.open_time.at(done.ended_ns)
+        first = mark.first_ns if mark.first_ns is not None else end
+        prefill = _share(first - mark.arrived_ns, (done.first_ns or done.ended_ns), done.arrived_ns)
+        decode = _share(end - first, done.ended_ns, done.first_ns) if done.first_ns else 0.0
+        return prefill, decode
+
+
+def _share(open_ns: int, end_ns: int, start_ns: int) -> float:
+    elapsed = end_ns - start_ns
+    return min(1.0, max(0.0, open_ns / elapsed)) if elapsed > 0 else 0.0
+
+
+def _used(done: Finished, goals: Objective) -> float:
+    pairs = ((done.ttft_s, goals.ttft_s), (done.tpot_s, goals.tpot_s))
+    return max((value / goal for value, goal in pairs if value and goal), default=0.0)

@@ -1,0 +1,244 @@
+"""The guard's benchmark: its loads, its order, its statistics; on windows made up here."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any, cast
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from bench.guard import analysis, gates, strangers
+from bench.guard.__main__ import goal_of, main, planned
+from bench.guard.analysis import Window
+from bench.guard.dialects import VLLM, events_in, tokens_in
+from bench.guard.load import LOADS, Answer, Arrival, Served, schedule
+from bench.guard.picture import picture
+from bench.guard.report import Results, figures, table
+from bench.guard.rollouts import Rollouts
+from bench.guard.windows import CONDITIONS, GUARDED, Runner, Solo
+from bench.record import figure
+
+SOLO = Solo(300.0, 800.0, gates.Profile(0.01, 0.0002, 0.01))
+MS = 1_000_000
+
+
+def window(
+    condition: str, *, load: str = "conv", number: int = 0, factor: float = 1.0, harvested: int = 0
+) -> Window:
+    """Ten seconds of forty requests, a tenth of a second each when ``factor`` is 1."""
+    draw = random.Random(number)
+    answers = []
+    for index in range(40):
+        at = index * 0.25
+        sent = 1000.0 + at
+        first = sent + factor * draw.uniform(0.04, 0.06)
+        last = first + factor * 0.05
+        answers.append(Answer(Arrival(at, 50, 6), sent, first, last, last, 6))
+    return Window(load, condition, number, 10.0, 1000.0, answers, 0, harvested)
+
+
+@pytest.mark.parametrize("name", list(LOADS))
+def test_every_condition_of_a_round_meets_the_same_arrivals(name: str) -> None:
+    load = LOADS[name]
+    first, again = (schedule(load, 8.0, 1, 600.0) for _ in range(2))
+    assert first == again
+    assert first != schedule(load, 8.0, 2, 600.0)
+    assert all(-load.lead_s <= arrival.at_s < 8.0 for arrival in first)
+    assert len(first) > 5
+
+
+def test_a_steady_load_brings_its_share_of_the_saturated_rate() -> None:
+    arrivals = schedule(LOADS["steady-40"], 60.0, 0, 500.0)
+    measured = [arrival for arrival in arrivals if arrival.at_s >= 0]
+    assert sum(a.output for a in measured) / 60 == pytest.approx(0.4 * 500, rel=0.1)
+
+
+def test_the_order_is_drawn_and_keeps_the_guard_in_one_piece() -> None:
+    plan = planned([])
+    orders = {tuple(plan.order(LOADS["conv"], number)) for number in range(30)}
+    assert len(orders) > 10
+    for order in orders:
+        assert sorted(order) == sorted(CONDITIONS)
+        guarded = [name in GUARDED for name in order]
+        assert guarded in (sorted(guarded), sorted(guarded, reverse=True))
+    assert "duty-75" in plan.order(LOADS["steady-40"], 0)
+    assert planned(["--quick"]).rounds == 1
+
+
+def test_tokens_are_counted_from_what_the_engine_says() -> None:
+    line = b'data: {"text": "x", "meta_info": {"prompt_tokens": 3, "completion_tokens":17}}\n'
+    spaced = line.replace(b":17", b": 17,")
+    assert (tokens_in(line), tokens_in(spaced)) == (17, 17)
+    assert tokens_in(b"data: [DONE]\n") == tokens_in(b"\n") == 0
+
+
+def test_time_without_a_request_counts_overlaps_once() -> None:
+    assert window("alone").idle_s == pytest.approx(10 - 40 * 0.1, rel=0.05)
+    busy = window("alone", factor=10.0)
+    assert busy.idle_s == 0.0
+
+
+def test_pairing_cancels_what_the_load_does() -> None:
+    alone = [window("alone", number=n) for n in range(2)]
+    slower = [window("ours", number=n, factor=1.03) for n in range(2)]
+    found = analysis.ratio(analysis.pairs(alone, slower, "TTFT"), 0.9)
+    assert found is not None
+    assert found.pairs == 80
+    assert found.value == pytest.approx(1.03)
+    assert found.high - found.low < 0.01, "far less than the spread of the latencies"
+
+
+def test_rounds_that_only_one_side_has_do_not_count() -> None:
+    assert analysis.pairs([window("alone")], [window("ours", number=1)], "TTFT") == []
+    assert analysis.ratio([], 0.5) is None
+
+
+def test_harvest_is_measured_against_idle_time_when_alone() -> None:
+    alone = [window("alone", number=n) for n in range(3)]
+    possible = 300.0 * alone[0].idle_s
+    ours = [window("ours", number=n, harvested=round(0.9 * possible)) for n in range(3)]
+    found = analysis.of_idle(ours, alone, 300.0)
+    assert found is not None
+    assert found.low <= found.value <= found.high
+    assert found.value == pytest.approx(0.9, rel=0.02)
+
+
+def test_violations_are_those_beyond_serving_alone() -> None:
+    goal = (0.1, 0.015)
+    alone, slow = [window("alone")], [window("unguarded", factor=2.5)]
+    assert analysis.added(alone, alone, goal) == 0
+    assert analysis.added(slow, alone, goal) == 40
+    broken = window("ours")
+    broken.failed = 2
+    assert analysis.added([broken], alone, goal) == 2, "a failed request is over its SLO"
+
+
+def test_the_best_fixed_share_is_the_largest_harmless_one() -> None:
+    goal, alone = (0.1, 0.015), [window("alone")]
+    mild = [window("static-duty", harvested=500, factor=1.2)]
+    harsh = [window("unguarded", harvested=3000, factor=3.0)]
+    assert analysis.oracle([mild, harsh, []], alone, goal) == pytest.approx(50.0)
+    assert analysis.oracle([harsh], alone, goal) is None
+
+
+def test_too_few_pairs_and_wide_intervals_decide_nothing() -> None:
+    wide = figure("x", 1.0, "ratio", at_most=1.05, interval=(0.9, 1.2))
+    clear = figure("x", 1.2, "ratio", at_most=1.05, interval=(1.1, 1.3))
+    assert (wide.met, clear.met) == (None, False)
+    windows = [window("alone"), window("ours")]
+    rows = {row.name: row for row in figures(Results(windows, {}, SOLO))}
+    assert rows["conv, ours / alone: TTFT p90"].met is True, "forty pairs"
+    assert rows["conv, ours / alone: TTFT p99"].met is None
+
+
+def test_the_report_has_every_condition_and_both_charts() -> None:
+    windows = [
+        window(condition, load=load, number=number, harvested=900)
+        for load in ("conv", "steady-40")
+        for condition in CONDITIONS
+        for number in range(2)
+    ]
+    goal = goal_of(windows[0])
+    assert goal is not None
+    results = Results(windows, {"steady-40": goal}, SOLO)
+    names = [row.name for row in figures(results)]
+    assert len(names) == len(set(names))
+    assert "steady-40: ours / rose-paper, harvest" in names
+    assert all(condition in table(results) for condition in CONDITIONS)
+    charts = ET.fromstring(picture(results)).findall("{http://www.w3.org/2000/svg}svg")  # noqa: S314
+    assert len(charts) == 4
+
+
+def test_what_others_use_of_the_machine_is_known() -> None:
+    before, after = strangers.Used(0.0, 100.0, 40.0), strangers.Used(10.0, 109.0, 44.0)
+    cores = os.cpu_count() or 1
+    assert strangers.strangers(before, after) == pytest.approx(0.5 / cores)
+    assert strangers.strangers(after, after) == 0.0
+    assert strangers.used().own_s > 0
+
+
+# --- the gates that are not ours
+
+
+def test_a_fixed_duty_is_open_for_its_share() -> None:
+    rule = gates.duty(0.5)
+    opened = [rule(now * MS) for now in range(200)]
+    assert [bool(until) for until in opened] == [now % 100 < 50 for now in range(200)]
+    assert opened[49] == 50 * MS, "never beyond its share"
+    assert gates.always(7) > 7
+
+
+def paper(served: Served, cuts: list[int]) -> gates.Paper:
+    return gates.Paper(served, SOLO.profile, 0.1, 0.05, 1000, lambda: cuts.append(1))
+
+
+def test_the_papers_rules_stop_without_prefill_or_decode_slack() -> None:
+    served, cuts = Served(), list[int]()
+    rule = paper(served, cuts).rule
+    assert rule(10**9)
+    served.live[1] = Answer(Arrival(0.0, 100, 10), sent_s=1.0)  # a prefill of 30 ms
+    assert rule(int(1.06e9))
+    assert not rule(int(1.08e9)), "20 ms left"
+    served.live[1] = Answer(Arrival(0.0, 100, 10), 1.0, 1.05, 1.05, tokens=1)
+    assert rule(int(1.08e9))
+    assert not rule(int(1.095e9)), "the next token comes too late"
+    assert cuts == []
+    served.live[2] = Answer(Arrival(0.0, 800, 10), sent_s=1.0)
+    rule(int(1.0e9))
+    assert cuts, "serving's KV passes the watermark"
+
+
+def test_the_slo_is_twice_the_solo_latency() -> None:
+    goal = goal_of(window("alone"))
+    assert goal is not None
+    assert goal.ttft_s == pytest.approx(0.12, rel=0.05)
+    assert goal.milliseconds[1] == 20
+
+
+def entry(at_s: float, what: str, **details: object) -> dict[str, Any]:
+    return {"t": round(at_s * 1e9), "what": what, **details}
+
+
+def test_what_the_gate_was_open_for_is_told_apart_from_what_the_core_gave() -> None:
+    made, runner = window("ours"), Runner(cast("Any", None), Rollouts("http://nowhere"))
+    turns = [
+        entry(1000.5, "gate", open=False, reason="ServingBusy"),
+        entry(1001.0, "gate", open=False, reason="CoolDown"),
+        entry(1001.05, "gate", open=True, reason="Idle"),
+        entry(1003.0, "gate", open=False, reason="ServingBusy"),
+        entry(1003.1, "gate", open=True, reason="Slack"),
+    ]
+    runner._releases(made, turns, 1010.0)
+    assert made.open_s == pytest.approx(0.5 + 1.95), "a duty is not idle time"
+    assert analysis.open_of_idle([made]) == pytest.approx(made.open_s / made.idle_s)
+
+
+def test_a_pause_inside_a_duty_cycle_is_no_stop() -> None:
+    made, runner = window("ours"), Runner(cast("Any", None), Rollouts("http://nowhere"))
+    closed = [
+        entry(1001.0, "closed", arrival=1_001_000_000_000, reason="Slack"),
+        entry(1002.0, "closed", arrival=1_002_000_000_000, reason="NoPrefillSlack"),
+    ]
+    runner._stops(made, closed, 1010.0)
+    assert made.token_s == [0.0], "one stop, and no token after it"
+
+
+def test_vllm_sends_an_event_for_each_token_and_errors_are_none() -> None:
+    token = b'data: {"id":"c","choices":[{"index":0,"text":"x"}]}\n'
+    assert [events_in(token, 0), events_in(token, 6)] == [1, 7]
+    assert events_in(b'data: {"error":{"message":"bad token"}}\n', 3) == 0
+    assert events_in(b"data: [DONE]\n", 3) == events_in(b"\n", 3) == 0
+    assert VLLM.body([1, 2], 9)["prompt"] == [1, 2]
+
+
+def test_a_serving_engine_that_is_not_installed_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROSE_CACHE", str(tmp_path))
+    assert main(["--serving", "vllm", "--quick"]) == 0
+    assert capsys.readouterr().out == (
+        "bench.guard: skipped, vLLM is not installed here: run `make vllm` (about 6 GB)\n"
+    )

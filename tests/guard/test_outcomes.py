@@ -1,0 +1,139 @@
+"""What finished requests teach, and when they open the breaker."""
+
+from __future__ import annotations
+
+from rose_agent.guard.outcomes import Outcomes
+from rose_agent.guard.pools import PoolState
+from rose_agent.guard.recorder import Recorder
+from rose_core.guard.crossover import Schedule
+from rose_core.telemetry.book import Finished
+from rose_core.telemetry.events import Arrived, Dismissed, FirstToken, How, Sized
+from rose_core.wire.sync import PoolPolicy
+from tests.guard.worlds import MS, NOW, S
+
+POLICY = PoolPolicy("chat/pool", "Lend", {"a": "b"}, 1, ttft_milliseconds=100, tpot_milliseconds=20)
+ALWAYS = Schedule()
+
+
+class World:
+    """One replica's outcomes, and what it called for."""
+
+    def __init__(self, policy: PoolPolicy = POLICY) -> None:
+        self.policy, self.now, self.number = policy, NOW, 0
+        self.recorder = Recorder()
+        self.breaches: list[str] = []
+        self.pool = PoolState(name=policy.pool)
+        self.outcomes = Outcomes(
+            "pod", self.pool, self.recorder, self.breaches.append, now_ns=self.now
+        )
+
+    def request(
+        self,
+        *,
+        ttft_ms: int = 50,
+        tpot_ms: int = 10,
+        tokens: int = 11,
+        is_open: bool = False,
+        lent: bool = True,
+    ) -> None:
+        """One request from arrival to end, with the gate open or closed all the while."""
+        self.number += 1
+        start, number = self.now, self.number
+        first = start + ttft_ms * MS
+        end = first + tpot_ms * (tokens - 1) * MS
+        self.outcomes.open_time.note(end if is_open else 0, start)
+        self.outcomes.hear(Arrived("pod", number, start, "/generate"), start)
+        self.outcomes.hear(Sized("pod", number, 400), start)
+        self.outcomes.hear(FirstToken("pod", number, first), first)
+        done = Finished(number, start, first, end, 400, tokens, 200, How.COMPLETE, "/generate")
+        self.outcomes.finished(done, self.policy, ALWAYS, lent=lent, others=0)
+        self.outcomes.open_time.note(0, end)
+        self.now = end + 10 * MS
+
+    def noted(self, what: str) -> list[dict[str, object]]:
+        return [details for _, _, name, details in self.recorder.entries() if name == what]
+
+
+def test_alone_and_beside_a_rollout_engine_are_learned_apart() -> None:
+    world = World()
+    for _ in range(60):
+        world.request(tpot_ms=5)
+        world.request(tpot_ms=15, is_open=True)
+    predictor = world.outcomes.predictor
+    assert 0.004 < predictor.decode_s(1, shared=False) < 0.008
+    assert 0.012 < predictor.decode_s(1, shared=True) < 0.022
+    assert {d["shared"] for d in world.noted("finished")} == {0.0, 1.0}
+
+
+def test_a_prediction_is_noted_when_the_size_is_known() -> None:
+    world = World()
+    world.request()
+    (noted,) = world.noted("predicted")
+    assert noted["size"] == 400
+    assert set(noted) == {"request", "size", "alone", "shared"}
+
+
+def test_only_a_slow_request_that_met_an_open_gate_is_a_breach() -> None:
+    world = World()
+    world.request(ttft_ms=300)
+    assert world.breaches == []
+    assert world.outcomes.counters.slow == 1
+    world.request(ttft_ms=300, is_open=True)
+    assert world.breaches == ["slow-request"]
+
+
+def test_a_burning_budget_opens_the_pools_breaker_once_and_says_who_was_exposed() -> None:
+    world = World()
+    for _ in range(40):
+        world.request()
+    assert not world.pool.breaker.open(world.now)
+    for _ in range(4):
+        world.request(ttft_ms=300)
+    assert world.pool.breaker.open(world.now)
+    (breaker,) = world.noted("breaker")
+    assert breaker["cause"] == "error-budget"
+    assert breaker["exposed"] == 0, "slow, but not beside an open gate"
+    assert world.breaches == ["error-budget"]
+    assert not world.pool.breaker.open(world.now + 301 * S)
+
+
+def test_without_an_slo_nothing_burns() -> None:
+    world = World(PoolPolicy("chat/pool", "Lend", {"a": "b"}, 1))
+    for _ in range(50):
+        world.request(ttft_ms=5000, is_open=True)
+    assert not world.pool.breaker.open(world.now)
+    assert world.outcomes.margin.value == 0.2, "nothing to compare, nothing learned"
+
+
+def test_the_margin_follows_requests_that_met_an_open_gate() -> None:
+    world = World()
+    for _ in range(10):
+        world.request()
+    assert world.outcomes.margin.value == 0.2
+    for _ in range(10):
+        world.request(is_open=True)
+    assert world.outcomes.objective(POLICY).margin < 0.2
+
+
+def test_harm_is_judged_against_unlent_replicas_of_the_pool() -> None:
+    policy = PoolPolicy("chat/pool", "Lend", {"a": "b"}, 1, max_increase_percent=10)
+    world = World(policy)
+    for _ in range(50):
+        world.request(lent=False)
+    for _ in range(50):
+        world.request(tpot_ms=15, is_open=True)
+    assert world.pool.judged == "un-lent replicas"
+    assert world.pool.breaker.cause == "latency-increase"
+    assert world.breaches == ["latency-increase"]
+    windows = {d["window"] for d in world.noted("finished")}
+    assert windows == {"un-lent", "lent"}
+
+
+def test_a_dismissed_or_forgotten_request_leaves_no_mark() -> None:
+    world = World()
+    world.outcomes.hear(Arrived("pod", 1, NOW, ""), NOW)
+    world.outcomes.hear(Dismissed("pod", 1), NOW)
+    world.outcomes.hear(Arrived("pod", 2, NOW, ""), NOW)
+    world.outcomes.forget()
+    world.outcomes.hear(FirstToken("pod", 2, NOW), NOW)
+    assert world.outcomes.experience.followed == 0
