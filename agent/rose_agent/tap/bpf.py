@@ -7,10 +7,11 @@ segment with payload. They differ in the server's segments with payload:
 - ``sampled``: heads (``HTTP``), ends (the segment ends with an empty line: the zero chunk and
   heads do), and one of ``rate`` of the rest, at random.
 
-The tap uses ``sampled`` only while every request under way streams its tokens, so neither a first
+The tap reads ``sampled`` only while every request under way streams its tokens, so neither a first
 token nor an end depends on the dice. Sockets are SOCK_DGRAM: offset 0 is the IP header. Fragments
-are passed over (TCP segments of a serving port are not fragmented).
-Next step: ``sockets`` attaches them.
+are passed over (TCP segments of a serving port are not fragmented), and of IPv6's extension headers
+only the one before a jumbo segment is known.
+Next step: ``sockets`` attaches and locks them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import socket
 import struct
 from dataclasses import dataclass
 
-SO_ATTACH_FILTER = 26
+SO_ATTACH_FILTER, SO_LOCK_FILTER = 26, 44
 SNAP = 65_535  # bytes of a packet that are copied: the end of a response is in its last ones
 
 _LD_W, _LD_H, _LD_B, _LD_LEN = 0x20, 0x28, 0x30, 0x80
 _LD_IW, _LD_IH, _LD_IB = 0x40, 0x48, 0x50
+_HOP_BY_HOP, _TCP = 0, 6
 _LD_IMM, _TAX, _ST, _LDXM = 0x00, 0x07, 0x02, 0x61
 _ADD_X, _SUB_X, _SUB_K, _AND_K, _RSH_K, _LSH_K = 0x0C, 0x1C, 0x14, 0x54, 0x74, 0x64
 _JEQ, _JGT_X, _JGE_K, _JSET, _RET = 0x15, 0x2D, 0x35, 0x45, 0x06
@@ -35,20 +37,22 @@ _HTTP, _EMPTY_LINE = 0x48545450, 0x0D0A0D0A
 
 
 @dataclass(frozen=True)
-class _Jump:
+class Jump:
+    """A conditional jump to labels; '' is the next instruction."""
+
     code: int
     k: int
     yes: str = ""
     no: str = ""
 
 
-_Line = tuple[int, int] | _Jump | str
+Line = tuple[int, int] | Jump | str
 
 
-def assemble(lines: list[_Line]) -> bytes:
+def assemble(lines: list[Line]) -> bytes:
     """Turn instructions, jumps to labels and labels (strings) into ``sock_filter`` records."""
     labels: dict[str, int] = {}
-    body: list[tuple[int, int] | _Jump] = []
+    body: list[tuple[int, int] | Jump] = []
     for line in lines:
         if isinstance(line, str):
             labels[line] = len(body)
@@ -56,7 +60,7 @@ def assemble(lines: list[_Line]) -> bytes:
             body.append(line)
     out = b""
     for index, line in enumerate(body):
-        if isinstance(line, _Jump):
+        if isinstance(line, Jump):
             yes, no = (labels[name] - index - 1 if name else 0 for name in (line.yes, line.no))
             out += struct.pack("=HBBI", line.code, yes, no, line.k)
         else:
@@ -64,24 +68,30 @@ def assemble(lines: list[_Line]) -> bytes:
     return out
 
 
-def _ipv4() -> list[_Line]:
+def _headers() -> list[Line]:
     """Leaves the TCP header's offset in X and M[0]; other packets are dropped."""
     return [
         (_LD_B, 0),
         (_RSH_K, 4),
-        _Jump(_JEQ, 6, "ipv6", ""),
-        _Jump(_JEQ, 4, "", "drop"),
+        Jump(_JEQ, 6, "ipv6", ""),
+        Jump(_JEQ, 4, "", "drop"),
         (_LD_B, 9),
-        _Jump(_JEQ, 6, "", "drop"),
+        Jump(_JEQ, 6, "", "drop"),
         (_LD_H, 6),
-        _Jump(_JSET, 0x1FFF, "drop", ""),
+        Jump(_JSET, 0x1FFF, "drop", ""),
         (_LD_B, 0),
         (_AND_K, 0x0F),
         (_LSH_K, 2),
-        _Jump(_JEQ, 0, "drop", "tcp"),
+        Jump(_JEQ, 0, "drop", "tcp"),
         "ipv6",
         (_LD_B, 6),
-        _Jump(_JEQ, 6, "", "drop"),
+        Jump(_JEQ, _TCP, "ipv6-tcp", ""),
+        Jump(_JEQ, _HOP_BY_HOP, "", "drop"),
+        (_LD_H, 40),  # what follows, and the length 0: one header of eight bytes
+        Jump(_JEQ, _TCP << 8, "", "drop"),
+        (_LD_IMM, 48),
+        Jump(_JEQ, 48, "tcp", "drop"),
+        "ipv6-tcp",
         (_LD_IMM, 40),
         "tcp",
         (_TAX, 0),
@@ -89,7 +99,7 @@ def _ipv4() -> list[_Line]:
     ]
 
 
-def _payload_offset() -> list[_Line]:
+def _payload_offset() -> list[Line]:
     """Offset of the payload into A: TCP header's offset + its data offset."""
     return [
         (_LDXM, 0),
@@ -102,44 +112,44 @@ def _payload_offset() -> list[_Line]:
 
 def program(port: int, *, rate: int = 0) -> bytes:
     """The filter for ``port``; ``rate`` 0 is ``full``, else one of ``rate`` of the rest."""
-    lines: list[_Line] = [
-        *_ipv4(),
+    lines: list[Line] = [
+        *_headers(),
         (_LD_IH, 2),
-        _Jump(_JEQ, port, "client", ""),
+        Jump(_JEQ, port, "client", ""),
         (_LD_IH, 0),
-        _Jump(_JEQ, port, "", "drop"),
+        Jump(_JEQ, port, "", "drop"),
         # --- from the server
         (_LD_IB, 13),
-        _Jump(_JSET, _FLAGS, "pass", ""),
+        Jump(_JSET, _FLAGS, "pass", ""),
         *_payload_offset(),
         (_TAX, 0),
         (_LD_LEN, 0),
-        _Jump(_JGT_X, 0, "", "drop"),
+        Jump(_JGT_X, 0, "", "drop"),
     ]
     if rate:
         lines += [
             (_SUB_X, 0),
-            _Jump(_JGE_K, 5, "", "pass"),
+            Jump(_JGE_K, 5, "", "pass"),
             (_LD_IW, 0),
-            _Jump(_JEQ, _HTTP, "pass", ""),
+            Jump(_JEQ, _HTTP, "pass", ""),
             (_LD_LEN, 0),
             (_SUB_K, 4),
             (_TAX, 0),
             (_LD_IW, 0),
-            _Jump(_JEQ, _EMPTY_LINE, "pass", ""),
+            Jump(_JEQ, _EMPTY_LINE, "pass", ""),
             (_LD_W, _ANCILLARY + _AD_RANDOM),
-            _Jump(_JGE_K, 0x100000000 // rate, "drop", "pass"),
+            Jump(_JGE_K, 0x100000000 // rate, "drop", "pass"),
         ]
     else:
-        lines += [_Jump(_JEQ, 0, "pass", "pass")]
+        lines += [Jump(_JEQ, 0, "pass", "pass")]
     lines += [
         "client",
         (_LD_IB, 13),
-        _Jump(_JSET, _FLAGS, "pass", ""),
+        Jump(_JSET, _FLAGS, "pass", ""),
         *_payload_offset(),
         (_TAX, 0),
         (_LD_LEN, 0),
-        _Jump(_JGT_X, 0, "pass", "drop"),
+        Jump(_JGT_X, 0, "pass", "drop"),
         "pass",
         (_RET, SNAP),
         "drop",
@@ -149,11 +159,12 @@ def program(port: int, *, rate: int = 0) -> bytes:
 
 
 def attach(tap: socket.socket, code: bytes) -> None:
-    """Attach or replace the socket's filter; the kernel swaps it atomically.
+    """Attach the filter for good: it can be neither replaced nor removed, by nobody.
 
     Raises:
-        OSError: the kernel refuses the program, or the filter is locked.
+        OSError: the kernel refuses the program, or a filter is locked already.
     """
     buffer = ctypes.create_string_buffer(code, len(code))
     record = struct.pack("HL", len(code) // 8, ctypes.addressof(buffer))
     tap.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, record)
+    tap.setsockopt(socket.SOL_SOCKET, SO_LOCK_FILTER, 1)

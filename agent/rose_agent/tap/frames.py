@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -27,6 +27,8 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
         port: serving port.
         netns: namespace file of the runtime, used instead of ``pid`` when given.
         interfaces: names; empty = every interface that is there.
+        closely: somebody paces by single tokens. Otherwise first tokens and ends are told as they
+            happen, later tokens with the next of them or with the heartbeat.
     """
 
     replica: str
@@ -34,6 +36,11 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
     port: int
     netns: str = ""
     interfaces: tuple[str, ...] = ()
+    closely: bool = True
+
+    def same_sockets(self, other: Watch) -> bool:
+        """The other one asks for the same traffic, if for more or less of it."""
+        return msgspec.structs.replace(other, closely=self.closely) == self
 
 
 class Unwatch(msgspec.Struct, frozen=True, tag="unwatch"):
@@ -54,6 +61,43 @@ def pack(messages: list[Any]) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+class Splitter(Generic[T]):
+    """Frames out of bytes as they come; for a reader that must not wait a turn of the loop.
+
+    Args:
+        decoder: of what a frame holds.
+    """
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[T]) -> None:
+        self._decoder = decoder
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> list[T]:
+        """Take bytes; the frames that are complete now.
+
+        Raises:
+            ValueError: bytes that are no frame of these messages.
+        """
+        self._bytes += data
+        found: list[T] = []
+        at = 0
+        while len(self._bytes) - at >= _LENGTH.size:
+            start = at + _LENGTH.size
+            length = _checked(_LENGTH.unpack_from(self._bytes, at)[0])
+            if len(self._bytes) < start + length:
+                break
+            found.append(self._decoder.decode(self._bytes[start : start + length]))
+            at = start + length
+        del self._bytes[:at]
+        return found
+
+
+def _checked(length: int) -> int:
+    if length > _LONGEST:
+        raise ValueError(f"frame of {length} bytes on the tap's socket; at most {_LONGEST}")
+    return length
+
+
 async def read(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[T]) -> T:
     """Next frame.
 
@@ -62,6 +106,4 @@ async def read(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[T]
         ValueError: bytes that are no frame of these messages.
     """
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    if length > _LONGEST:
-        raise ValueError(f"frame of {length} bytes on the tap's socket; at most {_LONGEST}")
-    return decoder.decode(await reader.readexactly(length))
+    return decoder.decode(await reader.readexactly(_checked(length)))

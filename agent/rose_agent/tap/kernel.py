@@ -9,8 +9,10 @@ import struct
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNET = 0x40000000
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION_3 = 0x20080522
+NET_RAW, SYS_PTRACE, SYS_ADMIN = 13, 19, 21
 
 
 def _check(result: int, what: str) -> None:
@@ -48,9 +50,31 @@ def no_dumps() -> None:
     _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(DUMPABLE)")
 
 
-def drop_capabilities() -> None:
-    """Give up every capability for good: effective, permitted, inheritable; no new privileges."""
+def keep_capabilities(kept: frozenset[int] = frozenset()) -> None:
+    """Give up every other capability for good, and the way to new ones.
+
+    Effective and permitted are cut to those of ``kept`` that are held, inheritable to none.
+    """
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(NO_NEW_PRIVS)")
     header = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITY_VERSION_3, 0))
     data = ctypes.create_string_buffer(24)
+    _check(_libc.capget(header, data), "capget")
+    _, permitted, _, _, permitted_high, _ = struct.unpack("6I", data.raw[:24])
+    mask = sum(1 << number for number in kept) & (permitted | permitted_high << 32)
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    data = ctypes.create_string_buffer(struct.pack("6I", low, low, 0, high, high, 0))
     _check(_libc.capset(header, data), "capset")
+
+
+def forbid(program: bytes) -> None:
+    """Put a system call filter on this process for good; ``NO_NEW_PRIVS`` comes first.
+
+    Raises:
+        OSError: the kernel has no seccomp, or refuses the program.
+    """
+    buffer = ctypes.create_string_buffer(program, len(program))
+    record = ctypes.create_string_buffer(
+        struct.pack("HL", len(program) // 8, ctypes.addressof(buffer))
+    )
+    mode = _SECCOMP_MODE_FILTER
+    _check(_libc.prctl(_PR_SET_SECCOMP, mode, record, 0, 0), "prctl(SECCOMP)")

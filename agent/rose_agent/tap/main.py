@@ -3,7 +3,8 @@
 Two processes from the start. The *opener* keeps the capabilities (NET_RAW, and SYS_ADMIN with
 SYS_PTRACE to enter other pods) and reads no packet. The *parser*, forked from it, gives up every
 capability and the network itself before the first packet: it keeps only the sockets it is handed,
-``tap.sock`` and its metrics port. If one ends, so does the other.
+``tap.sock`` and its metrics port. Neither can start a program or make a socket that reaches the
+network (``seccomp``), neither leaves a core dump. If one ends, so does the other.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from pathlib import Path
 from aiohttp import web
 
 from rose_agent.metrics import REGISTRY
-from rose_agent.tap import kernel, opener
+from rose_agent.tap import kernel, opener, seccomp
 from rose_agent.tap.parser import Parser, listen
+from rose_agent.tap.replica import SAMPLE_FROM_PER_SECOND
+from rose_wire import flags
 from rose_wire.observability import pages
 
 _log = logging.getLogger("rose.tap")
@@ -33,8 +36,20 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rose tap", description=__doc__.splitlines()[0])
     parser.add_argument("--rundir", type=Path, default=Path("/run/rose"))
     parser.add_argument("--http-host", default="0.0.0.0")  # noqa: S104  # scraped by Prometheus
-    parser.add_argument("--http-port", type=int, default=9102, help="0 = any")
-    parser.add_argument("--log-level", default="INFO")
+    parser.add_argument("--http-port", type=flags.port, default=9102, help="0 = any")
+    parser.add_argument(
+        "--sample-from",
+        type=float,
+        default=SAMPLE_FROM_PER_SECOND,
+        metavar="N",
+        help="segments per second above which token streams are sampled in the kernel; 0 = never",
+    )
+    parser.add_argument(
+        "--sidecar",
+        action="store_true",
+        help="run inside a serving pod with NET_RAW only; --rundir is the pod's folder under taps/",
+    )
+    flags.add_log_level(parser)
     return parser
 
 
@@ -42,55 +57,68 @@ def main(argv: list[str]) -> int:
     """Run the tap until it is told to end."""
     options = arguments().parse_args(argv)
     logging.basicConfig(level=options.log_level, format="%(levelname)s %(name)s %(message)s")
-    options.rundir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    http = socket.create_server((options.http_host, options.http_port))
-    listener = listen(options.rundir / "tap.sock")
+    try:
+        options.rundir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        http = socket.create_server((options.http_host, options.http_port))
+        listener = listen(options.rundir / "tap.sock")
+    except OSError as error:
+        _log.error("%s", flags.complaint(error, argv))  # for people, no trace
+        return 1
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     child = os.fork()
     if child == 0:
         mine.close()
-        os._exit(_parse(theirs, listener, http))
+        os._exit(_parse(options, theirs, listener, http))
     for unused in (theirs, listener, http):
         unused.close()
-    return _open(mine, child)
+    return _open(mine, child, own=options.sidecar)
 
 
-def _open(channel: socket.socket, child: int) -> int:
+def _open(channel: socket.socket, child: int, *, own: bool) -> int:
     def end(_number: int, _frame: object) -> None:
         os.kill(child, signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
+    opener.confine(own=own)
     with contextlib.suppress(ConnectionError):
-        opener.serve(channel)
+        opener.serve(channel, own=own)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     return 0 if code in {0, -signal.SIGTERM} else 1
 
 
-def _parse(channel: socket.socket, listener: socket.socket, http: socket.socket) -> int:
+def _parse(
+    options: argparse.Namespace,
+    channel: socket.socket,
+    listener: socket.socket,
+    http: socket.socket,
+) -> int:
     try:
         kernel.die_with_parent(signal.SIGTERM)
         kernel.no_dumps()
         try:
             kernel.leave_network()
         except OSError as error:
-            _log.warning("the parser keeps its network: %s", error)
-        kernel.drop_capabilities()
-        asyncio.run(_run(channel, listener, http))
+            # As in a pod: ``seccomp`` still lets it make no socket that reaches anything.
+            _log.info("the parser keeps its network: %s", error)
+        kernel.keep_capabilities()
+        seccomp.confine(seccomp.PARSER)
+        parser = Parser(channel, options.rundir, options.sample_from)
+        asyncio.run(_run(parser, listener, http))
     except Exception:  # noqa: BLE001  # a forked child must end here, with a word
         _log.exception("the tap's parser failed")
         return 1
     return 0
 
 
-async def _run(channel: socket.socket, listener: socket.socket, http: socket.socket) -> None:
+async def _run(parser: Parser, listener: socket.socket, http: socket.socket) -> None:
     app = web.Application()
     app.add_routes(pages(REGISTRY))
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.SockSite(runner, http).start()
-    task = asyncio.create_task(Parser(channel).run(listener))
+    task = asyncio.create_task(parser.run(listener))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)

@@ -1,7 +1,10 @@
 """The privileged half of the tap: opens packet sockets on request and never reads a packet.
 
 It answers ``Watch`` messages of the parser on a socket pair with the sockets themselves
-(SCM_RIGHTS) and the interface names, or with the reason why not. It ends with the parser.
+(SCM_RIGHTS) and what the parser must know of the namespace, or with the reason why not. It keeps
+three capabilities (NET_RAW, SYS_ADMIN, SYS_PTRACE) and may make no socket that reaches the network.
+In a pod (``rose tap --sidecar``) it keeps NET_RAW and opens sockets where it is, whatever it is
+asked. It ends with the parser.
 """
 
 from __future__ import annotations
@@ -10,39 +13,56 @@ import socket
 
 import msgspec
 
+from rose_agent.tap import kernel, seccomp
 from rose_agent.tap.frames import Watch
-from rose_agent.tap.sockets import open_all
+from rose_agent.tap.sockets import Pair, open_all
+
+_CAPABILITIES = frozenset({kernel.NET_RAW, kernel.SYS_ADMIN, kernel.SYS_PTRACE})
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """Answer to a ``Watch``: interface names in the order of the sockets, or an error."""
+    """Answer to a ``Watch``: two sockets per interface in the order of the names, or an error.
+
+    Attributes:
+        addresses: of the namespace, hex digits.
+    """
 
     replica: str
     interfaces: tuple[str, ...] = ()
+    addresses: frozenset[str] = frozenset()
     error: str = ""
 
 
-def answer(watch: Watch) -> tuple[Opened, list[socket.socket]]:
+def answer(watch: Watch) -> tuple[Opened, list[Pair]]:
     """Open the sockets one watch asks for."""
     netns = watch.netns or (f"/proc/{watch.pid}/ns/net" if watch.pid else "")
     try:
-        opened = open_all(netns, watch.port, watch.interfaces)
+        pairs, addresses = open_all(netns, watch.port, watch.interfaces)
     except OSError as error:
         where = netns or "this namespace"
         return Opened(watch.replica, error=f"cannot tap port {watch.port} in {where}: {error}"), []
-    if not opened:
+    if not pairs:
         return Opened(watch.replica, error=f"no interface to tap in {netns or 'here'}"), []
-    return Opened(watch.replica, tuple(name for name, _ in opened)), [tap for _, tap in opened]
+    return Opened(watch.replica, tuple(pair.interface for pair in pairs), addresses), pairs
 
 
-def serve(channel: socket.socket) -> None:
+def confine(*, own: bool) -> None:
+    """Give up what opening sockets (in our ``own`` namespace only) does not need."""
+    kernel.no_dumps()
+    kernel.keep_capabilities(frozenset({kernel.NET_RAW}) if own else _CAPABILITIES)
+    seccomp.confine(seccomp.OPENER)
+
+
+def serve(channel: socket.socket, *, own: bool) -> None:
     """Answer until the parser is gone."""
     while request := channel.recv(65536):
-        reply, taps = answer(msgspec.msgpack.decode(request, type=Watch))
+        watch = msgspec.msgpack.decode(request, type=Watch)
+        reply, pairs = answer(Watch(watch.replica, 0, watch.port) if own else watch)
+        taps = [tap for pair in pairs for tap in (pair.whole, pair.sampled)]
         try:
             socket.send_fds(
                 channel, [msgspec.msgpack.encode(reply)], [tap.fileno() for tap in taps]
             )
         finally:
-            for tap in taps:
-                tap.close()
+            for pair in pairs:
+                pair.close()

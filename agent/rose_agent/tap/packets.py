@@ -8,12 +8,15 @@ from __future__ import annotations
 import socket
 import struct
 
-from rose_core.telemetry.tracker import Segment
+from rose_core.telemetry.segments import Segment
 
+_HOP_BY_HOP = 0
 _PORTS = struct.Struct("!HHI")
 
 
-def decode(packet: bytes, port: int, time_ns: int) -> Segment | None:
+def decode(
+    packet: bytes, port: int, time_ns: int, local: frozenset[str] = frozenset()
+) -> Segment | None:
     """Read one packet.
 
     The IP header's own length counts, not what was captured: the capture may be cut, and short
@@ -24,9 +27,12 @@ def decode(packet: bytes, port: int, time_ns: int) -> Segment | None:
         packet: from the IP header on.
         port: the serving port.
         time_ns: when the kernel saw it.
+        local: addresses of the namespace as hex digits; empty = do not look. Where other pods pass
+            by, and where the engine itself calls the same port elsewhere, only the server's address
+            tells whose segment it is.
 
     Returns:
-        None when it is no TCP segment of the port.
+        None when it is no TCP segment of the port here.
     """
     if len(packet) < 40:
         return None
@@ -37,6 +43,8 @@ def decode(packet: bytes, port: int, time_ns: int) -> Segment | None:
         source_address, target_address = packet[12:16], packet[16:20]
     elif version == 6:
         head, protocol = 40, packet[6]
+        if protocol == _HOP_BY_HOP:
+            head, protocol = 48, packet[40]
         total = (int.from_bytes(packet[4:6]) or len(packet) - 40) + 40
         source_address, target_address = packet[8:24], packet[24:40]
     else:
@@ -46,12 +54,17 @@ def decode(packet: bytes, port: int, time_ns: int) -> Segment | None:
     source, target, sequence = _PORTS.unpack_from(packet, head)
     data = head + (packet[head + 12] >> 4) * 4
     flags, payload, size = packet[head + 13], packet[data:total], max(0, total - data)
-    if target == port:
+    if target == port and _is_local(target_address, local):
         return Segment(
             time_ns, (source_address.hex(), source), True, sequence, flags, payload, size
         )
-    if source == port:
+    if source == port and _is_local(source_address, local):
         return Segment(
             time_ns, (target_address.hex(), target), False, sequence, flags, payload, size
         )
     return None
+
+
+def _is_local(server: bytes, local: frozenset[str]) -> bool:
+    # All of 127.0.0.0/8 is here, whatever the interface lists.
+    return not local or (len(server) == 4 and server[0] == 127) or server.hex() in local

@@ -1,7 +1,7 @@
 """The unprivileged half of the tap: reads packets, follows requests, tells the guard.
 
 It serves ``tap.sock``. The newest guard that connects is told: first the requests under way, then
-every event as it happens, and a heartbeat per replica every 50 ms. Without a guard it goes on
+every event as it happens, and a heartbeat per replica every 40 ms. Without a guard it goes on
 following, so that a restarted guard finds the truth.
 """
 
@@ -20,12 +20,15 @@ import msgspec
 from rose_agent.tap import frames, metrics
 from rose_agent.tap.frames import Unwatch, Watch
 from rose_agent.tap.opener import Opened
+from rose_agent.tap.relay import Relay, socket_of
 from rose_agent.tap.replica import Replica
+from rose_agent.tap.sockets import Pair
 from rose_core.telemetry.events import Health, TapEvent
 
 _log = logging.getLogger(__name__)
-_BEAT_SECONDS = 0.05
-_REOPEN_BEATS = 20
+_BEAT_SECONDS = 0.04
+_REOPEN_BEATS = 25
+_MOST_SOCKETS = 64
 _MOST_WAITING = 4 * 1024 * 1024  # bytes; a guard that reads nothing is disconnected
 
 
@@ -34,10 +37,15 @@ class Parser:
 
     Args:
         channel: socket pair to the opener.
+        rundir: where pods' own taps listen.
+        sample_from: segments per second above which token streams are sampled; 0 = never.
     """
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, rundir: Path, sample_from: float) -> None:
         self._channel = channel
+        self._rundir = rundir
+        self._sample_from = sample_from
+        self._relays: dict[str, Relay] = {}
         self._numbers = itertools.count(1)
         self._replicas: dict[str, Replica] = {}
         self._pending: dict[str, Watch] = {}
@@ -60,6 +68,8 @@ class Parser:
             loop.remove_reader(self._channel)
             for replica in list(self._replicas.values()):
                 self._drop(replica)
+            for relay in self._relays.values():
+                relay.close()
 
     # --- the guard
 
@@ -80,13 +90,21 @@ class Parser:
 
     def _obey(self, command: frames.Command) -> None:
         known = self._replicas.get(command.replica)
+        relay = self._relays.get(command.replica)
+        if relay is not None:
+            if isinstance(command, Watch) and relay.watch.same_sockets(command):
+                relay.watch = command
+                relay.again()
+                return
+            self._relays.pop(command.replica).close()
         if isinstance(command, Unwatch):
             self._failed.pop(command.replica, None)
             self._pending.pop(command.replica, None)
             if known is not None:
                 self._drop(known)
             return
-        if known is not None and known.watch == command and not known.problem:
+        if known is not None and known.watch.same_sockets(command) and not known.problem:
+            known.watch = command
             self._tell([*known.tracker.open_requests(), *known.beat()])
             return
         if known is not None:
@@ -105,43 +123,44 @@ class Parser:
     # --- the opener
 
     def _ask(self, watch: Watch) -> None:
+        own = socket_of(self._rundir, watch.replica)
+        if own is not None:
+            self._failed.pop(watch.replica, None)
+            self._relays[watch.replica] = Relay(own, watch, self._tell, self._unheard)
+            return
         self._pending[watch.replica] = watch
         self._channel.send(msgspec.msgpack.encode(watch))
 
+    def _unheard(self, watch: Watch, reason: str) -> None:
+        self._relays.pop(watch.replica, None)
+        self._failed[watch.replica] = (watch, reason, _REOPEN_BEATS)
+
     def _opened(self, gone: asyncio.Future[None]) -> None:
-        data, descriptors, _, _ = socket.recv_fds(self._channel, 65536, 16)
+        data, descriptors, _, _ = socket.recv_fds(self._channel, 65536, _MOST_SOCKETS)
         if not data:
             if not gone.done():
                 gone.set_result(None)
             return
         reply = msgspec.msgpack.decode(data, type=Opened)
         taps = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        pairs = [Pair(name, *taps[2 * n : 2 * n + 2]) for n, name in enumerate(reply.interfaces)]
         watch = self._pending.pop(reply.replica, None)
         if watch is None or reply.error:
-            for tap in taps:
-                tap.close()
+            for pair in pairs:
+                pair.close()
             if watch is not None:
                 self._failed[reply.replica] = (watch, reply.error, _REOPEN_BEATS)
             return
         self._failed.pop(reply.replica, None)
-        self._follow(watch, list(zip(reply.interfaces, taps, strict=True)))
+        self._follow(watch, pairs, reply.addresses)
 
-    def _follow(self, watch: Watch, taps: list[tuple[str, socket.socket]]) -> None:
-        replica = Replica(watch, taps, lambda: next(self._numbers))
+    def _follow(self, watch: Watch, pairs: list[Pair], addresses: frozenset[str]) -> None:
+        replica = Replica(watch, pairs, addresses, lambda: next(self._numbers), self._sample_from)
         self._replicas[watch.replica] = replica
         metrics.REPLICAS.set(len(self._replicas))
-        loop = asyncio.get_running_loop()
-        for _, tap in taps:
-            tap.setblocking(False)
-            loop.add_reader(tap, self._readable, replica, tap)
-
-    def _readable(self, replica: Replica, tap: socket.socket) -> None:
-        self._tell(replica.read(tap))
+        replica.start(self._tell)
 
     def _drop(self, replica: Replica) -> None:
-        loop = asyncio.get_running_loop()
-        for _, tap in replica.taps:
-            loop.remove_reader(tap)
         replica.close()
         self._replicas.pop(replica.watch.replica, None)
         metrics.REPLICAS.set(len(self._replicas))
@@ -150,8 +169,8 @@ class Parser:
 
     async def _beat(self) -> None:
         while True:
+            self._tell([event for replica in self._replicas.values() for event in replica.beat()])
             for replica in list(self._replicas.values()):
-                self._tell(replica.beat())
                 if replica.problem:
                     _log.warning("%s: %s", replica.watch.replica, replica.problem)
                     self._drop(replica)

@@ -3,13 +3,22 @@
 | condition | heartbeat says |
 |---|---|
 | sockets open and bound, no drops | nothing: healthy |
-| kernel dropped segments | ``lost_ns`` moves; the guard distrusts the tap for a while |
+| segments dropped, queue not emptied, too many connections | ``lost_ns``: distrusted a while |
 | a socket lost its interface, or reading failed | ``problem``; reopened by the parser |
+
+| requests under way | segments/s | read |
+|---|---|---|
+| none, or one whose next segment matters | any | every segment |
+| all stream their tokens | few | every segment |
+| all stream their tokens | at least ``sample_from`` | the sample |
+
+What a segment tells goes out at once, but for tokens after the first: those wait for the next
+other event or heartbeat, for 20 ms at most where the replica is watched closely.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import socket
 import struct
 import time
@@ -17,13 +26,16 @@ from collections.abc import Callable
 
 from rose_agent.tap import bpf, metrics, packets, sockets
 from rose_agent.tap.frames import Watch
-from rose_core.telemetry.events import Arrived, Health, TapEvent
+from rose_agent.tap.sockets import Pair
+from rose_core.telemetry.events import Arrived, Health, Progress, TapEvent
 from rose_core.telemetry.tracker import Tracker
 
+SAMPLE_FROM_PER_SECOND = 400.0
 _BATCH = 256  # segments handled before others get their turn
+_MOST_BEHIND = 64  # batches that a heartbeat reads to be up to date
+_PROGRESS_SECONDS = 0.02
 _STAMP = struct.Struct("qq")
-_SAMPLE_FROM_PER_SECOND = 400.0
-_SAMPLE_RATE = 8
+_BRACKETS, _TIGHT_NS = 5, 5_000
 # A connection that shows nothing for this long is given up. Long, because a request that waits in
 # a full queue shows nothing either, and forgetting it would open the gate.
 _SILENT_NS = 900_000_000_000
@@ -34,39 +46,112 @@ class Replica:
 
     Args:
         watch: what to follow.
-        taps: open sockets with their interface names.
+        pairs: open sockets.
+        addresses: of the namespace, as ``packets.decode`` wants them.
         number: gives the next request number.
+        sample_from: segments per second; 0 = never.
     """
 
     def __init__(
-        self, watch: Watch, taps: list[tuple[str, socket.socket]], number: Callable[[], int]
+        self,
+        watch: Watch,
+        pairs: list[Pair],
+        addresses: frozenset[str],
+        number: Callable[[], int],
+        sample_from: float,
     ) -> None:
         self.watch = watch
-        self.taps = taps
         self.tracker = Tracker(watch.replica, number)
         self.problem = ""
+        self._pairs = pairs
+        self._addresses = addresses
+        self._sample_from = sample_from
+        self._tell: Callable[[list[TapEvent]], None] = _nobody
+        self._progress: dict[int, Progress] = {}
+        self._flush: asyncio.TimerHandle | None = None
+        self._buffer = memoryview(bytearray(bpf.SNAP))
         self._lost_ns = 0
         self._sampled = False
         self._rate = 0.0
         self._rate_base = (time.monotonic_ns(), 0)
 
-    def read(self, tap: socket.socket) -> list[TapEvent]:
-        """Handle what waits on one socket."""
+    @property
+    def sampled(self) -> bool:
+        """Whether response segments are sampled now."""
+        return self._sampled
+
+    def start(self, tell: Callable[[list[TapEvent]], None]) -> None:
+        """Read from now on, inside the running loop."""
+        self._tell = tell
+        loop = asyncio.get_running_loop()
+        for tap in self._read_now():
+            loop.add_reader(tap, self._readable, tap)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        loop = asyncio.get_running_loop()
+        if self._flush is not None:
+            self._flush.cancel()
+        for tap in self._read_now():
+            loop.remove_reader(tap)
+        for pair in self._pairs:
+            pair.close()
+        self._pairs = []
+
+    def _read_now(self) -> list[socket.socket]:
+        return [pair.sampled if self._sampled else pair.whole for pair in self._pairs]
+
+    def _left_alone(self) -> list[socket.socket]:
+        return [pair.whole if self._sampled else pair.sampled for pair in self._pairs]
+
+    # --- packets
+
+    def _readable(self, tap: socket.socket) -> None:
         events: list[TapEvent] = []
-        offset = time.time_ns() - time.monotonic_ns()
+        self._read(tap, events)
+        self._sample(events)
+        self._pass_on(events)
+
+    def _pass_on(self, events: list[TapEvent]) -> None:
+        """Tell what is urgent, and with it the tokens that waited."""
+        urgent = [event for event in events if not isinstance(event, Progress)]
+        if urgent:
+            self._tell([*self._waiting(), *events])
+            return
+        self._progress.update((e.request, e) for e in events if isinstance(e, Progress))
+        if self._progress and self.watch.closely and self._flush is None:
+            loop = asyncio.get_running_loop()
+            self._flush = loop.call_later(_PROGRESS_SECONDS, self._tell_progress)
+
+    def _tell_progress(self) -> None:
+        self._tell(self._waiting())
+
+    def _waiting(self) -> list[TapEvent]:
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
+        waiting: list[TapEvent] = [*self._progress.values()]
+        self._progress.clear()
+        return waiting
+
+    def _read(self, tap: socket.socket, events: list[TapEvent]) -> bool:
+        """Handle a batch of what waits on one socket; True when it is empty."""
+        offset = clock_offset()
         try:
             for _ in range(_BATCH):
-                packet, ancillary, _, _ = tap.recvmsg(bpf.SNAP, 64)
-                self._feed(packet, _stamp(ancillary, offset), events)
+                size, ancillary, _, origin = tap.recvmsg_into([self._buffer], 64)
+                if origin[2] == sockets.PACKET_OUTGOING and origin[0] == "lo":
+                    continue  # it comes in again
+                self._feed(bytes(self._buffer[:size]), _stamp(ancillary, offset), events)
         except BlockingIOError:
-            pass
+            return True
         except OSError as error:
             self.problem = f"packet socket failed: {error}"
-        self._sample()
-        return events
+            return True
+        return False
 
     def _feed(self, packet: bytes, stamp_ns: int, events: list[TapEvent]) -> None:
-        segment = packets.decode(packet, self.watch.port, stamp_ns)
+        segment = packets.decode(packet, self.watch.port, stamp_ns, self._addresses)
         if segment is None:
             return
         for event in self.tracker.feed(segment):
@@ -75,73 +160,107 @@ class Replica:
                 metrics.LAG_SECONDS.observe((time.monotonic_ns() - stamp_ns) / 1e9)
             events.append(event)
 
+    # --- heartbeat
+
     def beat(self) -> list[TapEvent]:
-        """Check sockets and counters; the heartbeat is the last event."""
+        """Read what waits, check sockets and counters; the heartbeat is the last event."""
         now = time.monotonic_ns()
-        events = self.tracker.expire(now, _SILENT_NS)
-        for name, tap in self.taps:
-            self._check(name, tap, now)
-        packets_now = self.tracker.packets
-        then, before = self._rate_base
-        if now - then >= 250_000_000:
-            self._rate = (packets_now - before) / ((now - then) / 1e9)
-            self._rate_base = (now, packets_now)
-            metrics.SEGMENTS.inc(packets_now - before)
-        self._sample()
-        tracker = self.tracker
+        events = [*self._waiting(), *self.tracker.expire(now, _SILENT_NS)]
+        for tap in self._read_now():
+            self._catch_up(tap, events, now)
+        self._check(now)
+        self._measure(now)
+        self._sample(events)
+        ledger = self.tracker.ledger
         events.append(
             Health(
                 self.watch.replica,
                 now,
                 self.problem,
-                self._lost_ns,
-                tracker.opaque,
-                tracker.in_flight,
-                dict(tracker.counts),
-                packets_now,
+                max(self._lost_ns, self.tracker.lost_ns),
+                self.tracker.opaque,
+                self.tracker.in_flight,
+                dict(ledger.counts),
+                self.tracker.packets,
+                ledger.seen,
+                ledger.finished,
+                ledger.unsure,
             )
         )
         return events
 
-    def _check(self, name: str, tap: socket.socket, now_ns: int) -> None:
-        try:
-            dropped = sockets.drops(tap)
-            bound = sockets.alive(tap)
-        except OSError as error:
-            self.problem = f"packet socket on {name} failed: {error}"
-            return
-        if dropped:
-            metrics.DROPPED.inc(dropped)
+    def _catch_up(self, tap: socket.socket, events: list[TapEvent], now_ns: int) -> None:
+        """Whatever had passed before this heartbeat is in its counts."""
+        if not any(self._read(tap, events) for _ in range(_MOST_BEHIND)):
             self._lost_ns = now_ns
-        if not bound:
-            self.problem = f"interface {name} is gone or down"
 
-    @property
-    def sampled(self) -> bool:
-        """Whether response segments are sampled now."""
-        return self._sampled
+    def _check(self, now_ns: int) -> None:
+        try:
+            for tap in self._left_alone():
+                sockets.discard(tap)
+            for pair, tap in zip(self._pairs, self._read_now(), strict=True):
+                dropped = sockets.drops(tap)
+                if dropped:
+                    metrics.DROPPED.inc(dropped)
+                    self._lost_ns = now_ns
+                if not sockets.alive(pair):
+                    self.problem = f"interface {pair.interface} is gone or down"
+        except OSError as error:
+            self.problem = f"packet socket failed: {error}"
 
-    def _sample(self) -> None:
+    def _measure(self, now_ns: int) -> None:
+        packets_now = self.tracker.packets
+        then, before = self._rate_base
+        if now_ns - then >= 250_000_000:
+            self._rate = (packets_now - before) / ((now_ns - then) / 1e9)
+            self._rate_base = (now_ns, packets_now)
+            metrics.SEGMENTS.inc(packets_now - before)
+
+    # --- sampling
+
+    def _sample(self, events: list[TapEvent]) -> None:
         # Sampled counts are a share of the real rate; the border is crossed downwards when the
         # requests end, not when fewer segments pass.
-        busy = self._rate >= _SAMPLE_FROM_PER_SECOND or self._sampled
+        busy = self._sampled or (self._sample_from > 0 and self._rate >= self._sample_from)
         wanted = busy and self.tracker.in_flight > 0 and not self.tracker.needs_every_segment
-        if wanted == self._sampled:
-            return
-        self._sampled = wanted
-        code = bpf.program(self.watch.port, rate=_SAMPLE_RATE if wanted else 0)
-        for name, tap in self.taps:
+        if wanted != self._sampled:
             try:
-                bpf.attach(tap, code)
+                self._switch(events)
             except OSError as error:
-                self.problem = f"cannot change the filter on {name}: {error}"
+                self.problem = f"packet socket failed: {error}"
 
-    def close(self) -> None:
-        """Close the sockets."""
-        for _, tap in self.taps:
-            with contextlib.suppress(OSError):
-                tap.close()
-        self.taps = []
+    def _switch(self, events: list[TapEvent]) -> None:
+        """Read the other sockets: they are emptied first, so that nothing lies between the two."""
+        loop = asyncio.get_running_loop()
+        for tap in self._left_alone():
+            sockets.discard(tap)
+            sockets.drops(tap)
+        for tap in self._read_now():
+            self._catch_up(tap, events, time.monotonic_ns())
+            loop.remove_reader(tap)
+        self._sampled = not self._sampled
+        for tap in self._read_now():
+            loop.add_reader(tap, self._readable, tap)
+
+
+def _nobody(_events: list[TapEvent]) -> None:
+    return
+
+
+def clock_offset() -> int:
+    """Nanoseconds from the monotonic to the kernel's packet clock.
+
+    Whoever is put aside between the two readings is wrong by that long, and events then change
+    their order: the tightest of a few brackets counts.
+    """
+    best, offset = 1 << 62, 0
+    for _ in range(_BRACKETS):
+        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        if after - before < best:
+            best, offset = after - before, wall - (before + after) // 2
+        if best < _TIGHT_NS:
+            break
+    return offset
 
 
 def _stamp(ancillary: list[tuple[int, int, bytes]], offset_ns: int) -> int:

@@ -4,24 +4,51 @@ Traffic from outside the pod is on its ordinary interfaces, where a socket sees 
 only with ETH_P_ALL. Traffic from inside the pod (to 127.0.0.1 and to the pod's own address) is on
 ``lo``, where every packet would show twice, so outgoing ones are ignored there. A socket stays in
 the namespace it was opened in; the thread goes back at once.
+
+Two sockets per interface, because their filters are locked: one passes every segment, the other a
+sample of the server's (``bpf``). One of them is read, the other is emptied unread.
+Where a namespace has many interfaces (a node's own, for pods on the host's network) one pair hears
+all of them, also those that come later.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from rose_agent.tap import bpf, kernel
 
 ETH_P_ALL = 3
 SOL_PACKET, PACKET_STATISTICS, PACKET_IGNORE_OUTGOING = 263, 6, 23
+PACKET_OUTGOING = 4
 SO_TIMESTAMPNS = 35
 SO_RCVBUFFORCE = 33
-SO_LOCK_FILTER = 44
+SAMPLE_RATE = 8
+ANY = ""
 _BUFFER_BYTES = 8 * 1024 * 1024
+_MANY_INTERFACES = 16
+
+
+@dataclass
+class Pair:
+    """The sockets of one interface (``ANY`` = all of them)."""
+
+    interface: str
+    whole: socket.socket
+    sampled: socket.socket
+
+    def close(self) -> None:
+        """Close both."""
+        for tap in (self.whole, self.sampled):
+            with contextlib.suppress(OSError):
+                tap.close()
 
 
 @contextlib.contextmanager
@@ -47,47 +74,73 @@ def interfaces(wanted: tuple[str, ...]) -> list[str]:
     present = [name for _, name in socket.if_nameindex()]
     unused = ("sit", "tunl", "gre", "erspan", "ip6tnl", "ip_vti", "ip6_vti", "ip6gre", "gretap")
     chosen = wanted or tuple(name for name in present if not name.startswith(unused))
-    return [name for name in chosen if name in present]
+    found = [name for name in chosen if name in present]
+    return [ANY] if len(found) > _MANY_INTERFACES else found
 
 
-def open_one(interface: str, port: int) -> socket.socket:
-    """Open a filtered packet socket in the current namespace.
+def addresses() -> frozenset[str]:
+    """Addresses of the current namespace as hex digits."""
+    found = set()
+    for entries in psutil.net_if_addrs().values():
+        for entry in entries:
+            if entry.family in {socket.AF_INET, socket.AF_INET6}:
+                plain = entry.address.partition("%")[0]
+                found.add(ipaddress.ip_address(plain).packed.hex())
+    return frozenset(found)
 
-    Raises:
-        OSError: without CAP_NET_RAW, or the interface is gone.
-    """
-    tap = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK, 0)
+
+def _open(interface: str, code: bytes) -> socket.socket:
+    # Filter first, then the protocol: nothing unfiltered is queued. A socket that hears every
+    # interface cannot be bound later, so it is emptied instead.
+    protocol = socket.htons(ETH_P_ALL) if interface == ANY else 0
+    tap = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK, protocol)
     try:
-        # Filter first, then the protocol: nothing unfiltered is ever queued.
-        bpf.attach(tap, bpf.program(port))
+        bpf.attach(tap, code)
+        if interface == ANY:
+            discard(tap)
         with contextlib.suppress(OSError):  # the larger buffer needs CAP_NET_ADMIN
             tap.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, _BUFFER_BYTES)
         tap.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
         tap.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         if interface == "lo":
             tap.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
-        tap.bind((interface, ETH_P_ALL))
+        if interface != ANY:
+            tap.bind((interface, ETH_P_ALL))
     except BaseException:  # whatever it was, the socket must not stay open
         tap.close()
         raise
     return tap
 
 
-def open_all(netns: str, port: int, wanted: tuple[str, ...]) -> list[tuple[str, socket.socket]]:
-    """One socket per interface of the namespace.
+def open_pair(interface: str, port: int) -> Pair:
+    """Open filtered packet sockets in the current namespace.
+
+    Raises:
+        OSError: without CAP_NET_RAW, or the interface is gone.
+    """
+    whole = _open(interface, bpf.program(port))
+    try:
+        return Pair(interface, whole, _open(interface, bpf.program(port, rate=SAMPLE_RATE)))
+    except BaseException:  # whatever it was, the first must not stay open
+        whole.close()
+        raise
+
+
+def open_all(netns: str, port: int, wanted: tuple[str, ...]) -> tuple[list[Pair], frozenset[str]]:
+    """One pair per interface of the namespace, and the namespace's addresses.
 
     Raises:
         OSError: the namespace or an interface is gone, or a capability is missing.
     """
-    opened: list[tuple[str, socket.socket]] = []
+    opened: list[Pair] = []
     try:
         with namespace(netns):
-            opened.extend((name, open_one(name, port)) for name in interfaces(wanted))
+            opened.extend(open_pair(name, port) for name in interfaces(wanted))
+            return opened, addresses()
     except BaseException:  # whatever it was, no socket must stay open
-        for _, tap in opened:
-            tap.close()
+        for pair in opened:
+            pair.close()
         raise
-    return opened
 
 
 def drops(tap: socket.socket) -> int:
@@ -100,14 +153,29 @@ def drops(tap: socket.socket) -> int:
     return int(dropped)
 
 
-def alive(tap: socket.socket) -> bool:
-    """The socket is still bound to an interface that exists and is up.
+def discard(tap: socket.socket) -> int:
+    """Empty the socket unread; returns how many packets were in it.
+
+    Raises:
+        OSError: the socket is dead.
+    """
+    byte, number = bytearray(1), 0
+    try:
+        while True:
+            tap.recv_into(byte)
+            number += 1
+    except BlockingIOError:
+        return number
+
+
+def alive(pair: Pair) -> bool:
+    """The sockets are still bound to an interface that exists and is up.
 
     A removed interface unbinds the socket; one that goes down leaves ENETDOWN on it.
     """
-    if tap.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+    if pair.whole.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
         return False
     try:
-        return bool(tap.getsockname()[0])
+        return pair.interface == ANY or bool(pair.whole.getsockname()[0])
     except OSError:
         return False

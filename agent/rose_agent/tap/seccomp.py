@@ -1,0 +1,61 @@
+"""System calls the tap gives up: no process of it can reach the network or start a program.
+
+The opener makes packet and netlink sockets only; the parser makes Unix sockets only (to hear taps
+inside pods) and takes what it is handed. Neither may execute, trace, or read another process's
+memory. Together with the dropped capabilities this holds also where the parser cannot leave its
+network namespace, as in a pod's own tap.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import socket
+
+from rose_agent.tap import bpf, kernel
+
+_log = logging.getLogger(__name__)
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
+_LD_W, _JEQ, _JGE, _RET = 0x20, 0x15, 0x35, 0x06
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050001  # SECCOMP_RET_ERRNO with EPERM
+_X32 = 0x40000000
+# AUDIT_ARCH, and the numbers of: socket; execve, execveat, ptrace, process_vm_readv, _writev.
+_MACHINES = {
+    "x86_64": (0xC000003E, 41, (59, 322, 101, 310, 311)),
+    "aarch64": (0xC00000B7, 198, (221, 281, 117, 270, 271)),
+}
+OPENER = frozenset({socket.AF_UNIX, socket.AF_PACKET, socket.AF_NETLINK})
+PARSER = frozenset({socket.AF_UNIX})
+
+
+def program(families: frozenset[int], machine: str) -> bytes:
+    """The filter that lets sockets of these families be made, and no program be started.
+
+    Raises:
+        KeyError: the machine's system call numbers are not known.
+    """
+    architecture, make_socket, refused = _MACHINES[machine]
+    return bpf.assemble(
+        [
+            (_LD_W, _ARCHITECTURE),
+            bpf.Jump(_JEQ, architecture, "", "refuse"),
+            (_LD_W, _NUMBER),
+            bpf.Jump(_JGE, _X32, "refuse", ""),
+            *(bpf.Jump(_JEQ, number, "refuse", "") for number in refused),
+            bpf.Jump(_JEQ, make_socket, "", "allow"),
+            (_LD_W, _FIRST_ARGUMENT),
+            *(bpf.Jump(_JEQ, family, "allow", "") for family in sorted(families)),
+            "refuse",
+            (_RET, _REFUSE),
+            "allow",
+            (_RET, _ALLOW),
+        ]
+    )
+
+
+def confine(families: frozenset[int]) -> None:
+    """Install it; where the machine or the kernel cannot, say so and go on without."""
+    try:
+        kernel.forbid(program(families, platform.machine()))
+    except (KeyError, OSError) as error:
+        _log.warning("the tap's system calls stay unfiltered: %r", error)

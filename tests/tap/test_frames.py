@@ -1,0 +1,83 @@
+"""What goes over ``tap.sock``: frames in any pieces, and tokens that may wait."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rose_agent.tap import frames
+from rose_agent.tap.frames import Splitter, Watch
+from rose_agent.tap.replica import Replica
+from rose_core.telemetry.events import Arrived, Ended, FirstToken, How, Progress, TapEvent
+
+EVENTS: list[list[TapEvent]] = [
+    [Arrived("pod", 1, 5, "/generate")],
+    [FirstToken("pod", 1, 9), Progress("pod", 1, 12, 3)],
+    [Ended("pod", 1, 20, 7, 200, How.COMPLETE)],
+]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_frames_are_found_however_their_bytes_come(size: int) -> None:
+    splitter = Splitter(frames.events)
+    sent = b"".join(frames.pack(events) for events in EVENTS)
+    found = [
+        frame
+        for start in range(0, len(sent), size)
+        for frame in splitter.feed(sent[start : start + size])
+    ]
+    assert found == EVENTS
+
+
+def test_a_frame_longer_than_any_of_ours_is_refused_before_it_is_read() -> None:
+    with pytest.raises(ValueError, match="at most"):
+        Splitter(frames.events).feed(b"\xff\xff\xff\x7f")
+
+
+def test_the_same_sockets_serve_a_closer_look() -> None:
+    near, far = Watch("pod", 1, 80), Watch("pod", 1, 80, closely=False)
+    assert near.same_sockets(far)
+    assert not near.same_sockets(Watch("pod", 2, 80))
+
+
+def followed(*, closely: bool) -> tuple[Replica, list[list[TapEvent]]]:
+    """A replica without sockets, and what it tells."""
+    told: list[list[TapEvent]] = []
+    made = Replica(Watch("pod", 0, 80, closely=closely), [], frozenset(), lambda: 1, 400.0)
+    made.start(told.append)
+    return made, told
+
+
+@pytest.mark.looptime
+async def test_tokens_that_are_watched_closely_wait_for_20_ms_and_only_the_last_is_told() -> None:
+    made, told = followed(closely=True)
+    for moment in range(4):
+        made._pass_on([Progress("pod", 1, moment, moment)])
+        made._pass_on([Progress("pod", 2, moment, moment)])
+        await asyncio.sleep(0.004)
+    assert told == []
+    await asyncio.sleep(0.005)
+    assert told == [[Progress("pod", 1, 3, 3), Progress("pod", 2, 3, 3)]]
+    made.close()
+
+
+@pytest.mark.looptime
+async def test_nothing_else_waits_and_it_takes_the_tokens_along() -> None:
+    made, told = followed(closely=True)
+    made._pass_on([Progress("pod", 1, 3, 3)])
+    made._pass_on([EVENTS[2][0]])
+    assert told == [[Progress("pod", 1, 3, 3), EVENTS[2][0]]]
+    await asyncio.sleep(1)
+    assert len(told) == 1, "told once"
+    made.close()
+
+
+@pytest.mark.looptime
+async def test_tokens_that_nobody_judges_by_go_with_the_heartbeat() -> None:
+    made, told = followed(closely=False)
+    made._pass_on([Progress("pod", 1, 3, 3)])
+    await asyncio.sleep(1)
+    assert told == []
+    assert made.beat()[0] == Progress("pod", 1, 3, 3)
+    made.close()
