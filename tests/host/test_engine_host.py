@@ -299,6 +299,24 @@ async def test_metrics_and_health_answer_while_the_engine_stands_still(
             assert 'rose_host_engines{state="Starting"} 1.0' in await reply.text()
 
 
+async def test_the_pages_say_who_holds_a_gpu_until_the_engine_is_gone(
+    rundir: Path, models: Path
+) -> None:
+    async with running(rundir, models) as host, aiohttp.ClientSession() as client:
+
+        async def free(gpu: str) -> bool:
+            url = f"http://127.0.0.1:{host.http_port}/vacated?gpu={gpu}"
+            async with client.get(url) as reply:
+                return bool((await reply.json())["free"])
+
+        assert await free("GPU-a")
+        await host.host.ensure(msgspec.structs.replace(order(), gpu_uuids=("GPU-a",)))
+        assert not await free("GPU-a")
+        assert await free("GPU-b")
+        await host.host.stop(stop())
+        assert await free("GPU-a")
+
+
 async def test_the_engine_itself_listens_on_the_loopback_only(rundir: Path, models: Path) -> None:
     async with running(rundir, models) as host, aiohttp.ClientSession() as client:
         with guarding(rundir):

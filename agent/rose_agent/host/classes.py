@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from rose_agent.host.launchers import EngineOrder, EngineProgram, Launcher
+from rose_agent.host.sizing import engine_size
 from rose_engines.sglang.arguments import Launch, command, environment
 
 # Cheap, and no part of the engine's own work.
@@ -24,7 +25,37 @@ def fake(order: EngineOrder) -> EngineProgram:
             *("--max-running", str(order.spec.max_running)),
             *(f"--{name}={value}" for name, value in order.spec.arguments.items()),
         ),
+        environment={"CUDA_VISIBLE_DEVICES": ",".join(order.gpu_uuids)},
         ready_path=_READY,
+        device_bytes=int(order.spec.arguments.get("kv-bytes", 0)),
+    )
+
+
+def sglang(order: EngineOrder) -> EngineProgram:
+    """Stock SGLang on the GPUs of the grant, with ROSE's plugin and SGLang's memory saver.
+
+    Raises:
+        ArgumentRefused: an argument is outside the allow-list.
+        NoMemory: the GPUs have too little free memory now.
+        BadEngine: no GPU was granted, or the model's size cannot be told.
+    """
+    size = engine_size(order.model, order.spec)
+    fraction = order.sizer.fraction(size, order.gpu_uuids)
+    launch = Launch(
+        python=order.python,
+        model=order.model,
+        port=order.port,
+        permit=order.slot.permit,
+        plugin_socket=order.slot.plugin_socket,
+        device="cuda",
+        memory_fraction=fraction,
+    )
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(order.gpu_uuids)}
+    return EngineProgram(
+        argv=tuple(command(order.spec, launch)),
+        environment={**environment(launch, os.environ), **visible},
+        ready_path=_READY,
+        device_bytes=size.total,
     )
 
 
@@ -48,4 +79,4 @@ def sglang_cpu(order: EngineOrder) -> EngineProgram:
     )
 
 
-LAUNCHERS: dict[str, Launcher] = {"fake": fake, "sglang-cpu": sglang_cpu}
+LAUNCHERS: dict[str, Launcher] = {"fake": fake, "sglang": sglang, "sglang-cpu": sglang_cpu}

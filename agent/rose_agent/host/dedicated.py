@@ -134,6 +134,7 @@ class Attachment:
             token=self._order.token,
             gate_open=serving and not stopped and not self._leaving.is_set(),
             cap=self._file.cap or self._file.max_running,
+            kv_tokens=self._file.kv_tokens,
             version=ours.version if ours is not None else "",
             digest=ours.digest if ours is not None else "",
             head=ours.head if ours is not None else "",

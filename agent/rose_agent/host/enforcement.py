@@ -1,7 +1,8 @@
 """Whether an engine may compute now, and what to do about it: pure decisions.
 
 An engine runs only while its permit is open, nobody holds it and the node's stop button is not
-pressed. Its tree is in one of three states:
+pressed. On an *errand* its tree may move all the same, for a few seconds, to let go of its memory;
+the plugin inside still waits for the permit and computes nothing. Three states of a tree:
 
 | state    | may run              | must not run                                                |
 |----------|----------------------|-------------------------------------------------------------|
@@ -39,16 +40,23 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Wish:
-    """Everything that decides whether an engine may run."""
+    """Everything that decides whether an engine may run.
+
+    Attributes:
+        errand: the tree may move without a permit, to let go of its memory.
+    """
 
     permit_open: bool
     stop_pressed: bool = False
     holders: frozenset[Holder] = frozenset()
+    errand: bool = False
 
     @property
     def may_run(self) -> bool:
         """True when nothing speaks against it."""
-        return self.permit_open and not self.stop_pressed and not self.holders
+        if self.stop_pressed:
+            return False
+        return self.errand or (self.permit_open and not self.holders)
 
     @property
     def reason(self) -> str:

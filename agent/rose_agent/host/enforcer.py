@@ -52,8 +52,10 @@ class Watched:
         self._tree = Tree()
         self._holders: frozenset[Holder] = frozenset()
         self._wish = Wish(permit_open=False)
+        self._errand_until_ns = 0
         self._checked_ns = 0
         self._ordered = 0.0
+        self._killing = False
         self._detached = False
 
     @property
@@ -84,6 +86,7 @@ class Watched:
         """Give the enforcer the tree of a new process, or take the old one away."""
         with self._lock:
             self._group = group
+            self._errand_until_ns = 0
             self._tree = Tree()
             self._checked_ns = 0
 
@@ -91,6 +94,11 @@ class Watched:
         """Add or remove a holder."""
         with self._lock:
             self._holders = self._holders | {holder} if hold else self._holders - {holder}
+
+    def errand(self, seconds: float) -> None:
+        """Let the tree move for this long although its permit is closed; 0 ends that."""
+        with self._lock:
+            self._errand_until_ns = time.monotonic_ns() + int(seconds * 1e9) if seconds else 0
 
     def detach(self) -> None:
         """Close the permit and unmap it; the engine is gone."""
@@ -115,7 +123,8 @@ class Watched:
             open_now = self._permit.is_open(now_ns)
             if self._wish.permit_open and not open_now:
                 metrics.PERMIT_LAPSES.inc()
-            self._wish = Wish(open_now, stop_pressed, self._holders)
+            errand = now_ns < self._errand_until_ns
+            self._wish = Wish(open_now, stop_pressed, self._holders, errand)
             if self._group is not None:
                 self._step(self._group, self._wish.may_run, now_ns)
             return self._wish.may_run
@@ -148,13 +157,15 @@ class Watched:
 
     def _act(self, group: ProcessGroup, action: Action) -> None:
         if action is Action.FREEZE:
-            self._ordered = time.perf_counter()
+            self._ordered, self._killing = time.perf_counter(), False
             group.freeze()
         elif action is Action.THAW:
             group.thaw()
         elif action is Action.KILL:
-            metrics.KILLED.labels(reason="DidNotStop").inc()
-            _log.error("%s: did not stand still in time, killing it", self.name)
+            if not self._killing:  # ordered again every tick, one kill all the same
+                metrics.KILLED.labels(reason="DidNotStop").inc()
+                _log.error("%s: did not stand still in time, killing it", self.name)
+            self._killing = True
             group.kill()
 
 

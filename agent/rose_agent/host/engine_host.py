@@ -1,6 +1,6 @@
-"""The engine host's slots: ensure, stop, hold, status; repair at start, drain at the end.
+"""The engine host's slots: ensure, stop, hold, release, status; repair at start, drain at the end.
 
-Serves ``rose_wire.services`` ENSURE, STOP, HOLD and STATUS on ``host.sock``. Rules:
+Serves ``rose_wire.services`` ENSURE, STOP, HOLD, DORMANT and STATUS on ``host.sock``. Rules:
 
 - The same order again changes nothing; a new token or weight source is taken over in place.
 - A higher generation replaces a lower one (the old tree is dead before the new one starts);
@@ -17,15 +17,18 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
 from rose_agent.host import metrics
 from rose_agent.host.enforcer import Watched
 from rose_agent.host.errors import WrongGeneration
-from rose_agent.host.lifecycle import EngineLife, Site
+from rose_agent.host.lifecycle import EngineLife
 from rose_agent.host.proxy import Target
 from rose_agent.host.repair import forget_slot
+from rose_agent.host.site import Site
+from rose_agent.host.vacancy import Holding
 from rose_core.identity import SlotKey
 from rose_core.wire.host import (
     Accepted,
@@ -35,13 +38,14 @@ from rose_core.wire.host import (
     HoldEngine,
     HostStatus,
     HostStatusRequest,
+    SetDormant,
     StopEngine,
 )
 from rose_engines.permit import BadPermit, Permit
 from rose_engines.rundir import RunDir, SlotDir, write_json
 from rose_wire.errors import Refused
 from rose_wire.rpc import Server
-from rose_wire.services import ENSURE, HOLD, STATUS, STOP
+from rose_wire.services import DORMANT, ENSURE, HOLD, STATUS, STOP
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +53,8 @@ _log = logging.getLogger(__name__)
 _HOLD_WAIT_SECONDS = 1.0
 _REPLACE_SECONDS = 10.0
 _REPLACED = "Replaced"
+# Engines that are gone and still told of.
+GONE_KEPT = 64
 
 
 class EngineHost:
@@ -69,12 +75,14 @@ class EngineHost:
         self._generations: dict[str, int] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._draining = False
+        self.capabilities: Callable[[], dict[str, str]] = dict
 
     def bind(self, server: Server) -> None:
         """Offer the host's methods."""
         server.unary(ENSURE, self.ensure)
         server.unary(STOP, self.stop)
         server.unary(HOLD, self.hold)
+        server.unary(DORMANT, self.set_dormant)
         server.unary(STATUS, self.status)
 
     async def ensure(self, order: EnsureEngine) -> EngineStatus:
@@ -118,9 +126,7 @@ class EngineHost:
         Raises:
             Refused: no engine for this slot and generation.
         """
-        life = self._lives.get(order.slot.uid)
-        if life is None or life.order.slot != order.slot:
-            raise Refused(f"no engine for slot {order.slot.uid}/{order.slot.generation}")
+        life = self._life(order.slot)
         began = time.monotonic_ns()
         life.watched.hold(order.holder, hold=order.hold)
         self._site.enforcer.poke()
@@ -131,10 +137,31 @@ class EngineHost:
             await asyncio.sleep(0.001)
         return Accepted(paused_microseconds=(time.monotonic_ns() - began) // 1000)
 
+    async def set_dormant(self, order: SetDormant) -> EngineStatus:
+        """Begin to release the engine's memory or to take it back; the status tells the effect.
+
+        Raises:
+            Refused: no engine for this slot and generation.
+        """
+        life = self._life(order.slot)
+        life.rest.order(dormant=order.dormant)
+        return life.status(self.endpoint_of(order.slot.uid))
+
     async def status(self, _request: HostStatusRequest) -> HostStatus:
         """Every engine, those that are gone included until their slot is ordered anew."""
         living = [life.status(self.endpoint_of(uid)) for uid, life in self._lives.items()]
-        return HostStatus((*living, *self._gone.values()))
+        return HostStatus((*living, *self._gone.values()), self.capabilities())
+
+    def holdings(self) -> tuple[Holding, ...]:
+        """Every engine that may hold a GPU, leftovers that could not be ended included."""
+        living = tuple(
+            Holding(life.order.slot_name, life.state.value, life.order.gpu_uuids)
+            for life in self._lives.values()
+        )
+        known = {self._site.freezer.directory(uid) for uid in self._lives}
+        strays = (tree for tree in self._site.freezer.strays() if tree.directory not in known)
+        left = tuple(Holding(str(tree.directory), "Leftover") for tree in strays if tree.pids())
+        return (*living, *left)
 
     def target(self, uid: str) -> Target | None:
         """Where the data route of a slot leads; None without such a slot."""
@@ -202,9 +229,24 @@ class EngineHost:
         if gone:
             self._lives.pop(uid, None)
             self._gone[uid] = status
+            self._forget_oldest()
             forget_slot(life.folder, permit=reason != _REPLACED)
         self._count()
         return status
+
+    def _forget_oldest(self) -> None:
+        """Whoever asks has long heard that an engine is gone; its generation is never forgotten."""
+        while len(self._gone) > GONE_KEPT:
+            uid = next(iter(self._gone))
+            del self._gone[uid]
+            if not self._lock(uid).locked():
+                del self._locks[uid]
+
+    def _life(self, slot: SlotKey) -> EngineLife:
+        life = self._lives.get(slot.uid)
+        if life is None or life.order.slot != slot:
+            raise Refused(f"no engine for slot {slot.uid}/{slot.generation}")
+        return life
 
     def _check_generation(self, slot: SlotKey) -> None:
         known = self._generations.get(slot.uid, 0)

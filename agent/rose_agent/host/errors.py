@@ -3,16 +3,25 @@
 HostError
 ├── GroupError          a process group could not be made, stopped, continued or ended
 ├── NoFreezer           the asked-for way to stop a tree is not available on this machine
+├── NoLimits            an asked-for limit of engines cannot be set on this machine
 ├── BadEngine           the slot's engine cannot be started as asked; trying again does not help
+├── NotShared           its GPU cannot be shared as the pool asks now; tried again later
+├── NoMemory            its GPU has too little free memory now; tried again later
 ├── NotReady            the engine's process runs but never became ready
-├── BrokenEngine        the engine's weights are broken; it is started anew
+├── BrokenEngine        the engine cannot go on as it is; it is started anew
 ├── WrongGeneration     an older generation of a slot tried to act for a newer one
 └── UnknownSlot         no engine for this slot on this host
 """
 
 
 class HostError(Exception):
-    """Base of everything the engine host raises."""
+    """Base of everything the engine host raises.
+
+    Attributes:
+        reason: closed word for an engine's status.
+    """
+
+    reason = "StartFailed"
 
 
 class GroupError(HostError):
@@ -23,8 +32,28 @@ class NoFreezer(HostError):
     """The asked-for way to stop a process tree is not available; says which and why."""
 
 
+class NoLimits(HostError):
+    """An asked-for limit of engines cannot be set on this machine; says which."""
+
+
 class BadEngine(HostError):
     """The slot's engine cannot be started as asked; says what to change."""
+
+    reason = "BadEngine"
+
+
+class NoMemory(HostError):
+    """The engine's GPU has too little free memory now; says how much it needs and finds."""
+
+    reason = "InsufficientMemory"
+
+
+class NotShared(HostError):
+    """The engine's GPU cannot be shared as the pool asks now; the reason says which way."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class NotReady(HostError):
@@ -32,7 +61,11 @@ class NotReady(HostError):
 
 
 class BrokenEngine(HostError):
-    """The engine's weights are broken (an undo failed); it is started anew."""
+    """The engine cannot go on as it is (an undo failed, memory was not let go of)."""
+
+    def __init__(self, message: str, reason: str = "BrokenWeights") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class WrongGeneration(HostError):

@@ -23,6 +23,8 @@ from rose_agent.host.mounts import locate, parse_membership, parse_mountinfo
 Choice = Literal["auto", "v1", "v2", "signals"]
 
 _MS_REMOUNT_BIND = 0x20 | 0x1000
+# Where the host itself moves in v2, so that its own cgroup may hand controllers down (``limits``).
+HOST_LEAF = "rose-host"
 _log = logging.getLogger(__name__)
 
 
@@ -86,11 +88,12 @@ def group(driver: str, directory: Path | None, leader: int) -> ProcessGroup:
 
 
 def own_base(version: int, proc: Path = Path("/proc/self")) -> Path | None:
-    """Folder of this process's own cgroup, None when it is not mounted here."""
+    """Folder of the host's own cgroup, None when it is not mounted here."""
     paths = parse_membership((proc / "cgroup").read_text())
     path = paths.get("freezer" if version == 1 else "")
     if path is None:
         return None
+    path = path.parent if path.name == HOST_LEAF else path
     return locate(parse_mountinfo((proc / "mountinfo").read_text()), version, path)
 
 

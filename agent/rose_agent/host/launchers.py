@@ -2,7 +2,8 @@
 
 | engine class | what runs                                                              |
 |--------------|------------------------------------------------------------------------|
-| sglang-cpu   | stock SGLang on CPU with ROSE's plugin (``rose_engines.sglang.launch``) |
+| sglang       | stock SGLang on GPUs with ROSE's plugin (``rose_engines.sglang.launch``) |
+| sglang-cpu   | the same on CPU                                                         |
 | fake         | ``rose_engines.fake``: same routes, same permit, no model               |
 
 A launcher turns the slot's order into a program, its environment and the path that answers 200
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rose_agent.host.errors import BadEngine
+from rose_agent.host.sizing import Sizer
 from rose_core.wire.sync import EngineSpec
 from rose_engines.rundir import SlotDir
 
@@ -26,6 +28,8 @@ class EngineOrder:
 
     Attributes:
         port: loopback port that the engine must listen on.
+        gpu_uuids: GPUs of the grant.
+        sizer: tells whether the engine fits on them.
     """
 
     spec: EngineSpec
@@ -33,6 +37,8 @@ class EngineOrder:
     model: Path
     python: Path
     port: int
+    gpu_uuids: tuple[str, ...] = ()
+    sizer: Sizer = field(default_factory=Sizer)
 
 
 @dataclass(frozen=True)
@@ -43,11 +49,15 @@ class EngineProgram:
         argv: program and arguments.
         environment: variables beside the host's allow-listed ones.
         ready_path: answers 200 once the engine can serve.
+        device_bytes: what it takes of its GPU at most; 0 = not known.
+        cgroups: folders that it joins besides those of its limits.
     """
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     ready_path: str = "/ready"
+    device_bytes: int = 0
+    cgroups: tuple[Path, ...] = ()
 
 
 Launcher = Callable[[EngineOrder], EngineProgram]

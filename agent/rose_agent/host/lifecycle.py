@@ -5,6 +5,9 @@
 | Starting | ready path answers 200             | Serving                                     |
 | Starting | process ended, or too long running | Failed                                      |
 | Serving  | process ended, or weights broken   | Failed                                      |
+| Serving  | memory released (``dormancy``)     | Dormant                                     |
+| Dormant  | memory restored                    | Serving, without a version                  |
+| Dormant  | process ended                      | Failed                                      |
 | Failed   | back-off over                      | Starting                                    |
 | Failed   | the order itself cannot work       | stays Failed until a new order              |
 | any      | ``end``                            | Stopping -> Gone                            |
@@ -20,25 +23,26 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import msgspec
 
+from rose_agent.devices.usage import MemoryMeter
 from rose_agent.host import metrics, process
+from rose_agent.host.dormancy import Rest
 from rose_agent.host.enforcement import TreeState
-from rose_agent.host.enforcer import Enforcer, Watched
+from rose_agent.host.enforcer import Watched
 from rose_agent.host.errors import BadEngine, BrokenEngine, HostError, NotReady
-from rose_agent.host.freezers import Freezer
 from rose_agent.host.groups import end
 from rose_agent.host.launchers import (
     EngineOrder,
     EngineProgram,
-    Launcher,
     launcher_for,
     resolve_model,
 )
+from rose_agent.host.sharing import Sharing
+from rose_agent.host.site import Site
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine
 from rose_engines.errors import EngineError
 from rose_engines.rundir import EngineFile, SlotDir, WeightsFile, read_json, write_json
@@ -48,32 +52,10 @@ _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.25
 _KILL_SECONDS = 10.0
 _MEMBERS_SECONDS = 1.0
+_LOOK_SECONDS = 0.25
 _READY_TIMEOUT = aiohttp.ClientTimeout(total=2)
-# Most time an engine may need to become ready, counted while it may run.
-START_LIMIT_SECONDS = 600.0
 # After this long in Serving earlier failures are forgotten.
 STABLE_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class Site:
-    """What the host's slots share.
-
-    Attributes:
-        models: folder of the node's models.
-        python: Python of the engine environment.
-        logs: folder of the engines' logs.
-        dedicated: the host itself holds the permits open.
-    """
-
-    models: Path
-    python: Path
-    freezer: Freezer
-    enforcer: Enforcer
-    launchers: dict[str, Launcher]
-    logs: Path
-    dedicated: bool = False
-    start_limit_seconds: float = START_LIMIT_SECONDS
 
 
 def backoff_seconds(failures: int) -> float:
@@ -114,6 +96,9 @@ class EngineLife:
         self._started_ns = 0
         self._spawned: process.Spawned | None = None
         self._members: tuple[float, tuple[int, ...]] | None = None
+        self._ending: tuple[str, str] | None = None
+        self._sharing = Sharing(site.ways, order, folder.plugin_socket)
+        self.rest = Rest(self, site.enforcer, site.meter, lambda: site.cut(folder.uid))
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -152,7 +137,10 @@ class EngineLife:
             generated_tokens=self.generated_tokens,
             restarts=self.restarts,
             reason=self._reason or self.watched.reason,
-            message=self._message or weights.error,
+            message=self._message or self.rest.refusal or weights.error,
+            can_dormant=self.rest.possible,
+            residue_bytes=self.rest.residue_bytes,
+            released_bytes=self.rest.released_bytes,
         )
 
     def _pids(self) -> tuple[int, ...]:
@@ -208,25 +196,38 @@ class EngineLife:
         exited = asyncio.create_task(spawned.root.wait())
         try:
             await self._until_ready(program, exited)
+            await self._sharing.verify(spawned)
             began = time.monotonic()
             self._message = ""
             self._set(EngineState.SERVING, "")
             while not exited.done():
-                await asyncio.wait({exited}, timeout=1.0)
+                await asyncio.wait({exited}, timeout=_LOOK_SECONDS)
+                self._check_ending()
+                await self._sharing.check()
                 process.rotate(self.log)
                 self._check_weights()
                 if time.monotonic() - began > STABLE_SECONDS:
                     self._failures = 0
         finally:
             exited.cancel()
-        self._fail(spawned)
+        self._exited(spawned)
 
     def _program(self) -> EngineProgram:
         spec = self.order.engine
         launcher = launcher_for(spec.engine_class, self._site.launchers)
         model = resolve_model(self._site.models, spec.model)
         self.port = process.free_port()
-        return launcher(EngineOrder(spec, self.folder, model, self._site.python, self.port))
+        return launcher(
+            EngineOrder(
+                spec,
+                self.folder,
+                model,
+                self._site.python,
+                self.port,
+                self.order.gpu_uuids,
+                self._site.sizer,
+            )
+        )
 
     async def _spawn(self, program: EngineProgram) -> process.Spawned:
         # The new process has base weights: what was attested before is void.
@@ -234,14 +235,20 @@ class EngineLife:
         self.folder.plugin_socket.unlink(missing_ok=True)
         self._started_ns = time.monotonic_ns()
         self._members = None
-        self._spawned = spawned = await process.spawn(
+        account = self._site.accounts.take(self.folder)
+        program = await self._sharing.admit(program, account.uid, self.folder.uid)
+        spawned = await process.spawn(
             program,
             freezer=self._site.freezer,
             name=self.folder.uid,
             log=self.log,
+            account=account,
+            limiter=self._site.limiter,
+            own_shm=not self._sharing.by_mps,
         )
+        self._spawned = spawned = self._sharing.steer(spawned)
         self._record(spawned)
-        self.watched.put(spawned.group)
+        self.watched.put(self._sharing.enforced(spawned) or spawned.group)
         self._site.enforcer.poke()
         return spawned
 
@@ -300,14 +307,50 @@ class EngineLife:
             metrics.KILLED.labels(reason="BrokenWeights").inc()
             raise BrokenEngine(weights.error)
 
-    def _fail(self, spawned: process.Spawned) -> None:
+    def held_bytes(self, meter: MemoryMeter) -> int | None:
+        """Memory that the engine's processes hold; None = unknown."""
+        pids = self._spawned.group.pids() if self._spawned is not None else ()
+        return meter.read(pids, self.order.gpu_uuids)
+
+    def renew_weights(self) -> None:
+        """Void what was attested: weight-sync begins anew, as with another process."""
+        self.folder.weights.unlink(missing_ok=True)
+        self._started_ns = time.monotonic_ns()
+        if self._spawned is not None:
+            self._record(self._spawned)
+
+    def enter(self, state: EngineState, reason: str) -> None:
+        """Become dormant, or serve again; says nothing to an engine that is on its way out."""
+        if self._state in {EngineState.SERVING, EngineState.DORMANT} and self._ending is None:
+            self._set(state, reason)
+
+    def fail(self, reason: str, message: str) -> None:
+        """End the process; it is started anew after the back-off."""
+        metrics.KILLED.labels(reason=reason).inc()
+        self._ending = (reason, message)
+
+    def _check_ending(self) -> None:
+        """An engine that was told to end does not go on.
+
+        Raises:
+            BrokenEngine: with the reason it was told.
+        """
+        if self._ending is not None:
+            reason, message = self._ending
+            self._ending = None
+            raise BrokenEngine(message, reason)
+
+    def _exited(self, spawned: process.Spawned) -> None:
         code = spawned.root.returncode
         tail = process.last_lines(self.log)
-        self._message = f"engine ended with exit code {code}; its log ends: {tail}"
+        limit = self._site.limiter.broken(self.folder.uid)
+        why = f"; {limit}" if limit else ""
+        self._message = f"engine ended with exit code {code}{why}; its log ends: {tail}"
         _log.warning("%s: %s", self.order.slot_name, self._message)
-        self._set(EngineState.FAILED, "EngineExited")
+        self._set(EngineState.FAILED, "LimitReached" if limit else "EngineExited")
 
     async def _kill(self, seconds: float) -> bool:
+        await self.rest.forget()
         spawned = self._spawned
         # From here on nothing may freeze the tree again: a frozen v1 task ignores SIGKILL.
         self.watched.put(None)
@@ -327,6 +370,9 @@ class EngineLife:
             if spawned is not None:
                 await spawned.root.wait()
             process.reap(members)
+            self._site.limiter.remove(self.folder.uid)
+            self._sharing.ended()
+            self._site.accounts.release(self.folder)
             self._spawned = None
             self.folder.engine.unlink(missing_ok=True)
         return gone
@@ -342,6 +388,6 @@ class EngineLife:
 
 
 def _reason_of(error: Exception) -> str:
-    if isinstance(error, BadEngine | EngineError):
-        return "BadEngine"
-    return "BrokenWeights" if isinstance(error, BrokenEngine) else "StartFailed"
+    if isinstance(error, HostError):
+        return error.reason
+    return "BadEngine" if isinstance(error, EngineError) else HostError.reason

@@ -11,23 +11,35 @@ import asyncio
 import logging
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aiohttp import web
 
-from rose_agent.host import dedicated
+from rose_agent.devices.driver import DeviceDriver, open_driver
+from rose_agent.devices.driver_limit import SmiLimits
+from rose_agent.devices.errors import DeviceError, NoDevices
+from rose_agent.devices.mps import PROGRAM
+from rose_agent.devices.static import StaticDriver
+from rose_agent.devices.usage import meter_for
+from rose_agent.host import dedicated, vacancy
+from rose_agent.host.accounts import Accounts
+from rose_agent.host.capabilities import Capabilities
 from rose_agent.host.classes import LAUNCHERS
 from rose_agent.host.enforcer import Enforcer
 from rose_agent.host.engine_host import EngineHost
-from rose_agent.host.errors import HostError
-from rose_agent.host.freezers import Freezer, detect
-from rose_agent.host.lifecycle import Site
+from rose_agent.host.errors import HostError, NoLimits
+from rose_agent.host.freezers import Freezer, detect, own_base
+from rose_agent.host.limits import PROCESSES, Limiter, Limits
+from rose_agent.host.mps import MpsNode
 from rose_agent.host.proxy import DataProxy
 from rose_agent.host.repair import repair, thaw_all
+from rose_agent.host.sharing import Ways, free_leftovers
+from rose_agent.host.site import Site
+from rose_agent.host.sizing import Sizer
 from rose_agent.metrics import REGISTRY
 from rose_engines.rundir import RunDir
-from rose_wire import observability
+from rose_wire import flags, observability
 from rose_wire.errors import WireError
 from rose_wire.rpc import Server
 
@@ -49,15 +61,36 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--data-host", default="127.0.0.1", help="address routers can reach")
     made.add_argument("--data-bind", default="", help="address to listen on (default: data-host)")
     made.add_argument("--data-port", type=int, default=30800, help="0 = any")
-    made.add_argument("--http-port", type=int, default=9103, help="metrics and health; 0 = any")
+    made.add_argument(
+        "--http-port", type=flags.port, default=9103, help="metrics and health; 0 = any"
+    )
     made.add_argument("--cgroup", choices=["auto", "v1", "v2", "signals"], default="auto")
+    made.add_argument(
+        "--devices",
+        choices=["static", "nvml"],
+        default="static",
+        help="where engines hold their memory: nvml = on GPUs, static = in host memory",
+    )
+    made.add_argument(
+        "--engine-uid", type=int, default=0, help="first of the users engines get; 0 = the host's"
+    )
+    made.add_argument("--engine-memory-mib", type=int, default=0, help="per engine; 0 = no limit")
+    made.add_argument(
+        "--engine-pids",
+        type=int,
+        help=f"processes and threads per engine; 0 = any, {PROCESSES} where that can be limited",
+    )
+    made.add_argument("--engine-cpu-percent", type=int, default=0, help="of one core; 0 = any")
+    made.add_argument("--engine-shm-mib", type=int, default=0, help="own /dev/shm; 0 = shared")
+    made.add_argument("--mps-root", type=Path, help="pipe directories of the MPS daemons")
+    made.add_argument("--mps-program", default=PROGRAM, help="the MPS control program")
     made.add_argument("--drain-seconds", type=float, default=5.0)
     made.add_argument("--thaw-all", action="store_true", help="let every engine go on, then exit")
     made.add_argument("--dedicated", type=Path, metavar="FILE", help="run one engine by itself")
     made.add_argument("--router", default="", metavar="HOST:PORT", help="with --dedicated")
     made.add_argument("--lease", default="", metavar="NS/NAME", help="with --dedicated")
     made.add_argument("--token-file", type=Path, help="the install's bearer token")
-    made.add_argument("--log-level", default="INFO")
+    flags.add_log_level(made)
     return made
 
 
@@ -70,6 +103,7 @@ class Running:
     enforcer: Enforcer
     server: Server
     pages: web.AppRunner
+    looking: asyncio.Task[None]
     data_port: int
     http_port: int
 
@@ -80,6 +114,7 @@ class Running:
             False when an engine could not be killed.
         """
         self.host.drain()
+        self.looking.cancel()
         await self.proxy.drained(drain_seconds)
         ended = await self.host.shut_down(_KILL_SECONDS)
         await self.proxy.stop()
@@ -98,8 +133,15 @@ async def start(arguments: argparse.Namespace, freezer: Freezer) -> Running:
     rundir = RunDir(arguments.rundir).create()
     logs = rundir.root / "logs"
     logs.mkdir(mode=0o700, exist_ok=True)
+    devices, broken = _devices(arguments)
+    ways = _ways(arguments, devices, freezer.prefix)
+    await asyncio.to_thread(free_leftovers, ways, rundir)
     repaired = await asyncio.to_thread(repair, rundir, freezer)
     _log.info("engines are stopped by %s: %s", freezer.driver, freezer.reason)
+    limiter = _limiter(arguments, freezer.prefix)
+    limiter.sweep()
+    accounts = Accounts(arguments.engine_uid)
+    accounts.open(rundir)
     if repaired:
         _log.warning("ended %d engines of an earlier host", repaired)
     enforcer = Enforcer(rundir.stop.exists)
@@ -111,9 +153,18 @@ async def start(arguments: argparse.Namespace, freezer: Freezer) -> Running:
         launchers=LAUNCHERS,
         logs=logs,
         dedicated=arguments.dedicated is not None,
+        meter=meter_for(devices),
+        sizer=Sizer(devices if devices.name == "nvml" else None),
+        accounts=accounts,
+        limiter=limiter,
+        ways=ways,
     )
     host = EngineHost(rundir, site)
+    able = Capabilities(ways, devices, arguments.engine_uid, arguments.engine_python, broken)
+    await able.look()
+    host.capabilities = lambda: able.said
     proxy = DataProxy(host.target)
+    site.cut = proxy.cut
     bind = arguments.data_bind or arguments.data_host
     data_port = await proxy.start(bind, arguments.data_port)
     host.endpoint = f"http://{arguments.data_host}:{data_port}"
@@ -121,6 +172,7 @@ async def start(arguments: argparse.Namespace, freezer: Freezer) -> Running:
     host.bind(server)
     rundir.host_socket.unlink(missing_ok=True)
     await server.start(f"unix:{rundir.host_socket}")
+    rundir.host_socket.chmod(0o600)
     enforcer.start()
 
     def health() -> str:
@@ -132,8 +184,49 @@ async def start(arguments: argparse.Namespace, freezer: Freezer) -> Running:
         host="0.0.0.0",  # noqa: S104  # the kubelet probes by the node's address
         port=arguments.http_port,
         health=health,
+        more=[vacancy.page(host.holdings)],
     )
-    return Running(host, proxy, enforcer, server, pages, data_port, http_port)
+    looking = asyncio.create_task(able.keep())
+    return Running(host, proxy, enforcer, server, pages, looking, data_port, http_port)
+
+
+def _devices(arguments: argparse.Namespace) -> tuple[DeviceDriver, str]:
+    """The driver, and why there is none: a host without its GPUs stays up to say so."""
+    try:
+        return open_driver(arguments.devices), ""
+    except NoDevices as error:
+        _log.error("%s", error)
+        return StaticDriver.open(None), str(error)
+
+
+def _ways(arguments: argparse.Namespace, devices: DeviceDriver, prefix: str) -> Ways:
+    on_gpus = devices.name == "nvml"
+    mps = MpsNode(arguments.mps_root, devices, arguments.mps_program.split())
+    return Ways(mps, SmiLimits(lambda: own_base(2), prefix) if on_gpus else None)
+
+
+def _limiter(arguments: argparse.Namespace, prefix: str) -> Limiter:
+    """The limits that were asked for, and one on processes wherever that is possible.
+
+    Raises:
+        NoLimits: one that was asked for cannot be set.
+    """
+    limits = _limits(arguments)
+    if arguments.engine_pids is None:
+        try:
+            return Limiter.detect(replace(limits, pids=PROCESSES), prefix)
+        except NoLimits as error:
+            _log.warning("a fork bomb in an engine would not be contained: %s", error)
+    return Limiter.detect(limits, prefix)
+
+
+def _limits(arguments: argparse.Namespace) -> Limits:
+    return Limits(
+        memory_bytes=arguments.engine_memory_mib << 20,
+        pids=arguments.engine_pids or 0,
+        cpu_percent=arguments.engine_cpu_percent,
+        shm_bytes=arguments.engine_shm_mib << 20,
+    )
 
 
 async def serve(arguments: argparse.Namespace, freezer: Freezer) -> int:
@@ -149,7 +242,11 @@ async def serve(arguments: argparse.Namespace, freezer: Freezer) -> int:
     _log.info("ready: data route on port %d, pages on %d", running.data_port, running.http_port)
     attached = None
     if arguments.dedicated is not None:
-        attached = await dedicated.begin(arguments, running.host)
+        try:
+            attached = await dedicated.begin(arguments, running.host)
+        except (HostError, WireError, OSError, ValueError):
+            await running.stop(0.0)
+            raise
     await stop.wait()
     if attached is not None:
         await attached.leave()
@@ -176,6 +273,6 @@ def main(argv: list[str]) -> int:
             sys.stderr.write("rose engine-host: --models is needed\n")
             return 2
         return asyncio.run(serve(arguments, freezer))
-    except (HostError, WireError, OSError, ValueError) as error:
-        sys.stderr.write(f"rose engine-host: {error}\n")
+    except (HostError, WireError, DeviceError, OSError, ValueError) as error:
+        sys.stderr.write(f"rose engine-host: {flags.complaint(error, argv)}\n")
         return 1

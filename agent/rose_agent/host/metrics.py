@@ -61,3 +61,31 @@ PROXY_LIVE = Gauge(
     "Requests in flight on the data routes.",
     registry=REGISTRY,
 )
+DORMANCY = Counter(
+    "rose_host_dormancy",
+    "Orders to release memory or to take it back, by outcome.",
+    ["outcome"],
+    registry=REGISTRY,
+)
+RELEASE_SECONDS = Histogram(
+    "rose_host_release_seconds",
+    "From the order to release an engine's memory until it was measured again.",
+    buckets=(0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 4),
+    registry=REGISTRY,
+)
+ACTIVATION_SECONDS = Histogram(
+    "rose_host_activation_seconds",
+    "From the order that activated a dormant engine until it could compute.",
+    buckets=(0.1, 0.5, 1, 2, 5, 10, 30, 60, 120),
+    registry=REGISTRY,
+)
+RELEASED_BYTES = Counter(
+    "rose_host_released_bytes",
+    "Memory that engines let go of when they became dormant, as measured.",
+    registry=REGISTRY,
+)
+RESIDUE_BYTES = Gauge(
+    "rose_host_residue_bytes",
+    "Memory that dormant engines still hold, as measured.",
+    registry=REGISTRY,
+)

@@ -63,19 +63,23 @@ def parse_membership(text: str) -> dict[str, PurePosixPath]:
     return paths
 
 
-def hierarchy(mounts: Iterable[CgroupMount], version: int) -> tuple[CgroupMount, ...]:
-    """The mounts that can freeze: v1's freezer, or v2; writable ones first."""
+def hierarchy(
+    mounts: Iterable[CgroupMount], version: int, controller: str = "freezer"
+) -> tuple[CgroupMount, ...]:
+    """The mounts of a v1 controller, or of v2; writable ones first."""
     fitting = [
         mount
         for mount in mounts
-        if mount.version == version and (version == 2 or "freezer" in mount.controllers)
+        if mount.version == version and (version == 2 or controller in mount.controllers)
     ]
     return tuple(sorted(fitting, key=lambda mount: not mount.writable))
 
 
-def locate(mounts: Iterable[CgroupMount], version: int, path: PurePosixPath) -> Path | None:
+def locate(
+    mounts: Iterable[CgroupMount], version: int, path: PurePosixPath, controller: str = "freezer"
+) -> Path | None:
     """Find the folder of a cgroup here; None when the mounts do not show it."""
-    for mount in hierarchy(mounts, version):
+    for mount in hierarchy(mounts, version, controller):
         if path.is_relative_to(mount.root):
             return mount.point / path.relative_to(mount.root)
     return None

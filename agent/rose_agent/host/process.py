@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rose_agent.host import enter
+from rose_agent.host.accounts import Account
 from rose_agent.host.errors import BadEngine
 from rose_agent.host.freezers import Freezer
 from rose_agent.host.groups import ProcessGroup
 from rose_agent.host.launchers import EngineProgram
+from rose_agent.host.limits import Limiter
 
 # What an engine inherits of the host's environment; secrets and cluster addresses are not in it.
 _INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "TMPDIR", "HOME", "LD_LIBRARY_PATH")
@@ -87,7 +89,16 @@ def _kernel_path(pid: int, driver: str) -> str:
     return ""
 
 
-async def spawn(program: EngineProgram, *, freezer: Freezer, name: str, log: Path) -> Spawned:
+async def spawn(
+    program: EngineProgram,
+    *,
+    freezer: Freezer,
+    name: str,
+    log: Path,
+    account: Account | None = None,
+    limiter: Limiter | None = None,
+    own_shm: bool = True,
+) -> Spawned:
     """Start the engine in a cgroup of its own.
 
     Args:
@@ -95,6 +106,9 @@ async def spawn(program: EngineProgram, *, freezer: Freezer, name: str, log: Pat
         freezer: the machine's way to stop trees; makes the cgroup.
         name: the slot's uid, names the cgroup.
         log: file that takes the engine's output, appended to.
+        account: who it runs as; the host's user without.
+        limiter: what it may take of the node; anything without.
+        own_shm: the limit of shared memory applies; MPS clients need the node's.
 
     Raises:
         GroupError: the cgroup cannot be made.
@@ -104,13 +118,21 @@ async def spawn(program: EngineProgram, *, freezer: Freezer, name: str, log: Pat
         message = f"engine program {program.argv[0]} does not exist or may not be run"
         raise BadEngine(message)
     directory = freezer.prepare(name)
-    join = [] if directory is None else ["--procs", str(directory / "cgroup.procs")]
-    argv = [sys.executable, "-I", "-S", enter.__file__, *join, "--"]
+    account = account or Account()
+    folders = [directory] if directory is not None else []
+    shm = 0
+    if limiter is not None:
+        folders += [folder for folder in limiter.prepare(name) if folder != directory]
+        shm = limiter.limits.shm_bytes if own_shm else 0
+    folders += [folder for folder in program.cgroups if folder not in folders]
+    steps = [f"--procs={folder / 'cgroup.procs'}" for folder in folders]
+    steps += [f"--uid={account.uid}", f"--shm={shm}"]
+    argv = [sys.executable, "-I", "-S", enter.__file__, *steps, "--"]
     with log.open("ab") as output:
         root = await asyncio.create_subprocess_exec(
             *argv,
             *program.argv,
-            env=environment(program.environment),
+            env=environment({**program.environment, **account.environment}),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,

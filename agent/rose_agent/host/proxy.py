@@ -99,6 +99,8 @@ class DataProxy:
         self._live = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        # By identity: aiohttp's requests are mappings, and equal to each other when empty.
+        self._turns: dict[int, tuple[str, web.Request]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
         self._client: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
@@ -150,6 +152,12 @@ class DataProxy:
             return False
         return True
 
+    def cut(self, uid: str) -> None:
+        """Break every turn of a slot, as if its engine were lost: callers go on elsewhere."""
+        for slot, request in tuple(self._turns.values()):
+            if slot == uid and request.transport is not None:
+                request.transport.abort()
+
     async def stop(self) -> None:
         """Close the port and every connection."""
         if self._runner is not None:
@@ -179,7 +187,11 @@ class DataProxy:
             body, ids = request_ids(body)
         except ValueError as error:
             return _problem(400, str(error))
-        return await self._relay(request, target, path, body, ids)
+        self._turns[id(request)] = (uid, request)
+        try:
+            return await self._relay(request, target, path, body, ids)
+        finally:
+            del self._turns[id(request)]
 
     async def _relay(
         self, request: web.Request, target: Target, path: str, body: bytes, ids: tuple[str, ...]

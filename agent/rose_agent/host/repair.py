@@ -96,7 +96,8 @@ def forget_slot(slot: SlotDir, *, permit: bool) -> None:
         return
     for path in (slot.engine, slot.weights, slot.plugin_socket, slot.slot):
         path.unlink(missing_ok=True)
-    shutil.rmtree(slot.bundles, ignore_errors=True)
+    for folder in (slot.bundles, slot.own):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def thaw_all(rundir: RunDir, freezer: Freezer) -> int:

@@ -1,0 +1,110 @@
+"""A user of its own for every engine, so that no engine can read another's weights or steer it.
+
+With ``--engine-uid N`` engines run as the users N, N+1, ...; each number is also their group. What
+an engine may reach of the run directory:
+
+| path | owner | engine |
+|---|---|---|
+| run directory, ``slots`` | host, 0711 | passes through, lists nothing |
+| ``slots/<uid>`` | host : engine, 0710 | passes through; nobody else's engine does |
+| ``permit`` | host, 0644 | reads |
+| ``bundles`` | host : engine, 0750 | reads |
+| ``own`` | engine, 0700 | its control socket |
+| sockets, ``slot.json``, ``engine.json`` | host, 0600 | nothing |
+
+Home and temporary files are a folder of its own too, which goes with the engine. Without a first
+user engines run as the host does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rose_agent.host.errors import BadEngine
+from rose_engines.rundir import RunDir, SlotDir
+
+COUNT = 1000
+
+
+@dataclass(frozen=True)
+class Account:
+    """Who an engine runs as.
+
+    Attributes:
+        uid: user and group; 0 = the host's own.
+        home: folder for its caches and temporary files; None = the host's.
+    """
+
+    uid: int = 0
+    home: Path | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that lead it to its own folder."""
+        if self.home is None:
+            return {}
+        return {name: str(self.home) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME")}
+
+
+@dataclass
+class Accounts:
+    """Users that this host hands out.
+
+    Attributes:
+        first: the first of them; 0 = engines run as the host's user.
+    """
+
+    first: int = 0
+    _taken: dict[str, Account] = field(default_factory=dict)
+
+    def open(self, rundir: RunDir) -> None:
+        """Let engines pass through the run directory.
+
+        Raises:
+            OSError: the run directory is not ours.
+        """
+        if self.first:
+            for folder in (rundir.root, rundir.slots):
+                folder.chmod(0o711)
+
+    def take(self, slot: SlotDir) -> Account:
+        """The user of a slot's next process, with its folders made.
+
+        Raises:
+            BadEngine: all users are taken.
+            OSError: a folder cannot be given away.
+        """
+        if not self.first:
+            return Account()
+        known = self._taken.get(slot.uid)
+        if known is not None:
+            return known
+        used = {account.uid for account in self._taken.values()}
+        uid = next((n for n in range(self.first, self.first + COUNT) if n not in used), None)
+        if uid is None:
+            raise BadEngine(f"all {COUNT} users from {self.first} on have an engine")
+        home = Path(tempfile.mkdtemp(prefix="rose-engine-"))
+        os.chown(home, uid, uid)
+        _give(slot, uid)
+        account = self._taken[slot.uid] = Account(uid, home)
+        return account
+
+    def release(self, slot: SlotDir) -> None:
+        """The engine has ended: its user and its folder go."""
+        account = self._taken.pop(slot.uid, None)
+        if account is not None and account.home is not None:
+            shutil.rmtree(account.home, ignore_errors=True)
+
+
+def _give(slot: SlotDir, uid: int) -> None:
+    for folder, owner, mode in (
+        (slot.folder, 0, 0o710),
+        (slot.bundles, 0, 0o750),
+        (slot.own, uid, 0o700),
+    ):
+        os.chown(folder, owner or os.geteuid(), uid)
+        folder.chmod(mode)

@@ -1,0 +1,155 @@
+"""What this host can do beside time-slicing, looked at again every ten seconds.
+
+| capability | works when |
+|---|---|
+| ``DeviceAccess`` | the driver lists GPUs, and the users of engines may open their device files |
+| ``MPS``, per GPU | a daemon answers and ``rose_core.devices.mps.may_share`` says yes |
+| ``DriverMemoryLimit`` | the driver answers for our own cgroup |
+| ``ElasticMemory`` | never in this version; says whether ``kvcached`` is there at all |
+
+Texts are for the pool's owner: a closed word, a colon, why, and what to do. The guard carries them
+to the operator with each report (``rose_core.devices.capabilities``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rose_agent.devices.driver import DeviceDriver
+from rose_agent.devices.errors import DeviceError
+from rose_agent.host.sharing import Ways
+from rose_core.devices.capabilities import Capability, gpu_key
+
+_log = logging.getLogger(__name__)
+PERIOD_SECONDS = 10.0
+_IMPORT_SECONDS = 60.0
+# What a CUDA process opens besides its GPU's own file.
+_FILES = (Path("/dev/nvidiactl"), Path("/dev/nvidia-uvm"))
+_HOW = (
+    "let the container runtime show the GPUs to the engine host: engineHost.runtimeClassName, CDI, "
+    "or a DRA claim"
+)
+
+
+@dataclass
+class Capabilities:
+    """The host's answer, kept up to date.
+
+    Attributes:
+        ways: how engines can share GPUs here.
+        driver: None = this host was not started for GPUs.
+        broken: why there is no driver although one was asked for.
+        uid: user of the first engine; 0 = the host's.
+        python: Python of the engine environment.
+        files: device files that every engine opens.
+        said: the last answer.
+    """
+
+    ways: Ways
+    driver: DeviceDriver | None
+    uid: int
+    python: Path
+    broken: str = ""
+    files: tuple[Path, ...] = _FILES
+    said: dict[str, str] = field(default_factory=dict)
+    _elastic: str | None = None
+
+    async def keep(self) -> None:
+        """Look for ever."""
+        while True:
+            await asyncio.sleep(PERIOD_SECONDS)
+            await self.look()
+
+    async def look(self) -> None:
+        """Look once."""
+        before, self.said = self.said, await asyncio.to_thread(self._all)
+        for name, text in self.said.items():
+            if text != before.get(name):
+                _log.info("%s: %s", name, text or "works")
+
+    def _all(self) -> dict[str, str]:
+        gpus = self._gpus()
+        first = gpus[0] if gpus else ""
+        access = self._access(gpus)
+        return {
+            Capability.DEVICE_ACCESS.value: _word("DeviceAccess", access),
+            Capability.ELASTIC.value: _word("ElasticUnavailable", self._kvcached()),
+            Capability.DRIVER_LIMIT.value: _word("DriverLimitUnavailable", self._limit(first)),
+            **self._mps(gpus),
+        }
+
+    def _gpus(self) -> tuple[str, ...]:
+        if self.driver is None:
+            return ()
+        try:
+            return tuple(gpu.uuid for gpu in self.driver.gpus())
+        except DeviceError as error:
+            _log.warning("GPUs: %s", error)
+            return ()
+
+    def _access(self, gpus: tuple[str, ...]) -> str:
+        if self.broken:
+            return f"{self.broken}; {_HOW}"
+        if self.driver is None or self.driver.name != "nvml":
+            return ""
+        if not gpus:
+            return f"the driver lists no GPU; {_HOW}"
+        closed = [str(path) for path in self.files if not self._opens(path)]
+        return f"engines cannot open {', '.join(closed)}; {_HOW}" if closed else ""
+
+    def _opens(self, path: Path) -> bool:
+        """Whether an engine may read and write the file: everybody may, or it is its user's."""
+        try:
+            stat = path.stat()
+        except OSError:
+            return False
+        if not self.uid:
+            return os.access(path, os.R_OK | os.W_OK)
+        shift = 6 if stat.st_uid == self.uid else 3 if stat.st_gid == self.uid else 0
+        return (stat.st_mode >> shift) & 0o6 == 0o6
+
+    def _mps(self, gpus: tuple[str, ...]) -> Mapping[str, str]:
+        mps = self.ways.mps
+        found = {gpu: mps.may_share(gpu, self.uid or os.geteuid()) for gpu in gpus or ("",)}
+        said = {gpu: _word(one.refusal.value, one.message) for gpu, one in found.items()}
+        if "" in said or mps.root is None:
+            return {Capability.MPS.value: next(iter(said.values()))}
+        return {gpu_key(Capability.MPS, gpu): text for gpu, text in said.items()}
+
+    def _limit(self, gpu: str) -> str:
+        limits = self.ways.limits
+        if limits is None or not gpu:
+            return "this engine host was started without GPUs (--devices nvml)"
+        return limits.refusal(gpu)
+
+    def _kvcached(self) -> str:
+        """Looked at once: an image does not change under a running host."""
+        if self._elastic is None:
+            self._elastic = self._import_kvcached()
+        return self._elastic
+
+    def _import_kvcached(self) -> str:
+        try:
+            done = subprocess.run(  # the platform's own Python
+                [self.python, "-c", "import kvcached"],
+                capture_output=True,
+                text=True,
+                timeout=_IMPORT_SECONDS,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+        if done.returncode == 0:
+            return "this version does not steer kvcached's limits; set memorySource: Reserved"
+        last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
+        return f"{self.python} cannot import kvcached ({last[0]}); build the engine image with it"
+
+
+def _word(word: str, text: str) -> str:
+    return f"{word}: {text}" if text else ""

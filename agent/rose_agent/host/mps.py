@@ -1,0 +1,147 @@
+"""MPS of this node as the engine host uses it: ask a GPU's daemon, check, end clients through it.
+
+Decisions are ``rose_core.devices.mps``; this gathers what they are made of. A process is serving's
+when its cgroup names the serving pod, so the host must see the node's processes (``hostPID``).
+Every method blocks for as long as the control program takes: callers use a thread.
+Next step: ``sharing`` says when each is asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose_agent.devices.driver import DeviceDriver
+from rose_agent.devices.errors import DeviceError, MpsError
+from rose_agent.devices.mps import PROGRAM, MpsControl, Pipes
+from rose_agent.devices.owners import Owner, owner_of
+from rose_core.devices.mps import (
+    Client,
+    EndStep,
+    Finding,
+    MpsRefusal,
+    MpsSeen,
+    Server,
+    client_environment,
+    is_faulty,
+    is_limited,
+    may_share,
+    next_end_step,
+)
+
+_log = logging.getLogger(__name__)
+_POLL_SECONDS = 0.05
+_NO_ROOT = "this engine host was started without --mps-root (chart: mps.enabled)"
+
+
+@dataclass(frozen=True)
+class MpsNode:
+    """The MPS daemons of a node's GPUs.
+
+    Attributes:
+        root: folder of their pipes; None = there are none.
+        driver: knows compute modes and multiprocessors.
+        program: the control program and arguments that come before its own.
+        owner: whose a process is.
+    """
+
+    root: Path | None = None
+    driver: DeviceDriver | None = None
+    program: Sequence[str] = (PROGRAM,)
+    owner: Callable[[int], Owner | None] = owner_of
+
+    def environment(self, gpu: str, percent: int) -> Mapping[str, str]:
+        """What makes a process a limited client of this GPU's server."""
+        pipes = self._pipes(gpu)
+        return client_environment(str(pipes.pipe), str(pipes.log), percent)
+
+    def may_share(self, gpu: str, engine_uid: int, pod_uid: str = "") -> Finding:
+        """Whether an engine of this user may start beside serving.
+
+        Args:
+            gpu: the GPU's uuid.
+            engine_uid: user that the engine will be.
+            pod_uid: the serving pod; empty = any pod that is no engine's.
+        """
+        if self.root is None:
+            return Finding(MpsRefusal.UNAVAILABLE, _NO_ROOT)
+        servers = self.servers(gpu)
+        clients = frozenset[int]().union(*(one.clients for one in servers or ()))
+        serving = frozenset(pid for pid in clients if self._serves(pid, pod_uid))
+        return may_share(MpsSeen(servers, self._mode(gpu), serving), engine_uid)
+
+    def is_limited(self, gpu: str, client: Client, percent: int) -> Finding:
+        """Whether an engine that started has got its share and no more."""
+        servers = self.servers(gpu) or ()
+        ours = next((one for one in servers if one.clients & client.pids), None)
+        server = ours or next(iter(servers), None)
+        if server is None:
+            return Finding(MpsRefusal.UNAVAILABLE, "the MPS server is gone")
+        return is_limited(client, server, self._whole(gpu), percent)
+
+    def is_faulty(self, gpu: str) -> bool:
+        """The GPU's server is in FAULT; no answer is no fault."""
+        return is_faulty(self.servers(gpu) or ())
+
+    def let_go(self, gpu: str, pids: Collection[int]) -> None:
+        """End these processes' work on the GPU, so that they are safe to kill.
+
+        Waits until the server lists none of them, at most as long as the decision allows.
+        """
+        began, ordered = time.monotonic(), set[int]()
+        while True:
+            listed = [(one, pid) for one in self.servers(gpu) or () for pid in one.clients]
+            ours = [(server, pid) for server, pid in listed if pid in pids]
+            waited_s = time.monotonic() - began
+            steps = [self._step(gpu, server, pid, ordered, waited_s) for server, pid in ours]
+            if all(step is EndStep.KILL for step in steps):
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _step(
+        self, gpu: str, server: Server, pid: int, ordered: set[int], waited_s: float
+    ) -> EndStep:
+        step = next_end_step(listed=True, ordered=pid in ordered, waited_s=waited_s)
+        if step is EndStep.TERMINATE:
+            ordered.add(pid)
+            try:
+                self._control(gpu).terminate(server.pid, pid)
+            except MpsError as error:  # it may have left between the two questions
+                _log.info("%s", error)
+        return step
+
+    def servers(self, gpu: str) -> tuple[Server, ...] | None:
+        """The daemon's servers; None when no daemon answers."""
+        if self.root is None:
+            return None
+        try:
+            return self._control(gpu).servers()
+        except MpsError as error:
+            _log.info("%s", error)
+            return None
+
+    def _pipes(self, gpu: str) -> Pipes:
+        return Pipes(self.root or Path("/nonexistent"), gpu)
+
+    def _control(self, gpu: str) -> MpsControl:
+        return MpsControl(self._pipes(gpu), self.program)
+
+    def _serves(self, pid: int, pod_uid: str) -> bool:
+        owner = self.owner(pid)
+        if owner is None or owner.slot:
+            return False
+        return owner.pod == pod_uid if pod_uid else bool(owner.pod)
+
+    def _mode(self, gpu: str) -> str | None:
+        with contextlib.suppress(DeviceError):
+            return self.driver.compute_mode(gpu) if self.driver is not None else None
+        return None
+
+    def _whole(self, gpu: str) -> int | None:
+        with contextlib.suppress(DeviceError):
+            return self.driver.multiprocessors(gpu) if self.driver is not None else None
+        return None

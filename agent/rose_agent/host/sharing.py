@@ -1,0 +1,203 @@
+"""How one engine shares its GPU, from before its start until its end; nothing for time-slicing.
+
+| moment | asked | when not |
+|---|---|---|
+| before the start | ``MpsNode.may_share``; the driver takes the limit | tried again later |
+| it is ready | it is a listed client that sees its share; it sees its memory limit | ended |
+| while it serves | the server is not in FAULT | ended, started again when it no longer is |
+| before it is killed | its processes leave the server (``steered``) | killed after two seconds |
+
+Effects are checked, not answers: a wrong pipe directory gives a process the whole GPU without a
+word, and a limit that was set in the wrong cgroup limits nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+from rose_agent.devices.driver_limit import DriverLimits
+from rose_agent.devices.errors import DeviceError
+from rose_agent.host.errors import BadEngine, BrokenEngine, NotShared
+from rose_agent.host.launchers import EngineProgram
+from rose_agent.host.mps import MpsNode
+from rose_agent.host.process import Spawned
+from rose_agent.host.repair import find_group
+from rose_agent.host.steered import ClientGroup, SteeredGroup, ask
+from rose_core.devices.memory import limit_refusal
+from rose_core.devices.mps import Client, Finding, MpsRefusal
+from rose_core.wire.host import EnsureEngine
+from rose_engines.rundir import EngineFile, RunDir, read_json
+from rose_engines.sglang.calls import Status
+
+_LOOK_SECONDS = 1.0
+_ANSWER_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What this host has for sharing GPUs.
+
+    Attributes:
+        limits: sets the driver's memory limits; None = engines are not limited by it.
+    """
+
+    mps: MpsNode = field(default_factory=MpsNode)
+    limits: DriverLimits | None = None
+
+
+class Sharing:
+    """One engine's.
+
+    Args:
+        ways: the host's.
+        order: the engine's; its GPU, its pod and how it shares do not change.
+        control: control socket of the plugin inside.
+    """
+
+    def __init__(self, ways: Ways, order: EnsureEngine, control: Path) -> None:
+        self._ways = ways
+        self._order = order
+        self._control = control
+        self._terms = order.engine.sharing
+        self._limit = 0
+        self._folder: Path | None = None
+        self._looked_s = 0.0
+
+    @property
+    def by_mps(self) -> bool:
+        """The engine is a client of an MPS server; it then uses the node's shared memory."""
+        return self._terms.compute == "MPS"
+
+    async def admit(self, program: EngineProgram, uid: int, name: str) -> EngineProgram:
+        """The program as it may be started now, with what it has to join.
+
+        Args:
+            program: what the launcher made.
+            uid: user that the engine will be.
+            name: of its cgroup.
+
+        Raises:
+            NotShared: not now; says what to do.
+            BadEngine: it asks for more than one GPU, or its size is not known.
+        """
+        if self._terms.memory_limit == "Driver":
+            folder = await asyncio.to_thread(self._set_limit, program, name)
+            program = replace(program, cgroups=(*program.cgroups, folder))
+        if self.by_mps:
+            gpu = self._gpu()
+            finding = await asyncio.to_thread(
+                self._ways.mps.may_share, gpu, uid, self._order.pod_uid or "-"
+            )
+            if finding.refusal:
+                raise NotShared(finding.refusal.value, finding.message)
+            share = self._ways.mps.environment(gpu, self._terms.percent)
+            program = replace(program, environment={**program.environment, **share})
+        return program
+
+    def steer(self, spawned: Spawned) -> Spawned:
+        """The engine's tree as it is ended."""
+        if not self.by_mps:
+            return spawned
+        return replace(spawned, group=ClientGroup(spawned.group, self._let_go))
+
+    def enforced(self, spawned: Spawned) -> ClientGroup | None:
+        """The tree as the enforcer stops it; None = as it is."""
+        if not self.by_mps:
+            return None
+        return SteeredGroup(spawned.group, lambda _pids: None, self._control)
+
+    async def verify(self, spawned: Spawned) -> None:
+        """Once it is ready: has it got its share, and its limit?
+
+        Raises:
+            BrokenEngine: no; its reason is the closed word.
+        """
+        if not self.by_mps and not self._limit:
+            return
+        seen = await self._status()
+        if self._limit:
+            refusal = limit_refusal(self._limit, seen.device_bytes if seen else None)
+            if refusal:
+                raise BrokenEngine(refusal, "DriverLimitUnavailable")
+        if self.by_mps:
+            client = Client(frozenset(spawned.group.pids()), seen.multiprocessors if seen else None)
+            _check(await asyncio.to_thread(self._limited, client))
+
+    async def check(self) -> None:
+        """While it serves, as often as it is called; looks once a second.
+
+        Raises:
+            BrokenEngine: the server is in FAULT.
+        """
+        if not self.by_mps or time.monotonic() - self._looked_s < _LOOK_SECONDS:
+            return
+        self._looked_s = time.monotonic()
+        if await asyncio.to_thread(self._ways.mps.is_faulty, self._gpu()):
+            text = "the MPS server is in FAULT: a client has crashed the GPU for all of them"
+            raise BrokenEngine(text, MpsRefusal.FAULT.value)
+
+    def ended(self) -> None:
+        """Nothing of the engine lives any more; the cgroup of its limit goes with it."""
+        self._limit = 0
+        if self._folder is not None:
+            with contextlib.suppress(OSError):  # the freezer may have removed it, or will
+                self._folder.rmdir()
+            self._folder = None
+
+    def _limited(self, client: Client) -> Finding:
+        return self._ways.mps.is_limited(self._gpu(), client, self._terms.percent)
+
+    def _let_go(self, pids: Collection[int]) -> None:
+        self._ways.mps.let_go(self._gpu(), pids)
+
+    def _gpu(self) -> str:
+        if len(self._order.gpu_uuids) != 1:
+            raise BadEngine(f"MPS shares one GPU per engine, not {len(self._order.gpu_uuids)}")
+        return self._order.gpu_uuids[0]
+
+    def _set_limit(self, program: EngineProgram, name: str) -> Path:
+        if self._ways.limits is None:
+            raise NotShared("DriverLimitUnavailable", "this engine host sets no driver limits")
+        if not program.device_bytes:
+            raise BadEngine("memoryLimit: Driver needs an engine whose size on the GPU is known")
+        try:
+            folder = self._folder = self._ways.limits.folder(name)
+            for gpu in self._order.gpu_uuids:
+                self._limit = self._ways.limits.set(folder, gpu, program.device_bytes)
+        except (DeviceError, OSError) as error:
+            raise NotShared("DriverLimitUnavailable", str(error)) from error
+        return folder
+
+    async def _status(self) -> Status | None:
+        """What the engine says about its GPU; its socket may come a moment after its port."""
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                return await asyncio.to_thread(ask, self._control)
+            except (OSError, EOFError, msgspec.MsgspecError):
+                await asyncio.sleep(0.05)
+        return None
+
+
+def _check(finding: Finding) -> None:
+    if finding.refusal:
+        raise BrokenEngine(finding.message, finding.refusal.value)
+
+
+def free_leftovers(ways: Ways, rundir: RunDir) -> None:
+    """Take an earlier host's engines from their servers, before they are killed."""
+    for slot in rundir.all_slots():
+        order = read_json(slot.slot, EnsureEngine)
+        record = read_json(slot.engine, EngineFile)
+        if order is None or record is None or order.engine.sharing.compute != "MPS":
+            continue
+        tree = find_group(record)
+        for gpu in order.gpu_uuids:
+            ways.mps.let_go(gpu, tree.pids() if tree is not None else ())

@@ -1,0 +1,55 @@
+"""What the slots of an engine host share: the node's folders, its drivers, its ways to stop.
+
+Next step: ``lifecycle`` runs one engine with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rose_agent.devices.usage import MemoryMeter, ResidentMeter
+from rose_agent.host.accounts import Accounts
+from rose_agent.host.enforcer import Enforcer
+from rose_agent.host.freezers import Freezer
+from rose_agent.host.launchers import Launcher
+from rose_agent.host.limits import Limiter, Limits
+from rose_agent.host.sharing import Ways
+from rose_agent.host.sizing import Sizer
+
+# Most time an engine may need to become ready, counted while it may run.
+START_LIMIT_SECONDS = 600.0
+
+
+@dataclass
+class Site:
+    """What the host's slots share.
+
+    Attributes:
+        models: folder of the node's models.
+        python: Python of the engine environment.
+        logs: folder of the engines' logs.
+        dedicated: the host itself holds the permits open.
+        meter: measures what engines hold.
+        sizer: tells whether an engine fits on its GPUs.
+        accounts: who engines run as.
+        limiter: what each of them may take of the node.
+        ways: how they share GPUs beside time-slicing.
+        cut: breaks every turn that runs through a slot's data route.
+    """
+
+    models: Path
+    python: Path
+    freezer: Freezer
+    enforcer: Enforcer
+    launchers: dict[str, Launcher]
+    logs: Path
+    dedicated: bool = False
+    start_limit_seconds: float = START_LIMIT_SECONDS
+    meter: MemoryMeter = field(default_factory=ResidentMeter)
+    sizer: Sizer = field(default_factory=Sizer)
+    accounts: Accounts = field(default_factory=Accounts)
+    limiter: Limiter = field(default_factory=lambda: Limiter(Limits(), {}))
+    ways: Ways = field(default_factory=Ways)
+    cut: Callable[[str], None] = lambda _: None

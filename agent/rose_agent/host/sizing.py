@@ -1,0 +1,91 @@
+"""How much device memory an engine takes, and whether it is there: asked before it starts.
+
+An engine of a GPU class gets an explicit KV pool (the lease's tokens) and the fraction of the
+device that weights and pool make, so that it never sizes itself by what happens to be free. Sizes
+come from the model's folder: the weights' files, and the shape in ``config.json``. Too little free
+memory is a failure with the figures that is tried again, because serving may need less later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rose_agent.devices.driver import DeviceDriver
+from rose_agent.devices.errors import DeviceError
+from rose_agent.host.errors import BadEngine, NoMemory
+from rose_core.devices.memory import EngineSize
+from rose_core.wire.sync import EngineSpec
+
+# Context, workspaces and graphs of an engine on a GPU.
+FIXED_BYTES = 3 << 30
+_KV_BYTES = 2  # bfloat16, the only type the allow-list passes
+
+
+class _Shape(msgspec.Struct):
+    """The part of ``config.json`` that a KV cache is made of."""
+
+    num_hidden_layers: int
+    num_attention_heads: int
+    hidden_size: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+
+
+def engine_size(model: Path, spec: EngineSpec) -> EngineSize:
+    """Size of an engine.
+
+    Raises:
+        BadEngine: the model's folder does not say.
+    """
+    try:
+        shape = msgspec.json.decode((model / "config.json").read_bytes(), type=_Shape)
+        weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    except (OSError, msgspec.MsgspecError) as error:
+        raise BadEngine(f"model {model.name}: its size cannot be told: {error}") from error
+    heads = shape.num_key_value_heads or shape.num_attention_heads
+    width = shape.head_dim or shape.hidden_size // shape.num_attention_heads
+    per_token = 2 * shape.num_hidden_layers * heads * width * _KV_BYTES
+    return EngineSize(weights, per_token, spec.kv_tokens, FIXED_BYTES)
+
+
+@dataclass(frozen=True)
+class Sizer:
+    """Whether engines fit on their GPUs.
+
+    Attributes:
+        driver: None on machines without GPUs; then nothing is refused.
+    """
+
+    driver: DeviceDriver | None = None
+
+    def fraction(self, size: EngineSize, gpu_uuids: Sequence[str]) -> float:
+        """Share of each GPU for weights and KV pool.
+
+        Raises:
+            NoMemory: one of the GPUs has too little free memory, or does not say.
+            BadEngine: no GPU was named.
+        """
+        if self.driver is None or not gpu_uuids:
+            raise BadEngine("an engine on a GPU needs --devices nvml and a GPU of the grant")
+        return max(self._fraction(self.driver, size, uuid) for uuid in gpu_uuids)
+
+    @staticmethod
+    def _fraction(driver: DeviceDriver, size: EngineSize, uuid: str) -> float:
+        try:
+            memory = driver.memory(uuid)
+        except DeviceError as error:
+            raise NoMemory(f"GPU {uuid}: {error}") from error
+        if memory.used_bytes is None:
+            raise NoMemory(f"GPU {uuid} does not say how much of its memory is in use")
+        free = memory.total_bytes - memory.used_bytes
+        if size.total > free:
+            raise NoMemory(
+                f"the engine needs {size.total >> 20} MiB (weights {size.weights >> 20}, "
+                f"KV {size.kv_per_token * size.kv_tokens >> 20}, fixed {size.fixed >> 20}); "
+                f"GPU {uuid} has {free >> 20} MiB free of {memory.total_bytes >> 20}"
+            )
+        return size.fraction(memory.total_bytes)

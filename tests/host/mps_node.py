@@ -1,0 +1,101 @@
+"""A node with one GPU that is shared through MPS: stand-ins for the daemon, NVML and serving."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rose_agent.devices import fake_mps
+from rose_agent.devices.fake_nvml import FakeGpu, FakeMemory, FakeNvml
+from rose_agent.devices.mps import MpsControl, Pipes
+from rose_agent.devices.nvml import NvmlDriver
+from rose_agent.devices.owners import Owner
+from rose_agent.host.groups import wait_for
+from rose_agent.host.mps import MpsNode
+from rose_agent.host.sharing import Ways
+from rose_core.wire.host import EnsureEngine
+from rose_core.wire.sync import Sharing
+from tests.host.helpers import order
+
+GPU = "GPU-a"
+POD = "pod-1"
+GIB = 1 << 30
+PROGRAM = (sys.executable, "-m", "rose_agent.devices.fake_mps")
+WHOLE = 132
+
+
+@dataclass
+class Node:
+    """The stand-ins, and what the tests tell them."""
+
+    pipes: Pipes
+    gpu: FakeGpu
+    serving: int
+
+    @property
+    def ways(self) -> Ways:
+        """As the host's flags would make them."""
+        driver = NvmlDriver.open(FakeNvml([self.gpu]))
+        return Ways(MpsNode(self.pipes.root, driver, PROGRAM, self.owner))
+
+    @property
+    def control(self) -> MpsControl:
+        """The daemon's."""
+        return MpsControl(self.pipes, PROGRAM)
+
+    def owner(self, pid: int) -> Owner:
+        """Serving runs in the pod; whoever else there is, is an engine."""
+        return Owner(pod=POD) if pid == self.serving else Owner(slot="some-slot")
+
+    def tell(self, line: str) -> str:
+        """What a client would tell the daemon."""
+        return fake_mps.send(self.pipes.pipe / "control", line)
+
+    def opt_in(self) -> None:
+        """Serving uses its GPU through the daemon."""
+        assert self.tell(f"fake_connect {self.serving}") == ""
+
+    def clients(self) -> frozenset[int]:
+        """Of the server, without serving."""
+        servers = self.control.servers()
+        return servers[0].clients - {self.serving} if servers else frozenset()
+
+    def terminated(self) -> set[int]:
+        """Clients whose work was ended by command."""
+        return set(map(int, self.tell("fake_terminated").split()))
+
+
+@contextlib.contextmanager
+def node(mode: int = 3) -> Iterator[Node]:
+    """The daemon as ``rose mps`` runs it, and a process that stands for serving."""
+    folder = Path(tempfile.mkdtemp(prefix="mps", dir="/tmp"))
+    folder.chmod(0o755)
+    pipes = Pipes(folder, GPU).create()
+    command = [sys.executable, "-m", "rose_cli.main", "mps", "--gpu", GPU]
+    command += ["--root", str(folder), "--program", " ".join(PROGRAM)]
+    daemon, serving = subprocess.Popen(command), subprocess.Popen(["/bin/sleep", "600"])
+    try:
+        assert wait_for((pipes.pipe / "control").exists, 30.0)
+        yield Node(pipes, FakeGpu(GPU, FakeMemory(80 * GIB, 0), compute_mode=mode), serving.pid)
+    finally:
+        serving.kill()
+        serving.wait()
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(30) == 0
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def shared_order(percent: int = 30, **arguments: str) -> EnsureEngine:
+    """An order for a fake engine on the GPU, under MPS."""
+    plain = order(multiprocessors=str(WHOLE), **arguments)  # type: ignore[arg-type]
+    engine = msgspec.structs.replace(plain.engine, sharing=Sharing("MPS", percent))
+    return msgspec.structs.replace(plain, engine=engine, gpu_uuids=(GPU,), pod_uid=POD)

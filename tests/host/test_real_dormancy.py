@@ -1,0 +1,120 @@
+"""Stock SGLang at rung 4: memory measured, stopped, restored, attested at the newest version."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+
+from rose_agent.host import freezers, main
+from rose_agent.weightsync.follower import Options
+from rose_agent.weightsync.main import Followers
+from rose_core.wire.host import EngineState, HoldEngine, Holder, SetDormant
+from rose_dev.engine_environment import engine_python, is_ready
+from rose_dev.models import make_named
+from rose_engines.rundir import RunDir
+from tests.host.helpers import BEARER, guarding, status_of, stop, until
+from tests.host.test_real_host import _attested, _ready, order
+from tests.weightsync.run import PublishedRun, store_at
+
+pytestmark = pytest.mark.engine
+
+# Enough of a KV pool to stand out of what a Python process holds anyway.
+KV_TOKENS = 400_000
+
+
+async def _turn(client: aiohttp.ClientSession, host: main.Running, version: str) -> list[int]:
+    """A greedy turn; every token must come from the version."""
+    sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": [104, 101], "sampling_params": sampling}
+    url = f"{(await status_of(host)).endpoint}/generate"
+    async with client.post(url, json=body, headers=BEARER) as reply:
+        answer = await reply.json()
+    spans = answer["meta_info"]["weight_versions"]
+    assert [span["version"] for span in spans] == [version]
+    output: list[int] = answer["output_ids"]
+    return output
+
+
+async def test_a_real_engine_rests_and_comes_back_at_the_newest_version(
+    rundir: Path, tmp_path: Path
+) -> None:
+    if not is_ready():
+        pytest.fail("no engine environment; run `make engine`")
+    model = make_named("tiny-peaked")
+    arguments = main.parser().parse_args(
+        [
+            *("--rundir", str(rundir), "--models", str(model.parent)),
+            *("--engine-python", str(engine_python()), "--data-port", "0", "--http-port", "0"),
+        ]
+    )
+    host = await main.start(arguments, freezers.detect("auto", scope=str(rundir)))
+    syncing = asyncio.create_task(Followers(RunDir(rundir), Options()).run())
+    try:
+        with guarding(rundir) as guard:
+            async with store_at(tmp_path / "store") as address, aiohttp.ClientSession() as client:
+                run = PublishedRun(address, model)
+                await run.publish()
+                wanted = order(model, address)
+                spec = msgspec.structs.replace(wanted.engine, kv_tokens=KV_TOKENS)
+                await host.host.ensure(msgspec.structs.replace(wanted, engine=spec))
+                await _ready(host)
+                await _attested(host, run)
+                before = await _turn(client, host, "grpo@1.0")
+                guard.close()
+                held = await _dormant(host)
+                guard.open()
+                await _active(host)
+                await _attested(host, run)
+                assert await _turn(client, host, "grpo@1.0") == before
+                guard.close()
+                assert await _dormant(host) == pytest.approx(held, rel=0.2)
+                await run.publish()
+                guard.open()
+                await _active(host)
+                await _attested(host, run)
+                await _turn(client, host, "grpo@1.1")
+                assert (await status_of(host)).restarts == 0
+                await run.close()
+            assert (await host.host.stop(stop())).state is EngineState.GONE
+    finally:
+        syncing.cancel()
+        await asyncio.wait({syncing})
+        assert await host.stop(0.0)
+
+
+async def _dormant(host: main.Running) -> int:
+    """Hold and release as the guard does; returns what is still held."""
+    slot = (await status_of(host)).slot
+    life = host.host._lives["slot-1"]  # the meter's view of it
+    before = life.held_bytes(life.rest.meter)
+    await host.host.hold(HoldEngine(slot, Holder.GUARD, hold=True))
+    await host.host.set_dormant(SetDormant(slot, dormant=True))
+
+    async def rests() -> bool:
+        status = await status_of(host)
+        assert status.state is not EngineState.FAILED, status.message
+        return status.state is EngineState.DORMANT
+
+    await until(rests, "the engine is dormant")
+    status = await status_of(host)
+    assert before is not None
+    assert status.residue_bytes is not None
+    kv_bytes = KV_TOKENS * 2 * 2 * 2 * 16  # keys and values, at least: 2 layers, 16 wide, bf16
+    assert before - status.residue_bytes > kv_bytes // 2
+    assert (status.version, status.endpoint) == ("", "")
+    await host.host.hold(HoldEngine(slot, Holder.GUARD, hold=False))
+    return status.residue_bytes
+
+
+async def _active(host: main.Running) -> None:
+    slot = (await status_of(host)).slot
+
+    async def serves() -> bool:
+        await host.host.set_dormant(SetDormant(slot, dormant=False))
+        return (await status_of(host)).state is EngineState.SERVING
+
+    await until(serves, "the engine serves again")
