@@ -15,14 +15,15 @@ from rose_core.wire.host import (
     HoldEngine,
     Holder,
     HostStatusRequest,
+    SetDormant,
     StopEngine,
 )
 from rose_wire import rpc
 from rose_wire.errors import WireError
-from rose_wire.services import ENSURE, HOLD, STATUS, STOP
+from rose_wire.services import DORMANT, ENSURE, HOLD, STATUS, STOP
 
 _log = logging.getLogger(__name__)
-_STATUS_SECONDS = 0.25
+_STATUS_SECONDS = 0.5
 _CALL_SECONDS = 2.0
 ALIVE_NS = 2_000_000_000
 
@@ -41,6 +42,7 @@ class HostLink:
         self._on_status = on_status
         self._kick = asyncio.Event()
         self.engines: dict[str, EngineStatus] = {}
+        self.capabilities: dict[str, str] = {}
         self.answered_ns = 0
         self.asked_ns = 0
 
@@ -78,6 +80,7 @@ class HostLink:
             _log.debug("engine host: %s", error)
             return
         self.engines = {engine.slot.uid: engine for engine in status.engines}
+        self.capabilities = status.capabilities
         # What the list says was true at some moment after it was asked for.
         self.asked_ns, self.answered_ns = asked_ns, time.monotonic_ns()
         self._on_status()
@@ -99,6 +102,15 @@ class HostLink:
         """
         order = StopEngine(slot, reason)
         await rpc.call(self._channel, STOP, order, timeout=order.deadline_seconds + _CALL_SECONDS)
+        self.ask_soon()
+
+    async def set_dormant(self, slot: SlotKey, *, dormant: bool) -> None:
+        """Ask for rung 4, or for the way back; the effect shows in the status.
+
+        Raises:
+            WireError: the host refused or did not answer.
+        """
+        await rpc.call(self._channel, DORMANT, SetDormant(slot, dormant), timeout=_CALL_SECONDS)
         self.ask_soon()
 
     async def hold(self, slot: SlotKey, *, hold: bool) -> int:

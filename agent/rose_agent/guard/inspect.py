@@ -2,20 +2,26 @@
 
 ``/report`` gives, per replica, TTFT and TPOT in lent and withheld windows as the tap measured
 them, with ratio and interval above the sample floor, and per slot the gate and the totals.
+
+On ``agent.sock``, which only the node's root can open, both are there for whoever asks; on the
+network for those who bring the installation's token.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from rose_agent.guard.recorder import perfetto
+from rose_agent.guard.perfetto import perfetto
 from rose_agent.guard.replica import Replica
 from rose_agent.guard.slot import Slot
-from rose_core.guard.crossover import SAMPLE_FLOOR
+from rose_core.guard.crossover import SAMPLE_FLOOR, compare
+from rose_core.wire.sync import PoolPolicy
+from rose_wire.observability import Page
 
 if TYPE_CHECKING:
     from rose_agent.guard.loop import Guard
@@ -23,8 +29,14 @@ if TYPE_CHECKING:
 QUANTILES = (0.5, 0.9, 0.99)
 
 
-def inspection(guard: Guard) -> list[web.RouteDef]:
-    """Routes for the agent's web application."""
+def inspection(guard: Guard, protect: Callable[[Page], Page] | None = None) -> list[web.RouteDef]:
+    """Routes for the agent's web application.
+
+    Args:
+        guard: whose knowledge is shown.
+        protect: asks callers who they are; none where the listener itself does.
+    """
+    protect = protect or (lambda page: page)
 
     async def trace(request: web.Request) -> web.Response:
         dump = guard.recorder.dump()
@@ -33,7 +45,7 @@ def inspection(guard: Guard) -> list[web.RouteDef]:
     async def report(_request: web.Request) -> web.Response:
         return web.json_response(describe(guard))
 
-    return [web.get("/trace", trace), web.get("/report", report)]
+    return [web.get("/trace", protect(trace)), web.get("/report", protect(report))]
 
 
 def describe(guard: Guard) -> dict[str, Any]:
@@ -43,14 +55,28 @@ def describe(guard: Guard) -> dict[str, Any]:
         "node": guard.settings.node,
         "crossoverSeconds": guard.settings.crossover_seconds,
         "sampleFloor": SAMPLE_FLOOR,
+        "pools": [_pool(p, guard, now_ns) for p in guard.policies],
         "replicas": [_replica(r, now_ns) for r in guard.replicas.values()],
         "slots": [_slot(s) for s in guard.slots.values()],
     }
 
 
+def _pool(policy: PoolPolicy, guard: Guard, now_ns: int) -> dict[str, Any]:
+    state = guard.pools.state(policy.pool)
+    burn = state.burn.burn(policy.percentile, state.limits.long_ns, now_ns)
+    return {
+        "pool": policy.pool,
+        "errorBudget": dataclasses.asdict(burn),
+        "breakerOpen": state.breaker.open(now_ns),
+        "breakerCause": state.breaker.cause,
+        "relativeLimitJudgedAgainst": state.judged,
+    }
+
+
 def _replica(replica: Replica, now_ns: int) -> dict[str, Any]:
     signal = replica.signal(now_ns)
-    meter = replica.meter
+    outcomes, meter = replica.outcomes, replica.outcomes.meter
+    unlent = outcomes.pool.unlent
     return {
         "pod": replica.pod.name,
         "pool": replica.pod.pool,
@@ -59,8 +85,12 @@ def _replica(replica: Replica, now_ns: int) -> dict[str, Any]:
         "doubt": signal.doubt,
         "verified": replica.verification.verified,
         "idleShare": replica.book.idle_share(now_ns),
-        "finished": replica.counters.finished,
-        "slow": replica.counters.slow,
+        "usableIdleShare": replica.gaps.share(now_ns),
+        "coolDownSeconds": replica.gaps.cool_down_ns / 1e9,
+        "margin": outcomes.margin.value,
+        "slowdown": outcomes.predictor.slowdown(),
+        "finished": outcomes.counters.finished,
+        "slow": outcomes.counters.slow,
         "ttftSeconds": {
             "lent": list(meter.ttft.get(False, ())),
             "withheld": list(meter.ttft.get(True, ())),
@@ -72,6 +102,15 @@ def _replica(replica: Replica, now_ns: int) -> dict[str, Any]:
         "ratios": {
             name: [dataclasses.asdict(ratio) for ratio in ratios]
             for name, ratios in meter.ratios(QUANTILES).items()
+        },
+        "ratiosToUnlent": {
+            name: [dataclasses.asdict(compare(lent, control, q)) for q in QUANTILES]
+            for name, lent, control in zip(
+                ("ttft", "tpot"),
+                meter.samples(withheld=False),
+                unlent.samples(withheld=True),
+                strict=True,
+            )
         },
     }
 

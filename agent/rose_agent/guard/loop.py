@@ -2,8 +2,10 @@
 
 | trigger | then |
 |---|---|
-| tap event (arrival, end, heartbeat) | the replica's slots are stepped at once |
-| every 20 ms | every slot is stepped: permits are extended, deadlines noticed |
+| a request arrives or ends (tap) | the replica's slots are stepped at once |
+| its size, its tokens (tap) | the same, where the verdict goes by slack |
+| the tap's heartbeat, else every 45 ms | every slot is stepped: permits are extended, deadlines |
+| a verdict's own time (duty, cool-down) | the replica's slots are stepped |
 | engine host's status, serving process exit, pod change, Sync reply | every slot is stepped |
 | every 500 ms | pods, watches, pollers, slots are matched with what should be |
 
@@ -14,57 +16,49 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import logging
+import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import aiohttp
 
 from rose_agent.devices.driver import DeviceDriver
-from rose_agent.devices.errors import DeviceError
+from rose_agent.devices.watch import DeviceWatch, Lent, Terms
 from rose_agent.guard import metrics, report, state
+from rose_agent.guard.again import Again
+from rose_agent.guard.blackbox import BlackBox
 from rose_agent.guard.hostlink import HostLink
+from rose_agent.guard.outcomes import Outcomes
+from rose_agent.guard.pools import Pools
+from rose_agent.guard.pulse import Pulse
 from rose_agent.guard.recorder import Recorder
 from rose_agent.guard.replica import Replica
+from rose_agent.guard.settings import Settings
 from rose_agent.guard.slot import Slot
 from rose_agent.guard.taplink import TapLink
 from rose_agent.pods.kubernetes import KubernetesPods
 from rose_agent.pods.model import PodSource, ServingPod
 from rose_agent.pods.processes import Watcher
-from rose_agent.signals.snapshot import Snapshot
-from rose_agent.tap.frames import Watch
+from rose_agent.signals.feed import load_source
 from rose_core.guard.crossover import Schedule
-from rose_core.guard.gate import GateLimits, Verdict, closed, judge
+from rose_core.guard.gate import Verdict, closed, judge
 from rose_core.guard.grants import GrantBook
 from rose_core.guard.reasons import GateReason
-from rose_core.telemetry.events import Arrived, Health, TapEvent
+from rose_core.telemetry.events import Arrived, Dismissed, Ended, Health, TapEvent
 from rose_core.wire.host import EngineState
 from rose_core.wire.sync import PoolPolicy, SignalSource, SyncReply, SyncRequest
 from rose_engines.rundir import RunDir
 
+__all__ = ["Guard", "Settings"]
+
 _log = logging.getLogger(__name__)
-TICK_SECONDS = 0.02
+TICK_SECONDS = 0.045
+_TICK_NS = 2 * 45_000_000  # how long an open gate is taken for open without being looked at again
 _MATCH_SECONDS = 0.5
 _ORPHAN_SECONDS = 15.0
+_EDGES = (Arrived, Dismissed, Ended)
 _MISMATCH_NS = 2_000_000_000
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the guard is told at its start.
-
-    Attributes:
-        settle_seconds: Ready and stable for this long after a restart before lending resumes.
-        crossover_seconds: length of alternating lent and withheld windows; 0 = always lend.
-    """
-
-    node: str
-    token: str
-    settle_seconds: float = 60.0
-    crossover_seconds: float = 0.0
-    gate: GateLimits = field(default_factory=GateLimits)
 
 
 class Guard:
@@ -87,6 +81,8 @@ class Guard:
         self.rundir = rundir
         self.settings = settings
         self.recorder = Recorder()
+        self.blackbox = BlackBox(rundir.root / "flight", self.recorder)
+        self.pools = Pools()
         self.replicas: dict[str, Replica] = {}
         self.slots: dict[str, Slot] = {}
         self.host = HostLink(rundir.host_socket, self.step_all)
@@ -94,9 +90,10 @@ class Guard:
         self.schedule = Schedule(settings.crossover_seconds)
         self.pods: PodSource | None = None
         self.on_transition: Callable[[], None] = _nothing
-        self._devices = devices
+        self.devices = DeviceWatch(devices, limits=settings.budget)
         self._session = session
         self._started_s = time.monotonic()
+        self._wall_offset_s = time.time() - self._started_s
         saved = state.load(rundir.guard)
         self._saved = saved
         self.policies: tuple[PoolPolicy, ...] = saved.pools
@@ -104,9 +101,13 @@ class Guard:
         self._pollers: dict[str, asyncio.Task[None]] = {}
         self._watcher = Watcher(self._exited)
         self._verdicts: dict[str, Verdict] = {}
+        self._again = Again(self._step_again)
         self._history: set[str] = set()
-        self._stop_pressed = False
+        self._stop_pressed, self._stop_button = False, str(rundir.stop)
+        self._matched = False
         self._ticked_ns = time.monotonic_ns()
+        self._matched_s = 0.0
+        self._pulse = Pulse(self._tick, TICK_SECONDS)
 
     # --- events
 
@@ -121,18 +122,24 @@ class Guard:
             replica.take(event, now_ns)
             if isinstance(event, Arrived):
                 arrivals.setdefault(event.replica, event.time_ns)
-            if not isinstance(event, Health):
+            if isinstance(event, _EDGES) or self._goes_by_slack(event.replica):
                 touched.add(event.replica)
         for uid in sorted(touched, key=lambda name: name not in arrivals):
             self._step_replica(uid, now_ns, arrivals.get(uid, 0))
         for event in events:
             if isinstance(event, Arrived):
                 self.recorder.note(event.time_ns, event.replica, "arrived", request=event.request)
+            elif isinstance(event, Health):
+                self._pulse.beat()
+
+    def _goes_by_slack(self, uid: str) -> bool:
+        verdict = self._verdicts.get(uid)
+        return verdict is not None and verdict.slack is not None
 
     def on_tap_lost(self, now_ns: int) -> None:
         """Nothing is known any more."""
         for replica in self.replicas.values():
-            replica.book.forget(now_ns)
+            replica.forget(now_ns)
         self.step_all()
 
     def on_reply(self, reply: SyncReply, sent_s: float) -> None:
@@ -152,16 +159,20 @@ class Guard:
 
     def _save(self) -> None:
         now = state.GuardFile(self.grants.highest_term, self.policies)
-        if now != self._saved:
+        if now == self._saved:
+            return
+        problem = state.save(self.rundir.guard, now)
+        if problem:  # the next answer of the operator tries again
+            _log.error("%s; a restarted guard would not know its term and pools", problem)
+            self.recorder.note(time.monotonic_ns(), "sync", "unsaved", problem=problem)
+        else:
             self._saved = now
-            state.save(self.rundir.guard, now)
 
     def _exited(self, pid: int) -> None:
-        now_ns = time.monotonic_ns()
         for uid, replica in self.replicas.items():
             if pid in replica.pod.pids:
                 self._gone(replica, "serving-exit", pid)
-                self._step_replica(uid, now_ns, 0)
+                self._step_replica(uid, time.monotonic_ns(), 0)
         self.on_transition()
 
     # --- steps
@@ -184,12 +195,19 @@ class Guard:
         replica = self.replicas[uid]
         facts = replica.facts(now_ns, stop_pressed=self._stop_pressed)
         verdict = self._verdicts[uid] = judge(facts, self.settings.gate, now_ns)
-        metrics.SIGNAL_KNOWN.labels(replica.pod.name).set(facts.signal.doubt is None)
+        replica.note_known(known=facts.signal.doubt is None)
+        until_ns = 0
         for slot in self.slots.values():
             if slot.grant is not None and slot.grant.pod_uid == uid:
                 slot.step(verdict, now_ns, granted=self._granted(slot), arrival_ns=arrival_ns)
                 if slot.computing(now_ns):
-                    replica.last_open_ns = now_ns
+                    until_ns = max(until_ns, verdict.until_ns or now_ns + _TICK_NS)
+        replica.outcomes.open_time.note(until_ns, now_ns)
+        self._again.look(uid, verdict.again_ns, now_ns)
+
+    def _step_again(self, uid: str) -> None:
+        if uid in self.replicas:
+            self._step_replica(uid, time.monotonic_ns(), 0)
 
     def _granted(self, slot: Slot) -> bool | None:
         now_s = time.monotonic()
@@ -199,6 +217,16 @@ class Guard:
         unheard = not self.grants.complete_replies and slot.uid not in self.grants.held
         return None if young and unheard else False
 
+    def _tick(self) -> None:
+        began = time.monotonic()
+        self._stop_pressed = os.path.exists(self._stop_button)  # noqa: PTH110  # hot path
+        if began - self._matched_s >= _MATCH_SECONDS:
+            self._matched_s = began
+            self.match()
+        self.step_all()
+        self._ticked_ns = time.monotonic_ns()
+        metrics.TICK_SECONDS.observe(time.monotonic() - began)
+
     def health(self) -> str:
         """Why the guard is not healthy; for the liveness probe."""
         late_s = (time.monotonic_ns() - self._ticked_ns) / 1e9
@@ -206,23 +234,16 @@ class Guard:
 
     async def run(self) -> None:
         """Tick until cancelled."""
-        tasks = [asyncio.create_task(self.host.run()), asyncio.create_task(self.tap.run())]
-        matched = 0.0
+        sources = (self.host.run(), self.tap.run(), self.devices.run())
+        tasks = [asyncio.create_task(source) for source in sources]
         try:
-            while True:
-                began = time.monotonic()
-                self._stop_pressed = self.rundir.stop.exists()
-                if began - matched >= _MATCH_SECONDS:
-                    matched = began
-                    self.match()
-                self.step_all()
-                self._ticked_ns = time.monotonic_ns()
-                metrics.TICK_SECONDS.observe(time.monotonic() - began)
-                await asyncio.sleep(TICK_SECONDS)
+            await self._pulse.run()
         finally:
             for task in (*tasks, *self._pollers.values()):
                 task.cancel()
+            self._again.close()
             self._watcher.close()
+            await self.blackbox.settle()
             for slot in self.slots.values():
                 await slot.detach()
             with contextlib.suppress(asyncio.CancelledError):
@@ -244,20 +265,31 @@ class Guard:
             self._match_pod(uid, pod, by_pool[pod.pool])
         self.tap.watch(
             {
-                uid: Watch(uid, pod.pid, pod.port, interfaces=pod.interfaces)
+                uid: self.replicas[uid].watch()
                 for uid, pod in pods.items()
                 if SignalSource.WIRE_TAP in self.replicas[uid].policy.allowed_signals
                 and (pod.pid or not isinstance(self.pods, KubernetesPods))
             }
         )
+        self._matched = True
         self._watcher.watch(pid for pod in pods.values() for pid in pod.pids)
+        self.pools.match(self.policies)
         self._match_slots()
+        self._look_at_devices()
         self.step_all()
 
     def _match_pod(self, uid: str, pod: ServingPod, policy: PoolPolicy) -> None:
         replica = self.replicas.get(uid)
         if replica is None:
-            replica = Replica.create(pod, policy, self.recorder, self.schedule, self._session)
+            pool, breach = self.pools.state(pod.pool), self.blackbox.breach
+            replica = Replica.create(
+                pod,
+                policy,
+                outcomes=Outcomes(pod.name, pool, self.recorder, breach, time.monotonic_ns()),
+                schedule=self.schedule,
+                gate=self.settings.gate,
+                session=self._session,
+            )
             self.replicas[uid] = replica
             self._pollers[uid] = asyncio.create_task(replica.run())
             _log.info("guarding %s/%s of pool %s", pod.namespace, pod.name, pod.pool)
@@ -265,11 +297,11 @@ class Guard:
             self._gone(replica, "serving-restart")
         replica.update(pod, policy)
         replica.lent = any(s.serves(uid) for s in self.slots.values())
-        self._maybe_back(replica)
+        replica.maybe_back(self.settings.settle_seconds)
         replica.settled = self._settled(pod)
-        if isinstance(self.pods, KubernetesPods) and replica.snapshot is None:
-            pid = self.pods.scheduler(uid)
-            replica.snapshot = Snapshot(pid) if pid else None
+        if replica.snapshot is None:
+            pid = self.pods.scheduler(uid) if isinstance(self.pods, KubernetesPods) else 0
+            replica.snapshot = load_source(pod, pid)
         differs = replica.book.mismatched_since_ns
         if differs and time.monotonic_ns() - differs > _MISMATCH_NS:
             self.tap.resync()
@@ -277,26 +309,20 @@ class Guard:
     def _gone(self, replica: Replica, what: str, pid: int = 0) -> None:
         _log.warning("%s: %s", replica.pod.name, what)
         self.recorder.note(time.monotonic_ns(), replica.pod.name, what, pid=pid)
-        replica.gone, replica.gone_since_ns = True, time.monotonic_ns()
-        replica.exited |= {pid} if pid else set()
-
-    def _maybe_back(self, replica: Replica) -> None:
-        """Serving is back once new processes stand Ready for the settling time."""
-        if not replica.gone:
-            return
-        waited_s = (time.monotonic_ns() - replica.gone_since_ns) / 1e9
-        fresh = not replica.exited & set(replica.pod.pids)
-        if replica.pod.ready and fresh and waited_s >= self.settings.settle_seconds:
-            replica.gone, replica.exited = False, set()
+        replica.note_gone(pid)
 
     def _settled(self, pod: ServingPod) -> bool:
         if not pod.restarted or not pod.ready_since_s:
             return True
-        return time.time() - pod.ready_since_s >= self.settings.settle_seconds
+        # The wall clock as it was at our start: its jumps neither settle a pod nor unsettle it.
+        wall_s = time.monotonic() + self._wall_offset_s
+        return wall_s - pod.ready_since_s >= self.settings.settle_seconds
 
     def _forget_replica(self, uid: str) -> None:
         replica = self.replicas.pop(uid)
+        self.devices.forget(uid)
         self._verdicts.pop(uid, None)
+        self._again.forget(uid)
         poller = self._pollers.pop(uid, None)
         if poller is not None:
             poller.cancel()
@@ -332,49 +358,38 @@ class Guard:
 
     # --- for the operator
 
+    @property
+    def surveyed(self) -> bool:
+        """Whether a report is whole: one that lacks a pod says that the pod is gone."""
+        return self._matched or not self.policies
+
     def request(self) -> SyncRequest:
         """The next ``Sync`` request."""
-        now_ns = time.monotonic_ns()
-        host_alive = self.host.alive(now_ns)
-        slots = [report.slot_report(slot) for slot in self.slots.values()]
-        return SyncRequest(
-            node=self.settings.node,
-            agent_version=_version(),
-            highest_term=self.grants.highest_term,
-            replicas=tuple(
-                report.replica_report(
-                    replica,
-                    self._verdicts.get(uid, closed(GateReason.SIGNAL_MISSING)),
-                    now_ns,
-                    host_alive=host_alive,
-                    lendable=self._lendable(replica),
-                )
-                for uid, replica in self.replicas.items()
-            ),
-            slots=tuple(r for r in slots if r is not None),
-            capabilities={"EngineHost": "" if host_alive else "the engine host does not answer"},
+        return report.sync_request(
+            self.settings.node,
+            self.grants.highest_term,
+            [(r, self._verdicts.get(uid)) for uid, r in self.replicas.items()],
+            self.slots.values(),
+            host_alive=self.host.alive(time.monotonic_ns()),
+            capabilities=self.host.capabilities,
         )
 
-    def _lendable(self, replica: Replica) -> int | None:
-        """Free memory of the replica's GPUs less the pool's headroom; None when unknown."""
-        free = 0
-        try:
-            for uuid in replica.pod.gpu_uuids:
-                memory = self._devices.memory(uuid)
-                if memory.used_bytes is None:
-                    return None
-                headroom = memory.total_bytes * replica.policy.memory_headroom_percent // 100
-                free += max(0, memory.total_bytes - memory.used_bytes - headroom)
-        except DeviceError:
-            return None
-        return free if replica.pod.gpu_uuids else None
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("rose-gpu")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    def _look_at_devices(self) -> None:
+        """Health of every replica's GPUs, what may be lent of them, the budget of what is."""
+        for uid, replica in self.replicas.items():
+            beside = [s for s in self.slots.values() if s.grant and s.grant.pod_uid == uid]
+            engines = [slot.status for slot in beside if slot.status is not None]
+            lent = Lent(
+                frozenset(self.slots),
+                tuple(engine.residue_bytes or 0 for engine in engines),
+                sum(engine.released_bytes for engine in engines),
+                " ".join(sorted(engine.version for engine in engines)),
+            )
+            terms = Terms.of(replica.policy)
+            kv_permille = report.kv_permille(replica, time.monotonic_ns())
+            replica.view = self.devices.look(uid, replica.pod.gpu_uuids, terms, lent, kv_permille)
+            for slot in beside:
+                slot.budget = replica.view.budget
 
 
 def _nothing() -> None:

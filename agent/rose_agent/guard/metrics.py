@@ -46,6 +46,24 @@ SERVING_REQUESTS = Counter(
     ["pool", "met"],
     registry=REGISTRY,
 )
+BREAKER_TRIPS = Counter(
+    "rose_guard_breaker_trips",
+    "Times a pool's breaker has opened, by cause (error-budget, latency-increase).",
+    ["pool", "cause"],
+    registry=REGISTRY,
+)
+ERROR_BUDGET_BURN = Gauge(
+    "rose_guard_error_budget_burn",
+    "Slow requests of a pool on this node over 5 minutes / what its percentile allows.",
+    ["pool"],
+    registry=REGISTRY,
+)
+BREACH_DUMPS = Counter(
+    "rose_guard_breach_dumps",
+    "Flight recorder dumps written because of a breach, by what happened.",
+    ["outcome"],
+    registry=REGISTRY,
+)
 TTFT_SECONDS = Histogram(
     "rose_guard_serving_ttft_seconds",
     "Time to first token of serving requests as the tap saw it, by window class.",
@@ -87,6 +105,12 @@ TICK_SECONDS = Histogram(
 SYNCS = Counter(
     "rose_guard_syncs", "Sync calls to the operator by outcome.", ["outcome"], registry=REGISTRY
 )
+ENROLMENTS = Counter(
+    "rose_guard_enrolments",
+    "Certificates asked of the operator for this node, by outcome.",
+    ["outcome"],
+    registry=REGISTRY,
+)
 HIGHEST_TERM = Gauge(
     "rose_guard_highest_term", "Highest leader term this node has obeyed.", registry=REGISTRY
 )
@@ -98,3 +122,38 @@ API_ERRORS = Counter(
     "Failed lists and watches of this node's pods.",
     registry=REGISTRY,
 )
+REPLICA_BUSY_SECONDS = Counter(
+    "rose_guard_replica_busy_seconds",
+    "Time with a serving request under way, as the tap saw it; for `rose advise`.",
+    ["pool", "replica"],
+    registry=REGISTRY,
+)
+REPLICA_KNOWN_SECONDS = Counter(
+    "rose_guard_replica_known_seconds",
+    "Time of which it is known whether a serving request was under way.",
+    ["pool", "replica"],
+    registry=REGISTRY,
+)
+
+
+class Observed:
+    """Load of the replicas by name, in any mode; those that are gone are taken out."""
+
+    def __init__(self) -> None:
+        self._names: set[tuple[str, str]] = set()
+
+    def saw(self, pool: str, replica: str, busy_s: float, known_s: float) -> None:
+        """So much of the time since the last look was busy."""
+        self._names.add((pool, replica))
+        REPLICA_BUSY_SECONDS.labels(pool, replica).inc(min(max(0.0, busy_s), known_s))
+        REPLICA_KNOWN_SECONDS.labels(pool, replica).inc(known_s)
+
+    def keep(self, names: set[tuple[str, str]]) -> None:
+        """Only these (pool, replica) are there."""
+        for name in self._names - names:
+            REPLICA_BUSY_SECONDS.remove(*name)
+            REPLICA_KNOWN_SECONDS.remove(*name)
+        self._names &= names
+
+
+OBSERVED = Observed()

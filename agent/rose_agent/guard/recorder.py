@@ -1,7 +1,17 @@
 """The flight recorder: what the guard saw, decided and did, in a bounded ring in memory.
 
-Entries are (CLOCK_MONOTONIC ns, track, what, details). ``perfetto`` turns them into trace-event
-JSON that ui.perfetto.dev and chrome://tracing open: one track per replica and slot.
+Entries are (CLOCK_MONOTONIC ns, track, what, details); a track is a pod or a slot.
+
+| what | on | tells |
+|---|---|---|
+| ``arrived``, ``predicted``, ``finished`` | pod | a request; its predicted cost; its outcome |
+| ``gate`` | slot | position, reason, duty, and the slack it was decided on |
+| ``closed``, ``stopped`` | slot | how long after an arrival |
+| ``order``, ``rung`` | slot | what was ordered, how far the engine was taken back |
+| ``breaker``, ``serving-exit``, ``serving-restart`` | pod | |
+| ``refused``, ``unsaved`` | ``sync`` | a deposed planner's answer; ``guard.json`` not written |
+
+Next step: ``perfetto`` and ``timeline`` show a dump, ``blackbox`` keeps one after a breach.
 """
 
 from __future__ import annotations
@@ -30,33 +40,14 @@ class Recorder:
         """Everything kept, oldest first."""
         return list(self._ring)
 
-    def dump(self) -> dict[str, Any]:
-        """The JSON form."""
+    def dump(self, since_ns: int = 0) -> dict[str, Any]:
+        """The JSON form of what was noted from ``since_ns`` on."""
         return {
             "clock": "CLOCK_MONOTONIC nanoseconds",
             "wallOffsetNs": self.wall_offset_ns,
             "entries": [
                 {"t": t, "track": track, "what": what, **details}
                 for t, track, what, details in self._ring
+                if t >= since_ns
             ],
         }
-
-
-def perfetto(dump: dict[str, Any]) -> dict[str, Any]:
-    """Trace-event form of ``Recorder.dump``: gates as spans, everything else as instants."""
-    tracks: dict[str, int] = {}
-    events: list[dict[str, Any]] = []
-    for entry in dump["entries"]:
-        rest = {k: v for k, v in entry.items() if k not in {"t", "track", "what"}}
-        thread = tracks.setdefault(entry["track"], len(tracks) + 1)
-        base = {"pid": 1, "tid": thread, "ts": entry["t"] / 1000, "args": rest}
-        if entry["what"] in {"gate", "request"} and "phase" in rest:
-            name = rest.get("name", entry["what"])
-            events.append({**base, "name": name, "ph": rest["phase"]})
-        else:
-            events.append({**base, "name": entry["what"], "ph": "i", "s": "t"})
-    names = [
-        {"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": track}}
-        for track, thread in tracks.items()
-    ]
-    return {"traceEvents": names + events, "displayTimeUnit": "ms"}

@@ -1,4 +1,4 @@
-"""One serving replica as the guard keeps it: tap's book, polled figures, predictor, meters."""
+"""One serving replica as the guard keeps it: tap's book, polled figures, outcomes of requests."""
 
 from __future__ import annotations
 
@@ -9,44 +9,33 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
+from rose_agent.devices.watch import View
 from rose_agent.guard import metrics
-from rose_agent.guard.recorder import Recorder
+from rose_agent.guard.outcomes import Outcomes
 from rose_agent.pods.model import ServingPod
+from rose_agent.signals import verify
+from rose_agent.signals.feed import LoadSource
 from rose_agent.signals.http import EngineReader
-from rose_agent.signals.snapshot import Snapshot
-from rose_core.guard.crossover import Meter, Schedule
-from rose_core.guard.gate import ReplicaFacts
-from rose_core.guard.predictor import Predictor
-from rose_core.guard.slack import Objective
+from rose_agent.tap.frames import Watch
+from rose_core.guard.crossover import RELATIVE, Schedule
+from rose_core.guard.gate import GateLimits, ReplicaFacts
+from rose_core.guard.regime import Gaps
 from rose_core.telemetry import signal as signals
-from rose_core.telemetry.book import Book, Finished
+from rose_core.telemetry.book import Book
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import TapEvent
-from rose_core.telemetry.paths import generates
 from rose_core.telemetry.signal import Limits, Reading, ServingSignal
 from rose_core.telemetry.verify import Verification
 from rose_core.wire.sync import PoolPolicy, SignalSource
 
-_QUIET_NS = 150_000_000
-_BEAT_SECONDS = 0.12  # longer than the tap's heartbeat
-_SHARED_NS = 5_000_000  # a gate that closed this soon after the arrival did not share the prefill
 _LASTING_NS = 5_000_000_000
-_BREAKER_NS = 300_000_000_000
+# Usable idle shares between which tokens become interesting, well before a replica is never idle.
+_HARDLY_IDLE, _IDLE_ENOUGH = 0.2, 0.4
 
 
 def _base(pod: ServingPod) -> str:
     host = f"[{pod.address}]" if ":" in pod.address else pod.address
     return f"http://{host}:{pod.port}"
-
-
-@dataclass
-class Counters:
-    """Totals for the operator."""
-
-    finished: int = 0
-    slow: int = 0
-    busy_ns: int = 0
-    asked_ns: int = 0
 
 
 @dataclass
@@ -57,46 +46,50 @@ class Replica:
         gone: a serving process has exited and no new one has settled.
         lent: a rollout engine serves beside this replica; before that there is nothing to
             withhold and nothing to compare.
-        last_open_ns: when a gate on this replica was last open.
-        breaker_until_ns: lending rests because measured harm exceeded the limit.
+        gaps: idle time that could be used lately.
+        view: its GPUs, as last looked at.
+        shown: whether the metrics say that the state is known.
+        closely: the tap tells of every token.
     """
 
     pod: ServingPod
     policy: PoolPolicy
-    recorder: Recorder
+    outcomes: Outcomes
     schedule: Schedule
     limits: Limits
     book: Book
+    gaps: Gaps
     reader: EngineReader
-    snapshot: Snapshot | None = None
+    snapshot: LoadSource | None = None
     readings: dict[SignalSource, Reading] = field(default_factory=dict)
     verification: Verification = field(default_factory=Verification)
-    predictor: Predictor = field(default_factory=Predictor)
-    meter: Meter = field(default_factory=Meter)
-    counters: Counters = field(default_factory=Counters)
     gone: bool = False
     gone_since_ns: int = 0
     exited: set[int] = field(default_factory=set)
     settled: bool = True
-    last_open_ns: int = 0
-    breaker_until_ns: int = 0
     source: SignalSource | None = None
     known_ns: int = 0
     lent: bool = False
+    view: View | None = None
+    shown: bool | None = None
+    closely: bool = False
 
     @classmethod
     def create(
         cls,
         pod: ServingPod,
         policy: PoolPolicy,
-        recorder: Recorder,
+        *,
+        outcomes: Outcomes,
         schedule: Schedule,
+        gate: GateLimits,
         session: aiohttp.ClientSession,
     ) -> Replica:
         """A replica that has just been found."""
         reader = EngineReader(session, _base(pod), policy.engine)
-        book = Book(time.monotonic_ns())
-        return cls(pod, policy, recorder, schedule, Limits(), book, reader)
+        now_ns = time.monotonic_ns()
+        gaps = Gaps(now_ns, reopen_ns=gate.reopen_ns, window_ns=gate.regime_ns)
+        return cls(pod, policy, outcomes, schedule, Limits(), Book(now_ns), gaps, reader)
 
     def update(self, pod: ServingPod, policy: PoolPolicy) -> None:
         """Take what has become of the pod and its pool."""
@@ -104,6 +97,19 @@ class Replica:
             self.reader.aim(_base(pod), policy.engine)
             self.verification = Verification()
         self.pod, self.policy = pod, policy
+
+    def watch(self) -> Watch:
+        """What the tap is to follow; token by token where lending may be paced by them."""
+        pod, objective = self.pod, self.outcomes.objective(self.policy)
+        border = _IDLE_ENOUGH if self.closely else _HARDLY_IDLE
+        self.closely = objective.given and self.gaps.share(time.monotonic_ns()) < border
+        return Watch(pod.uid, pod.pid, pod.port, interfaces=pod.interfaces, closely=self.closely)
+
+    def note_known(self, *, known: bool) -> None:
+        """Show in the metrics whether the state is known."""
+        if known is not self.shown:
+            self.shown = known
+            metrics.SIGNAL_KNOWN.labels(self.pod.name).set(known)
 
     def signal(self, now_ns: int) -> ServingSignal:
         """Every source merged."""
@@ -124,14 +130,11 @@ class Replica:
         fresh = self.known_ns and now_ns - self.known_ns < _LASTING_NS
         return self.source if fresh else None
 
-    def objective(self) -> Objective:
-        """The pool's limits."""
-        policy = self.policy
-        return Objective(
-            policy.ttft_milliseconds / 1000,
-            policy.tpot_milliseconds / 1000,
-            policy.max_increase_percent / 100,
-        )
+    @property
+    def windows(self) -> Schedule:
+        """Which windows are withheld: as the guard was told, else as a relative limit needs."""
+        wanted = not self.schedule.seconds and self.policy.max_increase_percent
+        return RELATIVE if wanted else self.schedule
 
     def facts(self, now_ns: int, *, stop_pressed: bool) -> ReplicaFacts:
         """What the gate needs to know."""
@@ -142,72 +145,44 @@ class Replica:
             gone=self.gone,
             ready=self.pod.ready,
             settled=self.settled,
-            breaker_open=now_ns < self.breaker_until_ns,
-            withheld=self.lent and self.schedule.withheld(now_ns / 1e9),
-            idle_share=self.book.idle_share(now_ns),
-            objective=self.objective(),
-            predictor=self.predictor,
+            memory_pressure=self.view is not None and self.view.budget.pressure,
+            device_unfit=self.view is not None and bool(self.view.refusal),
+            breaker_open=self.outcomes.pool.breaker.open(now_ns),
+            withheld=self.lent and self.windows.withheld(now_ns / 1e9),
+            idle_share=self.gaps.share(now_ns),
+            cool_down_ns=self.gaps.cool_down_ns,
+            objective=self.outcomes.objective(self.policy),
+            predictor=self.outcomes.predictor,
         )
 
     def take(self, event: TapEvent, now_ns: int) -> None:
         """Apply one event of the tap."""
-        finished = self.book.apply(event, now_ns)
-        if finished is not None:
-            self._finish(finished, now_ns)
+        done = self.book.apply(event, now_ns)
+        self.gaps.note(busy=bool(self.book.live), now_ns=now_ns)
+        self.outcomes.hear(event, now_ns)
+        if done is not None:
+            others = len(self.book.live)
+            self.outcomes.finished(done, self.policy, self.windows, lent=self.lent, others=others)
 
-    def _finish(self, done: Finished, now_ns: int) -> None:
-        ttft, tpot = done.ttft_s, done.tpot_s
-        self._learn(done, ttft, tpot)
-        withheld = self.schedule.withheld(done.arrived_ns / 1e9)
-        inside = self.schedule.window(done.arrived_ns / 1e9) == self.schedule.window(
-            done.ended_ns / 1e9
-        )
-        if inside and self.lent:
-            self.meter.add(withheld=withheld, ttft_s=ttft, tpot_s=tpot)
-        window = "withheld" if withheld else "lent"
-        if ttft is not None:
-            metrics.TTFT_SECONDS.labels(self.policy.pool, window).observe(ttft)
-        if tpot is not None:
-            metrics.TPOT_SECONDS.labels(self.policy.pool, window).observe(tpot)
-        self._judge(ttft, tpot)
-        self.recorder.note(
-            done.ended_ns,
-            self.pod.name,
-            "finished",
-            request=done.number,
-            arrived=done.arrived_ns,
-            ttft=ttft,
-            tpot=tpot,
-            tokens=done.tokens,
-            status=done.status,
-            how=done.how.value,
-            window=window,
-        )
-        if self.counters.finished % 50 == 0 and self.meter.harmful(
-            self.policy.max_increase_percent / 100, 0.9
-        ):
-            self.breaker_until_ns = now_ns + _BREAKER_NS
-            self.recorder.note(now_ns, self.pod.name, "breaker")
+    def forget(self, now_ns: int) -> None:
+        """The tap is gone: nothing is known any more."""
+        self.book.forget(now_ns)
+        self.gaps.note(busy=False, now_ns=now_ns)
+        self.outcomes.forget()
 
-    def _learn(self, done: Finished, ttft: float | None, tpot: float | None) -> None:
-        if ttft is not None:
-            shared = self.last_open_ns > done.arrived_ns + _SHARED_NS
-            self.predictor = self.predictor.saw_prefill(done.size, ttft, shared=shared)
-        if tpot is not None:
-            shared = self.last_open_ns > done.first_ns + _SHARED_NS
-            running = 1 + len(self.book.live)
-            self.predictor = self.predictor.saw_decode(running, tpot, shared=shared)
+    # --- serving processes that come and go
 
-    def _judge(self, ttft: float | None, tpot: float | None) -> None:
-        objective = self.objective()
-        slow = bool(
-            (ttft is not None and objective.ttft_s and ttft > objective.ttft_s)
-            or (tpot is not None and objective.tpot_s and tpot > objective.tpot_s)
-        )
-        self.counters.finished += 1
-        self.counters.slow += slow
-        met = "false" if slow else "true"
-        metrics.SERVING_REQUESTS.labels(self.policy.pool, met).inc()
+    def note_gone(self, pid: int) -> None:
+        """A serving process has exited (its pid), or the container was restarted (0)."""
+        self.gone, self.gone_since_ns = True, time.monotonic_ns()
+        self.exited |= {pid} if pid else set()
+
+    def maybe_back(self, settle_seconds: float) -> None:
+        """Serving is back once new processes stand Ready for the settling time."""
+        waited_s = (time.monotonic_ns() - self.gone_since_ns) / 1e9
+        fresh = not self.exited & set(self.pod.pids)
+        if self.gone and self.pod.ready and fresh and waited_s >= settle_seconds:
+            self.gone, self.exited = False, set()
 
     # --- polled sources
 
@@ -228,45 +203,24 @@ class Replica:
             period = 5.0 if self.verification.verified else 1.0
             if uses_tap and time.monotonic() - compared >= period and await self.compare():
                 compared = time.monotonic()
-            await asyncio.sleep(1.0 if tapped else 0.2 if uses_tap else 0.05)
+            settled = tapped and not self.book.outstanding
+            await asyncio.sleep(1.0 if settled else 0.2 if uses_tap else 0.05)
 
     async def compare(self) -> bool:
-        """One comparison of the tap's and the engine's counts; False when it was not quiet."""
-        before = self._quiet()
-        if before is None:
+        """One comparison of the tap's and the engine's counts; False when it could not be made."""
+        made = await verify.compare(self.reader, self.book, self.verification)
+        if made is None:
             return False
-        figures = await self.reader.metrics()
-        if figures.requests is None:
-            self.verification = Verification()
-            return True
-        self.note_figures(SignalSource.METRICS, figures, time.monotonic_ns())
-        await asyncio.sleep(_BEAT_SECONDS)
-        health = self.book.health
-        still = self.book.requests_total == before and (figures.at_arrival or not self.book.live)
-        if health is None or not still:
-            return False
-        tap = sum(n for path, n in health.counts.items() if generates("POST", path))
-        self.verification = self.verification.compare(
-            sum(figures.requests.values()),
-            tap,
-            self.reader.scrapes,
-            health.counts.get("/metrics", 0),
-            time.monotonic_ns(),
-        )
+        self.verification, figures = made
+        if figures is not None:
+            self.note_figures(SignalSource.METRICS, figures, time.monotonic_ns())
         metrics.VERIFIED.labels(self.pod.name).set(bool(self.verification.verified))
         if self.verification.missed > 0:
             metrics.MISSED_REQUESTS.labels(self.pod.name).inc(self.verification.missed)
         return True
 
-    def _quiet(self) -> int | None:
-        """Requests counted so far, when none has just arrived and every arrival is settled."""
-        newest = max((r.arrived_ns for r in self.book.live.values()), default=0)
-        if self.book.health is None or time.monotonic_ns() - newest < _QUIET_NS:
-            return None
-        return self.book.requests_total
-
     async def snapshots(self) -> None:
-        """Read the load snapshot every 20 ms while the scheduler's pid is known."""
+        """Read the load snapshot every 20 ms where there is one."""
         while True:
             if self.snapshot is not None:
                 figures = self.snapshot.read()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import time
+from collections.abc import Iterable, Mapping
+
+from rose_agent.guard.metrics import OBSERVED
 from rose_agent.guard.replica import Replica
 from rose_agent.guard.slot import Slot
 from rose_core.api.reasons import Reason
-from rose_core.guard.gate import Verdict
+from rose_core.guard.gate import Verdict, closed
 from rose_core.guard.ladder import Rung
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slot import Phase
 from rose_core.telemetry.signal import Doubt
 from rose_core.wire.host import EngineState
-from rose_core.wire.sync import ReplicaReport, SlotReport, SlotState
+from rose_core.wire.sync import ReplicaReport, SlotReport, SlotState, SyncRequest
 
 _REFUSALS: dict[GateReason, Reason] = {
     GateReason.STOP_REQUESTED: Reason.STOP_REQUESTED,
@@ -31,12 +37,51 @@ _DOUBTS: dict[Doubt, Reason] = {
 _FRESH_NS = 10_000_000_000
 
 
+def sync_request(
+    node: str,
+    highest_term: int,
+    replicas: Iterable[tuple[Replica, Verdict | None]],
+    slots: Iterable[Slot],
+    *,
+    host_alive: bool,
+    capabilities: Mapping[str, str],
+) -> SyncRequest:
+    """Everything the operator hears of this node; a replica without a verdict is unknown."""
+    now_ns = time.monotonic_ns()
+    unknown = closed(GateReason.SIGNAL_MISSING)
+    reports = [slot_report(slot) for slot in slots]
+    seen = tuple(
+        replica_report(replica, verdict or unknown, now_ns, host_alive=host_alive)
+        for replica, verdict in replicas
+    )
+    OBSERVED.keep({(one.pool, f"{one.pod_namespace}/{one.pod_name}") for one in seen})
+    return SyncRequest(
+        node=node,
+        agent_version=_version(),
+        highest_term=highest_term,
+        replicas=seen,
+        slots=tuple(one for one in reports if one is not None),
+        capabilities={
+            **capabilities,
+            "EngineHost": "" if host_alive else "the engine host does not answer",
+        },
+    )
+
+
+@functools.cache
+def _version() -> str:
+    try:
+        return importlib.metadata.version("rose-gpu")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def replica_report(
-    replica: Replica, verdict: Verdict, now_ns: int, *, host_alive: bool, lendable: int | None
+    replica: Replica, verdict: Verdict, now_ns: int, *, host_alive: bool
 ) -> ReplicaReport:
     """One serving replica."""
     signal = replica.signal(now_ns)
-    pod, counters = replica.pod, replica.counters
+    pod, counters = replica.pod, replica.outcomes.counters
     refusal = _REFUSALS.get(verdict.reason)
     source = replica.lasting_source(now_ns)
     if refusal is None and source is None and signal.doubt is not None:
@@ -45,10 +90,15 @@ def replica_report(
         refusal = Reason.ENGINE_HOST_UNAVAILABLE
     if refusal is None and not pod.gpu_uuids:
         refusal = Reason.NO_GPU
+    view = replica.view
+    if refusal is None and view is not None and view.refusal:
+        refusal = Reason(view.refusal)
     busy, elapsed = replica.book.busy_ns(now_ns), now_ns - counters.asked_ns
     permille = None
     if counters.asked_ns and signal.running is not None and elapsed > 0:
         permille = min(1000, round(1000 * (busy - counters.busy_ns) / elapsed))
+        name = f"{pod.namespace}/{pod.name}"
+        OBSERVED.saw(pod.pool, name, (busy - counters.busy_ns) / 1e9, elapsed / 1e9)
     counters.busy_ns, counters.asked_ns = busy, now_ns
     return ReplicaReport(
         pool=pod.pool,
@@ -64,7 +114,7 @@ def replica_report(
         running_requests=signal.running,
         kv_used_permille=kv_permille(replica, now_ns),
         busy_permille=permille,
-        lendable_bytes=lendable,
+        lendable_bytes=view.lendable.bytes if view is not None else None,
         requests_total=counters.finished,
         slow_requests_total=counters.slow,
     )
@@ -116,6 +166,8 @@ def slot_state(slot: Slot) -> SlotState:
         return SlotState.FAILED
     if status.state is EngineState.STARTING:
         return SlotState.STARTING
-    if not status.version:
+    dormant = status.state is EngineState.DORMANT
+    if not status.version and not dormant:
         return SlotState.SYNCING
-    return SlotState.RUNNING if machine.rung is Rung.NONE else SlotState.STOPPED
+    running = machine.rung is Rung.NONE and not dormant
+    return SlotState.RUNNING if running else SlotState.STOPPED

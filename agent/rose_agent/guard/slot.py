@@ -12,14 +12,14 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from rose_agent.attach import Attachment
 from rose_agent.guard import freezer, metrics
 from rose_agent.guard.hostlink import HostLink
 from rose_agent.guard.recorder import Recorder
 from rose_agent.guard.totals import Totals
+from rose_core.devices.memory import Budget
 from rose_core.guard.gate import Verdict
 from rose_core.guard.ladder import Action, LadderLimits, Order, Rung
 from rose_core.guard.reasons import GateReason
@@ -61,6 +61,7 @@ class Slot:
         self.verdict = Verdict(open=False, reason=GateReason.NOT_GRANTED)
         self.totals = Totals(last_ns=time.monotonic_ns())
         self.message = ""
+        self.budget = Budget()
         self._host = host
         self._recorder = recorder
         self._token = token
@@ -134,6 +135,7 @@ class Slot:
                 status.state,
                 status.slot.generation,
                 held=self._held is True,
+                asked=self._held is None and self._want_hold is True,
                 frozen=needs_look and freezer.frozen(self.folder),
             )
         processes = not alive and engine is None and freezer.exists(self.folder)
@@ -145,6 +147,7 @@ class Slot:
             host_alive=alive,
             heartbeat_ns=heartbeat,
             processes=processes,
+            can_dormant=status is not None and status.can_dormant,
         )
 
     def _believe(self, status: EngineStatus) -> None:
@@ -171,9 +174,12 @@ class Slot:
         elif order is Order.KILL:
             self.message = freezer.kill(self.folder)
         elif order is Order.STOP:
-            self._call("stop", self._stop(action.reason))
+            self._call("stop", lambda: self._stop(action.reason))
         elif order is Order.ENSURE:
-            self._call("ensure", self._ensure())
+            self._call("ensure", self._ensure)
+        elif order in {Order.DORMANT, Order.ACTIVATE}:
+            dormant = order is Order.DORMANT
+            self._call("dormant", lambda: self._host.set_dormant(self._key(), dormant=dormant))
 
     def _close(self, now_ns: int, arrival_ns: int) -> None:
         if self._permit is None or not self._permit.until_ns:
@@ -183,21 +189,24 @@ class Slot:
             closed_ns = time.monotonic_ns()
             metrics.CLOSE_SECONDS.observe((closed_ns - arrival_ns) / 1e9)
             self._recorder.note(
-                now_ns, self.name, "closed", arrival=arrival_ns, after_ns=closed_ns - arrival_ns
+                now_ns,
+                self.name,
+                "closed",
+                arrival=arrival_ns,
+                after_ns=closed_ns - arrival_ns,
+                reason=self.verdict.reason,
             )
 
     # --- calls to the engine host, one of a kind at a time
 
-    def _call(self, kind: str, work: Coroutine[Any, Any, None]) -> None:
+    def _call(self, kind: str, work: Callable[[], Awaitable[None]]) -> None:
         running = self._calls.get(kind)
-        if running is not None and not running.done():
-            work.close()
-            return
-        self._calls[kind] = asyncio.create_task(self._guarded(kind, work))
+        if running is None or running.done():
+            self._calls[kind] = asyncio.create_task(self._guarded(kind, work))
 
-    async def _guarded(self, kind: str, work: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, kind: str, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            await work
+            await work()
         except WireError as error:
             self.message = f"{kind}: {error}"
             _log.warning("slot %s: %s", self.name, self.message)
@@ -216,6 +225,7 @@ class Slot:
                 weights=grant.weights,
                 gpu_uuids=grant.gpu_uuids,
                 token=self._data_token,
+                pod_uid=grant.pod_uid,
             )
         )
 
@@ -241,7 +251,7 @@ class Slot:
             waiting = self._calls.pop("hold", None)
             if waiting is not None:
                 waiting.cancel()
-        self._call("hold", self._hold_until_agreed())
+        self._call("hold", self._hold_until_agreed)
 
     async def _hold_until_agreed(self) -> None:
         """Bring the host to the wanted side; a change of mind meanwhile is followed in order."""
@@ -311,8 +321,16 @@ class Slot:
         if not paced:
             metrics.GATE_CHANGES.labels(verdict.reason.value).inc()
         metrics.GATE_OPEN.labels(self.name).set(verdict.open)
+        slack = verdict.slack
+        measured = {"prefill": slack.prefill_s, "decode": slack.decode_s} if slack else {}
         self._recorder.note(
-            now_ns, self.name, "gate", open=verdict.open, reason=verdict.reason, duty=verdict.duty
+            now_ns,
+            self.name,
+            "gate",
+            open=verdict.open,
+            reason=verdict.reason,
+            duty=verdict.duty,
+            **measured,
         )
 
     def _note_rung(self, now_ns: int) -> None:
@@ -351,7 +369,8 @@ class Slot:
                 token=self._data_token,
                 pool=grant.pool,
                 gate_open=self.gate_open and serving,
-                cap=grant.max_concurrent_turns,
+                cap=self.budget.cap(grant.max_concurrent_turns),
+                kv_tokens=grant.engine.kv_tokens,
                 version=status.version if status and serving else "",
                 digest=status.digest if status and serving else "",
                 leaving=self.machine.phase is Phase.RELEASING,

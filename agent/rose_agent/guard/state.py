@@ -6,7 +6,6 @@ policies last heard (so that it protects serving before the operator answers).
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import msgspec
@@ -27,7 +26,14 @@ def load(path: Path) -> GuardFile:
     return read_json(path, GuardFile) or GuardFile()
 
 
-def save(path: Path, state: GuardFile) -> None:
-    """Write it; a full disk must not stop the guard, the next change tries again."""
-    with contextlib.suppress(OSError):
+def save(path: Path, state: GuardFile) -> str:
+    """Write it; a full folder must not stop the guard.
+
+    Returns:
+        Why it could not be written; empty when it was.
+    """
+    try:
         write_json(path, state)
+    except OSError as error:
+        return f"{path} cannot be written: {error.strerror}"
+    return ""

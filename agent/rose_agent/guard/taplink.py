@@ -1,12 +1,12 @@
 """The guard's end of ``tap.sock``: says what to watch, feeds events to the replicas' books.
 
-A lost connection makes every replica unknown at once; the link connects again by itself.
+Events are handed on inside the call that reads them: an arrival waits for no turn of the loop. A
+lost connection makes every replica unknown at once; the link connects again by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from pathlib import Path
@@ -30,6 +30,48 @@ class Listener(Protocol):
         """The tap is gone."""
 
 
+class _Session(asyncio.Protocol):
+    """One connection; ``ended`` is set when it is over."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._splitter = frames.Splitter(frames.events)
+        self._transport: asyncio.Transport | None = None
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Connected."""
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101  # for mypy: a stream
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Frames that came together are one step."""
+        try:
+            found = self._splitter.feed(data)
+        except ValueError as error:
+            _log.warning("tap: %s", error)
+            self.abort()
+            return
+        if found:
+            events = found[0] if len(found) == 1 else [e for frame in found for e in frame]
+            self._listener.on_tap(events, time.monotonic_ns())
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        """Over."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def send(self, commands: list[frames.Command]) -> None:
+        """Say what to follow."""
+        if self._transport is not None and commands:
+            self._transport.write(frames.pack(commands))
+
+    def abort(self) -> None:
+        """End the connection now."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
 class TapLink:
     """Connection to the tap.
 
@@ -42,7 +84,7 @@ class TapLink:
         self._path = path
         self._listener = listener
         self._watches: dict[str, Watch] = {}
-        self._writer: asyncio.StreamWriter | None = None
+        self._session: _Session | None = None
 
     def watch(self, wanted: dict[str, Watch]) -> None:
         """Follow exactly these replicas."""
@@ -53,38 +95,34 @@ class TapLink:
         ]
         commands += [Unwatch(name) for name in self._watches if name not in wanted]
         self._watches = dict(wanted)
-        self._send(commands)
+        if self._session is not None:
+            self._session.send(commands)
 
     def resync(self) -> None:
         """Connect again and hear the requests under way from the start."""
-        if self._writer is not None:
-            self._writer.transport.abort()
+        if self._session is not None:
+            self._session.abort()
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
         while True:
             try:
-                await self._session()
-            except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+                await self._listen()
+            except OSError as error:
                 _log.debug("tap: %s", error)
-            self._writer = None
+            self._session = None
             self._listener.on_tap_lost(time.monotonic_ns())
             await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _session(self) -> None:
-        reader, writer = await asyncio.open_unix_connection(str(self._path))
-        self._writer = writer
+    async def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        _, session = await loop.create_unix_connection(
+            lambda: _Session(self._listener), str(self._path)
+        )
+        self._session = session
         _log.info("connected to the tap at %s", self._path)
         try:
-            self._send(list(self._watches.values()))
-            while True:
-                events = await frames.read(reader, frames.events)
-                self._listener.on_tap(events, time.monotonic_ns())
+            session.send(list(self._watches.values()))
+            await session.ended
         finally:
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
-
-    def _send(self, commands: list[frames.Command]) -> None:
-        if self._writer is not None and commands:
-            self._writer.write(frames.pack(commands))
+            session.abort()

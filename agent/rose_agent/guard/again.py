@@ -1,0 +1,40 @@
+"""Timers that step a replica when its verdict changes by itself; the tick may be 45 ms late."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+class Again:
+    """At most one timer per replica.
+
+    Args:
+        step: called with the replica's uid.
+    """
+
+    def __init__(self, step: Callable[[str], None]) -> None:
+        self._step = step
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def look(self, uid: str, at_ns: int, now_ns: int) -> None:
+        """Look again at ``at_ns``, instead of whenever was said before; the past = not at all."""
+        self.forget(uid)
+        if at_ns > now_ns:
+            loop = asyncio.get_running_loop()
+            self._timers[uid] = loop.call_later((at_ns - now_ns) / 1e9, self._step, uid)
+
+    def forget(self, uid: str) -> None:
+        """Do not look any more."""
+        timer = self._timers.pop(uid, None)
+        if timer is not None:
+            timer.cancel()
+
+    def waiting(self, uid: str) -> bool:
+        """A timer runs for this replica."""
+        return uid in self._timers
+
+    def close(self) -> None:
+        """End every timer."""
+        for uid in list(self._timers):
+            self.forget(uid)

@@ -1,0 +1,51 @@
+"""What the replicas of one pool share on this node: error budget, breaker, un-lent latencies."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rose_agent.guard import metrics
+from rose_core.guard.crossover import Meter
+from rose_core.guard.experience import Budget
+from rose_core.wire.sync import PoolPolicy
+
+
+@dataclass
+class PoolState(Budget):
+    """State of one pool.
+
+    Attributes:
+        unlent: latencies of replicas beside which nothing runs.
+        judged: what the relative limit was last judged against; empty = not judged.
+    """
+
+    name: str = ""
+    unlent: Meter = field(default_factory=Meter)
+    judged: str = ""
+
+
+class Pools:
+    """Every pool that has, or had, a replica here."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, PoolState] = {}
+
+    def state(self, name: str) -> PoolState:
+        """The pool's state, made when it is first asked for."""
+        return self._states.setdefault(name, PoolState(name=name))
+
+    def match(self, policies: Iterable[PoolPolicy]) -> None:
+        """Forget pools that are gone, and publish how fast the others' budgets burn."""
+        now_ns = time.monotonic_ns()
+        percentiles = {policy.pool: policy.percentile for policy in policies}
+        for name in set(self._states) - set(percentiles):
+            del self._states[name]
+            with contextlib.suppress(KeyError):
+                metrics.ERROR_BUDGET_BURN.remove(name)
+        for name, pool in self._states.items():
+            burn = pool.burn.burn(percentiles[name], pool.limits.long_ns, now_ns)
+            if burn.rate is not None:
+                metrics.ERROR_BUDGET_BURN.labels(name).set(burn.rate)

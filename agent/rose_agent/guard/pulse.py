@@ -1,0 +1,67 @@
+"""The guard's tick: a step at least every so often, put off by whoever has just caused one.
+
+The tap's heartbeat comes a little more often than the tick is due and wakes the guard anyway, so
+with a living tap one waking does both; without one the timer does.
+
+| running | then | next step is due |
+|---|---|---|
+| ``beat``, the last step was long ago | step | a period later |
+| ``beat``, a step was made just now | | as before |
+| the timer | step | a period later |
+| a step fails | ``run`` raises it: a guard that cannot step must end | never |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+class Pulse:
+    """Steps until ``run`` is cancelled; single-threaded.
+
+    Args:
+        step: the work.
+        seconds: longest time between two steps.
+    """
+
+    def __init__(self, step: Callable[[], None], seconds: float) -> None:
+        self._step, self._seconds = step, seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self._failed: asyncio.Future[None] | None = None
+        self._stepped_s = 0.0
+
+    async def run(self) -> None:
+        """Step now and from now on.
+
+        Raises:
+            Exception: whatever a step raised.
+        """
+        self._failed = asyncio.get_running_loop().create_future()
+        try:
+            self._work()
+            await self._failed
+        finally:
+            self._failed = None
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def beat(self) -> None:
+        """Somebody else has woken the loop: step now, unless that was done a moment ago."""
+        if self._failed is None or self._failed.done():
+            return
+        if asyncio.get_running_loop().time() - self._stepped_s >= self._seconds / 2:
+            self._work()
+
+    def _work(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._stepped_s = loop.time()
+        try:
+            self._step()
+        except Exception as error:  # noqa: BLE001  # raised again by ``run``
+            if self._failed is not None and not self._failed.done():
+                self._failed.set_exception(error)
+            return
+        self._timer = loop.call_later(self._seconds, self._work)
