@@ -66,13 +66,16 @@ class Permit:
             OSError: the folder is missing or full.
         """
         target = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        temporary = Path(name)
         try:
-            os.write(handle, MAGIC.ljust(SIZE, b"\0"))
-            os.fchmod(handle, 0o644)
-        finally:
-            os.close(handle)
-        Path(temporary).replace(target)
+            with os.fdopen(handle, "wb") as file:
+                file.write(MAGIC.ljust(SIZE, b"\0"))
+                os.fchmod(handle, 0o644)
+            temporary.replace(target)
+        except BaseException:  # whatever it was, a full folder must not fill up with drafts
+            temporary.unlink(missing_ok=True)
+            raise
         return cls.attach(target)
 
     @classmethod

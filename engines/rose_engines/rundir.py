@@ -11,7 +11,7 @@ absent and look again. The layout:
     slots/<uid>/slot.json         the order for the slot (EnsureEngine)
     slots/<uid>/permit            rose_engines.permit
     slots/<uid>/engine.json       EngineFile, written by the engine host
-    slots/<uid>/plugin.sock       control socket of the plugin inside the engine
+    slots/<uid>/own/plugin.sock   control socket of the plugin inside the engine
     slots/<uid>/weights.json      WeightsFile, written by weight-sync
     slots/<uid>/bundles/          staged weight bundles
 """
@@ -50,7 +50,8 @@ class EngineFile(msgspec.Struct, frozen=True, omit_defaults=True):
         start_ticks: start time of the root process (``/proc/PID/stat``), which with its pid says
             who it is even after a restart of the host.
         url: base URL of the engine itself, on the node only.
-        started_ns: CLOCK_MONOTONIC nanoseconds.
+        started_ns: since when the process has held its weights (its start, or when a dormant
+            engine was activated), CLOCK_MONOTONIC nanoseconds.
         dedicated: the engine has no guard; its permit is held open by the host.
     """
 
@@ -125,7 +126,12 @@ class SlotDir:
     @property
     def plugin_socket(self) -> Path:
         """Control socket of the plugin inside the engine."""
-        return self.folder / "plugin.sock"
+        return self.own / "plugin.sock"
+
+    @property
+    def own(self) -> Path:
+        """The one folder that the engine itself may write."""
+        return self.folder / "own"
 
     @property
     def weights(self) -> Path:
@@ -145,6 +151,7 @@ class SlotDir:
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.bundles.mkdir(mode=0o700, exist_ok=True)
+        self.own.mkdir(mode=0o700, exist_ok=True)
         return self
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from rose_core.delta.bits import Bits, number_format
 from rose_core.delta.errors import ManifestError
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.live import LiveTensor
+from rose_engines.tensors import LiveTensor
 
 StoredTensor = tuple[str, tuple[int, ...], Bits]
 _LARGEST_HEADER = 100 << 20

@@ -9,6 +9,12 @@ between two iterations; that is the only place where weights change. States and 
     Staged     --commit-->       Committing    --abort or stage-->  Idle or Staging
     Committing --attested-->     Idle          --undone, late-->    Idle
     Committing --undo failed-->  Broken        (nothing is computed any more)
+    Idle, Staged --release-->    Dormant       (weights and cache are gone)
+    Dormant    --activate-->     Idle          --restored wrongly--> Broken
+
+A release is carried out at ``at_rest``, which the engine thread also passes while its permit is
+closed: it computes nothing. An activation waits for a boundary under an open permit, as a commit.
+Next step: ``rose_engines.memory`` for what is let go of and how.
 """
 
 from __future__ import annotations
@@ -18,15 +24,29 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from rose_core.delta.digest import Digest
+from rose_engines.device import Device
 from rose_engines.errors import BrokenWeights, CommitRefused
-from rose_engines.live import Live, StagedUpdate, commit, digest_live, stage, warm_up
+from rose_engines.live import (
+    Live,
+    StagedUpdate,
+    commit,
+    confirm,
+    digest_live,
+    readable,
+    revert,
+    stage,
+    warm_up,
+)
+from rose_engines.memory import EngineMemory
+from rose_engines.order import Order
 from rose_engines.safetensors import write_file
 from rose_engines.sglang.control import (
     Abort,
+    Activate,
+    Activated,
     Answer,
     Attest,
     Attested,
@@ -37,6 +57,8 @@ from rose_engines.sglang.control import (
     Exported,
     GetStatus,
     Refused,
+    Release,
+    Released,
     Stage,
     Staged,
     Status,
@@ -44,22 +66,8 @@ from rose_engines.sglang.control import (
 
 log = logging.getLogger(__name__)
 
-
-@dataclass
-class _Order:
-    """A commit that waits for the next boundary."""
-
-    update: StagedUpdate
-    done: threading.Event = field(default_factory=threading.Event)
-    answer: Answer | None = None
-
-    def wait(self, seconds: float) -> bool:
-        """Whether the engine has carried it out within this time."""
-        return self.done.wait(seconds)
-
-    def result(self) -> Answer | None:
-        """The engine's answer, if there is one."""
-        return self.answer
+# Time in which an engine comes to a rest, so that a swap that was not confirmed can be undone.
+UNDO_SECONDS = 30.0
 
 
 class WeightSession:
@@ -72,6 +80,7 @@ class WeightSession:
             carry tokens of the version before. Called last, in the engine thread.
         wake: makes an idle engine pass a boundary soon.
         rank: tensor-parallel rank.
+        memory: lets go of the engine's memory; None = it cannot.
     """
 
     def __init__(
@@ -80,23 +89,28 @@ class WeightSession:
         version: str,
         set_label: Callable[[str], int] = lambda _: 0,
         wake: Callable[[], None] = lambda: None,
+        *,
         rank: int = 0,
+        memory: EngineMemory | None = None,
     ) -> None:
         self._live = live
-        self._version = version
+        self._version = self._base = version
+        self._memory = memory
         self._set_label = set_label
         self._wake = wake
         self._rank = rank
         warm_up(live)
-        self._digest = digest_live(live)
+        self._digest = self._base_digest = self._first_digest()
         self._phase = "Idle"
         self._staged: StagedUpdate | None = None
-        self._order: _Order | None = None
+        self._order: Order | None = None
         self._calls = threading.Lock()
         self._handover = threading.Lock()
         self._commits = 0
         self.iterations = 0
         self.permit_open: Callable[[], bool | None] = lambda: None
+        self.device: Callable[[], Device] = Device
+        self._resting = False
 
     @property
     def version(self) -> str:
@@ -118,6 +132,15 @@ class WeightSession:
         """An undo failed: nothing may be computed with these weights."""
         return self._phase == "Broken"
 
+    @property
+    def dormant(self) -> bool:
+        """Weights and cache are released: nothing can be computed."""
+        return self._phase == "Dormant"
+
+    def _first_digest(self) -> Digest:
+        """Digest of the whole state at the start."""
+        return digest_live(self._live)
+
     def handle(self, call: Call) -> Answer:
         """Carry out one call; may take as long as decoding a bundle. Never raises."""
         if isinstance(call, GetStatus):
@@ -137,35 +160,60 @@ class WeightSession:
 
     def status(self) -> Status:
         """What is live and staged."""
-        staged = self._staged
+        staged, permit_open, device = self._staged, self.permit_open(), self.device()
+        if permit_open is False and not self._resting:
+            self._wake()  # an idle engine has no boundary of itself
         return Status(
             version=self._version,
-            digest=str(self._digest),
+            digest="" if self.dormant else str(self._digest),
             phase=self._phase,
             staged=staged.version if staged else "",
             commits=self._commits,
             pid=os.getpid(),
             rank=self._rank,
-            permit_open=self.permit_open(),
+            permit_open=permit_open,
             iterations=self.iterations,
+            codecs=readable(self._live),
+            resting=self._resting,
+            multiprocessors=device.multiprocessors,
+            device_bytes=device.memory_bytes,
         )
 
     def at_boundary(self) -> None:
         """Called by the engine between two iterations, under an open permit; cheap when idle."""
+        self._resting = False
         self.iterations += 1
-        if self._order is None:
+        self._carry_out(at_rest=False)
+
+    def at_rest(self) -> None:
+        """Called by the engine whenever nothing is under way, also under a closed permit."""
+        self._resting = True
+        self._carry_out(at_rest=True)
+
+    def _carry_out(self, *, at_rest: bool) -> None:
+        waiting = self._order
+        if waiting is None or waiting.at_rest != at_rest:
             return
         with self._handover:
             for order in self._take_order():
-                order.answer = self._commit(order.update)
+                order.answer = order.work()
                 order.done.set()
 
-    def _take_order(self) -> tuple[_Order, ...]:
+    def _take_order(self) -> tuple[Order, ...]:
         """The order that waits, if it was not withdrawn meanwhile."""
         order, self._order = self._order, None
         return (order,) if order else ()
 
     def _dispatch(self, call: Call) -> Answer:
+        if isinstance(call, Release):
+            return self._order_release(call.timeout_seconds)
+        if isinstance(call, Activate):
+            return self._order_activation(call.timeout_seconds)
+        if self.dormant and not isinstance(call, Abort):
+            raise CommitRefused("Dormant", "the weights are released; activate the engine first")
+        return self._dispatch_weights(call)
+
+    def _dispatch_weights(self, call: Call) -> Answer:
         match call:
             case Stage(bundle):
                 return self._stage(Path(bundle))
@@ -202,39 +250,122 @@ class WeightSession:
         )
 
     def _forget(self) -> None:
-        self._staged, self._phase = None, "Idle"
+        self._staged, self._phase = None, "Dormant" if self.dormant else "Idle"
 
     def _order_commit(self, version: str, timeout_seconds: float) -> Answer:
         update = self._staged
         if update is None or update.version != version:
             held = update.version if update else "nothing"
             raise CommitRefused("NotStaged", f"{version} is not staged; {held} is")
-        order = _Order(update)
-        self._phase = "Committing"
-        self._order = order
-        self._wake()
-        if not order.wait(timeout_seconds):
-            with self._handover:  # either the engine has it by now, or it never gets it
-                self._order = None
-        answer = order.result()
+        self._phase, before = "Committing", self._version
+        answer = self._have_done(Order(lambda: self._commit(update)), timeout_seconds)
         if answer is None:
             self._phase = "Staged"
             reason = f"no iteration boundary under an open permit in {timeout_seconds} s"
             raise CommitRefused("Busy", f"{version}: {reason}; it stays staged")
+        if isinstance(answer, Committed):
+            return self._confirm(update, before) or answer
         return answer
+
+    def _confirm(self, update: StagedUpdate, before: str) -> Answer | None:
+        """Beside the serving engine: the touched tensors are what they should be, or go back."""
+        wrong = confirm(update, self._live)
+        if wrong is None:
+            return None
+        order = Order(lambda: self._revert(update, before, wrong), at_rest=True)
+        return self._have_done(order, UNDO_SECONDS) or self._broken(f"{wrong}; no rest to undo it")
+
+    def _revert(self, update: StagedUpdate, before: str, wrong: str) -> Answer:
+        """In the engine thread: old bits and old label."""
+        try:
+            revert(update, self._live, wrong)
+        except BrokenWeights as broken:
+            return self._broken(str(broken))
+        self._version, self._digest = before, update.current
+        self._commits += 1  # what the cache holds of the wrong weights is not used again
+        self._set_label(before)
+        message = f"{update.version}: {wrong}; the old weights are back"
+        return Refused("DigestMismatch", message)
+
+    def _broken(self, reason: str) -> Refused:
+        log.critical("weights are broken: %s", reason)
+        self._staged, self._phase = None, "Broken"
+        return Refused("Broken", reason)
+
+    def _have_done(self, order: Order, seconds: float) -> Answer | None:
+        """Hand work to the engine thread; None when it has not begun within this time."""
+        self._order = order
+        self._wake()
+        if not order.wait(seconds):
+            with self._handover:  # either the engine has it by now, or it never gets it
+                self._order = None
+        return order.result()
+
+    def _order_release(self, timeout_seconds: float) -> Answer:
+        memory = self._memory
+        if memory is None:
+            raise CommitRefused("Unsupported", "this engine cannot let go of its memory")
+        if self.dormant:
+            return Released(0, 0.0)
+        self._forget()
+        order = Order(lambda: self._release(memory), at_rest=True)
+        answer = self._have_done(order, timeout_seconds)
+        if answer is None:
+            raise CommitRefused("Busy", f"the engine came to no rest in {timeout_seconds} s")
+        return answer
+
+    def _release(self, memory: EngineMemory) -> Answer:
+        """In the engine thread: from here on nothing can be computed."""
+        started = time.monotonic()
+        self._phase = "Dormant"
+        try:
+            claimed = memory.release()
+        except Exception as error:  # half released is not usable either
+            log.exception("the release failed")
+            self._phase = "Broken"
+            return Refused("Broken", f"release: {type(error).__name__}: {error}")
+        return Released(claimed, time.monotonic() - started)
+
+    def _order_activation(self, timeout_seconds: float) -> Answer:
+        memory = self._memory
+        if memory is None or not self.dormant:
+            return Activated(self._version, str(self._digest), 0.0)
+        answer = self._have_done(Order(lambda: self._activate(memory)), timeout_seconds)
+        if answer is None:
+            reason = f"no iteration boundary under an open permit in {timeout_seconds} s"
+            raise CommitRefused("Busy", f"{reason}; the engine stays dormant")
+        return answer
+
+    def _activate(self, memory: EngineMemory) -> Answer:
+        """In the engine thread: restore, attest, label last."""
+        started = time.monotonic()
+        try:
+            memory.restore(self._live)
+            digest = digest_live(self._live)
+        except Exception as error:  # what is half there must not compute
+            log.exception("the activation failed")
+            self._phase = "Broken"
+            return Refused("Broken", f"activation: {type(error).__name__}: {error}")
+        if digest != self._base_digest:
+            self._phase = "Broken"
+            message = f"restored weights have digest {digest} instead of {self._base_digest}"
+            return Refused("Broken", message)
+        self._digest, self._version = digest, self._base
+        self._commits += 1
+        self._set_label(self._version)
+        self._phase = "Idle"
+        return Activated(self._version, str(digest), time.monotonic() - started)
 
     def _commit(self, update: StagedUpdate) -> Answer:
         """In the engine thread: scatter, attest, label last."""
         started = time.monotonic_ns()
         try:
-            self._digest = commit(update, self._live)
+            self._digest = self._swap(update)
         except CommitRefused as refused:
             self._forget()
             return Refused(refused.reason, refused.message)
         except BrokenWeights as broken:
-            log.critical("weights are broken: %s", broken)
-            self._staged, self._phase = None, "Broken"
-            return Refused("Broken", str(broken))
+            return self._broken(str(broken))
         self._version = update.version
         self._commits += 1
         fenced = self._set_label(update.version)
@@ -246,6 +377,10 @@ class WeightSession:
             pause_microseconds=(time.monotonic_ns() - started) // 1000,
             fenced_requests=fenced,
         )
+
+    def _swap(self, update: StagedUpdate) -> Digest:
+        """New weights for old, attested; all or nothing."""
+        return commit(update, self._live)
 
     def _export(self, path: Path) -> Exported:
         try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_dev import engine_environment
+from rose_dev import engine_environment, vllm_environment
 from rose_dev.engine_environment import (
     CONSTRAINTS,
     SetupFailed,
@@ -113,3 +113,18 @@ def test_pins_are_exact() -> None:
     assert f"sglang=={engine_environment.SGLANG_VERSION}" in lines
     assert all("==" in line and "/" not in line for line in lines)
     assert sys.version_info >= (3, 11)
+
+
+def test_vllm_has_an_environment_of_its_own(cache: Path) -> None:
+    assert not vllm_environment.is_ready(cache)
+    python = vllm_environment.install(cache)
+    assert python == vllm_environment.vllm_python(cache)
+    assert python != engine_python(cache)
+    assert vllm_environment.is_ready(cache)
+    first = calls(cache)
+    assert [line.split()[0] for line in first] == ["venv", "pip", "pip"]
+    assert str(vllm_environment.CONSTRAINTS) in first[1]
+    (record,) = vllm_environment.environment_folder(cache).rglob("vllm-*.dist-info")
+    assert "Name: vllm" in (record / "METADATA").read_text()
+    vllm_environment.install(cache)
+    assert calls(cache) == first

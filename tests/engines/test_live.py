@@ -2,17 +2,31 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import numpy as np
 import pytest
 
+from rose_core.delta import Builder, Codec, name_of
+from rose_core.delta.digest import Digest, to_bytes, total
 from rose_core.delta.manifest import Manifest
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
 from rose_engines import live as module
 from rose_engines.errors import BrokenWeights, CommitRefused
-from rose_engines.live import HostTensor, Live, commit, digest_live, host_tensors, stage
+from rose_engines.live import (
+    HostTensor,
+    Live,
+    LiveTensor,
+    commit,
+    confirm,
+    digest_live,
+    host_tensors,
+    readable,
+    revert,
+    stage,
+)
 
 V0, V1, V2 = (WeightVersion("run", 1, n) for n in range(3))
 
@@ -44,6 +58,44 @@ def test_delta_makes_the_new_state(tmp_path: Path, old: State, share: float) -> 
     assert update.version == "run@1.1"
     assert str(commit(update, live)) == manifest.digest == str(digest_live(live))
     assert equal(live, new)
+
+
+def test_blocks_coded_on_their_base_are_read_against_the_live_weights(
+    tmp_path: Path, old: State, sparse: State
+) -> None:
+    manifest = write_bundle(tmp_path / "b", V1, sparse, (V0, old))
+    entries = manifest.tensors
+    base = Builder(entries, None, lambda _: None)
+    for name in old:
+        base.add(None, old[name][2], blocks=False)
+    folder = tmp_path / "b" / "blocks"
+    builder = Builder(
+        entries,
+        base.finish(V0),
+        lambda data: (folder / name_of(data).hex()).write_bytes(data),
+        on_base=True,
+    )
+    for name in old:
+        builder.add(old[name][2], sparse[name][2])
+    smaller = builder.on_base(builder.finish(V1))
+    assert smaller is not None
+    assert Codec.RICE in {block.codec for block in smaller.blocks}
+    (tmp_path / "b" / "manifest.msgpack").write_bytes(smaller.encode())
+    live = engine(old)
+    assert Codec.RICE in readable(live)
+    assert str(commit(stage(tmp_path / "b", live, digest_live(live)), live)) == manifest.digest
+    assert equal(live, sparse)
+    wrong = engine(sparse)
+    with pytest.raises(CommitRefused, match="WrongBase"):
+        stage(tmp_path / "b", wrong, digest_live(wrong))
+
+
+def test_an_engine_whose_weights_are_elsewhere_does_not_ask_for_them(old: State) -> None:
+    class Elsewhere:
+        name, dtype, shape = "w", "BF16", (2,)
+
+    live = {**engine(old), "w": cast("LiveTensor", Elsewhere())}
+    assert Codec.RICE not in readable(live)
 
 
 def test_full_bundle_needs_no_base(tmp_path: Path, old: State, sparse: State) -> None:
@@ -150,8 +202,10 @@ def test_wrong_digest_on_live_weights_is_undone(tmp_path: Path, old: State, spar
     assert equal(live, old)
 
 
-def test_failed_undo_is_broken(tmp_path: Path, old: State, sparse: State) -> None:
-    """Memory that changed between staging and commit: the undo cannot restore it."""
+def test_what_changed_beside_the_swap_is_not_confirmed(
+    tmp_path: Path, old: State, sparse: State
+) -> None:
+    """Memory that changed between staging and commit: reading back cannot see it."""
     write_bundle(tmp_path / "b", V1, sparse, (V0, old))
     live = engine(old)
     update = stage(tmp_path / "b", live, digest_live(live))
@@ -159,5 +213,25 @@ def test_failed_undo_is_broken(tmp_path: Path, old: State, sparse: State) -> Non
     live["a.norm.weight"].put(same, live["a.norm.weight"].take(same) ^ 1)
     if not any(change.tensor.name == "a.norm.weight" for change in update.changes):
         pytest.fail("the step must touch the vector")
+    commit(update, live)
+    wrong = confirm(update, live)
+    assert wrong is not None
+    assert "a.norm.weight has digest" in wrong
     with pytest.raises(BrokenWeights, match=r"a\.norm\.weight"):
-        commit(update, live)
+        revert(update, live, wrong)
+
+
+def test_a_manifest_that_lies_about_a_tile_is_refused_before_anything_is_touched(
+    tmp_path: Path, old: State, sparse: State
+) -> None:
+    for base in ((V0, old), None):
+        folder = tmp_path / ("full" if base is None else "delta")
+        manifest = write_bundle(folder, V1, sparse, base)
+        first = manifest.tile_number(manifest.blocks[0])
+        digests = list(manifest.tile_digests)
+        digests[first] = digests[first].plus(Digest(1, 0))
+        rewrite(folder, tiles=to_bytes(digests), digest=str(total(digests)))
+        live = engine(old)
+        with pytest.raises(CommitRefused, match=r"DigestMismatch.*would not become"):
+            stage(folder, live, digest_live(live))
+        assert equal(live, old)

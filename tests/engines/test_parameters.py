@@ -1,12 +1,19 @@
-"""Where checkpoint tensors lie inside a model: proposed by name, proved by bytes."""
+"""Where checkpoint tensors lie inside a model: watched while loading, proved by bytes."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from rose_engines.errors import UnsupportedEngine
+from rose_engines.live import LiveTensor
 from rose_engines.safetensors import StoredTensor
-from rose_engines.sglang.parameters import DeviceTensor, live_tensors
+from rose_engines.sglang import parameters
+from rose_engines.sglang.layout import derive, unplaced
+from rose_engines.sglang.parameters import DeviceTensor
+from rose_engines.slices import Box
 
 LAYER = "model.layers.0."
 
@@ -42,32 +49,63 @@ def stored(tensors: dict[str, torch.Tensor]) -> dict[str, StoredTensor]:
     }
 
 
-def engine(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What SGLang makes of it at one rank: fused, and the vocabulary padded."""
-    attention, mlp = f"{LAYER}self_attn.", f"{LAYER}mlp."
-    embedding = tensors["model.embed_tokens.weight"]
-    made = {
-        "model.embed_tokens.weight": torch.cat([embedding, torch.zeros(6, 4, dtype=torch.bfloat16)])
-    }
-    for leaf in ("weight", "bias"):
-        parts = [tensors[f"{attention}{part}_proj.{leaf}"] for part in "qkv"]
-        made[f"{attention}qkv_proj.{leaf}"] = torch.cat(parts)
-    made[f"{mlp}gate_up_proj.weight"] = torch.cat(
-        [tensors[f"{mlp}gate_proj.weight"], tensors[f"{mlp}up_proj.weight"]]
-    )
-    made["model.norm.weight"] = tensors["model.norm.weight"].clone()
-    return made
+STACKED = {
+    "q_proj": ("qkv_proj", 0, 8),
+    "k_proj": ("qkv_proj", 8, 12),
+    "v_proj": ("qkv_proj", 12, 16),
+    "gate_proj": ("gate_up_proj", 0, 6),
+    "up_proj": ("gate_up_proj", 6, 12),
+}
+
+
+class Model:
+    """Fuses and pads as SGLang does at one rank, by copying into parts of its parameters."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        attention, mlp = f"{LAYER}self_attn.", f"{LAYER}mlp."
+        kind = torch.bfloat16
+        self.parameters = {
+            "model.embed_tokens.weight": torch.ones(16, 4, dtype=kind),
+            f"{attention}qkv_proj.weight": torch.ones(16, 4, dtype=kind),
+            f"{attention}qkv_proj.bias": torch.ones(16, dtype=kind),
+            f"{mlp}gate_up_proj.weight": torch.ones(12, 4, dtype=kind),
+            "model.norm.weight": torch.ones(4, dtype=kind),
+        }
+        self.calls = 0
+        self.load_weights(tensors.items())
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.calls += 1
+        for name, tensor in weights:
+            self.load(name, tensor)
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        for part, (fused, first, end) in STACKED.items():
+            if f".{part}." in name:
+                parameter = self.parameters[name.replace(part, fused)]
+                parameter.narrow(0, first, end - first).copy_(tensor)
+                return
+        if name in self.parameters:
+            parameter = self.parameters[name]
+            parameter[: len(tensor)].copy_(tensor)
+            parameter[len(tensor) :].fill_(0)
+
+
+def live_tensors(model: Model, checkpoint: dict[str, StoredTensor]) -> dict[str, LiveTensor]:
+    layout = derive(model, model.parameters, checkpoint)
+    assert not list(unplaced(layout))
+    return parameters.live_tensors(model.parameters, checkpoint, layout)
 
 
 def test_writes_reach_the_fused_parameter() -> None:
     tensors = checkpoint()
-    parameters = engine(tensors)
-    live = live_tensors(parameters, stored(tensors))
+    model = Model(tensors)
+    live = live_tensors(model, stored(tensors))
     assert live.keys() == tensors.keys()
     key = live[f"{LAYER}self_attn.k_proj.weight"]
     new = (np.arange(16) + 5).astype(np.uint16)
     key.put(slice(0, 16), new)
-    row = parameters[f"{LAYER}self_attn.qkv_proj.weight"][8:12].contiguous()
+    row = model.parameters[f"{LAYER}self_attn.qkv_proj.weight"][8:12].contiguous()
     assert np.array_equal(row.view(torch.int16).numpy().view(np.uint16).ravel(), new)
     where = np.array([3, 9])
     key.put(where, np.array([1, 2], np.uint16))
@@ -76,52 +114,117 @@ def test_writes_reach_the_fused_parameter() -> None:
     assert np.array_equal(query.all_bits(), stored(tensors)[f"{LAYER}self_attn.q_proj.weight"][2])
 
 
-def test_tied_embedding_is_one_tensor() -> None:
+def test_an_output_matrix_that_is_the_embedding_is_left_out() -> None:
     tensors = checkpoint()
-    live = live_tensors(engine(tensors), stored(tensors))
-    assert "lm_head.weight" not in live
+    model = Model(tensors)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    assert "lm_head.weight" not in live_tensors(model, stored(tensors))
+    tensors["lm_head.weight"] += 1
+    layout = derive(model, model.parameters, stored(tensors))
+    assert list(unplaced(layout)) == ["lm_head.weight"]
 
 
-def test_repacked_layout_is_refused_by_name() -> None:
+def test_what_was_repacked_after_loading_is_refused_by_name() -> None:
     tensors = checkpoint()
-    parameters = engine(tensors)
+    model = Model(tensors)
     name = f"{LAYER}self_attn.qkv_proj.weight"
-    parameters[name] = parameters[name].flip(0).contiguous()
+    model.parameters[name] = model.parameters[name].flip(0).contiguous()
     with pytest.raises(UnsupportedEngine, match=r"q_proj\.weight.*repacked"):
-        live_tensors(parameters, stored(tensors))
+        live_tensors(model, stored(tensors))
 
 
 def test_parameter_from_nowhere_is_refused_by_name() -> None:
     tensors = checkpoint()
-    parameters = engine(tensors) | {"model.scale": torch.ones(3)}
+    model = Model(tensors)
+    model.parameters["model.scale"] = torch.ones(3)
     with pytest.raises(UnsupportedEngine, match=r"model\.scale"):
-        live_tensors(parameters, stored(tensors))
+        live_tensors(model, stored(tensors))
 
 
 def test_padding_must_be_zero() -> None:
     tensors = checkpoint()
-    parameters = engine(tensors)
-    parameters["model.embed_tokens.weight"][12, 0] = 1.0
+    model = Model(tensors)
+    model.parameters["model.embed_tokens.weight"][12, 0] = 1.0
     with pytest.raises(UnsupportedEngine, match="more than the checkpoint"):
-        live_tensors(parameters, stored(tensors))
-
-
-@pytest.mark.parametrize(
-    "extra", ["model.layers.0.mlp.experts.3.down_proj.weight", "rotary.inv_freq"]
-)
-def test_tensor_without_a_place_is_refused_by_name(extra: str) -> None:
-    tensors = checkpoint()
-    parameters = engine(tensors)
-    with pytest.raises(UnsupportedEngine, match=extra):
-        live_tensors(parameters, stored(tensors | {extra: torch.zeros(2).to(torch.bfloat16)}))
+        live_tensors(model, stored(tensors))
 
 
 def test_half_a_fused_parameter_is_refused() -> None:
     tensors = checkpoint()
-    parameters = engine(tensors)
+    model = Model(tensors)
     del tensors[f"{LAYER}mlp.up_proj.weight"]
-    with pytest.raises(UnsupportedEngine, match="gate_proj"):
-        live_tensors(parameters, stored(tensors))
+    with pytest.raises(UnsupportedEngine, match="gate_up_proj"):
+        live_tensors(model, stored(tensors))
+
+
+class Odd(Model):
+    """A loader that does more than copying with one tensor."""
+
+    def __init__(self, act: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+        self.act: Callable[[torch.Tensor, torch.Tensor], object] | None = None
+        super().__init__(checkpoint())
+        self.act = act
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if self.act is not None and name == "model.norm.weight":
+            self.act(self.parameters[name], tensor)
+        else:
+            super().load(name, tensor)
+
+
+def fail(*_: object) -> None:
+    raise AttributeError("no loader any more")
+
+
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [
+        (lambda to, tensor: to.copy_(tensor + 1), "computes what it copies into.*norm"),
+        (lambda to, tensor: to.copy_(tensor.float()), "computes what it copies"),
+        (lambda to, tensor: to.add_(tensor), "computes.*norm.*add_"),
+        (lambda to, tensor: to.copy_(tensor.view(torch.int16)), "converts.*norm"),
+        (lambda to, tensor: to.view(2, 2).copy_(tensor.view(2, 2).t()), "transposes"),
+        (fail, "cannot be called again.*no loader any more"),
+    ],
+)
+def test_a_loader_that_computes_is_refused_by_name(
+    act: Callable[[torch.Tensor, torch.Tensor], object], reason: str
+) -> None:
+    model = Odd(act)
+    before = {name: one.clone() for name, one in model.parameters.items()}
+    with pytest.raises(UnsupportedEngine, match=reason):
+        derive(model, model.parameters, stored(checkpoint()))
+    assert all(torch.equal(before[name], one) for name, one in model.parameters.items())
+
+
+def test_a_loader_may_copy_before_it_copies() -> None:
+    model = Odd(lambda to, tensor: to.copy_(tensor.clone().contiguous().to("cpu")))
+    layout = derive(model, model.parameters, stored(checkpoint()))
+    assert layout["model.norm.weight"] == (Box("model.norm.weight", 0, 1, 4, 4, 0, 4),)
+
+
+def test_the_layout_is_kept_while_nothing_changes(tmp_path: Path) -> None:
+    model, kept = Model(checkpoint()), stored(checkpoint())
+    first = derive(model, model.parameters, kept, tmp_path / "layout", "1 rank")
+    again = derive(model, model.parameters, kept, tmp_path / "layout", "1 rank")
+    assert (first, model.calls) == (again, 2)
+    derive(model, model.parameters, kept, tmp_path / "layout", "2 ranks")
+    assert model.calls == 3
+    (tmp_path / "layout").write_bytes(b"torn")
+    assert derive(model, model.parameters, kept, tmp_path / "layout", "1 rank") == first
+
+
+def test_a_layout_that_reaches_outside_is_refused() -> None:
+    model, kept = Model(checkpoint()), stored(checkpoint())
+    layout = derive(model, model.parameters, kept)
+    norm = "model.norm.weight"
+    for box in (
+        Box(norm, 0, 1, 4, 4, 3, 4),
+        Box(norm, 2, 1, 4, 4, 0, 4),
+        Box("x", 0, 1, 4, 4, 0, 4),
+    ):
+        with pytest.raises(UnsupportedEngine, match="does not fit"):
+            parameters.live_tensors(model.parameters, kept, {**layout, norm: (box,)})
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,10 @@ class Model(torch.nn.Module):
             {name: torch.nn.Parameter(tensor.clone()) for name, tensor in tensors.items()}
         )
 
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.inner[name].data.copy_(tensor)
+
     def named_parameters(self, *_: object, **__: object) -> Iterator[tuple[str, Any]]:
         return ((name.removeprefix("inner."), p) for name, p in super().named_parameters())
 
@@ -55,7 +59,9 @@ class Scheduler:
     def __init__(self, folder: Path) -> None:
         tensors = {"norm": torch.arange(64).to(torch.bfloat16)}
         save_file(tensors, folder / "model.safetensors")
-        self.server_args = types.SimpleNamespace(model_path=str(folder), weight_version="base")
+        self.server_args = types.SimpleNamespace(
+            model_path=str(folder), weight_version="base", device="cpu"
+        )
         runner = types.SimpleNamespace(model=Model(tensors))
         self.tp_worker = types.SimpleNamespace(model_runner=runner)
         self.running: list[Request] = []
@@ -71,6 +77,14 @@ class Scheduler:
     def ingest_requests(self) -> None: ...
 
     def handle_generate_request(self) -> None: ...
+
+    def pause_generation(self) -> None: ...
+
+    def continue_generation(self) -> None: ...
+
+    def abort_request(self) -> None: ...
+
+    def flush_cache(self) -> None: ...
 
 
 @pytest.fixture
@@ -144,18 +158,20 @@ def test_other_builds_are_refused_by_name(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"tp_size": 2}, "tensor parallelism over 2 ranks"),
-        ({"enable_overlap": True}, "--disable-overlap-schedule"),
+        ("pp_size", "pp_size 2 is not supported"),
+        ("dp_size", "dp_size 2 is not supported"),
+        ("enable_overlap", "--disable-overlap-schedule"),
     ],
 )
 def test_unsupported_engines_end(
     tmp_path: Path,
     scheduler: Scheduler,
     capsys: pytest.CaptureFixture[str],
-    change: dict[str, object],
+    change: str,
     reason: str,
 ) -> None:
-    vars(scheduler).update(change)
+    vars(scheduler)[change] = True
+    vars(scheduler.server_args)[change] = 2
     with pytest.raises(UnsupportedEngine):
         SchedulerPlugin(None, tmp_path / "s").before_iteration(scheduler)
     assert reason in capsys.readouterr().err

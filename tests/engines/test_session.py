@@ -10,16 +10,20 @@ import pytest
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
 from rose_engines.errors import BrokenWeights
-from rose_engines.live import host_tensors
+from rose_engines.live import Live, host_tensors
 from rose_engines.session import WeightSession
 from rose_engines.sglang.control import (
     Abort,
+    Activate,
+    Activated,
     Attest,
     Attested,
     Commit,
     Committed,
     GetStatus,
     Refused,
+    Release,
+    Released,
     Stage,
     Staged,
     Status,
@@ -28,15 +32,39 @@ from rose_engines.sglang.control import (
 V0, V1, V2 = (WeightVersion("run", 1, n) for n in range(3))
 
 
+class Memory:
+    """Forgets the weights, and puts back what it was given at the start."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.live: Live = {}
+        self.calls: list[str] = []
+        self.wrong = False
+        self.failing = False
+
+    def release(self) -> int:
+        self.calls.append("release")
+        if self.failing:
+            raise RuntimeError("the kernel refused")
+        for tensor in self.live.values():
+            tensor.put(slice(None), 0 * tensor.all_bits())
+        return 1000
+
+    def restore(self, live: Live) -> None:
+        self.calls.append("restore")
+        for name, (_, _, bits) in self.state.items():
+            live[name].put(slice(None), bits + 1 if self.wrong else bits)
+
+
 class Engine:
-    """An engine thread that passes a boundary all the time while ``running``."""
+    """An engine thread: rests always, and passes a boundary while ``running``."""
 
     def __init__(self, state: State) -> None:
         self.labels: list[str] = []
+        self.memory = Memory(state)
+        self.memory.live = host_tensors({n: (d, s, b.copy()) for n, (d, s, b) in state.items()})
         self.session = WeightSession(
-            host_tensors({n: (d, s, b.copy()) for n, (d, s, b) in state.items()}),
-            str(V0),
-            set_label=self._label,
+            self.memory.live, str(V0), set_label=self._label, memory=self.memory
         )
         self.running = threading.Event()
         self._halted = threading.Event()
@@ -45,13 +73,14 @@ class Engine:
         self._thread.start()
 
     def _label(self, version: str) -> int:
-        # The label is last: the weights were attested before anything can carry it.
+        # The label is last: the weights are there before anything can carry it.
         assert self.session.version == version
         self.labels.append(version)
         return 2
 
     def _run(self) -> None:
         while not self._end.is_set():
+            self.session.at_rest()
             if self.running.is_set():
                 self._halted.clear()
                 self.session.at_boundary()
@@ -175,6 +204,46 @@ def test_broken_weights_refuse_everything(
     assert engine.labels == []
 
 
+def test_a_swap_that_is_not_confirmed_is_undone_and_labelled_as_before(
+    engine: Engine, bundle: Path, old: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine serves meanwhile: it has two labels, and ends with the old one and its bits."""
+    before = status(engine)
+    engine.session.handle(Stage(str(bundle)))
+    monkeypatch.setattr("rose_engines.session.confirm", lambda *_: "a.norm is wrong")
+    refused = engine.session.handle(Commit(str(V1)))
+    assert isinstance(refused, Refused)
+    assert refused.reason == "DigestMismatch"
+    assert engine.labels == [str(V1), str(V0)]
+    after = status(engine)
+    assert (after.version, after.digest, after.phase) == (str(V0), before.digest, "Idle")
+    assert after.commits == 2  # no cache key of the wrong weights comes back
+    attested = engine.session.handle(Attest())
+    assert isinstance(attested, Attested)
+    assert attested.digest == before.digest
+    monkeypatch.undo()
+    engine.session.handle(Stage(str(bundle)))
+    assert isinstance(engine.session.handle(Commit(str(V1))), Committed)
+
+
+def test_a_swap_that_can_be_neither_confirmed_nor_undone_breaks_the_engine(
+    engine: Engine, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.session.handle(Stage(str(bundle)))
+
+    def spoil(*_: object) -> str:
+        weights = engine.memory.live["a.norm.weight"]
+        weights.put(slice(95, 96), weights.take(slice(95, 96)) ^ 8)
+        return "a.norm is wrong"
+
+    monkeypatch.setattr("rose_engines.session.confirm", spoil)
+    monkeypatch.setattr("rose_engines.live.put_back", lambda *_: None)
+    refused = engine.session.handle(Commit(str(V1)))
+    assert isinstance(refused, Refused)
+    assert refused.reason == "Broken"
+    assert engine.session.broken
+
+
 def test_unexpected_error_is_a_refusal(
     engine: Engine, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,3 +276,69 @@ def test_commits_race_with_boundaries(
             here.reverse()
         digests.add(attested.digest)
     assert len(digests) <= 2
+
+
+# --- memory
+
+
+def test_memory_is_released_while_the_permit_is_closed(engine: Engine, bundle: Path) -> None:
+    engine.halt()
+    engine.session.handle(Stage(str(bundle)))
+    answer = engine.session.handle(Release())
+    assert isinstance(answer, Released)
+    assert answer.claimed_bytes == 1000
+    status = engine.session.status()
+    assert (status.phase, status.digest, status.staged) == ("Dormant", "", "")
+
+
+def test_a_dormant_engine_takes_no_weights(engine: Engine, bundle: Path) -> None:
+    engine.session.handle(Release())
+    for call in (Stage(str(bundle)), Commit(str(V1)), Attest()):
+        answer = engine.session.handle(call)
+        assert isinstance(answer, Refused)
+        assert answer.reason == "Dormant"
+    assert isinstance(engine.session.handle(Abort()), Status)
+    assert engine.session.dormant
+
+
+def test_activation_waits_for_a_boundary_and_restores_the_first_weights(
+    engine: Engine, bundle: Path
+) -> None:
+    engine.session.handle(Stage(str(bundle)))
+    assert isinstance(engine.session.handle(Commit(str(V1))), Committed)
+    engine.halt()
+    engine.session.handle(Release())
+    late = engine.session.handle(Activate(timeout_seconds=0.02))
+    assert isinstance(late, Refused)
+    assert late.reason == "Busy"
+    assert engine.memory.calls == ["release"]
+    engine.running.set()
+    answer = engine.session.handle(Activate())
+    assert isinstance(answer, Activated)
+    assert answer.version == str(V0)
+    assert engine.labels[-1] == str(V0)
+    assert answer.digest == engine.session.status().digest
+    assert isinstance(engine.session.handle(Stage(str(bundle))), Staged)
+
+
+def test_release_and_activation_again_change_nothing(engine: Engine) -> None:
+    assert isinstance(engine.session.handle(Activate()), Activated)
+    engine.session.handle(Release())
+    assert engine.session.handle(Release()) == Released(0, 0.0)
+    assert engine.memory.calls == ["release"]
+
+
+@pytest.mark.parametrize("fault", ["wrong", "failing"])
+def test_memory_that_does_not_come_back_right_breaks_the_engine(engine: Engine, fault: str) -> None:
+    setattr(engine.memory, fault, True)
+    answers = [engine.session.handle(Release()), engine.session.handle(Activate())]
+    assert isinstance(answers[-1], Refused)
+    assert answers[-1].reason == "Broken"
+    assert engine.session.broken
+
+
+def test_an_engine_without_that_face_refuses_to_release(old: State) -> None:
+    session = WeightSession(host_tensors(old), str(V0))
+    answer = session.handle(Release())
+    assert isinstance(answer, Refused)
+    assert answer.reason == "Unsupported"

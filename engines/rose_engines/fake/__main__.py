@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from aiohttp import web
 
+from rose_engines.fake.device import connect
+from rose_engines.fake.memory import FakeMemory
+from rose_engines.fake.ranks import lead
 from rose_engines.fake.scheduler import FakeScheduler
 from rose_engines.fake.server import FakeServer
 from rose_engines.live import Live, host_tensors
@@ -19,6 +25,8 @@ from rose_engines.permit import Permit
 from rose_engines.safetensors import read_checkpoint
 from rose_engines.session import WeightSession
 from rose_engines.sglang.control import ControlServer
+from rose_engines.together import LeaderSession
+from rose_wire import faults
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,12 +35,30 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--host", default="127.0.0.1")
     flags.add_argument("--port", type=int, default=0, help="0 = any; it is printed as url=...")
     flags.add_argument("--permit", type=Path, help="compute only while this permit is open")
+    flags.add_argument(
+        "--ignore-permit",
+        choices=["", "true"],
+        default="",
+        help="compute whatever the permit says, as an engine whose plugin has failed",
+    )
     flags.add_argument("--plugin-socket", type=Path, help="control socket: stage, commit, status")
     flags.add_argument("--model", type=Path, help="model folder whose tensors are the weights")
     flags.add_argument("--weight-version", default="base", help="label at the start")
     flags.add_argument("--token-seconds", type=float, default=0.005, help="time per iteration")
     flags.add_argument("--prefill-token-seconds", type=float, default=0.0)
     flags.add_argument("--max-running", type=int, default=8)
+    flags.add_argument("--kv-bytes", type=int, default=0, help="memory held beside the weights")
+    flags.add_argument(
+        "--release",
+        choices=["real", "pretend", "refuse"],
+        default="real",
+        help="what it does when told to release its memory: pretend = says so and frees nothing",
+    )
+    flags.add_argument("--multiprocessors", type=int, default=0, help="of its GPU; 0 = none")
+    flags.add_argument("--device-bytes", type=int, default=80 << 30, help="memory of its GPU")
+    flags.add_argument("--ranks", type=int, default=1, help="processes that share the weights")
+    flags.add_argument("--vote-seconds", type=float, default=10.0, help="how late a rank may be")
+    flags.add_argument("--member-fault", default="", help="where the last rank fails (torture)")
     return flags
 
 
@@ -50,14 +76,31 @@ def load_weights(model: Path | None) -> Live:
     )
 
 
+def open_session(
+    flags: argparse.Namespace, wake: Callable[[], None], memory: FakeMemory | None
+) -> tuple[WeightSession, Callable[[], None]]:
+    """The weights, and what takes the other ranks past a boundary."""
+    if flags.ranks == 1:
+        live = load_weights(flags.model)
+        return WeightSession(live, flags.weight_version, wake=wake, memory=memory), lambda: None
+    joined, slices, members = lead(
+        flags.model, flags.ranks, flags.plugin_socket, flags.member_fault
+    )
+    ranks = replace(joined, vote_seconds=flags.vote_seconds, undo_seconds=15 * flags.vote_seconds)
+    return LeaderSession(slices, flags.weight_version, ranks, wake=wake), members.broadcast
+
+
 async def serve(flags: argparse.Namespace) -> None:
     """Run until SIGTERM or SIGINT."""
     loop = asyncio.get_running_loop()
-    session = WeightSession(
-        load_weights(flags.model),
-        flags.weight_version,
+    memory = FakeMemory(flags.kv_bytes, flags.model, pretend=flags.release == "pretend")
+    session, broadcast = open_session(
+        flags,
         wake=lambda: _discard(loop.call_soon_threadsafe(scheduler.wake)),
+        memory=None if flags.release == "refuse" else memory,
     )
+    device = connect(flags.multiprocessors, flags.device_bytes, os.environ)
+    session.device = lambda: device
     permit = Permit.attach(flags.permit, writable=False) if flags.permit else None
 
     def permit_open() -> bool | None:
@@ -65,11 +108,13 @@ async def serve(flags: argparse.Namespace) -> None:
 
     scheduler = FakeScheduler(
         session,
-        permit_open=lambda: permit_open() is not False,
+        permit_open=lambda: bool(flags.ignore_permit) or permit_open() is not False,
         token_seconds=flags.token_seconds,
         prefill_token_seconds=flags.prefill_token_seconds,
         max_running=flags.max_running,
+        broadcast=broadcast,
     )
+    memory.abort_all = lambda: scheduler.abort("", everything=True)
     session.permit_open = permit_open
     control = ControlServer(flags.plugin_socket, session.handle) if flags.plugin_socket else None
     stop = asyncio.Event()
@@ -101,6 +146,7 @@ def _discard(_: object) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the fake engine."""
     logging.basicConfig(level=logging.INFO)
+    faults.arm()
     asyncio.run(serve(parser().parse_args(argv)))
     return 0
 

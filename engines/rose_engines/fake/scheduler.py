@@ -89,6 +89,7 @@ class FakeScheduler:
         token_seconds: time of one iteration, whatever its batch.
         prefill_token_seconds: added to the iteration in which a request starts, per prompt token.
         max_running: requests in one batch; others queue.
+        broadcast: takes the other ranks past the boundary too.
     """
 
     def __init__(
@@ -98,8 +99,11 @@ class FakeScheduler:
         token_seconds: float = 0.005,
         prefill_token_seconds: float = 0.0,
         max_running: int = 8,
+        *,
+        broadcast: Callable[[], None] = lambda: None,
     ) -> None:
         self.session = session
+        self._broadcast = broadcast
         self.counters = Counters()
         self.token_seconds = token_seconds
         self._permit_open = permit_open
@@ -135,9 +139,15 @@ class FakeScheduler:
     async def run(self) -> None:
         """Iterate for ever."""
         while True:
-            while not self._permit_open() or self.session.broken:  # noqa: ASYNC110  # shared memory
+            self.session.at_rest()
+            while not self._permit_open() or self.session.broken:
                 await asyncio.sleep(PERMIT_POLL_SECONDS)
+                self.session.at_rest()
             self.session.at_boundary()
+            self._broadcast()
+            if self.session.dormant:
+                await asyncio.sleep(PERMIT_POLL_SECONDS)
+                continue
             if not self._admit():
                 self._wake.clear()
                 await self._wake.wait()

@@ -74,6 +74,7 @@ class Launch:
         device: ``cpu`` or ``cuda``.
         memory_fraction: share of the device the engine may use for weights and KV.
         quiet_log: only warnings in the engine's log.
+        ranks: devices that one engine is spread over (tensor parallelism).
     """
 
     python: Path
@@ -87,6 +88,7 @@ class Launch:
     memory_fraction: float = 0.2
     served_name: str = ""
     quiet_log: bool = False
+    ranks: int = 1
 
     @property
     def plugged(self) -> bool:
@@ -110,7 +112,8 @@ def check_arguments(arguments: Mapping[str, str]) -> None:
             raise ArgumentRefused(f"engine argument {name!r} may not be {value!r}")
         if name == "tp-size" and value != "1":
             raise ArgumentRefused(
-                "engine argument 'tp-size' must be 1: engines over several GPUs are not supported"
+                "engine argument 'tp-size' must be 1: a slot has one GPU, and the platform alone "
+                "says over how many devices an engine is spread"
             )
 
 
@@ -144,8 +147,13 @@ def command(spec: EngineSpec, launch: Launch) -> list[str]:
         # A warm-up request would need an open permit.
         "skip-server-warmup": "",
     }
+    if launch.ranks > 1:
+        own["tp-size"] = str(launch.ranks)
     if launch.device == "cpu":
         own["attention-backend"] = "torch_native"
+    elif launch.plugged:
+        # Rung 4: without it SGLang's release answers well and frees nothing.
+        own["enable-memory-saver"] = ""
     chosen = own | dict(spec.arguments)
     argv = [str(launch.python), "-m", "rose_engines.sglang.launch"]
     for name, value in chosen.items():
@@ -172,6 +180,8 @@ def environment(launch: Launch, inherited: Mapping[str, str], threads: int = 1) 
         # Probes of ROSE go to the engine host; a health check must not generate tokens.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }
+    if launch.ranks > 1 and launch.device == "cpu":
+        chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(launch.ranks)))
     if launch.permit is not None:
         chosen[PERMIT_VARIABLE] = str(launch.permit)
     if launch.plugin_socket is not None:

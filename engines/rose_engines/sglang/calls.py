@@ -9,6 +9,8 @@ Next step: ``control`` carries them, ``rose_engines.session`` carries them out.
     Abort       Status      forget what is staged
     Attest      Attested    recompute the digest of all live weights now
     Export      Exported    write the live weights to a file, to compare them bit by bit
+    Release     Released    let go of KV cache and weights now, also under a closed permit
+    Activate    Activated   take them back at the next boundary under an open permit
     GetStatus   Status      what is live, what is staged
     any         Refused     nothing changed; the version before goes on serving
 """
@@ -57,6 +59,26 @@ class Export(msgspec.Struct, frozen=True, tag=True):
     """Write the live weights to this file as safetensors, to compare them bit by bit."""
 
     path: str
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Let go of KV cache and weights; every request in the engine is aborted.
+
+    Attributes:
+        timeout_seconds: give up when the engine's thread came by no resting point until then.
+    """
+
+    timeout_seconds: float = 5.0
+
+
+class Activate(msgspec.Struct, frozen=True, tag=True):
+    """Take KV cache and weights back; harmless when they were not released.
+
+    Attributes:
+        timeout_seconds: give up when no iteration boundary under an open permit came until then.
+    """
+
+    timeout_seconds: float = 5.0
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
@@ -114,17 +136,44 @@ class Exported(msgspec.Struct, frozen=True, tag=True):
     version: str
 
 
+class Released(msgspec.Struct, frozen=True, tag=True):
+    """KV cache and weights are gone; the engine computes nothing until it is activated.
+
+    Attributes:
+        claimed_bytes: memory that should be free by now; whether it is, is for others to measure.
+    """
+
+    claimed_bytes: int
+    seconds: float
+
+
+class Activated(msgspec.Struct, frozen=True, tag=True):
+    """The engine can compute again, with an empty cache and the weights it was started from.
+
+    Attributes:
+        version, digest: of the weights, recomputed on the live ones.
+    """
+
+    version: str
+    digest: str
+    seconds: float
+
+
 class Status(msgspec.Struct, frozen=True, tag=True):
     """What the engine serves.
 
     Attributes:
         version: label that replies carry.
-        digest: of the live weights, as last attested.
-        phase: ``Idle``, ``Staging``, ``Staged``, ``Committing`` or ``Broken``.
+        digest: of the live weights, as last attested; empty while they are released.
+        phase: ``Idle``, ``Staging``, ``Staged``, ``Committing``, ``Dormant`` or ``Broken``.
         staged: version that lies ready, or empty.
         commits: commits since the engine started.
         permit_open: None when the engine runs without a permit.
         iterations: iteration boundaries seen since the start.
+        codecs: block codecs that bundles for this engine may use.
+        resting: it waits at an iteration boundary and computes nothing.
+        multiprocessors: how many of its GPU's it may use; None on CPU.
+        device_bytes: memory it takes its GPU to have; None on CPU.
     """
 
     version: str
@@ -136,6 +185,10 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     rank: int = 0
     permit_open: bool | None = None
     iterations: int = 0
+    codecs: tuple[int, ...] = (1, 2, 3)
+    resting: bool = False
+    multiprocessors: int | None = None
+    device_bytes: int | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -145,8 +198,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Call = Stage | Commit | Abort | Attest | Export | GetStatus
-Answer = Staged | Committed | Attested | Exported | Status | Refused
+Call = Stage | Commit | Abort | Attest | Export | Release | Activate | GetStatus
+Answer = Staged | Committed | Attested | Exported | Released | Activated | Status | Refused
 
 encoder = msgspec.msgpack.Encoder()
 calls: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)

@@ -26,6 +26,8 @@ from rose_engines.errors import CommitRefused, EngineUnavailable
 from rose_engines.sglang.calls import (
     LENGTH,
     Abort,
+    Activate,
+    Activated,
     Answer,
     Attest,
     Attested,
@@ -36,6 +38,8 @@ from rose_engines.sglang.calls import (
     Exported,
     GetStatus,
     Refused,
+    Release,
+    Released,
     Stage,
     Staged,
     Status,
@@ -46,10 +50,12 @@ from rose_engines.sglang.calls import (
 
 log = logging.getLogger(__name__)
 
-A = TypeVar("A", Staged, Committed, Attested, Exported, Status)
+A = TypeVar("A", Staged, Committed, Attested, Exported, Released, Activated, Status)
 
 __all__ = [
     "Abort",
+    "Activate",
+    "Activated",
     "Answer",
     "Attest",
     "Attested",
@@ -62,6 +68,8 @@ __all__ = [
     "Exported",
     "GetStatus",
     "Refused",
+    "Release",
+    "Released",
     "Stage",
     "Staged",
     "Status",
@@ -195,6 +203,24 @@ class ControlClient:
             EngineUnavailable: the engine died meanwhile.
         """
         return await self._ask(Export(str(path)), Exported)
+
+    async def release(self, timeout_seconds: float = 5.0) -> Released:
+        """Let go of KV cache and weights.
+
+        Raises:
+            CommitRefused: nothing was released.
+            EngineUnavailable: the engine died meanwhile.
+        """
+        return await self._ask(Release(timeout_seconds), Released)
+
+    async def activate(self, timeout_seconds: float = 5.0) -> Activated:
+        """Take KV cache and weights back.
+
+        Raises:
+            CommitRefused: ``Busy``: still dormant; ``Broken``: the engine must be restarted.
+            EngineUnavailable: the engine died meanwhile.
+        """
+        return await self._ask(Activate(timeout_seconds), Activated)
 
     async def status(self) -> Status:
         """What is live and staged.

@@ -49,13 +49,18 @@ class PermitGate:
         """Whether computing is allowed now."""
         return self._permit.is_open(self._clock())
 
-    def wait(self) -> float:
-        """Return when the permit is open; seconds waited."""
+    def wait(self, meanwhile: Callable[[], None] = lambda: None) -> float:
+        """Return when the permit is open; seconds waited.
+
+        Args:
+            meanwhile: called at every look; it must compute nothing.
+        """
         if self.is_open():
             return 0.0
         started = looked = self._clock()
         while not self.is_open():
             self._sleep(POLL_SECONDS)
+            meanwhile()
             if self._clock() - looked > _REATTACH_SECONDS * 1e9:
                 looked = self._clock()
                 self._reattach()

@@ -1,18 +1,15 @@
-"""Where each checkpoint tensor lies inside a running SGLang model.
+"""Checkpoint tensors inside a running SGLang model, as the weight plane sees them.
 
-SGLang fuses q, k, v and gate, up into one parameter each and pads the vocabulary, so a tensor of
-the checkpoint is a block of rows inside a live parameter. The map is proposed by name and then
-*proved* at start: the live bytes must equal the checkpoint's, every live parameter must be covered,
-and what is left over must be zero padding. A layout that is not such a permutation (quantised and
-repacked weights, expert stacks, other ranks' slices) is refused by name, before any turn is served.
+``layout`` says where the engine's own loader puts each checkpoint tensor. What it says is *proved*
+here at every start: the live bytes must equal the checkpoint's, every live parameter must be
+covered once, and what is left over must be zero padding. A layout that is not such a permutation
+(converted, quantised or repacked weights) is refused by name, before any turn is served.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,92 +17,57 @@ import numpy as np
 
 from rose_core.delta.bits import Bits
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.live import HostTensor, LiveTensor, Where
 from rose_engines.safetensors import StoredTensor
+from rose_engines.slices import Box, SlicedTensor
+from rose_engines.tensors import HostTensor, LiveTensor, Where, WholeTensor
 
 if TYPE_CHECKING:
     import torch
 
-# checkpoint's module -> (fused module, parts in the order SGLang stacks them)
-_FUSED = {
-    "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    "k_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    "v_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
-    "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
-}
-_MODULE = re.compile(r"^(?P<head>.*\.)?(?P<module>\w+)\.(?P<leaf>weight|bias)$")
-
-
-@dataclass(frozen=True)
-class Place:
-    """A checkpoint tensor's elements ``first <= i < end`` of a flat live parameter."""
-
-    parameter: str
-    first: int
-    end: int
-
-
-def propose(sizes: Mapping[str, int], parameters: Iterable[str]) -> dict[str, Place]:
-    """Place of every checkpoint tensor, by name.
-
-    Args:
-        sizes: checkpoint tensor -> number of elements.
-        parameters: names of the live parameters.
-
-    Raises:
-        UnsupportedEngine: names the first tensor that has no place.
-    """
-    live = set(parameters)
-    return {name: _place(name, sizes, live) for name in sizes}
-
-
-def _place(name: str, sizes: Mapping[str, int], live: set[str]) -> Place:
-    if name in live:
-        return Place(name, 0, sizes[name])
-    match = _MODULE.match(name)
-    fused = _FUSED.get(match["module"]) if match else None
-    if match is None or fused is None:
-        raise UnsupportedEngine(f"the engine has no parameter for checkpoint tensor {name!r}")
-    head, leaf = match["head"] or "", match["leaf"]
-    target = f"{head}{fused[0]}.{leaf}"
-    parts = [f"{head}{part}.{leaf}" for part in fused[1]]
-    lacking = [part for part in parts if part not in sizes]
-    if target not in live or lacking:
-        raise UnsupportedEngine(
-            f"checkpoint tensor {name!r} should be part of {target!r}, which the engine or the "
-            f"checkpoint does not have whole"
-        )
-    first = sum(sizes[part] for part in parts[: parts.index(name)])
-    return Place(target, first, first + sizes[name])
+Layout = Mapping[str, tuple[Box, ...]]
+"""Checkpoint tensor -> where this rank holds it; no box at all: other ranks hold it."""
 
 
 def live_tensors(
-    parameters: Mapping[str, torch.Tensor], checkpoint: Mapping[str, StoredTensor]
+    parameters: Mapping[str, torch.Tensor], checkpoint: Mapping[str, StoredTensor], layout: Layout
 ) -> dict[str, LiveTensor]:
     """The proved map: checkpoint name -> its elements inside the running model.
 
     Args:
         parameters: the model's parameters by name.
         checkpoint: what the engine was started from.
+        layout: what ``layout.derive`` found; tensors it leaves out are tied to others.
 
     Raises:
-        UnsupportedEngine: names the tensor whose layout is not a plain block of rows.
+        UnsupportedEngine: names the tensor or parameter whose layout is no permutation.
     """
-    places = propose({n: math.prod(s[1]) for n, s in checkpoint.items()}, parameters)
     flats = {name: _flat(name, tensor) for name, tensor in parameters.items()}
     found: dict[str, LiveTensor] = {}
-    for name, (dtype, shape, bits) in checkpoint.items():
-        place = places[name]
-        tensor = _live(name, dtype, shape, flats[place.parameter], place)
-        if not np.array_equal(tensor.all_bits(), bits):
+    for name, boxes in layout.items():
+        dtype, shape, bits = checkpoint[name]
+        _check_bounds(name, bits, boxes, flats)
+        tensor = _live(name, dtype, shape, boxes, flats)
+        if not np.array_equal(tensor.all_bits(), _held(bits, boxes)):
             raise UnsupportedEngine(
-                f"checkpoint tensor {name!r} does not lie in {place.parameter!r} as it is: the "
-                f"engine converted, repacked or sliced it"
+                f"checkpoint tensor {name!r} does not lie in {boxes[0].parameter!r} as it is: the "
+                f"engine converted or repacked it"
             )
         found[name] = tensor
-    _check_cover(places, flats)
+    _check_cover(layout, flats)
     return found
+
+
+def _check_bounds(
+    name: str, bits: Bits, boxes: tuple[Box, ...], flats: Mapping[str, torch.Tensor]
+) -> None:
+    """Boxes may come from a file: none may reach outside the tensors."""
+    for box in boxes:
+        sizes = min(box.rows, box.columns, box.source_stride, box.target_stride)
+        starts = min(box.first, box.target_first)
+        flat = flats.get(box.parameter)
+        fits = flat is not None and box.target_end <= flat.numel() and box.end <= bits.size
+        if sizes < 1 or starts < 0 or not fits:
+            raise UnsupportedEngine(f"the layout of {name!r} does not fit {box.parameter!r}")
 
 
 def _flat(name: str, parameter: torch.Tensor) -> torch.Tensor:
@@ -120,17 +82,53 @@ def _flat(name: str, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _live(
-    name: str, dtype: str, shape: tuple[int, ...], flat: torch.Tensor, place: Place
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    boxes: tuple[Box, ...],
+    flats: Mapping[str, torch.Tensor],
 ) -> LiveTensor:
-    part = flat[place.first : place.end]
+    if not boxes:  # this rank holds nothing of it
+        return SlicedTensor(name, dtype, shape, (), HostTensor(name, dtype, (0,), _NO_BITS))
+    names = {box.parameter for box in boxes}
+    if len(names) > 1:
+        raise UnsupportedEngine(
+            f"checkpoint tensor {name!r} lies in several parameters: {', '.join(sorted(names))}"
+        )
+    flat, first = flats[boxes[0].parameter], boxes[0].target_first
+    if len(boxes) == 1 and boxes[0].rows == 1 and boxes[0].columns == math.prod(shape):
+        return _storage(name, dtype, shape, flat[first : boxes[0].target_end])
+    return SlicedTensor(name, dtype, shape, boxes, _storage(name, dtype, shape, flat))
+
+
+def _storage(
+    name: str, dtype: str, shape: tuple[int, ...], flat: torch.Tensor
+) -> HostTensor | DeviceTensor:
     if flat.device.type == "cpu":
-        array = part.numpy()
+        array = flat.numpy()
         return HostTensor(name, dtype, shape, array.view(f"u{array.itemsize}"))
-    return DeviceTensor(name, dtype, shape, part)
+    return DeviceTensor(name, dtype, shape, flat)
+
+
+_NO_BITS = np.zeros(0, np.uint8)
+
+
+def _held(bits: Bits, boxes: tuple[Box, ...]) -> Bits:
+    """Those bits of a checkpoint tensor that the boxes hold, box by box."""
+    parts = [
+        np.lib.stride_tricks.as_strided(
+            bits[box.first :],
+            (box.rows, box.columns),
+            (box.source_stride * bits.itemsize, bits.itemsize),
+            writeable=False,
+        ).reshape(-1)
+        for box in boxes
+    ]
+    return np.concatenate(parts) if parts else _NO_BITS
 
 
 @dataclass
-class DeviceTensor:
+class DeviceTensor(WholeTensor):
     """A tensor on an accelerator; the changed elements alone travel.
 
     Attributes:
@@ -161,6 +159,10 @@ class DeviceTensor:
         """A copy of every element in host memory."""
         return self._to_host(self.flat)
 
+    def span(self, first: int, end: int) -> Bits:
+        """A copy of a run in host memory."""
+        return self._to_host(self.flat[first:end])
+
     def _index(self, where: Where) -> Any:  # noqa: ANN401  # what torch takes between brackets
         import torch  # noqa: PLC0415  # only inside engines
 
@@ -172,18 +174,32 @@ class DeviceTensor:
         return array.view(f"u{array.itemsize}")
 
 
-def _check_cover(places: Mapping[str, Place], flats: Mapping[str, torch.Tensor]) -> None:
-    """Every live parameter is made of checkpoint tensors and zero padding at its end."""
-    covered: dict[str, list[Place]] = defaultdict(list)
-    for place in places.values():
-        covered[place.parameter].append(place)
+def _check_cover(layout: Layout, flats: Mapping[str, torch.Tensor]) -> None:
+    """Every element of every live parameter comes from one checkpoint element, or is zero."""
+    covers = {name: np.zeros(flat.numel(), np.bool_) for name, flat in flats.items()}
+    for name, boxes in layout.items():
+        for box in boxes:
+            place = np.lib.stride_tricks.as_strided(
+                covers[box.parameter][box.target_first :],
+                (box.rows, box.columns),
+                (box.target_stride, 1),
+            )
+            if place.any():
+                raise UnsupportedEngine(
+                    f"engine parameter {box.parameter!r} is loaded twice, also from {name!r}"
+                )
+            place[:] = True
     for name, flat in flats.items():
-        end = 0
-        for place in sorted(covered[name], key=lambda place: place.first):
-            if place.first != end:
-                raise UnsupportedEngine(f"engine parameter {name!r} has a gap at element {end}")
-            end = place.end
-        if end == 0:
-            raise UnsupportedEngine(f"engine parameter {name!r} comes from no checkpoint tensor")
-        if bool(flat[end:].any()):
-            raise UnsupportedEngine(f"engine parameter {name!r} holds more than the checkpoint")
+        _check_padding(name, flat, covers[name])
+
+
+def _check_padding(name: str, flat: torch.Tensor, cover: np.ndarray) -> None:
+    import torch  # noqa: PLC0415  # only inside engines
+
+    if not cover.any():
+        raise UnsupportedEngine(f"engine parameter {name!r} comes from no checkpoint tensor")
+    if cover.all():
+        return
+    left = flat[torch.from_numpy(np.flatnonzero(~cover)).to(flat.device)]
+    if bool(left.any()):
+        raise UnsupportedEngine(f"engine parameter {name!r} holds more than the checkpoint")

@@ -5,8 +5,10 @@ methods of the scheduler, by the framework's own registry:
 
 - before ``Scheduler.ingest_requests``, the first step of every iteration: wait for the permit, then
   carry out a pending commit. Only rank 0 decides: with several ranks the others wait for the
-  request broadcast that follows, so all stop and change at the same iteration. Requests and aborts
-  that arrived during a stop are taken in before the next token is computed.
+  request broadcast that follows, so all stop at the same iteration; that they change their weights
+  at the same one is the work of ``rose_engines.together``. Requests and aborts
+  that arrived during a stop are taken in before the next token is computed. While the engine waits,
+  it can let go of its memory (``memory``); it then waits until it was activated again.
 - before ``Scheduler.handle_generate_request``: put version and commit count into the request's
   prefix-cache key, so that no request reuses KV that older weights computed.
 
@@ -23,18 +25,20 @@ import logging
 import os
 import pkgutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+from rose_engines.device import of_torch
 from rose_engines.errors import BrokenWeights, UnsupportedEngine
 from rose_engines.permit import BadPermit
-from rose_engines.safetensors import read_checkpoint
 from rose_engines.session import WeightSession
-from rose_engines.sglang import spans
+from rose_engines.sglang import memory, ranks, spans
 from rose_engines.sglang.arguments import PERMIT_VARIABLE, SOCKET_VARIABLE
 from rose_engines.sglang.control import ControlServer
-from rose_engines.sglang.gate import PermitGate
-from rose_engines.sglang.parameters import live_tensors
+from rose_engines.sglang.gate import POLL_SECONDS, PermitGate
+from rose_engines.sglang.ranks import rank_of, read_live, socket_of
+from rose_engines.together import LeaderSession, MemberSession
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +51,7 @@ _NEEDED = (
     spans.TARGET,
     "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
     "sglang.srt.managers.scheduler.Scheduler.collect_inflight_reqs",
+    *memory.NEEDED,
 )
 
 # zmq.POLLIN; an eventfd is always writable, so the default mask would never sleep.
@@ -80,6 +85,8 @@ def register() -> None:
     HookRegistry.register(BOUNDARY, hooks.before_iteration, HookType.BEFORE)
     HookRegistry.register(ADMISSION, hooks.before_request, HookType.BEFORE)
     HookRegistry.register(spans.TARGET, spans.around_accept, HookType.AROUND)
+    if os.environ.get("SGLANG_USE_CPU_ENGINE"):
+        HookRegistry.register(ranks.CUDA_ONLY, ranks.NoCommunicator, HookType.REPLACE)
     _registered.append(hooks)
 
 
@@ -117,15 +124,33 @@ class SchedulerPlugin:
         """Hook: start of an iteration; nothing of the one before is under way any more."""
         if not self._started:
             self._start(scheduler)
-        if not self._leader:
+        session = self._session
+        if session is None or not self._leader:
+            self._pass_without_orders(session)
             return
-        if self._gate is not None:
-            self._gate.wait()
-        if self._session is not None:
-            self._session.at_boundary()
-            if self._session.broken:
+        self._drain()  # before it looks for orders: whoever wakes it later is heard next time
+        self._pass(session)
+        while session.dormant:
+            time.sleep(POLL_SECONDS)
+            self._pass(session)
+        if session.broken:
+            raise BrokenWeights("an undo failed; this engine ends so that it starts afresh")
+
+    def _pass_without_orders(self, session: WeightSession | None) -> None:
+        """The boundary of an engine without control socket, and of any rank but the first."""
+        if session is not None:
+            session.at_boundary()
+            if session.broken:
                 raise BrokenWeights("an undo failed; this engine ends so that it starts afresh")
-            self._drain()
+        elif self._leader and self._gate is not None:
+            self._gate.wait()
+
+    def _pass(self, session: WeightSession) -> None:
+        """Rest while the permit is closed; behind it, a boundary."""
+        session.at_rest()
+        if self._gate is not None:
+            self._gate.wait(session.at_rest)
+        session.at_boundary()
 
     def before_request(self, _: object, request: Any, *__: object, **___: object) -> None:  # noqa: ANN401
         """Hook: a request enters the scheduler; its prefix-cache key names the weights."""
@@ -143,12 +168,14 @@ class SchedulerPlugin:
     def _start(self, scheduler: Any) -> None:  # noqa: ANN401
         try:
             self._check_engine(scheduler)
+            self._leader = rank_of(scheduler) == 0
             if self._permit_path is not None:
                 self._gate = PermitGate(self._permit_path)
             if self._control_path is not None:
-                self._session = self._open_session(scheduler)
+                self._session = self._open_session(scheduler, self._control_path)
                 self._watch_wake(scheduler)
-                ControlServer(self._control_path, self._session.handle).start()
+                path = socket_of(self._control_path, rank_of(scheduler))
+                ControlServer(path, self._session.handle).start()
         except (UnsupportedEngine, BadPermit, OSError) as error:
             _tell(str(error))
             raise  # an exception in the scheduler ends the whole engine
@@ -156,23 +183,30 @@ class SchedulerPlugin:
         log.info("rose: plugin ready, permit %s, control %s", self._permit_path, self._control_path)
 
     def _check_engine(self, scheduler: Any) -> None:  # noqa: ANN401
-        ranks = int(scheduler.tp_size)
-        if ranks != 1:
-            raise UnsupportedEngine(f"tensor parallelism over {ranks} ranks is not supported")
+        for name in ("pp_size", "dp_size", "ep_size", "nnodes"):
+            size = int(getattr(scheduler.server_args, name, 1))
+            if size > 1:
+                raise UnsupportedEngine(f"{name} {size} is not supported, only tensor parallelism")
         if scheduler.enable_overlap:
             raise UnsupportedEngine("the engine must run with --disable-overlap-schedule")
 
-    def _open_session(self, scheduler: Any) -> WeightSession:  # noqa: ANN401
-        runner = scheduler.tp_worker.model_runner
-        checkpoint = read_checkpoint(Path(scheduler.server_args.model_path))
-        live = live_tensors(dict(runner.model.named_parameters()), checkpoint)
+    def _open_session(self, scheduler: Any, control: Path) -> WeightSession:  # noqa: ANN401
+        version = scheduler.server_args.weight_version
+        live = read_live(scheduler, control.parent)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        session = WeightSession(
-            live,
-            scheduler.server_args.weight_version,
-            set_label=lambda version: self._set_label(scheduler, version),
-            wake=lambda: os.eventfd_write(self._wake, 1),
+        hooks = (
+            lambda version: self._set_label(scheduler, version),
+            lambda: os.eventfd_write(self._wake, 1),
         )
+        session: WeightSession
+        if int(scheduler.tp_size) == 1:
+            let_go = memory.SchedulerMemory.of(scheduler)
+            session = WeightSession(live, version, *hooks, memory=let_go)
+        else:
+            kind = LeaderSession if self._leader else MemberSession
+            session = kind(live, version, ranks.join(scheduler, live, control), *hooks)
+        seen = of_torch(str(scheduler.server_args.device))
+        session.device = lambda: seen
         gate = self._gate
         session.permit_open = gate.is_open if gate is not None else lambda: None
         return session

@@ -1,0 +1,52 @@
+"""The fake engine's memory: real bytes, so that letting go of them can be measured from outside.
+
+``pretend`` is SGLang without its memory saver: it answers well and frees nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+
+from rose_engines.live import Live
+from rose_engines.memory import PAGE, drop_pages
+from rose_engines.safetensors import read_checkpoint
+
+
+class FakeMemory:
+    """Memory of a fake engine.
+
+    Args:
+        size: bytes held in the place of a KV cache.
+        model: folder the weights come from; None = there are none.
+        pretend: say that it was released, and keep it.
+    """
+
+    def __init__(self, size: int, model: Path | None, *, pretend: bool = False) -> None:
+        self.abort_all: Callable[[], None] = lambda: None
+        self._model = model
+        self._pretend = pretend
+        self._size = size
+        self._cache = mmap.mmap(-1, max(PAGE, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._touch()
+
+    def release(self) -> int:
+        """Abort everything and let go of the cache; weights are too small to matter."""
+        self.abort_all()
+        if self._pretend:
+            return self._size
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._cache))
+        return drop_pages(address, len(self._cache)) if self._size else 0
+
+    def restore(self, live: Live) -> None:
+        """Hold the cache again, and write the weights of the model folder."""
+        self._touch()
+        if self._model is not None:
+            for name, (_, _, bits) in read_checkpoint(self._model).items():
+                live[name].put(slice(0, bits.size), bits)
+
+    def _touch(self) -> None:
+        for place in range(0, self._size, PAGE):
+            self._cache[place] = 1

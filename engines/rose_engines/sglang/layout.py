@@ -1,0 +1,246 @@
+"""Where the engine's own loader puts each checkpoint tensor, found by watching it load.
+
+The running model's ``load_weights`` is called once more with the checkpoint's tensors, and every
+copy into a parameter is written down instead of carried out: source and target are views, and a
+view's first element and strides say which rectangle goes where. So whatever the loader knows about
+fused projections, expert stacks, padding and this rank's slice is known here too, for any model
+whose loader only copies. One that computes (converts, transposes, repacks) is refused by name.
+The result is kept in a file and used again while checkpoint, engine, ranks and parameters are the
+same. Next step: ``parameters`` proves it against the live bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rose_core.delta.bits import number_format
+from rose_engines.errors import UnsupportedEngine
+from rose_engines.safetensors import StoredTensor
+from rose_engines.slices import Box, boxes_of
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_FILLS = {
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+    torch.ops.aten.zero_.default,
+}
+# Copies that a loader makes of what it was given: the original is as good.
+_COPIES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}  # noqa: SLF001
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+class Loader(Protocol):
+    """A model of SGLang, as far as it is needed here."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:  # noqa: ANN401
+        """Copy checkpoint tensors into the parameters."""
+        ...
+
+
+def derive(
+    model: Loader,
+    parameters: Mapping[str, torch.Tensor],
+    checkpoint: Mapping[str, StoredTensor],
+    cached: Path | None = None,
+    engine: str = "",
+) -> dict[str, tuple[Box, ...]]:
+    """Boxes of every checkpoint tensor on this rank; tied names are left out.
+
+    Args:
+        model: the running model; none of its parameters is changed.
+        parameters: its parameters by name.
+        checkpoint: what it was started from.
+        cached: where the result is kept, None = nowhere.
+        engine: version, ranks and rank; another text makes the file worthless.
+
+    Raises:
+        UnsupportedEngine: the loader does something else than copying, or cannot be called again.
+    """
+    key = _key(parameters, checkpoint, engine)
+    found = _read(cached, key) if cached is not None else None
+    if found is None:
+        found = _watch(model, parameters, checkpoint)
+        if cached is not None:
+            _write(cached, key, found)
+    return _untied(found, checkpoint)
+
+
+def _watch(
+    model: Loader, parameters: Mapping[str, torch.Tensor], checkpoint: Mapping[str, StoredTensor]
+) -> dict[str, tuple[Box, ...]]:
+    sources = {name: _tensor(*stored) for name, stored in checkpoint.items()}
+    recorder = _Recorder(parameters, sources)
+    try:
+        with torch.no_grad(), recorder:
+            model.load_weights(iter(sources.items()))
+    except UnsupportedEngine:
+        raise
+    except Exception as error:  # the engine's loader may raise anything
+        raise UnsupportedEngine(
+            f"the engine's loader cannot be called again on the running model, so its weights "
+            f"cannot be changed in place: {type(error).__name__}: {error}"
+        ) from error
+    return {name: tuple(recorder.boxes[name]) for name in checkpoint}
+
+
+def _tensor(dtype: str, shape: tuple[int, ...], bits: np.ndarray) -> torch.Tensor:
+    """A checkpoint tensor over the mapped file; nothing is copied."""
+    if dtype not in _DTYPES:
+        raise UnsupportedEngine(f"element type {dtype!r} of the checkpoint is not supported")
+    width = number_format(dtype).width
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the map cannot be written; nobody does
+        flat = torch.from_numpy(bits.view(f"i{width}" if width > 1 else "u1"))
+    return flat.view(_DTYPES[dtype]).view(shape)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch says no types
+    """Writes copies into parameters down instead of carrying them out."""
+
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.boxes: dict[str, list[Box]] = defaultdict(list)
+        self._sources = {_address(tensor): name for name, tensor in sources.items()}
+        self._targets: dict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+        for name, parameter in parameters.items():
+            self._targets[_address(parameter)].append((name, parameter.detach()))
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401  # an operator of torch
+        types: Any,  # noqa: ANN401  # subclasses, of which there are none
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        target = self._target(func, args)
+        if target is None:
+            copied = func in _COPIES and self._is_source(args[0]) and _same_type(args[0], kwargs)
+            return args[0] if copied else func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            self._copied(*target, args[0], args[1])
+        elif func not in _FILLS:  # what a fill leaves must be zero: ``parameters`` looks
+            raise UnsupportedEngine(f"the engine's loader computes {target[0]!r} with {func}")
+        return args[0]
+
+    def _target(self, func: Any, args: tuple[Any, ...]) -> tuple[str, torch.Tensor] | None:  # noqa: ANN401
+        """The parameter that this operator writes to."""
+        written = [
+            value
+            for value, argument in zip(args, func._schema.arguments, strict=False)  # noqa: SLF001
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        for tensor in written:
+            for name, parameter in self._targets.get(_address(tensor), ()):
+                first = tensor.storage_offset() - parameter.storage_offset()
+                if 0 <= first < parameter.numel():
+                    return name, parameter
+        return None
+
+    def _is_source(self, tensor: torch.Tensor) -> bool:
+        return _address(tensor) in self._sources
+
+    def _copied(
+        self, name: str, parameter: torch.Tensor, target: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        origin = self._sources.get(_address(source))
+        if origin is None:
+            raise UnsupportedEngine(f"the engine's loader computes what it copies into {name!r}")
+        if source.dtype != target.dtype or target.dtype != parameter.dtype:
+            raise UnsupportedEngine(
+                f"the engine's loader converts {origin!r} from {source.dtype} to {target.dtype}"
+            )
+        if source.shape != target.shape:
+            source = source.expand(target.shape)
+        self.boxes[origin] += boxes_of(
+            name,
+            target.shape,
+            (int(source.storage_offset()), source.stride()),
+            (int(target.storage_offset() - parameter.storage_offset()), target.stride()),
+        )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _same_type(tensor: torch.Tensor, kwargs: dict[str, Any] | None) -> bool:
+    return (kwargs or {}).get("dtype") in {None, tensor.dtype}
+
+
+def _untied(
+    found: dict[str, tuple[Box, ...]], checkpoint: Mapping[str, StoredTensor]
+) -> dict[str, tuple[Box, ...]]:
+    """Without an output matrix that the loader skips because it is the embedding matrix."""
+    skipped = found.get(_HEAD) == () and _EMBEDDING in checkpoint
+    if skipped and np.array_equal(checkpoint[_HEAD][2], checkpoint[_EMBEDDING][2]):
+        return {name: boxes for name, boxes in found.items() if name != _HEAD}
+    return found
+
+
+def _key(
+    parameters: Mapping[str, torch.Tensor], checkpoint: Mapping[str, StoredTensor], engine: str
+) -> str:
+    lines = [engine]
+    lines += [f"{name} {stored[0]} {stored[1]}" for name, stored in checkpoint.items()]
+    lines += [f"{name} {one.dtype} {tuple(one.shape)}" for name, one in parameters.items()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+class _Cached(msgspec.Struct, frozen=True):
+    """The file.
+
+    Attributes:
+        key: what it was derived from.
+    """
+
+    key: str
+    boxes: dict[str, tuple[Box, ...]]
+
+
+def _read(path: Path, key: str) -> dict[str, tuple[Box, ...]] | None:
+    try:
+        cached = msgspec.msgpack.decode(path.read_bytes(), type=_Cached)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return cached.boxes if cached.key == key else None
+
+
+def _write(path: Path, key: str, boxes: dict[str, tuple[Box, ...]]) -> None:
+    try:
+        temporary = path.with_name(f".{path.name}")
+        temporary.write_bytes(msgspec.msgpack.encode(_Cached(key, boxes)))
+        temporary.replace(path)
+    except OSError as error:  # it is derived again next time
+        log.warning("rose: the layout cannot be kept in %s: %s", path, error)
+
+
+def unplaced(layout: Mapping[str, tuple[Box, ...]]) -> Iterator[str]:
+    """Checkpoint tensors of which this rank holds nothing."""
+    return (name for name, boxes in layout.items() if not boxes)

@@ -1,0 +1,130 @@
+"""The weights of one SGLang scheduler process, and how it finds the other ranks of its engine.
+
+``read_live`` is this rank's part of the model in canonical coordinates; ``join`` meets the other
+ranks once, over SGLang's own process group, tells them which part lies here and opens the board on
+which all later commits are made. Next step: ``layout``, ``rose_engines.together``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from rose_engines.board import Board
+from rose_engines.errors import UnsupportedEngine
+from rose_engines.safetensors import read_checkpoint
+from rose_engines.slices import SlicedTensor
+from rose_engines.tensors import Live, LiveTensor
+from rose_engines.together import Part, Ranks, check_parts
+
+CUDA_ONLY = "sglang.srt.distributed.device_communicators.pynccl.PyNcclCommunicator"
+
+
+class NoCommunicator:
+    """Stands in for SGLang's NCCL communicator where there is no CUDA device.
+
+    SGLang makes one for every group of ranks, also for its CPU engine, which does not use it.
+    """
+
+    disabled = True
+    available = False
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+
+def rank_of(scheduler: Any) -> int:  # noqa: ANN401
+    """Which rank this process is."""
+    if int(scheduler.tp_size) == 1:
+        return 0
+    import torch.distributed  # noqa: PLC0415
+
+    return int(torch.distributed.get_rank(group=scheduler.tp_cpu_group))
+
+
+def socket_of(leader: Path, rank: int) -> Path:
+    """Control socket of a rank, beside the leader's."""
+    return leader if rank == 0 else leader.with_name(f"{leader.stem}.{rank}")
+
+
+def read_live(scheduler: Any, folder: Path) -> dict[str, LiveTensor]:  # noqa: ANN401
+    """This rank's weights.
+
+    Args:
+        scheduler: SGLang's scheduler.
+        folder: where the layout is kept for the next start.
+
+    Raises:
+        UnsupportedEngine: names the tensor whose layout is no permutation.
+    """
+    from rose_engines.sglang import layout, parameters  # noqa: PLC0415  # torch takes its time
+
+    size, rank = int(scheduler.tp_size), rank_of(scheduler)
+    model = scheduler.tp_worker.model_runner.model
+    checkpoint = read_checkpoint(Path(scheduler.server_args.model_path))
+    named = dict(model.named_parameters())
+    engine = f"{_engine_version()} rank {rank} of {size}"
+    boxes = layout.derive(model, named, checkpoint, folder / f"layout.{rank}", engine)
+    missing = list(layout.unplaced(boxes))
+    if missing and size == 1:
+        raise UnsupportedEngine(
+            f"the engine's loader puts checkpoint tensor {missing[0]!r} nowhere "
+            f"({len(missing)} such tensors)"
+        )
+    return parameters.live_tensors(named, checkpoint, boxes)
+
+
+def join(scheduler: Any, live: Live, control: Path) -> Ranks:  # noqa: ANN401
+    """Meet the other ranks; every rank calls it at its first iteration.
+
+    Raises:
+        UnsupportedEngine: the ranks together do not hold the model.
+    """
+    group, size, rank = scheduler.tp_cpu_group, int(scheduler.tp_size), rank_of(scheduler)
+    name = _exchange(group, size, os.urandom(4).hex())[0]
+    board = control.parent / f"board.{name}"
+    if rank == 0:
+        Board.create(board, size, len(live))
+    parts: list[dict[str, Part]] = _exchange(group, size, parts_of(live))
+    check_parts(parts, {name: math.prod(tensor.shape) for name, tensor in live.items()})
+    joined = Board(board, size, list(live))
+    _exchange(group, size, None)
+    if rank == 0:
+        board.unlink()  # mapped by all; nobody else has any business there
+    sockets = tuple(socket_of(control, number) for number in range(size))
+    return Ranks(rank, joined, tuple(parts), sockets, lambda: _meet(group, size))
+
+
+def parts_of(live: Live) -> dict[str, Part]:
+    """Which part of every tensor this rank holds."""
+    return {name: _part(tensor) for name, tensor in live.items()}
+
+
+def _part(tensor: LiveTensor) -> Part:
+    if isinstance(tensor, SlicedTensor):
+        return tuple(box.source for box in tensor.boxes)
+    size = math.prod(tensor.shape)
+    return ((0, 1, size, size),)
+
+
+# Whatever can be pickled, from and for processes of this engine alone.
+def _exchange(group: Any, size: int, mine: Any) -> Any:  # noqa: ANN401
+    import torch.distributed  # noqa: PLC0415
+
+    found: list[Any] = [None] * size
+    torch.distributed.all_gather_object(found, mine, group=group)
+    return found
+
+
+def _meet(group: Any, size: int) -> None:  # noqa: ANN401
+    _exchange(group, size, None)
+
+
+def _engine_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
+
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return "unknown"

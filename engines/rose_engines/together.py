@@ -1,0 +1,398 @@
+"""The weight session of an engine over several ranks: all change between the same two iterations.
+
+Every rank stages its own part (``rose_engines.slices``); the leader, rank 0, takes the calls and
+passes staging and attestation on to the others' control sockets. A commit uses the ``board`` alone.
+The leader plans it one boundary ahead: the requests that it broadcasts in between take every rank
+past that plan, so all of them stop at the same boundary, where
+
+    leader: permit open?    --> Go        every rank: scatter its part, read it back, its digests
+    all voted, digests add up to the manifest's    --> Commit    every rank: label, next iteration
+    a digest is wrong, a rank failed or is late    --> Undo      every rank: old bits back, checked
+
+Parts that several ranks hold must have the same digest; distinct parts must add up to the tensor.
+A rank that does not even undo makes the engine Broken: it ends and is started afresh.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from rose_core.delta import faults
+from rose_core.delta.digest import Digest, total
+from rose_engines.board import Board, Word
+from rose_engines.errors import BrokenWeights, CommitRefused, UnsupportedEngine
+from rose_engines.live import (
+    Live,
+    StagedUpdate,
+    first_wrong,
+    put_back,
+    scatter,
+    touched,
+)
+from rose_engines.session import WeightSession
+from rose_engines.sglang.calls import (
+    LENGTH,
+    Abort,
+    Answer,
+    Attest,
+    Attested,
+    Call,
+    Commit,
+    Export,
+    Refused,
+    Stage,
+    Staged,
+    answers,
+    frame,
+)
+
+log = logging.getLogger(__name__)
+
+STAGE_SECONDS = 600.0
+ASK_SECONDS = 60.0
+
+Part = tuple[tuple[int, int, int, int], ...]
+"""Which elements of a tensor a rank holds: the source sides of its boxes."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of one engine.
+
+    Attributes:
+        rank: this one.
+        board: shared by all.
+        parts: for every rank, which part of every tensor it holds.
+        sockets: control sockets of the ranks, the leader's first.
+        meet: returns when every rank has called it.
+        vote_seconds: time the others have for their swap after the leader is done with its own.
+        undo_seconds: time they have to undo theirs.
+    """
+
+    rank: int
+    board: Board
+    parts: tuple[Mapping[str, Part], ...]
+    sockets: tuple[Path, ...]
+    meet: Callable[[], None]
+    vote_seconds: float = 10.0
+    undo_seconds: float = 30.0
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Every rank but the leader."""
+        return tuple(range(1, len(self.parts)))
+
+    def whole(self, names: Iterable[str]) -> dict[str, Digest]:
+        """Digests of whole tensors, from what the ranks have written.
+
+        Raises:
+            CommitRefused: ``DigestMismatch``: copies of the same part differ.
+        """
+        return {name: self._add(name) for name in names}
+
+    def _add(self, name: str) -> Digest:
+        found: dict[Part, tuple[int, Digest]] = {}
+        for rank, parts in enumerate(self.parts):
+            digest = self.board.read(rank, name)
+            first, before = found.setdefault(parts[name], (rank, digest))
+            if before != digest:
+                raise CommitRefused(
+                    "DigestMismatch", f"ranks {first} and {rank} hold different copies of {name}"
+                )
+        return total(digest for _, digest in found.values())
+
+
+def check_parts(parts: Iterable[Mapping[str, Part]], sizes: Mapping[str, int]) -> None:
+    """The ranks together hold every element, and hold it once or as the same part.
+
+    Raises:
+        UnsupportedEngine: names the first tensor that is not so.
+    """
+    distinct = list(parts)
+    for name, size in sizes.items():
+        held = {part[name] for part in distinct if part[name]}
+        boxes = [box for part in held for box in part]
+        found = sum(rows * columns for _, rows, columns, _ in boxes)
+        if found != size or len(set(boxes)) != len(boxes):
+            raise UnsupportedEngine(
+                f"the ranks hold {found} elements of checkpoint tensor {name!r}, which has {size}"
+            )
+
+
+def ask(path: Path, call: Call, seconds: float) -> Answer:
+    """Call another rank's session.
+
+    Raises:
+        OSError: it did not answer in time, or is gone.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(seconds)
+        connection.connect(str(path))
+        connection.sendall(frame(call))
+        with connection.makefile("rb") as stream:
+            head = stream.read(LENGTH.size)
+            body = stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else b""
+    try:
+        return answers.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ConnectionError(f"no answer behind {path}: {error}") from error
+
+
+class RankSession(WeightSession):
+    """One rank's weights; what leader and members have in common.
+
+    Args:
+        ranks: all of them.
+        live, version, set_label, wake: as ``WeightSession``.
+    """
+
+    def __init__(
+        self,
+        live: Live,
+        version: str,
+        ranks: Ranks,
+        set_label: Callable[[str], int] = lambda _: 0,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._ranks = ranks
+        self._board = ranks.board
+        self._parts: dict[str, Digest] = {}
+        self._number = 0
+        super().__init__(live, version, set_label, wake, rank=ranks.rank)
+
+    def _first_digest(self) -> Digest:
+        self._measure()
+        self._ranks.meet()
+        return total(self._ranks.whole(self._live).values())
+
+    def _measure(self) -> None:
+        """Digests of everything that this rank holds, onto the board."""
+        self._parts = {name: tensor.digest() for name, tensor in self._live.items()}
+        self._board.write(self._ranks.rank, self._parts)
+
+    def _export(self, path: Path) -> NoReturn:
+        raise CommitRefused(
+            "Unsupported", f"cannot write {path}: the weights lie in several ranks; attest them"
+        )
+
+    def _scatter(self, update: StagedUpdate | None) -> None:
+        """This rank's part of the swap, and its vote."""
+        if update is None:
+            self._say(Word.FAILED)
+            return
+        try:
+            wrong = scatter(update, self._live)
+            found = self._moved(update)
+        except Exception:  # a vote, so that the others undo too
+            log.exception("rank %d could not swap its weights", self._ranks.rank)
+            self._say(Word.FAILED)
+            return
+        self._board.write(self._ranks.rank, found)
+        self._say(Word.FAILED if wrong else Word.SCATTERED)
+
+    def _moved(self, update: StagedUpdate) -> dict[str, Digest]:
+        """Digests of this rank's parts of the touched tensors once the changes are in."""
+        found = {name: self._parts[name] for name in touched(update.manifest)}
+        for change in update.changes:
+            found[change.tensor.name] = found[change.tensor.name].plus(change.moved)
+        return found
+
+    def _put_back(self, update: StagedUpdate | None) -> bool:
+        """Undo this rank's part; whether what it held before is back."""
+        if update is not None:
+            put_back(update, self._live)
+            names = touched(update.manifest)
+            if any(self._parts[name] != self._live[name].digest() for name in names):
+                self._say(Word.BROKEN)
+                return False
+        self._say(Word.UNDONE)
+        return True
+
+    def _keep(self, update: StagedUpdate) -> Digest:
+        """The new weights are everybody's."""
+        for name in touched(update.manifest):
+            self._parts[name] = self._board.read(self._ranks.rank, name)
+        return Digest.parse(update.manifest.digest)
+
+    def _say(self, word: Word) -> None:
+        self._board.say(self._ranks.rank, self._number, word)
+
+
+class LeaderSession(RankSession):
+    """Rank 0: takes the calls, plans, counts the votes and decides."""
+
+    _planned = False
+
+    @property
+    def restless(self) -> bool:
+        """A commit is planned for the next boundary, which must come soon."""
+        return self._planned
+
+    def at_boundary(self) -> None:
+        """Plan what waits for the next boundary, or carry out what was planned for this one."""
+        self.iterations += 1
+        if self._planned:
+            self._planned = False
+            with self._handover:
+                orders = self._take_order()
+                if not orders:  # withdrawn meanwhile
+                    self._board.lead(self._number, Word.CANCEL)
+                for order in orders:
+                    order.answer = order.work()
+                    order.done.set()
+        elif self._order is not None and self._settled():
+            self._number += 1
+            self._planned = True
+            self._board.plan(self._number, self.iterations + 1)
+            self._wake()
+
+    def _settled(self) -> bool:
+        """Every rank has read how the last commit ended; the leader may run ahead of them."""
+        _, word = self._board.led()
+        return word is not Word.COMMIT or self._all_said({Word.KEPT}, 0.0)
+
+    def _swap(self, update: StagedUpdate) -> Digest:
+        self._board.lead(self._number, Word.GO)
+        self._scatter(update)
+        problem = self._count(update)
+        faults.at("engine.commit.checked")
+        if problem is None:
+            self._board.lead(self._number, Word.COMMIT)
+            return self._keep(update)
+        log.warning("all ranks undo: %s", problem)
+        self._board.lead(self._number, Word.UNDO)
+        restored = self._put_back(update)
+        if not restored or not self._all_said({Word.UNDONE}, self._ranks.undo_seconds):
+            raise BrokenWeights(f"{update.version}: {problem}; not every rank could undo")
+        raise CommitRefused(problem.reason, f"{problem.message}; the old weights are back")
+
+    def _confirm(self, update: StagedUpdate, before: str) -> Answer | None:  # noqa: ARG002
+        """Every rank reads its weights again; what is wrong now cannot be put right by an undo."""
+        try:
+            found = self._attest().digest
+        except CommitRefused as refused:
+            found = refused.message
+        if found == update.manifest.digest:
+            return None
+        return self._broken(f"{update.version}: the live weights were not confirmed: {found}")
+
+    def _count(self, update: StagedUpdate) -> CommitRefused | None:
+        """Why the new weights may not stay, None = they may."""
+        version = update.version
+        voted = {Word.SCATTERED, Word.FAILED}
+        if not self._all_said(voted, self._ranks.vote_seconds):
+            late = [rank for rank in self._ranks.others if self._word(rank) not in voted]
+            return CommitRefused("RankLate", f"{version}: no vote from ranks {late}")
+        failed = [r for r in range(len(self._ranks.parts)) if self._word(r) is Word.FAILED]
+        if failed:
+            return CommitRefused("RankFailed", f"{version}: ranks {failed} could not swap")
+        try:
+            wrong = first_wrong(update, self._ranks.whole(touched(update.manifest)))
+        except CommitRefused as refused:
+            return refused
+        return CommitRefused("DigestMismatch", f"{version}: {wrong}") if wrong else None
+
+    def _word(self, rank: int) -> Word:
+        number, word = self._board.said(rank)
+        return word if number == self._number else Word.QUIET
+
+    def _all_said(self, words: set[Word], seconds: float) -> bool:
+        return self._board.wait(
+            lambda: all(self._word(rank) in words for rank in self._ranks.others), seconds
+        )
+
+    def _stage(self, bundle: Path) -> Staged:
+        with ThreadPoolExecutor(len(self._ranks.others)) as pool:
+            theirs = [
+                pool.submit(self._ask, rank, Stage(str(bundle)), STAGE_SECONDS)
+                for rank in self._ranks.others
+            ]
+            mine = super()._stage(bundle)
+            try:
+                staged = [answer.result() for answer in theirs]
+            except CommitRefused:
+                self._forget()
+                raise
+        sizes = [one.staged_bytes for one in staged if isinstance(one, Staged)]
+        return msgspec.structs.replace(mine, staged_bytes=mine.staged_bytes + sum(sizes))
+
+    def _dispatch_weights(self, call: Call) -> Answer:
+        if isinstance(call, Abort):
+            for rank in self._ranks.others:
+                self._ask(rank, call, ASK_SECONDS)
+        return super()._dispatch_weights(call)
+
+    def _attest(self) -> Attested:
+        started = time.monotonic()
+        with ThreadPoolExecutor(len(self._ranks.others)) as pool:
+            theirs = [
+                pool.submit(self._ask, rank, Attest(), STAGE_SECONDS) for rank in self._ranks.others
+            ]
+            self._measure()
+            for answer in theirs:
+                answer.result()
+        self._digest = total(self._ranks.whole(self._live).values())
+        return Attested(self._version, str(self._digest), time.monotonic() - started)
+
+    def _ask(self, rank: int, call: Call, seconds: float) -> Answer:
+        try:
+            answer = ask(self._ranks.sockets[rank], call, seconds)
+        except OSError as error:
+            raise CommitRefused("RankLate", f"rank {rank} does not answer: {error}") from error
+        if isinstance(answer, Refused):
+            raise CommitRefused(answer.reason, f"rank {rank}: {answer.message}")
+        return answer
+
+
+class MemberSession(RankSession):
+    """Any other rank: stages when it is asked to, and does what the board says."""
+
+    def at_boundary(self) -> None:
+        """Take part in the commit that is planned for this boundary."""
+        self.iterations += 1
+        number, _ = self._board.led()
+        if self._board.planned != self.iterations or number == self._number:
+            return
+        self._number = number
+        self._board.wait_for(lambda: self._led() in {Word.GO, Word.CANCEL, Word.COMMIT, Word.UNDO})
+        if self._led() is Word.CANCEL:
+            return
+        update = self._staged
+        self._phase = "Committing"
+        self._scatter(update)
+        self._board.wait_for(lambda: self._led() in {Word.COMMIT, Word.UNDO})
+        if self._led() is Word.UNDO:
+            restored = self._put_back(update)
+            self._forget()
+            self._phase = self._phase if restored else "Broken"
+        elif update is not None:
+            self._digest, self._version = self._keep(update), update.version
+            self._commits += 1
+            self._set_label(update.version)
+            self._forget()
+            self._say(Word.KEPT)
+
+    def _led(self) -> Word:
+        """The leader's word on this commit; it has withdrawn one when it speaks of the next."""
+        number, word = self._board.led()
+        return word if number == self._number else Word.CANCEL
+
+    def _dispatch_weights(self, call: Call) -> Answer:
+        if isinstance(call, Commit | Export):
+            raise CommitRefused("NotLeader", "ask rank 0")
+        return super()._dispatch_weights(call)
+
+    def _attest(self) -> Attested:
+        started = time.monotonic()
+        self._measure()
+        mine = total(self._parts.values())
+        return Attested(self._version, str(mine), time.monotonic() - started)
