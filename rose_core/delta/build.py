@@ -2,7 +2,7 @@
 
 ``Builder`` keeps nothing but digests and block entries, so a publisher can walk a model of any size
 with one tensor in memory. Digests of changed tiles are updated by their changes; unchanged tiles
-keep the base's.
+keep the base's. Next step: ``parts`` does the same for a trainer whose ranks hold shards.
 """
 
 from __future__ import annotations
@@ -10,14 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from rose_core.delta import digest
-from rose_core.delta.bits import Bits, number_format
-from rose_core.delta.codec import encode_dense, encode_found, find_changes, name_of
+import msgspec
+
+from rose_core.delta import digest, rice
+from rose_core.delta.bits import Bits, NumberFormat, number_format
+from rose_core.delta.codec import (
+    Changes,
+    Codec,
+    compare,
+    encode_dense,
+    encode_found,
+    encode_on_base,
+    name_of,
+)
 from rose_core.delta.digest import Digest, digest_change, digest_tile
 from rose_core.delta.errors import ManifestError
 from rose_core.delta.manifest import BlockEntry, Manifest, TensorEntry
 from rose_core.delta.tiles import tiling
 from rose_core.identity import WeightVersion
+
+WORTH_IT = 0.95
+"""A block coded on its base is listed only when it is that much smaller: it is slower to read."""
 
 
 class TensorSpec(NamedTuple):
@@ -54,6 +67,7 @@ class Builder:
         base: manifest of the version the delta starts from; None makes a full manifest.
         emit: called with each block's bytes.
         tied: other names of tensors in the table.
+        on_base: code blocks on their base too (``Codec.RICE``), where that is smaller.
     """
 
     def __init__(
@@ -62,6 +76,8 @@ class Builder:
         base: Manifest | None,
         emit: Callable[[bytes], object],
         tied: dict[str, str] | None = None,
+        *,
+        on_base: bool = False,
     ) -> None:
         if base is not None and base.tensors != tensors:
             message = f"the tensors are not those of base {base.target}"
@@ -72,6 +88,8 @@ class Builder:
         self._tied = tied or {}
         self._digests: list[Digest] = []
         self._blocks: list[BlockEntry] = []
+        self._smaller: dict[int, BlockEntry] = {}
+        self._wants_smaller = on_base
         self._added = 0
 
     def add(self, old: Bits | None, new: Bits, *, blocks: bool = True) -> int:
@@ -123,6 +141,19 @@ class Builder:
             blocks=tuple(self._blocks),
         )
 
+    def on_base(self, manifest: Manifest) -> Manifest | None:
+        """The finished manifest with blocks coded on the base in place of larger ones.
+
+        None when there are none. It makes the same version; a receiver needs the base's bits to
+        read it, so it is for those that say they can.
+        """
+        if not self._smaller:
+            return None
+        blocks = tuple(
+            self._smaller.get(place, block) for place, block in enumerate(manifest.blocks)
+        )
+        return msgspec.structs.replace(manifest, blocks=blocks)
+
     def _dense(self, number: int, tile: int, new: Bits, blocks: bool) -> None:
         tensor = self._tensors[number]
         self._digests.append(digest_tile(tensor.name, new, tensor.tiling, tile))
@@ -135,21 +166,41 @@ class Builder:
         cut, kind = tensor.tiling, tensor.kind
         before, after = cut.cut(old, tile), cut.cut(new, tile)
         digest_before = self._base_digest(tensor, tile)
-        changes = find_changes(before, after, kind)
-        if changes.indices is None or not len(changes):
+        found = compare(before, after, kind)
+        if not len(found.indices):
             self._digests.append(digest_before)
             return 0
-        where = cut.flat(tile, changes.indices)
-        moved = digest_change(tensor.name, where, before[changes.indices], after[changes.indices])
+        where = cut.flat(tile, found.indices)
+        moved = digest_change(tensor.name, where, found.before, found.after)
         self._digests.append(digest_before.plus(moved))
-        self._keep(number, tile, encode_found(changes, after), len(changes))
-        return len(changes)
+        block = self._keep(number, tile, encode_found(found.changes, after), len(found.indices))
+        if self._wants_smaller:
+            self._keep_smaller(block, before, found.changes, kind)
+        return len(found.indices)
+
+    def _keep_smaller(
+        self, block: BlockEntry, before: Bits, changes: Changes, kind: NumberFormat
+    ) -> None:
+        if block.codec != Codec.STEPS or kind.width > rice.WIDEST:
+            return
+        data = encode_on_base(before, changes, kind)
+        if len(data) <= WORTH_IT * block.size:
+            self._emit(data)
+            self._smaller[len(self._blocks) - 1] = entry(
+                block.tensor, block.tile, data, block.changes
+            )
 
     def _base_digest(self, tensor: TensorEntry, tile: int) -> Digest:
         if self._base is None:
             return digest.NOTHING
         return self._base.tile_digests[tensor.first_tile + tile]
 
-    def _keep(self, number: int, tile: int, block: bytes, changes: int) -> None:
-        self._emit(block)
-        self._blocks.append(BlockEntry(number, tile, block[0], changes, len(block), name_of(block)))
+    def _keep(self, number: int, tile: int, data: bytes, changes: int) -> BlockEntry:
+        self._emit(data)
+        self._blocks.append(entry(number, tile, data, changes))
+        return self._blocks[-1]
+
+
+def entry(tensor: int, tile: int, data: bytes, changes: int) -> BlockEntry:
+    """How a manifest lists a block."""
+    return BlockEntry(tensor, tile, data[0], changes, len(data), name_of(data))

@@ -18,8 +18,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import struct
+import threading
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import zstandard
@@ -29,11 +31,34 @@ from rose_core.delta.bits import Bits, Indices, NumberFormat
 from rose_core.delta.errors import BlockError
 from rose_core.delta.kernels import Backend, kernels
 
-ZSTD_LEVEL = 1
+# Gaps and steps hold hardly any repetition, so nearly all is won by the entropy coder: looking for
+# long matches only, in a table that fits the first-level cache, is both smaller and faster than
+# level 1. Any zstd reader takes the frames.
+_ZSTD = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST,
+    window_log=17,
+    hash_log=6,
+    chain_log=6,
+    search_log=1,
+    min_match=7,
+    target_length=0,
+    write_content_size=True,
+)
 
 # tag, width in bytes, reserved, elements of the tile, changes, lengths of the three streams packed
 _HEADER = struct.Struct("<BBHIIIII")
 HEADER_BYTES = _HEADER.size
+
+
+class _Contexts(threading.local):
+    """One zstd context per thread: making one costs as much as a small stream."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(compression_params=_ZSTD)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_contexts = _Contexts()
 
 
 class Codec(IntEnum):
@@ -43,6 +68,12 @@ class Codec(IntEnum):
     PLANES = 2
     STEPS = 3
     RICE = 4
+
+
+_CODECS = frozenset(Codec)
+
+SELF_CONTAINED = (Codec.RAW, Codec.PLANES, Codec.STEPS)
+"""Every receiver reads these, and they merge; the rest is sent to receivers that ask for it."""
 
 
 @dataclass(frozen=True)
@@ -91,17 +122,42 @@ def step(old: Bits, steps: Bits, kind: NumberFormat) -> Bits:
     return kernels().move(old, steps)
 
 
-def name_of(block: bytes) -> bytes:
+def name_of(block: bytes | memoryview) -> bytes:
     """The content address of a block: its SHA-256."""
     return hashlib.sha256(block).digest()
 
 
+class Found(NamedTuple):
+    """What a comparison of a tile's two states found.
+
+    Attributes:
+        indices: positions inside the tile that differ, ascending.
+        before, after: their bits.
+        changes: the same as steps.
+    """
+
+    indices: Indices
+    before: Bits
+    after: Bits
+    changes: Changes
+
+
+def compare(old: Bits, new: Bits, kind: NumberFormat, backend: Backend = "auto") -> Found:
+    """Compare a tile's two states; bits of the whole tile, contiguous."""
+    indices, before, after = kernels(backend).compare(old, new)
+    between = kernels(backend).steps_between if kind.sign_magnitude else _differences
+    steps = between(before, after)
+    return Found(indices, before, after, Changes(indices, steps))
+
+
+def _differences(old: Bits, new: Bits) -> Bits:
+    moved: Bits = new - old
+    return moved
+
+
 def find_changes(old: Bits, new: Bits, kind: NumberFormat, backend: Backend = "auto") -> Changes:
     """The changed positions of a tile and their steps; bits of the whole tile, contiguous."""
-    indices = kernels(backend).find_changes(old, new)
-    if not kind.sign_magnitude:
-        return Changes(indices, new[indices] - old[indices])
-    return Changes(indices, kernels(backend).steps_at(indices, old, new))
+    return compare(old, new, kind, backend).changes
 
 
 def encode_tile(
@@ -209,7 +265,7 @@ def decode_block(
     return _steps(gaps, codes, escapes, kind, changes, elements, backend)
 
 
-def check_block(block: bytes, name: bytes) -> None:
+def check_block(block: bytes | memoryview, name: bytes) -> None:
     """Compare a block with its content address.
 
     Raises:
@@ -243,8 +299,7 @@ def _steps(  # noqa: PLR0917
 def _pack(stream: Bits) -> bytes:
     if not stream.nbytes:
         return b""
-    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False)
-    return compressor.compress(stream.reshape(-1).view(np.uint8).data)
+    return _contexts.compressor.compress(stream.reshape(-1).view(np.uint8).data)
 
 
 def _unpack(data: bytes, most: int) -> Bits:
@@ -256,7 +311,7 @@ def _unpack(data: bytes, most: int) -> Bits:
         if not 0 <= size <= most:
             message = f"a stream of {size} bytes where at most {most} can be"
             raise BlockError(message)
-        plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=most)
+        plain = _contexts.decompressor.decompress(data, max_output_size=most)
     except zstandard.ZstdError as error:
         message = f"a stream that zstd cannot read: {error}"
         raise BlockError(message) from error
@@ -273,7 +328,7 @@ def _split(block: bytes, width: int, elements: int) -> tuple[Codec, int, list[by
         message = f"a block of {len(block)} bytes is shorter than its header"
         raise BlockError(message)
     tag, found_width, _, found_elements, changes, *lengths = _HEADER.unpack_from(block)
-    if tag not in set(Codec):
+    if tag not in _CODECS:
         message = f"codec {tag} is unknown; known: {', '.join(map(str, map(int, Codec)))}"
         raise BlockError(message)
     if (found_width, found_elements) != (width, elements) or changes > elements:
@@ -285,7 +340,7 @@ def _split(block: bytes, width: int, elements: int) -> tuple[Codec, int, list[by
     if sum(lengths) != len(block) - HEADER_BYTES:
         message = f"a block of {len(block)} bytes whose header promises {sum(lengths)}"
         raise BlockError(message)
-    ends = np.cumsum([HEADER_BYTES, *lengths])
+    ends = itertools.accumulate((HEADER_BYTES, *lengths))
     return Codec(tag), changes, [block[a:b] for a, b in itertools.pairwise(ends)]
 
 

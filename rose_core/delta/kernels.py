@@ -7,6 +7,7 @@ most processes need to start.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,9 @@ from rose_core.delta.bits import Bits, Indices
 
 Backend = Literal["auto", "numba", "numpy"]
 
+KEPT_ELEMENTS = 1 << 22
+"""Room for larger tiles is not kept."""
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -25,8 +29,8 @@ class Kernels:
 
     Attributes:
         name: ``numba`` or ``numpy``.
-        find_changes: (old, new) -> ascending positions that differ.
-        steps_at: (positions, old, new) -> steps of sign-magnitude values there.
+        compare: (old, new) -> ascending positions that differ, bits before, bits after.
+        steps_between: (old, new) -> steps from one run of sign-magnitude values to another.
         move: (old, steps) -> sign-magnitude values moved by steps.
         pack: (positions, steps) -> gap bytes, code bytes, escaped steps.
         unpack: the inverse, None when the streams do not belong together.
@@ -35,8 +39,8 @@ class Kernels:
     """
 
     name: str
-    find_changes: Callable[[Bits, Bits], Indices]
-    steps_at: Callable[[Indices, Bits, Bits], Bits]
+    compare: Callable[[Bits, Bits], tuple[Indices, Bits, Bits]]
+    steps_between: Callable[[Bits, Bits], Bits]
     move: Callable[[Bits, Bits], Bits]
     pack: Callable[[Indices, Bits], tuple[Bits, Bits, Bits]]
     unpack: Callable[[Bits, Bits, Bits], tuple[Indices, Bits] | None]
@@ -46,8 +50,8 @@ class Kernels:
 
 NUMPY = Kernels(
     "numpy",
-    vectors.find_changes,
-    vectors.steps_at,
+    vectors.compare,
+    vectors.steps_between,
     vectors.move,
     vectors.pack,
     vectors.unpack,
@@ -84,12 +88,28 @@ def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     return fast
 
 
+class _Scratch(threading.local):
+    """Room for what a comparison finds, per thread: new memory would have to be cleared first."""
+
+    def __init__(self) -> None:
+        self._room: dict[np.dtype[Any], tuple[Indices, Bits, Bits]] = {}
+
+    def room(self, elements: int, dtype: np.dtype[Any]) -> tuple[Indices, Bits, Bits]:
+        found = self._room.get(dtype)
+        if found is not None and len(found[0]) >= elements:
+            return found
+        made = np.empty(elements, np.int64), np.empty(elements, dtype), np.empty(elements, dtype)
+        if elements <= KEPT_ELEMENTS:
+            self._room[dtype] = made
+        return made
+
+
 def _compiled() -> Kernels:
-    find, steps_loop, move_loop, pack_loop, unpack_loop, run, at = (
+    compare_loop, steps_loop, move_loop, pack_loop, unpack_loop, run, at = (
         compiled(loop)
         for loop in (
-            loops.find_changes,
-            loops.steps_at,
+            loops.compare,
+            loops.steps_between,
             loops.move,
             loops.pack,
             loops.unpack,
@@ -98,15 +118,19 @@ def _compiled() -> Kernels:
         )
     )
 
-    def find_changes(old: Bits, new: Bits) -> Indices:
+    scratch = _Scratch()
+
+    def compare(old: Bits, new: Bits) -> tuple[Indices, Bits, Bits]:
         whole = old.nbytes // 8 * 8 // old.itemsize
         words = (part[:whole].view(np.uint64) for part in (old, new))
-        found = np.empty(len(old) + 1, np.int64)
-        return found[: find(old, new, *words, found)].copy()
+        found, before, after = scratch.room(len(old) + 1, old.dtype)
+        marked = np.empty(loops.CHUNK + 1, np.uint32)
+        count = compare_loop(old, new, *words, marked, found, before, after)
+        return found[:count].copy(), before[:count].copy(), after[:count].copy()
 
-    def steps_at(indices: Indices, old: Bits, new: Bits) -> Bits:
-        steps = np.empty(len(indices), old.dtype)
-        steps_loop(indices, old, new, old.dtype.itemsize * 8, steps)
+    def steps_between(old: Bits, new: Bits) -> Bits:
+        steps = np.empty(len(old), old.dtype)
+        steps_loop(old, new, old.dtype.itemsize * 8, steps)
         return steps
 
     def move(old: Bits, steps: Bits) -> Bits:
@@ -138,4 +162,4 @@ def _compiled() -> Kernels:
         low, high = at(indices, bits, np.uint64(key))
         return int(low), int(high)
 
-    return Kernels("numba", find_changes, steps_at, move, pack, unpack, digest_run, digest_at)
+    return Kernels("numba", compare, steps_between, move, pack, unpack, digest_run, digest_at)

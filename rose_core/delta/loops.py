@@ -23,36 +23,64 @@ ONE = np.uint64(1)
 ZERO = np.uint64(0)
 
 
-def find_changes(old: Any, new: Any, old_words: Any, new_words: Any, found: Any) -> Any:  # noqa: ANN401
-    """Write the positions where two runs of bits differ; compares eight bytes at a time.
+CHUNK = 512
+"""Words compared before their differences are looked at: 4 kB on either side stay in the cache."""
 
-    ``found`` must have room for one position more than can differ.
+
+def compare(  # noqa: PLR0917
+    old: Any,  # noqa: ANN401
+    new: Any,  # noqa: ANN401
+    old_words: Any,  # noqa: ANN401
+    new_words: Any,  # noqa: ANN401
+    marked: Any,  # noqa: ANN401
+    found: Any,  # noqa: ANN401
+    before: Any,  # noqa: ANN401
+    after: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """Write the positions where two runs of bits differ, with the bits on either side.
+
+    Compares eight bytes at a time: first notes the words that differ, then the elements in them,
+    then fetches those. Every note is written always and counted when it holds: a branch would be
+    guessed wrong at most of the changes, which costs more than all the writing. ``marked`` must
+    have room for ``CHUNK`` and one more, the others for one entry more than can differ.
     """
     count: Any = 0
     words = len(old_words)
     per_word = 8 // old.itemsize
-    for word in range(words):
-        if old_words[word] != new_words[word]:
-            # Written always, counted when it differs: a branch here would be guessed wrong half
-            # of the time.
-            for position in range(word * per_word, word * per_word + per_word):
+    width = np.uint64(old.itemsize * 8) & np.uint64(63)
+    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - old.itemsize * 8)
+    for start in range(0, words, CHUNK):
+        differing: Any = 0
+        for word in range(start, min(start + CHUNK, words)):
+            marked[differing] = word - start
+            differing += np.int64(old_words[word] != new_words[word])
+        first = count
+        for number in range(differing):
+            at = start + np.int64(marked[number])
+            apart = old_words[at] ^ new_words[at]
+            for position in range(at * per_word, at * per_word + per_word):
                 found[count] = position
-                count += np.int64(old[position] != new[position])
+                count += np.int64((apart & mask) != ZERO)
+                apart = apart >> width
+        for number in range(first, count):
+            before[number] = old[found[number]]
+            after[number] = new[found[number]]
     for position in range(words * per_word, len(old)):
         if old[position] != new[position]:
             found[count] = position
+            before[count] = old[position]
+            after[count] = new[position]
             count += 1
     return count
 
 
-def steps_at(indices: Any, old: Any, new: Any, width_bits: int, steps: Any) -> None:  # noqa: ANN401
-    """Ordered-integer steps of sign-magnitude values at some positions."""
+def steps_between(old: Any, new: Any, width_bits: int, steps: Any) -> None:  # noqa: ANN401
+    """Ordered-integer steps from one run of sign-magnitude values to another."""
     mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - width_bits)
     top = ONE << np.uint64(width_bits - 1)
-    for number in range(len(indices)):
-        position = indices[number]
-        before = np.uint64(old[position])
-        after = np.uint64(new[position])
+    for number in range(len(old)):
+        before = np.uint64(old[number])
+        after = np.uint64(new[number])
         before = before ^ (mask if before & top else top)
         after = after ^ (mask if after & top else top)
         steps[number] = (after - before) & mask

@@ -13,14 +13,15 @@ _CHUNK = 1 << 16
 """Digest rows are mixed in pieces of this many elements, so that temporaries stay in cache."""
 
 
-def find_changes(old: Bits, new: Bits) -> Indices:
-    """Positions where two runs of bits differ."""
-    return np.flatnonzero(old != new).astype(np.int64, copy=False)
+def compare(old: Bits, new: Bits) -> tuple[Indices, Bits, Bits]:
+    """Positions where two runs of bits differ, with the bits on either side."""
+    indices = np.flatnonzero(old != new).astype(np.int64, copy=False)
+    return indices, old[indices], new[indices]
 
 
-def steps_at(indices: Indices, old: Bits, new: Bits) -> Bits:
-    """Ordered-integer steps of sign-magnitude values at some positions."""
-    return _ordered(new[indices]) - _ordered(old[indices])
+def steps_between(old: Bits, new: Bits) -> Bits:
+    """Ordered-integer steps from one run of sign-magnitude values to another."""
+    return _ordered(new) - _ordered(old)
 
 
 def move(old: Bits, steps: Bits) -> Bits:

@@ -44,6 +44,7 @@ class EnsureEngine(msgspec.Struct, frozen=True):
 
     Attributes:
         token: bearer token that the slot's data route demands from the router.
+        pod_uid: the serving pod that it runs beside.
     """
 
     slot: SlotKey
@@ -52,6 +53,7 @@ class EnsureEngine(msgspec.Struct, frozen=True):
     weights: WeightSource
     gpu_uuids: tuple[str, ...] = ()
     token: str = ""
+    pod_uid: str = ""
 
 
 class StopEngine(msgspec.Struct, frozen=True):
@@ -74,6 +76,19 @@ class HoldEngine(msgspec.Struct, frozen=True):
     hold: bool
 
 
+class SetDormant(msgspec.Struct, frozen=True):
+    """Rung 4: let go of the engine's memory (``dormant`` true), or take it back.
+
+    The answer comes at once; the effect shows in the status. A release leads to ``Dormant``, or to
+    ``can_dormant`` false with a reason, after which the engine has to be ended. An activation is
+    carried out under an open permit and leads to ``Serving`` without a version, until the
+    weights are attested anew.
+    """
+
+    slot: SlotKey
+    dormant: bool
+
+
 class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """One engine as the host sees it.
 
@@ -83,6 +98,9 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
             before that, and then no turn may be sent.
         head: newest version of the run that weight-sync has heard of; empty = unknown.
         generated_tokens: output tokens that passed the data route.
+        can_dormant: the engine has not refused to let go of its memory.
+        residue_bytes: memory a dormant engine still holds; None = it is not dormant.
+        released_bytes: memory it let go of and takes back when it is activated.
     """
 
     slot: SlotKey
@@ -97,6 +115,9 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     restarts: int = 0
     reason: str = ""
     message: str = ""
+    can_dormant: bool = False
+    residue_bytes: int | None = None
+    released_bytes: int = 0
 
 
 class HostStatusRequest(msgspec.Struct, frozen=True):
@@ -104,9 +125,14 @@ class HostStatusRequest(msgspec.Struct, frozen=True):
 
 
 class HostStatus(msgspec.Struct, frozen=True):
-    """Every engine the host knows."""
+    """Every engine the host knows.
+
+    Attributes:
+        capabilities: what the host can do, as ``rose_core.devices.capabilities`` names it.
+    """
 
     engines: tuple[EngineStatus, ...] = ()
+    capabilities: dict[str, str] = {}
 
 
 class Accepted(msgspec.Struct, frozen=True):

@@ -31,6 +31,8 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
         version, digest: attested on the live weights; empty = no version, no turns.
         head: newest version the weight plane has announced at the engine's side; empty = unknown.
             The router measures staleness against the newest head or version it has heard of.
+        kv_tokens: size of the KV pool in tokens; 0 = unknown, then it is never taken for full.
+        relayed: passed on by another replica of the router, not said by the owner itself.
         leaving: the engine will not come back; continue its turns elsewhere now.
     """
 
@@ -45,6 +47,8 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     version: str = ""
     digest: str = ""
     head: str = ""
+    kv_tokens: int = 0
+    relayed: bool = False
     leaving: bool = False
 
 

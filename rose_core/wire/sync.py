@@ -108,6 +108,9 @@ class PoolPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
         ttft_milliseconds, tpot_milliseconds: SLO, 0 when the pool names none.
         max_increase_percent: allowed increase of latency by lending, 0 when not given.
         allowed_signals: sources the owner permits, best first.
+        memory_regrow: ``CoolDown`` or ``NextStep``, after a budget was cut.
+        max_power_watts: most that a lent GPU may draw, 0 when the pool names none.
+        compute: ``TimeSlice`` or ``MPS``; clients of one MPS server share their faults.
     """
 
     pool: str
@@ -121,6 +124,25 @@ class PoolPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
     max_increase_percent: int = 0
     allowed_signals: tuple[SignalSource, ...] = tuple(SignalSource)
     memory_headroom_percent: int = 20
+    memory_regrow: str = "CoolDown"
+    max_power_watts: int = 0
+    compute: str = "TimeSlice"
+
+
+class Sharing(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How an engine shares its GPU with serving, as the serving owner chose.
+
+    Attributes:
+        compute: ``TimeSlice`` or ``MPS``.
+        percent: of the multiprocessors, with MPS; fixed when the engine starts.
+        memory_source: ``Reserved`` or ``Elastic``.
+        memory_limit: ``None`` or ``Driver``.
+    """
+
+    compute: str = "TimeSlice"
+    percent: int = 0
+    memory_source: str = "Reserved"
+    memory_limit: str = "None"
 
 
 class EngineSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -132,6 +154,7 @@ class EngineSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         arguments: engine arguments, already checked against the allow-list.
         context_tokens: longest prompt plus output.
         kv_tokens: size of the KV pool in tokens.
+        sharing: how it shares its GPU with serving.
     """
 
     engine_class: str
@@ -140,6 +163,7 @@ class EngineSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     context_tokens: int = 4096
     kv_tokens: int = 16384
     max_running: int = 8
+    sharing: Sharing = Sharing()
 
 
 class WeightSource(msgspec.Struct, frozen=True):
@@ -208,3 +232,16 @@ class SyncReply(msgspec.Struct, frozen=True):
     grants: tuple[Grant, ...] = ()
     pools: tuple[PoolPolicy, ...] = ()
     sync_period_seconds: float = 2.0
+
+
+class NoticeRequest(msgspec.Struct, frozen=True):
+    """An agent asks to be told when its grants change."""
+
+    node: str
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """The node's grants have changed: ``Sync`` now instead of at the next period.
+
+    It carries nothing, so it can be lost, doubled or late without harm.
+    """

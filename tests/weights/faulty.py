@@ -26,7 +26,7 @@ class FaultyDisk(Disk):
         self.operations = 0
         self._volatile: set[Path] = set()
 
-    def write(self, path: Path, data: bytes, *, durable: bool) -> None:
+    def write(self, path: Path, data: bytes | memoryview, *, durable: bool) -> None:
         if self._fails():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.with_name(f".{path.name}.torn").write_bytes(data[: len(data) // 2])

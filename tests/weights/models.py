@@ -37,6 +37,7 @@ class Model:
         }
         self.published: dict[str, Bits] = self.copy()
         self.manifest: Manifest | None = None
+        self.on_base: Manifest | None = None
 
     def copy(self) -> dict[str, Bits]:
         return {name: bits.copy() for name, bits in self.state.items()}
@@ -61,11 +62,14 @@ class Model:
         self, target: WeightVersion, base: Manifest | None
     ) -> tuple[Manifest, dict[bytes, bytes]]:
         blocks: dict[bytes, bytes] = {}
-        builder = Builder(self.tensors, base, lambda data: blocks.update({name_of(data): data}))
+        builder = Builder(
+            self.tensors, base, lambda data: blocks.update({name_of(data): data}), on_base=True
+        )
         for tensor in self.tensors:
             old = None if base is None else self.published[tensor.name]
             builder.add(old, self.state[tensor.name])
         self.manifest = builder.finish(target, step=target.sequence * 10)
+        self.on_base = builder.on_base(self.manifest)
         self.published = self.copy()
         return self.manifest, blocks
 
@@ -76,9 +80,9 @@ def apply_manifest(
     """What an engine does: resolve every block against what it holds."""
     for block in manifest.blocks:
         tensor = manifest.tensors[block.tensor]
-        changes = manifest.read(block, read(block))
-        where = manifest.positions(block, changes)
         live = held[tensor.name]
+        changes = manifest.read(block, read(block), tensor.tiling.cut(live, block.tile))
+        where = manifest.positions(block, changes)
         live[where] = changes.resolve(live[where], tensor.kind)
 
 

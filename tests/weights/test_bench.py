@@ -1,15 +1,20 @@
 """The benchmark's own parts: what it counts, and how it reports."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bench.record import figure, record, table
+from bench.weights import links
 from bench.weights.generator import Adam, to_bf16
 from bench.weights.ours import Chain, wire_bytes
 from bench.weights.peers import PEERS
+from bench.weights.plane import RECEIVERS
 
 
 def test_a_figure_knows_whether_its_aim_was_met(
@@ -52,3 +57,36 @@ def test_layouts_and_ours_are_counted_on_the_same_delta() -> None:
     assert wire_bytes(delta) / delta.changes < min(sizes.values())
     assert wire_bytes(delta) > delta.block_bytes + len(delta.encode())
     assert np.array_equal(chain.apply(delta, old), new)
+
+
+@pytest.mark.skipif(not links.available(), reason="needs root, ip and tc")
+def test_every_namespace_is_limited_reachable_and_gone_afterwards() -> None:
+    prefix = f"rosetest{os.getpid()}"
+    with links.network(prefix) as names:
+        assert len(names) == 2 + RECEIVERS
+        for number, rate in ((0, "1Mbit"), (1, "10Mbit"), (9, "1Mbit")):
+            shown = subprocess.run(
+                ["tc", "-n", names[number], "qdisc", "show", "dev", "eth0"],
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+            assert f"rate {rate}" in shown.stdout
+        exchange = (
+            "import socket; s = socket.create_server(('10.77.0.1', 7)); "
+            "s.settimeout(20); print('up', flush=True); print(s.accept()[0].recv(5))"
+        )
+        listening = subprocess.Popen(
+            ["ip", "netns", "exec", names[0], sys.executable, "-c", exchange],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert listening.stdout is not None
+        assert listening.stdout.readline() == "up\n"
+        call = "import socket; socket.create_connection(('10.77.0.1', 7), 20).sendall(b'hello')"
+        subprocess.run(["ip", "netns", "exec", names[9], sys.executable, "-c", call], check=True)
+        assert listening.stdout.readline() == "b'hello'\n"
+        listening.stdout.close()
+        assert listening.wait(20) == 0
+    left = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True)
+    assert prefix not in left.stdout

@@ -15,6 +15,7 @@ import aiohttp
 import numpy as np
 import pytest
 
+from rose_weights.blocks import Blocks
 from rose_weights.checkpoint import Checkpoint
 from rose_weights.client import WeightsClient
 from rose_weights.errors import Damaged
@@ -100,7 +101,7 @@ def test_damage_is_reported_by_tensor_and_tile(
     assert "good" in capsys.readouterr().out
     store = Store(places / "store")
     victim = store.manifest(store.state("run").versions[-1]).blocks[0]
-    path = store.blocks.path(victim.sha256)
+    path = Blocks(places / "store" / "blocks").path(victim.sha256)
     whole = path.read_bytes()
     try:
         path.write_bytes(whole[:-1])

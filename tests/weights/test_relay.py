@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rose_core.delta import Manifest
 from rose_weights.blocks import Blocks
 from rose_weights.bundle import Bundle
 from rose_weights.client import WeightsClient
@@ -104,6 +105,81 @@ async def test_what_is_kept_outlives_the_store_and_damage_is_healed(tmp_path: Pa
             await client.fetch(manifest, Bundle(tmp_path / "three"))
             with pytest.raises(Unavailable):
                 await client.plan("run")
+
+
+async def held_at(
+    client: WeightsClient, folder: Path, model: Model, number: int
+) -> tuple[dict[str, np.ndarray], Manifest]:
+    """What a receiver holds that stopped following at a version."""
+    manifest = await client.pull("run", folder, want=version(number))
+    held = {name: np.zeros_like(bits) for name, bits in model.state.items()}
+    apply_bundle(held, Bundle(folder))
+    return held, manifest
+
+
+async def test_a_receiver_three_behind_gets_one_delta_that_the_relay_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(seed=1)
+    counting = Counting(monkeypatch)
+    async with (
+        relayed(tmp_path) as (upstream, address, _),
+        WeightsWriter(upstream.address, token="t") as writer,
+        WeightsClient(address, token="inner", holder="late") as client,
+    ):
+        found = await publish(writer, model, 4)
+        held, _ = await held_at(client, tmp_path / "old", model, 0)
+        for number in range(1, 4):  # somebody in the cluster followed along
+            await client.pull(
+                "run",
+                tmp_path / f"f{number}",
+                have=version(number - 1),
+                digest=found[number - 1].digest,
+                want=version(number),
+            )
+        crossed = list(counting.blocks)
+        manifest, merged = await client.plan("run", have=version(0), digest=found[0].digest)
+        assert (manifest.base, manifest.target, merged) == (version(0), version(3), 3)
+        await client.pull("run", tmp_path / "b", have=version(0), digest=found[0].digest)
+        assert counting.blocks == crossed
+        apply_bundle(held, Bundle(tmp_path / "b"))
+        assert all(np.array_equal(held[name], bits) for name, bits in model.state.items())
+        await upstream.server.stop(0)  # what it knows it still serves
+        again, _ = await client.plan("run", have=version(0), digest=found[0].digest)
+        assert again == manifest
+        single, _ = await client.plan("run", have=version(2), digest=found[2].digest)
+        assert (single.base, single.target) == (version(2), version(3))
+
+
+async def test_a_relay_without_the_single_deltas_has_their_sum_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(seed=1)
+    counting = Counting(monkeypatch)
+    async with (
+        relayed(tmp_path) as (upstream, address, _),
+        WeightsWriter(upstream.address, token="t") as writer,
+        WeightsClient(address, token="inner") as client,
+    ):
+        found = await publish(writer, model, 4)
+        manifest, merged = await client.plan("run", have=version(0), digest=found[0].digest)
+        assert merged == 3
+        await client.fetch(manifest, Bundle(tmp_path / "b"))
+        assert set(counting.blocks) == {block.sha256 for block in manifest.blocks}
+
+
+async def test_who_serves_what_is_passed_on(tmp_path: Path) -> None:
+    async with (
+        relayed(tmp_path) as (upstream, address, _),
+        WeightsWriter(upstream.address, token="t") as writer,
+        WeightsClient(address, token="inner", holder="engine") as client,
+        WeightsClient(upstream.address, token="t") as trainer,
+    ):
+        (found,) = await publish(writer, Model(seed=1), 1)
+        assert not (await trainer.reached(found.version, 1, 0.0)).met
+        assert not await client.attested(found.version, "0" * 32)
+        assert await client.attested(found.version, found.digest)
+        assert (await trainer.reached(found.version, 1, 0.0)).serving == ("engine",)
 
 
 async def test_errors_of_the_store_pass_through(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from rose_core.identity import WeightVersion
+from rose_weights.blocks import Blocks
 from rose_weights.bundle import Bundle
 from rose_weights.client import WeightsClient
 from rose_weights.errors import (
@@ -50,9 +51,9 @@ class Running:
         await self.service.close()
 
 
-async def start(root: Path, *, window: int = 32, address: str = "127.0.0.1:0") -> Running:
+async def start(root: Path | Store, *, window: int = 32, address: str = "127.0.0.1:0") -> Running:
     server = Server(token="t")
-    store = Store(root)
+    store = Store(root) if isinstance(root, Path) else root
     service = WeightService(store, window=window, grace_seconds=0)
     service.bind(server)
     port = await server.start(address)
@@ -61,7 +62,7 @@ async def start(root: Path, *, window: int = 32, address: str = "127.0.0.1:0") -
 
 @asynccontextmanager
 async def connected(
-    root: Path, *, window: int = 32
+    root: Path | Store, *, window: int = 32
 ) -> AsyncIterator[tuple[Running, WeightsWriter, WeightsClient]]:
     running = await start(root, window=window)
     async with (
@@ -170,10 +171,10 @@ async def test_a_damaged_block_at_the_store_is_refused_and_healed_by_a_publish(
     tmp_path: Path,
 ) -> None:
     model = Model(seed=1)
-    async with connected(tmp_path / "s") as (running, writer, client):
+    async with connected(tmp_path / "s") as (_, writer, client):
         await publish(writer, model, 1)
         victim = (await client.plan("run"))[0].blocks[0].sha256
-        running.store.blocks.path(victim).write_bytes(b"flipped")
+        Blocks(tmp_path / "s" / "blocks").path(victim).write_bytes(b"flipped")
         with pytest.raises((Damaged, Incomplete)):
             await client.pull("run", tmp_path / "b")
         assert not Bundle(tmp_path / "b").complete
@@ -188,8 +189,10 @@ async def test_a_full_disk_is_waited_out(tmp_path: Path) -> None:
         await publish(writer, model, 1)
         model.change(seed=5)
         manifest, blocks = model.delta(version(1))
-        whole = running.store.blocks._disk
-        running.store.blocks._disk = FaultyDisk(0, full=True)
+        blocks_here = running.store.blocks
+        assert isinstance(blocks_here, Blocks)
+        whole = blocks_here._disk
+        blocks_here._disk = FaultyDisk(0, full=True)
         with pytest.raises(StoreFailed, match="No space left"):
             await writer.publish(manifest, blocks, version(0), patience_seconds=0.3)
         assert (await client.describe("run")).head == (await client.describe("run")).versions[0]
@@ -197,7 +200,7 @@ async def test_a_full_disk_is_waited_out(tmp_path: Path) -> None:
             writer.publish(manifest, blocks, version(0), patience_seconds=PATIENCE)
         )
         await asyncio.sleep(0.2)
-        running.store.blocks._disk = whole
+        blocks_here._disk = whole
         assert (await asyncio.wait_for(going_on, PATIENCE)).version == version(1)
 
 

@@ -6,10 +6,9 @@ a manifest is complete. Engines and weight-sync agree on nothing but this folder
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-from rose_core.delta import BlockEntry, Changes, DeltaError, Manifest, check_block
+from rose_core.delta import BlockEntry, DeltaError, Manifest, check_block
 from rose_weights.disk import Disk
 from rose_weights.errors import Damaged
 
@@ -59,17 +58,7 @@ class Bundle:
             raise Damaged(message) from error
         return data
 
-    def changes(self) -> Iterator[tuple[BlockEntry, Changes]]:
-        """Every block, checked and decoded.
-
-        Raises:
-            Damaged: a block is missing or damaged.
-        """
-        manifest = self.manifest()
-        for block in manifest.blocks:
-            yield block, manifest.read(block, self.read(block))
-
-    def put(self, name: bytes, data: bytes) -> None:
+    def put(self, name: bytes, data: bytes | memoryview) -> None:
         """Write one block.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Reads Hugging Face checkpoints (safetensors) as bit patterns, without torch.
+"""Reads and writes Hugging Face checkpoints (safetensors) as bit patterns, without torch.
 
 The format is eight bytes of header length, a JSON header, then the tensors; files are mapped, so
 only what is touched is read. Pickled checkpoints are refused: nothing here executes a file.
@@ -10,8 +10,9 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -57,19 +58,57 @@ class Checkpoint:
 
 
 def _read(path: Path) -> Iterator[tuple[str, tuple[str, tuple[int, ...], Bits]]]:
+    header, body = read_header(path)
     try:
-        with path.open("rb") as file:
-            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        (length,) = _LENGTH.unpack_from(data)
-        start = _LENGTH.size + length
-        header = json.loads(bytes(data[_LENGTH.size : start]))
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
             first, last = entry["data_offsets"]
             kind, shape = number_format(entry["dtype"]), tuple(entry["shape"])
-            bits = np.frombuffer(data[start + first : start + last], kind.unsigned)
+            bits = np.frombuffer(body[first:last], kind.unsigned)
             yield name, (entry["dtype"], shape, bits.reshape(math.prod(shape)))
-    except (OSError, ValueError, KeyError, TypeError, struct.error, ManifestError) as error:
+    except (ValueError, KeyError, TypeError, ManifestError) as error:
         message = f"{path} is no safetensors file: {error}"
         raise Damaged(message) from error
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], memoryview]:
+    """The JSON header of a safetensors file and its data, mapped.
+
+    Raises:
+        Damaged: it is no such file.
+    """
+    try:
+        with path.open("rb") as file:
+            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        (length,) = _LENGTH.unpack_from(data)
+        start = _LENGTH.size + length
+        header: dict[str, Any] = dict(json.loads(bytes(data[_LENGTH.size : start])))
+    except (OSError, ValueError, TypeError, struct.error) as error:
+        message = f"{path} is no safetensors file: {error}"
+        raise Damaged(message) from error
+    return header, data[start:]
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, tuple[str, tuple[int, ...], Bits]],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write tensors (element type, shape, bits) to one file.
+
+    Raises:
+        OSError: the disk is full or broken.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, (dtype, shape, bits) in tensors.items():
+        end = offset + bits.nbytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(_LENGTH.pack(len(text)) + text)
+        for _, _, bits in tensors.values():
+            file.write(np.ascontiguousarray(bits).data)

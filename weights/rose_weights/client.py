@@ -16,11 +16,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rose_core.delta import BlockEntry, DeltaError, Manifest
+import grpc
+
+from rose_core.delta import BlockEntry, DeltaError, Manifest, faults
+from rose_core.delta.codec import SELF_CONTAINED
 from rose_core.identity import WeightVersion
 from rose_weights.bundle import Bundle
 from rose_weights.errors import Damaged, WeightsError, from_text
 from rose_weights.messages import (
+    AttestedReply,
+    AttestedRequest,
+    AwaitReply,
+    AwaitRequest,
     DescribeRequest,
     Description,
     FetchRequest,
@@ -29,7 +36,8 @@ from rose_weights.messages import (
     VersionInfo,
     WatchRequest,
 )
-from rose_weights.service import DESCRIBE, FETCH, PLAN, WATCH
+from rose_weights.pieces import Unpacker
+from rose_weights.service import ATTESTED, AWAIT, DESCRIBE, FETCH, PLAN, WATCH
 from rose_wire import rpc
 from rose_wire.errors import Refused, Unavailable
 
@@ -61,13 +69,21 @@ class WeightsClient:
     """Talks to a store or a relay.
 
     Args:
-        address: ``host:port``.
+        address: ``host:port``, or ``tls://host:port`` (``rose_wire.tls``).
         token: bearer token.
+        credentials: instead of those that the address asks for.
         holder: this receiver's name; versions it works with are kept for it.
     """
 
-    def __init__(self, address: str, *, token: str = "", holder: str = "") -> None:
-        self._channel = rpc.connect(address)
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str = "",
+        holder: str = "",
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._channel = rpc.connect(address, credentials=credentials)
         self._token = token
         self._holder = holder
 
@@ -121,8 +137,16 @@ class WeightsClient:
         have: WeightVersion | None = None,
         digest: str = "",
         want: WeightVersion | None = None,
+        codecs: Sequence[int] = SELF_CONTAINED,
     ) -> tuple[Manifest, int]:
         """One manifest from what the receiver holds to what it wants (None = the head).
+
+        Args:
+            run: the run.
+            have: version the receiver's label names.
+            digest: digest of what it really holds.
+            want: None = the head.
+            codecs: block codecs the receiver can read.
 
         Returns:
             The manifest, and how many published ones went into it (0 = it is there already).
@@ -132,7 +156,7 @@ class WeightsClient:
             Damaged: the answer is no manifest.
             Unavailable: the store does not answer.
         """
-        request = PlanRequest(run, have, digest, want, self._holder)
+        request = PlanRequest(run, have, digest, want, self._holder, tuple(map(int, codecs)))
         with understanding():
             reply: PlanReply = await rpc.call(
                 self._channel, PLAN, request, timeout=PLAN_SECONDS, token=self._token
@@ -151,6 +175,7 @@ class WeightsClient:
         have: WeightVersion | None = None,
         digest: str = "",
         want: WeightVersion | None = None,
+        codecs: Sequence[int] = SELF_CONTAINED,
     ) -> Manifest:
         """Bring a bundle into a folder.
 
@@ -160,6 +185,7 @@ class WeightsClient:
             have: version the receiver's label names.
             digest: digest of what it really holds; empty brings the full state.
             want: None = the head.
+            codecs: block codecs the receiver can read.
 
         Returns:
             The manifest; without blocks when the receiver is there already.
@@ -169,11 +195,57 @@ class WeightsClient:
             Unavailable: the store went away; call again.
             OSError: the folder's disk is full or broken.
         """
-        manifest, _ = await self.plan(run, have=have, digest=digest, want=want)
+        manifest, _ = await self.plan(run, have=have, digest=digest, want=want, codecs=codecs)
+        faults.at("sync.planned")
         bundle = Bundle(folder)
         await self.fetch(manifest, bundle)
+        faults.at("sync.fetched")
         await asyncio.to_thread(bundle.finish, manifest)
+        faults.at("sync.bundle")
         return manifest
+
+    async def attested(self, version: WeightVersion, digest: str) -> bool:
+        """Tell the store what this receiver serves.
+
+        Returns:
+            Whether the store knows such a version with that digest.
+
+        Raises:
+            UnknownRun: no such run.
+            Unavailable: the store does not answer.
+        """
+        with understanding():
+            reply: AttestedReply = await rpc.call(
+                self._channel,
+                ATTESTED,
+                AttestedRequest(self._holder, version, digest),
+                timeout=ANSWER_SECONDS,
+                token=self._token,
+            )
+        return reply.known
+
+    async def reached(self, version: WeightVersion, quorum: float, seconds: float) -> AwaitReply:
+        """Wait until enough receivers serve a version or a later one.
+
+        Args:
+            version: the version.
+            quorum: an integer = that many; a fraction up to 1 = that share of those that report.
+            seconds: for how long; the answer says whether it was met.
+
+        Raises:
+            Unavailable: the store does not answer.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while True:
+            left = max(deadline - loop.time(), 0.0)
+            request = AwaitRequest(version, quorum, min(left, ANSWER_SECONDS / 2))
+            with understanding():
+                reply: AwaitReply = await rpc.call(
+                    self._channel, AWAIT, request, timeout=ANSWER_SECONDS, token=self._token
+                )
+            if reply.met or loop.time() >= deadline:
+                return reply
 
     async def fetch(self, manifest: Manifest, bundle: Bundle) -> None:
         """Bring the manifest's blocks that the bundle lacks.
@@ -183,41 +255,45 @@ class WeightsClient:
             Unavailable: the store went away three times without a block between.
         """
         absent = deque(await asyncio.to_thread(bundle.absent, manifest))
-        failures = 0
+        failures, check = 0, False
         while absent:
             before = len(absent)
             try:
-                await self._fetch_batch(_batch(absent), absent, bundle)
+                await self._fetch_batch(_batch(absent), absent, bundle, check)
             except (Unavailable, WeightsError) as error:
                 failures = 1 if len(absent) < before else failures + 1
+                check = check or isinstance(error, Damaged)
                 if failures >= ATTEMPTS:
                     raise
                 LOG.warning("fetch of %s broke, asking again: %s", manifest.target, error)
                 await asyncio.sleep(0.2 * failures)
 
     async def _fetch_batch(
-        self, batch: Sequence[BlockEntry], absent: deque[BlockEntry], bundle: Bundle
+        self, batch: Sequence[BlockEntry], absent: deque[BlockEntry], bundle: Bundle, check: bool
     ) -> None:
         """Bring the first blocks of ``absent``; those that arrived are taken off it."""
-        waiting = bytearray()
-        request = FetchRequest(tuple(block.sha256 for block in batch))
-        left = len(batch)
-        with understanding():
-            async for piece in rpc.receive(self._channel, FETCH, request, token=self._token):
-                waiting += piece
-                ready: list[tuple[bytes, bytes]] = []
-                size = 0
-                while left > len(ready) and len(waiting) - size >= absent[len(ready)].size:
-                    block = absent[len(ready)]
-                    ready.append((block.sha256, bytes(waiting[size : size + block.size])))
-                    size += block.size
-                del waiting[:size]
-                for name, data in ready:
-                    await asyncio.to_thread(bundle.put, name, data)
-                    absent.popleft()
-                    left -= 1
-        if left:
-            message = f"the store ended a fetch {len(waiting)} bytes into a block"
+        request = FetchRequest(tuple(block.sha256 for block in batch), check)
+        unpacker = Unpacker([block.size for block in batch])
+        writing: asyncio.Task[None] | None = None
+
+        async def write(blocks: Sequence[memoryview]) -> None:
+            for data in blocks:
+                await asyncio.to_thread(bundle.put, absent[0].sha256, data)
+                faults.at("sync.block")
+                absent.popleft()
+
+        try:
+            with understanding():
+                async for piece in rpc.receive(self._channel, FETCH, request, token=self._token):
+                    ready = unpacker.feed(piece)
+                    if writing is not None:  # what came before is written while this one came
+                        await writing
+                    writing = asyncio.create_task(write(ready))
+        finally:
+            if writing is not None:
+                await writing
+        if unpacker.left:
+            message = f"the store ended a fetch {unpacker.begun_bytes} bytes into a block"
             raise Damaged(message)
 
 

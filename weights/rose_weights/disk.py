@@ -15,7 +15,7 @@ from pathlib import Path
 class Disk:
     """Durable writes. The order of calls is the order in which data survives."""
 
-    def write(self, path: Path, data: bytes, *, durable: bool) -> None:
+    def write(self, path: Path, data: bytes | memoryview, *, durable: bool) -> None:
         """Replace a file in one step; with ``durable`` it survives a power loss from here on.
 
         Raises:

@@ -8,6 +8,7 @@ WeightsError
 ├── Incomplete        a manifest lists blocks the store does not have; send them and try again
 ├── BadManifest       a manifest the store does not accept
 ├── StoreFailed       the store's disk is full or broken; the head has not moved
+├── Forbidden         the caller's certificate does not allow it
 └── Damaged           bytes on disk or from the wire are not what their name says
 """
 
@@ -54,6 +55,10 @@ class StoreFailed(WeightsError):
     """The store's disk is full or broken; the head has not moved."""
 
 
+class Forbidden(WeightsError):
+    """The caller's certificate does not allow it; whoever runs the store says who may."""
+
+
 class Damaged(WeightsError):
     """Bytes on disk or from the wire are not what their name says."""
 
@@ -68,6 +73,7 @@ _BY_WORD: dict[str, type[WeightsError]] = {
         Incomplete,
         BadManifest,
         StoreFailed,
+        Forbidden,
         Damaged,
     )
 }

@@ -14,25 +14,29 @@ from rose_core.delta import (
     Digest,
     DigestMismatch,
     Manifest,
+    check_block,
     digest_change,
     digest_tile,
     total,
 )
 from rose_core.delta.bits import Bits
+from rose_core.delta.codec import SELF_CONTAINED
 from rose_weights.bundle import MANIFEST, Bundle
 from rose_weights.checkpoint import Checkpoint
 from rose_weights.errors import Damaged, WeightsError
+from rose_weights.opening import open_store
 from rose_weights.store import Store
 
 
-def inspect(path: Path, run: str = "") -> str:
+def inspect(where: str | Path, run: str = "") -> str:
     """A store's runs and versions, or one bundle or manifest.
 
     Raises:
         Damaged: nothing of the kind is there.
     """
-    if (path / "runs").is_dir():
-        return "".join(_run_lines(Store(path), run))
+    if (store := _store(where)) is not None:
+        return "".join(_run_lines(store, run))
+    path = Path(where)
     if (path / MANIFEST).is_file():
         return "".join(_manifest_lines(Bundle(path).manifest()))
     if path.is_file():
@@ -45,15 +49,15 @@ def inspect(path: Path, run: str = "") -> str:
     raise Damaged(message)
 
 
-def verify(path: Path, base: Path | None = None) -> tuple[str, bool]:
+def verify(where: str | Path, base: Path | None = None) -> tuple[str, bool]:
     """Check every block, and a bundle's digests against a checkpoint.
 
     Returns:
         The text and whether all is well.
     """
-    if (path / "runs").is_dir():
-        return _verify_store(Store(path))
-    bundle = Bundle(path)
+    if (store := _store(where)) is not None:
+        return _verify_store(store)
+    bundle = Bundle(Path(where))
     manifest = bundle.manifest()
     lines, good = _verify_blocks(manifest, bundle.read)
     if base is not None and good:
@@ -63,6 +67,13 @@ def verify(path: Path, base: Path | None = None) -> tuple[str, bool]:
         except (WeightsError, DeltaError) as error:
             lines, good = lines + f"{manifest.target}: {error}\n", False
     return lines, good
+
+
+def _store(where: str | Path) -> Store | None:
+    """The store at a place, None when it is something else."""
+    if "://" in str(where) or (Path(where) / "runs").is_dir():
+        return open_store(str(where))
+    return None
 
 
 def diff(old: Path, new: Path) -> str:
@@ -108,7 +119,7 @@ def apply_to(checkpoint: Checkpoint, bundle: Bundle) -> Digest:
             found = digest_tile(tensor.name, flat, tensor.tiling, tile)
             place = tensor.first_tile + tile
             block = blocks.get((number, tile))
-            whole = block is not None and block.codec != Codec.STEPS
+            whole = block is not None and block.codec in {Codec.RAW, Codec.PLANES}
             if manifest.base is not None and found != manifest.base_tile_digests[place]:
                 message = f"tile {tile} of {tensor.name} is not what base {manifest.base} had"
                 raise DigestMismatch(message)
@@ -124,7 +135,8 @@ def _after(
     manifest: Manifest, block: BlockEntry, bundle: Bundle, flat: Bits, before: Digest | None
 ) -> Digest:
     tensor = manifest.tensors[block.tensor]
-    changes = manifest.read(block, bundle.read(block))
+    base = tensor.tiling.cut(flat, block.tile) if block.codec == Codec.RICE else None
+    changes = manifest.read(block, bundle.read(block), base)
     where = manifest.positions(block, changes)
     old = flat[where]
     new = changes.resolve(old, tensor.kind)
@@ -169,9 +181,9 @@ def _verify_store(store: Store) -> tuple[str, bool]:
     text, good = "", True
     for run in store.runs():
         for kept in store.state(run).versions:
-            manifest = store.manifest(kept)
-            more, fine = _verify_blocks(manifest, lambda block: store.blocks.get(block.sha256))
-            text, good = text + more, good and fine
+            for manifest in store.manifests(kept):
+                more, fine = _verify_blocks(manifest, lambda block: store.blocks.get(block.sha256))
+                text, good = text + more, good and fine
     return text, good
 
 
@@ -179,7 +191,11 @@ def _verify_blocks(manifest: Manifest, read: Callable[[BlockEntry], bytes]) -> t
     bad = []
     for block in manifest.blocks:
         try:
-            manifest.read(block, read(block))
+            data = read(block)
+            if block.codec in SELF_CONTAINED:  # the rest says nothing without its base
+                manifest.read(block, data)
+            else:
+                check_block(data, block.sha256)
         except (WeightsError, DeltaError) as error:
             bad.append(f"  {manifest.tensors[block.tensor].name} tile {block.tile}: {error}\n")
     word = "damaged" if bad else "good"

@@ -1,4 +1,4 @@
-"""``rose weights serve|relay|inspect|verify|diff``: the weight store, and looking into it."""
+"""``rose weights VERB``: the weight store and relay, looking into it, files to and from it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from rose_core.delta import DeltaError
-from rose_weights import looking, metrics
+from rose_weights import importing, looking, metrics
+from rose_weights.access import Access
 from rose_weights.blocks import Blocks
+from rose_weights.deltadirs import CHECKSUMS
 from rose_weights.errors import WeightsError
+from rose_weights.opening import open_store
 from rose_weights.relay import KEEP_BYTES, Relay
 from rose_weights.retention import WINDOW
 from rose_weights.service import WeightService
-from rose_weights.store import Store
-from rose_wire import observability, rpc
+from rose_wire import faults, flags, memory, observability, rpc, tls
 from rose_wire.errors import WireError
 from rose_wire.rpc import Server
 
 LOG = logging.getLogger(__name__)
+
+KEPT_BYTES = 64 << 20
+"""Freed memory that a store or relay keeps for the next blocks."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,31 +35,66 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="rose weights", description="The weight store.")
     verbs = top.add_subparsers(dest="verb", required=True)
     serve = verbs.add_parser("serve", help="serve a store over gRPC")
-    serve.add_argument("--root", type=Path, required=True, help="folder of the store")
+    serve.add_argument("--root", required=True, help="folder of the store, or s3://bucket/prefix")
     serve.add_argument("--address", default="0.0.0.0:7446", help="host:port to listen on")
-    serve.add_argument("--http-port", type=int, default=9105, help="metrics and health; 0 = any")
+    serve.add_argument(
+        "--http-port", type=flags.port, default=9105, help="metrics and health; 0 = any"
+    )
     serve.add_argument("--token-file", type=Path, help="bearer token every caller must show")
+    tls.add_flag(serve)
+    tls.add_clients_flag(serve)
+    serve.add_argument("--access", type=Path, help="JSON: certificate name -> runs it may use")
     serve.add_argument("--window", type=int, default=WINDOW, help="versions kept behind the head")
-    serve.add_argument("--log-level", default="INFO")
+    flags.add_log_level(serve)
     relay = verbs.add_parser("relay", help="serve another store's blocks to this cluster")
     relay.add_argument("--upstream", required=True, help="host:port of the store")
     relay.add_argument("--upstream-token-file", type=Path, help="bearer token of the store")
     relay.add_argument("--root", type=Path, required=True, help="folder of the kept blocks")
+    tls.add_flag(relay)
+    tls.add_clients_flag(relay)
+    relay.add_argument("--access", type=Path, help="JSON: certificate name -> runs it may read")
     relay.add_argument("--keep-bytes", type=int, default=KEEP_BYTES, help="what it may hold")
     relay.add_argument("--address", default="0.0.0.0:7446", help="host:port to listen on")
-    relay.add_argument("--http-port", type=int, default=9105, help="metrics and health; 0 = any")
+    relay.add_argument(
+        "--http-port", type=flags.port, default=9105, help="metrics and health; 0 = any"
+    )
     relay.add_argument("--token-file", type=Path, help="bearer token every caller must show")
-    relay.add_argument("--log-level", default="INFO")
+    flags.add_log_level(relay)
     inspect = verbs.add_parser("inspect", help="show a store, a bundle or a manifest")
-    inspect.add_argument("path", type=Path)
+    inspect.add_argument("path", help="folder, file, or s3://bucket/prefix")
     inspect.add_argument("--run", default="", help="of a store: only this run")
     verify = verbs.add_parser("verify", help="check every block and digest of a store or bundle")
-    verify.add_argument("path", type=Path)
+    verify.add_argument("path", help="folder, or s3://bucket/prefix")
     verify.add_argument("--base", type=Path, help="checkpoint to apply a bundle to")
     diff = verbs.add_parser("diff", help="compare two Hugging Face checkpoints bit by bit")
     diff.add_argument("old", type=Path)
     diff.add_argument("new", type=Path)
+    verbs.add_parser("torture", help="fail every process at every step; rose weights torture -h")
+    _import_parser(verbs.add_parser("import", help="publish checkpoints and delta directories"))
+    _export_parser(verbs.add_parser("export", help="write a bundle as a weight_vNNNNNN directory"))
     return top
+
+
+def _import_parser(parser_: argparse.ArgumentParser) -> None:
+    parser_.description = (
+        "The first path is a Hugging Face checkpoint; the others are checkpoints of the same model "
+        "or weight_vNNNNNN directories of slime and miles, in order."
+    )
+    parser_.add_argument("paths", type=Path, nargs="+")
+    parser_.add_argument("--run", required=True, help="name of the run")
+    goal = parser_.add_mutually_exclusive_group(required=True)
+    goal.add_argument("--store", help="host:port to publish to, every path as a version")
+    goal.add_argument("--out", type=Path, help="folder for one bundle from the first to the last")
+    parser_.add_argument("--token-file", type=Path, help="bearer token of the store")
+
+
+def _export_parser(parser_: argparse.ArgumentParser) -> None:
+    parser_.add_argument("bundle", type=Path)
+    parser_.add_argument("base", type=Path, help="checkpoint the bundle starts from")
+    parser_.add_argument("root", type=Path, help="folder in which weight_vNNNNNN is made")
+    parser_.add_argument("--number", type=int, required=True, help="NNNNNN; the base is one less")
+    parser_.add_argument("--encoding", choices=("xor", "overwrite"), default="xor")
+    parser_.add_argument("--checksum", choices=sorted(CHECKSUMS), default="xxh3-128")
 
 
 def main(argv: list[str]) -> int:
@@ -69,17 +109,59 @@ def main(argv: list[str]) -> int:
             logging.basicConfig(level=arguments.log_level.upper())
             asyncio.run(serve(arguments))
             return 0
-        if arguments.verb == "inspect":
-            text, good = looking.inspect(arguments.path, arguments.run), True
-        elif arguments.verb == "verify":
-            text, good = looking.verify(arguments.path, arguments.base)
-        else:
-            text, good = looking.diff(arguments.old, arguments.new), True
-    except (WeightsError, DeltaError, WireError, OSError) as error:
-        sys.stderr.write(f"rose weights {arguments.verb}: {type(error).__name__}: {error}\n")
+        text, good = _LOOKING[arguments.verb](arguments)
+    except (WeightsError, DeltaError, WireError, OSError, ValueError) as error:
+        kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+        said = flags.complaint(error, argv)
+        sys.stderr.write(f"rose weights {arguments.verb}: {kind}{said}\n")
         return 1
     sys.stdout.write(text)
     return 0 if good else 1
+
+
+def _inspect(arguments: argparse.Namespace) -> tuple[str, bool]:
+    return looking.inspect(arguments.path, arguments.run), True
+
+
+def _verify(arguments: argparse.Namespace) -> tuple[str, bool]:
+    return looking.verify(arguments.path, arguments.base)
+
+
+def _diff(arguments: argparse.Namespace) -> tuple[str, bool]:
+    return looking.diff(arguments.old, arguments.new), True
+
+
+def _import(arguments: argparse.Namespace) -> tuple[str, bool]:
+    if arguments.out is not None:
+        manifest = importing.bundle(arguments.paths, arguments.out, arguments.run)
+        return f"{manifest.target}: {manifest.changes} changes in {arguments.out}\n", True
+    token = _token(arguments.token_file)
+    done = asyncio.run(
+        importing.publish(arguments.paths, arguments.store, arguments.run, token=token)
+    )
+    lines = (f"{one.version}  {one.changes} changes  {one.bytes} bytes\n" for one in done)
+    return "".join(lines), True
+
+
+def _export(arguments: argparse.Namespace) -> tuple[str, bool]:
+    folder = importing.export(
+        arguments.bundle,
+        arguments.base,
+        arguments.root,
+        arguments.number,
+        encoding=arguments.encoding,
+        checksum=arguments.checksum,
+    )
+    return f"{folder}\n", True
+
+
+_LOOKING: dict[str, Callable[[argparse.Namespace], tuple[str, bool]]] = {
+    "inspect": _inspect,
+    "verify": _verify,
+    "diff": _diff,
+    "import": _import,
+    "export": _export,
+}
 
 
 async def serve(arguments: argparse.Namespace) -> None:
@@ -88,7 +170,10 @@ async def serve(arguments: argparse.Namespace) -> None:
     Raises:
         Unavailable: the address cannot be bound.
     """
-    server = Server(token=_token(arguments.token_file))
+    faults.arm()
+    memory.keep_freed(KEPT_BYTES)
+    credentials = tls.server_credentials(arguments.tls_dir, arguments.tls_client_ca)
+    server = Server(token=_token(arguments.token_file), credentials=credentials)
     close = (
         _bind_relay(server, arguments) if arguments.verb == "relay" else _bind(server, arguments)
     )
@@ -112,7 +197,9 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 
 def _bind(server: Server, arguments: argparse.Namespace) -> Callable[[], Awaitable[None]]:
-    service = WeightService(Store(arguments.root), window=arguments.window)
+    service = WeightService(
+        open_store(arguments.root), window=arguments.window, access=Access.load(arguments.access)
+    )
     service.bind(server)
     return service.close
 
@@ -124,6 +211,7 @@ def _bind_relay(server: Server, arguments: argparse.Namespace) -> Callable[[], A
         Blocks(arguments.root / "blocks"),
         token=_token(arguments.upstream_token_file),
         keep_bytes=arguments.keep_bytes,
+        access=Access.load(arguments.access),
     )
     relay.bind(server)
 

@@ -63,6 +63,7 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         digest: digest of the weights it holds, recomputed by it; empty = in full, please.
         want: None = the head.
         holder: name of the receiver; ``have`` and the target are kept for it for a while.
+        codecs: block codecs it can read; who does not say reads the self-contained ones.
     """
 
     run: str
@@ -70,6 +71,7 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: str = ""
     want: WeightVersion | None = None
     holder: str = ""
+    codecs: tuple[int, ...] = (1, 2, 3)
 
 
 class PlanReply(msgspec.Struct, frozen=True):
@@ -84,10 +86,15 @@ class PlanReply(msgspec.Struct, frozen=True):
     merged: int
 
 
-class FetchRequest(msgspec.Struct, frozen=True):
-    """Send these blocks one after the other, as raw bytes in pieces of any size."""
+class FetchRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Send these blocks one after the other, as raw bytes in pieces of any size.
+
+    Attributes:
+        check: one of them came damaged: read every byte again before it is sent.
+    """
 
     names: tuple[bytes, ...]
+    check: bool = False
 
 
 class OpenRequest(msgspec.Struct, frozen=True):
@@ -130,7 +137,74 @@ class CommitRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         expected: the head the publisher believes in.
+        on_base: the same version with blocks coded on their base, for receivers that read them.
     """
 
     manifest: bytes
     expected: WeightVersion | None
+    on_base: bytes = b""
+
+
+class PartRequest(msgspec.Struct, frozen=True):
+    """One rank's part of a version; answered when the parts of all ranks made it the head.
+
+    Attributes:
+        part: encoded ``rose_core.delta.parts.Part``; its blocks are staged already.
+        expected: the head the publisher believes in.
+        seconds: answer by then at the latest.
+    """
+
+    part: bytes
+    expected: WeightVersion | None
+    seconds: float = 10.0
+
+
+class PartReply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What became of the version.
+
+    Attributes:
+        head: the version, once it is the head; None = other parts are missing still, ask again.
+    """
+
+    head: VersionInfo | None = None
+
+
+class AttestedRequest(msgspec.Struct, frozen=True):
+    """A receiver says what it serves, recomputed on its live weights."""
+
+    holder: str
+    version: WeightVersion
+    digest: str
+
+
+class AttestedReply(msgspec.Struct, frozen=True):
+    """Noted, if ``known``: the version is kept and the digest is its digest."""
+
+    known: bool
+
+
+class AwaitRequest(msgspec.Struct, frozen=True):
+    """Answer when enough receivers serve a version or a later one.
+
+    Attributes:
+        quorum: an integer = that many; a fraction up to 1 = that share of those that report.
+        seconds: answer by then at the latest.
+    """
+
+    version: WeightVersion
+    quorum: int | float
+    seconds: float
+
+
+class AwaitReply(msgspec.Struct, frozen=True):
+    """Who serves what.
+
+    Attributes:
+        met: the quorum was reached.
+        serving: receivers that serve the version or a later one.
+        behind: those that report and serve an older one.
+    """
+
+    met: bool
+    serving: tuple[str, ...]
+    behind: tuple[str, ...]

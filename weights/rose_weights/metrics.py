@@ -40,6 +40,11 @@ PLAN_SECONDS = Histogram(
     registry=REGISTRY,
     buckets=(0.001, 0.01, 0.1, 1, 10, 60),
 )
+RELAY_MERGES = Counter(
+    "rose_weights_relay_merges_total",
+    "Plans over several versions that a relay made from deltas it held.",
+    registry=REGISTRY,
+)
 FREED_BYTES = Counter(
     "rose_weights_freed_bytes_total", "Bytes removed by retention.", registry=REGISTRY
 )

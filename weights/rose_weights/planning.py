@@ -8,28 +8,24 @@
 | anything else | the target in full, dense |
 
 A receiver's own digest decides, not its label: an engine whose weights are not what its label says
-gets them in full. Merged manifests are cached; who asks for a merge that is being made waits for
-it, who asks for another one does not.
+gets them in full. A receiver exactly one version behind that can read blocks coded on their base
+gets those where the publisher sent them; whatever must be merged is made of the others.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Collection
 
 import msgspec
 
-from rose_core.delta import BlockEntry, BlockError, Hop, LineageError, Manifest, compose
+from rose_core.delta import Hop, LineageError, Manifest
+from rose_core.delta.codec import SELF_CONTAINED, Codec
 from rose_core.delta.lineage import Way, full_way, way
 from rose_core.identity import WeightVersion
-from rose_weights.errors import Damaged, UnknownVersion
+from rose_weights.errors import UnknownVersion
+from rose_weights.merging import Merger
 from rose_weights.state import Kept, RunState
 from rose_weights.store import Store
-
-CACHED = 64
-
-_Key = tuple[str, ...]
 
 
 class Planner:
@@ -37,9 +33,7 @@ class Planner:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._lock = threading.Lock()
-        self._cache: OrderedDict[_Key, Manifest] = OrderedDict()
-        self._merging: dict[_Key, threading.Lock] = {}
+        self._merger = Merger(store.blocks, store.put_block)
 
     def plan(
         self,
@@ -47,6 +41,7 @@ class Planner:
         have: WeightVersion | None = None,
         digest: str = "",
         want: WeightVersion | None = None,
+        codecs: Collection[int] = SELF_CONTAINED,
     ) -> tuple[Manifest, int]:
         """The manifest that leads from ``have`` to ``want`` (the head when None).
 
@@ -55,6 +50,7 @@ class Planner:
             have: the version the receiver holds, if it knows.
             digest: the digest of what it holds, attested; empty = nothing that counts.
             want: the version it wants.
+            codecs: what the receiver can read.
 
         Returns:
             The manifest and the number of published manifests that went into it.
@@ -70,14 +66,15 @@ class Planner:
             message = f"{want or run + ' without a head'} is not kept; head is {state.head}"
             raise UnknownVersion(message)
         manifest, merged = self._answer(state, recognise(state, have, digest), target)
+        if (manifest.base, merged) == (target.base, 1) and target.on_base and Codec.RICE in codecs:
+            manifest = self._store.on_base(target)
         # Marks them as in use: retention leaves them alone while they are being fetched.
-        self._store.blocks.missing(block.sha256 for block in manifest.blocks)
+        self._store.blocks.mark(block.sha256 for block in manifest.blocks)
         return manifest, merged
 
     def cached_blocks(self) -> set[bytes]:
         """Blocks of cached merges, which retention must spare."""
-        with self._lock:
-            return {block.sha256 for found in self._cache.values() for block in found.blocks}
+        return self._merger.made()
 
     def _answer(self, state: RunState, start: Kept | None, target: Kept) -> tuple[Manifest, int]:
         if start is not None:
@@ -92,43 +89,20 @@ class Planner:
 
     def _along(self, state: RunState, through: Way) -> tuple[Manifest, int]:
         hops = self._hops(state, through)
-        if len(hops) == 1 and not hops[0].back:
-            return hops[0].manifest, 1
-        key = tuple(f"{hop.manifest.name}{hop.back:d}" for hop in hops)
-        with self._lock:
-            merging = self._merging.setdefault(key, threading.Lock())
-        with merging:
-            found = self._merge(key, hops)
-            with self._lock:
-                self._merging.pop(key, None)
-                self._cache[key] = found
-                self._cache.move_to_end(key)
-                while len(self._cache) > CACHED:
-                    self._cache.popitem(last=False)
-        return found, len(hops)
-
-    def _merge(self, key: _Key, hops: list[Hop]) -> Manifest:
-        with self._lock:
-            found = self._cache.get(key)
-        blocks = self._store.blocks
-        if found is not None and not blocks.missing(block.sha256 for block in found.blocks):
-            return found
-        try:
-            return compose(hops, self._read, self._store.put_block)
-        except BlockError as error:
-            raise Damaged(str(error)) from error
+        return self._merger.merged(hops), len(hops)
 
     def _hops(self, state: RunState, through: Way) -> list[Hop]:
-        entry: Callable[[WeightVersion], Manifest] = lambda version: self._store.manifest(  # noqa: E731
-            _kept(state, version)
-        )
-        hops = [Hop(entry(version), back=True) for version in through.back]
+        hops = [Hop(self._listed(state, version), back=True) for version in through.back]
         if through.anchor is not None:
-            hops.append(Hop(entry(through.anchor)))
-        return hops + [Hop(entry(version)) for version in through.forward]
+            hops.append(Hop(self._listed(state, through.anchor)))
+        return hops + [Hop(self._listed(state, version)) for version in through.forward]
 
-    def _read(self, block: BlockEntry) -> bytes:
-        return self._store.blocks.get(block.sha256)
+    def _listed(self, state: RunState, version: WeightVersion) -> Manifest:
+        kept = state.kept(version)
+        if kept is None:
+            message = f"{version} is not kept"
+            raise UnknownVersion(message)
+        return self._store.manifest(kept)
 
 
 def recognise(state: RunState, have: WeightVersion | None, digest: str) -> Kept | None:
@@ -138,14 +112,6 @@ def recognise(state: RunState, have: WeightVersion | None, digest: str) -> Kept 
         return named
     same = [kept for kept in state.versions if digest and kept.digest == digest]
     return same[-1] if same else None
-
-
-def _kept(state: RunState, version: WeightVersion) -> Kept:
-    found = state.kept(version)
-    if found is None:
-        message = f"{version} is not kept"
-        raise UnknownVersion(message)
-    return found
 
 
 def _empty(target: Manifest, base: WeightVersion) -> Manifest:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from rose_core.delta import Manifest
+import grpc
+import msgspec
+
+from rose_core.delta import BlockEntry, Manifest, faults
+from rose_core.delta.parts import Part
 from rose_core.identity import WeightVersion
 from rose_weights.client import understanding
 from rose_weights.errors import Incomplete, StoreFailed, from_text
@@ -22,9 +26,11 @@ from rose_weights.messages import (
     Description,
     MissingRequest,
     OpenRequest,
+    PartReply,
+    PartRequest,
     VersionInfo,
 )
-from rose_weights.service import COMMIT, DESCRIBE, MISSING, OPEN, PUT
+from rose_weights.service import COMMIT, DESCRIBE, MISSING, OPEN, PART, PUT
 from rose_wire import rpc
 from rose_wire.errors import Refused, Unavailable
 
@@ -38,12 +44,19 @@ class WeightsWriter:
     """Publishes one run to a store.
 
     Args:
-        address: ``host:port``.
+        address: ``host:port``, or ``tls://host:port`` (``rose_wire.tls``).
         token: bearer token.
+        credentials: instead of those that the address asks for.
     """
 
-    def __init__(self, address: str, *, token: str = "") -> None:
-        self._channel = rpc.connect(address)
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str = "",
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._channel = rpc.connect(address, credentials=credentials)
         self._token = token
 
     async def __aenter__(self) -> Self:
@@ -95,6 +108,7 @@ class WeightsWriter:
         blocks: Mapping[bytes, bytes],
         expected: WeightVersion | None,
         *,
+        on_base: Manifest | None = None,
         patience_seconds: float = 300.0,
     ) -> VersionInfo:
         """Stage the blocks and make the manifest the head; tries again while it may help.
@@ -103,6 +117,7 @@ class WeightsWriter:
             manifest: the version.
             blocks: name -> bytes of every block it lists.
             expected: the head this publisher believes in.
+            on_base: the same version with blocks coded on their base (``Builder.on_base``).
             patience_seconds: how long to go on while the store is away or full.
 
         Raises:
@@ -110,22 +125,73 @@ class WeightsWriter:
             HeadMoved, BadManifest: the store does not accept it.
             StoreFailed, Unavailable: still so after ``patience_seconds``.
         """
+        listed = (*manifest.blocks, *(on_base.blocks if on_base else ()))
+        smaller = on_base.encode() if on_base else b""
+
+        async def attempt() -> VersionInfo:
+            await self._stage(listed, blocks)
+            faults.at("publisher.staged")
+            return await self._commit(CommitRequest(manifest.encode(), expected, smaller))
+
+        return await self._patiently(attempt, str(manifest.target), patience_seconds)
+
+    async def publish_part(
+        self,
+        part: Part,
+        blocks: Mapping[bytes, bytes],
+        expected: WeightVersion | None,
+        *,
+        patience_seconds: float = 300.0,
+    ) -> VersionInfo:
+        """Stage one rank's blocks and wait until the parts of all ranks made a version.
+
+        Args:
+            part: what this rank owns.
+            blocks: name -> bytes of every block it lists.
+            expected: the head this publisher believes in.
+            patience_seconds: how long to go on while the store or another rank is away.
+
+        Raises:
+            Fenced: another publisher has taken the run over.
+            HeadMoved, BadManifest: the store does not accept it.
+            Incomplete: other ranks' parts did not come in ``patience_seconds``.
+            StoreFailed, Unavailable: still so after ``patience_seconds``.
+        """
+        seconds = min(patience_seconds, ANSWER_SECONDS / 4)
+        request = PartRequest(msgspec.msgpack.encode(part), expected, seconds)
+
+        async def attempt() -> VersionInfo:
+            await self._stage(part.blocks, blocks)
+            faults.at("publisher.staged")
+            with understanding():
+                reply: PartReply = await rpc.call(
+                    self._channel, PART, request, timeout=ANSWER_SECONDS, token=self._token
+                )
+            if reply.head is None:
+                message = f"parts of other ranks of {part.target} have not arrived"
+                raise Incomplete(message)
+            return reply.head
+
+        return await self._patiently(attempt, str(part.target), patience_seconds)
+
+    async def _patiently(
+        self, attempt: Callable[[], Awaitable[VersionInfo]], what: str, patience_seconds: float
+    ) -> VersionInfo:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience_seconds
         pause = 0.1
         while True:
             try:
-                await self._stage(manifest, blocks)
-                return await self._commit(manifest, expected)
+                return await attempt()
             except (Unavailable, StoreFailed, Incomplete) as error:
                 if loop.time() + pause > deadline:
                     raise
-                LOG.warning("publish of %s goes on: %s", manifest.target, error)
+                LOG.warning("publish of %s goes on: %s", what, error)
             await asyncio.sleep(pause)
             pause = min(pause * 2, 5.0)
 
-    async def _stage(self, manifest: Manifest, blocks: Mapping[bytes, bytes]) -> None:
-        names = list(dict.fromkeys(block.sha256 for block in manifest.blocks))
+    async def _stage(self, listed: Iterable[BlockEntry], blocks: Mapping[bytes, bytes]) -> None:
+        names = list(dict.fromkeys(block.sha256 for block in listed))
         wanted: list[bytes] = []
         for start in range(0, len(names), NAMES_PER_CALL):
             request = MissingRequest(tuple(names[start : start + NAMES_PER_CALL]))
@@ -160,12 +226,8 @@ class WeightsWriter:
             message = f"the store took {staged} of {len(blocks)} blocks"
             raise Incomplete(message)
 
-    async def _commit(self, manifest: Manifest, expected: WeightVersion | None) -> VersionInfo:
+    async def _commit(self, request: CommitRequest) -> VersionInfo:
         with understanding():
             return await rpc.call(
-                self._channel,
-                COMMIT,
-                CommitRequest(manifest.encode(), expected),
-                timeout=ANSWER_SECONDS,
-                token=self._token,
+                self._channel, COMMIT, request, timeout=ANSWER_SECONDS, token=self._token
             )

@@ -3,7 +3,8 @@
 A relay answers what receivers ask (describe, watch, plan, fetch) from the store behind it and keeps
 blocks on its own disk. Blocks are named by their content, so nothing it keeps can be out of date.
 Of several receivers that want the same block or the same plan at the same time one asks the store,
-the others wait for it. Publishing is not offered here.
+the others wait for it. Receivers that are several versions behind get one delta merged from what is
+here (``nearby``). Publishing is not offered here.
 
 | block | next | when |
 |---|---|---|
@@ -16,16 +17,19 @@ the others wait for it. Publishing is not offered here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import grpc.aio
 
-from rose_core.delta import DeltaError, Manifest
+from rose_core.delta import DeltaError, Manifest, faults
 from rose_weights import metrics
+from rose_weights.access import Access
 from rose_weights.blocks import Blocks
 from rose_weights.client import ANSWER_SECONDS, ATTEMPTS, PLAN_SECONDS, understanding
 from rose_weights.errors import Damaged, Incomplete, StoreFailed
 from rose_weights.messages import (
+    AttestedReply,
+    AttestedRequest,
     DescribeRequest,
     Description,
     FetchRequest,
@@ -34,17 +38,19 @@ from rose_weights.messages import (
     VersionInfo,
     WatchRequest,
 )
+from rose_weights.nearby import Nearby
+from rose_weights.pieces import AHEAD_BYTES, PIECE_BYTES, Unpacker, pack
 from rose_weights.service import (
+    ATTESTED,
     DESCRIBE,
     FETCH,
-    PIECE_BYTES,
     PLAN,
     WATCH,
     answering,
     refusing,
 )
 from rose_wire import rpc
-from rose_wire.rpc import Server
+from rose_wire.rpc import Server, peer
 
 BATCH_BLOCKS = 64
 """Blocks asked for in one call to the store."""
@@ -63,6 +69,7 @@ class Relay:
         blocks: the folder.
         token: the store's bearer token.
         keep_bytes: what the folder may hold before the longest unused blocks go.
+        access: who may read what; by default everybody everything.
     """
 
     def __init__(
@@ -72,24 +79,32 @@ class Relay:
         *,
         token: str = "",
         keep_bytes: int = KEEP_BYTES,
+        access: Access | None = None,
     ) -> None:
         self._channel = channel
         self._blocks = blocks
         self._token = token
         self._keep = keep_bytes
+        self._access = access or Access()
         self._sizes: dict[bytes, int] = {}
         self._coming: dict[bytes, asyncio.Future[None]] = {}
         self._plans: dict[tuple[object, ...], asyncio.Task[PlanReply]] = {}
+        self._nearby = Nearby(blocks, self._run, self._ask, self._bring_all)
 
     def bind(self, server: Server) -> None:
         """Offer the receivers' methods on a server."""
         server.unary(DESCRIBE, answering(self.describe))
         server.unary(PLAN, answering(self.plan))
+        server.unary(ATTESTED, answering(self.attested))
         server.server_stream(WATCH, self.watch)
         server.server_stream(FETCH, self.fetch)
 
     async def describe(self, request: DescribeRequest) -> Description:
         """What the store says."""
+        self._may_read(request.run or None)
+        return await self._describe(request)
+
+    async def _describe(self, request: DescribeRequest) -> Description:
         with understanding():
             return await rpc.call(
                 self._channel, DESCRIBE, request, timeout=ANSWER_SECONDS, token=self._token
@@ -97,12 +112,23 @@ class Relay:
 
     async def watch(self, request: WatchRequest) -> AsyncIterator[VersionInfo]:
         """What the store says; ends when the store's stream ends."""
+        with refusing():
+            self._may_read(request.run)
         async for head in rpc.receive(self._channel, WATCH, request, token=self._token):
             yield head
 
+    async def attested(self, request: AttestedRequest) -> AttestedReply:
+        """Passed on: the store counts who serves what."""
+        self._may_read(request.version.run)
+        with understanding():
+            return await rpc.call(
+                self._channel, ATTESTED, request, timeout=ANSWER_SECONDS, token=self._token
+            )
+
     async def plan(self, request: PlanRequest) -> PlanReply:
-        """What the store says; receivers that ask the same at the same time share one answer."""
-        key = (request.run, request.have, request.digest, request.want)
+        """One manifest; receivers that ask the same at the same time share one answer."""
+        self._may_read(request.run)
+        key = (request.run, request.have, request.digest, request.want, request.codecs)
         task = self._plans.get(key)
         if task is None:
             task = asyncio.create_task(self._plan(request))
@@ -112,22 +138,23 @@ class Relay:
 
     async def fetch(self, request: FetchRequest) -> AsyncIterator[bytes]:
         """Blocks one after the other; those that are not here come from the store first."""
+        with refusing():
+            self._may_read(None)
         for start in range(0, len(request.names), BATCH_BLOCKS):
             names = request.names[start : start + BATCH_BLOCKS]
-            waiting = bytearray()
             with refusing():
-                await self._bring(names)
-            for name in names:
+                await self._bring(names, check=request.check)
+            for group in self._groups(names):
                 with refusing():
-                    waiting += await self._block(name, names)
-                if len(waiting) >= PIECE_BYTES:
-                    metrics.SENT_BYTES.inc(len(waiting))
-                    yield bytes(waiting)
-                    waiting.clear()
-            if waiting:
-                metrics.SENT_BYTES.inc(len(waiting))
-                yield bytes(waiting)
+                    blocks = await self._read(group, check=request.check)
+                for piece in pack(blocks):
+                    metrics.SENT_BYTES.inc(len(piece))
+                    faults.at("relay.piece")
+                    yield piece
         await asyncio.to_thread(self._blocks.trim, self._keep)
+
+    def _may_read(self, run: str | None) -> None:
+        self._access.check(peer(), "read", run)
 
     def _planned(self, key: tuple[object, ...], task: asyncio.Task[PlanReply]) -> None:
         self._plans.pop(key, None)
@@ -135,6 +162,17 @@ class Relay:
             task.exception()  # seen, also when every receiver has gone meanwhile
 
     async def _plan(self, request: PlanRequest) -> PlanReply:
+        reply, manifest = await self._nearby.plan(request)
+        if len(self._sizes) > MOST_SIZES:
+            self._sizes.clear()
+        self._sizes.update({block.sha256: block.size for block in manifest.blocks})
+        faults.at("relay.plan")
+        return reply
+
+    async def _run(self, run: str) -> Description:
+        return await self._describe(DescribeRequest(run))
+
+    async def _ask(self, request: PlanRequest) -> tuple[PlanReply, Manifest]:
         with understanding():
             reply = await rpc.call(
                 self._channel, PLAN, request, timeout=PLAN_SECONDS, token=self._token
@@ -144,30 +182,47 @@ class Relay:
         except DeltaError as error:
             message = f"the store's plan for {request.run} cannot be read: {error}"
             raise Damaged(message) from error
-        if len(self._sizes) > MOST_SIZES:
-            self._sizes.clear()
         self._sizes.update({block.sha256: block.size for block in manifest.blocks})
-        return reply
+        return reply, manifest
 
-    async def _block(self, name: bytes, batch: Sequence[bytes]) -> bytes:
-        """A block's bytes, brought together with what is missing of its batch."""
-        for _ in range(ATTEMPTS):  # it was damaged on disk, or whoever fetched it failed
+    def _groups(self, names: Sequence[bytes]) -> Iterator[list[bytes]]:
+        """Blocks to be read together."""
+        group: list[bytes] = []
+        size = 0
+        for name in names:
+            group.append(name)
+            size += self._sizes.get(name, PIECE_BYTES)
+            if size >= AHEAD_BYTES:
+                yield group
+                group, size = [], 0
+        if group:
+            yield group
+
+    async def _read(self, names: Sequence[bytes], *, check: bool) -> list[bytes]:
+        """Blocks' bytes, brought (again) where they are not here intact."""
+        for _ in range(ATTEMPTS):  # one was damaged on disk, or whoever fetched it failed
             try:
-                return await asyncio.to_thread(self._blocks.get, name)
+                return await asyncio.to_thread(self._blocks.read, names, check=check)
             except (Incomplete, Damaged):
-                await self._bring(batch)
-        return await asyncio.to_thread(self._blocks.get, name)
+                await self._bring(names, check=check)
+        return await asyncio.to_thread(self._blocks.read, names, check=check)
 
-    async def _bring(self, names: Sequence[bytes]) -> None:
-        absent = await asyncio.to_thread(self._blocks.missing, names)
-        mine = [name for name in dict.fromkeys(absent) if name not in self._coming]
-        others = [self._coming[name] for name in absent if name in self._coming]
+    async def _bring_all(self, names: Sequence[bytes]) -> None:
+        for start in range(0, len(names), BATCH_BLOCKS):
+            await self._bring(names[start : start + BATCH_BLOCKS])
+
+    async def _bring(self, names: Sequence[bytes], *, check: bool = False) -> None:
+        # Claimed before the disk is looked at: what another receiver fetched meanwhile would
+        # otherwise be missed there and cross the boundary again.
+        mine = [name for name in dict.fromkeys(names) if name not in self._coming]
+        others = [self._coming[name] for name in names if name in self._coming]
         loop = asyncio.get_running_loop()
         for name in mine:
             self._coming[name] = loop.create_future()
         try:
-            if mine:
-                await self._fetch(mine)
+            absent = await asyncio.to_thread(self._blocks.missing, mine)
+            if absent:
+                await self._fetch(absent, check)
         finally:
             # Whoever waits looks at the disk again and, where the block is not there, asks itself.
             for name in mine:
@@ -175,31 +230,36 @@ class Relay:
         for future in others:
             await future
 
-    async def _fetch(self, names: Sequence[bytes]) -> None:
+    async def _fetch(self, names: Sequence[bytes], check: bool) -> None:
         known = [name for name in names if name in self._sizes]
-        # Without a size nobody knows where a block ends, so those come one by one.
-        for batch in ([known] if known else []) + [[n] for n in names if n not in self._sizes]:
-            with understanding():
-                await self._fetch_batch(batch)
+        with understanding():
+            if known:
+                await self._fetch_batch(FetchRequest(tuple(known), check))
+            # Without a size nobody knows where a block ends, so those come one by one.
+            for name in names:
+                if name not in self._sizes:
+                    await self._fetch_single(FetchRequest((name,), check))
 
-    async def _fetch_batch(self, names: Sequence[bytes]) -> None:
-        waiting = bytearray()
-        left = list(names)
-        request = FetchRequest(tuple(names))
+    async def _fetch_batch(self, request: FetchRequest) -> None:
+        names = iter(request.names)
+        unpacker = Unpacker([self._sizes[name] for name in request.names])
         async for piece in rpc.receive(self._channel, FETCH, request, token=self._token):
             metrics.RECEIVED_BYTES.inc(len(piece))
-            waiting += piece
-            while left and 0 < self._sizes.get(left[0], 0) <= len(waiting):
-                size = self._sizes[left[0]]
-                await self._keep_block(left.pop(0), bytes(waiting[:size]))
-                del waiting[:size]
-        if len(left) == 1 and left[0] not in self._sizes:
-            await self._keep_block(left.pop(), bytes(waiting))
-        if left:
-            message = f"the store ended a fetch with {len(left)} blocks to come"
+            for data in unpacker.feed(piece):
+                await self._keep_block(next(names), data)
+        if unpacker.left:
+            message = f"the store ended a fetch with {unpacker.left} blocks to come"
             raise Damaged(message)
 
-    async def _keep_block(self, name: bytes, data: bytes) -> None:
+    async def _fetch_single(self, request: FetchRequest) -> None:
+        whole = bytearray()
+        async for piece in rpc.receive(self._channel, FETCH, request, token=self._token):
+            metrics.RECEIVED_BYTES.inc(len(piece))
+            whole += piece
+        await self._keep_block(request.names[0], bytes(whole))
+
+    async def _keep_block(self, name: bytes, data: bytes | memoryview) -> None:
+        faults.at("relay.block")
         try:
             found = await asyncio.to_thread(self._blocks.put, data)
         except OSError as error:

@@ -66,7 +66,8 @@ def sweep(
     for run in store.runs():
         state = store.state(run)
         for kept in state.versions:
-            needed.update(block.sha256 for block in store.manifest(kept).blocks)
+            for manifest in store.manifests(kept):
+                needed.update(block.sha256 for block in manifest.blocks)
     for run in store.runs():
         freed += store.sweep_manifests(run, grace_seconds)
     return freed + store.blocks.sweep(needed, grace_seconds)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from rose_core.delta import Manifest
+from collections.abc import Sequence
+
+import msgspec
+
+from rose_core.delta import Codec, Hop, Manifest
+from rose_core.delta.codec import SELF_CONTAINED
 from rose_core.identity import WeightVersion
 from rose_weights.errors import BadManifest, Fenced, HeadMoved
 from rose_weights.state import Kept, RunState
@@ -33,8 +38,30 @@ def check_commit(manifest: Manifest, state: RunState, expected: WeightVersion | 
         raise BadManifest(message)
 
 
-def summary(manifest: Manifest) -> Kept:
-    """How the state lists a manifest."""
+def check_forms(manifest: Manifest, smaller: Manifest | None) -> None:
+    """Whether a manifest can be merged, and its smaller form makes the same version.
+
+    Raises:
+        BadManifest: it cannot, or they differ in more than how blocks are coded.
+    """
+    if any(block.codec not in SELF_CONTAINED for block in manifest.blocks):
+        message = (
+            f"{manifest.target} lists blocks that cannot be merged without their base; send them "
+            f"beside self-contained ones"
+        )
+        raise BadManifest(message)
+    if smaller is None:
+        return
+    places = [(block.tensor, block.tile, block.changes) for block in manifest.blocks]
+    if [(block.tensor, block.tile, block.changes) for block in smaller.blocks] != places or (
+        msgspec.structs.replace(smaller, blocks=manifest.blocks) != manifest
+    ):
+        message = f"{manifest.target}: its two forms do not make the same version"
+        raise BadManifest(message)
+
+
+def summary(manifest: Manifest, smaller: Manifest | None = None) -> Kept:
+    """How the state lists a manifest, and the same version coded on its base if there is one."""
     return Kept(
         version=manifest.target,
         manifest=manifest.name,
@@ -45,7 +72,27 @@ def summary(manifest: Manifest) -> Kept:
         elements=manifest.elements,
         bytes=manifest.block_bytes,
         full=manifest.base is None and not manifest.bare,
+        on_base="" if smaller is None else smaller.name,
     )
+
+
+def merge_here(hops: Sequence[Hop], absent_bytes: int) -> bool:
+    """Whether a relay merges single deltas itself rather than having their sum sent.
+
+    A sum is never smaller than the largest delta in it by much, so bringing less than that is
+    the cheaper way. A dense block cannot be taken back without its base.
+
+    Args:
+        hops: the single deltas on the way.
+        absent_bytes: bytes of their blocks that the relay would have to bring.
+    """
+    if any(hop.back and _dense(hop.manifest) for hop in hops):
+        return False
+    return absent_bytes <= max(hop.manifest.block_bytes for hop in hops)
+
+
+def _dense(manifest: Manifest) -> bool:
+    return any(block.codec != Codec.STEPS for block in manifest.blocks)
 
 
 def difference(before: Manifest, after: Manifest) -> str:

@@ -9,6 +9,9 @@
 | ``OPEN`` | publisher | a new incarnation; fences the publisher before |
 | ``MISSING``, ``PUT`` | publisher | stage blocks; one raw block per message |
 | ``COMMIT`` | publisher | the manifest becomes the head, by compare-and-swap |
+| ``PART`` | ranks of a sharded publisher | the same, once the parts of all ranks are here |
+| ``ATTESTED`` | receivers | what they serve, recomputed on their live weights |
+| ``AWAIT`` | publisher | enough receivers serve a version |
 
 Errors travel as a word and a text (``errors.as_text``). Files and merges run in threads.
 """
@@ -20,14 +23,21 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
-from rose_core.delta import DeltaError, Manifest
+from rose_core.delta import DeltaError, Manifest, faults
 from rose_weights import metrics, retention
+from rose_weights.access import Access, Right
 from rose_weights.errors import BadManifest, UnknownRun, WeightsError, as_text
+from rose_weights.following import LONGEST_SECONDS, Following
 from rose_weights.leases import Leases
 from rose_weights.messages import (
+    AttestedReply,
+    AttestedRequest,
+    AwaitReply,
+    AwaitRequest,
     CommitRequest,
     DescribeRequest,
     Description,
@@ -35,17 +45,21 @@ from rose_weights.messages import (
     MissingReply,
     MissingRequest,
     OpenRequest,
+    PartReply,
+    PartRequest,
     PlanReply,
     PlanRequest,
     PutReply,
     VersionInfo,
     WatchRequest,
 )
+from rose_weights.parting import Parts, run_of_part
+from rose_weights.pieces import pack, together
 from rose_weights.planning import Planner
 from rose_weights.state import Kept, RunState
 from rose_weights.store import Store
 from rose_wire.errors import Refused
-from rose_wire.rpc import Method, Server
+from rose_wire.rpc import Method, Server, peer
 
 SERVICE = "rose.v1.Weights"
 
@@ -57,9 +71,12 @@ OPEN = Method(SERVICE, "Open", OpenRequest, Description)
 MISSING = Method(SERVICE, "Missing", MissingRequest, MissingReply)
 PUT = Method(SERVICE, "Put", bytes, PutReply)
 COMMIT = Method(SERVICE, "Commit", CommitRequest, VersionInfo)
+PART = Method(SERVICE, "Part", PartRequest, PartReply)
+ATTESTED = Method(SERVICE, "Attested", AttestedRequest, AttestedReply)
+AWAIT = Method(SERVICE, "Await", AwaitRequest, AwaitReply)
 
-PIECE_BYTES = 1 << 20
-"""Raw bytes per message: the best of the sizes tried on loopback."""
+STAGED_AHEAD = 16
+"""Blocks of a publisher that are written at the same time."""
 
 LOG = logging.getLogger(__name__)
 
@@ -73,6 +90,7 @@ class WeightService:
     Args:
         store: where versions are.
         window: versions kept behind the head.
+        access: who may do what; by default everybody everything.
         clock: monotonic seconds.
     """
 
@@ -82,12 +100,16 @@ class WeightService:
         *,
         window: int = retention.WINDOW,
         grace_seconds: float = retention.GRACE_SECONDS,
+        access: Access | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._planner = Planner(store)
+        self._parts = Parts(store)
+        self._following = Following(store, clock)
         self._window = window
         self._grace = grace_seconds
+        self._access = access or Access()
         self._leases = Leases(clock)
         self._moved = asyncio.Event()
         self._tidying: asyncio.Task[None] | None = None
@@ -99,12 +121,16 @@ class WeightService:
         server.unary(OPEN, answering(self.open))
         server.unary(MISSING, answering(self.missing))
         server.unary(COMMIT, answering(self.commit))
+        server.unary(PART, answering(self.part))
+        server.unary(ATTESTED, answering(self.attested))
+        server.unary(AWAIT, answering(self.reached))
         server.server_stream(WATCH, self.watch)
         server.server_stream(FETCH, self.fetch)
         server.bidirectional(PUT, self.put)
 
     async def describe(self, request: DescribeRequest) -> Description:
         """Runs, or one run."""
+        self._may("read", request.run or None)
         if not request.run:
             return Description(runs=tuple(await asyncio.to_thread(self._store.runs)))
         return _description(await asyncio.to_thread(self._store.state, request.run))
@@ -112,6 +138,8 @@ class WeightService:
     async def watch(self, request: WatchRequest) -> AsyncIterator[VersionInfo]:
         """The head now, when there is one, and after every publish; ends with the stream."""
         shown: VersionInfo | None = None
+        with refusing():
+            self._may("read", request.run)
         while True:
             moved = self._moved  # taken before reading, so that no publish is missed
             with refusing():
@@ -123,32 +151,56 @@ class WeightService:
 
     async def plan(self, request: PlanRequest) -> PlanReply:
         """One manifest from what the receiver holds to what it wants."""
+        self._may("read", request.run)
         began = time.monotonic()
         manifest, merged = await asyncio.to_thread(
-            self._planner.plan, request.run, request.have, request.digest, request.want
+            self._planner.plan,
+            request.run,
+            request.have,
+            request.digest,
+            request.want,
+            request.codecs,
         )
         if request.holder:
             self._leases.take(request.holder, request.run, (manifest.base, manifest.target))
         metrics.PLANS.labels(request.run, _kind(manifest, merged)).inc()
         metrics.PLAN_SECONDS.observe(time.monotonic() - began)
+        faults.at("store.plan")
         return PlanReply(manifest.encode(), merged)
 
     async def fetch(self, request: FetchRequest) -> AsyncIterator[bytes]:
-        """Blocks one after the other, packed into pieces of about ``PIECE_BYTES``."""
-        waiting = bytearray()
-        for name in request.names:
-            with refusing():
-                waiting += await asyncio.to_thread(self._store.blocks.get, name)
-            while len(waiting) >= PIECE_BYTES:
-                metrics.SENT_BYTES.inc(PIECE_BYTES)
-                yield bytes(waiting[:PIECE_BYTES])
-                del waiting[:PIECE_BYTES]
-        if waiting:
-            metrics.SENT_BYTES.inc(len(waiting))
-            yield bytes(waiting)
+        """Blocks one after the other, in pieces."""
+        with refusing():
+            self._may("read", None)
+        # While some blocks are on the wire the next ones are read.
+        waiting = deque(request.names)
+        sent_bytes = sent_blocks = 0
+        coming: asyncio.Task[list[bytes]] | None = None
+        try:
+            while waiting or coming is not None:
+                with refusing():
+                    blocks = await coming if coming is not None else []
+                sent_bytes, sent_blocks = (
+                    sent_bytes + sum(map(len, blocks)),
+                    sent_blocks + len(blocks),
+                )
+                count = min(together(sent_bytes, sent_blocks), len(waiting))
+                names = [waiting.popleft() for _ in range(count)]
+                coming = asyncio.create_task(self._read(names, request.check)) if names else None
+                for piece in pack(blocks):
+                    metrics.SENT_BYTES.inc(len(piece))
+                    faults.at("store.piece")
+                    yield piece
+        finally:
+            if coming is not None:  # the receiver hung up
+                coming.cancel()
+
+    async def _read(self, names: Sequence[bytes], check: bool) -> list[bytes]:
+        return await asyncio.to_thread(self._store.blocks.read, names, check=check)
 
     async def open(self, request: OpenRequest) -> Description:
         """A new incarnation for this publisher."""
+        self._may("publish", request.run)
         state = await asyncio.to_thread(
             self._store.open_incarnation, request.run, request.publisher
         )
@@ -157,35 +209,90 @@ class WeightService:
 
     async def missing(self, request: MissingRequest) -> MissingReply:
         """Blocks the publisher has to send."""
+        self._may("publish", None)
         found = await asyncio.to_thread(self._store.blocks.missing, request.names)
         return MissingReply(tuple(found))
 
     async def put(self, blocks: AsyncIterator[bytes]) -> AsyncIterator[PutReply]:
-        """Stage blocks; one answer each."""
-        async for block in blocks:
-            try:
-                name = await asyncio.to_thread(self._store.put_block, block)
-            except WeightsError as error:
-                metrics.REFUSALS.labels(error.word).inc()
-                yield PutReply(error=as_text(error))
-                continue
-            metrics.RECEIVED_BYTES.inc(len(block))
-            yield PutReply(name)
+        """Stage blocks; one answer each, in order."""
+        # Read ahead of the answers: where a block goes may be far away.
+        staging: asyncio.Queue[asyncio.Task[PutReply] | None] = asyncio.Queue(STAGED_AHEAD)
+
+        async def take() -> None:
+            async for block in blocks:
+                await staging.put(asyncio.create_task(self._stage(block)))
+            await staging.put(None)
+
+        taking = asyncio.create_task(take())
+        try:
+            while (task := await staging.get()) is not None:
+                yield await task
+        finally:
+            taking.cancel()
+
+    async def _stage(self, block: bytes) -> PutReply:
+        try:
+            self._may("publish", None)
+            name = await asyncio.to_thread(self._store.put_block, block)
+        except WeightsError as error:
+            metrics.REFUSALS.labels(error.word).inc()
+            return PutReply(error=as_text(error))
+        metrics.RECEIVED_BYTES.inc(len(block))
+        return PutReply(name)
 
     async def commit(self, request: CommitRequest) -> VersionInfo:
         """Move the head."""
         run = _run_of(request.manifest)
+        self._may("publish", run)
         try:
-            state = await asyncio.to_thread(self._store.commit, request.manifest, request.expected)
+            state = await asyncio.to_thread(
+                self._store.commit, request.manifest, request.expected, request.on_base
+            )
         except WeightsError as error:
             metrics.COMMITS.labels(run, error.word).inc()
             raise
+        return self._published(state)
+
+    async def part(self, request: PartRequest) -> PartReply:
+        """One rank's part; answered when the version is the head, or when time is up."""
+        self._may("publish", run_of_part(request.part))
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + min(request.seconds, LONGEST_SECONDS)
+        while True:
+            moved = self._moved
+            outcome = await asyncio.to_thread(self._parts.add, request.part, request.expected)
+            left = deadline - loop.time()
+            if outcome is not None:
+                if outcome.by_this:
+                    self._published(outcome.state)
+                return PartReply(_info(outcome.kept))
+            if left <= 0:
+                return PartReply()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await moved.wait()
+
+    async def attested(self, request: AttestedRequest) -> AttestedReply:
+        """What a receiver serves, by its own attestation."""
+        self._may("read", request.version.run)
+        return await self._following.attested(request)
+
+    async def reached(self, request: AwaitRequest) -> AwaitReply:
+        """Answered when enough receivers serve a version, or when time is up."""
+        self._may("read", request.version.run)
+        return await self._following.reached(request)
+
+    def _may(self, right: Right, run: str | None) -> None:
+        self._access.check(peer(), right, run)
+
+    def _published(self, state: RunState) -> VersionInfo:
+        """A version is the head: tell who watches, and tidy up behind it."""
         kept = state.versions[-1]
         _measure(state, kept)
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
         if self._tidying is None or self._tidying.done():
-            self._tidying = asyncio.create_task(self._tidy(run))
+            self._tidying = asyncio.create_task(self._tidy(state.run))
         return _info(kept)
 
     async def close(self) -> None:

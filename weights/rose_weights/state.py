@@ -1,7 +1,8 @@
 """What a store knows about a run: one small file that is replaced in one step.
 
-``runs/<run>/state.json`` is the truth: a version exists when it is listed there. The file is
-replaced under a lock, so a compare-and-swap of the head is: lock, read, compare, replace, unlock.
+``runs/<run>/state.json`` is the truth: a version exists when it is listed there. A ``places.Place``
+replaces it in one step and only if it is still what was read, which makes a change of the head a
+compare-and-swap.
 
 States of a version and what moves it on:
 
@@ -19,15 +20,9 @@ commits again.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-from collections.abc import Iterator
-from pathlib import Path
-
 import msgspec
 
 from rose_core.identity import WeightVersion
-from rose_weights.disk import Disk
 from rose_weights.errors import Damaged
 
 
@@ -42,6 +37,7 @@ class Kept(msgspec.Struct, frozen=True):
         changes, elements: elements changed, and all there are.
         bytes: size of all blocks.
         full: the manifest is full, with blocks.
+        on_base: content address of the same delta with blocks coded on their base; may be empty.
     """
 
     version: WeightVersion
@@ -53,6 +49,7 @@ class Kept(msgspec.Struct, frozen=True):
     elements: int = 0
     bytes: int = 0
     full: bool = False
+    on_base: str = ""
 
 
 class RunState(msgspec.Struct, frozen=True):
@@ -77,39 +74,23 @@ class RunState(msgspec.Struct, frozen=True):
         return next((kept for kept in self.versions if kept.version == version), None)
 
 
-class StateFile:
-    """One run's state on disk."""
+def encode(state: RunState) -> bytes:
+    """A state as it is kept."""
+    return msgspec.json.encode(state)
 
-    def __init__(self, folder: Path, run: str, disk: Disk) -> None:
-        self._folder = folder
-        self._path = folder / "state.json"
-        self._run = run
-        self._disk = disk
 
-    def read(self) -> RunState | None:
-        """The run's state, None when the run is unknown.
+def decode(data: bytes, where: str) -> RunState:
+    """What ``encode`` wrote.
 
-        Raises:
-            Damaged: the file is not a state.
-        """
-        try:
-            data = self._path.read_bytes()
-        except FileNotFoundError:
-            return None
-        try:
-            return msgspec.json.decode(data, type=RunState)
-        except msgspec.MsgspecError as error:
-            message = f"{self._path} is damaged: {error}; restore it from a backup"
-            raise Damaged(message) from error
+    Args:
+        data: the bytes.
+        where: they were, for people.
 
-    def replace(self, state: RunState) -> None:
-        """Make a state the truth; call inside ``locked``."""
-        self._disk.write(self._path, msgspec.json.encode(state), durable=True)
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[RunState]:
-        """Hold the run's lock (also against other processes); yields the state or an empty one."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield self.read() or RunState(self._run)
+    Raises:
+        Damaged: it is something else.
+    """
+    try:
+        return msgspec.json.decode(data, type=RunState)
+    except msgspec.MsgspecError as error:
+        message = f"{where} is damaged: {error}; restore it from a backup"
+        raise Damaged(message) from error

@@ -1,9 +1,10 @@
-"""The version store: what has been published, in a local folder.
+"""The version store: what has been published, in a folder or a bucket.
 
 Order of durability: blocks, then manifest, then the run's state with the new head. A version is
 there when it is listed in the state and not before (``state`` has the table), so a crash anywhere
 leaves the version before it. The head moves by compare-and-swap and only for the incarnation that
-holds the fence. Blocking; the service calls it in threads.
+holds the fence. Blocking; the service calls it in threads. Where things are kept and how a state is
+replaced is the ``places.Place``'s business.
 
 Next step: ``planning`` answers "from what I have to what I want", ``retention`` folds old versions,
 ``service`` offers all of it over gRPC.
@@ -11,16 +12,14 @@ Next step: ``planning`` answers "from what I have to what I want", ``retention``
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
-from rose_core.delta import DeltaError, Manifest
+from rose_core.delta import DeltaError, Manifest, faults
 from rose_core.delta.lineage import Link
 from rose_core.identity import WeightVersion
-from rose_weights.blocks import Blocks
 from rose_weights.disk import Disk
 from rose_weights.errors import (
     BadManifest,
@@ -29,26 +28,27 @@ from rose_weights.errors import (
     StoreFailed,
     UnknownRun,
 )
-from rose_weights.rules import check_commit, difference, summary
-from rose_weights.state import Kept, RunState, StateFile
+from rose_weights.folder import Folder
+from rose_weights.places import Place
+from rose_weights.rules import check_commit, check_forms, difference, summary
+from rose_weights.state import Kept, RunState
 
 
 class Store:
-    """Runs, versions and blocks under one folder.
+    """Runs, versions and blocks in one place.
 
     Args:
-        root: the folder; made when missing.
-        disk: how files are written.
+        place: where; a path is a local folder, made when missing.
+        disk: how the files of a local folder are written.
     """
 
-    def __init__(self, root: Path, *, disk: Disk | None = None) -> None:
-        self.root = root
-        self._disk = disk or Disk()
-        self.blocks = Blocks(root / "blocks", self._disk)
+    def __init__(self, place: Place | Path, *, disk: Disk | None = None) -> None:
+        self.place: Place = Folder(place, disk) if isinstance(place, Path) else place
+        self.blocks = self.place.blocks
 
     def runs(self) -> list[str]:
         """Every run with a state."""
-        return sorted(path.parent.name for path in (self.root / "runs").glob("*/state.json"))
+        return self.place.runs()
 
     def state(self, run: str) -> RunState:
         """A run's state.
@@ -56,7 +56,7 @@ class Store:
         Raises:
             UnknownRun: nobody has opened it.
         """
-        found = self._file(run).read()
+        found = self.place.state(_checked(run))
         if found is None:
             message = f"run {run!r} is unknown here; known: {', '.join(self.runs()) or 'none'}"
             raise UnknownRun(message)
@@ -68,14 +68,32 @@ class Store:
         Raises:
             Damaged: the file is gone or not what its name says.
         """
-        path = self.manifest_path(kept.version.run, kept.manifest)
+        return self._read_manifest(kept.version, kept.manifest)
+
+    def on_base(self, kept: Kept) -> Manifest:
+        """Read a kept version's manifest whose blocks are coded on their base.
+
+        Raises:
+            Damaged: the file is gone or not what its name says.
+        """
+        return self._read_manifest(kept.version, kept.on_base)
+
+    def manifests(self, kept: Kept) -> list[Manifest]:
+        """Every manifest that a kept version has.
+
+        Raises:
+            Damaged: one is gone or not what its name says.
+        """
+        return [self.manifest(kept), *([self.on_base(kept)] if kept.on_base else [])]
+
+    def _read_manifest(self, version: WeightVersion, name: str) -> Manifest:
         try:
-            manifest = Manifest.decode(path.read_bytes())
+            manifest = Manifest.decode(self.place.manifest(version.run, name))
         except (OSError, DeltaError) as error:
-            message = f"manifest of {kept.version} cannot be read: {error}"
+            message = f"manifest of {version} cannot be read: {error}"
             raise Damaged(message) from error
-        if manifest.name != kept.manifest:
-            message = f"manifest of {kept.version} is not what the state lists"
+        if manifest.name != name:
+            message = f"manifest of {version} is not what the state lists"
             raise Damaged(message)
         return manifest
 
@@ -89,14 +107,13 @@ class Store:
         Raises:
             StoreFailed: the fence could not be written; nothing has changed.
         """
-        file = self._file(run)
-        with self._failing("open", run), file.locked() as state:
-            opened = msgspec.structs.replace(
-                state,
-                fence=state.fence + 1,
-                publisher=publisher,
-            )
-            file.replace(opened)
+
+        def open_(state: RunState) -> RunState:
+            return msgspec.structs.replace(state, fence=state.fence + 1, publisher=publisher)
+
+        with self._failing("open", run):
+            opened = self.place.change(_checked(run), open_)
+            faults.at("store.opened")
             return opened
 
     def put_block(self, data: bytes) -> bytes:
@@ -106,14 +123,17 @@ class Store:
             StoreFailed: the disk is full or broken.
         """
         with self._failing("stage a block", "blocks"):
-            return self.blocks.put(data)
+            name = self.blocks.put(data)
+            faults.at("store.block")
+            return name
 
-    def commit(self, data: bytes, expected: WeightVersion | None) -> RunState:
+    def commit(self, data: bytes, expected: WeightVersion | None, on_base: bytes = b"") -> RunState:
         """Make a manifest the run's head.
 
         Args:
             data: the encoded manifest.
             expected: the head the publisher believes in.
+            on_base: the same version with blocks coded on their base, encoded; may be empty.
 
         Returns:
             The new state; also when the same commit has been done before (its answer was lost).
@@ -126,23 +146,28 @@ class Store:
             StoreFailed: the disk is full or broken; the head has not moved.
         """
         manifest = self._decode(data)
-        file = self._file(manifest.target.run)
-        with self._failing("commit", str(manifest.target)), file.locked() as state:
+        smaller = self._decode(on_base) if on_base else None
+
+        def publish(state: RunState) -> RunState:
             kept = state.kept(manifest.target)
             if kept is not None and kept.manifest == manifest.name:
                 return state
             check_commit(manifest, state, expected)
+            check_forms(manifest, smaller)
             self._check_base(manifest, state)
-            names = [block.sha256 for block in manifest.blocks]
-            if missing := self.blocks.missing(names):
-                message = f"{len(missing)} of {len(names)} blocks of {manifest.target} are missing"
-                raise Incomplete(message)
-            self.blocks.sync(names)
-            self._disk.write(self.manifest_path(state.run, manifest.name), data, durable=True)
-            published = msgspec.structs.replace(
-                state, head=manifest.target, versions=(*state.versions, summary(manifest))
+            self._check_blocks(manifest, smaller)
+            faults.at("store.commit.blocks")
+            self.place.write_manifest(state.run, manifest.name, data)
+            if smaller is not None:
+                self.place.write_manifest(state.run, smaller.name, on_base)
+            faults.at("store.commit.manifest")
+            return msgspec.structs.replace(
+                state, head=manifest.target, versions=(*state.versions, summary(manifest, smaller))
             )
-            file.replace(published)
+
+        with self._failing("commit", str(manifest.target)):
+            published = self.place.change(_checked(manifest.target.run), publish)
+            faults.at("store.commit.head")
             return published
 
     def put_manifest(self, manifest: Manifest) -> None:
@@ -153,8 +178,8 @@ class Store:
         """
         with self._failing("write", str(manifest.target)):
             self.blocks.sync([block.sha256 for block in manifest.blocks])
-            path = self.manifest_path(manifest.target.run, manifest.name)
-            self._disk.write(path, manifest.encode(), durable=True)
+            self.place.write_manifest(manifest.target.run, manifest.name, manifest.encode())
+            faults.at("store.fold.manifest")
 
     def relist(self, before: RunState, versions: tuple[Kept, ...]) -> bool:
         """Replace the listed versions, unless that would lose what was published meanwhile.
@@ -169,17 +194,24 @@ class Store:
         Raises:
             StoreFailed: the disk is full or broken; nothing has changed.
         """
-        file = self._file(before.run)
-        with self._failing("fold", before.run), file.locked() as state:
-            known = len(before.versions)
-            if state.versions[:known] != before.versions:
-                return False
+        known = len(before.versions)
+        done = False
+
+        def replace(state: RunState) -> RunState:
+            nonlocal done
             later = state.versions[known:]
             listed = {kept.version for kept in (*versions, *later)}
-            if any(kept.base is not None and kept.base not in listed for kept in later):
-                return False
-            file.replace(msgspec.structs.replace(state, versions=(*versions, *later)))
-            return True
+            based = all(kept.base is None or kept.base in listed for kept in later)
+            done = state.versions[:known] == before.versions and based
+            if not done:
+                return state
+            return msgspec.structs.replace(state, versions=(*versions, *later))
+
+        with self._failing("fold", before.run):
+            self.place.change(before.run, replace)
+        if done:
+            faults.at("store.fold.list")
+        return done
 
     def sweep_manifests(self, run: str, grace_seconds: float) -> int:
         """Remove manifests that the run does not list and that are older than the grace.
@@ -187,15 +219,18 @@ class Store:
         Returns:
             Bytes set free.
         """
-        listed = {kept.manifest for kept in self.state(run).versions}
-        oldest = time.time() - grace_seconds
-        freed = 0
-        for path in (self.root / "runs" / run / "manifests").glob("*"):
-            status = path.stat()
-            if path.name not in listed and status.st_mtime < oldest:
-                freed += status.st_size
-                path.unlink(missing_ok=True)
-        return freed
+        versions = self.state(run).versions
+        listed = {name for kept in versions for name in (kept.manifest, kept.on_base)}
+        return self.place.sweep_manifests(run, listed, grace_seconds)
+
+    def _check_blocks(self, manifest: Manifest, smaller: Manifest | None) -> None:
+        """All blocks of both forms are here, and survive from now on."""
+        listed = (*manifest.blocks, *(smaller.blocks if smaller else ()))
+        names = list(dict.fromkeys(block.sha256 for block in listed))
+        if missing := self.blocks.missing(names):
+            message = f"{len(missing)} of {len(names)} blocks of {manifest.target} are missing"
+            raise Incomplete(message)
+        self.blocks.sync(names)
 
     def _check_base(self, manifest: Manifest, state: RunState) -> None:
         if manifest.base is not None:
@@ -228,20 +263,17 @@ class Store:
             raise BadManifest(message)
         return manifest
 
-    def _file(self, run: str) -> StateFile:
-        try:
-            WeightVersion.parse(f"{run}@0.0")
-        except ValueError as error:
-            message = f"{run!r} is no run name: lower-case letters, digits, '-' and '.', at most 63"
-            raise UnknownRun(message) from error
-        return StateFile(self.root / "runs" / run, run, self._disk)
-
-    def manifest_path(self, run: str, name: str) -> Path:
-        """Where a manifest is or would be; ``name`` is its content address."""
-        return self.root / "runs" / run / "manifests" / name
-
     def _failing(self, doing: str, what: str) -> _Failing:
-        return _Failing(f"cannot {doing} ({what}) in {self.root}")
+        return _Failing(f"cannot {doing} ({what}) in {self.place}")
+
+
+def _checked(run: str) -> str:
+    try:
+        WeightVersion.parse(f"{run}@0.0")
+    except ValueError as error:
+        message = f"{run!r} is no run name: lower-case letters, digits, '-' and '.', at most 63"
+        raise UnknownRun(message) from error
+    return run
 
 
 class _Failing:

@@ -2,6 +2,7 @@
 
 - ``errors``: the exception tree.
 - ``rpc``: typed methods over gRPC, without generated code.
+- ``tls``: certificates of the hops between processes.
 - ``services``: the methods of ROSE's services; read this first.
 - ``observability``: ``/metrics`` and ``/healthz``.
 """

@@ -9,6 +9,7 @@ Next step: ``services`` lists the methods.
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
@@ -17,6 +18,7 @@ import grpc
 import grpc.aio
 import msgspec
 
+from rose_wire import tls
 from rose_wire.errors import MalformedMessage, Refused, Unavailable, WireError
 
 RequestT = TypeVar("RequestT")
@@ -47,6 +49,19 @@ _UNAVAILABLE = frozenset(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
     }
 )
+
+
+_peer: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("peer", default=())
+
+
+def peer() -> tuple[str, ...]:
+    """Names in the certificate of whom a handler is answering; empty without one."""
+    return _peer.get()
+
+
+def _greet(context: grpc.aio.ServicerContext) -> None:
+    found = context.peer_identities() or ()
+    _peer.set(tuple(name.decode(errors="replace") for name in found))
 
 
 def encode(message: object) -> bytes:
@@ -117,6 +132,7 @@ class Server:
         """Answer one message with one message."""
 
         async def answer(frame: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            _greet(context)
             try:
                 return encode(await handler(decode(method.request, frame)))
             except WireError as error:
@@ -133,6 +149,7 @@ class Server:
         """Answer one message with many."""
 
         async def answer(frame: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+            _greet(context)
             try:
                 async for reply in handler(decode(method.request, frame)):
                     yield encode(reply)
@@ -151,6 +168,8 @@ class Server:
         async def answer(
             frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext
         ) -> AsyncIterator[bytes]:
+            _greet(context)
+
             async def requests() -> AsyncIterator[RequestT]:
                 async for frame in frames:
                     yield decode(method.request, frame)
@@ -219,10 +238,22 @@ class _BearerCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc sh
 def connect(
     address: str, *, credentials: grpc.ChannelCredentials | None = None
 ) -> grpc.aio.Channel:
-    """Open a channel; it connects by itself and again after a loss."""
-    if credentials is None:
-        return grpc.aio.insecure_channel(address, options=_OPTIONS)
-    return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+    """Open a channel; it connects by itself and again after a loss.
+
+    Args:
+        address: ``host:port``, ``tls://host:port`` or ``unix:/path``.
+        credentials: instead of those that the scheme asks for.
+
+    Raises:
+        OSError: the authorities for ``tls://`` cannot be read (``rose_wire.tls``).
+    """
+    if credentials is not None:  # then what the environment names is not even read
+        target = address.removeprefix(tls.SCHEME)
+        return grpc.aio.secure_channel(target, credentials, options=_OPTIONS)
+    target, found = tls.dial(address)
+    if found is None:
+        return grpc.aio.insecure_channel(target, options=_OPTIONS)
+    return grpc.aio.secure_channel(target, found, options=_OPTIONS)
 
 
 def translate(error: grpc.aio.AioRpcError, path: str) -> WireError:

@@ -2,13 +2,16 @@
 
 | method | dialled by | served by | address |
 |---|---|---|---|
-| ``SYNC`` | node agent (guard) | operator | Service of the operator |
-| ``ENSURE``, ``STOP``, ``HOLD``, ``STATUS`` | guard | engine host | Unix socket on the node |
+| ``SYNC``, ``NOTICES`` | node agent (guard) | operator | Service of the operator |
+| ``ENROL`` | node agent without a certificate | operator | the same, on a port of its own |
+| ``ENSURE``, ``STOP``, ``HOLD``, | guard | engine host | Unix socket on the node |
+| ``DORMANT``, ``STATUS`` | | | |
 | ``ATTACH`` | guard, dedicated engine host | router | Service of the lease's router |
 
 The weight plane's methods stand in ``rose_weights.service``.
 """
 
+from rose_core.wire.enrolment import EnrolReply, EnrolRequest
 from rose_core.wire.host import (
     Accepted,
     EngineStatus,
@@ -16,17 +19,21 @@ from rose_core.wire.host import (
     HoldEngine,
     HostStatus,
     HostStatusRequest,
+    SetDormant,
     StopEngine,
 )
 from rose_core.wire.routing import EngineUpdate, RouterNote
-from rose_core.wire.sync import SyncReply, SyncRequest
+from rose_core.wire.sync import Notice, NoticeRequest, SyncReply, SyncRequest
 from rose_wire.rpc import Method
 
 SYNC = Method("rose.v1.Operator", "Sync", SyncRequest, SyncReply)
+NOTICES = Method("rose.v1.Operator", "Notices", NoticeRequest, Notice)
+ENROL = Method("rose.v1.Identity", "Enrol", EnrolRequest, EnrolReply)
 
 ENSURE = Method("rose.v1.EngineHost", "Ensure", EnsureEngine, EngineStatus)
 STOP = Method("rose.v1.EngineHost", "Stop", StopEngine, EngineStatus)
 HOLD = Method("rose.v1.EngineHost", "Hold", HoldEngine, Accepted)
+DORMANT = Method("rose.v1.EngineHost", "Dormant", SetDormant, EngineStatus)
 STATUS = Method("rose.v1.EngineHost", "Status", HostStatusRequest, HostStatus)
 
 ATTACH = Method("rose.v1.Router", "Attach", EngineUpdate, RouterNote)

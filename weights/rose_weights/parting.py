@@ -1,0 +1,116 @@
+"""Parts of versions whose trainer is sharded: kept until all are here, then committed as one.
+
+| parts of a version | next | when |
+|---|---|---|
+| some | all | the last rank's part arrived |
+| all | head | assembled and committed, by the same rules as any manifest |
+| all | some | refused: the part that arrived last is forgotten, its rank gets the reason |
+| some | none | the store restarted, or another version of the run was begun: ranks send again |
+
+Parts are small (blocks are staged before) and held in memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import msgspec
+
+from rose_core.delta import DeltaError
+from rose_core.delta.parts import Part, assemble
+from rose_core.identity import WeightVersion
+from rose_weights.errors import BadManifest, Fenced
+from rose_weights.state import Kept, RunState
+from rose_weights.store import Store
+
+
+class Outcome(NamedTuple):
+    """A version that is complete.
+
+    Attributes:
+        by_this: this part completed it; otherwise it was complete before.
+    """
+
+    state: RunState
+    kept: Kept
+    by_this: bool
+
+
+class Parts:
+    """Incomplete versions of one store; safe to call from several threads."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._waiting: dict[str, dict[int, Part]] = {}
+
+    def add(self, data: bytes, expected: WeightVersion | None) -> Outcome | None:
+        """Add one rank's part.
+
+        Returns:
+            What became of the version; None while parts are missing.
+
+        Raises:
+            BadManifest: the part is no part, or all of them do not make a version.
+            WeightsError: as ``Store.commit``.
+        """
+        part = _read(data)
+        run = part.target.run
+        with self._lock:
+            state = self._store.state(run)
+            kept = state.kept(part.target)
+            if kept is not None:
+                return Outcome(state, kept, by_this=False)
+            if part.target.incarnation != state.fence:
+                message = f"{part.target} is refused: incarnation {state.fence} publishes {run!r}"
+                raise Fenced(message)
+            waiting = self._of(part)
+            waiting[part.rank] = part
+            if len(waiting) < part.world:
+                return None
+            try:
+                return self._commit(state, waiting, expected)
+            except DeltaError as error:
+                waiting.pop(part.rank, None)
+                raise BadManifest(str(error)) from error
+
+    def _of(self, part: Part) -> dict[int, Part]:
+        """The parts beside this one; those of another version of the run are given up."""
+        waiting = self._waiting.setdefault(part.target.run, {})
+        if any(other.target != part.target for other in waiting.values()):
+            waiting.clear()
+        return waiting
+
+    def _commit(
+        self, state: RunState, waiting: dict[int, Part], expected: WeightVersion | None
+    ) -> Outcome:
+        base = None
+        wanted = next(iter(waiting.values())).base
+        if wanted is not None:
+            kept = state.kept(wanted)
+            if kept is None:
+                message = f"the parts start from {wanted}, which is not kept"
+                raise BadManifest(message)
+            base = self._store.manifest(kept)
+        manifest = assemble(list(waiting.values()), base)
+        done = self._store.commit(manifest.encode(), expected)
+        waiting.clear()
+        return Outcome(done, done.versions[-1], by_this=True)
+
+
+def run_of_part(data: bytes) -> str:
+    """The run an encoded part belongs to.
+
+    Raises:
+        BadManifest: the bytes are no part.
+    """
+    return _read(data).target.run
+
+
+def _read(data: bytes) -> Part:
+    try:
+        return msgspec.msgpack.decode(data, type=Part)
+    except msgspec.MsgspecError as error:
+        message = f"not a part of a version: {error}"
+        raise BadManifest(message) from error

@@ -1,0 +1,58 @@
+"""Flags that several processes have, and how a wrong one is told: what, where, what to do."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_LARGEST_PORT = 65535
+
+
+def add_log_level(parser: argparse.ArgumentParser) -> None:
+    """Give a process its flag ``--log-level``."""
+    parser.add_argument("--log-level", default="INFO", type=str.upper, choices=LEVELS)
+
+
+def port(text: str) -> int:
+    """A TCP port; 0 lets the system choose.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not text.isascii() or not text.isdigit() or int(text) > _LARGEST_PORT:
+        message = f"{text!r} is no port; expected 0 to {_LARGEST_PORT}"
+        raise argparse.ArgumentTypeError(message)
+    return int(text)
+
+
+def listener(text: str) -> str:
+    """An address to listen on, ``host:port``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    host, _, number = text.rpartition(":")
+    if not host:
+        message = f"{text!r} is no address to listen on; expected HOST:PORT, such as 0.0.0.0:8000"
+        raise argparse.ArgumentTypeError(message)
+    port(number)
+    return text
+
+
+def complaint(error: Exception, argv: Sequence[str]) -> str:
+    """An error as one line; a file that could not be used is named with the flag that named it."""
+    if not isinstance(error, OSError) or not error.filename:
+        return str(error)
+    name = str(error.filename)
+    return f"{_flag_of(name, argv)}{name}: {error.strerror}"
+
+
+def _flag_of(value: str, argv: Sequence[str]) -> str:
+    for number, word in enumerate(argv):
+        flag, _, given = word.partition("=")
+        if not given and number + 1 < len(argv):
+            given = argv[number + 1]
+        if flag.startswith("--") and given and (value == given or value.startswith(f"{given}/")):
+            return f"{flag} "
+    return ""

@@ -1,0 +1,134 @@
+"""TLS between ROSE's processes, as cert-manager and Kubernetes lay certificates out.
+
+A server gets a folder with ``tls.crt`` and ``tls.key`` (``--tls-dir``) and looks at it again at
+every handshake, so a renewed certificate needs no restart. A client dials ``tls://host:port``; who
+it then believes is the file that ``ROSE_TLS_CA`` names, or the system's authorities. The address
+carries the scheme because the operator hands addresses to nodes: what it says is how they dial.
+
+Callers still prove themselves by the installation's bearer token (``rpc``); without TLS that token
+would travel in the clear. A listener given its clients' authority (``--tls-client-ca``) also
+demands a certificate of every caller; a caller's own is in the folder that ``ROSE_TLS_IDENTITY``
+names, and ``rpc.peer`` says who it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+
+SCHEME = "tls://"
+TRUST = "ROSE_TLS_CA"
+IDENTITY = "ROSE_TLS_IDENTITY"
+CERTIFICATE, KEY = "tls.crt", "tls.key"
+
+
+def add_flag(parser: argparse.ArgumentParser) -> None:
+    """Give a process that listens its flag ``--tls-dir``."""
+    parser.add_argument(
+        "--tls-dir",
+        type=Path,
+        help=f"folder with {CERTIFICATE} and {KEY}; without it the gRPC port is plain text",
+    )
+
+
+def add_clients_flag(parser: argparse.ArgumentParser) -> None:
+    """Give a process that listens its flag ``--tls-client-ca``."""
+    parser.add_argument(
+        "--tls-client-ca",
+        type=Path,
+        help="authority of the callers' certificates; with it every caller must have one",
+    )
+
+
+def server_credentials(
+    folder: Path | None, clients: Path | None = None
+) -> grpc.ServerCredentials | None:
+    """Credentials of a listener, None without a folder.
+
+    Args:
+        folder: the listener's own certificate.
+        clients: file with the authority of callers, who then must have a certificate.
+
+    Raises:
+        OSError: a certificate or the key cannot be read.
+        ValueError: callers shall have certificates, but the listener has none.
+    """
+    if folder is None:
+        if clients is not None:
+            raise ValueError(
+                "--tls-client-ca needs --tls-dir: the listener must have a certificate"
+            )
+        return None
+    first = _read(folder)
+    roots = clients.read_bytes() if clients is not None else None
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(first, roots),
+        _renewals(folder, first, roots),
+        require_client_authentication=roots is not None,
+    )
+
+
+def client_credentials(
+    trust: Path | None = None, identity: Path | None = None
+) -> grpc.ChannelCredentials:
+    """Credentials of a caller.
+
+    Args:
+        trust: file with the authorities it believes; None = the system's.
+        identity: folder with its own certificate; None = it has none.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    key, certificate = _read(identity) if identity is not None else (None, None)
+    roots = trust.read_bytes() if trust is not None else None
+    return grpc.ssl_channel_credentials(roots, key, certificate)
+
+
+def dial(address: str) -> tuple[str, grpc.ChannelCredentials | None]:
+    """An address as gRPC takes it, and the credentials its scheme asks for.
+
+    Raises:
+        OSError: the files that ``ROSE_TLS_CA`` and ``ROSE_TLS_IDENTITY`` name cannot be read.
+    """
+    if not address.startswith(SCHEME):
+        return address, None
+    trust, identity = (
+        Path(found) if (found := os.environ.get(name)) else None for name in (TRUST, IDENTITY)
+    )
+    return address.removeprefix(SCHEME), client_credentials(trust, identity)
+
+
+def _read(folder: Path) -> tuple[bytes, bytes]:
+    folder = folder.resolve()  # it may be a link that is turned to a newer pair meanwhile
+    return (folder / KEY).read_bytes(), (folder / CERTIFICATE).read_bytes()
+
+
+def _configuration(
+    pair: tuple[bytes, bytes], clients: bytes | None
+) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([pair], root_certificates=clients)
+
+
+def _renewals(
+    folder: Path, first: tuple[bytes, bytes], clients: bytes | None
+) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
+    """What gRPC asks at each handshake; None keeps what it has."""
+    last = first
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal last
+        try:
+            found = _read(folder)
+        except OSError:  # the folder is being replaced; the next handshake looks again
+            return None
+        if found == last:
+            return None
+        last = found
+        return _configuration(found, clients)
+
+    return fetch
