@@ -79,10 +79,19 @@ class ScriptedStore:
         await asyncio.Event().wait()
 
     async def pull(
-        self, _run: str, _folder: Path, *, have: WeightVersion | None, digest: str
+        self,
+        _run: str,
+        _folder: Path,
+        *,
+        have: WeightVersion | None,
+        digest: str,
+        codecs: tuple[int, ...],
     ) -> Manifest:
         self.pulls.append(digest)
         return manifest_of("right")
+
+    async def attested(self, _version: WeightVersion, _digest: str) -> bool:
+        return True
 
     async def close(self) -> None:
         pass

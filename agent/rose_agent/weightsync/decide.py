@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from rose_core.delta.codec import SELF_CONTAINED
 from rose_core.identity import WeightVersion
 
 # Failures in a row after which the full state is asked for.
@@ -47,11 +48,13 @@ class Engine:
         label: version label of replies; ``base`` before the first commit.
         digest: of the live weights as last computed.
         broken: an undo failed; nothing may be computed with these weights.
+        codecs: block codecs that the engine can read.
     """
 
     label: str
     digest: str
     broken: bool = False
+    codecs: tuple[int, ...] = SELF_CONTAINED
 
 
 @dataclass(frozen=True)

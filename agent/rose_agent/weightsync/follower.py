@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose_agent.weightsync import metrics
+from rose_agent.weightsync import metrics, records
 from rose_agent.weightsync.decide import (
     QUARANTINE_REASONS,
     SOFT_REASONS,
@@ -28,15 +28,16 @@ from rose_agent.weightsync.decide import (
     decide,
     failed,
     lag,
+    parse_label,
     succeeded,
 )
 from rose_agent.weightsync.errors import WrongDigest
 from rose_agent.weightsync.plugin import Plugin
-from rose_core.delta import Manifest
+from rose_core.delta import Manifest, faults
 from rose_core.wire.sync import WeightSource
 from rose_engines.errors import CommitRefused, EngineError, EngineUnavailable
 from rose_engines.rundir import SlotDir, WeightsFile, read_json, write_json
-from rose_engines.sglang.control import Committed
+from rose_engines.sglang.control import Committed, Staged
 from rose_weights.client import WeightsClient
 from rose_weights.errors import WeightsError
 from rose_wire.errors import WireError
@@ -45,6 +46,8 @@ _log = logging.getLogger(__name__)
 
 _RECONNECT_SECONDS = 1.0
 _HISTORY = 20
+# How often the store is told again what is served; it forgets after three times that.
+_REPORT_SECONDS = 60.0
 # Tries to commit what lies staged before it is given up and staged anew.
 _COMMIT_ATTEMPTS = 50
 
@@ -84,6 +87,8 @@ class Follower:
         self._head_error = ""
         self._news = asyncio.Event()
         self._progress = Progress()
+        self._reported: tuple[float, str] = (0.0, "")
+        self._failures: tuple[str, ...] = ()
         self._written = _previous(slot, engine_started_ns)
         self._history = self._written.history
 
@@ -114,13 +119,15 @@ class Follower:
         now = self._options.clock()
         step = decide(engine, self._head, self._progress, now, self._options.attest_every_seconds)
         self._write(engine, step.error)
+        await self._report(store, now)
         if step.action is Action.WAIT or engine is None:
             return step.wait_seconds
         try:
             if step.action is Action.ATTEST:
                 await self._attest(engine)
+                faults.at("sync.attested")
             else:
-                await self._pull(store, step)
+                await self._pull(store, step, engine.codecs)
             self._progress = succeeded(self._options.clock())
         except (EngineError, WeightsError, WireError, WrongDigest, OSError) as error:
             self._fail(error)
@@ -141,21 +148,42 @@ class Follower:
         return engine
 
     async def _attest(self, engine: Engine) -> None:
-        attested = await self._plugin.attest()
+        try:
+            attested = await self._plugin.attest()
+        except CommitRefused as refused:
+            if refused.reason != "DigestMismatch":
+                raise
+            raise WrongDigest(refused.message) from refused  # ranks hold different copies
         if attested.digest != engine.digest:
             raise WrongDigest(
                 f"live weights of {attested.version} have digest {attested.digest}, "
                 f"the manifest says {engine.digest}"
             )
 
-    async def _pull(self, store: WeightsClient, step: Step) -> None:
+    async def _report(self, store: WeightsClient, now: float) -> None:
+        """Tell the store what is served, attested; a trainer may be waiting for it."""
+        at, said = self._reported
+        version = parse_label(self._written.version) if self._written.attested else None
+        if version is None or (said == self._written.version and now < at + _REPORT_SECONDS):
+            return
+        try:
+            await store.attested(version, self._written.digest)
+        except (WeightsError, WireError) as error:
+            _log.debug("%s: %s was not reported: %s", self._slot.uid, version, error)
+            return
+        self._reported = (now, self._written.version)
+
+    async def _pull(self, store: WeightsClient, step: Step, codecs: tuple[int, ...]) -> None:
         folder = self._slot.bundles / "next"
         began = self._options.clock()
-        manifest = await store.pull(self._source.run, folder, have=step.have, digest=step.digest)
-        metrics.PULL_SECONDS.observe(self._options.clock() - began)
+        manifest = await store.pull(
+            self._source.run, folder, have=step.have, digest=step.digest, codecs=codecs
+        )
+        pulled = self._options.clock() - began
+        metrics.PULL_SECONDS.observe(pulled)
         metrics.FETCHED_BYTES.inc(manifest.block_bytes)
         try:
-            await self._commit(manifest, folder)
+            await self._commit(manifest, folder, pulled)
         except CommitRefused as error:
             if error.reason not in {"Busy", "NotStaged"}:
                 # Blocks that arrived are kept for the next attempt unless they are to blame.
@@ -163,10 +191,14 @@ class Follower:
             raise
         await _discard(folder)
 
-    async def _commit(self, manifest: Manifest, folder: Path) -> None:
+    async def _commit(self, manifest: Manifest, folder: Path, pulled: float) -> None:
         staged = await self._plugin.stage(folder)
         metrics.STAGE_SECONDS.observe(staged.seconds)
+        faults.at("sync.staged")
+        began = self._options.clock()
         committed = await self._commit_when_open(staged.version)
+        took = self._options.clock() - began
+        faults.at("sync.committed")
         if committed.digest != manifest.digest:
             raise WrongDigest(
                 f"{committed.version} was committed with digest {committed.digest}, "
@@ -175,11 +207,42 @@ class Follower:
         metrics.COMMITS.inc()
         metrics.COMMIT_PAUSE_SECONDS.observe(committed.pause_microseconds / 1e6)
         self._history = (*self._history, committed.version)[-_HISTORY:]
+        self._record(manifest, staged, committed, pulled, took)
         _log.info(
             "%s: %s is live: %d elements changed, %d us pause",
             *(self._slot.uid, committed.version, committed.changed_elements),
             committed.pause_microseconds,
         )
+
+    def _record(
+        self, manifest: Manifest, staged: Staged, committed: Committed, pulled: float, took: float
+    ) -> None:
+        """A line for people who ask later what this commit was; without it nothing is lost."""
+        pause = committed.pause_microseconds / 1e6
+        base, target = manifest.base, manifest.target
+        same = base is not None and base.incarnation == target.incarnation
+        record = records.CommitRecord(
+            at=time.time(),
+            version=committed.version,
+            base=str(base or ""),
+            elements=manifest.elements,
+            changed=committed.changed_elements,
+            block_bytes=manifest.block_bytes,
+            pull_seconds=pulled,
+            stage_seconds=staged.seconds,
+            pause_seconds=pause,
+            confirm_seconds=max(0.0, took - pause),
+            fenced_requests=committed.fenced_requests,
+            merged=target.sequence - base.sequence if base is not None and same else None,
+            lag=lag(committed.version, self._head),
+            failures=self._failures,
+            full=base is None,
+        )
+        self._failures = ()
+        try:
+            records.append(self._slot.folder / records.FILE, record)
+        except OSError as error:
+            _log.warning("%s: the commit was not recorded: %s", self._slot.uid, error)
 
     async def _commit_when_open(self, version: str) -> Committed:
         """Commit what is staged; a gate that closes again and again costs only time."""
@@ -196,6 +259,7 @@ class Follower:
         if reason in QUARANTINE_REASONS and not self._progress.quarantined:
             metrics.QUARANTINES.inc()
         metrics.FAILURES.labels(reason=reason).inc()
+        self._failures = (*self._failures, reason)[-_HISTORY:]
         _log.warning("%s: %s", self._slot.uid, error)
         self._progress = failed(self._progress, reason, str(error), self._options.clock())
 

@@ -20,7 +20,7 @@ from rose_agent.weightsync.follower import Follower, Options
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import WeightSource
 from rose_engines.rundir import EngineFile, RunDir, SlotDir, read_json
-from rose_wire import observability
+from rose_wire import faults, flags, observability
 
 _log = logging.getLogger(__name__)
 _SCAN_SECONDS = 0.5
@@ -88,10 +88,12 @@ def parser() -> argparse.ArgumentParser:
     """The verb's arguments."""
     made = argparse.ArgumentParser(prog="rose weight-sync", description=__doc__)
     made.add_argument("--rundir", type=Path, default=Path("/run/rose"))
-    made.add_argument("--http-port", type=int, default=9104, help="metrics and health; 0 = any")
+    made.add_argument(
+        "--http-port", type=flags.port, default=9104, help="metrics and health; 0 = any"
+    )
     made.add_argument("--token-file", type=Path, help="bearer token of the weight store")
     made.add_argument("--attest-seconds", type=float, default=600.0, help="0 = once per engine")
-    made.add_argument("--log-level", default="INFO")
+    flags.add_log_level(made)
     return made
 
 
@@ -101,6 +103,7 @@ async def serve(arguments: argparse.Namespace) -> int:
     Returns:
         Exit code.
     """
+    faults.arm()
     token = arguments.token_file.read_text().strip() if arguments.token_file else ""
     options = Options(token=token, attest_every_seconds=arguments.attest_seconds)
     followers = Followers(RunDir(arguments.rundir).create(), options)
@@ -134,5 +137,5 @@ def main(argv: list[str]) -> int:
     try:
         return asyncio.run(serve(arguments))
     except (OSError, ValueError) as error:
-        sys.stderr.write(f"rose weight-sync: {error}\n")
+        sys.stderr.write(f"rose weight-sync: {flags.complaint(error, argv)}\n")
         return 1

@@ -103,7 +103,7 @@ class Plugin:
         """
         client = await self._connected()
         status = await self._ask(client.status(), ANSWER_SECONDS)
-        return Engine(status.version, status.digest, status.phase == "Broken")
+        return Engine(status.version, status.digest, status.phase == "Broken", status.codecs)
 
     async def stage(self, bundle: Path) -> Staged:
         """Stage beside the serving engine.
