@@ -1,4 +1,4 @@
-"""``rose agent``: guard the serving replicas of this node; ``trace``, ``stop``, ``resume`` look in.
+"""``rose agent``: guard this node's serving replicas; ``report``, ``trace``, ``stop``, ``resume``.
 
 The process is the guard (``rose_agent.guard.loop``). It needs the tap and the engine host on the
 same run directory, the operator for grants, the API server for pods; it protects serving without
@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -23,16 +24,19 @@ from aiohttp import web
 from rose_agent.devices.driver import DeviceDriver, open_driver
 from rose_agent.devices.errors import DeviceError
 from rose_agent.errors import AgentError, BadConfiguration
+from rose_agent.guard import trace
 from rose_agent.guard.inspect import inspection
 from rose_agent.guard.loop import Guard, Settings
-from rose_agent.guard.recorder import perfetto
+from rose_agent.identity import Identity
 from rose_agent.metrics import REGISTRY
 from rose_agent.pods.kubernetes import Access, KubernetesPods
 from rose_agent.pods.model import PodSource
 from rose_agent.pods.static import StaticPods
 from rose_agent.sync import OperatorLink
+from rose_core.devices.memory import BudgetLimits
 from rose_engines.rundir import RunDir
-from rose_wire.observability import pages
+from rose_wire import flags, tls
+from rose_wire.observability import guarded, pages
 
 _log = logging.getLogger("rose.agent")
 
@@ -42,15 +46,21 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rose agent",
         description="Guard the serving replicas of this node. "
-        "Also: rose agent trace|stop|resume --rundir DIR.",
+        "Also: rose agent report|trace|stop|resume --rundir DIR.",
     )
     add = parser.add_argument
     add("--node", required=True, help="this node's name")
     add("--rundir", type=Path, default=Path("/run/rose"))
     add("--operator", default="", help="HOST:PORT of the operator; empty = none, nothing is lent")
     add("--token-file", type=Path, help="the installation's bearer token")
+    add(
+        "--enrol",
+        default="",
+        help="tls://HOST:PORT of the operator; asks for this node's certificate",
+    )
+    add("--identity-token-file", type=Path, help="the pod's own token, the proof for --enrol")
     add("--http-host", default="0.0.0.0")  # noqa: S104  # scraped by Prometheus
-    add("--http-port", type=int, default=9101, help="0 = any")
+    add("--http-port", type=flags.port, default=9101, help="0 = any")
     add("--devices", choices=["static", "nvml"], default="nvml")
     add("--static-gpus", type=Path)
     add("--static-replicas", type=Path, help="serving replicas from a file, without Kubernetes")
@@ -59,25 +69,31 @@ def arguments() -> argparse.ArgumentParser:
     add("--kube-ca-file", type=Path)
     add("--settle-seconds", type=float, default=60.0, help="rest after a serving restart")
     add(
+        "--calm-seconds",
+        type=float,
+        default=30.0,
+        help="memory has to be plentiful for this long before rollouts get more of it again",
+    )
+    add(
         "--crossover-seconds",
         type=float,
         default=0.0,
         help="withhold lending in every second window of this length and compare; 0 = never",
     )
-    add("--log-level", default="INFO")
+    flags.add_log_level(parser)
     return parser
 
 
 def main(argv: list[str]) -> int:
     """Run the guard, or look into a running one."""
-    if argv and argv[0] in {"trace", "stop", "resume"}:
+    if argv and argv[0] in {"report", "trace", "stop", "resume"}:
         return _look(argv[0], argv[1:])
     options = arguments().parse_args(argv)
     logging.basicConfig(level=options.log_level, format="%(levelname)s %(name)s %(message)s")
     try:
         asyncio.run(_run(options))
     except (AgentError, DeviceError, OSError) as error:
-        _log.error("%s", error)  # the message is for people, no trace
+        _log.error("%s", flags.complaint(error, argv))  # for people, no trace
         return 1
     return 0
 
@@ -89,7 +105,11 @@ async def _run(options: argparse.Namespace) -> None:
         raise BadConfiguration(f"--rundir: {error}") from error
     token = options.token_file.read_text().strip() if options.token_file else ""
     settings = Settings(
-        options.node, token, options.settle_seconds, crossover_seconds=options.crossover_seconds
+        options.node,
+        token,
+        options.settle_seconds,
+        crossover_seconds=options.crossover_seconds,
+        budget=BudgetLimits(calm_seconds=options.calm_seconds),
     )
     devices = open_driver(options.devices, options.static_gpus)
     async with aiohttp.ClientSession() as session:
@@ -97,9 +117,18 @@ async def _run(options: argparse.Namespace) -> None:
         guard.pods = _pods(options, guard, devices)
         tasks = [asyncio.create_task(guard.run()), asyncio.create_task(guard.pods.run())]
         if options.operator:
-            link = OperatorLink(options.operator, token, guard.request, guard.on_reply)
+            link = OperatorLink(
+                options.operator,
+                token,
+                guard.request,
+                guard.on_reply,
+                ready=lambda: guard.surveyed,
+            )
             guard.on_transition = link.report_soon
-            tasks.append(asyncio.create_task(link.run()))
+            identity = _identity(options)
+            tasks.append(asyncio.create_task(_linked(link, identity)))
+            if identity is not None:
+                tasks.append(asyncio.create_task(identity.run()))
         runners = await _serve(guard, options)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -115,6 +144,24 @@ async def _run(options: argparse.Namespace) -> None:
             for runner in runners:
                 await runner.cleanup()
             devices.close()
+
+
+def _identity(options: argparse.Namespace) -> Identity | None:
+    if not options.enrol:
+        return None
+    folder = os.environ.get(tls.IDENTITY)
+    if not folder or options.identity_token_file is None:
+        raise BadConfiguration(
+            f"--enrol needs --identity-token-file, and {tls.IDENTITY} to name a folder"
+        )
+    return Identity(options.node, options.enrol, options.identity_token_file, Path(folder))
+
+
+async def _linked(link: OperatorLink, identity: Identity | None) -> None:
+    """Sync with the operator, once there is a certificate to dial with."""
+    if identity is not None:
+        await identity.there()
+    await link.run()
 
 
 def _pods(options: argparse.Namespace, guard: Guard, devices: DeviceDriver) -> PodSource:
@@ -149,42 +196,47 @@ def _pods(options: argparse.Namespace, guard: Guard, devices: DeviceDriver) -> P
 
 async def _serve(guard: Guard, options: argparse.Namespace) -> list[web.AppRunner]:
     """``/metrics``, ``/healthz``, ``/trace``, ``/report``, on TCP and on ``agent.sock``."""
-    app = web.Application()
-    app.add_routes(pages(REGISTRY, guard.health))
-    app.add_routes(inspection(guard))
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, options.http_host, options.http_port).start()
+    token = guard.settings.token
+    public = await _application(guard, inspection(guard, lambda page: guarded(page, token)))
+    await web.TCPSite(public, options.http_host, options.http_port).start()
+    local = await _application(guard, inspection(guard))
     path = guard.rundir.root / "agent.sock"
     path.unlink(missing_ok=True)
-    await web.UnixSite(runner, str(path)).start()
+    await web.UnixSite(local, str(path)).start()
     path.chmod(0o600)
-    _log.info("agent of node %s on %s", options.node, runner.addresses[0])
-    return [runner]
+    _log.info("agent of node %s on %s", options.node, public.addresses[0])
+    return [public, local]
 
 
-# --- rose agent trace | stop | resume
+async def _application(guard: Guard, more: list[web.RouteDef]) -> web.AppRunner:
+    app = web.Application()
+    app.add_routes([*pages(REGISTRY, guard.health), *more])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    return runner
+
+
+# --- rose agent report | trace | stop | resume
 
 
 def _look(what: str, argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"rose agent {what}")
     parser.add_argument("--rundir", type=Path, default=Path("/run/rose"))
     if what == "trace":
-        parser.add_argument("--format", choices=["json", "perfetto"], default="json")
+        return trace.main(parser, argv, _fetch)
     options = parser.parse_args(argv)
-    rundir = RunDir(options.rundir)
-    if what == "stop":
-        rundir.stop.touch()
-        return 0
-    if what == "resume":
-        rundir.stop.unlink(missing_ok=True)
-        return 0
     try:
-        dump = asyncio.run(_fetch(rundir.root / "agent.sock", "/trace"))
+        if what == "report":
+            found = asyncio.run(_fetch(options.rundir / "agent.sock", "/report"))
+            sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        elif what == "stop":
+            RunDir(options.rundir).stop.touch()
+        else:
+            options.rundir.stat()
+            RunDir(options.rundir).stop.unlink(missing_ok=True)
     except (aiohttp.ClientError, OSError) as error:
-        sys.stderr.write(f"rose agent trace: no guard answers in {options.rundir}: {error}\n")
+        sys.stderr.write(f"rose agent {what}: no guard runs in {options.rundir}: {error}\n")
         return 1
-    sys.stdout.write(json.dumps(perfetto(dump) if options.format == "perfetto" else dump) + "\n")
     return 0
 
 

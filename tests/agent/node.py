@@ -68,6 +68,7 @@ class FakeOperator:
         self.ttft_ms = 0
         self.tpot_ms = 0
         self.generation = 1
+        self.arguments = {"token-seconds": "0.002"}
         self.requests: list[SyncRequest] = []
         self.port = 0
         self._server = Server()
@@ -104,7 +105,7 @@ class FakeOperator:
             pod_uid="serving-0",
             pod_name="serving-0",
             gpu_uuids=("GPU-0",),
-            engine=EngineSpec("fake", "small", arguments={"token-seconds": "0.002"}),
+            engine=EngineSpec("fake", "small", arguments=self.arguments),
             weights=WeightSource("127.0.0.1:1", "run"),
             router="",
         )

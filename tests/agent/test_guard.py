@@ -142,3 +142,22 @@ async def test_a_pool_that_pauses_gives_everything_back(guard: tuple[Guard, Perm
     made.on_reply(SyncReply(1, True, (GRANT,), (paused,)), time.monotonic())
     assert permit.until_ns == 0
     assert made.slots[KEY.uid].machine.phase.value == "Releasing"
+
+
+async def test_tokens_are_told_one_by_one_only_before_lending_may_be_paced_by_them(
+    guard: tuple[Guard, Permit],
+) -> None:
+    made, _ = guard
+    replica = made.replicas["pod"]
+    assert not replica.watch().closely, "no limit, nothing to pace by"
+    limited = PoolPolicy("chat/pool", "Lend", {"a": "b"}, 1, max_increase_percent=5)
+    replica.update(replica.pod, limited)
+    assert not replica.watch().closely, "idle"
+    now = time.monotonic_ns()
+    replica.gaps.note(busy=True, now_ns=now - 60 * 10**9)
+    assert replica.watch().closely, "never idle"
+    replica.gaps.note(busy=False, now_ns=now - 10**9)
+    assert replica.watch().closely, "idle for a fifth of the time: not yet"
+    replica.gaps.note(busy=True, now_ns=now)
+    replica.gaps.note(busy=False, now_ns=now - 60 * 10**9)
+    assert not replica.watch().closely

@@ -39,13 +39,14 @@ async def lent(short_dir: Path) -> AsyncIterator[Node]:
 
 
 async def computes(n: Node) -> bool:
-    """The slot's engine is up and using CPU."""
+    """The slot's engine makes tokens: one that is still starting uses CPU as well."""
     slot = n.operator.slot
     if slot is None or slot.state in STARTING or not n.engine():
         return False
-    before = n.cpu_seconds()
+    before = await n.tokens()
     await asyncio.sleep(0.5)
-    return n.cpu_seconds() > before + 0.02
+    after = await n.tokens()
+    return before is not None and after is not None and after > before
 
 
 async def stands_still(n: Node) -> None:
@@ -137,4 +138,26 @@ async def test_only_a_living_grant_of_the_highest_term_counts(short_dir: Path) -
         await n.start_agent()
         await n.until(lambda: not n.engine_processes(), "a slot without a grant is stopped")
         assert n.operator.requests[-1].highest_term == 6
+        feeder.cancel()
+
+
+async def test_an_engine_that_ignores_its_permit_is_stopped_from_outside(short_dir: Path) -> None:
+    async with node(short_dir) as n:
+        n.operator.arguments = {**n.operator.arguments, "ignore-permit": "true"}
+        feeder = await n.keep_rollouts_busy()
+        await n.until(lambda: computes(n), "the rollout engine is lent and computes")
+
+        # The engine host stops its tree when the permit closes.
+        request = asyncio.create_task(n.generate(600))
+        await n.until(lambda: n.gate(is_open=False), "an arrival closes the gate")
+        await stands_still(n)
+        assert await request == 600
+        await n.until(lambda: computes(n), "the engine computes again")
+
+        # Without the host the guard does, by itself.
+        n.signal("host", signal.SIGSTOP)
+        await stands_still(n)
+        assert any(e.get("order") == "FREEZE" for e in await n.trace())
+        n.signal("host", signal.SIGCONT)
+        await n.until(lambda: computes(n), "the host goes on")
         feeder.cancel()

@@ -16,7 +16,6 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rose_agent.errors import BadConfiguration
-from rose_agent.guard.recorder import Recorder, perfetto
 from rose_agent.pods.kubernetes import Access, KubernetesPods
 from rose_agent.pods.processes import Watcher, container_id, scan
 from rose_agent.pods.static import StaticPods
@@ -111,11 +110,18 @@ async def test_list_then_watch(api: tuple[FakeApi, KubernetesPods]) -> None:
     assert found.ready_since_s == 1767225600.0
 
     stopped = pod(
-        metadata={"annotations": {"rose-gpu.dev/stop": "true", "rose-gpu.dev/gpus": "A,B"}}
+        metadata={
+            "annotations": {
+                "rose-gpu.dev/stop": "true",
+                "rose-gpu.dev/gpus": "A,B",
+                "rose-gpu.dev/load-feed-port": "5558",
+            }
+        }
     )
     await fake.events.put({"type": "MODIFIED", "object": stopped})
     await until(lambda: pods.pods([POLICY])[UID].stopped)
     assert pods.pods([POLICY])[UID].gpu_uuids == ("A", "B")
+    assert pods.pods([POLICY])[UID].feed_port == 5558
     await fake.events.put({"type": "DELETED", "object": stopped})
     await until(lambda: not pods.pods([POLICY]))
     assert fake.selectors == {"spec.nodeName=node-1"}
@@ -236,14 +242,3 @@ def test_the_snapshot_is_found_through_the_process_and_never_by_name(tmp_path: P
     assert snapshot.read().running == 2
     snapshot.close()
     assert Snapshot(43, tmp_path).read().running is None
-
-
-def test_the_recorder_is_bounded_and_reads_in_perfetto() -> None:
-    recorder = Recorder(kept=3)
-    for number in range(5):
-        recorder.note(number * 1000, f"track-{number % 2}", "arrived", request=number)
-    dump = recorder.dump()
-    assert [e["request"] for e in dump["entries"]] == [2, 3, 4]
-    events = perfetto(dump)["traceEvents"]
-    assert {e["args"]["name"] for e in events if e["ph"] == "M"} == {"track-0", "track-1"}
-    assert [e["ts"] for e in events if e["ph"] == "i"] == [2.0, 3.0, 4.0]

@@ -61,6 +61,13 @@ def test_a_trace_without_a_guard_says_so(
     assert "no guard answers" in capsys.readouterr().err
 
 
+def test_a_report_without_a_guard_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", "--rundir", str(tmp_path)]) == 1
+    assert f"no guard runs in {tmp_path}" in capsys.readouterr().err
+
+
 def test_missing_files_are_named(short_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     replicas = short_dir / "replicas.yaml"
     flags = ["--node", "n", "--rundir", str(short_dir / "run"), "--devices", "static"]

@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 STOP_ANNOTATION = "rose-gpu.dev/stop"
 GPU_ANNOTATION = "rose-gpu.dev/gpus"
+FEED_ANNOTATION = "rose-gpu.dev/load-feed-port"
 _WATCH_SECONDS = 240
 _SCAN_SECONDS = 2.0
 Json = dict[str, Any]
@@ -141,6 +142,7 @@ class KubernetesPods:
             pid=serving[0].pid if serving else 0,
             pids=tuple(sorted(f.pid for f in serving)),
             gpu_uuids=gpus,
+            feed_port=_port(annotations.get(FEED_ANNOTATION, "")),
         )
 
     def scheduler(self, uid: str) -> int:
@@ -247,6 +249,11 @@ def _ready(status: Json) -> tuple[bool, float]:
             seconds = dt.datetime.fromisoformat(since).timestamp() if since else 0.0
             return condition.get("status") == "True", seconds
     return False, 0.0
+
+
+def _port(text: str) -> int:
+    """A port somebody wrote down; 0 when it is none."""
+    return int(text) if text.isdecimal() and int(text) < 65536 else 0
 
 
 def _instance(status: Json) -> str:

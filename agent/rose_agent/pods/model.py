@@ -24,6 +24,7 @@ class ServingPod:
         pids: serving processes whose end means that serving has gone.
         interfaces: to tap; empty = all.
         gpu_uuids: GPUs it uses.
+        feed_port: where its engine publishes its load (``signals.feed``), 0 = nowhere.
     """
 
     uid: str
@@ -41,6 +42,7 @@ class ServingPod:
     pids: tuple[int, ...] = ()
     interfaces: tuple[str, ...] = ()
     gpu_uuids: tuple[str, ...] = ()
+    feed_port: int = 0
 
 
 class PodSource(Protocol):

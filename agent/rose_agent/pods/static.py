@@ -1,6 +1,6 @@
 """Serving replicas written down in a file, for tests and benchmarks without Kubernetes.
 
-Read again at every look, so a test can change it under a running agent. Format (YAML)::
+Read again whenever it was changed, so a test can do so under a running agent. Format (YAML)::
 
     replicas:
       - uid: serving-0
@@ -12,6 +12,7 @@ Read again at every look, so a test can change it under a running agent. Format 
         gpus: [GPU-static-0]   # optional
         ready: true            # optional
         stopped: false         # optional
+        feed_port: 5558        # optional; SGLang's load feed
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class StaticReplica(pydantic.BaseModel):
     instance: str = ""
     ready: bool = True
     stopped: bool = False
+    feed_port: int = pydantic.Field(default=0, ge=0, lt=65536)
 
 
 class StaticReplicas(pydantic.BaseModel):
@@ -66,6 +68,7 @@ class StaticPods:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._stamp = self._look()
         self._file = self._read()
 
     @property
@@ -75,16 +78,26 @@ class StaticPods:
 
     def pods(self, policies: Sequence[PoolPolicy]) -> dict[str, ServingPod]:
         """Replicas of the known pools; a file that cannot be read now keeps its last content."""
-        try:
-            self._file = self._read()
-        except BadConfiguration as error:
-            _log.warning("%s", error)
+        stamp = self._look()
+        if stamp != self._stamp:
+            try:
+                self._file, self._stamp = self._read(), stamp
+            except BadConfiguration as error:
+                _log.warning("%s", error)
         pools = {policy.pool for policy in policies}
         return {r.uid: _pod(r) for r in self._file.replicas if r.pool in pools}
 
     async def run(self) -> None:
         """Nothing to keep fresh."""
         await asyncio.Event().wait()
+
+    def _look(self) -> tuple[int, int, int]:
+        """What changes with the file; zeros when it is not there."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            return (0, 0, 0)
+        return (found.st_ino, found.st_mtime_ns, found.st_size)
 
     def _read(self) -> StaticReplicas:
         try:
@@ -108,4 +121,5 @@ def _pod(replica: StaticReplica) -> ServingPod:
         pids=replica.pids,
         interfaces=replica.interfaces,
         gpu_uuids=replica.gpus,
+        feed_port=replica.feed_port,
     )

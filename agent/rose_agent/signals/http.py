@@ -1,6 +1,6 @@
-"""``/metrics`` and ``/v1/loads`` of a serving engine.
+"""``/metrics`` and the load page of a serving engine.
 
-Each scrape costs the serving engine CPU (about 12 ms for ``/metrics``, 2 ms for ``/v1/loads``), so
+Each scrape costs the serving engine CPU (about 12 ms for ``/metrics``, 2 ms for a load page), so
 callers poll slowly while the tap is healthy. What cannot be read is unknown, never zero.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import aiohttp
 
-from rose_core.telemetry.dialects import METRICS, Figures, sglang_loads
+from rose_core.telemetry.dialects import LOADS, METRICS, Figures
 
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _LARGEST = 8 * 1024 * 1024
@@ -33,20 +33,19 @@ class EngineReader:
         """Read another address from now on (a pod gets its own only after it was scheduled)."""
         self._base, self._engine = base, engine
 
-    async def metrics(self) -> Figures:
-        """Figures from ``/metrics``; ``scrapes`` counts those that were answered."""
+    async def metrics(self) -> Figures | None:
+        """Figures from ``/metrics``, None when nobody answered; ``scrapes`` counts the others."""
         body = await self._get("/metrics")
         if body is None:
-            return Figures()
+            return None
         self.scrapes += 1
         return METRICS[self._engine](body.decode("utf-8", "replace"))
 
     async def loads(self) -> Figures:
-        """Figures from ``/v1/loads``; SGLang only."""
-        if self._engine != "SGLang":
-            return Figures()
-        body = await self._get("/v1/loads")
-        return Figures() if body is None else sglang_loads(body)
+        """Figures from the engine's load page."""
+        path, dialect = LOADS[self._engine]
+        body = await self._get(path)
+        return Figures() if body is None else dialect(body)
 
     async def _get(self, path: str) -> bytes | None:
         try:

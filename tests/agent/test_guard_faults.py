@@ -1,0 +1,230 @@
+"""Faults the guard meets without processes: its neighbours' sockets, its clocks, its namespaces."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from rose_agent.guard.blackbox import BlackBox, dumps
+from rose_agent.guard.loop import Guard
+from rose_agent.guard.taplink import TapLink
+from rose_agent.pods.model import ServingPod
+from rose_agent.tap import frames
+from rose_core.guard.gate import GateLimits
+from rose_core.telemetry.events import (
+    Arrived,
+    Ended,
+    FirstToken,
+    Health,
+    How,
+    Progress,
+    TapEvent,
+)
+from rose_core.telemetry.signal import Limits
+from rose_core.wire.sync import PoolPolicy, SyncReply
+from rose_engines.permit import Permit
+from tests.agent.test_guard import GRANT, KEY, guard, health, is_open
+
+__all__ = ["guard"]
+S = 10**9
+MS = 10**6
+
+Parts = tuple[Guard, Permit]
+
+
+def reason(made: Guard) -> str:
+    return made.slots[KEY.uid].verdict.reason.value
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        "cannot enter the network namespace of pid 4711: no such process",
+        "interface eth0 is gone or down",
+    ],
+)
+async def test_a_pod_that_can_no_longer_be_heard_is_unknown(guard: Parts, problem: str) -> None:
+    made, permit = guard
+    made.step_all()
+    now = time.monotonic_ns()
+    made.on_tap([Health("pod", now, problem, 0, False, 0, {}, 0)], now)
+    made.step_all()
+    assert permit.until_ns == 0
+    assert reason(made) == "SignalLost"
+
+
+async def test_an_interface_that_goes_down_in_a_burst_keeps_the_gate_closed_until_it_is_heard(
+    guard: Parts,
+) -> None:
+    made, permit = guard
+    made.step_all()
+    now = time.monotonic_ns()
+    made.on_tap([Arrived("pod", 1, now, "/generate")], now)
+    down = Health("pod", now, "interface eth0 is gone or down", 0, False, 0, {}, 0)
+    made.on_tap([down], now)
+    made.step_all()
+    assert not made.replicas["pod"].book.live, "nobody knows whether it is still under way"
+    made.on_tap([health()], now + MS)
+    made._step_replica("pod", now + MS, 0)
+    assert permit.until_ns == 0, "what passed unheard may still be under way"
+    made._step_replica("pod", now + 3 * S, 0)
+    assert permit.until_ns > 0
+    gates = [entry[3]["reason"] for entry in made.recorder.entries() if entry[2] == "gate"]
+    assert gates[-4:] == ["Idle", "ServingBusy", "SignalLost", "Idle"]
+
+
+async def test_a_guard_that_was_suspended_opens_nothing_on_its_old_knowledge(guard: Parts) -> None:
+    made, permit = guard
+    made.replicas["pod"].limits = Limits()
+    now = time.monotonic_ns()
+    made.on_tap([health()], now)
+    made.replicas["pod"].book.blind_ns = 0
+    made._step_replica("pod", now, 0)
+    assert is_open(permit)
+    # The monotonic clock has gone on by a minute; the tap's word is as old.
+    made._step_replica("pod", now + 60 * S, 0)
+    assert permit.until_ns == 0
+    assert reason(made) == "SignalStale"
+
+
+@pytest.mark.parametrize("jump_s", [-86_400.0, 86_400.0])
+async def test_a_jump_of_the_wall_clock_neither_settles_a_pod_nor_closes_its_gate(
+    guard: Parts, jump_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, permit = guard
+    fresh = ServingPod(
+        *("pod", "chat", "pod", "chat/pool", "127.0.0.1", 9),
+        restarted=True,
+        ready_since_s=time.time() - 1.0,
+    )
+    made.step_all()
+    wall = time.time
+    monkeypatch.setattr(time, "time", lambda: wall() + jump_s)
+    made.step_all()
+    assert is_open(permit)
+    assert not made._settled(fresh), "Ready for a second, whatever the clock says"
+
+
+async def test_a_never_idle_replica_is_paced_inside_a_period(guard: Parts) -> None:
+    made, permit = guard
+    goal = PoolPolicy(
+        "chat/pool", "Lend", {"a": "b"}, 1, ttft_milliseconds=60_000, tpot_milliseconds=18
+    )
+    made.on_reply(SyncReply(1, True, (GRANT,), (goal,)), time.monotonic())
+    replica = made.replicas["pod"]
+    now = time.monotonic_ns()
+    first = now - 7 * S
+    replica.take(Arrived("pod", 1, first, "/generate"), first)
+    replica.take(FirstToken("pod", 1, first), first)
+    replica.take(Progress("pod", 1, now, 2000), now)
+    assert replica.gaps.share(now) == 0.0
+    period = GateLimits().period_ns
+    start = now - now % period + period
+    made._step_replica("pod", start, 0)
+    duty = made.slots[KEY.uid].verdict.duty
+    assert reason(made) == "Slack"
+    assert 0.1 < duty < 1.0
+    assert permit.until_ns == start + int(duty * period), "it lapses by itself"
+    made._step_replica("pod", start + int(duty * period), 0)
+    assert permit.until_ns == 0
+    assert made.slots[KEY.uid].gate_open, "a pause of the duty cycle is no news for the router"
+    assert made._again.waiting("pod"), "the next period needs no tick"
+
+
+async def test_a_co_running_request_over_its_slo_leaves_a_dump(guard: Parts) -> None:
+    made, permit = guard
+    goal = PoolPolicy("chat/pool", "Lend", {"a": "b"}, 1, ttft_milliseconds=1, tpot_milliseconds=1)
+    made.on_reply(SyncReply(1, True, (GRANT,), (goal,)), time.monotonic())
+    made.blackbox = BlackBox(made.rundir.root / "flight", made.recorder, after_seconds=0.0)
+    replica = made.replicas["pod"]
+    replica.outcomes._on_breach = made.blackbox.breach
+    made.step_all()
+    assert is_open(permit)
+    now = time.monotonic_ns()
+    replica.outcomes.open_time.note(now + 60 * S, now)
+    late = now + 20 * MS
+    for event in (
+        Arrived("pod", 1, now, "/generate"),
+        FirstToken("pod", 1, late),
+        Ended("pod", 1, late + 20 * MS, 2, 200, How.COMPLETE),
+    ):
+        replica.take(event, late if isinstance(event, FirstToken) else event.time_ns)
+    await made.blackbox.settle()
+    (path,) = dumps(made.rundir.root / "flight")
+    entries = json.loads(path.read_bytes())["entries"]
+    (outcome,) = [entry for entry in entries if entry["what"] == "finished"]
+    assert outcome["shared"] == 1.0
+    assert (await asyncio.to_thread(path.stat)).st_mode & 0o077 == 0, "for the node's owner only"
+
+
+# --- the tap's socket
+
+
+class Heard:
+    """A listener that remembers."""
+
+    def __init__(self) -> None:
+        self.events: list[TapEvent] = []
+        self.lost = 0
+        self.changed = asyncio.Event()
+
+    def on_tap(self, events: list[TapEvent], now_ns: int) -> None:
+        self.events += events
+        self.changed.set()
+
+    def on_tap_lost(self, now_ns: int) -> None:
+        self.lost += 1
+        self.changed.set()
+
+
+@pytest.fixture
+async def link(short_dir: Path) -> AsyncIterator[tuple[Heard, list[asyncio.StreamWriter]]]:
+    """A link to a tap that the test plays."""
+    heard, writers = Heard(), list[asyncio.StreamWriter]()
+    path = short_dir / "tap.sock"
+
+    async def serve(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        writer.write(frames.pack([health()]))
+
+    server = await asyncio.start_unix_server(serve, str(path))
+    task = asyncio.create_task(TapLink(path, heard).run())
+    yield heard, writers
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    for writer in writers:
+        writer.close()
+    server.close()
+
+
+async def until(heard: Heard, condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            heard.changed.clear()
+            await heard.changed.wait()
+
+
+async def test_a_closed_tap_socket_is_noticed_at_once_and_connected_again(
+    link: tuple[Heard, list[asyncio.StreamWriter]],
+) -> None:
+    heard, writers = link
+    await until(heard, lambda: bool(heard.events))
+    assert heard.lost == 0
+    writers[0].close()
+    await until(heard, lambda: heard.lost == 1)
+    await until(heard, lambda: len(heard.events) == 2)
+
+
+async def test_garbage_on_the_tap_socket_is_a_lost_tap(
+    link: tuple[Heard, list[asyncio.StreamWriter]],
+) -> None:
+    heard, writers = link
+    await until(heard, lambda: bool(heard.events))
+    writers[0].write(b"\x05\x00\x00\x00hello, this is no frame at all")
+    await until(heard, lambda: heard.lost >= 1)
+    await until(heard, lambda: len(heard.events) == 2)
