@@ -4,9 +4,14 @@
 - ``spans``: which weight version sampled which tokens.
 - ``splice``: what of a request survives a move to another engine, as a table.
 - ``versions``: staleness and pins.
-- ``placement``: hard filters, then expected time; one engine for one turn.
+- ``views``, ``filters``, ``scoring``: what placement sees, who can take a turn, what it costs.
+- ``guards``, ``policies``, ``placement``: one engine for one turn, by the rule that is asked for.
 - ``estimates``: speed and reclaim hazard of an engine, from what the router saw itself.
+- ``prospects``: memory of trajectories: ``lengths``, ``freshness``, ``shares``, ``vanish``.
+- ``prefixes``: which trajectory a turn without a key belongs to.
+- ``inclusion``: whether borrowing changes what is trained on.
 - ``watch``: when a turn that is running must move.
+- ``rounds``: tail batching: which prompts a round starts, trains on and puts off.
 - ``admission``: how many turns may wait, and what to tell those who may not.
 
 Read ``transcript`` first, then ``placement``. ``rose_router`` is the shell around it.

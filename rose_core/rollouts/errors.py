@@ -4,6 +4,7 @@ RolloutError
 ├── InvalidTurn       the request is wrong in itself; names the field
 ├── UnknownVersion    the request is pinned to a version nobody has announced
 ├── VersionGone       the pinned version exists no more on any engine
+├── InvalidRound      tail batching was asked for what its states do not allow
 └── BrokenStream      an engine's events contradict what it sent before
 """
 
@@ -26,3 +27,7 @@ class VersionGone(RolloutError):
 
 class BrokenStream(RolloutError):
     """An engine's events contradict what it sent before; the leg counts as lost."""
+
+
+class InvalidRound(RolloutError):
+    """Tail batching was asked for what its states do not allow; names prompt and round."""

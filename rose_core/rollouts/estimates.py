@@ -10,23 +10,55 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+_LEAST_MOVE = 0.5  # of turns in flight; a smaller change says nothing about what a turn costs
+_SLOPE_WEIGHT = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class Speed:
     """How fast an engine works.
 
+    A step takes longer the more turns share it, and an engine that has emptied shows no step at
+    all, so the last one seen is carried to another load by what steps did when the load changed.
+
     Attributes:
-        step_seconds: time between two tokens of one turn.
+        step_seconds: time between two tokens of one turn, at ``usual_live`` turns.
         prefill_seconds_per_token: time per prompt token that is not cached.
+        usual_live: turns in flight when steps were seen; 0 = never said.
+        spread, joint: weighted means of (change of load)^2 and (change of load) x (of step).
     """
 
     step_seconds: float = 0.02
     prefill_seconds_per_token: float = 0.0001
+    usual_live: float = 0.0
+    spread: float = 0.0
+    joint: float = 0.0
 
-    def saw_step(self, seconds_per_token: float, weight: float = 0.1) -> Speed:
-        """Learn from the gap between two events of a stream."""
-        step = self.step_seconds + weight * (seconds_per_token - self.step_seconds)
-        return replace(self, step_seconds=step)
+    @property
+    def per_turn_seconds(self) -> float:
+        """By how much one more turn lengthens the step of all."""
+        return max(0.0, self.joint / self.spread) if self.spread else 0.0
+
+    def step_at(self, live: int) -> float:
+        """Step with so many turns in flight; never below a quarter of what was seen."""
+        away = self.per_turn_seconds * (live - self.usual_live)
+        return max(self.step_seconds / 4, self.step_seconds + away)
+
+    def saw_step(self, seconds_per_token: float, weight: float = 0.1, live: int = 0) -> Speed:
+        """Learn from the gap between two events of a stream; ``live`` 0 = not said."""
+        change = seconds_per_token - self.step_seconds
+        seen = replace(self, step_seconds=self.step_seconds + weight * change)
+        if not live:
+            return seen
+        if not self.usual_live:
+            return replace(seen, usual_live=float(live))
+        more = live - self.usual_live
+        seen = replace(seen, usual_live=self.usual_live + weight * more)
+        if abs(more) < _LEAST_MOVE:
+            return seen
+        spread = self.spread + _SLOPE_WEIGHT * (more * more - self.spread)
+        joint = self.joint + _SLOPE_WEIGHT * (more * change - self.joint)
+        return replace(seen, spread=spread, joint=joint)
 
     def saw_first_token(self, seconds: float, uncached_tokens: int, weight: float = 0.1) -> Speed:
         """Learn from the time to the first token; short prompts say little and are left out."""

@@ -63,12 +63,16 @@ def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 def shifted(spans: Iterable[Span], by: int) -> tuple[Span, ...]:
     """Move spans from a leg's count to the turn's."""
+    if not by:
+        return tuple(spans)
     return tuple(replace(span, start=span.start + by, end=span.end + by) for span in spans)
 
 
 def cut(spans: Iterable[Span], end: int) -> tuple[Span, ...]:
     """What of the spans lies before token ``end``."""
-    return tuple(replace(span, end=min(span.end, end)) for span in spans if span.start < end)
+    return tuple(
+        span if span.end <= end else replace(span, end=end) for span in spans if span.start < end
+    )
 
 
 def normal(spans: Iterable[tuple[str, int, int]], cache_key: str, count: int) -> tuple[Span, ...]:

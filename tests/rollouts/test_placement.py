@@ -21,6 +21,7 @@ from rose_core.rollouts.placement import (
     obstacle,
     place,
     seconds,
+    stall,
 )
 from rose_core.rollouts.versions import Pin
 from rose_core.wire.routing import EngineKind
@@ -126,6 +127,18 @@ def test_a_session_stays_at_home_while_its_prefix_is_worth_more_than_a_place_in_
         assert chosen.engine == expected
 
 
+def test_a_prefill_counts_for_every_turn_that_stands_still_meanwhile() -> None:
+    speed = Speed(step_seconds=0.01, prefill_seconds_per_token=0.001)
+    busy = replace(GOOD, name="busy", live=3, speed=speed)
+    turn = TurnView(context=2000, expected=10)
+    assert stall(turn, busy) == pytest.approx(3 * 2.0)
+    # A faster engine with turns on it loses against a slower one that is idle.
+    idle = replace(GOOD, name="idle", speed=replace(speed, prefill_seconds_per_token=0.002))
+    chosen = place(turn, [busy, idle], HEAD, POLICY, NOW)
+    assert isinstance(chosen, Placement)
+    assert chosen.engine == "idle"
+
+
 def test_a_home_that_cannot_take_the_turn_is_left() -> None:
     home = replace(GOOD, name="home", gate_open=False)
     turn = TurnView(context=4000, expected=50, home="home", cached=3900)
@@ -144,6 +157,23 @@ def test_a_small_gain_is_not_worth_a_move() -> None:
     chosen = place(turn, [home, other], HEAD, POLICY, NOW)
     assert isinstance(chosen, Placement)
     assert chosen.engine == "home"
+
+
+def test_a_trajectory_with_much_still_to_write_moves_to_where_steps_are_short() -> None:
+    speed = Speed(0.02, 0.0002, usual_live=12, spread=4.0, joint=0.004)
+    home = replace(GOOD, name="home", cap=16, live=11, speed=speed)
+    empty = replace(GOOD, name="empty", cap=16, live=0, speed=speed)
+    turn = TurnView(context=8000, expected=50, home="home", cached=8000, rest_tokens=50)
+    for rest, expected in ((50.0, "home"), (4000.0, "empty")):
+        chosen = place(replace(turn, rest_tokens=rest), [home, empty], HEAD, POLICY, NOW)
+        assert isinstance(chosen, Placement)
+        assert chosen.engine == expected
+
+
+def test_a_turn_counts_for_every_step_that_it_lengthens() -> None:
+    speed = Speed(0.02, 0.0, usual_live=4, spread=1.0, joint=0.001)
+    turn = TurnView(context=10, expected=100)
+    assert stall(turn, replace(GOOD, live=3, speed=speed)) == pytest.approx(3 * 100 * 0.001)
 
 
 def test_equal_engines_share_the_turns() -> None:

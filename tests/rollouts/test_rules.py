@@ -183,3 +183,20 @@ def test_short_closings_lower_the_open_share_and_nothing_else() -> None:
     assert flickering.open_share == pytest.approx(0.5, abs=0.05)
     assert flickering.per_second < Hazard().per_second
     assert Hazard(open_seconds=0.0, closed_seconds=5.0).open_share == 0.01
+
+
+def test_a_step_is_carried_to_another_load_by_what_steps_did_when_the_load_changed() -> None:
+    speed = Speed()
+    for live in (16, 12, 8, 4, 8, 12, 16) * 3:
+        speed = speed.saw_step(0.006 + 0.001 * live, 1.0, live)
+    assert speed.per_turn_seconds == pytest.approx(0.001, rel=0.01)
+    assert speed.step_at(16) == pytest.approx(0.022, rel=0.01)
+    assert speed.step_at(1) == pytest.approx(0.007, rel=0.1)
+    # Never carried below a quarter of what was seen.
+    assert speed.step_at(-100) == pytest.approx(speed.step_seconds / 4)
+
+
+def test_a_step_without_a_load_says_nothing_about_loads() -> None:
+    speed = Speed().saw_step(0.05).saw_step(0.01).saw_step(0.05, live=3).saw_step(0.01, live=3)
+    assert not speed.per_turn_seconds
+    assert speed.step_at(1) == speed.step_at(16) == speed.step_seconds

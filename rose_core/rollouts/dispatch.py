@@ -1,0 +1,151 @@
+"""Which waiting turn is placed next: a home that is full or shut for a moment is waited for.
+
+The keys of a session lie on its home. If the turn that waits longest takes whatever engine has
+room, it makes that engine prefill its whole context, and the next one whose home *that* was does
+the same elsewhere: a queue that never empties makes a fleet prefill instead of decode. Waiting for
+home costs time, moving costs a prefill during which every turn on the target stands still. A turn
+waits at most as long as its move would cost (as one rents skis before buying them), so it never
+loses more than twice the better of the two; turns behind it that leave no keys go first meanwhile.
+
+| the waiting turn's home | then |
+|---|---|
+| none, gone, leaving, of an unusable version, or without its keys | placed anywhere |
+| has room | placed; ``placement`` may still find a move worth it |
+| full, gate closed, backing off or fencing, waited less than the move costs | passed over |
+| the same, waited longer | placed anywhere |
+
+*Anywhere* leaves out engines whose KV pool it would overflow (``residency``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rose_core.identity import WeightVersion
+from rose_core.rollouts.guards import NOTHING_KNOWN
+from rose_core.rollouts.placement import (
+    EngineView,
+    Obstacle,
+    Outlook,
+    Placement,
+    Policy,
+    Sorted,
+    TurnView,
+    Wait,
+    alike,
+    among,
+    obstacle,
+    sort_out,
+)
+from rose_core.rollouts.residency import Residents
+
+_PASSING = frozenset({Obstacle.FULL, Obstacle.GATE_CLOSED, Obstacle.BACKING_OFF, Obstacle.FENCING})
+"""What keeps a home from taking the turn for a moment only."""
+
+
+class Waiting(Protocol):
+    """A turn that waits: how placement sees it, and since when (seconds of the caller's clock)."""
+
+    @property
+    def view(self) -> TurnView:
+        """The turn."""
+        ...
+
+    @property
+    def since(self) -> float:
+        """When it began to wait."""
+        ...
+
+
+Chosen = tuple[int, Placement]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What the choice is made from.
+
+    Attributes:
+        engines: every engine attached.
+        head: newest version known.
+        policy: knobs of placement.
+        now: seconds of the caller's clock.
+        outlook: what is known of all trajectories together.
+        residents: which keys lie where; None = nothing is known of KV pools.
+    """
+
+    engines: Sequence[EngineView]
+    head: WeightVersion | None
+    policy: Policy
+    now: float
+    outlook: Outlook = NOTHING_KNOWN
+    residents: Residents | None = None
+
+
+def next_turn(waiting: Sequence[Waiting], scene: Scene) -> tuple[Chosen | None, float | None]:
+    """The next turn to place, of those that wait in the order of ``admission.rank``.
+
+    Returns:
+        The turn's index with its placement, None when no turn can go now; and the time at which
+        the first of those passed over stops waiting for its home, None when none was.
+    """
+    known = {engine.name: engine for engine in scene.engines}
+    able = [engine for engine in scene.engines if _has_room(engine, scene.now)]
+    again: float | None = None
+    if not able:
+        return None, None
+    price = min(engine.speed.prefill_seconds_per_token * (1 + engine.live) for engine in able)
+    hopeless: set[tuple[object, ...]] = set()  # alike in what they can run on, and nothing can
+    passing: dict[tuple[object, ...], Sorted] = {}
+    for index, one in enumerate(waiting):
+        turn = one.view
+        sort = alike(turn)
+        if (sort, turn.begins) in hopeless:
+            continue
+        until = _patience(one, known.get(turn.home), price, scene)
+        if until is not None:
+            again = until if again is None else min(again, until)
+            continue
+        if sort not in passing:
+            passing[sort] = sort_out(turn, scene.engines, scene.head, scene.policy, scene.now)
+        answer = _anywhere(turn, passing[sort], scene)
+        if isinstance(answer, Placement):
+            return (index, answer), again
+        if answer.obstacle is not Obstacle.FULL or turn.begins:
+            hopeless.add((sort, turn.begins))
+    return None, again
+
+
+def _patience(one: Waiting, home: EngineView | None, price: float, scene: Scene) -> float | None:
+    """Until when the turn waits for its home; None when it need not."""
+    turn = one.view
+    if home is None or not turn.cached or _has_room(home, scene.now):
+        return None
+    until = one.since + min(turn.cached, turn.context) * price
+    passing = obstacle(turn, home, scene.head, scene.policy, scene.now) in _PASSING
+    return until if passing and scene.now < until else None
+
+
+def _anywhere(turn: TurnView, found: Sorted, scene: Scene) -> Placement | Wait:
+    """The turn's placement; ``Wait(FULL)`` also where its context would push out others."""
+    if not found.able:
+        return Wait(found.nearest)
+    if scene.residents is not None:
+        crowded = scene.residents.without_room(turn, found.able, scene.now)
+        if crowded:
+            room = [engine for engine in found.able if engine.name not in crowded]
+            found = Sorted(room, found.full, found.nearest)
+    answer = among(turn, found, scene.policy, scene.outlook)
+    return answer if isinstance(answer, Placement) else Wait(Obstacle.FULL)
+
+
+def _has_room(engine: EngineView, now: float) -> bool:
+    """Whether the engine could take some turn now."""
+    return (
+        engine.gate_open
+        and engine.live < engine.cap
+        and not engine.leaving
+        and not engine.fencing
+        and engine.backing_off_until <= now
+    )

@@ -1,0 +1,74 @@
+"""How much a trajectory will still write, from its finished siblings and from all before it.
+
+Siblings (answers to the same prompt) resemble each other, and what is old is likely to get older:
+both are read off the lengths of finished trajectories, those not longer than what this one has
+written already left out. No model is trained.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+_SIBLING_WEIGHT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Output tokens still to come.
+
+    Attributes:
+        median, tail: half, and nine in ten, of its like need no more; 0 = no idea.
+        in_tail: it will be among the longest tenth.
+    """
+
+    median: float = 0.0
+    tail: float = 0.0
+    in_tail: bool = False
+
+
+class Lengths:
+    """Lengths of finished trajectories.
+
+    Args:
+        most: trajectories remembered in all; ``groups`` as many groups.
+    """
+
+    def __init__(self, most: int = 512, groups: int = 4096) -> None:
+        self._all: deque[int] = deque(maxlen=most)
+        self._sorted: list[int] = []
+        self._groups: OrderedDict[str, list[int]] = OrderedDict()
+        self._most_groups = groups
+
+    def finished(self, group: str, tokens: int) -> None:
+        """A trajectory has ended with so many output tokens."""
+        self._all.append(tokens)
+        self._sorted = []
+        if not group:
+            return
+        self._groups.setdefault(group, []).append(tokens)
+        self._groups.move_to_end(group)
+        if len(self._groups) > self._most_groups:
+            self._groups.popitem(last=False)
+
+    def rest(self, group: str, written: int) -> Rest:
+        """What a trajectory of the group that has written so much will still write."""
+        if not self._all:
+            return Rest()
+        if not self._sorted:
+            self._sorted = sorted(self._all)
+        longer = self._sorted[bisect_right(self._sorted, written) :]
+        siblings = [n for n in self._groups.get(group, ()) if n > written] if group else []
+        if siblings:
+            longer = sorted(longer + siblings * _SIBLING_WEIGHT)
+        if not longer:
+            # Longer than anything seen: of such the expected rest grows with age.
+            return Rest(written / 2, float(written), in_tail=True)
+        median, tail = _quantile(longer, 0.5), _quantile(longer, 0.9)
+        in_tail = median >= _quantile(self._sorted, 0.9) and len(self._sorted) >= 10
+        return Rest(median - written, tail - written, in_tail)
+
+
+def _quantile(ordered: list[int], share: float) -> float:
+    return float(ordered[min(len(ordered) - 1, int(share * len(ordered)))])

@@ -1,0 +1,246 @@
+"""What the scheduler remembers of trajectories, and what it expects of them.
+
+Turns come one by one; whether a turn should risk a borrowed engine depends on the trajectory they
+belong to, on its siblings and on everything else in flight. This is that memory:
+
+    begins --turns placed and ended--> lives --concluded by the trainer--> counted
+                                             --silent for too long-------> forgotten, length kept
+
+Lengths come from ``lengths``, time left from ``freshness``, quotas from ``shares``, the question
+what a loss of all borrowed engines would do from ``vanish``; ``inclusion`` counts how it ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from rose_core.identity import WeightVersion
+from rose_core.rollouts.freshness import Cadence, budget_seconds
+from rose_core.rollouts.guards import Outlook
+from rose_core.rollouts.inclusion import Inclusion, Outcome
+from rose_core.rollouts.lengths import Lengths
+from rose_core.rollouts.shares import Shares, stratum
+from rose_core.rollouts.vanish import Work, survives
+from rose_core.rollouts.versions import lag
+from rose_core.rollouts.views import EngineView, TurnView
+from rose_core.wire.routing import EngineKind
+
+SILENT_SECONDS = 1800.0
+_SAFE_SECONDS = 1.0  # how long an answer of ``vanish`` is good for
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When a trajectory is too old, counted from its beginning: in publishes, in seconds, or both.
+
+    Attributes:
+        publishes: ``None`` = no such bound.
+        seconds: infinite = no such bound.
+    """
+
+    publishes: int | None = None
+    seconds: float = math.inf
+
+
+NO_DEADLINE = Deadline()
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What a caller says of the trajectory that a turn belongs to.
+
+    Attributes:
+        group: trajectories that answer the same prompt; empty = none.
+        deadline: ``None`` = as the lease says.
+        turn: its number from 1; 0 = not said.
+    """
+
+    group: str = ""
+    deadline: Deadline | None = None
+    turn: int = 0
+
+
+NO_HINT = Hint()
+
+
+@dataclass(eq=False, slots=True)
+class Trajectory:
+    """One trajectory in memory.
+
+    Attributes:
+        born: how many began before it.
+        began, began_with: when it began, and the newest version then.
+        live: turns of it in flight or waiting.
+        since_move: turns since it last left a home by choice.
+    """
+
+    group: str
+    born: int
+    began: float
+    began_with: WeightVersion | None
+    deadline: Deadline
+    seen: float
+    turns: int = 0
+    live: int = 0
+    tokens: int = 0
+    context: int = 0
+    borrowed: bool = False
+    since_move: int = 1_000_000
+
+
+class Prospects:
+    """The memory.
+
+    Args:
+        deadline: for trajectories whose caller names none.
+        most: trajectories remembered; a forgotten one counts as beginning anew.
+    """
+
+    def __init__(self, deadline: Deadline = NO_DEADLINE, most: int = 65536) -> None:
+        self._deadline = deadline
+        self._most = most
+        self._trajectories: OrderedDict[str, Trajectory] = OrderedDict()
+        self._cadence = Cadence()
+        self._safe: tuple[float, bool] = (-math.inf, True)
+        self.lengths = Lengths()
+        self.shares = Shares()
+        self.inclusion = Inclusion()
+        self.forgotten = 0
+        self._born = 0
+
+    def __len__(self) -> int:
+        return len(self._trajectories)
+
+    def saw_head(self, head: WeightVersion | None, now: float) -> None:
+        """The newest version is this one."""
+        self._cadence = self._cadence.saw(head, now)
+
+    def turn_begins(self, name: str, hint: Hint, context: int, now: float) -> None:
+        """A turn of the trajectory has come."""
+        known = self._trajectories.get(name)
+        if known is None:
+            deadline = hint.deadline or self._deadline
+            self._born += 1
+            known = Trajectory(hint.group, self._born, now, self._cadence.head, deadline, now)
+            known.turns = max(0, hint.turn - 1)
+            self._trajectories[name] = known
+            self._make_room()
+        self._trajectories.move_to_end(name)
+        known.turns += 1
+        known.live += 1
+        known.context, known.seen = context, now
+
+    def born(self, name: str) -> int | None:
+        """Number of the trajectory in order of beginning; ``None`` when it is not known."""
+        known = self._trajectories.get(name)
+        return known.born if known is not None else None
+
+    def expected(self, name: str, view: TurnView, now: float) -> TurnView:
+        """The turn's view with what its trajectory adds to it."""
+        known = self._trajectories.get(name)
+        if known is None:
+            return view
+        rest = self.lengths.rest(known.group, known.tokens)
+        budget = self._budget(known, now)
+        return replace(
+            view,
+            begins=known.turns <= 1 and not known.tokens,
+            since_move=known.since_move,
+            rest_tokens=max(rest.median, float(view.expected)),
+            tail_tokens=rest.tail,
+            budget_seconds=budget,
+            stratum=self._stratum(known),
+            tail=rest.in_tail,
+        )
+
+    def placed(self, name: str, kind: EngineKind, *, left_home: bool) -> None:
+        """A turn of it was given to an engine; ``left_home`` although its home could take it."""
+        known = self._trajectories.get(name)
+        if known is None:
+            return
+        self.shares.placed(self._stratum(known), kind)
+        known.borrowed = known.borrowed or kind is EngineKind.BORROWED
+        known.since_move = 0 if left_home else known.since_move + 1
+
+    def turn_ended(self, name: str, tokens: int, context: int, now: float) -> None:
+        """A turn of it is over, with so many output tokens."""
+        known = self._trajectories.get(name)
+        if known is not None:
+            known.live = max(0, known.live - 1)
+            known.tokens += tokens
+            known.context, known.seen = context, now
+
+    def concluded(self, name: str, *, trained: bool, reward: float | None = None) -> Outcome | None:
+        """The trainer says what became of it.
+
+        Returns:
+            What was counted; ``None`` when the trajectory is not known here (any more).
+        """
+        known = self._trajectories.pop(name, None)
+        if known is None:
+            return None
+        self.lengths.finished(known.group, known.tokens)
+        head, began = self._cadence.head, known.began_with
+        stale = lag(began, head) if began and head else None
+        outcome = Outcome(trained, known.borrowed, known.tokens, reward, stale)
+        self.inclusion.add(outcome)
+        return outcome
+
+    def forget(self, name: str) -> None:
+        """The trainer has withdrawn the trajectory; how long it would have become is not known."""
+        self._trajectories.pop(name, None)
+
+    def outlook(
+        self, engines: Callable[[], Sequence[EngineView]], dice: float, now: float
+    ) -> Outlook:
+        """What is known of all trajectories together."""
+        at, safe = self._safe
+        if now - at >= _SAFE_SECONDS:
+            safe = survives(self._work(now), engines())
+            self._safe = (now, safe)
+        return Outlook(self.shares.overall, self.shares.by_stratum(), safe, dice)
+
+    def forget_silent(self, now: float, after: float = SILENT_SECONDS) -> int:
+        """Forget trajectories that nothing was heard of for so long; their number."""
+        silent = 0
+        while self._trajectories:
+            name, oldest = next(iter(self._trajectories.items()))
+            if oldest.live or now - oldest.seen < after:
+                break
+            self._forget(name)
+            silent += 1
+        return silent
+
+    def _make_room(self) -> None:
+        if len(self._trajectories) > self._most:
+            self._forget(next(iter(self._trajectories)))
+
+    def _forget(self, name: str) -> None:
+        known = self._trajectories.pop(name)
+        self.lengths.finished(known.group, known.tokens)
+        self.forgotten += 1
+
+    def _budget(self, known: Trajectory, now: float) -> float:
+        by_age = budget_seconds(known.began_with, known.deadline.publishes, self._cadence, now)
+        return min(by_age, known.began + known.deadline.seconds - now)
+
+    def _stratum(self, known: Trajectory) -> str:
+        # By what it began with: a trajectory must not drift into another stratum as it is counted.
+        rest = self.lengths.rest(known.group, 0)
+        age = self._cadence.head, known.began_with
+        behind = lag(age[1], age[0]) if age[0] and age[1] else None
+        most = known.deadline.publishes
+        left = math.inf if behind is None or most is None else float(most + 1 - behind)
+        return stratum(rest.median, left)
+
+    def _work(self, now: float) -> list[Work]:
+        return [
+            Work(
+                one.context, self.lengths.rest(one.group, one.tokens).median, self._budget(one, now)
+            )
+            for one in self._trajectories.values()
+            if one.live
+        ]

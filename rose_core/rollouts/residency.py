@@ -1,0 +1,105 @@
+"""Which sessions' keys lie on which engine, so that new ones do not push out those that come back.
+
+An engine's KV pool holds the contexts of the turns under way and, as long as there is room, those
+of sessions whose environment is answering. Sending one session more than fits evicts another that
+will be prefilled whole when it returns; on agent traces that is ten times a turn's own prompt. So
+an engine takes a session that is not at home there only while the contexts fit.
+
+    turn begins --> live --turn ends--> idle, newest --next turn there--> live
+                                         |--pool full, or IDLE_SECONDS--> not counted any more
+                                         |--next turn elsewhere, or over--> forgotten
+
+An engine with little to do takes any session: with a quarter of its places in use it decodes so few
+that the lost time outweighs a prefill. Without a known pool size there is always room. A session
+that is over is rarely announced; its keys count until it has been idle for longer than most tools
+take. Contexts grow: a young session counts as much as sessions usually have.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rose_core.rollouts.placement import EngineView, TurnView
+
+IDLE_SHARE = 0.25
+IDLE_SECONDS = 30.0
+_WEIGHT = 0.01
+
+
+@dataclass
+class _Engine:
+    pool: int
+    live: dict[str, int] = field(default_factory=dict)
+    idle: OrderedDict[str, tuple[int, float]] = field(default_factory=OrderedDict)
+    used: int = 0
+
+    def drop(self, session: str) -> None:
+        self.used -= self.live.pop(session, 0) + self.idle.pop(session, (0, 0.0))[0]
+
+    def age(self, now: float) -> None:
+        while self.idle and (
+            self.used > self.pool or next(iter(self.idle.values()))[1] < now - IDLE_SECONDS
+        ):
+            self.used -= self.idle.popitem(last=False)[1][0]
+
+
+class Residents:
+    """The sessions by engine, as the router believes them to be."""
+
+    def __init__(self) -> None:
+        self._usual = 0.0
+        self._engines: dict[str, _Engine] = {}
+        self._where: dict[str, str] = {}
+
+    def pool(self, engine: str, tokens: int) -> None:
+        """The engine is there; its KV pool holds so many tokens, 0 = unknown."""
+        self._engines.setdefault(engine, _Engine(tokens)).pool = tokens
+
+    def gone(self, engine: str) -> None:
+        """The engine is lost with every key on it."""
+        known = self._engines.pop(engine, None)
+        for session in (*known.live, *known.idle) if known else ():
+            self._where.pop(session, None)
+
+    def began(self, engine: str, session: str, tokens: int) -> None:
+        """A turn begins there that needs keys of so many tokens in the end."""
+        self.over(session)
+        self._usual += (tokens - self._usual) * (_WEIGHT if self._usual else 1.0)
+        known = self._engines.get(engine)
+        if known is not None and session:
+            known.live[session] = size = max(tokens, round(self._usual))
+            known.used += size
+            self._where[session] = engine
+
+    def ended(self, engine: str, session: str, tokens: int, now: float) -> None:
+        """The turn has ended; the keys stay while there is room."""
+        known = self._engines.get(engine)
+        if known is None or session not in known.live:
+            return
+        known.drop(session)
+        size = max(tokens, round(self._usual))
+        known.idle[session] = (size, now)
+        known.used += size
+
+    def over(self, session: str) -> None:
+        """The session's keys are of no more use."""
+        engine = self._engines.get(self._where.pop(session, ""))
+        if engine is not None:
+            engine.drop(session)
+
+    def without_room(
+        self, turn: TurnView, engines: Iterable[EngineView], now: float
+    ) -> frozenset[str]:
+        """Engines on which the turn would push out keys that are still wanted."""
+        return frozenset(one.name for one in engines if not self._fits(turn, one, now))
+
+    def _fits(self, turn: TurnView, engine: EngineView, now: float) -> bool:
+        known = self._engines.get(engine.name)
+        if known is None or not known.pool or engine.name == turn.home:
+            return True
+        if engine.live < IDLE_SHARE * engine.cap:
+            return True
+        known.age(now)
+        return known.used + max(turn.context + turn.expected, self._usual) <= known.pool

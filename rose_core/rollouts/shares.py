@@ -1,0 +1,65 @@
+"""How often turns met a borrowed engine lately, over all and by stratum; makes the quota's figures.
+
+A stratum joins trajectories that ought to be treated alike: about as long, about as fresh. Counts
+fade with every turn, so the shares follow the last few hundred. Next: ``guards`` reads them.
+"""
+
+from __future__ import annotations
+
+from rose_core.wire.routing import EngineKind
+
+_LEAST = 8.0  # a share of fewer turns says nothing
+_LENGTHS = (1_000, 4_000, 16_000)
+
+
+def stratum(total_tokens: float, publishes_left: float) -> str:
+    """The stratum of a trajectory.
+
+    Args:
+        total_tokens: output it is expected to have in the end; 0 = no idea.
+        publishes_left: until it is too old to train on; infinite = no bound.
+    """
+    length = "?" if total_tokens <= 0 else length_bucket(total_tokens)
+    fresh = "late" if publishes_left < 1 else "tight" if publishes_left < 2 else "fresh"
+    return f"{length}/{fresh}"
+
+
+def length_bucket(tokens: float) -> str:
+    """``<1k``, ``<4k``, ``<16k`` or ``16k+``."""
+    return next((f"<{limit // 1000}k" for limit in _LENGTHS if tokens < limit), "16k+")
+
+
+class Shares:
+    """Fading counts of turns by stratum and kind of engine.
+
+    Args:
+        memory_turns: about so many turns count.
+    """
+
+    def __init__(self, memory_turns: float = 256.0) -> None:
+        self._keep = 1.0 - 1.0 / memory_turns
+        self._all: dict[str, float] = {}
+        self._borrowed: dict[str, float] = {}
+
+    def placed(self, name: str, kind: EngineKind) -> None:
+        """A turn of that stratum has met an engine of that kind."""
+        for counts in (self._all, self._borrowed):
+            for key in counts:
+                counts[key] *= self._keep
+        self._all[name] = self._all.get(name, 0.0) + 1.0
+        taken = float(kind is EngineKind.BORROWED)
+        self._borrowed[name] = self._borrowed.get(name, 0.0) + taken
+
+    @property
+    def overall(self) -> float:
+        """Borrowed share of all turns; 0 before any."""
+        total = sum(self._all.values())
+        return sum(self._borrowed.values()) / total if total else 0.0
+
+    def by_stratum(self) -> dict[str, float]:
+        """Borrowed share of every stratum that was seen often enough."""
+        return {
+            name: self._borrowed[name] / count
+            for name, count in self._all.items()
+            if count >= _LEAST
+        }

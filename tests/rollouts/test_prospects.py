@@ -1,0 +1,222 @@
+"""What the scheduler remembers and expects of trajectories."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from rose_core.identity import WeightVersion
+from rose_core.rollouts.freshness import Cadence, budget_seconds
+from rose_core.rollouts.inclusion import Inclusion, Outcome, newcombe, wilson
+from rose_core.rollouts.lengths import Lengths
+from rose_core.rollouts.prospects import Deadline, Hint, Prospects
+from rose_core.rollouts.shares import Shares, stratum
+from rose_core.rollouts.vanish import Work, survives
+from rose_core.rollouts.views import EngineView, TurnView
+from rose_core.wire.routing import EngineKind
+
+
+def version(sequence: int, incarnation: int = 1) -> WeightVersion:
+    return WeightVersion("run", incarnation, sequence)
+
+
+OURS = EngineView("ours", EngineKind.DEDICATED, version(0), gate_open=True, cap=8)
+LENT = replace(OURS, name="lent", kind=EngineKind.BORROWED)
+TURN = TurnView(context=100, expected=50)
+
+
+# --- lengths
+
+
+def test_nothing_is_expected_before_anything_has_finished() -> None:
+    assert Lengths().rest("g", 0).median == 0
+
+
+def test_siblings_outweigh_the_rest() -> None:
+    lengths = Lengths()
+    for _ in range(20):
+        lengths.finished("", 100)
+    for _ in range(8):
+        lengths.finished("g", 1000)
+    assert lengths.rest("", 0).median == 100
+    assert lengths.rest("g", 0).median == 1000
+
+
+def test_what_has_outlived_the_short_ones_is_expected_to_be_long() -> None:
+    lengths = Lengths()
+    for total in range(100, 1100, 10):
+        lengths.finished("", total)
+    young, old = lengths.rest("", 0), lengths.rest("", 950)
+    assert young.median == pytest.approx(600, abs=10)
+    assert not young.in_tail
+    assert old.in_tail
+    assert 0 < old.median < 150
+
+
+def test_of_what_is_longer_than_anything_seen_the_rest_grows_with_age() -> None:
+    lengths = Lengths()
+    lengths.finished("", 10)
+    assert lengths.rest("", 1000).median < lengths.rest("", 2000).median
+
+
+# --- freshness
+
+
+def test_the_time_left_shrinks_with_time_and_with_every_publish() -> None:
+    cadence = Cadence().saw(version(0), 0.0).saw(version(1), 100.0)
+    assert cadence.seconds == 100
+    assert budget_seconds(version(1), 2, cadence, 100.0) == 300
+    assert budget_seconds(version(1), 2, cadence, 150.0) == 250
+    assert budget_seconds(version(0), 0, cadence, 100.0) == 0
+
+
+def test_without_a_bound_or_a_second_publish_there_is_no_budget() -> None:
+    first = Cadence().saw(version(0), 0.0)
+    assert budget_seconds(version(0), 2, first, 5.0) == math.inf
+    assert budget_seconds(version(0), None, first.saw(version(1), 9.0), 9.0) == math.inf
+
+
+def test_a_trajectory_of_an_incarnation_that_is_over_has_no_time_left() -> None:
+    cadence = Cadence().saw(version(0), 0.0).saw(version(1), 10.0)
+    assert budget_seconds(version(5, incarnation=0), 9, cadence, 10.0) == -math.inf
+
+
+# --- shares
+
+
+def test_shares_follow_the_last_turns() -> None:
+    shares = Shares(memory_turns=32)
+    for _ in range(200):
+        shares.placed("a", EngineKind.BORROWED)
+    for _ in range(200):
+        shares.placed("b", EngineKind.DEDICATED)
+    assert shares.overall < 0.01
+    assert shares.by_stratum() == {"b": 0.0}  # too little is left of the other
+
+
+def test_strata_join_what_is_about_as_long_and_as_fresh() -> None:
+    assert stratum(0, math.inf) == "?/fresh"
+    assert stratum(20_000, 0.5) == "16k+/late"
+    assert stratum(500, 1.5) == "<1k/tight"
+
+
+# --- vanish
+
+
+def test_dedicated_engines_must_be_able_to_finish_everything_in_time() -> None:
+    one = Work(context=0, rest_tokens=1000, budget_seconds=30.0)  # 20 s alone
+    assert survives([one] * 8, [OURS, LENT])
+    assert not survives([one] * 16, [OURS, LENT])
+    assert survives([replace(one, budget_seconds=math.inf)] * 1000, [OURS])
+
+
+def test_the_earliest_deadline_is_served_first() -> None:
+    urgent = Work(0, 1000, 21.0)
+    patient = Work(0, 1000, 300.0)
+    assert survives([patient] * 80 + [urgent] * 8, [OURS])
+
+
+def test_without_dedicated_engines_a_loss_of_all_is_never_made_good() -> None:
+    assert not survives([], [LENT])
+
+
+# --- inclusion
+
+
+def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
+    chance = random.Random(5)
+    held = 0
+    for _ in range(400):
+        hits = sum(chance.random() < 0.3 for _ in range(60))
+        found = wilson(hits, 60)
+        held += found.low <= 0.3 <= found.high
+    assert 0.92 <= held / 400 <= 0.98
+
+
+def test_a_difference_of_equal_shares_is_not_called_bias() -> None:
+    gap = newcombe(wilson(80, 100), wilson(160, 200))
+    assert gap.low < 0 < gap.high
+
+
+def test_the_meter_finds_that_long_ones_are_dropped_when_borrowed() -> None:
+    meter = Inclusion()
+    for number in range(400):
+        meter.add(Outcome(trained=True, borrowed=bool(number % 2), tokens=500, reward=1.0))
+        long_trained = not number % 2 or number % 3 == 0
+        meter.add(Outcome(trained=long_trained, borrowed=bool(number % 2), tokens=20_000, stale=1))
+    rows = {(row.dimension, row.stratum): row for row in meter.rows()}
+    assert rows["length", "16k+"].biased
+    assert rows["length", "16k+"].gap.high < -0.5
+    assert not rows["length", "<1k"].biased
+    assert rows["staleness", "1"].biased
+    assert rows["reward", "above 0"].counts == (200, 200)
+
+
+# --- memory
+
+
+def test_only_the_first_turn_begins_a_trajectory() -> None:
+    memory = Prospects()
+    memory.turn_begins("t", Hint(group="g"), 100, 0.0)
+    assert memory.expected("t", TURN, 0.0).begins
+    memory.placed("t", EngineKind.BORROWED, left_home=False)
+    memory.turn_ended("t", 40, 140, 1.0)
+    memory.turn_begins("t", Hint(), 200, 2.0)
+    assert not memory.expected("t", TURN, 2.0).begins
+    memory.turn_begins("other", Hint(turn=3), 200, 2.0)
+    assert not memory.expected("other", TURN, 2.0).begins
+
+
+def test_turns_since_the_last_move_are_counted() -> None:
+    memory = Prospects()
+    memory.turn_begins("t", Hint(), 100, 0.0)
+    memory.placed("t", EngineKind.BORROWED, left_home=True)
+    assert memory.expected("t", TURN, 0.0).since_move == 0
+    memory.placed("t", EngineKind.BORROWED, left_home=False)
+    assert memory.expected("t", TURN, 0.0).since_move == 1
+
+
+def test_a_deadline_in_seconds_counts_from_the_beginning() -> None:
+    memory = Prospects()
+    memory.turn_begins("t", Hint(deadline=Deadline(seconds=60)), 100, 10.0)
+    assert memory.expected("t", TURN, 30.0).budget_seconds == 40
+
+
+def test_what_the_trainer_reports_is_counted_once_with_its_staleness() -> None:
+    memory = Prospects()
+    memory.saw_head(version(3), 0.0)
+    memory.turn_begins("t", Hint(), 100, 0.0)
+    memory.placed("t", EngineKind.BORROWED, left_home=False)
+    memory.turn_ended("t", 40, 140, 1.0)
+    memory.saw_head(version(5), 9.0)
+    assert memory.concluded("t", trained=True, reward=0.0) == Outcome(True, True, 40, 0.0, 2)
+    assert memory.concluded("t", trained=True) is None
+
+
+def test_a_silent_trajectory_is_forgotten_and_its_length_kept() -> None:
+    memory = Prospects()
+    memory.turn_begins("t", Hint(), 100, 0.0)
+    memory.turn_ended("t", 40, 140, 1.0)
+    memory.turn_begins("live", Hint(), 100, 2.0)
+    assert memory.forget_silent(10_000.0) == 1
+    assert len(memory) == 1
+    assert memory.lengths.rest("", 0).median == 40
+
+
+def test_memory_is_bounded() -> None:
+    memory = Prospects(most=3)
+    for number in range(10):
+        memory.turn_begins(str(number), Hint(), 1, float(number))
+    assert len(memory) == 3
+    assert memory.forgotten == 7
+
+
+def test_the_outlook_says_when_a_loss_of_all_borrowed_engines_could_not_be_made_good() -> None:
+    memory = Prospects(Deadline(seconds=1.0))
+    assert memory.outlook(lambda: [OURS], 1.0, 0.0).safe
+    for number in range(20):
+        memory.turn_begins(str(number), Hint(), 100_000, 0.0)
+    assert not memory.outlook(lambda: [OURS], 1.0, 5.0).safe
