@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import time
@@ -12,12 +13,17 @@ import msgspec
 from aiohttp import web
 
 from rose_router import replies
-from rose_router.dialects import completions, sglang, vllm
-from rose_router.dialects.common import read_body
+from rose_router.chat_replies import ChatReplies
+from rose_router.dialects import chat, completions, sglang, vllm
+from rose_router.dialects.common import encoded, read_body
 from rose_router.errors import BadRequest, TurnLost
 from rose_router.service import Service, random_rid
 from rose_router.text import Tokenizer
-from rose_router.turn import State, Turn
+from rose_router.turn import State, Turn, typed_abort
+
+# Whoever has taken everything before can be written so much without waiting (half of what asyncio
+# buffers), and no timer is needed.
+_SMALL = 32 * 1024
 
 
 class Answering:
@@ -54,6 +60,29 @@ class Answering:
             await _all_over(turns)
             _raise_if_all_failed(turns)
             return _json(self._openai_answer(turns))
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """OpenAI's ``/v1/chat/completions``."""
+        body = await read_body(request)
+        ask = chat.read(body, request.headers, self._tokenizer, random_rid)
+        replies = ChatReplies(self._service.settings.model, self._tokenizer, body)
+        with self._turns(ask) as turns:
+            if ask.stream:
+                return await self._stream(request, turns[0], replies.events)
+            await _all_over(turns)
+            _raise_if_all_failed(turns)
+            for turn in turns:
+                typed_abort(turn)
+            return _json(replies.answer(turns))
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """``/tokenize``: text (``prompt``) or a conversation (``messages``) as token ids."""
+        body = await read_body(request)
+        if body.get("messages") is not None:
+            ids = list(chat.prompt_of(body, self._tokenizer))
+        else:
+            ids = list(encoded(_words(body), self._tokenizer, "prompt", "token ids everywhere"))
+        return _json({"tokens": ids, "count": len(ids), "max_model_len": None})
 
     async def inference(self, request: web.Request) -> web.StreamResponse:
         """VLLM's ``/inference/v1/generate``."""
@@ -102,12 +131,31 @@ class Answering:
             await turn.changed.wait()
         _raise_if_all_failed([turn])
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        async for event in events(turn):
-            await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+        try:
+            await response.prepare(request)
+            await self._write(request, response, events(turn))
+        except (ConnectionResetError, TimeoutError):
+            # The caller hung up, or does not read; its turn ends with the request.
+            if request.transport is not None:
+                request.transport.abort()
+        return response
+
+    async def _write(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        events: AsyncIterator[dict[str, Any]],
+    ) -> None:
+        patience = self._service.settings.limits.write_seconds
+        async for event in events:
+            line = b"data: " + msgspec.json.encode(event) + b"\n\n"
+            if len(line) > _SMALL or _behind(request.transport):
+                async with asyncio.timeout(patience):
+                    await response.write(line)
+            else:
+                await response.write(line)
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
-        return response
 
     async def _sglang_events(self, turn: Turn) -> AsyncIterator[dict[str, Any]]:
         while not turn.over:
@@ -116,14 +164,14 @@ class Answering:
         yield self._sglang_answer(turn)
 
     def _sglang_answer(self, turn: Turn) -> dict[str, Any]:
-        _typed_abort(turn)
+        typed_abort(turn)
         return replies.sglang(turn, self._tokenizer)
 
     async def _openai_events(self, turn: Turn) -> AsyncIterator[dict[str, Any]]:
         tokens = text = 0
         while True:
             over = turn.over
-            _typed_abort(turn)
+            typed_abort(turn)
             choice = replies.openai_choice(turn, 0, self._tokenizer, tokens, text)
             tokens += len(choice["token_ids"])
             text += len(choice["text"])
@@ -135,7 +183,7 @@ class Answering:
     def _openai_answer(self, turns: list[Turn]) -> dict[str, Any]:
         choices = []
         for index, turn in enumerate(turns):
-            _typed_abort(turn)
+            typed_abort(turn)
             choices.append(replies.openai_choice(turn, index, self._tokenizer))
         prompt = sum(len(turn.request.prompt) for turn in turns)
         made = sum(len(choice["token_ids"]) for choice in choices)
@@ -162,11 +210,16 @@ class Answering:
         }
 
 
+def _behind(transport: asyncio.Transport | None) -> bool:
+    """Whether the caller has not taken yet what was written before."""
+    return transport is not None and transport.get_write_buffer_size() > 0
+
+
 async def _vllm_events(turn: Turn) -> AsyncIterator[dict[str, Any]]:
     tokens = 0
     while True:
         over = turn.over
-        _typed_abort(turn)
+        typed_abort(turn)
         choice = replies.vllm_choice(turn, 0, tokens)
         tokens += len(choice["token_ids"])
         yield {"request_id": turn.request.rid, "choices": [choice]}
@@ -177,7 +230,7 @@ async def _vllm_events(turn: Turn) -> AsyncIterator[dict[str, Any]]:
 
 def _vllm_answer(turns: list[Turn]) -> dict[str, Any]:
     for turn in turns:
-        _typed_abort(turn)
+        typed_abort(turn)
     choices = [replies.vllm_choice(turn, index) for index, turn in enumerate(turns)]
     return {"request_id": turns[0].request.rid, "choices": choices, "prompt_logprobs": None}
 
@@ -197,15 +250,12 @@ def _raise_if_all_failed(turns: list[Turn]) -> None:
         raise turns[0].error or TurnLost("Internal", "the turn failed without saying why")
 
 
-def _typed_abort(turn: Turn) -> None:
-    """A turn that failed beside others that did not: an abort that says so, never just empty."""
-    if turn.state is State.FAILED and turn.finish is None:
-        turn.finish = {
-            "type": "abort",
-            "message": str(turn.error),
-            "status_code": 503,
-            "err_type": type(turn.error).__name__,
-        }
+def _words(body: dict[str, Any]) -> str:
+    words = body.get("prompt", body.get("text"))
+    if not isinstance(words, str):
+        message = "prompt: expected text (or messages)"
+        raise BadRequest("InvalidTurn", message)
+    return words
 
 
 def _json(body: object) -> web.Response:

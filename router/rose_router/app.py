@@ -3,17 +3,20 @@
 | path | for |
 |---|---|
 | POST /generate | SGLang's dialect |
-| POST /v1/completions | OpenAI's, with token ids |
+| POST /v1/completions, /v1/chat/completions | OpenAI's, with token ids |
+| POST /tokenize | text or a conversation as token ids |
 | POST /inference/v1/generate | vLLM's, token ids only |
 | POST /abort_request | end turns of this lease, by exact id or all |
 | GET /health, /health_generate, /ready, /v1/models, /get_weight_version | start-up checks |
+| GET /server_info, /model_info, /workers | the lease as one SGLang server and one router |
+| POST, GET /trajectories | what was trained on; the bias meter |
+| POST /pause_generation, /update_weights_from_disk, ... | weights pushed as into one engine |
 | GET /engines, /turns | state, for people and dashboards |
 | GET /metrics, /healthz | as every process of ROSE |
 """
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -21,31 +24,61 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from rose_core.rollouts.errors import InvalidTurn, RolloutError
-from rose_router import metrics, pages
+from rose_router import bearer, faces, metrics, pages, trajectories, virtual
 from rose_router.answering import Answering
-from rose_router.errors import EngineRefused, NotAllowed, RouterError
+from rose_router.barrier import Barrier
+from rose_router.dialects.common import BODY_SECONDS
+from rose_router.errors import REASON, EngineRefused, RouterError
+from rose_router.front import Doors
 from rose_router.service import Service
 from rose_router.text import Tokenizer
 from rose_wire.observability import pages as process_pages
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_OPEN_PATHS = frozenset({"/metrics", "/healthz", "/health", "/health_generate", "/ready"})
 
+def create(
+    service: Service,
+    tokenizer: Tokenizer | None = None,
+    doors: Doors | None = None,
+    barrier: Barrier | None = None,
+    *,
+    forwarding: Middleware | None = None,
+    tell: virtual.Tell | None = None,
+) -> web.Application:
+    """The application; run it with handler cancellation, so that hung-up callers are noticed.
 
-def create(service: Service, tokenizer: Tokenizer | None = None) -> web.Application:
-    """The application; run it with handler cancellation, so that hung-up callers are noticed."""
+    Raises:
+        OSError: the file of tokens cannot be read.
+        ValueError: it holds none.
+    """
+    settings = service.settings
+    tokens = bearer.Tokens(settings.turn_token_file, settings.turn_token)
+    doors = Doors(settings.limits) if doors is None else doors
     app = web.Application(
-        client_max_size=service.settings.max_body_bytes,
-        middlewares=[_errors_as_json, _bearer(service.settings.turn_token)],
+        client_max_size=settings.max_body_bytes,
+        middlewares=[
+            _counted(doors),
+            _errors_as_json,
+            bearer.middleware(tokens),
+            *([forwarding] if forwarding else []),
+        ],
     )
+    app[BODY_SECONDS] = settings.limits.body_seconds
     answering = Answering(service, tokenizer)
     app.add_routes(process_pages(metrics.REGISTRY))
     app.add_routes(pages.routes(service))
+    app.add_routes(faces.routes(service))
+    if barrier is not None:
+        app.add_routes(virtual.routes(service, barrier, tell))
+    app.add_routes(trajectories.routes(service.prospects))
     app.add_routes(
         [
             web.post("/generate", answering.generate),
             web.post("/v1/completions", answering.completions),
+            web.post("/v1/chat/completions", answering.chat),
+            web.post("/tokenize", answering.tokenize),
+            web.post("/v1/tokenize", answering.tokenize),
             web.post("/inference/v1/generate", answering.inference),
             web.post("/abort_request", answering.abort),
         ]
@@ -64,7 +97,9 @@ def error_response(error: Exception) -> web.Response:
         "code": status,
         "error": {"message": str(error), "type": reason, "code": status},
     }
-    headers = {"Retry-After": str(retry_after)} if retry_after else {}
+    headers = {REASON: reason}
+    if retry_after:
+        headers["Retry-After"] = str(retry_after)
     return web.Response(
         body=msgspec.json.encode(body),
         status=status,
@@ -98,14 +133,10 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return error_response(error)
 
 
-def _bearer(token: str) -> Middleware:
+def _counted(doors: Doors) -> Middleware:
     @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if token and request.path not in _OPEN_PATHS:
-            given = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-                message = "bearer token missing or wrong; send Authorization: Bearer TOKEN"
-                raise NotAllowed("NotAllowed", message)
+    async def spoken(request: web.Request, handler: Handler) -> web.StreamResponse:
+        doors.spoken(request.transport)
         return await handler(request)
 
-    return check
+    return spoken

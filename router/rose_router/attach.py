@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from rose_core.wire.routing import EngineUpdate, RouterNote
+from rose_core.wire.routing import EngineKind, EngineUpdate, RouterNote
 from rose_router.fleet import Fleet
 from rose_wire.errors import Refused
 from rose_wire.rpc import Server
@@ -29,12 +29,20 @@ class Attachments:
         fleet: the engines.
         lease: the only lease whose engines may attach.
         queued: number of turns waiting, for the notes.
+        dedicated: names of the dedicated engines that may attach; empty = any.
     """
 
-    def __init__(self, fleet: Fleet, lease: str, queued: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        lease: str,
+        queued: Callable[[], int],
+        dedicated: frozenset[str] = frozenset(),
+    ) -> None:
         self._fleet = fleet
         self._lease = lease
         self._queued = queued
+        self._dedicated = dedicated
         self._streams = itertools.count(1)
 
     def serve_on(self, server: Server) -> None:
@@ -45,7 +53,8 @@ class Attachments:
         """One owner's stream.
 
         Raises:
-            Refused: an update is for another lease.
+            Refused: an update is for another lease, or of a dedicated engine that the lease does
+                not name.
         """
         stream = next(self._streams)
         names: set[str] = set()
@@ -66,6 +75,13 @@ class Attachments:
         async for update in updates:
             if update.lease != self._lease:
                 message = f"this is the router of lease {self._lease}, not of {update.lease}"
+                raise Refused(message)
+            ours = update.kind is EngineKind.DEDICATED and self._dedicated
+            if ours and update.engine not in self._dedicated:
+                message = (
+                    f"lease {self._lease} names {', '.join(sorted(self._dedicated))} as dedicated "
+                    f"engines, not {update.engine}; add it to spec.dedicatedEngines"
+                )
                 raise Refused(message)
             if update.engine not in names:
                 LOG.info("engine %s (%s) attached", update.engine, update.kind)

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from rose_core.rollouts.admission import Queue
 from rose_core.rollouts.placement import Policy
+from rose_core.rollouts.quorum import Quorum
 from rose_core.rollouts.watch import Patience
+from rose_router.front import Limits
+from rose_router.peers import Resolve
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,11 @@ class Settings:
         model: name shown by ``/v1/models``.
         tokenizer: folder or file of a ``tokenizer.json``; without it only token ids are taken.
         attach_token: bearer token of engine owners.
-        turn_token: bearer token of callers; empty = none is asked.
+        turn_token, turn_token_file: bearer tokens of callers; without both none is asked.
+        http_tls_dir: certificate and key of the lease's URL; without it the port is plain text.
+        limits: what callers may take.
+        tls_dir: certificate of the port for engine owners; None = plain text.
+        tls_client_ca: authority of the certificates that they then must have.
         max_body_bytes: largest request.
         interval: tokens per event of engines' streams for callers who do not stream: fewer events
             cost engine and router less; a killed engine takes at most so many unseen tokens along.
@@ -27,6 +34,13 @@ class Settings:
         forget_seconds: how long an engine whose owner hung up is kept with its gate closed.
         drain_seconds: how long live turns may go on after SIGTERM.
         replay_seconds: how long a finished turn answers its duplicate id.
+        reported_gpus: GPUs that ``/server_info`` names; trainers size their concurrency by it.
+        ingest_url, ingest_token: ``rose ingest``, for trainers that push checkpoints.
+        quorum: who must have new weights before such a trainer is told so.
+        dedicated: names of the dedicated engines that may attach; empty = any.
+        replica: this replica's name, where there are several.
+        replicas: finds all of them.
+        max_age: publishes after which a trajectory is too old to train on; ``None`` = never.
     """
 
     lease: str
@@ -34,12 +48,25 @@ class Settings:
     tokenizer: Path | None = None
     attach_token: str = ""
     turn_token: str = ""
+    turn_token_file: Path | None = None
+    http_tls_dir: Path | None = None
+    limits: Limits = field(default_factory=Limits)
+    tls_dir: Path | None = None
+    tls_client_ca: Path | None = None
     max_body_bytes: int = 16 * 1024 * 1024
     interval: int = 4
     max_losses: int = 10
     forget_seconds: float = 60.0
     drain_seconds: float = 20.0
     replay_seconds: float = 120.0
+    reported_gpus: int = 1
+    ingest_url: str = ""
+    ingest_token: str = ""
+    quorum: Quorum = field(default_factory=Quorum)
+    dedicated: frozenset[str] = frozenset()
+    replica: str = ""
+    replicas: Resolve | None = None
+    max_age: int | None = None
     policy: Policy = field(default_factory=Policy)
     patience: Patience = field(default_factory=Patience)
     queue: Queue = field(default_factory=Queue)

@@ -12,18 +12,18 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import aiohttp
 import msgspec
 
 from rose_core.rollouts.transcript import PER_TOKEN, StreamEvent
-from rose_router.errors import EngineRefused, LegLost
+from rose_router.connections import Connection, Connections, Stage, place_of
+from rose_router.errors import EngineRefused, LegLost, Unreachable
 
 _DATA = b"data:"
 _DONE = b"[DONE]"
 # Statuses by which a gateway says that nobody is behind it: nothing is left to abort there.
 _NOBODY = frozenset({404, 410, 502})
-# Time for what follows the last event; an engine may be stopped just there.
-_END_SECONDS = 1.0
+_ABORT_SECONDS = 2.0
+_MOST_ERROR = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,6 @@ class Target:
 
     url: str
     token: str = ""
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """What every request to it carries."""
-        headers = {"Content-Type": "application/json"}
-        if self.token:
-            headers["Authorization"] = f"Bearer {self.token}"
-        return headers
 
 
 class EngineClient(Protocol):
@@ -58,11 +50,11 @@ class HttpEngineClient:
     """The real one.
 
     Args:
-        session: connections; the caller closes it.
+        connections: to engines; the caller closes them.
     """
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
 
     async def stream(self, target: Target, body: Mapping[str, Any]) -> AsyncIterator[StreamEvent]:
         """Send one leg and yield its events, the last with a finish reason.
@@ -72,19 +64,18 @@ class HttpEngineClient:
             LegLost: anything else that ends the leg before its last event.
         """
         try:
-            async with self._session.post(
-                f"{target.url}/generate",
-                data=msgspec.json.encode(body),
-                headers=target.headers,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
-            ) as response:
-                await _check_status(response)
-                async for event in _events(response.content):
+            connection = await self._ask(target, "/generate", msgspec.json.encode(body))
+            try:
+                await _check_status(connection)
+                async for event in _events(connection):
                     yield event
                     if event.finish is not None:
-                        await _read_to_end(response.content)
+                        connection.leave()
                         return
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            finally:
+                if connection.stage is Stage.ANSWERING:
+                    connection.hang_up()
+        except (OSError, TimeoutError) as error:
             message = f"{type(error).__name__}: {error}"
             raise LegLost(message) from error
         message = "the stream ended without a finish reason"
@@ -97,34 +88,45 @@ class HttpEngineClient:
             True when it has taken the abort, or when no process is there that could work on it.
         """
         try:
-            async with self._session.post(
-                f"{target.url}/abort_request",
-                data=msgspec.json.encode({"rid": rid}),
-                headers=target.headers,
-                timeout=aiohttp.ClientTimeout(total=2),
-            ) as response:
-                return response.status < 400 or response.status in _NOBODY
-        except aiohttp.ClientConnectorError:
+            async with asyncio.timeout(_ABORT_SECONDS):
+                body = msgspec.json.encode({"rid": rid})
+                connection = await self._ask(target, "/abort_request", body)
+                connection.leave()
+                return connection.status < 400 or connection.status in _NOBODY
+        except Unreachable:
             return True
-        except (aiohttp.ClientError, OSError, TimeoutError):
+        except (OSError, TimeoutError):
             return False
 
+    async def _ask(self, target: Target, path: str, body: bytes) -> Connection:
+        host, port, secure, before = place_of(target.url)
+        token = f"Authorization: Bearer {target.token}\r\n" if target.token else ""
+        head = (
+            f"POST {before}{path} HTTP/1.1\r\nHost: {host}:{port}\r\n{token}"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        return await self._connections.ask((host, port, secure), head.encode("latin-1") + body)
 
-async def _check_status(response: aiohttp.ClientResponse) -> None:
-    if response.status == 200:
+
+async def _check_status(connection: Connection) -> None:
+    if connection.status == 200:
         return
-    text = (await response.text())[:500]
-    if response.status == 400:
+    text = (await _beginning(connection)).decode(errors="replace")[:500]
+    if connection.status == 400:
         raise EngineRefused(_error_text(text))
-    message = f"HTTP {response.status}: {text}"
+    message = f"HTTP {connection.status}: {text}"
     raise LegLost(message, refused=True)
 
 
-async def _read_to_end(content: aiohttp.StreamReader) -> None:
-    """Let the engine end the response itself: hanging up earlier looks like a lost caller."""
-    with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
-        async with asyncio.timeout(_END_SECONDS):
-            await content.read()
+async def _beginning(connection: Connection) -> bytes:
+    """The body of an error, as far as it comes and is of interest."""
+    body = b""
+    with contextlib.suppress(ConnectionResetError, TimeoutError):
+        async with asyncio.timeout(_ABORT_SECONDS):
+            while len(body) < _MOST_ERROR and (piece := await connection.chunk()):
+                body += piece
+    connection.leave()
+    return body
 
 
 def _error_text(text: str) -> str:
@@ -136,9 +138,9 @@ def _error_text(text: str) -> str:
     return str(found.get("message", found)) if isinstance(found, dict) else str(found)
 
 
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[StreamEvent]:
+async def _events(connection: Connection) -> AsyncIterator[StreamEvent]:
     rest = b""
-    async for chunk in content.iter_any():
+    while chunk := await connection.chunk():
         *frames, rest = (rest + chunk).split(b"\n\n")
         for frame in frames:
             if frame.startswith(_DATA):

@@ -5,11 +5,18 @@ RouterError                 status, reason (closed word), retry_after
 ├── TooLarge        413     body above the limit
 ├── NotAllowed      401     bearer token missing or wrong
 ├── Conflict        409     pinned version unknown, duplicate id with another body, not spliceable
-├── Overloaded      503     queue full, waited too long, draining; Retry-After says when
+├── SlowCaller      408     the body did not come in time
+├── Busy            429     the queue is full; Retry-After says when to try again
+├── NotHere         501     asks for what only a single engine could do
+├── Overloaded      503     waited too long, draining, no quorum; Retry-After says when
 └── TurnLost        503     every try to finish the turn failed before it had a token
 LegLost                     a leg ended without its last event; the turn goes on elsewhere
 EngineRefused               the engine says the request itself is wrong; goes to the caller
+Unreachable                 nobody takes connections at an engine's address
 """
+
+REASON = "X-Rose-Reason"
+"""Header with the closed reason of an error."""
 
 
 class RouterError(Exception):
@@ -53,6 +60,24 @@ class Conflict(RouterError):
     status = 409
 
 
+class SlowCaller(RouterError):
+    """The body did not come in time."""
+
+    status = 408
+
+
+class Busy(RouterError):
+    """More turns wait than may; ``retry_after`` says when there may be room."""
+
+    status = 429
+
+
+class NotHere(RouterError):
+    """Asks for what only a single engine could do."""
+
+    status = 501
+
+
 class Overloaded(RouterError):
     """No room now; ``retry_after`` says when."""
 
@@ -79,3 +104,7 @@ class LegLost(Exception):
 
 class EngineRefused(Exception):
     """The engine says the request itself is wrong; no other engine would think otherwise."""
+
+
+class Unreachable(OSError):
+    """Nobody takes connections at an engine's address."""

@@ -18,6 +18,7 @@ from rose_core.identity import WeightVersion
 from rose_core.rollouts import versions
 from rose_core.rollouts.estimates import Hazard, Speed
 from rose_core.rollouts.placement import EngineView
+from rose_core.rollouts.residency import Residents
 from rose_core.rollouts.watch import Move
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_router import metrics
@@ -74,6 +75,7 @@ class Engine:
         speed: as the router saw it; ``None`` before it saw any.
         fences: request ids whose abort the engine has not taken yet.
         reserved: turns placed here, in flight or about to be.
+        part: this replica's part of a cap.
     """
 
     update: EngineUpdate
@@ -90,6 +92,12 @@ class Engine:
     backing_off_until: float = 0.0
     turns: int = 0
     tokens: int = 0
+    part: Callable[[int], int] = lambda cap: cap
+
+    @property
+    def cap(self) -> int:
+        """Most turns that this router may have on it; other replicas have their own part."""
+        return self.part(self.update.cap)
 
     @property
     def name(self) -> str:
@@ -113,7 +121,7 @@ class Engine:
             kind=self.kind,
             version=self.version,
             gate_open=self.gate_open,
-            cap=self.update.cap,
+            cap=self.cap,
             live=self.reserved,
             leaving=self.update.leaving,
             fencing=bool(self.fences),
@@ -147,6 +155,8 @@ class Fleet:
         self._pause_seconds = pause_seconds
         self._engines: dict[str, Engine] = {}
         self.head: WeightVersion | None = None
+        self.residents = Residents()
+        self._part: Callable[[int], int] = lambda cap: cap
         self.usual = Speed()
         self.changed = Signal()
 
@@ -160,6 +170,13 @@ class Fleet:
         """The engine of that name."""
         return self._engines.get(name)
 
+    def share_caps(self, part: Callable[[int], int]) -> None:
+        """From now on only this part of every cap is this router's."""
+        self._part = part
+        for engine in self._engines.values():
+            engine.part = part
+        self.changed.fire()
+
     def views(self) -> list[EngineView]:
         """All engines, for placement."""
         return [engine.view(self.usual) for engine in self._engines.values()]
@@ -172,7 +189,7 @@ class Fleet:
     def has_room(self) -> bool:
         """Whether any engine is open and below its cap."""
         engines = self._engines.values()
-        return any(e.gate_open and e.reserved < e.update.cap and not e.fences for e in engines)
+        return any(e.gate_open and e.reserved < e.cap and not e.fences for e in engines)
 
     def live_versions(self) -> list[WeightVersion]:
         """Attested versions of the engines attached."""
@@ -183,17 +200,26 @@ class Fleet:
         now = self._clock()
         engine = self._engines.get(update.engine)
         if engine is None:
-            engine = Engine(update, stream, now)
+            engine = Engine(update, stream, now, part=self._part)
             self._engines[update.engine] = engine
             was_open = engine.gate_open
+        elif update.relayed and not engine.update.relayed and engine.detached_at is None:
+            return  # its owner speaks to this replica itself
         else:
             was_open = engine.gate_open
             if engine.update.url != update.url:
                 engine.fences.clear()  # another process: no leg of ours lives there
+                self.residents.gone(engine.name)
             engine.update, engine.stream, engine.detached_at = update, stream, None
+        self.residents.pool(update.engine, update.kv_tokens)
         engine.version = versions.parse(update.version) if update.version else None
         self._raise_head(engine.version, versions.parse(update.head))
         self._gate_moved(engine, was_open, now)
+        self.changed.fire()
+
+    def announce(self, head: WeightVersion) -> None:
+        """A version has been published; engines further behind than the bound get no new turns."""
+        self._raise_head(head)
         self.changed.fire()
 
     def detach(self, stream: int) -> None:
@@ -219,6 +245,7 @@ class Fleet:
 
     def _drop(self, engine: Engine) -> None:
         del self._engines[engine.name]
+        self.residents.gone(engine.name)
         for leg in list(engine.legs.values()):
             leg.end(Move.GONE)
 

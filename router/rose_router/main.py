@@ -5,93 +5,35 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import aiohttp
+import uvloop
 from aiohttp import web
 
-from rose_core.rollouts.admission import Queue
-from rose_core.rollouts.placement import Policy
-from rose_core.rollouts.watch import Patience
-from rose_router import app
+from rose_router import app, forward
 from rose_router.attach import Attachments
+from rose_router.barrier import Barrier, HttpIngest
 from rose_router.config import Settings
+from rose_router.connections import Connections
 from rose_router.engine_client import EngineClient, HttpEngineClient
 from rose_router.errors import BadRequest
+from rose_router.flags import parser, settings
+from rose_router.front import HEAD_BYTES, Doors, listening
+from rose_router.peers import Peers
 from rose_router.service import Service
 from rose_router.text import Tokenizer
+from rose_wire import tls
 from rose_wire.errors import Unavailable
+from rose_wire.flags import complaint
 from rose_wire.rpc import Server
 
 LOG = logging.getLogger(__name__)
-
-_ANY = "0.0.0.0"  # noqa: S104  # trainers and nodes dial in
-
-
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    defaults = Settings(lease="")
-    flags = argparse.ArgumentParser(prog="rose router", description=__doc__)
-    add = flags.add_argument
-    add("--lease", required=True, help="namespace/name; engines of another lease are refused")
-    add(
-        "--http-address", default="0.0.0.0:8000", help="turns, /metrics, /healthz"
-    )  # the lease's URL
-    add(
-        "--attach-address", default="0.0.0.0:7444", help="gRPC of engine owners"
-    )  # dialled from nodes
-    add("--token-file", type=Path, help="bearer token that engine owners must bring")
-    add("--turn-token-file", type=Path, help="bearer token that callers must bring")
-    add("--max-staleness", type=int, default=1, help="publishes an engine may lag behind")
-    add("--model", default=defaults.model, help="name shown by /v1/models")
-    add("--tokenizer", type=Path, help="tokenizer.json or its folder; without: token ids only")
-    add("--pause-seconds", type=float, default=defaults.patience.pause_seconds,
-        help="a turn on a closed gate moves elsewhere after this")  # fmt: skip
-    add("--stall-seconds", type=float, default=defaults.patience.stall_seconds,
-        help="a turn on an open gate that says nothing moves after this")  # fmt: skip
-    add("--queue-limit", type=int, default=defaults.queue.most, help="turns that may wait")
-    add("--queue-seconds", type=float, default=defaults.queue.seconds, help="longest wait")
-    add("--interval", type=int, default=defaults.interval,
-        help="tokens per event of an engine's stream when the caller does not stream")  # fmt: skip
-    add("--max-losses", type=int, default=defaults.max_losses,
-        help="engines a turn may lose before it ends with a typed abort")  # fmt: skip
-    add("--max-body-bytes", type=int, default=defaults.max_body_bytes, help="largest request")
-    add("--drain-seconds", type=float, default=defaults.drain_seconds,
-        help="how long live turns may go on after SIGTERM")  # fmt: skip
-    add("--log-level", default="INFO", type=str.upper,
-        choices=("DEBUG", "INFO", "WARNING", "ERROR"))  # fmt: skip
-    return flags
-
-
-def settings(flags: argparse.Namespace) -> Settings:
-    """Flags as settings.
-
-    Raises:
-        OSError: a token file cannot be read.
-    """
-    return Settings(
-        lease=flags.lease,
-        model=flags.model,
-        tokenizer=flags.tokenizer,
-        attach_token=_token(flags.token_file),
-        turn_token=_token(flags.turn_token_file),
-        max_body_bytes=flags.max_body_bytes,
-        interval=max(1, flags.interval),
-        max_losses=flags.max_losses,
-        drain_seconds=flags.drain_seconds,
-        policy=Policy(max_staleness=flags.max_staleness),
-        patience=Patience(flags.pause_seconds, flags.stall_seconds),
-        queue=Queue(flags.queue_limit, flags.queue_seconds),
-    )
-
-
-def _token(path: Path | None) -> str:
-    return path.read_text().strip() if path else ""
 
 
 @dataclass(frozen=True)
@@ -105,6 +47,18 @@ class Running:
     service: Service
     http_port: int
     attach_port: int
+
+
+def _peers(config: Settings, service: Service) -> Peers | None:
+    if config.replicas is None:
+        return None
+    return Peers(
+        config.replica,
+        service.fleet,
+        config.replicas,
+        config.attach_token,
+        leaving=lambda: service.draining,
+    )
 
 
 @contextlib.asynccontextmanager
@@ -124,40 +78,82 @@ async def running(
         client: reaches engines; the real one by default.
     """
     tokenizer = Tokenizer(config.tokenizer) if config.tokenizer else None
-    # Idle connections end before SGLang's own server closes them (5 s): a request sent into a
-    # connection that is just being closed would look like a lost engine.
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
-    async with aiohttp.ClientSession(connector=connector) as session:
-        service = Service(config, client or HttpEngineClient(session))
-        server = Server(token=config.attach_token)
-        attachments = Attachments(service.fleet, config.lease, lambda: len(service.room))
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as kept,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as fresh,
+    ):
+        connections = Connections()
+        service = Service(config, client or HttpEngineClient(connections))
+        credentials = tls.server_credentials(config.tls_dir, config.tls_client_ca)
+        server = Server(token=config.attach_token, credentials=credentials)
+        attachments = Attachments(
+            service.fleet, config.lease, lambda: len(service.room), config.dedicated
+        )
         attachments.serve_on(server)
+        doors = Doors(config.limits)
+        barrier = Barrier(
+            service.fleet,
+            service.room,
+            HttpIngest(fresh, config.ingest_url, config.ingest_token, config.quorum.seconds),
+            config.quorum,
+            labels=service.labels,
+            clock=service.clock,
+        )
+        peers = _peers(config, service)
         runner = web.AppRunner(
-            app.create(service, tokenizer), access_log=None, handler_cancellation=True
+            app.create(
+                service,
+                tokenizer,
+                doors,
+                barrier,
+                forwarding=forward.middleware(peers, kept) if peers else None,
+                tell=forward.labels_to(peers, kept) if peers else None,
+            ),
+            access_log=None,
+            handler_cancellation=True,
+            max_line_size=HEAD_BYTES,
+            max_field_size=HEAD_BYTES,
         )
         await runner.setup()
-        host, port = http_address.rsplit(":", 1)
-        site = web.TCPSite(runner, host.strip("[]"), int(port), backlog=4096)
+        if runner.server is None:
+            raise RuntimeError("aiohttp made no server")
         try:
             await service.start()
-            await site.start()
-            attach_port = await server.start(attach_address)
-            yield Running(service, runner.addresses[0][1], attach_port)
-            await service.drain()
+            async with listening(runner.server, doors, http_address, config.http_tls_dir) as port:
+                attach_port = await server.start(attach_address)
+                if peers:
+                    await peers.start()
+                yield Running(service, port, attach_port)
+                await service.drain()
         finally:
+            if peers:
+                await peers.close()
             await service.close()
             await server.stop()
             await runner.cleanup()
+            connections.close()
 
 
-async def serve(flags: argparse.Namespace) -> int:
+def spare_collections() -> None:
+    """Let the cycle collector look less often, and never at what was there at the start.
+
+    Turns are freed by their reference counts; a full collection walks all that live, and while it
+    does no stream moves.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
+async def serve(given: argparse.Namespace) -> int:
     """Run until SIGTERM or SIGINT; exit code 0."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    spare_collections()
     async with running(
-        settings(flags), http_address=flags.http_address, attach_address=flags.attach_address
+        settings(given), http_address=given.http_address, attach_address=given.attach_address
     ) as router:
         LOG.info("turns on port %d, engines on port %d", router.http_port, router.attach_port)
         await stop.wait()
@@ -167,12 +163,14 @@ async def serve(flags: argparse.Namespace) -> int:
 
 def main(argv: list[str]) -> int:
     """``rose router``: 0 stopped, 1 could not start."""
-    flags = parser().parse_args(argv)
+    given = parser().parse_args(argv)
     logging.basicConfig(
-        level=flags.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+        level=given.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
     try:
-        return asyncio.run(serve(flags))
-    except (OSError, Unavailable, BadRequest) as error:
-        sys.stderr.write(f"rose router: {error}\n")
+        # A good part of a turn's cost is the loop's own, and uvloop's is the smaller one.
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(serve(given))
+    except (OSError, ValueError, Unavailable, BadRequest) as error:
+        sys.stderr.write(f"rose router: {complaint(error, argv)}\n")
         return 1

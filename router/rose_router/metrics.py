@@ -42,6 +42,9 @@ REFUSED = Counter(
     ["reason"],
     registry=REGISTRY,
 )
+CONNECTIONS = Gauge(
+    "rose_router_connections", "Connections of callers that are open.", registry=REGISTRY
+)
 QUEUE_SECONDS = Histogram(
     "rose_router_queue_seconds",
     "Time a turn waited for an engine, each time it needed one.",
@@ -71,6 +74,36 @@ ENGINES = Gauge(
 FENCES = Gauge(
     "rose_router_pending_aborts",
     "Aborts of old legs that their engine has not taken yet.",
+    registry=REGISTRY,
+)
+TRAJECTORIES = Gauge("rose_router_trajectories", "Trajectories remembered.", registry=REGISTRY)
+CONCLUDED = Counter(
+    "rose_router_concluded_trajectories",
+    "Trajectories that the trainer reported, by outcome; borrowed as soon as one token was.",
+    ["outcome", "kind"],
+    registry=REGISTRY,
+)
+BORROWED_SHARE = Gauge(
+    "rose_router_borrowed_share",
+    "Share of the last turns of a stratum (length/freshness, or all) that met a borrowed engine.",
+    ["stratum"],
+    registry=REGISTRY,
+)
+INCLUSION_GAP = Gauge(
+    "rose_router_inclusion_gap",
+    "Share trained on with borrowed engines less the share with dedicated ones alone, by stratum;"
+    " bound is value, low or high (95 percent).",
+    ["dimension", "stratum", "bound"],
+    registry=REGISTRY,
+)
+REPLICAS = Gauge(
+    "rose_router_replicas", "Replicas of this router that it knows of.", registry=REGISTRY
+)
+HELD = Gauge("rose_router_held", "1 while a trainer's pause holds turns back.", registry=REGISTRY)
+BARRIER_SECONDS = Histogram(
+    "rose_router_barrier_seconds",
+    "Time from a published checkpoint until the quorum ran it.",
+    buckets=_SECONDS,
     registry=REGISTRY,
 )
 HEAD = Gauge(

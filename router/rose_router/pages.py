@@ -30,7 +30,8 @@ def routes(service: Service) -> list[web.RouteDef]:
 
     async def weight_version(_request: web.Request) -> web.Response:
         head = service.fleet.head
-        return _json({"weight_version": str(head) if head else None})
+        shown = service.labels.get(str(head), str(head)) if head else None
+        return _json({"weight_version": shown})
 
     async def engines(_request: web.Request) -> web.Response:
         return _json(engines_json(service))
@@ -44,6 +45,9 @@ def routes(service: Service) -> list[web.RouteDef]:
         web.get("/ready", ready),
         web.get("/v1/models", models),
         web.get("/get_weight_version", weight_version),
+        web.get("/ping", health),
+        web.get("/liveness", health),
+        web.get("/readiness", ready),
         web.get("/engines", engines),
         web.get("/turns", turns),
     ]
@@ -73,7 +77,7 @@ def _engine(service: Service, engine: Engine) -> dict[str, Any]:
         "leaving": engine.update.leaving,
         "gate": "open" if engine.gate_open else "closed",
         "gate_seconds": round(now - engine.gate_since, 3),
-        "cap": engine.update.cap,
+        "cap": engine.cap,
         "live": len(engine.legs),
         "version": engine.update.version,
         "lag": lag,

@@ -24,9 +24,13 @@ _OWN = frozenset(
 )
 
 
-def spans_json(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Ordered spans as they stand in replies."""
-    return [{"version": s.version, "start": s.start, "end": s.end, "kv": s.kv.value} for s in spans]
+def spans_json(spans: Sequence[Span], labels: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Ordered spans as they stand in replies; ``label`` where the trainer has its own name."""
+    return [
+        {"version": s.version, "start": s.start, "end": s.end, "kv": s.kv.value}
+        | ({"label": labels[s.version]} if s.version in labels else {})
+        for s in spans
+    ]
 
 
 def rose_json(turn: Turn, spans: Sequence[Span]) -> dict[str, Any]:
@@ -77,12 +81,15 @@ def _meta(turn: Turn, shown: Shown) -> dict[str, Any]:
         "prompt_tokens": len(turn.request.prompt),
         "completion_tokens": len(shown.tokens),
         "cached_tokens": turn.prompt_meta.get("cached_tokens", 0),
-        "weight_version": shown.spans[-1].version if shown.spans else None,
-        "weight_versions": spans_json(shown.spans),
+        "weight_version": turn.version_label(shown.spans),
+        "weight_versions": spans_json(shown.spans, turn.labels),
         "rose": rose_json(turn, shown.spans),
     }
     if turn.over:
         meta["e2e_latency"] = round(turn.ended - turn.began, 6)
+    if turn.request.passed.get("return_logprob"):
+        # Callers that asked for them read them before they look at the finish reason.
+        meta.setdefault("output_token_logprobs", [])
     if "output_token_logprobs" in shown.per_token:
         meta["output_token_logprobs_length"] = len(shown.tokens)
     return meta
@@ -106,7 +113,7 @@ def openai_choice(
         "logprobs": _openai_logprobs(shown, since),
         "token_ids": ids,
         "response_token_ids": ids,
-        "weight_versions": spans_json(shown.spans),
+        "weight_versions": spans_json(shown.spans, turn.labels),
         "rose": rose_json(turn, shown.spans),
     }
     if not since:
@@ -121,13 +128,14 @@ def vllm_choice(turn: Turn, index: int, since: int = 0) -> dict[str, Any]:
         "index": index,
         "token_ids": shown.tokens[since:],
         "finish_reason": finish_word(turn.finish),
-        "logprobs": _vllm_logprobs(shown, since),
-        "weight_versions": spans_json(shown.spans),
+        "logprobs": token_logprobs(shown, since),
+        "weight_versions": spans_json(shown.spans, turn.labels),
         "rose": rose_json(turn, shown.spans),
     }
 
 
-def _vllm_logprobs(shown: Shown, since: int) -> dict[str, Any] | None:
+def token_logprobs(shown: Shown, since: int) -> dict[str, Any] | None:
+    """Log-probs as vLLM's token route and OpenAI's chat have them."""
     entries = shown.per_token.get("output_token_logprobs")
     if entries is None:
         return None

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from rose_core.rollouts import splice
+from rose_core.rollouts.prospects import NO_HINT, Hint
 from rose_core.rollouts.versions import NO_PIN, Pin
 
 
@@ -23,6 +24,8 @@ class TurnRequest:
         sampling: SGLang's ``sampling_params``.
         passed: fields of the request that go to the engine as they are.
         session: key that keeps a trajectory's turns together; empty = none.
+        keyed: the session's key is the caller's own, not found out by the prompt's prefix.
+        hint: what the caller says of the trajectory.
         expected: output tokens the caller expects; 0 = no idea.
         priority: higher first while waiting.
         interval: tokens per event of the engine's stream; more than one where nobody watches it.
@@ -35,11 +38,18 @@ class TurnRequest:
     own_rid: bool = False
     passed: Mapping[str, Any] = field(default_factory=dict)
     session: str = ""
+    keyed: bool = False
+    hint: Hint = NO_HINT
     pin: Pin = NO_PIN
     expected: int = 0
     priority: int = 0
     interval: int = 1
     dedicated_because: tuple[str, ...] = ()
+
+    @property
+    def trajectory(self) -> str:
+        """Name of the trajectory; a turn without session is one by itself."""
+        return self.session or self.rid
 
     @property
     def most_tokens(self) -> int:

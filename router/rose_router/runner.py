@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from rose_core.rollouts.errors import BrokenStream, RolloutError
 from rose_core.rollouts.placement import TurnView
+from rose_core.rollouts.prefixes import Prefixes
+from rose_core.rollouts.prospects import Prospects
 from rose_core.rollouts.transcript import Leg, StreamEvent
 from rose_core.rollouts.watch import Move
 from rose_router import metrics
@@ -51,6 +54,8 @@ class TurnRunner:
         fences: Fences,
         client: EngineClient,
         ledger: Ledger,
+        prospects: Prospects,
+        prefixes: Prefixes,
         clock: Clock,
         new_rid: Callable[[], str],
     ) -> None:
@@ -60,6 +65,8 @@ class TurnRunner:
         self._fences = fences
         self._client = client
         self._ledger = ledger
+        self._prospects = prospects
+        self._prefixes = prefixes
         self._clock = clock
         self._new_rid = new_rid
         self._sessions = Sessions()
@@ -78,6 +85,12 @@ class TurnRunner:
             self._fail(turn, TurnLost("Internal", f"{type(error).__name__}: {error}"))
         finally:
             turn.ended = self._clock()
+            context = len(turn.request.prompt) + turn.held
+            if not turn.request.keyed:
+                self._prefixes.note(
+                    turn.request.trajectory, turn.transcript.context, len(turn.request.prompt)
+                )
+            self._prospects.turn_ended(turn.request.trajectory, turn.held, context, turn.ended)
             self._ledger.close(turn)
             turn.ended_event.set()
             turn.changed.fire()
@@ -85,28 +98,43 @@ class TurnRunner:
     async def _advance(self, turn: Turn) -> None:
         began = self._clock()
         turn.state = State.WAITING
+        view = self._view(turn)
         try:
             engine = await self._room.place(
-                self._view(turn), holds_tokens=turn.held > 0, priority=turn.request.priority
+                view,
+                holds_tokens=turn.held > 0,
+                priority=turn.request.priority,
+                session=turn.request.session,
+                born=self._prospects.born(turn.request.trajectory),
             )
         finally:
             turn.queue_seconds += self._clock() - began
+        self._note_placed(turn, view, engine)
         try:
             if not engine.gate_open or engine.version is None:
                 return  # it closed while this turn woke up
             move = await self._leg(turn, engine)
         finally:
-            self._room.leave(engine)
+            context = len(turn.transcript.prompt) + turn.held
+            self._room.leave(engine, turn.request.session, context)
         self._after(turn, engine, move)
 
     def _view(self, turn: Turn) -> TurnView:
-        home = self._sessions.home(turn.request.session)
+        home = self._sessions.home(turn.request.trajectory)
         usual = self._ledger.totals.usual_tokens
         if home is None:
-            return turn.view("", 0, usual)
-        engine = self._fleet.get(home.engine)
-        same = engine is not None and str(engine.version) == home.version
-        return turn.view(home.engine, home.tokens if same else 0, usual)
+            view = turn.view("", 0, usual)
+        else:
+            engine = self._fleet.get(home.engine)
+            same = engine is not None and str(engine.version) == home.version
+            view = turn.view(home.engine, home.tokens if same else 0, usual)
+        view = self._prospects.expected(turn.request.trajectory, view, self._clock())
+        return replace(view, begins=view.begins and not turn.held)
+
+    def _note_placed(self, turn: Turn, view: TurnView, engine: Engine) -> None:
+        home = self._fleet.get(view.home) if view.home != engine.name else None
+        had_room = home is not None and home.gate_open and home.reserved < home.cap
+        self._prospects.placed(turn.request.trajectory, engine.kind, left_home=had_room)
 
     async def _leg(self, turn: Turn, engine: Engine) -> Move | None:
         """Run one leg and fold it; why the turn must go on elsewhere, ``None`` when it ended."""
@@ -176,7 +204,7 @@ class TurnRunner:
             return  # the gap holds a pause of the gate
         if handle.tokens:
             step = (now - handle.last_event) / new
-            self._fleet.saw(engine, lambda speed: speed.saw_step(step))
+            self._fleet.saw(engine, lambda speed: speed.saw_step(step, live=engine.reserved))
             return
         uncached = event.meta.get("prompt_tokens", 0) - event.meta.get("cached_tokens", 0)
         waited = now - handle.began
@@ -194,7 +222,7 @@ class TurnRunner:
         self._ledger.count_tokens(engine.kind, folded.kept)
         metrics.REDONE.inc(folded.dropped)
         context = len(turn.transcript.prompt) + turn.held
-        self._sessions.settle(turn.request.session, Home(engine.name, context, leg.version))
+        self._sessions.settle(turn.request.trajectory, Home(engine.name, context, leg.version))
 
     def _after(self, turn: Turn, engine: Engine, move: Move | None) -> None:
         leg = turn.transcript.legs[-1]

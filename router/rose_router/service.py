@@ -6,13 +6,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
+import secrets
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from rose_core.rollouts import versions
 from rose_core.rollouts.errors import UnknownVersion
+from rose_core.rollouts.guards import Outlook
+from rose_core.rollouts.prefixes import Prefixes
+from rose_core.rollouts.prospects import Deadline, Prospects
 from rose_core.rollouts.transcript import Transcript
 from rose_core.wire.routing import EngineKind
 from rose_router.config import Settings
@@ -27,10 +33,16 @@ from rose_router.supervisor import Supervisor
 from rose_router.turn import Turn
 from rose_router.waiting import WaitingRoom
 
+_NUMBERS = itertools.count(secrets.randbits(32))
+_PROCESS = secrets.token_hex(8)
+
 
 def random_rid() -> str:
-    """32 hexadecimal digits: of one length, so that no id is a prefix of another."""
-    return uuid.uuid4().hex
+    """32 hexadecimal digits: of one length, so that no id is a prefix of another.
+
+    Half of them are this process's own, the rest counts: no two are alike, here or elsewhere.
+    """
+    return f"{_PROCESS}{next(_NUMBERS):016x}"
 
 
 class Service:
@@ -41,6 +53,7 @@ class Service:
         client: reaches engines.
         clock: monotonic seconds.
         new_rid: makes ids of legs, all of one length.
+        dice: random numbers from 0 to 1, for exploration.
     """
 
     def __init__(
@@ -50,14 +63,21 @@ class Service:
         *,
         clock: Clock = time.monotonic,
         new_rid: Callable[[], str] = random_rid,
+        dice: Callable[[], float] = random.random,
     ) -> None:
         self.settings = settings
         self.clock = clock
+        self._dice = dice
         self.fleet = Fleet(clock, settings.patience.pause_seconds)
         self.ledger = Ledger(settings.replay_seconds)
-        self.room = WaitingRoom(self.fleet, settings.policy, settings.queue, clock)
+        self.prefixes = Prefixes()
+        self.prospects = Prospects(Deadline(publishes=settings.max_age))
+        self.room = WaitingRoom(
+            self.fleet, settings.policy, settings.queue, clock, outlook=self._outlook
+        )
         self.room.finish_rate = self._finish_rate
         self.draining = False
+        self.labels: dict[str, str] = {}
         self._fences = Fences(self.fleet, client)
         self._runner = TurnRunner(
             settings,
@@ -66,6 +86,8 @@ class Service:
             fences=self._fences,
             client=client,
             ledger=self.ledger,
+            prospects=self.prospects,
+            prefixes=self.prefixes,
             clock=clock,
             new_rid=new_rid,
         )
@@ -74,6 +96,7 @@ class Service:
             self.room,
             self._fences,
             settings.patience,
+            self.prospects,
             forget_seconds=settings.forget_seconds,
             clock=clock,
         )
@@ -117,9 +140,14 @@ class Service:
             raise Overloaded("Draining", message, retry_after=5)
         turn = self.ledger.find(request, self.clock())
         if turn is None:
+            if not request.session:
+                request = replace(request, session=self.prefixes.find(request.prompt))
             self._check(request)
-            turn = Turn(request, self.clock(), Transcript(request.prompt))
+            turn = Turn(request, self.clock(), Transcript(request.prompt), labels=self.labels)
             self.ledger.open(turn)
+            self.prospects.turn_begins(
+                request.trajectory, request.hint, len(request.prompt), turn.began
+            )
             turn.task = asyncio.create_task(self._runner.run(turn))
             turn.task.add_done_callback(lambda _: self._ends.append(self.clock()))
         turn.listeners += 1
@@ -150,6 +178,12 @@ class Service:
             self._end(turn, "Aborted")
         return len(turns)
 
+    async def until_idle(self) -> None:
+        """Wait until the turns that run now have ended; those that only wait may go on waiting."""
+        running = [turn.task for turn in self.ledger if turn.task and turn.leg is not None]
+        if running:
+            await asyncio.wait(running)
+
     def unready(self) -> str:
         """Why no turn could run now, or an empty string."""
         if self.draining:
@@ -178,7 +212,12 @@ class Service:
     def _end(turn: Turn, message: str) -> None:
         turn.abort_message = turn.abort_message or message
         if turn.task is not None:
-            turn.task.cancel()
+            # A task that is cancelled before its first step never runs, and the turn would stay
+            # live for ever; this comes after that step.
+            asyncio.get_running_loop().call_soon(turn.task.cancel)
+
+    def _outlook(self) -> Outlook:
+        return self.prospects.outlook(self.fleet.views, self._dice(), self.clock())
 
     def _finish_rate(self) -> float:
         if len(self._ends) < 2:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 
 from rose_core.rollouts import versions
+from rose_core.rollouts.prospects import Prospects
 from rose_core.rollouts.watch import LegView, Move, Patience, judge
 from rose_core.wire.routing import EngineKind
 from rose_router import metrics
@@ -26,6 +27,7 @@ class Supervisor:
 
     Args:
         patience: how long a leg may stand still.
+        prospects: memory of trajectories, told of time and heads.
         forget_seconds: how long an engine without owner is remembered.
         clock: monotonic seconds.
     """
@@ -36,6 +38,7 @@ class Supervisor:
         room: WaitingRoom,
         fences: Fences,
         patience: Patience,
+        prospects: Prospects,
         *,
         forget_seconds: float,
         clock: Clock,
@@ -44,6 +47,7 @@ class Supervisor:
         self._room = room
         self._fences = fences
         self._patience = patience
+        self._prospects = prospects
         self._forget_seconds = forget_seconds
         self._clock = clock
 
@@ -59,22 +63,23 @@ class Supervisor:
 
     def look(self) -> None:
         """One round."""
+        now = self._clock()
         self._fleet.forget(self._forget_seconds)
+        self._prospects.saw_head(self._fleet.head, now)
+        self._prospects.forget_silent(now)
         spare = sum(
-            max(0, engine.update.cap - engine.reserved)
-            for engine in self._fleet
-            if engine.gate_open
+            max(0, engine.cap - engine.reserved) for engine in self._fleet if engine.gate_open
         )
         for engine in self._fleet:
             if engine.legs:
                 spare -= self._judge(engine, spare)
         self._fences.deliver()
-        self._room.pump_all()
+        self._room.look()
         self._show()
 
     def _judge(self, engine: Engine, spare: int) -> int:
         now = self._clock()
-        excess = max(0, len(engine.legs) - engine.update.cap) if engine.gate_open else 0
+        excess = max(0, len(engine.legs) - engine.cap) if engine.gate_open else 0
         used = 0
         youngest_first = sorted(engine.legs.values(), key=lambda leg: -leg.began)
         for position, leg in enumerate(youngest_first):
@@ -89,6 +94,10 @@ class Supervisor:
     def _show(self) -> None:
         counts = {(kind, gate): 0 for kind in EngineKind for gate in ("open", "closed")}
         live = dict.fromkeys(EngineKind, 0)
+        metrics.TRAJECTORIES.set(len(self._prospects))
+        metrics.BORROWED_SHARE.labels("all").set(self._prospects.shares.overall)
+        for name, share in self._prospects.shares.by_stratum().items():
+            metrics.BORROWED_SHARE.labels(name).set(share)
         metrics.LAG.clear()  # engines that have gone
         for engine in self._fleet:
             counts[engine.kind, "open" if engine.gate_open else "closed"] += 1

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -61,6 +61,7 @@ class Turn:
         began: seconds of the router's clock.
         finish: SGLang's finish reason once it is done.
         error: why it failed.
+        labels: the trainer's own names of weight versions.
         changed: fires whenever there is more to show.
         listeners: callers waiting for it; when the last one leaves, it is aborted.
     """
@@ -76,6 +77,7 @@ class Turn:
     ended: float = 0.0
     first_token_at: float = 0.0
     queue_seconds: float = 0.0
+    labels: Mapping[str, str] = field(default_factory=dict)
     prompt_meta: dict[str, Any] = field(default_factory=dict)
     last_meta: Mapping[str, Any] = field(default_factory=dict)
     moves: list[Moved] = field(default_factory=list)
@@ -95,6 +97,12 @@ class Turn:
     async def until_over(self) -> None:
         """Wait for the end without being woken by every token."""
         await self.ended_event.wait()
+
+    def version_label(self, spans: Sequence[Span]) -> str | None:
+        """The newest version of the spans, by the trainer's own name where it gave one."""
+        if not spans:
+            return None
+        return self.labels.get(spans[-1].version, spans[-1].version)
 
     @property
     def held(self) -> int:
@@ -123,6 +131,7 @@ class Turn:
             dedicated_only=bool(self.request.dedicated_because),
             home=home,
             cached=cached,
+            losses=self.losses,
         )
 
     def shown(self) -> Shown:
@@ -152,3 +161,14 @@ class Turn:
         if not whole or any(length != len(held.tokens) for length in lengths.values()):
             message = f"turn {self.request.rid}: {len(held.tokens)} tokens, {lengths}, {held.spans}"
             raise AssertionError(message)
+
+
+def typed_abort(turn: Turn) -> None:
+    """A turn that failed beside others that did not: an abort that says so, never just empty."""
+    if turn.state is State.FAILED and turn.finish is None:
+        turn.finish = {
+            "type": "abort",
+            "message": str(turn.error),
+            "status_code": 503,
+            "err_type": type(turn.error).__name__,
+        }

@@ -1,31 +1,48 @@
-"""Where turns wait for an engine: the shell around ``placement`` and ``admission``.
+"""Where turns wait for an engine: the shell around ``dispatch``, ``placement`` and ``admission``.
 
-A turn that can be placed at once never waits. The others are tried again, in rank order, whenever
-an engine changes or a turn ends; turns alike in what they can run on are tried once per round.
+Those who wait are tried whenever an engine changes or a turn ends. With the joint rule
+``dispatch`` says who goes next: a home that is full for a moment is waited for, engines whose KV
+pool is full of sessions that come back are left alone. The other rules serve in rank order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from rose_core.rollouts import versions
 from rose_core.rollouts.admission import Queue, has_room, rank, retry_after
+from rose_core.rollouts.dispatch import Scene, next_turn
 from rose_core.rollouts.errors import UnknownVersion, VersionGone
-from rose_core.rollouts.placement import Obstacle, Placement, Policy, TurnView, Wait, place
+from rose_core.rollouts.guards import NOTHING_KNOWN, Outlook
+from rose_core.rollouts.placement import (
+    Obstacle,
+    Placement,
+    Policy,
+    PolicyName,
+    TurnView,
+    Wait,
+    place,
+)
 from rose_router import metrics
-from rose_router.errors import Overloaded
+from rose_router.errors import Busy, Overloaded
 from rose_router.fleet import Clock, Engine, Fleet
 
 
 @dataclass(eq=False)
 class Waiter:
-    """A turn that waits."""
+    """A turn that waits.
+
+    Attributes:
+        session: whose keys it leaves on its engine.
+    """
 
     key: tuple[bool, int, int]
     view: TurnView
+    session: str
     since: float
     future: asyncio.Future[Engine] = field(repr=False)
     obstacle: Obstacle = Obstacle.NO_ENGINE
@@ -37,20 +54,40 @@ class WaitingRoom:
     Args:
         fleet: the engines.
         policy, queue: knobs.
+        outlook: what is known of all trajectories together, asked at every choice.
         clock: monotonic seconds.
     """
 
-    def __init__(self, fleet: Fleet, policy: Policy, queue: Queue, clock: Clock) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        policy: Policy,
+        queue: Queue,
+        clock: Clock,
+        outlook: Callable[[], Outlook] = lambda: NOTHING_KNOWN,
+    ) -> None:
         self._fleet = fleet
         self._policy = policy
         self._queue = queue
         self._clock = clock
+        self._outlook = outlook
         self._arrivals = itertools.count()
         self._waiting: list[Waiter] = []
+        self._again: asyncio.TimerHandle | None = None
+        self.held = False
         self.finish_rate: Callable[[], float] = lambda: 0.0
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def hold(self) -> None:
+        """Begin no turn until ``release``; the time does not count as waiting."""
+        self.held = True
+
+    def release(self) -> None:
+        """Begin turns again."""
+        self.held = False
+        self.pump()
 
     def possible(self, view: TurnView, without: frozenset[str]) -> bool:
         """Whether some engine, ``without`` those, could take the turn now."""
@@ -60,105 +97,165 @@ class WaitingRoom:
         """Refuse a new turn while the queue is full.
 
         Raises:
-            Overloaded: it is.
+            Busy: it is.
         """
         if has_room(len(self._waiting), self._queue):
             return
         message = f"{len(self._waiting)} turns are waiting for an engine already; try again later"
-        raise Overloaded("QueueFull", message, retry_after=self._retry_after())
+        raise Busy("QueueFull", message, retry_after=self._retry_after())
 
-    async def place(self, view: TurnView, *, holds_tokens: bool, priority: int) -> Engine:
+    async def place(
+        self,
+        view: TurnView,
+        *,
+        holds_tokens: bool,
+        priority: int,
+        session: str = "",
+        born: int | None = None,
+    ) -> Engine:
         """Wait for an engine; it is reserved, ``leave`` gives it back.
 
+        Args:
+            view: the turn.
+            holds_tokens: it has been cut and goes on.
+            priority: higher goes first.
+            session: whose keys it leaves behind.
+            born: number of its trajectory; older ones go first, without one they come as they come.
+
         Raises:
-            Overloaded: the queue is full, or the turn has waited too long.
+            Busy: the queue is full.
+            Overloaded: the turn has waited too long.
             VersionGone: the exact version asked for runs nowhere any more.
         """
         began = self._clock()
-        chosen = self._choose(view)
-        if isinstance(chosen, Placement) and not self._waiting:
-            metrics.QUEUE_SECONDS.observe(0)
-            return self._reserve(chosen)
-        if not holds_tokens:
-            self.check_room()
         future: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
-        key = rank(holds_tokens, priority, next(self._arrivals))
-        waiter = Waiter(key, view, began, future)
-        self._waiting.append(waiter)
-        self._waiting.sort(key=lambda w: w.key)
+        arrived = next(self._arrivals)
+        key = rank(holds_tokens, priority, arrived if born is None else born)
+        waiter = Waiter(key, view, session, began, future)
+        insort(self._waiting, waiter, key=lambda one: one.key)
         self.pump()
         try:
-            async with asyncio.timeout(self._queue.seconds):
-                return await self._until_placed(waiter)
-        except TimeoutError:
-            raise self._waited_too_long(waiter) from None
+            if not future.done() and not holds_tokens:
+                self._check_room_without(waiter)
+            return await self._until_placed(waiter)
         finally:
             metrics.QUEUE_SECONDS.observe(self._clock() - began)
-            self._waiting = [w for w in self._waiting if w is not waiter]
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
             metrics.QUEUED.set(len(self._waiting))
+
+    def _check_room_without(self, waiter: Waiter) -> None:
+        self._waiting.remove(waiter)
+        self.check_room()
+        insort(self._waiting, waiter, key=lambda one: one.key)
 
     async def _until_placed(self, waiter: Waiter) -> Engine:
         try:
-            return await waiter.future
-        except asyncio.CancelledError:
+            while not waiter.future.done():
+                await asyncio.wait({waiter.future}, timeout=self._queue.seconds)
+                self._raise_if_late(waiter)
+        except BaseException:  # also when cancelled, and raised again
             # The engine may have been reserved in the very moment the turn gave up.
-            if not waiter.future.cancelled() and waiter.future.exception() is None:
+            if not waiter.future.cancel() and waiter.future.exception() is None:
                 self.leave(waiter.future.result())
             raise
+        return waiter.future.result()
 
-    def leave(self, engine: Engine) -> None:
-        """A turn has ended on the engine."""
+    def leave(self, engine: Engine, session: str = "", tokens: int = 0) -> None:
+        """A turn has ended on the engine, where the session has keys for so many tokens now."""
         engine.reserved -= 1
+        self._fleet.residents.ended(engine.name, session, tokens, self._clock())
         self.pump()
 
     def pump(self) -> None:
-        """Try those who wait, in order; returns at once while every engine is full."""
-        if self._waiting and self._fleet.has_room():
-            self.pump_all()
+        """Try those who wait; returns at once while every engine is full."""
+        if not self._waiting or self.held or not self._fleet.has_room():
+            return
+        if self._policy.name is PolicyName.JOINT:
+            self._dispatch()
+        else:
+            self.look()
 
-    def pump_all(self) -> None:
-        """Try those who wait, in order, and note what stands in their way."""
-        blocked: set[tuple[object, ...]] = set()
+    def look(self) -> None:
+        """Try those who wait in rank order, and note what stands in their way."""
+        if self.held:
+            return
+        if self._policy.name is PolicyName.JOINT:
+            self._dispatch()
+        blocked: dict[tuple[object, ...], Obstacle] = {}
         for waiter in list(self._waiting):
-            view = waiter.view
-            alike = (view.dedicated_only, view.pin, view.avoid)
-            if waiter.future.done() or alike in blocked:
-                continue
-            chosen = self._choose(view)
-            if isinstance(chosen, Placement):
-                waiter.future.set_result(self._reserve(chosen))
-                continue
-            blocked.add(alike)
-            waiter.obstacle = chosen.obstacle
-            self._fail_if_gone(waiter)
-        self._waiting = [w for w in self._waiting if not w.future.done()]
+            known = blocked.get(waiter.view.alike)
+            chosen = self._choose(waiter.view) if known is None else Wait(known)
+            if isinstance(chosen, Wait):
+                blocked[waiter.view.alike] = waiter.obstacle = chosen.obstacle
+                self._fail_if_gone(waiter)
+            elif self._policy.name is PolicyName.JOINT:
+                waiter.obstacle = Obstacle.FULL  # its home is, and is waited for
+            else:
+                self._give(waiter, chosen)
+        self._waiting = [waiter for waiter in self._waiting if not waiter.future.done()]
         metrics.QUEUED.set(len(self._waiting))
 
-    def _choose(self, view: TurnView) -> Placement | Wait:
-        return place(view, self._fleet.views(), self._fleet.head, self._policy, self._clock())
+    def _dispatch(self) -> None:
+        again: float | None = None
+        while self._waiting:
+            scene = Scene(
+                self._fleet.views(),
+                self._fleet.head,
+                self._policy,
+                self._clock(),
+                self._outlook(),
+                self._fleet.residents,
+            )
+            chosen, again = next_turn(self._waiting, scene)
+            if chosen is None:
+                break
+            self._give(self._waiting.pop(chosen[0]), chosen[1])
+        if again is not None:
+            self._pump_at(again)
 
-    def _reserve(self, placement: Placement) -> Engine:
+    def _pump_at(self, moment: float) -> None:
+        if self._again is not None:
+            self._again.cancel()
+        delay = max(0.0, moment - self._clock()) + 0.001
+        self._again = asyncio.get_running_loop().call_later(delay, self.pump)
+
+    def _choose(self, view: TurnView) -> Placement | Wait:
+        return place(
+            view,
+            self._fleet.views(),
+            self._fleet.head,
+            self._policy,
+            self._clock(),
+            outlook=self._outlook(),
+        )
+
+    def _give(self, waiter: Waiter, placement: Placement) -> None:
         engine = self._fleet.get(placement.engine)
         if engine is None:
             message = f"placement chose {placement.engine}, which is not in the fleet"
             raise RuntimeError(message)
         engine.reserved += 1
-        return engine
+        needed = waiter.view.context + waiter.view.expected
+        self._fleet.residents.began(engine.name, waiter.session, needed)
+        waiter.future.set_result(engine)
 
     def _fail_if_gone(self, waiter: Waiter) -> None:
-        if waiter.view.pin.exact is None:
+        if waiter.view.pin.exact is None or waiter.future.done():
             return
         try:
             versions.check_pin(waiter.view.pin, self._fleet.head, self._fleet.live_versions())
         except UnknownVersion as error:
             waiter.future.set_exception(VersionGone(str(error)))
 
-    def _waited_too_long(self, waiter: Waiter) -> Overloaded:
+    def _raise_if_late(self, waiter: Waiter) -> None:
+        if waiter.future.done() or self.held:
+            return
         word = waiter.obstacle.reason
         message = (
             f"no engine took the turn within {self._queue.seconds:.0f} s; nearest obstacle: {word}"
         )
-        return Overloaded("QueueTimeout", message, retry_after=self._retry_after())
+        raise Overloaded("QueueTimeout", message, retry_after=self._retry_after())
 
     def _retry_after(self) -> int:
         return retry_after(len(self._waiting), self.finish_rate())

@@ -12,12 +12,12 @@ import pytest
 from aiohttp import web
 
 from rose_core.wire.routing import EngineKind, EngineUpdate
+from rose_dev.owners import Owner, owner
 from rose_engines.fake.scheduler import FakeScheduler
 from rose_engines.fake.server import FakeServer
 from rose_engines.session import WeightSession
 from rose_router.config import Settings
 from rose_router.main import Running, running
-from tests.router.owners import Owner, owner
 
 LEASE = "team/grpo"
 VERSION = "run@1.0"

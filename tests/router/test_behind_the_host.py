@@ -26,13 +26,13 @@ from rose_agent.host import main as host_main
 from rose_core.rollouts.watch import Patience
 from rose_core.wire.host import EngineState
 from rose_core.wire.routing import EngineKind, EngineUpdate
+from rose_dev.owners import Owner, owner, until
 from rose_engines.fake.model import continuation
 from rose_engines.rundir import EngineFile, RunDir, read_json
 from rose_router.config import Settings
 from rose_router.main import Running, running
 from tests.host import helpers
 from tests.router.conftest import LEASE, VERSION
-from tests.router.owners import Owner, owner, until
 
 TOKENS = 250
 PROMPT = [8, 2, 5]

@@ -15,10 +15,10 @@ import pytest
 from rose_core.rollouts.admission import Queue
 from rose_core.rollouts.spans import Span, covers
 from rose_core.wire.routing import EngineKind, EngineUpdate
+from rose_dev.owners import owner, until
 from rose_engines.fake.model import continuation
 from rose_wire.errors import Refused
 from tests.router.conftest import LEASE, VERSION, Stage
-from tests.router.owners import owner, until
 
 pytestmark = pytest.mark.asyncio
 
@@ -271,11 +271,11 @@ async def test_what_the_engine_finds_wrong_goes_to_the_caller_and_is_not_retried
         assert engine.scheduler.counters.requests == 0
 
 
-async def test_no_room_is_503_with_retry_after(stage: Make) -> None:
+async def test_no_room_is_429_with_retry_after(stage: Make) -> None:
     async with stage(queue=Queue(most=0, seconds=5)) as s:
         async with s.post("/generate", ask()) as reply:
             answer = await reply.json()
-            assert reply.status == 503
+            assert reply.status == 429
             assert int(reply.headers["Retry-After"]) >= 1
         assert answer["type"] == "QueueFull"
 
@@ -356,3 +356,15 @@ async def test_a_retried_request_gets_the_same_answer_without_sampling_again(sta
         assert answers[0] == answers[1]
         assert engine.scheduler.counters.requests == 1
         assert msgspec.json.decode(answers[0])["meta_info"]["id"] == "again"
+
+
+async def test_a_dedicated_engine_that_the_lease_does_not_name_is_refused(stage: Make) -> None:
+    async with stage(dedicated=frozenset({"ours"})) as s:
+        await s.engine("ours", kind=EngineKind.DEDICATED)
+        await s.engine("lent")
+        update = EngineUpdate("other", EngineKind.DEDICATED, LEASE, "http://127.0.0.1:9")
+        async with owner(s.router.attach_port, update, "") as made:
+            await until(made.task.done)
+            error = made.task.exception()
+        assert isinstance(error, Refused)
+        assert "spec.dedicatedEngines" in str(error)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from rose_dev.owners import until
 from rose_engines.fake.model import continuation
 from tests.router.conftest import VERSION, Fake, Stage
-from tests.router.owners import until
 
 pytestmark = pytest.mark.asyncio
 

@@ -12,8 +12,9 @@ import aiohttp
 import pytest
 
 from rose_core.wire.routing import EngineKind, EngineUpdate
-from rose_router.main import main, parser, settings
-from tests.router.owners import owner
+from rose_dev.owners import owner
+from rose_router.flags import parser, settings
+from rose_router.main import main
 
 
 async def ports(child: asyncio.subprocess.Process) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,16 +13,25 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
+import torch
+from aiohttp import web
+from safetensors.torch import load_file, save_file
 
 from rose_core.rollouts.spans import Span, covers
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.engine_environment import is_ready
 from rose_dev.engine_testing import RealEngine, start_engine
 from rose_dev.models import make_named
+from rose_dev.owners import Owner, owner
+from rose_engines.sglang.control import ControlClient
 from rose_router.config import Settings
 from rose_router.main import running
-from tests.router.owners import owner
+from rose_trainer.adapters.ingest import Ingest
+from rose_trainer.publisher import Publisher
+from rose_weights.client import WeightsClient
+from tests.trainer.test_publisher import RunningStore
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.asyncio]
 
@@ -112,3 +122,82 @@ async def test_a_killed_engine_is_not_noticed_by_the_caller(engines: list[RealEn
     assert [move["reason"] for move in meta["rose"]["moves"]] == ["Lost"]
     assert meta["rose"]["moves"][0]["at_token"] >= 20
     assert meta["rose"]["redone_tokens"] == 0
+
+
+async def test_slimes_push_of_a_checkpoint_reaches_a_real_engine(
+    engines: list[RealEngine], tmp_path: Path
+) -> None:
+    """slime's calls, ``rose ingest``, a store, and weights committed inside SGLang."""
+    engine = engines[1]
+    store = RunningStore(tmp_path / "store")
+    try:
+        with Publisher(store.address, "run", token="t") as publisher:
+            model = await asyncio.to_thread(load_file, engine.model / "model.safetensors")
+            publisher.wait(publisher.publish(0, model), 60)
+            await push(engine, store, publisher, tmp_path)
+    finally:
+        store.close()
+
+
+async def push(engine: RealEngine, store: RunningStore, publisher: Publisher, folder: Path) -> None:
+    dedicated = msgspec.structs.replace(
+        update_of(engine, "ours"), kind=EngineKind.DEDICATED, version=""
+    )
+    runner = web.AppRunner(Ingest(publisher, [folder]).application())
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    settings = Settings(
+        lease="team/grpo",
+        attach_token="secret",
+        ingest_url=f"http://127.0.0.1:{runner.addresses[0][1]}",
+    )
+    async with (
+        aiohttp.ClientSession(raise_for_status=True) as session,
+        running(settings) as router,
+        owner(router.attach_port, dedicated, "secret") as ours,
+    ):
+        following = asyncio.create_task(follow(engine, store, ours, folder / "bundle"))
+        url = f"http://127.0.0.1:{router.http_port}"
+        async with session.post(f"{url}/generate", json=request()) as reply:
+            before = (await reply.json())["output_ids"]
+        # UpdateWeightFromDisk.update_weights
+        await session.post(f"{url}/pause_generation", json={})
+        await session.get(f"{url}/flush_cache")
+        checkpoint = folder / "weight_v000001"
+        await asyncio.to_thread(write_changed, engine.model, checkpoint)
+        body = {"model_path": str(checkpoint), "weight_version": "1"}
+        async with session.post(f"{url}/update_weights_from_disk", json=body) as reply:
+            pushed = await reply.json()
+        await asyncio.to_thread(shutil.rmtree, checkpoint)
+        await session.post(f"{url}/continue_generation", json={})
+        async with session.post(f"{url}/generate", json=request()) as reply:
+            after = await reply.json()
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    await runner.cleanup()
+    meta = after["meta_info"]
+    assert meta["weight_version"] == "1"
+    assert [span["version"] for span in meta["weight_versions"]] == [pushed["weight_version"]]
+    assert after["output_ids"] != before
+
+
+async def follow(engine: RealEngine, store: RunningStore, ours: Owner, bundle: Path) -> None:
+    """What weight-sync does on a node."""
+    async with (
+        WeightsClient(store.address, token="t") as client,
+        await ControlClient.connect(engine.control) as control,
+    ):
+        async for head in client.watch("run"):
+            folder = bundle / str(head.version)
+            await client.pull("run", folder, want=head.version)
+            await control.stage(folder)
+            await control.commit(str(head.version))
+            ours.say(version=str(head.version), head=str(head.version))
+
+
+def write_changed(model: Path, folder: Path) -> None:
+    """The model with its output rows moved by one: every greedy token is another."""
+    folder.mkdir()
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"] = torch.roll(tensors["lm_head.weight"], 1, dims=0).contiguous()
+    save_file(tensors, folder / "model.safetensors")

@@ -12,7 +12,7 @@ from rose_core.rollouts.placement import Policy
 from rose_core.rollouts.versions import Pin
 from rose_core.rollouts.watch import Move
 from rose_core.wire.routing import EngineKind
-from rose_router.errors import Conflict, Overloaded
+from rose_router.errors import Busy, Conflict, Overloaded
 from rose_router.turn import State
 from tests.router.world import (
     SimEngine,
@@ -102,7 +102,7 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
         waiting = [w.ask(5) for _ in range(2)]
         await asyncio.sleep(0.1)
         refused = await over(w.ask(5))
-        assert isinstance(refused.error, Overloaded)
+        assert isinstance(refused.error, Busy)
         assert refused.error.reason == "QueueFull"
         assert refused.error.retry_after > 0
         w.attach(SimEngine("a"))

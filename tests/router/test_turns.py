@@ -104,6 +104,23 @@ async def test_a_short_pause_is_waited_for_in_place() -> None:
         assert not turn.moves
 
 
+@pytest.mark.parametrize("how", ["abort", "hang up"])
+async def test_a_turn_that_is_ended_in_the_moment_it_came_ends(how: str) -> None:
+    async with world(*two()) as w:
+        turn = w.ask(20, rid="mine", own_rid=True)
+        if how == "abort":
+            assert w.service.abort("mine")
+        else:
+            w.service.leave(turn)
+        async with asyncio.timeout(1):
+            await over(turn)
+        assert turn.finish is not None
+        assert turn.finish["type"] == "abort"
+        assert not len(w.service.ledger)
+        again = await over(w.ask(20, rid="mine", own_rid=True))
+        judge_whole(again)
+
+
 async def test_a_long_pause_moves_the_turn_and_the_old_leg_is_aborted_before_new_ones() -> None:
     async with world(*two()) as w:
         turn = w.ask(200)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -10,13 +11,26 @@ from aiohttp import web
 
 from rose_core.rollouts import splice
 from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.prospects import Deadline, Hint
 from rose_core.rollouts.versions import Pin, read_pin
-from rose_router.errors import BadRequest
+from rose_router.errors import BadRequest, SlowCaller
+from rose_router.request import TurnRequest
 from rose_router.text import Tokenizer
 
 # Header names of the trainers' session keys, first match wins.
 SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key", "X-Rose-Session")
 SESSION_FIELDS = ("session_id", "routing_key")
+
+BODY_SECONDS = web.AppKey("body_seconds", float)
+HINTS = (
+    "session",
+    "group",
+    "turn",
+    "min_version",
+    "version",
+    "deadline",
+    "expected_tokens",
+)
 
 _MOST_ID = 2**31
 
@@ -26,8 +40,17 @@ async def read_body(request: web.Request) -> dict[str, Any]:
 
     Raises:
         BadRequest: it is none.
+        SlowCaller: it did not come in time.
     """
-    raw = await request.read()
+    try:
+        if request.content.is_eof():  # the usual case: it came with the head
+            raw = await request.read()
+        else:
+            async with asyncio.timeout(request.app.get(BODY_SECONDS, 60.0)):
+                raw = await request.read()
+    except TimeoutError:
+        message = "the body did not come in time; send it faster, or in smaller requests"
+        raise SlowCaller("SlowCaller", message) from None
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -108,40 +131,68 @@ class Hints:
         session: key of the trajectory, or empty.
         pin: versions the turn may be sampled by.
         expected: output tokens expected, 0 = no idea.
+        trajectory: group, deadline and number of the turn.
     """
 
     def __init__(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
         rose = body.get("rose") or {}
         if not isinstance(rose, dict):
-            message = "rose: expected an object with session, min_version, version, expected_tokens"
+            message = f"rose: expected an object with any of {', '.join(HINTS)}"
             raise InvalidTurn(message)
         self.session = _session(rose, body, headers)
         self.pin: Pin = read_pin(
             rose.get("min_version") or headers.get("X-Rose-Min-Version"),
             rose.get("version") or headers.get("X-Rose-Exact-Version"),
         )
-        self.expected = _expected(rose, headers)
+        self.expected = _number(rose, headers, "expected_tokens", "X-Rose-Expected-Tokens")
+        self.trajectory = Hint(
+            group=_text(rose.get("group") or headers.get("X-Rose-Group"), "rose.group"),
+            deadline=deadline(rose.get("deadline") or headers.get("X-Rose-Deadline")),
+            turn=_number(rose, headers, "turn", "X-Rose-Turn"),
+        )
 
 
 def _session(rose: Mapping[str, Any], body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
     given = [rose.get("session")]
     given += [headers.get(name) for name in SESSION_HEADERS]
     given += [body.get(name) for name in SESSION_FIELDS]
-    key = next((value for value in given if value), "")
-    if not isinstance(key, str) or len(key) > 512:
-        message = "session key: expected text of at most 512 characters"
+    return _text(next((value for value in given if value), ""), "session key")
+
+
+def _text(value: object, field: str) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > 512:
+        message = f"{field}: expected text of at most 512 characters"
         raise InvalidTurn(message)
-    return key
+    return value
 
 
-def _expected(rose: Mapping[str, Any], headers: Mapping[str, str]) -> int:
-    if rose.get("expected_tokens") is not None:
-        return whole_number(rose, "expected_tokens", 0)
-    text = headers.get("X-Rose-Expected-Tokens", "0")
-    if not text.isdecimal():
-        message = f"X-Rose-Expected-Tokens: expected a whole number, got {text!r}"
+def _number(rose: Mapping[str, Any], headers: Mapping[str, str], field: str, header: str) -> int:
+    if rose.get(field) is not None:
+        return whole_number(rose, field, 0)
+    text = headers.get(header, "0")
+    if not text.isdecimal() or len(text) > 9:
+        message = f"{header}: expected a whole number, got {text!r:.40}"
         raise InvalidTurn(message)
     return int(text)
+
+
+def deadline(value: object) -> Deadline | None:
+    """A deadline as callers write it: publishes (``3``), or seconds (``"120s"``).
+
+    Raises:
+        InvalidTurn: it is neither.
+    """
+    if value is None:
+        return None
+    text = str(value)
+    if text.isdecimal() and len(text) <= 9 and not isinstance(value, bool):
+        return Deadline(publishes=int(text))
+    if text.endswith("s") and text[:-1].replace(".", "", 1).isdecimal() and len(text) <= 12:
+        return Deadline(seconds=float(text[:-1]))
+    message = f"deadline: expected publishes (3) or seconds (120s), got {text!r:.40}"
+    raise InvalidTurn(message)
 
 
 def caller_rid(value: object, new_rid: Callable[[], str]) -> tuple[str, bool]:
@@ -156,3 +207,38 @@ def caller_rid(value: object, new_rid: Callable[[], str]) -> tuple[str, bool]:
         message = "rid: expected text of 1 to 256 characters"
         raise InvalidTurn(message)
     return value, True
+
+
+def turns_of(
+    asked: Iterable[tuple[str, tuple[int, ...]]],
+    hints: Hints,
+    sampling: Mapping[str, Any],
+    passed: Mapping[str, Any],
+    *,
+    own_rid: bool,
+    priority: int,
+) -> list[TurnRequest]:
+    """One turn for every id and prompt of a request that has one set of parameters.
+
+    Raises:
+        InvalidTurn: the parameters are wrong; names the field.
+    """
+    check_sampling(sampling)
+    because = splice.dedicated_because(sampling, passed)
+    return [
+        TurnRequest(
+            rid=rid,
+            prompt=prompt,
+            sampling=sampling,
+            own_rid=own_rid,
+            passed=passed,
+            session=hints.session,
+            keyed=bool(hints.session),
+            pin=hints.pin,
+            expected=hints.expected,
+            hint=hints.trajectory,
+            priority=priority,
+            dedicated_because=because,
+        )
+        for rid, prompt in asked
+    ]

@@ -10,19 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rose_core.rollouts import splice
 from rose_core.rollouts.errors import InvalidTurn
 from rose_router.dialects.common import (
     Hints,
     caller_rid,
-    check_sampling,
     encoded,
     priority,
     token_ids,
+    turns_of,
     whole_number,
 )
 from rose_router.dialects.sglang import MOST_ANSWERS, Ask
-from rose_router.request import TurnRequest
 from rose_router.text import Tokenizer
 
 # OpenAI's (and vLLM's) name -> SGLang's sampling parameter.
@@ -47,6 +45,17 @@ _SAMPLING: Mapping[str, str] = {
 }
 # Asked for in a way that the router would have to ignore: better refused by name.
 _REFUSED = ("echo", "best_of", "suffix", "prompt_embeds")
+# SGLang's own fields beside OpenAI's; they go to the engine as they are.
+_PASSED = (
+    "extra_key",
+    "cache_salt",
+    "lora_path",
+    "custom_logit_processor",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_sampling_mask",
+    "session_params",
+)
 _DEFAULT_TOKENS = 16  # OpenAI's
 
 
@@ -75,26 +84,15 @@ def read(
     if stream and several:
         message = "stream: only for one prompt and one answer; send one request for each"
         raise InvalidTurn(message)
-    hints, sampling, passed = Hints(body, headers), sampling_of(body), logprobs_of(body)
-    check_sampling(sampling)
-    because = splice.dedicated_because(sampling, passed)
+    hints, sampling, passed = Hints(body, headers), sampling_of(body), passed_of(body)
+    passed |= logprobs_of(body)
     rid, own = caller_rid(body.get("rid") or body.get("request_id"), new_rid)
-    turns = [
-        TurnRequest(
-            rid=f"{rid}_{index}_{answer}" if several else rid,
-            prompt=prompt,
-            sampling=sampling,
-            own_rid=own,
-            passed=passed,
-            session=hints.session,
-            pin=hints.pin,
-            expected=hints.expected,
-            priority=priority(body),
-            dedicated_because=because,
-        )
+    asked = (
+        (f"{rid}_{index}_{answer}" if several else rid, prompt)
         for index, prompt in enumerate(prompts)
         for answer in range(answers)
-    ]
+    )
+    turns = turns_of(asked, hints, sampling, passed, own_rid=own, priority=priority(body))
     return Ask(turns, stream, listed=True)
 
 
@@ -119,6 +117,11 @@ def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
     }
     sampling["max_new_tokens"] = whole_number(body, "max_tokens", _DEFAULT_TOKENS, least=1)
     return sampling
+
+
+def passed_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that the engine's own dialect has under the same name."""
+    return {name: body[name] for name in _PASSED if body.get(name) is not None}
 
 
 def logprobs_of(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -80,8 +80,10 @@ def read(
                     own_rid=own,
                     passed=passed,
                     session=hints.session or (rid if own and not listed else ""),
+                    keyed=bool(hints.session) or own,
                     pin=hints.pin,
                     expected=hints.expected,
+                    hint=hints.trajectory,
                     priority=priority(body),
                     dedicated_because=because,
                 )

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rose_core.rollouts import splice
 from rose_core.rollouts.errors import InvalidTurn
 from rose_router.dialects.common import (
     Hints,
     caller_rid,
-    check_sampling,
     priority,
     token_ids,
+    turns_of,
     whole_number,
 )
 from rose_router.dialects.completions import logprobs_of, sampling_of
 from rose_router.dialects.sglang import MOST_ANSWERS, Ask
-from rose_router.request import TurnRequest
 
 # Sampling parameters that change what is sampled and have no counterpart in SGLang.
 _REFUSED = ("bad_words", "allowed_token_ids", "structured_outputs", "prompt_logprobs", "features")
@@ -45,22 +43,8 @@ def read(body: Mapping[str, Any], headers: Mapping[str, str], new_rid: Callable[
     hints, sampling, passed = Hints(body, headers), sampling_of(given), logprobs_of(given)
     if body.get("cache_salt"):
         passed["extra_key"] = body["cache_salt"]
-    check_sampling(sampling)
-    because = splice.dedicated_because(sampling, passed)
     rid, own = caller_rid(body.get("request_id"), new_rid)
-    turns = [
-        TurnRequest(
-            rid=f"{rid}_{answer}" if answers > 1 else rid,
-            prompt=prompt,
-            sampling=sampling,
-            own_rid=own,
-            passed=passed,
-            session=hints.session,
-            pin=hints.pin,
-            expected=hints.expected,
-            priority=-priority(body),  # vLLM serves lower numbers first
-            dedicated_because=because,
-        )
-        for answer in range(answers)
-    ]
+    asked = ((f"{rid}_{answer}" if answers > 1 else rid, prompt) for answer in range(answers))
+    # vLLM serves lower numbers first.
+    turns = turns_of(asked, hints, sampling, passed, own_rid=own, priority=-priority(body))
     return Ask(turns, bool(body.get("stream")), listed=True)

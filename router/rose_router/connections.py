@@ -1,0 +1,288 @@
+"""Kept connections to engines: as much of HTTP/1.1 as a leg needs, parsed by llhttp.
+
+A general client costs a turn more than all the rest that the router does for it. Here a request is
+one write, and an answer is a status and bytes as they come. States of a connection:
+
+    asking    --head--> answering --end of message--> idle --asked again--> asking
+    answering --left before the end--> ending --end of message--> idle
+    any       --closed, garbage, ``hang_up``--> lost
+    idle      --``IDLE_SECONDS``--> lost       ending --``END_SECONDS``--> lost
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ssl
+from enum import StrEnum
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from rose_router.errors import Unreachable
+
+# Idle connections end before SGLang's own server closes them (5 s).
+IDLE_SECONDS = 2.0
+# Time for what follows the last event; an engine may be stopped just there.
+END_SECONDS = 1.0
+CONNECT_SECONDS = 5.0
+# An engine that is read more slowly than it writes is made to wait at so many bytes.
+_MOST_BYTES = 1 << 20
+
+
+class Stage(StrEnum):
+    """Where a connection stands."""
+
+    ASKING = "asking"
+    ANSWERING = "answering"
+    ENDING = "ending"
+    IDLE = "idle"
+    LOST = "lost"
+
+
+@functools.lru_cache(maxsize=4096)
+def place_of(url: str) -> tuple[str, int, bool, str]:
+    """Host, port, whether it is TLS, and what comes before every path."""
+    parts = urlsplit(url)
+    secure = parts.scheme == "https"
+    port = parts.port or (443 if secure else 80)
+    return parts.hostname or "", port, secure, parts.path.rstrip("/")
+
+
+class Connection(asyncio.Protocol):
+    """One connection, one request at a time.
+
+    Attributes:
+        status: of the answer under way, 0 before its head has come.
+        silent: not one byte of this answer has come.
+    """
+
+    def __init__(self, pool: Connections, place: tuple[str, int, bool]) -> None:
+        self._pool = pool
+        self.place = place
+        self.stage = Stage.IDLE
+        self.status = 0
+        self.silent = True
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self._whole = False
+        self._reusable = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    # --- the caller's side
+
+    def ask(self, request: bytes) -> None:
+        """Send a request, head and body at once."""
+        self._set_timer(0, Stage.ASKING)
+        self.status, self.silent, self._whole = 0, True, False
+        self._chunks.clear()
+        self._size = 0
+        if self._transport is not None:
+            self._transport.write(request)
+
+    async def head(self) -> int:
+        """The status, as soon as it is there.
+
+        Raises:
+            ConnectionResetError: the connection ended before.
+        """
+        while not self.status:
+            await self._news()
+        return self.status
+
+    async def chunk(self) -> bytes:
+        """What has come since the last call; empty at the end of the message.
+
+        Raises:
+            ConnectionResetError: the connection ended before the message did.
+        """
+        while not self._chunks:
+            if self._whole:
+                return b""
+            await self._news()
+        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks.clear()
+        if self._size > _MOST_BYTES and self._transport is not None:
+            self._transport.resume_reading()
+        self._size = 0
+        return data
+
+    def leave(self) -> None:
+        """No more is wanted of the answer; its end is awaited in the background.
+
+        Hanging up earlier would look to the engine like a caller that is lost.
+        """
+        if self.stage is Stage.LOST:
+            return
+        if self._whole:
+            self._rest()
+        else:
+            self._set_timer(END_SECONDS, Stage.ENDING)
+
+    def hang_up(self) -> None:
+        """End the connection, and with it the request."""
+        if self.stage is not Stage.LOST:
+            self._set_timer(0, Stage.LOST)
+            if self._transport is not None:
+                self._transport.abort()
+
+    async def _news(self) -> None:
+        if self.stage is Stage.LOST:
+            message = "the connection ended before the answer did"
+            raise ConnectionResetError(message)
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _rest(self) -> None:
+        if not self._reusable:
+            self.hang_up()
+            return
+        self._set_timer(IDLE_SECONDS, Stage.IDLE)
+        self._pool.give_back(self)
+
+    def _set_timer(self, seconds: float, stage: Stage) -> None:
+        self.stage = stage
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if seconds:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self.hang_up)
+
+    # --- asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """It stands."""
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of the engine."""
+        self.silent = False
+        if self.stage is Stage.IDLE:
+            self.hang_up()  # nobody has asked anything
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.hang_up()
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has ended."""
+        del exc
+        self._set_timer(0, Stage.LOST)
+        self._pool.forget(self)
+        self._wake()
+
+    # --- llhttp's side
+
+    def on_headers_complete(self) -> None:
+        """The head is there."""
+        status = self._parser.get_status_code()
+        if status >= 200:
+            self.status = status
+            self.stage = Stage.ANSWERING if self.stage is Stage.ASKING else self.stage
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        if self.stage is Stage.ENDING:
+            return
+        self._chunks.append(body)
+        self._size += len(body)
+        if self._size > _MOST_BYTES and self._transport is not None:
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        """The answer is whole."""
+        if not self.status:
+            return  # an interim answer
+        self._whole = True
+        self._reusable = self._parser.should_keep_alive()
+        if self.stage is Stage.ENDING:
+            self._rest()
+
+
+class Connections:
+    """All connections to engines; idle ones are used again."""
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[str, int, bool], list[Connection]] = {}
+
+    async def ask(self, place: tuple[str, int, bool], request: bytes) -> Connection:
+        """Send a request and wait for the answer's status.
+
+        A request whose kept connection turns out to be closed, with not one byte received, is sent
+        once more on a fresh one: whoever sits at the other end now has not seen it.
+
+        Raises:
+            Unreachable: nobody takes connections there.
+            ConnectionResetError: the connection ended before the status came.
+        """
+        kept = self._take(place)
+        if kept is not None:
+            try:
+                return await _asked(kept, request)
+            except ConnectionResetError:
+                if not kept.silent:
+                    raise
+        return await _asked(await self._open(place), request)
+
+    def give_back(self, connection: Connection) -> None:
+        """It may be used again."""
+        self._idle.setdefault(connection.place, []).append(connection)
+
+    def forget(self, connection: Connection) -> None:
+        """It has ended."""
+        idle = self._idle.get(connection.place, [])
+        if connection in idle:
+            idle.remove(connection)
+        if not idle:
+            self._idle.pop(connection.place, None)
+
+    def close(self) -> None:
+        """End the idle ones."""
+        for connections in self._idle.values():
+            for connection in connections:
+                connection.hang_up()
+
+    def _take(self, place: tuple[str, int, bool]) -> Connection | None:
+        connections = self._idle.get(place, [])
+        while connections:
+            connection = connections.pop()
+            if connection.stage is Stage.IDLE:
+                return connection
+        return None
+
+    async def _open(self, place: tuple[str, int, bool]) -> Connection:
+        host, port, secure = place
+        loop = asyncio.get_running_loop()
+        context = ssl.create_default_context() if secure else None
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                _, connection = await loop.create_connection(
+                    lambda: Connection(self, place), host, port, ssl=context
+                )
+        except OSError as error:
+            message = f"{host}:{port}: {error}"
+            raise Unreachable(message) from error
+        return connection
+
+
+async def _asked(connection: Connection, request: bytes) -> Connection:
+    connection.ask(request)
+    try:
+        await connection.head()
+    except BaseException:  # also when cancelled, and raised again
+        connection.hang_up()
+        raise
+    return connection

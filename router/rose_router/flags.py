@@ -1,0 +1,166 @@
+"""Flags of ``rose router`` and the settings they make."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from rose_core.rollouts.admission import Queue
+from rose_core.rollouts.placement import Policy, PolicyName
+from rose_core.rollouts.quorum import Quorum
+from rose_core.rollouts.watch import Patience
+from rose_router.config import Settings
+from rose_router.front import Limits
+from rose_router.peers import by_dns
+from rose_wire import tls
+from rose_wire.flags import add_log_level, listener
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    defaults = Settings(lease="")
+    limits = defaults.limits
+    flags = argparse.ArgumentParser(prog="rose router", description=__doc__)
+    add = flags.add_argument
+    add("--lease", required=True, type=_lease,
+        help="namespace/name; engines of another lease are refused")  # fmt: skip
+    add(
+        "--http-address", type=listener, default="0.0.0.0:8000", help="turns, /metrics, /healthz"
+    )  # the lease's URL
+    add(
+        "--attach-address", type=listener, default="0.0.0.0:7444", help="gRPC of engine owners"
+    )  # dialled from nodes
+    add("--token-file", type=Path, help="bearer token that engine owners must bring")
+    add("--turn-token-file", type=Path,
+        help="callers' bearer tokens, one per line; else $ROSE_TURN_TOKEN")  # fmt: skip
+    add("--http-tls-dir", type=Path,
+        help="folder with tls.crt and tls.key of the URL; without it plain text")  # fmt: skip
+    tls.add_flag(flags)
+    tls.add_clients_flag(flags)
+    add("--max-staleness", type=int, default=1, help="publishes an engine may lag behind")
+    add("--policy", choices=[name.value for name in PolicyName], default=PolicyName.JOINT.value,
+        help="how an engine is chosen for a turn")  # fmt: skip
+    add("--max-age", type=int,
+        help="publishes after which a trajectory is too old to train on")  # fmt: skip
+    add("--borrow-quota", type=float, default=defaults.policy.quota,
+        help="how far the borrowed share of a stratum may be from that of all")  # fmt: skip
+    add("--tail-reserve", type=float, default=defaults.policy.reserve,
+        help="share of dedicated places kept for the longest trajectories")  # fmt: skip
+    add("--explore", type=float, default=defaults.policy.explore,
+        help="share of trajectories that begin on an engine drawn at random")  # fmt: skip
+    add("--ingest-url", default="", help="of rose ingest, for trainers that push checkpoints")
+    add("--ingest-token-file", type=Path, help="bearer token of rose ingest")
+    add("--quorum", default="all",
+        help="dedicated engines that must run pushed weights: all, or a number")  # fmt: skip
+    add("--quorum-seconds", type=float, default=defaults.quorum.seconds,
+        help="longest wait for them; below the trainer's time-out")  # fmt: skip
+    add("--hold-seconds", type=float, default=defaults.quorum.hold_seconds,
+        help="a trainer's pause that nobody ends is over after this")  # fmt: skip
+    add("--dedicated", action="append", default=[],
+        help="a dedicated engine that may attach; repeat; without it any may")  # fmt: skip
+    add("--replicas-dns", default="",
+        help="name that resolves to every replica of this router (a headless Service)")  # fmt: skip
+    add("--replica", default="", help="this replica's address among them; else $POD_IP")
+    add("--model", default=defaults.model, help="name shown by /v1/models")
+    add("--reported-gpus", type=int, default=defaults.reported_gpus,
+        help="GPUs that /server_info names: the dedicated size of the job")  # fmt: skip
+    add("--tokenizer", type=Path, help="tokenizer.json or its folder; without: token ids only")
+    add("--pause-seconds", type=float, default=defaults.patience.pause_seconds,
+        help="a turn on a closed gate moves elsewhere after this")  # fmt: skip
+    add("--stall-seconds", type=float, default=defaults.patience.stall_seconds,
+        help="a turn on an open gate that says nothing moves after this")  # fmt: skip
+    add("--queue-limit", type=int, default=defaults.queue.most, help="turns that may wait")
+    add("--queue-seconds", type=float, default=defaults.queue.seconds, help="longest wait")
+    add("--interval", type=int, default=defaults.interval,
+        help="tokens per event of an engine's stream when the caller does not stream")  # fmt: skip
+    add("--max-losses", type=int, default=defaults.max_losses,
+        help="engines a turn may lose before it ends with a typed abort")  # fmt: skip
+    add("--max-body-bytes", type=int, default=defaults.max_body_bytes, help="largest request")
+    add("--max-connections", type=int, default=limits.connections, help="of callers, at a time")
+    add("--head-seconds", type=float, default=limits.head_seconds,
+        help="a connection that sent no whole request head by then is closed")  # fmt: skip
+    add("--body-seconds", type=float, default=limits.body_seconds,
+        help="a body that is not whole by then is answered with 408")  # fmt: skip
+    add("--write-seconds", type=float, default=limits.write_seconds,
+        help="a caller that does not read an event by then is taken for gone")  # fmt: skip
+    add("--drain-seconds", type=float, default=defaults.drain_seconds,
+        help="how long live turns may go on after SIGTERM")  # fmt: skip
+    add_log_level(flags)
+    return flags
+
+
+def _lease(text: str) -> str:
+    if not all(text.split("/")) or text.count("/") != 1:
+        message = f"{text!r} is no lease; expected NAMESPACE/NAME"
+        raise argparse.ArgumentTypeError(message)
+    return text
+
+
+def settings(flags: argparse.Namespace) -> Settings:
+    """Flags as settings.
+
+    Raises:
+        OSError: a token file cannot be read.
+        ValueError: a flag makes no sense.
+    """
+    return Settings(
+        lease=flags.lease,
+        model=flags.model,
+        tokenizer=flags.tokenizer,
+        attach_token=_token(flags.token_file),
+        tls_dir=flags.tls_dir,
+        tls_client_ca=flags.tls_client_ca,
+        turn_token_file=flags.turn_token_file,
+        http_tls_dir=flags.http_tls_dir,
+        limits=Limits(
+            flags.max_connections, flags.head_seconds, flags.body_seconds, flags.write_seconds
+        ),
+        max_body_bytes=flags.max_body_bytes,
+        interval=max(1, flags.interval),
+        max_losses=flags.max_losses,
+        drain_seconds=flags.drain_seconds,
+        reported_gpus=flags.reported_gpus,
+        dedicated=frozenset(flags.dedicated),
+        **_replicas(flags),
+        max_age=flags.max_age,
+        ingest_url=flags.ingest_url.rstrip("/"),
+        ingest_token=_token(flags.ingest_token_file),
+        quorum=Quorum(_count(flags.quorum), flags.quorum_seconds, flags.hold_seconds),
+        policy=Policy(
+            max_staleness=flags.max_staleness,
+            name=PolicyName(flags.policy),
+            quota=flags.borrow_quota,
+            reserve=flags.tail_reserve,
+            explore=flags.explore,
+        ),
+        patience=Patience(flags.pause_seconds, flags.stall_seconds),
+        queue=Queue(flags.queue_limit, flags.queue_seconds),
+    )
+
+
+def _replicas(flags: argparse.Namespace) -> dict[str, Any]:
+    if not flags.replicas_dns:
+        return {}
+    me = flags.replica or os.environ.get("POD_IP", "")
+    if not me or flags.http_tls_dir:
+        message = "--replicas-dns needs --replica (or $POD_IP), and no --http-tls-dir"
+        raise ValueError(message)
+    ports = [
+        int(address.rsplit(":", 1)[1]) for address in (flags.http_address, flags.attach_address)
+    ]
+    return {"replica": me, "replicas": by_dns(flags.replicas_dns, *ports)}
+
+
+def _count(text: str) -> int | None:
+    if text == "all":
+        return None
+    if not text.isdecimal():
+        message = f"--quorum: expected all or a number, got {text!r}"
+        raise ValueError(message)
+    return int(text)
+
+
+def _token(path: Path | None) -> str:
+    return path.read_text().strip() if path else ""

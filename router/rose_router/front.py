@@ -1,0 +1,235 @@
+"""The front door: sockets of callers, with limits that no caller can talk the router out of.
+
+| a caller that | meets |
+|---|---|
+| opens more connections than all together may | 503 with ``Retry-After``, closed |
+| connects and sends no whole request head in time | the connection is closed |
+| sends its body slower than ``body_seconds`` allow | 408 |
+| reads its stream slower than ``write_seconds`` per event allow | is taken for gone |
+| sends a head or a body above the limits | 431 or 400, 413 |
+
+TLS is the listener's: a folder with ``tls.crt`` and ``tls.key``, looked at again for every new
+connection, so a renewed certificate needs no restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from aiohttp import web
+
+from rose_router import metrics
+from rose_wire.tls import CERTIFICATE, KEY
+
+HEAD_BYTES = 16 * 1024
+_LOOK_SECONDS = 1.0
+_FULL_BODY = b'{"type":"Connections","code":503,"message":"too many connections"}'
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(_FULL_BODY)
+) + _FULL_BODY
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What callers may take.
+
+    Attributes:
+        connections: open at one time.
+        head_seconds: until the first whole request head.
+        body_seconds: until a body is whole.
+        write_seconds: until a caller has read enough to take the next event.
+    """
+
+    connections: int = 20_000
+    head_seconds: float = 15.0
+    body_seconds: float = 60.0
+    write_seconds: float = 60.0
+
+
+@dataclass(eq=False)
+class Door(asyncio.Protocol):
+    """One connection: passes everything on to aiohttp's protocol, and counts.
+
+    Attributes:
+        opened: when it was made, in monotonic seconds.
+        spoken: a whole request head has come; from then on aiohttp's keep-alive watches it.
+    """
+
+    inner: asyncio.Protocol
+    doors: Doors
+    opened: float
+    transport: asyncio.Transport | None = None
+    spoken: bool = False
+    refused: bool = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A caller has come."""
+        # By its duties: uvloop's transports do not inherit from asyncio's.
+        self.transport = cast("asyncio.Transport", transport)
+        if not self.doors.enter(self):
+            self.refused = True
+            self.transport.write(_FULL)
+            self.transport.close()
+            return
+        self.inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of the caller."""
+        if not self.refused:
+            self.inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        """The caller sends no more."""
+        return None if self.refused else self.inner.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The caller is gone."""
+        if not self.refused:
+            self.doors.leave(self)
+            self.inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The caller reads too slowly."""
+        self.inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        self.inner.resume_writing()
+
+
+class Doors:
+    """All connections of callers.
+
+    Args:
+        limits: see there.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._open: dict[asyncio.BaseTransport, Door] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def enter(self, door: Door) -> bool:
+        """Whether there is room for one more."""
+        if len(self._open) >= self._limits.connections or door.transport is None:
+            metrics.REFUSED.labels("Connections").inc()
+            return False
+        self._open[door.transport] = door
+        metrics.CONNECTIONS.set(len(self._open))
+        return True
+
+    def leave(self, door: Door) -> None:
+        """It has ended."""
+        if door.transport is not None:
+            self._open.pop(door.transport, None)
+        metrics.CONNECTIONS.set(len(self._open))
+
+    def spoken(self, transport: asyncio.BaseTransport | None) -> None:
+        """A whole request head has come over this connection."""
+        door = self._open.get(transport) if transport is not None else None
+        if door is not None:
+            door.spoken = True
+
+    def close_silent(self, now: float) -> int:
+        """Close those that have not sent a whole request head in time; their number."""
+        limit = now - self._limits.head_seconds
+        late = [one for one in self._open.values() if not one.spoken and one.opened < limit]
+        for door in late:
+            if door.transport is not None:
+                door.transport.abort()
+        return len(late)
+
+    async def watch(self) -> None:
+        """Close silent ones until cancelled."""
+        while True:
+            await asyncio.sleep(min(1.0, self._limits.head_seconds / 4))
+            self.close_silent(time.monotonic())
+
+
+class Certificate:
+    """A TLS context whose certificate follows its folder.
+
+    Raises:
+        OSError: certificate or key cannot be read.
+        ssl.SSLError: they do not belong together.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen = self._mark()
+        self._looked = time.monotonic()
+        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self._load()
+
+    def refresh(self) -> None:
+        """Load it again when it was renewed."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        with contextlib.suppress(OSError, ssl.SSLError):  # it is being replaced; look again later
+            seen = self._mark()
+            if seen != self._seen:
+                self._load()
+                self._seen = seen
+
+    def _mark(self) -> tuple[int, int]:
+        parts = (self._folder / CERTIFICATE, self._folder / KEY)
+        return (parts[0].stat().st_mtime_ns, parts[1].stat().st_mtime_ns)
+
+    def _load(self) -> None:
+        self.context.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY)
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    server: web.Server, doors: Doors, address: str, tls_dir: Path | None = None
+) -> AsyncIterator[int]:
+    """Take callers until the block ends.
+
+    Args:
+        server: aiohttp's.
+        doors: counts connections.
+        address: ``host:port``; port 0 picks one.
+        tls_dir: folder of certificate and key; without it the port is plain text.
+
+    Yields:
+        The port.
+
+    Raises:
+        OSError: the port is taken, or the certificate cannot be read.
+    """
+    certificate = Certificate(tls_dir) if tls_dir else None
+
+    def door() -> asyncio.BaseProtocol:
+        if certificate is not None:
+            certificate.refresh()
+        return Door(server(), doors, time.monotonic())
+
+    host, port = address.rsplit(":", 1)
+    loop = asyncio.get_running_loop()
+    listener = await loop.create_server(
+        door,
+        host.strip("[]"),
+        int(port),
+        backlog=4096,
+        ssl=certificate.context if certificate else None,
+        ssl_handshake_timeout=10.0 if certificate else None,
+    )
+    watch = asyncio.create_task(doors.watch())
+    try:
+        yield int(listener.sockets[0].getsockname()[1])
+    finally:
+        watch.cancel()
+        listener.close()

@@ -1,0 +1,198 @@
+"""The other replicas of the lease: who they are, what they must know, what belongs to them.
+
+Replicas find each other by name (``--replicas-dns``, a headless Service). An engine's owner dials
+one of them; that one passes its engines' updates on to the others, over the same ATTACH the owner
+used, so gates close everywhere at the same moment. A trajectory has its home on one replica; a
+request that arrives at another is passed on, streams and all. There is no leader and no database: a
+replica that dies takes its live turns along, whose callers ask again; the rest is found anew.
+
+Next: ``forward`` is the HTTP side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from rose_core.rollouts.replicas import home_of, part_of_cap
+from rose_core.wire.routing import EngineUpdate
+from rose_router import metrics
+from rose_router.fleet import Fleet
+from rose_wire.errors import Refused, Unavailable
+from rose_wire.rpc import connect, converse
+from rose_wire.services import ATTACH
+
+LOG = logging.getLogger(__name__)
+LOOK_SECONDS = 2.0
+AGAIN_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Peer:
+    """A replica.
+
+    Attributes:
+        name: the same wherever it is seen from; its address, usually.
+        http, attach: where callers and owners reach it.
+    """
+
+    name: str
+    http: str
+    attach: str
+
+
+Resolve = Callable[[], Awaitable[list[Peer]]]
+
+
+def by_dns(name: str, http_port: int, attach_port: int) -> Resolve:
+    """Replicas behind a headless Service: one per address that the name has."""
+
+    async def resolve() -> list[Peer]:
+        found = await asyncio.get_running_loop().getaddrinfo(
+            name, http_port, type=socket.SOCK_STREAM
+        )
+        addresses = sorted({str(entry[4][0]) for entry in found})
+        hosts = [f"[{one}]" if ":" in one else one for one in addresses]
+        return [
+            Peer(address, f"http://{host}:{http_port}", f"{host}:{attach_port}")
+            for address, host in zip(addresses, hosts, strict=True)
+        ]
+
+    return resolve
+
+
+class Peers:
+    """The replicas as this one sees them.
+
+    Args:
+        me: this replica's name; alone, it never appears in what ``resolve`` finds.
+        fleet: its engines.
+        resolve: finds all replicas, this one among them.
+        token: of ATTACH.
+        leaving: whether this replica takes no new turns any more.
+    """
+
+    def __init__(
+        self,
+        me: str,
+        fleet: Fleet,
+        resolve: Resolve,
+        token: str,
+        leaving: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.me = me
+        self._leaving = leaving
+        self._fleet = fleet
+        self._resolve = resolve
+        self._token = token
+        self._peers: dict[str, Peer] = {}
+        self._down: dict[str, float] = {}
+        self._relays: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def others(self) -> list[Peer]:
+        """Every replica but this one."""
+        return [peer for name, peer in self._peers.items() if name != self.me]
+
+    def home(self, key: str) -> Peer | None:
+        """The replica that a turn belongs to; ``None`` when it is this one.
+
+        Args:
+            key: of its trajectory; without one the turn stays, unless this replica is leaving.
+        """
+        now = asyncio.get_running_loop().time()
+        up = {name for name in self._peers if self._down.get(name, 0.0) <= now} | {self.me}
+        if self._leaving():
+            up.discard(self.me)
+        elif not key:
+            return None
+        name = home_of(key, up)
+        return None if name in {self.me, ""} else self._peers[name]
+
+    def lost(self, peer: Peer) -> None:
+        """It does not answer; its trajectories belong to others until it is looked at again."""
+        self._down[peer.name] = asyncio.get_running_loop().time() + LOOK_SECONDS
+
+    async def start(self) -> None:
+        """Look once, then keep looking."""
+        await self._look()
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Let go of the others."""
+        tasks = [*self._relays.values(), *([self._task] if self._task else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time() + LOOK_SECONDS
+        while True:
+            self._relay_all()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(due):
+                    await self._fleet.changed.wait()
+            if loop.time() >= due:
+                await self._look()
+                due = loop.time() + LOOK_SECONDS
+
+    async def _look(self) -> None:
+        try:
+            found = await self._resolve()
+        except OSError as error:
+            LOG.warning("replicas cannot be looked up, those known stay: %s", error)
+            return
+        peers = {peer.name: peer for peer in found}
+        if peers.keys() != self._peers.keys():
+            LOG.info("replicas: %s", sorted(peers))
+        self._peers = peers
+        names = sorted({*peers, self.me})
+        metrics.REPLICAS.set(len(names))
+        self._fleet.share_caps(lambda cap: part_of_cap(cap, self.me, names))
+
+    def _relay_all(self) -> None:
+        wanted = {
+            (peer.name, engine.name): peer
+            for peer in self.others
+            for engine in self._fleet
+            if not engine.update.relayed and engine.detached_at is None
+        }
+        for key in [key for key in self._relays if key not in wanted]:
+            self._relays.pop(key).cancel()
+        for key, peer in wanted.items():
+            if key not in self._relays or self._relays[key].done():
+                self._relays[key] = asyncio.create_task(self._relay(peer, key[1]))
+
+    async def _relay(self, peer: Peer, engine: str) -> None:
+        """Play the engine's owner towards a peer; the end of this closes the gate there."""
+        while True:
+            channel = connect(peer.attach)
+            try:
+                async for _note in converse(
+                    channel, ATTACH, self._updates(engine), token=self._token
+                ):
+                    pass
+            except (Unavailable, Refused) as error:
+                LOG.info("replica %s does not take engine %s: %s", peer.name, engine, error)
+            finally:
+                await channel.close()
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _updates(self, name: str) -> AsyncIterator[EngineUpdate]:
+        last: EngineUpdate | None = None
+        while (engine := self._fleet.get(name)) is not None:
+            update = msgspec.structs.replace(
+                engine.update, gate_open=engine.gate_open, relayed=True
+            )
+            if update != last:
+                last = update
+                yield update
+            await self._fleet.changed.wait()

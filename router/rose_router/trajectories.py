@@ -1,0 +1,103 @@
+"""``/trajectories``: the trainer says what it trained on and dropped; the bias meter answers.
+
+    POST {"trained": ["key", ...], "dropped": [...], "rewards": {"key": 1.0}}
+
+Keys are session keys (the request id of a turn without session). Next: ``rose_core.rollouts``'
+``inclusion`` says what the figures mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.inclusion import Interval, Row
+from rose_core.rollouts.prospects import Prospects
+from rose_router import metrics
+from rose_router.dialects.common import read_body
+
+
+def routes(prospects: Prospects) -> list[web.RouteDef]:
+    """The handlers over one memory."""
+
+    async def report(request: web.Request) -> web.Response:
+        body = await read_body(request)
+        rewards = _rewards(body)
+        unknown: list[str] = []
+        for word, trained in (("trained", True), ("dropped", False)):
+            for name in _names(body, word):
+                outcome = prospects.concluded(name, trained=trained, reward=rewards.get(name))
+                if outcome is None:
+                    unknown.append(name)
+                else:
+                    kind = "borrowed" if outcome.borrowed else "dedicated"
+                    metrics.CONCLUDED.labels(word, kind).inc()
+        show(prospects)
+        return _json({"unknown": unknown})
+
+    async def meter(_request: web.Request) -> web.Response:
+        return _json(meter_json(prospects))
+
+    return [web.post("/trajectories", report), web.get("/trajectories", meter)]
+
+
+def meter_json(prospects: Prospects) -> dict[str, Any]:
+    """``GET /trajectories``."""
+    return {
+        "remembered": len(prospects),
+        "forgotten": prospects.forgotten,
+        "borrowed_share": {"all": prospects.shares.overall, **prospects.shares.by_stratum()},
+        "inclusion": [_row(row) for row in prospects.inclusion.rows()],
+    }
+
+
+def show(prospects: Prospects) -> None:
+    """The gaps as metrics; strata of which one pool has seen nothing are left out."""
+    for row in prospects.inclusion.rows():
+        if not math.isnan(row.gap.value):
+            for bound in ("value", "low", "high"):
+                labels = (row.dimension, row.stratum, bound)
+                metrics.INCLUSION_GAP.labels(*labels).set(getattr(row.gap, bound))
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {
+        "dimension": row.dimension,
+        "stratum": row.stratum,
+        "borrowed": _interval(row.borrowed) | {"count": row.counts[0]},
+        "dedicated": _interval(row.dedicated) | {"count": row.counts[1]},
+        "gap": _interval(row.gap),
+        "biased": row.biased,
+    }
+
+
+def _interval(interval: Interval) -> dict[str, Any]:
+    value = None if math.isnan(interval.value) else interval.value
+    return {"value": value, "low": interval.low, "high": interval.high}
+
+
+def _names(body: Mapping[str, Any], word: str) -> list[str]:
+    names = body.get(word) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        message = f"{word}: expected a list of session keys"
+        raise InvalidTurn(message)
+    return names
+
+
+def _rewards(body: Mapping[str, Any]) -> dict[str, float]:
+    rewards = body.get("rewards") or {}
+    if not isinstance(rewards, dict) or not all(
+        isinstance(value, int | float) and not isinstance(value, bool) for value in rewards.values()
+    ):
+        message = "rewards: expected an object of session keys and numbers"
+        raise InvalidTurn(message)
+    return rewards
+
+
+def _json(body: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")

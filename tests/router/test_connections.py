@@ -1,0 +1,152 @@
+"""Connections to engines: what is read whole, used again, hung up, and refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from rose_dev.owners import until
+from rose_router.connections import Connection, Connections, Stage
+from rose_router.errors import Unreachable
+
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+END = b"0\r\n\r\n"
+Place = tuple[str, int, bool]
+Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+class Engine:
+    """Answers every request on every connection alike."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
+        try:
+            while True:
+                await reader.readuntil(b"\r\n\r\n")
+                await self._answer(writer)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+
+@asynccontextmanager
+async def engine(answer: Answer) -> AsyncIterator[tuple[Engine, Connections, Place]]:
+    made, connections = Engine(answer), Connections()
+    server = await asyncio.start_server(made, "127.0.0.1", 0)
+    try:
+        yield made, connections, ("127.0.0.1", server.sockets[0].getsockname()[1], False)
+    finally:
+        connections.close()
+        for writer in made.writers:
+            writer.transport.abort()
+        server.close()
+
+
+async def asked(connections: Connections, place: Place) -> Connection:
+    return await connections.ask(place, b"POST / HTTP/1.1\r\nContent-Length: 0\r\n\r\n")
+
+
+async def whole(connection: Connection) -> bytes:
+    body = b""
+    while piece := await connection.chunk():
+        body += piece
+    connection.leave()
+    return body
+
+
+async def test_an_answer_in_single_bytes_is_read_whole_and_its_connection_used_again() -> None:
+    async def drip(writer: asyncio.StreamWriter) -> None:
+        for byte in HEAD + b"5\r\nhello\r\n6\r\n there\r\n" + END:
+            writer.write(bytes([byte]))
+            await writer.drain()
+
+    async with engine(drip) as (made, connections, place):
+        for _ in range(3):
+            connection = await asked(connections, place)
+            assert connection.status == 200
+            assert await whole(connection) == b"hello there"
+        assert len(made.writers) == 1
+
+
+async def test_an_engine_that_will_close_is_not_asked_again() -> None:
+    async def close(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 503 Busy\r\nConnection: close\r\nContent-Length: 2\r\n\r\nno")
+
+    async with engine(close) as (made, connections, place):
+        for _ in range(2):
+            connection = await asked(connections, place)
+            assert (connection.status, await whole(connection)) == (503, b"no")
+        assert len(made.writers) == 2
+
+
+async def test_what_follows_the_last_event_is_no_part_of_the_next_answer() -> None:
+    done = asyncio.Event()
+
+    async def late(writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"4\r\nlast\r\n")
+        await writer.drain()
+        await done.wait()
+        writer.write(b"4\r\ndone\r\n" + END)
+
+    async with engine(late) as (made, connections, place):
+        first = await asked(connections, place)
+        assert await first.chunk() == b"last"
+        first.leave()
+        assert first.stage is Stage.ENDING
+        done.set()
+        await until(lambda: first.stage is Stage.IDLE)
+        again = await asked(connections, place)
+        assert again is first
+        assert await whole(again) == b"lastdone"
+        assert len(made.writers) == 1
+
+
+async def test_hanging_up_ends_the_request_at_the_engine() -> None:
+    async def forever(writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"1\r\nx\r\n")
+
+    async with engine(forever) as (made, connections, place):
+        connection = await asked(connections, place)
+        assert await connection.chunk() == b"x"
+        connection.hang_up()
+        await until(made.writers[0].is_closing)
+        with pytest.raises(ConnectionResetError):
+            await connection.chunk()
+
+
+@pytest.mark.parametrize("answer", [b"garbage\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Le"])
+async def test_an_answer_that_is_none_is_a_lost_connection(answer: bytes) -> None:
+    async def wrong(writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async with engine(wrong) as (_, connections, place):
+        with pytest.raises(ConnectionResetError):
+            await asked(connections, place)
+
+
+async def test_an_idle_connection_that_the_engine_closes_is_forgotten() -> None:
+    async def short(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx")
+
+    async with engine(short) as (made, connections, place):
+        await whole(await asked(connections, place))
+        made.writers[0].close()
+        await until(lambda: not connections._idle)
+        await whole(await asked(connections, place))
+        assert len(made.writers) == 2
+
+
+async def test_nobody_there_is_said_so() -> None:
+    async with engine(lambda _writer: asyncio.sleep(0)) as (_, connections, place):
+        pass
+    with pytest.raises(Unreachable, match=str(place[1])):
+        await asked(connections, place)

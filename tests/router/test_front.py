@@ -1,0 +1,216 @@
+"""The front door: tokens, certificates, and callers who take more than their share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from rose_dev.owners import until
+from rose_dev.pki import Authority
+from rose_router.bearer import Tokens
+from rose_router.connections import Connections
+from rose_router.engine_client import HttpEngineClient, Target
+from rose_router.front import Limits
+from tests.router.conftest import Stage
+from tests.router.test_http import ask
+from tests.wire.test_tls import issue
+
+Make = Callable[..., AbstractAsyncContextManager[Stage]]
+
+
+# --- tokens
+
+
+def test_a_token_is_replaced_without_a_restart(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("old\n")
+    tokens = Tokens(file)
+    assert tokens.good("Bearer old")
+    file.write_text("old\nnew\n")
+    tokens._looked = -10.0
+    assert tokens.good("Bearer new")
+    assert tokens.good("bearer old")
+    file.unlink()
+    tokens._looked = -10.0
+    assert tokens.good("Bearer new")
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer wrong", "Basic old", "old"])
+def test_anything_else_is_not_good(header: str, tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("old\n")
+    assert not Tokens(file).good(header)
+
+
+def test_a_file_without_token_is_an_error_not_an_open_door(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("\n")
+    with pytest.raises(ValueError, match="no token"):
+        Tokens(tmp_path / "tokens")
+
+
+def test_the_environment_may_hold_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not Tokens().asked
+    monkeypatch.setenv("ROSE_TURN_TOKEN", "t")
+    assert Tokens().good("Bearer t")
+
+
+async def test_probes_bring_no_token_and_turns_must(stage: Make, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("t")
+    async with stage(turn_token_file=tmp_path / "tokens") as s:
+        await s.engine()
+        async with s.http.get(s.url + "/health") as reply:
+            assert reply.status == 200
+        async with s.post("/generate", ask()) as reply:
+            assert reply.status == 401
+        async with s.post("/generate", ask(), headers={"Authorization": "Bearer t"}) as reply:
+            assert reply.status == 200
+
+
+# --- certificates
+
+
+async def test_the_url_speaks_tls_with_a_certificate_that_may_be_renewed(
+    stage: Make, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path / "pki")
+    folder = issue(authority, tmp_path / "tls")
+    async with stage(http_tls_dir=folder) as s:
+        await s.engine()
+        url = s.url.replace("http:", "https:")
+        trust = ssl.create_default_context(cafile=str(authority.certificate))
+        async with s.http.post(url + "/generate", json=ask(), ssl=trust) as reply:
+            assert reply.status == 200
+        with pytest.raises(aiohttp.ClientError):
+            await s.http.get(s.url + "/health")
+
+
+# --- limits
+
+
+async def test_a_connection_that_says_nothing_is_closed(stage: Make) -> None:
+    async with stage(limits=Limits(head_seconds=0.1)) as s:
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+        writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+        async with asyncio.timeout(30):
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read(100) == b""
+        writer.close()
+
+
+async def test_a_connection_that_has_spoken_is_kept(stage: Make) -> None:
+    async with stage(limits=Limits(head_seconds=0.05)) as s:
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+        silent, other = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+        for _ in range(2):
+            writer.write(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+            async with asyncio.timeout(30):
+                assert b" 200 " in await reader.readline()
+                while await reader.readline() != b"\r\n":
+                    pass
+                with contextlib.suppress(ConnectionResetError):
+                    await silent.read()  # the one that said nothing is closed meanwhile
+        writer.close()
+        other.close()
+
+
+async def test_a_body_that_does_not_come_is_408(stage: Make) -> None:
+    async with stage(limits=Limits(body_seconds=0.05)) as s:
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+        writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        async with asyncio.timeout(30):
+            assert b" 408 " in await reader.readline()
+        writer.close()
+
+
+async def test_a_connection_too_many_is_503(stage: Make) -> None:
+    async with stage(limits=Limits(connections=1)) as s:
+        _, held = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+        async with aiohttp.ClientSession() as http:
+
+            async def status() -> int:
+                async with http.get(s.url + "/health", headers={"Connection": "close"}) as reply:
+                    return reply.status
+
+            found = 200
+            while found == 200:  # the first connection may not have been counted yet
+                found = await status()
+            assert found == 503
+            held.close()
+            while found == 503:
+                found = await status()
+
+
+async def test_a_head_above_the_limit_is_refused(stage: Make) -> None:
+    async with (
+        stage() as s,
+        s.http.get(s.url + "/health", headers={"X-Big": "x" * 40_000}) as reply,
+    ):
+        assert reply.status == 400
+
+
+async def test_a_caller_that_does_not_read_loses_its_turn(stage: Make) -> None:
+    async with stage(limits=Limits(write_seconds=0.1)) as s:
+        engine = await s.engine(token_seconds=0.0005)
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port, limit=1)
+        body = b'{"input_ids":[1],"stream":true,"return_logprob":true,'
+        body += b'"sampling_params":{"max_new_tokens":100000}}'
+        head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        writer.write(head + body)
+        await reader.read(1)
+        await until(lambda: not len(s.router.service.ledger))
+        await until(lambda: all(one.finish for one in engine.scheduler.running))
+        writer.close()
+
+
+# --- kept connections that have died
+
+
+class HalfDead:
+    """An engine that answers once per connection and closes it when asked again."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.connections: set[object] = set()
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        self.asked += 1
+        transport = request.transport
+        assert transport is not None
+        if transport in self.connections:
+            transport.abort()
+            raise ConnectionResetError
+        self.connections.add(transport)
+        event = b'data: {"output_ids":[1],"meta_info":{"completion_tokens":1,'
+        event += b'"finish_reason":{"type":"stop"}}}\n\n'
+        return web.Response(body=event, content_type="text/event-stream")
+
+
+async def last_of(client: HttpEngineClient, target: Target) -> object:
+    return [event async for event in client.stream(target, {})][-1].finish
+
+
+async def test_a_request_that_found_its_kept_connection_dead_is_sent_once_more() -> None:
+    engine = HalfDead()
+    app = web.Application()
+    app.router.add_post("/generate", engine.generate)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    target = Target(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    connections = Connections()
+    try:
+        client = HttpEngineClient(connections)
+        for _ in range(2):
+            assert await last_of(client, target) == {"type": "stop"}
+        assert engine.asked == 3
+    finally:
+        connections.close()
+        await runner.cleanup()

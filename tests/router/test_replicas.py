@@ -1,0 +1,175 @@
+"""Two routers of one lease: one view of the engines, one home for every trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose_core.rollouts.replicas import home_of, part_of_cap
+from rose_dev.owners import until
+from rose_engines.fake.model import continuation
+from rose_router import peers
+from rose_router.peers import Peer
+from tests.router.conftest import VERSION, Stage
+from tests.router.test_http import PROMPT, ask, events
+
+Make = Callable[..., AbstractAsyncContextManager[Stage]]
+NAMES = ("one", "two")
+
+
+# --- who owns what
+
+
+@given(st.integers(0, 200), st.integers(1, 9))
+def test_the_parts_of_a_cap_add_up_to_it(cap: int, count: int) -> None:
+    names = [f"r{number}" for number in range(count)]
+    assert sum(part_of_cap(cap, name, names) for name in names) == cap
+
+
+def test_a_replica_that_leaves_moves_only_its_own_trajectories() -> None:
+    names = ["a", "b", "c"]
+    keys = [f"t{number}" for number in range(600)]
+    before = {key: home_of(key, names) for key in keys}
+    after = {key: home_of(key, ["a", "b"]) for key in keys}
+    assert all(after[key] == before[key] for key in keys if before[key] != "c")
+    counts = [list(before.values()).count(name) for name in names]
+    assert min(counts) > 150
+
+
+# --- two of them
+
+
+@pytest.fixture
+def pair(
+    stage: Make, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., AbstractAsyncContextManager[list[Stage]]]:
+    monkeypatch.setattr(peers, "LOOK_SECONDS", 0.05)
+    found: list[Peer] = []
+
+    async def resolve() -> list[Peer]:
+        return list(found)
+
+    @asynccontextmanager
+    async def both() -> AsyncIterator[list[Stage]]:
+        async with (
+            stage(replica="one", replicas=resolve) as one,
+            stage(replica="two", replicas=resolve) as two,
+        ):
+            for name, s in zip(NAMES, (one, two), strict=True):
+                attach = f"127.0.0.1:{s.router.attach_port}"
+                found.append(Peer(name, s.url, attach))
+            yield [one, two]
+
+    return both
+
+
+def key_of(name: str) -> str:
+    """A session key whose home is that replica."""
+    return next(key for key in map(str, range(1000)) if home_of(key, NAMES) == name)
+
+
+async def known(s: Stage, engine: str, cap: int) -> None:
+    await until(lambda: getattr(s.router.service.fleet.get(engine), "cap", 0) == cap)
+
+
+async def generate(s: Stage, **fields: Any) -> dict[str, Any]:  # noqa: ANN401  # JSON
+    async with s.post("/generate", ask(**fields)) as reply:
+        assert reply.status == 200, await reply.text()
+        answer: dict[str, Any] = await reply.json()
+        return answer
+
+
+async def test_an_engine_that_attached_to_one_replica_serves_both_and_closes_for_both(
+    pair: Callable[[], AbstractAsyncContextManager[list[Stage]]],
+) -> None:
+    async with pair() as (one, two):
+        engine = await one.engine("e", cap=5)
+        await known(one, "e", 3)
+        await known(two, "e", 2)
+        answer = await generate(two, session_id=key_of("two"))
+        assert answer["output_ids"] == continuation(PROMPT, 12, VERSION)
+        engine.owner.say(gate_open=False)
+        relayed = two.router.service.fleet.get("e")
+        assert relayed is not None
+        await until(lambda: not relayed.gate_open)
+
+
+async def test_a_trajectory_has_one_home_wherever_its_turns_arrive(
+    pair: Callable[[], AbstractAsyncContextManager[list[Stage]]],
+) -> None:
+    async with pair() as (one, two):
+        await one.engine("e", cap=8)
+        await known(two, "e", 4)
+        for s in (one, two):
+            await generate(s, session_id=key_of("two"))
+        async with one.post("/generate", ask(session_id=key_of("two"), stream=True)) as reply:
+            seen = await events(reply)
+        assert seen[-1]["output_ids"] == continuation(PROMPT, 12, VERSION)
+        assert two.router.service.ledger.totals.turns == 3
+        assert one.router.service.ledger.totals.turns == 0
+        async with one.post("/trajectories", {"trained": [key_of("two"), "?"]}) as reply:
+            assert await reply.json() == {"unknown": ["?"]}
+
+
+async def test_a_caller_that_hangs_up_at_one_replica_ends_its_turn_at_the_other(
+    pair: Callable[[], AbstractAsyncContextManager[list[Stage]]],
+) -> None:
+    async with pair() as (one, two):
+        await one.engine("e", cap=8, token_seconds=0.01)
+        await known(two, "e", 4)
+        body = ask(5000, session_id=key_of("two"), stream=True)
+        async with one.post("/generate", body) as reply:
+            await reply.content.readline()
+            assert len(two.router.service.ledger) == 1
+        await until(lambda: not len(two.router.service.ledger))
+
+
+async def test_aborts_and_pauses_reach_every_replica(
+    pair: Callable[[], AbstractAsyncContextManager[list[Stage]]],
+) -> None:
+    async with pair() as (one, two):
+        await one.engine("e", cap=8, token_seconds=0.01)
+        await known(two, "e", 4)
+        running = asyncio.create_task(generate(two, most=5000, session_id=key_of("two")))
+        await until(lambda: len(two.router.service.ledger) == 1)
+        async with one.post("/abort_request", {"abort_all": True}) as reply:
+            assert reply.status == 200
+        assert (await running)["meta_info"]["finish_reason"]["type"] == "abort"
+        async with one.post("/pause_generation", {"mode": "keep"}) as reply:
+            assert reply.status == 200
+        assert two.router.service.room.held
+        async with two.post("/continue_generation", {}) as reply:
+            assert reply.status == 200
+        assert not one.router.service.room.held
+
+
+async def test_a_replica_that_is_leaving_passes_everything_on_and_gets_nothing(
+    pair: Callable[[], AbstractAsyncContextManager[list[Stage]]],
+) -> None:
+    async with pair() as (one, two):
+        await one.engine("e", cap=8)
+        await known(two, "e", 4)
+        two.router.service.draining = True
+        for s in (one, two):
+            await generate(s, session_id=key_of("two"))
+            await generate(s)
+        assert one.router.service.ledger.totals.turns == 4
+        assert two.router.service.ledger.totals.turns == 0
+
+
+async def test_a_replica_that_does_not_answer_is_stood_in_for(
+    stage: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def resolve() -> list[Peer]:
+        return [Peer("one", "", ""), Peer("two", "http://127.0.0.1:9", "127.0.0.1:9")]
+
+    async with stage(replica="one", replicas=resolve) as s:
+        await s.engine("e")
+        answer = await generate(s, session_id=key_of("two"))
+    assert answer["output_ids"] == continuation(PROMPT, 12, VERSION)
