@@ -28,15 +28,16 @@ from tests.weights.models import apply_bundle
 class RunningStore:
     """A store service on a free port, in a thread."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, token: str = "t") -> None:  # noqa: S107
         self.store = Store(root)
+        self._token = token
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.address = self._run(self._start())
 
     async def _start(self) -> str:
-        self._server = Server(token="t")
+        self._server = Server(token=self._token)
         self._service = WeightService(self.store)
         self._service.bind(self._server)
         return f"127.0.0.1:{await self._server.start('127.0.0.1:0')}"
@@ -56,7 +57,7 @@ class RunningStore:
 
     def pull(self, folder: Path, have: WeightVersion | None = None, digest: str = "") -> Manifest:
         async def pull() -> Manifest:
-            async with WeightsClient(self.address, token="t") as client:
+            async with WeightsClient(self.address, token=self._token) as client:
                 return await client.pull("run", folder, have=have, digest=digest)
 
         return asyncio.run(pull())

@@ -3,7 +3,10 @@
 TrainerLibraryError
 ├── BadState           tensors that cannot be published (type, shape, sharding)
 ├── PublishFailed      a version could not be published; the publisher has stopped
-└── NotPublished       ``wait`` ran out of time; the version may still become durable
+├── NotPublished       ``wait`` ran out of time; the version may still become durable
+├── NotReached         the version is durable, but too few engines serve it
+├── TurnRefused        the router would not run a turn
+└── Unsupported        a trainer's adapter is asked for what engines that come and go cannot do
 """
 
 
@@ -25,3 +28,15 @@ class PublishFailed(TrainerLibraryError):
 
 class NotPublished(TrainerLibraryError):
     """``wait`` ran out of time; the version may still become durable."""
+
+
+class NotReached(TrainerLibraryError):
+    """The version is durable, but too few engines attested it in time; says which are behind."""
+
+
+class TurnRefused(TrainerLibraryError):
+    """The router would not run a turn; says why, and patience is over if it could have later."""
+
+
+class Unsupported(TrainerLibraryError):
+    """A trainer's adapter is asked for what engines that come and go cannot do; says what to do."""

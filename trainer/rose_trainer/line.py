@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rose_core.delta import Builder, Manifest, TensorEntry, name_of, table
+from rose_core.delta import Builder, Manifest, TensorEntry, faults, name_of, table
 from rose_core.identity import WeightVersion
 from rose_trainer import metrics
 from rose_trainer.staging import Snapshot
@@ -67,16 +67,24 @@ class Line:
         writer: the store.
         opened: the run as the store described it when this incarnation was opened.
         anchor: send the first version in full.
+        on_base: send blocks coded on their base too.
         patience_seconds: how long the store may be away.
     """
 
     def __init__(
-        self, writer: WeightsWriter, opened: Description, *, anchor: bool, patience_seconds: float
+        self,
+        writer: WeightsWriter,
+        opened: Description,
+        *,
+        anchor: bool,
+        on_base: bool,
+        patience_seconds: float,
     ) -> None:
         self._writer = writer
         self._known = opened.versions
         self._head = opened.head.version if opened.head else None
         self._anchor = anchor
+        self._on_base = on_base
         self._patience = patience_seconds
         self._tensors: tuple[TensorEntry, ...] = ()
         self._manifest: Manifest | None = None
@@ -94,10 +102,14 @@ class Line:
         """
         blocks: dict[bytes, bytes] = {}
         began = time.monotonic()
-        manifest = self._encode(job, blocks)
+        manifest, smaller = self._encode(job, blocks)
         encoded = time.monotonic()
-        await self._writer.publish(manifest, blocks, self._head, patience_seconds=self._patience)
+        faults.at("publisher.encoded")
+        await self._writer.publish(
+            manifest, blocks, self._head, on_base=smaller, patience_seconds=self._patience
+        )
         done = time.monotonic()
+        faults.at("publisher.committed")
         metrics.ENCODE_SECONDS.observe(encoded - began)
         metrics.SEND_SECONDS.observe(done - encoded)
         metrics.CHANGED_RATIO.set(manifest.changes / max(manifest.elements, 1))
@@ -107,13 +119,21 @@ class Line:
         self._head, self._manifest = manifest.target, manifest
         return _published(job, manifest, done), free
 
-    def _encode(self, job: Job, blocks: dict[bytes, bytes]) -> Manifest:
+    def _encode(self, job: Job, blocks: dict[bytes, bytes]) -> tuple[Manifest, Manifest | None]:
+        """The version, and the same one coded on its base where that was asked for."""
         if self._manifest is None or self._before is None:
-            return self._first(job, blocks)
-        builder = Builder(self._tensors, self._manifest, _keeper(blocks), job.snapshot.layout.tied)
+            return self._first(job, blocks), None
+        builder = Builder(
+            self._tensors,
+            self._manifest,
+            keeper(blocks),
+            job.snapshot.layout.tied,
+            on_base=self._on_base,
+        )
         for tensor in self._tensors:
             builder.add(self._before.bits(tensor.name), job.snapshot.bits(tensor.name))
-        return builder.finish(job.version, job.step)
+        manifest = builder.finish(job.version, job.step)
+        return manifest, builder.on_base(manifest)
 
     def _first(self, job: Job, blocks: dict[bytes, bytes]) -> Manifest:
         self._tensors = table(job.snapshot.layout.specs)
@@ -125,7 +145,7 @@ class Line:
             )
         if not self._anchor:
             return bare
-        builder = Builder(self._tensors, None, _keeper(blocks), job.snapshot.layout.tied)
+        builder = Builder(self._tensors, None, keeper(blocks), job.snapshot.layout.tied)
         for tensor in self._tensors:
             builder.add(None, job.snapshot.bits(tensor.name))
         return builder.finish(job.version, job.step)
@@ -155,7 +175,9 @@ def _published(job: Job, manifest: Manifest, done: float) -> Published:
     )
 
 
-def _keeper(blocks: dict[bytes, bytes]) -> Callable[[bytes], None]:
+def keeper(blocks: dict[bytes, bytes]) -> Callable[[bytes], None]:
+    """Puts blocks under their names."""
+
     def keep(data: bytes) -> None:
         blocks[name_of(data)] = data
 

@@ -29,6 +29,17 @@ CHANGED_RATIO = Gauge(
 )
 BYTES = Counter("rose_publisher_bytes_total", "Bytes of blocks published.", registry=REGISTRY)
 VERSIONS = Counter("rose_publisher_versions_total", "Versions published.", registry=REGISTRY)
+CONSUMED_AGE = Histogram(
+    "rose_publisher_consumed_age_versions",
+    "Publishes between a trajectory's oldest version and its consumption.",
+    registry=REGISTRY,
+    buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 32),
+)
+STALE = Counter(
+    "rose_publisher_consumed_stale_total",
+    "Trajectories consumed that were older than allowed, or of a version nobody remembers.",
+    registry=REGISTRY,
+)
 WAITING = Gauge(
     "rose_publisher_waiting_versions", "Versions taken but not yet durable.", registry=REGISTRY
 )

@@ -35,11 +35,13 @@ from typing import Self
 
 import torch
 
+from rose_core.delta import faults
 from rose_core.identity import WeightVersion
-from rose_trainer import metrics
+from rose_trainer import barrier, metrics
 from rose_trainer.errors import NotPublished, PublishFailed
 from rose_trainer.line import Job, Line, Published
 from rose_trainer.staging import Layout, Snapshot, Tensors, pairs
+from rose_trainer.staleness import Consumed, Order
 from rose_weights.messages import Description
 from rose_weights.publishing import WeightsWriter
 from rose_wire.errors import Unavailable
@@ -61,6 +63,9 @@ class Publisher:
         buffers: versions that may be on their way at once.
         anchor: send the first version in full; without it only engines that already hold the first
             version can follow.
+        on_base: send blocks coded on their base too, a quarter smaller: for receivers one version
+            behind, over links so narrow that the bytes saved outweigh coding them twice
+            (``make bench-weights`` states the rate).
         dtype: cast floating-point tensors to this on the way, for trainers with FP32 masters.
         name: who publishes, for people; the host and process by default.
         patience_seconds: how long the store may be away before the publisher gives up.
@@ -78,6 +83,7 @@ class Publisher:
         source: Callable[[], Tensors] | None = None,
         buffers: int = 2,
         anchor: bool = True,
+        on_base: bool = False,
         dtype: torch.dtype | None = None,
         name: str = "",
         patience_seconds: float = 1800.0,
@@ -87,6 +93,7 @@ class Publisher:
         self._run = run
         self._source = source
         self._anchor = anchor
+        self._on_base = on_base
         self._dtype = dtype
         self._name = name or f"{socket.gethostname()}/{os.getpid()}"
         self._patience = patience_seconds
@@ -99,9 +106,11 @@ class Publisher:
         self._failure: BaseException | None = None
         self._opened: Description | None = None
         self._next = 0
+        self._steps: dict[int, WeightVersion] = {}
         self._thread = threading.Thread(target=self._work, name="rose-publisher", daemon=True)
         self._thread.start()
         self._await(lambda: self._opened is not None, None)
+        self._order = Order(self._known())
 
     def __enter__(self) -> Self:
         return self
@@ -150,28 +159,68 @@ class Publisher:
         except BaseException:  # whatever it was, the buffer goes back into the ring
             self._free.put(snapshot)
             raise
+        faults.at("publisher.snapshot")
         version = WeightVersion(self._run, self.incarnation, self._next)
         self._next += 1
+        self._steps[step] = version
+        self._order.add(version)
         stall = time.monotonic() - began
         metrics.STALL_SECONDS.observe(stall)
         metrics.WAITING.inc()
         self._jobs.put(Job(version, step, snapshot, stall, time.monotonic()))
         return version
 
-    def wait(self, version: WeightVersion, timeout_seconds: float | None = None) -> Published:
-        """Wait until a version is durable.
+    def wait(
+        self,
+        version: WeightVersion | int,
+        timeout_seconds: float | None = None,
+        *,
+        quorum: float | None = None,
+    ) -> Published:
+        """Wait until a version is durable, or until enough engines serve it.
+
+        Args:
+            version: what ``publish`` returned, or the step it was given.
+            timeout_seconds: for how long; None = for ever.
+            quorum: number of engines (an integer) or share of those that report (a fraction up to
+                1) that must have attested this version or a later one. No engine is no quorum.
 
         Raises:
-            NotPublished: not within ``timeout_seconds``.
+            NotPublished: not durable within ``timeout_seconds``.
+            NotReached: durable, but the quorum was not met within ``timeout_seconds``.
             PublishFailed: it never will be.
         """
+        began = time.monotonic()
+        if isinstance(version, int):
+            version = self._of_step(version)
         if version.incarnation != self.incarnation or not 0 <= version.sequence < self._next:
             message = f"{version} was not published by this publisher ({self._run}@..)"
             raise NotPublished(message)
         if not self._await(lambda: version in self._done, timeout_seconds):
             message = f"{version} was not durable after {timeout_seconds} s"
             raise NotPublished(message)
+        if quorum is not None:
+            left = None if timeout_seconds is None else timeout_seconds + began - time.monotonic()
+            barrier.reached(self._address, self._token, version, quorum, left)
         return self._done[version]
+
+    def consume(self, version: WeightVersion | str, *, most: int | None = None) -> Consumed:
+        """Say that a trajectory is used now; counts its age in publishes.
+
+        Args:
+            version: the oldest version that sampled one of its tokens, as replies name it.
+            most: largest age that is still fresh.
+
+        Raises:
+            ValueError: the text is no version.
+        """
+        parsed = WeightVersion.parse(version) if isinstance(version, str) else version
+        found = self._order.consume(parsed, most)
+        if found.age is not None:
+            metrics.CONSUMED_AGE.observe(found.age)
+        if not found.fresh:
+            metrics.STALE.inc()
+        return found
 
     def close(self, *, drain: bool = True) -> None:
         """End the publisher.
@@ -186,6 +235,17 @@ class Publisher:
             self.wait(WeightVersion(self._run, self.incarnation, self._next - 1))
         self._jobs.put(None)
         self._thread.join(timeout=30.0)
+
+    def _known(self) -> tuple[WeightVersion, ...]:
+        """Versions that were published before this publisher."""
+        return tuple(info.version for info in self._opened.versions) if self._opened else ()
+
+    def _of_step(self, step: int) -> WeightVersion:
+        version = self._steps.get(step)
+        if version is None:
+            message = f"step {step} was not published by this publisher"
+            raise NotPublished(message)
+        return version
 
     def _tensors(self, tensors: Tensors | None) -> Tensors:
         state = tensors
@@ -237,7 +297,13 @@ class Publisher:
             with self._changed:
                 self._opened = opened
                 self._changed.notify_all()
-            line = Line(writer, opened, anchor=self._anchor, patience_seconds=self._patience)
+            line = Line(
+                writer,
+                opened,
+                anchor=self._anchor,
+                on_base=self._on_base,
+                patience_seconds=self._patience,
+            )
             # Waiting blocks this loop on purpose: it has nothing else to do, and a pool's thread
             # would keep a trainer that never calls close() from ending.
             while (job := self._jobs.get()) is not None:

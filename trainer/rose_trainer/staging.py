@@ -127,9 +127,7 @@ class Snapshot:
 
     def bits(self, name: str) -> Bits:
         """A tensor's bits, flat; a view of the buffer."""
-        buffer = self._buffers[name]
-        flat = buffer.view(_SIGNED[buffer.element_size()]).reshape(-1).numpy()
-        return flat.view(np.dtype(f"u{buffer.element_size()}"))
+        return bits_of(self._buffers[name])
 
     def _copy(self, name: str, tensor: torch.Tensor) -> None:
         buffer = self._buffers.get(name)
@@ -143,6 +141,12 @@ class Snapshot:
         buffer.copy_(tensor.detach(), non_blocking=True)
 
 
+def bits_of(buffer: torch.Tensor) -> Bits:
+    """A contiguous host tensor's bits, flat; a view."""
+    flat = buffer.view(_SIGNED[buffer.element_size()]).reshape(-1).numpy()
+    return flat.view(np.dtype(f"u{buffer.element_size()}"))
+
+
 def pairs(tensors: Tensors) -> Iterable[tuple[str, torch.Tensor]]:
     """Names and tensors, whatever form they came in."""
     return tensors.items() if isinstance(tensors, Mapping) else tensors
@@ -150,7 +154,7 @@ def pairs(tensors: Tensors) -> Iterable[tuple[str, torch.Tensor]]:
 
 def _check(name: str, tensor: torch.Tensor) -> None:
     if hasattr(tensor, "to_local"):
-        message = f"{name} is a sharded DTensor; pass full tensors (tensor.full_tensor())"
+        message = f"{name} is a sharded DTensor; publish shards with ShardedPublisher on every rank"
         raise BadState(message)
     if tensor.is_meta or tensor.is_sparse:
         message = f"{name} has no dense values ({tensor.layout}, {tensor.device})"

@@ -1,0 +1,69 @@
+"""One rank of a sharded trainer: ``python -m tests.trainer.ranks ADDRESS OUT MODE`` under gloo.
+
+Trains nothing: moves bits of sharded tensors the same way on every rank and publishes them. Rank 0
+writes the full tensors of every version to ``OUT`` for the test to compare.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from rose_trainer.sharded import ShardedPublisher
+
+
+def model(mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """Every placement that is understood, and sizes that do not divide evenly."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(96, 33, bias=True).to(torch.bfloat16)
+    fully_shard(linear, mesh=mesh)
+
+    def placed(placement: Replicate | Shard, *shape: int) -> DTensor:
+        return distribute_tensor(torch.randn(*shape).to(torch.bfloat16), mesh, [placement])
+
+    return {
+        **{f"fsdp.{name}": value for name, value in linear.state_dict().items()},
+        "rows.weight": placed(Shard(0), 301, 512),
+        "columns.o_proj.weight": placed(Shard(1), 256, 1024),
+        "experts.weight": placed(Shard(0), 3, 40, 16),
+        "norm.weight": placed(Replicate(), 96),
+        "plain": torch.arange(7, dtype=torch.float32),
+    }
+
+
+def main(address: str, out: Path, mode: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = model(mesh)
+    with ShardedPublisher(address, "run", patience_seconds=4.0 if mode == "die" else 60) as out_to:
+        for step in range(3):
+            if step:
+                for value in state.values():
+                    local = value.to_local() if isinstance(value, DTensor) else value
+                    flat = local.view(torch.int16 if local.dtype is torch.bfloat16 else torch.int32)
+                    flat.view(-1)[step::37] += 1
+            full = {
+                name: value.full_tensor() if isinstance(value, DTensor) else value
+                for name, value in state.items()
+            }
+            if rank == 0:
+                torch.save(full, out / f"{step}.pt")
+            if mode == "die" and step == 2 and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done = out_to.publish(step, state)
+            sys.stdout.write(f"{rank} {done.version} {done.digest} {done.bytes}\n")
+            sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

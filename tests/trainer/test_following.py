@@ -1,0 +1,98 @@
+"""What a trainer asks about those who follow it: barriers, ages, smaller blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from rose_core.delta import Codec
+from rose_core.delta.quorum import check, reach
+from rose_core.identity import WeightVersion
+from rose_trainer.errors import NotPublished, NotReached
+from rose_trainer.line import Published
+from rose_trainer.publisher import Publisher
+from rose_weights.client import WeightsClient
+from tests.trainer.test_publisher import RunningStore, running, small_model
+
+__all__ = ["running"]
+
+
+def attest(store: RunningStore, holder: str, published: Published) -> None:
+    async def say() -> None:
+        async with WeightsClient(store.address, token="t", holder=holder) as client:
+            assert await client.attested(published.version, published.digest)
+
+    asyncio.run(say())
+
+
+def test_a_barrier_waits_until_enough_engines_attested_the_step(running: RunningStore) -> None:
+    model = small_model(1)
+    with Publisher(running.address, "run", token="t", source=lambda: model) as publisher:
+        first = publisher.wait(publisher.publish(10), 60)
+        with pytest.raises(NotReached, match="none that reports"):
+            publisher.wait(10, 0.0, quorum=1.0)
+        attest(running, "a", first)
+        attest(running, "b", first)
+        assert publisher.wait(10, 60, quorum=2) == first
+        model["model.norm.weight"][0] = 7.0
+        second = publisher.wait(publisher.publish(11), 60)
+        attest(running, "a", second)
+        assert publisher.wait(11, 60, quorum=0.5) == second
+        with pytest.raises(NotReached, match="behind: b"):
+            publisher.wait(11, 0.0, quorum=1.0)
+        late = threading.Thread(target=attest, args=(running, "b", second))
+        late.start()
+        assert publisher.wait(11, 60, quorum=1.0) == second
+        late.join()
+        with pytest.raises(NotPublished, match="step 12"):
+            publisher.wait(12, 1)
+        with pytest.raises(ValueError, match=r"quorum 1\.5"):
+            publisher.wait(11, 1, quorum=1.5)
+
+
+def test_nobody_is_no_quorum() -> None:
+    one, two = WeightVersion("run", 1, 1), WeightVersion("run", 1, 2)
+    assert not reach(one, {}).meets(1.0)
+    assert not reach(two, {"a": one}).meets(0.1)
+    assert reach(one, {"a": one, "b": two}).meets(2)
+    assert reach(two, {"a": one, "b": two}).behind == ("a",)
+    for bad in (0, -1, 0.0, 1.1):
+        with pytest.raises(ValueError, match="number of receivers"):
+            check(bad)
+
+
+def test_ages_are_counted_in_publishes_across_incarnations(running: RunningStore) -> None:
+    model = small_model(1)
+    with Publisher(running.address, "run", token="t", source=lambda: model) as publisher:
+        old = publisher.publish(0)
+        publisher.wait(publisher.publish(1), 60)
+    with Publisher(running.address, "run", token="t", source=lambda: model) as publisher:
+        newest = publisher.publish(1)
+        assert publisher.consume(newest, most=0).fresh
+        found = publisher.consume(str(old), most=1)
+        assert (found.age, found.fresh) == (2, False)
+        unknown = publisher.consume("run@1.99", most=10)
+        assert (unknown.age, unknown.fresh) == (None, False)
+        publisher.wait(newest, 60)
+
+
+def test_a_publisher_may_send_smaller_blocks_too(running: RunningStore, tmp_path: Path) -> None:
+    model = small_model(1)
+    bits = model["model.embed_tokens.weight"].view(-1)
+    with Publisher(
+        running.address, "run", token="t", source=lambda: model, on_base=True
+    ) as publisher:
+        first = publisher.wait(publisher.publish(0), 60)
+        bits[bits.abs() < 0.05] *= 1.01  # the smaller a value, the likelier it moves
+        publisher.wait(publisher.publish(1), 60)
+    kept = running.store.state("run").versions[-1]
+    forms = running.store.manifests(kept)
+    assert [max(block.codec for block in form.blocks) for form in forms] == [
+        Codec.STEPS,
+        Codec.RICE,
+    ]
+    assert forms[1].block_bytes < forms[0].block_bytes
+    assert running.pull(tmp_path / "b", first.version, first.digest) == forms[0]

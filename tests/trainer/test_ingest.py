@@ -1,0 +1,136 @@
+"""``rose ingest`` against a real store: what a trainer wrote is what an engine would get."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+from safetensors.torch import save_file
+
+from rose_core.delta.bits import Bits
+from rose_trainer.adapters.ingest import Ingest, read_checkpoint
+from rose_trainer.publisher import Publisher
+from rose_weights.bundle import Bundle
+from tests.trainer.test_publisher import RunningStore
+from tests.weights.models import apply_bundle
+
+
+def model(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {"a.weight": torch.randn(200, 32).to(torch.bfloat16), "norm": torch.ones(32)}
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({"a.weight": tensors["a.weight"]}, folder / "model-00001-of-00002.safetensors")
+    save_file({"norm": tensors["norm"]}, folder / "model-00002-of-00002.safetensors")
+    return folder
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RunningStore]:
+    running = RunningStore(tmp_path / "store")
+    yield running
+    running.close()
+
+
+@asynccontextmanager
+async def serving(publisher: Publisher, root: Path, token: str = "") -> AsyncIterator[str]:
+    runner = web.AppRunner(Ingest(publisher, [root], token).application())
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/ingest"
+    finally:
+        await runner.cleanup()
+
+
+async def post(url: str, body: object, **headers: str) -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as http, http.post(url, json=body, headers=headers) as reply:
+        return reply.status, await reply.json()
+
+
+async def test_a_checkpoint_is_durable_before_the_trainer_may_delete_it(
+    store: RunningStore, tmp_path: Path
+) -> None:
+    first, second = model(1), model(1)
+    second["a.weight"][3, 5] += 1
+    with Publisher(store.address, "run", token="t") as publisher:
+        async with serving(publisher, tmp_path) as url:
+            for number, tensors in ((1, first), (2, second)):
+                folder = write(tmp_path / f"weight_v{number:06d}", tensors)
+                status, answer = await post(url, {"path": str(folder), "label": str(number)})
+                assert (status, answer["label"]) == (200, str(number))
+                shutil.rmtree(folder)
+    manifest = await asyncio.to_thread(store.pull, tmp_path / "bundle")
+    assert str(manifest.target) == answer["version"]
+    held: dict[str, Bits] = {
+        "a.weight": np.zeros(200 * 32, "u2"),
+        "norm": np.zeros(32, "u4"),
+    }
+    apply_bundle(held, Bundle(tmp_path / "bundle"))
+    expected = second["a.weight"].view(torch.int16).numpy().tobytes()
+    assert held["a.weight"].tobytes() == expected
+
+
+async def test_folders_outside_the_roots_are_refused_links_followed(
+    store: RunningStore, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    secret = write(tmp_path / "secret", model(1))
+    (root / "link").symlink_to(secret)
+    with Publisher(store.address, "run", token="t") as publisher:
+        async with serving(publisher, root) as url:
+            for path in (str(secret), str(root / "link"), str(root / ".." / "secret"), "x", None):
+                status, answer = await post(url, {"path": path})
+                assert status == 400
+                assert "path" in answer["message"]
+
+
+async def test_a_caller_without_the_token_is_refused(store: RunningStore, tmp_path: Path) -> None:
+    with Publisher(store.address, "run", token="t") as publisher:
+        async with serving(publisher, tmp_path, token="k") as url:
+            body = {"path": str(write(tmp_path / "x", model(1)))}
+            assert (await post(url, body))[0] == 401
+            assert (await post(url, body, Authorization="Bearer k"))[0] == 200
+
+
+async def test_a_checkpoint_of_another_model_is_refused_and_the_run_goes_on(
+    store: RunningStore, tmp_path: Path
+) -> None:
+    with Publisher(store.address, "run", token="t") as publisher:
+        async with serving(publisher, tmp_path) as url:
+            good = write(tmp_path / "good", model(1))
+            assert (await post(url, {"path": str(good)}))[0] == 200
+            other = {"a.weight": torch.ones(3, 3), "norm": torch.ones(5)}
+            status, answer = await post(url, {"path": str(write(tmp_path / "bad", other))})
+            assert status == 400
+            assert "cannot be published" in answer["message"]
+            assert (await post(url, {"path": str(good)}))[0] == 200
+
+
+def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
+    folder = write(tmp_path / "x", model(1))
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"b": "model-00003-of-00003.safetensors"}}'
+    )
+    with pytest.raises(ValueError, match="model-00003"):
+        read_checkpoint(folder)
+
+
+def test_a_folder_without_safetensors_or_with_a_broken_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no \*\.safetensors"):
+        read_checkpoint(tmp_path)
+    (tmp_path / "x.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match=r"x\.safetensors"):
+        read_checkpoint(tmp_path)

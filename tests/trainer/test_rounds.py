@@ -1,0 +1,74 @@
+"""Tail batching as a trainer calls it, on virtual time."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from rose_trainer.rounds import Batches, Kind, Shape
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.looptime]
+
+
+def _rollout(
+    seconds: Callable[[int], float], log: list[tuple[str, int]]
+) -> Callable[[int, int], asyncio.Future[str]]:
+    async def sample(prompt: int, member: int) -> str:
+        log.append(("began", prompt))
+        try:
+            await asyncio.sleep(seconds(prompt) + 0.001 * member)
+        except asyncio.CancelledError:
+            log.append(("cancelled", prompt))
+            raise
+        return f"{prompt}.{member}"
+
+    return lambda prompt, member: asyncio.ensure_future(sample(prompt, member))
+
+
+async def test_stragglers_are_cancelled_and_run_together_in_a_long_round() -> None:
+    log: list[tuple[str, int]] = []
+    slow = {2, 5}
+    batches = Batches(
+        range(6), _rollout(lambda n: 100.0 if n in slow else 1.0, log), Shape(2, 2, surplus=0.5)
+    )
+    found = [batch async for batch in batches]
+    assert [batch.kind for batch in found] == [Kind.SHORT, Kind.SHORT, Kind.LONG]
+    assert [sorted(prompt for prompt, _ in batch.groups) for batch in found] == [
+        [0, 1],
+        [3, 4],
+        [2, 5],
+    ]
+    assert found[0].groups[0] == (0, ["0.0", "0.1"])
+    assert log.count(("cancelled", 2)) == 2
+    assert log.count(("began", 2)) == 4
+    tally = batches.tally
+    assert (tally.begun, tally.trained, tally.dropped, tally.under_way) == (6, 6, 0, 0)
+    # Two short rounds of about a second and one long one, instead of three long ones.
+    assert 102 <= asyncio.get_running_loop().time() < 103
+
+
+async def test_a_rollout_that_fails_drops_its_prompt_and_is_kept_with_its_reason() -> None:
+    async def sample(prompt: int, _member: int) -> int:
+        await asyncio.sleep(1)
+        if prompt == 1:
+            message = "no engine"
+            raise ConnectionError(message)
+        return prompt
+
+    batches = Batches(range(4), sample, Shape(2, 2, surplus=0.0))
+    found = [batch async for batch in batches]
+    trained = sorted(prompt for batch in found for prompt, _ in batch.groups)
+    assert trained == [0, 2, 3]
+    assert [(prompt, str(error)) for prompt, error in batches.failures] == [(1, "no engine")]
+    assert batches.tally.dropped == 1
+
+
+async def test_a_trainer_that_stops_in_the_middle_leaves_nothing_running() -> None:
+    log: list[tuple[str, int]] = []
+    batches = Batches(range(100), _rollout(lambda n: 1.0 + n, log), Shape(2, 1, surplus=1.0))
+    iterator = batches.__aiter__()
+    first = await anext(iterator)
+    assert [prompt for prompt, _ in first.groups] == [0, 1]
+    await iterator.aclose()
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == 1

@@ -1,0 +1,121 @@
+"""Two processes publish their shards; the store sees whole versions or none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from rose_core.delta import Box, ManifestError, TensorSpec, digest_run, total
+from rose_core.delta.parts import Owned, Part, PartBuilder, aligned, assemble
+from rose_core.identity import WeightVersion
+from rose_trainer.staging import bits_of
+from rose_weights.bundle import Bundle
+from tests.trainer.test_publisher import RunningStore
+from tests.weights.models import apply_bundle
+from tests.weights.test_service import version
+
+WORLD = 2
+
+
+def ranks(tmp_path: Path, address: str, mode: str) -> list[subprocess.Popen[str]]:
+    rendezvous = tmp_path / "rendezvous"
+    program = (
+        "import sys, torch.distributed as d, tests.trainer.ranks as r, functools; "
+        f"r.dist.init_process_group = functools.partial(d.init_process_group, "
+        f"init_method='file://{rendezvous}', rank=int(sys.argv[4]), world_size={WORLD}); "
+        "r.main(sys.argv[1], r.Path(sys.argv[2]), sys.argv[3])"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", program, address, str(tmp_path), mode, str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+
+
+def wanted(path: Path) -> dict[str, np.ndarray]:
+    return {name: bits_of(tensor.contiguous()) for name, tensor in torch.load(path).items()}
+
+
+def held(store: RunningStore, folder: Path) -> dict[str, np.ndarray]:
+    manifest = store.pull(folder)
+    found = {
+        tensor.name: np.zeros(tensor.elements, tensor.kind.unsigned) for tensor in manifest.tensors
+    }
+    apply_bundle(found, Bundle(folder))
+    return found
+
+
+@pytest.fixture
+def open_store(tmp_path: Path) -> RunningStore:
+    return RunningStore(tmp_path / "store", token="")
+
+
+@pytest.mark.slow
+def test_each_rank_publishes_its_part_and_a_dead_one_publishes_nothing(
+    tmp_path: Path, open_store: RunningStore
+) -> None:
+    processes = ranks(tmp_path, open_store.address, "die")
+    said = [process.communicate(timeout=120) for process in processes]
+    lines = [line.split() for out, _ in said for line in out.splitlines()]
+    first, second = (
+        {(rank, digest) for rank, name, digest, _ in lines if name == f"run@1.{number}"}
+        for number in (0, 1)
+    )
+    for found in (first, second):
+        assert {rank for rank, _ in found} == {"0", "1"}, said
+        assert len({digest for _, digest in found}) == 1
+    sent = {rank: int(size) for rank, name, _, size in lines if name == "run@1.0"}
+    assert min(sent.values()) * 3 > sum(sent.values())  # nobody sends nearly everything
+    # The third version lost a rank: the one that is left was told, and the head did not move.
+    assert "PublishFailed" in said[0][1]
+    assert open_store.store.state("run").head == version(1)
+    bits, whole = held(open_store, tmp_path / "b"), wanted(tmp_path / "1.pt")
+    assert bits.keys() == whole.keys()
+    assert all(np.array_equal(bits[name], whole[name]) for name in whole)
+    open_store.close()
+
+
+SPEC = TensorSpec("w", "BF16", (10, 4))
+
+
+def part(rank: int, target: WeightVersion, bits: np.ndarray) -> Part:
+    """Rows 0-5 are rank 0's, the rest is rank 1's."""
+    box = Box(0, 6, 0, 4) if rank == 0 else Box(6, 10, 0, 4)
+    tensors = aligned([Owned(SPEC, box, (6, 4))])
+    builder = PartBuilder(tensors, None, lambda _: None)
+    builder.add(0, box, None, bits[box.row0 * 4 : box.row1 * 4])
+    return builder.finish(target, rank, WORLD)
+
+
+def test_parts_of_all_ranks_make_the_digest_of_the_whole() -> None:
+    bits = np.arange(40, dtype=np.uint16)
+    manifest = assemble([part(1, version(0), bits), part(0, version(0), bits)], None)
+    assert manifest.digest == str(total([digest_run("w", 0, bits)]))
+    assert [block.tile for block in manifest.blocks] == [0, 1]
+
+
+def test_parts_that_contradict_each_other_are_refused() -> None:
+    bits = np.arange(40, dtype=np.uint16)
+    one = part(0, version(0), bits)
+    with pytest.raises(ManifestError, match="parts of ranks"):
+        assemble([one], None)
+    with pytest.raises(ManifestError, match="another version"):
+        assemble([one, part(1, version(1), bits)], None)
+    twice = part(0, version(0), bits)
+    with pytest.raises(ManifestError, match="exactly one owner"):
+        assemble([one, msgspec.structs.replace(twice, rank=1)], None)
+    with pytest.raises(ManifestError, match="cuts through"):
+        PartBuilder(one.tensors, None, lambda _: None).add(0, Box(0, 5, 0, 4), None, bits[:20])

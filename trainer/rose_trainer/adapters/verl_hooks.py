@@ -1,0 +1,57 @@
+"""What verl's configuration names; needs ``verl`` itself.
+
+    actor_rollout_ref.rollout.checkpoint_engine.backend=rose
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=rose_trainer.adapters.verl_hooks
+    actor_rollout_ref.rollout.checkpoint_manager_class=rose_trainer.adapters.verl_hooks.CheckpointManager
+    actor_rollout_ref.rollout.agent.agent_loop_manager_class=rose_trainer.adapters.verl_hooks.AgentLoopManager
+
+The router's URL and its callers' token are ``ROSE_ROUTER_URL`` and ``ROSE_TURN_TOKEN`` of the
+process that starts the agent loops.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray
+from verl import checkpoint_engine
+from verl.experimental import agent_loop
+from verl.workers.rollout.replica import TokenOutput
+
+from rose_trainer.adapters.turns import Turns
+from rose_trainer.adapters.verl import BACKEND, CheckpointEngine, Client, Done, published
+
+checkpoint_engine.CheckpointEngineRegistry.register(BACKEND)(CheckpointEngine)
+
+
+def client(config: Any) -> Client:  # noqa: ANN401  # OmegaConf
+    """The client that verl's configuration and the environment describe.
+
+    Raises:
+        KeyError: ``ROSE_ROUTER_URL`` is not set.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    turns = Turns(os.environ["ROSE_ROUTER_URL"], os.environ.get("ROSE_TURN_TOKEN", ""))
+    return Client(
+        turns,
+        TokenOutput,
+        prompt_length=rollout.prompt_length,
+        response_length=rollout.response_length,
+    )
+
+
+class AgentLoopManager(agent_loop.AgentLoopManager):  # type: ignore[misc]  # verl has no types
+    """verl's own, with turns through the router."""
+
+    def __init__(self, config: Any, llm_client: object, *others: Any, **named: Any) -> None:  # noqa: ANN401  # verl's
+        del llm_client
+        super().__init__(config, client(config), *others, **named)
+
+
+class CheckpointManager(checkpoint_engine.CheckpointEngineManager):  # type: ignore[misc]  # no types
+    """verl's own, whose engines stay asleep: weights go to ROSE's store alone."""
+
+    def update_weights(self, global_steps: int | None = None) -> Done:
+        """Publish."""
+        return published(self.actor_wg, global_steps, ray.get)

@@ -1,0 +1,142 @@
+"""Tail batching for a trainer whose rollouts are coroutines: ``async for batch in batches(...)``.
+
+The trainer gives its prompts and a coroutine that samples one trajectory through the router; it
+gets batches of whole groups, stragglers having been put off to rounds of their own
+(``rose_core.rollouts.rounds`` holds the state and the reasons). A member that is put off is
+cancelled; its connection closes, and the router ends the turn on its engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from rose_core.rollouts.rounds import Closing, Deferral, Kind, Rounds, Shape, Tally
+
+Prompt = TypeVar("Prompt")
+Sample = TypeVar("Sample")
+
+__all__ = ["Batch", "Batches", "Deferral", "Kind", "Shape", "Tally"]
+
+
+@dataclass(frozen=True)
+class Batch(Generic[Prompt, Sample]):
+    """What one round gave: every prompt with the samples of its group, in order of finishing."""
+
+    kind: Kind
+    groups: list[tuple[Prompt, list[Sample]]]
+    deferred: tuple[Deferral, ...]
+
+
+@dataclass
+class _Group(Generic[Prompt, Sample]):
+    prompt: Prompt
+    tasks: list[asyncio.Task[Sample]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+
+
+class Batches(Generic[Prompt, Sample]):
+    """Batches of groups, round by round; iterate it once.
+
+    Args:
+        prompts: drawn from as rounds need them, each once.
+        rollout: samples one trajectory: ``await rollout(prompt, member)``. What it raises drops the
+            prompt, counted in ``tally`` and kept in ``failures``; it is not asked again.
+        shape: sizes.
+    """
+
+    def __init__(
+        self,
+        prompts: Iterable[Prompt],
+        rollout: Callable[[Prompt, int], Awaitable[Sample]],
+        shape: Shape,
+    ) -> None:
+        self._prompts, self._rollout = iter(prompts), rollout
+        self._rounds = Rounds(shape)
+        self._groups: dict[str, _Group[Prompt, Sample]] = {}
+        self._names = map(str, itertools.count(1))
+        self._last = False
+        self.failures: list[tuple[Prompt, BaseException]] = []
+
+    @property
+    def tally(self) -> Tally:
+        """What became of every prompt drawn."""
+        return self._rounds.tally
+
+    async def __aiter__(self) -> AsyncGenerator[Batch[Prompt, Sample], None]:
+        """One batch per round, until no prompt is left; a group dropped whole leaves it smaller."""
+        try:
+            while (opening := self._rounds.open(last=self._last)) is not None:
+                closing = self._fill(opening.fresh)
+                for name in opening.resumed:
+                    self._start(name)
+                while closing is None:
+                    closing = await self._next()
+                made = await self._close(closing)
+                if made.groups:
+                    yield made
+        finally:
+            await self._stop(list(self._groups.values()))
+
+    def _fill(self, fresh: int) -> Closing | None:
+        drawn = list(itertools.islice(self._prompts, fresh))
+        for prompt in drawn:
+            name = next(self._names)
+            self._groups[name] = _Group(prompt)
+            self._rounds.begin(name)
+            self._start(name)
+        self._last = self._last or len(drawn) < fresh
+        return self._rounds.exhausted() if fresh and len(drawn) < fresh else None
+
+    def _start(self, name: str) -> None:
+        group = self._groups[name]
+        members = range(self._rounds.shape.members)
+        group.tasks = [asyncio.ensure_future(self._rollout(group.prompt, n)) for n in members]
+
+    async def _next(self) -> Closing | None:
+        """Wait for a trajectory; tell the rounds of those that have ended."""
+        owners = {task: name for name, group in self._groups.items() for task in group.tasks}
+        done, _ = await asyncio.wait(owners, return_when=asyncio.FIRST_COMPLETED)
+        closing: Closing | None = None
+        for task in sorted(done, key=list(owners).index):
+            # A task that is not told of now is done at the next round's first look as well.
+            if closing is None and owners[task] in self._groups:
+                closing = await self._ended(owners[task], task)
+        return closing
+
+    async def _ended(self, name: str, task: asyncio.Task[Sample]) -> Closing | None:
+        group = self._groups[name]
+        if task not in group.tasks:
+            return None
+        group.tasks.remove(task)
+        failure = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if failure is not None:
+            self.failures.append((group.prompt, failure))
+            await self._stop([self._groups.pop(name)])
+            return self._rounds.drop(name)
+        group.samples.append(task.result())
+        closing = self._rounds.finished(name)
+        if len(group.samples) >= self._rounds.shape.enough:
+            await self._stop([group])
+        return closing
+
+    async def _close(self, closing: Closing) -> Batch[Prompt, Sample]:
+        late = [self._groups[one.prompt] for one in closing.deferred]
+        await self._stop(late)
+        for group in late:
+            group.samples.clear()
+        ready: Iterator[_Group[Prompt, Sample]] = map(self._groups.pop, closing.batch)
+        pairs = [(group.prompt, group.samples) for group in ready]
+        return Batch(closing.kind, pairs, closing.deferred)
+
+    @staticmethod
+    async def _stop(groups: list[_Group[Prompt, Sample]]) -> None:
+        tasks = [task for group in groups for task in group.tasks]
+        for group in groups:
+            group.tasks = []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,211 @@
+"""The Publisher of a sharded trainer: every rank publishes what it holds, nobody gathers.
+
+Each rank copies its own shards, compares and encodes them, and sends its blocks; then it sends its
+*part*, and the store makes the version the head when the parts of all ranks are there
+(``rose_core.delta.parts``). All parts or nothing: a rank that dies leaves the head where it was.
+``DTensor`` placements of FSDP2 and tensor parallelism are understood: a shard along the first
+dimension, along the last one, or both. What is replicated is published by the first rank that has
+it. Works over ``torch.distributed``, which must be initialised; only rank 0's word of the
+incarnation goes over it, and the names of what ranks know.
+
+States of a version are those of ``publisher``; *encoded* becomes *durable* on all ranks at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from rose_core.delta import Digest, TensorEntry, faults
+from rose_core.delta.digest import from_bytes
+from rose_core.delta.parts import Owned, Part, PartBuilder, aligned
+from rose_core.identity import WeightVersion
+from rose_trainer import metrics
+from rose_trainer.errors import PublishFailed
+from rose_trainer.line import Published, keeper
+from rose_trainer.shards import Shard, ShardSnapshot, shards_of
+from rose_trainer.staging import Tensors, pairs
+from rose_weights.errors import WeightsError
+from rose_weights.publishing import WeightsWriter
+from rose_wire.errors import WireError
+
+
+class ShardedPublisher:
+    """Publishes one run from all ranks of a process group; every method is called by every rank.
+
+    Host memory per rank: two copies of its shards and its blocks of one version. ``publish``
+    returns when the version is durable: the stall is the whole publish, so call it from a thread
+    of the trainer if the next step need not wait.
+
+    Args:
+        address: ``host:port`` of the store.
+        run: the run's name, a DNS label.
+        token: the store's bearer token.
+        dtype: cast floating-point tensors to this on the way.
+        group: the process group; None = all ranks.
+        patience_seconds: how long the store or another rank may be away.
+
+    Raises:
+        PublishFailed: the store cannot be reached or refuses.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        run: str,
+        *,
+        token: str = "",
+        dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
+        patience_seconds: float = 1800.0,
+    ) -> None:
+        self._address = address
+        self._token = token
+        self._run = run
+        self._dtype = dtype
+        self._group = group
+        self._patience = patience_seconds
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
+        self._loop = asyncio.new_event_loop()
+        self._incarnation, self._head = self._open()
+        self._next = 0
+        self._tensors: tuple[TensorEntry, ...] = ()
+        self._before: ShardSnapshot | None = None
+        self._free: ShardSnapshot | None = None
+        self._digests: dict[int, Digest] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the publisher."""
+        self._loop.close()
+
+    def publish(self, step: int, tensors: Tensors) -> Published:
+        """Publish the next version; returns when it is durable.
+
+        Args:
+            step: the trainer's label, the same on every rank.
+            tensors: Hugging Face names and tensors or ``DTensor``s, in the same order everywhere.
+
+        Raises:
+            BadState: tensors that cannot be published; nothing was sent.
+            PublishFailed: the version could not be published, on any rank.
+        """
+        began = time.monotonic()
+        shards = shards_of(pairs(tensors), self._dtype, self._group)
+        if not self._tensors:
+            self._tensors = aligned(Owned(one.spec, one.box, one.chunk) for one in shards)
+        snapshot = self._free or ShardSnapshot()
+        snapshot.take(shards)
+        taken = time.monotonic()
+        faults.at("publisher.snapshot")
+        blocks: dict[bytes, bytes] = {}
+        part = self._encode(step, shards, snapshot, blocks)
+        faults.at("publisher.encoded")
+        digest = self._send(part, blocks)
+        faults.at("publisher.committed")
+        self._free, self._before = self._before, snapshot
+        self._digests = dict(zip(part.tiles, from_bytes(part.digests), strict=True))
+        self._head = part.target
+        self._next += 1
+        metrics.STALL_SECONDS.observe(time.monotonic() - began)
+        return self._published(part, digest, taken - began, time.monotonic() - taken)
+
+    def _encode(
+        self,
+        step: int,
+        shards: Sequence[Shard],
+        snapshot: ShardSnapshot,
+        blocks: dict[bytes, bytes],
+    ) -> Part:
+        before = self._before
+        builder = PartBuilder(self._tensors, self._digests, keeper(blocks))
+        for number, shard in enumerate(shards):
+            if shard.owned:
+                name = shard.spec.name
+                old = None if before is None else before.bits(name)
+                builder.add(number, shard.box, old, snapshot.bits(name))
+        return builder.finish(
+            WeightVersion(self._run, self._incarnation, self._next),
+            self.rank,
+            self.world,
+            base=self._head if self._digests is not None else None,
+            step=step,
+        )
+
+    def _send(self, part: Part, blocks: dict[bytes, bytes]) -> str:
+        async def send() -> str:
+            async with WeightsWriter(self._address, token=self._token) as writer:
+                info = await writer.publish_part(
+                    part, blocks, self._head, patience_seconds=self._patience
+                )
+            return info.digest
+
+        try:
+            return self._loop.run_until_complete(send())
+        except (WeightsError, WireError) as error:
+            message = f"{part.target} was not published by rank {self.rank}: {error}"
+            raise PublishFailed(message) from error
+
+    def _open(self) -> tuple[int, WeightVersion | None]:
+        """Rank 0 opens the incarnation; all ranks learn it, or why there is none."""
+        said: list[tuple[int, WeightVersion | None] | str] = [""]
+        if self.rank == 0:
+            said = [self._opened()]
+        dist.broadcast_object_list(said, group=self._group, group_src=0)
+        (found,) = said
+        if isinstance(found, str):
+            raise PublishFailed(found)
+        return found
+
+    def _opened(self) -> tuple[int, WeightVersion | None] | str:
+        async def open_() -> tuple[int, WeightVersion | None]:
+            async with WeightsWriter(self._address, token=self._token) as writer:
+                name = f"{socket.gethostname()}/{os.getpid()} and {self.world - 1} ranks"
+                described = await writer.open(self._run, name)
+            return described.fence, described.head.version if described.head else None
+
+        try:
+            return self._loop.run_until_complete(open_())
+        except (WeightsError, WireError) as error:
+            return f"run {self._run!r} cannot be published: {error}"
+
+    def _published(self, part: Part, digest: str, stall: float, seconds: float) -> Published:
+        """What became of the version; counts are this rank's."""
+        owned = sum(self._tile_elements(tile) for tile in part.tiles)
+        return Published(
+            version=part.target,
+            step=part.step or 0,
+            digest=digest,
+            changes=sum(block.changes for block in part.blocks),
+            elements=owned,
+            bytes=sum(block.size for block in part.blocks),
+            stall_seconds=stall,
+            seconds=seconds,
+        )
+
+    def _tile_elements(self, tile: int) -> int:
+        tensor = next(
+            entry
+            for entry in self._tensors
+            if entry.first_tile <= tile < entry.first_tile + entry.tiling.count
+        )
+        return tensor.tiling.box(tile - tensor.first_tile).elements
