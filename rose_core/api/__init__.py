@@ -9,11 +9,14 @@
 """
 
 from rose_core.api.common import (
+    EXPLAIN_ANNOTATION,
     GROUP,
+    RESUME_ANNOTATION,
     STOP_ANNOTATION,
     VERSION,
     ApiModel,
     Condition,
+    Explanation,
     ObjectMeta,
     PoolReference,
 )
@@ -23,13 +26,16 @@ from rose_core.api.rolloutslot import Desired, Member, RolloutSlot, SlotSpec, Sl
 from rose_core.api.servingpool import PoolMode, PoolSpec, PoolStatus, ServingPool
 
 __all__ = [
+    "EXPLAIN_ANNOTATION",
     "GROUP",
+    "RESUME_ANNOTATION",
     "STOP_ANNOTATION",
     "VERSION",
     "ApiModel",
     "Condition",
     "ConditionType",
     "Desired",
+    "Explanation",
     "LeaseSpec",
     "LeaseStatus",
     "Member",

@@ -14,6 +14,10 @@ GROUP = "rose-gpu.dev"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 STOP_ANNOTATION = f"{GROUP}/stop"
+# A person asks for an explanation of a lease or pool; any new value is a new question.
+EXPLAIN_ANNOTATION = f"{GROUP}/explain"
+# The mode a pool had before somebody paused it.
+RESUME_ANNOTATION = f"{GROUP}/resume-mode"
 
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
@@ -148,4 +152,35 @@ class StatusBase(ApiModel):
         max_length=16,
         description="What holds now; all types are present from the first visit.",
         json_schema_extra=CONDITIONS,
+    )
+
+
+class ReplicaVerdict(ApiModel):
+    """Why one serving replica is, or is not, lent."""
+
+    replica: str = Field(max_length=317, description="Namespace and name of the serving pod.")
+    reason: str = Field(max_length=63, pattern=r"^[A-Za-z]+$", description="One closed word.")
+    message: str = Field(default="", max_length=256, description="The numbers behind it.")
+
+
+class Explanation(ApiModel):
+    """The answer to a question that was asked by annotation (``rose explain``)."""
+
+    request: str = Field(
+        max_length=63, description="Value of the annotation rose-gpu.dev/explain that it answers."
+    )
+    time: str = Field(
+        max_length=40,
+        description="When the answer was given, RFC 3339.",
+        json_schema_extra={"format": "date-time"},
+    )
+    summary: str = Field(max_length=1024, description="What holds, with its numbers.")
+    verdicts: tuple[ReplicaVerdict, ...] = Field(
+        default=(),
+        max_length=512,
+        description="Every replica of the pool that was considered.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+    omitted: int = Field(
+        default=0, ge=0, le=100_000, description="Replicas that did not fit into the list."
     )

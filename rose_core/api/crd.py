@@ -33,7 +33,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Kind:
-    """Everything a CustomResourceDefinition says."""
+    """Everything a CustomResourceDefinition says.
+
+    Attributes:
+        scale: what ``kubectl scale`` and autoscalers set, and what they read; of a kind with one
+            integer that says how much is wanted.
+    """
 
     model: type[ApiModel]
     spec: type[ApiModel]
@@ -42,6 +47,7 @@ class Kind:
     short: str
     columns: tuple[Column, ...]
     selectable: tuple[str, ...]
+    scale: tuple[str, str] | None = None
 
     @property
     def name(self) -> str:
@@ -101,6 +107,7 @@ KINDS: tuple[Kind, ...] = (
             Column("URL", ".status.routerURL", wide=True),
         ),
         selectable=(".spec.poolRef.namespace", ".spec.poolRef.name", ".spec.engineClass"),
+        scale=(".spec.slots.max", ".status.slotsGranted"),
     ),
     Kind(
         model=RolloutSlot,
@@ -153,11 +160,18 @@ def _version(kind: Kind) -> dict[str, Any]:
         "name": VERSION,
         "served": True,
         "storage": True,
-        "subresources": {"status": {}},
+        "subresources": {"status": {}, **_scale(kind)},
         "additionalPrinterColumns": [column.as_dict() for column in kind.columns],
         "selectableFields": [{"jsonPath": path} for path in kind.selectable],
         "schema": {"openAPIV3Schema": _root(kind)},
     }
+
+
+def _scale(kind: Kind) -> dict[str, Any]:
+    if kind.scale is None:
+        return {}
+    wanted, found = kind.scale
+    return {"scale": {"specReplicasPath": wanted, "statusReplicasPath": found}}
 
 
 def _root(kind: Kind) -> dict[str, Any]:

@@ -15,6 +15,9 @@ class ConditionType(StrEnum):
     SIGNAL_VERIFIED = "SignalVerified"
     SERVING_PROTECTED = "ServingProtected"
     WEIGHTS_SYNCED = "WeightsSynced"
+    DEVICE_ACCESS = "DeviceAccess"
+    COMPUTE_AVAILABLE = "ComputeAvailable"
+    MEMORY_AVAILABLE = "MemoryAvailable"
     RECLAIMING = "Reclaiming"
     PAUSED = "Paused"
 
@@ -28,7 +31,7 @@ class Reason(StrEnum):
     NOT_OBSERVED_YET = "NotObservedYet"
     INVALID_SPEC = "InvalidSpec"
     OTHER = "Other"
-    FEATURE_NOT_SUPPORTED = "FeatureNotSupported"
+    AUTOSCALER_CONFLICT = "AutoscalerConflict"
     # A lease is refused.
     UNKNOWN_POOL = "UnknownPool"
     POOL_NOT_LENDING = "PoolNotLending"
@@ -60,6 +63,20 @@ class Reason(StrEnum):
     GPU_IN_USE = "GPUInUse"
     INSUFFICIENT_MEMORY = "InsufficientMemory"
     DEVICE_ACCESS = "DeviceAccess"
+    MPS_UNAVAILABLE = "MpsUnavailable"
+    MPS_FAULT = "MpsFault"
+    MPS_NOT_EXCLUSIVE = "MpsNotExclusive"
+    MPS_SERVING_OUTSIDE = "MpsServingOutside"
+    MPS_WRONG_USER = "MpsWrongUser"
+    DRIVER_LIMIT_UNAVAILABLE = "DriverLimitUnavailable"
+    ELASTIC_UNAVAILABLE = "ElasticUnavailable"
+    DEVICE_UNKNOWN = "DeviceUnknown"
+    MIG_ENABLED = "MigEnabled"
+    XID_ERROR = "XidError"
+    ECC_ERRORS = "EccErrors"
+    THERMAL_THROTTLING = "ThermalThrottling"
+    POWER_LIMIT = "PowerLimit"
+    NOT_VACATED = "NotVacated"
     ENGINE_HOST_UNAVAILABLE = "EngineHostUnavailable"
     SERVING_RESTARTED = "ServingRestarted"
     BREAKER_OPEN = "BreakerOpen"
@@ -67,11 +84,19 @@ class Reason(StrEnum):
     SETTLING = "Settling"
     OUTSIDE_TIME_WINDOW = "OutsideTimeWindow"
     POOL_LIMIT_REACHED = "PoolLimitReached"
+    NODE_LIMIT_REACHED = "NodeLimitReached"
+    ZONE_LIMIT_REACHED = "ZoneLimitReached"
+    LEASE_LIMIT_REACHED = "LeaseLimitReached"
+    GROWTH_LIMITED = "GrowthLimited"
+    PEAK_EXPECTED = "PeakExpected"
+    NOT_WORTHWHILE = "NotWorthwhile"
+    NODE_CORDONED = "NodeCordoned"
     # A slot is taken back.
     LEASE_DELETED = "LeaseDeleted"
     LEASE_SHRUNK = "LeaseShrunk"
     REPLICA_GONE = "ReplicaGone"
     PREEMPTED = "Preempted"
+    REBALANCED = "Rebalanced"
     DUPLICATE_SLOT = "DuplicateSlot"
     NOT_RECLAIMING = "NotReclaiming"
     # Pools.
@@ -107,7 +132,7 @@ MEANING: dict[Reason, str] = {
     Reason.NOT_OBSERVED_YET: "nobody has looked yet; no agent has reported",
     Reason.INVALID_SPEC: "the object cannot be read as its kind; the message names the field",
     Reason.OTHER: "a word of another version that this operator does not know",
-    Reason.FEATURE_NOT_SUPPORTED: "the named field asks for something this version does not do",
+    Reason.AUTOSCALER_CONFLICT: "an autoscaler of serving follows figures of whole GPUs",
     Reason.UNKNOWN_POOL: "`poolRef` names no ServingPool",
     Reason.POOL_NOT_LENDING: "the pool's mode is Observe or Paused",
     Reason.POOL_NOT_ACCEPTED: "the pool itself is refused; see its conditions",
@@ -136,17 +161,39 @@ MEANING: dict[Reason, str] = {
     Reason.GPU_IN_USE: "a GPU of the replica is lent already or not yet vacated",
     Reason.INSUFFICIENT_MEMORY: "too little device memory may be lent",
     Reason.DEVICE_ACCESS: "the engine host cannot use the replica's GPUs",
+    Reason.MPS_UNAVAILABLE: "`compute: MPS`: no MPS daemon answers for the replica's GPU",
+    Reason.MPS_FAULT: "the GPU's MPS server is in FAULT; every client has to leave first",
+    Reason.MPS_NOT_EXCLUSIVE: "the GPU's compute mode is not EXCLUSIVE_PROCESS",
+    Reason.MPS_SERVING_OUTSIDE: "serving is no client of the daemon: its owner has not opted in",
+    Reason.MPS_WRONG_USER: "the MPS server cannot be seen to serve the engine's user",
+    Reason.DRIVER_LIMIT_UNAVAILABLE: "`memoryLimit: Driver`: the driver sets no limits here",
+    Reason.ELASTIC_UNAVAILABLE: "`memorySource: Elastic`: kvcached is missing or does not work",
+    Reason.DEVICE_UNKNOWN: "the device driver does not tell about the replica's GPU",
+    Reason.MIG_ENABLED: "the GPU is cut into slices; only whole GPUs are lent",
+    Reason.XID_ERROR: "the driver reported a fault of the GPU; it needs a reset",
+    Reason.ECC_ERRORS: "the GPU has uncorrected memory errors or rows that wait to be replaced",
+    Reason.THERMAL_THROTTLING: "the GPU lowers its clocks because it is hot",
+    Reason.POWER_LIMIT: "the GPU draws more than `maxPowerWatts`",
+    Reason.NOT_VACATED: "an engine that should be gone has a process on the GPU",
     Reason.ENGINE_HOST_UNAVAILABLE: "the node's engine host does not answer",
     Reason.SERVING_RESTARTED: "the serving container restarted and is not stable yet",
-    Reason.BREAKER_OPEN: "the pool's error budget burns; lending rests",
+    Reason.BREAKER_OPEN: "live traffic missed its objective; lending rests",
     Reason.COOLING_DOWN: "the replica was given back a moment ago",
     Reason.SETTLING: "the replica qualifies, not yet for long enough",
     Reason.OUTSIDE_TIME_WINDOW: "none of the pool's time windows is open",
     Reason.POOL_LIMIT_REACHED: "`maxReplicasPercent` or `minUnlentReplicas` allow no more",
+    Reason.NODE_LIMIT_REACHED: "`maxReplicasPerNode` allows no more on this node",
+    Reason.ZONE_LIMIT_REACHED: "`maxReplicasPerZonePercent` allows no more in this zone",
+    Reason.LEASE_LIMIT_REACHED: "`maxReplicasPerLeasePercent` allows this lease no more",
+    Reason.GROWTH_LIMITED: "`maxLoansPerMinute` were made in the last minute",
+    Reason.PEAK_EXPECTED: "`forecast`: the replica is needed for the load that is coming",
+    Reason.NOT_WORTHWHILE: "the loan would end before it has paid for its start",
+    Reason.NODE_CORDONED: "the node is unschedulable; its GPUs are freed before a drain",
     Reason.LEASE_DELETED: "the lease is gone",
     Reason.LEASE_SHRUNK: "the lease wants fewer slots",
     Reason.REPLICA_GONE: "the serving replica is gone",
     Reason.PREEMPTED: "a lease of higher priority lacks its minimum",
+    Reason.REBALANCED: "an equal lease has fewer slots than its weight entitles it to",
     Reason.DUPLICATE_SLOT: "another slot holds the same GPU",
     Reason.NOT_RECLAIMING: "nothing is being taken back",
     Reason.OBSERVE_MODE: "`mode: Observe`: metrics only, nothing is lent",
@@ -183,6 +230,20 @@ REPLICA_REFUSALS = frozenset(
         Reason.GPU_IN_USE,
         Reason.INSUFFICIENT_MEMORY,
         Reason.DEVICE_ACCESS,
+        Reason.MPS_UNAVAILABLE,
+        Reason.MPS_FAULT,
+        Reason.MPS_NOT_EXCLUSIVE,
+        Reason.MPS_SERVING_OUTSIDE,
+        Reason.MPS_WRONG_USER,
+        Reason.DRIVER_LIMIT_UNAVAILABLE,
+        Reason.ELASTIC_UNAVAILABLE,
+        Reason.DEVICE_UNKNOWN,
+        Reason.MIG_ENABLED,
+        Reason.XID_ERROR,
+        Reason.ECC_ERRORS,
+        Reason.THERMAL_THROTTLING,
+        Reason.POWER_LIMIT,
+        Reason.NOT_VACATED,
         Reason.ENGINE_HOST_UNAVAILABLE,
         Reason.SERVING_RESTARTED,
         Reason.BREAKER_OPEN,

@@ -15,12 +15,14 @@ from rose_core.api.common import (
     MODEL_NAME,
     SET_LIST,
     ApiModel,
+    Explanation,
     LabelName,
     ObjectMeta,
     PoolReference,
     Rule,
     StatusBase,
 )
+from rose_core.rollouts.views import PolicyName
 
 ArgumentValue = Annotated[str, Field(max_length=64)]
 
@@ -37,6 +39,13 @@ class KVPolicy(StrEnum):
     """What happens to cached KV when weights change."""
 
     KEEP = "Keep"
+
+
+class PreemptionPolicy(StrEnum):
+    """Whether the lease's minimum may take slots of weaker leases."""
+
+    PREEMPT_LOWER_PRIORITY = "PreemptLowerPriority"
+    NEVER = "Never"
 
 
 class Model(ApiModel):
@@ -86,6 +95,15 @@ class RouterSettings(ApiModel):
     queue_timeout_seconds: int = Field(
         default=600, ge=1, le=86_400, description="Longest wait of a turn for an engine."
     )
+    policy: PolicyName = Field(
+        default=PolicyName.JOINT, description="How an engine is chosen for a turn (docs/router.md)."
+    )
+    max_age_versions: int | None = Field(
+        default=None,
+        ge=0,
+        le=1000,
+        description="Publishes after which a trajectory is too old to train on; unset = never.",
+    )
 
 
 class LeaseSpec(ApiModel):
@@ -119,6 +137,16 @@ class LeaseSpec(ApiModel):
     priority: int = Field(
         default=0, ge=-1000, le=1000, description="Higher is served first; then the older lease."
     )
+    weight: int = Field(
+        default=1,
+        ge=1,
+        le=1000,
+        description="Share of the pool beside leases of the same priority, above all minimums.",
+    )
+    preemption_policy: PreemptionPolicy = Field(
+        default=PreemptionPolicy.PREEMPT_LOWER_PRIORITY,
+        description="Whether slots.min may be taken from leases of lower priority.",
+    )
     lifetime_seconds: int | None = Field(
         default=None,
         ge=60,
@@ -138,7 +166,7 @@ class LeaseSpec(ApiModel):
     dedicated_engines: tuple[LabelName, ...] = Field(
         default=(),
         max_length=256,
-        description="Names of engines outside ROSE that attach to the router themselves.",
+        description="Dedicated engines that may attach to the router; empty = any may.",
         json_schema_extra=SET_LIST,
     )
     router: RouterSettings = Field(
@@ -151,6 +179,7 @@ class SlotTotals(ApiModel):
 
     uid: str = Field(max_length=36, description="The slot's uid.")
     lent_milliseconds: int = Field(default=0, ge=0, le=2**53, description="Time under a grant.")
+    open_milliseconds: int = Field(default=0, ge=0, le=2**53, description="Time with an open gate.")
     harvested_tokens: int = Field(default=0, ge=0, le=2**53, description="Output tokens made.")
 
 
@@ -159,6 +188,12 @@ class Totals(ApiModel):
 
     lent_milliseconds: int = Field(
         default=0, ge=0, le=2**53, description="GPU time under a grant, over all slots."
+    )
+    open_milliseconds: int = Field(
+        default=0,
+        ge=0,
+        le=2**53,
+        description="Part of it in which rollouts could compute; what is charged.",
     )
     harvested_tokens: int = Field(
         default=0, ge=0, le=2**53, description="Output tokens made by borrowed engines."
@@ -198,6 +233,9 @@ class LeaseStatus(StatusBase):
         json_schema_extra={"format": "date-time"},
     )
     totals: Totals = Field(default=Totals(), description="What the lease has used.")
+    explanation: Explanation | None = Field(
+        default=None, description="Answer to the last question asked by annotation."
+    )
 
 
 class RolloutLease(ApiModel):

@@ -26,6 +26,7 @@ from rose_core.api.common import (
     StatusBase,
 )
 from rose_core.api.rolloutlease import ArgumentValue
+from rose_core.api.servingpool import Compute, MemoryLimit, MemorySource
 
 
 class Desired(StrEnum):
@@ -92,6 +93,23 @@ class SlotWeights(ApiModel):
     max_staleness_versions: int = Field(ge=0, le=1000, description="Versions it may lag behind.")
 
 
+class SlotSharing(ApiModel):
+    """How the engine shares its GPU, copied from the pool."""
+
+    compute: Compute = Field(
+        default=Compute.TIME_SLICE, description="How the GPU's time is shared."
+    )
+    compute_percent: int = Field(
+        default=30, ge=1, le=90, description="Share of the GPU's compute with MPS, percent."
+    )
+    memory_source: MemorySource = Field(
+        default=MemorySource.RESERVED, description="Where the memory comes from."
+    )
+    memory_limit: MemoryLimit = Field(
+        default=MemoryLimit.NONE, description="Backstop for the memory."
+    )
+
+
 class SlotSpec(ApiModel):
     """What the node's agent realises."""
 
@@ -132,6 +150,9 @@ class SlotSpec(ApiModel):
         description="Why it is taken back, one word of the closed list.",
     )
     engine: SlotEngine = Field(description="The engine it runs.")
+    sharing: SlotSharing = Field(
+        default=SlotSharing(), description="How the engine shares its GPU with serving."
+    )
     weights: SlotWeights = Field(description="The weights it follows.")
 
     @property

@@ -14,6 +14,7 @@ from rose_core.api.common import (
     ATOMIC_LIST,
     SET_LIST,
     ApiModel,
+    Explanation,
     NamespaceName,
     ObjectMeta,
     Rule,
@@ -70,6 +71,35 @@ class Day(StrEnum):
     FRI = "Fri"
     SAT = "Sat"
     SUN = "Sun"
+
+
+class Regrow(StrEnum):
+    """How a rollout engine's share of its memory comes back after serving needed it."""
+
+    COOL_DOWN = "CoolDown"
+    NEXT_STEP = "NextStep"
+
+
+class Spread(StrEnum):
+    """How loans are laid out over a pool."""
+
+    LEAST_USED = "LeastUsed"
+    NODES = "Nodes"
+    ZONES = "Zones"
+
+
+class WhenOpen(StrEnum):
+    """What an open breaker does with what is lent."""
+
+    HOLD = "Hold"
+    RETURN = "Return"
+
+
+class AutoscalerCheck(StrEnum):
+    """Whether autoscalers that would react to borrowed load forbid lending."""
+
+    ENFORCE = "Enforce"
+    IGNORE = "Ignore"
 
 
 class Selector(ApiModel):
@@ -141,8 +171,48 @@ class TimeWindow(ApiModel):
     )
 
 
+class Forecast(ApiModel):
+    """Lend by the daily shape of the load: before the trough, and no longer before the peak."""
+
+    lead_minutes: int = Field(
+        default=30,
+        ge=5,
+        le=720,
+        description="Loans end this long before the load that needs their replica.",
+    )
+    max_busy_percent: int = Field(
+        default=50,
+        ge=1,
+        le=95,
+        description="Replicas that are not lent carry the expected peak below this busy share.",
+    )
+
+
+class PoolBreaker(ApiModel):
+    """What happens when live traffic misses its objective (condition ServingProtected)."""
+
+    cooldown_seconds: int = Field(
+        default=600,
+        ge=0,
+        le=86_400,
+        description="No loan is made while the objective is missed and for this long after.",
+    )
+    when_open: WhenOpen = Field(
+        default=WhenOpen.HOLD,
+        description="Hold: what is lent stays lent, each GPU guarded. Return: all goes back.",
+    )
+
+
 class Lending(ApiModel):
     """The most that may be lent."""
+
+    rules = (
+        Rule(
+            "!has(self.maxReplicasPerNode) || self.maxReplicasPercent > 0",
+            "maxReplicasPerNode says nothing while maxReplicasPercent is 0: nothing is lent",
+            ".maxReplicasPerNode",
+        ),
+    )
 
     max_replicas_percent: int = Field(
         default=50,
@@ -153,11 +223,47 @@ class Lending(ApiModel):
     min_unlent_replicas: int = Field(
         default=1, ge=0, le=10_000, description="Replicas that stay without rollouts at all times."
     )
+    max_replicas_per_node: int | None = Field(
+        default=None, ge=1, le=64, description="Most replicas lent at once on one node."
+    )
+    max_replicas_per_zone_percent: int = Field(
+        default=100,
+        ge=1,
+        le=100,
+        description="Most of a zone's replicas lent at once, percent, rounded down.",
+    )
+    max_replicas_per_lease_percent: int = Field(
+        default=100,
+        ge=1,
+        le=100,
+        description="Most that one lease holds of what the pool may lend, percent; at least one.",
+    )
+    max_loans_per_minute: int | None = Field(
+        default=None, ge=1, le=10_000, description="Most loans made in a minute."
+    )
+    spread: Spread = Field(
+        default=Spread.LEAST_USED,
+        description="LeastUsed: lowest KV use first. Nodes, Zones: first where least is lent.",
+    )
+    forecast: Forecast | None = Field(
+        default=None, description="Lend by the daily shape of the load; absent means by limits."
+    )
+    breaker: PoolBreaker = Field(
+        default=PoolBreaker(), description="What happens when live traffic misses its objective."
+    )
+    autoscaler_check: AutoscalerCheck = Field(
+        default=AutoscalerCheck.ENFORCE,
+        description="Enforce: an autoscaler of serving on figures of whole GPUs forbids lending.",
+    )
     memory_headroom_percent: int = Field(
         default=20,
         ge=0,
         le=90,
         description="Device memory kept free above serving's highest use, percent of the total.",
+    )
+    memory_regrow: Regrow = Field(
+        default=Regrow.COOL_DOWN,
+        description="CoolDown: in steps once serving is calm. NextStep: with the next weights.",
     )
     max_power_watts: int | None = Field(
         default=None, ge=1, le=100_000, description="Most power of a lent GPU."
@@ -235,6 +341,17 @@ class PoolSpec(ApiModel):
     )
 
 
+class LoadShape(ApiModel):
+    """What the operator has learned about the pool's day; written at most once an hour."""
+
+    busy_permille: tuple[Annotated[int, Field(ge=-1, le=1000)], ...] = Field(
+        default=(),
+        max_length=48,
+        description="Usual busy share by half hour of the day, UTC; -1 where nothing was seen.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+
+
 class PoolStatus(StatusBase):
     """What is known about the pool."""
 
@@ -245,6 +362,12 @@ class PoolStatus(StatusBase):
         default=0, ge=0, le=100_000, description="Replicas that may be lent or are."
     )
     lent_replicas: int = Field(default=0, ge=0, le=100_000, description="Replicas lent now.")
+    load: LoadShape | None = Field(
+        default=None, description="Daily shape of the load, learned where forecast is asked for."
+    )
+    explanation: Explanation | None = Field(
+        default=None, description="Answer to the last question asked by annotation."
+    )
 
 
 class ServingPool(ApiModel):

@@ -1,34 +1,37 @@
 """Which serving replicas lend to which lease: ``plan(snapshot, now) -> Plan``, a pure function.
 
-- ``facts``: what the planner sees and answers.
+- ``facts``, ``answers``: what the planner sees and answers.
 - ``qualify``: may this replica be lent, and if not, why.
-- ``limits``: how many replicas of a pool, and when.
+- ``limits``: how many replicas of a pool, and when; ``forecast``: its load over the day.
+- ``radius``: limits per node, zone, lease and minute; ``gate``: is a loan worth its cost.
+- ``shares``: how leases share what may be lent.
+- ``autoscalers``: which of a cluster's autoscalers would react to borrowed load.
 - ``world``: one pass's working state; ``release``, ``loan``, ``explain``: its steps.
 - ``plan``: the steps in order; read this first.
 """
 
+from rose_core.lending.answers import Lend, Outcome, Plan, Release, Verdict
 from rose_core.lending.facts import (
+    Breaker,
     Lease,
-    Lend,
     Memory,
-    Outcome,
-    Plan,
+    Outlook,
     Policy,
     Pool,
-    Release,
     Replica,
     Slot,
     Snapshot,
-    Verdict,
     Window,
 )
 from rose_core.lending.plan import plan
 
 __all__ = [
+    "Breaker",
     "Lease",
     "Lend",
     "Memory",
     "Outcome",
+    "Outlook",
     "Plan",
     "Policy",
     "Pool",

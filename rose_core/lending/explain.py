@@ -2,73 +2,124 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from rose_core.api.reasons import Reason
-from rose_core.lending.facts import Lease, Outcome, Pool, Replica, Verdict
-from rose_core.lending.limits import is_open
+from rose_core.lending.answers import Outcome, Verdict
+from rose_core.lending.facts import Lease, Pool, Replica
+from rose_core.lending.gate import not_worth
+from rose_core.lending.loan import most_slots
+from rose_core.lending.radius import Cause, blocked, refusal
+from rose_core.lending.shares import targets
 from rose_core.lending.world import World
 
-
-def outcomes(world: World) -> dict[str, Outcome]:
-    """Lease key -> outcome. Verdicts are a pool's, whichever lease asks."""
-    by_pool = {pool.key: _pool_verdicts(world, pool) for pool in world.snapshot.pools}
-    return {
-        lease.key: _outcome(world, lease, by_pool.get(lease.pool, ()))
-        for lease in world.snapshot.leases
-    }
+Members = Mapping[str, tuple[Verdict, ...]]
 
 
-def _outcome(world: World, lease: Lease, verdicts: tuple[Verdict, ...]) -> Outcome:
-    granted = world.coming(lease)
-    if lease.refusal is not None:
-        return Outcome(0, granted, lease.refusal, "the lease is not accepted")
-    reason, message = _summary(lease, granted, verdicts)
-    return Outcome(lease.max_slots, granted, reason, message, verdicts)
-
-
-def _pool_verdicts(world: World, pool: Pool) -> tuple[Verdict, ...]:
+def member_verdicts(world: World) -> Members:
+    """Pool key -> verdict of every replica, loans included; the same whichever lease asks."""
     lent = {slot.replica: slot.lease for slot in world.held()}
     lent |= {lend.replica: lend.lease for lend in world.lends}
-    free = {replica.uid for replica in world.free(pool.key)}
+    return {pool.key: _of_pool(world, pool, lent) for pool in world.snapshot.pools}
+
+
+def _of_pool(world: World, pool: Pool, lent: Mapping[str, str]) -> tuple[Verdict, ...]:
+    stop = blocked(world, pool)
     return tuple(
         Verdict(replica.name, Reason.LENT, f"to {lent[replica.uid]}")
         if replica.uid in lent
-        else _unlent(world, pool, replica, replica.uid in free)
+        else _unlent(world, pool, replica, stop)
         for replica in world.members.get(pool.key, ())
     )
 
 
-def _unlent(world: World, pool: Pool, replica: Replica, free: bool) -> Verdict:
+def _unlent(world: World, pool: Pool, replica: Replica, stop: Cause | None) -> Verdict:
     found = world.verdicts[replica.uid]
     if found.reason is not Reason.QUALIFIES:
         return found
-    if not free:
+    if not world.is_free(replica):
         return Verdict(replica.name, Reason.GPU_IN_USE, "its GPU is not vacated yet")
-    if not is_open(pool, world.now):
-        return Verdict(replica.name, Reason.OUTSIDE_TIME_WINDOW, "no time window is open")
-    if world.room(pool) <= 0:
-        return Verdict(replica.name, Reason.POOL_LIMIT_REACHED, "the pool lends no more")
-    return world.unrested(replica) or found
+    if stop is not None:
+        return Verdict(replica.name, *stop)
+    return refusal(world, pool, replica) or world.unrested(replica) or found
 
 
-def _summary(lease: Lease, granted: int, verdicts: tuple[Verdict, ...]) -> tuple[Reason, str]:
+def outcomes(world: World, members: Members) -> dict[str, Outcome]:
+    """Lease key -> outcome."""
+    counted = {key: _counted(verdicts) for key, verdicts in members.items()}
+    shares = _shares(world)
+    return {
+        lease.key: _outcome(
+            world, lease, members.get(lease.pool, ()), counted.get(lease.pool, _NONE), shares
+        )
+        for lease in world.snapshot.leases
+    }
+
+
+def _shares(world: World) -> dict[str, int]:
+    """What each lease is entitled to of the slots its pool has now and could still make."""
+    leases: dict[str, list[Lease]] = defaultdict(list)
+    for lease in world.snapshot.leases:
+        leases[lease.pool].append(lease)
+    found: dict[str, int] = {}
+    for pool in world.snapshot.pools:
+        mine = leases.get(pool.key, [])
+        more = max(0, min(world.room(pool), len(world.free(pool.key))))
+        caps = {one.key: most_slots(world, pool, one) for one in mine}
+        found |= targets(mine, world.held_in(pool.key) + more, caps)
+    return found
+
+
+def _outcome(
+    world: World,
+    lease: Lease,
+    verdicts: tuple[Verdict, ...],
+    counted: str,
+    shares: Mapping[str, int],
+) -> Outcome:
+    granted = world.coming(lease)
+    if lease.refusal is not None:
+        return Outcome(0, granted, lease.refusal, "the lease is not accepted")
+    reason, message = _summary(world, lease, granted, counted)
+    return Outcome(lease.max_slots, granted, reason, message, verdicts, shares.get(lease.key, 0))
+
+
+def _summary(world: World, lease: Lease, granted: int, counted: str) -> tuple[Reason, str]:
     head = f"{granted} of {lease.max_slots} slots"
     if lease.max_slots == 0:
         return Reason.NO_SLOTS_WANTED, "slots.max is 0"
     if granted >= lease.max_slots:
         return Reason.ALL_SLOTS_GRANTED, head
-    text = f"{head}; {_counted(verdicts)}"
+    own = _own_cause(world, lease, granted)
+    text = f"{head}; {own[1]}; {counted}" if own else f"{head}; {counted}"
     if granted >= max(1, lease.min_slots):
         return Reason.SOME_SLOTS_GRANTED, text
-    return Reason.NO_REPLICA_QUALIFIES, text
+    return own[0] if own else Reason.NO_REPLICA_QUALIFIES, text
+
+
+def _own_cause(world: World, lease: Lease, granted: int) -> Cause | None:
+    """Why this lease gets no more although another one of the pool might."""
+    pool = world.pools.get(lease.pool)
+    if pool is None:
+        return None
+    text = not_worth(lease, pool, world.policy, world.now)
+    if text:
+        return Reason.NOT_WORTHWHILE, text
+    cap = world.lease_cap(pool)
+    if granted >= cap:
+        text = f"maxReplicasPerLeasePercent {pool.per_lease_percent} allows {cap}"
+        return Reason.LEASE_LIMIT_REACHED, text
+    return None
+
+
+_NONE = "no agent reports a replica of the pool"
 
 
 def _counted(verdicts: tuple[Verdict, ...]) -> str:
     """The numbers behind a refusal, the commonest reason first."""
     counts: Mapping[Reason, int] = Counter(found.reason for found in verdicts)
     if not counts:
-        return "no agent reports a replica of the pool"
+        return _NONE
     ranked = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
     return f"{len(verdicts)} replicas: " + ", ".join(f"{count} {word}" for word, count in ranked)

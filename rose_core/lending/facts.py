@@ -1,4 +1,4 @@
-"""What the planner sees (``Snapshot``) and what it answers (``Plan``).
+"""What the planner sees: one ``Snapshot``. What it answers stands in ``answers``.
 
 Times are seconds since the epoch, ages are seconds; ``None`` is unknown, never zero.
 """
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rose_core.api.reasons import Reason
+from rose_core.api.servingpool import Spread
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,10 @@ class Policy:
         forget_seconds: a silent node's slots are released after this.
         preempt_after_seconds: a slot is not preempted earlier.
         max_kv_permille: a replica that uses more of its KV pool is not lent.
+        rebalance_seconds: a slot above its lease's share is not taken for another lease earlier.
+        toggle_seconds: what a loan costs before it gives anything (engine start, weights), until
+            the lease's own loans have shown it.
+        borrow_gain: a loan must be expected to last this many times its cost.
     """
 
     stale_seconds: float = 15.0
@@ -32,6 +37,9 @@ class Policy:
     forget_seconds: float = 300.0
     preempt_after_seconds: float = 60.0
     max_kv_permille: int = 900
+    rebalance_seconds: float = 600.0
+    toggle_seconds: float = 60.0
+    borrow_gain: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -44,10 +52,42 @@ class Window:
 
 
 @dataclass(frozen=True)
+class Outlook:
+    """What a pool's load is going to be (``forecast``).
+
+    Attributes:
+        peak_permille: highest expected share of busy time until the horizon, over its replicas.
+        lead_seconds: the horizon.
+        max_busy_permille: replicas that are not lent must carry the peak below this.
+    """
+
+    peak_permille: int
+    lead_seconds: float
+    max_busy_permille: int
+
+
+@dataclass(frozen=True)
+class Breaker:
+    """What happens when live traffic misses its objective.
+
+    Attributes:
+        missed: it misses it now.
+        returns: everything lent goes back while the breaker is open; otherwise nothing is added.
+    """
+
+    missed: bool = False
+    cooldown_seconds: float = 600.0
+    returns: bool = False
+
+
+@dataclass(frozen=True)
 class Pool:
     """What the owner allows.
 
     Attributes:
+        per_node, per_minute: most replicas lent on one node, most loans made in a minute.
+        per_zone_percent: most lent of a zone's replicas.
+        per_lease_percent: most that one lease holds of what the pool may lend.
         remembered_replicas: how many it had when the operator started, while agents may still be
             on their way back; keeps a restart from looking like a smaller pool. 0 afterwards.
     """
@@ -58,6 +98,13 @@ class Pool:
     allowed_signals: frozenset[str]
     windows: tuple[Window, ...] = ()
     remembered_replicas: int = 0
+    per_node: int | None = None
+    per_zone_percent: int = 100
+    per_lease_percent: int = 100
+    per_minute: int | None = None
+    spread: Spread = Spread.LEAST_USED
+    outlook: Outlook | None = None
+    breaker: Breaker = field(default_factory=Breaker)
 
 
 @dataclass(frozen=True)
@@ -69,6 +116,8 @@ class Replica:
         refusal: the agent's own word, with ``refusal_text`` as it was sent.
         kv_permille: recent mean of KV use.
         occupied: the agent still reports a slot here that is not gone.
+        zone: of the node, empty when unknown.
+        cordoned: the node is marked unschedulable: somebody is about to drain it.
     """
 
     uid: str
@@ -85,11 +134,20 @@ class Replica:
     refusal: Reason | None = None
     refusal_text: str = ""
     occupied: bool = False
+    zone: str = ""
+    cordoned: bool = False
 
 
 @dataclass(frozen=True)
 class Lease:
-    """What an RL team asks for; ``refusal`` is admission's word (the lease is not accepted)."""
+    """What an RL team asks for; ``refusal`` is admission's word (the lease is not accepted).
+
+    Attributes:
+        weight: share beside the other leases of the same priority.
+        preempts: its minimum may take slots of weaker leases.
+        ends_at: when it expires, None for never.
+        toggle_seconds: what its loans have cost until they ran, None before the first.
+    """
 
     key: str
     uid: str
@@ -99,6 +157,10 @@ class Lease:
     min_slots: int
     max_slots: int
     refusal: Reason | None = None
+    weight: int = 1
+    preempts: bool = True
+    ends_at: float | None = None
+    toggle_seconds: float | None = None
 
     @property
     def rank(self) -> tuple[int, float, str]:
@@ -108,7 +170,11 @@ class Lease:
 
 @dataclass(frozen=True)
 class Slot:
-    """A RolloutSlot that exists; ``released`` ones still hold their GPUs."""
+    """A RolloutSlot that exists; ``released`` ones still hold their GPUs.
+
+    Attributes:
+        running: its engine has been brought up; ending it would waste that.
+    """
 
     name: str
     uid: str
@@ -120,6 +186,7 @@ class Slot:
     gpus: tuple[str, ...]
     created: float
     released: bool = False
+    running: bool = True
 
 
 @dataclass(frozen=True)
@@ -130,11 +197,15 @@ class Memory:
         fit_since: replica uid -> since when it qualifies.
         unfit_since: slot uid -> since when its replica does not.
         freed_at: GPU -> when a slot on it was last seen.
+        missed_at: pool key -> when its objective was last missed.
+        loans_at: pool key -> when loans were made, the last minute only.
     """
 
     fit_since: Mapping[str, float] = field(default_factory=dict)
     unfit_since: Mapping[str, float] = field(default_factory=dict)
     freed_at: Mapping[str, float] = field(default_factory=dict)
+    missed_at: Mapping[str, float] = field(default_factory=dict)
+    loans_at: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -154,56 +225,3 @@ class Snapshot:
     reporting: frozenset[str] = frozenset()
     memory: Memory = field(default_factory=Memory)
     policy: Policy = field(default_factory=Policy)
-
-
-@dataclass(frozen=True)
-class Lend:
-    """Make a slot for this lease on this replica."""
-
-    lease: str
-    replica: str
-
-
-@dataclass(frozen=True)
-class Release:
-    """Take this slot back."""
-
-    slot: str
-    reason: Reason
-    message: str = ""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Why one replica is, or is not, lent; the unit of every explanation."""
-
-    replica: str
-    reason: Reason
-    message: str = ""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a lease has after this plan, and why not more."""
-
-    wanted: int
-    granted: int
-    reason: Reason
-    message: str
-    verdicts: tuple[Verdict, ...] = ()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The planner's answer.
-
-    Attributes:
-        verdicts: replica uid -> whether it may be lent.
-        outcomes: lease key -> what it has.
-    """
-
-    lends: tuple[Lend, ...]
-    releases: tuple[Release, ...]
-    verdicts: Mapping[str, Verdict]
-    outcomes: Mapping[str, Outcome]
-    memory: Memory

@@ -1,30 +1,85 @@
-"""How many replicas of a pool may be lent, and when."""
+"""How many replicas of a pool may be lent, and when.
+
+The outlook's limit has a dead band: loans stay until the expected peak needs their replica, and are
+made only when it would not need it even if it came out a tenth higher.
+"""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 
-from rose_core.lending.facts import Pool, Window
+from rose_core.api.reasons import Reason
+from rose_core.lending.facts import Outlook, Pool, Window
+
+_MARGIN = 1.1
+_DAYS = 7
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Most replicas that may be lent, and which rule says so."""
+
+    count: int
+    reason: Reason
+    message: str
 
 
 def most_lent(pool: Pool, replicas: int) -> int:
-    """Most replicas of the pool that may be lent when it has this many."""
+    """Most replicas of the pool that the owner's fixed limits allow when it has this many."""
     by_percent = replicas * pool.max_replicas_percent // 100
     return max(0, min(by_percent, replicas - pool.min_unlent_replicas))
+
+
+def limit(pool: Pool, replicas: int, *, growing: bool) -> Limit:
+    """The tightest limit of a pool of this size, for a loan that would be made or that exists."""
+    fixed = Limit(most_lent(pool, replicas), Reason.POOL_LIMIT_REACHED, "the pool lends no more")
+    if pool.outlook is None:
+        return fixed
+    expected = by_outlook(pool.outlook, replicas, _MARGIN if growing else 1.0)
+    return min(fixed, expected, key=lambda one: one.count)
+
+
+def by_outlook(outlook: Outlook, replicas: int, margin: float = 1.0) -> Limit:
+    """What the expected peak leaves over."""
+    busy = min(1000.0, outlook.peak_permille * margin)
+    needed = -(-replicas * busy // max(1, outlook.max_busy_permille))
+    text = (
+        f"{min(replicas, int(needed))} of {replicas} replicas must carry a peak of "
+        f"{outlook.peak_permille} permille busy within {outlook.lead_seconds / 60:.0f} min"
+    )
+    return Limit(max(0, replicas - int(needed)), Reason.PEAK_EXPECTED, text)
 
 
 def is_open(pool: Pool, now: float) -> bool:
     """Whether one of the pool's time windows is open; no windows means always."""
     moment = datetime.fromtimestamp(now, UTC)
-    minute = moment.hour * 60 + moment.minute
-    return not pool.windows or any(
-        _inside(window, moment.weekday(), minute) for window in pool.windows
-    )
+    return not pool.windows or any(_ends(window, moment) for window in pool.windows)
 
 
-def _inside(window: Window, day: int, minute: int) -> bool:
-    if window.start_minute < window.end_minute:
-        return day in window.days and window.start_minute <= minute < window.end_minute
-    if minute >= window.start_minute:
-        return day in window.days
-    return minute < window.end_minute and (day - 1) % 7 in window.days
+def closes_at(pool: Pool, now: float) -> float | None:
+    """When lending must end because no window is open any more; None for never.
+
+    Windows that meet are followed from one to the next, for a week at most.
+    """
+    if not pool.windows:
+        return None
+    moment = start = datetime.fromtimestamp(now, UTC)
+    while moment - start < timedelta(days=_DAYS):
+        ends = [end for window in pool.windows if (end := _ends(window, moment))]
+        if not ends:
+            return moment.timestamp()
+        moment = max(ends)
+    return None
+
+
+def _ends(window: Window, moment: datetime) -> datetime | None:
+    """When the window that is open at this moment closes, None when it is not open."""
+    midnight = moment.replace(hour=0, minute=0, second=0, microsecond=0)
+    for begun in (midnight, midnight - timedelta(days=1)):
+        start = begun + timedelta(minutes=window.start_minute)
+        length = (window.end_minute - window.start_minute) % 1440
+        end = start + timedelta(minutes=length)
+        if begun.weekday() in window.days and start <= moment < end:
+            return end
+    return None

@@ -3,9 +3,11 @@
 One pass, from a snapshot:
 
 1. judge every replica, remember since when it qualifies (``qualify``, ``world``);
-2. release slots whose reason to exist is gone: lease, pool, window, replica, stop button, limits,
-   a lease that shrank, a second slot on a GPU, a stronger lease below its minimum (``release``);
-3. lend free, settled replicas, by priority and then by age, lowest recent KV use first (``loan``);
+2. release slots whose reason to exist is gone: lease, pool, window, breaker, replica, stop button,
+   cordon, limits, a lease that shrank, a second slot on a GPU, a stronger lease below its minimum,
+   an equal lease below its share (``release``);
+3. lend free, settled replicas to the lease that is next by minimum, priority and weight, least used
+   replica of the least used place first, within the limits of ``radius`` (``loan``, ``shares``);
 4. say for every lease what it has and why not more (``explain``).
 
 A slot that exists is never moved because another replica would be better: moving costs an engine
@@ -14,8 +16,9 @@ start and a weight transfer.
 
 from __future__ import annotations
 
-from rose_core.lending.explain import outcomes
-from rose_core.lending.facts import Plan, Snapshot
+from rose_core.lending.answers import Plan
+from rose_core.lending.explain import member_verdicts, outcomes
+from rose_core.lending.facts import Snapshot
 from rose_core.lending.loan import make_loans
 from rose_core.lending.release import release_slots
 from rose_core.lending.world import World
@@ -31,10 +34,12 @@ def plan(snapshot: Snapshot, now: float) -> Plan:
     world = World(snapshot, now)
     release_slots(world)
     make_loans(world)
+    members = member_verdicts(world)
     return Plan(
         lends=tuple(world.lends),
         releases=tuple(world.releases.values()),
         verdicts=world.verdicts,
-        outcomes=outcomes(world),
+        outcomes=outcomes(world, members),
         memory=world.memory,
+        members=members,
     )

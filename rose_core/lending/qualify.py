@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 
 from rose_core.api.reasons import Reason
-from rose_core.lending.facts import Policy, Pool, Replica, Verdict
+from rose_core.lending.answers import Verdict
+from rose_core.lending.facts import Policy, Pool, Replica
 from rose_core.wire.sync import SignalSource
 
 # What an agent says of a GPU that carries our own slot is no reason to take the slot back.
@@ -23,6 +25,11 @@ def _fresh(replica: Replica, _pool: Pool, policy: Policy) -> tuple[Reason, str] 
 
 def _not_stopped(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
     return (Reason.STOP_REQUESTED, "the stop button is pressed") if replica.stopped else None
+
+
+def _stays(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
+    cordoned = f"node {replica.node} is cordoned; a drain may follow"
+    return (Reason.NODE_CORDONED, cordoned) if replica.cordoned else None
 
 
 def _ready(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
@@ -63,6 +70,7 @@ def _roomy(replica: Replica, _pool: Pool, policy: Policy) -> tuple[Reason, str] 
 CHECKS: tuple[Check, ...] = (
     _fresh,
     _not_stopped,
+    _stays,
     _ready,
     _not_refused,
     _has_gpu,
@@ -89,5 +97,5 @@ def still_fit(found: Verdict) -> bool:
 
 def shared_gpus(replicas: tuple[Replica, ...]) -> frozenset[str]:
     """GPUs that more than one replica names."""
-    counts = Counter(gpu for replica in replicas for gpu in set(replica.gpus))
+    counts = Counter(chain.from_iterable(set(replica.gpus) for replica in replicas))
     return frozenset(gpu for gpu, count in counts.items() if count > 1)

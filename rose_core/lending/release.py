@@ -5,11 +5,20 @@ Order matters: what is released by an earlier rule no longer counts for a later 
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
 from rose_core.api.reasons import Reason
-from rose_core.lending.facts import Slot
-from rose_core.lending.limits import is_open, most_lent
+from rose_core.lending.facts import Lease, Pool, Slot
+from rose_core.lending.limits import is_open, limit
+from rose_core.lending.loan import most_slots, worth
 from rose_core.lending.qualify import still_fit
+from rose_core.lending.radius import closed, most_in_zone, zone_name
+from rose_core.lending.shares import targets
 from rose_core.lending.world import World
+
+ThingT = TypeVar("ThingT")
 
 
 def release_slots(world: World) -> None:
@@ -21,7 +30,9 @@ def release_slots(world: World) -> None:
     _duplicates(world)
     _above_pool_limits(world)
     _above_lease_maximum(world)
-    _preempt(world)
+    leaving = _leaving(world)
+    _preempt(world, leaving)
+    _rebalance(world, leaving)
 
 
 def _lost_cause(world: World, slot: Slot) -> tuple[Reason, str] | None:
@@ -35,6 +46,8 @@ def _lost_cause(world: World, slot: Slot) -> tuple[Reason, str] | None:
         return Reason.UNKNOWN_POOL, f"pool {slot.pool} is gone"
     if not is_open(pool, world.now):
         return Reason.OUTSIDE_TIME_WINDOW, "no time window of the pool is open"
+    if pool.breaker.returns and world.broken(pool):
+        return Reason.BREAKER_OPEN, "live traffic missed its objective; everything goes back"
     return None
 
 
@@ -49,6 +62,8 @@ def _unfit(world: World, slot: Slot) -> tuple[Reason, str] | None:
         return gone if slot.node in world.snapshot.reporting else None
     if replica.stopped:
         return Reason.STOP_REQUESTED, "the stop button is pressed"
+    if replica.cordoned:
+        return Reason.NODE_CORDONED, f"node {replica.node} is cordoned: the GPU is free first"
     found = world.verdicts[slot.replica]
     unfit_for = world.now - world.memory.unfit_since.get(slot.uid, world.now)
     if still_fit(found) or unfit_for < world.policy.patience_seconds:
@@ -59,46 +74,140 @@ def _unfit(world: World, slot: Slot) -> tuple[Reason, str] | None:
 def _duplicates(world: World) -> None:
     taken: set[str] = set()
     for slot in world.held():
-        if taken & set(slot.gpus):
-            world.release(slot, Reason.DUPLICATE_SLOT, "an older slot holds the GPU")
-        else:
+        if taken.isdisjoint(slot.gpus):
             taken |= set(slot.gpus)
+        else:
+            world.release(slot, Reason.DUPLICATE_SLOT, "an older slot holds the GPU")
 
 
 def _above_pool_limits(world: World) -> None:
+    by_pool = _by(world.held(), lambda slot: slot.pool)
     for pool in world.snapshot.pools:
-        held = [slot for slot in world.held() if slot.pool == pool.key]
+        held = by_pool.get(pool.key, [])
         # A replica that is not known just now may be a silent node, not a smaller pool.
         unseen = sum(slot.replica not in world.replicas for slot in held)
         known = len(world.members.get(pool.key, ())) + unseen
-        limit = most_lent(pool, max(known, pool.remembered_replicas))
-        for slot in world.weakest_first(held)[: max(0, len(held) - limit)]:
-            world.release(slot, Reason.POOL_LIMIT_REACHED, f"{len(held)} lent, limit {limit}")
+        found = limit(pool, max(known, pool.remembered_replicas), growing=False)
+        text = f"{len(held)} lent, limit {found.count}"
+        if found.reason is not Reason.POOL_LIMIT_REACHED:
+            text = f"{text}: {found.message}"
+        _shrink(world, held, found.count, found.reason, text)
+        _above_radius(world, pool, [slot for slot in held if slot.name not in world.releases])
+
+
+def _above_radius(world: World, pool: Pool, held: list[Slot]) -> None:
+    """Limits per node and zone that were lowered after the loans."""
+    if pool.per_node is not None:
+        for node, slots in _by(held, lambda slot: slot.node).items():
+            text = f"{len(slots)} lent on node {node}, limit {pool.per_node}"
+            _shrink(world, slots, pool.per_node, Reason.NODE_LIMIT_REACHED, text)
+    if pool.per_zone_percent < 100:
+        seen = [slot for slot in held if slot.replica in world.replicas]
+        staying = [slot for slot in seen if slot.name not in world.releases]
+        for zone, slots in _by(staying, lambda slot: world.replicas[slot.replica].zone).items():
+            most = most_in_zone(world, pool, zone)
+            text = f"{len(slots)} lent in {zone_name(zone)}, limit {most}"
+            _shrink(world, slots, most, Reason.ZONE_LIMIT_REACHED, text)
+
+
+def _shrink(world: World, slots: list[Slot], most: int, reason: Reason, text: str) -> None:
+    for slot in world.weakest_first(slots)[: max(0, len(slots) - most)]:
+        world.release(slot, reason, text)
 
 
 def _above_lease_maximum(world: World) -> None:
+    by_lease = _by(world.held(), lambda slot: slot.lease)
     for lease in world.snapshot.leases:
-        mine = [slot for slot in world.held() if slot.lease == lease.key]
-        for slot in world.weakest_first(mine)[: max(0, len(mine) - lease.max_slots)]:
-            world.release(slot, Reason.LEASE_SHRUNK, f"slots.max is {lease.max_slots}")
+        mine = by_lease.get(lease.key, [])
+        text = f"slots.max is {lease.max_slots}"
+        _shrink(world, mine, lease.max_slots, Reason.LEASE_SHRUNK, text)
+        pool = world.pools.get(lease.pool)
+        if pool is not None and pool.per_lease_percent < 100:
+            kept = [slot for slot in mine if slot.name not in world.releases]
+            cap = world.lease_cap(pool)
+            text = f"maxReplicasPerLeasePercent {pool.per_lease_percent} allows {cap}"
+            _shrink(world, kept, cap, Reason.LEASE_LIMIT_REACHED, text)
 
 
-def _preempt(world: World) -> None:
+def _preempt(world: World, leaving: set[str]) -> None:
     """A lease below its minimum takes one slot at a time from a weaker lease of its pool."""
+    held = _by(world.held(), lambda slot: slot.pool)
+    weakest = {key: world.weakest_first(slots) for key, slots in held.items()}
     for lease in sorted(world.leases.values(), key=lambda lease: lease.rank):
-        satisfied = lease.refusal is not None or world.coming(lease) >= lease.min_slots
-        if satisfied or world.free(lease.pool) or _leaving(world, lease.pool):
+        pool = world.pools.get(lease.pool)
+        if pool is None or not lease.preempts or lease.pool in leaving:
             continue
-        for slot in world.weakest_first(world.held()):
+        if not _waits(world, pool, lease, lease.min_slots):
+            continue
+        for slot in weakest.get(lease.pool, ()):
             weaker = world.leases[slot.lease].priority < lease.priority
             settled = world.now - slot.created >= world.policy.preempt_after_seconds
-            if slot.pool == lease.pool and weaker and settled:
+            if weaker and settled:
                 world.release(slot, Reason.PREEMPTED, f"lease {lease.key} lacks its minimum")
+                leaving.add(lease.pool)
                 break
 
 
-def _leaving(world: World, pool: str) -> bool:
-    return any(
-        slot.pool == pool and (slot.released or slot.name in world.releases)
-        for slot in world.snapshot.slots
-    )
+def _waits(world: World, pool: Pool, lease: Lease, wanted: int) -> bool:
+    """Whether the lease lacks slots that only another lease could give."""
+    if lease.refusal is not None or world.coming(lease) >= wanted:
+        return False
+    if closed(world, pool) is not None or not worth(world, pool, lease):
+        return False
+    return world.room(pool) <= 0 or not world.free(pool.key)
+
+
+def _rebalance(world: World, leaving: set[str]) -> None:
+    """In a full pool, a lease below its share takes one slot at a time from one above its own."""
+    leases = _by(world.snapshot.leases, lambda lease: lease.pool)
+    slots = _by(world.held(), lambda slot: slot.lease)
+    for pool in world.snapshot.pools:
+        asking = [one for one in leases.get(pool.key, []) if worth(world, pool, one)]
+        if pool.key in leaving or len(asking) < 2:
+            continue
+        caps = {one.key: most_slots(world, pool, one) for one in asking}
+        share = targets(asking, world.held_in(pool.key), caps)
+        for lease in sorted(asking, key=lambda one: one.rank):
+            if _waits(world, pool, lease, share.get(lease.key, 0)):
+                victim = _most_above(world, lease, asking, share, slots)
+                if victim is not None:
+                    text = f"lease {lease.key} has fewer slots than its weight entitles it to"
+                    world.release(victim, Reason.REBALANCED, text)
+                    break
+
+
+def _most_above(
+    world: World,
+    lease: Lease,
+    asking: list[Lease],
+    share: dict[str, int],
+    slots: dict[str, list[Slot]],
+) -> Slot | None:
+    """The slot that an equal lease can spare most easily."""
+    above = [
+        (world.coming(one) - share.get(one.key, 0), one.rank, one)
+        for one in asking
+        if one.priority == lease.priority and one.refusal is None
+    ]
+    for excess, _, one in sorted(above, key=lambda entry: (-entry[0], entry[1])):
+        if excess <= 0:
+            return None
+        old = world.now - world.policy.rebalance_seconds
+        for slot in world.weakest_first(slots.get(one.key, [])):
+            if slot.created <= old:
+                return slot
+    return None
+
+
+def _leaving(world: World) -> set[str]:
+    """Pools in which a slot is on its way back."""
+    return {
+        slot.pool for slot in world.snapshot.slots if slot.released or slot.name in world.releases
+    }
+
+
+def _by(things: Iterable[ThingT], key: Callable[[ThingT], str]) -> dict[str, list[ThingT]]:
+    found: dict[str, list[ThingT]] = defaultdict(list)
+    for thing in things:
+        found[key(thing)].append(thing)
+    return found

@@ -1,31 +1,30 @@
 """One pass's working state: the snapshot indexed, replicas judged, decisions so far.
 
-``release``, ``loan`` and ``explain`` are the steps that read and extend it.
+``release``, ``loan`` and ``explain`` are the steps that read and extend it. Counts are kept as
+decisions are made, because a pass over thousands of replicas asks for them all the time.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from rose_core.api.reasons import Reason
-from rose_core.lending.facts import (
-    Lease,
-    Lend,
-    Memory,
-    Pool,
-    Release,
-    Replica,
-    Slot,
-    Snapshot,
-    Verdict,
-)
-from rose_core.lending.limits import most_lent
+from rose_core.lending.answers import Lend, Release, Verdict
+from rose_core.lending.facts import Lease, Memory, Pool, Replica, Slot, Snapshot
+from rose_core.lending.limits import Limit, limit, most_lent
 from rose_core.lending.qualify import shared_gpus, still_fit, verdict
+
+_MINUTE = 60.0
 
 
 class World:
-    """What one planning pass knows and has decided."""
+    """What one planning pass knows and has decided.
+
+    Attributes:
+        lent_on: (pool, "node/N") and (pool, "zone/Z") -> replicas lent, leaving ones included.
+        zone_size: (pool, zone) -> replicas of the pool there.
+    """
 
     def __init__(self, snapshot: Snapshot, now: float) -> None:
         self.snapshot = snapshot
@@ -41,6 +40,7 @@ class World:
         self.releases: dict[str, Release] = {}
         self.lends: list[Lend] = []
         self.verdicts = self._judge()
+        self._index()
         self.memory = self._remember()
 
     def _judge(self) -> dict[str, Verdict]:
@@ -51,13 +51,51 @@ class World:
         pool = self.pools.get(replica.pool)
         if pool is None:
             return Verdict(replica.name, Reason.UNKNOWN_POOL, f"pool {replica.pool}")
-        if shared & set(replica.gpus):
+        if not shared.isdisjoint(replica.gpus):
             return Verdict(replica.name, Reason.SPANS_REPLICAS, "a GPU serves two replicas")
         return verdict(replica, pool, self.policy)
+
+    def _index(self) -> None:
+        staying = [slot for slot in self.snapshot.slots if not slot.released]
+        self._held = {
+            slot.name: slot for slot in sorted(staying, key=lambda slot: (slot.created, slot.name))
+        }
+        self._held_by_lease = Counter(slot.lease for slot in staying)
+        self._held_by_pool = Counter(slot.pool for slot in staying)
+        self._lent_by_pool = Counter(slot.pool for slot in self.snapshot.slots)
+        self.lent_on: Counter[tuple[str, str]] = Counter()
+        for slot in self.snapshot.slots:
+            self._count(slot.pool, slot.node, self.replicas.get(slot.replica), 1)
+        self.zone_size = Counter((replica.pool, replica.zone) for replica in self.snapshot.replicas)
+        self._reporting = Counter(
+            replica.pool
+            for replica in self.snapshot.replicas
+            if replica.age_seconds <= self.policy.stale_seconds
+        )
+        self._free: dict[str, dict[str, Replica]] = defaultdict(dict)
+        for replica in self.snapshot.replicas:
+            if self._is_free(replica):
+                self._free[replica.pool][replica.uid] = replica
+
+    def _is_free(self, replica: Replica) -> bool:
+        """Qualifies and carries no slot, not even a leaving one."""
+        fit = self.verdicts[replica.uid].reason is Reason.QUALIFIES
+        return fit and not replica.occupied and self.busy_gpus.isdisjoint(replica.gpus)
+
+    def _count(self, pool: str, node: str, replica: Replica | None, change: int) -> None:
+        self.lent_on[pool, f"node/{node}"] += change
+        if replica is not None:
+            self.lent_on[pool, f"zone/{replica.zone}"] += change
 
     def _remember(self) -> Memory:
         old = self.snapshot.memory
         recent = self.now - self.policy.cool_seconds
+        missed = {pool.key: self.now for pool in self.snapshot.pools if pool.breaker.missed}
+        self._loans_at = {
+            key: kept
+            for key, times in old.loans_at.items()
+            if (kept := tuple(at for at in times if self.now - at < _MINUTE))
+        }
         return Memory(
             fit_since={
                 uid: old.fit_since.get(uid, self.now)
@@ -71,51 +109,69 @@ class World:
             },
             freed_at={gpu: at for gpu, at in old.freed_at.items() if at > recent}
             | dict.fromkeys(self.busy_gpus, self.now),
+            missed_at={key: at for key, at in old.missed_at.items() if key in self.pools} | missed,
+            loans_at=self._loans_at,
         )
 
     # Questions.
 
     def held(self) -> list[Slot]:
         """Slots that stay so far, oldest first."""
-        staying = [
-            slot
-            for slot in self.snapshot.slots
-            if not slot.released and slot.name not in self.releases
-        ]
-        return sorted(staying, key=lambda slot: (slot.created, slot.name))
+        return list(self._held.values())
+
+    def held_in(self, pool: str) -> int:
+        """How many slots of the pool stay so far."""
+        return self._held_by_pool[pool]
 
     def weakest_first(self, slots: Iterable[Slot]) -> list[Slot]:
-        """By the lease's rank, the weakest first; of one lease the youngest slot first."""
+        """By the lease's rank, the weakest first; of one lease those that cost least to end.
+
+        An engine that does not run yet has cost the least, then the youngest slot.
+        """
         return sorted(
             slots,
-            key=lambda slot: (self.leases[slot.lease].rank, slot.created, slot.name),
+            key=lambda slot: (
+                self.leases[slot.lease].rank,
+                not slot.running,
+                slot.created,
+                slot.name,
+            ),
             reverse=True,
         )
 
     def coming(self, lease: Lease) -> int:
         """Slots the lease will hold after this pass."""
-        held = sum(slot.lease == lease.key for slot in self.held())
-        return held + sum(lend.lease == lease.key for lend in self.lends)
+        return self._held_by_lease[lease.key]
 
     def free(self, pool: str) -> list[Replica]:
         """Replicas of the pool that qualify and carry no slot, not even a leaving one."""
-        chosen = {lend.replica for lend in self.lends}
-        return [
-            replica
-            for replica in self.members.get(pool, ())
-            if self.verdicts[replica.uid].reason is Reason.QUALIFIES
-            and not replica.occupied
-            and not self.busy_gpus & set(replica.gpus)
-            and replica.uid not in chosen
-        ]
+        return list(self._free[pool].values())
+
+    def is_free(self, replica: Replica) -> bool:
+        """Whether ``free`` has it."""
+        return replica.uid in self._free[replica.pool]
+
+    def limit(self, pool: Pool) -> Limit:
+        """Most replicas of the pool that may be lent now, for a loan that would be made."""
+        return limit(pool, self._reporting[pool.key], growing=True)
 
     def room(self, pool: Pool) -> int:
         """How many more replicas of the pool may be lent now."""
-        members = self.members.get(pool.key, ())
-        reporting = sum(replica.age_seconds <= self.policy.stale_seconds for replica in members)
-        lent = sum(slot.pool == pool.key for slot in self.snapshot.slots)
-        lent += sum(self.replicas[lend.replica].pool == pool.key for lend in self.lends)
-        return most_lent(pool, reporting) - lent
+        return self.limit(pool).count - self._lent_by_pool[pool.key]
+
+    def lease_cap(self, pool: Pool) -> int:
+        """Most slots of the pool that one lease may hold; at least one where any may be lent."""
+        most = most_lent(pool, max(self._reporting[pool.key], pool.remembered_replicas))
+        return max(1, most * pool.per_lease_percent // 100)
+
+    def broken(self, pool: Pool) -> float:
+        """Seconds for which the pool's breaker stays open; 0 when it is closed."""
+        at = self.memory.missed_at.get(pool.key)
+        return 0.0 if at is None else max(0.0, at + pool.breaker.cooldown_seconds - self.now)
+
+    def loans_in_last_minute(self, pool: Pool) -> int:
+        """Loans of this and earlier passes."""
+        return len(self._loans_at.get(pool.key, ()))
 
     def unrested(self, replica: Replica) -> Verdict | None:
         """Hysteresis: None once a qualifying replica has settled and its GPUs have rested."""
@@ -131,9 +187,19 @@ class World:
     # Decisions.
 
     def release(self, slot: Slot, reason: Reason, message: str) -> None:
-        """Take the slot back."""
+        """Take the slot back; until its object is gone its replica still counts as lent."""
         self.releases[slot.name] = Release(slot.name, reason, message)
+        del self._held[slot.name]
+        self._held_by_lease[slot.lease] -= 1
+        self._held_by_pool[slot.pool] -= 1
 
     def lend(self, lease: Lease, replica: Replica) -> None:
         """Make a slot."""
+        pool = replica.pool
         self.lends.append(Lend(lease.key, replica.uid))
+        self._held_by_lease[lease.key] += 1
+        self._held_by_pool[pool] += 1
+        self._lent_by_pool[pool] += 1
+        self._count(pool, replica.node, replica, 1)
+        del self._free[pool][replica.uid]
+        self._loans_at[pool] = (*self._loans_at.get(pool, ()), self.now)

@@ -35,6 +35,10 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec.lending": {"timeWindows": [NIGHT]}},
         {"spec.lending": {"timeWindows": [{"startTime": "06:00", "endTime": "06:00"}]}},
     ),
+    ("ServingPool", "maxReplicasPerNode says nothing while maxReplicasPercent is 0"): (
+        {"spec.lending": {"maxReplicasPerNode": 1}},
+        {"spec.lending": {"maxReplicasPerNode": 1, "maxReplicasPercent": 0}},
+    ),
     ("RolloutLease", "slots.min must not exceed slots.max"): (
         {"spec.slots": {"min": 2, "max": 2}},
         {"spec.slots": {"min": 3, "max": 2}},
@@ -95,6 +99,17 @@ BOUNDS: list[tuple[str, dict[str, Any], str]] = [
     ("ServingPool", {"spec.allowedSignals": ["WireTap", "WireTap"]}, "Duplicate value"),
     ("ServingPool", {"spec.lending": {"maxReplicasPercent": 101}}, "maxReplicasPercent"),
     ("ServingPool", {"spec.lending": {"timeWindows": [NIGHT | {"endTime": "24:00"}]}}, "endTime"),
+    ("ServingPool", {"spec.lending": {"maxReplicasPerNode": 0}}, "maxReplicasPerNode"),
+    ("ServingPool", {"spec.lending": {"maxReplicasPerZonePercent": 0}}, "PerZonePercent"),
+    ("ServingPool", {"spec.lending": {"maxReplicasPerLeasePercent": 101}}, "PerLeasePercent"),
+    ("ServingPool", {"spec.lending": {"maxLoansPerMinute": 0}}, "maxLoansPerMinute"),
+    ("ServingPool", {"spec.lending": {"spread": "Racks"}}, "Unsupported value"),
+    ("ServingPool", {"spec.lending": {"forecast": {"leadMinutes": 4}}}, "leadMinutes"),
+    ("ServingPool", {"spec.lending": {"forecast": {"maxBusyPercent": 96}}}, "maxBusyPercent"),
+    ("ServingPool", {"spec.lending": {"breaker": {"whenOpen": "Panic"}}}, "Unsupported value"),
+    ("ServingPool", {"spec.lending": {"autoscalerCheck": "Maybe"}}, "Unsupported value"),
+    ("RolloutLease", {"spec.weight": 0}, "spec.weight"),
+    ("RolloutLease", {"spec.preemptionPolicy": "Always"}, "Unsupported value"),
     ("RolloutLease", {"spec.model.name": "../etc"}, "spec.model.name"),
     ("RolloutLease", {"spec.weights.storeName": "evil.example:80"}, "storeName"),
     ("RolloutLease", {"spec.lifetimeSeconds": 1}, "lifetimeSeconds"),
@@ -171,9 +186,13 @@ def test_defaults_come_from_the_schema(client: Client) -> None:
     assert pool["mode"] == "Observe"
     assert pool["lending"]["memoryHeadroomPercent"] == 20
     assert pool["maxComputePercent"] == 30
+    assert pool["lending"]["spread"] == "LeastUsed"
+    assert pool["lending"]["breaker"] == {"cooldownSeconds": 600, "whenOpen": "Hold"}
+    assert "forecast" not in pool["lending"]
     lease = created(client, "RolloutLease", {})["spec"]
     assert lease["slots"] == {"min": 1, "max": 1}
     assert lease["weights"]["kvPolicy"] == "Keep"
+    assert (lease["weight"], lease["preemptionPolicy"]) == (1, "PreemptLowerPriority")
 
 
 @pytest.mark.cluster
@@ -186,6 +205,20 @@ def test_leases_are_selected_by_their_pool(existing: Client) -> None:
         RESOURCES["RolloutLease"], namespace="default", fields={"spec.poolRef.name": "x"}
     )
     assert list(none) == []
+
+
+@pytest.mark.cluster
+def test_a_lease_is_scaled_between_its_bounds_and_no_further(existing: Client) -> None:
+    lease = RESOURCES["RolloutLease"]
+
+    def scale(slots: int) -> None:
+        wanted = {"spec": {"replicas": slots}}
+        existing.patch(lease.Scale, "grpo", wanted, namespace="default", patch_type=PatchType.MERGE)
+
+    scale(4)
+    assert dict(existing.get(lease, "grpo", namespace="default"))["spec"]["slots"]["max"] == 4
+    with pytest.raises(ApiError, match="less than or equal to 1024"):
+        scale(1025)
 
 
 def test_every_rule_has_an_accept_and_a_reject_case() -> None:

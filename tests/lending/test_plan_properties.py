@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose_core.api import Reason
+from rose_core.api.servingpool import Spread
 from rose_core.lending import (
+    Breaker,
     Lend,
     Release,
     Snapshot,
@@ -24,6 +26,9 @@ def worlds(draw: st.DrawFn) -> Snapshot:
             stopped=draw(st.sampled_from([False, False, True])),
             kv_permille=draw(st.one_of(st.none(), st.integers(0, 1000))),
             gpus=(f"G{draw(st.integers(0, 6))}",),
+            node=f"n{draw(st.integers(0, 2))}",
+            zone=draw(st.sampled_from(["", "z1", "z2"])),
+            cordoned=draw(st.sampled_from([False, False, False, True])),
         )
         for number in range(draw(st.integers(0, 6)))
     ]
@@ -34,6 +39,8 @@ def worlds(draw: st.DrawFn) -> Snapshot:
             min_slots=draw(st.integers(0, 2)),
             max_slots=draw(st.integers(2, 4)),
             refusal=draw(st.sampled_from([None, None, Reason.UNKNOWN_STORE])),
+            weight=draw(st.integers(1, 3)),
+            preempts=draw(st.booleans()),
         )
         for number in range(draw(st.integers(0, 4)))
     ]
@@ -51,7 +58,14 @@ def worlds(draw: st.DrawFn) -> Snapshot:
         if draw(st.booleans())
     ]
     limits = pool(
-        max_replicas_percent=draw(st.integers(0, 100)), min_unlent_replicas=draw(st.integers(0, 3))
+        max_replicas_percent=draw(st.integers(0, 100)),
+        min_unlent_replicas=draw(st.integers(0, 3)),
+        per_node=draw(st.one_of(st.none(), st.integers(1, 2))),
+        per_zone_percent=draw(st.integers(1, 100)),
+        per_lease_percent=draw(st.integers(1, 100)),
+        per_minute=draw(st.one_of(st.none(), st.integers(1, 3))),
+        spread=draw(st.sampled_from(list(Spread))),
+        breaker=Breaker(missed=draw(st.sampled_from([False, False, True]))),
     )
     return world(replicas, leases, slots, pools=[limits])
 
@@ -77,6 +91,18 @@ def test_no_plan_breaks_a_limit_or_shares_a_gpu(snapshot: Snapshot) -> None:
         0, min(total * limits.max_replicas_percent // 100, total - limits.min_unlent_replicas)
     )
     assert len(staying) + len(new) <= most
+    assert new == [] or not limits.breaker.missed
+    assert limits.per_minute is None or len(new) <= limits.per_minute
+    assert not any(one.cordoned for one in new)
+    for node in {one.node for one in new}:
+        on_node = sum(one.node == node for one in snapshot.slots)
+        on_node += sum(one.node == node for one in new)
+        assert limits.per_node is None or on_node <= limits.per_node
+    for zone in {one.zone for one in new}:
+        size = sum(one.zone == zone for one in snapshot.replicas)
+        lent_there = [one for one in snapshot.slots if by_uid[one.replica].zone == zone]
+        in_zone = len(lent_there) + sum(one.zone == zone for one in new)
+        assert in_zone <= size * limits.per_zone_percent // 100
     for one in snapshot.leases:
         held = sum(s.lease == one.key for s in staying) + sum(
             d.lease == one.key for d in done.lends
@@ -90,7 +116,7 @@ def test_no_plan_breaks_a_limit_or_shares_a_gpu(snapshot: Snapshot) -> None:
 @given(worlds())
 def test_carrying_a_plan_out_reaches_rest(snapshot: Snapshot) -> None:
     now = NOW
-    for _ in range(12):
+    for _ in range(40):
         done = plan(snapshot, now)
         if not done.lends and not done.releases:
             break

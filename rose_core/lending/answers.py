@@ -1,0 +1,69 @@
+"""What the planner answers: loans, releases, and for everything why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rose_core.api.reasons import Reason
+from rose_core.lending.facts import Memory
+
+
+@dataclass(frozen=True)
+class Lend:
+    """Make a slot for this lease on this replica."""
+
+    lease: str
+    replica: str
+
+
+@dataclass(frozen=True)
+class Release:
+    """Take this slot back."""
+
+    slot: str
+    reason: Reason
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why one replica is, or is not, lent; the unit of every explanation."""
+
+    replica: str
+    reason: Reason
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a lease has after this plan, and why not more.
+
+    Attributes:
+        share: slots its weight entitles it to, of those the pool may lend now.
+    """
+
+    wanted: int
+    granted: int
+    reason: Reason
+    message: str
+    verdicts: tuple[Verdict, ...] = ()
+    share: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The planner's answer.
+
+    Attributes:
+        verdicts: replica uid -> whether it may be lent.
+        outcomes: lease key -> what it has.
+        members: pool key -> verdict of every replica of it, loans included.
+    """
+
+    lends: tuple[Lend, ...]
+    releases: tuple[Release, ...]
+    verdicts: Mapping[str, Verdict]
+    outcomes: Mapping[str, Outcome]
+    memory: Memory
+    members: Mapping[str, tuple[Verdict, ...]]

@@ -1,0 +1,53 @@
+"""How the leases of a pool share what may be lent.
+
+Three rules, in this order; each slot goes to the lease that the rules name next:
+
+1. minimums, by priority and then by age;
+2. a higher priority takes all it wants before a lower one gets more than its minimum;
+3. inside a priority, by weight: the lease with the fewest slots per weight is next.
+
+``order`` is what loans follow; ``targets`` is the same order played through for all slots of the
+pool at once: what every lease is entitled to, from which rebalancing and explanations follow.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+
+from rose_core.lending.facts import Lease
+
+Place = tuple[bool, int, float, float, str]
+
+
+def place(lease: Lease, held: int) -> Place:
+    """Sort key of the lease's next slot when it holds this many; the least is served next."""
+    below = held < lease.min_slots
+    share = 0.0 if below else (held + 1) / lease.weight
+    return (not below, -lease.priority, share, lease.created, lease.key)
+
+
+def targets(leases: Iterable[Lease], slots: int, caps: Mapping[str, int]) -> dict[str, int]:
+    """Lease key -> slots it is entitled to when the pool may lend this many.
+
+    Args:
+        leases: of one pool; those that are not accepted get none.
+        slots: how many the pool may lend.
+        caps: most slots a lease may hold, besides its own maximum.
+    """
+    able = {one.key: one for one in leases if one.refusal is None}
+    given = dict.fromkeys(able, 0)
+    queue = [place(one, 0) for one in able.values() if _most(one, caps) > 0]
+    heapq.heapify(queue)
+    for _ in range(max(0, slots)):
+        if not queue:
+            break
+        lease = able[heapq.heappop(queue)[-1]]
+        given[lease.key] += 1
+        if given[lease.key] < _most(lease, caps):
+            heapq.heappush(queue, place(lease, given[lease.key]))
+    return given
+
+
+def _most(lease: Lease, caps: Mapping[str, int]) -> int:
+    return min(lease.max_slots, caps.get(lease.key, lease.max_slots))
