@@ -18,21 +18,28 @@ def totals(lease: RolloutLease, slots: Sequence[RolloutSlot], world: World) -> T
     """Totals with the newest reports added."""
     old = lease.status.totals
     before = {entry.uid: entry for entry in old.slots}
-    lent, tokens = old.lent_milliseconds, old.harvested_tokens
+    lent, opened, tokens = old.lent_milliseconds, old.open_milliseconds, old.harvested_tokens
     entries = []
     for slot in sorted(slots, key=lambda slot: slot.metadata.uid):
         counted = before.get(slot.metadata.uid, SlotTotals(uid=slot.metadata.uid))
         report = world.telemetry.slot(slot.metadata.uid, slot.spec.member.node)
         if report is not None:
             lent += _gain(counted.lent_milliseconds, report.lent_milliseconds)
+            opened += _gain(counted.open_milliseconds, report.open_milliseconds)
             tokens += _gain(counted.harvested_tokens, report.harvested_tokens)
             counted = SlotTotals(
                 uid=counted.uid,
                 lent_milliseconds=report.lent_milliseconds,
+                open_milliseconds=report.open_milliseconds,
                 harvested_tokens=report.harvested_tokens,
             )
         entries.append(counted)
-    return Totals(lent_milliseconds=lent, harvested_tokens=tokens, slots=tuple(entries))
+    return Totals(
+        lent_milliseconds=lent,
+        open_milliseconds=opened,
+        harvested_tokens=tokens,
+        slots=tuple(entries),
+    )
 
 
 def _gain(counted: int, reported: int) -> int:

@@ -6,7 +6,7 @@ past validation) become ``Unreadable`` and get their answer too, without stoppin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Generic, TypeVar
@@ -15,8 +15,9 @@ from pydantic import ValidationError
 
 from rose_core.api import PoolMode, Reason, RolloutLease, RolloutSlot, ServingPool
 from rose_core.api.arguments import refusals
-from rose_core.api.servingpool import Compute, MemoryLimit, MemorySource
-from rose_operator.store import Raw, key_of
+from rose_core.api.servingpool import AutoscalerCheck
+from rose_core.lending.autoscalers import Autoscaler
+from rose_operator.store import Raw
 
 KindT = TypeVar("KindT", ServingPool, RolloutLease, RolloutSlot)
 
@@ -53,18 +54,14 @@ class Offer:
     engine_classes: frozenset[str]
 
 
-def parse(kind: type[KindT], raws: Iterable[Raw]) -> Parsed[KindT]:
-    """Read raw objects; what is being deleted counts as gone."""
-    good: dict[str, KindT] = {}
-    bad: list[Unreadable] = []
-    for raw in raws:
-        if raw["metadata"].get("deletionTimestamp"):
-            continue
-        try:
-            good[key_of(raw)] = kind.model_validate(raw)
-        except ValidationError as error:
-            bad.append(Unreadable(raw, Refusal(Reason.INVALID_SPEC, _first(error))))
-    return Parsed(good, tuple(bad))
+def parse_one(kind: type[KindT], raw: Raw) -> KindT | Unreadable | None:
+    """Read one raw object; None for one that is being deleted: it counts as gone."""
+    if raw["metadata"].get("deletionTimestamp"):
+        return None
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        return Unreadable(raw, Refusal(Reason.INVALID_SPEC, _first(error)))
 
 
 def _first(error: ValidationError) -> str:
@@ -72,30 +69,50 @@ def _first(error: ValidationError) -> str:
     return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
 
 
-def pool_refusal(pool: ServingPool) -> Refusal | None:
-    """Why the pool is not accepted, or None."""
-    unsupported = {
-        "compute: MPS": pool.spec.compute is Compute.MPS,
-        "memorySource: Elastic": pool.spec.memory_source is MemorySource.ELASTIC,
-        "memoryLimit: Driver": pool.spec.memory_limit is MemoryLimit.DRIVER,
-        "lending.maxPowerWatts": pool.spec.lending.max_power_watts is not None,
-    }
-    named = [field for field, asked in unsupported.items() if asked]
-    if not named:
+def pool_refusal(
+    pool: ServingPool,
+    autoscalers: Collection[Autoscaler] = (),
+    pods: Collection[str] = (),
+) -> Refusal | None:
+    """Why the pool is not accepted, or None.
+
+    Args:
+        pool: as its owner wrote it.
+        autoscalers: those of the cluster that follow figures of whole GPUs.
+        pods: names of the pool's serving pods.
+    """
+    return _autoscaled(pool, autoscalers, pods)
+
+
+def _autoscaled(
+    pool: ServingPool, autoscalers: Collection[Autoscaler], pods: Collection[str]
+) -> Refusal | None:
+    if pool.spec.lending.autoscaler_check is AutoscalerCheck.IGNORE:
         return None
-    return Refusal(
-        Reason.FEATURE_NOT_SUPPORTED, f"not supported in this version: {', '.join(named)}"
+    namespace = pool.metadata.namespace
+    found = [str(one) for one in autoscalers if any(one.scales(namespace, pod) for pod in pods)]
+    if not found:
+        return None
+    text = (
+        f"{'; '.join(sorted(found))}: rollouts raise that figure. Let it follow a figure of "
+        "serving alone (rose_pool_serving_*), or set lending.autoscalerCheck to Ignore"
     )
+    return Refusal(Reason.AUTOSCALER_CONFLICT, text)
 
 
 def lease_refusal(
-    lease: RolloutLease, pools: Mapping[str, ServingPool], offer: Offer, now: datetime
+    lease: RolloutLease,
+    pools: Mapping[str, ServingPool],
+    refused: Mapping[str, Refusal],
+    offer: Offer,
+    now: datetime,
 ) -> Refusal | None:
-    """Why the lease is not accepted, or None."""
+    """Why the lease is not accepted, or None; ``refused`` says why pools are not, by key."""
+    key = lease.spec.pool_ref.key
     return (
         _expired(lease, now)
         or _not_offered(lease, offer)
-        or _pool_says_no(lease, pools.get(lease.spec.pool_ref.key))
+        or _pool_says_no(lease, pools.get(key), refused.get(key))
     )
 
 
@@ -136,14 +153,15 @@ def _not_offered(lease: RolloutLease, offer: Offer) -> Refusal | None:
     return None
 
 
-def _pool_says_no(lease: RolloutLease, pool: ServingPool | None) -> Refusal | None:
+def _pool_says_no(
+    lease: RolloutLease, pool: ServingPool | None, refused: Refusal | None
+) -> Refusal | None:
     if pool is None:
         return Refusal(Reason.UNKNOWN_POOL, f"there is no pool {lease.spec.pool_ref.key}")
     borrowers = pool.spec.lending.borrower_namespaces or (pool.metadata.namespace,)
     if lease.metadata.namespace not in borrowers:
         text = f"pool {pool.metadata.key} lends to {_names(borrowers)}"
         return Refusal(Reason.NAMESPACE_NOT_ALLOWED, text)
-    refused = pool_refusal(pool)
     if refused is not None:
         return Refusal(Reason.POOL_NOT_ACCEPTED, f"pool {pool.metadata.key}: {refused.message}")
     if pool.spec.mode is not PoolMode.LEND:

@@ -6,14 +6,16 @@ the operator owns alone: status of its kinds, slots, routers.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from enum import Enum
 from typing import Any, TypeVar
 
 import httpx
 from lightkube import ApiError, AsyncClient
 from lightkube.generic_resource import (
+    GenericGlobalResource,
     GenericNamespacedResource,
     create_api_info,
     create_namespaced_resource,
@@ -31,6 +33,8 @@ MANAGED = {"app.kubernetes.io/managed-by": FIELD_MANAGER}
 _log = logging.getLogger(__name__)
 _ResultT = TypeVar("_ResultT")
 _RETRYABLE = frozenset({408, 409, 429, 500, 502, 503, 504})
+_LONGEST_WAIT = 5.0
+_TRIES = 6
 
 
 # Kubernetes' own kinds as plain dictionaries, outside lightkube's registry: there they would clash
@@ -51,8 +55,26 @@ class _Lease(GenericNamespacedResource):
     _api_info = create_api_info("coordination.k8s.io", "v1", "Lease", "leases")
 
 
+class _Node(GenericGlobalResource):
+    _api_info = create_api_info("", "v1", "Node", "nodes")
+
+
+class _Autoscaler(GenericNamespacedResource):
+    _api_info = create_api_info(
+        "autoscaling", "v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers"
+    )
+
+
+class _TokenReview(GenericGlobalResource):
+    _api_info = create_api_info("authentication.k8s.io", "v1", "TokenReview", "tokenreviews")
+
+
+class _ScaledObject(GenericNamespacedResource):
+    _api_info = create_api_info("keda.sh", "v1alpha1", "ScaledObject", "scaledobjects")
+
+
 class Kind(Enum):
-    """Kinds the operator reads or writes."""
+    """Kinds the operator reads or writes; ``CORDONED`` is the nodes that are unschedulable."""
 
     POOL = "ServingPool"
     LEASE = "RolloutLease"
@@ -61,6 +83,10 @@ class Kind(Enum):
     SERVICE = "Service"
     EVENT = "Event"
     LOCK = "Lease"
+    NODE = "Node"
+    CORDONED = "CordonedNode"
+    AUTOSCALER = "HorizontalPodAutoscaler"
+    SCALED_OBJECT = "ScaledObject"
 
 
 RESOURCES: dict[Kind, Any] = {
@@ -71,11 +97,21 @@ RESOURCES: dict[Kind, Any] = {
     Kind.SERVICE: _Service,
     Kind.EVENT: _Event,
     Kind.LOCK: _Lease,
+    Kind.NODE: _Node,
+    Kind.CORDONED: _Node,
+    Kind.AUTOSCALER: _Autoscaler,
+    Kind.SCALED_OBJECT: _ScaledObject,
 }
+_EVERYWHERE = frozenset({Kind.POOL, Kind.LEASE, Kind.AUTOSCALER, Kind.SCALED_OBJECT})
+# Node objects are large: a page of them must not stop the loop for long.
+_PAGE = 250
 
 
 class Api:
     """Requests of the operator.
+
+    A server that is overloaded and says how long to wait is asked again after that, a few times:
+    a pass of many requests would otherwise hardly ever get through.
 
     Args:
         client: a lightkube client for the cluster.
@@ -89,19 +125,19 @@ class Api:
     async def list(self, kind: Kind) -> tuple[list[Raw], int]:
         """Every object of a kind and the resource version of the listing.
 
-        Pools and leases of all namespaces; slots, Deployments and Services of ROSE's own, the
-        latter two only those the operator made.
+        Pools, leases and autoscalers of all namespaces, nodes; slots, Deployments and Services of
+        ROSE's own, the latter two only those the operator made.
 
         Raises:
             ApiUnavailable, ApiRefused: as everywhere in this class.
         """
-        listing = self._client.list(RESOURCES[kind], **self._scope(kind))
 
-        async def gather() -> list[Raw]:
-            return [_plain(item) async for item in listing]
+        async def gather() -> tuple[list[Raw], int]:
+            listing = self._client.list(RESOURCES[kind], chunk_size=_PAGE, **self._scope(kind))
+            items = [_plain(item) async for item in listing]
+            return items, int(listing.resourceVersion)
 
-        items = await self._ask(gather())
-        return items, int(listing.resourceVersion)
+        return await self._ask(gather)
 
     async def watch(self, kind: Kind, version: int) -> AsyncIterator[tuple[str, Raw]]:
         """Changes after a version; ends when the server closes, raises when it must be relisted."""
@@ -118,19 +154,24 @@ class Api:
             raise _translate(error) from error
 
     def _scope(self, kind: Kind) -> dict[str, Any]:
-        if kind in {Kind.POOL, Kind.LEASE}:
+        if kind in _EVERYWHERE:
             return {"namespace": "*"}
+        if kind is Kind.NODE:
+            return {}
+        if kind is Kind.CORDONED:
+            return {"fields": {"spec.unschedulable": "true"}}
         if kind is Kind.SLOT:
             return {"namespace": self.namespace}
         return {"namespace": self.namespace, "labels": dict(MANAGED)}
 
     async def apply(self, kind: Kind, manifest: Raw) -> Raw:
         """Create or change an object the operator owns."""
-        return await self._write(kind, "apply", self._patch(RESOURCES[kind], manifest))
+        return await self._write(kind, "apply", lambda: self._patch(RESOURCES[kind], manifest))
 
     async def apply_status(self, kind: Kind, manifest: Raw) -> Raw:
         """Write the status of an object."""
-        return await self._write(kind, "status", self._patch(RESOURCES[kind].Status, manifest))
+        resource = RESOURCES[kind].Status
+        return await self._write(kind, "status", lambda: self._patch(resource, manifest))
 
     async def delete(self, kind: Kind, name: str) -> None:
         """Delete an object of ROSE's namespace; one that is gone already is fine."""
@@ -138,7 +179,7 @@ class Api:
             await self._write(
                 kind,
                 "delete",
-                self._client.delete(RESOURCES[kind], name, namespace=self.namespace),
+                lambda: self._client.delete(RESOURCES[kind], name, namespace=self.namespace),
             )
         except ApiRefused as error:
             if error.code != NOT_FOUND:
@@ -146,17 +187,26 @@ class Api:
 
     async def create(self, kind: Kind, manifest: Raw) -> Raw:
         """Create an object that must not exist yet."""
-        return await self._write(kind, "create", self._client.create(RESOURCES[kind](manifest)))
+        thing = RESOURCES[kind](manifest)
+        return await self._write(kind, "create", lambda: self._client.create(thing))
 
     async def replace(self, kind: Kind, manifest: Raw) -> Raw:
         """Replace an object if it still has the manifest's resource version."""
-        return await self._write(kind, "replace", self._client.replace(RESOURCES[kind](manifest)))
+        thing = RESOURCES[kind](manifest)
+        return await self._write(kind, "replace", lambda: self._client.replace(thing))
+
+    async def review_token(self, token: str, audience: str) -> Raw:
+        """What the API server says of a token: the status of a TokenReview; nothing is stored."""
+        review = _TokenReview(spec={"token": token, "audiences": [audience]})
+        answered = _plain(await self._ask(lambda: self._client.create(review)))
+        status: Raw = answered.get("status") or {}
+        return status
 
     async def get(self, kind: Kind, name: str) -> Raw | None:
         """One object of ROSE's namespace, None when there is none."""
         try:
             found = await self._ask(
-                self._client.get(RESOURCES[kind], name, namespace=self.namespace)
+                lambda: self._client.get(RESOURCES[kind], name, namespace=self.namespace)
             )
         except ApiRefused as error:
             if error.code == NOT_FOUND:
@@ -176,13 +226,26 @@ class Api:
             force=True,
         )
 
-    async def _write(self, kind: Kind, verb: str, request: Awaitable[Any]) -> Raw:
-        API_WRITES.labels(kind.value, verb).inc()
-        return _plain(await self._ask(request))
+    async def _write(self, kind: Kind, verb: str, ask: Callable[[], Awaitable[Any]]) -> Raw:
+        def counted() -> Awaitable[Any]:
+            API_WRITES.labels(kind.value, verb).inc()
+            return ask()
 
-    async def _ask(self, request: Awaitable[_ResultT]) -> _ResultT:
+        return _plain(await self._ask(counted))
+
+    async def _ask(self, ask: Callable[[], Awaitable[_ResultT]]) -> _ResultT:
+        for _ in range(_TRIES - 1):
+            try:
+                return await self._once(ask)
+            except ApiUnavailable as error:
+                if not error.retry_after:
+                    raise
+                await asyncio.sleep(error.retry_after)
+        return await self._once(ask)
+
+    async def _once(self, ask: Callable[[], Awaitable[_ResultT]]) -> _ResultT:
         try:
-            return await request
+            return await ask()
         except (ApiError, httpx.HTTPError, ValueError) as error:
             translated = _translate(error)
             if getattr(translated, "code", 0) != NOT_FOUND:
@@ -198,10 +261,26 @@ def _plain(item: Any) -> Raw:  # noqa: ANN401  # lightkube's own dynamic classes
 
 
 def _translate(error: Exception) -> ApiUnavailable | ApiRefused:
-    """A status that says no is a refusal; everything else is worth another try."""
+    """A status that says no is a refusal; everything else is worth another try.
+
+    An overloaded API server, and whatever stands before it, answers in plain text: lightkube makes
+    its own error of JSON alone.
+    """
     if isinstance(error, ApiError):
-        code = error.status.code or error.response.status_code
+        response = getattr(error, "response", None)  # none when a watch brings the status
+        code = error.status.code or (response.status_code if response is not None else 0)
         if code not in _RETRYABLE:
             return ApiRefused(code, error.status.message or "refused")
-        return ApiUnavailable(f"{code}: {error.status.message}")
+        return ApiUnavailable(f"{code}: {error.status.message}", retry_after=_wait_of(response))
+    if isinstance(error, httpx.HTTPStatusError):
+        code, text = error.response.status_code, error.response.reason_phrase
+        if code not in _RETRYABLE:
+            return ApiRefused(code, text or "refused")
+        return ApiUnavailable(f"{code}: {text}", retry_after=_wait_of(error.response))
     return ApiUnavailable(f"{type(error).__name__}: {error}")
+
+
+def _wait_of(response: httpx.Response | None) -> float:
+    """What the server asks for in ``Retry-After``, bounded; 0 when it asks for nothing."""
+    asked = response.headers.get("Retry-After", "") if response is not None else ""
+    return min(_LONGEST_WAIT, float(asked)) if asked.isdigit() else 0.0

@@ -2,19 +2,24 @@
 
 | task | does |
 |---|---|
-| lock | renews the leader Lease every third of its duration |
+| lock | renews the leader Lease every third of its duration, on a thread of its own |
 | watches | feed the stores (kopf for the three kinds, our own for routers) |
+| listings | full listings beside the passes, for what watches do not tell |
+| surroundings | nodes' zones and cordons, autoscalers of serving; all optional |
 | loop | one pass when something changed, and every ``plan_seconds`` |
 | Sync server | answers agents from memory |
-| pages | ``/metrics``, ``/healthz`` (the loop turns), ``/readyz`` (leads, or renews offline) |
+| Enrol server | signs certificates of nodes, where they are asked for |
+| pages | ``/metrics``, ``/healthz`` (the loop turns), ``/readyz`` (leads, renews, or stands by) |
 """
 
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import logging
 import signal
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 from aiohttp import web
@@ -23,44 +28,69 @@ from lightkube import AsyncClient
 from rose_core.lending import Policy
 from rose_operator import metrics
 from rose_operator.api import Api, Kind
+from rose_operator.backoff import Growing
+from rose_operator.enrolment import Authority, Enrolment
 from rose_operator.errors import ApiUnavailable, NotLeader, OperatorError
 from rose_operator.leader import LeaderLock, State
+from rose_operator.listings import Listings
+from rose_operator.notices import Notices
 from rose_operator.reconcile import Reconciler
+from rose_operator.renewing import Renewing
 from rose_operator.settings import Settings
 from rose_operator.store import Store
+from rose_operator.surroundings import Surroundings
 from rose_operator.sync import SyncService
 from rose_operator.telemetry import Telemetry
-from rose_operator.watches import list_all, watch_kinds, watch_routers
+from rose_operator.watches import watch_kinds, watch_routers
 from rose_wire.observability import pages
 from rose_wire.rpc import Server
-from rose_wire.services import SYNC
+from rose_wire.services import NOTICES, SYNC
+from rose_wire.tls import server_credentials
 
 _log = logging.getLogger(__name__)
 
-_RELIST_SECONDS = 120.0
 _STUCK_SECONDS = 120.0
 # After a start, wait at most this long for agents that had slots or replicas.
 _PATIENCE_SECONDS = 30.0
+# Changes are joined for this long; what somebody asks for waits for the rest alone.
 _QUIET_SECONDS = 0.3
+# Work of passes is at most a third of the core: agents' calls share it.
+_REST = 2.0
+_MOST_QUIET_SECONDS = 2.0
+_SOON_SECONDS = 1.0
+# Kinds whose new objects and generations are somebody's wish.
+_ASKED_FOR = frozenset({Kind.POOL, Kind.LEASE})
 
 
 class Operator:
     """Everything of one operator process."""
 
-    def __init__(self, settings: Settings, client: AsyncClient) -> None:
+    def __init__(self, settings: Settings, client: AsyncClient, lock_client: AsyncClient) -> None:
         self.settings = settings
         self.changed = asyncio.Event()
         self.stop = asyncio.Event()
         self.api = Api(client, settings.namespace)
-        self.stores = {kind: Store(self.changed.set) for kind in Kind}
+        self.asked = asyncio.Event()
+        self.stores = {
+            kind: Store(self.changed.set, *([self.asked.set] if kind in _ASKED_FOR else []))
+            for kind in Kind
+        }
         self.started = time.monotonic()
         self.telemetry = Telemetry(self.started)
+        self.surroundings = Surroundings(self.changed.set)
+        self.notices = Notices()
         self.lock = LeaderLock(
-            self.api,
+            Api(lock_client, settings.namespace),
             identity=settings.identity,
             duration=settings.lock_seconds,
             offline_seconds=settings.offline_seconds,
             clock=time.monotonic,
+        )
+        self.renewing = Renewing(
+            self.lock,
+            lock_client.close,
+            clock=time.monotonic,
+            stuck_seconds=settings.lock_seconds,
         )
         self.reconciler = Reconciler(
             settings,
@@ -71,13 +101,26 @@ class Operator:
             clock=time.monotonic,
             wall=time.time,
             policy=replace(
-                Policy(), settle_seconds=settings.settle_seconds, cool_seconds=settings.cool_seconds
+                Policy(),
+                settle_seconds=settings.settle_seconds,
+                cool_seconds=settings.cool_seconds,
+                rebalance_seconds=settings.rebalance_seconds,
+                toggle_seconds=settings.toggle_seconds,
+                borrow_gain=settings.borrow_gain,
             ),
+            surroundings=self.surroundings,
+            notices=self.notices,
+            hurry=self.asked.is_set,
         )
+        self._outage = Growing(0.5, 15.0)
         self._turned_at = self.started
-        self._listings = [self.started]
-        self._listed = False
-        self._failures_seen = 0
+        self.listings = Listings(
+            self.api,
+            self.stores,
+            failures=lambda: self.lock.failures,
+            clock=time.monotonic,
+        )
+        self._remembered = False
 
     # The loop.
 
@@ -86,7 +129,11 @@ class Operator:
         while not self.stop.is_set():
             try:
                 await self._turn()
-            except (ApiUnavailable, NotLeader) as error:
+                self._outage.reset()
+            except ApiUnavailable as error:
+                _log.warning("pass ended early: %s", error)
+                await self._sit_out(error)
+            except NotLeader as error:
                 _log.warning("pass ended early: %s", error)
             except OperatorError as error:
                 _log.error("pass failed: %s", error)  # the message says it all
@@ -95,15 +142,22 @@ class Operator:
             self._turned_at = time.monotonic()
             await self._wait()
 
+    async def _sit_out(self, error: ApiUnavailable) -> None:
+        """Leave an API server that is down or overloaded alone for a while."""
+        await asyncio.sleep(max(error.retry_after, self._outage.next()))
+
     async def _turn(self) -> None:
         if not self.lock.may_write:
             return
-        await self._list_if_needed()
+        await self.listings.before_pass()
+        if not self._remembered:
+            self._remembered = True
+            self.reconciler.remember_pools()
         if self._warming():
             return
-        started = time.monotonic()
-        await self.reconciler.run_pass()
-        metrics.PLAN_SECONDS.observe(time.monotonic() - started)
+        self.asked.clear()
+        with metrics.PASS_SECONDS.time():
+            await self.reconciler.run_pass()
         metrics.LAST_PASS.set_to_current_time()
 
     def _warming(self) -> bool:
@@ -113,38 +167,23 @@ class Operator:
             return True
         return up < _PATIENCE_SECONDS and not self.reconciler.agents_are_back()
 
-    async def _list_if_needed(self) -> None:
-        """Full listings whenever deletions may have gone unheard, and now and then."""
-        now = time.monotonic()
-        if self.lock.failures != self._failures_seen:
-            self._failures_seen = self.lock.failures
-            # Watches come back a little later than the API server.
-            self._listings += [now + delay for delay in (0.0, 5.0, 15.0, 45.0)]
-        if not any(due <= now for due in self._listings):
-            return
-        await list_all(self.api, self.stores)
-        if not self._listed:
-            self._listed = True
-            self.reconciler.remember_pools()
-        self._listings = [due for due in self._listings if due > now] or [now + _RELIST_SECONDS]
-
-    def _kopf_listed(self) -> None:
-        """Kopf has listed: what was deleted before that, it will never tell."""
-        soon = time.monotonic() + 1.0
-        if not any(due <= soon for due in self._listings):
-            self._listings.append(soon)
-
     async def _wait(self) -> None:
         """Until something changed, not sooner than a moment, not later than the period."""
-        await asyncio.sleep(_QUIET_SECONDS)
+        rest = min(_MOST_QUIET_SECONDS, _REST * self.reconciler.worked_seconds)
+        await asyncio.sleep(rest)
+        await self._within(self.asked, max(0.0, _QUIET_SECONDS - rest))
         starting = time.monotonic() - self.started < _PATIENCE_SECONDS
-        period = min(self.settings.plan_seconds, 0.5 if starting else self.settings.plan_seconds)
-        try:
-            async with asyncio.timeout(period):
-                await self.changed.wait()
-        except TimeoutError:
-            pass
+        period = self.settings.plan_seconds
+        if starting or self.reconciler.waiting:
+            period = min(period, 0.5 if starting else _SOON_SECONDS)
+        await self._within(self.changed, period)
         self.changed.clear()
+
+    @staticmethod
+    async def _within(event: asyncio.Event, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await event.wait()
 
     # The process.
 
@@ -154,23 +193,30 @@ class Operator:
         Returns:
             Exit code: 0 after a signal, 1 when another operator leads or a task has failed.
         """
-        server = Server(token=self.settings.token)
-        server.unary(SYNC, self._sync_service().sync)
+        credentials = server_credentials(self.settings.tls_dir, self.settings.tls_client_ca)
+        server = Server(token=self.settings.token, credentials=credentials)
+        service = self._sync_service()
+        server.unary(SYNC, service.sync)
+        server.server_stream(NOTICES, service.notices)
         port = await server.start(self.settings.sync_address)
+        enrolling = await self._enrolling()
         runner, http_port = await self._pages()
         _log.info("Sync on port %d, pages on port %d", port, http_port)
         print(f"rose operator: sync={port} http={http_port}", flush=True)  # noqa: T201  # for whoever chose port 0
         tasks = [
-            asyncio.create_task(self.lock.run(), name="lock"),
+            asyncio.create_task(self.renewing.run(), name="lock"),
             asyncio.create_task(self.loop(), name="loop"),
             asyncio.create_task(
-                watch_kinds(self.stores, self.settings.namespace, self._kopf_listed),
+                watch_kinds(self.stores, self.settings.namespace, self.listings.soon),
                 name="kopf",
             ),
             *(
                 asyncio.create_task(watch_routers(self.api, self.stores, kind), name=kind.value)
                 for kind in (Kind.DEPLOYMENT, Kind.SERVICE)
             ),
+            asyncio.create_task(self.listings.keep(), name="listings"),
+            asyncio.create_task(self.surroundings.keep_listing(self.api), name="surroundings"),
+            asyncio.create_task(self.surroundings.watch_cordons(self.api), name="cordons"),
         ]
         stopped = asyncio.create_task(self.stop.wait(), name="stop")
         self._on_signals()
@@ -179,6 +225,8 @@ class Operator:
         self.stop.set()
         await self._end(tasks)
         await server.stop()
+        if enrolling is not None:
+            await enrolling.stop()
         await runner.cleanup()
         return 0 if asked else 1
 
@@ -193,11 +241,20 @@ class Operator:
         for result in results:
             if isinstance(result, Exception):
                 _log.error("task ended with %r", result)
-        try:
-            async with asyncio.timeout(3):
-                await self.lock.release()
-        except (OperatorError, TimeoutError) as error:
-            _log.warning("leader Lease not given back: %s", error)
+        await self.renewing.release()
+
+    async def _enrolling(self) -> Server | None:
+        """Who asks has no certificate yet, hence a port of its own; a token proves him."""
+        settings = self.settings
+        if not settings.enrol_address or settings.node_authority is None:
+            return None
+        life = dt.timedelta(hours=settings.certificate_hours)
+        account = f"system:serviceaccount:{settings.namespace}:{settings.agent_service_account}"
+        server = Server(credentials=server_credentials(settings.tls_dir))
+        Enrolment(self.api, Authority(settings.node_authority, life), account).serve_on(server)
+        port = await server.start(settings.enrol_address)
+        _log.info("certificates of nodes on port %d", port)
+        return server
 
     def _sync_service(self) -> SyncService:
         return SyncService(
@@ -207,12 +264,16 @@ class Operator:
             self.lock,
             clock=time.monotonic,
             wake=self.changed.set,
+            notices=self.notices,
         )
 
     async def _pages(self) -> tuple[web.AppRunner, int]:
         async def ready(_request: web.Request) -> web.Response:
+            # A follower is ready too: agents that reach it dial again until they find the leader,
+            # and a rollout or a disruption budget may count on it.
             state = self.lock.state
-            return web.Response(text=f"{state}\n", status=200 if self.lock.may_renew else 503)
+            useful = self.lock.may_renew or state is State.FOLLOWER
+            return web.Response(text=f"{state}\n", status=200 if useful else 503)
 
         app = web.Application()
         app.add_routes([*pages(metrics.REGISTRY, self.health), web.get("/readyz", ready)])

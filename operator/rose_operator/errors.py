@@ -22,7 +22,15 @@ class ConfigurationError(OperatorError):
 
 
 class ApiUnavailable(OperatorError):
-    """The API server does not answer or is overloaded; trying again helps."""
+    """The API server does not answer or is overloaded; trying again helps.
+
+    Attributes:
+        retry_after: seconds the server asked us to wait, 0 when it said nothing.
+    """
+
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        self.retry_after = retry_after
+        super().__init__(message)
 
 
 class ApiRefused(OperatorError):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rose_core.api import Desired, RolloutSlot, ServingPool
+from rose_core.api.rolloutslot import SlotSharing
+from rose_core.api.servingpool import Compute
 from rose_core.identity import GrantKey, SlotKey
-from rose_core.wire.sync import EngineSpec, Grant, PoolPolicy, WeightSource
+from rose_core.wire.sync import EngineSpec, Grant, PoolPolicy, Sharing, WeightSource
 from rose_operator.routers import attach_address, router_name
 from rose_operator.settings import Settings
 
@@ -49,6 +51,7 @@ def _grant(slot: RolloutSlot, term: int, settings: Settings) -> Grant:
             context_tokens=spec.engine.context_tokens,
             kv_tokens=spec.engine.kv_tokens,
             max_running=spec.engine.max_running,
+            sharing=_sharing(spec.sharing),
         ),
         weights=WeightSource(
             endpoint=settings.stores[spec.weights.store_name],
@@ -57,6 +60,16 @@ def _grant(slot: RolloutSlot, term: int, settings: Settings) -> Grant:
         ),
         router=attach_address(router, settings),
         max_concurrent_turns=spec.engine.max_running,
+    )
+
+
+def _sharing(spec: SlotSharing) -> Sharing:
+    by_mps = spec.compute is Compute.MPS
+    return Sharing(
+        compute=spec.compute,
+        percent=spec.compute_percent if by_mps else 0,
+        memory_source=spec.memory_source,
+        memory_limit=spec.memory_limit,
     )
 
 
@@ -75,4 +88,7 @@ def policy_of(pool: ServingPool) -> PoolPolicy:
         max_increase_percent=spec.max_latency_increase_percent or 0,
         allowed_signals=tuple(spec.allowed_signals),
         memory_headroom_percent=spec.lending.memory_headroom_percent,
+        memory_regrow=spec.lending.memory_regrow,
+        max_power_watts=spec.lending.max_power_watts or 0,
+        compute=spec.compute,
     )

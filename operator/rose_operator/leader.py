@@ -30,11 +30,14 @@ from typing import Protocol
 
 from rose_operator.api import Kind
 from rose_operator.errors import UNAUTHORIZED, ApiRefused, ApiUnavailable
-from rose_operator.metrics import LEADER_STATE, TERM
+from rose_operator.metrics import LAPSES, LEADER_STATE, TERM
 from rose_operator.store import Raw
 
 LOCK_NAME = "rose-operator"
 _MARGIN = 0.2
+# Parts of the duration between two looks at the Lease, and after a look that got no answer.
+_RENEWALS = 3
+_TRIES = 12
 # ``leaseTransitions`` has 32 bits; one wrong node must not use them up.
 _MOST_TERMS = 2**30
 
@@ -168,26 +171,32 @@ class LeaderLock:
         elif term > self.term:
             self._outbid = max(self._outbid, term)
 
-    async def run(self) -> None:
-        """Renew until deposed."""
+    async def run(self, alive: Callable[[], bool] = lambda: True) -> None:
+        """Renew until deposed; while ``alive`` says no, nothing is renewed and the lead lapses."""
         while self.state is not State.DEPOSED:
-            await self.step()
-            await asyncio.sleep(self._duration / 3)
+            answered = await self.step() if alive() else False
+            await asyncio.sleep(self._duration / (_RENEWALS if answered else _TRIES))
 
-    async def step(self) -> None:
-        """One look at the Lease and one write at most; failures leave the state to time."""
-        sent = self._clock()
+    async def step(self) -> bool:
+        """One look at the Lease and one write at most; failures leave the state to time.
+
+        Returns:
+            Whether the API server answered; without an answer the next look should be soon.
+        """
+        sent, answered = self._clock(), True
         try:
             found = await self._api.get(Kind.LOCK, LOCK_NAME)
             await self._act(found, sent)
         except ApiUnavailable as error:
             self.failures += 1
+            answered = False
             _log.warning("leader Lease: %s", error)
         except ApiRefused as error:
             _log.error("leader Lease: %s", error)  # the message says it all
             # A service-account token is read once and expires: a new process reads a new one.
             self._deposed = self._deposed or error.code == UNAUTHORIZED
         self._publish()
+        return answered
 
     async def release(self) -> None:
         """Give the Lease back so that a successor need not wait."""
@@ -224,6 +233,8 @@ class LeaderLock:
     def _hold(self, term: int, sent: float) -> None:
         if term != self.term:
             _log.info("leading in term %d", term)
+        elif self.state is State.OFFLINE:
+            LAPSES.inc()
         self.term = term
         self._outbid = 0
         self._renewed_at = sent

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rose_core.api import (
     ConditionType,
     Desired,
+    Explanation,
     LeaseStatus,
     Reason,
     RolloutLease,
@@ -25,7 +26,13 @@ _R = Reason
 
 
 def lease_status(
-    lease: RolloutLease, world: World, outcome: Outcome, *, router_url: str, router_ready: bool
+    lease: RolloutLease,
+    world: World,
+    outcome: Outcome,
+    *,
+    router_url: str,
+    router_ready: bool,
+    explanation: Explanation | None = None,
 ) -> LeaseStatus:
     """Status of one lease."""
     refusal = world.refusals.get(lease.metadata.key)
@@ -51,6 +58,7 @@ def lease_status(
         weight_version=versions[0] if versions else "",
         expiration_time=timestamp(end) if end else None,
         totals=totals(lease, slots, world),
+        explanation=explanation,
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 
+import httpx
 from lightkube import AsyncClient
 from lightkube.core.exceptions import ConfigError
 
@@ -13,6 +14,9 @@ from rose_operator.api import FIELD_MANAGER
 from rose_operator.app import Operator
 from rose_operator.errors import ConfigurationError
 from rose_operator.settings import Settings, parse
+
+# So many requests that get no answer fit into the duration of the Lease.
+_LOCK_REQUESTS = 5
 
 
 def main(argv: list[str]) -> int:
@@ -38,10 +42,13 @@ def main(argv: list[str]) -> int:
 async def _run(settings: Settings) -> int:
     try:
         client = AsyncClient(field_manager=FIELD_MANAGER)
+        # The lock's requests must fail while there is still time for another try.
+        patience = httpx.Timeout(settings.lock_seconds / _LOCK_REQUESTS)
+        lock_client = AsyncClient(field_manager=FIELD_MANAGER, timeout=patience)
     except ConfigError as error:
         sys.stderr.write(f"rose operator: no cluster: {error}\n")
         return 2
     try:
-        return await Operator(settings, client).run()
+        return await Operator(settings, client, lock_client).run()
     finally:
         await client.close()

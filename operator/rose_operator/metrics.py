@@ -18,9 +18,32 @@ API_FAILURES = Counter(
     ["why"],
     registry=REGISTRY,
 )
+WAITING_WRITES = Gauge(
+    "rose_operator_waiting_writes",
+    "Objects whose last write was refused and waits for its back-off.",
+    registry=REGISTRY,
+)
+READABLE = Gauge(
+    "rose_operator_readable",
+    "1 when an optional kind (Node, HorizontalPodAutoscaler, ScaledObject) could be read.",
+    ["kind"],
+    registry=REGISTRY,
+)
+PASS_SECONDS = Histogram(
+    "rose_operator_pass_seconds",
+    "Duration of a reconcile pass, its writes included.",
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
+    registry=REGISTRY,
+)
+PLAN_CPU_SECONDS = Histogram(
+    "rose_operator_plan_cpu_seconds",
+    "Processor time to look at the world and plan, without writes.",
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2),
+    registry=REGISTRY,
+)
 PLAN_SECONDS = Histogram(
     "rose_operator_plan_seconds",
-    "Duration of a reconcile pass, its writes included.",
+    "Time to look at the world and plan, without writes.",
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
     registry=REGISTRY,
 )
@@ -36,14 +59,54 @@ LEADER_STATE = Gauge(
     ["state"],
     registry=REGISTRY,
 )
+LAPSES = Counter(
+    "rose_operator_lead_lapses",
+    "Times the lead had lapsed when it was renewed; the operator was too busy or cut off.",
+    registry=REGISTRY,
+)
 SYNCS = Counter(
     "rose_operator_syncs",
     "Sync calls of agents by answer (complete, incomplete).",
     ["answer"],
     registry=REGISTRY,
 )
+ENROLMENTS = Counter(
+    "rose_operator_enrolments",
+    "Certificates that nodes asked for, by answer (signed, refused).",
+    ["answer"],
+    registry=REGISTRY,
+)
 GRANTS = Gauge(
     "rose_operator_grants", "Grants in the last answer to each node.", ["node"], registry=REGISTRY
+)
+LISTENERS = Gauge(
+    "rose_operator_listening_agents",
+    "Agents that are told when their grants change.",
+    registry=REGISTRY,
+)
+SERVING_REQUESTS = Gauge(
+    "rose_pool_serving_running_requests",
+    "Requests of live traffic in flight, over the pool's replicas; for autoscalers of serving.",
+    ["pool"],
+    registry=REGISTRY,
+)
+SERVING_BUSY = Gauge(
+    "rose_pool_serving_busy_ratio",
+    "Mean share of time with live requests, over the pool's replicas; rollouts do not count.",
+    ["pool"],
+    registry=REGISTRY,
+)
+SERVING_KV = Gauge(
+    "rose_pool_serving_kv_used_ratio",
+    "Mean KV use of serving, over the pool's replicas; rollouts do not count.",
+    ["pool"],
+    registry=REGISTRY,
+)
+EXPECTED_BUSY = Gauge(
+    "rose_pool_expected_busy_ratio",
+    "Highest busy share expected within the forecast's lead, for pools with a forecast.",
+    ["pool"],
+    registry=REGISTRY,
 )
 REPLICAS = Gauge(
     "rose_pool_replicas",
@@ -79,5 +142,11 @@ REFUSALS = Gauge(
     "rose_lease_refused",
     "1 for every lease that is not accepted, by reason.",
     ["lease", "reason"],
+    registry=REGISTRY,
+)
+POOL_REFUSALS = Gauge(
+    "rose_pool_refused",
+    "1 for every pool that is not accepted, by reason.",
+    ["pool", "reason"],
     registry=REGISTRY,
 )

@@ -4,55 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rose_core.api import ConditionType, Desired, PoolMode, PoolStatus, Reason, ServingPool
+from rose_core.api import (
+    ConditionType,
+    Explanation,
+    PoolMode,
+    PoolStatus,
+    Reason,
+    ServingPool,
+)
 from rose_core.api.conditions import Statement
+from rose_core.api.servingpool import LoadShape
 from rose_core.lending import Plan, Policy
 from rose_core.wire.sync import ReplicaReport
+from rose_operator import capabilities
 from rose_operator.admission import Refusal
+from rose_operator.protection import MIN_REQUESTS, Reports, finished, is_within
 from rose_operator.statuses import accepted, conditions
 from rose_operator.world import World
-
-# Fewer requests than this say nothing about a percentile.
-_MIN_REQUESTS = 50
 
 _C = ConditionType
 _R = Reason
 
 
-def pool_status(pool: ServingPool, world: World, plan: Plan, policy: Policy) -> PoolStatus:
+def pool_status(
+    pool: ServingPool,
+    world: World,
+    plan: Plan,
+    policy: Policy,
+    *,
+    load: LoadShape | None = None,
+    explanation: Explanation | None = None,
+) -> PoolStatus:
     """Status of one pool."""
-    key = pool.metadata.key
-    reports = [
-        (node.request.node, report)
-        for node in world.telemetry.nodes.values()
-        for report in node.request.replicas
-        if report.pool == key
-    ]
-    lent = {
-        slot.spec.member.pod_uid
-        for slot in world.slots.good.values()
-        if slot.spec.pool_ref.key == key and slot.spec.desired is Desired.LENT
-    }
+    lent = world.lent_in.get(pool.metadata.key, frozenset())
+    reports = world.reports_of(pool.metadata.key)
+    mine = {report.pod_uid for _, report in reports}
     qualified = sum(
-        report.pod_uid in lent or plan.verdicts[report.pod_uid].reason is _R.QUALIFIES
-        for _, report in reports
-        if report.pod_uid in plan.verdicts
+        uid in lent or plan.verdicts[uid].reason is _R.QUALIFIES
+        for uid in mine
+        if uid in plan.verdicts
     )
     stale = sum(
         world.telemetry.silence(n, world.monotonic) > policy.stale_seconds for n, _ in reports
     )
-    statements = _pool_statements(pool, world, [report for _, report in reports], stale)
+    statements = _pool_statements(pool, world, reports, stale)
     return PoolStatus(
         observed_generation=pool.metadata.generation,
         conditions=conditions(pool, statements, world.now),
         replicas=len(reports),
         qualified_replicas=qualified,
         lent_replicas=len(lent),
+        load=load,
+        explanation=explanation,
     )
 
 
 def _pool_statements(
-    pool: ServingPool, world: World, reports: Sequence[ReplicaReport], stale: int
+    pool: ServingPool, world: World, reports: Reports, stale: int
 ) -> list[Statement]:
     refusal = world.pool_refusals.get(pool.metadata.key)
     paused = pool.spec.mode is PoolMode.PAUSED
@@ -60,8 +68,9 @@ def _pool_statements(
         _pool_ready(pool, refusal, len(reports) - stale),
         accepted(refusal),
         _fresh(len(reports), stale),
-        _verified(reports),
+        _verified([report for _, report in reports]),
         _protected(pool, world, reports),
+        *capabilities.statements(pool, world),
         Statement(_C.PAUSED, paused, _R.PAUSED_BY_OWNER if paused else _R.NOT_PAUSED),
     ]
 
@@ -99,15 +108,14 @@ def _verified(reports: Sequence[ReplicaReport]) -> Statement:
     )
 
 
-def _protected(pool: ServingPool, world: World, reports: Sequence[ReplicaReport]) -> Statement:
+def _protected(pool: ServingPool, world: World, reports: Reports) -> Statement:
     if pool.spec.slo is None:
         return Statement(_C.SERVING_PROTECTED, None, _R.NO_OBJECTIVE, "the pool names no slo")
-    recent = [world.telemetry.recent(report.pod_uid) for report in reports]
-    requests, slow = sum(r for r, _ in recent), sum(s for _, s in recent)
-    if requests < _MIN_REQUESTS:
-        text = f"fewer than {_MIN_REQUESTS} requests in the last minutes"
+    requests, slow = finished(reports, world.telemetry)
+    within = is_within(pool, requests, slow)
+    if within is None:
+        text = f"fewer than {MIN_REQUESTS} requests in the last minutes"
         return Statement(_C.SERVING_PROTECTED, None, _R.NOT_OBSERVED_YET, text)
-    within = slow * 100 <= requests * (100 - pool.spec.slo.percentile)
     reason = _R.WITHIN_OBJECTIVE if within else _R.OBJECTIVE_MISSED
     text = f"{slow} of {requests} requests were slow, p{pool.spec.slo.percentile} is asked for"
     return Statement(_C.SERVING_PROTECTED, within, reason, text, moving=True)

@@ -1,51 +1,50 @@
 """One reconcile pass: look, plan, write the differences.
 
-Order of the writes: release, delete what is vacated, lend, routers, statuses. A refused write
-concerns its own object only; an API server that does not answer ends the pass, and the next one
-starts from what is there.
+Order of the writes: slots (released, lent, deleted when vacated, following their lease), routers,
+statuses; inside a step several at a time (``writer``). A refused write concerns its own object;
+an API server that does not answer ends the pass, and the next one starts from what is there.
+Routers and statuses step back, but not for long, when somebody asks for something: the next pass
+lends first.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from pydantic import ValidationError
 
 from rose_core import lending
-from rose_core.api import Desired, Member, Reason, RolloutSlot
+from rose_core.api import Desired, Member, Reason, RolloutLease, RolloutSlot, ServingPool
 from rose_core.wire.sync import ReplicaReport
-from rose_operator import routers, slots
+from rose_operator import events, routers, slots
 from rose_operator.admission import Offer
 from rose_operator.api import Kind
-from rose_operator.errors import ApiRefused, NotLeader
-from rose_operator.metrics import DECISIONS
+from rose_operator.backoff import Backoff
+from rose_operator.loads import Loads
+from rose_operator.metrics import DECISIONS, PLAN_CPU_SECONDS, PLAN_SECONDS
+from rose_operator.notices import Notices
+from rose_operator.publishing import drop_node
+from rose_operator.reading import Reader
 from rose_operator.report import Reporter
 from rose_operator.settings import Settings
-from rose_operator.store import Raw, Store
+from rose_operator.snapshot import Knowledge, snapshot
+from rose_operator.store import Raw, Store, key_of
+from rose_operator.surroundings import Surroundings
 from rose_operator.telemetry import Telemetry
-from rose_operator.world import World, look, snapshot, utc
+from rose_operator.toggles import Toggles
+from rose_operator.world import World, look, utc
+from rose_operator.writer import Write, WriteApi, Writer
 
 _log = logging.getLogger(__name__)
-
-
-class WriteApi(Protocol):
-    """What a pass needs of the API server."""
-
-    async def apply(self, kind: Kind, manifest: Raw) -> Raw:
-        """Create or change."""
-
-    async def apply_status(self, kind: Kind, manifest: Raw) -> Raw:
-        """Write a status."""
-
-    async def delete(self, kind: Kind, name: str) -> None:
-        """Delete from ROSE's namespace."""
-
-    async def create(self, kind: Kind, manifest: Raw) -> Raw:
-        """Create."""
+# Passes between two clean-ups of what is kept about objects.
+_KEEP_EVERY = 20
+# Questions that come all the time must not keep every status from being written.
+_STATUSES_SECONDS = 3.0
 
 
 @dataclass
@@ -56,6 +55,8 @@ class Reconciler:
         may_write: the leader lock's word, asked before every write.
         memory: the planner's; lost with the process, which only delays loans.
         remembered: pool key -> replicas it had when the operator started.
+        hurry: whether a lease or pool has been asked for since the pass began.
+        worked_seconds: processor time of the last pass, without its writes.
     """
 
     settings: Settings
@@ -69,8 +70,42 @@ class Reconciler:
     memory: lending.Memory = field(default_factory=lending.Memory)
     remembered: dict[str, int] = field(default_factory=dict)
 
+    hurry: Callable[[], bool] = lambda: False
+    worked_seconds: float = 0.0
+
+    surroundings: Surroundings = field(default_factory=Surroundings)
+    notices: Notices = field(default_factory=Notices)
+    backoff: Backoff = field(default_factory=Backoff)
+
     def __post_init__(self) -> None:
-        self._reporter = Reporter(self.settings, self.stores, self.policy)
+        self._pools = Reader(ServingPool, self.stores[Kind.POOL])
+        self._leases = Reader(RolloutLease, self.stores[Kind.LEASE])
+        self._slots = Reader(RolloutSlot, self.stores[Kind.SLOT])
+        self._known = Knowledge(self.surroundings, Loads(), Toggles())
+        self._writer = Writer(
+            self.api,
+            self.stores,
+            self.settings.namespace,
+            may_write=self.may_write,
+            clock=self.clock,
+            backoff=self.backoff,
+        )
+        self._reporter = Reporter(
+            self.settings,
+            self.stores,
+            self.policy,
+            loads=self._known.loads,
+            writer=self._writer,
+            api=self.api,
+        )
+        self._manifests: dict[str, tuple[object, tuple[tuple[Kind, Raw], ...]]] = {}
+        self._passes = 0
+        self._told_at = float("-inf")
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a status waits for its time, so that the next pass should not be far."""
+        return self._reporter.waiting
 
     def remember_pools(self) -> None:
         """Keep the pools' sizes from before the start, while agents are still coming back."""
@@ -100,44 +135,110 @@ class Reconciler:
         """
         if self.clock() - self.telemetry.started > self.policy.forget_seconds:
             self.remembered.clear()
-        self.telemetry.forget(self.clock(), self.policy.forget_seconds)
-        world = self._look()
-        plan = lending.plan(
-            snapshot(world, self.memory, self.policy, self.remembered), world.now.timestamp()
-        )
+        for node in self.telemetry.forget(self.clock(), self.policy.forget_seconds):
+            drop_node(node)
+        self.worked_seconds = 0.0
+        with PLAN_SECONDS.time(), self._working():
+            world, plan = self._plan()
+        PLAN_CPU_SECONDS.observe(self.worked_seconds)
         self.memory = plan.memory
-        await self._release(world, plan)
-        await self._delete_vacated(world)
-        await self._update(world)
-        await self._lend(world, plan)
-        await self._routers(world)
-        for write in self._reporter.statuses(self._look(), plan, self.api):
-            await self._guarded(write)
+        run = self._writer.run
+        # Each of these concerns another slot: a loan never waits for a release of its own pass.
+        await run(
+            [
+                *self._release(world, plan),
+                *self._lend(world, plan),
+                *self._delete_vacated(world),
+                *self._update(world),
+            ]
+        )
+        await self._tell_releases(world, plan)
+        with self._working():
+            wanted = list(self._routers(world))
+        await run(wanted, self._is_hurried)
+        with self._working():
+            told = list(self._reporter.statuses(self._look(), plan))
+        if await run(told, self._is_hurried):
+            self._told_at = self.clock()
+        self._clean_up()
         return plan
+
+    def _is_hurried(self) -> bool:
+        """Whether routers and statuses should leave the rest to the next pass."""
+        return self.hurry() and self.clock() - self._told_at < _STATUSES_SECONDS
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Count processor time; none of it may be spent in an ``await``."""
+        since = time.thread_time()
+        yield
+        self.worked_seconds += time.thread_time() - since
+
+    def _plan(self) -> tuple[World, lending.Plan]:
+        world = self._look()
+        now = world.now.timestamp()
+        fresh = {
+            pool: [
+                report
+                for node, report in reports
+                if world.telemetry.silence(node, world.monotonic) <= self.policy.stale_seconds
+            ]
+            for pool, reports in world.reports.items()
+        }
+        self._known.loads.observe(world.pools.good, fresh, now)
+        self._known.toggles.observe(world.slots.good.values(), self.telemetry, now)
+        seen = snapshot(world, self.memory, self.policy, self.remembered, self._known)
+        return world, lending.plan(seen, now)
 
     def _look(self) -> World:
         return look(
-            self.stores[Kind.POOL].all(),
-            self.stores[Kind.LEASE].all(),
-            self.stores[Kind.SLOT].all(),
+            self._pools.read(),
+            self._leases.read(),
+            self._slots.read(),
             self.telemetry,
+            surroundings=self.surroundings,
             offer=Offer(frozenset(self.settings.stores), self.settings.engine_classes),
             now=utc(self.wall()),
             monotonic=self.clock(),
         )
 
-    async def _release(self, world: World, plan: lending.Plan) -> None:
+    def _clean_up(self) -> None:
+        self._passes += 1
+        if self._passes % _KEEP_EVERY:
+            return
+        keys = {
+            f"{kind.value} {key_of(raw)}" for kind in self.stores for raw in self.stores[kind].all()
+        }
+        self._reporter.keep(keys)
+        self._writer.keep(keys)
+        leases = self._leases.read().good
+        self._manifests = {key: made for key, made in self._manifests.items() if key in leases}
+
+    def _release(self, world: World, plan: lending.Plan) -> Iterator[Write]:
         by_name = {slot.metadata.name: slot for slot in world.slots.good.values()}
         for release in plan.releases:
             slot = by_name[release.slot]
             _log.info("release %s: %s (%s)", release.slot, release.reason, release.message)
             DECISIONS.labels("release", release.reason).inc()
-            await self._apply(Kind.SLOT, slots.released(slot, release.reason))
+            yield self._slot(slot.spec.member.node, slots.released(slot, release.reason))
 
-    async def _delete_vacated(self, world: World) -> None:
+    async def _tell_releases(self, world: World, plan: lending.Plan) -> None:
+        """One Event per lease and reason."""
+        lost: dict[tuple[str, Reason], list[lending.Release]] = defaultdict(list)
+        owners = {slot.metadata.name: slot.spec.lease_ref for slot in world.slots.good.values()}
+        for release in plan.releases:
+            lost[owners[release.slot].key, release.reason].append(release)
+        for (key, reason), releases in lost.items():
+            lease = world.leases.good.get(key)
+            if lease is not None and self.may_write():
+                names = [release.slot for release in releases]
+                event = events.of_releases(lease, reason, names, releases[0].message, world.now)
+                await events.tell(event, self.api)
+
+    def _delete_vacated(self, world: World) -> Iterator[Write]:
         for slot in world.slots.good.values():
             if slot.spec.desired is Desired.RELEASED and self._vacated(slot):
-                await self._delete(Kind.SLOT, slot.metadata.name)
+                yield self._writer.delete(Kind.SLOT, slot.metadata.name)
 
     def _vacated(self, slot: RolloutSlot) -> bool:
         """Its node reports without it, or is silent for so long that its grant has lapsed."""
@@ -147,34 +248,45 @@ class Reconciler:
             return silence > max(self.policy.forget_seconds, 2 * self.settings.grant_seconds)
         return self.telemetry.slot(slot.metadata.uid, node) is None
 
-    async def _update(self, world: World) -> None:
-        """Slots follow what their lease says about engine and weights."""
+    def _update(self, world: World) -> Iterator[Write]:
+        """Slots follow their lease in engine and weights, and their pool in how GPUs are shared."""
         for key, lease in world.leases.good.items():
             if key in world.refusals:
                 continue
             for slot in world.slots_of(lease):
-                manifest = slots.updated(slot, lease)
+                pool = world.pools.good.get(slot.spec.pool_ref.key)
+                manifest = slots.updated(slot, lease, pool)
                 if manifest is not None and slot.spec.desired is Desired.LENT:
-                    await self._apply(Kind.SLOT, manifest)
+                    yield self._slot(slot.spec.member.node, manifest)
 
-    async def _lend(self, world: World, plan: lending.Plan) -> None:
+    def _lend(self, world: World, plan: lending.Plan) -> Iterator[Write]:
+        found = {
+            report.pod_uid: (node, report)
+            for reports in world.reports.values()
+            for node, report in reports
+        }
         for lend in plan.lends:
-            member = self._member(lend.replica)
+            member = _read_member(*found[lend.replica])
             if member is None:
                 continue
             _log.info("lend %s on %s to %s", member.pod_name, member.node, lend.lease)
             DECISIONS.labels("lend", Reason.QUALIFIES).inc()
             lease = world.leases.good[lend.lease]
-            await self._apply(Kind.SLOT, slots.lent(lease, member, self.settings.namespace))
+            pool = world.pools.good[lease.spec.pool_ref.key]
+            manifest = slots.lent(lease, pool, member, self.settings.namespace)
+            yield self._slot(member.node, manifest)
 
-    def _member(self, pod_uid: str) -> Member | None:
-        for name, node in self.telemetry.nodes.items():
-            for report in node.request.replicas:
-                if report.pod_uid == pod_uid:
-                    return _read_member(name, report)
-        return None
+    def _slot(self, node: str, manifest: Raw) -> Write:
+        """A slot's spec, and word to its node that there is something to ask for."""
+        write = self._writer.apply(Kind.SLOT, manifest)
 
-    async def _routers(self, world: World) -> None:
+        async def run() -> None:
+            await write.run()
+            self.notices.tell([node])
+
+        return replace(write, run=run)
+
+    def _routers(self, world: World) -> Iterator[Write]:
         """A router for every lease that was ever accepted and has not ended."""
         wanted: set[str] = set()
         for key, lease in world.leases.good.items():
@@ -183,13 +295,9 @@ class Reconciler:
             if ended or (refusal is not None and not lease.status.router_url):
                 continue
             wanted.add(routers.router_name(lease.metadata.namespace, lease.metadata.name))
-            for kind, manifest in (
-                (Kind.DEPLOYMENT, routers.deployment(lease, self.settings)),
-                (Kind.SERVICE, routers.service(lease, self.settings)),
-            ):
-                live = self.stores[kind].get(_key(manifest))
-                if not routers.is_current(manifest, live):
-                    await self._apply(kind, manifest)
+            for kind, manifest in self._router(lease):
+                if not routers.is_current(manifest, self.stores[kind].get(key_of(manifest))):
+                    yield self._writer.apply(kind, manifest)
         # A lease that cannot be read keeps its router: nobody knows what it wants.
         unreadable = {_router_of(bad.raw) for bad in world.leases.bad}
         for kind in (Kind.DEPLOYMENT, Kind.SERVICE):
@@ -197,30 +305,19 @@ class Reconciler:
                 name = raw["metadata"]["name"]
                 ours = routers.LEASE in (raw["metadata"].get("annotations") or {})
                 if ours and name not in wanted | unreadable:
-                    await self._delete(kind, name)
+                    yield self._writer.delete(kind, name)
 
-    async def _apply(self, kind: Kind, manifest: Raw) -> None:
-        async def write() -> None:
-            self.stores[kind].put(await self.api.apply(kind, manifest))
-
-        await self._guarded(write)
-
-    async def _delete(self, kind: Kind, name: str) -> None:
-        async def write() -> None:
-            await self.api.delete(kind, name)
-            self.stores[kind].forget(f"{self.settings.namespace}/{name}")
-
-        await self._guarded(write)
-
-    async def _guarded(self, write: Callable[[], Awaitable[None]]) -> None:
-        """One write, if we still lead; a refusal concerns this object only."""
-        if not self.may_write():
-            message = "the leader Lease was lost during a pass"
-            raise NotLeader(message)
-        try:
-            await write()
-        except ApiRefused as error:
-            _log.error("write refused: %s", error)  # the message says it all
+    def _router(self, lease: RolloutLease) -> tuple[tuple[Kind, Raw], ...]:
+        """The manifests of a lease's router, made once per generation of the lease."""
+        key, made_for = lease.metadata.key, (lease.metadata.uid, lease.metadata.generation)
+        kept = self._manifests.get(key)
+        if kept is None or kept[0] != made_for:
+            made = (
+                (Kind.DEPLOYMENT, routers.deployment(lease, self.settings)),
+                (Kind.SERVICE, routers.service(lease, self.settings)),
+            )
+            kept = self._manifests[key] = (made_for, made)
+        return kept[1]
 
 
 def _read_member(node: str, report: ReplicaReport) -> Member | None:
@@ -235,10 +332,6 @@ def _read_member(node: str, report: ReplicaReport) -> Member | None:
     except ValidationError as error:
         _log.error("replica %s of node %s: %s", report.pod_name, node, error)
         return None
-
-
-def _key(manifest: Raw) -> str:
-    return f"{manifest['metadata']['namespace']}/{manifest['metadata']['name']}"
 
 
 def _router_of(raw: Raw) -> str:

@@ -1,152 +1,246 @@
-"""Statuses, Events and metrics of a pass; a status is written only when it differs.
+"""Statuses of a pass: which objects should say something else than they do, and when to write it.
 
-Events tell transitions of the conditions that people wait for, at most one per object and pass.
+| difference | written after |
+|---|---|
+| a condition's status, an engine that runs or failed, a first status, a question | 0 s |
+| a new generation was taken in | 1 s |
+| reasons, counts, states on the way to somewhere | 5 s |
+| messages alone | 120 s |
+| a lease's totals alone | 60 s, and over all leases one per second |
+
+What waits is joined by what follows, so a slot's life costs few writes (``defer``). Objects whose
+inputs are those of the last pass are not even compared.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Protocol
-from uuid import uuid4
+from collections.abc import Iterator
 
 from pydantic import ValidationError
 
 from rose_core.api import (
-    ApiModel,
     Condition,
     ConditionType,
+    Desired,
     LeaseStatus,
-    Reason,
+    PoolStatus,
     RolloutLease,
     RolloutSlot,
     ServingPool,
     SlotStatus,
 )
 from rose_core.api.common import API_VERSION
-from rose_core.api.conditions import Statement, merge, timestamp, transitions
+from rose_core.api.conditions import Statement, merge, transitions
 from rose_core.lending import Outcome, Plan, Policy
-from rose_operator import metrics, routers
+from rose_core.wire.sync import SlotState
+from rose_operator import routers
 from rose_operator.admission import Unreadable
-from rose_operator.api import FIELD_MANAGER, Kind
-from rose_operator.errors import NOT_FOUND, ApiRefused, OperatorError
+from rose_operator.api import Kind
+from rose_operator.defer import Deferral
+from rose_operator.errors import NOT_FOUND, ApiRefused
+from rose_operator.events import Thing, news, of_condition, tell
+from rose_operator.explaining import answer, asked, lease_summary, pool_summary
 from rose_operator.lease_status import lease_status
+from rose_operator.loads import Loads
 from rose_operator.pool_status import pool_status
+from rose_operator.publishing import publish, publish_lease
 from rose_operator.settings import Settings
-from rose_operator.slot_status import slot_status
-from rose_operator.store import Raw, Store
+from rose_operator.slot_status import slot_label, slot_report, slot_state, slot_status
+from rose_operator.store import Raw, Store, key_of
 from rose_operator.world import World
+from rose_operator.writer import Write, WriteApi, Writer
 
 _log = logging.getLogger(__name__)
 
-Thing = ServingPool | RolloutLease | RolloutSlot
-Write = Callable[[], Awaitable[None]]
-
-# Totals alone are written this often at most.
+_GENERATION_SECONDS = 1.0
+_JOIN_SECONDS = 5.0
+_MESSAGE_SECONDS = 120.0
 _TOTALS_SECONDS = 60.0
-_NEGATIVE = frozenset({ConditionType.RECLAIMING, ConditionType.PAUSED})
-_TOLD = (
-    ConditionType.ACCEPTED,
-    ConditionType.PAUSED,
-    ConditionType.RECLAIMING,
-    ConditionType.GRANTED,
-    ConditionType.SERVING_PROTECTED,
-    ConditionType.READY,
-)
-
-
-class StatusApi(Protocol):
-    """What reporting needs of the API server."""
-
-    async def apply_status(self, kind: Kind, manifest: Raw) -> Raw:
-        """Write a status."""
-
-    async def create(self, kind: Kind, manifest: Raw) -> Raw:
-        """Create an Event."""
+_SECONDS_PER_LEASE = 1.0
+# Metrics are scraped seldom, and totals are due seldom: passes in between look at changes alone.
+_FULL_SECONDS = 5.0
+_ARRIVED = frozenset({SlotState.RUNNING, SlotState.FAILED, SlotState.STOPPED})
+Status = PoolStatus | LeaseStatus | SlotStatus
 
 
 class Reporter:
     """Compares what should be said with what stands there."""
 
-    def __init__(self, settings: Settings, stores: dict[Kind, Store], policy: Policy) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        stores: dict[Kind, Store],
+        policy: Policy,
+        *,
+        loads: Loads,
+        writer: Writer,
+        api: WriteApi,
+    ) -> None:
         self._settings = settings
         self._stores = stores
         self._policy = policy
+        self._loads = loads
+        self._writer = writer
+        self._api = api
         self._totals_at: dict[str, float] = {}
+        self._deferral = Deferral()
+        self._same: dict[str, object] = {}
+        self._full_at = float("-inf")
 
-    def statuses(self, world: World, plan: Plan, api: StatusApi) -> Iterator[Write]:
-        """One write for every status that differs; sets the metrics besides."""
-        _publish(world, plan)
+    @property
+    def waiting(self) -> bool:
+        """Whether a difference waits for its time."""
+        return self._deferral.waiting
+
+    def keep(self, keys: set[str]) -> None:
+        """Forget objects that are gone."""
+        self._deferral.keep(keys)
+        self._same = {key: same for key, same in self._same.items() if key in keys}
+
+    def statuses(self, world: World, plan: Plan) -> Iterator[Write]:
+        """One write for every status that is due; sets the metrics besides."""
+        full = world.monotonic - self._full_at >= _FULL_SECONDS
+        if full:
+            self._full_at = world.monotonic
+            publish(world, plan, self._loads)
         for pool in world.pools.good.values():
-            said = pool_status(pool, world, plan, self._policy)
-            yield from self._compare(Kind.POOL, pool, said, world, api)
+            yield from self._pool(pool, world, plan)
         for slot in world.slots.good.values():
-            status = _slot(slot, world, self._policy)
-            yield from self._compare(Kind.SLOT, slot, status, world, api)
+            yield from self._slot(slot, world)
         for key, lease in world.leases.good.items():
             outcome = plan.outcomes.get(key)
-            if outcome is not None:
-                yield from self._lease(lease, world, outcome, api)
+            if outcome is not None and (full or not self._is_same(lease, world, outcome)):
+                yield from self._lease(lease, world, outcome, told=full)
         for kind, bad in (
             *((Kind.POOL, bad) for bad in world.pools.bad),
             *((Kind.LEASE, bad) for bad in world.leases.bad),
             *((Kind.SLOT, bad) for bad in world.slots.bad),
         ):
-            yield from self._unreadable(kind, bad, world, api)
+            yield from self._unreadable(kind, bad, world)
+
+    def _pool(self, pool: ServingPool, world: World, plan: Plan) -> Iterator[Write]:
+        key = pool.metadata.key
+        summary = pool_summary(pool, len(world.lent_in.get(key, ())), world.pool_refusals.get(key))
+        status = pool_status(
+            pool,
+            world,
+            plan,
+            self._policy,
+            load=self._loads.shape(pool, world.now.timestamp()),
+            explanation=answer(pool, summary, plan.members.get(key, ()), world.now),
+        )
+        yield from self._compare(Kind.POOL, pool, status, world)
+
+    def _slot(self, slot: RolloutSlot, world: World) -> Iterator[Write]:
+        key = f"{Kind.SLOT.value} {slot.metadata.key}"
+        inputs = self._slot_inputs(slot, world)
+        if self._same.get(key) == inputs:
+            return
+        try:
+            status = slot_status(slot, world, self._policy)
+        except ValidationError as error:
+            # What an agent said beyond every bound leaves the status as it was.
+            _log.warning("report about slot %s: %s", slot.metadata.name, error)
+            return
+        if status == slot.status:
+            self._same[key] = inputs
+        yield from self._compare(Kind.SLOT, slot, status, world)
+
+    def _slot_inputs(self, slot: RolloutSlot, world: World) -> object:
+        """Everything a slot's status depends on."""
+        report = slot_report(slot, world)
+        silence = world.telemetry.silence(slot.spec.member.node, world.monotonic)
+        said = report and (
+            report.version,
+            report.digest,
+            report.endpoint,
+            report.reason,
+            report.message,
+        )
+        silent = silence > self._policy.stale_seconds
+        return slot.metadata.resource_version, slot_state(slot, world), silent, said
+
+    def _is_same(self, lease: RolloutLease, world: World, outcome: Outcome) -> bool:
+        """Whether all that a lease's status depends on, its totals apart, is as it was."""
+        key = f"{Kind.LEASE.value} {lease.metadata.key}"
+        slots = tuple(
+            (slot.metadata.resource_version, slot_state(slot, world), slot_label(slot, world))
+            for slot in world.slots_of(lease)
+        )
+        said = (outcome.wanted, outcome.granted, outcome.reason, outcome.message)
+        router = self._router_of(lease)
+        inputs = lease.metadata.resource_version, slots, said, routers.is_ready(router)
+        same = self._same.get(key) == inputs and not self._deferral.waits(key)
+        self._same[key] = inputs
+        return same
+
+    def _router_of(self, lease: RolloutLease) -> Raw | None:
+        name = routers.router_name(lease.metadata.namespace, lease.metadata.name)
+        return self._stores[Kind.DEPLOYMENT].get(f"{self._settings.namespace}/{name}")
 
     def _lease(
-        self, lease: RolloutLease, world: World, outcome: Outcome, api: StatusApi
+        self, lease: RolloutLease, world: World, outcome: Outcome, *, told: bool
     ) -> Iterator[Write]:
         name = routers.router_name(lease.metadata.namespace, lease.metadata.name)
-        live = self._stores[Kind.DEPLOYMENT].get(f"{self._settings.namespace}/{name}")
+        live = self._router_of(lease)
         url = routers.router_url(name, self._settings.namespace) if live else ""
+        summary = lease_summary(lease, outcome, world.refusals.get(lease.metadata.key))
         status = lease_status(
-            lease, world, outcome, router_url=url, router_ready=routers.is_ready(live)
+            lease,
+            world,
+            outcome,
+            router_url=url,
+            router_ready=routers.is_ready(live),
+            explanation=answer(lease, summary, outcome.verdicts, world.now),
         )
-        _publish_lease(lease, status)
+        if told:
+            publish_lease(lease, status)
         only_totals = status.model_copy(update={"totals": lease.status.totals}) == lease.status
-        recently = world.monotonic - self._totals_at.get(lease.metadata.uid, world.monotonic)
-        if only_totals and recently < _TOTALS_SECONDS:
-            self._totals_at.setdefault(lease.metadata.uid, world.monotonic)
+        uid, now = lease.metadata.uid, world.monotonic
+        period = max(_TOTALS_SECONDS, _SECONDS_PER_LEASE * len(world.leases.good))
+        if only_totals and now - self._totals_at.setdefault(uid, now) < period:
+            self._deferral.settled(f"{Kind.LEASE.value} {lease.metadata.key}")
             return
-        self._totals_at[lease.metadata.uid] = world.monotonic
-        yield from self._compare(Kind.LEASE, lease, status, world, api)
+        yield from self._compare(Kind.LEASE, lease, status, world, urgent=only_totals)
 
     def _compare(
-        self, kind: Kind, thing: Thing, status: ApiModel, world: World, api: StatusApi
+        self, kind: Kind, thing: Thing, status: Status, world: World, *, urgent: bool = False
     ) -> Iterator[Write]:
+        key = f"{kind.value} {thing.metadata.key}"
         if status == thing.status:
+            self._deferral.settled(key)
             return
+        patience = 0.0 if urgent else _patience(thing, status)
+        if not self._deferral.due(key, patience, world.monotonic):
+            return
+        manifest = _manifest(kind, thing.metadata.namespace, thing.metadata.name, status.as_dict())
 
-        async def write() -> None:
-            manifest = _manifest(kind, thing.metadata.namespace, thing.metadata.name, status)
+        async def run() -> None:
             try:
-                self._stores[kind].put(await api.apply_status(kind, manifest))
+                self._stores[kind].put(await self._api.apply_status(kind, manifest))
             except ApiRefused as error:
                 if error.code != NOT_FOUND:
                     raise
                 # It was deleted and the watch has not said so (yet).
                 self._stores[kind].forget(thing.metadata.key)
                 return
-            new: tuple[Condition, ...] = getattr(status, "conditions", ())
-            told = [c for c in transitions(thing.status.conditions, new) if _is_news(c, thing)]
-            if told:
-                await _tell(kind, thing, min(told, key=_urgency), world, api)
+            self._deferral.settled(key)
+            self._totals_at[thing.metadata.uid] = world.monotonic
+            told = news(transitions(thing.status.conditions, status.conditions), thing)
+            if told is not None:
+                await tell(of_condition(kind, thing, told, world.now), self._api)
 
-        yield write
+        yield self._writer.status(kind, manifest, run)
 
-    def _unreadable(
-        self, kind: Kind, bad: Unreadable, world: World, api: StatusApi
-    ) -> Iterator[Write]:
+    def _unreadable(self, kind: Kind, bad: Unreadable, world: World) -> Iterator[Write]:
         """An object that cannot be read still gets its answer."""
         metadata = bad.raw["metadata"]
         said = [
             Statement(ConditionType.READY, False, bad.refusal.reason, bad.refusal.message),
             Statement(ConditionType.ACCEPTED, False, bad.refusal.reason, bad.refusal.message),
         ]
-        old = (bad.raw.get("status") or {}).get("conditions") or []
-        before = tuple(Condition.model_validate(entry) for entry in old)
+        before = _old_conditions(bad.raw)
         generation = int(metadata.get("generation") or 0)
         conditions = merge(before, said, generation=generation, now=world.now)
         if tuple(c for c in before if c.type in {"Ready", "Accepted"}) == conditions:
@@ -155,105 +249,50 @@ class Reporter:
             "observedGeneration": generation,
             "conditions": [condition.as_dict() for condition in conditions],
         }
+        manifest = _manifest(kind, metadata["namespace"], metadata["name"], status)
 
-        async def write() -> None:
-            manifest = _plain_manifest(kind, metadata["namespace"], metadata["name"], status)
-            self._stores[kind].put(await api.apply_status(kind, manifest))
+        async def run() -> None:
+            self._stores[kind].put(await self._api.apply_status(kind, manifest))
 
-        yield write
+        yield self._writer.status(kind, manifest, run)
 
 
-def _slot(slot: RolloutSlot, world: World, policy: Policy) -> SlotStatus:
-    """The slot's status; what an agent said beyond every bound leaves it as it was."""
+def _patience(thing: Thing, status: Status) -> float:
+    """How long a difference may wait for others; the module's table."""
+    if not thing.status.conditions and not isinstance(thing, RolloutSlot):
+        return 0.0
+    if not isinstance(thing, RolloutSlot) and asked(thing):
+        return 0.0
+    changed = transitions(thing.status.conditions, status.conditions)
+    old = {one.type: one.status for one in thing.status.conditions}
+    if isinstance(thing, RolloutSlot) and isinstance(status, SlotStatus):
+        arrived = status.state in _ARRIVED and thing.spec.desired is Desired.LENT
+        return 0.0 if arrived and changed else _JOIN_SECONDS
+    turned = any(
+        old.get(one.type) != one.status and one.type != ConditionType.RECLAIMING for one in changed
+    )
+    if turned:
+        return 0.0
+    if status.observed_generation != thing.status.observed_generation:
+        return _GENERATION_SECONDS
+    figures = status.model_copy(update={"conditions": thing.status.conditions}) != thing.status
+    return _JOIN_SECONDS if changed or figures else _MESSAGE_SECONDS
+
+
+def _old_conditions(raw: Raw) -> tuple[Condition, ...]:
+    """The conditions of an object that cannot be read; none if they cannot either."""
+    old = (raw.get("status") or {}).get("conditions") or []
     try:
-        return slot_status(slot, world, policy)
+        return tuple(Condition.model_validate(entry) for entry in old)
     except ValidationError as error:
-        _log.error("report about slot %s: %s", slot.metadata.name, error)
-        return slot.status
+        _log.warning("conditions of %s: %s", key_of(raw), error)
+        return ()
 
 
-def _manifest(kind: Kind, namespace: str, name: str, status: ApiModel) -> Raw:
-    return _plain_manifest(kind, namespace, name, status.as_dict())
-
-
-def _plain_manifest(kind: Kind, namespace: str, name: str, status: dict[str, Any]) -> Raw:
+def _manifest(kind: Kind, namespace: str, name: str, status: dict[str, object]) -> Raw:
     return {
         "apiVersion": API_VERSION,
         "kind": kind.value,
         "metadata": {"namespace": namespace, "name": name},
         "status": status,
     }
-
-
-def _is_news(condition: Condition, thing: Thing) -> bool:
-    """Whether people wait for it; that nothing is paused or reclaimed at first sight is none."""
-    first = all(old.type != condition.type for old in thing.status.conditions)
-    calm = condition.type in _NEGATIVE and condition.status == "False"
-    return condition.type in _TOLD and not (first and calm)
-
-
-def _urgency(condition: Condition) -> int:
-    return _TOLD.index(ConditionType(condition.type))
-
-
-async def _tell(
-    kind: Kind, thing: Thing, condition: Condition, world: World, api: StatusApi
-) -> None:
-    """One Event; losing it harms nobody."""
-    good = (condition.status == "True") != (condition.type in _NEGATIVE)
-    when = timestamp(world.now)
-    event: Raw = {
-        "apiVersion": "v1",
-        "kind": "Event",
-        "metadata": {
-            "name": f"{thing.metadata.name[:200]}.{uuid4().hex[:12]}",
-            "namespace": thing.metadata.namespace,
-        },
-        "involvedObject": {
-            "apiVersion": API_VERSION,
-            "kind": kind.value,
-            "namespace": thing.metadata.namespace,
-            "name": thing.metadata.name,
-            "uid": thing.metadata.uid,
-        },
-        "reason": condition.reason,
-        "message": f"{condition.type}={condition.status} {condition.message}".strip(),
-        "type": "Normal" if good or condition.status == "Unknown" else "Warning",
-        "source": {"component": FIELD_MANAGER},
-        "reportingComponent": FIELD_MANAGER,
-        "firstTimestamp": when,
-        "lastTimestamp": when,
-        "count": 1,
-    }
-    try:
-        await api.create(Kind.EVENT, event)
-    except OperatorError as error:
-        _log.warning("Event %s not written: %s", condition.reason, error)
-
-
-def _publish(world: World, plan: Plan) -> None:
-    """The same words as in the conditions, as metrics."""
-    metrics.REPLICAS.clear()
-    metrics.SLOTS.clear()
-    metrics.REFUSALS.clear()
-    metrics.HARVESTED_TOKENS.clear()
-    metrics.LENT_SECONDS.clear()
-    counts: Counter[tuple[str, Reason]] = Counter()
-    for node in world.telemetry.nodes.values():
-        for report in node.request.replicas:
-            found = plan.verdicts.get(report.pod_uid)
-            if found is not None:
-                counts[report.pool, found.reason] += 1
-    for (pool, reason), count in counts.items():
-        metrics.REPLICAS.labels(pool, reason).set(count)
-    for key, refusal in world.refusals.items():
-        metrics.REFUSALS.labels(key, refusal.reason).set(1)
-
-
-def _publish_lease(lease: RolloutLease, status: LeaseStatus) -> None:
-    key = lease.metadata.key
-    metrics.SLOTS.labels(key, "wanted").set(status.slots_wanted)
-    metrics.SLOTS.labels(key, "granted").set(status.slots_granted)
-    metrics.SLOTS.labels(key, "ready").set(status.slots_ready)
-    metrics.HARVESTED_TOKENS.labels(key).set(status.totals.harvested_tokens)
-    metrics.LENT_SECONDS.labels(key).set(status.totals.lent_milliseconds / 1000)

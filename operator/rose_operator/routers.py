@@ -15,6 +15,7 @@ from rose_core.api import GROUP, RolloutLease
 from rose_operator.api import MANAGED
 from rose_operator.settings import Settings
 from rose_operator.store import Raw
+from rose_wire import tls
 
 HASH = f"{GROUP}/manifest-hash"
 LEASE = f"{GROUP}/lease"
@@ -41,8 +42,9 @@ def router_url(name: str, namespace: str) -> str:
 
 
 def attach_address(name: str, settings: Settings) -> str:
-    """Where engine owners dial in."""
-    return f"{name}.{settings.namespace}.svc:{ATTACH_PORT}"
+    """Where engine owners dial in; a router listens as the operator does."""
+    scheme = tls.SCHEME if settings.tls_dir else ""
+    return f"{scheme}{name}.{settings.namespace}.svc:{ATTACH_PORT}"
 
 
 def deployment(lease: RolloutLease, settings: Settings) -> Raw:
@@ -135,7 +137,7 @@ def _container(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
         "image": settings.router_image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["rose", "router"],
-        "args": _arguments(lease),
+        "args": _arguments(lease, settings),
         "ports": [
             {"name": "http", "containerPort": HTTP_PORT},
             {"name": "attach", "containerPort": ATTACH_PORT},
@@ -160,9 +162,18 @@ def _container(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _arguments(lease: RolloutLease) -> list[str]:
+def _demand(lease: RolloutLease, settings: Settings) -> list[str]:
+    """Agents must show their node's certificate; a dedicated engine elsewhere has none."""
+    if not settings.router_client_ca or lease.spec.dedicated_engines:
+        return []
+    return [f"--tls-client-ca={settings.router_client_ca}"]
+
+
+def _arguments(lease: RolloutLease, settings: Settings) -> list[str]:
+    oldest = lease.spec.router.max_age_versions
     return [
         f"--lease={lease.metadata.key}",
+        *_demand(lease, settings),
         f"--http-address=0.0.0.0:{HTTP_PORT}",
         f"--attach-address=0.0.0.0:{ATTACH_PORT}",
         f"--token-file={_TOKEN_FOLDER}/token",
@@ -170,6 +181,9 @@ def _arguments(lease: RolloutLease) -> list[str]:
         f"--model={lease.spec.model.name}",
         f"--queue-limit={lease.spec.router.queue_limit}",
         f"--queue-seconds={lease.spec.router.queue_timeout_seconds}",
+        f"--policy={lease.spec.router.policy.value}",
+        *([] if oldest is None else [f"--max-age={oldest}"]),
+        *(f"--dedicated={name}" for name in lease.spec.dedicated_engines),
     ]
 
 

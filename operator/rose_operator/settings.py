@@ -13,6 +13,7 @@ from uuid import uuid4
 import yaml
 
 from rose_operator.errors import ConfigurationError
+from rose_wire import certificates, tls
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,11 @@ class Settings:
         grant_seconds: TTL of a grant; ``offline_seconds`` bounds renewal without the API server.
         lock_seconds: duration of the leader Lease; it is renewed every third of it.
         warm_seconds: after start, wait this long for agents before the first plan.
+        tls_dir: certificate of Sync; routers are then dialled with TLS too.
+        tls_client_ca: authority of the agents' certificates; each must name its node.
+        enrol_address: where agents without a certificate ask for one; empty = nowhere.
+        node_authority: what signs those, with ``certificate_hours`` of life.
+        router_client_ca: the same authority as routers find it; they then ask agents too.
     """
 
     namespace: str
@@ -38,16 +44,26 @@ class Settings:
     http_port: int = 8080
     engine_classes: frozenset[str] = frozenset({"sglang"})
     token_secret: str = "rose-token"  # noqa: S105  # the Secret's name
+    tls_dir: Path | None = None
+    tls_client_ca: Path | None = None
+    enrol_address: str = ""
+    node_authority: Path | None = None
+    certificate_hours: float = 24.0
+    agent_service_account: str = "rose-agent"
+    router_client_ca: str = ""
     router_service_account: str = "rose-router"
     router_template: dict[str, Any] = field(default_factory=dict)
     plan_seconds: float = 5.0
     sync_seconds: float = 2.0
-    grant_seconds: float = 10.0
+    grant_seconds: float = 40.0
     offline_seconds: float = 600.0
     lock_seconds: float = 15.0
     warm_seconds: float = 8.0
     settle_seconds: float = 10.0
     cool_seconds: float = 30.0
+    rebalance_seconds: float = 600.0
+    toggle_seconds: float = 60.0
+    borrow_gain: float = 2.0
     log_level: str = "INFO"
 
 
@@ -68,6 +84,13 @@ def parse(argv: list[str]) -> Settings:
         http_port=found.http_port,
         engine_classes=frozenset(filter(None, found.engine_classes.split(","))),
         token_secret=found.token_secret,
+        tls_dir=_certificate(found.tls_dir, found.tls_client_ca),
+        tls_client_ca=found.tls_client_ca,
+        enrol_address=_enrolment(found),
+        node_authority=found.node_authority,
+        certificate_hours=found.certificate_hours,
+        agent_service_account=found.agent_service_account,
+        router_client_ca=found.router_client_ca,
         router_service_account=found.router_service_account,
         router_template=_mapping(found.router_template) if found.router_template else {},
         plan_seconds=found.plan_seconds,
@@ -78,6 +101,9 @@ def parse(argv: list[str]) -> Settings:
         warm_seconds=found.warm_seconds,
         settle_seconds=found.settle_seconds,
         cool_seconds=found.cool_seconds,
+        rebalance_seconds=found.rebalance_seconds,
+        toggle_seconds=found.toggle_seconds,
+        borrow_gain=found.borrow_gain,
         log_level=found.log_level,
     )
 
@@ -97,15 +123,46 @@ def _parser() -> argparse.ArgumentParser:
     add("--token-secret", default="rose-token", help="Secret that holds it, key 'token'")
     add("--identity", default="", help="holder of the leader Lease; default: the pod's name")
     add("--plan-seconds", type=float, default=5.0, help="longest time between two plans")
-    add("--sync-seconds", type=float, default=2.0, help="period of the agents' calls")
-    add("--grant-seconds", type=float, default=10.0, help="TTL of a grant")
+    add("--sync-seconds", type=float, default=2.0, help="least period of the agents' calls")
+    add("--grant-seconds", type=float, default=40.0, help="TTL of a grant")
     add("--offline-seconds", type=float, default=600.0, help="renewal without the API server")
     add("--lock-seconds", type=float, default=15.0, help="duration of the leader Lease")
     add("--warm-seconds", type=float, default=8.0, help="wait for agents before the first plan")
     add("--settle-seconds", type=float, default=10.0, help="a replica must qualify this long")
     add("--cool-seconds", type=float, default=30.0, help="a GPU given back rests this long")
+    add(
+        "--rebalance-seconds",
+        type=float,
+        default=600.0,
+        help="a slot stays this long with a lease above its share",
+    )
+    add("--toggle-seconds", type=float, default=60.0, help="cost of a loan until one was measured")
+    add("--borrow-gain", type=float, default=2.0, help="a loan must last this many times its cost")
     add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    tls.add_flag(parser)
+    tls.add_clients_flag(parser)
+    add("--enrol-address", default="", help="where agents ask for a certificate of their node")
+    add("--node-authority", type=Path, help="folder with tls.crt and tls.key that sign those")
+    add("--certificate-hours", type=float, default=24.0, help="life of those")
+    add("--agent-service-account", default="rose-agent", help="whose tokens are taken for it")
+    add("--router-client-ca", default="", help="authority of agents, as routers find it")
     return parser
+
+
+def _enrolment(found: argparse.Namespace) -> str:
+    """The address; agents can only be served there over TLS, with an authority that can sign."""
+    address: str = found.enrol_address
+    if not address:
+        return ""
+    if found.tls_dir is None or found.node_authority is None:
+        raise ConfigurationError("--enrol-address needs --tls-dir and --node-authority")
+    try:
+        key, certificate = (found.node_authority / name for name in (tls.KEY, tls.CERTIFICATE))
+        certificates.check_authority(key.read_bytes(), certificate.read_bytes())
+    except (OSError, ValueError) as error:
+        message = f"--node-authority {found.node_authority}: {error}"
+        raise ConfigurationError(message) from error
+    return address
 
 
 def _identity() -> str:
@@ -116,6 +173,15 @@ def _identity() -> str:
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return socket.gethostname()
     return f"{socket.gethostname()}-{uuid4().hex[:8]}"
+
+
+def _certificate(folder: Path | None, clients: Path | None) -> Path | None:
+    try:
+        tls.server_credentials(folder, clients)
+    except (OSError, ValueError) as error:
+        message = f"--tls-dir, --tls-client-ca: {error}"
+        raise ConfigurationError(message) from error
+    return folder
 
 
 def _token(path: Path) -> str:
@@ -144,7 +210,7 @@ def _mapping(path: Path) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
-        message = f"{path}: {error}"
+        message = f"{path}: {getattr(error, 'strerror', None) or error}"
         raise ConfigurationError(message) from error
     if loaded is None:
         return {}

@@ -45,6 +45,12 @@ def slot_report(slot: RolloutSlot, world: World) -> SlotReport | None:
     return report if len(report.version) <= _MOST_LABEL else None
 
 
+def slot_label(slot: RolloutSlot, world: World) -> str:
+    """The version that is attested on the slot's live weights, empty before the first."""
+    report = slot_report(slot, world)
+    return report.version if report is not None else ""
+
+
 def slot_runs(slot: RolloutSlot, world: World) -> bool:
     """Whether the slot counts as ready: granted, running, with attested weights."""
     report = slot_report(slot, world)

@@ -11,10 +11,12 @@ from rose_core.api import (
     Reason,
     RolloutLease,
     RolloutSlot,
+    ServingPool,
     SlotSpec,
 )
 from rose_core.api.common import API_VERSION
-from rose_core.api.rolloutslot import LeaseReference, SlotEngine, SlotWeights
+from rose_core.api.rolloutslot import LeaseReference, SlotEngine, SlotSharing, SlotWeights
+from rose_core.api.servingpool import Compute
 from rose_operator.store import Raw
 
 _NAME_LIMIT = 63
@@ -27,7 +29,7 @@ def slot_name(lease: RolloutLease, pod_uid: str) -> str:
     return f"{head[: _NAME_LIMIT - 9].rstrip('-')}-{digest}"
 
 
-def lent(lease: RolloutLease, member: Member, namespace: str) -> Raw:
+def lent(lease: RolloutLease, pool: ServingPool, member: Member, namespace: str) -> Raw:
     """A new slot."""
     spec = SlotSpec(
         lease_ref=LeaseReference(
@@ -37,6 +39,7 @@ def lent(lease: RolloutLease, member: Member, namespace: str) -> Raw:
         members=(member,),
         engine=_engine(lease),
         weights=_weights(lease),
+        sharing=_sharing(pool),
     )
     return _manifest(slot_name(lease, member.pod_uid), namespace, spec)
 
@@ -48,9 +51,10 @@ def released(slot: RolloutSlot, reason: Reason) -> Raw:
     return _manifest(slot.metadata.name, slot.metadata.namespace, spec)
 
 
-def updated(slot: RolloutSlot, lease: RolloutLease) -> Raw | None:
-    """The slot after its lease changed, None when nothing differs."""
-    changed = {"engine": _engine(lease), "weights": _weights(lease)}
+def updated(slot: RolloutSlot, lease: RolloutLease, pool: ServingPool | None) -> Raw | None:
+    """The slot after its lease or its pool changed, None when nothing differs."""
+    sharing = slot.spec.sharing if pool is None else _sharing(pool)
+    changed = {"engine": _engine(lease), "weights": _weights(lease), "sharing": sharing}
     spec = slot.spec.model_copy(update=changed)
     if spec == slot.spec:
         return None
@@ -67,6 +71,17 @@ def _engine(lease: RolloutLease) -> SlotEngine:
         kv_tokens=spec.kv_tokens,
         max_running=spec.max_trajectories_per_slot,
     )
+
+
+def _sharing(pool: ServingPool) -> SlotSharing:
+    """A share is copied where one is given, so that other pools' engines need not start anew."""
+    spec = pool.spec
+    shared = SlotSharing(
+        compute=spec.compute, memory_source=spec.memory_source, memory_limit=spec.memory_limit
+    )
+    if spec.compute is not Compute.MPS:
+        return shared
+    return shared.model_copy(update={"compute_percent": spec.max_compute_percent})
 
 
 def _weights(lease: RolloutLease) -> SlotWeights:

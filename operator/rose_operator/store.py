@@ -21,16 +21,21 @@ class Store:
 
     Args:
         changed: called after every change that is news.
+        asked: called before that when somebody asks for something: a new object or generation.
 
     Attributes:
         complete: a full listing has been taken in.
         revision: grows with every change, so that readers can keep what they derived.
     """
 
-    def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        changed: Callable[[], None] = lambda: None,
+        asked: Callable[[], None] = lambda: None,
+    ) -> None:
         self._objects: dict[str, Raw] = {}
         self._graves: OrderedDict[str, int] = OrderedDict()
-        self._tell = changed
+        self._tell, self._ask = changed, asked
         self.complete = False
         self.revision = 0
 
@@ -54,6 +59,8 @@ class Store:
         if self._graves.get(key, -1) >= version:
             return
         self._objects[key] = raw
+        if known is None or _generation(known) != _generation(raw):
+            self._ask()
         self._changed()
 
     def remove(self, raw: Raw) -> None:
@@ -103,3 +110,7 @@ def key_of(raw: Raw) -> str:
 def version_of(raw: Raw) -> int:
     """Resource version; they can be compared within one resource type."""
     return int(raw["metadata"].get("resourceVersion") or 0)
+
+
+def _generation(raw: Raw) -> object:
+    return raw["metadata"].get("generation")

@@ -12,20 +12,26 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from rose_core.api import RolloutSlot, ServingPool
-from rose_core.wire.sync import PoolPolicy, SyncReply, SyncRequest
-from rose_operator.admission import parse
+from rose_core.wire.sync import Notice, NoticeRequest, PoolPolicy, SyncReply, SyncRequest
+from rose_operator import callers
 from rose_operator.api import Kind
 from rose_operator.grants import grants_of, policy_of
 from rose_operator.leader import LeaderLock
-from rose_operator.metrics import GRANTS, SYNCS
+from rose_operator.metrics import GRANTS, LISTENERS, SYNCS
+from rose_operator.notices import Notices
+from rose_operator.reading import Reader
 from rose_operator.settings import Settings
 from rose_operator.store import Store
 from rose_operator.telemetry import Telemetry
+from rose_wire.rpc import peer
 
 _log = logging.getLogger(__name__)
+_SYNCS_PER_SECOND = 250.0
+_RENEWALS_PER_TTL = 6.0
+_KNOWN = (Kind.POOL, Kind.LEASE, Kind.SLOT)
 
 
 class SyncService:
@@ -44,9 +50,13 @@ class SyncService:
         *,
         clock: Callable[[], float],
         wake: Callable[[], None],
+        notices: Notices | None = None,
     ) -> None:
         self._settings = settings
         self._stores = stores
+        self._slot_reader = Reader(RolloutSlot, stores[Kind.SLOT])
+        self._pool_reader = Reader(ServingPool, stores[Kind.POOL])
+        self._notices = Notices() if notices is None else notices
         self._telemetry = telemetry
         self._lock = lock
         self._clock = clock
@@ -56,7 +66,12 @@ class SyncService:
         self._policies: tuple[PoolPolicy, ...] = ()
 
     async def sync(self, request: SyncRequest) -> SyncReply:
-        """Take one report, answer with the node's grants."""
+        """Take one report, answer with the node's grants.
+
+        Raises:
+            Refused: the caller's certificate names another node.
+        """
+        callers.check(request.node, peer(), demanded=self._settings.tls_client_ca is not None)
         if request.node not in self._telemetry.nodes:
             _log.info("agent of node %s (%s) dialled in", request.node, request.agent_version)
         if self._telemetry.record(request, self._clock()):
@@ -69,12 +84,35 @@ class SyncService:
         GRANTS.labels(request.node).set(len(reply.grants))
         return reply
 
+    async def notices(self, request: NoticeRequest) -> AsyncIterator[Notice]:
+        """Tell the node whenever its grants have changed, for as long as it listens.
+
+        Raises:
+            Refused: the caller's certificate names another node.
+        """
+        callers.check(request.node, peer(), demanded=self._settings.tls_client_ca is not None)
+        LISTENERS.inc()
+        try:
+            async for notice in self._notices.follow(request):
+                yield notice
+        finally:
+            LISTENERS.dec()
+
     def _complete(self, highest_term: int) -> bool:
-        known = all(self._stores[kind].complete for kind in (Kind.POOL, Kind.LEASE, Kind.SLOT))
+        known = all(self._stores[kind].complete for kind in _KNOWN)
         return known and self._lock.may_renew and highest_term <= self._lock.term
 
+    def _period(self) -> float:
+        """Longer in a large fleet, so that renewals cost a bounded share of a core.
+
+        A grant is still renewed several times before it lapses; news does not wait for the period.
+        """
+        by_size = len(self._telemetry.nodes) / _SYNCS_PER_SECOND
+        most = self._settings.grant_seconds / _RENEWALS_PER_TTL
+        return max(self._settings.sync_seconds, min(by_size, most))
+
     def _empty(self) -> SyncReply:
-        period = self._settings.sync_seconds
+        period = self._period()
         return SyncReply(term=self._lock.term, complete=False, sync_period_seconds=period)
 
     def _full(self, node: str) -> SyncReply:
@@ -84,7 +122,7 @@ class SyncService:
             complete=True,
             grants=grants_of(node, slots.get(node, ()), self._lock.term, self._settings),
             pools=policies,
-            sync_period_seconds=self._settings.sync_seconds,
+            sync_period_seconds=self._period(),
         )
 
     def _derived(self) -> tuple[Mapping[str, Sequence[RolloutSlot]], tuple[PoolPolicy, ...]]:
@@ -93,9 +131,10 @@ class SyncService:
         revisions = (slots.revision, pools.revision)
         if revisions != self._revisions:
             by_node: dict[str, list[RolloutSlot]] = defaultdict(list)
-            for slot in parse(RolloutSlot, slots.all()).good.values():
+            for slot in self._slot_reader.read().good.values():
                 by_node[slot.spec.member.node].append(slot)
-            readable = parse(ServingPool, pools.all()).good.values()
-            self._slots, self._policies = by_node, tuple(map(policy_of, readable))
+            readable = self._pool_reader.read().good.values()
+            self._slots = by_node
+            self._policies = tuple(map(policy_of, readable))
             self._revisions = revisions
         return self._slots, self._policies

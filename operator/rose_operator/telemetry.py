@@ -25,11 +25,11 @@ class Node:
     request: SyncRequest
     heard_at: float
     kv: dict[str, float] = field(default_factory=dict)
+    essence: object = None
 
-    @property
-    def slots(self) -> dict[str, SlotReport]:
-        """Slot uid -> report, without slots that are gone."""
-        return {
+    def __post_init__(self) -> None:
+        """``slots``: slot uid -> report, without slots that are gone."""
+        self.slots: dict[str, SlotReport] = {
             report.slot.uid: report
             for report in self.request.slots
             if report.state is not SlotState.GONE
@@ -66,7 +66,8 @@ class Telemetry:
         """
         old = self.nodes.get(request.node)
         kv = _means(old.kv if old else {}, request.replicas)
-        self.nodes[request.node] = Node(request, now, kv)
+        essence = _essence(request)
+        self.nodes[request.node] = Node(request, now, kv, essence)
         for replica in request.replicas:
             self._tally(replica, now)
         for slot in request.slots:
@@ -74,22 +75,24 @@ class Telemetry:
                 self._stopped_since.setdefault(slot.slot.uid, now)
             else:
                 self._stopped_since.pop(slot.slot.uid, None)
-        return old is None or _essence(old.request) != _essence(request)
+        return old is None or old.essence != essence
 
     def silence(self, node: str, now: float) -> float:
         """Seconds since the node was heard."""
         known = self.nodes.get(node)
         return now - (known.heard_at if known else self.started)
 
-    def forget(self, now: float, after_seconds: float) -> None:
-        """Drop nodes that have been silent for too long."""
-        for name in [name for name in self.nodes if self.silence(name, now) > after_seconds]:
+    def forget(self, now: float, after_seconds: float) -> list[str]:
+        """Drop nodes that have been silent for too long; their names."""
+        gone = [name for name in self.nodes if self.silence(name, now) > after_seconds]
+        for name in gone:
             del self.nodes[name]
         pods = {report.pod_uid for node in self.nodes.values() for report in node.request.replicas}
         self._tallies = {uid: kept for uid, kept in self._tallies.items() if uid in pods}
         slots = {uid for node in self.nodes.values() for uid in node.slots}
         stopped = self._stopped_since
         self._stopped_since = {uid: since for uid, since in stopped.items() if uid in slots}
+        return gone
 
     def stopped_seconds(self, uid: str, now: float) -> float:
         """How long the slot has been reported as stopped without a break."""
@@ -135,7 +138,7 @@ def _essence(request: SyncRequest) -> object:
         for r in request.replicas
     )
     slots = tuple((s.slot, calm(s.state), s.version, s.digest) for s in request.slots)
-    return replicas, slots
+    return replicas, slots, request.capabilities
 
 
 def calm(state: SlotState) -> SlotState:

@@ -24,6 +24,9 @@ from rose_operator.store import Raw, Store
 _log = logging.getLogger(__name__)
 _PLURALS = {Kind.POOL: "servingpools", Kind.LEASE: "rolloutleases", Kind.SLOT: "rolloutslots"}
 HandOver = Callable[[kopf.RawEvent, Store], None]
+# kopf is started again after this, and looks this often whether it should end.
+_AGAIN_SECONDS = 1.0
+_LOOK_SECONDS = 0.5
 _LISTED = (*_PLURALS, Kind.DEPLOYMENT, Kind.SERVICE)
 
 
@@ -117,18 +120,34 @@ def _run_kopf(handlers: kopf.OperatorRegistry, stop: threading.Event) -> None:
     """Kopf until told to stop; started again if it fails."""
     while not stop.is_set():
         try:
-            asyncio.run(
-                kopf.operator(
-                    registry=handlers,
-                    settings=settings(),
-                    clusterwide=True,
-                    standalone=True,
-                    stop_flag=stop,
-                )
-            )
+            asyncio.run(_watch(handlers, stop))
         except Exception as error:  # noqa: BLE001  # whatever ended kopf, watching must go on
             _log.error("kopf ended: %r; starting it again", error)
-        stop.wait(1.0)
+        stop.wait(_AGAIN_SECONDS)
+
+
+async def _watch(handlers: kopf.OperatorRegistry, stop: threading.Event) -> None:
+    """One life of kopf.
+
+    kopf waits for a flag of ``threading`` in a worker thread, and the loop does not close before
+    that thread ends: a kopf that failed would never be started again, and only the listings would
+    bring news. So it gets a flag of its own loop.
+    """
+    told = asyncio.Event()
+    running = asyncio.create_task(
+        kopf.operator(
+            registry=handlers,
+            settings=settings(),
+            clusterwide=True,
+            standalone=True,
+            stop_flag=told,
+        )
+    )
+    while not running.done():
+        if stop.is_set():
+            told.set()
+        await asyncio.wait([running], timeout=_LOOK_SECONDS)
+    await running
 
 
 def _take(event: kopf.RawEvent, store: Store, listed: Callable[[], None]) -> None:

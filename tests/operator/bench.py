@@ -46,7 +46,7 @@ class Bench:
             may_write=lambda: self.leads,
             clock=lambda: self.now,
             wall=lambda: START + self.now,
-            policy=replace(Policy(), settle_seconds=0.0, cool_seconds=0.0),
+            policy=replace(Policy(), settle_seconds=0.0, cool_seconds=0.0, toggle_seconds=0.0),
         )
         self.read()
         self.reconciler.remember_pools()

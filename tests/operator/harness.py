@@ -59,6 +59,7 @@ class OperatorProcess:
     process: "subprocess.Popen[bytes] | None" = None
     sync_port: int = 0
     http_port: int = 0
+    more: tuple[str, ...] = ()
 
     @property
     def log(self) -> Path:
@@ -87,6 +88,7 @@ class OperatorProcess:
             "--cool-seconds=1",
             "--grant-seconds=60",
             "--identity=the-operator",
+            *self.more,
         ]
         environment = os.environ | {"KUBECONFIG": str(self.kubeconfig)}
         with self.log.open("ab") as log:

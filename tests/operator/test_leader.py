@@ -5,6 +5,7 @@ import pytest
 from rose_operator.api import Kind
 from rose_operator.errors import ApiRefused, ApiUnavailable
 from rose_operator.leader import LOCK_NAME, LeaderLock, Record, State, Step, decide
+from rose_operator.metrics import REGISTRY
 from rose_operator.store import Raw
 from tests.operator.fake_api import FakeApi
 
@@ -26,6 +27,10 @@ def lock(api: FakeApi, clock: Clock, identity: str = MINE) -> LeaderLock:
 def allowed(lock: LeaderLock) -> tuple[State, bool, bool]:
     """State, whether it may write, whether it may renew."""
     return lock.state, lock.may_write, lock.may_renew
+
+
+def counted(name: str) -> float:
+    return REGISTRY.get_sample_value(name) or 0.0
 
 
 def record(holder: str, term: int) -> Record:
@@ -73,9 +78,10 @@ async def test_without_renewal_it_is_offline_then_powerless_and_leads_again_in_i
     assert allowed(mine) == (State.OFFLINE, False, True)
     clock.now += 588
     assert allowed(mine) == (State.OFFLINE, False, False)
-    api.down = False
+    api.down, lapses = False, counted("rose_operator_lead_lapses_total")
     await mine.step()
     assert (mine.state, mine.term) == (State.LEADER, 1)
+    assert counted("rose_operator_lead_lapses_total") == lapses + 1
 
 
 async def test_a_successor_waits_for_the_duration_and_deposes() -> None:

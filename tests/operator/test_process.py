@@ -9,6 +9,7 @@ from uuid import uuid4
 import pytest
 from lightkube.generic_resource import GenericNamespacedResource
 
+from rose_cli.main import main as rose
 from rose_core.wire.sync import ReplicaReport
 from tests.api.objects import LEASE, POOL, changed
 from tests.operator import harness as env
@@ -185,6 +186,22 @@ def test_a_lease_becomes_a_slot_a_grant_and_a_url_and_goes_back(scene: Scene) ->
     )
 
 
+def test_a_person_gets_the_reason_for_every_replica(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene.agent("busy", "idle", busy=700, idle=50)
+    scene.running()
+    config = f"--kubeconfig={scene.cluster.plane.kubeconfig}"
+    place = [config, f"--namespace={scene.namespace}"]
+    assert rose(["explain", "lease", "grpo", *place]) == 0
+    text = capsys.readouterr().out
+    assert "AllSlotsGranted: 1 of 1 slots" in text
+    assert "2 replicas: 1 Lent, 1 PoolLimitReached" in text
+    assert f"{scene.namespace}/idle-{scene.namespace}" in text
+    assert rose(["explain", "pool", "chat", *place]) == 0
+    assert "1 of 2 replicas lent" in capsys.readouterr().out
+
+
 def test_a_restart_on_a_correct_world_writes_nothing(scene: Scene) -> None:
     agent = scene.agent("a", "b")
     scene.running()
@@ -250,7 +267,7 @@ BAD_LEASES: dict[str, tuple[dict[str, Any], str]] = {
     "observe": ({"spec.poolRef.name": "observe"}, "PoolNotLending"),
     "paused": ({"spec.poolRef.name": "paused"}, "PoolNotLending"),
     "foreign": ({"spec.poolRef.name": "foreign"}, "NamespaceNotAllowed"),
-    "mps": ({"spec.poolRef.name": "mps"}, "PoolNotAccepted"),
+    "mps": ({"spec.poolRef.name": "mps"}, "NoReplicaQualifies"),
     "argument": ({"spec.engineArguments": {"model-path": "/etc"}}, "ArgumentNotAllowed"),
     "store": ({"spec.weights.storeName": "elsewhere"}, "UnknownStore"),
     "class": ({"spec.engineClass": "other"}, "UnknownEngineClass"),

@@ -51,6 +51,22 @@ async def test_a_refused_write_stops_nobody_else() -> None:
     assert len(bench.slots()) == 2
 
 
+async def test_statuses_wait_for_a_new_lease_but_not_for_ever() -> None:
+    bench = Bench()
+    bench.pool()
+    bench.lease()
+    bench.report()
+    bench.reconciler.hurry = lambda: True
+    await bench.turn()
+    assert bench.reason() == Reason.ROUTER_NOT_READY  # none had been written for long
+    bench.lease("second")
+    await bench.turn()
+    assert [raw.get("status") for raw in bench.api.all(Kind.LEASE)][1] is None
+    bench.now += 3
+    await bench.turn()
+    assert bench.reason("second", "Accepted") == Reason.ACCEPTED
+
+
 async def test_an_object_whose_deletion_went_unheard_is_forgotten_at_its_next_status() -> None:
     bench = await running()
     del bench.api.objects[Kind.LEASE, "default/grpo"]

@@ -30,6 +30,16 @@ def test_an_older_word_never_replaces_a_newer_one() -> None:
     assert len(news) == 1
 
 
+def test_only_new_objects_and_generations_ask_for_something() -> None:
+    asked: list[int] = []
+    store = Store(asked=lambda: asked.append(1))
+    for version, generation in ((5, 1), (6, 1), (7, 2), (8, 2)):
+        raw = thing("a", version)
+        raw["metadata"]["generation"] = generation
+        store.put(raw)
+    assert len(asked) == 2  # made, and changed by its owner; statuses ask for nothing
+
+
 def test_a_deleted_object_is_not_raised_by_a_late_event() -> None:
     store = Store()
     store.put(thing("a", 5))

@@ -1,0 +1,85 @@
+"""What nodes can do against what pools ask for: verdicts for replicas, conditions for pools (pure).
+
+A pool that asks for MPS, for a driver limit or for elastic memory is accepted; it is its replicas
+that qualify or not, node by node, with the engine host's own word why. The pool's conditions say
+the same for all of them:
+
+| condition | True | False | Unknown |
+|---|---|---|---|
+| ``DeviceAccess`` | every node's engine host reaches its GPUs | one does not | nobody reports |
+| ``ComputeAvailable`` | ``compute`` works on every node | one cannot; names it | nobody reports |
+| ``MemoryAvailable`` | ``memorySource`` and ``memoryLimit`` work | one cannot | nobody reports |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rose_core.api import ConditionType, Reason, ServingPool
+from rose_core.api.conditions import Statement
+from rose_core.api.reasons import replica_refusal
+from rose_core.devices.capabilities import (
+    Capability,
+    Missing,
+    compute_needs,
+    first_missing,
+    memory_needs,
+)
+from rose_core.wire.sync import ReplicaReport
+from rose_operator.world import World
+
+_MOST_NAMED = 4
+
+
+def missing(
+    pool: ServingPool | None, world: World, node: str, report: ReplicaReport
+) -> Missing | None:
+    """What the node lacks for this replica to be lent as its pool asks."""
+    if pool is None:
+        return None
+    spec = pool.spec
+    wanted = (*compute_needs(spec.compute), *memory_needs(spec.memory_source, spec.memory_limit))
+    return _missing(world, node, report, wanted)
+
+
+def statements(pool: ServingPool, world: World) -> list[Statement]:
+    """The pool's three conditions."""
+    spec = pool.spec
+    asked = (
+        (ConditionType.DEVICE_ACCESS, ()),
+        (ConditionType.COMPUTE_AVAILABLE, compute_needs(spec.compute)),
+        (ConditionType.MEMORY_AVAILABLE, memory_needs(spec.memory_source, spec.memory_limit)),
+    )
+    reports = world.reports_of(pool.metadata.key)
+    return [_statement(kind, wanted, world, reports) for kind, wanted in asked]
+
+
+def _statement(
+    kind: ConditionType,
+    wanted: Sequence[Capability],
+    world: World,
+    reports: Sequence[tuple[str, ReplicaReport]],
+) -> Statement:
+    if not reports:
+        return Statement(kind, None, Reason.NO_REPLICAS, "no agent reports a replica")
+    access = kind is ConditionType.DEVICE_ACCESS
+    found = {
+        node: lacks
+        for node, report in reports
+        if (lacks := _missing(world, node, report, wanted))
+        and (lacks.capability is Capability.DEVICE_ACCESS) == access
+    }
+    if not found:
+        return Statement(kind, True, Reason.AS_EXPECTED)
+    first = found[min(found)]
+    names = ", ".join(sorted(found)[:_MOST_NAMED])
+    text = f"{len(found)} nodes lack it ({names}): {first.text}"
+    return Statement(kind, False, replica_refusal(first.word) or Reason.OTHER, text)
+
+
+def _missing(
+    world: World, node: str, report: ReplicaReport, wanted: Iterable[Capability]
+) -> Missing | None:
+    known = world.telemetry.nodes.get(node)
+    said = known.request.capabilities if known is not None else {}
+    return first_missing(said, wanted, report.gpu_uuids)

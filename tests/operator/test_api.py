@@ -1,0 +1,50 @@
+"""What an answer of the API server means, whoever wrote it."""
+
+import httpx
+import pytest
+from lightkube import AsyncClient, SingleConfig
+from lightkube.config.models import Cluster, Context, User
+
+from rose_operator.api import Api, Kind
+from rose_operator.errors import ApiRefused, ApiUnavailable
+
+PLAIN = {"Content-Type": "text/plain; charset=utf-8"}
+
+
+def api(*answers: httpx.Response) -> Api:
+    """An API server that gives these answers in turn, the last one for ever."""
+    queue = list(answers)
+
+    def answer(_request: httpx.Request) -> httpx.Response:
+        return queue.pop(0) if len(queue) > 1 else queue[0]
+
+    config = SingleConfig(
+        context_name="x",
+        context=Context(cluster="x"),
+        cluster=Cluster(server="http://api"),
+        user=User(),
+    )
+    client = AsyncClient(config=config, trust_env=False, transport=httpx.MockTransport(answer))
+    return Api(client, "rose-system")
+
+
+async def test_overload_that_is_told_in_plain_text_is_waited_out() -> None:
+    busy = httpx.Response(429, text="Too many requests", headers=PLAIN | {"Retry-After": "0"})
+    waiting = httpx.Response(429, text="Too many requests", headers=PLAIN | {"Retry-After": "1"})
+    found = httpx.Response(200, json={"metadata": {"name": "a", "namespace": "rose-system"}})
+    raw = await api(waiting, found).get(Kind.SLOT, "a")
+    assert raw is not None
+    assert raw["metadata"]["name"] == "a"
+    with pytest.raises(ApiUnavailable, match="429"):
+        await api(busy).get(Kind.SLOT, "a")
+
+
+@pytest.mark.parametrize("code", [401, 403])
+async def test_a_refusal_in_plain_text_concerns_its_own_object(code: int) -> None:
+    with pytest.raises(ApiRefused) as refused:
+        await api(httpx.Response(code, text="no", headers=PLAIN)).get(Kind.SLOT, "a")
+    assert refused.value.code == code
+
+
+async def test_an_object_that_is_missing_in_plain_text_is_none() -> None:
+    assert await api(httpx.Response(404, text="no", headers=PLAIN)).get(Kind.SLOT, "a") is None

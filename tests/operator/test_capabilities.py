@@ -1,0 +1,93 @@
+"""Pools that ask for more than time-slicing: node by node, with the engine host's word why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rose_core.wire.sync import Sharing, SyncRequest
+from rose_operator.api import Kind
+from rose_operator.leader import LeaderLock
+from tests.operator.bench import Bench
+from tests.operator.stub_agent import replica
+from tests.operator.test_sync import ask
+
+READY = {"DeviceAccess": "", "MPS/GPU-a": "", "DriverMemoryLimit": ""}
+
+
+def report(bench: Bench, said: dict[str, str]) -> None:
+    bench.telemetry.record(
+        SyncRequest("n1", "t", 0, (replica("default/chat", "a"),), (), said), bench.now
+    )
+
+
+def conditions(bench: Bench) -> dict[str, dict[str, Any]]:
+    status = bench.api.objects[Kind.POOL, "default/chat"]["status"]
+    return {entry["type"]: entry for entry in status["conditions"]}
+
+
+async def wanting(said: dict[str, str], **spec: object) -> Bench:
+    bench = Bench()
+    bench.pool(**{f"spec.{name}": value for name, value in spec.items()})
+    bench.lease()
+    report(bench, said)
+    await bench.turn(3)
+    return bench
+
+
+async def test_a_node_without_mps_lends_nothing_of_a_pool_that_asks_for_it() -> None:
+    text = "MpsNotExclusive: compute mode is Default; set EXCLUSIVE_PROCESS"
+    bench = await wanting({**READY, "MPS/GPU-a": text}, compute="MPS")
+    assert bench.slots() == []
+    found = conditions(bench)
+    assert found["Accepted"]["status"] == "True"
+    assert found["ComputeAvailable"]["reason"] == "MpsNotExclusive"
+    assert "n1" in found["ComputeAvailable"]["message"]
+    assert "set EXCLUSIVE_PROCESS" in found["ComputeAvailable"]["message"]
+    assert found["DeviceAccess"]["status"] == "True"
+    assert found["MemoryAvailable"]["status"] == "True"
+    report(bench, READY)
+    await bench.turn(2)
+    assert conditions(bench)["ComputeAvailable"]["status"] == "True"
+    assert len(bench.slots()) == 1
+
+
+async def test_the_owners_share_travels_to_the_engine_and_follows_the_pool() -> None:
+    bench = await wanting(READY, compute="MPS", maxComputePercent=20, memoryLimit="Driver")
+    lock = LeaderLock(
+        bench.api, identity="me", duration=15, offline_seconds=600, clock=lambda: bench.now
+    )
+    await lock.step()
+    reply = await ask(bench, lock)
+    (grant,) = reply.grants
+    assert grant.engine.sharing == Sharing("MPS", 20, "Reserved", "Driver")
+    assert [policy.compute for policy in reply.pools] == ["MPS"]
+    bench.pool(**{"spec.compute": "MPS", "spec.maxComputePercent": 50})
+    report(bench, READY)
+    await bench.turn(2)
+    (again,) = (await ask(bench, lock)).grants
+    assert again.engine.sharing == Sharing("MPS", 50)
+    assert again.key.slot.generation > grant.key.slot.generation, "the engine has to start anew"
+
+
+async def test_the_share_of_a_time_slicing_pool_starts_no_engine_anew() -> None:
+    bench = await wanting({})
+    (slot,) = bench.slots()
+    bench.pool(**{"spec.maxComputePercent": 50})
+    report(bench, {})
+    await bench.turn(2)
+    (same,) = bench.slots()
+    assert same["metadata"]["generation"] == slot["metadata"]["generation"]
+
+
+async def test_an_engine_host_that_cannot_reach_its_gpus_is_named() -> None:
+    bench = await wanting({"DeviceAccess": "DeviceAccess: engines cannot open /dev/nvidia-uvm"})
+    assert bench.slots() == []
+    found = conditions(bench)["DeviceAccess"]
+    assert (found["status"], found["reason"]) == ("False", "DeviceAccess")
+    assert "/dev/nvidia-uvm" in found["message"]
+
+
+async def test_what_an_older_engine_host_does_not_speak_of_is_not_there() -> None:
+    bench = await wanting({"EngineHost": ""}, memorySource="Elastic")
+    assert bench.slots() == []
+    assert conditions(bench)["MemoryAvailable"]["reason"] == "ElasticUnavailable"
