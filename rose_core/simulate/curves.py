@@ -16,6 +16,7 @@ from rose_core.simulate.clock import SECOND, Clock
 from rose_core.simulate.costs import costs, kv_tokens
 from rose_core.simulate.gates import ServingRequest
 from rose_core.simulate.lent import Ears, Replica
+from rose_core.simulate.regimes import RULES
 from rose_core.simulate.scenario import Load, Regime, RolloutJob, Scenario, Service
 from rose_core.simulate.workload import Arrival, Episode
 
@@ -137,7 +138,7 @@ def _one(
             Endless(engine, pool, draw, str(number)).turn()
 
     ears = Ears(lambda _replica, _open: None, lambda _replica, _lost: None, served)
-    replica = Replica(clock, 0, told.services[0], told, regime=lender.regime, ears=ears)
+    replica = Replica(clock, 0, told.services[0], told, rules=RULES[lender.regime], ears=ears)
     replica.lend(job)
     clock.run(round(_WARM_S * SECOND))
     replica.device.finish()

@@ -26,7 +26,7 @@ from rose_core.simulate.costs import costs, kv_tokens
 from rose_core.simulate.curves import USUAL_CONTEXT, Curve
 from rose_core.simulate.fleet_scenario import FleetScenario
 from rose_core.simulate.scenario import Regime, RolloutJob
-from rose_core.simulate.workload import ALIKE, Arrival, Episode
+from rose_core.simulate.workload import ALIKE, Arrival, Episode, Shape
 from rose_core.wire.sync import SignalSource
 
 Floats = NDArray[np.float64]
@@ -50,6 +50,7 @@ class FleetOutcome(msgspec.Struct, frozen=True):
     expected_violations: float
     lent_share: float
     open_share: float
+    hourly_tokens: tuple[float, ...] = ()
 
 
 @dataclass
@@ -102,7 +103,10 @@ class Fleet:
         dedicated: float,
         traces: Mapping[str, Rows[Arrival]],
         episodes: Rows[Episode],
+        shapes: Mapping[str, Shape] | None = None,
     ) -> None:
+        self._shapes = shapes or {}
+        self._hours: list[float] = [0.0] * (int(told.seconds // 3600) + 1)
         self._told, self._regime, self._seed = told, regime, seed
         self._draw = np.random.default_rng(seed)
         self._curves, self._dedicated = curves, dedicated
@@ -137,9 +141,18 @@ class Fleet:
         phase = int(self._draw.integers(period))
         mean = (service.load.requests_per_s or 1.0) / service.replicas * bin_s
         means = mean * shape[(np.arange(self._bins) + phase) % period]
+        if service.load.shape:
+            means *= self._trend(self._shapes[service.load.shape])
         loads = self._draw.poisson(means, size=(service.replicas, self._bins)) / bin_s
         size = service.replicas
         return _Lent(loads, np.full(size, np.inf), np.full(size, -1, dtype=np.int64), kind)
+
+    def _trend(self, shape: Shape) -> Floats:
+        """The shape by bin, mean 1 over its own length."""
+        times, rates = np.array(shape, dtype=float).T
+        seconds = np.arange(self._bins) * self._told.bin_s
+        trend: Floats = np.interp(seconds, times, rates) / rates.mean()
+        return trend
 
     def run(self) -> FleetOutcome:
         """Work through the bins."""
@@ -151,8 +164,11 @@ class Fleet:
                 for number, one in enumerate(self._services):
                     self._plan(number, one, now, index)
             given, engines = self._give(index, now)
+            before = sum(tank.tokens for tank in self._tanks)
             for number, tank in enumerate(self._tanks):
                 self._advance(tank, float(given[number]), float(engines[number]), now)
+            made = sum(tank.tokens for tank in self._tanks) - before
+            self._hours[int(now // 3600)] += made / 3600
         return self._outcome()
 
     # --- lending
@@ -310,6 +326,7 @@ class Fleet:
             expected_violations=sums["violations"],
             lent_share=sums["lent"] / self._bins / replicas,
             open_share=sums["open"] / max(1e-9, sums["lent"]),
+            hourly_tokens=tuple(self._hours[: int(told.seconds // 3600)]),
         )
 
 

@@ -44,7 +44,7 @@ class FleetScenario(Strict):
 
     kind: Literal["fleet"]
     name: Annotated[str, Field(min_length=1)]
-    seconds: Annotated[float, Field(gt=0, le=86_400)]
+    seconds: Annotated[float, Field(gt=0, le=1_209_600)]
     bin_s: Annotated[float, Field(ge=1, le=60)] = 2.0
     plan_s: Annotated[float, Field(ge=5, le=600)] = 60.0
     start_s: Annotated[float, Field(ge=0)] = 60.0

@@ -89,11 +89,12 @@ class Host:
         self._make, self._lost = make, lost
         self._event: Event | None = None
         self.state: EngineState | None = None
+        self.broken = False
         self.on_serving: Callable[[], None] = lambda: None
 
     def ensure(self) -> None:
         """Run an engine; idempotent."""
-        if self.state is None:
+        if self.state is None and not self.broken:
             self.state = EngineState.STARTING
             self._event = self._clock.after(self._start_s, self._serve)
 

@@ -1,26 +1,30 @@
 """The guard's shell on virtual time: gathers what production gathers, carries out its orders.
 
 Every decision is production's: ``telemetry.book`` and ``telemetry.signal`` make the signal,
-``guard.gate.judge`` the verdict, ``guard.slot.decide`` the orders. Here are only their delays.
-Production steps every 20 ms and at every event; here a step that could not change anything (gate
-open and idle, permit extended for ever) is left out, and a closed gate that only waits for the end
-of a request is looked at every 100 ms.
+``guard.regime`` and ``guard.experience`` what is learned, ``guard.gate.judge`` the verdict,
+``guard.slot.decide`` the orders. Here are only their delays. Production steps every 40 ms and at
+every event; here a step that could not change anything (gate open and idle, permit extended for
+ever) is left out, and a closed gate that only waits for the end of a request is looked at every
+100 ms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+from rose_core.guard.experience import BUDGET_CAUSE, Budget, Experience
 from rose_core.guard.gate import GateLimits, ReplicaFacts, Verdict, judge
 from rose_core.guard.ladder import Action, LadderLimits, Order
 from rose_core.guard.predictor import Predictor, Profile
 from rose_core.guard.reasons import GateReason
+from rose_core.guard.regime import Gaps
 from rose_core.guard.slack import Objective
 from rose_core.guard.slot import EngineSeen, SlotMachine, SlotSeen, decide
 from rose_core.simulate.clock import MILLISECOND, SECOND, Clock, Event
 from rose_core.simulate.device import Device
 from rose_core.simulate.gates import Gate, Host, ServingRequest, Timings
-from rose_core.telemetry.book import Book
+from rose_core.telemetry.book import Book, Finished
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import Arrived, Ended, FirstToken, Health, How, Progress, Sized
 from rose_core.telemetry.signal import Limits, Reading, ServingSignal, advance, merge
@@ -28,7 +32,7 @@ from rose_core.wire.sync import SignalSource
 
 BYTES_PER_TOKEN = 4
 _WAITING_NS = 100 * MILLISECOND
-_SHARED_NS = 5 * MILLISECOND  # as the agent's: a gate that closed so soon did not share the prefill
+_ALWAYS_NS = 10**18  # an open and idle gate is not looked at until something happens
 _PATH = "/generate"
 _TAP = (SignalSource.WIRE_TAP,)
 _POLLED = (SignalSource.LOADS,)
@@ -48,18 +52,21 @@ class GuardedGate(Gate):
         objective: Objective,
         profile: Profile,
         tapped: bool,
+        percentile: int,
     ) -> None:
         super().__init__(clock, device, host, changed)
-        self._timings, self._objective, self._tapped = timings, objective, tapped
+        self._timings, self._goals, self._tapped = timings, objective, tapped
+        self._percentile = percentile
         self._gate, self._ladder, self._limits = GateLimits(), LadderLimits(), Limits()
-        self._predictor = Predictor(profile)
+        self._experience = Experience(0, Predictor(profile))
+        self._budget = Budget()
+        self._gaps = Gaps(0, reopen_ns=self._gate.reopen_ns, window_ns=self._gate.regime_ns)
         self._book = Book(0)
         self._reading: Reading | None = None
         self._machine = SlotMachine()
         self._held = self._holding = False
         self._requests: dict[int, ServingRequest] = {}
         self._wake: Event | None = None
-        self._last_open_ns = -SECOND
         self._dead_until_ns = 0
         self.verdicts: dict[GateReason, int] = {}
 
@@ -76,6 +83,8 @@ class GuardedGate(Gate):
         number = request.number
         self._book.apply(Arrived("", number, now, _PATH), now)
         self._book.apply(Sized("", number, request.prompt * BYTES_PER_TOKEN), now)
+        self._gaps.note(busy=True, now_ns=now)
+        self._experience.arrived(number, now)
         self.step()
 
     def first(self, request: ServingRequest) -> None:
@@ -86,6 +95,7 @@ class GuardedGate(Gate):
     def _hear_first(self, request: ServingRequest) -> None:
         now = self.clock.now_ns
         self._book.apply(FirstToken("", request.number, now), now)
+        self._experience.first(request.number, now)
         self.step()
 
     def ended(self, request: ServingRequest) -> None:
@@ -98,20 +108,15 @@ class GuardedGate(Gate):
         now = self.clock.now_ns
         event = Ended("", request.number, now, request.output, 200, How.COMPLETE)
         done = self._book.apply(event, now)
+        self._gaps.note(busy=bool(self._book.live), now_ns=now)
         if done is not None:
-            self._learn(done.arrived_ns, done.first_ns, done.size, done.ttft_s, done.tpot_s)
+            self._take(done, now)
         self.step()
 
-    def _learn(
-        self, arrived_ns: int, first_ns: int, size: int, ttft: float | None, tpot: float | None
-    ) -> None:
-        if ttft is not None:
-            shared = self._last_open_ns > arrived_ns + _SHARED_NS
-            self._predictor = self._predictor.saw_prefill(size, ttft, shared=shared)
-        if tpot is not None:
-            shared = self._last_open_ns > first_ns + _SHARED_NS
-            running = 1 + len(self._book.live)
-            self._predictor = self._predictor.saw_decode(running, tpot, shared=shared)
+    def _take(self, done: Finished, now: int) -> None:
+        met = self._experience.finished(done, self._goals, len(self._book.live))
+        if met.used and self._budget.spend(met, self._percentile, now):
+            self._budget.trip(BUDGET_CAUSE, now)
 
     def poll(self) -> None:
         """Read ``/v1/loads``: a request shows there only after its first token."""
@@ -175,13 +180,7 @@ class GuardedGate(Gate):
             return
         if self.device.serving is not None and self._book.live:
             self.device.serving.settle()
-        facts = ReplicaFacts(
-            signal=self.signal(now),
-            idle_share=self._book.idle_share(now) if self._tapped else 1.0,
-            objective=self._objective,
-            predictor=self._predictor,
-        )
-        verdict = judge(facts, self._gate, now)
+        verdict = judge(self._facts(now), self._gate, now)
         self.verdicts[verdict.reason] = self.verdicts.get(verdict.reason, 0) + 1
         state = self.host.state
         engine = EngineSeen(state, 1, held=self._held) if state is not None else None
@@ -189,12 +188,22 @@ class GuardedGate(Gate):
         self._machine, actions = decide(self._machine, seen, self._ladder, now)
         for action in actions:
             self._carry_out(action)
-        computing = self.device.may_compute
-        if computing:
-            self._last_open_ns = now
-        serves = engine is not None and state == "Serving"
-        self.set_open(serves and verdict.open and self.granted)
+        is_open = verdict.open and self.granted and engine is not None and state == "Serving"
+        until_ns = verdict.until_ns or _ALWAYS_NS
+        self._experience.open_time.note(until_ns if is_open and not self._held else 0, now)
+        self.set_open(is_open)
         self._schedule(verdict, now)
+
+    def _facts(self, now: int) -> ReplicaFacts:
+        goals = replace(self._goals, margin=self._experience.margin.value)
+        return ReplicaFacts(
+            signal=self.signal(now),
+            breaker_open=self._budget.breaker.open(now),
+            idle_share=self._gaps.share(now) if self._tapped else 1.0,
+            cool_down_ns=self._gaps.cool_down_ns if self._tapped else None,
+            objective=goals,
+            predictor=self._experience.predictor,
+        )
 
     def _carry_out(self, action: Action) -> None:
         if action.order is Order.ENSURE:
@@ -235,6 +244,6 @@ class GuardedGate(Gate):
         if verdict.reason is GateReason.IDLE:
             return
         wait = _WAITING_NS if verdict.reason is GateReason.SERVING_BUSY else tick
-        if verdict.open and verdict.until_ns > now:
-            wait = min(wait, verdict.until_ns - now)
+        if verdict.again_ns > now:
+            wait = min(wait, verdict.again_ns - now)
         self._wake = self.clock.at(now + wait, self.step)

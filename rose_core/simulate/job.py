@@ -7,7 +7,9 @@
 | dropped | otherwise; the trainer would drop the whole group for one stale member |
 
 A training step takes ``batch`` accepted groups, in the order in which they finished, lasts
-``train_s`` and publishes the next version. The bound on starts is AReaL's.
+``train_s`` and publishes the next version. The bound on starts is AReaL's. With tail batching the
+groups are started, put off and taken by ``rollouts.rounds`` instead; a group that is put off is
+sampled anew in its long round, and what it has written is discarded.
 """
 
 from __future__ import annotations
@@ -17,31 +19,46 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
+from rose_core.rollouts.rounds import Closing, Rounds, Shape
 from rose_core.simulate.clock import SECOND, Clock
-from rose_core.simulate.router import Router, Turn
+from rose_core.simulate.router import Router
+from rose_core.simulate.turns import Turn
 from rose_core.simulate.workload import Episode, group
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What a job is."""
+    """What a job is; ``surplus`` None = no tail batching."""
 
     members: int
     batch: int
     staleness: int
     train_s: float
     gap_scale: float = 1.0
+    surplus: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of one trajectory: in a batch or dropped, and how stale it was then."""
+
+    session: str
+    tokens: int
+    trained: bool
+    stale: int
 
 
 @dataclass(eq=False)
 class Group:
-    """A group under way."""
+    """A group under way; ``members`` are (session, output tokens) of those that ended."""
 
     number: int
     left: int
     oldest: int
     tokens: int = 0
-    finished: int = 0
+    members: list[tuple[str, int]] = field(default_factory=list)
+    episodes: tuple[Episode, ...] = ()
+    under_way: list[Trajectory] = field(default_factory=list)
 
 
 @dataclass
@@ -54,9 +71,11 @@ class JobCounts:
     dropped: int = 0
     accepted_tokens: int = 0
     discarded_tokens: int = 0
+    deferred: int = 0
     steps: int = 0
     step_s: list[float] = field(default_factory=list)
     finish_s: list[float] = field(default_factory=list)
+    fates: list[Fate] = field(default_factory=list)
 
 
 class Job:
@@ -75,23 +94,57 @@ class Job:
         self._clock, self._facts, self._router = clock, facts, router
         self._pool, self._draw, self._publish = pool, draw, publish
         self.version = 0
-        self._groups = self._turns = 0
+        self._rounds = None if facts.surplus is None else Rounds(_shape(facts))
+        self._named: dict[str, Group] = {}
+        self._groups = self._turns = self._born = self._in_gap = 0
         self._ready: list[Group] = []
         self._training = False
         self._step_ns = 0
         self.counts = JobCounts()
 
     def start(self) -> None:
-        """Start as many groups as the bound allows."""
+        """Start as many groups as the bound allows, or as the round asks for."""
+        if self._rounds is not None:
+            self._start_round(self._rounds)
+            return
         facts = self._facts
         most = (facts.staleness + self.version + 1) * facts.batch
         while self._groups < most:
-            self._groups += 1
-            chosen = group(self._pool, facts.members, self._draw)
-            one = Group(self._groups, facts.members, self.version)
-            self.counts.started += facts.members
-            for member, episode in enumerate(chosen):
-                Trajectory(self, one, f"{self._groups}.{member}", episode).next()
+            self._begin(self._drawn())
+
+    def _start_round(self, rounds: Rounds) -> None:
+        if rounds.kind is not None or self._training:
+            return
+        opening = rounds.open()
+        if opening is None:  # prompts never run out here
+            return
+        for name in opening.resumed:
+            put_off = self._named.pop(name)
+            again = Group(put_off.number, self._facts.members, self.version)
+            again.episodes = put_off.episodes
+            self._named[name] = again
+            self._begin(again)
+        for _ in range(opening.fresh):
+            one = self._drawn()
+            self._named[str(one.number)] = one
+            rounds.begin(str(one.number))
+            self._begin(one)
+
+    def _drawn(self) -> Group:
+        """A fresh prompt."""
+        self._groups += 1
+        one = Group(self._groups, self._facts.members, self.version)
+        one.episodes = group(self._pool, self._facts.members, self._draw)
+        return one
+
+    def _begin(self, one: Group) -> None:
+        self.counts.started += self._facts.members
+        for member, episode in enumerate(one.episodes):
+            self._born += 1
+            name = f"{one.number}.{member}@{self._born}"
+            trajectory = Trajectory(self, one, name, episode, self._born)
+            one.under_way.append(trajectory)
+            trajectory.next()
 
     def take_turn(self, turn: Turn, gap_s: float) -> None:
         """Send a turn to the router when the environment has answered."""
@@ -99,20 +152,54 @@ class Job:
         turn.number = self._turns
         gap_s *= self._facts.gap_scale
         if gap_s > 0:
-            self._clock.after(gap_s, lambda: self._router.submit(turn))
+            self._in_gap += 1
+            self._clock.after(gap_s, lambda: self._answered(turn))
         else:
             self._router.submit(turn)
 
-    def finished(self, one: Group, tokens: int, oldest: int) -> None:
+    def _answered(self, turn: Turn) -> None:
+        self._in_gap -= 1
+        if not turn.withdrawn:
+            self._router.submit(turn)
+
+    @property
+    def inside(self) -> int:
+        """Trajectories that are at an engine, in the queue, or in their environment."""
+        return self._in_gap + self._router.inside
+
+    def finished(
+        self, one: Group, trajectory: Trajectory, session: str, tokens: int, oldest: int
+    ) -> None:
         """A trajectory has ended."""
+        one.under_way.remove(trajectory)
         one.left -= 1
         one.tokens += tokens
+        one.members.append((session, tokens))
         one.oldest = min(one.oldest, oldest)
         self.counts.finished += 1
         self.counts.finish_s.append(self._clock.now_s)
-        if one.left == 0:
+        if self._rounds is not None:
+            closing = self._rounds.finished(str(one.number))
+            if closing is not None:
+                self._close(closing)
+        elif one.left == 0:
             self._ready.append(one)
             self._train()
+
+    def _close(self, closing: Closing) -> None:
+        """The round is over: what is put off stops, the batch is trained on."""
+        for put_off in closing.deferred:
+            one = self._named[put_off.prompt]
+            self.counts.deferred += self._facts.members
+            self.counts.discarded_tokens += one.tokens
+            for trajectory in one.under_way:
+                self.counts.discarded_tokens += trajectory.withdraw(self._router)
+                self.counts.finished += 1
+            for session, _ in one.members:
+                self._router.prospects.concluded(session, trained=False)
+            one.under_way.clear()
+        self._ready += [self._named.pop(name) for name in closing.batch]
+        self._train()
 
     def _train(self) -> None:
         if self._training:
@@ -125,14 +212,24 @@ class Job:
                 self._groups -= 1
                 self.counts.dropped += self._facts.members
                 self.counts.discarded_tokens += one.tokens
+                self._conclude(one, trained=False)
         self._ready = fresh
         if len(fresh) >= self._facts.batch:
             batch, self._ready = fresh[: self._facts.batch], fresh[self._facts.batch :]
             self.counts.accepted += self._facts.batch * self._facts.members
             self.counts.accepted_tokens += sum(one.tokens for one in batch)
+            for one in batch:
+                self._conclude(one, trained=True)
             self._training = True
             self._clock.after(self._facts.train_s, self._trained)
-        self.start()
+        if self._rounds is None:
+            self.start()
+
+    def _conclude(self, one: Group, *, trained: bool) -> None:
+        for session, tokens in one.members:
+            stale = self.version - one.oldest
+            self.counts.fates.append(Fate(session, tokens, trained, stale))
+            self._router.prospects.concluded(session, trained=trained)
 
     def _trained(self) -> None:
         self._training = False
@@ -143,13 +240,20 @@ class Job:
         self._step_ns = now
         self._publish(self.version)
         self._train()
+        if self._rounds is not None:
+            self.start()
+
+
+def _shape(facts: JobFacts) -> Shape:
+    return Shape(facts.batch, facts.members, surplus=facts.surplus or 0.0)
 
 
 class Trajectory:
     """One trajectory: its turns one after the other, with the environment between them."""
 
-    def __init__(self, job: Job, one: Group, session: str, episode: Episode) -> None:
+    def __init__(self, job: Job, one: Group, session: str, episode: Episode, number: int) -> None:
         self._job, self._group, self._session, self._episode = job, one, session, episode
+        self._number = number
         self._index = self._context = self._tokens = 0
         self._oldest = one.oldest
         self._turn: Turn | None = None
@@ -160,16 +264,24 @@ class Trajectory:
             self._oldest = min([self._oldest, *self._turn.versions])
             self._tokens += self._turn.output
         if self._index >= len(self._episode):
-            self._job.finished(self._group, self._tokens, self._oldest)
+            self._job.finished(self._group, self, self._session, self._tokens, self._oldest)
             return
         planned = self._episode[self._index]
         self._index += 1
         self._context += planned.new
         before = self._turn
-        turn = Turn(self._session, self._context, planned.output, 0, self.next)
+        group = str(self._group.number)
+        turn = Turn(self._session, self._context, planned.output, 0, self.next, group, self._number)
         if before is not None:
             turn.home, turn.cached = before.home, before.cached
             turn.home_version = before.home_version
         self._context += planned.output
         self._turn = turn
         self._job.take_turn(turn, planned.gap_s)
+
+    def withdraw(self, router: Router) -> int:
+        """End it wherever it is; the tokens it had written."""
+        if self._turn is None:
+            return self._tokens
+        self._turn.withdrawn = True
+        return self._tokens + router.withdraw(self._turn)

@@ -13,10 +13,10 @@ from rose_core.simulate.costs import Costs, costs, kv_tokens
 from rose_core.simulate.device import Device, Sharing
 from rose_core.simulate.gates import Gate, Host, ServingRequest, Timings
 from rose_core.simulate.guarded import BYTES_PER_TOKEN, GuardedGate
-from rose_core.simulate.paper import QUANTUM, PaperGate
-from rose_core.simulate.scenario import Regime, RolloutJob, Scenario, Service
-
-PAPER = frozenset({Regime.ROSE_PAPER, Regime.ROSE_PAPER_KEEP})
+from rose_core.simulate.harvest import OnOffGate
+from rose_core.simulate.paper import ACTIVATION_S, QUANTUM, PaperGate
+from rose_core.simulate.regimes import GateKind, Lends, Rules
+from rose_core.simulate.scenario import RolloutJob, Scenario, Service
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Ears:
 
 
 class Replica:
-    """One replica of a service under one regime."""
+    """One replica of a service under one regime's rules."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Replica:
         service: Service,
         scenario: Scenario,
         *,
-        regime: Regime,
+        rules: Rules,
         ears: Ears,
     ) -> None:
         self.number, self.service = number, service
@@ -52,27 +52,26 @@ class Replica:
         self.job: RolloutJob | None = None
         self._clock, self._scenario, self._ears = clock, scenario, ears
         slow = scenario.interference
-        sharing = Sharing(
-            slow.serving_slowdown, slow.rollout_slowdown, yielding=regime is Regime.CLAIRVOYANT
-        )
+        sharing = Sharing(slow.serving_slowdown, slow.rollout_slowdown, yielding=rules.yielding)
         self.device = Device(clock, sharing)
         gpus = service.gpus_per_replica
         own = costs(service.device, service.model, scenario.derate, gpus)
         pool = kv_tokens(service.device, service.model, service.serving_memory_share, gpus)
         self.serving = BatchEngine(clock, own, pool, self.device.update)
         self.device.serving = self.serving
-        start_s = 5.0 if regime in PAPER else scenario.delays.start_s  # paper: dormant, <= 5 s
+        once = rules.lends is Lends.ONCE  # the paper's engines lie dormant on every replica
+        start_s = ACTIVATION_S if once else scenario.delays.start_s
         self.host = Host(clock, self.device, start_s, self._make, self._lost)
-        self.gate = self._gate(regime, own)
+        self.gate = self._gate(rules, own)
 
-    def _gate(self, regime: Regime, own: Costs) -> Gate:
+    def _gate(self, rules: Rules, own: Costs) -> Gate:
         service, delays = self.service, self._scenario.delays
         ttft_s, tpot_s = service.ttft_ms / 1000, service.tpot_ms / 1000
 
         def changed(is_open: bool) -> None:
             self._ears.gate(self, is_open)
 
-        if regime in PAPER:
+        if rules.gate is GateKind.PAPER:
             return PaperGate(
                 self._clock,
                 self.device,
@@ -82,7 +81,7 @@ class Replica:
                 ttft_s=ttft_s,
                 tpot_s=tpot_s,
             )
-        if regime in {Regime.OURS, Regime.OURS_LADDER, Regime.POLLED}:
+        if rules.gate in {GateKind.GUARD, GateKind.POLLED}:
             timings = Timings(
                 delays.tap_s, delays.close_s, delays.open_s, delays.poll_s, delays.start_s
             )
@@ -94,8 +93,11 @@ class Replica:
                 timings=timings,
                 objective=Objective(ttft_s, tpot_s),
                 profile=profile(own),
-                tapped=regime is not Regime.POLLED,
+                tapped=rules.gate is GateKind.GUARD,
+                percentile=service.percentile,
             )
+        if rules.gate is GateKind.ON_OFF:
+            return OnOffGate(self._clock, self.device, self.host, changed)
         return Gate(self._clock, self.device, self.host, changed)
 
     def _make(self) -> BatchEngine:

@@ -67,6 +67,8 @@ class Outcome(msgspec.Struct, frozen=True):
         borrowed_*_ms: GPU-milliseconds held by slots, and in which rollouts were let compute.
         shared_ms: GPU-milliseconds in which serving and rollouts computed at once.
         reclaims: gate closings.
+        recoveries_s: after each burst, seconds until nine tenths of the gates that were open before
+            it are open again.
     """
 
     regime: str
@@ -82,6 +84,7 @@ class Outcome(msgspec.Struct, frozen=True):
     reclaims: int
     weight_bytes: int
     events: int
+    recoveries_s: tuple[float, ...] = ()
 
     @property
     def useful_tokens_per_s(self) -> float:

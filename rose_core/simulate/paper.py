@@ -25,6 +25,8 @@ HIGH_WATERMARK = 0.8
 CUT = 2
 # Section 4.3: most trajectories per GPU (Qwen3, 32k context).
 CAP = 16
+# Section 4.1: the rollout model lies dormant on the replica and is activated within this.
+ACTIVATION_S = 5.0
 # Section 4.3: an engine without a token for so long is left, and its turn begins anew.
 STALL_S = 2.0
 

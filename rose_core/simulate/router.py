@@ -1,135 +1,92 @@
-"""The router's shell on virtual time: queue, legs, moves; placement is production's or the paper's.
+"""The router's shell on virtual time: queue, legs, moves; every choice is ``rose_core.rollouts``.
 
-``ours`` keeps the tokens of a cut turn and continues it elsewhere; ``rose-paper`` samples it anew.
+Which turn goes next and where is production's (``dispatch``, ``placement`` by the policy's name,
+with what ``prospects`` remembers of trajectories) or, for the paper's rules, first come first
+served. A cut turn goes on elsewhere from its tokens, or is sampled anew where a regime cannot keep
+them.
 """
 
 from __future__ import annotations
 
+import random
+from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.admission import rank
-from rose_core.rollouts.estimates import Hazard, Speed
-from rose_core.rollouts.placement import EngineView, Placement, Policy, TurnView, obstacle, place
+from rose_core.rollouts.dispatch import Scene, next_turn
+from rose_core.rollouts.estimates import Speed
+from rose_core.rollouts.placement import (
+    EngineView,
+    Outlook,
+    Placement,
+    Policy,
+    PolicyName,
+    TurnView,
+    place,
+)
+from rose_core.rollouts.prospects import Deadline, Hint, Prospects
+from rose_core.rollouts.residency import Residents
 from rose_core.rollouts.watch import LegView, Patience, judge
-from rose_core.simulate.batch import BatchEngine, Sequence
+from rose_core.simulate.batch import Sequence
 from rose_core.simulate.clock import SECOND, Clock, Event
+from rose_core.simulate.turns import Counts, Engine, Leg, Turn
 from rose_core.wire.routing import EngineKind
 
 _LOOK_AGAIN_S = 1.0
+_NO_OUTLOOK = Outlook()
+# Rules that ask what is known of a trajectory; the others do without, which is quicker to simulate.
+_REMEMBER = frozenset({PolicyName.JOINT, PolicyName.LONG_TO_BORROWED, PolicyName.LATE_TO_BORROWED})
 
 
-@dataclass(eq=False)
-class Engine:
-    """An engine attached to the router.
+@dataclass(frozen=True)
+class Manners:
+    """How a regime's router behaves.
 
     Attributes:
-        version: publishes it has; None before its first weights are attested.
-        gate_ns: when the gate last moved.
-        ready_s: when everything that was sent to it so far is applied.
+        keeps: tokens of a cut turn are kept.
+        waits: production's order: a full home is waited for, old trajectories go first.
+        stall_s: a turn leaves an engine that was closed for so long; None = production's.
+        knows_lengths: placement is told the true output length.
     """
 
-    name: str
-    kind: EngineKind
-    batch: BatchEngine | None
-    version: int | None
-    gate_open: bool
-    cap: int
-    gate_ns: int = 0
-    legs: list[Leg] = field(default_factory=list)
-    speed: Speed | None = None
-    hazard: Hazard = field(default_factory=Hazard)
-    look: Event | None = None
-    reclaims: int = 0
-    full_cap: int = 0
-    ready_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        """A cap that was cut may come back."""
-        self.full_cap = self.cap
-
-
-@dataclass(eq=False, slots=True)
-class Turn:
-    """One turn of a trajectory; ``held`` of its ``output`` tokens cannot be lost any more."""
-
-    session: str
-    context: int
-    output: int
-    number: int
-    done: Callable[[], None]
-    held: int = 0
-    home: str = ""
-    cached: int = 0
-    home_version: int = 0
-    avoid: str = ""
-    versions: list[int] = field(default_factory=list)
-    arrived_ns: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class Leg:
-    """A turn on an engine."""
-
-    turn: Turn
-    engine: Engine
-    sequence: Sequence
-    began_ns: int
-    first_ns: int = 0
-
-
-@dataclass
-class Counts:
-    """What the router counts."""
-
-    turns: int = 0
-    moves: int = 0
-    redone_tokens: int = 0
-    again_prefilled: int = 0
-    borrowed_tokens: int = 0
-    tokens: int = 0
-    queue_s: float = 0.0
+    keeps: bool = True
+    waits: bool = True
+    stall_s: float | None = None
+    knows_lengths: bool = False
 
 
 class Router:
-    """The router of one job.
-
-    Args:
-        policy: knobs of placement; the ladder uses its staleness bound alone.
-        ladder: the paper's placement order instead of ours.
-        stall_s: a turn leaves an engine that was closed for so long; None = production's.
-        keeps: tokens of a cut turn are kept.
-        knows_lengths: the clairvoyant bound's placement is told the true output length.
-    """
+    """The router of one job."""
 
     def __init__(
-        self,
-        clock: Clock,
-        run: str,
-        policy: Policy,
-        *,
-        ladder: bool,
-        stall_s: float | None,
-        keeps: bool,
-        knows_lengths: bool,
+        self, clock: Clock, run: str, policy: Policy, manners: Manners, draw: random.Random
     ) -> None:
-        self._clock, self._run = clock, run
-        self._ladder, self._keeps, self._knows = ladder, keeps, knows_lengths
-        self._policy = policy
-        self._patience = Patience() if stall_s is None else Patience(pause_seconds=stall_s)
+        self._clock, self._run, self._policy, self._manners = clock, run, policy, manners
+        self._draw = draw
+        stall = manners.stall_s
+        self._patience = Patience() if stall is None else Patience(pause_seconds=stall)
         self.engines: dict[str, Engine] = {}
         self._queue: list[Turn] = []
         self._usual = 128.0
         self._usual_speed = Speed()
+        self._again: Event | None = None
         self.head = 0
         self.counts = Counts()
+        self.prospects = Prospects(Deadline(publishes=policy.max_staleness))
+        self._residents = Residents()
+        self._views: dict[str, EngineView] = {}
+        self._remembers = policy.name in _REMEMBER
 
     # --- engines
 
     def attach(self, engine: Engine) -> None:
         """An engine has come."""
         self.engines[engine.name] = engine
+        self._views.pop(engine.name, None)
+        if engine.batch is not None:
+            self._residents.pool(engine.name, engine.batch.kv_tokens)
         self.drain()
 
     def gate(self, name: str, is_open: bool) -> None:
@@ -137,6 +94,7 @@ class Router:
         engine = self.engines.get(name)
         if engine is None or engine.gate_open == is_open:
             return
+        self._views.pop(name, None)
         now = self._clock.now_ns
         since = (now - engine.gate_ns) / SECOND
         was_open, engine.gate_open, engine.gate_ns = engine.gate_open, is_open, now
@@ -153,9 +111,11 @@ class Router:
         engine = self.engines.pop(name, None)
         if engine is None:
             return
+        self._residents.gone(name)
         for leg in list(engine.legs):
-            self._end(leg, kept=self._keeps, inside=False)
-            self._requeue(leg.turn, avoid="")
+            self._end(leg, kept=self._manners.keeps, inside=False)
+            leg.turn.losses += 1
+            self._requeue(leg.turn)
         self.drain()
 
     def version(self, name: str, version: int) -> None:
@@ -163,71 +123,125 @@ class Router:
         engine = self.engines.get(name)
         if engine is not None and (engine.version is None or version > engine.version):
             engine.version = version
-            self.head = max(self.head, version)
+            self._views.pop(name, None)
+            self.published(version)
             self.drain()
+
+    def published(self, version: int) -> None:
+        """The newest version is at least this one."""
+        self.head = max(self.head, version)
+        self.prospects.saw_head(self._label(self.head), self._clock.now_s)
 
     def cut_to(self, name: str, cap: int) -> None:
         """Fewer turns at a time; the youngest above the cap leave."""
         engine = self.engines[name]
         engine.cap = cap
+        self._views.pop(name, None)
         for leg in engine.legs[cap:]:
-            self._move(leg)
+            self._end(leg, kept=self._manners.keeps, inside=True)
+            self._requeue(leg.turn)
+        self.drain()
 
     def restore(self, name: str) -> None:
         """The cap is as it was at first."""
         self.engines[name].cap = self.engines[name].full_cap
+        self._views.pop(name, None)
         self.drain()
 
     # --- turns
 
+    @property
+    def inside(self) -> int:
+        """Turns that wait or run."""
+        return len(self._queue) + sum(len(engine.legs) for engine in self.engines.values())
+
     def submit(self, turn: Turn) -> None:
         """A turn has come."""
-        turn.arrived_ns = self._clock.now_ns
         self.counts.turns += 1
-        self._queue.append(turn)
-        self._queue.sort(key=lambda one: rank(one.held > 0, 0, one.number))
+        if self._remembers:
+            now = self._clock.now_s
+            self.prospects.turn_begins(turn.session, Hint(turn.group), turn.context, now)
+        self._wait(turn)
         self.drain()
 
+    def withdraw(self, turn: Turn) -> int:
+        """The trainer does not want the turn any more; the tokens it had written."""
+        if turn in self._queue:
+            self._queue.remove(turn)
+        legs = (leg for engine in self.engines.values() for leg in engine.legs)
+        for leg in [leg for leg in legs if leg.turn is turn]:
+            self._end(leg, kept=True, inside=True)
+        self.prospects.forget(turn.session)
+        return turn.held
+
+    def _wait(self, turn: Turn) -> None:
+        turn.since, turn.view = self._clock.now_s, self._turn_view(turn)
+        insort(self._queue, turn, key=self._rank)
+
+    def _rank(self, turn: Turn) -> tuple[bool, int, int]:
+        return rank(turn.held > 0, 0, turn.born if self._manners.waits else turn.number)
+
     def drain(self) -> None:
-        """Place what waits, in order, until one must wait."""
+        """Place what waits, until nothing more can be placed now."""
         while self._queue:
-            name = self._choose(self._queue[0])
-            if name is None:
+            views = self._all_views()
+            if not any(view.gate_open and view.live < view.cap for view in views):
                 return
-            self._begin(self._queue.pop(0), self.engines[name])
+            chosen = self._next(views)
+            if chosen is None:
+                return
+            turn = self._queue.pop(chosen[0])
+            self._begin(turn, self.engines[chosen[1]])
 
-    def _choose(self, turn: Turn) -> str | None:
-        view = self._turn_view(turn)
-        views = [self._view(engine) for engine in self.engines.values() if engine.legs is not None]
-        head = self._label(self.head)
-        now = self._clock.now_s
-        if self._ladder:
-            return self._by_ladder(view, views, head, now)
-        answer = place(view, views, head, self._policy, now)
-        return answer.engine if isinstance(answer, Placement) else None
+    def _next(self, views: list[EngineView]) -> tuple[int, str] | None:
+        head, now = self._label(self.head), self._clock.now_s
+        if not self._manners.waits:
+            answer = place(self._queue[0].view, views, head, self._policy, now)
+            return (0, answer.engine) if isinstance(answer, Placement) else None
+        outlook = self._outlook(views)
+        scene = Scene(views, head, self._policy, now, outlook, self._residents)
+        chosen, again = next_turn(self._queue, scene)
+        if again is not None:
+            self._drain_at(again)
+        return None if chosen is None else (chosen[0], chosen[1].engine)
 
-    def _by_ladder(
-        self, turn: TurnView, views: list[EngineView], head: WeightVersion, now: float
-    ) -> str | None:
-        """Paper, section 4.3: last worker, serving GPUs that pass, least loaded, queue."""
-        able = [one for one in views if obstacle(turn, one, head, self._policy, now) is None]
-        if any(one.name == turn.home for one in able):
-            return turn.home
-        borrowed = [one for one in able if one.kind is EngineKind.BORROWED]
-        chosen = min(borrowed or able, key=lambda one: (one.live / one.cap, one.name), default=None)
-        return chosen.name if chosen else None
+    def _drain_at(self, seconds: float) -> None:
+        if self._again is not None:
+            self._again.cancel()
+        self._again = self._clock.at(round(seconds * SECOND) + 1, self.drain)
+
+    def _outlook(self, views: list[EngineView]) -> Outlook:
+        if not self._remembers:
+            return _NO_OUTLOOK
+        return self.prospects.outlook(lambda: views, self._draw.random(), self._clock.now_s)
+
+    def _elsewhere(self, turn: Turn) -> bool:
+        views = self._all_views()
+        head, now = self._label(self.head), self._clock.now_s
+        return isinstance(place(self._turn_view(turn), views, head, self._policy, now), Placement)
 
     def _turn_view(self, turn: Turn) -> TurnView:
         home = self.engines.get(turn.home)
         same = home is not None and home.version == turn.home_version
-        expected = turn.output - turn.held if self._knows else max(1, round(self._usual))
-        return TurnView(
+        known = self._manners.knows_lengths
+        view = TurnView(
             context=turn.context + turn.held,
-            expected=expected,
+            expected=turn.output - turn.held if known else max(1, round(self._usual)),
             home=turn.home,
             cached=turn.cached if same else 0,
             avoid=frozenset({turn.avoid} if turn.avoid else ()),
+            losses=turn.losses,
         )
+        if not self._remembers:
+            return view
+        return self.prospects.expected(turn.session, view, self._clock.now_s)
+
+    def _all_views(self) -> list[EngineView]:
+        """Views of all engines; only those that have changed are made anew."""
+        for name, engine in self.engines.items():
+            if name not in self._views:
+                self._views[name] = self._view(engine)
+        return [self._views[name] for name in self.engines]
 
     def _view(self, engine: Engine) -> EngineView:
         version = None if engine.version is None else self._label(engine.version)
@@ -247,8 +261,13 @@ class Router:
 
     def _begin(self, turn: Turn, engine: Engine) -> None:
         now = self._clock.now_ns
-        self.counts.queue_s += (now - turn.arrived_ns) / SECOND
+        self.counts.queue_s += now / SECOND - turn.since
         assert engine.batch is not None  # noqa: S101  # placement took it as open
+        if self._remembers:
+            home = self.engines.get(turn.home)
+            could = home is not None and home.gate_open and len(home.legs) < home.cap
+            left = could and home is not engine
+            self.prospects.placed(turn.session, engine.kind, left_home=left)
         # Prefix caches are kept apart by version, so keys of older weights are of no use.
         sequence = Sequence(
             f"{turn.session}@{engine.version}",
@@ -260,6 +279,8 @@ class Router:
         leg = Leg(turn, engine, sequence, now)
         turn.versions.append(engine.version or 0)
         engine.legs.append(leg)
+        self._views.pop(engine.name, None)
+        self._residents.began(engine.name, turn.session, turn.context + turn.view.expected)
         engine.batch.submit(sequence)
 
     def _first(self, leg: Leg) -> None:
@@ -271,22 +292,29 @@ class Router:
 
     def _done(self, leg: Leg) -> None:
         engine, sequence = leg.engine, leg.sequence
+        if leg.turn.withdrawn:
+            return  # by what another turn that ended in the same step has led to
         if engine.gate_ns <= leg.first_ns and sequence.produced > 1:
             spent = (self._clock.now_ns - leg.first_ns) / SECOND
             step = spent / (sequence.produced - 1)
             # Production learns from every token with a weight of 0.1; here once for all of them.
             weight = 1.0 - 0.9 ** (sequence.produced - 1)
-            self._saw(engine, lambda speed: speed.saw_step(step, weight))
+            live = len(engine.legs)
+            self._saw(engine, lambda speed: speed.saw_step(step, weight, live))
         self._end(leg, kept=True, inside=False)
         turn = leg.turn
         turn.home, turn.cached = engine.name, turn.context + turn.output
         turn.home_version = turn.versions[-1]
         self._usual += 0.02 * (turn.output - self._usual)
+        if self._remembers:
+            now = self._clock.now_s
+            self.prospects.turn_ended(turn.session, turn.output, turn.cached, now)
         turn.done()
         self.drain()
 
     def _saw(self, engine: Engine, learn: Callable[[Speed], Speed]) -> None:
         """Learn the speed of one engine, and from it what to expect of new ones."""
+        self._views.pop(engine.name, None)
         engine.speed = learn(engine.speed or self._usual_speed)
         self._usual_speed = learn(self._usual_speed)
 
@@ -295,6 +323,9 @@ class Router:
         if inside and engine.batch is not None:
             engine.batch.remove(sequence)
         engine.legs.remove(leg)
+        self._views.pop(engine.name, None)
+        keys = sequence.context + sequence.produced
+        self._residents.ended(engine.name, turn.session, keys, self._clock.now_s)
         self.counts.tokens += sequence.produced
         self.counts.again_prefilled += sequence.uncached
         if engine.kind is EngineKind.BORROWED:
@@ -306,15 +337,9 @@ class Router:
             turn.held = 0
             turn.versions.clear()
 
-    def _requeue(self, turn: Turn, avoid: str) -> None:
+    def _requeue(self, turn: Turn) -> None:
         self.counts.moves += 1
-        turn.avoid, turn.arrived_ns = avoid, self._clock.now_ns
-        self._queue.append(turn)
-        self._queue.sort(key=lambda one: rank(one.held > 0, 0, one.number))
-
-    def _move(self, leg: Leg) -> None:
-        self._end(leg, kept=self._keeps, inside=True)
-        self._requeue(leg.turn, avoid="")
+        self._wait(turn)
 
     # --- watching closed gates
 
@@ -331,9 +356,9 @@ class Router:
         now = self._clock.now_s
         for leg in list(engine.legs):
             view = LegView(True, False, False, engine.gate_ns / SECOND, leg.began_ns / SECOND)
-            elsewhere = self._choose(leg.turn) is not None
-            if judge(view, self._patience, elsewhere, now) is not None:
-                self._move(leg)
+            if judge(view, self._patience, self._elsewhere(leg.turn), now) is not None:
+                self._end(leg, kept=self._manners.keeps, inside=True)
+                self._requeue(leg.turn)
                 self.drain()
         if engine.legs:
             self._look_later(engine, _LOOK_AGAIN_S)

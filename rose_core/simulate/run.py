@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rose_core.accounting.ledger import GpuTime, Ledger, ServingImpact, Tokens, Trajectories
 from rose_core.simulate.clock import SECOND
 from rose_core.simulate.gates import ServingRequest
-from rose_core.simulate.job import Job
 from rose_core.simulate.outcome import JobOutcome, Outcome, ServingOutcome, percentile_ms
-from rose_core.simulate.router import Router
+from rose_core.simulate.recovery import recoveries
+from rose_core.simulate.regimes import RULES
 from rose_core.simulate.scenario import Regime, Scenario, Service
 from rose_core.simulate.world import Material, World
+from rose_core.wire.routing import EngineKind
 
 Violations = dict[str, frozenset[int]]
 
@@ -29,43 +32,54 @@ def run(
     Returns:
         The outcome, and its own violations.
     """
-    world = World(scenario, regime, seed, material)
-    events = world.clock.run(round(scenario.seconds * SECOND))
-    world.settle()
+    world = World(scenario, RULES[regime], seed, material)
+    events, before = 0, Counter[str]()
+    if scenario.warmup_s:
+        events = world.clock.run(round(scenario.warmup_s * SECOND))
+        before = _counts(world)
+    events += world.clock.run(round((scenario.warmup_s + scenario.seconds) * SECOND))
+    counted = _counts(world) - before
+    measured = {name: _measured(found, scenario) for name, found in world.requests.items()}
     violations = {
-        service.name: _violations(world.requests[service.name], service)
-        for service in scenario.services
+        service.name: _violations(measured[service.name], service) for service in scenario.services
     }
+    engines = [engine for router in world.routers.values() for engine in router.engines.values()]
     outcome = Outcome(
         regime=regime.value,
         seed=seed,
         derate=scenario.derate,
         seconds=scenario.seconds,
         services=tuple(
-            _serving(world, service, violations[service.name], alone.get(service.name))
+            _serving(
+                world,
+                service,
+                measured[service.name],
+                violations[service.name],
+                alone.get(service.name),
+            )
             for service in scenario.services
         ),
-        jobs=tuple(
-            _job(job.name, world.jobs[job.name], world.routers[job.name], world)
-            for job in scenario.jobs
-        ),
+        jobs=tuple(_job(job.name, counted, scenario.seconds) for job in scenario.jobs),
         dedicated_held_ms=round(
             sum(job.dedicated * job.gpus_per_engine for job in scenario.jobs)
             * scenario.seconds
             * 1000
         ),
-        borrowed_held_ms=world.held_ns // 1_000_000,
-        borrowed_computing_ms=_gpu_ms(world, shared=False),
-        shared_ms=_gpu_ms(world, shared=True),
-        reclaims=sum(
-            engine.reclaims
-            for router in world.routers.values()
-            for engine in router.engines.values()
-        ),
-        weight_bytes=world.weight_bytes,
+        borrowed_held_ms=counted["held_ms"],
+        borrowed_computing_ms=counted["computing_ms"],
+        shared_ms=counted["shared_ms"],
+        reclaims=sum(engine.reclaims for engine in engines),
+        weight_bytes=counted["weight_bytes"],
         events=events,
+        recoveries_s=tuple(recoveries(world, scenario)),
     )
     return outcome, violations
+
+
+def _measured(requests: list[ServingRequest], scenario: Scenario) -> list[ServingRequest]:
+    """Requests that came after the warm-up."""
+    since = round(scenario.warmup_s * SECOND)
+    return [one for one in requests if one.arrived_ns >= since]
 
 
 def _gpu_ms(world: World, *, shared: bool) -> int:
@@ -87,9 +101,12 @@ def _violations(requests: list[ServingRequest], service: Service) -> frozenset[i
 
 
 def _serving(
-    world: World, service: Service, violations: frozenset[int], alone: frozenset[int] | None
+    world: World,
+    service: Service,
+    requests: list[ServingRequest],
+    violations: frozenset[int],
+    alone: frozenset[int] | None,
 ) -> ServingOutcome:
-    requests = world.requests[service.name]
     ended = [one for one in requests if one.ended_ns]
     ttft = [one.ttft_s for one in ended]
     tpot = [one.tpot_s for one in ended if one.output > 1]
@@ -105,33 +122,68 @@ def _serving(
         added_violations=0 if alone is None else len(violations - alone),
         busy_share=sum(one.serving.busy_ns for one in mine)
         / max(1, len(mine))
-        / SECOND
-        / world.scenario.seconds,
+        / world.clock.now_ns,
     )
 
 
-def _job(name: str, job: Job, router: Router, world: World) -> JobOutcome:
-    counts, routed = job.counts, router.counts
-    live = sum(leg.sequence.produced for one in router.engines.values() for leg in one.legs)
-    tokens = routed.tokens + live
-    useful = tokens - routed.redone_tokens - counts.discarded_tokens
+def _counts(world: World) -> Counter[str]:
+    """Everything that only grows, so that a warm-up can be taken off."""
+    world.settle()
+    found = Counter(
+        held_ms=world.held_ns // 1_000_000,
+        weight_bytes=world.weight_bytes,
+        computing_ms=_gpu_ms(world, shared=False),
+        shared_ms=_gpu_ms(world, shared=True),
+    )
+    for name, job in world.jobs.items():
+        router = world.routers[name]
+        live = [leg for engine in router.engines.values() for leg in engine.legs]
+        counts, routed = job.counts, router.counts
+        borrowed = sum(
+            leg.sequence.produced for leg in live if leg.engine.kind is EngineKind.BORROWED
+        )
+        numbers = {
+            "steps": counts.steps,
+            "step_ms": round(1000 * sum(counts.step_s)),
+            "started": counts.started,
+            "finished": counts.finished,
+            "accepted": counts.accepted,
+            "dropped": counts.dropped,
+            "discarded": counts.discarded_tokens,
+            "tokens": routed.tokens + sum(leg.sequence.produced for leg in live),
+            "borrowed": routed.borrowed_tokens + borrowed,
+            "redone": routed.redone_tokens,
+            "moves": routed.moves,
+            "turns": routed.turns,
+            "queue_ms": round(1000 * routed.queue_s),
+            "prefilled": routed.again_prefilled,
+        }
+        found.update({f"{name}/{what}": number for what, number in numbers.items()})
+    return found
+
+
+def _job(name: str, counted: Counter[str], seconds: float) -> JobOutcome:
+    def of(what: str) -> int:
+        return counted[f"{name}/{what}"]
+
+    useful = of("tokens") - of("redone") - of("discarded")
     return JobOutcome(
         name=name,
-        steps=counts.steps,
-        step_s=sum(counts.step_s) / max(1, len(counts.step_s)),
-        started=counts.started,
-        finished=counts.finished,
-        accepted=counts.accepted,
-        dropped=counts.dropped,
-        tokens=tokens,
-        borrowed_tokens=routed.borrowed_tokens,
-        redone_tokens=routed.redone_tokens,
-        discarded_tokens=counts.discarded_tokens,
-        useful_tokens_per_s=useful / world.scenario.seconds,
-        moves=routed.moves,
-        turns=routed.turns,
-        queue_s_per_turn=routed.queue_s / max(1, routed.turns),
-        prefilled_tokens=routed.again_prefilled,
+        steps=of("steps"),
+        step_s=of("step_ms") / 1000 / max(1, of("steps")),
+        started=of("started"),
+        finished=of("finished"),
+        accepted=of("accepted"),
+        dropped=of("dropped"),
+        tokens=of("tokens"),
+        borrowed_tokens=of("borrowed"),
+        redone_tokens=of("redone"),
+        discarded_tokens=of("discarded"),
+        useful_tokens_per_s=useful / seconds,
+        moves=of("moves"),
+        turns=of("turns"),
+        queue_s_per_turn=of("queue_ms") / 1000 / max(1, of("turns")),
+        prefilled_tokens=of("prefilled"),
     )
 
 

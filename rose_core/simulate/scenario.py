@@ -24,12 +24,20 @@ class Regime(StrEnum):
 
     FIXED = "fixed"
     UNGUARDED = "unguarded"
+    STATIC_SPLIT = "static-split"
+    ON_OFF = "on-off"
+    WHOLE_REPLICA = "whole-replica"
+    SPOT = "spot"
     POLLED = "polled"
     ROSE_PAPER = "rose-paper"
+    ROSE_PAPER_TAP = "rose-paper-tap"
     ROSE_PAPER_KEEP = "rose-paper-keep"
-    OURS = "ours"
     OURS_LADDER = "ours-ladder"
+    OURS = "ours"
     CLAIRVOYANT = "clairvoyant"
+
+
+USUAL = (Regime.FIXED, Regime.ROSE_PAPER, Regime.OURS)
 
 
 class Strict(BaseModel):
@@ -39,10 +47,15 @@ class Strict(BaseModel):
 
 
 class Load(Strict):
-    """Load of a service: a replayed trace, or bursts; ``requests_per_s`` is over all replicas."""
+    """Load of a service: a replayed trace, or bursts; ``requests_per_s`` is over all replicas.
+
+    Attributes:
+        shape: a slow trend that the trace's rate follows, as a file; for fleets.
+    """
 
     trace: str = ""
     requests_per_s: Positive | None = None
+    shape: str = ""
     offset_s: Annotated[float, Field(ge=0)] = 0.0
     burst_every_s: Positive | None = None
     burst_size: Annotated[int, Field(ge=0)] = 0
@@ -51,7 +64,7 @@ class Load(Strict):
 
 
 class Service(Strict):
-    """One serving deployment."""
+    """One serving deployment; ``percentile`` of its requests keep the SLO."""
 
     name: Annotated[str, Field(min_length=1)]
     model: str
@@ -60,6 +73,7 @@ class Service(Strict):
     gpus_per_replica: Annotated[int, Field(ge=1, le=8)] = 1
     ttft_ms: Positive
     tpot_ms: Positive
+    percentile: Annotated[int, Field(ge=50, le=99)] = 99
     load: Load
     max_replicas_percent: Annotated[int, Field(ge=0, le=100)] = 100
     min_unlent_replicas: Annotated[int, Field(ge=0)] = 0
@@ -75,6 +89,8 @@ class RolloutJob(Strict):
             12,000 tokens; ``dedicated_cap`` likewise.
         gap_scale: environment gaps of the episodes times this; they are a coding agent's, whose
             tools take seconds; a game answers at once.
+        surplus: tail batching (``rollouts.rounds``): prompts that a short round starts beyond its
+            batch, as a share of it; None = off.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
@@ -91,6 +107,7 @@ class RolloutJob(Strict):
     cap: Count = 16
     dedicated_cap: Count = 32
     gap_scale: Annotated[float, Field(ge=0)] = 1.0
+    surplus: Annotated[float, Field(ge=0, le=4)] | None = None
 
 
 class Link(Strict):
@@ -118,12 +135,20 @@ class Placement(Strict):
 
 
 class Failure(Strict):
-    """Something breaks: an engine or a guard (``target``: number of the replica), or the link."""
+    """Something breaks.
 
-    kind: Literal["engine", "guard", "link"]
+    Attributes:
+        kind: ``engine`` dies and is started anew, ``gone`` it never comes back, ``guard`` decides
+            nothing for ``seconds``, the ``link`` of the weights is down for ``seconds``.
+        target: number of the replica, except for the link.
+        every_s: again and again, until the end.
+    """
+
+    kind: Literal["engine", "gone", "guard", "link"]
     at_s: Annotated[float, Field(ge=0)]
     seconds: Annotated[float, Field(ge=0)] = 10.0
     target: Annotated[int, Field(ge=0)] = 0
+    every_s: Positive | None = None
 
 
 class Delays(Strict):
@@ -137,13 +162,14 @@ class Delays(Strict):
 
 
 class Scenario(Strict):
-    """A whole scenario."""
+    """A whole scenario; counted are the ``seconds`` after ``warmup_s``."""
 
     name: Annotated[str, Field(min_length=1)]
     seconds: Annotated[float, Field(gt=0, le=1_209_600)]
+    warmup_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
     derate: Annotated[float, Field(gt=0, le=1)] = 0.5
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (1, 2, 3)
-    regimes: Annotated[tuple[Regime, ...], Field(min_length=1)] = tuple(Regime)
+    regimes: Annotated[tuple[Regime, ...], Field(min_length=1)] = USUAL
     episodes: str
     services: Annotated[tuple[Service, ...], Field(min_length=1)]
     jobs: Annotated[tuple[RolloutJob, ...], Field(min_length=1)]
@@ -170,8 +196,9 @@ def impossible(scenario: Scenario) -> Iterator[tuple[Where, str]]:
     yield from _lent_twice(scenario)
     replicas = sum(service.replicas for service in scenario.services)
     for index, failure in enumerate(scenario.failures):
-        if failure.at_s >= scenario.seconds:
-            yield ("failures", index, "at_s"), f"is after the end at {scenario.seconds:g} s"
+        end = scenario.warmup_s + scenario.seconds
+        if failure.at_s >= end:
+            yield ("failures", index, "at_s"), f"is after the end at {end:g} s"
         if failure.kind != "link" and failure.target >= replicas:
             yield ("failures", index, "target"), f"there are {replicas} replicas, counted from 0"
 
@@ -183,11 +210,7 @@ def _service(service: Service, derate: float) -> Iterator[tuple[str, str]]:
     if service.device not in DEVICES:
         yield "device", f"no measured costs on {service.device}; known: {', '.join(DEVICES)}"
         return
-    load = service.load
-    if bool(load.trace) == bool(load.burst_every_s):
-        yield "load", "give either a trace or burst_every_s"
-    if load.trace and load.requests_per_s is None:
-        yield "load", "a trace needs requests_per_s"
+    yield from _load(service.load)
     if service.serving_memory_share + service.rollout_memory_share > 1:
         yield "rollout_memory_share", "together with serving_memory_share more than the device has"
     gpus, share = service.gpus_per_replica, service.serving_memory_share
@@ -201,6 +224,15 @@ def _service(service: Service, derate: float) -> Iterator[tuple[str, str]]:
         yield "ttft_ms", f"is not above the solo latency: 1000 tokens alone take {prefill:.1f} ms"
     if service.min_unlent_replicas > service.replicas:
         yield "min_unlent_replicas", f"there are only {service.replicas} replicas"
+
+
+def _load(load: Load) -> Iterator[tuple[str, str]]:
+    if bool(load.trace) == bool(load.burst_every_s):
+        yield "load", "give either a trace or burst_every_s"
+    if load.shape and not load.trace:
+        yield "load", "a shape needs a trace to bend"
+    if load.trace and load.requests_per_s is None:
+        yield "load", "a trace needs requests_per_s"
 
 
 def _job(
@@ -217,8 +249,13 @@ def _job(
     fixed = {Regime.FIXED} & set(scenario.regimes)
     if job.dedicated == 0 and (fixed or job.borrowed == 0):
         yield "dedicated", "nothing would ever compute in the fixed pool"
-    if not job.borrowed:
-        return
+    if job.surplus is not None and job.staleness:
+        yield "surplus", "tail batching is for synchronous steps: staleness must be 0"
+    if job.borrowed:
+        yield from _borrowing(job, services)
+
+
+def _borrowing(job: RolloutJob, services: dict[str, Service]) -> Iterator[tuple[str, str]]:
     lender = services.get(job.borrows_from)
     if lender is None:
         yield "borrows_from", f"no service {job.borrows_from!r}; known: {', '.join(services)}"

@@ -39,6 +39,8 @@ class Turn:
 
 
 Episode = tuple[Turn, ...]
+Shape = tuple[tuple[float, float], ...]
+"""A slow trend of load: (seconds, any rate), ascending."""
 
 
 def arrivals(rows: Rows[dict[str, str]], source: str) -> tuple[Arrival, ...]:
@@ -60,6 +62,29 @@ def arrivals(rows: Rows[dict[str, str]], source: str) -> tuple[Arrival, ...]:
         found.append(one)
     if not found:
         message = f"{source}: no rows"
+        raise TraceError(message)
+    return tuple(found)
+
+
+def shape(rows: Rows[dict[str, str]], source: str) -> Shape:
+    """Rows with ``t_s``, ``req_per_s``, ascending.
+
+    Raises:
+        TraceError: a column is missing, a row is cut off, or times do not ascend.
+    """
+    found: list[tuple[float, float]] = []
+    for line, row in enumerate(rows, start=2):
+        try:
+            one = (float(row["t_s"]), float(row["req_per_s"]))
+        except (KeyError, TypeError, ValueError) as error:
+            message = f"{source}:{line}: no row of t_s, req_per_s, or cut off ({error})"
+            raise TraceError(message) from error
+        if found and one[0] <= found[-1][0]:
+            message = f"{source}:{line}: time does not go on from {found[-1][0]} to {one[0]}"
+            raise TraceError(message)
+        found.append(one)
+    if len(found) < 2 or not sum(rate for _, rate in found) > 0:
+        message = f"{source}: a shape needs two rows and some load"
         raise TraceError(message)
     return tuple(found)
 

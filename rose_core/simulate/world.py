@@ -17,12 +17,15 @@ from rose_core.simulate.clock import SECOND, Clock
 from rose_core.simulate.costs import costs, kv_tokens
 from rose_core.simulate.gates import ServingRequest
 from rose_core.simulate.job import Job, JobFacts
-from rose_core.simulate.lent import PAPER, Ears, Replica
-from rose_core.simulate.paper import STALL_S, PaperGate
+from rose_core.simulate.lent import Ears, Replica
+from rose_core.simulate.paper import PaperGate
 from rose_core.simulate.planner import Planner, lend_once
-from rose_core.simulate.router import Engine, Router
-from rose_core.simulate.scenario import Failure, Regime, RolloutJob, Scenario, Service
-from rose_core.simulate.workload import Arrival, Episode, bursts, replay
+from rose_core.simulate.regimes import GateKind, Lends, Rules
+from rose_core.simulate.router import Manners, Router
+from rose_core.simulate.scenario import Failure, RolloutJob, Scenario, Service
+from rose_core.simulate.turns import Engine
+from rose_core.simulate.whole import WholeLender
+from rose_core.simulate.workload import Arrival, Episode, Shape, bursts, replay
 from rose_core.wire.routing import EngineKind
 from rose_core.wire.sync import SignalSource
 
@@ -33,17 +36,26 @@ _LOOK_S = 10.0  # the paper's choice of GPUs needs some recent KV use
 
 @dataclass(frozen=True)
 class Material:
-    """Traces as read by the shell: name in the scenario -> rows."""
+    """Traces and shapes as read by the shell: name in the scenario -> rows."""
 
     episodes: tuple[Episode, ...]
     traces: Mapping[str, tuple[Arrival, ...]] = field(default_factory=dict)
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
 
 
 class World:
-    """Everything of one run."""
+    """Everything of one run.
 
-    def __init__(self, scenario: Scenario, regime: Regime, seed: int, material: Material) -> None:
-        self.scenario, self.regime, self.seed, self.material = scenario, regime, seed, material
+    Args:
+        scenario: see there.
+        rules: of the regime.
+        seed: of requests and episodes.
+        material: traces.
+    """
+
+    def __init__(self, scenario: Scenario, rules: Rules, seed: int, material: Material) -> None:
+        self.scenario, self.seed, self.material = scenario, seed, material
+        self.rules = rules
         self.clock = Clock()
         self.replicas: list[Replica] = []
         self.requests: dict[str, list[ServingRequest]] = {}
@@ -52,9 +64,11 @@ class World:
         self.dedicated: list[BatchEngine] = []
         self._lent_ns: dict[str, int] = {}
         self.held_ns = 0
+        self.gate_moves: list[tuple[float, int]] = []
         self._link_up_ns = 0
         self.weight_bytes = 0
         self._turn = 0
+        self._whole: WholeLender | None = None
         self._build()
 
     # --- building
@@ -68,7 +82,7 @@ class World:
                     len(self.replicas) + n,
                     service,
                     self.scenario,
-                    regime=self.regime,
+                    rules=self.rules,
                     ears=ears,
                 )
                 for n in range(service.replicas)
@@ -77,18 +91,27 @@ class World:
             self._load(service, mine)
         for job in self.scenario.jobs:
             self._job(job)
-        if self.regime in PAPER:
-            self.clock.after(_LOOK_S, lambda: lend_once(self.scenario, self.replicas, self._lend))
-        elif self.regime is not Regime.FIXED:
-            polled = self.regime is Regime.POLLED
-            signal = SignalSource.LOADS if polled else SignalSource.WIRE_TAP
-            planner = Planner(self.clock, self.scenario, self.replicas, self._lend, signal)
-            self.clock.after(0.0, planner.run)
+        self._lender()
         for failure in self.scenario.failures:
             self.clock.after(failure.at_s, partial(self._fail, failure))
 
+    def _lender(self) -> None:
+        rules = self.rules
+        if rules.lends is Lends.ONCE:
+            self.clock.after(_LOOK_S, lambda: lend_once(self.scenario, self.replicas, self._lend))
+        elif rules.lends is Lends.WHOLE:
+            self._whole = WholeLender(
+                self.clock, self.scenario, self.replicas, self._lend, rules.least_loan_s
+            )
+            self.clock.after(0.0, self._whole.run)
+        elif rules.lends is Lends.PLANNER:
+            polled = rules.gate is GateKind.POLLED
+            signal = SignalSource.LOADS if polled else SignalSource.WIRE_TAP
+            planner = Planner(self.clock, self.scenario, self.replicas, self._lend, signal)
+            self.clock.after(0.0, planner.run)
+
     def _load(self, service: Service, replicas: list[Replica]) -> None:
-        load, seconds = service.load, self.scenario.seconds
+        load, seconds = service.load, self.scenario.warmup_s + self.scenario.seconds
         draw = random.Random(f"{self.seed}/{service.name}")  # noqa: S311  # a model's randomness
         if load.trace:
             found = replay(
@@ -114,19 +137,21 @@ class World:
 
     def _arrive(self, request: ServingRequest, replicas: list[Replica]) -> None:
         self._turn += 1
+        if self._whole is not None:
+            replicas = self._whole.serving(replicas[0].service.name)
         size = len(replicas)
         best = min(range(size), key=lambda n: (replicas[n].serving.live, (n - self._turn) % size))
         replicas[best].serve(request)
 
     def _job(self, job: RolloutJob) -> None:
+        rules, told = self.rules, self.scenario.placement.model_dump()
+        staleness = 0 if rules.newest_only else job.staleness
         router = Router(
             self.clock,
             job.name,
-            Policy(max_staleness=job.staleness, **self.scenario.placement.model_dump()),
-            ladder=self.regime in PAPER or self.regime is Regime.OURS_LADDER,
-            stall_s=STALL_S if self.regime in PAPER else None,
-            keeps=self.regime is not Regime.ROSE_PAPER,
-            knows_lengths=self.regime is Regime.CLAIRVOYANT,
+            Policy(max_staleness=staleness, name=rules.placement, **told),
+            Manners(rules.keeps, rules.waits, rules.stall_s, rules.knows_lengths),
+            random.Random(f"{self.seed}/{job.name}/dice"),  # noqa: S311  # a model's randomness
         )
         self.routers[job.name] = router
         own = costs(job.device, job.model, self.scenario.derate, job.gpus_per_engine)
@@ -138,7 +163,9 @@ class World:
             name = f"{job.name}-dedicated-{number}"
             router.attach(Engine(name, EngineKind.DEDICATED, batch, 0, True, cap))
         draw = random.Random(f"{self.seed}/{job.name}")  # noqa: S311  # a model's randomness
-        facts = JobFacts(job.group, job.batch_groups, job.staleness, job.train_s, job.gap_scale)
+        facts = JobFacts(
+            job.group, job.batch_groups, job.staleness, job.train_s, job.gap_scale, job.surplus
+        )
         one = Job(
             self.clock,
             facts,
@@ -164,6 +191,7 @@ class World:
     def _gate(self, replica: Replica, is_open: bool) -> None:
         if replica.job is None:
             return
+        self.gate_moves.append((self.clock.now_s, 1 if is_open else -1))
         router = self.routers[replica.job.name]
         router.gate(replica.name, is_open)
         gate = replica.gate
@@ -204,7 +232,7 @@ class World:
 
     def _publish(self, job: RolloutJob, version: int) -> None:
         router = self.routers[job.name]
-        router.head = version
+        router.published(version)
         for engine in list(router.engines.values()):
             if engine.kind is EngineKind.BORROWED:
                 self._send(job, engine, self.scenario.link.delta_share)
@@ -220,25 +248,29 @@ class World:
                     router.restore(replica.name)
 
     def _fail(self, failure: Failure) -> None:
+        if failure.every_s:
+            self.clock.after(failure.every_s, partial(self._fail, failure))
         if failure.kind == "link":
             self._link_up_ns = self.clock.now_ns + round(failure.seconds * SECOND)
             return
         gate = self.replicas[failure.target].gate
-        if failure.kind == "engine":
+        gate.host.broken = gate.host.broken or failure.kind == "gone"
+        if failure.kind in {"engine", "gone"}:
             gate.crash()
         else:
             gate.guard_dies(failure.seconds)
 
     def settle(self) -> None:
-        """Count up to the end."""
+        """Count up to now."""
         for replica in self.replicas:
             replica.device.finish()
         for batch in self.dedicated:
             batch.settle()
+        now = self.clock.now_ns
         for name, since in self._lent_ns.items():
             gpus = next(r.service.gpus_per_replica for r in self.replicas if r.name == name)
-            self.held_ns += (self.clock.now_ns - since) * gpus
-        self._lent_ns.clear()
+            self.held_ns += (now - since) * gpus
+            self._lent_ns[name] = now
 
 
 def _nothing() -> None:

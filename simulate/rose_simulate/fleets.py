@@ -40,6 +40,7 @@ def run_fleet(
                 dedicated=dedicated,
                 traces=material.traces,
                 episodes=material.episodes,
+                shapes=material.shapes,
             )
             outcomes.append(fleet.run())
             progress(outcomes[-1])

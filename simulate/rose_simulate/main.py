@@ -1,4 +1,7 @@
-"""``rose simulate SCENARIO.yaml``: runs a scenario, prints its table, writes ``OUT/NAME.json``."""
+"""``rose simulate SCENARIO.yaml``: runs a scenario, prints its table, writes ``OUT/NAME.json``.
+
+``rose simulate study NAME`` runs one of the documented studies (``studies``).
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,11 @@ from rose_core.simulate.fleet_scenario import FleetScenario
 from rose_core.simulate.outcome import Outcome
 from rose_core.simulate.scenario import Regime, Scenario
 from rose_core.simulate.world import Material
+from rose_simulate import studies
 from rose_simulate.fleets import FleetResult, fleet_table, run_fleet
 from rose_simulate.reading import read_material, read_scenario
 from rose_simulate.study import Result, study, table
+from rose_simulate.timings import measured
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,6 +33,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--regimes", nargs="+", choices=[one.value for one in Regime])
     made.add_argument("--derate", type=float, nargs="+", help="speeds at saturation, each 0 to 1")
     made.add_argument("--seconds", type=float, help="instead of the scenario's")
+    made.add_argument("--warmup", type=float, help="seconds not counted, instead of the scenario's")
+    made.add_argument("--timings", type=Path, help="delays from the guard benchmark's JSON")
     made.add_argument("--out", type=Path, default=Path("out") / "simulate")
     return made
 
@@ -35,7 +42,11 @@ def parser() -> argparse.ArgumentParser:
 def chosen(
     scenario: Scenario | FleetScenario, options: argparse.Namespace
 ) -> Scenario | FleetScenario:
-    """The scenario with what the command line overrides."""
+    """The scenario with what the command line overrides.
+
+    Raises:
+        ScenarioError: the measured delays cannot be used.
+    """
     changes: dict[str, object] = {}
     if options.seeds:
         changes["seeds"] = tuple(options.seeds)
@@ -43,6 +54,10 @@ def chosen(
         changes["regimes"] = tuple(Regime(one) for one in options.regimes)
     if options.seconds:
         changes["seconds"] = options.seconds
+    if options.warmup is not None and isinstance(scenario, Scenario):
+        changes["warmup_s"] = options.warmup
+    if options.timings is not None and isinstance(scenario, Scenario):
+        changes["delays"] = measured(options.timings, scenario.delays)
     return scenario.model_copy(update=changes)
 
 
@@ -56,6 +71,8 @@ def write(result: Result | FleetResult, folder: Path) -> Path:
 
 def main(argv: list[str]) -> int:
     """Run the verb."""
+    if argv[:1] == ["study"]:
+        return studies.main(argv[1:])
     options = parser().parse_args(argv)
     derates = options.derate or []
     if any(not 0 < one <= 1 for one in derates):

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from rose_core.simulate.errors import Impossible, ScenarioError, TraceError
 from rose_core.simulate.fleet_scenario import FleetScenario, impossible_fleet
 from rose_core.simulate.scenario import Scenario, Service, Where, impossible
-from rose_core.simulate.workload import Arrival, Episode, arrivals, episodes
+from rose_core.simulate.workload import Arrival, Episode, arrivals, episodes, shape
 from rose_core.simulate.world import Material
 
 
@@ -89,9 +89,11 @@ def read_material(path: Path, scenario: Scenario | FleetScenario) -> Material:
     folder = path.parent
     services = [one if isinstance(one, Service) else one.service for one in scenario.services]
     names = {service.load.trace for service in services if service.load.trace}
+    shapes = {service.load.shape for service in services if service.load.shape}
     return Material(
         read_episodes(folder / scenario.episodes),
         {name: read_arrivals(folder / name) for name in sorted(names)},
+        {name: shape(_rows(folder / name), str(folder / name)) for name in sorted(shapes)},
     )
 
 

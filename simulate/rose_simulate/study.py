@@ -5,15 +5,17 @@ The result holds no time and no machine, so that equal seeds give equal bytes.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from rose_core.accounting.cost import Prices, break_even_lent_hour, per_accepted
 from rose_core.simulate.outcome import Interval, Outcome, paired_ratio
-from rose_core.simulate.run import ledger, run
+from rose_core.simulate.run import ledger
 from rose_core.simulate.scenario import Regime, Scenario
 from rose_core.simulate.world import Material
+from rose_simulate.runner import Case, Runner
 
 # Micro-units per hour; only their ratio matters. A lent hour is free here, so that the break-even
 # price is what can be asked for it at most.
@@ -26,6 +28,9 @@ class Row(msgspec.Struct, frozen=True):
     Attributes:
         throughput: useful tokens per second relative to the fixed pool, paired by seed.
         against_paper: the same, relative to ``rose-paper``.
+        dropped_share: of the trajectories that ended, how many were too old to train on.
+        recovery_s: median over bursts; None where the scenario has none.
+        cost_per_accepted: dedicated GPU-hours, lent hours being free.
         break_even: lent price per hour, dedicated = 1, at which an accepted trajectory costs as
             much as in the fixed pool; None when either accepted nothing.
     """
@@ -35,6 +40,9 @@ class Row(msgspec.Struct, frozen=True):
     throughput: Interval | None
     against_paper: Interval | None
     useful_tokens_per_s: float
+    accepted: int
+    dropped_share: float
+    recovery_s: float | None
     added_violations: int
     requests: int
     ttft_p99_ratio: float | None
@@ -59,22 +67,23 @@ def study(
     material: Material,
     derates: Sequence[float],
     progress: Callable[[Outcome], None],
+    runner: Runner | None = None,
 ) -> Result:
-    """Run everything the scenario names."""
+    """Run everything the scenario names; ``runner`` None = here, one run after the other."""
+    cases = [
+        Case(scenario.model_copy(update={"derate": derate}), seed)
+        for derate in derates
+        for seed in scenario.seeds
+    ]
+    answers = (runner or Runner()).run(cases, material, progress)
     outcomes: list[Outcome] = []
     rows: list[Row] = []
     for derate in derates:
-        at = scenario.model_copy(update={"derate": derate})
         found: dict[str, list[Outcome]] = {}
-        for seed in scenario.seeds:
-            alone, violations = run(at, Regime.FIXED, seed, material, {})
-            progress(alone)
-            found.setdefault(Regime.FIXED, []).append(alone)
-            for regime in scenario.regimes:
-                if regime is not Regime.FIXED:
-                    outcome, _ = run(at, regime, seed, material, violations)
-                    progress(outcome)
-                    found.setdefault(regime, []).append(outcome)
+        for case, ones in zip(cases, answers, strict=True):
+            if case.scenario.derate == derate:
+                for one in ones:
+                    found.setdefault(one.regime, []).append(one)
         rows += [_row(regime, ones, found) for regime, ones in found.items()]
         outcomes += [one for ones in found.values() for one in ones]
     return Result(scenario.name, scenario.seconds, scenario.seeds, tuple(rows), tuple(outcomes))
@@ -88,6 +97,8 @@ def _row(regime: str, ones: list[Outcome], found: dict[str, list[Outcome]]) -> R
     )
     tokens = sum(job.tokens for one in ones for job in one.jobs)
     redone = sum(job.redone_tokens for one in ones for job in one.jobs)
+    dropped = sum(job.dropped for one in ones for job in one.jobs)
+    recovered = [seconds for one in ones for seconds in one.recoveries_s]
     even = break_even_lent_hour(whole, base, PRICES)
     price = per_accepted(whole, PRICES)
     return Row(
@@ -96,6 +107,9 @@ def _row(regime: str, ones: list[Outcome], found: dict[str, list[Outcome]]) -> R
         throughput=_ratio(ones, fixed),
         against_paper=_ratio(ones, found.get(Regime.ROSE_PAPER, [])),
         useful_tokens_per_s=sum(one.useful_tokens_per_s for one in ones) / len(ones),
+        accepted=whole.trajectories.accepted,
+        dropped_share=dropped / max(1, dropped + whole.trajectories.accepted),
+        recovery_s=statistics.median(recovered) if recovered else None,
         added_violations=sum(one.added_violations for one in ones),
         requests=sum(service.requests for one in ones for service in one.services),
         ttft_p99_ratio=_latency(ones, fixed, "ttft_p99"),

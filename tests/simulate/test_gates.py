@@ -3,15 +3,12 @@
 import pytest
 
 import rose_core.guard.gate
-import rose_core.guard.slot
-import rose_core.lending
-import rose_core.rollouts.placement
-import rose_core.rollouts.watch
-from rose_core.simulate import guarded, planner, router
+from rose_core.simulate import guarded
 from rose_core.simulate.batch import BatchEngine, Sequence
 from rose_core.simulate.clock import SECOND, Clock
 from rose_core.simulate.gates import ServingRequest
 from rose_core.simulate.lent import Ears, Replica
+from rose_core.simulate.regimes import RULES
 from rose_core.simulate.scenario import Regime
 from tests.simulate.worlds import scenario
 
@@ -22,7 +19,9 @@ class Bench:
         self.moves: list[tuple[float, bool]] = []
         told = scenario()
         ears = Ears(self._gate, lambda _replica, _lost: None, self._served)
-        self.replica = Replica(self.clock, 0, told.services[0], told, regime=regime, ears=ears)
+        self.replica = Replica(
+            self.clock, 0, told.services[0], told, rules=RULES[regime], ears=ears
+        )
         self.replica.lend(told.jobs[0])
 
     def _gate(self, _replica: Replica, is_open: bool) -> None:
@@ -68,14 +67,6 @@ def test_nothing_is_lent_when_productions_gate_says_no(monkeypatch: pytest.Monke
     bench.run(60)
     assert not bench.moves
     assert bench.replica.device.computing_ns == 0
-
-
-def test_the_simulator_calls_productions_functions() -> None:
-    assert vars(guarded)["judge"] is rose_core.guard.gate.judge
-    assert vars(guarded)["decide"] is rose_core.guard.slot.decide
-    assert vars(planner)["plan"] is rose_core.lending.plan
-    assert vars(router)["place"] is rose_core.rollouts.placement.place
-    assert vars(router)["judge"] is rose_core.rollouts.watch.judge
 
 
 def _ttft(regime: Regime) -> float:

@@ -1,11 +1,16 @@
 """Whole runs: determinism, conservation, failures, staleness."""
 
+from functools import cache
+
 import msgspec
 import pytest
 
+from rose_core.simulate.clock import SECOND
 from rose_core.simulate.outcome import Outcome, paired_ratio
+from rose_core.simulate.regimes import RULES
 from rose_core.simulate.run import ledger, run
-from rose_core.simulate.scenario import Regime, Scenario
+from rose_core.simulate.scenario import Regime, Scenario, impossible
+from rose_core.simulate.world import World
 from tests.simulate.worlds import MATERIAL, scenario
 
 
@@ -13,17 +18,23 @@ def outcome(told: Scenario, regime: Regime, seed: int = 1) -> Outcome:
     return run(told, regime, seed, MATERIAL, {})[0]
 
 
-@pytest.mark.parametrize("regime", list(Regime))
+@cache
+def plain(regime: Regime) -> Outcome:
+    return outcome(scenario(), regime)
+
+
+@pytest.mark.parametrize(
+    "regime", [Regime.ON_OFF, Regime.WHOLE_REPLICA, Regime.ROSE_PAPER, Regime.OURS]
+)
 def test_same_seed_same_bytes(regime: Regime) -> None:
-    first = msgspec.json.encode(outcome(scenario(), regime))
+    first = msgspec.json.encode(plain(regime))
     assert msgspec.json.encode(outcome(scenario(), regime)) == first
     assert msgspec.json.encode(outcome(scenario(), regime, seed=2)) != first
 
 
 @pytest.mark.parametrize("regime", list(Regime))
 def test_every_regime_serves_the_same_requests_and_adds_up(regime: Regime) -> None:
-    found = outcome(scenario(), regime)
-    alone = outcome(scenario(), Regime.FIXED)
+    found, alone = plain(regime), plain(Regime.FIXED)
     assert [s.requests for s in found.services] == [s.requests for s in alone.services]
     job = found.jobs[0]
     assert job.started >= job.finished >= job.accepted
@@ -35,7 +46,7 @@ def test_every_regime_serves_the_same_requests_and_adds_up(regime: Regime) -> No
 
 
 def test_lending_helps_a_starved_job() -> None:
-    fixed, ours = (outcome(scenario(), regime) for regime in (Regime.FIXED, Regime.OURS))
+    fixed, ours = (plain(regime) for regime in (Regime.FIXED, Regime.OURS))
     assert ours.jobs[0].finished > fixed.jobs[0].finished
     assert ours.jobs[0].borrowed_tokens > 0
     assert fixed.jobs[0].borrowed_tokens == 0
@@ -75,3 +86,30 @@ def test_paired_ratio_and_its_interval() -> None:
     assert paired_ratio([3.0], [2.0]).low is None
     with pytest.raises(ValueError, match="positive"):
         paired_ratio([1.0], [0.0])
+
+
+def _job(**changes: object) -> Scenario:
+    plain = scenario(seconds=300)
+    job = plain.jobs[0].model_copy(update=changes)
+    return plain.model_copy(update={"jobs": (job,)})
+
+
+def test_tail_batching_trains_every_prompt_and_discards_what_it_put_off() -> None:
+    told = _job(staleness=0, batch_groups=2, surplus=0.5)
+    world = World(told, RULES[Regime.OURS], 1, MATERIAL)
+    world.clock.run(round(told.seconds * SECOND))
+    job = world.jobs["grpo"]
+    counts = job.counts
+    assert counts.deferred > 0
+    assert counts.discarded_tokens > 0
+    assert counts.dropped == 0
+    trained = [fate.session.partition(".")[0] for fate in counts.fates if fate.trained]
+    assert len(trained) == counts.accepted
+    members = told.jobs[0].group
+    assert all(trained.count(name) == members for name in set(trained)), "no prompt twice"
+
+
+def test_tail_batching_is_refused_where_steps_overlap() -> None:
+    (where, reason), *_ = impossible(_job(staleness=1, surplus=0.5))
+    assert where == ("jobs", 0, "surplus")
+    assert "staleness must be 0" in reason

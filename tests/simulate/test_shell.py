@@ -141,7 +141,7 @@ def test_episodes_are_rescaled_to_the_context_limit() -> None:
 def test_the_verb_runs_a_scenario_and_writes_the_same_bytes_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [str(SCENARIOS / "normal.yaml"), "--seconds", "80", "--seeds", "5"]
+    arguments = [str(SCENARIOS / "normal.yaml"), "--seconds", "40", "--seeds", "5", "--warmup", "0"]
     arguments += ["--regimes", "fixed", "ours", "--derate", "0.5", "--out", str(tmp_path)]
     assert main(arguments) == 0
     first = (tmp_path / "normal.json").read_bytes()

@@ -1,0 +1,101 @@
+"""What each regime is made of, so that a difference between two can be put down to one thing.
+
+| regime | lends | gate | placement | a cut turn | queue |
+|---|---|---|---|---|---|
+| ``fixed`` | nothing | | ours | | ours |
+| ``unguarded`` | planner | always open | ours | continued | ours |
+| ``static-split`` | once | always open; memory is divided | paper's | begun anew | fifo |
+| ``on-off`` | planner | polled; open after seconds of idleness | ours | continued | ours |
+| ``whole-replica`` | whole replicas (Lyra) | open while lent | paper's | begun anew | fifo |
+| ``spot`` | whole replicas (RLBoost) | open while lent | least loaded | continued | fifo |
+| ``polled`` | planner | ours, fed by polls alone | ours | continued | ours |
+| ``rose-paper`` | once | the paper's slack rule | paper's | begun anew | fifo |
+| ``rose-paper-tap`` | once | ours | paper's | begun anew | fifo |
+| ``rose-paper-keep`` | once | the paper's slack rule | paper's | continued | fifo |
+| ``ours-ladder`` | planner | ours | paper's | continued | fifo |
+| ``ours`` | planner | ours | ours | continued | ours |
+| ``clairvoyant`` | planner | stops at once, traceless | ours, true lengths | continued | ours |
+
+*ours* in the queue is ``rollouts.dispatch``: a full home is waited for, old trajectories first.
+``whole.py`` has the loans of whole replicas, ``paper.py`` the paper's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from rose_core.rollouts.placement import PolicyName
+from rose_core.simulate.paper import STALL_S
+from rose_core.simulate.scenario import Regime
+
+
+class Lends(Enum):
+    """Who chooses the replicas."""
+
+    NOTHING = auto()
+    PLANNER = auto()
+    ONCE = auto()
+    WHOLE = auto()
+
+
+class GateKind(Enum):
+    """Who decides when rollouts may compute."""
+
+    OPEN = auto()
+    GUARD = auto()
+    POLLED = auto()
+    PAPER = auto()
+    ON_OFF = auto()
+
+
+@dataclass(frozen=True)
+class Rules:
+    """One regime.
+
+    Attributes:
+        keeps: the tokens of a cut turn are kept.
+        waits: turns wait for a full home; otherwise first come, first served.
+        stall_s: a turn leaves an engine that was shut for so long; None = production's patience.
+        least_loan_s: a whole replica is not called back earlier, unless serving is in need.
+    """
+
+    lends: Lends = Lends.PLANNER
+    gate: GateKind = GateKind.GUARD
+    placement: PolicyName = PolicyName.JOINT
+    keeps: bool = True
+    waits: bool = True
+    stall_s: float | None = None
+    knows_lengths: bool = False
+    yielding: bool = False
+    newest_only: bool = False
+    least_loan_s: float = 0.0
+
+
+_LADDER = PolicyName.ROSE_PAPER
+
+
+def _paper(gate: GateKind, *, keeps: bool, lends: Lends = Lends.ONCE) -> Rules:
+    return Rules(lends, gate, _LADDER, keeps=keeps, waits=False, stall_s=STALL_S)
+
+
+RULES: Mapping[Regime, Rules] = {
+    Regime.FIXED: Rules(lends=Lends.NOTHING),
+    Regime.UNGUARDED: Rules(gate=GateKind.OPEN),
+    Regime.STATIC_SPLIT: _paper(GateKind.OPEN, keeps=False),
+    Regime.ON_OFF: Rules(gate=GateKind.ON_OFF),
+    Regime.WHOLE_REPLICA: Rules(
+        Lends.WHOLE, GateKind.OPEN, _LADDER, keeps=False, waits=False, least_loan_s=300.0
+    ),
+    Regime.SPOT: Rules(
+        Lends.WHOLE, GateKind.OPEN, PolicyName.LEAST_LOADED, waits=False, newest_only=True
+    ),
+    Regime.POLLED: Rules(gate=GateKind.POLLED),
+    Regime.ROSE_PAPER: _paper(GateKind.PAPER, keeps=False),
+    Regime.ROSE_PAPER_TAP: _paper(GateKind.GUARD, keeps=False),
+    Regime.ROSE_PAPER_KEEP: _paper(GateKind.PAPER, keeps=True),
+    Regime.OURS_LADDER: Rules(placement=_LADDER, waits=False),
+    Regime.OURS: Rules(),
+    Regime.CLAIRVOYANT: Rules(gate=GateKind.OPEN, knows_lengths=True, yielding=True),
+}

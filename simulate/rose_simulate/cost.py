@@ -1,0 +1,223 @@
+"""``rose cost FILE``: what an accepted trajectory cost; on the terminal, as HTML and as JSON.
+
+| FILE | from |
+|---|---|
+| a simulator's result | ``rose simulate`` writes it; every regime becomes a statement |
+| leases as JSON | ``kubectl get rolloutleases -A -o json``; the trainer knows the rest |
+
+Nothing in a lease says how many trajectories were accepted: ``--accepted`` and ``--correct`` are
+the trainer's counts, and without them costs per trajectory are *unknown*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rose_core.accounting.cost import Prices
+from rose_core.accounting.ledger import GpuTime, Ledger, Tokens, Trajectories, total
+from rose_core.accounting.statement import Statement, statement
+from rose_core.simulate.run import ledger
+from rose_core.simulate.scenario import Regime
+from rose_simulate.charts import Line, intervals, lines
+from rose_simulate.charts import Row as Bar
+from rose_simulate.study import Result
+
+MICRO = 1_000_000
+
+
+class CostError(Exception):
+    """Nothing follows from the file; says where and why."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Arguments of the verb."""
+    made = argparse.ArgumentParser(prog="rose cost", description=__doc__.split("\n\n", 1)[0])
+    add = made.add_argument
+    add("file", type=Path, help="a simulator's result, or leases as JSON")
+    add("--dedicated-hour", type=float, default=1.0, help="price of a dedicated GPU-hour")
+    add("--lent-hour", type=float, default=0.0, help="price of a lent GPU-hour")
+    add("--violation", type=float, default=0.0, help="the owner's price of an added violation")
+    add("--gigabyte", type=float, default=0.0, help="price of a gigabyte of weights")
+    add("--dedicated-gpu-hours", type=float, default=0.0, help="leases: held beside them")
+    add("--accepted", type=int, default=0, help="leases: trajectories the trainer accepted")
+    add("--correct", type=int, default=0, help="leases: correct answers among them")
+    add("--json", type=Path, help="write the statements there")
+    add("--html", type=Path, help="write a page with plots there")
+    return made
+
+
+def read(path: Path, options: argparse.Namespace) -> list[Statement]:
+    """The statements of a file.
+
+    Raises:
+        CostError: it is neither a result nor leases.
+    """
+    prices = Prices(
+        *(
+            round(price * MICRO)
+            for price in (
+                options.dedicated_hour,
+                options.lent_hour,
+                options.violation,
+                options.gigabyte,
+            )
+        )
+    )
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise CostError(f"{path}: cannot be read: {error}") from error
+    except json.JSONDecodeError as error:
+        message = f"{path}:{error.lineno}: no JSON, or cut off: {error.msg}"
+        raise CostError(message) from error
+    if isinstance(content, dict) and "outcomes" in content:
+        return _of_result(path, content, prices)
+    if isinstance(content, list):
+        parts = [one for one in content if isinstance(one, dict) and "rows" in one]
+        if parts:
+            return [found for one in parts for found in _of_result(path, one, prices)]
+    if isinstance(content, dict) and ("items" in content or content.get("kind") == "RolloutLease"):
+        return _of_leases(path, content, prices, options)
+    message = f"{path}: is neither a result of rose simulate nor RolloutLeases as JSON"
+    raise CostError(message)
+
+
+def _of_result(path: Path, content: dict[str, Any], prices: Prices) -> list[Statement]:
+    try:
+        result = msgspec.convert(content, Result)
+    except msgspec.ValidationError as error:
+        message = f"{path}: is no result of this version of rose simulate: {error}"
+        raise CostError(message) from error
+    found: list[Statement] = []
+    for derate in dict.fromkeys(row.derate for row in result.rows):
+        sums = {
+            row.regime: total(
+                ledger(one)
+                for one in result.outcomes
+                if (one.regime, one.derate) == (row.regime, derate)
+            )
+            for row in result.rows
+            if row.derate == derate
+        }
+        base = sums.get(Regime.FIXED.value)
+        for regime, used in sums.items():
+            name = f"{result.scenario}, {regime}, derate {derate:g}"
+            alone = None if regime == Regime.FIXED.value else base
+            found.append(statement(name, used, prices, alone))
+    return found
+
+
+def _of_leases(
+    path: Path, content: dict[str, Any], prices: Prices, options: argparse.Namespace
+) -> list[Statement]:
+    items = content.get("items", [content])
+    found = []
+    for index, item in enumerate(items):
+        try:
+            totals = item["status"]["totals"]
+            name = f"{item['metadata']['namespace']}/{item['metadata']['name']}"
+            lent = int(totals.get("lentMilliseconds", 0))
+            opened = int(totals.get("openMilliseconds", lent))  # not said: all of it
+            tokens = int(totals.get("harvestedTokens", 0))
+        except (KeyError, TypeError, ValueError) as error:
+            message = f"{path}: items[{index}]: no RolloutLease with status.totals ({error})"
+            raise CostError(message) from error
+        dedicated = round(options.dedicated_gpu_hours * 3_600_000)
+        accepted = max(options.accepted, options.correct)
+        used = Ledger(
+            dedicated=GpuTime(dedicated, dedicated),
+            borrowed=GpuTime(lent, min(lent, opened)),
+            tokens=Tokens(tokens),
+            trajectories=Trajectories(accepted, accepted, options.accepted, options.correct),
+        )
+        found.append(statement(name, used, prices))
+    return found
+
+
+def show(found: Sequence[Statement]) -> str:
+    """As text."""
+    width = max((len(one.name) for one in found), default=0)
+    head = (
+        f"{'':<{width}}  dedicated h  borrowed h  tokens       accepted  cost/accepted  "
+        "saved   break-even  opportunity"
+    )
+    lines_ = [head]
+    for one in found:
+        saved = "unknown" if one.saved is None else f"{one.saved:.1%}"
+        lines_.append(
+            f"{one.name:<{width}}  {one.dedicated_hours:>11.2f}  {one.borrowed_hours:>10.2f}  "
+            f"{one.ledger.tokens.produced:<11}  {one.ledger.trajectories.accepted:<8}  "
+            f"{_money(one.per_accepted):<13}  {saved:<7} {_money(one.break_even):<11} "
+            f"{_money(one.opportunity)}"
+        )
+    return "\n".join(lines_) + "\n"
+
+
+def html(found: Sequence[Statement]) -> str:
+    """As a page that stands alone."""
+    priced = [one for one in found if one.per_accepted is not None]
+    plots = ""
+    if priced:
+        bars = [Bar(one.name, (one.per_accepted or 0.0) / MICRO) for one in priced]
+        plots += intervals("Cost per accepted trajectory", bars, unit="currency", reference=None)
+        series = [
+            Line(one.name, [(share, (price or 0.0) / MICRO) for share, price in one.sensitivity])
+            for one in priced
+        ]
+        title = "Cost per accepted trajectory by the price of a lent hour"
+        plots += lines(title, series[:6], x="lent hour / dedicated hour", y="currency")
+    rows = "".join(
+        f"<tr><td>{escape(one.name)}</td><td>{one.dedicated_hours:.2f}</td>"
+        f"<td>{one.borrowed_hours:.2f}</td><td>{one.ledger.tokens.produced}</td>"
+        f"<td>{one.ledger.trajectories.accepted}</td><td>{_money(one.per_accepted)}</td>"
+        f"<td>{_money(one.per_correct)}</td><td>{_money(one.break_even)}</td>"
+        f"<td>{_money(one.opportunity)}</td></tr>"
+        for one in found
+    )
+    head = (
+        "<tr><th></th><th>dedicated GPU-h</th><th>borrowed GPU-h</th><th>tokens</th>"
+        "<th>accepted</th><th>cost per accepted</th><th>per correct answer</th>"
+        "<th>break-even lent hour</th><th>opportunity cost</th></tr>"
+    )
+    style = (
+        "body{font:14px system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+        "table{border-collapse:collapse}td,th{padding:.3rem .7rem;text-align:right}"
+        "td:first-child{text-align:left}tr{border-bottom:1px solid #c9d0d9}"
+    )
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>ROSE cost</title>"
+        f"<style>{style}</style><h1>What was lent, and what it cost</h1>"
+        f"<table>{head}{rows}</table>{plots}</html>\n"
+    )
+
+
+def _money(micros: float | None) -> str:
+    return "unknown" if micros is None else f"{micros / MICRO:.4g}"
+
+
+def main(argv: list[str]) -> int:
+    """Run the verb."""
+    options = parser().parse_args(argv)
+    try:
+        found = read(options.file, options)
+    except CostError as error:
+        sys.stderr.write(f"rose cost: {error}\n")
+        return 1
+    sys.stdout.write(show(found))
+    if options.json:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    if options.html:
+        options.html.write_text(html(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,157 @@
+"""A study's result as a page with plots. Equal results give equal pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rose_core.simulate.outcome import Interval, Outcome, paired_ratio
+from rose_core.simulate.scenario import Regime
+from rose_simulate.charts import Line, intervals, lines
+from rose_simulate.charts import Row as Bar
+from rose_simulate.fleets import FleetResult
+from rose_simulate.study import Result, Row
+
+_ACROSS = frozenset({"freshness", "tail"})  # studies whose scenarios differ in one thing
+_ORDER = ("fixed", "rose-paper", "ours")
+
+
+@dataclass
+class Page:
+    """Markdown and the plots it shows, by file name."""
+
+    text: str
+    plots: dict[str, str] = field(default_factory=dict)
+
+
+def page(
+    name: str, title: str, says: str, found: Sequence[Result | FleetResult], chosen: str = ""
+) -> Page:
+    """The page of one study; ``chosen`` are the flags that made it."""
+    made = Page(f"# Study {title}\n\n{says} Made by `rose simulate study {name}{chosen}`.\n")
+    for one in found:
+        if isinstance(one, FleetResult):
+            _fleet(name, one, made)
+        else:
+            _events(name, one, made)
+    events = [one for one in found if isinstance(one, Result)]
+    if len(events) > 1 and name in _ACROSS:
+        _across(events, made)
+    return made
+
+
+def _across(found: Sequence[Result], made: Page) -> None:
+    """The later scenarios relative to the first, regime by regime, paired by seed."""
+    first = found[0]
+    made.text += (
+        f"\n## Relative to {first.scenario}\n\nPaired by seed, with 95 % intervals.\n\n"
+        "| scenario | derate | regime | useful tok/s, x | accepted, x |\n|---|---|---|---|---|\n"
+    )
+    for other in found[1:]:
+        for row in other.rows:
+            ours, base = (_of(one, row) for one in (other, first))
+            if len(ours) == len(base) and ours:
+                made.text += (
+                    f"| {other.scenario} | {row.derate:g} | `{row.regime}` "
+                    f"| {_ratio(ours, base, _useful)} | {_ratio(ours, base, _accepted)} |\n"
+                )
+
+
+def _of(result: Result, row: Row) -> list[Outcome]:
+    return [one for one in result.outcomes if (one.regime, one.derate) == (row.regime, row.derate)]
+
+
+def _useful(one: Outcome) -> float:
+    return one.useful_tokens_per_s
+
+
+def _accepted(one: Outcome) -> float:
+    return float(sum(job.accepted for job in one.jobs))
+
+
+def _ratio(ours: list[Outcome], base: list[Outcome], figure: Callable[[Outcome], float]) -> str:
+    pairs = [figure(one) for one in ours], [figure(one) for one in base]
+    return _shown(paired_ratio(*pairs)) if min(*pairs[0], *pairs[1]) > 0 else ""
+
+
+def _events(name: str, one: Result, made: Page) -> None:
+    seeds = ", ".join(map(str, one.seeds))
+    made.text += (
+        f"\n## {one.scenario}\n\n{one.seconds:g} s counted, seeds {seeds}. Ratios are paired by "
+        "seed, with 95 % intervals.\n\n"
+        "| derate | regime | useful tok/s | x fixed | x `rose-paper` | accepted, x `rose-paper` "
+        "| added violations | TTFT, TPOT p99 x alone | dropped | redone | cost | break-even |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|---|\n"
+    )
+    papers = {row.derate: row.accepted for row in one.rows if row.regime == Regime.ROSE_PAPER}
+    made.text += "".join(_row(row, papers.get(row.derate)) for row in one.rows)
+    recovered = {row.regime: row.recovery_s for row in one.rows if row.recovery_s is not None}
+    if recovered:
+        made.text += "\nSeconds until nine tenths of the gates are open again, median: "
+        made.text += ", ".join(f"`{who}` {value:.1f}" for who, value in recovered.items()) + ".\n"
+    bars = [
+        Bar(f"{row.regime}, {row.derate:g}", *_ends(row.against_paper), colour=_colour(row.regime))
+        for row in one.rows
+        if row.against_paper is not None
+    ]
+    if bars:
+        file = f"{name}-{one.scenario}.svg"
+        title = f"{one.scenario}: useful tokens, x rose-paper (95 %)"
+        made.plots[file] = intervals(title, bars, unit="x rose-paper", reference=1.0)
+        made.text += f"\n![{title}]({file})\n"
+
+
+def _row(row: Row, paper: int | None) -> str:
+    accepted = f"{row.accepted}, {row.accepted / paper:.2f}" if paper else str(row.accepted)
+    latency = f"{_times(row.ttft_p99_ratio)}, {_times(row.tpot_p99_ratio)}"
+    cost = "" if row.cost_per_accepted is None else f"{1000 * row.cost_per_accepted:.2f}"
+    even = "" if row.break_even is None else f"{row.break_even:.2f}"
+    return (
+        f"| {row.derate:g} | `{row.regime}` | {row.useful_tokens_per_s:.0f} "
+        f"| {_shown(row.throughput)} | {_shown(row.against_paper)} | {accepted} "
+        f"| {row.added_violations} of {row.requests} | {latency} | {row.dropped_share:.1%} "
+        f"| {row.redone_share:.1%} | {cost} | {even} |\n"
+    )
+
+
+def _fleet(name: str, one: FleetResult, made: Page) -> None:
+    made.text += (
+        f"\n## {one.scenario}\n\n| regime | GPUs | rollout tok/s | accepted | dropped | lent "
+        "| open | expected violations |\n|---|---|---|---|---|---|---|---|\n"
+    )
+    for outcome in one.outcomes:
+        made.text += (
+            f"| `{outcome.regime}` | {outcome.gpus} | {outcome.tokens_per_s:.0f} "
+            f"| {outcome.accepted} | {outcome.dropped} | {outcome.lent_share:.1%} "
+            f"| {outcome.open_share:.1%} | {outcome.expected_violations:.0f} of "
+            f"{outcome.requests} |\n"
+        )
+    series = [
+        Line(outcome.regime, [(hour, value) for hour, value in enumerate(outcome.hourly_tokens)])
+        for outcome in one.outcomes
+        if len(outcome.hourly_tokens) > 2
+    ]
+    if series:
+        file, title = f"{name}-{one.scenario}.svg", f"{one.scenario}: rollout tokens per second"
+        made.plots[file] = lines(title, series, x="hour", y="tokens/s")
+        made.text += f"\n![{title}]({file})\n"
+
+
+def _ends(interval: Interval | None) -> tuple[float, float | None, float | None]:
+    return (1.0, None, None) if interval is None else (interval.mean, interval.low, interval.high)
+
+
+def _colour(regime: str) -> int:
+    return _ORDER.index(regime) if regime in _ORDER else 5
+
+
+def _shown(interval: Interval | None) -> str:
+    if interval is None:
+        return ""
+    if interval.low is None:
+        return f"{interval.mean:.2f}"
+    return f"{interval.mean:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"

@@ -1,0 +1,156 @@
+"""Runs the cases of studies, in several processes if asked, and none of them twice.
+
+Studies overlap: the same scenario under the same regime and seed is part of several. A run's result
+depends on nothing else, so it is kept by what it depends on: while the process lives, and with a
+folder from one process to the next, until a line of the decisions or of the simulator changes. A
+study that was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+import rose_core
+from rose_core.simulate.outcome import Outcome
+from rose_core.simulate.run import Violations, run
+from rose_core.simulate.scenario import Regime, Scenario
+from rose_core.simulate.world import Material
+
+_NOT_OF_A_RUN: Final = {"name", "seeds", "regimes"}
+
+Found = tuple[Outcome, Violations]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A scenario with one seed; its regimes are compared with the fixed pool's run."""
+
+    scenario: Scenario
+    seed: int
+
+    @property
+    def regimes(self) -> tuple[Regime, ...]:
+        """The fixed pool first, because the others compare with it."""
+        others = [one for one in self.scenario.regimes if one is not Regime.FIXED]
+        return (Regime.FIXED, *others)
+
+    def key(self, regime: Regime) -> str:
+        """What the result depends on."""
+        return f"{self.seed}/{regime}/{self.scenario.model_dump_json(exclude=_NOT_OF_A_RUN)}"
+
+
+class Runner:
+    """Runs cases.
+
+    Args:
+        processes: 1 = in this one.
+        kept: where results are kept from one process to the next; None = nowhere.
+    """
+
+    def __init__(self, processes: int = 1, kept: Path | None = None) -> None:
+        self._pool = ProcessPoolExecutor(processes) if processes > 1 else None
+        self._kept = kept
+        self._known: dict[str, Found] = {}
+
+    def run(
+        self, cases: Sequence[Case], material: Material, progress: Callable[[Outcome], None]
+    ) -> list[list[Outcome]]:
+        """The outcomes of every case, in the order of its regimes."""
+        asked = [self._ask(case, material) for case in cases]
+        answers: list[list[Outcome]] = []
+        for case, future in zip(cases, asked, strict=True):
+            for key, found in (future.result() if future is not None else {}).items():
+                self._known[key] = found
+                progress(found[0])
+            if future is None:
+                self._known |= _run(case, material, self._part(case), progress, self._kept)
+            answers.append([self._known[case.key(regime)][0] for regime in case.regimes])
+        return answers
+
+    def _part(self, case: Case) -> dict[str, Found]:
+        """What is known of the case already."""
+        keys = (case.key(regime) for regime in case.regimes)
+        return {key: self._known[key] for key in keys if key in self._known}
+
+    def _ask(self, case: Case, material: Material) -> Future[dict[str, Found]] | None:
+        if self._pool is None:
+            return None
+        return self._pool.submit(_run, case, material, self._part(case), None, self._kept)
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def _run(
+    case: Case,
+    material: Material,
+    known: dict[str, Found],
+    progress: Callable[[Outcome], None] | None,
+    kept: Path | None,
+) -> dict[str, Found]:
+    """What is not known of the case."""
+    alone: Violations = {}
+    made: dict[str, Found] = {}
+    for regime in case.regimes:
+        key = case.key(regime)
+        found = known.get(key)
+        if found is None:
+            found = made[key] = _read(kept, key, material) or run(
+                case.scenario, regime, case.seed, material, alone
+            )
+            _write(kept, key, material, found)
+            if progress is not None:
+                progress(found[0])
+        if regime is Regime.FIXED:
+            alone = found[1]
+    return made
+
+
+def _read(kept: Path | None, key: str, material: Material) -> Found | None:
+    path = _path(kept, key, material)
+    if path is None or not path.exists():
+        return None
+    found: Found = msgspec.json.decode(path.read_bytes(), type=Found)
+    return found
+
+
+def _write(kept: Path | None, key: str, material: Material, found: Found) -> None:
+    path = _path(kept, key, material)
+    if path is not None and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_bytes(msgspec.json.encode(found))
+        part.replace(path)
+
+
+def _path(kept: Path | None, key: str, material: Material) -> Path | None:
+    if kept is None:
+        return None
+    digest = hashlib.sha256(f"{_code()}/{_of(material)}/{key}".encode())
+    return kept / f"{digest.hexdigest()}.json"
+
+
+@cache
+def _code() -> str:
+    """Digest of every line that could change a result."""
+    digest = hashlib.sha256()
+    for folder in rose_core.__path__:
+        for path in sorted(Path(folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _of(material: Material) -> str:
+    """Digest of the traces."""
+    rows = repr((material.episodes, material.traces, material.shapes))
+    return hashlib.sha256(rows.encode()).hexdigest()

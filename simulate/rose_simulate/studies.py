@@ -1,0 +1,228 @@
+"""``rose simulate study NAME``: the studies of the documentation, each with one command.
+
+A study is one or more scenarios and what is compared in them. It writes ``study-NAME.json`` and,
+with ``--pages``, a page and its plots, which is how ``docs/studies`` was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rose_core.simulate.errors import SimulationError
+from rose_core.simulate.fleet_scenario import FleetScenario
+from rose_core.simulate.outcome import Outcome
+from rose_core.simulate.scenario import Regime
+from rose_simulate.fleets import FleetResult, run_fleet
+from rose_simulate.pages import page
+from rose_simulate.reading import read_material, read_scenario
+from rose_simulate.runner import Runner
+from rose_simulate.study import Result, study
+
+SCENARIOS = Path(__file__).parents[1] / "scenarios"
+DERATES = (0.4, 0.5, 0.7)
+MAIN = (Regime.FIXED, Regime.ROSE_PAPER, Regime.OURS)
+ATTRIBUTION = (
+    Regime.ROSE_PAPER,
+    Regime.ROSE_PAPER_TAP,
+    Regime.ROSE_PAPER_KEEP,
+    Regime.OURS_LADDER,
+    Regime.OURS,
+    Regime.CLAIRVOYANT,
+)
+PEERS = (
+    Regime.UNGUARDED,
+    Regime.STATIC_SPLIT,
+    Regime.ON_OFF,
+    Regime.WHOLE_REPLICA,
+    Regime.SPOT,
+    Regime.POLLED,
+    Regime.ROSE_PAPER,
+    Regime.OURS,
+)
+
+
+@dataclass(frozen=True)
+class Study:
+    """One study.
+
+    Attributes:
+        scenarios: names of files.
+        regimes: empty = those of the scenario.
+        derates: empty = the scenario's.
+        says: what the study is for, for the page.
+    """
+
+    title: str
+    scenarios: tuple[str, ...]
+    says: str
+    regimes: tuple[Regime, ...] = ()
+    derates: tuple[float, ...] = ()
+
+
+STUDIES: Mapping[str, Study] = {
+    "normal": Study(
+        "(a) conversation load", ("normal",), "A usual day's load, one job.", MAIN, DERATES
+    ),
+    "fortnight": Study(
+        "(a) fourteen days",
+        ("fortnight",),
+        "The slow trend of two weeks times the fast part of the conversation trace, in bins.",
+    ),
+    "stress": Study("(b) code load", ("stress",), "Bursts of 26 times the mean.", MAIN, DERATES),
+    "correlated": Study(
+        "(c) every service bursts in the same second",
+        ("correlated",),
+        "The worst case, once a minute, with the time until rollouts are back.",
+        (*MAIN, Regime.UNGUARDED),
+        DERATES,
+    ),
+    "storm": Study(
+        "(d) engines die inside a long tail",
+        ("storm",),
+        "A synchronous step; borrowed engines, a guard and the link of the weights fail again and "
+        "again while its tail runs.",
+        MAIN,
+    ),
+    "tail": Study(
+        "(g) tail batching",
+        ("tail-off", "tail-on"),
+        "Synchronous steps; with it, short rounds start a quarter more prompts than they train on, "
+        "and what is late waits for a long round. What is put off is sampled anew and counted as "
+        "discarded.",
+        (Regime.FIXED, Regime.OURS),
+    ),
+    "freshness": Study(
+        "(e) bounds of staleness",
+        ("freshness-0", "freshness-1", "freshness-4", "freshness-8"),
+        "How old a trajectory may be when it is trained on.",
+        MAIN,
+    ),
+    "mixed": Study(
+        "(f) H100 and H200 in one job",
+        ("mixed",),
+        "Dedicated H200, borrowed H100: same compute, less bandwidth.",
+        (Regime.FIXED, Regime.ROSE_PAPER, Regime.OURS_LADDER, Regime.OURS),
+    ),
+    "fleet": Study("(h) 10,000 GPUs", ("fleet",), "50 services, 20 jobs, one hour, in bins."),
+    "attribution": Study(
+        "what the difference to the paper's rules is made of",
+        ("normal",),
+        "The paper's rules with one part exchanged at a time.",
+        ATTRIBUTION,
+    ),
+    "peers": Study(
+        "other ways to use the same GPUs",
+        ("normal",),
+        "Baselines in the same run.",
+        PEERS,
+    ),
+    "table1": Study(
+        "the paper's Table 1 set-ups",
+        ("table1-8b", "table1-32b"),
+        "Pool sizes, models, cap and SLOs of the paper, fixed before any run.",
+        (Regime.FIXED, Regime.STATIC_SPLIT, Regime.ROSE_PAPER, Regime.OURS),
+    ),
+}
+
+Results = tuple[Result | FleetResult, ...]
+
+
+def run_study(chosen: Study, folder: Path, options: argparse.Namespace, runner: Runner) -> Results:
+    """Run every scenario of a study.
+
+    Raises:
+        SimulationError: a scenario or trace is missing or wrong.
+    """
+    paths = (folder / f"{name}.yaml" for name in chosen.scenarios)
+    return tuple(_run(chosen, path, options, runner) for path in paths)
+
+
+def _run(
+    chosen: Study, path: Path, options: argparse.Namespace, runner: Runner
+) -> Result | FleetResult:
+    told = read_scenario(path)
+    changes: dict[str, object] = {}
+    if chosen.regimes:
+        changes["regimes"] = chosen.regimes
+    if options.seeds:
+        changes["seeds"] = tuple(options.seeds)
+    if options.seconds:
+        changes["seconds"] = options.seconds
+    told = told.model_copy(update=changes)
+    material = read_material(path, told)
+    if isinstance(told, FleetScenario):
+        return run_fleet(told, material, lambda _outcome: None)
+    derates: Sequence[float] = options.derate or chosen.derates or (told.derate,)
+    name = told.name
+    return study(told, material, derates, lambda one: _progress(name, one), runner)
+
+
+def _flags(options: argparse.Namespace) -> str:
+    """What was asked for beside the study's own, as it is typed."""
+    asked = {"derate": options.derate or (), "seeds": options.seeds or ()}
+    asked["seconds"] = (options.seconds,) if options.seconds else ()
+    return "".join(
+        f" --{name} {' '.join(f'{value:g}' for value in values)}"
+        for name, values in asked.items()
+        if values
+    )
+
+
+def _progress(name: str, one: Outcome) -> None:
+    sys.stderr.write(f"{name}: derate {one.derate:g}, seed {one.seed}, {one.regime}: done\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Arguments of ``study``."""
+    made = argparse.ArgumentParser(prog="rose simulate study", description=__doc__)
+    made.add_argument("names", nargs="+", choices=[*STUDIES, "all"], metavar="NAME")
+    made.add_argument("--processes", type=int, default=1, help="runs side by side")
+    made.add_argument("--keep", type=Path, help="folder of results that later calls need not redo")
+    made.add_argument("--seeds", type=int, nargs="+", help="instead of the scenario's")
+    made.add_argument("--derate", type=float, nargs="+", help="instead of the study's")
+    made.add_argument("--seconds", type=float, help="instead of the scenario's")
+    made.add_argument("--scenarios", type=Path, default=SCENARIOS)
+    made.add_argument("--out", type=Path, default=Path("out") / "simulate")
+    made.add_argument("--pages", type=Path, help="write the page and its plots there")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """Run studies."""
+    options = parser().parse_args(argv)
+    if options.processes < 1:
+        sys.stderr.write("rose simulate study: --processes must be at least 1\n")
+        return 2
+    names = list(STUDIES) if "all" in options.names else options.names
+    runner = Runner(options.processes, options.keep)
+    try:
+        for name in names:
+            _one(name, options, runner)
+    except SimulationError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    finally:
+        runner.close()
+    return 0
+
+
+def _one(name: str, options: argparse.Namespace, runner: Runner) -> None:
+    """Run a study and write what it gives."""
+    chosen = STUDIES[name]
+    found = run_study(chosen, options.scenarios, options, runner)
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"study-{name}.json"
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    made = page(name, chosen.title, chosen.says, found, _flags(options))
+    sys.stdout.write(f"{made.text}\nwritten to {path}\n")
+    if options.pages:
+        options.pages.mkdir(parents=True, exist_ok=True)
+        (options.pages / f"{name}.md").write_text(made.text)
+        for plot, svg in made.plots.items():
+            (options.pages / plot).write_text(svg)

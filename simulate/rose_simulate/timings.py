@@ -1,0 +1,61 @@
+"""Delays of the control path from ``out/bench/guard.json``, in place of a scenario's assumed ones.
+
+| delay | figure of the guard's benchmark | says |
+|---|---|---|
+| ``tap_s`` | arrival to permit closed, p50 | first segment to decision |
+| ``close_s`` | arrival to every thread stopped, p50, less that | bound: the permit acts first |
+| ``open_s`` | open gate to first rollout token, p50 | bound: a step of that engine is in it |
+
+Medians, because a delay here is one number; the benchmark's tails are not in the simulation. What
+was measured while others used the machine is refused: it would be a delay of theirs.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rose_core.simulate.errors import ScenarioError
+from rose_core.simulate.scenario import Delays
+
+QUIET = "machine: share used by other processes"
+CLOSED = "ours: arrival to permit closed, p50"
+STOPPED = "ours: arrival to every thread stopped, p50"
+OPENED = "ours: open gate to first rollout token, p50"
+
+
+def measured(path: Path, assumed: Delays) -> Delays:
+    """The delays that were measured; what the benchmark does not say stays as assumed.
+
+    Raises:
+        ScenarioError: it is no result of the guard's benchmark, or of a busy machine.
+    """
+    figures = _figures(path)
+    others = figures.get(QUIET)
+    if others is None or others["met"] is not True:
+        share = "an unknown share" if others is None else f"{others['value']:.0%}"
+        message = (
+            f"{path}: others used {share} of the machine while it was measured; "
+            "run make bench-guard on a quiet one"
+        )
+        raise ScenarioError(message)
+    missing = [name for name in (CLOSED, STOPPED, OPENED) if name not in figures]
+    if missing:
+        message = f"{path}: no figure {missing[0]!r}; is it the guard's benchmark?"
+        raise ScenarioError(message)
+    closed, stopped, opened = (figures[name]["value"] / 1000 for name in (CLOSED, STOPPED, OPENED))
+    changes = {"tap_s": closed, "close_s": max(0.0, stopped - closed), "open_s": opened}
+    return assumed.model_copy(update=changes)
+
+
+def _figures(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        content = json.loads(path.read_text())
+        return {one["name"]: one for one in content["figures"]}
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"{path}: cannot be read: {error}"
+        raise ScenarioError(message) from error
+    except (KeyError, TypeError, ValueError) as error:
+        message = f"{path}: is no result of a benchmark ({error})"
+        raise ScenarioError(message) from error

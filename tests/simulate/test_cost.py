@@ -1,0 +1,61 @@
+"""``rose cost``: statements of simulations and of leases, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rose_core.simulate.scenario import Regime
+from rose_simulate.cost import main
+from rose_simulate.main import write
+from rose_simulate.study import study
+from tests.simulate.worlds import MATERIAL, scenario
+
+LEASE = {
+    "kind": "RolloutLease",
+    "metadata": {"namespace": "rl", "name": "grpo"},
+    "status": {"totals": {"lentMilliseconds": 7_200_000, "harvestedTokens": 5_000}},
+}
+
+
+def test_every_regime_of_a_result_becomes_a_statement_with_plots(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = scenario(seeds=(1,), regimes=(Regime.FIXED, Regime.OURS))
+    path = write(study(told, MATERIAL, [0.5], lambda _one: None), tmp_path)
+    page, found = tmp_path / "page.html", tmp_path / "found.json"
+    assert main([str(path), "--html", str(page), "--json", str(found)]) == 0
+    shown = capsys.readouterr().out
+    assert "small, ours, derate 0.5" in shown
+    assert page.read_text().count("<svg") == 2
+    names = [one["name"] for one in json.loads(found.read_bytes())]
+    assert names == ["small, fixed, derate 0.5", "small, ours, derate 0.5"]
+
+
+def test_leases_are_priced_with_what_the_trainer_knows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "leases.json"
+    path.write_text(json.dumps({"items": [LEASE]}))
+    assert main([str(path), "--lent-hour", "0.5"]) == 0
+    assert "unknown" in capsys.readouterr().out
+    assert main([str(path), "--lent-hour", "0.5", "--accepted", "10"]) == 0
+    assert " 0.1 " in capsys.readouterr().out  # 2 hours at 0.5 for 10 trajectories
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "no JSON, or cut off"),
+        ("{}", "neither a result of rose simulate nor RolloutLeases"),
+        ('{"outcomes": []}', "no result of this version"),
+        ('{"items": [{"metadata": {}}]}', "items[0]: no RolloutLease"),
+    ],
+)
+def test_other_files_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, reason: str
+) -> None:
+    path = tmp_path / "file.json"
+    path.write_text(text)
+    assert main([str(path)]) == 1
+    assert reason in capsys.readouterr().err

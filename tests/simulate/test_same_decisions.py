@@ -1,0 +1,133 @@
+"""No policy is implemented twice: what production's shells decide with, the simulator imports.
+
+The shells' imports are read from their source, so a decision that a shell begins to call and the
+simulator does not know of fails here until it is used, or its absence is explained below.
+"""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import rose_core.guard.gate
+import rose_core.guard.slot
+import rose_core.lending
+import rose_core.rollouts.dispatch
+import rose_core.rollouts.placement
+import rose_core.rollouts.rounds
+import rose_core.rollouts.watch
+from rose_core.lending import Plan, Snapshot, plan
+from rose_core.simulate import gates, guarded, job, planner, router
+from rose_core.simulate.run import run
+from rose_core.simulate.scenario import Regime
+from tests.simulate.worlds import MATERIAL, scenario
+
+ROOT = Path(__file__).parents[2]
+SIMULATOR = ("rose_core/simulate",)
+ROOMS = ("rose_core.guard", "rose_core.lending", "rose_core.rollouts")
+SHELLS = {
+    "agent/rose_agent/guard": ("rose_core.guard",),
+    "operator/rose_operator": ("rose_core.lending",),
+    "router/rose_router": ("rose_core.rollouts",),
+    "trainer/rose_trainer/rounds.py": ("rose_core.rollouts.rounds",),
+}
+NOT_SIMULATED = {
+    "rose_core.guard.grants": "leader terms: one planner, no network in between",
+    "rose_core.lending.autoscalers": "scenarios have no autoscaler",
+    "rose_core.lending.forecast": "the planner's forecast needs days of load",
+    "rose_core.rollouts.errors": "requests are well-formed here",
+    "rose_core.rollouts.inclusion": "counted from fates, in bench/rollouts",
+    "rose_core.rollouts.prefixes": "trajectories have names here",
+    "rose_core.rollouts.quorum": "dedicated engines all take a version after link.dedicated_s",
+    "rose_core.rollouts.replicas": "one router per job",
+    "rose_core.rollouts.spans": "tokens have no content here",
+    "rose_core.rollouts.splice": "no request has parameters",
+    "rose_core.rollouts.transcript": "tokens have no content here",
+    "rose_core.rollouts.versions": "no turn is pinned",
+}
+
+
+def _sources(place: str) -> Iterator[Path]:
+    path = ROOT / place
+    yield from [path] if path.is_file() else sorted(path.rglob("*.py"))
+
+
+def _modules(place: str) -> set[str]:
+    """Modules of the rooms that the sources import something from."""
+    found: set[str] = set()
+    for path in _sources(place):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(ROOMS):
+                inside = [f"{node.module}.{alias.name}" for alias in node.names]
+                own = {name for name in inside if _is_module(name)}
+                found |= own or {str(node.module)}
+    return found
+
+
+def _is_module(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def _reached(modules: set[str]) -> set[str]:
+    """The modules, and what they import of the rooms in turn."""
+    todo, found = list(modules), set[str]()
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            path = name.replace(".", "/")
+            file = f"{path}.py" if (ROOT / f"{path}.py").exists() else f"{path}/__init__.py"
+            todo += _modules(file)
+    return found
+
+
+@pytest.mark.parametrize("shell", sorted(SHELLS))
+def test_what_a_shell_decides_with_the_simulator_decides_with_too(shell: str) -> None:
+    wanted = {name for name in _modules(shell) if name.startswith(SHELLS[shell])}
+    assert wanted, f"{shell} imports no decisions; has it moved?"
+    ours = _reached(_modules(SIMULATOR[0]))
+    ours |= {name.rpartition(".")[0] for name in ours}  # a package by any of its modules
+    missing = wanted - ours - set(NOT_SIMULATED)
+    assert not missing, f"{shell} decides with {sorted(missing)}; the simulator does not"
+
+
+def test_every_explained_absence_is_one() -> None:
+    direct = _modules(SIMULATOR[0])
+    for name in NOT_SIMULATED:
+        assert _is_module(name), f"{name} is gone; take it off the list"
+        assert name not in direct, f"{name} is simulated now; take it off the list"
+
+
+def test_the_simulator_holds_productions_own_functions() -> None:
+    assert vars(guarded)["judge"] is rose_core.guard.gate.judge
+    assert vars(guarded)["decide"] is rose_core.guard.slot.decide
+    assert vars(guarded)["Experience"].__module__ == "rose_core.guard.experience"
+    assert vars(guarded)["Gaps"].__module__ == "rose_core.guard.regime"
+    assert vars(planner)["plan"] is rose_core.lending.plan
+    assert vars(router)["place"] is rose_core.rollouts.placement.place
+    assert vars(router)["next_turn"] is rose_core.rollouts.dispatch.next_turn
+    assert vars(router)["judge"] is rose_core.rollouts.watch.judge
+    assert vars(job)["Rounds"] is rose_core.rollouts.rounds.Rounds
+    assert not hasattr(gates, "judge")
+
+
+def test_without_productions_plan_nothing_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(snapshot: Snapshot, now: float) -> Plan:
+        return replace(plan(snapshot, now), lends=())
+
+    monkeypatch.setattr(planner, "plan", nothing)
+    outcome, _ = run(scenario(), Regime.OURS, 1, MATERIAL, {})
+    assert outcome.borrowed_held_ms == 0
+
+
+def test_without_productions_dispatch_no_turn_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "next_turn", lambda _waiting, _scene: (None, None))
+    outcome, _ = run(scenario(), Regime.OURS, 1, MATERIAL, {})
+    assert outcome.jobs[0].tokens == 0

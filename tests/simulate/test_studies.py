@@ -1,0 +1,60 @@
+"""Studies by name, their pages and plots."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rose_core.simulate.scenario import Regime
+from rose_simulate.charts import Line, Row, intervals, lines, ticks
+from rose_simulate.pages import page
+from rose_simulate.reading import read_scenario
+from rose_simulate.studies import SCENARIOS, STUDIES, main
+from rose_simulate.study import study
+from tests.simulate.worlds import MATERIAL, scenario
+
+
+@pytest.mark.parametrize("name", sorted({one for s in STUDIES.values() for one in s.scenarios}))
+def test_every_scenario_of_a_study_can_be_read(name: str) -> None:
+    assert read_scenario(SCENARIOS / f"{name}.yaml").name == name
+
+
+def test_a_page_compares_with_the_paper_and_equal_results_give_equal_pages() -> None:
+    told = scenario(seeds=(1, 2), regimes=(Regime.FIXED, Regime.ROSE_PAPER, Regime.OURS))
+    found = study(told, MATERIAL, [0.5], lambda _one: None)
+    made, again = (page("x", "(x)", "Says.", (found,), " --derate 0.5") for _ in range(2))
+    assert made == again
+    assert "`rose simulate study x --derate 0.5`" in made.text
+    assert "| 0.5 | `ours` |" in made.text
+    assert "small: useful tokens" in made.plots["x-small.svg"]
+
+
+def test_the_command_writes_result_page_and_plot(tmp_path: Path) -> None:
+    text = (SCENARIOS / "correlated.yaml").read_text().replace("warmup_s: 300", "warmup_s: 5")
+    text = text.replace("traces/", f"{SCENARIOS}/traces/").replace("replicas: 8", "replicas: 2")
+    text = text.replace("borrowed: 8", "borrowed: 2").replace("dedicated: 4", "dedicated: 1")
+    (tmp_path / "correlated.yaml").write_text(text)
+    arguments = ["correlated", "--seconds", "20", "--seeds", "1", "--derate", "0.5"]
+    arguments += ["--scenarios", str(tmp_path)]
+    arguments += ["--out", str(tmp_path / "out"), "--pages", str(tmp_path / "pages")]
+    assert main(arguments) == 0
+    (result,) = json.loads((tmp_path / "out" / "study-correlated.json").read_text())
+    assert result["scenario"] == "correlated"
+    assert "--derate 0.5 --seeds 1 --seconds 20" in (tmp_path / "pages/correlated.md").read_text()
+
+
+def test_a_missing_scenario_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["normal", "--scenarios", str(tmp_path), "--out", str(tmp_path)]) == 1
+    assert "normal.yaml: cannot be read" in capsys.readouterr().err
+
+
+def test_charts_show_values_ends_and_names() -> None:
+    rows = [Row("a <b>", 1.1, 0.9, 1.3), Row("b", 2.0)]
+    svg = intervals("T", rows, unit="x", reference=1.0)
+    assert "a &lt;b&gt;" in svg
+    assert svg.count("<circle") == 2
+    assert svg.count('stroke-width="5"') == 1
+    drawn = lines("T", [Line("one", [(0, 1), (1, 2)]), Line("two", [(0, 2)])], x="s", y="1")
+    assert drawn.count("<polyline") == 2
+    assert lines("T", [], x="s", y="1").endswith("</svg>\n")
+    assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
