@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,19 @@ Object = dict[str, Any]
 
 
 class Rendered:
-    """The objects of one `helm template`."""
+    """The objects of one `helm template`.
 
-    def __init__(self, values: Object) -> None:
+    Args:
+        values: beside the chart's own.
+        capabilities: further API versions that the cluster is said to have.
+        kubernetes: its version.
+    """
+
+    def __init__(self, values: Object, *capabilities: str, kubernetes: str = "1.36.3") -> None:
         command = [
             *(str(HELM), "template", "rose", str(CHART), "--namespace=rose-system"),
-            *("--kube-version=1.36.3", "--values=-"),
+            *(f"--kube-version={kubernetes}", "--values=-"),
+            *(f"--api-versions={version}" for version in capabilities),
         ]
         done = run(command, seconds=60, stdin=json.dumps(values).encode())
         self.objects: list[Object] = [
@@ -45,3 +53,26 @@ class Rendered:
         found: list[Object] = [item for item in spec["containers"] if item["name"] == name]
         assert len(found) == 1, f"{workload}: {len(found)} containers {name}"
         return found[0]
+
+
+LENDING: Object = {"lending": {"enabled": True}}
+RELAY: Object = {"enabled": True, "upstream": "tls://weights.example:7446"}
+MONITORING: Object = {
+    name: {"enabled": True} for name in ("podMonitor", "prometheusRule", "dashboards")
+}
+EVERYTHING: Object = {
+    **LENDING,
+    "relay": RELAY,
+    "monitoring": {**MONITORING, "serviceMonitor": {"enabled": True}},
+    "networkPolicy": {"enabled": True},
+}
+
+
+@cache
+def _render(values: str, *capabilities: str) -> Rendered:
+    return Rendered(json.loads(values), *capabilities)
+
+
+def render(values: Object | None = None, *capabilities: str) -> Rendered:
+    """The chart with these values; rendered once per session."""
+    return _render(json.dumps(values or {}, sort_keys=True), *capabilities)

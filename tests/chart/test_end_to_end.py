@@ -1,4 +1,4 @@
-"""The chart on a real node: install, lend, publish weights, serve a turn, uninstall."""
+"""The chart on a real node: install, test, lend, serve a turn, upgrade, roll back, uninstall."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from prometheus_client import start_http_server
 
-from rose_dev.errors import StartFailed
+from rose_dev import prometheus
+from rose_dev.errors import CommandFailed, StartFailed
 from rose_dev.node import Node
 from rose_dev.shell import wait_until
+from tests.chart.auditing import granted, used
+from tests.chart.rendering import render
+from tests.chart.scraping import scraping, targets
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -20,6 +26,25 @@ HERE = Path(__file__).parent
 CHART = HERE.parents[1] / "helm" / "rose"
 SYSTEM, RESEARCH, SERVING = "rose-system", "research", "serving"
 SECONDS = 180.0
+# Panels about what does not happen in a quiet minute; their queries are run all the same.
+QUIET = {
+    "ROSE / Harvested capacity: Leases refused",
+    "ROSE / Harvested capacity: Moves",
+    "ROSE / Harvested capacity: Requests refused by routers",
+    "ROSE / Operator and agents: Links to routers",
+    "ROSE / Serving guard: Missed by the tap",
+}
+
+
+# Rights that this test gives no occasion for: no lease ends, no node is cordoned.
+SPARED = {
+    "rose-operator": {
+        ("delete", "rolloutslots"),
+        ("delete", "deployments"),
+        ("delete", "services"),
+    },
+    "rose-agent": set(),
+}
 
 
 @pytest.fixture
@@ -39,7 +64,12 @@ def installed(node: Node, tmp_path: Path) -> Iterator[Node]:
     where = ("rose", str(CHART), f"--namespace={SYSTEM}", "--create-namespace")
     values = (f"--values={HERE / 'values.yaml'}", f"--set=engineHost.modelsPath={tmp_path}")
     try:
-        node.helm("install", *where, *values, "--wait", "--timeout=120s", seconds=150)
+        try:
+            node.helm("install", *where, *values, "--wait", "--timeout=120s", seconds=150)
+            tested = node.helm("test", "rose", f"--namespace={SYSTEM}", "--timeout=120s")
+        except CommandFailed as error:
+            pytest.fail("\n\n".join([str(error), *seen(node)]))
+        assert "Succeeded" in tested
         node.kubectl("apply", f"--filename={HERE / 'cluster.yaml'}")
         yield node
     finally:
@@ -48,8 +78,9 @@ def installed(node: Node, tmp_path: Path) -> Iterator[Node]:
 
 def remove(node: Node) -> None:
     """Take away what a run of this test makes; also of one that was killed."""
-    if '"rose"' in node.helm("list", f"--namespace={SYSTEM}", "--output=json"):
-        node.helm("uninstall", "rose", f"--namespace={SYSTEM}")
+    if '"rose"' in node.helm("list", f"--namespace={SYSTEM}", "--all", "--output=json"):
+        # A run that was killed may have left pods that the hook would wait for.
+        node.helm("uninstall", "rose", f"--namespace={SYSTEM}", "--no-hooks")
     names = [f"namespace/{name}" for name in (RESEARCH, SERVING, SYSTEM)]
     node.kubectl("delete", "--ignore-not-found", "--wait=false", *names)
 
@@ -64,6 +95,10 @@ def field(node: Node, kind: str, name: str, namespace: str, path: str) -> str:
     return node.kubectl("get", *where, check=False).strip()
 
 
+def lent(node: Node) -> str:
+    return field(node, "servingpool", "chat", SERVING, "{.status.lentReplicas}")
+
+
 def condition(node: Node, name: str) -> str:
     path = f'{{.status.conditions[?(@.type=="{name}")].status}}'
     return field(node, "rolloutlease", "grpo", RESEARCH, path)
@@ -74,21 +109,21 @@ def wait_for(node: Node, name: str) -> None:
     try:
         wait_until(lambda: reached(node, name), name, seconds=SECONDS, pause=2.0)
     except StartFailed as error:
-        kinds = "pods,servingpools,rolloutleases,rolloutslots"
-        workloads = (
-            "deployment/rose-operator",
-            "daemonset/rose-agent",
-            "daemonset/rose-engine-host",
-        )
-        seen = [
-            node.kubectl("get", kinds, "--all-namespaces", check=False),
-            node.kubectl("describe", "rolloutleases,rolloutslots", "-A", check=False),
-            *(logs(node, workload) for workload in workloads),
-        ]
-        pytest.fail("\n\n".join([str(error), *seen]))
+        pytest.fail("\n\n".join([str(error), *seen(node)]))
 
 
-def reached(node: Node, name: str) -> bool:
+def seen(node: Node) -> list[str]:
+    """What somebody would look at who wonders why something does not happen."""
+    kinds = "pods,servingpools,rolloutleases,rolloutslots"
+    workloads = ("deployment/rose-operator", "daemonset/rose-agent", "daemonset/rose-engine-host")
+    return [
+        node.kubectl("get", kinds, "--all-namespaces", check=False),
+        node.kubectl("describe", "pods,rolloutleases,rolloutslots", "-A", check=False),
+        *(logs(node, workload) for workload in workloads),
+    ]
+
+
+def reached(node: Node, name: str, *, stream: bool = False) -> bool:
     """Whether the lease has the condition; meanwhile serving is asked, as users would.
 
     Without requests nothing shows that the tap sees what the engines count.
@@ -96,19 +131,23 @@ def reached(node: Node, name: str) -> bool:
     where = ("pods", f"--namespace={SERVING}", "--output=jsonpath={.items[*].status.podIP}")
     for address in node.kubectl("get", *where).split():
         with contextlib.suppress(OSError):  # not ready yet
-            post(f"http://{address}:30000/generate", max_new_tokens=4)
+            post(f"http://{address}:30000/generate", max_new_tokens=4, stream=stream)
     return condition(node, name) == "True"
 
 
-def post(url: str, *, max_new_tokens: int) -> list[int]:
-    """One completion; the tokens."""
+def post(url: str, *, max_new_tokens: int, stream: bool = False) -> list[int]:
+    """One completion; the tokens, none of a streamed one."""
     body = {
+        "stream": stream,
         "input_ids": [1, 2, 3],
         "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": 0},
     }
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310
     with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310  # to the cluster
+        if stream:
+            answer.read()
+            return []
         tokens: list[int] = json.load(answer)["output_ids"]
     return tokens
 
@@ -144,11 +183,99 @@ def test_a_lease_becomes_turns(installed: Node, tmp_path: Path) -> None:
     publish(node, tmp_path)
     wait_for(node, "Ready")
     assert len(turn(node)) == 8
-    assert field(node, "servingpool", "chat", SERVING, "{.status.lentReplicas}") == "1"
+    # Counts may wait a few seconds for others to be written with them.
+    wait_until(lambda: lent(node) == "1", "the pool counts what it lends", seconds=SECONDS)
     slots = node.kubectl("get", "rslot", f"--namespace={SYSTEM}", "--no-headers")
     assert len(slots.splitlines()) == 1
     assert "forbidden" not in logs(node, "deployment/rose-operator")
+    every_panel_shows_something(node, tmp_path)
+    upgrade_and_roll_back(node)
+    every_right_is_used(node)
+    uninstall(node)
 
-    token = field(node, "secret", "rose-token", SYSTEM, "{.data.token}")
-    node.helm("upgrade", "rose", str(CHART), f"--namespace={SYSTEM}", "--reuse-values")
-    assert field(node, "secret", "rose-token", SYSTEM, "{.data.token}") == token
+
+def every_right_is_used(node: Node) -> None:
+    """Each process runs with the chart's own rights; what it did not need must be explained."""
+    rendered = render(yaml.safe_load((HERE / "values.yaml").read_text()))
+    for account, spared in SPARED.items():
+        idle = granted(rendered, account) - used(node.asked(), SYSTEM, account)
+        assert idle == spared, account
+
+
+def every_panel_shows_something(node: Node, folder: Path) -> None:
+    """A real Prometheus scrapes the pods while turns run; then it answers every dashboard."""
+    if prometheus.find("prometheus") is None:
+        return  # rose dev build provides it
+    from rose_trainer import metrics as trainer_metrics  # noqa: PLC0415  # torch
+
+    pods = node.kubectl("get", "pods", f"--namespace={SYSTEM}", "--output=json")
+    store = field(node, "pods", "--selector=app=weights", RESEARCH, "{.items[0].status.podIP}")
+    server, _ = start_http_server(0, "127.0.0.1", registry=trainer_metrics.REGISTRY)
+    jobs = targets(pods) | {
+        "weights": [f"{store}:9105"],
+        "trainer": [f"127.0.0.1:{server.server_port}"],
+    }
+    with scraping(folder, jobs) as running:
+        for _ in range(3):
+            turn(node)
+            reached(node, "Ready", stream=True)
+        found: set[str] = set()
+
+        def full() -> bool:
+            found.clear()
+            found.update(running.empty_panels() - QUIET)
+            return not found
+
+        with contextlib.suppress(StartFailed):
+            wait_until(full, "no panel is empty", seconds=40, pause=2.0)
+        assert "; ".join(sorted(found)) == ""
+    server.shutdown()
+    server.server_close()
+
+
+def upgrade_and_roll_back(node: Node) -> None:
+    """Operators and agents are replaced twice; secrets, slot and lease stay as they were."""
+    before = kept(node)
+    where = (f"--namespace={SYSTEM}", "--wait", "--timeout=120s")
+    changes = ("--reuse-values", "--set=operator.logLevel=DEBUG", "--set=agent.logLevel=DEBUG")
+    node.helm("upgrade", "rose", str(CHART), *where, *changes)
+    unchanged(node, before)
+    node.helm("rollback", "rose", "1", *where)
+    unchanged(node, before)
+    wait_for(node, "Ready")
+    unchanged(node, before)
+    assert len(turn(node)) == 8
+
+
+def unchanged(node: Node, before: dict[str, str]) -> None:
+    """Nothing of it is different; a failure shows what happened meanwhile."""
+    now = kept(node)
+    if now != before:
+        different = {name: (before[name], now[name]) for name in now if now[name] != before[name]}
+        events = node.kubectl("get", "events", "-A", "--sort-by=.lastTimestamp").splitlines()
+        told = [line for line in events if "rose-gpu" in line or "rollout" in line.lower()]
+        pytest.fail(
+            "\n".join([str(different), *told, logs(node, "deployment/rose-operator")]),
+        )
+
+
+def kept(node: Node) -> dict[str, str]:
+    """What neither upgrade nor rollback may change."""
+    slot = node.kubectl("get", "rslot", f"--namespace={SYSTEM}", "--output=name").strip()
+    generation = "{.metadata.uid} {.metadata.generation}"
+    return {
+        "token": field(node, "secret", "rose-token", SYSTEM, "{.data.token}"),
+        "authority": field(node, "secret", "rose-node-authority", SYSTEM, r"{.data.tls\.crt}"),
+        "certificate": field(node, "secret", "rose-tls", SYSTEM, r"{.data.tls\.crt}"),
+        "slot": field(node, "rolloutslot", slot.partition("/")[2], SYSTEM, generation),
+        "lease": field(node, "rolloutlease", "grpo", RESEARCH, generation),
+    }
+
+
+def uninstall(node: Node) -> None:
+    """The GPU comes back first, routers go too, pools and leases stay."""
+    node.helm("uninstall", "rose", f"--namespace={SYSTEM}", "--timeout=120s")
+    left = node.kubectl("get", "deployments,services,rslot", f"--namespace={SYSTEM}", "-o", "name")
+    assert left.split() == []
+    assert field(node, "rolloutlease", "grpo", RESEARCH, "{.metadata.name}") == "grpo"
+    assert field(node, "servingpool", "chat", SERVING, "{.metadata.name}") == "chat"

@@ -1,0 +1,121 @@
+"""Gives every lent GPU back before ROSE is uninstalled; runs as the chart's pre-delete hook.
+
+| step | afterwards |
+|---|---|
+| scale the operator to zero | nobody grants; what is granted lapses on the nodes' own clocks |
+| wait until no engine host has an engine | the GPUs are serving's alone |
+| delete slots, routers | nothing is left that the operator alone would have removed |
+
+It fails, and with it the uninstallation, while an engine is still there: say what holds it.
+"""
+
+import json
+import os
+import re
+import ssl
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+API = "https://kubernetes.default.svc"
+MANAGED = "labelSelector=app.kubernetes.io/managed-by%3Drose-operator"
+OPERATOR = "labelSelector=app.kubernetes.io/name%3Drose-operator"
+HOSTS = "labelSelector=rose-gpu.dev/engine-host%3Dtrue"
+ENGINES = re.compile(r'^rose_host_engines\{state="(\w+)"\} (\S+)$', re.MULTILINE)
+
+
+def ask(path: str, method: str = "GET", body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One request to the API server; what is not there counts as done."""
+    headers = {"Authorization": f"Bearer {(ACCOUNT / 'token').read_text()}"}
+    if body is not None:
+        headers["Content-Type"] = "application/merge-patch+json"
+    data = json.dumps(body).encode() if body is not None else None
+    request = urllib.request.Request(API + path, data, headers, method=method)  # noqa: S310
+    trust = ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt"))
+    try:
+        with urllib.request.urlopen(request, timeout=10, context=trust) as answer:  # noqa: S310
+            found: dict[str, Any] = json.load(answer)
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            return {}
+        raise
+    return found
+
+
+def names(path: str) -> list[str]:
+    """Names of the objects a list has."""
+    return [item["metadata"]["name"] for item in ask(path).get("items", [])]
+
+
+def engines(metrics: str) -> int:
+    """Engines a host has, from its metrics page."""
+    return round(sum(float(count) for _state, count in ENGINES.findall(metrics)))
+
+
+def metrics_of(address: str) -> str:
+    """An engine host's metrics page, which may be for those with a token only."""
+    token = os.environ.get("ROSE_METRICS_TOKEN", "")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(f"http://{address}:9103/metrics", headers=headers)
+    with urllib.request.urlopen(request, timeout=5) as answer:  # noqa: S310
+        text: str = answer.read().decode()
+    return text
+
+
+def busy_hosts(namespace: str) -> list[str]:
+    """Engine hosts with an engine, or of which nobody can tell."""
+    found = []
+    for pod in ask(f"/api/v1/namespaces/{namespace}/pods?{HOSTS}").get("items", []):
+        node, address = pod["spec"].get("nodeName", "?"), pod["status"].get("podIP")
+        if not address:
+            continue
+        try:
+            count = engines(metrics_of(address))
+        except OSError as error:
+            found.append(f"{node} (no answer: {error})")
+        else:
+            if count:
+                found.append(f"{node} ({count} engines)")
+    return found
+
+
+def wait(what: str, deadline: float, pending: Any) -> None:  # noqa: ANN401  # any callable
+    """Until ``pending()`` is empty.
+
+    Raises:
+        SystemExit: it never was; names what was left.
+    """
+    while left := pending():
+        if time.monotonic() > deadline:
+            message = (
+                f"{what}: still there: {', '.join(left)}. Look at those nodes, or uninstall with "
+                "--no-hooks: the engine hosts end their engines when they are deleted"
+            )
+            raise SystemExit(message)
+        time.sleep(1)
+    sys.stdout.write(f"{what}: none\n")
+
+
+def main(namespace: str, seconds: float) -> None:
+    """Give everything back."""
+    deadline = time.monotonic() + seconds
+    core, apps = f"/api/v1/namespaces/{namespace}", f"/apis/apps/v1/namespaces/{namespace}"
+    slots = f"/apis/rose-gpu.dev/v1alpha1/namespaces/{namespace}/rolloutslots"
+    scale = f"{apps}/deployments/rose-operator/scale"
+    ask(scale, "PATCH", {"spec": {"replicas": 0}})
+    wait("operators", deadline, lambda: names(f"{core}/pods?{OPERATOR}"))
+    wait("engines on borrowed GPUs", deadline, lambda: busy_hosts(namespace))
+    for name in names(slots):
+        ask(f"{slots}/{name}", "DELETE")
+    for collection in (f"{apps}/deployments", f"{core}/services"):
+        for name in names(f"{collection}?{MANAGED}"):
+            ask(f"{collection}/{name}?propagationPolicy=Background", "DELETE")
+    sys.stdout.write("slots and routers are gone; pools and leases stay\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

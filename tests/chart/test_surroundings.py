@@ -1,0 +1,185 @@
+"""What surrounds the processes: monitors, network policies, hooks."""
+
+from __future__ import annotations
+
+import ast
+import json
+
+import pytest
+import yaml
+
+from rose_dev.errors import CommandFailed
+from tests.chart.rendering import (
+    CHART,
+    EVERYTHING,
+    HELM,
+    LENDING,
+    MONITORING,
+    Rendered,
+    render,
+)
+
+pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not built: rose dev build")
+
+
+# Monitoring.
+
+
+def test_monitors_reach_every_port_that_serves_metrics() -> None:
+    rendered = render(EVERYTHING)
+    ports = {
+        port["name"]
+        for item in rendered.objects
+        if item["kind"] in {"Deployment", "DaemonSet"}
+        for container in item["spec"]["template"]["spec"]["containers"]
+        for port in container["ports"]
+        if port["name"].endswith("http")
+    }
+    scraped = {
+        endpoint["port"]
+        for item in rendered.all("PodMonitor")
+        for endpoint in item["spec"]["podMetricsEndpoints"]
+    } | {
+        endpoint["port"]
+        for item in rendered.all("ServiceMonitor")
+        for endpoint in item["spec"]["endpoints"]
+    }
+    assert scraped == ports
+    names = {item["metadata"]["name"] for item in rendered.all("PodMonitor")}
+    assert names == {"rose-agent", "rose-engine-host", "rose-router", "rose-relay"}
+
+
+def test_scrapers_can_be_asked_for_a_token_of_their_own() -> None:
+    asked = {**EVERYTHING["monitoring"], "tokenSecret": "scrape"}
+    rendered = render({**EVERYTHING, "monitoring": asked})
+    reference = {"name": "scrape", "key": "token"}
+    variable = {"name": "ROSE_METRICS_TOKEN", "valueFrom": {"secretKeyRef": reference}}
+    for item in rendered.all("Deployment") + rendered.all("DaemonSet") + rendered.all("Job"):
+        for container in item["spec"]["template"]["spec"]["containers"]:
+            assert variable in container["env"], container["name"]
+    template = yaml.safe_load(rendered.one("ConfigMap", "rose-config")["data"][ROUTER])
+    assert variable in template["container"]["env"]
+    for monitor in rendered.all("PodMonitor") + rendered.all("ServiceMonitor"):
+        spec = monitor["spec"]
+        for endpoint in spec.get("podMetricsEndpoints") or spec["endpoints"]:
+            assert endpoint["authorization"] == {"credentials": reference}
+    assert "ROSE_METRICS_TOKEN" not in json.dumps(render(EVERYTHING).all("DaemonSet"))
+
+
+ROUTER = "router-template.yaml"
+
+
+def test_alerts_and_dashboards_arrive_as_they_are_tested() -> None:
+    extra = {"name": "mine", "rules": []}
+    monitoring = {**MONITORING, "prometheusRule": {"enabled": True, "extraGroups": [extra]}}
+    rendered = render({"monitoring": monitoring})
+    rules = yaml.safe_load((CHART / "files/alerts.yaml").read_text())
+    assert rendered.one("PrometheusRule", "rose")["spec"]["groups"] == [*rules["groups"], extra]
+    for path in (CHART / "files/dashboards").iterdir():
+        board = rendered.one("ConfigMap", f"rose-dashboard-{path.stem}")
+        assert board["data"][path.name].strip() == path.read_text().strip()
+        assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+# Network.
+
+
+def test_every_listener_is_closed_but_for_named_callers() -> None:
+    rendered = render(EVERYTHING)
+    names = {item["metadata"]["name"] for item in rendered.all("NetworkPolicy")}
+    assert names == {
+        f"rose-{part}" for part in ("operator", "agent", "router", "engine-host", "relay")
+    }
+    for item in rendered.all("NetworkPolicy"):
+        for rule in item["spec"]["ingress"]:
+            turns = [port["port"] for port in rule["ports"]] == [8000]
+            assert turns or rule["from"], item["metadata"]["name"]
+
+
+def test_engine_hosts_dial_names_and_weights_only() -> None:
+    (host,) = [
+        item["spec"]
+        for item in render(EVERYTHING).all("NetworkPolicy")
+        if item["metadata"]["name"] == "rose-engine-host"
+    ]
+    dns, weights = host["egress"]
+    assert {port["port"] for port in dns["ports"]} == {53}
+    assert weights["to"] == [
+        {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "rose-relay"}}}
+    ]
+
+
+def test_a_serving_pod_reaches_the_engine_host_of_its_own_node() -> None:
+    rendered = render(
+        {**EVERYTHING, "networkPolicy": {"enabled": True, "servingNamespaces": ["s"]}}
+    )
+    service = rendered.one("Service", "rose-engine-host")["spec"]
+    assert service["internalTrafficPolicy"] == "Local"
+    host = rendered.one("NetworkPolicy", "rose-engine-host")["spec"]
+    assert {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "s"}}} in host[
+        "ingress"
+    ][1]["from"]
+
+
+def test_turns_come_from_the_namespaces_that_were_named() -> None:
+    policy = {"enabled": True, "turnNamespaces": ["research"], "metricsNamespaces": ["monitoring"]}
+    rendered = render({"networkPolicy": policy})
+    router = rendered.one("NetworkPolicy", "rose-router")["spec"]
+    callers = [
+        peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+        for peer in router["ingress"][0]["from"]
+        if "namespaceSelector" in peer
+    ]
+    assert callers == ["research", "monitoring"]
+
+
+# Hooks.
+
+
+def test_uninstalling_gives_everything_back_first() -> None:
+    job = render().one("Job", "rose-give-back")
+    assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-delete"
+    assert job["spec"]["activeDeadlineSeconds"] == 180
+    assert render({"uninstall": {"giveBack": False}}).all("Job") == []
+
+
+@pytest.mark.parametrize("name", ["give_back", "smoke", "await_kinds"])
+def test_scripts_in_hooks_need_nothing_but_python(name: str) -> None:
+    """They run with the image's Python, before and after everything else."""
+    tree = ast.parse((CHART / "files" / f"{name}.py").read_text())
+    imported = {
+        alias.name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    assert imported <= {"json", "os", "re", "ssl", "sys", "time", "urllib"}
+    script = (CHART / "files" / f"{name}.py").read_text()
+    assert any(json.dumps(script) in json.dumps(item) for item in render().objects)
+
+
+# MPS.
+
+
+def test_mps_daemons_are_off_until_asked_for_and_replaced_by_hand() -> None:
+    assert "rose-mps" not in {item["metadata"]["name"] for item in render(LENDING).objects}
+    rendered = render({**LENDING, "mps": {"enabled": True, "gpusPerNode": 2}})
+    daemons = rendered.one("DaemonSet", "rose-mps")["spec"]
+    assert daemons["updateStrategy"] == {"type": "OnDelete"}
+    containers = daemons["template"]["spec"]["containers"]
+    assert [item["args"] for item in containers] == [["0", "/run/rose-mps"], ["1", "/run/rose-mps"]]
+    with pytest.raises(CommandFailed, match=r"needs lending\.enabled"):
+        Rendered({"mps": {"enabled": True}})
+
+
+def test_engine_hosts_reach_the_daemons_only_where_there_are_some() -> None:
+    plain = render(LENDING).one("DaemonSet", "rose-engine-host")["spec"]["template"]["spec"]
+    assert "hostPID" not in plain
+    rendered = render({**LENDING, "mps": {"enabled": True}})
+    pod = rendered.one("DaemonSet", "rose-engine-host")["spec"]["template"]["spec"]
+    assert (pod["hostPID"], pod["hostIPC"]) == (True, True)
+    (host,) = [item for item in pod["containers"] if item["name"] == "engine-host"]
+    assert "--mps-root=/run/rose-mps" in host["args"]
+    mounts = {item["name"]: item["mountPath"] for item in host["volumeMounts"]}
+    assert mounts["pipes"] == "/run/rose-mps"
+    assert "/dev/shm" not in mounts.values(), "clients and server share the node's"
