@@ -7,9 +7,14 @@ libraries and ``rose --help`` answers at once. Every verb is a function ``main(a
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from rose_wire.flags import complaint
+
+_INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -22,16 +27,39 @@ class Verb:
 
 
 VERBS: dict[str, Verb] = {
+    "status": Verb("rose_cli.ops.status", "show pools, leases and slots", "operator"),
+    "explain": Verb("rose_cli.ops.explain", "say why replicas are lent or not", "operator"),
+    "top": Verb("rose_cli.ops.top", "show who uses most", "operator"),
+    "report": Verb("rose_cli.ops.report", "add up GPU time, tokens and cost", "operator"),
+    "pause": Verb("rose_cli.ops.pause", "take everything back from pools", "operator"),
+    "resume": Verb("rose_cli.ops.resume", "lend again, as before the pause", "operator"),
+    "drain": Verb("rose_cli.ops.drain", "free a node's GPUs of rollouts", "operator"),
     "operator": Verb("rose_operator.main", "reconcile pools and leases into slots", "operator"),
     "agent": Verb("rose_agent.main", "guard the serving replicas of this node", "agent"),
     "tap": Verb("rose_agent.tap.main", "watch serving traffic of this node", "agent"),
     "engine-host": Verb("rose_agent.host.main", "run rollout engines on this node", "agent"),
-    "weight-sync": Verb("rose_agent.weightsync.main", "bring weights to this node", "agent"),
+    "vacate": Verb("rose_agent.vacate", "wait until no rollout engine holds the GPUs", "agent"),
+    "mps": Verb("rose_agent.devices.mps_verb", "run the MPS daemon of one GPU", "agent"),
+    "weight-sync": Verb("rose_agent.weightsync.main", "bring weights to this node", "weights"),
     "router": Verb("rose_router.main", "serve a lease's URL to trainers", "router"),
     "weights": Verb("rose_weights.main", "serve, inspect, verify and compare weights", "weights"),
+    "ingest": Verb(
+        "rose_trainer.adapters.ingest", "publish checkpoints that a trainer writes", "trainer"
+    ),
     "simulate": Verb("rose_simulate.main", "try policies on recorded load, on virtual time", "dev"),
+    "cost": Verb("rose_simulate.cost", "say what an accepted trajectory cost", "dev"),
+    "advise": Verb("rose_simulate.advise", "say what a pool could lend, from its load", "dev"),
     "dev": Verb("rose_dev.main", "one-node Kubernetes for development", "dev"),
     "demo": Verb("rose_demo.main", "the main job on real parts, with a report", "dev"),
+}
+
+
+# A second word that is another room's: the library ``rose_weights`` knows no shell.
+SUBVERBS: dict[tuple[str, str], Verb] = {
+    ("weights", "commits"): Verb(
+        "rose_agent.weightsync.records", "say what each commit carried and took", "agent"
+    ),
+    ("weights", "torture"): Verb("rose_agent.weightsync.torture.main", "fail on purpose", "dev"),
 }
 
 
@@ -72,7 +100,23 @@ def main(argv: list[str] | None = None) -> int:
     if verb is None:
         sys.stderr.write(f"rose: no verb {name!r}\n\n{usage()}")
         return 2
-    return _load(name, verb)(rest)
+    return _run(name, verb, rest)
+
+
+def _run(name: str, verb: Verb, rest: list[str]) -> int:
+    found = SUBVERBS.get((name, rest[0])) if rest else None
+    try:
+        if found is not None:
+            return _load(name, found)(rest[1:])
+        return _load(name, verb)(rest)
+    except BrokenPipeError:  # as in `rose status | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a file, a port, an address: for people, no trace
+        sys.stderr.write(f"rose {name}: {complaint(error, rest)}\n")
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 if __name__ == "__main__":

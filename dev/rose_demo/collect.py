@@ -107,6 +107,7 @@ class Collector:
 
     Args:
         guard, router: base URLs.
+        token: the installation's, for the guard's pages that say more than metrics.
         window_s: crossover window; the guard counts windows on the same monotonic clock.
         origin: monotonic seconds that count as 0.
     """
@@ -116,6 +117,7 @@ class Collector:
     router: str
     window_s: float
     origin: float
+    token: str
 
     async def look(self) -> Sample:
         """One sample now."""
@@ -142,7 +144,9 @@ class Collector:
     async def _text(self, url: str) -> str | None:
         try:
             async with self.session.get(
-                url, timeout=aiohttp.ClientTimeout(total=_PAGE_SECONDS)
+                url,
+                timeout=aiohttp.ClientTimeout(total=_PAGE_SECONDS),
+                headers={"Authorization": f"Bearer {self.token}"},
             ) as reply:
                 return await reply.text() if reply.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, OSError):

@@ -20,10 +20,20 @@ import aiohttp
 import msgspec
 
 from rose_demo.records import Request, Role
-from rose_demo.trace import Arrival, Scale, busiest_window, default_trace, read_trace, schedule
+from rose_demo.trace import (
+    Arrival,
+    Scale,
+    busiest_window,
+    default_trace,
+    read_trace,
+    schedule,
+    slice_seconds,
+    twice,
+)
 
 # Ids 16..239 are plain bytes in the byte-level tokenizers of the demo's models.
 _LOWEST_ID, _HIGHEST_ID = 16, 239
+_IDLE_SECONDS = 2.0
 _GIVE_UP_SECONDS = 60.0
 
 
@@ -63,6 +73,7 @@ def measured(
         end_s=round(last[0] if last else sent_s, 4),
         late_s=max(sent_s - arrival.at_s, 0.0),
         error=error or ("" if first else "no token"),
+        number=arrival.number,
     )
 
 
@@ -96,7 +107,9 @@ async def replay(
 ) -> None:
     """Send every plan's requests; writes a line as each finishes."""
     timeout = aiohttp.ClientTimeout(total=_GIVE_UP_SECONDS)
-    connector = aiohttp.TCPConnector(limit=0)
+    # Idle connections end before the engine closes them (5 s): a request sent just then would look
+    # like one that serving had failed.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS)
 
     async def one(role: Role, url: str, arrival: Arrival) -> None:
         request = await send(session, url, role, arrival, origin)
@@ -109,17 +122,25 @@ async def replay(
 
 
 def plan(
-    trace: Path, *, seconds: float, scale: Scale, control_share: float
+    trace: Path, *, seconds: float, window_s: float, scale: Scale, control_share: float
 ) -> dict[Role, list[Arrival]]:
-    """What each replica gets: the same window of the trace, the control a thinner share of it."""
+    """What each replica gets: the same window of the trace, the control a thinner share of it.
+
+    Lent and withheld windows of ``window_s`` get the same load; with 0 every request is sent once,
+    at its time.
+    """
     arrivals = read_trace(trace)
-    start = busiest_window(arrivals, seconds)
-    lent = schedule(arrivals, start_s=start, seconds=seconds, scale=scale, seed=1)
+    span = seconds // (2 * window_s) * slice_seconds(window_s) if window_s else seconds
+    start = busiest_window(arrivals, span)
+    lent = schedule(arrivals, start_s=start, seconds=span, scale=scale, seed=1)
     source = random.Random(2)  # noqa: S311  # load, nothing secret
-    return {
+    plans = {
         Role.LENT: lent,
         Role.CONTROL: [arrival for arrival in lent if source.random() < control_share],
     }
+    if not window_s:
+        return plans
+    return {role: twice(rows, window_s=window_s, seconds=seconds) for role, rows in plans.items()}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -133,6 +154,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--keep", type=float, default=Scale.keep, help="share of requests kept")
     result.add_argument("--length-divisor", type=float, default=Scale.length_divisor)
     result.add_argument("--control-share", type=float, default=0.5)
+    result.add_argument("--window-seconds", type=float, default=0.0, help="send twice, in pairs")
     result.add_argument("--out", type=Path, required=True)
     return result
 
@@ -144,6 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     plans = plan(
         arguments.trace,
         seconds=arguments.seconds,
+        window_s=arguments.window_seconds,
         scale=scale,
         control_share=arguments.control_share,
     )

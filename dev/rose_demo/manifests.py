@@ -73,7 +73,14 @@ def chart_values(options: Options, engines: Engines) -> Object:
     """Values of ``helm install``: lending on, crossover windows on, engines from this machine."""
     repository, _, tag = IMAGE.rpartition(":")
     return {
-        "image": {"repository": repository, "tag": tag, "pullPolicy": "Never"},
+        "image": {
+            "repository": repository,
+            "tag": tag,
+            "pullPolicy": "Never",
+            "perComponent": False,
+        },
+        # What is measured is serving; a second operator would only stand by.
+        "operator": {"replicas": 1},
         "stores": [{"name": "main", "address": f"rose-weights.{SYSTEM}.svc:{STORE_PORT}"}],
         "lending": {"enabled": True},
         "agent": {
@@ -92,6 +99,8 @@ def chart_values(options: Options, engines: Engines) -> Object:
             "enginePython": str(engines.python),
             "modelsPath": str(engines.models),
             "hostPaths": engines.host_paths(),
+            # The engine lies in a cache that perhaps only its owner may read.
+            "engines": {"firstUser": 0},
         },
     }
 
@@ -199,15 +208,19 @@ def dedicated(options: Options, engines: Engines) -> list[Object]:
             "--data-host=$(POD_IP)",
             "--cgroup=signals",
             "--dedicated=/etc/dedicated/engine.yaml",
-            f"--router={ROUTER}.{SYSTEM}.svc:7444",
+            f"--router=tls://{ROUTER}.{SYSTEM}.svc:7444",
             f"--lease={RESEARCH}/{LEASE}",
             "--token-file=/token/token",
         ],
-        "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+        "env": [
+            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "ROSE_TLS_CA", "value": "/tls/ca.crt"},
+        ],
         "volumeMounts": [
             *shared,
             *_mounts(paths),
             {"name": "config", "mountPath": "/etc/dedicated", "readOnly": True},
+            {"name": "tls", "mountPath": "/tls", "readOnly": True},
         ],
     }
     sync = {
@@ -232,6 +245,13 @@ def dedicated(options: Options, engines: Engines) -> list[Object]:
             {"name": "run", "emptyDir": {"medium": "Memory"}},
             {"name": "scratch", "emptyDir": {}},
             {"name": "config", "configMap": {"name": DEDICATED}},
+            {
+                "name": "tls",
+                "secret": {
+                    "secretName": "rose-tls",
+                    "items": [{"key": "ca.crt", "path": "ca.crt"}],
+                },
+            },
             _token(),
         ],
     }

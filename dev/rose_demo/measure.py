@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import platform
 import signal
@@ -34,6 +35,8 @@ _LOOK_SECONDS = 1.0
 _PLACE_SECONDS = 10.0
 _TRAINER_END_SECONDS = 90.0
 _LENDING_SECONDS = 180.0
+# The load generator imports and plans before its first request is due.
+_LOAD_START_SECONDS = 3.0
 # The trainer is told to stop at the end of the measurement; this only bounds a lost one.
 _TRAINER_SPARE_SECONDS = 600.0
 
@@ -156,21 +159,28 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
     lines = (Lines(out / "requests.jsonl"), Lines(out / "progress.jsonl"))
     async with aiohttp.ClientSession() as session:
         collector = Collector(
-            session, at.guard, at.router, options.window_seconds, time.monotonic()
+            session,
+            at.guard,
+            at.router,
+            options.window_seconds,
+            time.monotonic(),
+            token.read_text(),
         )
         # Totals count from before the trainer's first turn, so that they can be compared with its.
         seen.samples.append(msgspec.structs.replace(await collector.look(), at_s=0.0))
         with process(trainer_argv, out / "trainer.log", reaper) as trainer:
             with process(warm_up_command(stack), out / "load.log", reaper):
                 await _until_lending(stack, collector)
-            origin_ns = time.monotonic_ns()
-            collector.origin = origin_ns / 1e9
+                collector.origin = next_pair(time.monotonic(), options.window_seconds)
+                await asyncio.sleep(collector.origin - time.monotonic() - _LOAD_START_SECONDS)
+            origin_ns = int(collector.origin * 1e9)
             load_argv = load_command(
                 options,
                 at.lent,
                 at.control,
                 out / "requests.jsonl",
                 origin=repr(collector.origin),
+                **{"window-seconds": str(options.window_seconds)},
             )
             with process(load_argv, out / "load.log", reaper):
                 await _watch(stack, collector, seen, lines, screen)
@@ -191,6 +201,12 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
         story=seen.story or stack.story(),
         notes=notes() | lateness(seen.requests),
     )
+
+
+def next_pair(now_s: float, window_s: float) -> float:
+    """When the next lent window begins that leaves the load generator time to start."""
+    pair = 2 * window_s
+    return math.ceil((now_s + _LOAD_START_SECONDS) / pair) * pair
 
 
 async def _until_lending(stack: Stack, collector: Collector) -> None:
@@ -220,6 +236,7 @@ async def _watch(
     screen: Screen,
 ) -> None:
     settings, placed = stack.options.settings(), 0.0
+    await asyncio.sleep(max(collector.origin - time.monotonic(), 0.0))
     while (now := time.monotonic() - collector.origin) < settings.seconds:
         seen.samples.append(await collector.look())
         seen.read(*lines)

@@ -66,10 +66,15 @@ def parser() -> argparse.ArgumentParser:
     add("--control-share", type=float, default=0.5, help="of those, sent to the never-lent replica")
     add("--serving-model", choices=models, default="mid", help="model of the serving replicas")
     add("--rollout-model", choices=models, default="tiny", help="model being trained")
-    add("--ttft-slo-ms", type=int, default=800, help="objective for the time to the first token")
-    add("--tpot-slo-ms", type=int, default=80, help="objective for the time per output token")
+    add("--ttft-slo-ms", type=int, default=1000, help="objective for the time to the first token")
+    add("--tpot-slo-ms", type=int, default=100, help="objective for the time per output token")
     add("--percentile", type=int, default=95, help="share of requests that must meet it")
-    add("--window-seconds", type=float, default=15.0, help="length of lent and withheld windows")
+    add(
+        "--window-seconds",
+        type=float,
+        default=15.0,
+        help="of lent and withheld windows; every two get the same load",
+    )
     add("--max-staleness", type=int, default=3, help="publishes an engine may lag behind")
     add("--publish-every", type=int, default=3, help="steps of the trainer per weight version")
     add("--plain", action="store_true", help="no redrawing, for logs")

@@ -28,6 +28,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request of live traffic, measured at the client.
 
     Attributes:
+        number: which arrival of the plan; a replica gets each one twice, in a lent and in a
+            withheld window, and only then can they be compared.
         late_s: how much later than planned it was sent; a generator that lags measures itself.
         ttft_s: from the first byte sent to the first token received.
         tpot_s: mean time per token after the first; None below three tokens.
@@ -43,6 +45,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     end_s: float = 0.0
     late_s: float = 0.0
     error: str = ""
+    number: int = -1
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -153,8 +153,9 @@ def _milliseconds(value: float | None) -> str:
 def _comparisons(comparisons: Sequence[Comparison]) -> str:
     head = (
         "latency",
-        "lent ms (n)",
-        "withheld ms (n)",
+        "pairs",
+        "lent ms",
+        "withheld ms",
         "ratio",
         "control replica",
         "beyond the control",
@@ -162,8 +163,9 @@ def _comparisons(comparisons: Sequence[Comparison]) -> str:
     rows = [
         (
             f"{c.latency.upper()} p{c.quantile * 100:.0f}",
-            f"{_milliseconds(c.lent_s)} ({c.lent_count})",
-            f"{_milliseconds(c.withheld_s)} ({c.withheld_count})",
+            str(c.pairs),
+            _milliseconds(c.lent_s),
+            _milliseconds(c.withheld_s),
             show(c.ratio),
             show(c.control),
             show(c.excess),
@@ -171,8 +173,9 @@ def _comparisons(comparisons: Sequence[Comparison]) -> str:
         for c in comparisons
     ]
     note = (
-        "<p class='note'>Ratios of quantiles with 95 % bootstrap intervals over requests that lie "
-        "whole inside one window. The control replica is never lent; its ratio over the same "
+        "<p class='note'>Every request was sent twice, in a lent and in a withheld window; pairs "
+        "lie whole inside their windows. Ratios of quantiles, 95 % bootstrap intervals over "
+        "pairs. The control replica is never lent; its ratio over the same "
         "windows is the machine's own noise.</p>"
     )
     return _table(head, rows) + note

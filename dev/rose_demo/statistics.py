@@ -2,8 +2,9 @@
 
 Harm is a ratio of quantiles, lent over withheld, on the same replica and core. The control replica
 lives through the same windows without ever being lent, so its ratio is the machine's own noise:
-harm counts only where the lent replica's ratio exceeds the control's. All intervals are bootstrap
-intervals over requests, 95 %, seeded.
+harm counts only where the lent replica's ratio exceeds the control's. Every
+request is sent twice, in a lent and in a withheld window, and only such pairs are compared. All
+intervals are bootstrap intervals over pairs, 95 %, seeded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from rose_demo.records import Request, Role, Sample, Window
 
 SAMPLE_FLOOR = 20
-"""Requests per class below which nothing is claimed."""
+"""Pairs of requests below which nothing is claimed."""
 
 RESAMPLES = 2000
 
@@ -36,7 +37,8 @@ class Comparison:
     """One quantile of one latency, lent against withheld.
 
     Attributes:
-        lent_s, withheld_s: the quantile in each class on the lent replica; None without samples.
+        pairs: requests of the lent replica that were measured in both classes.
+        lent_s, withheld_s: their quantile in each class; None without pairs.
         ratio: lent / withheld there; None below the floor.
         control: the same ratio on the never-lent replica.
         excess: ratio / control, what lending added beyond noise; None when either is missing.
@@ -44,8 +46,7 @@ class Comparison:
 
     latency: str
     quantile: float
-    lent_count: int
-    withheld_count: int
+    pairs: int
     lent_s: float | None
     withheld_s: float | None
     ratio: Estimate | None
@@ -103,8 +104,26 @@ def split(
 
 def latencies(requests: Iterable[Request], latency: str) -> np.ndarray:
     """``ttft`` or ``tpot`` of requests that have it, seconds."""
-    values = (r.ttft_s if latency == "ttft" else r.tpot_s for r in requests)
+    values = (_latency(request, latency) for request in requests)
     return np.array([value for value in values if value is not None])
+
+
+def _latency(request: Request, latency: str) -> float | None:
+    return request.ttft_s if latency == "ttft" else request.tpot_s
+
+
+def pairs(classes: dict[Window, list[Request]], latency: str) -> tuple[np.ndarray, np.ndarray]:
+    """One latency of the requests that have it in both classes: lent and withheld, same order."""
+    lent, withheld = (
+        {
+            request.number: value
+            for request in classes[kind]
+            if (value := _latency(request, latency)) is not None
+        }
+        for kind in (Window.LENT, Window.WITHHELD)
+    )
+    both = sorted(lent.keys() & withheld.keys())
+    return np.array([lent[n] for n in both]), np.array([withheld[n] for n in both])
 
 
 def quantile(values: np.ndarray, q: float) -> float | None:
@@ -113,14 +132,16 @@ def quantile(values: np.ndarray, q: float) -> float | None:
 
 
 def ratio_draws(lent: np.ndarray, withheld: np.ndarray, q: float, seed: int) -> np.ndarray | None:
-    """Bootstrap draws of the ratio of quantiles, the point estimate first; None below the floor."""
-    if min(len(lent), len(withheld)) < SAMPLE_FLOOR:
+    """Bootstrap draws of the ratio of quantiles, the point estimate first; None below the floor.
+
+    ``lent`` and ``withheld`` are the same requests in the same order, drawn together.
+    """
+    if len(lent) < SAMPLE_FLOOR:
         return None
-    source = np.random.default_rng(seed)
+    drawn = np.random.default_rng(seed).integers(0, len(lent), (RESAMPLES, len(lent)))
 
     def draws(values: np.ndarray) -> np.ndarray:
-        chosen = values[source.integers(0, len(values), (RESAMPLES, len(values)))]
-        return np.append(np.quantile(values, q), np.quantile(chosen, q, axis=1))
+        return np.append(np.quantile(values, q), np.quantile(values[drawn], q, axis=1))
 
     ratios: np.ndarray = draws(lent) / np.maximum(draws(withheld), 1e-9)
     return ratios
@@ -141,18 +162,16 @@ def compare(
     q: float,
 ) -> Comparison:
     """Lent against withheld on the lent replica, beside the control."""
-    classes = [latencies(lent[kind], latency) for kind in (Window.LENT, Window.WITHHELD)]
-    beside = [latencies(control[kind], latency) for kind in (Window.LENT, Window.WITHHELD)]
-    draws = ratio_draws(classes[0], classes[1], q, seed=1)
-    noise = ratio_draws(beside[0], beside[1], q, seed=2)
+    slow, fast = pairs(lent, latency)
+    draws = ratio_draws(slow, fast, q, seed=1)
+    noise = ratio_draws(*pairs(control, latency), q, seed=2)
     excess = None if draws is None or noise is None else draws / noise
     return Comparison(
         latency,
         q,
-        len(classes[0]),
-        len(classes[1]),
-        quantile(classes[0], q),
-        quantile(classes[1], q),
+        len(slow),
+        quantile(slow, q),
+        quantile(fast, q),
         estimate(draws),
         estimate(noise),
         estimate(excess),

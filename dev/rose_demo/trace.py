@@ -9,23 +9,30 @@ from __future__ import annotations
 
 import csv
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
 from rose_demo.errors import BadTrace
 
 DEFAULT_TRACE = "azure2023_conv_600s.csv"
+QUIET_SHARE = 0.12
+"""End of a window without arrivals, as a share of its length."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request of the trace, unscaled."""
+    """One request of the trace, unscaled.
+
+    Attributes:
+        number: which request it is of the load planned; -1 before there is a plan.
+    """
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
+    number: int = -1
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ def busiest_window(arrivals: list[Arrival], seconds: float, burst_seconds: float
 def schedule(
     arrivals: Iterable[Arrival], *, start_s: float, seconds: float, scale: Scale, seed: int
 ) -> list[Arrival]:
-    """Requests to send: times from 0, lengths scaled, a seeded share kept.
+    """Requests to send, numbered: times from 0, lengths scaled, a seeded share kept.
 
     A window longer than the trace starts over at its beginning.
     """
@@ -99,13 +106,39 @@ def schedule(
         for row in rows:
             at = row.at_s + lap * period - start_s
             if source.random() < scale.keep and 0 <= at < seconds:
-                kept.append(_scaled(at, row, scale))
+                kept.append(_scaled(at, row, scale, len(kept)))
         lap += 1
     return kept
 
 
-def _scaled(at: float, row: Arrival, scale: Scale) -> Arrival:
+def twice(arrivals: Sequence[Arrival], *, window_s: float, seconds: float) -> list[Arrival]:
+    """Every slice of the load in two neighbouring windows: all that differs then is the lending.
+
+    A slice leaves the end of its window free, so that its requests finish inside.
+
+    Args:
+        arrivals: numbered load from time 0 on.
+        window_s: length of a window; the first begins at time 0.
+        seconds: length of the measurement; only whole pairs of windows get load.
+    """
+    slice_s = slice_seconds(window_s)
+    planned = []
+    for arrival in arrivals:
+        pair, offset = divmod(arrival.at_s, slice_s)
+        for window in (2 * int(pair), 2 * int(pair) + 1):
+            if (2 * pair + 2) * window_s <= seconds:
+                at = window * window_s + offset
+                planned.append(replace(arrival, at_s=at))
+    return sorted(planned, key=lambda arrival: arrival.at_s)
+
+
+def slice_seconds(window_s: float) -> float:
+    """How much of the trace fits into a window."""
+    return window_s * (1 - QUIET_SHARE)
+
+
+def _scaled(at: float, row: Arrival, scale: Scale, number: int) -> Arrival:
     prompt = min(max(round(row.prompt_tokens / scale.length_divisor), 4), scale.longest_prompt)
     # Three tokens at least: below that there is no time per output token.
     output = min(max(round(row.output_tokens / scale.length_divisor), 3), scale.longest_output)
-    return Arrival(at, prompt, output)
+    return Arrival(at, prompt, output, number)

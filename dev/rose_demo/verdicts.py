@@ -188,11 +188,11 @@ def _slo_check(recording: Recording, attainments: Mapping[str, Attainment]) -> C
 def _harm_check(comparison: Comparison) -> Check:
     name = f"{comparison.latency.upper()} p{comparison.quantile * 100:.0f}"
     if comparison.ratio is None or comparison.excess is None:
-        counts = f"{comparison.lent_count} lent, {comparison.withheld_count} withheld"
-        return Check(Word.UNPROVEN, f"{name}: too few requests for an interval ({counts})")
+        text = f"{name}: too few pairs for an interval ({comparison.pairs} of the lent replica)"
+        return Check(Word.UNPROVEN, text)
     text = (
-        f"{name}: lent / withheld {show(comparison.ratio)}, control replica "
-        f"{show(comparison.control)}, beyond the control {show(comparison.excess)}"
+        f"{name} of {comparison.pairs} pairs: lent / withheld {show(comparison.ratio)}, control "
+        f"replica {show(comparison.control)}, beyond the control {show(comparison.excess)}"
     )
     if min(comparison.ratio.low, comparison.excess.value) <= HARM_TOLERANCE:
         return Check(Word.KEPT, text)

@@ -58,17 +58,24 @@ def requests(harm: float = 1.0, machine: float = 1.0, seed: int = 3) -> tuple[Re
     source = random.Random(seed)
     rows = []
     for role, gap in ((Role.LENT, 0.8), (Role.CONTROL, 1.2)):
-        at = 0.1
+        at, number = 0.1, 0
         while at < 239.0:
-            lent = int(at // 20.0) % 2 == 0
-            factor = (machine if lent else 1.0) * (harm if lent and role is Role.LENT else 1.0)
-            ttft = 0.07 * source.lognormvariate(0, 0.6) * factor
-            tpot = 0.012 * source.lognormvariate(0, 0.25) * factor
-            rows.append(
-                Request(role, at, 200, 25, ttft_s=ttft, tpot_s=tpot, end_s=at + ttft + 24 * tpot)
-            )
+            if int(at // 20.0) % 2 == 0 and at % 20.0 < 17.0:
+                size = source.lognormvariate(0, 0.6)
+                slow = machine * (harm if role is Role.LENT else 1.0)
+                for start, factor in ((at, slow), (at + 20.0, 1.0)):
+                    ttft, tpot = latencies(size, factor, source)
+                    end = start + ttft + 24 * tpot
+                    rows.append(Request(role, start, 200, 25, ttft, tpot, end, number=number))
+                number += 1
             at += source.expovariate(1 / gap)
     return tuple(rows)
+
+
+def latencies(size: float, slow: float, source: random.Random) -> tuple[float, float]:
+    """TTFT and TPOT of one of a pair: the size is the pair's, the noise its own."""
+    ttft = 0.07 * size * source.lognormvariate(0, 0.2) * slow
+    return ttft, 0.012 * source.lognormvariate(0, 0.25) * slow
 
 
 def interval(mean: float) -> dict[str, float]:

@@ -12,11 +12,12 @@ from aiohttp.test_utils import TestServer
 
 from rose_core.api.rolloutlease import RolloutLease
 from rose_core.api.servingpool import ServingPool
+from rose_core.guard.crossover import Schedule
 from rose_demo import load, manifests, placement
 from rose_demo.collect import gate_intervals, sample, stop_seconds, totals
 from rose_demo.errors import BadTrace
 from rose_demo.main import main
-from rose_demo.measure import Lines, load_command
+from rose_demo.measure import Lines, load_command, next_pair
 from rose_demo.options import parse
 from rose_demo.placement import Cores, Process
 from rose_demo.reaper import watch
@@ -29,6 +30,7 @@ from rose_demo.trace import (
     default_trace,
     read_trace,
     schedule,
+    twice,
 )
 
 ENGINES = manifests.Engines(
@@ -65,6 +67,26 @@ def test_a_window_longer_than_the_trace_starts_over() -> None:
     found = schedule(arrivals, start_s=0.0, seconds=25.0, scale=Scale(keep=1.0), seed=0)
     assert len(found) == 25
     assert found == sorted(found, key=lambda a: a.at_s)
+
+
+def test_every_request_is_sent_in_a_lent_and_in_the_withheld_window_after_it() -> None:
+    arrivals = [Arrival(float(t), 10 + t, 5, number=t) for t in range(30)]
+    found = twice(arrivals, window_s=10.0, seconds=50.0)
+    windows = Schedule(10.0)
+    lent = [a for a in found if not windows.withheld(a.at_s)]
+    withheld = [a for a in found if windows.withheld(a.at_s)]
+    assert [(a.number, a.prompt_tokens) for a in lent] == [(n, 10 + n) for n in range(18)]
+    assert [a.number for a in withheld] == list(range(18)), "a third pair does not fit"
+    assert [b.at_s - a.at_s for a, b in zip(lent, withheld, strict=True)] == pytest.approx(
+        [10] * 18
+    )
+    assert max(a.at_s % 10.0 for a in found) < 9.0, "the end of a window is quiet"
+
+
+def test_the_measurement_begins_with_a_lent_window() -> None:
+    start = next_pair(1234.5, 15.0)
+    assert start % 30.0 == 0
+    assert 3.0 <= start - 1234.5 <= 33.0
 
 
 def test_a_bad_trace_says_what_it_needs(tmp_path: Path) -> None:
@@ -268,7 +290,7 @@ def test_the_load_command_is_one_the_generator_takes(tmp_path: Path) -> None:
     assert argv[:3] == [sys.executable, "-m", "rose_demo.load"]
     options = load.parser().parse_args(argv[3:])
     assert (options.seconds, options.lent) == (5.0, "http://a")
-    plans = load.plan(options.trace, seconds=60.0, scale=Scale(), control_share=0.5)
+    plans = load.plan(options.trace, seconds=60.0, window_s=15.0, scale=Scale(), control_share=0.5)
     assert 0 < len(plans[Role.CONTROL]) < len(plans[Role.LENT])
     assert set(plans[Role.CONTROL]) <= set(plans[Role.LENT])
 

@@ -10,6 +10,7 @@ from rose_demo.statistics import (
     compare,
     growth,
     open_share,
+    pairs,
     quantile,
     ratio_draws,
     split,
@@ -89,8 +90,25 @@ def test_a_machine_that_slows_both_replicas_is_not_harm(synthetic: ModuleType) -
     assert found["excess"][0] < HARM_TOLERANCE
 
 
+def test_only_requests_measured_in_both_classes_are_compared() -> None:
+    def request(number: int, ttft: float | None) -> Request:
+        return Request(Role.LENT, 0, 1, 1, ttft_s=ttft, number=number)
+
+    lent = [request(2, 0.2), request(1, 0.1), request(3, None), request(4, 0.4)]
+    withheld = [request(1, 1.1), request(2, 1.2), request(3, 1.3), request(5, 1.5)]
+    found = pairs({Window.LENT: lent, Window.WITHHELD: withheld}, "ttft")
+    assert [list(values) for values in found] == [[0.1, 0.2], [1.1, 1.2]]
+
+
+def test_pairs_are_drawn_together() -> None:
+    values = np.geomspace(0.01, 1.0, 40)
+    draws = ratio_draws(values * 1.5, values, 0.9, seed=0)
+    assert draws is not None
+    assert draws == pytest.approx(1.5), "the spread of the requests is not noise"
+
+
 def test_below_the_floor_there_is_no_ratio() -> None:
-    assert ratio_draws(np.ones(5), np.ones(500), 0.5, seed=0) is None
+    assert ratio_draws(np.ones(5), np.ones(5), 0.5, seed=0) is None
     assert quantile(np.array([]), 0.5) is None
 
 

@@ -1,0 +1,211 @@
+"""A cluster as the verbs for people see it: typed objects, errors a person can act on."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import httpx
+import yaml
+from lightkube import ApiError, Client, KubeConfig
+from lightkube.config.kubeconfig import SingleConfig
+from lightkube.core.exceptions import ConfigError, LoadResourceError
+from lightkube.generic_resource import (
+    GenericNamespacedResource,
+    create_api_info,
+    create_namespaced_resource,
+)
+from lightkube.types import PatchType
+
+from rose_cli.ops.errors import (
+    CommandError,
+    NoAnswer,
+    NoCluster,
+    NotAllowed,
+    NotFound,
+    NotInstalled,
+)
+from rose_core.api import GROUP, VERSION, RolloutLease, RolloutSlot, ServingPool
+
+KindT = TypeVar("KindT", bound=ServingPool | RolloutLease | RolloutSlot)
+_POLL_SECONDS = 0.3
+_FORBIDDEN, _NOT_FOUND = 403, 404
+_PLURALS: dict[type, str] = {
+    ServingPool: "servingpools",
+    RolloutLease: "rolloutleases",
+    RolloutSlot: "rolloutslots",
+}
+
+
+class _Pod(GenericNamespacedResource):
+    _api_info = create_api_info("", "v1", "Pod", "pods")
+
+
+def connection_flags(*, namespaced: bool = True) -> argparse.ArgumentParser:
+    """Flags that every verb has, spelled as kubectl's."""
+    parent = argparse.ArgumentParser(add_help=False)
+    group = parent.add_argument_group("cluster")
+    group.add_argument("--kubeconfig", help="file to use instead of KUBECONFIG")
+    group.add_argument("--context", help="context of the kubeconfig")
+    if namespaced:
+        group.add_argument("-n", "--namespace", help="default: the context's")
+        group.add_argument("-A", "--all-namespaces", action="store_true")
+    return parent
+
+
+def run(name: str, given: argparse.Namespace, body: Callable[[Cluster], int]) -> int:
+    """Run a verb's body on the cluster; its errors become a line and exit code 1."""
+    try:
+        with contextlib.closing(Cluster(given)) as cluster:
+            return body(cluster)
+    except CommandError as error:
+        sys.stderr.write(f"rose {name}: {error}\n")
+        return 1
+
+
+class Cluster:
+    """Requests of a person.
+
+    Args:
+        given: parsed ``connection_flags``.
+
+    Raises:
+        NoCluster: there is no kubeconfig, or the context is not in it.
+    """
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        try:
+            config = _config(given.kubeconfig, given.context)
+            self._client = Client(config=config, trust_env=False)
+        except (ConfigError, OSError) as error:
+            message = f"no cluster: {error}; set KUBECONFIG, or give --kubeconfig and --context"
+            raise NoCluster(message) from error
+        self._server = config.cluster.server
+        everywhere = getattr(given, "all_namespaces", False)
+        chosen = getattr(given, "namespace", None) or self._client.namespace
+        self.namespace: str | None = None if everywhere else chosen
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client._client._client.close()  # noqa: SLF001  # lightkube's Client has no close
+
+    def objects(self, kind: type[KindT], *, everywhere: bool = False) -> list[KindT]:
+        """Objects of a kind, by key; those that cannot be read are left out and named.
+
+        Raises:
+            CommandError: as everywhere in this class.
+        """
+        namespace = "*" if everywhere else self.namespace or "*"
+        with self._told():
+            found = [dict(one) for one in self._client.list(_resource(kind), namespace=namespace)]
+        good = [parsed for raw in found if (parsed := _parse(kind, raw)) is not None]
+        return sorted(good, key=lambda one: one.metadata.key)
+
+    def get(self, kind: type[KindT], name: str) -> KindT:
+        """One object of the namespace."""
+        with self._told():
+            raw = dict(self._client.get(_resource(kind), name, namespace=self._required()))
+        return cast("KindT", kind.model_validate(raw))
+
+    def patch(self, kind: type[KindT], name: str, changes: dict[str, Any]) -> None:
+        """Merge changes into an object of the namespace."""
+        with self._told():
+            self._client.patch(
+                _resource(kind),
+                name,
+                changes,
+                namespace=self._required(),
+                patch_type=PatchType.MERGE,
+            )
+
+    def pods_of(self, node: str) -> list[dict[str, Any]]:
+        """Pods of a node, of all namespaces."""
+        with self._told():
+            listed = self._client.list(_Pod, namespace="*", fields={"spec.nodeName": node})
+            return [dict(pod) for pod in listed]
+
+    def annotate_pod(self, namespace: str, name: str, annotations: dict[str, str | None]) -> None:
+        """Set annotations of a pod; None removes one."""
+        with self._told():
+            self._client.patch(
+                _Pod,
+                name,
+                {"metadata": {"annotations": annotations}},
+                namespace=namespace,
+                patch_type=PatchType.MERGE,
+            )
+
+    def _required(self) -> str:
+        if self.namespace is None:
+            raise CommandError("-A does not go with a name; give --namespace")
+        return self.namespace
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except ApiError as error:
+            raise _translate(error) from error
+        except (httpx.HTTPError, LoadResourceError) as error:
+            message = f"the API server {self._server} cannot be reached: {error}"
+            raise NoCluster(message) from error
+
+
+def _config(path: str | None, context: str | None) -> SingleConfig:
+    try:
+        loaded = KubeConfig.from_file(path) if path else KubeConfig.from_env()
+    except (yaml.YAMLError, AttributeError, TypeError, KeyError) as error:
+        where = path or os.environ.get("KUBECONFIG") or "~/.kube/config"
+        summary = str(error).splitlines()[0]
+        message = f"{where} is no kubeconfig ({summary})"
+        raise ConfigError(message) from error
+    config = loaded.get(context)
+    if config is None:
+        raise ConfigError("the kubeconfig names no current context")
+    return config
+
+
+def until(look: Callable[[], bool], seconds: float, message: str) -> None:
+    """Wait for something to be so.
+
+    Raises:
+        NoAnswer: it was not, in time; the message says what to look at.
+    """
+    end = time.monotonic() + seconds
+    while not look():
+        if time.monotonic() > end:
+            raise NoAnswer(message)
+        time.sleep(_POLL_SECONDS)
+
+
+def _resource(kind: type) -> Any:  # noqa: ANN401  # lightkube's own dynamic classes
+    return create_namespaced_resource(GROUP, VERSION, kind.__name__, _PLURALS[kind])
+
+
+def _parse(kind: type[KindT], raw: dict[str, Any]) -> KindT | None:
+    try:
+        return cast("KindT", kind.model_validate(raw))
+    except ValueError as error:
+        metadata = raw["metadata"]
+        name = f"{metadata.get('namespace', '')}/{metadata['name']}"
+        sys.stderr.write(f"{kind.__name__} {name} cannot be read: {error}\n")
+        return None
+
+
+def _translate(error: ApiError) -> CommandError:
+    code, text = error.status.code, error.status.message or "refused"
+    if code == _FORBIDDEN:
+        roles = "the ClusterRoles rose-KIND-viewer and rose-KIND-editor give these rights"
+        return NotAllowed(f"{text}; {roles}")
+    if code == _NOT_FOUND and error.status.details is not None and error.status.details.name:
+        return NotFound(text)
+    if code == _NOT_FOUND:
+        return NotInstalled(
+            "this cluster does not know ROSE's kinds; install the chart helm/rose first"
+        )
+    return CommandError(f"{code}: {text}")

@@ -1,0 +1,118 @@
+"""``rose explain lease|pool NAME``: which replicas were considered, and why each was lent or not.
+
+The question is an annotation, the answer comes in the object's status: no way to the operator and
+no rights besides those on the object are needed. Who may only read gets the conditions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from uuid import uuid4
+
+from rose_cli.ops.cluster import Cluster, connection_flags, run, until
+from rose_cli.ops.errors import NotAllowed
+from rose_cli.ops.tables import Row, table
+from rose_core.api import EXPLAIN_ANNOTATION, Explanation, RolloutLease, ServingPool
+
+KINDS: dict[str, type[RolloutLease | ServingPool]] = {"lease": RolloutLease, "pool": ServingPool}
+
+
+def main(argv: list[str]) -> int:
+    """Ask the operator and print its answer."""
+    parser = argparse.ArgumentParser(
+        "rose explain", description=__doc__, parents=[connection_flags()]
+    )
+    parser.add_argument("kind", choices=list(KINDS))
+    parser.add_argument("name")
+    parser.add_argument("--reason", help="only replicas with this reason")
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds to wait")
+    parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    given = parser.parse_args(argv)
+    return run("explain", given, lambda cluster: _explain(cluster, given))
+
+
+def _explain(cluster: Cluster, given: argparse.Namespace) -> int:
+    thing = cluster.get(KINDS[given.kind], given.name)
+    answer = _ask(cluster, given)
+    if given.output == "json":
+        said = answer.as_dict() if answer else {"conditions": _conditions(thing)}
+        sys.stdout.write(json.dumps(said, indent=2) + "\n")
+        return 0
+    sys.stdout.write(_text(given, cluster.get(KINDS[given.kind], given.name), answer))
+    return 0
+
+
+def _ask(cluster: Cluster, given: argparse.Namespace) -> Explanation | None:
+    """The operator's answer; None when the person may not ask."""
+    request = uuid4().hex[:16]
+    found: list[Explanation] = []
+
+    def answered() -> bool:
+        explanation = cluster.get(KINDS[given.kind], given.name).status.explanation
+        if explanation is not None and explanation.request == request:
+            found.append(explanation)
+        return bool(found)
+
+    try:
+        with _asking(cluster, given, request):
+            until(
+                answered,
+                given.timeout,
+                f"the operator has not answered within {given.timeout:.0f} s; does one run and "
+                "lead? (kubectl get deployment -A -l app.kubernetes.io/component=operator)",
+            )
+    except NotAllowed as error:
+        sys.stderr.write(f"rose explain: you may not ask ({error}); this is what the status says\n")
+        return None
+    return found[0]
+
+
+@contextmanager
+def _asking(cluster: Cluster, given: argparse.Namespace, request: str) -> Iterator[None]:
+    kind = KINDS[given.kind]
+    cluster.patch(kind, given.name, _annotation(request))
+    try:
+        yield
+    finally:
+        cluster.patch(kind, given.name, _annotation(None))
+
+
+def _annotation(request: str | None) -> dict[str, object]:
+    return {"metadata": {"annotations": {EXPLAIN_ANNOTATION: request}}}
+
+
+def _text(
+    given: argparse.Namespace, thing: RolloutLease | ServingPool, answer: Explanation | None
+) -> str:
+    parts = [f"{given.kind} {thing.metadata.key}\n"]
+    if answer is not None:
+        parts.append(f"{answer.summary}\n")
+    parts.append(f"\n{table(_conditions(thing))}")
+    if answer is not None:
+        parts.append(_verdicts(answer, given.reason))
+    return "".join(parts)
+
+
+def _conditions(thing: RolloutLease | ServingPool) -> list[Row]:
+    return [
+        {"condition": one.type, "status": one.status, "reason": one.reason, "message": one.message}
+        for one in thing.status.conditions
+    ]
+
+
+def _verdicts(answer: Explanation, only: str | None) -> str:
+    counts = Counter(one.reason for one in answer.verdicts)
+    ranked = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
+    head = ", ".join(f"{count} {reason}" for reason, count in ranked) or "none"
+    rows: list[Row] = [
+        {"replica": one.replica, "reason": one.reason, "why": one.message}
+        for one in answer.verdicts
+        if only in {None, one.reason}
+    ]
+    omitted = f"{answer.omitted} more replicas are not listed\n" if answer.omitted else ""
+    return f"\n{len(answer.verdicts)} replicas: {head}\n{table(rows)}{omitted}"

@@ -1,0 +1,59 @@
+"""Rows -> text for people, JSON or CSV for programs."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+
+Row = Mapping[str, object]
+
+
+def output_flag(parser: argparse.ArgumentParser) -> None:
+    """``-o``."""
+    parser.add_argument("-o", "--output", choices=["table", "json", "csv"], default="table")
+
+
+def shown(rows: Sequence[Row], how: str) -> str:
+    """Rows as a table, JSON or CSV."""
+    if how == "json":
+        return json.dumps([dict(row) for row in rows], indent=2) + "\n"
+    return _csv(rows) if how == "csv" else table(rows)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Columns as wide as their widest cell; numbers to the right."""
+    if not rows:
+        return "(none)\n"
+    names = list(rows[0])
+    cells = [[name.upper() for name in names]]
+    cells += [[_text(row[name]) for name in names] for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+    right = [all(isinstance(row[name], int | float) for row in rows) for name in names]
+    return "".join(_line(line, widths, right) for line in cells)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
+    padded = [
+        cell.rjust(width) if to_right else cell.ljust(width)
+        for cell, width, to_right in zip(cells, widths, right, strict=True)
+    ]
+    return "  ".join(padded).rstrip() + "\n"
+
+
+def _text(value: object) -> str:
+    if value is None or value == "":
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _csv(rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()

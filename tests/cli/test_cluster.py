@@ -1,0 +1,223 @@
+"""The verbs for people on a real API server; the operator's part is played where it is asked."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from lightkube import Client, KubeConfig
+from lightkube.generic_resource import create_namespaced_resource
+from lightkube.types import PatchType
+
+from rose_cli import main as cli
+from rose_core.api import EXPLAIN_ANNOTATION, RESUME_ANNOTATION, STOP_ANNOTATION
+from rose_dev.control_plane import ControlPlane
+from tests.api.installed import install
+from tests.api.objects import LEASE, POOL, SLOT, changed
+
+LEASES = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "RolloutLease", "rolloutleases")
+POOLS = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "ServingPool", "servingpools")
+SLOTS = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "RolloutSlot", "rolloutslots")
+NOWHERE = """\
+apiVersion: v1
+kind: Config
+current-context: x
+contexts: [{name: x, context: {cluster: c, user: u}}]
+clusters: [{name: c, cluster: {server: "http://127.0.0.1:9"}}]
+users: [{name: u, user: {}}]
+"""
+
+
+class Town:
+    """A namespace with a lending pool and a lease."""
+
+    def __init__(self, plane: ControlPlane, client: Client) -> None:
+        self.plane, self.client = plane, client
+        self.namespace = f"cli-{uuid4().hex[:8]}"
+        plane.kubectl("create", "namespace", self.namespace)
+        place = {"metadata.namespace": self.namespace}
+        lends = {"spec.mode": "Lend", "spec.slo": {"ttftMilliseconds": 500}}
+        client.create(POOLS.from_dict(changed(POOL, place | lends)))
+        borrows = {"spec.poolRef.namespace": self.namespace}
+        client.create(LEASES.from_dict(changed(LEASE, place | borrows)))
+
+    def rose(self, *words: str) -> int:
+        config = [f"--kubeconfig={self.plane.kubeconfig}"]
+        place = [] if words[0] == "drain" else [f"--namespace={self.namespace}"]
+        return cli.main([*words, *config, *place])
+
+    def pool(self) -> dict[str, Any]:
+        return dict(self.client.get(POOLS, "chat", namespace=self.namespace))
+
+    def lease(self) -> dict[str, Any]:
+        return dict(self.client.get(LEASES, "grpo", namespace=self.namespace))
+
+    def slot(self, node: str) -> None:
+        member = SLOT["spec"]["members"][0] | {"node": node}
+        place = {"metadata.namespace": self.namespace, "spec.members": [member]}
+        pool = {"spec.poolRef.namespace": self.namespace}
+        self.client.create(SLOTS.from_dict(changed(SLOT, place | pool)))
+
+    def give_back(self) -> None:
+        self.client.delete(SLOTS, SLOT["metadata"]["name"], namespace=self.namespace)
+
+
+@pytest.fixture
+def town(control_plane: ControlPlane) -> Iterator[Town]:
+    install(control_plane)
+    config = KubeConfig.from_file(str(control_plane.kubeconfig)).get()
+    client = Client(config=config, trust_env=False)
+    yield Town(control_plane, client)
+    client._client._client.close()
+
+
+@pytest.mark.cluster
+def test_status_top_and_report_tell_what_there_is(
+    town: Town, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert town.rose("status") == 1  # nothing is Ready without an operator
+    text, error = capsys.readouterr()
+    assert error == ""
+    assert f"{town.namespace}/chat" in text
+    assert "no slots" in text
+    assert town.rose("status", "-o", "json") == 1
+    assert json.loads(capsys.readouterr().out)["leases"][0]["wanted"] == 1
+    assert town.rose("top") == 0
+    assert f"{town.namespace}/grpo" in capsys.readouterr().out
+    assert town.rose("top", "nodes", "-o", "csv") == 0
+    capsys.readouterr()
+    assert town.rose("report", "--by", "namespace", "-o", "json") == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["namespace"], row["leases"]) == (town.namespace, 1)
+
+
+@pytest.mark.cluster
+def test_explain_asks_waits_for_the_answer_and_takes_the_question_back(
+    town: Town, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer() -> None:
+        while True:
+            asked = (town.lease()["metadata"].get("annotations") or {}).get(EXPLAIN_ANNOTATION)
+            if asked:
+                break
+            time.sleep(0.05)
+        explanation = {
+            "request": asked,
+            "time": "2027-01-15T08:00:00Z",
+            "summary": "NoReplicaQualifies: 0 of 1 slots",
+            "verdicts": [{"replica": "s/a", "reason": "Settling", "message": "needs 4 s"}],
+            "omitted": 2,
+        }
+        status = {"status": {"explanation": explanation}}
+        town.client.patch(
+            LEASES.Status, "grpo", status, namespace=town.namespace, patch_type=PatchType.MERGE
+        )
+
+    operator = threading.Thread(target=answer)
+    operator.start()
+    assert town.rose("explain", "lease", "grpo") == 0
+    operator.join(30)
+    text = capsys.readouterr().out
+    assert "NoReplicaQualifies: 0 of 1 slots" in text
+    assert "Settling  needs 4 s" in text
+    assert "2 more replicas are not listed" in text
+    assert EXPLAIN_ANNOTATION not in (town.lease()["metadata"].get("annotations") or {})
+
+
+@pytest.mark.cluster
+def test_explain_says_when_nobody_answers(town: Town, capsys: pytest.CaptureFixture[str]) -> None:
+    assert town.rose("explain", "pool", "chat", "--timeout", "0.5") == 1
+    assert "the operator has not answered within" in capsys.readouterr().err
+    assert EXPLAIN_ANNOTATION not in (town.pool()["metadata"].get("annotations") or {})
+
+
+@pytest.mark.cluster
+def test_pause_waits_for_the_gpus_and_resume_goes_back_to_the_mode_before(
+    town: Town, capsys: pytest.CaptureFixture[str]
+) -> None:
+    town.slot("n0")
+    assert town.rose("pause", "chat", "--timeout", "0.5") == 1
+    assert "slots are left" in capsys.readouterr().err
+    assert town.pool()["spec"]["mode"] == "Paused"
+    town.give_back()
+    assert town.rose("pause", "--all") == 0
+    assert "nothing is lent any more" in capsys.readouterr().out
+    assert town.rose("resume", "chat") == 0
+    assert town.pool()["spec"]["mode"] == "Lend"
+    assert RESUME_ANNOTATION not in (town.pool()["metadata"].get("annotations") or {})
+
+
+@pytest.mark.cluster
+def test_resume_does_not_guess_a_mode(town: Town, capsys: pytest.CaptureFixture[str]) -> None:
+    paused = {"spec": {"mode": "Paused"}}
+    town.client.patch(POOLS, "chat", paused, namespace=town.namespace, patch_type=PatchType.MERGE)
+    assert town.rose("resume", "chat") == 1
+    assert "was not paused by `rose pause`" in capsys.readouterr().err
+
+
+@pytest.mark.cluster
+def test_drain_presses_the_stop_button_of_the_nodes_serving_pods_alone(
+    town: Town, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = f"node-{town.namespace}"
+    for name, app in (("serves", "chat"), ("other", "db")):
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "namespace": town.namespace, "labels": {"app": app}},
+            "spec": {"nodeName": node, "containers": [{"name": "c", "image": "i"}]},
+        }
+        town.plane.kubectl("create", "--filename=-", stdin=json.dumps(pod))
+
+    def annotations(name: str) -> dict[str, str]:
+        place = f"--namespace={town.namespace}"
+        raw = json.loads(town.plane.kubectl("get", "pod", name, place, "--output=json"))
+        return dict(raw["metadata"].get("annotations") or {})
+
+    assert town.rose("drain", node) == 0
+    assert f"no slot is left on {node}" in capsys.readouterr().out
+    assert annotations("serves")[STOP_ANNOTATION] == "true"
+    assert STOP_ANNOTATION not in annotations("other")
+    assert town.rose("drain", node, "--undo") == 0
+    assert STOP_ANNOTATION not in annotations("serves")
+
+
+@pytest.mark.cluster
+def test_an_object_that_is_not_there_is_named(
+    town: Town, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert town.rose("explain", "lease", "nobody") == 1
+    assert '"nobody" not found' in capsys.readouterr().err
+
+
+@pytest.mark.cluster
+def test_who_may_not_is_told_what_is_missing(
+    town: Town, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    anonymous = tmp_path / "config"
+    text = NOWHERE.replace("http://127.0.0.1:9", town.plane.server)
+    insecure = "insecure-skip-tls-verify: true, server:"
+    anonymous.write_text(text.replace("server:", insecure))
+    place = [f"--kubeconfig={anonymous}", f"--namespace={town.namespace}"]
+    assert cli.main(["status", *place]) == 1
+    error = capsys.readouterr().err
+    assert "cannot list resource" in error
+    assert "rose-KIND-viewer" in error
+
+
+def test_an_absent_cluster_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config"
+    config.write_text(NOWHERE)
+    assert cli.main(["status", f"--kubeconfig={config}"]) == 1
+    error = capsys.readouterr().err
+    assert "the API server http://127.0.0.1:9 cannot be reached" in error
+    assert cli.main(["status", f"--kubeconfig={tmp_path / 'none'}"]) == 1
+    assert "set KUBECONFIG" in capsys.readouterr().err
+    assert cli.main(["status", f"--kubeconfig={config}", "--context=y"]) == 1
+    assert "Context 'y' not found" in capsys.readouterr().err

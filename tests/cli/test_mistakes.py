@@ -1,0 +1,87 @@
+"""What people get wrong is told in a line: what, where, what to do; never a traceback."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rose_cli import main as cli
+
+MISTAKES = {
+    "a kubeconfig that is no YAML": (
+        "status --kubeconfig {broken}",
+        "{broken} is no kubeconfig",
+    ),
+    "a kubeconfig that is a word": ("top --kubeconfig {word}", "set KUBECONFIG, or give"),
+    "a token that is not there": (
+        "agent --node n --rundir {new} --devices static --token-file {none}",
+        "--token-file {none}: No such file",
+    ),
+    "a level that is none": ("agent --node n --log-level loud", "choose from 'DEBUG'"),
+    "a port that is none": ("agent --node n --http-port 99999", "'99999' is no port"),
+    "a run directory nobody can make": ("tap --rundir /proc/none", "--rundir /proc/none"),
+    "a tap's level": ("tap --log-level loud", "choose from 'DEBUG'"),
+    "nothing to resume": ("agent resume --rundir {none}", "no guard runs in {none}"),
+    "a sync's token": (
+        "weight-sync --rundir {new} --token-file={none}",
+        "--token-file {none}: No such file",
+    ),
+    "a store's token": (
+        "weights serve --root {new} --address 127.0.0.1:0 --token-file {none}",
+        "--token-file {none}: No such file",
+    ),
+    "a relay's port": ("weights relay --upstream a:1 --root {new} --http-port 99999", "is no port"),
+    "a host's level": ("engine-host --models {new} --log-level loud", "choose from 'DEBUG'"),
+    "a lease without a namespace": ("router --lease grpo", "expected NAMESPACE/NAME"),
+    "an address without a port": (
+        "router --lease a/b --http-address here",
+        "'here' is no address to listen on; expected HOST:PORT",
+    ),
+    "a certificate that is not there": (
+        "router --lease a/b --tls-dir {none}",
+        "--tls-dir {none}/tls.key: No such file",
+    ),
+    "a stores file that is not there": (
+        "operator --router-image i --token-file {word} --stores-file {none}",
+        "{none}: No such file",
+    ),
+}
+
+
+@pytest.fixture
+def places(short_dir: Path) -> Iterator[dict[str, Path]]:
+    made = {name: short_dir / name for name in ("broken", "word", "new", "none")}
+    made["broken"].write_text("a: [")
+    made["word"].write_text("hello")
+    yield made
+    logging.getLogger().handlers.clear()
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_told_in_a_line(
+    case: str,
+    places: dict[str, Path],
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    words, wanted = (text.format(**places) for text in MISTAKES[case])
+    try:
+        code = cli.main(words.split())
+    except SystemExit as stop:  # argparse's own
+        code = int(stop.code or 0)
+    said = capfd.readouterr().err + caplog.text
+    assert code in {1, 2}
+    assert wanted in said
+    assert "Traceback" not in said
+
+
+def test_an_interruption_ends_it_quietly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verb(_argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_load", lambda _name, _verb: verb)
+    assert cli.main(["status"]) == 130
+    assert capsys.readouterr().err == ""
