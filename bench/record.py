@@ -23,7 +23,8 @@ class Figure(msgspec.Struct, frozen=True):
     Attributes:
         name: what was measured, unique inside the benchmark.
         aim: for example ``<= 1.4``; empty when none was set.
-        met: None without an aim.
+        met: None without an aim, and where the interval lies on both sides of it.
+        low, high: interval of the value, where one was computed.
     """
 
     name: str
@@ -31,6 +32,8 @@ class Figure(msgspec.Struct, frozen=True):
     unit: str
     aim: str = ""
     met: bool | None = None
+    low: float | None = None
+    high: float | None = None
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -64,13 +67,25 @@ def figure(
     *,
     at_most: float | None = None,
     at_least: float | None = None,
+    interval: tuple[float, float] | None = None,
 ) -> Figure:
-    """A figure, with its aim when there is one."""
+    """A figure, with its aim and its interval when there are such.
+
+    An aim counts as met or missed only when the whole interval says so.
+    """
+    low, high = interval or (value, value)
+    ends = interval or (None, None)
     if at_most is not None:
-        return Figure(name, value, unit, f"<= {at_most:g}", value <= at_most)
+        met = _agreed(low <= at_most, high <= at_most)
+        return Figure(name, value, unit, f"<= {at_most:g}", met, *ends)
     if at_least is not None:
-        return Figure(name, value, unit, f">= {at_least:g}", value >= at_least)
-    return Figure(name, value, unit)
+        met = _agreed(low >= at_least, high >= at_least)
+        return Figure(name, value, unit, f">= {at_least:g}", met, *ends)
+    return Figure(name, value, unit, "", None, *ends)
+
+
+def _agreed(one: bool, other: bool) -> bool | None:
+    return one if one == other else None
 
 
 def machine() -> Machine:
@@ -90,8 +105,14 @@ def table(figures: Sequence[Figure]) -> str:
     width = max((len(one.name) for one in figures), default=0)
     lines = []
     for one in figures:
-        verdict = "" if one.met is None else ("met" if one.met else "NOT MET")
-        line = f"{one.name:<{width}}  {one.value:>12.4g} {one.unit:<14} {one.aim:<10} {verdict}"
+        verdict = "undecided" if one.aim else ""
+        if one.met is not None:
+            verdict = "met" if one.met else "NOT MET"
+        interval = f"[{one.low:.4g}, {one.high:.4g}]" if one.low is not None else ""
+        line = (
+            f"{one.name:<{width}}  {one.value:>10.4g} {interval:<18} {one.unit:<12} "
+            f"{one.aim:<8} {verdict}"
+        )
         lines.append(line.rstrip())
     return "\n".join(lines)
 

@@ -1,7 +1,8 @@
-"""Serving beside rollouts: alone, unguarded, polled gate, ours; interleaved on one pair of engines.
+"""Serving beside rollouts, under six conditions, on one pair of real engines pinned to one core.
 
-Two real SGLang engines pinned to one core stand in for two processes on one GPU. That proves the
-control path (signal, decision, stop), not GPU interference.
+Per round and load every condition meets the same arrivals, in an order that a seed draws; ratios
+compare request by request with serving alone. Two engines on one core stand in for two processes
+on one GPU: that proves the control path (signal, decision, stop), not GPU interference.
 """
 
 from __future__ import annotations
@@ -10,153 +11,198 @@ import argparse
 import asyncio
 import contextlib
 import json
-import statistics
+import random
+import signal
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from bench.guard.load import Measured, roll_out, schedule, serve
-from bench.guard.node import Bench, running
-from bench.record import FOLDER, Figure, figure, record
+from bench.guard.analysis import Window
+from bench.guard.load import LOADS, Load
+from bench.guard.node import running
+from bench.guard.picture import picture
+from bench.guard.report import MANY, MANY_AT_TAIL, Results, figures, table
+from bench.guard.rollouts import Rollouts
+from bench.guard.serving import SERVING, Serving
+from bench.guard.windows import CONDITIONS, GUARDED, SHARES, Goal, Runner, Solo
+from bench.record import FOLDER, record
 from rose_core.guard.crossover import quantile
-from rose_core.wire.sync import SignalSource
 
-CONDITIONS = ("alone", "unguarded", "polled", "ours")
-ROLLOUT_STREAMS = 4
+_PROBE_SECONDS = 2.5
 
 
-async def under(bench: Bench, condition: str, seconds: float, keep: float) -> Measured:
-    """One condition for ``seconds`` of the trace."""
-    measured = Measured()
-    url = await bench.rollouts_ready()
-    async with contextlib.AsyncExitStack() as stack:
-        if condition in {"alone", "unguarded"}:
-            await bench.end("agent")
-            if condition == "unguarded":
-                await stack.enter_async_context(bench.unguarded())
-        else:
-            wanted = (SignalSource.LOADS,) if condition == "polled" else tuple(SignalSource)
-            bench.signals = wanted
-            await asyncio.sleep(2.0)
-            await bench.settled()
-        rollouts = None
-        if condition != "alone":
-            rollouts = asyncio.create_task(roll_out(url, ROLLOUT_STREAMS, measured))
-            await asyncio.sleep(1.0)
-            measured.rollout_stamps.clear()
-        await serve(bench.serving_url, schedule(seconds, keep), seconds, measured)
-        if rollouts is not None:
-            rollouts.cancel()
-    if "agent" not in bench.processes:
-        await bench.start_agent()
-        await bench.settled()
-    return measured
+@dataclass(frozen=True)
+class Plan:
+    """What is run.
 
-
-async def latencies(bench: Bench, measured: Measured) -> dict[str, list[float]]:
-    """From arrivals, in milliseconds.
-
-    To the closed permit and to the host's word that every thread stands still from the flight
-    recorder; to the last rollout token from the rollout client's own clock, which is the same.
+    Attributes:
+        seconds: measured seconds of a window.
+        oracle: also search the best fixed share on steady loads.
     """
-    entries = (await bench.page("trace"))["entries"]
-    found: dict[str, list[float]] = {
-        what: [entry["after_ns"] / 1e6 for entry in entries if entry["what"] == what]
-        for what in ("closed", "stopped")
-    }
-    opened = [e["t"] / 1e9 for e in entries if e["what"] == "order" and e["order"] == "LET_GO"]
-    found["token"] = []
-    for arrival in (e["arrival"] / 1e9 for e in entries if e["what"] == "closed"):
-        until = next((moment for moment in opened if moment > arrival), arrival + 1.0)
-        late = [stamp for stamp in measured.rollout_stamps if arrival <= stamp < until]
-        found["token"].append(1e3 * (late[-1] - arrival) if late else 0.0)
-    return found
 
+    model: str
+    seconds: float
+    rounds: int
+    loads: tuple[Load, ...]
+    conditions: tuple[str, ...]
+    seed: int
+    oracle: bool
+    serving: Serving = SERVING["sglang"]
 
-def figures(results: dict[str, Measured], seconds: float) -> list[Figure]:
-    """The table's rows."""
-    rows = []
-    for name, measured in results.items():
-        rows += [
-            figure(f"{name}: TTFT p50", 1e3 * quantile(measured.ttft_s, 0.5), "ms"),
-            figure(f"{name}: TTFT p90", 1e3 * quantile(measured.ttft_s, 0.9), "ms"),
-            figure(f"{name}: TPOT p50", 1e3 * quantile(measured.tpot_s, 0.5), "ms"),
-            figure(f"{name}: TPOT p90", 1e3 * quantile(measured.tpot_s, 0.9), "ms"),
-            figure(f"{name}: rollout tokens", len(measured.rollout_stamps) / seconds, "tokens/s"),
+    def order(self, load: Load, number: int) -> list[str]:
+        """Conditions of one round: those with guard and tap together, everything else drawn.
+
+        Guard and tap are started and ended between the two groups, so that nothing of them runs
+        beside the others.
+        """
+        draw = random.Random(f"{self.seed} {load.name} {number}")
+        chosen = list(self.conditions)
+        if load.steady and self.oracle and not number:
+            chosen += [share for share in SHARES if share not in chosen]
+        groups = [
+            [c for c in chosen if c in GUARDED],
+            [c for c in chosen if c not in GUARDED],
         ]
-    if {"alone", "ours"} <= set(results):
-        for q in (0.5, 0.9):
-            ratio = quantile(results["ours"].ttft_s, q) / quantile(results["alone"].ttft_s, q)
-            rows.append(figure(f"ours / alone: TTFT p{q * 100:g}", ratio, "ratio", at_most=1.05))
-    return rows
+        for group in groups:
+            draw.shuffle(group)
+        draw.shuffle(groups)
+        return [condition for group in groups for condition in group]
 
 
-def stop_figures(found: dict[str, list[float]]) -> list[Figure]:
-    """Distribution of the guard's reaction."""
-    rows = []
-    texts = {
-        "closed": "permit closed",
-        "token": "last rollout token",
-        "stopped": "every thread stands still",
-    }
-    for what, text in texts.items():
-        values = found[what]
-        if values:
-            at_most = (5.0, 25.0) if what == "token" else (None, None)
-            rows += [
-                figure(
-                    f"arrival to {text}, p50", statistics.median(values), "ms", at_most=at_most[0]
-                ),
-                figure(f"arrival to {text}, p99", quantile(values, 0.99), "ms", at_most=at_most[1]),
-                figure(f"arrival to {text}, samples", len(values), "count"),
-            ]
-    return rows
+def goal_of(window: Window) -> Goal | None:
+    """The SLO that twice the solo latency makes; None when the window had no request."""
+    ttft, tpot = window.values("TTFT"), window.values("TPOT")
+    return Goal(2 * quantile(ttft, 0.99), 2 * quantile(tpot, 0.99)) if ttft and tpot else None
 
 
-async def keep_trace(bench: Bench, target: Path) -> None:
+async def measure(plan: Plan) -> Results:
+    """Probe, warm up, then every round."""
+    with tempfile.TemporaryDirectory(prefix="rose") as folder:
+        async with running(Path(folder), plan.model, plan.serving) as bench:
+            rollouts = Rollouts(await bench.rollouts_ready())
+            task = asyncio.create_task(rollouts.run())
+            try:
+                return await _rounds(Runner(bench, rollouts), plan)
+            finally:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+
+async def _rounds(runner: Runner, plan: Plan) -> Results:
+    await runner.bench.guarded(up=False)
+    solo = await runner.solo(_PROBE_SECONDS)
+    goals, windows = await _warm_up(runner, plan, solo), []
+    for number in range(plan.rounds):
+        for load in plan.loads:
+            for condition in plan.order(load, number):
+                goal = goals.get(load.name)
+                window = await runner.window(
+                    load, condition, number, seconds=plan.seconds, solo=solo, goal=goal
+                )
+                windows.append(window)
+                _say(f"round {number + 1} {load.name} {condition}: {len(window.measured)} requests")
+                if condition == "ours":
+                    await keep_trace(runner, FOLDER / "guard-trace.json")
+    return Results(windows, goals, solo)
+
+
+async def _warm_up(runner: Runner, plan: Plan, solo: Solo) -> dict[str, Goal]:
+    """Every load once, served alone and not counted; its latencies make the SLO."""
+    goals = {}
+    for load in plan.loads:
+        window = await runner.window(
+            load, "alone", plan.rounds, seconds=plan.seconds, solo=solo, goal=None
+        )
+        goal = goal_of(window)
+        if goal is not None:
+            goals[load.name] = goal
+    _say(f"rollouts alone {solo.rollout_rate:.0f} tokens/s, saturated {solo.serving_rate:.0f}")
+    return goals
+
+
+async def keep_trace(runner: Runner, target: Path) -> None:
     """Leave the flight recorder's content beside the report, for a look in Perfetto."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    dump = await bench.page("trace?perfetto")
+    dump = await runner.bench.page("trace?perfetto")
     await asyncio.to_thread(target.write_text, json.dumps(dump))
 
 
-async def measure(model: str, seconds: float, keep: float, conditions: list[str]) -> None:
-    """Run the conditions and write the report."""
-    results: dict[str, Measured] = {}
-    found: dict[str, list[float]] = {"closed": [], "token": [], "stopped": []}
-    with tempfile.TemporaryDirectory(prefix="rose") as folder:
-        async with running(Path(folder), model) as bench:
-            await bench.rollouts_ready()
-            for condition in conditions:
-                results[condition] = await under(bench, condition, seconds, keep)
-                sys.stdout.write(f"{condition}: {len(results[condition].ttft_s)} requests\n")
-                sys.stdout.flush()
-                if condition == "ours":
-                    found = await latencies(bench, results[condition])
-                    await keep_trace(bench, FOLDER / "guard-trace.json")
-    requests = len(schedule(seconds, keep))
-    record(
-        "guard",
-        [*figures(results, seconds), *stop_figures(found)],
-        notes=[
-            "two real SGLang engines on one CPU core: the control path, not GPU interference",
-            f"{requests} requests per condition, {seconds:g} s of azure2023_conv, one round",
-            "p90 of so few requests is coarse; compare conditions, not decimals",
-            "threads stand still only when they get the shared core; they compute nothing before",
-        ],
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The knobs."""
+    parser = argparse.ArgumentParser(prog="bench.guard", description=__doc__)
+    add = parser.add_argument
+    add("--model", default="mid")
+    add("--serving", choices=list(SERVING), default="sglang", help="the engine that serves")
+    add("--seconds", type=float, default=8.0, help="measured seconds of a window, at most 60")
+    add("--rounds", type=int, default=2)
+    add("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
+    add("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
+    add("--seed", type=int, default=7, help="of the order of conditions")
+    add("--no-oracle", action="store_true", help="no search for the best fixed share")
+    add("--quick", action="store_true", help="one round of two loads, alone and ours")
+    return parser
+
+
+def planned(argv: Sequence[str] | None) -> Plan:
+    """The plan that the arguments ask for."""
+    options = arguments().parse_args(argv)
+    if options.quick:
+        loads, conditions, rounds = ["conv", "steady-40"], ["alone", "ours"], 1
+    else:
+        loads, conditions, rounds = options.loads, options.conditions, options.rounds
+    return Plan(
+        options.model,
+        min(60.0, options.seconds),
+        rounds,
+        tuple(LOADS[name] for name in loads),
+        tuple(conditions),
+        options.seed,
+        not (options.no_oracle or options.quick),
+        SERVING[options.serving],
     )
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(prog="bench.guard", description=__doc__)
-    parser.add_argument("--model", default="mid")
-    parser.add_argument("--seconds", type=float, default=40.0, help="per condition, at most 120")
-    parser.add_argument("--keep", type=float, default=0.16, help="share of the trace's requests")
-    parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
-    options = parser.parse_args(argv)
-    asyncio.run(measure(options.model, options.seconds, options.keep, options.conditions))
+    # An end from outside must end the engines too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    plan = planned(argv)
+    missing = plan.serving.missing()
+    if missing:
+        _say(f"bench.guard: skipped, {missing}")
+        return 0
+    results = asyncio.run(measure(plan))
+    _say("\n" + table(results))
+    name = "guard" if plan.serving.name == "sglang" else f"guard-{plan.serving.name}"
+    record(name, figures(results), notes=notes(plan))
+    (FOLDER / f"{name}.svg").write_text(picture(results))
+    (FOLDER / f"{name}.txt").write_text(table(results))
+    _say(f"written to {FOLDER}/{name}.svg, {name}.txt, guard-trace.json")
     return 0
+
+
+def notes(plan: Plan) -> list[str]:
+    """What a reader of the figures must know."""
+    return [
+        "two real engines on one CPU core: the control path, not GPU interference",
+        f"serving engine {plan.serving.engine} {plan.serving.version}, rollouts on SGLang",
+        f"{plan.rounds} rounds of {plan.seconds:g} s per load and condition, the same arrivals in "
+        f"each, order drawn with seed {plan.seed}; ratios are paired, intervals 95 % (bootstrap)",
+        f"a ratio decides from {MANY} pairs on, at the 99th percentile from {MANY_AT_TAIL} on",
+        "alone, unguarded, static duty and rose-paper run without guard and tap on the node",
+        "harvest of idle time: rollout tokens / (their solo rate x time without a request, alone)",
+        "SLO of steady loads: twice the 99th percentile of serving alone; best fixed share: the "
+        "largest of 50, 75, 100 % that added no violation on the same arrivals",
+        "threads stand still only when they get the shared core; they compute nothing before",
+    ]
 
 
 if __name__ == "__main__":

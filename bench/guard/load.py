@@ -1,9 +1,14 @@
-"""Serving load from a trace slice, rollout load without an end; both measure as clients."""
+"""Serving load: slices of traces, and a steady load that is never idle; measured as its client.
+
+Lengths are scaled to a small model: a twelfth of the trace's, prompt <= 350, output <= 50. The
+steady load keeps requests overlapping; its rate is a share of what the engine makes when it is
+saturated. Prompts are drawn anew for every window, so nothing is answered from a prefix cache.
+Next step: ``rollouts`` for the other engine's load, ``windows`` for both together.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import csv
 import random
 import time
@@ -12,102 +17,180 @@ from pathlib import Path
 
 import aiohttp
 
-TRACE = Path(__file__).parent.parent / "traces" / "azure2023_conv_120s.csv"
-_GREEDY = {"temperature": 0, "ignore_eos": True}
+from bench.guard.dialects import SGLANG, Dialect
+
+TRACES = Path(__file__).parent.parent / "traces"
+_TRACE_SECONDS = 120.0
+_SCALE = 12
+
+
+@dataclass(frozen=True)
+class Load:
+    """One kind of serving load.
+
+    Attributes:
+        trace: file of the trace; empty = steady.
+        keep: share of the trace's requests that is kept.
+        share: steady load as a share of the saturated rate.
+        lead_s: unmeasured seconds before, in which a steady load builds up.
+    """
+
+    name: str
+    trace: str = ""
+    keep: float = 0.0
+    share: float = 0.0
+    lead_s: float = 0.0
+
+    @property
+    def steady(self) -> bool:
+        """Never idle."""
+        return not self.trace
+
+
+LOADS = {
+    load.name: load
+    for load in (
+        Load("conv", trace="azure2023_conv_120s.csv", keep=0.32),
+        Load("code", trace="azure2023_code_120s.csv", keep=0.4),
+        Load("steady-40", share=0.4, lead_s=6.0),
+        Load("steady-60", share=0.6, lead_s=6.0),
+    )
+}
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request of the trace, scaled to a small model."""
+    """One request; ``at_s`` from the beginning of the measured window, negative in the lead."""
 
     at_s: float
     prompt: int
     output: int
 
 
+@dataclass(slots=True)
+class Answer:
+    """One request as its client saw it; seconds of the monotonic clock, 0 = not yet."""
+
+    arrival: Arrival
+    sent_s: float
+    first_s: float = 0.0
+    last_s: float = 0.0
+    ended_s: float = 0.0
+    tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """Sent to first token."""
+        return self.first_s - self.sent_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per token after the first."""
+        return (self.last_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else None
+
+
 @dataclass
-class Measured:
-    """What the clients saw."""
+class Served:
+    """The serving side of one window.
 
-    ttft_s: list[float] = field(default_factory=list)
-    tpot_s: list[float] = field(default_factory=list)
+    Attributes:
+        answers: every request, in the order of the schedule.
+        live: requests under way, for a gate that sees them as the client does.
+        began_s: when the measured window began.
+    """
+
+    answers: list[Answer] = field(default_factory=list)
+    live: dict[int, Answer] = field(default_factory=dict)
+    began_s: float = 0.0
     failed: int = 0
-    rollout_stamps: list[float] = field(default_factory=list)
 
 
-def schedule(seconds: float, keep: float, seed: int = 7) -> list[Arrival]:
-    """A thinned slice of the trace; lengths a sixth, prompt <= 700, output <= 100."""
-    draw = random.Random(seed)
-    with TRACE.open() as file:
+def schedule(load: Load, seconds: float, number: int, rate: float) -> list[Arrival]:
+    """The arrivals of a window; the same for every condition of round ``number``.
+
+    Args:
+        load: which load.
+        seconds: length of the measured window.
+        number: the round; a trace is followed from round to round, and begins anew at its end.
+        rate: tokens per second of the saturated engine, for steady loads.
+    """
+    draw = random.Random(f"{load.name} {number}")
+    if load.steady:
+        return _steady(load, seconds, rate, draw)
+    offset = (number * seconds) % max(1.0, _TRACE_SECONDS - seconds)
+    with (TRACES / load.trace).open() as file:
         rows = list(csv.DictReader(file))
     return [
         Arrival(
-            float(row["t_s"]),
-            min(700, max(4, int(row["in_tokens"]) // 6)),
-            min(100, max(2, int(row["out_tokens"]) // 6)),
+            float(row["t_s"]) - offset,
+            min(350, max(4, int(row["in_tokens"]) // _SCALE)),
+            min(50, max(2, int(row["out_tokens"]) // _SCALE)),
         )
         for row in rows
-        if float(row["t_s"]) < seconds and draw.random() < keep
+        if offset <= float(row["t_s"]) < offset + seconds and draw.random() < load.keep
     ]
 
 
-async def _events(
-    http: aiohttp.ClientSession, url: str, prompt: list[int], tokens: int
-) -> list[float]:
-    body = {
-        "input_ids": prompt,
-        "stream": True,
-        "sampling_params": {"max_new_tokens": tokens, **_GREEDY},
-    }
-    stamps: list[float] = []
-    async with http.post(f"{url}/generate", json=body) as answer:
-        answer.raise_for_status()
-        async for line in answer.content:
-            if line.startswith(b"data: {"):
-                stamps.append(time.monotonic())  # noqa: PERF401  # the moment counts
-    return stamps
+def _steady(load: Load, seconds: float, rate: float, draw: random.Random) -> list[Arrival]:
+    output = 80
+    gap = output / (load.share * rate)
+    arrivals, at = [], -load.lead_s
+    while at < seconds:
+        arrivals.append(Arrival(at, draw.randint(48, 80), draw.randint(output - 16, output + 16)))
+        at += gap * draw.uniform(0.6, 1.4)
+    return arrivals
 
 
-async def serve(url: str, arrivals: list[Arrival], seconds: float, measured: Measured) -> None:
+async def serve(
+    url: str,
+    arrivals: list[Arrival],
+    served: Served,
+    *,
+    seed: str,
+    seconds: float = 0.0,
+    lead_s: float = 0.0,
+    dialect: Dialect = SGLANG,
+) -> None:
     """Send the schedule; returns when ``seconds`` have passed and every answer has ended."""
-    began = time.monotonic()
-    draw = random.Random(1)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
+    draw = random.Random(seed)
+    began = served.began_s = time.monotonic() + lead_s
+    # Idle connections end before the engine closes them (5 s).
+    connector = aiohttp.TCPConnector(keepalive_timeout=2.0)
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
 
-        async def one(arrival: Arrival) -> None:
-            prompt = [draw.randrange(10, 200) for _ in range(arrival.prompt)]
+        async def one(number: int, arrival: Arrival, prompt: list[int]) -> None:
             await asyncio.sleep(max(0.0, began + arrival.at_s - time.monotonic()))
-            sent = time.monotonic()
+            answer = Answer(arrival, time.monotonic())
+            served.live[number] = answer
             try:
-                stamps = await _events(http, url, prompt, arrival.output)
-            except aiohttp.ClientError:
-                measured.failed += 1
+                await _ask(http, url, dialect, prompt, answer)
+            except (aiohttp.ClientError, TimeoutError):
+                served.failed += 1
                 return
-            measured.ttft_s.append(stamps[0] - sent)
-            if len(stamps) > 1:
-                measured.tpot_s.append((stamps[-1] - stamps[0]) / (len(stamps) - 1))
+            finally:
+                answer.ended_s = time.monotonic()
+                del served.live[number]
+            served.answers.append(answer)
 
-        await asyncio.gather(*(one(arrival) for arrival in arrivals))
+        prompts = [[draw.randrange(10, 200) for _ in range(a.prompt)] for a in arrivals]
+        await asyncio.gather(
+            *(one(n, a, p) for n, (a, p) in enumerate(zip(arrivals, prompts, strict=True)))
+        )
         await asyncio.sleep(max(0.0, began + seconds - time.monotonic()))
+    served.answers.sort(key=lambda answer: answer.arrival.at_s)
 
 
-async def roll_out(url: str, streams: int, measured: Measured) -> None:
-    """Keep ``streams`` long generations running until cancelled."""
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(timeout=timeout) as http:
-
-        async def one(number: int) -> None:
-            body = {
-                "input_ids": [10 + number] * 64,
-                "stream": True,
-                "sampling_params": {"max_new_tokens": 400, **_GREEDY},
-            }
-            while True:
-                with contextlib.suppress(aiohttp.ClientError):
-                    async with http.post(f"{url}/generate", json=body) as answer:
-                        async for line in answer.content:
-                            if line.startswith(b"data: {"):
-                                measured.rollout_stamps.append(time.monotonic())
-                await asyncio.sleep(0.05)
-
-        await asyncio.gather(*(one(n) for n in range(streams)))
+async def _ask(
+    http: aiohttp.ClientSession, url: str, dialect: Dialect, prompt: list[int], answer: Answer
+) -> None:
+    body = dialect.body(prompt, answer.arrival.output)
+    async with http.post(f"{url}{dialect.path}", json=body) as reply:
+        reply.raise_for_status()
+        async for line in reply.content:
+            tokens = dialect.count(line, answer.tokens)
+            if tokens:
+                answer.tokens, answer.last_s = tokens, time.monotonic()
+                answer.first_s = answer.first_s or answer.last_s
+    if not answer.first_s:
+        raise aiohttp.ClientPayloadError("the answer ended without a token")

@@ -1,4 +1,9 @@
-"""The processes of the benchmark: real engines pinned to one core, the guard on the others."""
+"""The processes of the benchmark: real engines pinned to one core, everything else on the others.
+
+On a GPU node guard, tap and engine host find a free core when a request arrives. Left to the
+scheduler they wait here behind the prefill that they are to protect, and so does the client that
+measures.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,6 @@ import contextlib
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -18,6 +22,7 @@ import aiohttp
 import psutil
 import yaml
 
+from bench.guard.serving import SERVING, Serving
 from rose_core.identity import GrantKey, SlotKey
 from rose_core.wire.host import HoldEngine, Holder
 from rose_core.wire.sync import (
@@ -34,13 +39,13 @@ from rose_dev.engine_testing import free_port
 from rose_dev.models import make_named
 from rose_engines.permit import Permit
 from rose_engines.rundir import EngineFile, RunDir, read_json
-from rose_engines.sglang.arguments import Launch, command, environment
 from rose_wire.rpc import Server, call, connect
 from rose_wire.services import HOLD, SYNC
 
 SLOT = SlotKey("bench-slot", 1)
 POOL = "bench/serving"
 ENGINE_CORE = 0
+SYNC_SECONDS = 2.0  # as an operator says by itself
 
 
 @dataclass
@@ -49,11 +54,14 @@ class Bench:
 
     Attributes:
         signals: sources the guard may use; the polled condition leaves out the tap.
+        goal_ms: the pool's SLO, TTFT and TPOT; 0 = none.
     """
 
     root: Path
     model: str
+    serving: Serving = SERVING["sglang"]
     signals: tuple[SignalSource, ...] = tuple(SignalSource)
+    goal_ms: tuple[int, int] = (0, 0)
     serving_url: str = ""
     operator_port: int = 0
     processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
@@ -80,8 +88,18 @@ class Bench:
             weights=WeightSource("127.0.0.1:1", "bench"),
             router="",
         )
-        policy = PoolPolicy(POOL, "Lend", {"x": "y"}, 1, allowed_signals=self.signals)
-        return SyncReply(1, True, (grant,), (policy,), sync_period_seconds=0.5)
+        ttft, tpot = self.goal_ms
+        policy = PoolPolicy(
+            POOL,
+            "Lend",
+            {"x": "y"},
+            1,
+            engine=self.serving.engine,
+            ttft_milliseconds=ttft,
+            tpot_milliseconds=tpot,
+            allowed_signals=self.signals,
+        )
+        return SyncReply(1, True, (grant,), (policy,), sync_period_seconds=SYNC_SECONDS)
 
     async def spawn(self, name: str, argv: list[str], env: dict[str, str] | None = None) -> None:
         """Start a process with its own log."""
@@ -98,15 +116,30 @@ class Bench:
     async def start_serving(self) -> None:
         """A stock engine without ROSE's plugin."""
         port = free_port()
-        launch = Launch(python=engine_python(), model=make_named(self.model), port=port)
-        spec = EngineSpec("sglang-cpu", "serving", kv_tokens=16384, max_running=16)
-        await self.spawn("serving", command(spec, launch), environment(launch, os.environ))
+        argv, environment = self.serving.start(make_named(self.model), port)
+        await self.spawn("serving", argv, environment)
         self.serving_url = f"http://127.0.0.1:{port}"
-        await answers(f"{self.serving_url}/ready")
+        await self._answering("serving", f"{self.serving_url}{self.serving.ready}")
         pin(self.processes["serving"].pid)
         entry = {"uid": "serving", "pool": POOL, "port": port, "interfaces": ["lo"]}
         entry["gpus"] = ["core-0"]
         (self.root / "replicas.yaml").write_text(yaml.safe_dump({"replicas": [entry]}))
+
+    async def _answering(self, name: str, url: str) -> None:
+        """Wait for HTTP 200 of a process.
+
+        Raises:
+            RuntimeError: it ended, or never answered; with the end of its log.
+        """
+        waiting = asyncio.create_task(answers(url))
+        ended = asyncio.create_task(self.processes[name].wait())
+        await asyncio.wait({waiting, ended}, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if waiting.done() and waiting.exception() is None:
+            return
+        waiting.cancel()
+        log = (self.root / f"{name}.log").read_text(errors="replace")[-2000:]
+        raise RuntimeError(f"{name} does not answer at {url}; its log ends:\n{log}")
 
     async def start_agent(self) -> None:
         """The guard."""
@@ -114,6 +147,7 @@ class Bench:
             "agent",
             "agent",
             *("--node", "bench", "--operator", f"127.0.0.1:{self.operator_port}"),
+            *("--http-host", "127.0.0.1"),
             *("--devices", "static", "--static-replicas", str(self.root / "replicas.yaml")),
         )
 
@@ -158,28 +192,45 @@ class Bench:
                     return
             await asyncio.sleep(0.2)
 
+    async def guarded(self, *, up: bool) -> None:
+        """Start or end tap and guard, so that what is measured without them is without them."""
+        if up == ("agent" in self.processes):
+            return
+        if up:
+            await self.rose("tap", "tap", "--http-host", "127.0.0.1")
+            await self.start_agent()
+            return
+        for name in ("agent", "tap"):
+            await self.end(name)
+
+    async def told(self, signals: tuple[SignalSource, ...], goal_ms: tuple[int, int]) -> None:
+        """Change the pool's policy; returns when the guard has heard of it and knows serving."""
+        changed = (signals, goal_ms) != (self.signals, self.goal_ms)
+        self.signals, self.goal_ms = signals, goal_ms
+        if changed:
+            await asyncio.sleep(2 * SYNC_SECONDS)
+        await self.settled()
+
     @contextlib.asynccontextmanager
-    async def unguarded(self) -> AsyncIterator[None]:
-        """Without a guard: the permit is held open whatever serving does."""
+    async def permit(self) -> AsyncIterator[Permit]:
+        """The engine's permit, for a gate of the benchmark's own; no guard may be running."""
         channel = connect(f"unix:{self.rundir.host_socket}")
-        ending = threading.Event()
         permit = Permit.attach(self.rundir.slot(SLOT.uid).permit)
-
-        def extend() -> None:
-            while not ending.wait(0.03):
-                permit.extend(time.monotonic_ns() + 2_000_000_000)
-
-        thread = threading.Thread(target=extend)
-        thread.start()
         try:
             await call(channel, HOLD, HoldEngine(SLOT, Holder.GUARD, hold=False), timeout=5)
-            yield
+            yield permit
         finally:
-            ending.set()
-            thread.join()
             permit.close_now()
             permit.detach()
             await channel.close()
+
+    def guard_processes(self) -> list[psutil.Process]:
+        """Guard and tap with their children."""
+        found: list[psutil.Process] = []
+        for name in ("agent", "tap"):
+            root = psutil.Process(self.processes[name].pid)
+            found += [root, *root.children(recursive=True)]
+        return found
 
 
 def pin(pid: int) -> None:
@@ -191,7 +242,15 @@ def pin(pid: int) -> None:
                 os.sched_setaffinity(thread.id, {ENGINE_CORE})
 
 
-async def answers(url: str, seconds: float = 240.0) -> None:
+def stand_aside() -> None:
+    """Keep this process, and what it starts, off the engines' core where there is another."""
+    others = set(range(os.cpu_count() or 1)) - {ENGINE_CORE}
+    if others:
+        for thread in psutil.Process().threads():
+            os.sched_setaffinity(thread.id, others)
+
+
+async def answers(url: str, seconds: float = 600.0) -> None:
     """Wait for HTTP 200.
 
     Raises:
@@ -209,23 +268,25 @@ async def answers(url: str, seconds: float = 240.0) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(root: Path, model: str) -> AsyncIterator[Bench]:
+async def running(
+    root: Path, model: str, serving: Serving = SERVING["sglang"]
+) -> AsyncIterator[Bench]:
     """Start everything; end everything."""
-    bench = Bench(root, model)
+    stand_aside()
+    bench = Bench(root, model, serving)
     server = Server()
     server.unary(SYNC, bench.sync)
     bench.operator_port = await server.start("127.0.0.1:0")
     bench.rundir.create()
     try:
         await bench.start_serving()
-        await bench.rose("tap", "tap", "--http-host", "127.0.0.1")
         await bench.rose(
             "host",
             "engine-host",
             *("--models", str(make_named(model).parent)),
             *("--engine-python", str(engine_python()), "--data-port", "0"),
         )
-        await bench.start_agent()
+        await bench.guarded(up=True)
         yield bench
     finally:
         host = bench.processes.get("host")

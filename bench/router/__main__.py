@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import resource
 import socket
 import subprocess
 import sys
@@ -16,7 +17,10 @@ import tempfile
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from bench.record import Figure, figure, record
 from bench.router.load import Result, quantile, turns
@@ -37,11 +41,30 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--streams", type=int, default=100, help="concurrent streams")
     parser.add_argument("--stream-tokens", type=int, default=40)
     parser.add_argument("--token-seconds", type=float, default=0.1)
+    parser.add_argument("--long-streams", type=int, default=1000, help="0 leaves this part out")
+    parser.add_argument("--long-tokens", type=int, default=20)
+    parser.add_argument("--long-token-seconds", type=float, default=1.0)
     parser.add_argument("--prompt", type=int, default=200, help="tokens of each prompt")
     parser.add_argument(
         "--sglang-router-python", default=sys.executable, help="Python that has sglang-router"
     )
     return parser
+
+
+@dataclass(frozen=True)
+class Route:
+    """A way to the engine: its URL, and the process in between (0 = none)."""
+
+    url: str
+    pid: int = 0
+
+    def cpu_seconds(self) -> float:
+        """Processor time that the process has used."""
+        return sum(psutil.Process(self.pid).cpu_times()[:2]) if self.pid else 0.0
+
+    def resident_bytes(self) -> int:
+        """Memory of the process."""
+        return int(psutil.Process(self.pid).memory_info().rss)
 
 
 def free_port() -> int:
@@ -91,8 +114,8 @@ async def _ready(url: str, seconds: float = 60) -> None:
 
 
 @asynccontextmanager
-async def rose(engine: str, cap: int) -> AsyncIterator[str]:
-    """ROSE's router with the stub attached; its URL."""
+async def rose(engine: str, cap: int) -> AsyncIterator[Route]:
+    """ROSE's router with the stub attached."""
     http, attach = free_port(), free_port()
     update = EngineUpdate(
         "stub", EngineKind.DEDICATED, LEASE, engine, gate_open=True, cap=cap, version=VERSION
@@ -108,7 +131,7 @@ async def rose(engine: str, cap: int) -> AsyncIterator[str]:
         command = [sys.executable, "-m", "rose_cli.main", "router", f"--lease={LEASE}"]
         command += [f"--http-address=127.0.0.1:{http}", f"--attach-address=127.0.0.1:{attach}"]
         command += [f"--token-file={token}", "--log-level=WARNING", "--drain-seconds=0"]
-        with process(*command):
+        with process(*command) as child:
             url = f"http://127.0.0.1:{http}"
             await _ready(f"{url}/health")
             channel = connect(f"127.0.0.1:{attach}")
@@ -121,7 +144,7 @@ async def rose(engine: str, cap: int) -> AsyncIterator[str]:
             attached = asyncio.create_task(stay())
             try:
                 await _ready(f"{url}/ready")
-                yield url
+                yield Route(url, child.pid)
             finally:
                 attached.cancel()
                 await asyncio.gather(attached, return_exceptions=True)
@@ -129,15 +152,15 @@ async def rose(engine: str, cap: int) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def sglang_router(python: str, engine: str) -> AsyncIterator[str]:
-    """sglang-router in front of the stub; its URL."""
+async def sglang_router(python: str, engine: str) -> AsyncIterator[Route]:
+    """sglang-router in front of the stub."""
     port, metrics = free_port(), free_port()
     command = [python, "-m", "sglang_router.launch_router", f"--worker-urls={engine}"]
     command += ["--policy=cache_aware", "--host=127.0.0.1", f"--port={port}"]
     command += [f"--prometheus-port={metrics}", "--log-level=warn"]
-    with process(*command):
+    with process(*command) as child:
         await _ready(f"http://127.0.0.1:{port}/readiness")
-        yield f"http://127.0.0.1:{port}"
+        yield Route(f"http://127.0.0.1:{port}", child.pid)
 
 
 def has_sglang_router(python: str) -> bool:
@@ -148,8 +171,10 @@ def has_sglang_router(python: str) -> bool:
     return subprocess.run([python, "-c", check], check=False).returncode == 0
 
 
-async def _routes(stack: AsyncExitStack, engine: str, given: argparse.Namespace) -> dict[str, str]:
-    routes = {"direct": engine}
+async def _routes(
+    stack: AsyncExitStack, engine: str, given: argparse.Namespace
+) -> dict[str, Route]:
+    routes = {"direct": Route(engine)}
     routes["rose"] = await stack.enter_async_context(rose(engine, cap=4096))
     if has_sglang_router(given.sglang_router_python):
         other = sglang_router(given.sglang_router_python, engine)
@@ -162,14 +187,56 @@ async def throughput(given: argparse.Namespace) -> list[Figure]:
     figures: list[Figure] = []
     async with AsyncExitStack() as stack:
         engine = stack.enter_context(stub(0))
-        for name, url in (await _routes(stack, engine, given)).items():
-            result = Result([], [], 1.0)
+        for name, route in (await _routes(stack, engine, given)).items():
+            result, burnt = Result([], [], 1.0), 0.0
             for count in (64, given.turns):  # the first run warms connections up
+                burnt = route.cpu_seconds()
                 result = await turns(
-                    url, count=count, at_once=32, tokens=8, prompt=given.prompt, stream=False
+                    route.url, count=count, at_once=32, tokens=8, prompt=given.prompt, stream=False
                 )
             figures.append(figure(f"turns per second, {name}", result.per_second, "1/s"))
+            if route.pid:
+                each = given.turns / max(route.cpu_seconds() - burnt, 0.01)
+                figures.append(figure(f"turns per second of CPU, {name}", each, "1/s"))
     return figures
+
+
+async def memory(given: argparse.Namespace) -> list[Figure]:
+    """Many slow streams at once: all must end whole; what each holds of the router's memory."""
+    count = given.long_streams
+    if not count:
+        return []
+    _allow_files(count * 2 + 256)
+    async with AsyncExitStack() as stack:
+        engine = stack.enter_context(stub(given.long_token_seconds))
+        router = await stack.enter_async_context(rose(engine, cap=count))
+        before = router.resident_bytes()
+        asked = asyncio.create_task(
+            turns(
+                router.url,
+                count=count,
+                at_once=count,
+                tokens=given.long_tokens,
+                prompt=given.prompt,
+                stream=True,
+                spread=given.long_token_seconds * given.long_tokens / 4,
+            )
+        )
+        highest = before
+        while not asked.done():
+            await asyncio.wait({asked}, timeout=0.25)
+            highest = max(highest, router.resident_bytes())
+        whole = len(asked.result().seconds)
+    return [
+        figure("long streams held, all whole", whole, ""),
+        figure("memory per long stream", (highest - before) / count / 1024, "KiB"),
+    ]
+
+
+def _allow_files(wanted: int) -> None:
+    """Sockets of callers and children; children inherit the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, wanted), hard), hard))
 
 
 async def latency(given: argparse.Namespace) -> list[Figure]:
@@ -178,9 +245,9 @@ async def latency(given: argparse.Namespace) -> list[Figure]:
     base: Result | None = None
     async with AsyncExitStack() as stack:
         engine = stack.enter_context(stub(given.token_seconds))
-        for name, url in (await _routes(stack, engine, given)).items():
+        for name, route in (await _routes(stack, engine, given)).items():
             result = await turns(
-                url,
+                route.url,
                 count=given.streams * 2,
                 at_once=given.streams,
                 tokens=given.stream_tokens,
@@ -207,8 +274,8 @@ def _against(name: str, result: Result, base: Result) -> list[Figure]:
 
 
 async def run(given: argparse.Namespace) -> list[Figure]:
-    """Both parts."""
-    return [*await throughput(given), *await latency(given)]
+    """All parts."""
+    return [*await throughput(given), *await latency(given), *await memory(given)]
 
 
 def main() -> int:

@@ -8,12 +8,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from rose_core.delta import Builder, Hop, Manifest, TensorSpec, compose, name_of, table
+from rose_core.delta import Builder, Codec, Hop, Manifest, TensorSpec, compose, name_of, table
 from rose_core.delta.bits import Bits, number_format
 from rose_core.delta.codec import encode_on_base, encode_tile, find_changes
 from rose_core.delta.digest import digest_run
 from rose_core.identity import WeightVersion
-from rose_weights.service import PIECE_BYTES
+from rose_weights.pieces import PIECE_BYTES
 
 _ResultT = TypeVar("_ResultT")
 
@@ -37,9 +37,14 @@ class Chain:
 
     def delta(self, base: Manifest, before: int, after: int) -> Manifest:
         """The delta between two states."""
-        builder = Builder(base.tensors, base, self.keep)
+        return self.forms(base, before, after)[0]
+
+    def forms(self, base: Manifest, before: int, after: int) -> tuple[Manifest, Manifest]:
+        """The delta as every receiver reads it, and with blocks coded on their base."""
+        builder = Builder(base.tensors, base, self.keep, on_base=True)
         builder.add(self.states[before], self.states[after])
-        return builder.finish(WeightVersion("bench", 1, after))
+        manifest = builder.finish(WeightVersion("bench", 1, after))
+        return manifest, builder.on_base(manifest) or manifest
 
     def merged(self) -> Manifest:
         """All deltas as one."""
@@ -54,7 +59,8 @@ class Chain:
         """Decode every block and stage absolute values against ``old``."""
         state = old.copy()
         for block in manifest.blocks:
-            changes = manifest.read(block, self.blocks[block.sha256])
+            base = manifest.tensors[block.tensor].tiling.cut(old, block.tile)
+            changes = manifest.read(block, self.blocks[block.sha256], base)
             where = manifest.positions(block, changes)
             state[where] = changes.resolve(state[where], KIND)
         return state
@@ -80,8 +86,8 @@ def best(work: Callable[[], _ResultT], repeats: int = 7) -> tuple[float, _Result
     return shortest, result
 
 
-def on_base(old: Bits, new: Bits, tile: int = 1 << 20) -> tuple[int, float]:
-    """Bytes of the blocks coded on their base (v2), and GB/s of model bytes to make them."""
+def on_base_speed(old: Bits, new: Bits, tile: int = 1 << 20) -> float:
+    """GB/s of model bytes to make blocks coded on their base (v2)."""
 
     def encode() -> int:
         size = 0
@@ -90,8 +96,24 @@ def on_base(old: Bits, new: Bits, tile: int = 1 << 20) -> tuple[int, float]:
             size += len(encode_on_base(before, find_changes(before, after, KIND), KIND))
         return size
 
-    seconds, size = best(encode, 3)
-    return size, old.nbytes / 1e9 / seconds
+    seconds, _ = best(encode, 3)
+    return old.nbytes / 1e9 / seconds
+
+
+def break_even(chain: Chain, steps: Manifest, on_base: Manifest, encode: float) -> float:
+    """Bytes/s of a link below which the second form arrives sooner, one core on either side.
+
+    Args:
+        chain: holds the blocks.
+        steps: the delta in its first form.
+        on_base: in its second form.
+        encode: GB/s of model bytes to make the second form; it is made besides the first.
+    """
+    saved = wire_bytes(steps) - wire_bytes(on_base)
+    encoding = chain.states[0].nbytes / 1e9 / encode
+    rates = [decode_rate(chain, form) for form in (steps, on_base)]
+    decoding = steps.changes / rates[1] - steps.changes / rates[0]
+    return saved / (encoding + decoding)
 
 
 class Speeds:
@@ -129,7 +151,11 @@ def decode_rate(chain: Chain, manifest: Manifest) -> float:
     def stage() -> int:
         count = 0
         for block in manifest.blocks:
-            changes = manifest.read(block, chain.blocks[block.sha256])
+            base = None
+            if block.codec == Codec.RICE:
+                cut = manifest.tensors[block.tensor].tiling
+                base = cut.cut(chain.states[0], block.tile)
+            changes = manifest.read(block, chain.blocks[block.sha256], base)
             where = manifest.positions(block, changes)
             count += len(changes.resolve(chain.states[0][where], KIND))
         return count

@@ -1,0 +1,208 @@
+"""Callers: in three dialects, streamed or not; some hang up, abort, or ask twice under one id."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from bench.fire.fleet import Lease
+from bench.fire.judge import Answer, complaints
+
+MANNERS = {"waits": 79, "hangs up": 7, "aborts": 6, "asks twice": 6, "asks otherwise": 2}
+PATHS = {"/generate": 6, "/v1/completions": 2, "/inference/v1/generate": 2}
+PROMPTS = 24
+MOST_TOKENS = 40
+
+
+@dataclass
+class Outcome:
+    """What all callers of a lease met.
+
+    Attributes:
+        begun: turns that the router must have counted, each once.
+        ended: by manner and finish.
+        wrong: complaints of the judge.
+    """
+
+    begun: int = 0
+    tokens: int = 0
+    moved: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+def prompt_of(number: int) -> list[int]:
+    """One of a few prompts, so that real engines' answers can be known beforehand."""
+    return [5 + number % PROMPTS, 17, 42, 99 - number % PROMPTS, 7]
+
+
+class Callers:
+    """All callers of one lease.
+
+    Args:
+        chance: seeded.
+        at_once: how many ask at the same time.
+    """
+
+    def __init__(self, lease: Lease, chance: random.Random, at_once: int) -> None:
+        self._lease = lease
+        self._chance = chance
+        self._at_once = at_once
+        self._headers = {"Authorization": f"Bearer {lease.word}"}
+        self.outcome = Outcome()
+
+    async def run(self, numbers: range) -> None:
+        """Ask for all of them."""
+        left = iter(numbers)
+
+        async def caller() -> None:
+            for number in left:
+                await self._turn(number)
+
+        await asyncio.gather(*(caller() for _ in range(self._at_once)))
+
+    async def _turn(self, number: int) -> None:
+        manner = self._chance.choices(list(MANNERS), list(MANNERS.values()))[0]
+        own = manner in {"aborts", "asks twice", "asks otherwise"}
+        path = "/generate"
+        if not own:
+            path = self._chance.choices(list(PATHS), list(PATHS.values()))[0]
+        most = self._chance.randint(1, MOST_TOKENS)
+        stream = manner == "hangs up" or self._chance.random() < 0.4
+        body = _body(path, prompt_of(number), most, stream=stream)
+        if own:
+            body["rid"] = f"mine-{number}-{uuid.UUID(int=self._chance.getrandbits(128)).hex}"
+        if self._chance.random() < 0.6:
+            body["session_id"] = f"s{number % 200}"
+        self.outcome.begun += 1
+        try:
+            await self._asked(manner, path, body, prompt_of(number), most)
+        except (aiohttp.ClientError, TimeoutError, KeyError, ValueError) as error:
+            self.outcome.wrong.append(f"turn {number} ({manner}): {type(error).__name__}: {error}")
+
+    async def _asked(
+        self, manner: str, path: str, body: dict[str, Any], prompt: list[int], most: int
+    ) -> None:
+        if manner == "hangs up":
+            await self._hang_up(path, body)
+            self.outcome.ended["hung up"] += 1
+            return
+        if manner == "asks otherwise":
+            await self._ask_otherwise(path, body)
+            return
+        asking = [asyncio.create_task(self._ask(path, body))]
+        await asyncio.sleep(self._chance.uniform(0, 0.2) if len(body.get("rid", "")) else 0)
+        if manner == "aborts":
+            await self._post("/abort_request", {"rid": body["rid"]})
+        if manner == "asks twice":
+            asking.append(asyncio.create_task(self._ask(path, body)))
+        answers = await asyncio.gather(*asking)
+        if len({msgspec.json.encode((one.tokens, one.finish)) for one in answers}) > 1:
+            self.outcome.wrong.append(f"one id, two answers: {body['rid']}")
+        for answer in answers:
+            if answer.finish == "abort" and manner != "aborts":
+                self.outcome.wrong.append(f"aborted, and nobody asked for it: {answer.rose}")
+            self.outcome.wrong += complaints(self._lease, prompt, most, answer)
+        self.outcome.tokens += len(answers[0].tokens)
+        self.outcome.moved += bool(answers[0].rose["moves"])
+        self.outcome.ended["aborted" if answers[0].finish == "abort" else "whole"] += 1
+
+    async def _hang_up(self, path: str, body: Mapping[str, Any]) -> None:
+        request = self._lease.http.post(self._lease.url + path, json=body, headers=self._headers)
+        async with request as reply:
+            await reply.content.readany()
+            reply.close()
+
+    async def _ask_otherwise(self, path: str, body: Mapping[str, Any]) -> None:
+        """The same id with another body: refused while the first is live, else another turn."""
+        bodies = ({**body, "input_ids": [1, 2, 3]}, body)
+        statuses = sorted(await asyncio.gather(*(self._post(path, one) for one in bodies)))
+        self.outcome.begun += statuses == [200, 200]
+        if statuses not in ([200, 200], [200, 409]):
+            self.outcome.wrong.append(f"two bodies under one id: HTTP {statuses}")
+        self.outcome.ended["with an id of another"] += 1
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> int:
+        request = self._lease.http.post(self._lease.url + path, json=body, headers=self._headers)
+        async with request as reply:
+            await reply.read()
+            return reply.status
+
+    async def _ask(self, path: str, body: Mapping[str, Any]) -> Answer:
+        request = self._lease.http.post(self._lease.url + path, json=body, headers=self._headers)
+        async with request as reply:
+            raw = await reply.read()
+            if reply.status != 200:
+                message = f"HTTP {reply.status}: {raw[:300]!r}"
+                raise ValueError(message)
+        return _read(path, raw, stream=bool(body.get("stream")))
+
+
+def _body(path: str, prompt: list[int], most: int, *, stream: bool) -> dict[str, Any]:
+    if path == "/generate":
+        sampling = {"max_new_tokens": most, "temperature": 0, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+    elif path == "/v1/completions":
+        body = {"prompt": prompt, "max_tokens": most, "temperature": 0, "ignore_eos": True}
+        body |= {"logprobs": 0, "return_token_ids": True, "model": "policy"}
+    else:
+        sampling = {"max_tokens": most, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+        body = {"token_ids": prompt, "sampling_params": sampling, "model": "policy"}
+    return {**body, "stream": stream}
+
+
+def _read(path: str, raw: bytes, *, stream: bool) -> Answer:
+    """The answer of a whole reply; of a stream, the sum of its events.
+
+    Raises:
+        ValueError: the stream has no end, or more than one.
+    """
+    if not stream:
+        events = [msgspec.json.decode(raw)]
+    else:
+        lines = [line[6:] for line in raw.split(b"\n\n") if line.startswith(b"data: ")]
+        if not lines or lines.pop() != b"[DONE]":
+            message = "a stream without its end"
+            raise ValueError(message)
+        events = [msgspec.json.decode(line) for line in lines]
+    return _sglang(events) if path == "/generate" else _pieces(events)
+
+
+def _once(ends: list[object]) -> None:
+    if sum(end is not None for end in ends) != 1 or ends[-1] is None:
+        message = f"a turn with the ends {ends}"
+        raise ValueError(message)
+
+
+def _sglang(events: list[dict[str, Any]]) -> Answer:
+    _once([event["meta_info"]["finish_reason"] for event in events])
+    last = events[-1]
+    for event in events:
+        if event["output_ids"] != last["output_ids"][: len(event["output_ids"])]:
+            message = "what was shown was taken back"
+            raise ValueError(message)
+    meta = last["meta_info"]
+    logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+    finish = meta["finish_reason"]["type"]
+    return Answer(last["output_ids"], logprobs, meta["weight_versions"], finish, meta["rose"])
+
+
+def _pieces(events: list[dict[str, Any]]) -> Answer:
+    choices = [event["choices"][0] for event in events]
+    _once([choice["finish_reason"] for choice in choices])
+    tokens = [token for choice in choices for token in choice["token_ids"]]
+    logprobs: list[float] = []
+    for choice in choices:
+        found = choice["logprobs"] or {"content": []}
+        openai = found.get("token_logprobs")
+        logprobs += [one["logprob"] for one in found["content"]] if openai is None else openai
+    last = choices[-1]
+    return Answer(tokens, logprobs, last["weight_versions"], last["finish_reason"], last["rose"])

@@ -1,0 +1,130 @@
+"""``python -m bench.gap``: total token gap of a stream at a version switch, on a real SGLang.
+
+Ours beside SGLang's tensor update, a full RAM-image copy and SGLang's update from disk, on one
+engine per size, in interleaved rounds, each way there and back. A gap is the time beyond the
+stream's own pace; it contains everything: fence, scatter, read back, label, and what staging and
+confirming take from the stream. On CPU; about a quarter of an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.gap import loaders
+from bench.gap.models import SIZES, elements
+from bench.gap.stream import gap
+from bench.gap.switches import DiskUpdate, ImageCopy, Ours, Switch, TensorUpdate
+from bench.record import Figure, figure, record
+from rose_core.wire.sync import EngineSpec
+from rose_dev.engine_testing import RealEngine, start_engine
+from rose_engines.sglang.client import SGLangClient
+
+SHARE = 0.01
+_AIM = 0.2
+Gaps = dict[str, list[float]]
+
+
+async def rounds(engine: RealEngine, switches: Sequence[Switch], count: int) -> Gaps:
+    """Gaps in milliseconds by way; every round has each way once, in another order."""
+    found: Gaps = defaultdict(list)
+    async with SGLangClient(engine.url) as client:
+        for number in range(count):
+            for place in range(len(switches)):
+                way = switches[(place + number) % len(switches)]
+                for there in (True, False):
+                    await way.prepare(there=there)
+                    found[way.name].append(await gap(client, way.switch))
+                    way.forget()
+                sys.stdout.write(f"  round {number + 1}: {way.name}: {found[way.name][-2:]} ms\n")
+                sys.stdout.flush()
+    return found
+
+
+def measure(size: str, count: int, shares: Sequence[float]) -> tuple[Gaps, int]:
+    """Gaps on one engine of this size, and its number of weights."""
+    spec = EngineSpec("gap", "gap", context_tokens=4096, kv_tokens=4096, max_running=2)
+    more = ("--custom-weight-loader", loaders.TENSORS, loaders.IMAGE)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
+        start_engine(Path(folder), SIZES[size], spec, more=more) as engine,
+    ):
+        ours: list[Switch] = [Ours(engine, Path(folder), share) for share in shares]
+        stock: list[Switch] = [
+            kind(engine, Path(memory), SHARE) for kind in (TensorUpdate, ImageCopy, DiskUpdate)
+        ]
+        return asyncio.run(rounds(engine, [*ours, *stock], count)), elements(engine.model)
+
+
+def figures(size: str, gaps: Gaps) -> list[Figure]:
+    """Medians, and ours against the others at the same share."""
+    found = [
+        figure(f"{size}: {name}", statistics.median(all_), "ms") for name, all_ in gaps.items()
+    ]
+    mine = statistics.median(gaps[f"ours, {SHARE:.3g} changed"])
+    for name in (TensorUpdate.name, ImageCopy.name, DiskUpdate.name):
+        ratio = mine / max(statistics.median(gaps[name]), 1e-3)
+        found.append(figure(f"{size}: ours / {name}", ratio, "", at_most=_AIM))
+    return found
+
+
+def growth(sizes: Sequence[str], gaps: dict[str, Gaps], weights: dict[str, int]) -> list[Figure]:
+    """Ours with the same number of changes in models of two sizes, and with ten times as many."""
+    small, big = sizes[0], sizes[-1]
+    medians = {
+        size: {name: statistics.median(all_) for name, all_ in gaps[size].items()} for size in sizes
+    }
+    usual = f"ours, {SHARE:.3g} changed"
+    few = f"ours, {SHARE / 10:.3g} changed"
+    found = [
+        figure(f"{size}: ours with ten times the changes", _ratio(medians[size], usual, few), "x")
+        for size in sizes
+    ]
+    if small != big:
+        same = f"ours, {_same_changes(weights[small], weights[big]):.3g} changed"
+        times = weights[big] / weights[small]
+        name = f"ours with the same changes in a model {times:.1f} times as large"
+        found.append(figure(name, medians[big][same] / max(medians[small][usual], 1e-3), "x"))
+    return found
+
+
+def _ratio(medians: dict[str, float], one: str, other: str) -> float:
+    return medians[one] / max(medians[other], 1e-3)
+
+
+def _same_changes(small: int, big: int) -> float:
+    return SHARE * small / big
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure every size and print the table."""
+    parser = argparse.ArgumentParser(prog="bench.gap", description=__doc__)
+    parser.add_argument("--sizes", nargs="+", default=["0.5B", "1.5B"], choices=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args(argv)
+    gaps: dict[str, Gaps] = {}
+    weights: dict[str, int] = {}
+    found: list[Figure] = []
+    for size in arguments.sizes:
+        shares = [SHARE / 10, SHARE]
+        if weights:
+            weights[size] = SIZES[size].parameters
+            shares.insert(1, _same_changes(weights[arguments.sizes[0]], weights[size]))
+        sys.stdout.write(f"{size}\n")
+        gaps[size], weights[size] = measure(size, arguments.rounds, shares)
+        found += figures(size, gaps[size])
+    found += growth(arguments.sizes, gaps, weights)
+    note = f"one stream, {arguments.rounds} rounds there and back, {SHARE:.0%} changed, on CPU"
+    record("gap", found, notes=(note,))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

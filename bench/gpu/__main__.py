@@ -1,0 +1,166 @@
+"""``make gpu-check``: run every check on the first GPU, write ``bench/results/GPU/DATE.json``.
+
+| check | says |
+|---|---|
+| stop | last kernel of a rollout after the order: frozen, and paused between two steps |
+| time slicing | serving's step beside rollouts of growing batches |
+| mps | the same beside shares of 20, 30 and 50 %, with the multiprocessors that each sees |
+| kill | what becomes of serving when a client is ended in order, and when it is only killed |
+| memory | seconds to give memory back and to take it again, and what NVML says came free |
+
+The GPU's settings are left as they are. Compute mode stays what it is, so a client that missed the
+daemon shows as one that is not listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import importlib
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.gpu import checks
+from bench.gpu.checks import Plan
+from bench.gpu.processes import Daemon, daemon
+from rose_agent.devices.driver import DeviceDriver, Gpu
+from rose_agent.devices.errors import DeviceError, MpsError, NoDevices
+from rose_agent.devices.fake_nvml import FakeGpu, FakeMemory, FakeNvml
+from rose_agent.devices.mps import PROGRAM
+from rose_agent.devices.nvml import NvmlDriver
+
+RESULTS = Path(__file__).parents[1] / "results"
+_FAKE_MPS = (sys.executable, "-m", "rose_agent.devices.fake_mps")
+
+
+def machine(driver: DeviceDriver, gpu: Gpu, library: Any) -> dict[str, Any]:  # noqa: ANN401
+    """What the figures belong to."""
+    return {
+        "gpu": gpu.name,
+        "memory_bytes": gpu.memory_bytes,
+        "multiprocessors": driver.multiprocessors(gpu.uuid),
+        "compute_mode": driver.compute_mode(gpu.uuid),
+        "driver": _call(library, "nvmlSystemGetDriverVersion"),
+        "cuda": _call(library, "nvmlSystemGetCudaDriverVersion"),
+        "torch": _torch(),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+    }
+
+
+def _call(library: Any, name: str) -> str:  # noqa: ANN401  # pynvml, or its stand-in
+    question = getattr(library, name, None)
+    answer = question() if question is not None else "unknown"
+    return answer.decode() if isinstance(answer, bytes) else str(answer)
+
+
+def _torch() -> str:
+    try:
+        return str(importlib.import_module("torch").__version__)
+    except ModuleNotFoundError:
+        return "none"
+
+
+def run(plan: Plan, driver: DeviceDriver, gpu: Gpu) -> dict[str, Any]:
+    """Every check; one that cannot run says why."""
+
+    def used() -> int | None:
+        return driver.memory(gpu.uuid).used_bytes
+
+    parts: Mapping[str, Callable[[], Any]] = {
+        "stop_freeze_ms": lambda: checks.stop_latency(plan, "freeze"),
+        "stop_pause_ms": lambda: checks.stop_latency(plan, "pause"),
+        "alone_ms": lambda: checks.alone(plan),
+        "time_slicing_ms": lambda: checks.time_slicing(plan),
+        "memory": lambda: checks.memory(plan, used),
+        "mps": lambda: _with_mps(plan, driver, gpu),
+    }
+    found = {}
+    for name, part in parts.items():
+        try:
+            found[name] = part()
+        except (DeviceError, EOFError, OSError) as error:
+            found[name] = {"not_run": f"{type(error).__name__}: {error}"}
+        sys.stdout.write(f"{name}: {json.dumps(found[name])}\n")
+        sys.stdout.flush()
+    return found
+
+
+def _with_mps(plan: Plan, driver: DeviceDriver, gpu: Gpu) -> dict[str, Any]:
+    program = _FAKE_MPS if plan.fake else (PROGRAM,)
+    if shutil.which(program[0]) is None:
+        raise MpsError(f"there is no {program[0]}")
+
+    def beside(check: Callable[[Daemon], Any]) -> Any:  # noqa: ANN401  # any result
+        with daemon(gpu.uuid, program) as made:
+            return check(made)
+
+    whole = driver.multiprocessors(gpu.uuid)
+    return {
+        "shares_ms": beside(lambda made: checks.mps(plan, made, whole)),
+        "kills": beside(lambda made: checks.kills(plan, made)),
+    }
+
+
+def write(result: Mapping[str, Any], results: Path) -> Path:
+    """``RESULTS/GPU/DATE.json``."""
+    name = re.sub(r"[^a-z0-9]+", "-", str(result["machine"]["gpu"]).lower()).strip("-")
+    folder = results / name
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{result['date']}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
+
+
+def _devices() -> tuple[DeviceDriver, Any, str]:
+    """The driver, its library, and why it is the stand-in; empty on a GPU."""
+    try:
+        driver = NvmlDriver.open()
+        if driver.gpus():
+            return driver, importlib.import_module("pynvml"), ""
+        why = "the driver lists no GPU"
+    except (NoDevices, DeviceError) as error:
+        why = str(error)
+    library = FakeNvml([FakeGpu("GPU-fake", FakeMemory(80 << 30, 0))])
+    return NvmlDriver.open(library), library, why
+
+
+def main(argv: list[str]) -> int:
+    """Run; 0 also without a GPU."""
+    parser = argparse.ArgumentParser(prog="bench.gpu", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each window")
+    words = parser.parse_args(argv)
+    driver, library, why = _devices()
+    gpu = driver.gpus()[0]
+    plan = Plan(fake=bool(why), seconds=words.seconds)
+    if why:
+        sys.stdout.write(f"no GPU here ({why}): trying checks and report on the stand-ins\n")
+        plan = replace(plan, seconds=min(0.1, words.seconds), stops=2, cycles=2)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu.uuid  # of every process that is started
+    result = {
+        "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d"),
+        "machine": machine(driver, gpu, library),
+        "checks": run(plan, driver, gpu),
+    }
+    if why:
+        with tempfile.TemporaryDirectory() as folder:
+            write(result, Path(folder))
+        sys.stdout.write("everything ran; no figure of this run means anything, none is kept\n")
+        return 0
+    sys.stdout.write(f"written to {write(result, words.results)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

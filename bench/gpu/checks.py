@@ -1,0 +1,194 @@
+"""The checks themselves; each returns plain values that go into the result as they are."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.gpu.processes import Daemon, Worker, worker
+from rose_agent.devices.errors import MpsError
+from rose_core.devices.mps import client_environment, expected_multiprocessors
+
+SHARES = (20, 30, 50)
+BATCHES = (1, 8, 64)
+_GIB = 1 << 30
+_LOST_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long and how often.
+
+    Attributes:
+        seconds: of each window of steps.
+        stops: of each kind.
+        cycles: of taking memory and giving it back.
+        gib: memory of such a cycle.
+    """
+
+    fake: bool
+    seconds: float = 3.0
+    stops: int = 20
+    cycles: int = 5
+    gib: int = 8
+
+
+def spread(values: Sequence[float]) -> dict[str, float | int]:
+    """Count, median, 99th percentile and largest."""
+    ordered = sorted(values)
+    if not ordered:
+        return {"count": 0}
+    high = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return {
+        "count": len(ordered),
+        "p50": statistics.median(ordered),
+        "p99": high,
+        "max": ordered[-1],
+    }
+
+
+def step_ms(steps: Sequence[tuple[int, int]]) -> dict[str, float | int]:
+    """Lengths of steps as they followed each other, waiting included, milliseconds."""
+    ends = [end for end, _ in steps]
+    return spread([(after - before) / 1e6 for before, after in itertools.pairwise(ends)])
+
+
+def _hold(one: Worker, how: str) -> Callable[[], None]:
+    """Stop it; returns how it goes on."""
+    if how == "freeze":
+        one.process.send_signal(signal.SIGSTOP)
+        return lambda: one.process.send_signal(signal.SIGCONT)
+    one.tell("pause")
+    return lambda: one.tell("run")
+
+
+def stop_latency(plan: Plan, how: str) -> dict[str, float | int]:
+    """From the order to the end of the last step, milliseconds; ``freeze`` or ``pause``."""
+    found = []
+    with worker(fake=plan.fake) as rollout:
+        rollout.tell("run")
+        for _ in range(plan.stops):
+            rollout.steps(0.2)
+            ordered_ns = time.monotonic_ns()
+            go_on = _hold(rollout, how)
+            time.sleep(0.3)
+            resumed_ns = time.monotonic_ns()
+            go_on()
+            ends = [end for end, _ in rollout.ask("take") if end < resumed_ns]
+            found.append(max(0, max(ends, default=ordered_ns) - ordered_ns) / 1e6)
+    return spread(found)
+
+
+def alone(plan: Plan) -> dict[str, float | int]:
+    """Serving's steps with nobody beside it."""
+    with worker(fake=plan.fake) as serving:
+        serving.tell("run")
+        return step_ms(serving.steps(plan.seconds))
+
+
+def time_slicing(plan: Plan) -> list[dict[str, Any]]:
+    """Serving's steps beside rollouts of growing batches that take turns with it."""
+    found = []
+    with worker(fake=plan.fake) as serving:
+        serving.tell("run")
+        for batch in BATCHES:
+            with worker(fake=plan.fake, batch=batch) as rollout:
+                rollout.tell("run")
+                steps = serving.steps(plan.seconds)
+                made = len(rollout.ask("take"))
+                found.append(
+                    {"rollout_batch": batch, "serving": step_ms(steps), "rollout_steps": made}
+                )
+    return found
+
+
+def mps(plan: Plan, daemon: Daemon, whole: int | None) -> list[dict[str, Any]]:
+    """Serving's steps beside rollouts of several shares, and whether the shares were given."""
+    found = []
+    with worker(fake=plan.fake, environment=daemon.environment) as serving:
+        serving.tell("run")
+        for share in SHARES:
+            environment = client_environment(str(daemon.pipes.pipe), str(daemon.pipes.log), share)
+            with worker(fake=plan.fake, environment=environment) as rollout:
+                rollout.tell("run")
+                steps = serving.steps(plan.seconds)
+                seen = rollout.seen["multiprocessors"]
+                found.append(
+                    {
+                        "share_percent": share,
+                        "multiprocessors": seen,
+                        "at_most": expected_multiprocessors(whole, share) if whole else None,
+                        "serving_sees": serving.seen["multiprocessors"],
+                        "serving": step_ms(steps),
+                        "rollout_steps": len(rollout.ask("take")),
+                        "listed": _listed(daemon, rollout.process.pid),
+                    }
+                )
+    return found
+
+
+def kills(plan: Plan, daemon: Daemon) -> list[dict[str, Any]]:
+    """What becomes of serving when a client beside it is ended, in order and without."""
+    found = []
+    for how in ("terminate_client", "kill"):
+        with worker(fake=plan.fake, environment=daemon.environment) as serving:
+            serving.tell("run")
+            limited = client_environment(str(daemon.pipes.pipe), str(daemon.pipes.log), 30)
+            with worker(fake=plan.fake, batch=64, environment=limited) as rollout:
+                rollout.tell("run")
+                time.sleep(0.5)
+                said = _end(daemon, rollout, how)
+                found.append({"how": how, **said, **_aftermath(daemon, serving)})
+    return found
+
+
+def _end(daemon: Daemon, rollout: Worker, how: str) -> dict[str, Any]:
+    refused = ""
+    if how == "terminate_client":
+        try:
+            for server in daemon.control.servers():
+                if rollout.process.pid in server.clients:
+                    daemon.control.terminate(server.pid, rollout.process.pid)
+        except MpsError as error:
+            refused = str(error)
+    rollout.process.kill()
+    rollout.process.wait()
+    return {"refused": refused}
+
+
+def _aftermath(daemon: Daemon, serving: Worker) -> dict[str, Any]:
+    try:
+        steps = serving.steps(_LOST_SECONDS / 3)
+    except (EOFError, OSError) as error:
+        return {"serving_goes_on": False, "why": str(error), "servers": _states(daemon)}
+    return {"serving_goes_on": bool(steps), "serving": step_ms(steps), "servers": _states(daemon)}
+
+
+def _states(daemon: Daemon) -> list[str]:
+    try:
+        return [server.state.value for server in daemon.control.servers()]
+    except MpsError as error:
+        return [str(error)]
+
+
+def _listed(daemon: Daemon, pid: int) -> bool:
+    return any(pid in server.clients for server in daemon.control.servers())
+
+
+def memory(plan: Plan, used: Callable[[], int | None]) -> dict[str, Any]:
+    """Seconds to take and to give back memory, and what the driver says came free."""
+    taken, given, freed = [], [], []
+    size = plan.gib * _GIB
+    with worker(fake=plan.fake) as rollout:
+        for _ in range(plan.cycles):
+            taken.append(rollout.ask(f"hold {size}"))
+            full = used()
+            given.append(rollout.ask("drop"))
+            empty = used()
+            freed.append(None if full is None or empty is None else full - empty)
+    return {"bytes": size, "take_s": spread(taken), "give_back_s": spread(given), "freed": freed}

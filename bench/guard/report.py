@@ -1,0 +1,205 @@
+"""Windows -> the figures that are recorded, and the table of all conditions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+
+from bench.guard import analysis
+from bench.guard.analysis import Interval, Window
+from bench.guard.windows import CONDITIONS, GUARDED, SHARES, Goal, Solo
+from bench.record import Figure, figure
+from rose_core.guard.crossover import quantile
+
+# Name, which latency, quantile, aim of ours / alone on bursty loads.
+LATENCIES = (
+    ("TTFT p50", "TTFT", 0.5, 1.05),
+    ("TTFT p90", "TTFT", 0.9, 1.05),
+    ("TTFT p99", "TTFT", 0.99, 1.05),
+    ("TPOT p99", "TPOT", 0.99, 1.02),
+)
+QUIET = 0.05
+"""More of the machine in other hands than this, and the figures describe them."""
+MANY, MANY_AT_TAIL = 30, 100
+"""Pairs from which a ratio of quantiles decides anything."""
+_REACTIONS = (
+    ("permit closed", "closed_s", None, None),
+    ("last rollout token", "token_s", 5.0, 25.0),
+    ("every thread stopped", "stopped_s", None, None),
+)
+
+
+class Results:
+    """Every window of a run, by load and condition."""
+
+    def __init__(self, windows: Sequence[Window], goals: dict[str, Goal], solo: Solo) -> None:
+        self.windows, self.goals, self.solo = list(windows), goals, solo
+        self.loads = list(dict.fromkeys(w.load for w in self.windows))
+
+    def of(self, load: str, condition: str) -> list[Window]:
+        """The windows of one cell, by round."""
+        return [w for w in self.windows if w.load == load and w.condition == condition]
+
+    def conditions(self, load: str) -> list[str]:
+        """Conditions this load was run under, in the table's order."""
+        known = {w.condition for w in self.windows if w.load == load}
+        return [c for c in dict.fromkeys((*CONDITIONS, *SHARES)) if c in known]
+
+
+def figures(results: Results) -> list[Figure]:
+    """What is recorded."""
+    others = statistics.fmean(w.strangers for w in results.windows) if results.windows else 0.0
+    rows: list[Figure] = [
+        figure("machine: share used by other processes", others, "share", at_most=QUIET),
+        figure("rollouts alone", results.solo.rollout_rate, "tokens/s"),
+        figure("serving saturated", results.solo.serving_rate, "tokens/s"),
+    ]
+    for load in results.loads:
+        for condition in results.conditions(load):
+            rows += _condition(results, load, condition)
+        if load.startswith("steady"):
+            rows += _never_idle(results, load)
+    for condition in ("ours", "polled"):
+        rows += _reactions(results, condition)
+    return rows + _cost(results)
+
+
+def _compared(name: str, found: Interval | None, q: float, limit: float | None) -> list[Figure]:
+    if found is None:
+        return []
+    enough = found.pairs >= (MANY_AT_TAIL if q > 0.95 else MANY)
+    ends = (found.low, found.high)
+    made = figure(name, found.value, "ratio", interval=ends, at_most=limit)
+    return [made if enough else msgspec.structs.replace(made, met=None)]
+
+
+def _condition(results: Results, load: str, condition: str) -> list[Figure]:
+    windows, alone = results.of(load, condition), results.of(load, "alone")
+    bursty_ours = condition == "ours" and not load.startswith("steady")
+    rows = [figure(f"{load}, {condition}: harvest", analysis.harvest(windows), "tokens/s")]
+    if condition == "alone":
+        idle = sum(w.idle_s for w in alone) / sum(w.seconds for w in alone)
+        rows = [figure(f"{load}, alone: time without a request", idle, "share")]
+    for name, what, q, aim in LATENCIES:
+        values = [value for window in windows for value in window.values(what)]
+        if values:
+            rows.append(figure(f"{load}, {condition}: {name}", 1e3 * quantile(values, q), "ms"))
+        if condition != "alone":
+            found = analysis.ratio(analysis.pairs(alone, windows, what), q)
+            limit = aim if bursty_ours else None
+            rows += _compared(f"{load}, {condition} / alone: {name}", found, q, limit)
+    if condition != "alone" and not load.startswith("steady"):
+        share = analysis.of_idle(windows, alone, results.solo.rollout_rate)
+        least = 0.95 if bursty_ours else None
+        name = f"{load}, {condition}: harvest of idle time"
+        if share is not None:
+            ends = (share.low, share.high)
+            rows.append(figure(name, share.value, "share", at_least=least, interval=ends))
+    opened = analysis.open_of_idle(windows) if condition in GUARDED else None
+    if opened is not None and not load.startswith("steady"):
+        rows.append(figure(f"{load}, {condition}: open gate / idle time", opened, "share"))
+    failed = sum(w.failed for w in windows)
+    return [*rows, figure(f"{load}, {condition}: failed requests", failed, "count")]
+
+
+def _never_idle(results: Results, load: str) -> list[Figure]:
+    goal, alone = results.goals.get(load), results.of(load, "alone")
+    if goal is None or not alone:
+        return []
+    aims = (goal.ttft_s, goal.tpot_s)
+    rows = [
+        figure(f"{load}: SLO, TTFT", 1e3 * goal.ttft_s, "ms"),
+        figure(f"{load}: SLO, TPOT", 1e3 * goal.tpot_s, "ms"),
+    ]
+    for condition in results.conditions(load):
+        if condition != "alone":
+            more = analysis.added(results.of(load, condition), alone, aims)
+            limit = 0.0 if condition == "ours" else None
+            name = f"{load}, {condition}: added violations"
+            rows.append(figure(name, more, "count", at_most=limit))
+    fixed = [results.of(load, c) for c in (*SHARES, "unguarded")]
+    best = analysis.oracle(fixed, alone, aims)
+    ours = results.of(load, "ours")
+    if best is not None:
+        rows.append(figure(f"{load}: best fixed share, found offline", best, "tokens/s"))
+    if best and ours:
+        share = analysis.harvest(ours) / best
+        rows.append(figure(f"{load}: ours / best fixed share", share, "ratio", at_least=0.9))
+    paper = results.of(load, "rose-paper")
+    if paper and ours:
+        share = analysis.harvest(ours) / max(1e-9, analysis.harvest(paper))
+        rows.append(figure(f"{load}: ours / rose-paper, harvest", share, "ratio", at_least=1.0))
+    return rows
+
+
+def _reactions(results: Results, condition: str) -> list[Figure]:
+    windows = [w for w in results.windows if w.condition == condition]
+    rows = []
+    for text, field, p50, p99 in _REACTIONS:
+        values = [1e3 * value for w in windows for value in getattr(w, field)]
+        if values:
+            aims = (p50, p99) if condition == "ours" else (None, None)
+            name = f"{condition}: arrival to {text}"
+            rows += [
+                figure(f"{name}, p50", statistics.median(values), "ms", at_most=aims[0]),
+                figure(f"{name}, p99", quantile(values, 0.99), "ms", at_most=aims[1]),
+                figure(f"{name}, samples", len(values), "count"),
+            ]
+    released = [1e3 * value for w in windows for value in w.released_s]
+    if released:
+        limit = 40.0 if condition == "ours" else None
+        name = f"{condition}: open gate to first rollout token"
+        rows += [
+            figure(f"{name}, p50", statistics.median(released), "ms", at_most=limit),
+            figure(f"{name}, samples", len(released), "count"),
+        ]
+    return rows
+
+
+def _cost(results: Results) -> list[Figure]:
+    costs = [w.cost for w in results.windows if w.cost is not None]
+    tokens = sum(cost.tokens for cost in costs)
+    if not tokens:
+        return []
+    cpu = sum(cost.cpu_s for cost in costs)
+    share = 100 * cpu / sum(cost.elapsed_s for cost in costs)
+    pss = max(cost.pss_bytes for cost in costs) / 1e6
+    name = "guard and tap"
+    return [
+        figure(f"{name}: share of a core", share, "%"),
+        figure(f"{name}: core per 1,000 tokens/s", 1e5 * cpu / tokens, "%", at_most=3.0),
+        figure(f"{name}: memory (PSS)", pss, "MB", at_most=100.0),
+        figure(f"{name}: memory (RSS)", max(c.rss_bytes for c in costs) / 1e6, "MB"),
+    ]
+
+
+def table(results: Results) -> str:
+    """All conditions side by side."""
+    lines = []
+    for load in results.loads:
+        alone = results.of(load, "alone")
+        count = sum(len(w.measured) for w in alone)
+        lines.append(f"{load}: {count} requests in {len(alone)} rounds, ms and ratio to alone")
+        heads = "".join(f"{name:>18}" for name, *_ in LATENCIES)
+        lines.append(f"  {'':<12}{heads}{'rollout tok/s':>15}{'of idle':>9}{'added':>7}")
+        lines += [_line(results, load, condition) for condition in results.conditions(load)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(results: Results, load: str, condition: str) -> str:
+    windows, alone = results.of(load, condition), results.of(load, "alone")
+    cells = []
+    for _, what, q, _ in LATENCIES:
+        values = [value for window in windows for value in window.values(what)]
+        found = analysis.ratio(analysis.pairs(alone, windows, what), q)
+        value = f"{1e3 * quantile(values, q):.1f}" if values else "-"
+        cells.append(f"{value:>10} {f'x{found.value:.2f}' if found else '':>7}")
+    share = analysis.of_idle(windows, alone, results.solo.rollout_rate)
+    goal = results.goals.get(load)
+    more = str(analysis.added(windows, alone, (goal.ttft_s, goal.tpot_s))) if goal else ""
+    of_idle = f"{share.value:.2f}" if share and not load.startswith("steady") else ""
+    return (
+        f"  {condition:<12}{''.join(cells)}{analysis.harvest(windows):>15.0f}{of_idle:>9}{more:>7}"
+    )

@@ -1,0 +1,228 @@
+"""Runs one window: a condition, a load, a round; and the probes that come before.
+
+Next step: ``analysis`` turns windows into figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bench.guard import gates, strangers
+from bench.guard.analysis import Cost, Window
+from bench.guard.gates import Profile
+from bench.guard.load import Arrival, Load, Served, schedule, serve
+from bench.guard.node import Bench
+from bench.guard.rollouts import Rollouts
+from bench.guard.serving import KV_TOKENS, RUNNING
+from rose_core.wire.sync import SignalSource
+
+CONDITIONS = ("alone", "unguarded", "static-duty", "polled", "rose-paper", "ours")
+GUARDED = ("polled", "ours")
+_PATIENCE_SECONDS = 60.0
+SHARES = {"static-duty": 0.5, "duty-75": 0.75}
+"""Fixed shares; the last one runs once, on steady loads, for the offline search."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """SLO of a load (seconds): twice the 99th percentile of serving alone."""
+
+    ttft_s: float
+    tpot_s: float
+
+    @property
+    def milliseconds(self) -> tuple[int, int]:
+        """As a policy carries it."""
+        return round(1000 * self.ttft_s), round(1000 * self.tpot_s)
+
+
+@dataclass(frozen=True)
+class Solo:
+    """What the probes found.
+
+    Attributes:
+        rollout_rate: tokens per second of the rollout engine alone.
+        serving_rate: tokens per second of the saturated serving engine.
+    """
+
+    rollout_rate: float
+    serving_rate: float
+    profile: Profile
+
+
+class Runner:
+    """Runs windows on one bench."""
+
+    def __init__(self, bench: Bench, rollouts: Rollouts) -> None:
+        self.bench, self.rollouts = bench, rollouts
+
+    async def solo(self, seconds: float) -> Solo:
+        """Probe each engine alone; no guard may be running."""
+        rate = await self.rollout_rate(seconds)
+        saturated = Rollouts(self.bench.serving_url, RUNNING, self.bench.serving.dialect)
+        task = asyncio.create_task(saturated.run())
+        await asyncio.sleep(1.5)
+        now = time.monotonic()
+        await asyncio.sleep(seconds)
+        serving = saturated.made(now, now + seconds) / seconds
+        await _ended(task)
+        await asyncio.sleep(0.5)
+        return Solo(rate, serving, await self.profile())
+
+    async def rollout_rate(self, seconds: float) -> float:
+        """Rollout tokens per second while serving has nothing to do."""
+        async with self.bench.permit() as permit, gates.gate(permit, gates.always):
+            opened = time.monotonic()
+            while self.rollouts.first_after(opened) is None:
+                if time.monotonic() - opened > _PATIENCE_SECONDS:
+                    raise TimeoutError("the rollout engine makes no token under an open permit")
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
+            now = time.monotonic()
+            await asyncio.sleep(seconds)
+            return self.rollouts.made(now, now + seconds) / seconds
+
+    async def profile(self) -> Profile:
+        """Costs of serving alone, from prompts of several lengths, one after another."""
+        served = Served()
+        for number, prompt in enumerate((16, 200, 400, 700) * 2):
+            arrival = Arrival(0.0, prompt, 12)
+            await serve(
+                self.bench.serving_url,
+                [arrival],
+                served,
+                seed=f"probe {number}",
+                dialect=self.bench.serving.dialect,
+            )
+        sizes = np.array([a.arrival.prompt for a in served.answers], dtype=float)
+        times = np.array([a.ttft_s for a in served.answers])
+        slope, base = np.polyfit(sizes, times, 1)
+        step = float(np.median([a.tpot_s or 0.0 for a in served.answers]))
+        return Profile(max(0.0, float(base)), max(0.0, float(slope)), step)
+
+    async def window(
+        self,
+        load: Load,
+        condition: str,
+        number: int,
+        *,
+        seconds: float,
+        solo: Solo,
+        goal: Goal | None,
+    ) -> Window:
+        """Run one."""
+        served = Served()
+        self.rollouts.halved = False
+        arrivals = schedule(load, seconds, number, solo.serving_rate)
+        seed = f"{load.name} {condition} {number} {time.monotonic_ns()}"
+        async with self._conditions(load, condition, served, solo, goal):
+            used = self._used() if condition == "ours" else None
+            sent, machine = time.monotonic(), strangers.used()
+            await serve(
+                self.bench.serving_url,
+                arrivals,
+                served,
+                seed=seed,
+                seconds=seconds,
+                lead_s=load.lead_s,
+                dialect=self.bench.serving.dialect,
+            )
+            began = served.began_s
+            made = self.rollouts.made(began, began + seconds) if condition != "alone" else 0
+            window = Window(
+                load.name, condition, number, seconds, began, served.answers, served.failed, made
+            )
+            window.strangers = strangers.strangers(machine, strangers.used())
+            if used is not None:
+                window.cost = self._cost(used[0], sent, served)
+            if condition in GUARDED:
+                await self._reactions(window)
+        return window
+
+    def _cost(self, cpu_before_s: float, since_s: float, served: Served) -> Cost:
+        now = time.monotonic()
+        cpu, rss, pss = self._used()
+        tokens = self.rollouts.made(since_s, now) + sum(a.tokens for a in served.answers)
+        return Cost(now - since_s, tokens, cpu - cpu_before_s, rss, pss)
+
+    @contextlib.asynccontextmanager
+    async def _conditions(
+        self, load: Load, condition: str, served: Served, solo: Solo, goal: Goal | None
+    ) -> AsyncIterator[None]:
+        await self.bench.guarded(up=condition in GUARDED)
+        if condition in GUARDED:
+            sources = (SignalSource.LOADS,) if condition == "polled" else tuple(SignalSource)
+            milliseconds = goal.milliseconds if goal and load.steady else (0, 0)
+            await self.bench.told(sources, milliseconds)
+            yield
+            return
+        if condition == "alone":
+            yield
+            return
+        rule: gates.Rule = gates.always
+        if condition in SHARES:
+            rule = gates.duty(SHARES[condition])
+        elif condition == "rose-paper" and goal is not None:
+            aims = (goal.ttft_s, goal.tpot_s)
+            rule = gates.paper(served, solo.profile, aims, KV_TOKENS, self.rollouts).rule
+        async with self.bench.permit() as permit, gates.gate(permit, rule):
+            await asyncio.sleep(0.5)
+            yield
+
+    def _used(self) -> tuple[float, int, int]:
+        """CPU seconds, RSS and PSS of guard and tap."""
+        cpu, rss, pss = 0.0, 0, 0
+        for process in self.bench.guard_processes():
+            times, memory = process.cpu_times(), process.memory_full_info()
+            cpu += times.user + times.system
+            rss, pss = rss + memory.rss, pss + memory.pss
+        return cpu, rss, pss
+
+    async def _reactions(self, window: Window) -> None:
+        """From the flight recorder and the rollout client, which share the clock."""
+        end_s = window.began_s + window.seconds
+        entries = [
+            entry
+            for entry in (await self.bench.page("trace"))["entries"]
+            if window.began_s <= entry["t"] / 1e9 < end_s
+        ]
+        for what, into in (("closed", window.closed_s), ("stopped", window.stopped_s)):
+            into += [e["after_ns"] / 1e9 for e in entries if e["what"] == what]
+        self._stops(window, entries, end_s)
+        self._releases(window, entries, end_s)
+
+    def _stops(self, window: Window, entries: list[dict[str, Any]], end_s: float) -> None:
+        opened = [e["t"] / 1e9 for e in entries if e["what"] == "gate" and e["open"]]
+        # A pause inside a duty cycle stops nothing: the iteration under way is paid from slack.
+        stops = [e for e in entries if e["what"] == "closed" and e["reason"] != "Slack"]
+        for arrival in (e["arrival"] / 1e9 for e in stops):
+            until = next((moment for moment in opened if moment > arrival), end_s)
+            last = self.rollouts.last_before(arrival, until)
+            window.token_s.append(last - arrival if last is not None else 0.0)
+
+    def _releases(self, window: Window, entries: list[dict[str, Any]], end_s: float) -> None:
+        # Before its first change in the window the gate stood the other way.
+        turns = [e for e in entries if e["what"] == "gate"]
+        if turns and turns[0]["reason"] == "ServingBusy":
+            window.open_s += turns[0]["t"] / 1e9 - window.began_s
+        for turn, following in zip(turns, [*turns[1:], None], strict=True):
+            if not turn["open"] or turn["reason"] != "Idle":
+                continue
+            until = following["t"] / 1e9 if following else end_s
+            window.open_s += until - turn["t"] / 1e9
+            first = self.rollouts.first_after(turn["t"] / 1e9)
+            if first is not None and first < until:
+                window.released_s.append(first - turn["t"] / 1e9)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

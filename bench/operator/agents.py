@@ -1,0 +1,204 @@
+"""A process full of node agents: real gRPC, a connection each, engines that start at once.
+
+Each agent syncs at the period it is told, follows notices, and reports every slot it holds a grant
+for as running. It writes one line of JSON per event to standard output; times are CLOCK_MONOTONIC
+seconds, which all processes of a machine share. It ends when standard input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc.aio
+import msgspec
+
+from bench.operator.fleet import NAMESPACE, Fleet
+from rose_core.identity import SlotKey
+from rose_core.wire.sync import (
+    Grant,
+    NoticeRequest,
+    ReplicaReport,
+    SignalSource,
+    SlotReport,
+    SlotState,
+    SyncReply,
+    SyncRequest,
+)
+from rose_wire.errors import WireError
+from rose_wire.rpc import call, receive
+from rose_wire.services import NOTICES, SYNC
+
+TOKEN = "bench"  # noqa: S105  # between our own children
+_LEAST_SECONDS = 0.25
+_STREAM_OPTIONS = (
+    # Agents are processes of their own in life: none shares its connection.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+)
+
+
+class Event(msgspec.Struct, frozen=True):
+    """What an agent tells the benchmark.
+
+    Attributes:
+        what: ``granted``, ``ended`` (taken back), ``lapsed`` (deadline passed), ``term``.
+        left_seconds: of a renewal that came late, how much time the grant had left.
+    """
+
+    at: float
+    what: str
+    node: str
+    slot: str = ""
+    lease: str = ""
+    term: int = 0
+
+
+@dataclass
+class Agent:
+    """One node."""
+
+    node: str
+    replicas: list[tuple[str, str, int]]
+    addresses: list[str]
+    say: Callable[[Event], None]
+    seed: int
+    held: dict[str, tuple[Grant, float]] = field(default_factory=dict)
+    term: int = 0
+    soon: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._generation = dict.fromkeys((pod for _, pod, _ in self.replicas), 0)
+
+    def restart_a_pod(self) -> None:
+        """A serving pod is replaced: same name, another uid."""
+        pod = self._random.choice(self.replicas)[1]
+        self._generation[pod] += 1
+        self.soon.set()
+
+    async def run(self) -> None:
+        """Sync for ever; another address when one does not answer as a leader does."""
+        await asyncio.sleep(self._random.random() * 5)
+        number = 0
+        while True:
+            address = self.addresses[number % len(self.addresses)]
+            options = _STREAM_OPTIONS
+            async with grpc.aio.insecure_channel(address, options=options) as channel:
+                listening = asyncio.create_task(self._listen(channel))
+                try:
+                    await self._talk(channel)
+                finally:
+                    listening.cancel()
+                    await asyncio.gather(listening, return_exceptions=True)
+            number += 1
+            await asyncio.sleep(0.5)
+
+    async def _listen(self, channel: grpc.aio.Channel) -> None:
+        with contextlib.suppress(WireError):
+            async for _ in receive(channel, NOTICES, NoticeRequest(self.node), token=TOKEN):
+                self.soon.set()
+
+    async def _talk(self, channel: grpc.aio.Channel) -> None:
+        """Until the other side is away or does not lead."""
+        while True:
+            self.soon.clear()
+            sent = time.monotonic()
+            try:
+                reply = await call(channel, SYNC, self._request(), timeout=5, token=TOKEN)
+            except WireError:
+                return
+            if not reply.complete:
+                return
+            self._take(reply, sent)
+            await asyncio.sleep(_LEAST_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(reply.sync_period_seconds - _LEAST_SECONDS):
+                    await self.soon.wait()
+
+    def _request(self) -> SyncRequest:
+        return SyncRequest(
+            node=self.node,
+            agent_version="bench",
+            highest_term=self.term,
+            replicas=tuple(self._report(*one) for one in self.replicas),
+            slots=tuple(
+                SlotReport(
+                    SlotKey(grant.key.slot.uid, grant.key.slot.generation),
+                    SlotState.RUNNING,
+                    gate_open=True,
+                    endpoint="http://10.0.0.1:30800/slots/x",
+                    version=f"{grant.weights.run}@1.0",
+                    digest="d",
+                )
+                for grant, _ in self.held.values()
+            ),
+        )
+
+    def _report(self, pool: str, pod: str, gpus: int) -> ReplicaReport:
+        return ReplicaReport(
+            pool=pool,
+            pod_namespace=NAMESPACE,
+            pod_name=pod,
+            pod_uid=f"{pod}-{self._generation[pod]}",
+            gpu_uuids=tuple(f"GPU-{self.node}-{pod}-{number}" for number in range(gpus)),
+            ready=True,
+            signal=SignalSource.WIRE_TAP,
+            verified=True,
+            running_requests=self._random.randrange(8),
+            kv_used_permille=self._random.randrange(100, 700),
+            busy_permille=self._random.randrange(100, 700),
+        )
+
+    def _take(self, reply: SyncReply, sent: float) -> None:
+        now = time.monotonic()
+        if reply.term != self.term:
+            self.term = reply.term
+            self.say(Event(now, "term", self.node, term=reply.term))
+        grants = {grant.slot_name: grant for grant in reply.grants}
+        for name, (grant, deadline) in self.held.items():
+            if deadline < now:
+                self.say(Event(deadline, "lapsed", self.node, name, grant.lease))
+            if name not in grants:
+                self.say(Event(now, "ended", self.node, name, grant.lease))
+                self.soon.set()
+        for name, grant in grants.items():
+            if name not in self.held:
+                self.say(Event(now, "granted", self.node, name, grant.lease, reply.term))
+                self.soon.set()
+        self.held = {name: (grant, sent + grant.ttl_seconds) for name, grant in grants.items()}
+
+
+def say(event: Event) -> None:
+    """One line."""
+    sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+async def _main(fleet: Fleet, addresses: list[str]) -> None:
+    agents = [
+        Agent(node, replicas, addresses, say, seed)
+        for seed, (node, replicas) in enumerate(fleet.nodes_by_name().items())
+    ]
+    tasks = [asyncio.create_task(agent.run()) for agent in agents]
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    chooser = random.Random(0)
+    while line := await reader.readline():
+        for _ in range(int(line)):  # a number asks for that many restarts of serving pods
+            chooser.choice(agents).restart_a_pod()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(msgspec.json.decode(sys.argv[1], type=Fleet), sys.argv[2].split(",")))

@@ -1,0 +1,225 @@
+"""Operators and agents as children, and what their pages and /proc say about them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from bench.operator.agents import TOKEN, Event
+from bench.operator.fleet import SYSTEM, Fleet
+from bench.operator.histogram import Buckets
+
+ResultT = TypeVar("ResultT")
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def until(look: Callable[[], ResultT | None], what: str, seconds: float = 180.0) -> ResultT:
+    """The first truthy answer.
+
+    Raises:
+        TimeoutError: there was none in time; says what was waited for, and the last answer.
+    """
+    end = time.monotonic() + seconds
+    while not (found := look()):
+        if time.monotonic() > end:
+            message = f"not within {seconds:.0f} s: {what}; last: {found!r}"
+            raise TimeoutError(message)
+        time.sleep(0.1)
+    return found
+
+
+class Operator:
+    """``rose operator`` on one core.
+
+    Args:
+        core: the core it is bound to, None for any.
+        profile: where ``dump_profile`` puts where its processor time went, None for no profiler.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kubeconfig: Path,
+        folder: Path,
+        core: int | None,
+        profile: Path | None = None,
+    ) -> None:
+        self.name, self.log, self.profile = name, folder / f"{name}.log", profile
+        program = ["bench.operator.profiled", str(profile)] if profile else ["rose_cli.main"]
+        (folder / "stores.yaml").write_text("main: store.example:7446\n")
+        (folder / "token").write_text(TOKEN)
+        command = [
+            *(["taskset", "-c", str(core)] if core is not None else []),
+            sys.executable,
+            "-m",
+            *program,
+            "operator",
+            f"--namespace={SYSTEM}",
+            "--sync-address=127.0.0.1:0",
+            "--http-port=0",
+            "--router-image=rose:bench",
+            f"--stores-file={folder / 'stores.yaml'}",
+            f"--token-file={folder / 'token'}",
+            "--settle-seconds=0",
+            "--cool-seconds=5",
+            "--toggle-seconds=1",
+            f"--identity={name}",
+            "--log-level=WARNING",
+        ]
+        environment = os.environ | {"KUBECONFIG": str(kubeconfig)}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+        ports = until(self._ports, f"{name} tells its ports")
+        self.sync_port, self.http_port = ports
+
+    def _ports(self) -> tuple[int, int] | None:
+        text = self.log.read_text()
+        if self.process.poll() is not None:
+            message = f"{self.name} ended with {self.process.returncode}:\n{text[-3000:]}"
+            raise RuntimeError(message)
+        for line in text.splitlines():
+            if line.startswith("rose operator: sync="):
+                sync, http = (int(part.split("=")[1]) for part in line.split()[2:4])
+                return sync, http
+        return None
+
+    def page(self, path: str) -> str:
+        """A page, whatever its status."""
+        url = f"http://127.0.0.1:{self.http_port}{path}"
+        try:
+            with urllib.request.urlopen(url, timeout=30) as reply:  # our own child
+                return str(reply.read().decode())
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.read().decode()
+
+    def leads(self) -> bool:
+        """Whether it holds the lead."""
+        return self.page("/readyz").strip() == "Leader"
+
+    def samples(self, name: str) -> dict[str, float]:
+        """Series of a metric, labels and all -> value."""
+        pairs = (
+            line.rsplit(" ", 1)
+            for line in self.page("/metrics").splitlines()
+            if line.startswith(name)
+        )
+        return {key: float(value) for key, value in pairs}
+
+    def writes(self) -> float:
+        """Write requests so far, the leader Lease's apart."""
+        counts = self.samples("rose_operator_api_writes_total")
+        return sum(count for key, count in counts.items() if 'kind="Lease"' not in key)
+
+    def plans(self, what: str = "seconds") -> Buckets:
+        """Times of planning so far; ``cpu_seconds`` is processor time."""
+        return Buckets.read(self.samples(f"rose_operator_plan_{what}_bucket"))
+
+    def cpu_seconds(self) -> float:
+        """Processor time used so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(") ", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS
+
+    def peak_bytes(self) -> int:
+        """Most resident memory so far."""
+        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+        return 0
+
+    def dump_profile(self) -> None:
+        """Write the profile, if there is one."""
+        if self.profile is not None:
+            self.profile.unlink(missing_ok=True)
+            self.process.send_signal(signal.SIGUSR2)
+            until(self.profile.exists, f"{self.profile} is written", 60)
+
+    def kill(self) -> None:
+        """-9."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(30)
+
+
+class Agents:
+    """The agents' process, and what it has told."""
+
+    def __init__(self, fleet: Fleet, addresses: Sequence[str], folder: Path) -> None:
+        self.events: list[Event] = []
+        with (folder / "agents.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "bench.operator.agents",
+                    msgspec.json.encode(fleet).decode(),
+                    ",".join(addresses),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        decoder = msgspec.json.Decoder(Event)
+        for line in self.process.stdout or ():
+            self.events.append(decoder.decode(line))
+
+    def restart_pods(self, count: int) -> None:
+        """Replace that many serving pods, anywhere."""
+        if self.process.stdin is None:
+            raise RuntimeError("no pipe to the agents")
+        self.process.stdin.write(f"{count}\n".encode())
+        self.process.stdin.flush()
+
+    def granted(self) -> dict[str, Event]:
+        """Slot -> its latest grant, of those that hold one."""
+        held: dict[str, Event] = {}
+        for event in list(self.events):
+            if event.what == "granted":
+                held[event.slot] = event
+            elif event.what == "ended":
+                held.pop(event.slot, None)
+        return held
+
+    def count(self, what: str, since: float = 0.0) -> int:
+        """Events of a sort since a time."""
+        return sum(event.what == what and event.at >= since for event in list(self.events))
+
+    def stop(self) -> None:
+        """End it."""
+        if self.process.stdin is not None:
+            with suppress(OSError):
+                self.process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(15)
+        self.process.kill()
+        self.process.wait()
+        self._thread.join(10)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+@contextmanager
+def ended(*children: Operator) -> Iterator[None]:
+    """Operators are gone afterwards."""
+    try:
+        yield
+    finally:
+        for child in children:
+            if child.process.poll() is None:
+                child.kill()

@@ -1,0 +1,135 @@
+"""Makespan by policy, distance to a clairvoyant bound, inclusion by stratum, all borrowed gone."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from pathlib import Path
+
+from bench.record import Figure, figure, record
+from bench.rollouts.steps import (
+    POLICIES,
+    Found,
+    Strata,
+    gaps,
+    simulate,
+    strata,
+    vanishing,
+)
+from rose_core.simulate.outcome import paired_ratio
+from rose_core.simulate.scenario import Scenario
+from rose_core.simulate.world import Material
+from rose_simulate.reading import read_material, read_scenario
+
+FOLDER = Path(__file__).parent
+DEGENERATE = ("long-to-borrowed", "late-to-borrowed")
+NOTES = (
+    "virtual time, measured cost model, modelled interference; "
+    "requests, episodes and gates are the same for every policy",
+    "rose-paper: the published order, cut turns begun anew after 2 s; parameters cited in "
+    "rose_core/simulate/paper.py, taken before any run",
+    "reward of an episode is drawn by its name: the traces hold no answers",
+)
+
+
+def scenario(name: str) -> tuple[Scenario, Material]:
+    """One of the folder's scenarios with its traces."""
+    path = FOLDER / f"{name}.yaml"
+    told = read_scenario(path)
+    if not isinstance(told, Scenario):
+        message = f"{path} is a fleet"
+        raise SystemExit(message)
+    return told, read_material(path, told)
+
+
+def makespans(seeds: list[int], names: list[str]) -> list[Figure]:
+    """Mean makespan by policy, and the paper's over ours, paired by seed."""
+    told, material = scenario("step")
+    means: dict[str, list[float]] = {}
+    rows: list[Figure] = []
+    for name in names:
+        found = [simulate(told, POLICIES[name], seed, material) for seed in seeds]
+        means[name] = [statistics.fmean(one.makespans or (math.inf,)) for one in found]
+        redone = statistics.fmean(one.redone_share for one in found)
+        rows.append(figure(f"makespan, {name}", statistics.fmean(means[name]), "s"))
+        rows.append(figure(f"redone tokens, {name}", 100 * redone, "%"))
+        sys.stderr.write(f"{name}: done\n")
+    for name in names:
+        if name == "joint":
+            continue
+        ratio = paired_ratio(means[name], means["joint"])
+        aim = 1.15 if name == "rose-paper" else None
+        rows.append(figure(f"{name} / joint", ratio.mean, "ratio", at_least=aim))
+        if ratio.low is not None and ratio.high is not None:
+            rows.append(figure(f"{name} / joint, low", ratio.low, "ratio"))
+            rows.append(figure(f"{name} / joint, high", ratio.high, "ratio"))
+    return rows
+
+
+def inclusion(seeds: list[int]) -> list[Figure]:
+    """Largest difference to dedicated-only of the share trained, over the strata."""
+    told, material = scenario("stream")
+    alone = _strata(told, "fixed", seeds, material)
+    rows: list[Figure] = []
+    for name in ("joint", *DEGENERATE):
+        found = gaps(_strata(told, name, seeds, material), alone)
+        for (dimension, stratum), gap in found.items():
+            head = f"inclusion {name} - fixed, {dimension} {stratum}"
+            rows.append(figure(head, 100 * gap.value, "points"))
+            rows.append(figure(f"{head}, low", 100 * gap.low, "points"))
+            rows.append(figure(f"{head}, high", 100 * gap.high, "points"))
+        worst = max(max(abs(gap.low), abs(gap.high)) for gap in found.values())
+        aim = 2.0 if name == "joint" else None
+        rows.append(figure(f"inclusion {name}: farthest end", 100 * worst, "points", at_most=aim))
+        sys.stderr.write(f"inclusion {name}: done\n")
+    return rows
+
+
+def _strata(told: Scenario, name: str, seeds: list[int], material: Material) -> Strata:
+    counts: Strata = {}
+    for seed in seeds:
+        strata(simulate(told, POLICIES[name], seed, material), seed, counts)
+    return counts
+
+
+def vanish(seeds: list[int]) -> list[Figure]:
+    """What is lost when every borrowed engine vanishes in the middle."""
+    told, material = scenario("stream")
+    gone = vanishing(told, told.warmup_s + told.seconds / 3)
+    found = [simulate(gone, POLICIES["joint"], seed, material) for seed in seeds]
+    kept = [simulate(told, POLICIES["joint"], seed, material) for seed in seeds]
+    members = told.jobs[0].group
+    return [
+        figure("all borrowed vanish: trajectories lost", _sum(found, "lost"), "", at_most=0),
+        figure("all borrowed vanish: groups dropped", _sum(found, "dropped") / members, "groups"),
+        figure("none vanishes: groups dropped", _sum(kept, "dropped") / members, "groups"),
+    ]
+
+
+def _sum(found: list[Found], field: str) -> float:
+    return float(sum(getattr(one, field) for one in found))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(prog="bench.rollouts", description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
+    parser.add_argument("--only", choices=["makespan", "inclusion", "vanish"])
+    options = parser.parse_args(argv)
+    names = list(dict.fromkeys(["joint", *options.policies]))
+    rows: list[Figure] = []
+    if options.only in {None, "makespan"}:
+        rows += makespans(options.seeds, names)
+    if options.only in {None, "inclusion"}:
+        rows += inclusion(options.seeds)
+    if options.only in {None, "vanish"}:
+        rows += vanish(options.seeds)
+    record("rollouts", rows, notes=NOTES)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

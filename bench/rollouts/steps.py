@@ -1,0 +1,120 @@
+"""One step of agent episodes on dedicated and borrowed engines, under every policy.
+
+Every policy meets the same requests, episodes and gates (production's guard decides them from
+serving alone); they differ in where a turn is placed, in what becomes of a cut turn, and, for
+``joint``, in production's order of the queue. ``rose-paper`` is the paper's rules as published,
+with its patience of 2 s; ``rose-paper + keeping`` continues cut turns, to tell the two apart.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from rose_core.rollouts.inclusion import Interval, newcombe, wilson
+from rose_core.rollouts.placement import PolicyName
+from rose_core.rollouts.shares import length_bucket
+from rose_core.simulate.clock import SECOND
+from rose_core.simulate.job import Fate
+from rose_core.simulate.paper import STALL_S
+from rose_core.simulate.regimes import RULES, Rules
+from rose_core.simulate.scenario import Failure, Regime, Scenario
+from rose_core.simulate.world import Material, World
+
+_OURS = RULES[Regime.OURS]
+_FIFO = replace(_OURS, waits=False)
+_PAPER = replace(_FIFO, placement=PolicyName.ROSE_PAPER, stall_s=STALL_S)
+
+POLICIES: Mapping[str, Rules] = {
+    "joint": _OURS,
+    "rose-paper": replace(_PAPER, keeps=False),
+    "rose-paper + keeping": _PAPER,
+    "cache-aware": replace(_FIFO, placement=PolicyName.CACHE_AWARE),
+    "least-loaded": replace(_FIFO, placement=PolicyName.LEAST_LOADED),
+    "fixed": replace(_FIFO, placement=PolicyName.FIXED),
+    "long-to-borrowed": replace(_FIFO, placement=PolicyName.LONG_TO_BORROWED),
+    "late-to-borrowed": replace(_FIFO, placement=PolicyName.LATE_TO_BORROWED),
+    "clairvoyant": RULES[Regime.CLAIRVOYANT],
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one run gave.
+
+    Attributes:
+        makespans: of the synchronous steps that ended, seconds, training taken off.
+        fates: of every trajectory that a trainer took or dropped.
+        begun, ended, inside: trajectories; what is neither ended nor inside was lost.
+    """
+
+    makespans: tuple[float, ...]
+    fates: tuple[Fate, ...]
+    begun: int
+    ended: int
+    inside: int
+    dropped: int
+    redone_share: float
+
+    @property
+    def lost(self) -> int:
+        """Trajectories that are nowhere any more."""
+        return self.begun - self.ended - self.inside
+
+
+def simulate(scenario: Scenario, rules: Rules, seed: int, material: Material) -> Found:
+    """One run of the scenario's only job."""
+    world = World(scenario, rules, seed, material)
+    world.clock.run(round((scenario.warmup_s + scenario.seconds) * SECOND))
+    told = scenario.jobs[0]
+    job, router = world.jobs[told.name], world.routers[told.name]
+    counts = job.counts
+    return Found(
+        makespans=tuple(step - told.train_s for step in counts.step_s),
+        fates=tuple(counts.fates),
+        begun=counts.started,
+        ended=counts.finished,
+        inside=job.inside,
+        dropped=counts.dropped,
+        redone_share=router.counts.redone_tokens / max(1, router.counts.tokens),
+    )
+
+
+def vanishing(scenario: Scenario, at_s: float) -> Scenario:
+    """The same, but every borrowed engine vanishes at once and none comes back."""
+    replicas = sum(one.replicas for one in scenario.services)
+    failures = tuple(Failure(kind="gone", at_s=at_s, target=n) for n in range(replicas))
+    return scenario.model_copy(update={"failures": failures})
+
+
+def reward(session: str, tokens: int, seed: int) -> bool:
+    """Whether the trajectory was right, drawn by name; longer ones are right less often."""
+    chance = max(0.2, 0.8 - tokens / 20_000)
+    return random.Random(f"{seed}/{session}/reward").random() < chance
+
+
+Strata = dict[tuple[str, str], list[int]]
+
+
+def strata(found: Found, seed: int, into: Strata) -> None:
+    """Count (trained, all) by length, reward and staleness."""
+    for fate in found.fates:
+        right = reward(fate.session, fate.tokens, seed)
+        keys = (
+            ("length", length_bucket(fate.tokens)),
+            ("reward", "right" if right else "wrong"),
+            ("staleness", str(fate.stale)),
+        )
+        for key in keys:
+            cell = into.setdefault(key, [0, 0])
+            cell[0] += fate.trained
+            cell[1] += 1
+
+
+def gaps(ours: Strata, alone: Strata) -> dict[tuple[str, str], Interval]:
+    """Difference of the share trained, by stratum that both have, with its 95 % interval."""
+    return {
+        key: newcombe(wilson(*ours[key]), wilson(*alone[key]))
+        for key in sorted(ours.keys() & alone.keys())
+    }

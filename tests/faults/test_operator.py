@@ -1,0 +1,203 @@
+"""The operator through an API server that is overloaded, forgets, refuses, or is full of poison."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from lightkube import Client, KubeConfig
+from lightkube.types import PatchType
+
+from rose_dev.control_plane import ControlPlane
+from tests.api.installed import install
+from tests.api.objects import LEASE, POOL, changed
+from tests.faults.operator_proxy import FaultyProxy
+from tests.operator import harness
+from tests.operator.harness import Cluster, OperatorProcess, condition, until
+from tests.operator.stub_agent import StubAgent, replica
+
+pytestmark = pytest.mark.cluster
+POISON = 100
+
+
+class Scene:
+    """An operator behind the proxy, a lending pool, one agent."""
+
+    def __init__(self, cluster: Cluster, proxy: FaultyProxy, operator: OperatorProcess) -> None:
+        self.cluster, self.proxy, self.operator = cluster, proxy, operator
+        self.namespace = cluster.namespace(f"faults-{uuid4().hex[:8]}")
+        key = f"{self.namespace}/chat"
+        replicas = tuple(replica(key, f"{name}-{self.namespace}") for name in "abcd")
+        self.agent = StubAgent(operator.sync_port, f"node-{self.namespace}", replicas)
+
+    def pool(self) -> None:
+        lends = {"maxReplicasPercent": 100, "minUnlentReplicas": 0}
+        spec = {
+            "metadata.namespace": self.namespace,
+            "spec.mode": "Lend",
+            "spec.slo": {"ttftMilliseconds": 500},
+            "spec.lending": lends,
+        }
+        self.cluster.apply(changed(POOL, spec))
+
+    def lease_manifest(self, name: str, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+        place = {
+            "metadata.name": name,
+            "metadata.namespace": self.namespace,
+            "spec.poolRef.namespace": self.namespace,
+        }
+        return changed(LEASE, place | (changes or {}))
+
+    def lease(self, name: str = "grpo") -> None:
+        self.cluster.apply(self.lease_manifest(name))
+
+    def status(self, name: str = "grpo", kind: str = "Granted") -> tuple[str, str]:
+        return condition(self.cluster.get(harness.LEASE, name, self.namespace), kind)
+
+    def granted(self, name: str = "grpo") -> None:
+        until(lambda: self.status(name)[0] == "True", f"lease {name} is granted")
+
+    def slots(self) -> list[dict[str, Any]]:
+        return [
+            slot
+            for slot in self.cluster.slots(self.operator.namespace)
+            if slot["spec"]["leaseRef"]["namespace"] == self.namespace
+        ]
+
+    def writes(self, word: str) -> int:
+        return sum(count for (_, path), count in self.proxy.writes.items() if word in path)
+
+
+@pytest.fixture(scope="module")
+def plane(
+    control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    install(control_plane)
+    config = KubeConfig.from_file(str(control_plane.kubeconfig)).get()
+    client = Client(config=config, trust_env=False)
+    yield Cluster(control_plane, client, tmp_path_factory.mktemp("faults"))
+    client._client._client.close()
+
+
+@pytest.fixture(scope="module")
+def behind(plane: Cluster) -> Iterator[tuple[FaultyProxy, OperatorProcess]]:
+    with FaultyProxy(plane.plane.kubeconfig, plane.folder) as proxy:
+        namespace = plane.namespace(f"rose-system-{uuid4().hex[:6]}")
+        operator = OperatorProcess(proxy.kubeconfig, plane.folder, namespace)
+        operator.start()
+        yield proxy, operator
+        operator.kill()
+
+
+@pytest.fixture
+def scene(plane: Cluster, behind: tuple[FaultyProxy, OperatorProcess]) -> Iterator[Scene]:
+    scene = Scene(plane, *behind)
+    scene.pool()
+    with scene.agent:
+        yield scene
+        scene.proxy.overload(0.0)
+        scene.proxy.refuse("")
+        for kind in (harness.LEASE, harness.POOL):
+            plane.client.deletecollection(kind, namespace=scene.namespace)
+        until(lambda: not scene.slots(), "the slots are given back")
+
+
+def test_a_storm_of_429_delays_and_loses_nothing(scene: Scene) -> None:
+    scene.proxy.overload(0.3)
+    scene.lease()
+    scene.granted()
+    assert scene.proxy.refused > 0
+    scene.proxy.overload(0.0)
+    (slot,) = scene.slots()
+    made = scene.writes(f"rolloutslots/{slot['metadata']['name']}")
+    assert made <= 6  # a spec and a status, each perhaps a few times
+
+
+def test_watches_that_drop_and_expire_hide_no_deletion(scene: Scene) -> None:
+    scene.lease()
+    scene.granted()
+    scene.proxy.expire_watches(4)
+    scene.proxy.drop_watches()
+    scene.cluster.delete(harness.LEASE, "grpo", scene.namespace)
+    until(lambda: not scene.slots(), "the slot of the deleted lease is given back")
+    scene.lease("next")
+    scene.granted("next")
+
+
+def test_what_others_change_is_put_right_without_a_fight(scene: Scene) -> None:
+    scene.lease()
+    scene.granted()
+    (slot,) = scene.slots()
+    released = {"spec": {"desired": "Released", "releaseReason": "Preempted"}}
+    client, system = scene.cluster.client, scene.operator.namespace
+    name = slot["metadata"]["name"]
+    client.patch(harness.SLOT, name, released, namespace=system, patch_type=PatchType.MERGE)
+    nonsense = {"status": {"slotsGranted": 77, "routerURL": "http://elsewhere"}}
+    client.patch(
+        harness.LEASE.Status,
+        "grpo",
+        nonsense,
+        namespace=scene.namespace,
+        patch_type=PatchType.MERGE,
+    )
+    router = f"router-{scene.namespace}-grpo"
+    found = client.list(harness.Service, namespace=system)
+    services = [dict(one)["metadata"]["name"] for one in found]
+    mine = next(one for one in services if one.startswith(router[:40]))
+    client.delete(harness.Service, mine, namespace=system)
+
+    def right() -> bool:
+        status = (scene.cluster.get(harness.LEASE, "grpo", scene.namespace) or {})["status"]
+        uids = [one["metadata"]["uid"] for one in scene.slots()]
+        return (
+            status["slotsGranted"] == 1
+            and "elsewhere" not in status["routerURL"]
+            and len(uids) == 1
+            and slot["metadata"]["uid"] not in uids
+            and scene.cluster.get(harness.Service, mine, system) is not None
+        )
+
+    until(right, "slot, status and router are as they should be")
+
+
+def test_a_refused_write_is_tried_less_and_less_and_stops_nobody(scene: Scene) -> None:
+    scene.proxy.refuse("rolloutleases/refused/status")
+    scene.lease("refused")
+    scene.lease("good")
+    scene.granted("good")
+    started, before = time.monotonic(), scene.writes("rolloutleases/refused/status")
+    until(lambda: time.monotonic() - started > 6, "a few passes")
+    assert before > 0
+    assert scene.writes("rolloutleases/refused/status") - before <= 4
+    scene.proxy.refuse("")
+    scene.granted("refused")
+
+
+def test_a_hundred_poison_leases_get_their_reasons_and_harm_nobody(scene: Scene) -> None:
+    bad: dict[str, tuple[dict[str, Any], str]] = {
+        "pool": ({"spec.poolRef.name": "nobody"}, "UnknownPool"),
+        "class": ({"spec.engineClass": "other"}, "UnknownEngineClass"),
+        "argument": ({"spec.engineArguments": {"model-path": "/etc"}}, "ArgumentNotAllowed"),
+        "store": ({"spec.weights.storeName": "elsewhere"}, "UnknownStore"),
+        "gpus": ({"spec.gpusPerSlot": 2}, "GpusPerSlotNotSupported"),
+    }
+    kinds = list(bad)
+    expected = {}
+    for number in range(POISON):
+        changes, reason = bad[kinds[number % len(kinds)]]
+        name = f"poison-{number}"
+        manifest = scene.lease_manifest(name, changes)
+        scene.cluster.client.create(harness.LEASE.from_dict(manifest))
+        expected[name] = ("False", reason)
+    scene.lease("good")
+    scene.granted("good")
+
+    def reasons() -> dict[str, tuple[str, str]]:
+        listed = scene.cluster.client.list(harness.LEASE, namespace=scene.namespace)
+        found = {dict(one)["metadata"]["name"]: dict(one) for one in listed}
+        return {name: condition(one, "Accepted") for name, one in found.items()}
+
+    until(lambda: expected.items() <= reasons().items(), "every poison lease has its reason")
+    assert len(scene.slots()) == 1
+    assert scene.writes("rolloutleases/poison-") <= 2 * POISON
