@@ -9,6 +9,7 @@ study that was interrupted goes on where it was.
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
@@ -56,7 +57,9 @@ class Runner:
     """
 
     def __init__(self, processes: int = 1, kept: Path | None = None) -> None:
-        self._pool = ProcessPoolExecutor(processes) if processes > 1 else None
+        # Spawned: a fork of a process with threads (gRPC, numba) may wait forever for a lock.
+        fresh = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(processes, fresh) if processes > 1 else None
         self._kept = kept
         self._known: dict[str, Found] = {}
 
