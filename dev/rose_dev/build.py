@@ -143,11 +143,8 @@ def _kubernetes_workspace() -> Path:
     upstream = Path(json.loads(answer.stdout)["GoMod"]).read_text()
     (workspace / "go.mod").write_text(module_file(upstream))
     (workspace / "tools.go").write_text("//go:build tools\n\npackage tools\n")
-    tools = [
-        f"{part.package}@{part.version}" if part.name == "etcd" else part.package
-        for part in EVERYTHING
-        if part.in_kubernetes
-    ]
+    # With no version given, Go would take the newest there is.
+    tools = [f"{part.package}@{part.version}" for part in EVERYTHING if part.in_kubernetes]
     command = ["go", "get", "-tool", *tools]
     run(command, seconds=_BUILD_SECONDS, env=_environment(), cwd=workspace)
     return workspace
