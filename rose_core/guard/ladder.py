@@ -4,7 +4,7 @@
 |---|---|---|---|---|
 | 1 Unroute | permit closed, routers told | none needed: the permit is ours | 0 | rung 2 at once |
 | 2 Stop | hold at the engine host | host says held | 250 ms | the guard freezes the cgroup itself |
-| 2 Stop | freeze by the guard | cgroup reads frozen | 5 s | rung 5 by the guard |
+| 2 Stop | freeze by the guard | cgroup reads frozen | 5 s (``standstill``) | rung 5 by the guard |
 | 3 Retract | the router's own: it holds the tokens and continues elsewhere | | | |
 | 4 Dormant | release weights and KV | host says Dormant | 5 s | rung 5 |
 | 5 Terminate | stop at the engine host | engine gone | 6 s | the guard kills the cgroup, cordon |
@@ -65,8 +65,7 @@ class LadderLimits:
         host_stale_ns: age of the host's heartbeat from which the guard stops the tree itself.
         host_dead_ns: the host does not come back; the guard ends the tree.
         repeat_ns: an order without proof is sent again after this.
-        freeze_ns: long, because on a core that serving keeps busy a thread of the engine may not
-            even get the turn it needs to stand still; it computes nothing meanwhile.
+        freeze_ns: from here on the guard's own freeze is late, and ``standstill`` decides.
         unready_ns: serving may be unready this long before its GPU is vacated.
         cordon_ns: no new engine after one had to be killed; doubles per failure.
     """

@@ -6,7 +6,7 @@
 | Absent | otherwise | Absent | |
 | Starting | host does not list it yet | Starting | Ensure again every 2 s |
 | Starting, Present | engine listed, gate open | Present | Let go, Extend |
-| Starting, Present | engine listed, gate closed | Present | Close, Hold; then Freeze; then Kill |
+| Starting, Present | engine listed, gate closed | Present | Close, Hold; Freeze; Kill if it computes |
 | Starting, Present | engine listed, duty pause | Present | Close (the permit alone paces it) |
 | Present | host's heartbeat stale | Present | Close, Freeze; after 15 s Kill |
 | Present | memory pressure | Present | Close, Hold, Dormant; after 5 s -> Releasing |
@@ -26,6 +26,7 @@ from enum import StrEnum
 from rose_core.guard.gate import Verdict
 from rose_core.guard.ladder import Action, LadderLimits, Order, Rung
 from rose_core.guard.reasons import VACATING, GateReason
+from rose_core.guard.standstill import Patience, disobeys
 from rose_core.wire.host import EngineState
 
 
@@ -60,6 +61,7 @@ class EngineSeen:
         held: the host has confirmed that the guard holds it.
         asked: the host was asked to hold it and has not answered; it may hold it by now.
         frozen: the guard reads its cgroup as frozen.
+        cpu_ns: processor time of its tree; None = not known.
     """
 
     state: EngineState
@@ -67,6 +69,7 @@ class EngineSeen:
     held: bool = False
     asked: bool = False
     frozen: bool = False
+    cpu_ns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class SlotMachine:
         ordered_ns: when the last order that needs a proof was sent.
         self_frozen: the guard froze the cgroup; only a confirmed hold makes that undone by the
             host, which alone continues engines.
+        late_cpu_ns: the tree's processor time when it was first found late in standing still.
         unready_ns: since when serving has been unready.
         stale_ns: since when the host's heartbeat has been stale.
         cordon_until_ns: no new engine before.
@@ -114,6 +118,7 @@ class SlotMachine:
     ordered_ns: int = 0
     self_frozen: bool = False
     killed: bool = False
+    late_cpu_ns: int | None = None
     unready_ns: int = 0
     stale_ns: int = 0
     failures: int = 0
@@ -288,7 +293,8 @@ def _close(
 ) -> Step:
     first = state.rung < Rung.STOP
     if first:
-        state = replace(_at_rung(state, Rung.STOP, now_ns), ordered_ns=0, killed=False)
+        state = _at_rung(state, Rung.STOP, now_ns)
+        state = replace(state, ordered_ns=0, killed=False, late_cpu_ns=None)
     close = Action(Order.CLOSE, reason)
     if held:
         state = replace(state, self_frozen=False)
@@ -305,10 +311,21 @@ def _close(
     if late >= limits.hold_ns and not frozen and (again or not state.self_frozen):
         state = replace(state, self_frozen=True)
         actions = (*actions, Action(Order.FREEZE, reason))
-    if late >= limits.hold_ns + limits.freeze_ns and not frozen and not state.killed:
-        state = replace(state, killed=True)
-        actions = (*actions, Action(Order.KILL, reason))
-    return (state, actions)
+    if frozen or state.killed or late <= limits.hold_ns + limits.freeze_ns:
+        return (state, actions)
+    state, kill = _overdue(state, seen.engine, limits, late)
+    return (state, (*actions, Action(Order.KILL, reason)) if kill else actions)
+
+
+def _overdue(
+    state: SlotMachine, engine: EngineSeen | None, limits: LadderLimits, late_ns: int
+) -> tuple[SlotMachine, bool]:
+    """Whether a tree that does not stand still in time is killed."""
+    cpu_ns = engine.cpu_ns if engine is not None else None
+    patience = Patience(limits.hold_ns + limits.freeze_ns)
+    kill = disobeys(patience, late_ns, state.late_cpu_ns, cpu_ns)
+    first = cpu_ns if state.late_cpu_ns is None else state.late_cpu_ns
+    return replace(state, killed=kill, late_cpu_ns=first), kill
 
 
 def _repeat(

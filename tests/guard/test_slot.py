@@ -135,10 +135,21 @@ def test_a_host_that_does_not_hold_is_replaced_by_the_guard_then_by_death() -> N
     assert done == [Order.CLOSE], "once per repeat"
     _, done = orders(state, seen(shut(), engine(frozen=True)), NOW + 6 * S)
     assert Order.KILL not in done, "frozen is stopped"
-    state, done = orders(state, seen(shut(), engine()), NOW + 5250 * MS)
-    assert Order.KILL in done
+    state, done = orders(state, seen(shut(), engine()), NOW + 5251 * MS)
+    assert Order.KILL in done, "nobody knows what it computes"
     state, done = orders(state, seen(shut(), engine()), NOW + 5300 * MS)
     assert Order.KILL not in done, "once"
+
+
+def test_a_tree_that_is_late_is_killed_for_computing_not_for_waiting() -> None:
+    state, _ = orders(PRESENT, seen(shut(), engine()))
+    waits = replace(engine(), cpu_ns=7 * S)
+    for second in range(6, 60):
+        state, done = orders(state, seen(shut(), waits), NOW + second * S)
+        assert Order.KILL not in done
+    computes = replace(waits, cpu_ns=7 * S + 101 * MS)
+    assert Order.KILL in orders(state, seen(shut(), computes), NOW + 60 * S)[1]
+    assert Order.KILL in orders(state, seen(shut(), waits), NOW + 61 * S)[1], "it hangs"
 
 
 # --- host gone

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from rose_agent.host.enforcement import Action, Tree, TreeState, Wish, decide
-from rose_agent.host.enforcer import STOP_LIMIT_NS, Enforcer, Watched
+from rose_agent.host.enforcer import PATIENCE, Enforcer, Watched
 from rose_agent.host.errors import GroupError
 from rose_agent.host.groups import wait_for
+from rose_core.guard.standstill import Patience
 from rose_core.wire.host import Holder
 from rose_engines.permit import Permit
 
 RUNNING, STOPPING, STOPPED = TreeState.RUNNING, TreeState.STOPPING, TreeState.STOPPED
+LATE_NS = PATIENCE.limit_ns + 1
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,9 @@ RUNNING, STOPPING, STOPPED = TreeState.RUNNING, TreeState.STOPPING, TreeState.ST
 def test_every_edge(
     state: TreeState, may_run: bool, frozen: bool, now: int, expected: tuple[TreeState, Action]
 ) -> None:
-    tree, done = decide(Tree(state, 0), may_run=may_run, frozen=frozen, now_ns=now, limit_ns=100)
+    tree, done = decide(
+        Tree(state, 0), may_run=may_run, frozen=frozen, now_ns=now, patience=Patience(100)
+    )
     assert (tree.state, done) == expected
 
 
@@ -64,6 +68,7 @@ class TreeInMemory:
         self.still = False
         self.obedient = True
         self.error = ""
+        self.used_ns: int | None = 0
 
     def pids(self) -> tuple[int, ...]:
         return (1,)
@@ -80,6 +85,9 @@ class TreeInMemory:
 
     def frozen(self) -> bool:
         return self.still
+
+    def cpu_ns(self) -> int | None:
+        return self.used_ns
 
     def kill(self) -> None:
         self.calls.append("kill")
@@ -146,12 +154,36 @@ def test_a_tree_that_does_not_stand_still_is_killed_and_told_of_once(
     tree.obedient = False
     watched.put(tree)
     watched.tick(stop_pressed=False, now_ns=0)
-    watched.tick(stop_pressed=False, now_ns=STOP_LIMIT_NS)
-    assert "kill" not in tree.calls
-    watched.tick(stop_pressed=False, now_ns=STOP_LIMIT_NS + 1)
-    watched.tick(stop_pressed=False, now_ns=STOP_LIMIT_NS + 2)
+    watched.tick(stop_pressed=False, now_ns=LATE_NS - 1)
+    tree.used_ns = 2_000_000_000
+    watched.tick(stop_pressed=False, now_ns=LATE_NS)
+    assert "kill" not in tree.calls, "what it used before it was late is forgiven"
+    tree.used_ns += PATIENCE.used_ns + 1
+    watched.tick(stop_pressed=False, now_ns=LATE_NS + 1)
+    watched.tick(stop_pressed=False, now_ns=LATE_NS + 2)
     assert tree.calls.count("kill") >= 2, "ordered until it is obeyed"
     assert caplog.text.count("did not stand still") == 1
+
+
+def test_a_tree_that_waits_for_its_turn_is_left_to_wait(watched: Watched) -> None:
+    tree = TreeInMemory()
+    tree.obedient = False
+    watched.put(tree)
+    watched.tick(stop_pressed=False, now_ns=0)
+    for second in range(60):
+        watched.tick(stop_pressed=False, now_ns=second * 1_000_000_000)
+    assert "kill" not in tree.calls
+    watched.tick(stop_pressed=False, now_ns=PATIENCE.longest_ns + 1)
+    assert "kill" in tree.calls, "it hangs in the kernel"
+
+
+def test_a_tree_whose_use_is_unknown_counts_as_computing(watched: Watched) -> None:
+    tree = TreeInMemory()
+    tree.obedient, tree.used_ns = False, None
+    watched.put(tree)
+    watched.tick(stop_pressed=False, now_ns=0)
+    watched.tick(stop_pressed=False, now_ns=LATE_NS)
+    assert "kill" in tree.calls
 
 
 def test_a_tree_thawed_by_somebody_else_is_stopped_again(watched: Watched) -> None:
@@ -159,7 +191,7 @@ def test_a_tree_thawed_by_somebody_else_is_stopped_again(watched: Watched) -> No
     watched.put(tree)
     watched.tick(stop_pressed=False, now_ns=0)
     tree.still = False
-    watched.tick(stop_pressed=False, now_ns=STOP_LIMIT_NS)
+    watched.tick(stop_pressed=False, now_ns=LATE_NS)
     assert tree.calls == ["freeze", "freeze"]
 
 

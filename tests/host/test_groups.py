@@ -86,6 +86,22 @@ def test_a_frozen_tree_computes_nothing_and_goes_on_after_thaw(tree: Tree) -> No
     assert tree.move()
 
 
+def test_processor_time_grows_with_what_a_tree_computes_and_rests_with_it(tree: Tree) -> None:
+    def used() -> int:
+        found = tree.group.cpu_ns()
+        assert found is not None
+        return found
+
+    before = used()
+    assert wait_for(lambda: used() > before, 30.0)
+    tree.group.freeze()
+    assert wait_for(tree.group.frozen, 30.0)
+    time.sleep(0.05)
+    rest = used()
+    time.sleep(0.2)
+    assert used() == rest
+
+
 def test_a_frozen_tree_is_ended_with_its_orphans(tree: Tree) -> None:
     """The root dies first: the rest belongs to the tree all the same."""
     os.kill(tree.process.pid, signal.SIGKILL)

@@ -58,6 +58,12 @@ def frozen(slot: SlotDir) -> bool:
     return found is not None and found.frozen()
 
 
+def cpu_ns(slot: SlotDir) -> int | None:
+    """Processor time of the tree so far; None when it cannot be known."""
+    found = tree(slot)
+    return found.cpu_ns() if found is not None else None
+
+
 def exists(slot: SlotDir) -> bool:
     """Whether any process of the tree lives."""
     found = tree(slot)

@@ -137,6 +137,7 @@ class Slot:
                 held=self._held is True,
                 asked=self._held is None and self._want_hold is True,
                 frozen=needs_look and freezer.frozen(self.folder),
+                cpu_ns=freezer.cpu_ns(self.folder) if needs_look else None,
             )
         processes = not alive and engine is None and freezer.exists(self.folder)
         return SlotSeen(

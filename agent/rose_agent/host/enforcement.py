@@ -7,7 +7,7 @@ the plugin inside still waits for the permit and computes nothing. Three states 
 | state    | may run              | must not run                                                |
 |----------|----------------------|-------------------------------------------------------------|
 | Running  | -                    | Freeze -> Stopping                                          |
-| Stopping | Thaw -> Running      | stands still: -> Stopped; too slow: Kill, stays Stopping    |
+| Stopping | Thaw -> Running      | stands still: -> Stopped; late and computing: Kill          |
 | Stopped  | Thaw -> Running      | moves again (somebody else thawed it): Freeze -> Stopping   |
 
 Next step: ``enforcer`` runs this every few milliseconds.
@@ -15,9 +15,10 @@ Next step: ``enforcer`` runs this every few milliseconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from rose_core.guard.standstill import Patience, disobeys
 from rose_core.wire.host import Holder
 
 
@@ -75,14 +76,27 @@ class Tree:
     Attributes:
         state: see the table of the module.
         since_ns: when the state was entered, CLOCK_MONOTONIC nanoseconds.
+        late_cpu_ns: its processor time when it was first found late in standing still.
     """
 
     state: TreeState = TreeState.RUNNING
     since_ns: int = 0
+    late_cpu_ns: int | None = None
+
+
+def late(tree: Tree, patience: Patience, now_ns: int) -> bool:
+    """Whether it should stand still by now, so that its processor time matters."""
+    return tree.state is TreeState.STOPPING and now_ns - tree.since_ns > patience.limit_ns
 
 
 def decide(
-    tree: Tree, *, may_run: bool, frozen: bool, now_ns: int, limit_ns: int
+    tree: Tree,
+    *,
+    may_run: bool,
+    frozen: bool,
+    now_ns: int,
+    patience: Patience,
+    cpu_ns: int | None = None,
 ) -> tuple[Tree, Action]:
     """One step of the table.
 
@@ -91,7 +105,8 @@ def decide(
         may_run: ``Wish.may_run``.
         frozen: what the kernel says about the tree; looked at only when it must not run.
         now_ns: CLOCK_MONOTONIC nanoseconds.
-        limit_ns: how long a tree may take to stand still before it is killed.
+        patience: how long a tree may take to stand still.
+        cpu_ns: its processor time, None = not known; looked at only when it is ``late``.
 
     Returns:
         The next state, and what to do to get there.
@@ -104,5 +119,10 @@ def decide(
     if tree.state is TreeState.STOPPING:
         if frozen:
             return Tree(TreeState.STOPPED, now_ns), Action.NONE
-        return tree, Action.KILL if now_ns - tree.since_ns > limit_ns else Action.NONE
+        if not late(tree, patience, now_ns):
+            return tree, Action.NONE
+        kill = disobeys(patience, now_ns - tree.since_ns, tree.late_cpu_ns, cpu_ns)
+        if tree.late_cpu_ns is None:
+            tree = replace(tree, late_cpu_ns=cpu_ns)
+        return tree, Action.KILL if kill else Action.NONE
     return tree, Action.NONE

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable
 
 from rose_agent.host import metrics
-from rose_agent.host.enforcement import Action, Tree, TreeState, Wish, decide
+from rose_agent.host.enforcement import Action, Tree, TreeState, Wish, decide, late
 from rose_agent.host.errors import GroupError
 from rose_agent.host.groups import ProcessGroup
+from rose_core.guard.standstill import Patience
 from rose_core.wire.host import Holder
 from rose_engines.permit import Permit
 
@@ -25,9 +26,8 @@ _log = logging.getLogger(__name__)
 # A tick while some engine may run, and while all stand still.
 BUSY_TICK_SECONDS = 0.002
 IDLE_TICK_SECONDS = 0.005
-# A tree that does not stand still by then is killed. A thread that sleeps must be scheduled once to
-# stand still, which on a busy core takes a quarter of a second; it computes nothing meanwhile.
-STOP_LIMIT_NS = 3_000_000_000
+# A tree that does not stand still by then and still computes is killed.
+PATIENCE = Patience(3_000_000_000)
 # How often a tree at rest is looked at, in case somebody else thawed it.
 _RECHECK_NS = 50_000_000
 # A dedicated engine's permit is extended by this much every tick.
@@ -141,8 +141,14 @@ class Watched:
 
     def _decide(self, group: ProcessGroup, may_run: bool, now_ns: int) -> None:
         frozen = self._tree.state is not TreeState.RUNNING and not may_run and group.frozen()
+        cpu_ns = group.cpu_ns() if late(self._tree, PATIENCE, now_ns) else None
         tree, action = decide(
-            self._tree, may_run=may_run, frozen=frozen, now_ns=now_ns, limit_ns=STOP_LIMIT_NS
+            self._tree,
+            may_run=may_run,
+            frozen=frozen,
+            now_ns=now_ns,
+            patience=PATIENCE,
+            cpu_ns=cpu_ns,
         )
         try:
             self._act(group, action)

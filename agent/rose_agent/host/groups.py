@@ -26,6 +26,9 @@ from rose_agent.host.errors import GroupError
 
 # Pause between two looks at a tree that is on its way to a state.
 _POLL_SECONDS = 0.001
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+# utime, stime, cutime, cstime among what follows the command's name in /proc/PID/stat, proc(5).
+_TIMES = slice(11, 15)
 
 
 class ProcessGroup(Protocol):
@@ -58,6 +61,9 @@ class ProcessGroup(Protocol):
 
     def frozen(self) -> bool:
         """True once every thread stands still; also for a tree without processes."""
+
+    def cpu_ns(self) -> int | None:
+        """Processor time that the tree has used so far; None when it cannot be known."""
 
     def kill(self) -> None:
         """Order the end of every process, in the order the driver needs.
@@ -137,6 +143,20 @@ def _tasks() -> dict[int, _Task]:
     return found
 
 
+def _cpu_ns(pids: Iterable[int]) -> int | None:
+    """Processor time of processes and of the children they have buried, as ``/proc`` has it."""
+    ticks = 0
+    for pid in pids:
+        if not pid:
+            return None  # of another pid namespace
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:
+            continue  # it ended; what it used shows in its parent
+        ticks += sum(map(int, fields[_TIMES]))
+    return ticks * 1_000_000_000 // _TICKS_PER_SECOND
+
+
 class _Cgroup:
     """What v1 and v2 share: a folder with ``cgroup.procs``."""
 
@@ -207,6 +227,10 @@ class V1Group(_Cgroup):
         """Read the state back; FREEZING is not yet."""
         return self._read("freezer.state").strip() in {"FROZEN", ""}
 
+    def cpu_ns(self) -> int | None:
+        """The sum over its processes: the freezer's hierarchy counts no time."""
+        return _cpu_ns(self.pids())
+
     def kill(self) -> None:
         """SIGKILL first, so that a thawed task has nothing left to run."""
         _signal_all(self.pids(), signal.SIGKILL)
@@ -229,6 +253,13 @@ class V2Group(_Cgroup):
     def frozen(self) -> bool:
         """Read ``cgroup.events``; an empty cgroup has nothing that could run."""
         return "frozen 1" in self._read("cgroup.events") or not self.pids()
+
+    def cpu_ns(self) -> int | None:
+        """``cpu.stat``, which the unified hierarchy keeps with or without the controller."""
+        words = self._read("cpu.stat").split()
+        if "usage_usec" not in words:
+            return None
+        return int(words[words.index("usage_usec") + 1]) * 1000
 
     def kill(self) -> None:
         """``cgroup.kill`` where the kernel has it (5.14), else SIGKILL to every task."""
@@ -281,6 +312,10 @@ class SignalGroup:
     def frozen(self) -> bool:
         """True when every member is in the stopped state."""
         return all(task.state in "Tt" for task in self._members().values())
+
+    def cpu_ns(self) -> int | None:
+        """The sum over its processes."""
+        return _cpu_ns(self.pids())
 
     def kill(self) -> None:
         """SIGKILL; a stopped process does not survive it."""

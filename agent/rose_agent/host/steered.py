@@ -69,6 +69,10 @@ class ClientGroup:
         """Whether the kernel holds it, which here nobody of ours asks for."""
         return self._tree.frozen()
 
+    def cpu_ns(self) -> int | None:
+        """Not known: what runs on the GPU needs no processor."""
+        return None
+
     def kill(self) -> None:
         """Take every process from the server, then kill the tree."""
         self._let_go(self.pids())
