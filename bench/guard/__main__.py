@@ -94,19 +94,31 @@ async def measure(plan: Plan) -> Results:
 async def _rounds(runner: Runner, plan: Plan) -> Results:
     await runner.bench.guarded(up=False)
     solo = await runner.solo(_PROBE_SECONDS)
-    goals, windows = await _warm_up(runner, plan, solo), []
+    results = Results([], await _warm_up(runner, plan, solo), solo)
     for number in range(plan.rounds):
         for load in plan.loads:
             for condition in plan.order(load, number):
-                goal = goals.get(load.name)
+                goal = results.goals.get(load.name)
                 window = await runner.window(
                     load, condition, number, seconds=plan.seconds, solo=solo, goal=goal
                 )
-                windows.append(window)
+                results.windows.append(window)
                 _say(f"round {number + 1} {load.name} {condition}: {len(window.measured)} requests")
                 if condition == "ours":
                     await keep_trace(runner, FOLDER / "guard-trace.json")
-    return Results(windows, goals, solo)
+                results.ended += await _replaced(runner)
+    return results
+
+
+async def _replaced(runner: Runner) -> int:
+    """Follow the rollout engine when it has ended and another has come; 1 when it had."""
+    rollouts = runner.rollouts
+    file = runner.bench.engine()
+    if file is not None and file.url == rollouts.url:
+        return 0
+    _say("the rollout engine has ended in this window; waiting for the next")
+    rollouts.url = await runner.bench.rollouts_ready()
+    return 1
 
 
 async def _warm_up(runner: Runner, plan: Plan, solo: Solo) -> dict[str, Goal]:

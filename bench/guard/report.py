@@ -32,11 +32,20 @@ _REACTIONS = (
 
 
 class Results:
-    """Every window of a run, by load and condition."""
+    """Every window of a run, by load and condition.
+
+    Attributes:
+        ended: windows in which the rollout engine ended.
+    """
 
     def __init__(self, windows: Sequence[Window], goals: dict[str, Goal], solo: Solo) -> None:
         self.windows, self.goals, self.solo = list(windows), goals, solo
-        self.loads = list(dict.fromkeys(w.load for w in self.windows))
+        self.ended = 0
+
+    @property
+    def loads(self) -> list[str]:
+        """In the order they were run."""
+        return list(dict.fromkeys(w.load for w in self.windows))
 
     def of(self, load: str, condition: str) -> list[Window]:
         """The windows of one cell, by round."""
@@ -53,6 +62,7 @@ def figures(results: Results) -> list[Figure]:
     others = statistics.fmean(w.strangers for w in results.windows) if results.windows else 0.0
     rows: list[Figure] = [
         figure("machine: share used by other processes", others, "share", at_most=QUIET),
+        figure("rollout engines that ended", float(results.ended), "", at_most=0),
         figure("rollouts alone", results.solo.rollout_rate, "tokens/s"),
         figure("serving saturated", results.solo.serving_rate, "tokens/s"),
     ]

@@ -22,13 +22,14 @@ class Rollouts:
     """Keeps ``STREAMS`` generations running until cancelled.
 
     Attributes:
+        url: of the engine; another one once that has ended.
         halved: half of the streams rest, as the paper's emergency cut leaves them.
         lost: tokens of trajectories that were aborted, by the time of the abort.
         ended: trajectories that are over, however they ended.
     """
 
     def __init__(self, url: str, streams: int = STREAMS, dialect: Dialect = SGLANG) -> None:
-        self._url, self._streams, self._dialect = url, streams, dialect
+        self.url, self._streams, self._dialect = url, streams, dialect
         self._times: list[float] = []
         self._totals: list[int] = [0]
         self._running: dict[int, tuple[asyncio.Task[None], int]] = {}
@@ -58,7 +59,7 @@ class Rollouts:
     async def _trajectory(self, http: aiohttp.ClientSession, number: int) -> None:
         body, path = self._dialect.body([10 + number] * 64, _OUTPUT), self._dialect.path
         with contextlib.suppress(aiohttp.ClientError):
-            async with http.post(f"{self._url}{path}", json=body) as answer:
+            async with http.post(f"{self.url}{path}", json=body) as answer:
                 seen = 0
                 async for line in answer.content:
                     tokens = self._dialect.count(line, seen)
