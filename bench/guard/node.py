@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -22,6 +21,7 @@ import aiohttp
 import psutil
 import yaml
 
+from bench.guard.cores import one_group, pin, stand_aside
 from bench.guard.serving import SERVING, Serving
 from rose_core.identity import GrantKey, SlotKey
 from rose_core.wire.host import HoldEngine, Holder
@@ -44,7 +44,6 @@ from rose_wire.services import HOLD, SYNC
 
 SLOT = SlotKey("bench-slot", 1)
 POOL = "bench/serving"
-ENGINE_CORE = 0
 SYNC_SECONDS = 2.0  # as an operator says by itself
 
 
@@ -233,23 +232,6 @@ class Bench:
         return found
 
 
-def pin(pid: int) -> None:
-    """Put a process tree with all its threads on the engines' core."""
-    root = psutil.Process(pid)
-    for process in [root, *root.children(recursive=True)]:
-        with contextlib.suppress(psutil.Error, OSError):
-            for thread in process.threads():
-                os.sched_setaffinity(thread.id, {ENGINE_CORE})
-
-
-def stand_aside() -> None:
-    """Keep this process, and what it starts, off the engines' core where there is another."""
-    others = set(range(os.cpu_count() or 1)) - {ENGINE_CORE}
-    if others:
-        for thread in psutil.Process().threads():
-            os.sched_setaffinity(thread.id, others)
-
-
 async def answers(url: str, seconds: float = 600.0) -> None:
     """Wait for HTTP 200.
 
@@ -272,8 +254,14 @@ async def running(
     root: Path, model: str, serving: Serving = SERVING["sglang"]
 ) -> AsyncIterator[Bench]:
     """Start everything; end everything."""
-    stand_aside()
-    bench = Bench(root, model, serving)
+    with one_group():
+        stand_aside()
+        async with _started(Bench(root, model, serving)) as bench:
+            yield bench
+
+
+@contextlib.asynccontextmanager
+async def _started(bench: Bench) -> AsyncIterator[Bench]:
     server = Server()
     server.unary(SYNC, bench.sync)
     bench.operator_port = await server.start("127.0.0.1:0")
@@ -283,7 +271,7 @@ async def running(
         await bench.rose(
             "host",
             "engine-host",
-            *("--models", str(make_named(model).parent)),
+            *("--models", str(make_named(bench.model).parent)),
             *("--engine-python", str(engine_python()), "--data-port", "0"),
         )
         await bench.guarded(up=True)
