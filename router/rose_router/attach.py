@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 from rose_core.wire.routing import EngineKind, EngineUpdate, RouterNote
+from rose_router.engine_client import Target
 from rose_router.fleet import Fleet
 from rose_wire.errors import Refused
 from rose_wire.rpc import Server
@@ -53,8 +54,8 @@ class Attachments:
         """One owner's stream.
 
         Raises:
-            Refused: an update is for another lease, or of a dedicated engine that the lease does
-                not name.
+            Refused: an update is for another lease, of a dedicated engine that the lease does not
+                name, or with a data route that no request can be sent to.
         """
         stream = next(self._streams)
         names: set[str] = set()
@@ -82,6 +83,11 @@ class Attachments:
                     f"lease {self._lease} names {', '.join(sorted(self._dedicated))} as dedicated "
                     f"engines, not {update.engine}; add it to spec.dedicatedEngines"
                 )
+                raise Refused(message)
+            # An engine that does not run yet has no route.
+            complaint = Target(update.url, update.token).complaint() if update.url else ""
+            if complaint:
+                message = f"engine {update.engine}: {complaint}"
                 raise Refused(message)
             if update.engine not in names:
                 LOG.info("engine %s (%s) attached", update.engine, update.kind)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +26,8 @@ _DONE = b"[DONE]"
 _NOBODY = frozenset({404, 410, 502})
 _ABORT_SECONDS = 2.0
 _MOST_ERROR = 65536
+# What may stand in a head that we write ourselves: a line end would begin a header of its own.
+_VISIBLE = re.compile(r"[\x21-\x7e]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,19 @@ class Target:
 
     url: str
     token: str = ""
+
+    def complaint(self) -> str:
+        """Why no request can be sent there, never with the token in it; empty when one can."""
+        if not _VISIBLE.fullmatch(self.token):
+            return "token: expected visible ASCII characters, without spaces and line ends"
+        if not _VISIBLE.fullmatch(self.url):
+            return f"url: expected visible ASCII characters, got {self.url!r:.100}"
+        try:
+            host = place_of(self.url)[0]
+        except ValueError as error:
+            return f"url: {self.url:.100}: {error}"
+        known = self.url.startswith(("http://", "https://"))
+        return "" if host and known else f"url: expected http(s)://host:port, got {self.url:.100}"
 
 
 class EngineClient(Protocol):
@@ -99,13 +116,28 @@ class HttpEngineClient:
             return False
 
     async def _ask(self, target: Target, path: str, body: bytes) -> Connection:
-        host, port, secure, before = place_of(target.url)
-        token = f"Authorization: Bearer {target.token}\r\n" if target.token else ""
-        head = (
-            f"POST {before}{path} HTTP/1.1\r\nHost: {host}:{port}\r\n{token}"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        return await self._connections.ask((host, port, secure), head.encode("latin-1") + body)
+        place, head = _head(target, path)
+        return await self._connections.ask(place, b"%b%d\r\n\r\n%b" % (head, len(body), body))
+
+
+@functools.lru_cache(maxsize=4096)
+def _head(target: Target, path: str) -> tuple[tuple[str, int, bool], bytes]:
+    """Where a request goes and how it begins, up to the length of its body.
+
+    Raises:
+        Unreachable: the route cannot be one.
+    """
+    complaint = target.complaint()
+    if complaint:
+        raise Unreachable(complaint)
+    host, port, secure, before = place_of(target.url)
+    name = f"[{host}]" if ":" in host else host
+    token = f"Authorization: Bearer {target.token}\r\n" if target.token else ""
+    head = (
+        f"POST {before}{path} HTTP/1.1\r\nHost: {name}:{port}\r\n{token}"
+        "Content-Type: application/json\r\nContent-Length: "
+    )
+    return (host, port, secure), head.encode("ascii")
 
 
 async def _check_status(connection: Connection) -> None:
