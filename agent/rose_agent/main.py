@@ -21,8 +21,9 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from rose_agent.devices.driver import DeviceDriver, open_driver
+from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.errors import DeviceError
+from rose_agent.devices.opening import open_driver
 from rose_agent.errors import AgentError, BadConfiguration
 from rose_agent.guard import trace
 from rose_agent.guard.inspect import inspection

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.devices.driver import DeviceDriver, Gpu, GpuProcess, Memory, open_driver
+from rose_agent.devices.driver import DeviceDriver, Gpu, GpuProcess, Memory
 from rose_agent.devices.errors import NoDevices, QueryFailed, UnknownGpu
 from rose_agent.devices.fake_nvml import FakeGpu, FakeMemory, FakeNvml, FakeProcess
 from rose_agent.devices.nvml import NvmlDriver
+from rose_agent.devices.opening import open_driver
 from rose_agent.devices.static import StaticDriver
 from rose_core.devices.health import Fitness, FitnessLimits, Vitals, assess
 

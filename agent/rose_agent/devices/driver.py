@@ -1,10 +1,12 @@
-"""The interface of device drivers; ``None`` everywhere means unknown, never zero."""
+"""The interface of device drivers; ``None`` everywhere means unknown, never zero.
+
+Next step: ``opening`` chooses one by name.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from rose_core.devices.health import Vitals
 
@@ -102,22 +104,3 @@ class DeviceDriver(Protocol):
 
     def close(self) -> None:
         """Release the driver's library."""
-
-
-def open_driver(kind: Literal["static", "nvml"], static_gpus: Path | None = None) -> DeviceDriver:
-    """Open a driver by name; only its own library is imported.
-
-    Args:
-        kind: ``nvml``, or ``static`` for machines without GPU.
-        static_gpus: the file of the static driver; None = no GPU at all.
-
-    Raises:
-        NoDevices: the driver cannot work here; says why.
-    """
-    if kind == "nvml":
-        from rose_agent.devices.nvml import NvmlDriver  # noqa: PLC0415  # needs nvidia-ml-py
-
-        return NvmlDriver.open()
-    from rose_agent.devices.static import StaticDriver  # noqa: PLC0415  # same shape as above
-
-    return StaticDriver.open(static_gpus)

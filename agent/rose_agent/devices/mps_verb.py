@@ -14,10 +14,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rose_agent.devices.driver import open_driver
 from rose_agent.devices.errors import DeviceError, MpsError
 from rose_agent.devices.mps import MULTI_USER, PROGRAM, MpsControl, Pipes
 from rose_agent.devices.mps_tasks import Question, check, end
+from rose_agent.devices.opening import open_driver
 
 _log = logging.getLogger(__name__)
 

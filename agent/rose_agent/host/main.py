@@ -16,10 +16,11 @@ from pathlib import Path
 
 from aiohttp import web
 
-from rose_agent.devices.driver import DeviceDriver, open_driver
+from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.driver_limit import SmiLimits
 from rose_agent.devices.errors import DeviceError, NoDevices
 from rose_agent.devices.mps import PROGRAM
+from rose_agent.devices.opening import open_driver
 from rose_agent.devices.static import StaticDriver
 from rose_agent.devices.usage import meter_for
 from rose_agent.host import dedicated, vacancy
