@@ -7,7 +7,7 @@ past validation) become ``Unreadable`` and get their answer too, without stoppin
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Generic, TypeVar
 
@@ -18,6 +18,7 @@ from rose_core.api.arguments import refusals
 from rose_core.api.servingpool import AutoscalerCheck
 from rose_core.lending.autoscalers import Autoscaler
 from rose_operator.store import Raw
+from rose_operator.stores import Runs, may_follow
 
 KindT = TypeVar("KindT", ServingPool, RolloutLease, RolloutSlot)
 
@@ -52,6 +53,7 @@ class Offer:
 
     stores: frozenset[str]
     engine_classes: frozenset[str]
+    runs: Mapping[str, Runs] = field(default_factory=dict)
 
 
 def parse_one(kind: type[KindT], raw: Raw) -> KindT | Unreadable | None:
@@ -150,7 +152,19 @@ def _not_offered(lease: RolloutLease, offer: Offer) -> Refusal | None:
     if spec.weights.store_name not in offer.stores:
         text = f"{spec.weights.store_name!r} is not known; there are {_names(offer.stores)}"
         return Refusal(Reason.UNKNOWN_STORE, text)
-    return None
+    return _not_theirs(lease, offer)
+
+
+def _not_theirs(lease: RolloutLease, offer: Offer) -> Refusal | None:
+    store, run = lease.spec.weights.store_name, lease.spec.weights.run
+    namespace = lease.metadata.namespace
+    if may_follow(offer.runs.get(store), namespace, run):
+        return None
+    text = (
+        f"namespace {namespace} may not follow run {run!r} of store {store!r}; "
+        "the platform's list of stores (value stores[].runs) says who may"
+    )
+    return Refusal(Reason.RUN_NOT_ALLOWED, text)
 
 
 def _pool_says_no(

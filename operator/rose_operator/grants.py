@@ -11,6 +11,7 @@ from rose_core.identity import GrantKey, SlotKey
 from rose_core.wire.sync import EngineSpec, Grant, PoolPolicy, Sharing, WeightSource
 from rose_operator.routers import attach_address, router_name
 from rose_operator.settings import Settings
+from rose_operator.stores import may_follow
 
 
 def grants_of(
@@ -18,18 +19,25 @@ def grants_of(
 ) -> tuple[Grant, ...]:
     """Every grant the node holds, by slot name.
 
-    A slot whose store is no longer on the platform's list gets no grant: nodes dial nothing else.
+    A slot whose store or run the platform's list no longer allows gets no grant: nodes dial nothing
+    else, and serve no other team's weights.
     """
     mine = (
         slot
         for slot in slots
         if slot.spec.desired is Desired.LENT
         and slot.spec.member.node == node
-        and slot.spec.weights.store_name in settings.stores
+        and _allowed(slot, settings)
     )
     return tuple(
         _grant(slot, term, settings) for slot in sorted(mine, key=lambda slot: slot.metadata.name)
     )
+
+
+def _allowed(slot: RolloutSlot, settings: Settings) -> bool:
+    weights, namespace = slot.spec.weights, slot.spec.lease_ref.namespace
+    runs = settings.runs.get(weights.store_name)
+    return weights.store_name in settings.stores and may_follow(runs, namespace, weights.run)
 
 
 def _grant(slot: RolloutSlot, term: int, settings: Settings) -> Grant:

@@ -32,7 +32,7 @@ from rose_operator.publishing import drop_node
 from rose_operator.reading import Reader
 from rose_operator.report import Reporter
 from rose_operator.settings import Settings
-from rose_operator.snapshot import Knowledge, snapshot
+from rose_operator.snapshot import Knowledge, Snapshots
 from rose_operator.store import Raw, Store, key_of
 from rose_operator.surroundings import Surroundings
 from rose_operator.telemetry import Telemetry
@@ -82,6 +82,7 @@ class Reconciler:
         self._leases = Reader(RolloutLease, self.stores[Kind.LEASE])
         self._slots = Reader(RolloutSlot, self.stores[Kind.SLOT])
         self._known = Knowledge(self.surroundings, Loads(), Toggles())
+        self._snapshots = Snapshots(self._known)
         self._writer = Writer(
             self.api,
             self.stores,
@@ -187,7 +188,7 @@ class Reconciler:
         }
         self._known.loads.observe(world.pools.good, fresh, now)
         self._known.toggles.observe(world.slots.good.values(), self.telemetry, now)
-        seen = snapshot(world, self.memory, self.policy, self.remembered, self._known)
+        seen = self._snapshots.take(world, self.memory, self.policy, self.remembered)
         return world, lending.plan(seen, now)
 
     def _look(self) -> World:
@@ -197,7 +198,9 @@ class Reconciler:
             self._slots.read(),
             self.telemetry,
             surroundings=self.surroundings,
-            offer=Offer(frozenset(self.settings.stores), self.settings.engine_classes),
+            offer=Offer(
+                frozenset(self.settings.stores), self.settings.engine_classes, self.settings.runs
+            ),
             now=utc(self.wall()),
             monotonic=self.clock(),
         )

@@ -22,6 +22,7 @@ LEASE = f"{GROUP}/lease"
 HTTP_PORT = 8000
 ATTACH_PORT = 7444
 _TOKEN_FOLDER = "/var/run/rose/token"  # noqa: S105  # a mount path
+_TURNS_FOLDER = "/var/run/rose/turns"
 _NAME_LIMIT = 63
 
 
@@ -41,6 +42,11 @@ def router_url(name: str, namespace: str) -> str:
     return f"http://{name}.{namespace}.svc:{HTTP_PORT}"
 
 
+def turn_secret(name: str) -> str:
+    """The Secret with the tokens of a router's callers, by the router's name."""
+    return f"{name}-turns"
+
+
 def attach_address(name: str, settings: Settings) -> str:
     """Where engine owners dial in; a router listens as the operator does."""
     scheme = tls.SCHEME if settings.tls_dir else ""
@@ -53,7 +59,7 @@ def deployment(lease: RolloutLease, settings: Settings) -> Raw:
     labels = {"app.kubernetes.io/name": "rose-router", "app.kubernetes.io/instance": name}
     template = settings.router_template
     container = merge(_container(lease, settings), template.get("container", {}))
-    pod = merge(_pod(settings, container), template.get("podSpec", {}))
+    pod = merge(_pod(name, settings, container), template.get("podSpec", {}))
     return _finished(
         {
             "apiVersion": "apps/v1",
@@ -158,7 +164,14 @@ def _container(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         },
-        "volumeMounts": [{"name": "token", "mountPath": _TOKEN_FOLDER, "readOnly": True}],
+        "volumeMounts": [
+            {"name": "token", "mountPath": _TOKEN_FOLDER, "readOnly": True},
+            *(
+                [{"name": "turns", "mountPath": _TURNS_FOLDER, "readOnly": True}]
+                if settings.turn_secrets
+                else []
+            ),
+        ],
     }
 
 
@@ -177,6 +190,7 @@ def _arguments(lease: RolloutLease, settings: Settings) -> list[str]:
         f"--http-address=0.0.0.0:{HTTP_PORT}",
         f"--attach-address=0.0.0.0:{ATTACH_PORT}",
         f"--token-file={_TOKEN_FOLDER}/token",
+        *([f"--turn-token-file={_TURNS_FOLDER}/token"] if settings.turn_secrets else []),
         f"--max-staleness={lease.spec.weights.max_staleness_versions}",
         f"--model={lease.spec.model.name}",
         f"--queue-limit={lease.spec.router.queue_limit}",
@@ -187,7 +201,10 @@ def _arguments(lease: RolloutLease, settings: Settings) -> list[str]:
     ]
 
 
-def _pod(settings: Settings, container: dict[str, Any]) -> dict[str, Any]:
+def _pod(name: str, settings: Settings, container: dict[str, Any]) -> dict[str, Any]:
+    volumes = [{"name": "token", "secret": {"secretName": settings.token_secret}}]
+    if settings.turn_secrets:  # until somebody has made it, the pod waits: no open door meanwhile
+        volumes.append({"name": "turns", "secret": {"secretName": turn_secret(name)}})
     return {
         "serviceAccountName": settings.router_service_account,
         "automountServiceAccountToken": False,
@@ -200,7 +217,7 @@ def _pod(settings: Settings, container: dict[str, Any]) -> dict[str, Any]:
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [container],
-        "volumes": [{"name": "token", "secret": {"secretName": settings.token_secret}}],
+        "volumes": volumes,
     }
 
 

@@ -12,7 +12,9 @@ from uuid import uuid4
 
 import yaml
 
+from rose_operator import stores
 from rose_operator.errors import ConfigurationError
+from rose_operator.stores import Runs
 from rose_wire import certificates, tls
 
 
@@ -23,6 +25,8 @@ class Settings:
     Attributes:
         namespace: ROSE's own namespace: slots, routers, the leader Lease.
         stores: weight store name -> ``host:port`` that nodes dial.
+        runs: of stores that keep teams apart, which namespace may follow which runs.
+        turn_secrets: each router takes its callers' tokens from a Secret of its own.
         engine_classes: engine builds the installation offers.
         grant_seconds: TTL of a grant; ``offline_seconds`` bounds renewal without the API server.
         lock_seconds: duration of the leader Lease; it is renewed every third of it.
@@ -51,6 +55,8 @@ class Settings:
     certificate_hours: float = 24.0
     agent_service_account: str = "rose-agent"
     router_client_ca: str = ""
+    runs: dict[str, Runs] = field(default_factory=dict)
+    turn_secrets: bool = False
     router_service_account: str = "rose-router"
     router_template: dict[str, Any] = field(default_factory=dict)
     plan_seconds: float = 5.0
@@ -74,10 +80,13 @@ def parse(argv: list[str]) -> Settings:
         ConfigurationError: a file is missing or does not hold what it must.
     """
     found = _parser().parse_args(argv)
+    addresses, runs = stores.read(found.stores_file, _mapping(found.stores_file))
     return Settings(
         namespace=found.namespace,
         router_image=found.router_image,
-        stores=_stores(found.stores_file),
+        stores=addresses,
+        runs=runs,
+        turn_secrets=found.turn_secrets,
         token=_token(found.token_file),
         identity=found.identity or _identity(),
         sync_address=found.sync_address,
@@ -116,6 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--http-port", type=int, default=8080, help="metrics and health; 0 picks one")
     add("--router-image", required=True, help="image of the routers")
     add("--router-template", type=Path, help="YAML merged into the routers' pod spec")
+    add("--turn-secrets", action="store_true",
+        help="each router asks callers for a token of the Secret ROUTER-turns")  # fmt: skip
     add("--router-service-account", default="rose-router")
     add("--stores-file", type=Path, required=True, help="YAML: store name -> host:port")
     add("--engine-classes", default="sglang", help="engine builds, comma separated")
@@ -194,16 +205,6 @@ def _token(path: Path) -> str:
         message = f"--token-file {path} is empty; it must hold the installation's bearer token"
         raise ConfigurationError(message)
     return token
-
-
-def _stores(path: Path) -> dict[str, str]:
-    stores = _mapping(path)
-    for name, address in stores.items():
-        host, _, port = str(address).rpartition(":")
-        if not host or not port.isdigit():
-            message = f"--stores-file {path}: store {name!r} is {address!r}; expected host:port"
-            raise ConfigurationError(message)
-    return {str(name): str(address) for name, address in stores.items()}
 
 
 def _mapping(path: Path) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class Reason(StrEnum):
     UNKNOWN_ENGINE_CLASS = "UnknownEngineClass"
     ARGUMENT_NOT_ALLOWED = "ArgumentNotAllowed"
     UNKNOWN_STORE = "UnknownStore"
+    RUN_NOT_ALLOWED = "RunNotAllowed"
     GPUS_PER_SLOT_NOT_SUPPORTED = "GpusPerSlotNotSupported"
     LEASE_EXPIRED = "LeaseExpired"
     # Granting.
@@ -140,6 +141,7 @@ MEANING: dict[Reason, str] = {
     Reason.UNKNOWN_ENGINE_CLASS: "the installation offers no such engine class",
     Reason.ARGUMENT_NOT_ALLOWED: "an engine argument is outside the allow-list",
     Reason.UNKNOWN_STORE: "`weights.storeName` is not on the platform's list",
+    Reason.RUN_NOT_ALLOWED: "the platform does not let this namespace follow `weights.run`",
     Reason.GPUS_PER_SLOT_NOT_SUPPORTED: "`gpusPerSlot` above 1 is refused in this version",
     Reason.LEASE_EXPIRED: "`lifetimeSeconds` have passed since the lease was made",
     Reason.ALL_SLOTS_GRANTED: "`slots.max` slots are granted",

@@ -223,3 +223,14 @@ def test_the_schema_knows_every_value() -> None:
 
     known(values, schema, "values")
     assert Path(CHART / "Chart.yaml").exists()
+
+
+def test_runs_of_teams_are_kept_apart_by_the_list_of_stores() -> None:
+    runs = {"team-a": ["a-*"]}
+    store = {"name": "main", "address": "a:1", "runs": runs}
+    relay = {"enabled": True, "upstream": "s:1", "storeName": "relay", "runs": runs}
+    rendered = render({"stores": [store], "relay": relay, "router": {"turnSecrets": True}})
+    found = yaml.safe_load(rendered.one("ConfigMap", "rose-config")["data"]["stores.yaml"])
+    assert found["main"] == {"address": "a:1", "runs": runs}
+    assert found["relay"]["runs"] == runs
+    assert "--turn-secrets" in rendered.container("Deployment", "rose-operator", "operator")["args"]

@@ -28,8 +28,9 @@ START = 1_800_000_000.0
 class Bench:
     """An operator's inside on the fake API, with a clock that the test turns."""
 
-    def __init__(self, api: FakeApi | None = None) -> None:
+    def __init__(self, api: FakeApi | None = None, settings: Settings = SETTINGS) -> None:
         self.api = api or FakeApi()
+        self.settings = settings
         self.now = 0.0
         self.leads = True
         self.boot()
@@ -39,7 +40,7 @@ class Bench:
         self.stores = {kind: Store() for kind in Kind}
         self.telemetry = Telemetry(self.now)
         self.reconciler = Reconciler(
-            SETTINGS,
+            self.settings,
             self.api,
             self.stores,
             self.telemetry,

@@ -1,12 +1,18 @@
 """Settings from files and flags, and the router objects they shape."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rose_core.api import RolloutLease
 from rose_operator import routers
 from rose_operator.errors import ConfigurationError
-from rose_operator.settings import parse
+from rose_operator.settings import Settings, parse
+from rose_operator.stores import may_follow
+from tests.api.objects import LEASE
+from tests.operator.bench import SETTINGS
 
 
 def test_router_names_are_unique_and_short_enough() -> None:
@@ -48,6 +54,9 @@ def test_settings_from_files(tmp_path: Path) -> None:
     [
         ("main: nowhere\n", "t", "expected host:port"),
         ("- main\n", "t", "expected a YAML mapping"),
+        ("main: {address: 'a:1', run: {}}\n", "t", "expected address and runs"),
+        ("main: {address: 'a:1', runs: {a: b}}\n", "t", "expected NAMESPACE"),
+        ("main: {runs: {}}\n", "t", "expected host:port"),
         ("{", "t", "stores.yaml"),
         ("main: a:1\n", " \n", "is empty"),
     ],
@@ -55,3 +64,33 @@ def test_settings_from_files(tmp_path: Path) -> None:
 def test_wrong_files_are_named(tmp_path: Path, stores: str, token: str, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         parse(flags(tmp_path, stores, token))
+
+
+SHARED = "shared:\n  address: tls://s:1\n  runs:\n    team-a: ['a-*']\n"
+
+
+def test_a_store_may_keep_the_runs_of_teams_apart(tmp_path: Path) -> None:
+    found = parse(flags(tmp_path, "main: a:1\n" + SHARED, "t"))
+    assert found.stores == {"main": "a:1", "shared": "tls://s:1"}
+    assert may_follow(found.runs.get("main"), "team-b", "a-1")
+    shared = found.runs["shared"]
+    assert may_follow(shared, "team-a", "a-1")
+    assert not may_follow(shared, "team-a", "b-1")
+    assert not may_follow(shared, "team-b", "a-1")
+
+
+def test_with_turn_secrets_no_router_starts_without_its_callers_tokens() -> None:
+    lease = RolloutLease.model_validate(LEASE)
+    name = routers.router_name(lease.metadata.namespace, lease.metadata.name)
+    asked = deployment_pod(lease, replace(SETTINGS, turn_secrets=True))
+    volume = {"name": "turns", "secret": {"secretName": f"{name}-turns"}}
+    assert volume in asked["volumes"]
+    assert "optional" not in volume["secret"]
+    assert "--turn-token-file=/var/run/rose/turns/token" in asked["containers"][0]["args"]
+    open_to_all = deployment_pod(lease, SETTINGS)
+    assert "turns" not in {one["name"] for one in open_to_all["volumes"]}
+
+
+def deployment_pod(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
+    pod: dict[str, Any] = routers.deployment(lease, settings)["spec"]["template"]["spec"]
+    return pod

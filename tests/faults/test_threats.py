@@ -1,0 +1,110 @@
+"""What a lease owner could try against other teams: an operator's inside, an API in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rose_core.api import RolloutSlot
+from rose_core.api.rolloutlease import LeaseSpec
+from rose_core.wire.sync import Grant
+from rose_operator.api import Kind
+from rose_operator.grants import grants_of
+from rose_operator.settings import Settings
+from tests.api.objects import LEASE
+from tests.operator.bench import SETTINGS, Bench
+
+RUN: str = LEASE["spec"]["weights"]["run"]
+NAMESPACE: str = LEASE["metadata"]["namespace"]
+
+
+def keeping_apart(namespace: str) -> Settings:
+    """The lease's run belongs to a namespace."""
+    return replace(SETTINGS, runs={"main": {namespace: (RUN,)}})
+
+
+async def borrowing(settings: Settings) -> Bench:
+    bench = Bench(settings=settings)
+    bench.pool()
+    bench.lease()
+    for _ in range(3):
+        bench.report()
+        await bench.turn(2)
+    return bench
+
+
+def slots(bench: Bench) -> list[RolloutSlot]:
+    return [RolloutSlot.model_validate(raw) for raw in bench.api.all(Kind.SLOT)]
+
+
+def granted(found: Iterable[RolloutSlot], settings: Settings) -> list[Grant]:
+    return [
+        grant for slot in found for grant in grants_of(slot.spec.member.node, [slot], 1, settings)
+    ]
+
+
+def accepted(bench: Bench) -> dict[str, Any]:
+    (lease,) = bench.api.all(Kind.LEASE)
+    (found,) = (one for one in lease["status"]["conditions"] if one["type"] == "Accepted")
+    return dict(found)
+
+
+async def test_the_run_of_another_team_is_refused_by_name_and_gets_no_slot() -> None:
+    bench = await borrowing(keeping_apart("another-team"))
+    found = accepted(bench)
+    assert (found["status"], found["reason"]) == ("False", "RunNotAllowed")
+    assert f"namespace {NAMESPACE} may not follow run {RUN!r}" in found["message"]
+    assert slots(bench) == []
+
+
+async def test_a_teams_own_run_is_followed() -> None:
+    settings = keeping_apart(NAMESPACE)
+    bench = await borrowing(settings)
+    assert accepted(bench)["status"] == "True"
+    assert granted(slots(bench), settings)
+
+
+async def test_a_slot_of_a_run_or_a_store_no_longer_allowed_gets_no_grant() -> None:
+    held = slots(await borrowing(SETTINGS))
+    assert granted(held, SETTINGS)
+    assert granted(held, keeping_apart("another-team")) == []
+    assert granted(held, replace(SETTINGS, stores={"other": "store:7446"})) == []
+
+
+async def test_nodes_dial_only_addresses_of_the_platform() -> None:
+    for grant in granted(slots(await borrowing(SETTINGS)), SETTINGS):
+        assert grant.weights.endpoint in SETTINGS.stores.values()
+        assert grant.router.rpartition(":")[0].endswith(f".{SETTINGS.namespace}.svc")
+
+
+@pytest.mark.parametrize("word", ["image", "host", "url", "address", "path", "command", "env"])
+def test_a_lease_has_no_field_for(word: str) -> None:
+    def names(schema: dict[str, Any]) -> Iterable[str]:
+        for key, value in schema.get("properties", {}).items():
+            yield key
+            yield from names(value)
+
+    schema = LeaseSpec.model_json_schema()
+    every = [*names(schema), *(n for one in schema["$defs"].values() for n in names(one))]
+    assert "storeName" in every
+    assert not [name for name in every if word in name.lower()]
+
+
+async def test_two_operators_that_both_believe_to_lead_lend_no_gpu_twice() -> None:
+    first = Bench()
+    first.pool()
+    first.lease()
+    both = [first, Bench(first.api)]
+    for _ in range(5):
+        for bench in both:
+            bench.report()
+            bench.read()
+        for bench in both:  # each plans on what it knew before the other wrote
+            await bench.reconciler.run_pass()
+    gpus = [gpu for slot in slots(first) for gpu in slot.spec.member.gpu_uuids]
+    alone = await borrowing(SETTINGS)
+    assert gpus
+    assert len(gpus) == len(set(gpus)) == len(slots(alone))
