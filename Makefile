@@ -8,8 +8,9 @@ PYTHON ?= python3.11
 UV := $(ROSE_CACHE)/uv/bin/uv
 VENV := .venv
 BIN := $(VENV)/bin
-# What a killed run of tests or of a benchmark leaves behind is ended.
-RUN := $(BIN)/python -m rose_dev.contained $(BIN)
+# What a killed run of tests or of a benchmark leaves behind is ended; a run over its limit, too.
+CONTAINED := $(BIN)/python -m rose_dev.contained
+RUN := $(CONTAINED) $(BIN)
 ARGS ?=
 
 .PHONY: help venv engine vllm cluster demo test unit check format generate docs crds clean \
@@ -48,10 +49,10 @@ demo: engine cluster  ## the main job on real parts; ARGS=--help lists the knobs
 # says so. While you work (`make unit`) nothing is tried twice.
 test: AGAIN := --reruns 1 --only-rerun ".*"
 test: check unit engine cluster  ## everything that CI runs
-	$(RUN)/pytest -m "engine or cluster" $(AGAIN) $(ARGS)
+	$(CONTAINED) --limit 2400 $(BIN)/pytest -n 1 --dist loadfile -m "engine or cluster" $(AGAIN) $(ARGS)
 
 unit: venv  ## what needs neither engine nor cluster
-	$(RUN)/pytest -n 2 --dist loadfile -m "not engine and not cluster" $(AGAIN) $(ARGS)
+	$(CONTAINED) --limit 1500 $(BIN)/pytest -n 2 --dist loadfile -m "not engine and not cluster" $(AGAIN) $(ARGS)
 
 check: venv  ## lint, types, layers, spelling, drift of generated files
 	$(BIN)/ruff check .

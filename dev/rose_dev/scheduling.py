@@ -1,0 +1,45 @@
+"""Schedulers of xdist that do not run a test again that has ended its worker.
+
+Those of xdist give all that a dead worker had left to the next one, the deadly test first, until so
+many workers have died that the run gives up.
+
+Next: ``rose_dev.watchdog`` chooses them.
+"""
+
+from __future__ import annotations
+
+import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling, LoadGroupScheduling
+from xdist.scheduler.loadscope import LoadScopeScheduling
+from xdist.workermanage import WorkerController
+
+
+class _Once(LoadScopeScheduling):
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Count the test that ran as done before the rest is given to others."""
+        units = self.assigned_work[node]
+        left = [(unit, test) for unit in units.values() for test, done in unit.items() if not done]
+        if not left:
+            return super().remove_node(node)
+        unit, deadly = left[0]
+        unit[deadly] = True
+        self.assigned_work[node] = {
+            scope: unit for scope, unit in units.items() if not all(unit.values())
+        }
+        super().remove_node(node)
+        return deadly
+
+
+class _ByFile(_Once, LoadFileScheduling):
+    pass
+
+
+class _ByGroup(_Once, LoadGroupScheduling):
+    pass
+
+
+def scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
+    """The scheduler for ``--dist loadfile`` and ``loadgroup``; None leaves it to xdist."""
+    chosen = {"loadfile": _ByFile, "loadgroup": _ByGroup}.get(config.getoption("dist"))
+    return chosen(config, log) if chosen else None
