@@ -1,7 +1,7 @@
 """Exceptions of the demo.
 
 DemoError
-├── AlreadyRunning   a cluster of an earlier run is still up
+├── AlreadyRunning   another demo runs, or the cluster of an earlier one is still up
 ├── SetUpFailed      a part did not come up in time; says which and what it last said
 └── BadTrace         a trace file without the expected columns
 """
@@ -12,7 +12,7 @@ class DemoError(Exception):
 
 
 class AlreadyRunning(DemoError):
-    """A cluster is up already; the demo refuses to share or end it."""
+    """A demo runs or a cluster is up already; the demo refuses to share or end it."""
 
 
 class SetUpFailed(DemoError):

@@ -8,6 +8,8 @@ reaper when this process is killed; ``--keep`` leaves the cluster.
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import signal
 import sys
 import tempfile
@@ -19,7 +21,7 @@ from typing import NoReturn
 
 import msgspec
 
-from rose_demo.errors import DemoError
+from rose_demo.errors import AlreadyRunning, DemoError
 from rose_demo.measure import measure, process, warm_up_command
 from rose_demo.options import Options, parse
 from rose_demo.reaper import Reaper
@@ -89,6 +91,28 @@ def _measured(stack: Stack, reaper: Reaper, scratch: Path) -> Recording:
 
 
 @contextmanager
+def only_one(lock: Path) -> Iterator[None]:
+    """Holds the machine's demo; the lock goes with the process, however it ends.
+
+    Raises:
+        AlreadyRunning: another demo holds it.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            message = f"another demo runs on this machine ({file.read().strip()}); they would share"
+            message += " its node and its cores, so wait for its end or stop it"
+            raise AlreadyRunning(message) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()}\n")
+        file.flush()
+        yield
+
+
+@contextmanager
 def _cluster(stack: Stack) -> Iterator[None]:
     """Brings the node down at the end, undisturbed by further signals."""
     try:
@@ -116,9 +140,11 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         require_root()
-        engine_environment.install()
-        with tempfile.TemporaryDirectory(prefix="rose-demo-") as scratch:
-            return run(options, Node(), Path(scratch))
+        node = Node()
+        with only_one(node.place.run.with_suffix(".demo.lock")):
+            engine_environment.install()
+            with tempfile.TemporaryDirectory(prefix="rose-demo-") as scratch:
+                return run(options, node, Path(scratch))
     except (DemoError, DevelopmentError, engine_environment.SetupFailed) as error:
         print(f"rose demo: {error}", file=sys.stderr)
         return FAILED

@@ -1,6 +1,7 @@
 """Trace, load, collection, placement, manifests: what can be known without a cluster."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -293,6 +294,28 @@ def test_the_load_command_is_one_the_generator_takes(tmp_path: Path) -> None:
     plans = load.plan(options.trace, seconds=60.0, window_s=15.0, scale=Scale(), control_share=0.5)
     assert 0 < len(plans[Role.CONTROL]) < len(plans[Role.LENT])
     assert set(plans[Role.CONTROL]) <= set(plans[Role.LENT])
+
+
+def test_a_second_demo_is_refused_by_name_until_the_first_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROSE_DEV_DIR", str(tmp_path / "node"))
+    monkeypatch.setattr("rose_demo.main.require_root", lambda: None)
+    monkeypatch.setattr("rose_dev.engine_environment.install", lambda: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    runs: list[int] = []
+
+    def first(*_arguments: object) -> int:
+        if not runs:
+            runs.append(0)
+            runs.append(main([]))
+        return 7
+
+    monkeypatch.setattr("rose_demo.main.run", first)
+    assert main([]) == 7
+    assert runs == [0, 2]
+    assert f"another demo runs on this machine (process {os.getpid()})" in capsys.readouterr().err
+    assert main([]) == 7
 
 
 def test_help_lists_the_knobs(capsys: pytest.CaptureFixture[str]) -> None:
