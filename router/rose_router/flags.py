@@ -15,7 +15,7 @@ from rose_router.config import Settings
 from rose_router.front import Limits
 from rose_router.peers import by_dns
 from rose_wire import tls
-from rose_wire.flags import add_log_level, listener
+from rose_wire.flags import add_log_level, listener, token
 
 
 def parser() -> argparse.ArgumentParser:
@@ -109,7 +109,7 @@ def settings(flags: argparse.Namespace) -> Settings:
         lease=flags.lease,
         model=flags.model,
         tokenizer=flags.tokenizer,
-        attach_token=_token(flags.token_file),
+        attach_token=token(flags.token_file),
         tls_dir=flags.tls_dir,
         tls_client_ca=flags.tls_client_ca,
         turn_token_file=flags.turn_token_file,
@@ -126,7 +126,7 @@ def settings(flags: argparse.Namespace) -> Settings:
         **_replicas(flags),
         max_age=flags.max_age,
         ingest_url=flags.ingest_url.rstrip("/"),
-        ingest_token=_token(flags.ingest_token_file),
+        ingest_token=token(flags.ingest_token_file),
         quorum=Quorum(_count(flags.quorum), flags.quorum_seconds, flags.hold_seconds),
         policy=Policy(
             max_staleness=flags.max_staleness,
@@ -160,7 +160,3 @@ def _count(text: str) -> int | None:
         message = f"--quorum: expected all or a number, got {text!r}"
         raise ValueError(message)
     return int(text)
-
-
-def _token(path: Path | None) -> str:
-    return path.read_text().strip() if path else ""

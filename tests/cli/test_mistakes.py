@@ -27,6 +27,14 @@ MISTAKES = {
         "weight-sync --rundir {new} --token-file={none}",
         "--token-file {none}: No such file",
     ),
+    "a store's empty token": (
+        "weights serve --root {new} --address 127.0.0.1:0 --token-file {empty}",
+        "--token-file {empty}: holds no token",
+    ),
+    "a router's empty token": (
+        "router --lease a/b --token-file {empty}",
+        "--token-file {empty}: holds no token",
+    ),
     "a store's token": (
         "weights serve --root {new} --address 127.0.0.1:0 --token-file {none}",
         "--token-file {none}: No such file",
@@ -51,9 +59,10 @@ MISTAKES = {
 
 @pytest.fixture
 def places(short_dir: Path) -> Iterator[dict[str, Path]]:
-    made = {name: short_dir / name for name in ("broken", "word", "new", "none")}
+    made = {name: short_dir / name for name in ("broken", "word", "new", "none", "empty")}
     made["broken"].write_text("a: [")
     made["word"].write_text("hello")
+    made["empty"].touch()
     yield made
     logging.getLogger().handlers.clear()
 

@@ -135,7 +135,7 @@ def _import(arguments: argparse.Namespace) -> tuple[str, bool]:
     if arguments.out is not None:
         manifest = importing.bundle(arguments.paths, arguments.out, arguments.run)
         return f"{manifest.target}: {manifest.changes} changes in {arguments.out}\n", True
-    token = _token(arguments.token_file)
+    token = flags.token(arguments.token_file)
     done = asyncio.run(
         importing.publish(arguments.paths, arguments.store, arguments.run, token=token)
     )
@@ -173,7 +173,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     faults.arm()
     memory.keep_freed(KEPT_BYTES)
     credentials = tls.server_credentials(arguments.tls_dir, arguments.tls_client_ca)
-    server = Server(token=_token(arguments.token_file), credentials=credentials)
+    server = Server(token=flags.token(arguments.token_file), credentials=credentials)
     close = (
         _bind_relay(server, arguments) if arguments.verb == "relay" else _bind(server, arguments)
     )
@@ -209,7 +209,7 @@ def _bind_relay(server: Server, arguments: argparse.Namespace) -> Callable[[], A
     relay = Relay(
         channel,
         Blocks(arguments.root / "blocks"),
-        token=_token(arguments.upstream_token_file),
+        token=flags.token(arguments.upstream_token_file),
         keep_bytes=arguments.keep_bytes,
         access=Access.load(arguments.access),
     )
@@ -219,7 +219,3 @@ def _bind_relay(server: Server, arguments: argparse.Namespace) -> Callable[[], A
         await channel.close()
 
     return close
-
-
-def _token(path: Path | None) -> str:
-    return path.read_text().strip() if path else ""

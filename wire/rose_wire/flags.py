@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 from collections.abc import Sequence
+from pathlib import Path
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _LARGEST_PORT = 65535
@@ -38,6 +40,21 @@ def listener(text: str) -> str:
         raise argparse.ArgumentTypeError(message)
     port(number)
     return text
+
+
+def token(path: Path | None) -> str:
+    """The bearer token that a file holds; nothing without a file.
+
+    Raises:
+        OSError: the file cannot be read, or is empty, which must not open a door to everybody.
+    """
+    if path is None:
+        return ""
+    found = path.read_text().strip()
+    if not found:
+        reason = "holds no token; write one into it, or leave the flag out"
+        raise OSError(errno.EINVAL, reason, str(path))
+    return found
 
 
 def complaint(error: Exception, argv: Sequence[str]) -> str:

@@ -32,6 +32,7 @@ from rose_core.identity import WeightVersion
 from rose_trainer.errors import BadState, NotPublished, PublishFailed
 from rose_trainer.publisher import Publisher
 from rose_wire.errors import Refused, Unavailable
+from rose_wire.flags import complaint, listener, token
 
 LOG = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
     add("--run", required=True, help="the run that is published")
     add("--token-file", type=Path, help="bearer token of the store")
     add("--root", type=Path, action="append", required=True, help="folder of checkpoints; repeat")
-    add("--address", default="127.0.0.1:7500", help="host:port to listen on")
+    add("--address", type=listener, default="127.0.0.1:7500", help="host:port to listen on")
     add("--caller-token-file", type=Path, help="bearer token that the router must bring")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="cast to this on the way")
     add("--seconds", type=float, default=1800.0, help="longest time of one checkpoint")
@@ -197,13 +198,12 @@ def main(argv: list[str]) -> int:
     given = parser().parse_args(argv)
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        token = given.token_file.read_text().strip() if given.token_file else ""
-        callers = given.caller_token_file.read_text().strip() if given.caller_token_file else ""
+        own, callers = token(given.token_file), token(given.caller_token_file)
         dtype = getattr(torch, given.dtype) if given.dtype else None
-        with Publisher(given.store, given.run, token=token, dtype=dtype) as publisher:
+        with Publisher(given.store, given.run, token=own, dtype=dtype) as publisher:
             service = Ingest(publisher, given.root, callers, given.seconds)
             asyncio.run(serve(service, given.address, lambda port: LOG.info("on port %d", port)))
     except (OSError, PublishFailed, Refused, Unavailable) as error:
-        sys.stderr.write(f"rose ingest: {error}\n")
+        sys.stderr.write(f"rose ingest: {complaint(error, argv)}\n")
         return 1
     return 0
