@@ -14,11 +14,12 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rose_core.delta import rice_loops
+from rose_core.delta import rice_loops, rice_vectors
 from rose_core.delta.bits import Bits, Indices, NumberFormat
 from rose_core.delta.errors import BlockError
 from rose_core.delta.kernels import Backend, compiled, kernels
@@ -43,21 +44,17 @@ def encode(
         message = f"{kind.name} is too wide for exponent classes"
         raise BlockError(message)
     shift, mask = _exponent(kind)
-    reference = int(((old >> old.dtype.type(shift)) & old.dtype.type(mask)).max(initial=0))
-    classes, gaps = _run(backend).rank(old, indices, shift, mask, reference)
-    order = np.argsort(classes, kind="stable")
-    counts = np.bincount(classes, minlength=CLASSES)
-    gaps, ordered_steps = gaps[order], steps[order]
-    ends = np.cumsum(counts)
-    parameters = [
-        _parameter(gaps[end - count : end]) for end, count in zip(ends, counts, strict=True)
-    ]
+    run = _run(backend)
+    reference = run.largest(old, mask << shift) >> shift
+    classes, gaps = run.rank(old, indices, shift, mask, reference)
+    counts, gaps, steps = run.arrange(classes, gaps, steps)
+    parameters = run.choose(gaps, counts)
     words = [
-        int(parameter) | int(count) << 5
-        for parameter, count in zip(parameters, counts, strict=True)
+        parameter | count << 5
+        for parameter, count in zip(parameters.tolist(), counts.tolist(), strict=True)
     ]
-    bits = _run(backend).write(gaps, ordered_steps, counts, np.array(parameters), kind.width * 8)
-    return _TABLE.pack(reference, *words), np.packbits(bits).tobytes()
+    bits = run.write(gaps, steps, counts, parameters, kind.width * 8)
+    return _TABLE.pack(reference, *words), bits
 
 
 def decode(  # noqa: PLR0917
@@ -83,8 +80,7 @@ def decode(  # noqa: PLR0917
         message = f"classes of {int(counts.sum())} changes where {changes} are promised"
         raise BlockError(message)
     gaps, steps = np.empty(changes, np.int64), np.empty(changes, kind.unsigned)
-    data = np.frombuffer(stream, np.uint8)
-    good = _run(backend).read(data, counts, parameters, kind.width * 8, gaps, steps)
+    good = _run(backend).read(stream, counts, parameters, kind.width * 8, gaps, steps)
     shift, mask = _exponent(kind)
     found = _run(backend).place(old, shift, mask, reference, counts, gaps) if good else None
     if found is None:
@@ -101,94 +97,112 @@ def _exponent(kind: NumberFormat) -> tuple[int, int]:
     return kind.mantissa, (1 << (kind.width * 8 - 1 - kind.mantissa)) - 1
 
 
-def _parameter(gaps: Indices) -> int:
-    """The Rice parameter that codes these gaps in the fewest bits."""
-    if not len(gaps):
-        return 0
-    guess = max(int(gaps.mean() * 0.69 + 1).bit_length() - 1, 0)
-    costs = {
-        parameter: int((gaps >> parameter).sum()) + len(gaps) * (parameter + 1)
-        for parameter in range(max(guess - 1, 0), min(guess + 2, 31))
-    }
-    return min(costs, key=lambda parameter: costs[parameter])
+@dataclass(frozen=True)
+class _Run:
+    """The loops of one backend; ``rice_vectors`` says what they do."""
 
-
-class _Loops:
-    """The loops, compiled or as they stand."""
-
-    def __init__(self, compile_: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._rank = compile_(rice_loops.rank)
-        self._place = compile_(rice_loops.place)
-        self._write = compile_(rice_loops.write)
-        self.read = compile_(rice_loops.read)
-
-    def rank(
-        self, old: Bits, indices: Indices, shift: int, mask: int, reference: int
-    ) -> tuple[Bits, Indices]:
-        """Class and gap of every change."""
-        classes, gaps = np.empty(len(indices), np.uint8), np.empty(len(indices), np.int64)
-        self._rank(old, indices, shift, mask, reference, classes, gaps)
-        return classes, gaps
-
-    def place(  # noqa: PLR0917
-        self, old: Bits, shift: int, mask: int, reference: int, counts: Indices, gaps: Indices
-    ) -> tuple[Indices, Indices] | None:
-        """Positions of the changes and where each one's gap stood."""
-        indices, source = np.empty(len(gaps), np.int64), np.empty(len(gaps), np.int64)
-        good = self._place(old, shift, mask, reference, counts, gaps, indices, source)
-        return (indices, source) if good else None
-
-    def write(
-        self, gaps: Indices, steps: Bits, counts: Indices, parameters: Indices, width: int
-    ) -> Bits:
-        """The bit stream, one byte per bit."""
-        quotients = np.minimum(gaps >> np.repeat(parameters, counts), 24)
-        room = int(quotients.sum()) + len(gaps) * (32 + 1 + 1 + 16 + width)
-        out = np.empty(room, np.uint8)
-        return out[: self._write(gaps, steps, counts, parameters, width, out)]
-
-
-class _Numpy(_Loops):
-    """Where every element is touched, numpy instead of an interpreted loop."""
-
-    def rank(
-        self, old: Bits, indices: Indices, shift: int, mask: int, reference: int
-    ) -> tuple[Bits, Indices]:
-        """Class and gap of every change."""
-        whole = _classes(old, shift, mask, reference)
-        classes, gaps = whole[indices], np.empty(len(indices), np.int64)
-        for kind in np.unique(classes):
-            mine = classes == kind
-            among = np.searchsorted(np.flatnonzero(whole == kind), indices[mine])
-            gaps[mine] = np.diff(among, prepend=-1) - 1
-        return classes, gaps
-
-    def place(  # noqa: PLR0917
-        self, old: Bits, shift: int, mask: int, reference: int, counts: Indices, gaps: Indices
-    ) -> tuple[Indices, Indices] | None:
-        """Positions of the changes and where each one's gap stood."""
-        whole = _classes(old, shift, mask, reference)
-        indices = np.empty(len(gaps), np.int64)
-        end = 0
-        for kind, count in enumerate(counts):
-            start, end = end, end + int(count)
-            among = np.cumsum(gaps[start:end] + 1) - 1
-            members = np.flatnonzero(whole == kind)
-            if count and int(among[-1]) >= len(members):
-                return None
-            indices[start:end] = members[among]
-        source = np.argsort(indices, kind="stable")
-        return indices[source], source
-
-
-def _classes(old: Bits, shift: int, mask: int, reference: int) -> Bits:
-    exponents = ((old >> old.dtype.type(shift)) & old.dtype.type(mask)).astype(np.int64)
-    classes: Bits = np.clip(reference - exponents, 0, CLASSES - 1).astype(np.uint8)
-    return classes
+    largest: Callable[[Bits, int], int]
+    rank: Callable[[Bits, Indices, int, int, int], tuple[Bits, Indices]]
+    arrange: Callable[[Bits, Indices, Bits], tuple[Indices, Indices, Bits]]
+    choose: Callable[[Indices, Indices], Indices]
+    write: Callable[[Indices, Bits, Indices, Indices, int], bytes]
+    read: Callable[[bytes, Indices, Indices, int, Indices, Bits], bool]
+    place: Callable[[Bits, int, int, int, Indices, Indices], tuple[Indices, Indices] | None]
 
 
 @functools.cache
-def _run(backend: Backend) -> _Loops:
+def _run(backend: Backend) -> _Run:
     if kernels(backend).name == "numba":
-        return _Loops(compiled)
-    return _Numpy(lambda loop: loop)
+        return _compiled()
+    return _Run(
+        rice_vectors.largest,
+        rice_vectors.rank,
+        rice_vectors.arrange,
+        rice_vectors.choose,
+        rice_vectors.write,
+        rice_vectors.read,
+        rice_vectors.place,
+    )
+
+
+def _compiled() -> _Run:
+    largest_loop, rank_loop, arrange_loop, choose_loop, write_loop, read_loop, place_loop = (
+        compiled(loop)
+        for loop in (
+            rice_loops.largest,
+            rice_loops.rank,
+            rice_loops.arrange,
+            rice_loops.choose,
+            rice_loops.write,
+            rice_loops.read,
+            rice_loops.place,
+        )
+    )
+
+    def largest(old: Bits, mask: int) -> int:
+        return int(largest_loop(old, mask))
+
+    def rank(
+        old: Bits, indices: Indices, shift: int, mask: int, reference: int
+    ) -> tuple[Bits, Indices]:
+        classes, gaps = np.empty(len(indices), np.uint8), np.empty(len(indices), np.int64)
+        edges = _edges(shift, mask, reference, old.dtype)
+        rank_loop(old, indices, shift, mask, reference, *edges, _UP_TO, classes, gaps)
+        return classes, gaps
+
+    def arrange(classes: Bits, gaps: Indices, steps: Bits) -> tuple[Indices, Indices, Bits]:
+        counts = np.empty(CLASSES, np.int64)
+        gaps_out, steps_out = np.empty_like(gaps), np.empty_like(steps)
+        arrange_loop(classes, gaps, steps, counts, gaps_out, steps_out)
+        return counts, gaps_out, steps_out
+
+    def choose(gaps: Indices, counts: Indices) -> Indices:
+        parameters = np.empty(CLASSES, np.int64)
+        choose_loop(gaps, counts, parameters)
+        return parameters
+
+    def write(
+        gaps: Indices, steps: Bits, counts: Indices, parameters: Indices, width: int
+    ) -> bytes:
+        words = np.empty(2 * len(gaps) + 1, np.uint64)
+        bits = write_loop(gaps, steps, counts, parameters, width, words)
+        return words[: -(-bits // 64)].astype(">u8").tobytes()[: -(-bits // 8)]
+
+    def read(  # noqa: PLR0917
+        stream: bytes, counts: Indices, parameters: Indices, width: int, gaps: Indices, steps: Bits
+    ) -> bool:
+        padded = stream + bytes(-len(stream) % 8 + 24)
+        words = np.frombuffer(padded, ">u8").astype(np.uint64)
+        bits = len(stream) * 8
+        return bool(read_loop(words, bits, _LEADING, counts, parameters, width, gaps, steps))
+
+    def place(  # noqa: PLR0917
+        old: Bits, shift: int, mask: int, reference: int, counts: Indices, gaps: Indices
+    ) -> tuple[Indices, Indices] | None:
+        indices, source = np.empty(len(gaps), np.int64), np.empty(len(gaps), np.int64)
+        kinds, ones = _lanes(mask, reference)
+        good = place_loop(old, shift, mask, kinds, ones, counts, gaps, indices, source)
+        return (indices, source) if good else None
+
+    return _Run(largest, rank, arrange, choose, write, read, place)
+
+
+_UP_TO = np.repeat(np.array([1, 0], np.uint16), rice_loops.BLOCK)
+_LEADING = np.array([8 - (255 - byte).bit_length() for byte in range(256)], np.uint8)
+
+
+def _edges(shift: int, mask: int, reference: int, dtype: np.dtype[Any]) -> tuple[Bits, Bits]:
+    """Per class the lowest magnitude, and how far above it the highest is."""
+    exponents = np.clip(reference - np.arange(CLASSES), 0, mask)
+    lowest = exponents << shift
+    lowest[-1] = 0
+    return lowest.astype(dtype), (((exponents + 1) << shift) - 1 - lowest).astype(dtype)
+
+
+def _lanes(mask: int, reference: int) -> tuple[Bits, Bits]:
+    """Per exponent its class, and a one in the byte of two words that counts the class."""
+    exponents = np.arange(mask + 1)
+    kinds = np.clip(reference - exponents, 0, CLASSES - 1).astype(np.uint8)
+    ones = np.zeros((mask + 1, 2), np.uint64)
+    ones[exponents, kinds >> 3] = np.uint64(1) << (np.uint64(8) * (kinds & 7))
+    return kinds, ones.reshape(-1)

@@ -90,3 +90,20 @@ def test_the_base_is_needed() -> None:
     block = encode_on_base(old, find_changes(old, old + np.uint16(1), kind), kind)
     with pytest.raises(BlockError, match="without it"):
         decode_block(block, kind, len(old))
+
+
+@pytest.mark.parametrize("name", ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "I16"])
+def test_both_backends_write_and_read_the_same_tile_of_all_magnitudes(name: str) -> None:
+    random = np.random.default_rng(3)
+    kind = FORMATS[name]
+    size = 70_001
+    old = random.integers(0, 1 << 8 * kind.width, size, np.uint64).astype(kind.unsigned)
+    usual = slice(1000, 60_000)
+    old[usual] = kind.unsigned.type(int(old[usual].mean())) + (old[usual] >> kind.unsigned.type(4))
+    new = old + (random.random(size) < 0.04).astype(kind.unsigned)
+    new[random.integers(0, size, 300)] ^= kind.unsigned.type(0x55)
+    changes = find_changes(old, new, kind)
+    blocks = [encode_on_base(old, changes, kind, backend) for backend in BACKENDS]
+    assert blocks[0] == blocks[1]
+    for backend in BACKENDS:
+        assert same(decode_block(blocks[0], kind, size, backend, base=old), changes)
