@@ -97,6 +97,7 @@ def _parse(
     try:
         kernel.die_with_parent(signal.SIGTERM)
         kernel.no_dumps()
+        kernel.overwrite_freed()
         try:
             kernel.leave_network()
         except OSError as error:

@@ -32,6 +32,7 @@ from rose_core.telemetry.tracker import Tracker
 
 SAMPLE_FROM_PER_SECOND = 400.0
 _BATCH = 256  # segments handled before others get their turn
+_BLANK = bytes(bpf.SNAP)
 _MOST_BEHIND = 64  # batches that a heartbeat reads to be up to date
 _PROGRESS_SECONDS = 0.02
 _STAMP = struct.Struct("qq")
@@ -168,6 +169,7 @@ class Replica:
         events = [*self._waiting(), *self.tracker.expire(now, _SILENT_NS)]
         for tap in self._read_now():
             self._catch_up(tap, events, now)
+        self._buffer[:] = _BLANK  # the last packet does not wait there for the next
         self._check(now)
         self._measure(now)
         self._sample(events)
