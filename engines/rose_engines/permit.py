@@ -14,8 +14,11 @@ Layout of the 64 bytes, native byte order of one machine, version in the last by
     8   8  deadline, CLOCK_MONOTONIC nanoseconds; 0 = closed
     16  8  last heartbeat of the guard, same clock; 0 = never
     24  8  last heartbeat of the engine host, same clock; 0 = never
-    32  32 zero
+    32  8  lane: which of a slot's engines the deadline is for; 0 = the first
+    40  24 zero
 
+Two engines of one slot share this memory, linked under a name for each lane, so that one store
+moves the right to compute from one to the other and no reader finds it open for both.
 Every field is one aligned 8-byte word that is stored and loaded by a single instruction, so no
 reader ever sees half a value and no lock is needed. Standard library only: the file is imported
 inside engines. Next step: ``rose_engines.sglang.plugin`` waits on it, ``rose_engines.rundir`` says
@@ -36,7 +39,9 @@ MAGIC = b"ROSEPMT\x01"
 # a dead man's switch that holds for ever would be none.
 LONGEST_NS = 10_000_000_000
 
-_DEADLINE, _GUARD, _HOST = 1, 2, 3
+_DEADLINE, _GUARD, _HOST, _LANE = 1, 2, 3, 4
+FIRST_LANE, BUSY_LANE = 0, 1
+NAMES = {FIRST_LANE: "permit", BUSY_LANE: "permit-busy"}
 
 
 class BadPermit(ValueError):
@@ -49,8 +54,9 @@ class Permit:
     Use ``Permit.create`` in the engine host and ``Permit.attach`` everywhere else.
     """
 
-    def __init__(self, memory: mmap.mmap) -> None:
+    def __init__(self, memory: mmap.mmap, own_lane: int = FIRST_LANE) -> None:
         self._memory = memory
+        self._own_lane = own_lane
         self._bytes = memoryview(memory)
         # A memoryview of native 8-byte integers copies a whole word at a time; struct's
         # little-endian formats would store it byte by byte.
@@ -83,7 +89,7 @@ class Permit:
         """Map an existing permit.
 
         Args:
-            path: the permit's file.
+            path: the permit's file; its name says which lane the reader is (``NAMES``).
             writable: False for readers (engines), which then need no right to write.
 
         Raises:
@@ -100,7 +106,7 @@ class Permit:
         if magic != MAGIC:
             memory.close()
             raise BadPermit(f"permit {path} starts with {magic!r}, this version needs {MAGIC!r}")
-        return cls(memory)
+        return cls(memory, BUSY_LANE if Path(path).name == NAMES[BUSY_LANE] else FIRST_LANE)
 
     @property
     def until_ns(self) -> int:
@@ -115,8 +121,21 @@ class Permit:
         """Forbid computing from this moment on."""
         self._words[_DEADLINE] = 0
 
+    @property
+    def lane(self) -> int:
+        """Which of the slot's engines the deadline is for."""
+        return self._words[_LANE]
+
+    def choose(self, lane: int) -> None:
+        """From now on the deadline is for this engine of the slot alone."""
+        self._words[_LANE] = lane
+
     def is_open(self, now_ns: int) -> bool:
-        """Whether computing is allowed at ``now_ns``."""
+        """Whether this reader's engine may compute at ``now_ns``."""
+        return self._words[_LANE] == self._own_lane and self.is_open_for_any(now_ns)
+
+    def is_open_for_any(self, now_ns: int) -> bool:
+        """Whether one of the slot's engines may compute at ``now_ns``."""
         return now_ns < self._words[_DEADLINE] <= now_ns + LONGEST_NS
 
     def beat_guard(self, now_ns: int) -> None:

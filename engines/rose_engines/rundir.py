@@ -14,6 +14,7 @@ absent and look again. The layout:
     slots/<uid>/own/plugin.sock   control socket of the plugin inside the engine
     slots/<uid>/weights.json      WeightsFile, written by weight-sync
     slots/<uid>/bundles/          staged weight bundles
+    slots/<uid>.busy/             the same of the slot's second engine, its permit linked
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ from typing import TypeVar
 
 import msgspec
 
+from rose_engines.permit import BUSY_LANE, FIRST_LANE, NAMES
+
 T = TypeVar("T")
 
+# Ends the folder name of a slot's second engine, which runs at the share for busy serving.
+_BUSY = ".busy"
 _UID = re.compile(r"^[A-Za-z0-9][-A-Za-z0-9._]{0,127}$")
 # sockaddr_un.sun_path of Linux, with its final zero.
 _LONGEST_SOCKET = 107
@@ -115,8 +120,18 @@ class SlotDir:
 
     @property
     def permit(self) -> Path:
-        """The permit's file."""
-        return self.folder / "permit"
+        """The permit's file; a busy twin knows the same memory by another name."""
+        return self.folder / NAMES[BUSY_LANE if self.is_twin else FIRST_LANE]
+
+    @property
+    def is_twin(self) -> bool:
+        """It is the folder of a slot's second engine."""
+        return self.uid.endswith(_BUSY)
+
+    @property
+    def twin(self) -> SlotDir:
+        """Where the slot's second engine lives, if it has one."""
+        return SlotDir(self.folder.with_name(self.uid + _BUSY))
 
     @property
     def engine(self) -> Path:
@@ -200,6 +215,10 @@ class RunDir:
         """Every slot that has a folder, by uid; empty when there is no run directory yet."""
         return tuple(SlotDir(path) for path in sorted(_folders(self.slots)))
 
+    def lent_slots(self) -> tuple[SlotDir, ...]:
+        """The same without the folders of second engines, which belong to a slot beside them."""
+        return tuple(slot for slot in self.all_slots() if not slot.is_twin)
+
     def create(self) -> RunDir:
         """Make the run directory; returns itself.
 
@@ -207,12 +226,17 @@ class RunDir:
             OSError: it cannot be made.
             ValueError: the path is so long that no Unix socket fits below it.
         """
-        longest = self.slot("u" * 36).plugin_socket
+        longest = self.slot("u" * 36).twin.plugin_socket
         if len(str(longest)) > _LONGEST_SOCKET:
             raise ValueError(f"run directory {self.root} is too long for Unix sockets below it")
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.slots.mkdir(mode=0o700, exist_ok=True)
         return self
+
+
+def slot_of(uid: str) -> str:
+    """The slot that an engine belongs to, by the name of the engine's folder."""
+    return uid.removesuffix(_BUSY)
 
 
 def _folders(path: Path) -> Iterator[Path]:

@@ -78,6 +78,7 @@ def _sharing(spec: SlotSharing) -> Sharing:
         percent=spec.compute_percent if by_mps else 0,
         memory_source=spec.memory_source,
         memory_limit=spec.memory_limit,
+        busy_percent=(spec.busy_compute_percent or 0) if by_mps else 0,
     )
 
 

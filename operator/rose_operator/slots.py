@@ -81,7 +81,11 @@ def _sharing(pool: ServingPool) -> SlotSharing:
     )
     if spec.compute is not Compute.MPS:
         return shared
-    return shared.model_copy(update={"compute_percent": spec.max_compute_percent})
+    shares = {
+        "compute_percent": spec.max_compute_percent,
+        "busy_compute_percent": spec.busy_compute_percent,
+    }
+    return shared.model_copy(update=shares)
 
 
 def _weights(lease: RolloutLease) -> SlotWeights:

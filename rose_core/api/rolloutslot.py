@@ -102,6 +102,9 @@ class SlotSharing(ApiModel):
     compute_percent: int = Field(
         default=30, ge=1, le=90, description="Share of the GPU's compute with MPS, percent."
     )
+    busy_compute_percent: int | None = Field(
+        default=None, ge=1, le=89, description="Share of a second engine, for busy serving."
+    )
     memory_source: MemorySource = Field(
         default=MemorySource.RESERVED, description="Where the memory comes from."
     )

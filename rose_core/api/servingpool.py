@@ -299,6 +299,16 @@ class PoolSpec(ApiModel):
             "what to protect",
             ".mode",
         ),
+        Rule(
+            "!has(self.busyComputePercent) || self.compute == 'MPS'",
+            "busyComputePercent needs compute MPS: otherwise there are no shares",
+            ".busyComputePercent",
+        ),
+        Rule(
+            "!has(self.busyComputePercent) || self.busyComputePercent < self.maxComputePercent",
+            "busyComputePercent must be smaller than maxComputePercent",
+            ".busyComputePercent",
+        ),
     )
 
     mode: PoolMode = Field(
@@ -331,6 +341,12 @@ class PoolSpec(ApiModel):
         ge=1,
         le=90,
         description="Most of a GPU's compute that rollouts get, percent; with MPS its share.",
+    )
+    busy_compute_percent: int | None = Field(
+        default=None,
+        ge=1,
+        le=89,
+        description="With MPS: share while serving is never idle, of a second engine per slot.",
     )
     memory_source: MemorySource = Field(
         default=MemorySource.RESERVED,

@@ -101,6 +101,8 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
         can_dormant: the engine has not refused to let go of its memory.
         residue_bytes: memory a dormant engine still holds; None = it is not dormant.
         released_bytes: memory it let go of and takes back when it is activated.
+        lanes: with two engines in the slot, which of them serve (``rose_engines.permit``); the
+            rest of the status speaks of the one that is permitted.
     """
 
     slot: SlotKey
@@ -118,6 +120,7 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     can_dormant: bool = False
     residue_bytes: int | None = None
     released_bytes: int = 0
+    lanes: tuple[int, ...] | None = None
 
 
 class HostStatusRequest(msgspec.Struct, frozen=True):

@@ -135,6 +135,8 @@ class Sharing(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         compute: ``TimeSlice`` or ``MPS``.
         percent: of the multiprocessors, with MPS; fixed when the engine starts.
+        busy_percent: share of a second engine, which alone computes while serving is busy without
+            a pause; 0 = there is none.
         memory_source: ``Reserved`` or ``Elastic``.
         memory_limit: ``None`` or ``Driver``.
     """
@@ -143,6 +145,7 @@ class Sharing(msgspec.Struct, frozen=True, omit_defaults=True):
     percent: int = 0
     memory_source: str = "Reserved"
     memory_limit: str = "None"
+    busy_percent: int = 0
 
 
 class EngineSpec(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -23,7 +23,7 @@ from rose_core.telemetry.signal import Limits
 from rose_core.telemetry.verify import Verification
 from rose_core.wire.host import EngineState, EngineStatus
 from rose_core.wire.sync import EngineSpec, Grant, PoolPolicy, SyncReply, WeightSource
-from rose_engines.permit import Permit
+from rose_engines.permit import BUSY_LANE, Permit
 from rose_engines.rundir import RunDir
 
 KEY = SlotKey("slot", 1)
@@ -104,6 +104,20 @@ async def test_an_arrival_closes_the_permit_inside_the_call_that_hears_of_it(
     assert is_open(permit), "empty again"
     what = [entry[2] for entry in made.recorder.entries()]
     assert what.count("arrived") == what.count("closed") == what.count("finished") == 1
+
+
+async def test_the_right_to_compute_moves_to_the_other_engine_through_a_closed_permit(
+    guard: tuple[Guard, Permit],
+) -> None:
+    made, permit = guard
+    made.host.engines = {KEY.uid: EngineStatus(KEY, EngineState.SERVING, lanes=(BUSY_LANE,))}
+    made.step_all()
+    assert (permit.lane, permit.until_ns) == (BUSY_LANE, 0), "nobody computes for a step"
+    made.step_all()
+    assert is_open(permit)
+    assert made.slots[KEY.uid].computing(permit.until_ns - 1), "lent, whichever engine it is"
+    made.on_tap_lost(time.monotonic_ns())
+    assert permit.until_ns == 0
 
 
 async def test_a_lost_tap_closes(guard: tuple[Guard, Permit]) -> None:

@@ -31,6 +31,14 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec.slo": {"tpotMilliseconds": 50}},
         {"spec.slo": {"percentile": 95}},
     ),
+    ("ServingPool", "busyComputePercent needs compute MPS"): (
+        {"spec.compute": "MPS", "spec.maxComputePercent": 50, "spec.busyComputePercent": 20},
+        {"spec.maxComputePercent": 50, "spec.busyComputePercent": 20},
+    ),
+    ("ServingPool", "busyComputePercent must be smaller than maxComputePercent"): (
+        {"spec.compute": "MPS", "spec.maxComputePercent": 50, "spec.busyComputePercent": 49},
+        {"spec.compute": "MPS", "spec.maxComputePercent": 50, "spec.busyComputePercent": 50},
+    ),
     ("ServingPool", "startTime and endTime must differ"): (
         {"spec.lending": {"timeWindows": [NIGHT]}},
         {"spec.lending": {"timeWindows": [{"startTime": "06:00", "endTime": "06:00"}]}},

@@ -99,7 +99,9 @@ async def running(
             *("--engine-python", sys.executable, "--data-port", "0", "--http-port", "0"),
         ]
     )
-    started = await main.start(arguments, freezer or Freezer("signals", "for the test"))
+    # A prefix of its own, so that hosts of tests beside this one keep their cgroups.
+    own = Freezer("signals", "for the test", prefix=f"rose-{rundir.name}-")
+    started = await main.start(arguments, freezer or own)
     try:
         yield started
     finally:

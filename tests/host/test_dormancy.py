@@ -67,7 +67,7 @@ async def test_a_held_engine_releases_its_memory_and_stands_still_again(
         with guarding(rundir) as guard:
             await host.host.ensure(holding())
             assert (await serving(host)).can_dormant
-            life = host.host._lives["slot-1"]  # the meter's view of it
+            life = host.host._lives["slot-1"].current  # the meter's view of it
             before = life.held_bytes(life.rest.meter)
             guard.close()
             await _hold(host, hold=True)

@@ -85,7 +85,7 @@ async def test_a_client_rests_at_its_permit_and_is_never_frozen(
         with guarding(rundir) as guard:
             await host.host.ensure(shared_order())
             status = await serving(host)
-            life = host.host._lives["slot-1"]  # its tree, as the enforcer sees it
+            life = host.host._lives["slot-1"].current  # its tree, as the enforcer sees it
             url = f"{status.endpoint}/generate"
             async with client.post(url, json=body(5000, stream=True), headers=BEARER):
                 guard.close()

@@ -67,6 +67,13 @@ async def test_the_owners_share_travels_to_the_engine_and_follows_the_pool() -> 
     (again,) = (await ask(bench, lock)).grants
     assert again.engine.sharing == Sharing("MPS", 50)
     assert again.key.slot.generation > grant.key.slot.generation, "the engine has to start anew"
+    bench.pool(
+        **{"spec.compute": "MPS", "spec.maxComputePercent": 50, "spec.busyComputePercent": 20}
+    )
+    report(bench, READY)
+    await bench.turn(3)
+    (twice,) = (await ask(bench, lock)).grants
+    assert twice.engine.sharing == Sharing("MPS", 50, busy_percent=20)
 
 
 async def test_the_share_of_a_time_slicing_pool_starts_no_engine_anew() -> None:

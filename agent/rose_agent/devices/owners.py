@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from rose_engines.rundir import slot_of
+
 _ENGINE = re.compile(r"/rose-[0-9a-f]{8}-(?P<slot>[A-Za-z0-9][-A-Za-z0-9._]*)$", re.MULTILINE)
 _POD = re.compile(r"pod(?P<uid>[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
 
@@ -32,7 +34,7 @@ def parse(cgroups: str) -> Owner:
     """Read ``/proc/PID/cgroup``."""
     engine, pod = _ENGINE.search(cgroups), _POD.search(cgroups)
     return Owner(
-        engine["slot"] if engine else "",
+        slot_of(engine["slot"]) if engine else "",
         pod["uid"].replace("_", "-") if pod else "",
     )
 

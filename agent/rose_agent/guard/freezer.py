@@ -16,10 +16,11 @@ from rose_engines.rundir import EngineFile, SlotDir, read_json
 _log = logging.getLogger(__name__)
 
 
-def tree(slot: SlotDir) -> ProcessGroup | None:
-    """The slot's process tree; None when there is none (any more) that we can name."""
-    file = read_json(slot.engine, EngineFile)
-    return find_group(file) if file is not None and not file.dedicated else None
+def trees(slot: SlotDir) -> list[ProcessGroup]:
+    """The slot's process trees, its second engine's among them, as far as we can name them."""
+    files = (read_json(folder.engine, EngineFile) for folder in (slot, slot.twin))
+    found = (find_group(file) for file in files if file is not None and not file.dedicated)
+    return [tree for tree in found if tree is not None]
 
 
 def freeze(slot: SlotDir) -> str:
@@ -41,30 +42,30 @@ def kill(slot: SlotDir) -> str:
 
 
 def _do(slot: SlotDir, what: str) -> str:
-    found = tree(slot)
-    if found is None:
+    found, errors = trees(slot), []
+    if not found:
         return "no process tree of this slot is visible here"
-    try:
-        found.freeze() if what == "freeze" else found.kill()
-    except GroupError as error:
-        _log.warning("slot %s: cannot %s: %s", slot.uid, what, error)
-        return str(error)
-    return ""
+    for tree in found:
+        try:
+            tree.freeze() if what == "freeze" else tree.kill()
+        except GroupError as error:
+            _log.warning("slot %s: cannot %s: %s", slot.uid, what, error)
+            errors.append(str(error))
+    return "; ".join(errors)
 
 
 def frozen(slot: SlotDir) -> bool:
     """Whether the tree stands still."""
-    found = tree(slot)
-    return found is not None and found.frozen()
+    found = trees(slot)
+    return bool(found) and all(tree.frozen() for tree in found)
 
 
 def cpu_ns(slot: SlotDir) -> int | None:
-    """Processor time of the tree so far; None when it cannot be known."""
-    found = tree(slot)
-    return found.cpu_ns() if found is not None else None
+    """Processor time of the trees so far; None when it cannot be known."""
+    used = [tree.cpu_ns() for tree in trees(slot)]
+    return sum(filter(None, used)) if used and None not in used else None
 
 
 def exists(slot: SlotDir) -> bool:
-    """Whether any process of the tree lives."""
-    found = tree(slot)
-    return found is not None and bool(found.pids())
+    """Whether any process of the trees lives."""
+    return any(tree.pids() for tree in trees(slot))

@@ -337,7 +337,7 @@ class Guard:
         self._history -= set(alive)
         listed = {uid for uid, e in self.host.engines.items() if e.state is not EngineState.GONE}
         self._history -= listed
-        known = {folder.uid for folder in self.rundir.all_slots()} | listed
+        known = {folder.uid for folder in self.rundir.lent_slots()} | listed
         # A folder without an engine is only history: looked at once, then passed over.
         for uid in (known | set(alive)) - set(self.slots) - self._history:
             folder = self.rundir.slot(uid)

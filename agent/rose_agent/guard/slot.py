@@ -20,6 +20,7 @@ from rose_agent.guard.hostlink import HostLink
 from rose_agent.guard.recorder import Recorder
 from rose_agent.guard.totals import Totals
 from rose_core.devices.memory import Budget
+from rose_core.guard import lanes
 from rose_core.guard.gate import Verdict
 from rose_core.guard.ladder import Action, LadderLimits, Order, Rung
 from rose_core.guard.reasons import GateReason
@@ -67,6 +68,7 @@ class Slot:
         self._token = token
         self._on_change = on_change
         self._limits = LadderLimits()
+        self._lane = lanes.Lane()
         self._permit: Permit | None = None
         self._inode = 0
         self._looked_ns = 0
@@ -113,6 +115,7 @@ class Slot:
         self.totals.account(now_ns, granted=granted_now, computing=computing, status=self.status)
         seen = self._see(verdict, now_ns, granted)
         before = self.machine
+        self._lane = lanes.choose(self._lane, verdict, lanes.LaneLimits(), now_ns)
         self.machine, actions = decide(before, seen, self._limits, now_ns)
         self._note_gate(seen, now_ns)
         for action in actions:
@@ -160,8 +163,7 @@ class Slot:
     def _carry_out(self, action: Action, now_ns: int, arrival_ns: int) -> None:
         order = action.order
         if order is Order.EXTEND:
-            if self._permit is not None:
-                self._permit.extend(action.until_ns)
+            self._extend(action.until_ns)
             return
         if order is Order.CLOSE:
             self._close(now_ns, arrival_ns)
@@ -181,6 +183,18 @@ class Slot:
         elif order in {Order.DORMANT, Order.ACTIVATE}:
             dormant = order is Order.DORMANT
             self._call("dormant", lambda: self._host.set_dormant(self._key(), dormant=dormant))
+
+    def _extend(self, until_ns: int) -> None:
+        """Extend; where the right moves to the slot's other engine, first a step of nothing."""
+        if self._permit is None:
+            return
+        lane = lanes.permitted(self._lane.chosen, self.status.lanes if self.status else None)
+        if self._permit.lane == lane:
+            self._permit.extend(until_ns)
+            return
+        # The engine under way ends its iteration meanwhile, so that the two never add up.
+        self._permit.close_now()
+        self._permit.choose(lane)
 
     def _close(self, now_ns: int, arrival_ns: int) -> None:
         if self._permit is None or not self._permit.until_ns:
@@ -311,7 +325,7 @@ class Slot:
 
     def computing(self, now_ns: int) -> bool:
         """The permit is open now."""
-        return self._permit is not None and self._permit.is_open(now_ns)
+        return self._permit is not None and self._permit.is_open_for_any(now_ns)
 
     def _note_gate(self, seen: SlotSeen, now_ns: int) -> None:
         verdict = seen.verdict if seen.granted else Verdict(False, GateReason.NOT_GRANTED)

@@ -8,7 +8,8 @@ Serves ``rose_wire.services`` ENSURE, STOP, HOLD, DORMANT and STATUS on ``host.s
 - A permit outlives the engine it was made for, and the host's process, until the slot is stopped:
   a guard that has it mapped need not attach again. After ``stop`` it must.
 
-Next step: ``lifecycle`` for one engine, ``enforcer`` for the permit, ``proxy`` for the data route.
+Next step: ``twins`` for a slot's engines, ``lifecycle`` for one of them, ``enforcer`` for the
+permit, ``proxy`` for the data route.
 """
 
 from __future__ import annotations
@@ -19,15 +20,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-import msgspec
-
 from rose_agent.host import metrics
-from rose_agent.host.enforcer import Watched
 from rose_agent.host.errors import WrongGeneration
 from rose_agent.host.lifecycle import EngineLife
 from rose_agent.host.proxy import Target
 from rose_agent.host.repair import forget_slot
 from rose_agent.host.site import Site
+from rose_agent.host.twins import Twins
 from rose_agent.host.vacancy import Holding
 from rose_core.identity import SlotKey
 from rose_core.wire.host import (
@@ -42,7 +41,7 @@ from rose_core.wire.host import (
     StopEngine,
 )
 from rose_engines.permit import BadPermit, Permit
-from rose_engines.rundir import RunDir, SlotDir, write_json
+from rose_engines.rundir import RunDir, SlotDir
 from rose_wire.errors import Refused
 from rose_wire.rpc import Server
 from rose_wire.services import DORMANT, ENSURE, HOLD, STATUS, STOP
@@ -70,7 +69,7 @@ class EngineHost:
         self.endpoint = endpoint
         self._rundir = rundir
         self._site = site
-        self._lives: dict[str, EngineLife] = {}
+        self._lives: dict[str, Twins] = {}
         self._gone: dict[str, EngineStatus] = {}
         self._generations: dict[str, int] = {}
         self._locks: dict[str, asyncio.Lock] = {}
@@ -128,11 +127,11 @@ class EngineHost:
         """
         life = self._life(order.slot)
         began = time.monotonic_ns()
-        life.watched.hold(order.holder, hold=order.hold)
+        life.hold(order.holder, hold=order.hold)
         self._site.enforcer.poke()
         deadline = began + int(_HOLD_WAIT_SECONDS * 1e9)
         while order.hold and time.monotonic_ns() < deadline:
-            if life.watched.stands_still_for(order.holder):
+            if life.stands_still_for(order.holder):
                 break
             await asyncio.sleep(0.001)
         return Accepted(paused_microseconds=(time.monotonic_ns() - began) // 1000)
@@ -144,7 +143,7 @@ class EngineHost:
             Refused: no engine for this slot and generation.
         """
         life = self._life(order.slot)
-        life.rest.order(dormant=order.dormant)
+        life.rest(dormant=order.dormant)
         return life.status(self.endpoint_of(order.slot.uid))
 
     async def status(self, _request: HostStatusRequest) -> HostStatus:
@@ -156,18 +155,19 @@ class EngineHost:
         """Every engine that may hold a GPU, leftovers that could not be ended included."""
         living = tuple(
             Holding(life.order.slot_name, life.state.value, life.order.gpu_uuids)
-            for life in self._lives.values()
+            for life in self._engines()
         )
-        known = {self._site.freezer.directory(uid) for uid in self._lives}
+        known = {self._site.freezer.directory(life.folder.uid) for life in self._engines()}
         strays = (tree for tree in self._site.freezer.strays() if tree.directory not in known)
         left = tuple(Holding(str(tree.directory), "Leftover") for tree in strays if tree.pids())
         return (*living, *left)
 
     def target(self, uid: str) -> Target | None:
         """Where the data route of a slot leads; None without such a slot."""
-        life = self._lives.get(uid)
-        if life is None:
+        slot = self._lives.get(uid)
+        if slot is None:
             return None
+        life = slot.current
 
         def count(tokens: int) -> None:
             life.generated_tokens += tokens
@@ -196,7 +196,7 @@ class EngineHost:
         )
         return all(status.state is EngineState.GONE for status in ended)
 
-    def _again(self, life: EngineLife, order: EnsureEngine) -> EngineStatus:
+    def _again(self, life: Twins, order: EnsureEngine) -> EngineStatus:
         if order.engine != life.order.engine or order.gpu_uuids != life.order.gpu_uuids:
             raise Refused(
                 f"slot {order.slot_name} runs another engine under generation "
@@ -212,17 +212,15 @@ class EngineHost:
             folder = self._rundir.slot(uid).create()
         except ValueError as error:
             raise Refused(str(error)) from error
-        write_json(folder.slot, msgspec.to_builtins(order))
-        watched = Watched(order.slot_name, _permit(folder), own_permit=self._site.dedicated)
-        life = EngineLife(order, folder, self._site, watched, self._count)
+        _close_permit(folder)
+        life = Twins(order, folder, self._site, self._count)
         self._generations[uid] = order.slot.generation
         self._gone.pop(uid, None)
         self._lives[uid] = life
-        self._site.enforcer.watch(watched)
         life.start()
         return life.status(self.endpoint_of(uid))
 
-    async def _end(self, life: EngineLife, seconds: float, reason: str) -> EngineStatus:
+    async def _end(self, life: Twins, seconds: float, reason: str) -> EngineStatus:
         uid = life.order.slot.uid
         gone = await life.end(seconds=seconds, reason=reason)
         status = life.status("")
@@ -230,7 +228,9 @@ class EngineHost:
             self._lives.pop(uid, None)
             self._gone[uid] = status
             self._forget_oldest()
+            life.detach()
             forget_slot(life.folder, permit=reason != _REPLACED)
+            forget_slot(life.folder.twin, permit=True)
         self._count()
         return status
 
@@ -242,7 +242,7 @@ class EngineHost:
             if not self._lock(uid).locked():
                 del self._locks[uid]
 
-    def _life(self, slot: SlotKey) -> EngineLife:
+    def _life(self, slot: SlotKey) -> Twins:
         life = self._lives.get(slot.uid)
         if life is None or life.order.slot != slot:
             raise Refused(f"no engine for slot {slot.uid}/{slot.generation}")
@@ -259,17 +259,20 @@ class EngineHost:
     def _lock(self, uid: str) -> asyncio.Lock:
         return self._locks.setdefault(uid, asyncio.Lock())
 
+    def _engines(self) -> tuple[EngineLife, ...]:
+        return tuple(life for slot in self._lives.values() for life in slot.lives)
+
     def _count(self) -> None:
-        counts = Counter(life.state for life in self._lives.values())
+        counts = Counter(life.state for life in self._engines())
         for state in EngineState:
             metrics.ENGINES.labels(state=state.value).set(counts[state])
 
 
-def _permit(folder: SlotDir) -> Permit:
-    """The slot's permit, closed; one that lies there already stays the same memory."""
+def _close_permit(folder: SlotDir) -> None:
+    """The slot's permit lies there, closed; one that did already stays the same memory."""
     try:
         permit = Permit.attach(folder.permit)
     except (OSError, BadPermit):
         permit = Permit.create(folder.permit)
     permit.close_now()
-    return permit
+    permit.detach()

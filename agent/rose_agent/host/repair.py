@@ -69,7 +69,8 @@ def leftovers(rundir: RunDir, freezer: Freezer) -> tuple[ProcessGroup, ...]:
 def repair(rundir: RunDir, freezer: Freezer, seconds: float = 10.0) -> int:
     """End what an earlier host left running and forget its slots.
 
-    Permit files stay, closed by their readers' clocks: the guard may have them mapped.
+    Permit files stay, closed by their readers' clocks: the guard may have them mapped. What a
+    second engine calls its permit is only another name of such a file.
 
     Returns:
         How many trees still had processes.
@@ -85,7 +86,7 @@ def repair(rundir: RunDir, freezer: Freezer, seconds: float = 10.0) -> int:
             metrics.KILLED.labels(reason="Orphan").inc()
             _log.warning("ended %d processes of an earlier engine host", len(members))
     for slot in rundir.all_slots():
-        forget_slot(slot, permit=False)
+        forget_slot(slot, permit=slot.is_twin)
     return repaired
 
 

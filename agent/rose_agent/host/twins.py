@@ -1,0 +1,168 @@
+"""A slot with two engines at two shares, of which the permit names the one that may compute.
+
+MPS fixes a share when a process starts, so a slot that wants another share while serving is busy
+keeps a second engine for it, loaded and parked at its permit. Each has its own processes, cgroup,
+memory, weights and user; they share the permit's memory, in which one word says whose it is.
+
+| moment | what happens |
+|---|---|
+| order | both start; each checks for its own memory and share |
+| the permit names the other engine | turns of the first are cut, their callers go on at the other |
+| status, data route | those of the engine that the permit names |
+| hold, stop, end | both |
+| rung 4 | refused: under memory pressure both are ended |
+
+Next step: ``lifecycle`` runs each of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+
+import msgspec
+
+from rose_agent.host.enforcer import Watched
+from rose_agent.host.lifecycle import EngineLife
+from rose_agent.host.site import Site
+from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, Holder
+from rose_engines.permit import BUSY_LANE, FIRST_LANE, Permit
+from rose_engines.rundir import SlotDir, write_json
+
+# How soon turns of the engine that was parked are cut.
+_LOOK_SECONDS = 0.02
+
+
+class Twins:
+    """The engines of one slot: one, or two at different shares.
+
+    Args:
+        order: what the guard asked for.
+        folder: the slot's folder, with its permit in it.
+        changed: called after every change of state.
+    """
+
+    def __init__(
+        self, order: EnsureEngine, folder: SlotDir, site: Site, changed: Callable[[], None]
+    ) -> None:
+        self.order = order
+        self.folder = folder
+        self._site = site
+        self._permit = Permit.attach(folder.permit)
+        self._changed = changed
+        self._lives = {FIRST_LANE: self._make(order, folder)}
+        if order.engine.sharing.busy_percent:
+            self._lives[BUSY_LANE] = self._make(at_busy_share(order), _linked(folder))
+        self._looking: asyncio.Task[None] | None = None
+
+    @property
+    def current(self) -> EngineLife:
+        """The engine that the permit names."""
+        return self._lives.get(self._permit.lane, self._lives[FIRST_LANE])
+
+    @property
+    def lives(self) -> tuple[EngineLife, ...]:
+        """Every engine of the slot."""
+        return tuple(self._lives.values())
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        for life in self.lives:
+            self._site.enforcer.watch(life.watched)
+            life.start()
+        if len(self._lives) > 1:
+            name = f"lane of {self.order.slot_name}"
+            self._looking = asyncio.create_task(self._look(), name=name)
+
+    def update(self, order: EnsureEngine) -> None:
+        """Take over what may change under running engines."""
+        self.order = order
+        self._lives[FIRST_LANE].update(order)
+        if BUSY_LANE in self._lives:
+            self._lives[BUSY_LANE].update(at_busy_share(order))
+
+    def hold(self, holder: Holder, *, hold: bool) -> None:
+        """Add or remove a holder."""
+        for life in self.lives:
+            life.watched.hold(holder, hold=hold)
+
+    def stands_still_for(self, holder: Holder) -> bool:
+        """Every tree stands still, and the last tick knew of this holder."""
+        return all(life.watched.stands_still_for(holder) for life in self.lives)
+
+    def rest(self, *, dormant: bool) -> None:
+        """Rung 4, or back; two engines are not made dormant, which their status says."""
+        if len(self._lives) == 1:
+            self.current.rest.order(dormant=dormant)
+
+    def status(self, endpoint: str) -> EngineStatus:
+        """The slot as others may see it."""
+        told = self.current.status(endpoint)
+        if len(self._lives) == 1:
+            return told
+        every = [life.status(endpoint) for life in self.lives]
+        serving = (lane for lane, life in self._lives.items() if life.state is EngineState.SERVING)
+        return msgspec.structs.replace(
+            told,
+            pids=tuple(pid for one in every for pid in one.pids),
+            generated_tokens=sum(one.generated_tokens for one in every),
+            restarts=sum(one.restarts for one in every),
+            can_dormant=False,
+            lanes=tuple(serving),
+        )
+
+    async def end(self, *, seconds: float, reason: str) -> bool:
+        """Kill every tree and close the permit.
+
+        Returns:
+            False when something still lives after ``seconds``.
+        """
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait({self._looking})
+        ended = await asyncio.gather(
+            *(life.end(seconds=seconds, reason=reason) for life in self.lives)
+        )
+        if all(ended):
+            self._permit.choose(FIRST_LANE)
+        return all(ended)
+
+    def detach(self) -> None:
+        """Unmap the permit; nothing lives any more."""
+        self._permit.detach()
+
+    async def _look(self) -> None:
+        lane = self._permit.lane
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            if self._permit.lane != lane:
+                lane = self._permit.lane
+                self._site.cut(self.folder.uid)
+
+    def _make(self, order: EnsureEngine, folder: SlotDir) -> EngineLife:
+        write_json(folder.slot, msgspec.to_builtins(order))
+        permit = Permit.attach(folder.permit)
+        watched = Watched(order.slot_name, permit, own_permit=self._site.dedicated)
+        return EngineLife(order, folder, self._site, watched, self._changed)
+
+
+def at_busy_share(order: EnsureEngine) -> EnsureEngine:
+    """The order of the second engine."""
+    sharing = order.engine.sharing
+    share = msgspec.structs.replace(sharing, percent=sharing.busy_percent, busy_percent=0)
+    return msgspec.structs.replace(
+        order,
+        slot_name=f"{order.slot_name} (busy share)",
+        engine=msgspec.structs.replace(order.engine, sharing=share),
+    )
+
+
+def _linked(folder: SlotDir) -> SlotDir:
+    """The second engine's folder, its permit the same memory."""
+    twin = folder.twin.create()
+    with contextlib.suppress(FileNotFoundError):
+        twin.permit.unlink()
+    os.link(folder.permit, twin.permit)
+    return twin

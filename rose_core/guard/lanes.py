@@ -1,0 +1,89 @@
+"""Which of a slot's two engines may compute: the wide one or the one for busy serving.
+
+A share of the multiprocessors is fixed when a process starts, so a slot may keep two engines, one
+of which is parked at its permit. Moving the right to compute cuts the turns under way, so one burst
+is no reason: serving must have been of one kind for a while.
+
+| verdicts, without one of another kind between them | for | engine |
+|---|---|---|
+| ample: idle, or slack for at least ``wide_duty`` of the time | ``widen_ns`` | wide |
+| scarce: slack for less than ``busy_duty`` | ``narrow_ns`` | busy |
+| between the two | | stays |
+| gate closed | does not count | stays |
+
+An engine that does not serve is passed over for one that does. Pure; the guard's slot asks at every
+step. Next step: ``rose_agent.guard.slot`` moves the permit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rose_core.guard.gate import Verdict
+from rose_core.guard.reasons import GateReason
+
+WIDE, BUSY = 0, 1
+
+
+@dataclass(frozen=True)
+class LaneLimits:
+    """When the engine changes.
+
+    Attributes:
+        busy_duty: with a smaller share of time to lend, less of the GPU for all of the time is
+            gentler on serving than all of the share for some of it.
+        narrow_ns: how long it must be so; short, because serving pays meanwhile.
+        widen_ns: how long there must be plenty; long, because only rollouts pay.
+    """
+
+    busy_duty: float = 0.5
+    wide_duty: float = 0.9
+    narrow_ns: int = 1_000_000_000
+    widen_ns: int = 10_000_000_000
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The engine chosen, and since when verdicts speak for a kind; 0 = they do not."""
+
+    chosen: int = WIDE
+    ample_ns: int = 0
+    scarce_ns: int = 0
+
+
+def choose(lane: Lane, verdict: Verdict, limits: LaneLimits, now_ns: int) -> Lane:
+    """The next state, from the gate's verdict."""
+    ample, scarce = _kind(verdict, limits)
+    if ample is None:
+        return lane
+    lane = replace(
+        lane,
+        ample_ns=(lane.ample_ns or now_ns) if ample else 0,
+        scarce_ns=(lane.scarce_ns or now_ns) if scarce else 0,
+    )
+    if scarce and now_ns - lane.scarce_ns >= limits.narrow_ns:
+        return replace(lane, chosen=BUSY)
+    if ample and now_ns - lane.ample_ns >= limits.widen_ns:
+        return replace(lane, chosen=WIDE)
+    return lane
+
+
+def _kind(verdict: Verdict, limits: LaneLimits) -> tuple[bool | None, bool]:
+    """Ample, scarce; ample None = the verdict says nothing."""
+    if verdict.reason is GateReason.IDLE:
+        return True, False
+    if verdict.reason is not GateReason.SLACK:
+        return None, False
+    return verdict.duty >= limits.wide_duty, verdict.duty < limits.busy_duty
+
+
+def permitted(chosen: int, serving: tuple[int, ...] | None) -> int:
+    """The engine to permit.
+
+    Args:
+        chosen: by ``choose``.
+        serving: engines that serve; None = the slot has one engine.
+    """
+    if serving is None:
+        return WIDE
+    return serving[0] if serving and chosen not in serving else chosen
