@@ -112,6 +112,11 @@ class Http2:
         """Framing survives no missing segment."""
         return bool(self._streams)
 
+    @property
+    def ends_unmarked(self) -> bool:
+        """END_STREAM is a bit in the head of a frame."""
+        return any(not request.quiet for request in self.requests())
+
     def client(self, piece: Piece, time_ns: int) -> None:
         """Bytes of the client."""
         if self._preface:

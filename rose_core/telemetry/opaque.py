@@ -27,6 +27,7 @@ class Opaque:
 
     garbled = False
     needs_every_segment = False
+    ends_unmarked = False
     unreadable = True
 
     def __init__(self, ledger: Ledger) -> None:

@@ -49,6 +49,11 @@ class Plain:
         """A first token is awaited, or a response has no recognisable tail."""
         return self._answered.needs_every_segment or any(not r.first_ns for r in self._open)
 
+    @property
+    def ends_unmarked(self) -> bool:
+        """A body of known length is under way; chunked ones and closed connections have a mark."""
+        return self._answered.needs_every_segment and any(not r.quiet for r in self._open)
+
     # --- client side
 
     def client(self, piece: Piece, time_ns: int) -> None:

@@ -61,6 +61,7 @@ class Conversation(Protocol):
         unreadable: its ends cannot be seen.
         garbled: it can be read no longer.
         needs_every_segment: do not sample the server's segments.
+        ends_unmarked: an end may come in a segment that looks like any other.
     """
 
     @property
@@ -71,6 +72,9 @@ class Conversation(Protocol):
 
     @property
     def needs_every_segment(self) -> bool: ...  # noqa: D102
+
+    @property
+    def ends_unmarked(self) -> bool: ...  # noqa: D102
 
     def requests(self) -> Iterator[Request]:
         """Requests without an end yet."""
@@ -152,6 +156,11 @@ class Tracker:
     def needs_every_segment(self) -> bool:
         """A first token is awaited or a response has no recognisable tail: do not sample."""
         return any(c.talk is not None and c.talk.needs_every_segment for c in self._active.values())
+
+    @property
+    def ends_unmarked(self) -> bool:
+        """The end of a request under way may come unmarked: look at every segment at once."""
+        return any(c.talk is not None and c.talk.ends_unmarked for c in self._active.values())
 
     def open_requests(self) -> list[Arrived]:
         """The requests under way as arrivals, for a guard that has just connected."""

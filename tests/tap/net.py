@@ -131,9 +131,9 @@ class Tapped:
 def tapped(inside: Namespace, port: int = PORT) -> Iterator[Tapped]:
     """Follow a port of the namespace."""
     with ExitStack() as stack:
-        pairs, addresses = sockets.open_all(inside.path, port, ())
-        for pair in pairs:
-            stack.callback(pair.close)
+        taps, addresses = sockets.open_all(inside.path, port, ())
+        for one in taps:
+            stack.callback(one.close)
         numbers = itertools.count(1)
         watch = Watch("replica", inside.holder.pid, port)
-        yield Tapped(Replica(watch, pairs, addresses, lambda: next(numbers), 0))
+        yield Tapped(Replica(watch, taps, addresses, lambda: next(numbers), 0))

@@ -194,11 +194,11 @@ def test_a_tap_that_begins_in_the_middle_of_a_response(inside: Namespace) -> Non
 
 
 def test_filters_are_locked(inside: Namespace) -> None:
-    (pair,), _ = sockets.open_all(inside.path, PORT, ("lo",))
-    for tap in (pair.whole, pair.sampled):
+    (taps,), _ = sockets.open_all(inside.path, PORT, ("lo",))
+    for tap in taps.all:
         with pytest.raises(PermissionError):
-            bpf.attach(tap, bpf.program(22))
-    pair.close()
+            bpf.attach(tap, bpf.program(22, rate=1))
+    taps.close()
 
 
 def test_other_ports_pass_unseen(inside: Namespace) -> None:
@@ -213,7 +213,7 @@ def test_other_ports_pass_unseen(inside: Namespace) -> None:
 
 
 def test_segments_that_the_kernel_drops_make_the_state_unknown(wire: Wire) -> None:
-    tap = wire.tap.replica._pairs[0].whole
+    tap = wire.tap.replica._taps[0].whole
     wire.tap.look()
     tap.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
     began = time.monotonic_ns()
@@ -221,25 +221,42 @@ def test_segments_that_the_kernel_drops_make_the_state_unknown(wire: Wire) -> No
     assert wire.tap.look().lost_ns >= began
 
 
-@pytest.mark.parametrize("wanted", ["whole", "sampled"])
+@pytest.mark.parametrize("wanted", ["bell", "whole", "sampled"])
 def test_what_each_filter_lets_pass(inside: Namespace, wanted: str) -> None:
-    (pair,), _ = sockets.open_all(inside.path, PORT, ("lo",))
+    (taps,), _ = sockets.open_all(inside.path, PORT, ("lo",))
+    heard: socket.socket = getattr(taps, wanted)
+    sockets.mute(heard, muted=False)
     with tapped(inside) as tap:
         wire = Wire(inside, tap, "127.0.0.1")
         wire.say(post())
         wire.answer(HEAD)
-        sockets.discard(pair.whole)
-        sockets.discard(pair.sampled)
+        sockets.discard(heard)
         tokens = 800
         wire.answer(*[event(0)] * tokens)
-        passed = sockets.discard(getattr(pair, wanted))
-        assert passed == tokens if wanted == "whole" else 40 < passed < 200
+        passed = sockets.discard(heard)
+        low, high = {"bell": (0, 0), "whole": (tokens, tokens), "sampled": (40, 200)}[wanted]
+        assert low <= passed <= high
         wire.answer(END)
         wire.say(post())
         wire.answer(PLAIN)
-        assert sockets.discard(getattr(pair, wanted)) == 3, "the end, a request and a head"
+        assert sockets.discard(heard) == 3, "the end, a request and a head"
         wire.close()
-    pair.close()
+    taps.close()
+
+
+def test_on_a_mute_socket_hardly_anything_waits(inside: Namespace) -> None:
+    (taps,), _ = sockets.open_all(inside.path, PORT, ("lo",))
+    with tapped(inside) as tap:
+        wire = Wire(inside, tap, "127.0.0.1")
+        sockets.mute(taps.whole, muted=True)
+        sockets.discard(taps.whole)
+        wire.say(*[b"x"] * 50)
+        assert 1 <= sockets.discard(taps.whole) < 10
+        sockets.mute(taps.whole, muted=False)
+        wire.say(*[b"x"] * 50)
+        assert sockets.discard(taps.whole) == 50
+        wire.close()
+    taps.close()
 
 
 # --- interfaces

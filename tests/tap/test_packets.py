@@ -79,7 +79,7 @@ def test_anything_else_is_passed_over(packet: bytes) -> None:
     assert decode(packet, PORT, 0) is None
 
 
-@pytest.mark.parametrize("rate", [0, 8])
+@pytest.mark.parametrize("rate", [0, 1, 8])
 def test_filters_jump_forward_inside_themselves_and_end(rate: int) -> None:
     code = bpf.program(PORT, rate=rate)
     lines = [struct.unpack_from("=HBBI", code, at) for at in range(0, len(code), 8)]

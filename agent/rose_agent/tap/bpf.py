@@ -1,13 +1,16 @@
 """Kernel filters of the tap: classic BPF programs for one serving port.
 
-Both pass, of TCP segments to or from the port: everything with SYN, FIN or RST, and every client
-segment with payload. They differ in the server's segments with payload:
+All pass, of TCP segments to or from the port: everything with SYN, FIN or RST, every client segment
+with payload, and of the server's heads (``HTTP``) and ends (the segment ends with an empty line:
+the zero chunk and heads do). They differ in the server's other segments with payload, its tokens:
 
-- ``full``: all of them;
-- ``sampled``: heads (``HTTP``), ends (the segment ends with an empty line: the zero chunk and
-  heads do), and one of ``rate`` of the rest, at random.
+| rate | passes | for |
+|---|---|---|
+| 1 | all of them | the *whole* |
+| N | one of N, at random | the *sample* |
+| 0 | none | the *bell*, which says when the others are worth reading |
 
-The tap reads ``sampled`` only while every request under way streams its tokens, so neither a first
+The tap reads the sample only while every request under way streams its tokens, so neither a first
 token nor an end depends on the dice. Sockets are SOCK_DGRAM: offset 0 is the IP header. Fragments
 are passed over (TCP segments of a serving port are not fragmented), and of IPv6's extension headers
 only the one before a jumbo segment is known.
@@ -110,8 +113,30 @@ def _payload_offset() -> list[Line]:
     ]
 
 
-def program(port: int, *, rate: int = 0) -> bytes:
-    """The filter for ``port``; ``rate`` 0 is ``full``, else one of ``rate`` of the rest."""
+def _of_the_rest(rate: int) -> list[Line]:
+    """Which of the server's tokens pass; the payload's offset is in X, the length in A."""
+    if rate == 1:
+        return [Jump(_JEQ, 0, "pass", "pass")]
+    dice: list[Line] = [
+        (_LD_W, _ANCILLARY + _AD_RANDOM),
+        Jump(_JGE_K, 0x100000000 // rate, "drop", "pass"),
+    ] if rate else []  # fmt: skip
+    return [
+        (_SUB_X, 0),
+        Jump(_JGE_K, 5, "", "pass"),
+        (_LD_IW, 0),
+        Jump(_JEQ, _HTTP, "pass", ""),
+        (_LD_LEN, 0),
+        (_SUB_K, 4),
+        (_TAX, 0),
+        (_LD_IW, 0),
+        Jump(_JEQ, _EMPTY_LINE, "pass", "" if rate else "drop"),
+        *dice,
+    ]
+
+
+def program(port: int, *, rate: int) -> bytes:
+    """The filter for ``port``: one of ``rate`` of the server's tokens, 0 = none of them."""
     lines: list[Line] = [
         *_headers(),
         (_LD_IH, 2),
@@ -125,24 +150,7 @@ def program(port: int, *, rate: int = 0) -> bytes:
         (_TAX, 0),
         (_LD_LEN, 0),
         Jump(_JGT_X, 0, "", "drop"),
-    ]
-    if rate:
-        lines += [
-            (_SUB_X, 0),
-            Jump(_JGE_K, 5, "", "pass"),
-            (_LD_IW, 0),
-            Jump(_JEQ, _HTTP, "pass", ""),
-            (_LD_LEN, 0),
-            (_SUB_K, 4),
-            (_TAX, 0),
-            (_LD_IW, 0),
-            Jump(_JEQ, _EMPTY_LINE, "pass", ""),
-            (_LD_W, _ANCILLARY + _AD_RANDOM),
-            Jump(_JGE_K, 0x100000000 // rate, "drop", "pass"),
-        ]
-    else:
-        lines += [Jump(_JEQ, 0, "pass", "pass")]
-    lines += [
+        *_of_the_rest(rate),
         "client",
         (_LD_IB, 13),
         Jump(_JSET, _FLAGS, "pass", ""),
@@ -151,7 +159,7 @@ def program(port: int, *, rate: int = 0) -> bytes:
         (_LD_LEN, 0),
         Jump(_JGT_X, 0, "pass", "drop"),
         "pass",
-        (_RET, SNAP),
+        (_RET, SNAP if rate else 1),
         "drop",
         (_RET, 0),
     ]

@@ -15,13 +15,13 @@ import msgspec
 
 from rose_agent.tap import kernel, seccomp
 from rose_agent.tap.frames import Watch
-from rose_agent.tap.sockets import Pair, open_all
+from rose_agent.tap.sockets import Taps, open_all
 
 _CAPABILITIES = frozenset({kernel.NET_RAW, kernel.SYS_ADMIN, kernel.SYS_PTRACE})
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """Answer to a ``Watch``: two sockets per interface in the order of the names, or an error.
+    """Answer to a ``Watch``: three sockets per interface in the order of the names, or an error.
 
     Attributes:
         addresses: of the namespace, hex digits.
@@ -33,17 +33,17 @@ class Opened(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def answer(watch: Watch) -> tuple[Opened, list[Pair]]:
+def answer(watch: Watch) -> tuple[Opened, list[Taps]]:
     """Open the sockets one watch asks for."""
     netns = watch.netns or (f"/proc/{watch.pid}/ns/net" if watch.pid else "")
     try:
-        pairs, addresses = open_all(netns, watch.port, watch.interfaces)
+        taps, addresses = open_all(netns, watch.port, watch.interfaces)
     except OSError as error:
         where = netns or "this namespace"
         return Opened(watch.replica, error=f"cannot tap port {watch.port} in {where}: {error}"), []
-    if not pairs:
+    if not taps:
         return Opened(watch.replica, error=f"no interface to tap in {netns or 'here'}"), []
-    return Opened(watch.replica, tuple(pair.interface for pair in pairs), addresses), pairs
+    return Opened(watch.replica, tuple(one.interface for one in taps), addresses), taps
 
 
 def confine(*, own: bool) -> None:
@@ -57,12 +57,10 @@ def serve(channel: socket.socket, *, own: bool) -> None:
     """Answer until the parser is gone."""
     while request := channel.recv(65536):
         watch = msgspec.msgpack.decode(request, type=Watch)
-        reply, pairs = answer(Watch(watch.replica, 0, watch.port) if own else watch)
-        taps = [tap for pair in pairs for tap in (pair.whole, pair.sampled)]
+        reply, taps = answer(Watch(watch.replica, 0, watch.port) if own else watch)
         try:
-            socket.send_fds(
-                channel, [msgspec.msgpack.encode(reply)], [tap.fileno() for tap in taps]
-            )
+            descriptors = [tap.fileno() for one in taps for tap in one.all]
+            socket.send_fds(channel, [msgspec.msgpack.encode(reply)], descriptors)
         finally:
-            for pair in pairs:
-                pair.close()
+            for one in taps:
+                one.close()

@@ -22,7 +22,7 @@ from rose_agent.tap.frames import Unwatch, Watch
 from rose_agent.tap.opener import Opened
 from rose_agent.tap.relay import Relay, socket_of
 from rose_agent.tap.replica import Replica
-from rose_agent.tap.sockets import Pair
+from rose_agent.tap.sockets import Taps
 from rose_core.telemetry.events import Health, TapEvent
 
 _log = logging.getLogger(__name__)
@@ -142,20 +142,20 @@ class Parser:
                 gone.set_result(None)
             return
         reply = msgspec.msgpack.decode(data, type=Opened)
-        taps = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-        pairs = [Pair(name, *taps[2 * n : 2 * n + 2]) for n, name in enumerate(reply.interfaces)]
+        opened = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        taps = [Taps(name, *opened[3 * n : 3 * n + 3]) for n, name in enumerate(reply.interfaces)]
         watch = self._pending.pop(reply.replica, None)
         if watch is None or reply.error:
-            for pair in pairs:
-                pair.close()
+            for one in taps:
+                one.close()
             if watch is not None:
                 self._failed[reply.replica] = (watch, reply.error, _REOPEN_BEATS)
             return
         self._failed.pop(reply.replica, None)
-        self._follow(watch, pairs, reply.addresses)
+        self._follow(watch, taps, reply.addresses)
 
-    def _follow(self, watch: Watch, pairs: list[Pair], addresses: frozenset[str]) -> None:
-        replica = Replica(watch, pairs, addresses, lambda: next(self._numbers), self._sample_from)
+    def _follow(self, watch: Watch, taps: list[Taps], addresses: frozenset[str]) -> None:
+        replica = Replica(watch, taps, addresses, lambda: next(self._numbers), self._sample_from)
         self._replicas[watch.replica] = replica
         metrics.REPLICAS.set(len(self._replicas))
         replica.start(self._tell)

@@ -6,14 +6,23 @@
 | segments dropped, queue not emptied, too many connections | ``lost_ns``: distrusted a while |
 | a socket lost its interface, or reading failed | ``problem``; reopened by the parser |
 
-| requests under way | segments/s | read |
+Two questions, because every waking costs more than reading a dozen segments does:
+
+| requests under way | segments/s | what is read |
 |---|---|---|
 | none, or one whose next segment matters | any | every segment |
 | all stream their tokens | few | every segment |
-| all stream their tokens | at least ``sample_from`` | the sample |
+| all stream their tokens | ``sample_from``; not watched closely an eighth of it | the sample |
 
-What a segment tells goes out at once, but for tokens after the first: those wait for the next
-other event or heartbeat, for 20 ms at most where the replica is watched closely.
+| requests under way | when it is read |
+|---|---|
+| an end may come unmarked: a body of known length, HTTP/2 | at each segment |
+| watched closely, a first token is awaited | at each segment |
+| watched closely | as below, and every 20 ms |
+| any other, or none | when the bell rings (requests, heads, ends), at the heartbeat |
+
+What a segment tells goes out when it is read, but for tokens after the first: those wait for the
+next other event, look or heartbeat.
 """
 
 from __future__ import annotations
@@ -26,7 +35,7 @@ from collections.abc import Callable
 
 from rose_agent.tap import bpf, metrics, packets, sockets
 from rose_agent.tap.frames import Watch
-from rose_agent.tap.sockets import Pair
+from rose_agent.tap.sockets import SAMPLE_RATE, Taps
 from rose_core.telemetry.events import Arrived, Health, Progress, TapEvent
 from rose_core.telemetry.tracker import Tracker
 
@@ -34,7 +43,7 @@ SAMPLE_FROM_PER_SECOND = 400.0
 _BATCH = 256  # segments handled before others get their turn
 _BLANK = bytes(bpf.SNAP)
 _MOST_BEHIND = 64  # batches that a heartbeat reads to be up to date
-_PROGRESS_SECONDS = 0.02
+_LOOK_SECONDS = 0.02
 _STAMP = struct.Struct("qq")
 _BRACKETS, _TIGHT_NS = 5, 5_000
 # A connection that shows nothing for this long is given up. Long, because a request that waits in
@@ -47,7 +56,7 @@ class Replica:
 
     Args:
         watch: what to follow.
-        pairs: open sockets.
+        taps: open sockets.
         addresses: of the namespace, as ``packets.decode`` wants them.
         number: gives the next request number.
         sample_from: segments per second; 0 = never.
@@ -56,7 +65,7 @@ class Replica:
     def __init__(
         self,
         watch: Watch,
-        pairs: list[Pair],
+        taps: list[Taps],
         addresses: frozenset[str],
         number: Callable[[], int],
         sample_from: float,
@@ -64,15 +73,17 @@ class Replica:
         self.watch = watch
         self.tracker = Tracker(watch.replica, number)
         self.problem = ""
-        self._pairs = pairs
+        self._taps = taps
         self._addresses = addresses
         self._sample_from = sample_from
         self._tell: Callable[[list[TapEvent]], None] = _nobody
         self._progress: dict[int, Progress] = {}
-        self._flush: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._next_look: asyncio.TimerHandle | None = None
         self._buffer = memoryview(bytearray(bpf.SNAP))
         self._lost_ns = 0
         self._sampled = False
+        self._by_bell = True
         self._rate = 0.0
         self._rate_base = (time.monotonic_ns(), 0)
 
@@ -84,53 +95,80 @@ class Replica:
     def start(self, tell: Callable[[list[TapEvent]], None]) -> None:
         """Read from now on, inside the running loop."""
         self._tell = tell
-        loop = asyncio.get_running_loop()
-        for tap in self._read_now():
-            loop.add_reader(tap, self._readable, tap)
+        self._loop = asyncio.get_running_loop()
+        self._listen()
 
     def close(self) -> None:
         """Close the sockets."""
-        loop = asyncio.get_running_loop()
-        if self._flush is not None:
-            self._flush.cancel()
-        for tap in self._read_now():
-            loop.remove_reader(tap)
-        for pair in self._pairs:
-            pair.close()
-        self._pairs = []
+        if self._next_look is not None:
+            self._next_look.cancel()
+        self._listen_no_more()
+        for taps in self._taps:
+            taps.close()
+        self._taps, self._loop = [], None
 
-    def _read_now(self) -> list[socket.socket]:
-        return [pair.sampled if self._sampled else pair.whole for pair in self._pairs]
+    def _listen(self) -> None:
+        if self._loop is None:
+            return
+        for taps in self._taps:
+            tap = self._chosen(taps)
+            if self._by_bell:
+                self._loop.add_reader(taps.bell, self._rung, taps)
+            else:
+                self._loop.add_reader(tap, self._readable, tap)
 
-    def _left_alone(self) -> list[socket.socket]:
-        return [pair.whole if self._sampled else pair.sampled for pair in self._pairs]
+    def _listen_no_more(self) -> None:
+        if self._loop is None:
+            return
+        for taps in self._taps:
+            self._loop.remove_reader(taps.bell if self._by_bell else self._chosen(taps))
+
+    def _chosen(self, taps: Taps) -> socket.socket:
+        return taps.sampled if self._sampled else taps.whole
 
     # --- packets
+
+    def _rung(self, taps: Taps) -> None:
+        """Something urgent has passed: the bell is silenced first, then everything is read."""
+        events: list[TapEvent] = []
+        try:
+            sockets.discard(taps.bell)
+        except OSError as error:
+            self.problem = f"packet socket failed: {error}"
+        self._empty(self._chosen(taps), events)
+        self._pass_on(events)
 
     def _readable(self, tap: socket.socket) -> None:
         events: list[TapEvent] = []
         self._read(tap, events)
-        self._sample(events)
         self._pass_on(events)
+
+    def _look(self) -> None:
+        self._next_look = None
+        events: list[TapEvent] = []
+        for taps in self._taps:
+            self._empty(self._chosen(taps), events)
+        self._pass_on(events)
+        waiting = self._waiting()
+        if waiting:
+            self._tell(waiting)
 
     def _pass_on(self, events: list[TapEvent]) -> None:
         """Tell what is urgent, and with it the tokens that waited."""
-        urgent = [event for event in events if not isinstance(event, Progress)]
-        if urgent:
+        self._adapt(events)
+        if any(not isinstance(event, Progress) for event in events):
             self._tell([*self._waiting(), *events])
-            return
-        self._progress.update((e.request, e) for e in events if isinstance(e, Progress))
-        if self._progress and self.watch.closely and self._flush is None:
-            loop = asyncio.get_running_loop()
-            self._flush = loop.call_later(_PROGRESS_SECONDS, self._tell_progress)
+        else:
+            self._progress.update((e.request, e) for e in events if isinstance(e, Progress))
+        self._look_soon()
 
-    def _tell_progress(self) -> None:
-        self._tell(self._waiting())
+    def _look_soon(self) -> None:
+        if self._loop is None or self._next_look is not None or not self.watch.closely:
+            return
+        if self._progress or self.tracker.in_flight:
+            self._next_look = self._loop.call_later(_LOOK_SECONDS, self._look)
 
     def _waiting(self) -> list[TapEvent]:
-        if self._flush is not None:
-            self._flush.cancel()
-            self._flush = None
         waiting: list[TapEvent] = [*self._progress.values()]
         self._progress.clear()
         return waiting
@@ -151,6 +189,10 @@ class Replica:
             return True
         return False
 
+    def _empty(self, tap: socket.socket, events: list[TapEvent]) -> bool:
+        """Read all that waits; False when there is no end to it."""
+        return any(self._read(tap, events) for _ in range(_MOST_BEHIND))
+
     def _feed(self, packet: bytes, stamp_ns: int, events: list[TapEvent]) -> None:
         segment = packets.decode(packet, self.watch.port, stamp_ns, self._addresses)
         if segment is None:
@@ -167,12 +209,13 @@ class Replica:
         """Read what waits, check sockets and counters; the heartbeat is the last event."""
         now = time.monotonic_ns()
         events = [*self._waiting(), *self.tracker.expire(now, _SILENT_NS)]
-        for tap in self._read_now():
-            self._catch_up(tap, events, now)
+        for taps in self._taps:
+            self._catch_up(self._chosen(taps), events, now)
         self._buffer[:] = _BLANK  # the last packet does not wait there for the next
         self._check(now)
         self._measure(now)
-        self._sample(events)
+        self._adapt(events)
+        self._look_soon()
         ledger = self.tracker.ledger
         events.append(
             Health(
@@ -193,20 +236,18 @@ class Replica:
 
     def _catch_up(self, tap: socket.socket, events: list[TapEvent], now_ns: int) -> None:
         """Whatever had passed before this heartbeat is in its counts."""
-        if not any(self._read(tap, events) for _ in range(_MOST_BEHIND)):
+        if not self._empty(tap, events):
             self._lost_ns = now_ns
 
     def _check(self, now_ns: int) -> None:
         try:
-            for tap in self._left_alone():
-                sockets.discard(tap)
-            for pair, tap in zip(self._pairs, self._read_now(), strict=True):
-                dropped = sockets.drops(tap)
+            for taps in self._taps:
+                dropped = sockets.drops(self._chosen(taps))
                 if dropped:
                     metrics.DROPPED.inc(dropped)
                     self._lost_ns = now_ns
-                if not sockets.alive(pair):
-                    self.problem = f"interface {pair.interface} is gone or down"
+                if not sockets.alive(taps):
+                    self.problem = f"interface {taps.interface} is gone or down"
         except OSError as error:
             self.problem = f"packet socket failed: {error}"
 
@@ -218,31 +259,44 @@ class Replica:
             self._rate_base = (now_ns, packets_now)
             metrics.SEGMENTS.inc(packets_now - before)
 
-    # --- sampling
+    # --- what is read, and when
 
-    def _sample(self, events: list[TapEvent]) -> None:
+    def _adapt(self, events: list[TapEvent]) -> None:
+        try:
+            if self._wants_sample() != self._sampled:
+                self._switch(events)
+        except OSError as error:
+            self.problem = f"packet socket failed: {error}"
+        by_bell = not self._needs_waking()
+        if by_bell != self._by_bell:
+            self._listen_no_more()
+            self._by_bell = by_bell
+            self._listen()
+
+    def _wants_sample(self) -> bool:
         # Sampled counts are a share of the real rate; the border is crossed downwards when the
         # requests end, not when fewer segments pass.
-        busy = self._sampled or (self._sample_from > 0 and self._rate >= self._sample_from)
-        wanted = busy and self.tracker.in_flight > 0 and not self.tracker.needs_every_segment
-        if wanted != self._sampled:
-            try:
-                self._switch(events)
-            except OSError as error:
-                self.problem = f"packet socket failed: {error}"
+        border = self._sample_from if self.watch.closely else self._sample_from / SAMPLE_RATE
+        busy = self._sampled or (border > 0 and self._rate >= border)
+        return busy and self.tracker.in_flight > 0 and not self.tracker.needs_every_segment
+
+    def _needs_waking(self) -> bool:
+        """Whether to look at each segment as it comes: its time to be told may be now."""
+        tracker = self.tracker
+        return tracker.ends_unmarked or (self.watch.closely and tracker.needs_every_segment)
 
     def _switch(self, events: list[TapEvent]) -> None:
         """Read the other sockets: they are emptied first, so that nothing lies between the two."""
-        loop = asyncio.get_running_loop()
-        for tap in self._left_alone():
-            sockets.discard(tap)
-            sockets.drops(tap)
-        for tap in self._read_now():
-            self._catch_up(tap, events, time.monotonic_ns())
-            loop.remove_reader(tap)
+        self._listen_no_more()
+        for taps in self._taps:
+            now, then = self._chosen(taps), taps.whole if self._sampled else taps.sampled
+            sockets.mute(then, muted=False)
+            sockets.discard(then)
+            sockets.drops(then)
+            self._catch_up(now, events, time.monotonic_ns())
+            sockets.mute(now, muted=True)
         self._sampled = not self._sampled
-        for tap in self._read_now():
-            loop.add_reader(tap, self._readable, tap)
+        self._listen()
 
 
 def _nobody(_events: list[TapEvent]) -> None:

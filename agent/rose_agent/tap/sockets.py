@@ -5,9 +5,10 @@ only with ETH_P_ALL. Traffic from inside the pod (to 127.0.0.1 and to the pod's 
 ``lo``, where every packet would show twice, so outgoing ones are ignored there. A socket stays in
 the namespace it was opened in; the thread goes back at once.
 
-Two sockets per interface, because their filters are locked: one passes every segment, the other a
-sample of the server's (``bpf``). One of them is read, the other is emptied unread.
-Where a namespace has many interfaces (a node's own, for pods on the host's network) one pair hears
+Three sockets per interface, because their filters are locked (``bpf``): one passes every segment,
+one a sample of the server's; one of these two is read, the other is *mute*. The third, the bell,
+passes what is urgent and is read by nobody: it only says that the one that is read should be.
+Where a namespace has many interfaces (a node's own, for pods on the host's network) one set hears
 all of them, also those that come later.
 """
 
@@ -29,24 +30,30 @@ ETH_P_ALL = 3
 SOL_PACKET, PACKET_STATISTICS, PACKET_IGNORE_OUTGOING = 263, 6, 23
 PACKET_OUTGOING = 4
 SO_TIMESTAMPNS = 35
-SO_RCVBUFFORCE = 33
 SAMPLE_RATE = 8
 ANY = ""
-_BUFFER_BYTES = 8 * 1024 * 1024
+_BUFFER_BYTES = 8 * 1024 * 1024  # the kernel cuts it down to net.core.rmem_max
+_MUTE_BYTES = 1  # the least there is: one segment waits, the kernel passes over all others
 _MANY_INTERFACES = 16
 
 
 @dataclass
-class Pair:
+class Taps:
     """The sockets of one interface (``ANY`` = all of them)."""
 
     interface: str
+    bell: socket.socket
     whole: socket.socket
     sampled: socket.socket
 
+    @property
+    def all(self) -> tuple[socket.socket, ...]:
+        """In the order of the fields."""
+        return self.bell, self.whole, self.sampled
+
     def close(self) -> None:
-        """Close both."""
-        for tap in (self.whole, self.sampled):
+        """Close them."""
+        for tap in self.all:
             with contextlib.suppress(OSError):
                 tap.close()
 
@@ -89,7 +96,7 @@ def addresses() -> frozenset[str]:
     return frozenset(found)
 
 
-def _open(interface: str, code: bytes) -> socket.socket:
+def _open(interface: str, code: bytes, *, muted: bool = False) -> socket.socket:
     # Filter first, then the protocol: nothing unfiltered is queued. A socket that hears every
     # interface cannot be bound later, so it is emptied instead.
     protocol = socket.htons(ETH_P_ALL) if interface == ANY else 0
@@ -98,9 +105,7 @@ def _open(interface: str, code: bytes) -> socket.socket:
         bpf.attach(tap, code)
         if interface == ANY:
             discard(tap)
-        with contextlib.suppress(OSError):  # the larger buffer needs CAP_NET_ADMIN
-            tap.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, _BUFFER_BYTES)
-        tap.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+        mute(tap, muted=muted)
         tap.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         if interface == "lo":
             tap.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
@@ -112,34 +117,43 @@ def _open(interface: str, code: bytes) -> socket.socket:
     return tap
 
 
-def open_pair(interface: str, port: int) -> Pair:
+def mute(tap: socket.socket, *, muted: bool) -> None:
+    """Let hardly anything wait on the socket, so that nobody has to empty it; or listen again."""
+    size = _MUTE_BYTES if muted else _BUFFER_BYTES
+    tap.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+
+
+def open_taps(interface: str, port: int) -> Taps:
     """Open filtered packet sockets in the current namespace.
+
+    The kernel serves the newest socket first: when the bell rings, the segment lies in the others.
 
     Raises:
         OSError: without CAP_NET_RAW, or the interface is gone.
     """
-    whole = _open(interface, bpf.program(port))
-    try:
-        return Pair(interface, whole, _open(interface, bpf.program(port, rate=SAMPLE_RATE)))
-    except BaseException:  # whatever it was, the first must not stay open
-        whole.close()
-        raise
+    with contextlib.ExitStack() as opened:
+        made = []
+        for rate, muted in ((0, True), (1, False), (SAMPLE_RATE, True)):
+            tap = _open(interface, bpf.program(port, rate=rate), muted=muted)
+            made.append(opened.enter_context(tap))
+        opened.pop_all()
+        return Taps(interface, *made)
 
 
-def open_all(netns: str, port: int, wanted: tuple[str, ...]) -> tuple[list[Pair], frozenset[str]]:
-    """One pair per interface of the namespace, and the namespace's addresses.
+def open_all(netns: str, port: int, wanted: tuple[str, ...]) -> tuple[list[Taps], frozenset[str]]:
+    """The sockets of each interface of the namespace, and the namespace's addresses.
 
     Raises:
         OSError: the namespace or an interface is gone, or a capability is missing.
     """
-    opened: list[Pair] = []
+    opened: list[Taps] = []
     try:
         with namespace(netns):
-            opened.extend(open_pair(name, port) for name in interfaces(wanted))
+            opened.extend(open_taps(name, port) for name in interfaces(wanted))
             return opened, addresses()
     except BaseException:  # whatever it was, no socket must stay open
-        for pair in opened:
-            pair.close()
+        for taps in opened:
+            taps.close()
         raise
 
 
@@ -168,14 +182,14 @@ def discard(tap: socket.socket) -> int:
         return number
 
 
-def alive(pair: Pair) -> bool:
+def alive(taps: Taps) -> bool:
     """The sockets are still bound to an interface that exists and is up.
 
     A removed interface unbinds the socket; one that goes down leaves ENETDOWN on it.
     """
-    if pair.whole.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+    if taps.whole.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
         return False
     try:
-        return pair.interface == ANY or bool(pair.whole.getsockname()[0])
+        return taps.interface == ANY or bool(taps.whole.getsockname()[0])
     except OSError:
         return False
