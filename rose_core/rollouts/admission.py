@@ -24,9 +24,17 @@ class Queue:
     seconds: float = 240.0
 
 
-def has_room(waiting: int, queue: Queue) -> bool:
-    """Whether one more new turn may wait."""
-    return waiting < queue.most
+def has_room(waiting: int, queue: Queue, *, mine: int = 0, jobs: int = 1) -> bool:
+    """Whether one more new turn may wait.
+
+    Args:
+        waiting: turns that wait.
+        queue: the bounds.
+        mine: how many of them are of the same job.
+        jobs: jobs that have turns waiting; where there are several, a queue that is full of one
+            job's turns still has room for the others' part of it.
+    """
+    return waiting < queue.most or (jobs > 1 and mine < queue.most // jobs)
 
 
 def rank(holds_tokens: bool, priority: int, arrived: int) -> tuple[bool, int, int]:

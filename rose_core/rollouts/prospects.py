@@ -118,8 +118,14 @@ class Prospects:
         """The newest version is this one."""
         self._cadence = self._cadence.saw(head, now)
 
-    def turn_begins(self, name: str, hint: Hint, context: int, now: float) -> None:
-        """A turn of the trajectory has come."""
+    def turn_begins(self, name: str, hint: Hint, context: int, now: float) -> int:
+        """A turn of the trajectory has come.
+
+        Returns:
+            What it ranks by: the number of its trajectory in order of beginning. A turn that comes
+            beside another of its trajectory gets a number of its own, as if one had begun: being
+            old is no right to any number of places at once.
+        """
         known = self._trajectories.get(name)
         if known is None:
             deadline = hint.deadline or self._deadline
@@ -132,6 +138,10 @@ class Prospects:
         known.turns += 1
         known.live += 1
         known.context, known.seen = context, now
+        if known.live == 1:
+            return known.born
+        self._born += 1
+        return self._born
 
     def born(self, name: str) -> int | None:
         """Number of the trajectory in order of beginning; ``None`` when it is not known."""

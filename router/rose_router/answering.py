@@ -13,9 +13,10 @@ import msgspec
 from aiohttp import web
 
 from rose_router import replies
+from rose_router.bearer import JOB
 from rose_router.chat_replies import ChatReplies
 from rose_router.dialects import chat, completions, sglang, vllm
-from rose_router.dialects.common import encoded, read_body
+from rose_router.dialects.common import Hints, encoded, read_body
 from rose_router.errors import BadRequest, TurnLost
 from rose_router.service import Service, random_rid
 from rose_router.text import Tokenizer
@@ -42,7 +43,7 @@ class Answering:
         """SGLang's ``/generate``."""
         body = await read_body(request)
         ask = sglang.read(body, request.headers, self._tokenizer, random_rid)
-        with self._turns(ask) as turns:
+        with self._turns(ask, request.get(JOB, "")) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], self._sglang_events)
             await _all_over(turns)
@@ -54,7 +55,7 @@ class Answering:
         """OpenAI's ``/v1/completions``."""
         body = await read_body(request)
         ask = completions.read(body, request.headers, self._tokenizer, random_rid)
-        with self._turns(ask) as turns:
+        with self._turns(ask, request.get(JOB, "")) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], self._openai_events)
             await _all_over(turns)
@@ -66,7 +67,7 @@ class Answering:
         body = await read_body(request)
         ask = chat.read(body, request.headers, self._tokenizer, random_rid)
         replies = ChatReplies(self._service.settings.model, self._tokenizer, body)
-        with self._turns(ask) as turns:
+        with self._turns(ask, request.get(JOB, "")) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], replies.events)
             await _all_over(turns)
@@ -88,7 +89,7 @@ class Answering:
         """VLLM's ``/inference/v1/generate``."""
         body = await read_body(request)
         ask = vllm.read(body, request.headers, random_rid)
-        with self._turns(ask) as turns:
+        with self._turns(ask, request.get(JOB, "")) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], _vllm_events)
             await _all_over(turns)
@@ -98,22 +99,24 @@ class Answering:
     async def abort(self, request: web.Request) -> web.Response:
         """SGLang's ``/abort_request``: by exact id, or everything of this lease."""
         body = await read_body(request)
+        job = request.get(JOB, "") or Hints(body, request.headers).job
         if body.get("abort_all"):
-            self._service.abort_all()
+            self._service.abort_all(job)
         elif isinstance(body.get("rid"), str):
-            self._service.abort(body["rid"])
+            self._service.abort(body["rid"], job)
         else:
             message = "give rid (text) or abort_all (true)"
             raise BadRequest("InvalidTurn", message)
         return web.Response()
 
     @contextlib.contextmanager
-    def _turns(self, ask: sglang.Ask) -> Iterator[list[Turn]]:
+    def _turns(self, ask: sglang.Ask, job: str = "") -> Iterator[list[Turn]]:
+        """The turns asked for; ``job`` is what the caller's token says of whose they are."""
         turns: list[Turn] = []
         interval = 1 if ask.stream else self._service.settings.interval
         try:
             for one in ask.turns:
-                asked = dataclasses.replace(one, interval=interval)
+                asked = dataclasses.replace(one, interval=interval, job=job or one.job)
                 turns.append(self._service.submit(asked))  # must hold those begun
             yield turns
         finally:

@@ -1,7 +1,9 @@
 """Who may call: bearer tokens of a lease, from a file that a Secret is mounted as.
 
 The file holds one token per line and is read again when it has changed, so a token is replaced by
-writing the new one beside the old one, moving the callers, and removing the old one.
+writing the new one beside the old one, moving the callers, and removing the old one. A line may
+begin with the name of a job: then the token's turns are that job's, which no hint can change, and
+it ends no other job's turns.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from aiohttp.typedefs import Middleware
 from rose_router.errors import NotAllowed
 
 ENVIRONMENT = "ROSE_TURN_TOKEN"
+JOB = web.RequestKey("job", str)
+"""Key of a request under which the job of its token is found."""
+
 _LOOK_SECONDS = 2.0
 
 # Probes and scrapers bring no token; these pages say nothing about turns.
@@ -47,7 +52,7 @@ class Tokens:
             self._fixed.append(os.environ[ENVIRONMENT])
         self._looked = -_LOOK_SECONDS
         self._changed = 0
-        self._tokens: list[bytes] = [token.encode() for token in self._fixed]
+        self._tokens: list[tuple[bytes, str]] = [(token.encode(), "") for token in self._fixed]
         if file is not None:
             self._read(file)
 
@@ -58,12 +63,16 @@ class Tokens:
 
     def good(self, authorization: str) -> bool:
         """Whether this ``Authorization`` header is one of them."""
+        return self.job_of(authorization) is not None
+
+    def job_of(self, authorization: str) -> str | None:
+        """The job that this ``Authorization`` header names, empty for none; ``None``: no token."""
         self._refresh()
         scheme, _, token = authorization.partition(" ")
-        given = token.strip().encode()
+        given = token.strip().encode(errors="replace")
         # All are compared, always: the time taken tells nothing.
-        matches = [hmac.compare_digest(given, known) for known in self._tokens]
-        return scheme.lower() == "bearer" and any(matches)
+        jobs = [job for known, job in self._tokens if hmac.compare_digest(given, known)]
+        return jobs[0] if jobs and scheme.lower() == "bearer" else None
 
     def _refresh(self) -> None:
         now = time.monotonic()
@@ -78,11 +87,17 @@ class Tokens:
 
     def _read(self, file: Path) -> None:
         changed = file.stat().st_mtime_ns
-        found = [line.strip() for line in file.read_text().splitlines() if line.strip()]
-        if not found:
+        lines = [line.split() for line in file.read_text().splitlines() if line.strip()]
+        if not lines:
             message = f"{file} holds no token; write one per line"
             raise ValueError(message)
-        self._tokens = [token.encode() for token in (*self._fixed, *found)]
+        for number, line in enumerate(lines, 1):
+            if len(line) > 2:
+                message = f"{file}, token {number}: expected TOKEN or JOB TOKEN"
+                raise ValueError(message)
+        found = [(line[-1], line[0] if len(line) == 2 else "") for line in lines]
+        given = [(token, "") for token in self._fixed] + found
+        self._tokens = [(token.encode(), job) for token, job in given]
         self._changed = changed
 
 
@@ -93,10 +108,12 @@ def middleware(tokens: Tokens) -> Middleware:
     async def check(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        if tokens.asked and request.path not in OPEN_PATHS and not tokens.good(given):
-            message = "bearer token missing or wrong; send Authorization: Bearer TOKEN"
-            raise NotAllowed("NotAllowed", message)
+        if tokens.asked and request.path not in OPEN_PATHS:
+            job = tokens.job_of(request.headers.get("Authorization", ""))
+            if job is None:
+                message = "bearer token missing or wrong; send Authorization: Bearer TOKEN"
+                raise NotAllowed("NotAllowed", message)
+            request[JOB] = job
         return await handler(request)
 
     return check

@@ -51,8 +51,8 @@ class Ledger:
 
     def __init__(self, replay_seconds: float) -> None:
         self._replay_seconds = replay_seconds
-        self._live: dict[str, Turn] = {}
-        self._finished: OrderedDict[str, Turn] = OrderedDict()
+        self._live: dict[tuple[str, str], Turn] = {}
+        self._finished: OrderedDict[tuple[str, str], Turn] = OrderedDict()
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self.totals = Totals()
 
@@ -71,34 +71,37 @@ class Ledger:
         if not request.own_rid:
             return None
         self._expire(now)
-        live = self._live.get(request.rid)
+        live = self._live.get(request.name)
         if live is not None:
             if live.request.fingerprint() == request.fingerprint():
                 return live
             message = f"id {request.rid!r} belongs to a live turn with another body"
             raise Conflict("DuplicateId", message)
-        finished = self._finished.get(request.rid)
+        finished = self._finished.get(request.name)
         if finished is None or finished.request.fingerprint() != request.fingerprint():
             return None
         return finished
 
-    def live(self, rid: str) -> Turn | None:
-        """The live turn of that id; exact, never by prefix."""
-        return self._live.get(rid)
+    def live(self, rid: str, job: str = "") -> list[Turn]:
+        """The live turns of that id, exact and never by prefix; of the job, or else of all."""
+        exact = self._live.get((job, rid))
+        if exact is not None or job:
+            return [exact] if exact is not None else []
+        return [turn for turn in self._live.values() if turn.request.rid == rid]
 
     def open(self, turn: Turn) -> None:
         """A turn begins."""
-        self._live[turn.request.rid] = turn
+        self._live[turn.request.name] = turn
 
     def close(self, turn: Turn) -> None:
         """A turn has ended: count it, keep it for replay."""
-        self._live.pop(turn.request.rid, None)
+        self._live.pop(turn.request.name, None)
         self._count(turn)
         self.recent.append(summary(turn))
         aborted = turn.finish is None or turn.finish.get("type") == "abort"
         if turn.request.own_rid and not aborted:
-            self._finished[turn.request.rid] = turn
-            self._finished.move_to_end(turn.request.rid)
+            self._finished[turn.request.name] = turn
+            self._finished.move_to_end(turn.request.name)
             while len(self._finished) > REPLAYABLE:
                 self._finished.popitem(last=False)
 
@@ -138,6 +141,7 @@ def summary(turn: Turn) -> dict[str, Any]:
     return {
         "id": turn.request.rid,
         "session": turn.request.session,
+        "job": turn.request.job,
         "state": turn.state.value,
         "kind": kind_of(turn),
         "engines": [leg.engine for leg in turn.transcript.legs]

@@ -25,6 +25,7 @@ class TurnRequest:
         passed: fields of the request that go to the engine as they are.
         session: key that keeps a trajectory's turns together; empty = none.
         keyed: the session's key is the caller's own, not found out by the prompt's prefix.
+        job: whose turn it is, of several jobs that share the lease; empty = all the same.
         hint: what the caller says of the trajectory.
         expected: output tokens the caller expects; 0 = no idea.
         priority: higher first while waiting.
@@ -39,6 +40,7 @@ class TurnRequest:
     passed: Mapping[str, Any] = field(default_factory=dict)
     session: str = ""
     keyed: bool = False
+    job: str = ""
     hint: Hint = NO_HINT
     pin: Pin = NO_PIN
     expected: int = 0
@@ -55,6 +57,11 @@ class TurnRequest:
     def most_tokens(self) -> int:
         """The most output tokens the turn may have."""
         return splice.most_tokens(self.sampling)
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """The id among all turns: jobs do not see each other's."""
+        return (self.job, self.rid)
 
     def fingerprint(self) -> str:
         """Tells two bodies under the same id apart."""

@@ -105,18 +105,21 @@ class TurnRunner:
                 holds_tokens=turn.held > 0,
                 priority=turn.request.priority,
                 session=turn.request.session,
-                born=self._prospects.born(turn.request.trajectory),
+                born=turn.born,
+                job=turn.request.job,
             )
         finally:
             turn.queue_seconds += self._clock() - began
         self._note_placed(turn, view, engine)
+        held = turn.held
         try:
             if not engine.gate_open or engine.version is None:
                 return  # it closed while this turn woke up
             move = await self._leg(turn, engine)
         finally:
             context = len(turn.transcript.prompt) + turn.held
-            self._room.leave(engine, turn.request.session, context)
+            more = turn.held - held - view.expected
+            self._room.leave(engine, turn.request.session, context, turn.request.job, more)
         self._after(turn, engine, move)
 
     def _view(self, turn: Turn) -> TurnView:

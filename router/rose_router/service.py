@@ -145,7 +145,7 @@ class Service:
             self._check(request)
             turn = Turn(request, self.clock(), Transcript(request.prompt), labels=self.labels)
             self.ledger.open(turn)
-            self.prospects.turn_begins(
+            turn.born = self.prospects.turn_begins(
                 request.trajectory, request.hint, len(request.prompt), turn.began
             )
             turn.task = asyncio.create_task(self._runner.run(turn))
@@ -159,21 +159,20 @@ class Service:
         if not turn.listeners and not turn.over:
             self._end(turn, "the caller hung up")
 
-    def abort(self, rid: str) -> bool:
-        """End the turn with exactly this caller's id.
+    def abort(self, rid: str, job: str = "") -> bool:
+        """End the turn with exactly this caller's id, of this job where one is given.
 
         Returns:
             False when no such turn is live.
         """
-        turn = self.ledger.live(rid)
-        if turn is None:
-            return False
-        self._end(turn, "Aborted")
-        return True
+        turns = self.ledger.live(rid, job)
+        for turn in turns:
+            self._end(turn, "Aborted")
+        return bool(turns)
 
-    def abort_all(self) -> int:
-        """End every turn of this lease; their number."""
-        turns = list(self.ledger)
+    def abort_all(self, job: str = "") -> int:
+        """End every turn of this lease, or of one job of it; their number."""
+        turns = [turn for turn in self.ledger if job in {"", turn.request.job}]
         for turn in turns:
             self._end(turn, "Aborted")
         return len(turns)

@@ -59,6 +59,7 @@ class Turn:
 
     Attributes:
         began: seconds of the router's clock.
+        born: what it ranks by among turns of its job; smaller goes first.
         finish: SGLang's finish reason once it is done.
         error: why it failed.
         labels: the trainer's own names of weight versions.
@@ -75,6 +76,7 @@ class Turn:
     finish: Mapping[str, Any] | None = None
     error: Exception | None = None
     ended: float = 0.0
+    born: int | None = None
     first_token_at: float = 0.0
     queue_seconds: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict)

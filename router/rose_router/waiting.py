@@ -1,5 +1,7 @@
 """Where turns wait for an engine: the shell around ``dispatch``, ``placement`` and ``admission``.
 
+Turns of several jobs go by ``fairness``, those of one job by ``admission``'s rank.
+
 Those who wait are tried whenever an engine changes or a turn ends. With the joint rule
 ``dispatch`` says who goes next: a home that is full for a moment is waited for, engines whose KV
 pool is full of sessions that come back are left alone. The other rules serve in rank order.
@@ -17,6 +19,7 @@ from rose_core.rollouts import versions
 from rose_core.rollouts.admission import Queue, has_room, rank, retry_after
 from rose_core.rollouts.dispatch import Scene, next_turn
 from rose_core.rollouts.errors import UnknownVersion, VersionGone
+from rose_core.rollouts.fairness import Shares, work
 from rose_core.rollouts.guards import NOTHING_KNOWN, Outlook
 from rose_core.rollouts.placement import (
     Obstacle,
@@ -38,6 +41,7 @@ class Waiter:
 
     Attributes:
         session: whose keys it leaves on its engine.
+        job: whose turn it is.
     """
 
     key: tuple[bool, int, int]
@@ -45,6 +49,7 @@ class Waiter:
     session: str
     since: float
     future: asyncio.Future[Engine] = field(repr=False)
+    job: str = ""
     obstacle: Obstacle = Obstacle.NO_ENGINE
 
 
@@ -74,6 +79,7 @@ class WaitingRoom:
         self._arrivals = itertools.count()
         self._waiting: list[Waiter] = []
         self._again: asyncio.TimerHandle | None = None
+        self._shares = Shares()
         self.held = False
         self.finish_rate: Callable[[], float] = lambda: 0.0
 
@@ -93,15 +99,22 @@ class WaitingRoom:
         """Whether some engine, ``without`` those, could take the turn now."""
         return isinstance(self._choose(replace(view, avoid=without)), Placement)
 
-    def check_room(self) -> None:
-        """Refuse a new turn while the queue is full.
+    def check_room(self, job: str = "") -> None:
+        """Refuse a new turn of the job while the queue is full.
 
         Raises:
             Busy: it is.
         """
         if has_room(len(self._waiting), self._queue):
             return
-        message = f"{len(self._waiting)} turns are waiting for an engine already; try again later"
+        mine = sum(one.job == job for one in self._waiting)
+        jobs = len({job, *(one.job for one in self._waiting)})
+        if has_room(len(self._waiting), self._queue, mine=mine, jobs=jobs):
+            return
+        whose = f", {mine} of them of job {job}" if job else ""
+        message = (
+            f"{len(self._waiting)} turns are waiting for an engine already{whose}; try again later"
+        )
         raise Busy("QueueFull", message, retry_after=self._retry_after())
 
     async def place(
@@ -112,6 +125,7 @@ class WaitingRoom:
         priority: int,
         session: str = "",
         born: int | None = None,
+        job: str = "",
     ) -> Engine:
         """Wait for an engine; it is reserved, ``leave`` gives it back.
 
@@ -121,6 +135,7 @@ class WaitingRoom:
             priority: higher goes first.
             session: whose keys it leaves behind.
             born: number of its trajectory; older ones go first, without one they come as they come.
+            job: whose turn it is; jobs that wait get engines in equal parts.
 
         Raises:
             Busy: the queue is full.
@@ -131,13 +146,17 @@ class WaitingRoom:
         future: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
         arrived = next(self._arrivals)
         key = rank(holds_tokens, priority, arrived if born is None else born)
-        waiter = Waiter(key, view, session, began, future)
+        waiter = Waiter(key, view, session, began, future, job)
+        self._shares.came(job)
         insort(self._waiting, waiter, key=lambda one: one.key)
         self.pump()
         try:
             if not future.done() and not holds_tokens:
                 self._check_room_without(waiter)
             return await self._until_placed(waiter)
+        except BaseException:  # also when cancelled, and raised again
+            self._shares.went(job)
+            raise
         finally:
             metrics.QUEUE_SECONDS.observe(self._clock() - began)
             if waiter in self._waiting:
@@ -146,7 +165,7 @@ class WaitingRoom:
 
     def _check_room_without(self, waiter: Waiter) -> None:
         self._waiting.remove(waiter)
-        self.check_room()
+        self.check_room(waiter.job)
         insort(self._waiting, waiter, key=lambda one: one.key)
 
     async def _until_placed(self, waiter: Waiter) -> Engine:
@@ -157,12 +176,27 @@ class WaitingRoom:
         except BaseException:  # also when cancelled, and raised again
             # The engine may have been reserved in the very moment the turn gave up.
             if not waiter.future.cancel() and waiter.future.exception() is None:
-                self.leave(waiter.future.result())
+                self._back(waiter.future.result())
             raise
         return waiter.future.result()
 
-    def leave(self, engine: Engine, session: str = "", tokens: int = 0) -> None:
-        """A turn has ended on the engine, where the session has keys for so many tokens now."""
+    def leave(
+        self, engine: Engine, session: str = "", tokens: int = 0, job: str = "", more: float = 0
+    ) -> None:
+        """A turn has ended on the engine, where the session has keys for so many tokens now.
+
+        Args:
+            engine: where.
+            session: whose keys.
+            tokens: how many.
+            job: whose turn it was.
+            more: tokens that it wrote beyond what was expected.
+        """
+        self._shares.given(job, more)
+        self._shares.went(job)
+        self._back(engine, session, tokens)
+
+    def _back(self, engine: Engine, session: str = "", tokens: int = 0) -> None:
         engine.reserved -= 1
         self._fleet.residents.ended(engine.name, session, tokens, self._clock())
         self.pump()
@@ -183,7 +217,7 @@ class WaitingRoom:
         if self._policy.name is PolicyName.JOINT:
             self._dispatch()
         blocked: dict[tuple[object, ...], Obstacle] = {}
-        for waiter in list(self._waiting):
+        for waiter in list(self._shares.order(self._waiting)):
             known = blocked.get(waiter.view.alike)
             chosen = self._choose(waiter.view) if known is None else Wait(known)
             if isinstance(chosen, Wait):
@@ -207,10 +241,13 @@ class WaitingRoom:
                 self._outlook(),
                 self._fleet.residents,
             )
-            chosen, again = next_turn(self._waiting, scene)
+            order = self._shares.order(self._waiting)
+            chosen, again = next_turn(order, scene)
             if chosen is None:
                 break
-            self._give(self._waiting.pop(chosen[0]), chosen[1])
+            waiter = order[chosen[0]]
+            self._waiting.remove(waiter)
+            self._give(waiter, chosen[1])
         if again is not None:
             self._pump_at(again)
 
@@ -236,7 +273,10 @@ class WaitingRoom:
             message = f"placement chose {placement.engine}, which is not in the fleet"
             raise RuntimeError(message)
         engine.reserved += 1
-        needed = waiter.view.context + waiter.view.expected
+        view = waiter.view
+        at_home = view.cached if view.home == engine.name else 0
+        self._shares.given(waiter.job, work(view.context - at_home, view.expected))
+        needed = view.context + view.expected
         self._fleet.residents.began(engine.name, waiter.session, needed)
         waiter.future.set_result(engine)
 

@@ -25,6 +25,7 @@ BODY_SECONDS = web.AppKey("body_seconds", float)
 HINTS = (
     "session",
     "group",
+    "job",
     "turn",
     "min_version",
     "version",
@@ -129,6 +130,7 @@ class Hints:
 
     Attributes:
         session: key of the trajectory, or empty.
+        job: whose turn it is, or empty.
         pin: versions the turn may be sampled by.
         expected: output tokens expected, 0 = no idea.
         trajectory: group, deadline and number of the turn.
@@ -140,6 +142,7 @@ class Hints:
             message = f"rose: expected an object with any of {', '.join(HINTS)}"
             raise InvalidTurn(message)
         self.session = _session(rose, body, headers)
+        self.job = _text(rose.get("job") or headers.get("X-Rose-Job"), "rose.job")
         self.pin: Pin = read_pin(
             rose.get("min_version") or headers.get("X-Rose-Min-Version"),
             rose.get("version") or headers.get("X-Rose-Exact-Version"),
@@ -233,6 +236,7 @@ def turns_of(
             own_rid=own_rid,
             passed=passed,
             session=hints.session,
+            job=hints.job,
             keyed=bool(hints.session),
             pin=hints.pin,
             expected=hints.expected,

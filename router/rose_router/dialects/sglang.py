@@ -81,6 +81,7 @@ def read(
                     passed=passed,
                     session=hints.session or (rid if own and not listed else ""),
                     keyed=bool(hints.session) or own,
+                    job=hints.job,
                     pin=hints.pin,
                     expected=hints.expected,
                     hint=hints.trajectory,
