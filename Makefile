@@ -47,9 +47,11 @@ demo: engine cluster  ## the main job on real parts; ARGS=--help lists the knobs
 
 # Whoever tests everything tests on a machine of unknown load: what fails is tried once more, and pytest
 # says so. While you work (`make unit`) nothing is tried twice.
+# Two at a time: Kubernetes mostly waits while an engine starts. tests/conftest.py says what is shared.
+test: SIDE_BY_SIDE := -n 2 --dist loadgroup --no-loadscope-reorder
 test: AGAIN := --reruns 1 --only-rerun ".*"
 test: check unit engine cluster  ## everything that CI runs
-	$(CONTAINED) --limit 2400 $(BIN)/pytest -n 1 --dist loadfile -m "engine or cluster" $(AGAIN) $(ARGS)
+	$(CONTAINED) --limit 2400 $(BIN)/pytest $(SIDE_BY_SIDE) -m "engine or cluster" $(AGAIN) $(ARGS)
 
 unit: venv  ## what needs neither engine nor cluster
 	$(CONTAINED) --limit 1500 $(BIN)/pytest -n 2 --dist loadfile -m "not engine and not cluster" $(AGAIN) $(ARGS)
