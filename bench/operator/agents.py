@@ -111,7 +111,7 @@ class Agent:
             self.soon.clear()
             sent = time.monotonic()
             try:
-                reply = await call(channel, SYNC, self._request(), timeout=5, token=TOKEN)
+                reply = await call(channel, SYNC, self.request(), timeout=5, token=TOKEN)
             except WireError:
                 return
             if not reply.complete:
@@ -122,7 +122,8 @@ class Agent:
                 async with asyncio.timeout(reply.sync_period_seconds - _LEAST_SECONDS):
                     await self.soon.wait()
 
-    def _request(self) -> SyncRequest:
+    def request(self) -> SyncRequest:
+        """What it says now: figures that move, and every slot it holds a grant for."""
         return SyncRequest(
             node=self.node,
             agent_version="bench",

@@ -13,7 +13,7 @@ the same for all of them:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rose_core.api import ConditionType, Reason, ServingPool
 from rose_core.api.conditions import Statement
@@ -31,15 +31,10 @@ from rose_operator.world import World
 _MOST_NAMED = 4
 
 
-def missing(
-    pool: ServingPool | None, world: World, node: str, report: ReplicaReport
-) -> Missing | None:
-    """What the node lacks for this replica to be lent as its pool asks."""
-    if pool is None:
-        return None
+def needs(pool: ServingPool) -> tuple[Capability, ...]:
+    """What a node must be able to do for the pool, beside plain time-slicing."""
     spec = pool.spec
-    wanted = (*compute_needs(spec.compute), *memory_needs(spec.memory_source, spec.memory_limit))
-    return _missing(world, node, report, wanted)
+    return (*compute_needs(spec.compute), *memory_needs(spec.memory_source, spec.memory_limit))
 
 
 def statements(pool: ServingPool, world: World) -> list[Statement]:
@@ -56,7 +51,7 @@ def statements(pool: ServingPool, world: World) -> list[Statement]:
 
 def _statement(
     kind: ConditionType,
-    wanted: Sequence[Capability],
+    wanted: tuple[Capability, ...],
     world: World,
     reports: Sequence[tuple[str, ReplicaReport]],
 ) -> Statement:
@@ -78,8 +73,9 @@ def _statement(
 
 
 def _missing(
-    world: World, node: str, report: ReplicaReport, wanted: Iterable[Capability]
+    world: World, node: str, report: ReplicaReport, wanted: tuple[Capability, ...]
 ) -> Missing | None:
     known = world.telemetry.nodes.get(node)
-    said = known.request.capabilities if known is not None else {}
-    return first_missing(said, wanted, report.gpu_uuids)
+    if known is None:
+        return first_missing({}, wanted, report.gpu_uuids)
+    return known.missing(wanted, report.gpu_uuids)

@@ -16,60 +16,65 @@ from rose_operator.loads import Loads
 from rose_operator.world import World
 
 _PERMILLE = 1000
-_CLEARED = (
-    metrics.REPLICAS,
-    metrics.SLOTS,
-    metrics.REFUSALS,
-    metrics.POOL_REFUSALS,
-    metrics.HARVESTED_TOKENS,
-    metrics.LENT_SECONDS,
-    metrics.SERVING_REQUESTS,
-    metrics.SERVING_BUSY,
-    metrics.SERVING_KV,
-    metrics.EXPECTED_BUSY,
-)
 
 
-def publish(world: World, plan: Plan, loads: Loads) -> None:
-    """Everything but the leases; series of what is gone go."""
-    for gauge in _CLEARED:
-        gauge.clear()
-    for pool, verdicts in plan.members.items():
-        for reason, count in Counter(found.reason for found in verdicts).items():
-            metrics.REPLICAS.labels(pool, reason).set(count)
-    for key, refusal in world.refusals.items():
-        metrics.REFUSALS.labels(key, refusal.reason).set(1)
-    for key, refusal in world.pool_refusals.items():
-        metrics.POOL_REFUSALS.labels(key, refusal.reason).set(1)
-    for key, one in world.pools.good.items():
-        _publish_serving(key, [report for _, report in world.reports_of(key)])
-        coming = loads.outlook(key, one.spec.lending.forecast, world.now.timestamp())
-        if coming is not None:
-            metrics.EXPECTED_BUSY.labels(key).set(coming.peak_permille / _PERMILLE)
+class Publisher:
+    """One publication after the other: ``begin``, every ``lease``, ``end``.
 
+    Series are kept from one to the next, because finding a thousand of them by label costs more
+    than setting them, and because a scrape in between must not miss any.
+    """
 
-def _publish_serving(pool: str, reports: list[ReplicaReport]) -> None:
-    running = [r.running_requests for r in reports if r.running_requests is not None]
-    if running:
-        metrics.SERVING_REQUESTS.labels(pool).set(sum(running))
-    _set_mean(metrics.SERVING_BUSY, pool, (report.busy_permille for report in reports))
-    _set_mean(metrics.SERVING_KV, pool, (report.kv_used_permille for report in reports))
+    def __init__(self) -> None:
+        self._before: dict[tuple[Gauge, tuple[str, ...]], Gauge] = {}
+        self._now: dict[tuple[Gauge, tuple[str, ...]], Gauge] = {}
 
+    def begin(self, world: World, plan: Plan, loads: Loads) -> None:
+        """Everything but the leases."""
+        for pool, verdicts in plan.members.items():
+            for reason, count in Counter(found.reason for found in verdicts).items():
+                self._set(metrics.REPLICAS, count, pool, reason)
+        for key, refusal in world.refusals.items():
+            self._set(metrics.REFUSALS, 1, key, refusal.reason)
+        for key, refusal in world.pool_refusals.items():
+            self._set(metrics.POOL_REFUSALS, 1, key, refusal.reason)
+        for key, one in world.pools.good.items():
+            self._serving(key, [report for _, report in world.reports_of(key)])
+            coming = loads.outlook(key, one.spec.lending.forecast, world.now.timestamp())
+            if coming is not None:
+                self._set(metrics.EXPECTED_BUSY, coming.peak_permille / _PERMILLE, key)
 
-def _set_mean(gauge: Gauge, pool: str, values: Iterable[int | None]) -> None:
-    known = [value for value in values if value is not None]
-    if known:
-        gauge.labels(pool).set(sum(known) / len(known) / _PERMILLE)
+    def lease(self, lease: RolloutLease, status: LeaseStatus) -> None:
+        """One lease."""
+        key = lease.metadata.key
+        self._set(metrics.SLOTS, status.slots_wanted, key, "wanted")
+        self._set(metrics.SLOTS, status.slots_granted, key, "granted")
+        self._set(metrics.SLOTS, status.slots_ready, key, "ready")
+        self._set(metrics.HARVESTED_TOKENS, status.totals.harvested_tokens, key)
+        self._set(metrics.LENT_SECONDS, status.totals.lent_milliseconds / 1000, key)
 
+    def end(self) -> None:
+        """Series of what is gone go."""
+        for gauge, labels in self._before.keys() - self._now.keys():
+            gauge.remove(*labels)
+        self._before, self._now = self._now, {}
 
-def publish_lease(lease: RolloutLease, status: LeaseStatus) -> None:
-    """One lease."""
-    key = lease.metadata.key
-    metrics.SLOTS.labels(key, "wanted").set(status.slots_wanted)
-    metrics.SLOTS.labels(key, "granted").set(status.slots_granted)
-    metrics.SLOTS.labels(key, "ready").set(status.slots_ready)
-    metrics.HARVESTED_TOKENS.labels(key).set(status.totals.harvested_tokens)
-    metrics.LENT_SECONDS.labels(key).set(status.totals.lent_milliseconds / 1000)
+    def _serving(self, pool: str, reports: list[ReplicaReport]) -> None:
+        running = [r.running_requests for r in reports if r.running_requests is not None]
+        if running:
+            self._set(metrics.SERVING_REQUESTS, sum(running), pool)
+        self._set_mean(metrics.SERVING_BUSY, pool, (report.busy_permille for report in reports))
+        self._set_mean(metrics.SERVING_KV, pool, (report.kv_used_permille for report in reports))
+
+    def _set_mean(self, gauge: Gauge, pool: str, values: Iterable[int | None]) -> None:
+        known = [value for value in values if value is not None]
+        if known:
+            self._set(gauge, sum(known) / len(known) / _PERMILLE, pool)
+
+    def _set(self, gauge: Gauge, value: float, *labels: str) -> None:
+        key = gauge, labels
+        series = self._now[key] = self._before.get(key) or gauge.labels(*labels)
+        series.set(value)
 
 
 def drop_node(node: str) -> None:

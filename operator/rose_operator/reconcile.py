@@ -25,6 +25,7 @@ from rose_operator import events, routers, slots
 from rose_operator.admission import Offer
 from rose_operator.api import Kind
 from rose_operator.backoff import Backoff
+from rose_operator.kept import Kept
 from rose_operator.loads import Loads
 from rose_operator.metrics import DECISIONS, PLAN_CPU_SECONDS, PLAN_SECONDS
 from rose_operator.notices import Notices
@@ -83,6 +84,7 @@ class Reconciler:
         self._slots = Reader(RolloutSlot, self.stores[Kind.SLOT])
         self._known = Knowledge(self.surroundings, Loads(), Toggles())
         self._snapshots = Snapshots(self._known)
+        self._follow: Kept[Raw | None] = Kept()
         self._writer = Writer(
             self.api,
             self.stores,
@@ -141,6 +143,7 @@ class Reconciler:
         self.worked_seconds = 0.0
         with PLAN_SECONDS.time(), self._working():
             world, plan = self._plan()
+            seen = self._revisions()
         PLAN_CPU_SECONDS.observe(self.worked_seconds)
         self.memory = plan.memory
         run = self._writer.run
@@ -158,7 +161,8 @@ class Reconciler:
             wanted = list(self._routers(world))
         await run(wanted, self._is_hurried)
         with self._working():
-            told = list(self._reporter.statuses(self._look(), plan))
+            after = world if self._revisions() == seen else self._look()
+            told = list(self._reporter.statuses(after, plan))
         if await run(told, self._is_hurried):
             self._told_at = self.clock()
         self._clean_up()
@@ -204,6 +208,9 @@ class Reconciler:
             now=utc(self.wall()),
             monotonic=self.clock(),
         )
+
+    def _revisions(self) -> tuple[int, ...]:
+        return tuple(store.revision for store in self.stores.values())
 
     def _clean_up(self) -> None:
         self._passes += 1
@@ -253,14 +260,25 @@ class Reconciler:
 
     def _update(self, world: World) -> Iterator[Write]:
         """Slots follow their lease in engine and weights, and their pool in how GPUs are shared."""
+        self._follow.turn()
         for key, lease in world.leases.good.items():
             if key in world.refusals:
                 continue
             for slot in world.slots_of(lease):
-                pool = world.pools.good.get(slot.spec.pool_ref.key)
-                manifest = slots.updated(slot, lease, pool)
-                if manifest is not None and slot.spec.desired is Desired.LENT:
+                if slot.spec.desired is not Desired.LENT:
+                    continue
+                manifest = self._followed(slot, lease, world.pools.good.get(slot.spec.pool_ref.key))
+                if manifest is not None:
                     yield self._slot(slot.spec.member.node, manifest)
+
+    def _followed(
+        self, slot: RolloutSlot, lease: RolloutLease, pool: ServingPool | None
+    ) -> Raw | None:
+        """What the slot should say after a change of lease or pool; None for nothing new."""
+        versions = lease.metadata.resource_version, pool and pool.metadata.resource_version
+        return self._follow.get(
+            slot.metadata.key, slot, versions, lambda: slots.updated(slot, lease, pool)
+        )
 
     def _lend(self, world: World, plan: lending.Plan) -> Iterator[Write]:
         found = {

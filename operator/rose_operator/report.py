@@ -44,7 +44,7 @@ from rose_operator.explaining import answer, asked, lease_summary, pool_summary
 from rose_operator.lease_status import lease_status
 from rose_operator.loads import Loads
 from rose_operator.pool_status import pool_status
-from rose_operator.publishing import publish, publish_lease
+from rose_operator.publishing import Publisher
 from rose_operator.settings import Settings
 from rose_operator.slot_status import slot_label, slot_report, slot_state, slot_status
 from rose_operator.store import Raw, Store, key_of
@@ -85,6 +85,7 @@ class Reporter:
         self._api = api
         self._totals_at: dict[str, float] = {}
         self._deferral = Deferral()
+        self._publisher = Publisher()
         self._same: dict[str, object] = {}
         self._full_at = float("-inf")
 
@@ -103,7 +104,7 @@ class Reporter:
         full = world.monotonic - self._full_at >= _FULL_SECONDS
         if full:
             self._full_at = world.monotonic
-            publish(world, plan, self._loads)
+            self._publisher.begin(world, plan, self._loads)
         for pool in world.pools.good.values():
             yield from self._pool(pool, world, plan)
         for slot in world.slots.good.values():
@@ -112,6 +113,8 @@ class Reporter:
             outcome = plan.outcomes.get(key)
             if outcome is not None and (full or not self._is_same(lease, world, outcome)):
                 yield from self._lease(lease, world, outcome, told=full)
+        if full:
+            self._publisher.end()
         for kind, bad in (
             *((Kind.POOL, bad) for bad in world.pools.bad),
             *((Kind.LEASE, bad) for bad in world.leases.bad),
@@ -195,7 +198,7 @@ class Reporter:
             explanation=answer(lease, summary, outcome.verdicts, world.now),
         )
         if told:
-            publish_lease(lease, status)
+            self._publisher.lease(lease, status)
         only_totals = status.model_copy(update={"totals": lease.status.totals}) == lease.status
         uid, now = lease.metadata.uid, world.monotonic
         period = max(_TOTALS_SECONDS, _SECONDS_PER_LEASE * len(world.leases.good))

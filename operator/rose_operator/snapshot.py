@@ -1,19 +1,24 @@
-"""The world as the planner wants it: ``snapshot(world, ...)``, pure."""
+"""The world as the planner wants it: ``snapshot(world, ...)``, pure.
+
+``Snapshots`` gives the same, pass after pass, at the cost of what has changed (``kept``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from rose_core import lending
 from rose_core.api import Desired, Reason, RolloutLease, RolloutSlot, ServingPool
 from rose_core.api.reasons import replica_refusal
 from rose_core.api.rolloutlease import PreemptionPolicy
 from rose_core.api.servingpool import Day, TimeWindow, WhenOpen
-from rose_core.devices.capabilities import Missing
+from rose_core.devices.capabilities import Capability
 from rose_core.wire.sync import ReplicaReport
-from rose_operator.admission import Refusal, created, expiry
-from rose_operator.capabilities import missing
+from rose_operator import capabilities
+from rose_operator.admission import created, expiry
+from rose_operator.kept import Kept
 from rose_operator.loads import Loads
 from rose_operator.protection import misses_objective
 from rose_operator.surroundings import Surroundings
@@ -22,6 +27,7 @@ from rose_operator.toggles import Toggles
 from rose_operator.world import World
 
 _DAYS = list(Day)
+_NOTHING: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -40,39 +46,113 @@ def snapshot(
     remembered_replicas: Mapping[str, int],
     known: Knowledge,
 ) -> lending.Snapshot:
-    """The world as the planner wants it."""
-    now = world.now.timestamp()
-    silence = {
-        node: world.telemetry.silence(node, world.monotonic)
-        for node in {*world.telemetry.nodes, *_nodes_of_slots(world)}
-    }
-    return lending.Snapshot(
-        pools=tuple(
-            replace(
-                _pool(pool, remembered_replicas.get(key, 0)),
-                outlook=known.loads.outlook(key, pool.spec.lending.forecast, now),
-                breaker=_breaker(pool, world),
-            )
-            for key, pool in world.pools.good.items()
-        ),
-        replicas=_replicas(world, known.surroundings),
-        leases=tuple(
-            _lease(lease, world.refusals.get(key), known.toggles)
-            for key, lease in world.leases.good.items()
-        ),
-        slots=tuple(
-            _slot(slot, known.toggles.has_run(slot.metadata.uid))
-            for slot in world.slots.good.values()
-        ),
-        silence=silence,
-        reporting=frozenset(
+    """The world as the planner wants it, made from nothing."""
+    return Snapshots(known).take(world, memory, policy, remembered_replicas)
+
+
+class Snapshots:
+    """One snapshot per pass; what has not changed since the last one is taken over from it."""
+
+    def __init__(self, known: Knowledge) -> None:
+        self._known = known
+        self._pools: Kept[lending.Pool] = Kept()
+        self._leases: Kept[lending.Lease] = Kept()
+        self._slots: Kept[lending.Slot] = Kept()
+        self._nodes: Kept[tuple[lending.Replica, ...]] = Kept()
+        self._wanted: dict[str, tuple[Capability, ...]] = {}
+
+    @property
+    def made(self) -> int:
+        """How many things were translated, over all passes."""
+        return sum(one.made for one in (self._pools, self._leases, self._slots, self._nodes))
+
+    def take(
+        self,
+        world: World,
+        memory: lending.Memory,
+        policy: lending.Policy,
+        remembered_replicas: Mapping[str, int],
+    ) -> lending.Snapshot:
+        """The world as the planner wants it."""
+        for kept in (self._pools, self._leases, self._slots, self._nodes):
+            kept.turn()
+        silence = {
+            node: world.telemetry.silence(node, world.monotonic)
+            for node in {*world.telemetry.nodes, *_nodes_of_slots(world)}
+        }
+        reporting = frozenset(
             node
             for node, seconds in silence.items()
             if seconds <= policy.stale_seconds and node in world.telemetry.nodes
-        ),
-        memory=memory,
-        policy=policy,
-    )
+        )
+        return lending.Snapshot(
+            pools=tuple(
+                self._pool(pool, world, remembered_replicas.get(key, 0))
+                for key, pool in world.pools.good.items()
+            ),
+            replicas=self._replicas(world, reporting),
+            leases=tuple(
+                self._lease(key, lease, world) for key, lease in world.leases.good.items()
+            ),
+            slots=tuple(self._slot(slot) for slot in world.slots.good.values()),
+            silence=silence,
+            reporting=reporting,
+            memory=memory,
+            policy=policy,
+        )
+
+    def _pool(self, pool: ServingPool, world: World, remembered: int) -> lending.Pool:
+        key, now = pool.metadata.key, world.now.timestamp()
+        outlook = self._known.loads.outlook(key, pool.spec.lending.forecast, now)
+        breaker = _breaker(pool, world)
+        return self._pools.get(
+            key,
+            pool,
+            (remembered, outlook, breaker),
+            lambda: replace(_pool(pool, remembered), outlook=outlook, breaker=breaker),
+        )
+
+    def _lease(self, key: str, lease: RolloutLease, world: World) -> lending.Lease:
+        refusal = world.refusals.get(key)
+        reason = None if refusal is None else refusal.reason
+        toggle = self._known.toggles.seconds(lease.metadata.uid)
+        values = reason, toggle
+        return self._leases.get(key, lease, values, lambda: _lease(lease, reason, toggle))
+
+    def _slot(self, slot: RolloutSlot) -> lending.Slot:
+        running = self._known.toggles.has_run(slot.metadata.uid)
+        return self._slots.get(slot.metadata.key, slot, running, lambda: _slot(slot, running))
+
+    def _replicas(self, world: World, reporting: frozenset[str]) -> tuple[lending.Replica, ...]:
+        """Every replica once; one that two living nodes claim is refused."""
+        found: dict[str, lending.Replica] = {}
+        pods = {slot.metadata.uid: slot.spec.member.pod_uid for slot in world.slots.good.values()}
+        wanted = {key: capabilities.needs(pool) for key, pool in world.pools.good.items()}
+        if wanted != self._wanted:
+            self._wanted = wanted  # the same object otherwise: a comparison per node is dear
+        around = self._known.surroundings
+        for name in sorted(world.telemetry.nodes):
+            node = world.telemetry.nodes[name]
+            place = _Place(
+                around.zones.get(name, ""),
+                name in around.cordoned,
+                name not in reporting,
+                _occupied(node, pods),
+            )
+            for replica in self._on_node(name, node, place):
+                other = found.get(replica.uid)
+                found[replica.uid] = replica if other is None else _spanning(other, replica, world)
+        return tuple(found.values())
+
+    def _on_node(self, name: str, node: Node, place: _Place) -> tuple[lending.Replica, ...]:
+        def make() -> tuple[lending.Replica, ...]:
+            told = zip(node.request.replicas, node.used, strict=True)
+            return tuple(
+                _replica(node, place, report, self._wanted.get(report.pool), used)
+                for report, used in told
+            )
+
+        return self._nodes.get(name, node.essence, (place, self._wanted, node.used), make)
 
 
 def _nodes_of_slots(world: World) -> set[str]:
@@ -118,7 +198,7 @@ def _minute(clock: str) -> int:
     return int(hours) * 60 + int(minutes)
 
 
-def _lease(lease: RolloutLease, refusal: Refusal | None, toggles: Toggles) -> lending.Lease:
+def _lease(lease: RolloutLease, refusal: Reason | None, toggle: float | None) -> lending.Lease:
     end = expiry(lease)
     return lending.Lease(
         key=lease.metadata.key,
@@ -128,11 +208,11 @@ def _lease(lease: RolloutLease, refusal: Refusal | None, toggles: Toggles) -> le
         created=created(lease).timestamp(),
         min_slots=lease.spec.slots.min,
         max_slots=lease.spec.slots.max,
-        refusal=refusal.reason if refusal else None,
+        refusal=refusal,
         weight=lease.spec.weight,
         preempts=lease.spec.preemption_policy is PreemptionPolicy.PREEMPT_LOWER_PRIORITY,
         ends_at=end.timestamp() if end else None,
-        toggle_seconds=toggles.seconds(lease.metadata.uid),
+        toggle_seconds=toggle,
     )
 
 
@@ -153,73 +233,64 @@ def _slot(slot: RolloutSlot, running: bool) -> lending.Slot:
     )
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """What all replicas of a node share; ``occupied`` as ``_occupied`` says."""
 
     zone: str
     cordoned: bool
+    stale: bool
     occupied: frozenset[str] | None
 
 
-def _replicas(world: World, around: Surroundings) -> tuple[lending.Replica, ...]:
-    """Every replica once; one that two living nodes claim is refused."""
-    found: dict[str, lending.Replica] = {}
-    known = {slot.metadata.uid: slot for slot in world.slots.good.values()}
-    for name in sorted(world.telemetry.nodes):
-        node = world.telemetry.nodes[name]
-        zone, cordoned = around.zones.get(name, ""), name in around.cordoned
-        place = _Place(zone, cordoned, _occupied(node, known))
-        for report in node.request.replicas:
-            lacks = missing(world.pools.good.get(report.pool), world, name, report)
-            replica = _lacking(_replica(world, node, report, place), lacks)
-            if report.pod_uid in found:
-                replica = _spanning(replica, found[report.pod_uid])
-            found[report.pod_uid] = replica
-    return tuple(found.values())
+def _occupied(node: Node, pods: Mapping[str, str]) -> frozenset[str] | None:
+    """Pods whose GPUs carry a reported slot; None when a slot's place is unknown: then all do.
+
+    Args:
+        node: the node as it reports.
+        pods: slot uid -> uid of the pod that it borrows from.
+    """
+    if not node.slots:
+        return _NOTHING
+    if not node.slots.keys() <= pods.keys():
+        return None
+    return frozenset(pods[uid] for uid in node.slots)
 
 
-def _occupied(node: Node, known: Mapping[str, RolloutSlot]) -> frozenset[str] | None:
-    """Pods whose GPUs carry a reported slot; None when a slot's place is unknown: then all do."""
-    pods = set()
-    for uid in node.slots:
-        if uid not in known:
-            return None
-        pods.add(known[uid].spec.member.pod_uid)
-    return frozenset(pods)
-
-
-def _replica(world: World, node: Node, report: ReplicaReport, place: _Place) -> lending.Replica:
-    name = node.request.node
-    kv = node.kv.get(report.pod_uid)
+def _replica(
+    node: Node,
+    place: _Place,
+    report: ReplicaReport,
+    needs: tuple[Capability, ...] | None,
+    used: int | None,
+) -> lending.Replica:
+    """One replica; its own word comes before what its node lacks to share the GPU as asked."""
+    lacks = None if needs is None or report.refusal else node.missing(needs, report.gpu_uuids)
     return lending.Replica(
         uid=report.pod_uid,
         name=f"{report.pod_namespace}/{report.pod_name}",
-        node=name,
+        node=node.request.node,
         pool=report.pool,
         gpus=report.gpu_uuids,
         ready=report.ready,
         stopped=report.stopped,
         signal=report.signal,
         verified=report.verified,
-        kv_permille=None if kv is None or report.kv_used_permille is None else round(kv),
-        age_seconds=world.telemetry.silence(name, world.monotonic),
-        refusal=replica_refusal(report.refusal),
-        refusal_text=report.refusal,
+        kv_permille=used,
+        refusal=replica_refusal(lacks.word if lacks else report.refusal),
+        refusal_text=lacks.text if lacks else report.refusal,
         occupied=place.occupied is None or report.pod_uid in place.occupied,
         zone=place.zone,
         cordoned=place.cordoned,
+        stale=place.stale,
     )
 
 
-def _lacking(replica: lending.Replica, lacks: Missing | None) -> lending.Replica:
-    """A replica whose node cannot share its GPU as the pool asks; its own word comes first."""
-    if lacks is None or replica.refusal is not None:
-        return replica
-    return replace(replica, refusal=replica_refusal(lacks.word), refusal_text=lacks.text)
+def _spanning(one: lending.Replica, other: lending.Replica, world: World) -> lending.Replica:
+    """What two nodes report: the word of the one that was heard last, refused."""
 
+    def silence(replica: lending.Replica) -> float:
+        return world.telemetry.silence(replica.node, world.monotonic)
 
-def _spanning(one: lending.Replica, other: lending.Replica) -> lending.Replica:
-    fresh = min(one, other, key=lambda replica: replica.age_seconds)
+    fresh = min(one, other, key=silence)
     text = f"nodes {one.node} and {other.node} both report it"
     return replace(fresh, refusal=Reason.MULTI_NODE_REPLICA, refusal_text=text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from rose_core.devices.capabilities import Capability, Missing, first_missing
 from rose_core.wire.sync import ReplicaReport, SlotReport, SlotState, SyncRequest
 
 # Recent KV use: the weight of a new report; at a 2 s period half of the past is gone after 14 s.
@@ -20,20 +21,44 @@ _TALLY_STEP = 10.0
 
 @dataclass
 class Node:
-    """One agent's last word."""
+    """One agent's last word.
+
+    Attributes:
+        essence: what matters at once; the same object for as long as nothing of it changes, so
+            that what was derived from it can be kept.
+        kv: recent mean of KV use by pod uid.
+    """
 
     request: SyncRequest
     heard_at: float
     kv: dict[str, float] = field(default_factory=dict)
     essence: object = None
+    _lacks: dict[tuple[tuple[Capability, ...], tuple[str, ...]], Missing | None] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
-        """``slots``: slot uid -> report, without slots that are gone."""
+        """``slots``: slot uid -> report, without slots that are gone; ``used``: KV per replica."""
+        self.used = tuple(
+            None if r.kv_used_permille is None else round(self.kv[r.pod_uid])
+            for r in self.request.replicas
+        )
         self.slots: dict[str, SlotReport] = {
             report.slot.uid: report
             for report in self.request.slots
             if report.state is not SlotState.GONE
         }
+
+    def after(self, old: Node) -> None:
+        """Keep what was derived from the report before, which said the same of all that matters."""
+        self.essence, self._lacks = old.essence, old._lacks
+
+    def missing(self, wanted: tuple[Capability, ...], gpus: tuple[str, ...]) -> Missing | None:
+        """The first capability that the node or one of these GPUs lacks."""
+        key = wanted, gpus
+        if key not in self._lacks:
+            self._lacks[key] = first_missing(self.request.capabilities, wanted, gpus)
+        return self._lacks[key]
 
 
 @dataclass(frozen=True)
@@ -66,8 +91,10 @@ class Telemetry:
         """
         old = self.nodes.get(request.node)
         kv = _means(old.kv if old else {}, request.replicas)
-        essence = _essence(request)
-        self.nodes[request.node] = Node(request, now, kv, essence)
+        node = self.nodes[request.node] = Node(request, now, kv, _essence(request))
+        same = old is not None and old.essence == node.essence
+        if old is not None and same:
+            node.after(old)
         for replica in request.replicas:
             self._tally(replica, now)
         for slot in request.slots:
@@ -75,7 +102,7 @@ class Telemetry:
                 self._stopped_since.setdefault(slot.slot.uid, now)
             else:
                 self._stopped_since.pop(slot.slot.uid, None)
-        return old is None or old.essence != essence
+        return not same
 
     def silence(self, node: str, now: float) -> float:
         """Seconds since the node was heard."""
@@ -134,7 +161,18 @@ def _means(old: dict[str, float], replicas: tuple[ReplicaReport, ...]) -> dict[s
 def _essence(request: SyncRequest) -> object:
     """What matters at once; figures that move all the time wait for the next regular pass."""
     replicas = tuple(
-        (r.pod_uid, r.pool, r.ready, r.stopped, r.signal, r.verified, r.refusal, r.gpu_uuids)
+        (
+            r.pod_uid,
+            r.pod_namespace,
+            r.pod_name,
+            r.pool,
+            r.ready,
+            r.stopped,
+            r.signal,
+            r.verified,
+            r.refusal,
+            r.gpu_uuids,
+        )
         for r in request.replicas
     )
     slots = tuple((s.slot, calm(s.state), s.version, s.digest) for s in request.slots)

@@ -112,7 +112,7 @@ class Replica:
     """One serving replica as its agent reports it.
 
     Attributes:
-        age_seconds: since the report arrived.
+        stale: no fresh report speaks of it; how old the last one is stands in ``silence``.
         refusal: the agent's own word, with ``refusal_text`` as it was sent.
         kv_permille: recent mean of KV use.
         occupied: the agent still reports a slot here that is not gone.
@@ -130,12 +130,12 @@ class Replica:
     signal: str | None
     verified: bool | None
     kv_permille: int | None
-    age_seconds: float
     refusal: Reason | None = None
     refusal_text: str = ""
     occupied: bool = False
     zone: str = ""
     cordoned: bool = False
+    stale: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ Check = Callable[[Replica, Pool, Policy], tuple[Reason, str] | None]
 
 
 def _fresh(replica: Replica, _pool: Pool, policy: Policy) -> tuple[Reason, str] | None:
-    if replica.age_seconds <= policy.stale_seconds:
+    if not replica.stale:
         return None
     return Reason.TELEMETRY_STALE, f"no report for more than {policy.stale_seconds:.0f} s"
 

@@ -70,7 +70,7 @@ class World:
         self._reporting = Counter(
             replica.pool
             for replica in self.snapshot.replicas
-            if replica.age_seconds <= self.policy.stale_seconds
+            if not replica.stale
         )
         self._free: dict[str, dict[str, Replica]] = defaultdict(dict)
         for replica in self.snapshot.replicas:

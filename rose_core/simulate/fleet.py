@@ -343,7 +343,6 @@ def _report(number: int, used: int) -> Replica:
         signal=_SOURCE,
         verified=True,
         kv_permille=used,
-        age_seconds=1.0,
     )
 
 

@@ -14,7 +14,6 @@ from rose_core.simulate.scenario import RolloutJob, Scenario, Service
 from rose_core.wire.sync import SignalSource
 
 _PLAN_SECONDS = 5.0
-_REPORT_AGE_SECONDS = 1.0
 
 
 class Planner:
@@ -79,7 +78,6 @@ class Planner:
             signal=self._signal.value,
             verified=True,
             kv_permille=min(1000, round(1000 * one.serving.kv_share)),
-            age_seconds=_REPORT_AGE_SECONDS,
         )
 
 

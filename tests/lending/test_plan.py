@@ -41,7 +41,7 @@ def test_of_equal_leases_the_older_is_served() -> None:
 
 
 REFUSED: dict[Reason, dict[str, Any]] = {
-    Reason.TELEMETRY_STALE: {"age_seconds": 60.0},
+    Reason.TELEMETRY_STALE: {"stale": True},
     Reason.STOP_REQUESTED: {"stopped": True},
     Reason.REPLICA_NOT_READY: {"ready": False},
     Reason.INSUFFICIENT_MEMORY: {"refusal": Reason.INSUFFICIENT_MEMORY},

@@ -36,7 +36,6 @@ def replica(name: str, **changes: Any) -> Replica:  # noqa: ANN401  # any field
         signal="WireTap",
         verified=True,
         kv_permille=100,
-        age_seconds=1.0,
     )
     return replace(made, **changes)
 
@@ -73,7 +72,7 @@ def world(
         replicas=tuple(replicas),
         leases=tuple(leases),
         slots=tuple(slots or ()),
-        silence={one.node: one.age_seconds for one in replicas},
+        silence={one.node: 60.0 if one.stale else 1.0 for one in replicas},
         reporting=frozenset(one.node for one in replicas),
         memory=Memory(fit_since={one.uid: NOW - 1000 for one in replicas}),
     )
