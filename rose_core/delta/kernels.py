@@ -125,7 +125,7 @@ def _compiled() -> Kernels:
         words = (part[:whole].view(np.uint64) for part in (old, new))
         found, before, after = scratch.room(len(old) + 1, old.dtype)
         marked = np.empty(loops.CHUNK + 1, np.uint32)
-        count = compare_loop(old, new, *words, marked, found, before, after)
+        count = int(compare_loop(old, new, *words, marked, found, before, after))
         return found[:count].copy(), before[:count].copy(), after[:count].copy()
 
     def steps_between(old: Bits, new: Bits) -> Bits:
@@ -148,11 +148,11 @@ def _compiled() -> Kernels:
         return gaps[:used], codes, escapes[:escaped]
 
     def unpack(gaps: Bits, codes: Bits, escapes: Bits) -> tuple[Indices, Bits] | None:
-        indices = np.empty(len(codes), np.int64)
+        indices = np.empty(len(codes) + 1, np.int64)
         steps = np.empty(len(codes), escapes.dtype)
         width = escapes.dtype.itemsize * 8
         used = unpack_loop(gaps, codes, escapes, width, indices, steps)
-        return (indices, steps) if used == len(escapes) else None
+        return (indices[:-1], steps) if used == len(escapes) else None
 
     def digest_run(bits: Bits, first: int, key: int) -> tuple[int, int]:
         low, high = run(bits, first, np.uint64(key))

@@ -39,38 +39,40 @@ def compare(  # noqa: PLR0917
 ) -> Any:  # noqa: ANN401
     """Write the positions where two runs of bits differ, with the bits on either side.
 
-    Compares eight bytes at a time: first notes the words that differ, then the elements in them,
-    then fetches those. Every note is written always and counted when it holds: a branch would be
-    guessed wrong at most of the changes, which costs more than all the writing. ``marked`` must
-    have room for ``CHUNK`` and one more, the others for one entry more than can differ.
+    Compares eight bytes at a time: first notes the words that differ, then the elements in them.
+    Every note is written always and counted when it holds: a branch would be guessed wrong at most
+    of the changes, which costs more than all the writing. ``marked`` must have room for ``CHUNK``
+    and one more, the others for one entry more than can differ. Indices are unsigned, since numba
+    adds a check to every signed one.
     """
-    count: Any = 0
+    count = ZERO
     words = len(old_words)
     per_word = 8 // old.itemsize
     width = np.uint64(old.itemsize * 8) & np.uint64(63)
     mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - old.itemsize * 8)
     for start in range(0, words, CHUNK):
-        differing: Any = 0
-        for word in range(start, min(start + CHUNK, words)):
-            marked[differing] = word - start
-            differing += np.int64(old_words[word] != new_words[word])
-        first = count
+        first = np.uint64(start)
+        differing = ZERO
+        for word in range(min(CHUNK, words - start)):
+            here = first + np.uint64(word)
+            marked[differing] = word
+            differing += np.uint64(old_words[here] != new_words[here])
         for number in range(differing):
-            at = start + np.int64(marked[number])
-            apart = old_words[at] ^ new_words[at]
-            for position in range(at * per_word, at * per_word + per_word):
-                found[count] = position
-                count += np.int64((apart & mask) != ZERO)
-                apart = apart >> width
-        for number in range(first, count):
-            before[number] = old[found[number]]
-            after[number] = new[found[number]]
+            here = first + np.uint64(marked[np.uint64(number)])
+            was, is_ = old_words[here], new_words[here]
+            apart = was ^ is_
+            for lane in range(per_word):
+                found[count] = here * np.uint64(per_word) + np.uint64(lane)
+                before[count] = was & mask
+                after[count] = is_ & mask
+                count += np.uint64((apart & mask) != ZERO)
+                was, is_, apart = was >> width, is_ >> width, apart >> width
     for position in range(words * per_word, len(old)):
         if old[position] != new[position]:
             found[count] = position
             before[count] = old[position]
             after[count] = new[position]
-            count += 1
+            count += ONE
     return count
 
 
@@ -104,23 +106,23 @@ def pack(  # noqa: PLR0917
     gaps: Any,  # noqa: ANN401
     codes: Any,  # noqa: ANN401
     escapes: Any,  # noqa: ANN401
-) -> tuple[int, int]:
+) -> Any:  # noqa: ANN401
     """Ascending positions and steps to gap bytes, code bytes and escaped steps."""
     mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - width_bits)
     sign = np.uint64(width_bits - 1)
     previous: Any = -1
-    gap_bytes = 0
-    escaped = 0
+    gap_bytes = ZERO
+    escaped = ZERO
     for number in range(len(indices)):
         position = np.int64(indices[number])
         gap = position - previous - 1
         previous = position
         while gap >= ESCAPE:
             gaps[gap_bytes] = ESCAPE
-            gap_bytes += 1
+            gap_bytes += ONE
             gap -= ESCAPE
         gaps[gap_bytes] = gap
-        gap_bytes += 1
+        gap_bytes += ONE
         step = np.uint64(steps[number])
         zigzag = (step << ONE) & mask
         if (step >> sign) != ZERO:
@@ -130,8 +132,8 @@ def pack(  # noqa: PLR0917
         else:
             codes[number] = ESCAPE
             escapes[escaped] = steps[number]
-            escaped += 1
-    return gap_bytes, escaped
+            escaped += ONE
+    return np.int64(gap_bytes), np.int64(escaped)
 
 
 def unpack(  # noqa: PLR0917
@@ -141,37 +143,42 @@ def unpack(  # noqa: PLR0917
     width_bits: int,
     indices: Any,  # noqa: ANN401
     steps: Any,  # noqa: ANN401
-) -> int:
-    """Bytes back to positions and steps.
+) -> Any:  # noqa: ANN401
+    """Bytes back to positions and steps; ``indices`` has room for one more than there are codes.
+
+    Positions are written always and counted when they end a gap, escapes are put in afterwards:
+    most loops then need no branch.
 
     Returns:
         Number of escaped steps used, or -1 when the three streams do not belong together.
     """
-    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - width_bits)
-    number = 0
-    escaped = 0
-    position = np.int64(-1)
+    ends: Any = 0
+    for at in range(len(gaps)):
+        ends += np.int64(gaps[at] != ESCAPE)
+    far: Any = 0
+    for at in range(len(codes)):
+        far += np.int64(codes[at] == ESCAPE)
+    if ends != len(codes) or far > len(escapes):
+        return -1
+    number = ZERO
+    position = np.int64(0)
     for at in range(len(gaps)):
         position += np.int64(gaps[at])
-        if gaps[at] == ESCAPE:
-            continue
-        position += 1
-        if number >= len(codes):
-            return -1
         indices[number] = position
-        if codes[number] == ESCAPE:
-            if escaped >= len(escapes):
-                return -1
-            steps[number] = escapes[escaped]
-            escaped += 1
-        else:
-            zigzag = np.uint64(codes[number]) + ONE
-            step = zigzag >> ONE
-            if (zigzag & ONE) != ZERO:
-                step = step ^ mask
-            steps[number] = step & mask
-        number += 1
-    return escaped if number == len(codes) else -1
+        end = np.int64(gaps[at] != ESCAPE)
+        position += end
+        number += np.uint64(end)
+    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - width_bits)
+    for at in range(len(codes)):
+        zigzag = np.uint64(codes[at]) + ONE
+        steps[at] = (zigzag >> ONE) ^ (mask if (zigzag & ONE) != ZERO else ZERO)
+    if far > 0:
+        number = ZERO
+        for at in range(len(codes)):
+            if codes[at] == ESCAPE:
+                steps[at] = escapes[number]
+                number += ONE
+    return far
 
 
 def digest_run(bits: Any, first: int, key: int) -> Any:  # noqa: ANN401
