@@ -5,6 +5,7 @@ RolloutError
 ├── UnknownVersion    the request is pinned to a version nobody has announced
 ├── VersionGone       the pinned version exists no more on any engine
 ├── InvalidRound      tail batching was asked for what its states do not allow
+├── InvalidBound      sizes that no trainer could have
 └── BrokenStream      an engine's events contradict what it sent before
 """
 
@@ -31,3 +32,7 @@ class BrokenStream(RolloutError):
 
 class InvalidRound(RolloutError):
     """Tail batching was asked for what its states do not allow; names prompt and round."""
+
+
+class InvalidBound(RolloutError):
+    """A batch or a bound of staleness that no trainer could have."""

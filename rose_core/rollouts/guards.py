@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rose_core.rollouts.scoring import seconds
+from rose_core.rollouts.versions import older
 from rose_core.rollouts.views import EngineView, Policy, TurnView
 from rose_core.wire.routing import EngineKind
 
@@ -39,12 +40,14 @@ class Outlook:
         safe: the dedicated engines could finish everything in time if every borrowed one vanished.
         dice: a random number from 0 to 1; below ``Policy.explore`` a beginning trajectory is placed
             at random, and 1 never is.
+        swapping: a version was published just now; engines are about to have it.
     """
 
     borrowed_share: float = 0.0
     stratum_share: Mapping[str, float] = field(default_factory=dict)
     safe: bool = True
     dice: float = 1.0
+    swapping: bool = False
 
 
 NOTHING_KNOWN = Outlook()
@@ -84,7 +87,7 @@ def narrowed(case: Case) -> Sequence[EngineView]:
     Returns:
         Some of ``able``; empty when the turn must wait for a dedicated engine.
     """
-    turn, able, policy = case.turn, case.able, case.policy
+    turn, able, policy = case.turn, _young(case), case.policy
     if _must_be_safe(case):
         safe = dedicated(able)
         return safe if safe or dedicated(case.full) else able
@@ -97,6 +100,15 @@ def narrowed(case: Case) -> Sequence[EngineView]:
         return able
     able = _quota(case, able) or able
     return _reserve(case, able) or able
+
+
+def _young(case: Case) -> Sequence[EngineView]:
+    """Engines whose weights do not age the trajectory."""
+    least = case.turn.from_version
+    if least is None:
+        return case.able
+    young = [one for one in case.able if one.version is not None and not older(one.version, least)]
+    return young if young or case.outlook.swapping else case.able
 
 
 def _must_be_safe(case: Case) -> bool:

@@ -30,6 +30,7 @@ from rose_core.wire.routing import EngineKind
 
 SILENT_SECONDS = 1800.0
 _SAFE_SECONDS = 1.0  # how long an answer of ``vanish`` is good for
+_SWAP_SECONDS = 10.0  # after a publish, engines with the new weights are worth waiting for so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,7 @@ class Prospects:
             budget_seconds=budget,
             stratum=self._stratum(known),
             tail=rest.in_tail,
+            from_version=None if known.deadline.publishes is None else known.began_with,
         )
 
     def placed(self, name: str, kind: EngineKind, *, left_home: bool) -> None:
@@ -211,7 +213,8 @@ class Prospects:
         if now - at >= _SAFE_SECONDS:
             safe = survives(self._work(now), engines())
             self._safe = (now, safe)
-        return Outlook(self.shares.overall, self.shares.by_stratum(), safe, dice)
+        swapping = now - self._cadence.since < _SWAP_SECONDS
+        return Outlook(self.shares.overall, self.shares.by_stratum(), safe, dice, swapping)
 
     def forget_silent(self, now: float, after: float = SILENT_SECONDS) -> int:
         """Forget trajectories that nothing was heard of for so long; their number."""

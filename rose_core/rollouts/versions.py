@@ -78,17 +78,18 @@ def fresh(version: WeightVersion, head: WeightVersion, bound: int) -> bool:
     return behind is not None and behind <= bound
 
 
+def older(version: WeightVersion, other: WeightVersion) -> bool:
+    """Whether the version was published before the other; run names are not weighed."""
+    return (version.incarnation, version.sequence) < (other.incarnation, other.sequence)
+
+
 def satisfies(version: WeightVersion, pin: Pin) -> bool:
     """Whether a turn with this pin may be sampled by the version."""
     if pin.exact is not None:
         return version == pin.exact
     if pin.minimum is None:
         return True
-    older = (version.incarnation, version.sequence) < (
-        pin.minimum.incarnation,
-        pin.minimum.sequence,
-    )
-    return version.run == pin.minimum.run and not older
+    return version.run == pin.minimum.run and not older(version, pin.minimum)
 
 
 def check_pin(pin: Pin, head: WeightVersion | None, live: Iterable[WeightVersion]) -> None:

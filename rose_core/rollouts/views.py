@@ -78,6 +78,8 @@ class TurnView:
         stratum: group of trajectories that ought to meet borrowed engines equally often; empty =
             not counted.
         tail: likely to be among the last of its batch.
+        from_version: tokens of an older version would make the trajectory too old sooner; None =
+            no bound of age, or nothing known.
     """
 
     context: int
@@ -95,13 +97,14 @@ class TurnView:
     begins: bool = False
     stratum: str = ""
     tail: bool = False
+    from_version: WeightVersion | None = None
 
     @property
     def alike(self) -> tuple[object, ...]:
         """Where no engine takes one turn, none is likely to take another of the same."""
         run_on = (self.dedicated_only, self.pin, self.avoid, self.losses)
         left = max(-1.0, min(self.budget_seconds, 600.0) // 30)
-        return (*run_on, self.begins, self.tail, self.stratum, left)
+        return (*run_on, self.begins, self.tail, self.stratum, left, self.from_version)
 
 
 class PolicyName(StrEnum):

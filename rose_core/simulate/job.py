@@ -6,8 +6,9 @@
 | accepted | all are finished and the oldest version in it lags at most ``staleness`` |
 | dropped | otherwise; the trainer would drop the whole group for one stale member |
 
-A training step takes ``batch`` accepted groups, in the order in which they finished, lasts
-``train_s`` and publishes the next version. The bound on starts is AReaL's. With tail batching the
+A training step takes ``batch`` accepted groups, lasts ``train_s`` and publishes the next version.
+Which ones: in the order in which they finished, as trainers do, or the oldest first
+(``rollouts.consumption``). The bound on starts is AReaL's. With tail batching the
 groups are started, put off and taken by ``rollouts.rounds`` instead; a group that is put off is
 sampled anew in its long round, and what it has written is discarded.
 """
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
+from rose_core.rollouts.consumption import Bound, next_batch
 from rose_core.rollouts.rounds import Closing, Rounds, Shape
 from rose_core.simulate.clock import SECOND, Clock
 from rose_core.simulate.router import Router
@@ -28,7 +30,7 @@ from rose_core.simulate.workload import Episode, group
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What a job is; ``surplus`` None = no tail batching."""
+    """What a job is; ``surplus`` None = no tail batching; ``oldest_first`` or as they finish."""
 
     members: int
     batch: int
@@ -36,6 +38,7 @@ class JobFacts:
     train_s: float
     gap_scale: float = 1.0
     surplus: float | None = None
+    oldest_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,9 @@ class Job:
         self.version = 0
         self._rounds = None if facts.surplus is None else Rounds(_shape(facts))
         self._named: dict[str, Group] = {}
-        self._groups = self._turns = self._born = self._in_gap = 0
+        self._groups = self._drawn_ever = self._turns = self._born = self._in_gap = 0
         self._ready: list[Group] = []
+        self._under_way: dict[int, int] = {}  # group -> version it began with
         self._training = False
         self._step_ns = 0
         self.counts = JobCounts()
@@ -133,12 +137,15 @@ class Job:
     def _drawn(self) -> Group:
         """A fresh prompt."""
         self._groups += 1
-        one = Group(self._groups, self._facts.members, self.version)
+        self._drawn_ever += 1  # a number of its own: ``_groups`` goes back when one is dropped
+        one = Group(self._drawn_ever, self._facts.members, self.version)
         one.episodes = group(self._pool, self._facts.members, self._draw)
         return one
 
     def _begin(self, one: Group) -> None:
         self.counts.started += self._facts.members
+        if self._rounds is None:
+            self._under_way[one.number] = one.oldest
         for member, episode in enumerate(one.episodes):
             self._born += 1
             name = f"{one.number}.{member}@{self._born}"
@@ -183,6 +190,7 @@ class Job:
             if closing is not None:
                 self._close(closing)
         elif one.left == 0:
+            del self._under_way[one.number]
             self._ready.append(one)
             self._train()
 
@@ -213,17 +221,27 @@ class Job:
                 self.counts.dropped += self._facts.members
                 self.counts.discarded_tokens += one.tokens
                 self._conclude(one, trained=False)
-        self._ready = fresh
-        if len(fresh) >= self._facts.batch:
-            batch, self._ready = fresh[: self._facts.batch], fresh[self._facts.batch :]
+        chosen = self._next_batch(fresh)
+        self._ready = [one for one in fresh if one not in chosen]
+        if chosen:
             self.counts.accepted += self._facts.batch * self._facts.members
-            self.counts.accepted_tokens += sum(one.tokens for one in batch)
-            for one in batch:
+            self.counts.accepted_tokens += sum(one.tokens for one in chosen)
+            for one in chosen:
                 self._conclude(one, trained=True)
             self._training = True
             self._clock.after(self._facts.train_s, self._trained)
         if self._rounds is None:
             self.start()
+
+    def _next_batch(self, fresh: list[Group]) -> list[Group]:
+        """What the trainer takes now; empty = it waits."""
+        facts = self._facts
+        if not facts.oldest_first:
+            return fresh[: facts.batch] if len(fresh) >= facts.batch else []
+        ready = [one.oldest for one in fresh]
+        bound = Bound(facts.batch, facts.staleness)
+        found = next_batch(ready, list(self._under_way.values()), self.version, bound)
+        return [fresh[index] for index in found]
 
     def _conclude(self, one: Group, *, trained: bool) -> None:
         for session, tokens in one.members:

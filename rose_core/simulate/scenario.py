@@ -91,6 +91,8 @@ class RolloutJob(Strict):
             tools take seconds; a game answers at once.
         surplus: tail batching (``rollouts.rounds``): prompts that a short round starts beyond its
             batch, as a share of it; None = off.
+        oldest_first: the trainer takes the oldest groups and waits for those whose last chance it
+            is (``rollouts.consumption``); otherwise those that finished first.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
@@ -108,6 +110,7 @@ class RolloutJob(Strict):
     dedicated_cap: Count = 32
     gap_scale: Annotated[float, Field(ge=0)] = 1.0
     surplus: Annotated[float, Field(ge=0, le=4)] | None = None
+    oldest_first: bool = False
 
 
 class Link(Strict):
@@ -251,6 +254,11 @@ def _job(
         yield "dedicated", "nothing would ever compute in the fixed pool"
     if job.surplus is not None and job.staleness:
         yield "surplus", "tail batching is for synchronous steps: staleness must be 0"
+    if job.surplus is not None and job.oldest_first:
+        yield (
+            "oldest_first",
+            "tail batching has an order of its own: leave one of them out",
+        )
     if job.borrowed:
         yield from _borrowing(job, services)
 

@@ -164,7 +164,13 @@ class World:
             router.attach(Engine(name, EngineKind.DEDICATED, batch, 0, True, cap))
         draw = random.Random(f"{self.seed}/{job.name}")  # noqa: S311  # a model's randomness
         facts = JobFacts(
-            job.group, job.batch_groups, job.staleness, job.train_s, job.gap_scale, job.surplus
+            job.group,
+            job.batch_groups,
+            job.staleness,
+            job.train_s,
+            job.gap_scale,
+            job.surplus,
+            job.oldest_first,
         )
         one = Job(
             self.clock,

@@ -199,3 +199,16 @@ def test_no_rule_starves_a_turn_while_an_engine_is_idle_and_none_dedicated_is_fu
         assert found.engine in room
     else:
         assert all(one.live >= one.cap for one in engines if one.kind is EngineKind.DEDICATED)
+
+
+def test_a_trajectory_begins_on_weights_as_new_as_it_is_while_engines_swap() -> None:
+    old = WeightVersion("run", 2, 9)
+    bound = replace(TURN, from_version=HEAD)
+    lagging, new = replace(OURS, version=old), replace(LENT, live=7)
+    assert chosen(bound, lagging, new) == "lent"
+    swapping = Outlook(swapping=True)
+    assert chosen(bound, lagging, outlook=swapping) != "ours"
+    assert chosen(bound, lagging) == "ours"
+    older = replace(TURN, from_version=old)
+    assert chosen(older, lagging, new, outlook=swapping) == "ours"
+    assert chosen(TURN, lagging, new, outlook=swapping) == "ours"

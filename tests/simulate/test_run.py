@@ -76,6 +76,15 @@ def test_a_synchronous_job_drops_nothing() -> None:
     assert found.jobs[0].dropped == 0
 
 
+def test_a_trainer_that_takes_the_oldest_first_drops_nothing_where_another_does() -> None:
+    def dropped(*, oldest_first: bool) -> int:
+        told = _job(batch_groups=1, train_s=0.1, oldest_first=oldest_first)
+        return outcome(told, Regime.OURS).jobs[0].dropped
+
+    assert dropped(oldest_first=False) > 0
+    assert dropped(oldest_first=True) == 0
+
+
 def test_paired_ratio_and_its_interval() -> None:
     same = paired_ratio([2.0, 4.0, 8.0], [1.0, 2.0, 4.0])
     assert [same.mean, same.low, same.high] == pytest.approx([2, 2, 2])
