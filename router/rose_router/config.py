@@ -10,7 +10,7 @@ from rose_core.rollouts.placement import Policy
 from rose_core.rollouts.quorum import Quorum
 from rose_core.rollouts.watch import Patience
 from rose_router.front import Limits
-from rose_router.peers import Resolve
+from rose_router.peers import Link, Resolve
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Settings:
         dedicated: names of the dedicated engines that may attach; empty = any.
         replica: this replica's name, where there are several.
         replicas: finds all of them.
+        link: how they prove themselves to each other; without it they speak plain text.
         max_age: publishes after which a trajectory is too old to train on; ``None`` = never.
     """
 
@@ -66,6 +67,7 @@ class Settings:
     dedicated: frozenset[str] = frozenset()
     replica: str = ""
     replicas: Resolve | None = None
+    link: Link | None = None
     max_age: int | None = None
     policy: Policy = field(default_factory=Policy)
     patience: Patience = field(default_factory=Patience)

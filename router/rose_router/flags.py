@@ -13,7 +13,7 @@ from rose_core.rollouts.quorum import Quorum
 from rose_core.rollouts.watch import Patience
 from rose_router.config import Settings
 from rose_router.front import Limits
-from rose_router.peers import by_dns
+from rose_router.peers import Link, by_dns
 from rose_wire import tls
 from rose_wire.flags import add_log_level, listener, token
 
@@ -61,8 +61,16 @@ def parser() -> argparse.ArgumentParser:
     add("--dedicated", action="append", default=[],
         help="a dedicated engine that may attach; repeat; without it any may")  # fmt: skip
     add("--replicas-dns", default="",
-        help="name that resolves to every replica of this router (a headless Service)")  # fmt: skip
+        help="name that resolves to every replica of this router (a headless Service), "
+        "or several with commas")  # fmt: skip
     add("--replica", default="", help="this replica's address among them; else $POD_IP")
+    add("--peer-ca", type=Path,
+        help="authority of this installation: replicas then prove themselves to each other by "
+        "--tls-dir's certificate")  # fmt: skip
+    add("--peer-address", type=listener, default="0.0.0.0:7445",
+        help="where other replicas pass requests on with --peer-ca")  # fmt: skip
+    add("--peer-name", default="",
+        help="what replicas' certificates must name; else the first of --replicas-dns")  # fmt: skip
     add("--model", default=defaults.model, help="name shown by /v1/models")
     add("--reported-gpus", type=int, default=defaults.reported_gpus,
         help="GPUs that /server_info names: the dedicated size of the job")  # fmt: skip
@@ -144,13 +152,26 @@ def _replicas(flags: argparse.Namespace) -> dict[str, Any]:
     if not flags.replicas_dns:
         return {}
     me = flags.replica or os.environ.get("POD_IP", "")
-    if not me or flags.http_tls_dir:
-        message = "--replicas-dns needs --replica (or $POD_IP), and no --http-tls-dir"
-        raise ValueError(message)
+    if not me:
+        raise ValueError("--replicas-dns needs --replica (or $POD_IP)")
+    link = _link(flags)
+    if flags.http_tls_dir and link is None:
+        raise ValueError("--replicas-dns with --http-tls-dir needs --peer-ca and --tls-dir")
     ports = [
-        int(address.rsplit(":", 1)[1]) for address in (flags.http_address, flags.attach_address)
+        int(address.rsplit(":", 1)[1])
+        for address in (flags.peer_address if link else flags.http_address, flags.attach_address)
     ]
-    return {"replica": me, "replicas": by_dns(flags.replicas_dns, *ports)}
+    found = by_dns(flags.replicas_dns, *ports, secure=link is not None)
+    return {"replica": me, "replicas": found, "link": link}
+
+
+def _link(flags: argparse.Namespace) -> Link | None:
+    if flags.peer_ca is None:
+        return None
+    if flags.tls_dir is None:
+        raise ValueError("--peer-ca needs --tls-dir: a replica shows that certificate")
+    name = flags.peer_name or flags.replicas_dns.split(",")[0]
+    return Link(flags.tls_dir, flags.peer_ca, name)
 
 
 def _count(text: str) -> int | None:

@@ -86,6 +86,7 @@ async def _pass_on(
             data=await request.read(),
             headers=_headers(request, peers.me),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=2),
+            **peers.http(),
         ) as reply:
             if reply.headers.get(REASON) == "Draining":
                 peers.lost(peer)
@@ -109,7 +110,8 @@ async def _everywhere(
     request: web.Request, handler: Handler, peers: Peers, session: aiohttp.ClientSession
 ) -> web.StreamResponse:
     raw, headers = await request.read(), _headers(request, peers.me)
-    calls = (_told(peer, request.path_qs, raw, headers, session) for peer in peers.others)
+    tls = peers.http()
+    calls = (_told(peer, request.path_qs, raw, headers, session, tls=tls) for peer in peers.others)
     told = asyncio.gather(*calls)
     ours, theirs = await handler(request), await told
     if request.path == "/trajectories" and isinstance(ours, web.Response) and ours.status == 200:
@@ -122,20 +124,27 @@ def labels_to(peers: Peers, session: aiohttp.ClientSession) -> virtual.Tell:
 
     async def tell(request: web.Request, body: dict[str, str]) -> None:
         headers = _headers(request, peers.me)
-        calls = (_told(peer, "/labels", body, headers, session) for peer in peers.others)
+        tls = peers.http()
+        calls = (_told(peer, "/labels", body, headers, session, tls=tls) for peer in peers.others)
         await asyncio.gather(*calls)
 
     return tell
 
 
 async def _told(
-    peer: Peer, path: str, body: object, headers: CIMultiDict[str], session: aiohttp.ClientSession
+    peer: Peer,
+    path: str,
+    body: object,
+    headers: CIMultiDict[str],
+    session: aiohttp.ClientSession,
+    *,
+    tls: dict[str, Any],
 ) -> bytes:
     data = body if isinstance(body, bytes) else msgspec.json.encode(body)
     limit = aiohttp.ClientTimeout(total=60, sock_connect=2)
     try:
         async with session.post(
-            peer.http + path, data=data, headers=headers, timeout=limit
+            peer.http + path, data=data, headers=headers, timeout=limit, **tls
         ) as reply:
             return await reply.read()
     except (aiohttp.ClientError, OSError, TimeoutError) as error:

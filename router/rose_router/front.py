@@ -159,17 +159,25 @@ class Doors:
 class Certificate:
     """A TLS context whose certificate follows its folder.
 
+    Args:
+        folder: with certificate and key.
+        trust: authority of the other side, which then must have a certificate too.
+        dials: for connections that are made, not taken.
+
     Raises:
         OSError: certificate or key cannot be read.
         ssl.SSLError: they do not belong together.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, trust: Path | None = None, *, dials: bool = False) -> None:
         self._folder = folder
         self._seen = self._mark()
         self._looked = time.monotonic()
-        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        purpose = ssl.Purpose.SERVER_AUTH if dials else ssl.Purpose.CLIENT_AUTH
+        self.context = ssl.create_default_context(purpose, cafile=trust)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if trust is not None:
+            self.context.verify_mode = ssl.CERT_REQUIRED
         self._load()
 
     def refresh(self) -> None:
@@ -194,7 +202,11 @@ class Certificate:
 
 @contextlib.asynccontextmanager
 async def listening(
-    server: web.Server, doors: Doors, address: str, tls_dir: Path | None = None
+    server: web.Server,
+    doors: Doors,
+    address: str,
+    tls_dir: Path | None = None,
+    client_ca: Path | None = None,
 ) -> AsyncIterator[int]:
     """Take callers until the block ends.
 
@@ -203,6 +215,7 @@ async def listening(
         doors: counts connections.
         address: ``host:port``; port 0 picks one.
         tls_dir: folder of certificate and key; without it the port is plain text.
+        client_ca: authority of the certificates that callers then must have.
 
     Yields:
         The port.
@@ -210,7 +223,7 @@ async def listening(
     Raises:
         OSError: the port is taken, or the certificate cannot be read.
     """
-    certificate = Certificate(tls_dir) if tls_dir else None
+    certificate = Certificate(tls_dir, client_ca) if tls_dir else None
 
     def door() -> asyncio.BaseProtocol:
         if certificate is not None:

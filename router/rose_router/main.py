@@ -42,11 +42,13 @@ class Running:
 
     Attributes:
         http_port, attach_port: where; of interest when port 0 was asked for.
+        peer_port: of the other replicas, 0 where they speak plain text.
     """
 
     service: Service
     http_port: int
     attach_port: int
+    peer_port: int = 0
 
 
 def _peers(config: Settings, service: Service) -> Peers | None:
@@ -58,7 +60,20 @@ def _peers(config: Settings, service: Service) -> Peers | None:
         config.replicas,
         config.attach_token,
         leaving=lambda: service.draining,
+        link=config.link,
     )
+
+
+@contextlib.asynccontextmanager
+async def _listening_to_peers(
+    server: web.Server, doors: Doors, address: str, config: Settings
+) -> AsyncIterator[int]:
+    if config.link is None:
+        yield 0
+        return
+    link = config.link
+    async with listening(server, doors, address, link.folder, link.authority) as port:
+        yield port
 
 
 @contextlib.asynccontextmanager
@@ -67,6 +82,7 @@ async def running(
     *,
     http_address: str = "127.0.0.1:0",
     attach_address: str = "127.0.0.1:0",
+    peer_address: str = "127.0.0.1:0",
     client: EngineClient | None = None,
 ) -> AsyncIterator[Running]:
     """Serve until the block ends; live turns are drained then.
@@ -75,6 +91,7 @@ async def running(
         config: knobs.
         http_address: ``host:port`` of the lease's URL; port 0 picks one.
         attach_address: ``host:port`` for engine owners.
+        peer_address: ``host:port`` for the other replicas, where they speak TLS.
         client: reaches engines; the real one by default.
     """
     tokenizer = Tokenizer(config.tokenizer) if config.tokenizer else None
@@ -84,7 +101,8 @@ async def running(
     ):
         connections = Connections()
         service = Service(config, client or HttpEngineClient(connections))
-        credentials = tls.server_credentials(config.tls_dir, config.tls_client_ca)
+        replicas = (config.link.authority,) if config.link else ()
+        credentials = tls.server_credentials(config.tls_dir, config.tls_client_ca, *replicas)
         server = Server(token=config.attach_token, credentials=credentials)
         attachments = Attachments(
             service.fleet, config.lease, lambda: len(service.room), config.dedicated
@@ -119,11 +137,14 @@ async def running(
             raise RuntimeError("aiohttp made no server")
         try:
             await service.start()
-            async with listening(runner.server, doors, http_address, config.http_tls_dir) as port:
+            async with (
+                listening(runner.server, doors, http_address, config.http_tls_dir) as port,
+                _listening_to_peers(runner.server, doors, peer_address, config) as peer_port,
+            ):
                 attach_port = await server.start(attach_address)
                 if peers:
                     await peers.start()
-                yield Running(service, port, attach_port)
+                yield Running(service, port, attach_port, peer_port)
                 await service.drain()
         finally:
             if peers:
@@ -153,7 +174,10 @@ async def serve(given: argparse.Namespace) -> int:
         loop.add_signal_handler(number, stop.set)
     spare_collections()
     async with running(
-        settings(given), http_address=given.http_address, attach_address=given.attach_address
+        settings(given),
+        http_address=given.http_address,
+        attach_address=given.attach_address,
+        peer_address=given.peer_address,
     ) as router:
         LOG.info("turns on port %d, engines on port %d", router.http_port, router.attach_port)
         await stop.wait()

@@ -6,6 +6,8 @@ used, so gates close everywhere at the same moment. A trajectory has its home on
 request that arrives at another is passed on, streams and all. There is no leader and no database: a
 replica that dies takes its live turns along, whose callers ask again; the rest is found anew.
 
+With a ``Link`` both go over TLS on which each side shows a certificate of the installation.
+
 Next: ``forward`` is the HTTP side.
 """
 
@@ -17,13 +19,19 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
+import grpc
 import msgspec
 
 from rose_core.rollouts.replicas import home_of, part_of_cap
 from rose_core.wire.routing import EngineUpdate
 from rose_router import metrics
 from rose_router.fleet import Fleet
+from rose_router.front import Certificate
+from rose_wire import tls
 from rose_wire.errors import Refused, Unavailable
 from rose_wire.rpc import connect, converse
 from rose_wire.services import ATTACH
@@ -47,20 +55,58 @@ class Peer:
     attach: str
 
 
+@dataclass(frozen=True)
+class Link:
+    """What replicas show each other: one certificate each, of one authority, for one name.
+
+    Attributes:
+        folder: this replica's ``tls.crt`` and ``tls.key``, for both directions.
+        authority: file with the authority that the others' certificates must be of.
+        name: what they must name; addresses of pods are in no certificate.
+    """
+
+    folder: Path
+    authority: Path
+    name: str
+
+    @cached_property
+    def _dialling(self) -> Certificate:
+        return Certificate(self.folder, self.authority, dials=True)
+
+    def http(self) -> dict[str, Any]:
+        """What a request of aiohttp to a peer must be given."""
+        self._dialling.refresh()
+        return {"ssl": self._dialling.context, "server_hostname": self.name}
+
+    def grpc(self) -> grpc.ChannelCredentials:
+        """What a channel to a peer must be given, read again each time."""
+        return tls.client_credentials(self.authority, self.folder)
+
+
 Resolve = Callable[[], Awaitable[list[Peer]]]
 
 
-def by_dns(name: str, http_port: int, attach_port: int) -> Resolve:
-    """Replicas behind a headless Service: one per address that the name has."""
+def by_dns(names: str, http_port: int, attach_port: int, *, secure: bool = False) -> Resolve:
+    """Replicas behind a headless Service: one per address that the name, or names, have.
+
+    Args:
+        names: separated by commas.
+        http_port: for requests, the same on every replica.
+        attach_port: for updates of engines, likewise.
+        secure: they speak TLS.
+    """
+    http, attach = ("https://", tls.SCHEME) if secure else ("http://", "")
 
     async def resolve() -> list[Peer]:
-        found = await asyncio.get_running_loop().getaddrinfo(
-            name, http_port, type=socket.SOCK_STREAM
-        )
-        addresses = sorted({str(entry[4][0]) for entry in found})
+        loop = asyncio.get_running_loop()
+        found = [
+            await loop.getaddrinfo(name, http_port, type=socket.SOCK_STREAM)
+            for name in names.split(",")
+        ]
+        addresses = sorted({str(entry[4][0]) for entries in found for entry in entries})
         hosts = [f"[{one}]" if ":" in one else one for one in addresses]
         return [
-            Peer(address, f"http://{host}:{http_port}", f"{host}:{attach_port}")
+            Peer(address, f"{http}{host}:{http_port}", f"{attach}{host}:{attach_port}")
             for address, host in zip(addresses, hosts, strict=True)
         ]
 
@@ -76,6 +122,7 @@ class Peers:
         resolve: finds all replicas, this one among them.
         token: of ATTACH.
         leaving: whether this replica takes no new turns any more.
+        link: how they prove themselves to each other; ``None`` = plain text.
     """
 
     def __init__(
@@ -84,9 +131,12 @@ class Peers:
         fleet: Fleet,
         resolve: Resolve,
         token: str,
+        *,
         leaving: Callable[[], bool] = lambda: False,
+        link: Link | None = None,
     ) -> None:
         self.me = me
+        self._link = link
         self._leaving = leaving
         self._fleet = fleet
         self._resolve = resolve
@@ -95,6 +145,10 @@ class Peers:
         self._down: dict[str, float] = {}
         self._relays: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
+
+    def http(self) -> dict[str, Any]:
+        """What a request of aiohttp to a replica must be given."""
+        return self._link.http() if self._link else {}
 
     @property
     def others(self) -> list[Peer]:
@@ -174,7 +228,7 @@ class Peers:
     async def _relay(self, peer: Peer, engine: str) -> None:
         """Play the engine's owner towards a peer; the end of this closes the gate there."""
         while True:
-            channel = connect(peer.attach)
+            channel = self._channel(peer)
             try:
                 async for _note in converse(
                     channel, ATTACH, self._updates(engine), token=self._token
@@ -185,6 +239,11 @@ class Peers:
             finally:
                 await channel.close()
             await asyncio.sleep(AGAIN_SECONDS)
+
+    def _channel(self, peer: Peer) -> grpc.aio.Channel:
+        if self._link is None:
+            return connect(peer.attach)
+        return connect(peer.attach, credentials=self._link.grpc(), name=self._link.name)
 
     async def _updates(self, name: str) -> AsyncIterator[EngineUpdate]:
         last: EngineUpdate | None = None

@@ -7,6 +7,8 @@ import errno
 from collections.abc import Sequence
 from pathlib import Path
 
+from rose_core.identity import run_name
+
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _LARGEST_PORT = 65535
 
@@ -40,6 +42,18 @@ def listener(text: str) -> str:
         raise argparse.ArgumentTypeError(message)
     port(number)
     return text
+
+
+def run(text: str) -> str:
+    """The name of a training run, for ``type=``.
+
+    Raises:
+        ArgumentTypeError: no run can have that name.
+    """
+    try:
+        return run_name(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def token(path: Path | None) -> str:

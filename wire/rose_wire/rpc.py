@@ -236,20 +236,22 @@ class _BearerCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc sh
 
 
 def connect(
-    address: str, *, credentials: grpc.ChannelCredentials | None = None
+    address: str, *, credentials: grpc.ChannelCredentials | None = None, name: str = ""
 ) -> grpc.aio.Channel:
     """Open a channel; it connects by itself and again after a loss.
 
     Args:
         address: ``host:port``, ``tls://host:port`` or ``unix:/path``.
         credentials: instead of those that the scheme asks for.
+        name: what the other's certificate must name, where that is not the address.
 
     Raises:
         OSError: the authorities for ``tls://`` cannot be read (``rose_wire.tls``).
     """
     if credentials is not None:  # then what the environment names is not even read
         target = address.removeprefix(tls.SCHEME)
-        return grpc.aio.secure_channel(target, credentials, options=_OPTIONS)
+        named = [("grpc.ssl_target_name_override", name)] if name else []
+        return grpc.aio.secure_channel(target, credentials, options=[*_OPTIONS, *named])
     target, found = tls.dial(address)
     if found is None:
         return grpc.aio.insecure_channel(target, options=_OPTIONS)

@@ -45,13 +45,14 @@ def add_clients_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def server_credentials(
-    folder: Path | None, clients: Path | None = None
+    folder: Path | None, clients: Path | None = None, *more: Path
 ) -> grpc.ServerCredentials | None:
     """Credentials of a listener, None without a folder.
 
     Args:
         folder: the listener's own certificate.
         clients: file with the authority of callers, who then must have a certificate.
+        more: authorities that are as good, where there are ``clients``.
 
     Raises:
         OSError: a certificate or the key cannot be read.
@@ -64,7 +65,9 @@ def server_credentials(
             )
         return None
     first = _read(folder)
-    roots = clients.read_bytes() if clients is not None else None
+    roots = None
+    if clients is not None:
+        roots = b"\n".join(file.read_bytes() for file in (clients, *more))
     return grpc.dynamic_ssl_server_credentials(
         _configuration(first, roots),
         _renewals(folder, first, roots),
