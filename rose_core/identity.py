@@ -16,6 +16,18 @@ _VERSION = re.compile(
 )
 
 
+def run_name(text: str) -> str:
+    """The text, when it can name a run.
+
+    Raises:
+        ValueError: it cannot; says what can.
+    """
+    if _VERSION.match(f"{text}@0.0") is None:
+        message = f"{text!r} is no run name: lower-case letters, digits, '-' and '.', at most 63"
+        raise ValueError(message)
+    return text
+
+
 class WeightVersion(msgspec.Struct, frozen=True, order=True):
     """One published state of a run's weights; ordered within a run.
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_core.identity import WeightVersion
+from rose_core.identity import WeightVersion, run_name
 
 RUNS = st.from_regex(r"\A[a-z0-9]([-a-z0-9.]{0,20}[a-z0-9])?\Z")
 NUMBERS = st.integers(min_value=0, max_value=2**62)
@@ -20,6 +20,17 @@ def test_a_label_reads_back_as_the_same_version(run: str, incarnation: int, sequ
 def test_anything_else_is_refused_with_the_text_in_the_message(text: str) -> None:
     with pytest.raises(ValueError, match="no weight version"):
         WeightVersion.parse(text)
+
+
+@given(run=RUNS)
+def test_what_a_version_can_carry_can_name_a_run(run: str) -> None:
+    assert run_name(run) == run
+
+
+@pytest.mark.parametrize("text", ["", "R_", "a/b", "../a", "a" * 64, "-a", "a@1.2"])
+def test_no_run_has_another_name(text: str) -> None:
+    with pytest.raises(ValueError, match="is no run name: lower-case letters"):
+        run_name(text)
 
 
 def test_versions_of_a_run_are_ordered_by_incarnation_first() -> None:

@@ -75,3 +75,9 @@ def test_the_cases_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 9
     assert main(["--list", "--only", "no such case"]) == 1
+
+
+def test_a_pattern_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--only", "*engine"])
+    assert "'*engine' is no regular expression" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from aiohttp import web
 from safetensors.torch import save_file
 
 from rose_core.delta.bits import Bits
-from rose_trainer.adapters.ingest import Ingest, read_checkpoint
+from rose_trainer.adapters.ingest import Ingest, main, read_checkpoint
 from rose_trainer.publisher import Publisher
 from rose_weights.bundle import Bundle
 from tests.trainer.test_publisher import RunningStore
@@ -117,6 +117,16 @@ async def test_a_checkpoint_of_another_model_is_refused_and_the_run_goes_on(
             assert status == 400
             assert "cannot be published" in answer["message"]
             assert (await post(url, {"path": str(good)}))[0] == 200
+
+
+def test_a_run_that_cannot_be_is_refused_without_a_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--store", "127.0.0.1:1", "--run", "R_", "--root", str(tmp_path)])
+    assert "'R_' is no run name" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="'R_' is no run name"):
+        Publisher("127.0.0.1:1", "R_")
 
 
 def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:

@@ -140,6 +140,15 @@ def test_what_is_nothing_of_ours_is_said_so(
         main([])
 
 
+@pytest.mark.parametrize("verb", [["serve"], ["relay", "--upstream", "127.0.0.1:1"]])
+def test_a_folder_that_cannot_be_written_is_refused_before_serving(
+    verb: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--root", "/proc/nope", "--address", "127.0.0.1:0", "--http-port", "0"]
+    assert main([*verb, *flags]) == 1
+    assert "--root /proc/nope cannot be written" in capsys.readouterr().err
+
+
 async def test_serving_until_a_signal(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("secret\n")

@@ -36,7 +36,7 @@ from typing import Self
 import torch
 
 from rose_core.delta import faults
-from rose_core.identity import WeightVersion
+from rose_core.identity import WeightVersion, run_name
 from rose_trainer import barrier, metrics
 from rose_trainer.errors import NotPublished, PublishFailed
 from rose_trainer.line import Job, Line, Published
@@ -72,6 +72,7 @@ class Publisher:
 
     Raises:
         PublishFailed: the store cannot be reached or refuses.
+        ValueError: no run can have that name.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Publisher:
     ) -> None:
         self._address = address
         self._token = token
-        self._run = run
+        self._run = run_name(run)
         self._source = source
         self._anchor = anchor
         self._on_base = on_base

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from rose_core.delta import Digest, TensorEntry, faults
 from rose_core.delta.digest import from_bytes
 from rose_core.delta.parts import Owned, Part, PartBuilder, aligned
-from rose_core.identity import WeightVersion
+from rose_core.identity import WeightVersion, run_name
 from rose_trainer import metrics
 from rose_trainer.errors import PublishFailed
 from rose_trainer.line import Published, keeper
@@ -55,6 +55,7 @@ class ShardedPublisher:
 
     Raises:
         PublishFailed: the store cannot be reached or refuses.
+        ValueError: no run can have that name.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ShardedPublisher:
     ) -> None:
         self._address = address
         self._token = token
-        self._run = run
+        self._run = run_name(run)
         self._dtype = dtype
         self._group = group
         self._patience = patience_seconds

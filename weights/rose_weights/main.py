@@ -7,6 +7,7 @@ import asyncio
 import logging
 import signal
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from rose_weights import importing, looking, metrics
 from rose_weights.access import Access
 from rose_weights.blocks import Blocks
 from rose_weights.deltadirs import CHECKSUMS
-from rose_weights.errors import WeightsError
+from rose_weights.errors import StoreFailed, WeightsError
 from rose_weights.opening import open_store
 from rose_weights.relay import KEEP_BYTES, Relay
 from rose_weights.retention import WINDOW
@@ -81,7 +82,7 @@ def _import_parser(parser_: argparse.ArgumentParser) -> None:
         "or weight_vNNNNNN directories of slime and miles, in order."
     )
     parser_.add_argument("paths", type=Path, nargs="+")
-    parser_.add_argument("--run", required=True, help="name of the run")
+    parser_.add_argument("--run", type=flags.run, required=True, help="name of the run")
     goal = parser_.add_mutually_exclusive_group(required=True)
     goal.add_argument("--store", help="host:port to publish to, every path as a version")
     goal.add_argument("--out", type=Path, help="folder for one bundle from the first to the last")
@@ -196,15 +197,32 @@ async def serve(arguments: argparse.Namespace) -> None:
         await pages.cleanup()
 
 
+def _writable(folder: Path) -> None:
+    """Refuse a folder that nothing can be kept in, before anything is promised.
+
+    Raises:
+        StoreFailed: says why it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        message = f"--root {folder} cannot be written: {error.strerror or error}"
+        raise StoreFailed(message) from error
+
+
 def _bind(server: Server, arguments: argparse.Namespace) -> Callable[[], Awaitable[None]]:
-    service = WeightService(
-        open_store(arguments.root), window=arguments.window, access=Access.load(arguments.access)
-    )
+    store = open_store(arguments.root)
+    if "://" not in arguments.root:
+        _writable(Path(arguments.root))
+    service = WeightService(store, window=arguments.window, access=Access.load(arguments.access))
     service.bind(server)
     return service.close
 
 
 def _bind_relay(server: Server, arguments: argparse.Namespace) -> Callable[[], Awaitable[None]]:
+    _writable(arguments.root)
     channel = rpc.connect(arguments.upstream)
     relay = Relay(
         channel,

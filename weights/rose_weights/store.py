@@ -19,7 +19,7 @@ import msgspec
 
 from rose_core.delta import DeltaError, Manifest, faults
 from rose_core.delta.lineage import Link
-from rose_core.identity import WeightVersion
+from rose_core.identity import WeightVersion, run_name
 from rose_weights.disk import Disk
 from rose_weights.errors import (
     BadManifest,
@@ -269,11 +269,9 @@ class Store:
 
 def _checked(run: str) -> str:
     try:
-        WeightVersion.parse(f"{run}@0.0")
+        return run_name(run)
     except ValueError as error:
-        message = f"{run!r} is no run name: lower-case letters, digits, '-' and '.', at most 63"
-        raise UnknownRun(message) from error
-    return run
+        raise UnknownRun(str(error)) from error
 
 
 class _Failing:

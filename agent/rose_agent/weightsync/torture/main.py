@@ -47,11 +47,21 @@ class Outcome(msgspec.Struct, frozen=True):
 def parser() -> argparse.ArgumentParser:
     """The verb's arguments."""
     made = argparse.ArgumentParser(prog="rose weights torture", description=__doc__)
-    made.add_argument("--only", default="", help="cases whose name this pattern matches")
+    made.add_argument(
+        "--only", type=_pattern, default="", help="cases whose name this pattern matches"
+    )
     made.add_argument("--list", action="store_true", help="print the cases and end")
     made.add_argument("--json", type=Path, help="write the matrix here too")
     made.add_argument("--keep", action="store_true", help="leave the folder with logs behind")
     return made
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        message = f"{text!r} is no regular expression ({error}); '.*' stands for anything"
+        raise argparse.ArgumentTypeError(message) from error
 
 
 def main(argv: list[str]) -> int:
@@ -62,7 +72,7 @@ def main(argv: list[str]) -> int:
     """
     arguments = parser().parse_args(argv)
     cases = [
-        case for case in (*enumerated(), *SCRIPTED, *GATES) if re.search(arguments.only, case.name)
+        case for case in (*enumerated(), *SCRIPTED, *GATES) if arguments.only.search(case.name)
     ]
     if arguments.list or not cases:
         sys.stdout.write("".join(f"{case.name:<32} {case.about}\n" for case in cases))
