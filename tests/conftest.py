@@ -1,14 +1,22 @@
 """What every test shares: fixtures of the development tools, and a clean event loop policy."""
 
+from __future__ import annotations
+
 import asyncio
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-pytest_plugins = ["rose_dev.testing", "rose_dev.engine_testing"]
+from rose_dev.control_plane import ControlPlane
+
+if TYPE_CHECKING:
+    from lightkube import Client
+
+pytest_plugins = ["rose_dev.testing", "rose_dev.engine_testing", "rose_dev.kernel_cache"]
 
 # Without this, pytest-asyncio asks Python 3.11 for "the current loop", which makes one that nobody
 # closes; its ResourceWarning would fail a random test.
@@ -34,6 +42,15 @@ def _group(item: pytest.Item) -> str:
     used = getattr(item, "fixturenames", ())
     shared = [name for name in SHARED if name in used]
     return shared[0] if shared else item.nodeid.partition("::")[0]
+
+
+@pytest.fixture(scope="session")
+def api_client(control_plane: ControlPlane) -> Iterator[Client]:
+    """A client of the shared API server, where ROSE's kinds are installed."""
+    from tests.api.installed import connected  # noqa: PLC0415  # lightkube is slow to import
+
+    with connected(control_plane) as client:
+        yield client
 
 
 @pytest.fixture

@@ -1,13 +1,27 @@
-"""Installs the generated CustomResourceDefinitions once per session."""
+"""Installs the generated CustomResourceDefinitions, and a client for them."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from lightkube import Client, KubeConfig
 
 from rose_core.api.crd import KINDS
 from rose_dev.control_plane import ControlPlane
 from rose_dev.errors import CommandFailed
 
 ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def connected(plane: ControlPlane) -> Iterator[Client]:
+    """A client of an API server that knows the kinds."""
+    install(plane)
+    config = KubeConfig.from_file(str(plane.kubeconfig)).get()
+    client = Client(config=config, trust_env=False)
+    yield client
+    client._client._client.close()
 
 
 def install(plane: ControlPlane) -> None:

@@ -1,0 +1,87 @@
+"""Keeps the compiled weight kernels outside the checkout, so that a fresh clone need not compile.
+
+numba writes machine code beside the sources. As a pytest plugin this takes it from
+``$ROSE_CACHE/kernels`` where a checkout has none, and puts it there after a session that compiled
+more than is kept. A folder's name says which sources and which numba made it; numba itself checks
+source and processor once more, function by function.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import rose_core.delta
+from rose_dev.parts import cache_root
+
+SOURCES = Path(rose_core.delta.__file__).parent
+
+
+def kept(sources: Path, cache: Path) -> Path:
+    """Where the machine code of these sources is kept."""
+    made_by = f"numba {version('numba')}, Python {sys.version_info}"
+    texts = [path.name.encode() + path.read_bytes() for path in sorted(sources.glob("*.py"))]
+    return cache / hashlib.sha256(b"\0".join([made_by.encode(), *texts])).hexdigest()[:32]
+
+
+def restore(sources: Path, cache: Path) -> None:
+    """Give a checkout that has compiled nothing what another has compiled."""
+    folder, code = kept(sources, cache), sources / "__pycache__"
+    if folder.is_dir() and not _indexes(code):
+        _copy(folder, code)
+
+
+def save(sources: Path, cache: Path) -> None:
+    """Keep what this checkout has compiled, if it is more than what is kept."""
+    folder, code = kept(sources, cache), sources / "__pycache__"
+    if len(_machine_code(code)) <= len(_machine_code(folder)):
+        return
+    cache.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=cache))
+    _copy(code, draft)
+    # As a whole: an index of one session must never meet the code of another.
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        draft.rename(folder)
+    except OSError:  # another session was faster
+        shutil.rmtree(draft)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Indexes are read first and written last: whatever they name must be there."""
+    indexes = {path.name: path.read_bytes() for path in _indexes(source)}
+    target.mkdir(exist_ok=True)
+    for path in _machine_code(source):
+        shutil.copyfile(path, target / path.name)
+    for name, data in indexes.items():
+        draft = target / f"{name}.{os.getpid()}"
+        draft.write_bytes(data)
+        draft.replace(target / name)
+
+
+def _indexes(folder: Path) -> list[Path]:
+    return list(folder.glob("*.nbi"))
+
+
+def _machine_code(folder: Path) -> list[Path]:
+    return list(folder.glob("*.nbc"))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before any worker starts."""
+    if not hasattr(session.config, "workerinput"):
+        restore(SOURCES, cache_root() / "kernels")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """After the last worker has ended."""
+    if not hasattr(session.config, "workerinput"):
+        save(SOURCES, cache_root() / "kernels")
