@@ -3,20 +3,18 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
-from lightkube import Client, KubeConfig
+from lightkube import Client
 from lightkube.generic_resource import create_namespaced_resource
 from lightkube.types import PatchType
 
 from rose_cli import main as cli
 from rose_core.api import EXPLAIN_ANNOTATION, RESUME_ANNOTATION, STOP_ANNOTATION
 from rose_dev.control_plane import ControlPlane
-from tests.api.installed import install
 from tests.api.objects import LEASE, POOL, SLOT, changed
 
 LEASES = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "RolloutLease", "rolloutleases")
@@ -67,12 +65,8 @@ class Town:
 
 
 @pytest.fixture
-def town(control_plane: ControlPlane) -> Iterator[Town]:
-    install(control_plane)
-    config = KubeConfig.from_file(str(control_plane.kubeconfig)).get()
-    client = Client(config=config, trust_env=False)
-    yield Town(control_plane, client)
-    client._client._client.close()
+def town(control_plane: ControlPlane, api_client: Client) -> Town:
+    return Town(control_plane, api_client)
 
 
 @pytest.mark.cluster

@@ -6,11 +6,10 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from lightkube import Client, KubeConfig
+from lightkube import Client
 from lightkube.types import PatchType
 
 from rose_dev.control_plane import ControlPlane
-from tests.api.installed import install
 from tests.api.objects import LEASE, POOL, changed
 from tests.faults.operator_proxy import FaultyProxy
 from tests.operator import harness
@@ -71,13 +70,9 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def plane(
-    control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Cluster]:
-    install(control_plane)
-    config = KubeConfig.from_file(str(control_plane.kubeconfig)).get()
-    client = Client(config=config, trust_env=False)
-    yield Cluster(control_plane, client, tmp_path_factory.mktemp("faults"))
-    client._client._client.close()
+    control_plane: ControlPlane, api_client: Client, tmp_path_factory: pytest.TempPathFactory
+) -> Cluster:
+    return Cluster(control_plane, api_client, tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="module")
