@@ -51,6 +51,17 @@ def check_head(store: Store, states: dict[str, dict[str, np.ndarray]]) -> None:
     assert all(np.array_equal(held[name], wanted[name]) for name in wanted)
 
 
+def check_repeated(store: Store, states: dict[str, dict[str, np.ndarray]]) -> None:
+    """After a crash, what there is is whole, and the publisher's second try ends at the last."""
+    if store.runs():
+        check_head(store, states)
+    publish_three(store, states)
+    check_head(store, states)
+    head = store.state("run").head
+    assert head is not None
+    assert head.sequence == 2
+
+
 def publish_three(store: Store, states: dict[str, dict[str, np.ndarray]]) -> None:
     """What a publisher does, start to end; can be repeated after a crash."""
     opened = store.open_incarnation("run", "test")

@@ -30,7 +30,7 @@ from rose_weights.store import Store
 from tests.weights.buckets import FaultyObjects
 from tests.weights.faulty import Crash
 from tests.weights.models import Model, apply_bundle, apply_manifest
-from tests.weights.runs import check_head, publish, publish_three, published, version
+from tests.weights.runs import check_repeated, publish, publish_three, published, version
 from tests.weights.test_service import connected
 from tests.weights.test_service import publish as publish_over
 
@@ -197,14 +197,7 @@ class TestBucket:
             states: dict[str, dict[str, np.ndarray]] = {}
             with pytest.raises(Crash):
                 publish_three(Store(Bucket(FaultyObjects(memory, at, done=done))), states)
-            again = Store(Bucket(FaultyObjects(memory)))
-            if again.runs():
-                check_head(again, states)
-            publish_three(again, states)
-            check_head(again, states)
-            head = again.state("run").head
-            assert head is not None
-            assert head.sequence == 2
+            check_repeated(Store(Bucket(FaultyObjects(memory))), states)
 
     def test_a_commit_whose_answer_was_lost_is_known_again(
         self, memory: obstore.store.MemoryStore

@@ -24,7 +24,14 @@ from rose_weights.planning import Planner
 from rose_weights.store import Store
 from tests.weights.faulty import Crash, FaultyDisk
 from tests.weights.models import Model
-from tests.weights.runs import check_head, publish, publish_three, published, version
+from tests.weights.runs import (
+    check_head,
+    check_repeated,
+    publish,
+    publish_three,
+    published,
+    version,
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +54,7 @@ def test_a_crash_at_any_operation_leaves_a_whole_version(
             publish_three(Store(root, disk=disk), states)
         if power_loss:
             disk.lose_power()
-        again = Store(root, disk=FaultyDisk())
-        if again.runs():
-            check_head(again, states)
-        publish_three(again, states)
-        check_head(again, states)
-        head = again.state("run").head
-        assert head is not None
-        assert head.sequence == 2
+        check_repeated(Store(root, disk=FaultyDisk()), states)
 
 
 def test_a_full_disk_is_a_clear_error_and_the_head_stays(tmp_path: Path, operations: int) -> None:
