@@ -315,12 +315,12 @@ class Reconciler:
             ended = refusal is not None and refusal.reason is Reason.LEASE_EXPIRED
             if ended or (refusal is not None and not lease.status.router_url):
                 continue
-            wanted.add(routers.router_name(lease.metadata.namespace, lease.metadata.name))
             for kind, manifest in self._router(lease):
+                wanted.add(manifest["metadata"]["name"])
                 if not routers.is_current(manifest, self.stores[kind].get(key_of(manifest))):
                     yield self._writer.apply(kind, manifest)
         # A lease that cannot be read keeps its router: nobody knows what it wants.
-        unreadable = {_router_of(bad.raw) for bad in world.leases.bad}
+        unreadable = {name for bad in world.leases.bad for name in _router_of(bad.raw)}
         for kind in (Kind.DEPLOYMENT, Kind.SERVICE):
             for raw in self.stores[kind].all():
                 name = raw["metadata"]["name"]
@@ -333,10 +333,12 @@ class Reconciler:
         key, made_for = lease.metadata.key, (lease.metadata.uid, lease.metadata.generation)
         kept = self._manifests.get(key)
         if kept is None or kept[0] != made_for:
-            made = (
+            made: tuple[tuple[Kind, Raw], ...] = (
                 (Kind.DEPLOYMENT, routers.deployment(lease, self.settings)),
                 (Kind.SERVICE, routers.service(lease, self.settings)),
             )
+            if lease.spec.router.replicas > 1:
+                made += ((Kind.SERVICE, routers.replicas_service(lease, self.settings)),)
             kept = self._manifests[key] = (made_for, made)
         return kept[1]
 
@@ -355,5 +357,6 @@ def _read_member(node: str, report: ReplicaReport) -> Member | None:
         return None
 
 
-def _router_of(raw: Raw) -> str:
-    return routers.router_name(raw["metadata"]["namespace"], raw["metadata"]["name"])
+def _router_of(raw: Raw) -> tuple[str, str]:
+    name = routers.router_name(raw["metadata"]["namespace"], raw["metadata"]["name"])
+    return name, routers.replicas_name(name)

@@ -21,9 +21,11 @@ HASH = f"{GROUP}/manifest-hash"
 LEASE = f"{GROUP}/lease"
 HTTP_PORT = 8000
 ATTACH_PORT = 7444
+PEER_PORT = 7445
 _TOKEN_FOLDER = "/var/run/rose/token"  # noqa: S105  # a mount path
 _TURNS_FOLDER = "/var/run/rose/turns"
 _NAME_LIMIT = 63
+_POD_IP = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 
 
 def router_name(lease_namespace: str, lease_name: str) -> str:
@@ -40,6 +42,14 @@ def router_name(lease_namespace: str, lease_name: str) -> str:
 def router_url(name: str, namespace: str) -> str:
     """The URL that trainers use."""
     return f"http://{name}.{namespace}.svc:{HTTP_PORT}"
+
+
+def replicas_name(name: str) -> str:
+    """The headless Service by which a router's replicas find each other, by the router's name."""
+    if len(name) + len("-all") <= _NAME_LIMIT:
+        return f"{name}-all"
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: _NAME_LIMIT - 13].rstrip('-')}-{digest}-all"
 
 
 def turn_secret(name: str) -> str:
@@ -66,9 +76,12 @@ def deployment(lease: RolloutLease, settings: Settings) -> Raw:
             "kind": "Deployment",
             "metadata": _metadata(name, lease, settings, labels),
             "spec": {
-                "replicas": 1,
-                # Turns live in the router's memory; two of them would split a lease's queue.
-                "strategy": {"type": "Recreate"},
+                "replicas": lease.spec.router.replicas,
+                # Turns live in the router's memory; two that do not know of each other would split
+                # a lease's queue. Replicas do, and pass turns on when they leave.
+                "strategy": {
+                    "type": "Recreate" if lease.spec.router.replicas == 1 else "RollingUpdate"
+                },
                 "selector": {"matchLabels": labels},
                 "template": {
                     "metadata": {
@@ -100,6 +113,17 @@ def service(lease: RolloutLease, settings: Settings) -> Raw:
             },
         }
     )
+
+
+def replicas_service(lease: RolloutLease, settings: Settings) -> Raw:
+    """A name with the address of every replica."""
+    found = service(lease, settings)
+    metadata, spec = found["metadata"], found["spec"]
+    name = replicas_name(metadata["name"])
+    del metadata["annotations"][HASH]
+    ports = [*spec["ports"], {"name": "peer", "port": PEER_PORT, "targetPort": "peer"}]
+    spec = {"clusterIP": "None", **spec, "ports": ports}
+    return _finished({**found, "metadata": {**metadata, "name": name}, "spec": spec})
 
 
 def is_current(wanted: Raw, live: Raw | None) -> bool:
@@ -138,6 +162,7 @@ def _metadata(
 
 
 def _container(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
+    several = lease.spec.router.replicas > 1
     return {
         "name": "router",
         "image": settings.router_image,
@@ -147,7 +172,9 @@ def _container(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
         "ports": [
             {"name": "http", "containerPort": HTTP_PORT},
             {"name": "attach", "containerPort": ATTACH_PORT},
+            *([{"name": "peer", "containerPort": PEER_PORT}] if several else []),
         ],
+        **({"env": [_POD_IP]} if several else {}),
         "readinessProbe": {
             "httpGet": {"path": "/healthz", "port": "http"},
             "periodSeconds": 2,
@@ -182,11 +209,23 @@ def _demand(lease: RolloutLease, settings: Settings) -> list[str]:
     return [f"--tls-client-ca={settings.router_client_ca}"]
 
 
+def _replicas(lease: RolloutLease, settings: Settings) -> list[str]:
+    if lease.spec.router.replicas == 1:
+        return []
+    name = replicas_name(router_name(lease.metadata.namespace, lease.metadata.name))
+    authority = settings.router_peer_ca
+    return [
+        f"--replicas-dns={name}.{settings.namespace}.svc",
+        *([f"--peer-address=0.0.0.0:{PEER_PORT}", f"--peer-ca={authority}"] if authority else []),
+    ]
+
+
 def _arguments(lease: RolloutLease, settings: Settings) -> list[str]:
     oldest = lease.spec.router.max_age_versions
     return [
         f"--lease={lease.metadata.key}",
         *_demand(lease, settings),
+        *_replicas(lease, settings),
         f"--http-address=0.0.0.0:{HTTP_PORT}",
         f"--attach-address=0.0.0.0:{ATTACH_PORT}",
         f"--token-file={_TOKEN_FOLDER}/token",

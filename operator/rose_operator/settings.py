@@ -36,6 +36,7 @@ class Settings:
         enrol_address: where agents without a certificate ask for one; empty = nowhere.
         node_authority: what signs those, with ``certificate_hours`` of life.
         router_client_ca: the same authority as routers find it; they then ask agents too.
+        router_peer_ca: authority of the installation as routers find it, for their replicas.
     """
 
     namespace: str
@@ -55,6 +56,7 @@ class Settings:
     certificate_hours: float = 24.0
     agent_service_account: str = "rose-agent"
     router_client_ca: str = ""
+    router_peer_ca: str = ""
     runs: dict[str, Runs] = field(default_factory=dict)
     turn_secrets: bool = False
     router_service_account: str = "rose-router"
@@ -100,6 +102,7 @@ def parse(argv: list[str]) -> Settings:
         certificate_hours=found.certificate_hours,
         agent_service_account=found.agent_service_account,
         router_client_ca=found.router_client_ca,
+        router_peer_ca=found.router_peer_ca,
         router_service_account=found.router_service_account,
         router_template=_mapping(found.router_template) if found.router_template else {},
         plan_seconds=found.plan_seconds,
@@ -157,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--certificate-hours", type=float, default=24.0, help="life of those")
     add("--agent-service-account", default="rose-agent", help="whose tokens are taken for it")
     add("--router-client-ca", default="", help="authority of agents, as routers find it")
+    add("--router-peer-ca", default="", help="authority of this installation, as routers find it")
     return parser
 
 

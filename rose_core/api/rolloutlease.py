@@ -104,6 +104,12 @@ class RouterSettings(ApiModel):
         le=1000,
         description="Publishes after which a trajectory is too old to train on; unset = never.",
     )
+    replicas: int = Field(
+        default=1,
+        ge=1,
+        le=16,
+        description="Router processes that share the lease's turns and every engine's cap.",
+    )
 
 
 class LeaseSpec(ApiModel):

@@ -121,6 +121,20 @@ def test_a_serving_pod_reaches_the_engine_host_of_its_own_node() -> None:
     ][1]["from"]
 
 
+def test_replicas_of_routers_reach_each_other_and_prove_themselves() -> None:
+    rendered = render(EVERYTHING)
+    router = rendered.one("NetworkPolicy", "rose-router")["spec"]
+    selector = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "rose-router"}}}
+    among = [
+        [port["port"] for port in rule["ports"]]
+        for rule in (*router["ingress"], *router["egress"])
+        if selector in (*rule.get("from", []), *rule.get("to", []))
+    ]
+    assert among == [[7444, 7445]] * 2
+    pod = rendered.one("Deployment", "rose-operator")["spec"]["template"]["spec"]
+    assert "--router-peer-ca=/var/run/rose-tls/ca.crt" in pod["containers"][0]["args"]
+
+
 def test_turns_come_from_the_namespaces_that_were_named() -> None:
     policy = {"enabled": True, "turnNamespaces": ["research"], "metricsNamespaces": ["monitoring"]}
     rendered = render({"networkPolicy": policy})

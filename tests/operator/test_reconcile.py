@@ -271,3 +271,21 @@ async def test_events_tell_transitions_once() -> None:
     bench.report()
     await bench.turn(3)
     assert bench.api.events == []
+
+
+async def test_replicas_of_a_router_get_a_name_of_their_own_and_lose_it_again() -> None:
+    def services(bench: Bench) -> list[str]:
+        return sorted(raw["metadata"]["name"] for raw in bench.api.all(Kind.SERVICE))
+
+    bench = await running()
+    (name,) = services(bench)
+    for replicas, wanted in ((2, [name, f"{name}-all"]), (1, [name])):
+        bench.lease(spec__router={"replicas": replicas})
+        bench.report()
+        await bench.turn(2)
+        assert services(bench) == wanted
+        (deployment,) = bench.api.all(Kind.DEPLOYMENT)
+        assert deployment["spec"]["replicas"] == replicas
+        bench.api.writes.clear()
+        await bench.turn(2)
+        assert not [write for write in bench.api.writes if name in str(write)]

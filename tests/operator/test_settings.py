@@ -11,7 +11,8 @@ from rose_operator import routers
 from rose_operator.errors import ConfigurationError
 from rose_operator.settings import Settings, parse
 from rose_operator.stores import may_follow
-from tests.api.objects import LEASE
+from rose_router.flags import parser as router_parser
+from tests.api.objects import LEASE, changed
 from tests.operator.bench import SETTINGS
 
 
@@ -89,6 +90,45 @@ def test_with_turn_secrets_no_router_starts_without_its_callers_tokens() -> None
     assert "--turn-token-file=/var/run/rose/turns/token" in asked["containers"][0]["args"]
     open_to_all = deployment_pod(lease, SETTINGS)
     assert "turns" not in {one["name"] for one in open_to_all["volumes"]}
+
+
+def test_replicas_find_each_other_by_name_and_show_the_installations_certificate() -> None:
+    lease = RolloutLease.model_validate(changed(LEASE, {"spec.router.replicas": 3}))
+    settings = replace(SETTINGS, router_peer_ca="/tls/ca.crt")
+    name = routers.router_name(lease.metadata.namespace, lease.metadata.name)
+    container = deployment_pod(lease, settings)["containers"][0]
+    assert routers.deployment(lease, settings)["spec"]["replicas"] == 3
+    assert f"--replicas-dns={name}-all.{settings.namespace}.svc" in container["args"]
+    assert "--peer-ca=/tls/ca.crt" in container["args"]
+    assert container["env"][0]["name"] == "POD_IP"
+    headless = routers.replicas_service(lease, settings)
+    assert headless["spec"]["clusterIP"] == "None"
+    assert headless["metadata"]["name"] == f"{name}-all"
+    whole = routers.service(lease, settings)
+    assert headless["spec"]["selector"] == whole["spec"]["selector"]
+    assert headless["metadata"]["annotations"] != whole["metadata"]["annotations"]
+    plain = deployment_pod(lease, SETTINGS)["containers"][0]["args"]
+    assert not [word for word in plain if word.startswith("--peer")]
+    alone = deployment_pod(RolloutLease.model_validate(LEASE), settings)["containers"][0]
+    assert not [word for word in alone["args"] if "replicas" in word or "peer" in word]
+    assert "env" not in alone
+
+
+def test_what_the_operator_says_to_replicas_is_what_a_router_takes(tmp_path: Path) -> None:
+    lease = RolloutLease.model_validate(changed(LEASE, {"spec.router.replicas": 2}))
+    settings = replace(SETTINGS, router_peer_ca=str(tmp_path / "ca.crt"))
+    container = deployment_pod(lease, settings)["containers"][0]
+    found = router_parser().parse_args([*container["args"], f"--tls-dir={tmp_path}"])
+    assert found.replicas_dns.endswith(f"-all.{settings.namespace}.svc")
+    assert found.peer_address.endswith(":7445")
+    assert found.peer_ca == tmp_path / "ca.crt"
+
+
+def test_names_of_replicas_are_unique_and_short_enough() -> None:
+    names = ["router-a-b", "r" * 63, "r" * 62, "r" * 59 + "-x"]
+    made = [routers.replicas_name(name) for name in names]
+    assert len(set(made)) == len(names)
+    assert max(map(len, made)) <= 63
 
 
 def deployment_pod(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
