@@ -62,9 +62,10 @@ def lease_summary(lease: RolloutLease, outcome: Outcome, refusal: Refusal | None
     if refusal is not None:
         return f"{refusal.reason}: {refusal.message}"
     spec = lease.spec
+    share = f"{outcome.share} slot{'' if outcome.share == 1 else 's'}"
     return (
         f"{outcome.reason}: {outcome.message}. Priority {spec.priority}, weight {spec.weight}: "
-        f"entitled to {outcome.share} slots of those the pool can lend now"
+        f"entitled to {share} of those the pool can lend now"
     )
 
 

@@ -10,7 +10,7 @@ from rose_core.lending.answers import Outcome, Verdict
 from rose_core.lending.facts import Lease, Pool, Replica
 from rose_core.lending.gate import not_worth
 from rose_core.lending.loan import most_slots
-from rose_core.lending.radius import Cause, blocked, refusal
+from rose_core.lending.radius import Cause, blocked, closed, refusal
 from rose_core.lending.shares import targets
 from rose_core.lending.world import World
 
@@ -103,6 +103,9 @@ def _own_cause(world: World, lease: Lease, granted: int) -> Cause | None:
     pool = world.pools.get(lease.pool)
     if pool is None:
         return None
+    shut = closed(world, pool)
+    if shut is not None:
+        return shut
     text = not_worth(lease, pool, world.policy, world.now)
     if text:
         return Reason.NOT_WORTHWHILE, text

@@ -57,6 +57,20 @@ def is_open(pool: Pool, now: float) -> bool:
     return not pool.windows or any(_ends(window, moment) for window in pool.windows)
 
 
+def opens_at(pool: Pool, now: float) -> datetime | None:
+    """When the next window begins, for a pool of which none is open; None for never."""
+    moment = datetime.fromtimestamp(now, UTC)
+    midnight = moment.replace(hour=0, minute=0, second=0, microsecond=0)
+    days = [midnight + timedelta(days=number) for number in range(_DAYS + 1)]
+    begins = (
+        day + timedelta(minutes=window.start_minute)
+        for window in pool.windows
+        for day in days
+        if day.weekday() in window.days
+    )
+    return min((begin for begin in begins if begin > moment), default=None)
+
+
 def closes_at(pool: Pool, now: float) -> float | None:
     """When lending must end because no window is open any more; None for never.
 

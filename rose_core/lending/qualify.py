@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import chain
 
-from rose_core.api.reasons import Reason
+from rose_core.api.reasons import MEANING, Reason
 from rose_core.lending.answers import Verdict
 from rose_core.lending.facts import Policy, Pool, Replica
 from rose_core.wire.sync import SignalSource
@@ -37,7 +37,11 @@ def _ready(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str]
 
 
 def _not_refused(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
-    return None if replica.refusal is None else (replica.refusal, replica.refusal_text)
+    if replica.refusal is None:
+        return None
+    # An agent sends a word alone; people read what it means.
+    text = replica.refusal_text
+    return replica.refusal, MEANING[replica.refusal] if text == replica.refusal else text
 
 
 def _has_gpu(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
@@ -46,7 +50,9 @@ def _has_gpu(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, st
 
 def _signalled(replica: Replica, pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
     if replica.signal is None:
-        return Reason.SIGNAL_MISSING, "no source proves that it is alive"
+        allowed = ", ".join(sorted(pool.allowed_signals)) or "none"
+        text = f"no source shows whether it is busy; allowedSignals has {allowed}"
+        return Reason.SIGNAL_MISSING, text
     if replica.signal not in pool.allowed_signals:
         return Reason.SIGNAL_NOT_ALLOWED, f"{replica.signal} is not in allowedSignals"
     return None
@@ -57,6 +63,9 @@ def _verified(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, s
     tapped = replica.signal == SignalSource.WIRE_TAP
     if replica.verified or (replica.verified is None and not tapped):
         return None
+    if replica.verified is None:
+        text = "the tap's request count has not been compared with the engine's yet"
+        return Reason.SIGNAL_NOT_VERIFIED, text
     return Reason.SIGNAL_NOT_VERIFIED, "the tap's request count does not equal the engine's"
 
 
@@ -64,7 +73,8 @@ def _roomy(replica: Replica, _pool: Pool, policy: Policy) -> tuple[Reason, str] 
     used = replica.kv_permille
     if used is None or used <= policy.max_kv_permille:
         return None
-    return Reason.KV_USE_TOO_HIGH, f"KV use {used} permille, limit {policy.max_kv_permille}"
+    text = f"KV use {used} permille, limit {policy.max_kv_permille} permille"
+    return Reason.KV_USE_TOO_HIGH, text
 
 
 CHECKS: tuple[Check, ...] = (

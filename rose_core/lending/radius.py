@@ -9,7 +9,7 @@ from __future__ import annotations
 from rose_core.api.reasons import Reason
 from rose_core.lending.answers import Verdict
 from rose_core.lending.facts import Pool, Replica
-from rose_core.lending.limits import is_open
+from rose_core.lending.limits import is_open, opens_at
 from rose_core.lending.world import World
 
 Cause = tuple[Reason, str]
@@ -18,12 +18,19 @@ Cause = tuple[Reason, str]
 def closed(world: World, pool: Pool) -> Cause | None:
     """Why no loan can be made in the pool for a while, whatever comes back; None otherwise."""
     if not is_open(pool, world.now):
-        return Reason.OUTSIDE_TIME_WINDOW, "no time window is open"
+        return Reason.OUTSIDE_TIME_WINDOW, _when_open(pool, world.now)
     left = world.broken(pool)
     if left:
         missed = "live traffic misses its objective" if pool.breaker.missed else "it was missed"
         return Reason.BREAKER_OPEN, f"{missed}; lending rests for another {left:.0f} s"
     return None
+
+
+def _when_open(pool: Pool, now: float) -> str:
+    at = opens_at(pool, now)
+    if at is None:
+        return "no time window is open, and none will be"
+    return f"no time window is open; the next one opens {at:%a %H:%M} UTC"
 
 
 def blocked(world: World, pool: Pool) -> Cause | None:

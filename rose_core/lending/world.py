@@ -68,9 +68,7 @@ class World:
             self._count(slot.pool, slot.node, self.replicas.get(slot.replica), 1)
         self.zone_size = Counter((replica.pool, replica.zone) for replica in self.snapshot.replicas)
         self._reporting = Counter(
-            replica.pool
-            for replica in self.snapshot.replicas
-            if not replica.stale
+            replica.pool for replica in self.snapshot.replicas if not replica.stale
         )
         self._free: dict[str, dict[str, Replica]] = defaultdict(dict)
         for replica in self.snapshot.replicas:
@@ -178,10 +176,14 @@ class World:
         freed = [at for gpu in replica.gpus if (at := self.memory.freed_at.get(gpu)) is not None]
         if freed:
             left = max(freed) + self.policy.cool_seconds - self.now
-            return Verdict(replica.name, Reason.COOLING_DOWN, f"rests for another {left:.0f} s")
-        left = self.memory.fit_since[replica.uid] + self.policy.settle_seconds - self.now
+            return Verdict(
+                replica.name, Reason.COOLING_DOWN, f"its GPU rests for another {left:.0f} s"
+            )
+        needed = self.policy.settle_seconds
+        left = self.memory.fit_since[replica.uid] + needed - self.now
         if left > 0:
-            return Verdict(replica.name, Reason.SETTLING, f"needs another {left:.0f} s")
+            text = f"must qualify for {needed:.0f} s without a break; another {left:.0f} s to go"
+            return Verdict(replica.name, Reason.SETTLING, text)
         return None
 
     # Decisions.

@@ -205,6 +205,32 @@ def test_a_stronger_lease_below_its_minimum_takes_one_settled_slot() -> None:
     assert released(world([a, b], [weak, strong], going)) == {}
 
 
+def test_a_closed_window_is_named_as_the_cause_with_the_next_one() -> None:
+    # NOW is a Friday, 08:00 UTC.
+    windows = (Window(frozenset({1}), 120, 180), Window(frozenset({4}), 600, 660))
+    done = plan(world([replica("a")], [lease("x")], pools=[pool(windows=windows)]), NOW)
+    found = done.outcomes["r/x"]
+    assert found.reason is Reason.OUTSIDE_TIME_WINDOW
+    assert "the next one opens Fri 10:00 UTC" in found.message
+    never = pool(windows=(Window(frozenset(), 0, 1),))
+    done = plan(world([replica("a")], [lease("x")], pools=[never]), NOW)
+    assert "none will be" in done.outcomes["r/x"].message
+
+
+def test_reasons_are_told_in_words_and_numbers() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"verified": None}, "not been compared"),
+        ({"verified": False}, "does not equal"),
+        ({"signal": None}, "allowedSignals has Loads, WireTap"),
+        ({"refusal": Reason.INSUFFICIENT_MEMORY, "refusal_text": "InsufficientMemory"}, "too li"),
+        ({"refusal": Reason.OTHER, "refusal_text": "its own words"}, "its own words"),
+        ({"kv_permille": 950}, "950 permille, limit 900 permille"),
+    ]
+    for changes, text in cases:
+        done = plan(world([replica("a", **changes)], [lease("x")]), NOW)
+        assert text in done.verdicts["a"].message
+
+
 def test_time_windows_may_cross_midnight() -> None:
     # 2027-01-15 08:00 UTC is a Friday.
     friday_8 = 1_800_000_000.0

@@ -89,13 +89,23 @@ def _annotation(request: str | None) -> dict[str, object]:
 def _text(
     given: argparse.Namespace, thing: RolloutLease | ServingPool, answer: Explanation | None
 ) -> str:
-    parts = [f"{given.kind} {thing.metadata.key}\n"]
+    of = f" of pool {thing.spec.pool_ref.key}" if isinstance(thing, RolloutLease) else ""
+    parts = [f"{given.kind} {thing.metadata.key}{of}\n"]
     if answer is not None:
         parts.append(f"{answer.summary}\n")
-    parts.append(f"\n{table(_conditions(thing))}")
+    rows = _conditions(thing)
+    if answer is not None:
+        rows = [_not_twice(row, answer.summary) for row in rows]
+    parts.append(f"\n{table(rows)}")
     if answer is not None:
         parts.append(_verdicts(answer, given.reason))
     return "".join(parts)
+
+
+def _not_twice(row: Row, told: str) -> Row:
+    """The condition without a message that stands above it already."""
+    message = str(row["message"])
+    return {**row, "message": "(above)"} if message and message in told else row
 
 
 def _conditions(thing: RolloutLease | ServingPool) -> list[Row]:
@@ -106,9 +116,11 @@ def _conditions(thing: RolloutLease | ServingPool) -> list[Row]:
 
 
 def _verdicts(answer: Explanation, only: str | None) -> str:
+    if not answer.verdicts:
+        return "\nno replica was considered\n"
     counts = Counter(one.reason for one in answer.verdicts)
     ranked = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
-    head = ", ".join(f"{count} {reason}" for reason, count in ranked) or "none"
+    head = ", ".join(f"{count} {reason}" for reason, count in ranked)
     rows: list[Row] = [
         {"replica": one.replica, "reason": one.reason, "why": one.message}
         for one in answer.verdicts
