@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from rose_core.identity import WeightVersion
+from rose_weights import client as client_module
 from rose_weights.blocks import Blocks
 from rose_weights.bundle import Bundle
 from rose_weights.client import WeightsClient
@@ -32,6 +33,7 @@ from rose_weights.store import Store
 from rose_wire import rpc
 from rose_wire.errors import Refused, Unavailable
 from rose_wire.rpc import Server
+from tests.weights.breaking import breaking
 from tests.weights.faulty import FaultyDisk
 from tests.weights.models import Model, apply_bundle
 
@@ -134,6 +136,42 @@ async def test_a_broken_fetch_goes_on_at_the_block(tmp_path: Path) -> None:
         with pytest.raises(Damaged, match="no complete bundle"):
             bundle.manifest()
         await client.pull("run", tmp_path / "b")
+        held = {name: np.zeros_like(bits) for name, bits in model.state.items()}
+        apply_bundle(held, bundle)
+        assert all(np.array_equal(held[name], bits) for name, bits in model.state.items())
+
+
+async def test_a_lost_connection_costs_its_own_blocks_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "BATCH_BYTES", 60_000)
+    asked: list[tuple[bytes, ...]] = []
+    fetch = WeightService.fetch
+
+    async def noted(service: WeightService, request: FetchRequest) -> AsyncIterator[bytes]:
+        asked.append(request.names)
+        async for piece in fetch(service, request):
+            yield piece
+            await asyncio.sleep(0)  # the connections take turns
+
+    monkeypatch.setattr(WeightService, "fetch", noted)
+    async with connected(tmp_path / "s") as (running, writer, planner):
+        model = Model(seed=1)
+        await publish(writer, model, 1)
+        manifest, _ = await planner.plan("run")
+        bundle = Bundle(tmp_path / "b")
+        async with (
+            breaking(running.address, bytes_until=20_000) as proxy,
+            WeightsClient(proxy.address, token="t", connections=3) as client,
+        ):
+            await client.fetch(manifest, bundle)
+        assert proxy.connections >= 3
+        assert proxy.broken == 1
+        bundle.finish(manifest)
+        assert bundle.absent(manifest) == []
+        wanted = {block.sha256 for block in manifest.blocks}
+        twice = sum(map(len, asked)) - len(wanted)
+        assert 0 < twice <= max(map(len, asked))
         held = {name: np.zeros_like(bits) for name, bits in model.state.items()}
         apply_bundle(held, bundle)
         assert all(np.array_equal(held[name], bits) for name, bits in model.state.items())

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import grpc
 
@@ -41,6 +42,8 @@ from rose_weights.service import ATTESTED, AWAIT, DESCRIBE, FETCH, PLAN, WATCH
 from rose_wire import rpc
 from rose_wire.errors import Refused, Unavailable
 
+_ResultT = TypeVar("_ResultT")
+
 LOG = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 30.0
@@ -51,6 +54,9 @@ BATCH_BYTES = 16 << 20
 """Blocks asked for in one call; what a break costs at most."""
 
 ATTEMPTS = 3
+
+CONNECTIONS = 4
+"""For a fetch of as many calls or more."""
 
 
 @contextlib.contextmanager
@@ -73,6 +79,7 @@ class WeightsClient:
         token: bearer token.
         credentials: instead of those that the address asks for.
         holder: this receiver's name; versions it works with are kept for it.
+        connections: for large fetches; one may not fill a long or lossy link.
     """
 
     def __init__(
@@ -82,8 +89,12 @@ class WeightsClient:
         token: str = "",
         holder: str = "",
         credentials: grpc.ChannelCredentials | None = None,
+        connections: int = CONNECTIONS,
     ) -> None:
+        self._connect = functools.partial(rpc.connect, address, credentials=credentials, own=True)
+        self._connections = connections
         self._channel = rpc.connect(address, credentials=credentials)
+        self._channels = [self._channel]
         self._token = token
         self._holder = holder
 
@@ -99,8 +110,9 @@ class WeightsClient:
         await self.close()
 
     async def close(self) -> None:
-        """End the connection."""
-        await self._channel.close()
+        """End the connections."""
+        for channel in self._channels:
+            await channel.close()
 
     async def describe(self, run: str = "") -> Description:
         """Runs, or one run's kept versions.
@@ -250,41 +262,68 @@ class WeightsClient:
     async def fetch(self, manifest: Manifest, bundle: Bundle) -> None:
         """Bring the manifest's blocks that the bundle lacks.
 
+        Over several connections where there is more than one call's worth. What a lost connection
+        had not brought the others bring.
+
         Raises:
-            Damaged: a block arrived damaged three times.
+            Damaged: a block arrived damaged three times over every connection.
             Unavailable: the store went away three times without a block between.
         """
         absent = deque(await asyncio.to_thread(bundle.absent, manifest))
+        calls = -(-sum(block.size for block in absent) // BATCH_BYTES)
+        lanes = self._lanes(calls) if absent else []
+        while absent:
+            errors = await _together(self._bring(lane, absent, manifest, bundle) for lane in lanes)
+            lanes = [lane for lane, error in zip(lanes, errors, strict=True) if error is None]
+            if not lanes:
+                raise next(error for error in errors if error is not None)
+
+    def _lanes(self, calls: int) -> list[grpc.aio.Channel]:
+        while len(self._channels) < min(calls, self._connections):
+            self._channels.append(self._connect())
+        return self._channels[: max(calls, 1)]
+
+    async def _bring(
+        self,
+        channel: grpc.aio.Channel,
+        absent: deque[BlockEntry],
+        manifest: Manifest,
+        bundle: Bundle,
+    ) -> Exception | None:
+        """Bring blocks of ``absent`` over one connection until none is left; or why it gave up."""
         failures, check = 0, False
         while absent:
-            before = len(absent)
+            mine = _take(absent)
+            before = len(mine)
             try:
-                await self._fetch_batch(_batch(absent), absent, bundle, check)
+                await self._fetch_batch(channel, mine, bundle, check)
             except (Unavailable, WeightsError) as error:
-                failures = 1 if len(absent) < before else failures + 1
+                failures = 1 if len(mine) < before else failures + 1
                 check = check or isinstance(error, Damaged)
+                absent.extendleft(reversed(mine))
                 if failures >= ATTEMPTS:
-                    raise
+                    return error
                 LOG.warning("fetch of %s broke, asking again: %s", manifest.target, error)
                 await asyncio.sleep(0.2 * failures)
+        return None
 
     async def _fetch_batch(
-        self, batch: Sequence[BlockEntry], absent: deque[BlockEntry], bundle: Bundle, check: bool
+        self, channel: grpc.aio.Channel, mine: deque[BlockEntry], bundle: Bundle, check: bool
     ) -> None:
-        """Bring the first blocks of ``absent``; those that arrived are taken off it."""
-        request = FetchRequest(tuple(block.sha256 for block in batch), check)
-        unpacker = Unpacker([block.size for block in batch])
+        """Bring these blocks; those that arrived are taken off."""
+        request = FetchRequest(tuple(block.sha256 for block in mine), check)
+        unpacker = Unpacker([block.size for block in mine])
         writing: asyncio.Task[None] | None = None
 
         async def write(blocks: Sequence[memoryview]) -> None:
             for data in blocks:
-                await asyncio.to_thread(bundle.put, absent[0].sha256, data)
+                await asyncio.to_thread(bundle.put, mine[0].sha256, data)
                 faults.at("sync.block")
-                absent.popleft()
+                mine.popleft()
 
         try:
             with understanding():
-                async for piece in rpc.receive(self._channel, FETCH, request, token=self._token):
+                async for piece in rpc.receive(channel, FETCH, request, token=self._token):
                     ready = unpacker.feed(piece)
                     if writing is not None:  # what came before is written while this one came
                         await writing
@@ -297,13 +336,22 @@ class WeightsClient:
             raise Damaged(message)
 
 
-def _batch(blocks: Iterable[BlockEntry]) -> list[BlockEntry]:
-    """The first blocks, up to about ``BATCH_BYTES``."""
-    batch: list[BlockEntry] = []
+async def _together(works: Iterable[Coroutine[None, None, _ResultT]]) -> list[_ResultT]:
+    """All results; when one raises, the others are ended first."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _take(blocks: deque[BlockEntry]) -> deque[BlockEntry]:
+    """Take the first blocks, up to about ``BATCH_BYTES``."""
+    batch: deque[BlockEntry] = deque()
     size = 0
-    for block in blocks:
-        batch.append(block)
-        size += block.size
-        if size >= BATCH_BYTES:
-            break
+    while blocks and size < BATCH_BYTES:
+        batch.append(blocks.popleft())
+        size += batch[-1].size
     return batch

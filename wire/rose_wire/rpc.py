@@ -236,7 +236,11 @@ class _BearerCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc sh
 
 
 def connect(
-    address: str, *, credentials: grpc.ChannelCredentials | None = None, name: str = ""
+    address: str,
+    *,
+    credentials: grpc.ChannelCredentials | None = None,
+    name: str = "",
+    own: bool = False,
 ) -> grpc.aio.Channel:
     """Open a channel; it connects by itself and again after a loss.
 
@@ -244,18 +248,20 @@ def connect(
         address: ``host:port``, ``tls://host:port`` or ``unix:/path``.
         credentials: instead of those that the scheme asks for.
         name: what the other's certificate must name, where that is not the address.
+        own: a connection of its own; channels to one address share one otherwise.
 
     Raises:
         OSError: the authorities for ``tls://`` cannot be read (``rose_wire.tls``).
     """
+    options = [*_OPTIONS, ("grpc.use_local_subchannel_pool", 1)] if own else _OPTIONS
     if credentials is not None:  # then what the environment names is not even read
         target = address.removeprefix(tls.SCHEME)
         named = [("grpc.ssl_target_name_override", name)] if name else []
-        return grpc.aio.secure_channel(target, credentials, options=[*_OPTIONS, *named])
+        return grpc.aio.secure_channel(target, credentials, options=[*options, *named])
     target, found = tls.dial(address)
     if found is None:
-        return grpc.aio.insecure_channel(target, options=_OPTIONS)
-    return grpc.aio.secure_channel(target, found, options=_OPTIONS)
+        return grpc.aio.insecure_channel(target, options=options)
+    return grpc.aio.secure_channel(target, found, options=options)
 
 
 def translate(error: grpc.aio.AioRpcError, path: str) -> WireError:
