@@ -217,3 +217,21 @@ affinity:
 {{- end }}
 {{- join "," (uniq $classes) -}}
 {{- end }}
+
+{{/* With DRA: the pod's claim on the node's GPUs. */}}
+{{- define "rose.claims" -}}
+{{- if .Values.dra.enabled -}}
+resourceClaims:
+  - name: gpus
+    resourceClaimTemplateName: {{ .Values.dra.existingTemplate | default "rose-gpus" }}
+{{- end }}
+{{- end }}
+
+{{/* Resources of a container that sees GPUs: {root, resources}. */}}
+{{- define "rose.resources" -}}
+{{- toYaml .resources }}
+{{- if .root.Values.dra.enabled }}
+claims:
+  - name: gpus
+{{- end }}
+{{- end }}
