@@ -163,10 +163,10 @@ def unpack(  # noqa: PLR0917
     number = ZERO
     position = np.int64(0)
     for at in range(len(gaps)):
-        position += np.int64(gaps[at])
-        indices[number] = position
-        end = np.int64(gaps[at] != ESCAPE)
-        position += end
+        gap = np.int64(gaps[at])
+        end = np.int64(gap != ESCAPE)
+        indices[number] = position + gap
+        position += gap + end
         number += np.uint64(end)
     mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - width_bits)
     for at in range(len(codes)):
