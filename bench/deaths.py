@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import signal
 import statistics
 import sys
@@ -32,6 +33,7 @@ from bench.guard.rollouts import STREAMS, Rollouts
 from bench.record import Figure, figure, record
 from rose_dev.engine_environment import engine_python
 from rose_dev.models import make_named
+from rose_engines.bell import ring
 from rose_engines.permit import Permit
 
 PROMISE_SECONDS = 0.25
@@ -132,26 +134,32 @@ async def long_stop(model: str, seconds: float) -> list[Figure]:
             streams = asyncio.create_task(rollouts.run())
             try:
                 async with bench.permit() as permit:
-                    return await _stopped_for(seconds, permit, rollouts, lambda: processes(bench))
+                    pids = functools.partial(processes, bench)
+                    return await _stopped_for(seconds, permit, bench.bell, rollouts, pids)
             finally:
                 streams.cancel()
                 await asyncio.gather(streams, return_exceptions=True)
 
 
 async def _stopped_for(
-    seconds: float, permit: Permit, rollouts: Rollouts, pids: Callable[[], tuple[int, ...]]
+    seconds: float,
+    permit: Permit,
+    bell: Path,
+    rollouts: Rollouts,
+    pids: Callable[[], tuple[int, ...]],
 ) -> list[Figure]:
-    async with gates.gate(permit, gates.always):
+    async with gates.gate(permit, gates.always, bell):
         await _token(rollouts, 0.0)
     before, began, ends = pids(), time.monotonic(), rollouts.ended
     thaws = 0
     while time.monotonic() - began < seconds:
         await asyncio.sleep(min(BETWEEN_THAWS_SECONDS, seconds / 2))
         permit.extend(time.monotonic_ns() + int(THAW_SECONDS * 1e9))
+        ring(bell)
         thaws += 1
     await asyncio.sleep(PROMISE_SECONDS)
     opened, cut = time.monotonic(), rollouts.ended - ends
-    async with gates.gate(permit, gates.always):
+    async with gates.gate(permit, gates.always, bell):
         first = await _token(rollouts, opened)
     return [
         figure("long stop: seconds", seconds, "s"),

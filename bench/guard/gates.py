@@ -20,9 +20,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from bench.guard.load import Served
 from bench.guard.rollouts import Rollouts
+from rose_engines.bell import ring
 from rose_engines.permit import Permit
 
 _TICK_SECONDS = 0.004
@@ -91,17 +93,20 @@ class Paper:
 
 
 @contextlib.asynccontextmanager
-async def gate(permit: Permit, rule: Rule) -> AsyncIterator[None]:
-    """Run a rule on the permit; the permit is closed afterwards."""
+async def gate(permit: Permit, rule: Rule, bell: Path) -> AsyncIterator[None]:
+    """Run a rule on the permit and ring at each change; the permit is closed afterwards."""
     ending = threading.Event()
 
     def follow() -> None:
         while not ending.wait(_TICK_SECONDS):
+            was_open = permit.until_ns > time.monotonic_ns()
             until = rule(time.monotonic_ns())
             if until:
                 permit.extend(until)
             else:
                 permit.close_now()
+            if was_open != bool(until):
+                ring(bell)
 
     thread = threading.Thread(target=follow, name="gate")
     thread.start()
@@ -111,6 +116,7 @@ async def gate(permit: Permit, rule: Rule) -> AsyncIterator[None]:
         ending.set()
         await asyncio.to_thread(thread.join)
         permit.close_now()
+        ring(bell)
 
 
 def paper(

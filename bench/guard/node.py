@@ -210,6 +210,11 @@ class Bench:
             await asyncio.sleep(2 * SYNC_SECONDS)
         await self.settled()
 
+    @property
+    def bell(self) -> Path:
+        """Where a gate of the benchmark's own rings."""
+        return self.rundir.enforcer_bell
+
     @contextlib.asynccontextmanager
     async def permit(self) -> AsyncIterator[Permit]:
         """The engine's permit, for a gate of the benchmark's own; no guard may be running."""

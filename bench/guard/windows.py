@@ -78,7 +78,7 @@ class Runner:
 
     async def rollout_rate(self, seconds: float) -> float:
         """Rollout tokens per second while serving has nothing to do."""
-        async with self.bench.permit() as permit, gates.gate(permit, gates.always):
+        async with self.bench.permit() as permit, gates.gate(permit, gates.always, self.bench.bell):
             opened = time.monotonic()
             while self.rollouts.first_after(opened) is None:
                 if time.monotonic() - opened > _PATIENCE_SECONDS:
@@ -172,7 +172,7 @@ class Runner:
         elif condition == "rose-paper" and goal is not None:
             aims = (goal.ttft_s, goal.tpot_s)
             rule = gates.paper(served, solo.profile, aims, KV_TOKENS, self.rollouts).rule
-        async with self.bench.permit() as permit, gates.gate(permit, rule):
+        async with self.bench.permit() as permit, gates.gate(permit, rule, self.bench.bell):
             await asyncio.sleep(0.5)
             yield
 

@@ -24,6 +24,7 @@ from tests.agent.node import Node, node
 
 # A permit is open or about to be: what the guard does when nothing else happens.
 _SETTLE_SECONDS = 3.0
+_SYNC_SECONDS = 2.0  # the operator's own default
 PARTS = ("guard", "tap opener", "tap parser", "engine host")
 GUARD_AND_TAP = PARTS[:3]
 
@@ -155,6 +156,7 @@ async def measure(options: argparse.Namespace) -> list[Figure]:
     """Start the node, let its gate open, count the phases."""
     with tempfile.TemporaryDirectory(prefix="rose") as folder:
         async with node(Path(folder)) as running:
+            running.operator.sync_seconds = _SYNC_SECONDS
             running.operator.ttft_ms, running.operator.tpot_ms = options.ttft, options.tpot
             await running.until(lambda: running.gate(is_open=True), "gate opens")
             await asyncio.sleep(_SETTLE_SECONDS)

@@ -182,6 +182,11 @@ class RunDir:
         return self.root / "host.sock"
 
     @property
+    def enforcer_bell(self) -> Path:
+        """Where the engine host's enforcer is told that a permit has changed."""
+        return self.root / "bell.sock"
+
+    @property
     def tap_socket(self) -> Path:
         """Event stream of the wire tap."""
         return self.root / "tap.sock"

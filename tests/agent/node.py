@@ -64,6 +64,7 @@ class FakeOperator:
         self.granted = True
         self.silent = False
         self.ttl_seconds = 30.0
+        self.sync_seconds = 0.3
         self.mode = "Lend"
         self.ttft_ms = 0
         self.tpot_ms = 0
@@ -93,7 +94,9 @@ class FakeOperator:
             tpot_milliseconds=self.tpot_ms,
         )
         grants = (self._grant(),) if self.granted else ()
-        return SyncReply(self.term, self.complete, grants, (policy,), sync_period_seconds=0.3)
+        return SyncReply(
+            self.term, self.complete, grants, (policy,), sync_period_seconds=self.sync_seconds
+        )
 
     def _grant(self) -> Grant:
         return Grant(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from rose_agent.host.errors import GroupError
 from rose_agent.host.groups import wait_for
 from rose_core.guard.standstill import Patience
 from rose_core.wire.host import Holder
+from rose_engines.bell import Listener, ring
 from rose_engines.permit import Permit
 
 RUNNING, STOPPING, STOPPED = TreeState.RUNNING, TreeState.STOPPING, TreeState.STOPPED
@@ -212,13 +215,13 @@ def test_a_dedicated_engine_holds_its_own_permit_until_the_stop_button(permit: P
     assert not watched.tick(stop_pressed=True, now_ns=2_000)
 
 
-def test_one_engines_trouble_does_not_end_the_enforcer(tmp_path: Path) -> None:
+def test_one_engines_trouble_does_not_end_the_enforcer(tmp_path: Path, short_dir: Path) -> None:
     class Broken(TreeInMemory):
         def freeze(self) -> None:
             raise ZeroDivisionError
 
     trees = (Broken(), TreeInMemory())
-    enforcer = Enforcer(lambda: False)
+    enforcer = Enforcer(lambda: False, short_dir / "bell")
     for number, tree in enumerate(trees):
         watched = Watched(f"slot-{number}", Permit.create(tmp_path / f"permit-{number}"))
         watched.put(tree)
@@ -227,3 +230,50 @@ def test_one_engines_trouble_does_not_end_the_enforcer(tmp_path: Path) -> None:
     stopped = wait_for(lambda: "freeze" in trees[1].calls, 60.0)
     enforcer.stop()
     assert stopped
+
+
+def test_it_looks_again_when_a_permit_ends_and_often_while_a_tree_is_on_its_way(
+    watched: Watched, permit: Permit
+) -> None:
+    tree = TreeInMemory()
+    watched.put(tree)
+    permit.extend(10_000)
+    watched.tick(stop_pressed=False, now_ns=1)
+    assert watched.due_ns == 10_000
+    tree.obedient = False
+    watched.tick(stop_pressed=False, now_ns=10_000)
+    assert watched.due_ns == 10_000 + 2_000_000
+    tree.still = True
+    watched.tick(stop_pressed=False, now_ns=20_000)
+    assert watched.due_ns == 0, "nothing ends by itself"
+
+
+def test_a_ring_is_heard_at_once_and_one_that_nobody_hears_is_lost(short_dir: Path) -> None:
+    bell = short_dir / "bell"
+    ring(bell)
+    listener = Listener(bell)
+    listener.wait(0.001)
+    ringing = threading.Timer(0.05, ring, (bell,))
+    began = time.monotonic()
+    ringing.start()
+    listener.wait(60.0)
+    assert time.monotonic() - began < 30.0
+    for _ in range(3):
+        ring(bell)
+    listener.wait(60.0)
+    listener.close()
+
+
+def test_a_permit_that_was_closed_and_rung_for_stops_its_engine(
+    watched: Watched, permit: Permit, short_dir: Path
+) -> None:
+    tree = TreeInMemory()
+    watched.put(tree)
+    permit.extend(time.monotonic_ns() + 9_000_000_000)
+    enforcer = Enforcer(lambda: False, short_dir / "bell")
+    enforcer.watch(watched)
+    enforcer.start()
+    permit.close_now()
+    ring(short_dir / "bell")
+    assert wait_for(lambda: watched.state is STOPPED, 60.0)
+    enforcer.stop()

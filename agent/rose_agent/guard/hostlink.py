@@ -18,6 +18,8 @@ from rose_core.wire.host import (
     SetDormant,
     StopEngine,
 )
+from rose_engines import bell
+from rose_engines.rundir import RunDir
 from rose_wire import rpc
 from rose_wire.errors import WireError
 from rose_wire.services import DORMANT, ENSURE, HOLD, STATUS, STOP
@@ -39,6 +41,7 @@ class HostLink:
     def __init__(self, path: Path, on_status: Callable[[], None]) -> None:
         self._path = path
         self._channel = rpc.connect(f"unix:{path}")
+        self._bell = RunDir(path.parent).enforcer_bell
         self._on_status = on_status
         self._kick = asyncio.Event()
         self.engines: dict[str, EngineStatus] = {}
@@ -49,6 +52,10 @@ class HostLink:
     def alive(self, now_ns: int) -> bool:
         """The host has answered lately."""
         return bool(self.answered_ns) and now_ns - self.answered_ns < ALIVE_NS
+
+    def ring(self) -> None:
+        """A permit has been opened or closed: the host's enforcer looks now."""
+        bell.ring(self._bell)
 
     def ask_soon(self) -> None:
         """Ask for the status without waiting for the next turn."""

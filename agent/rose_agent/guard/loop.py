@@ -222,7 +222,7 @@ class Guard:
         self._stop_pressed = os.path.exists(self._stop_button)  # noqa: PTH110  # hot path
         if began - self._matched_s >= _MATCH_SECONDS:
             self._matched_s = began
-            self.match()
+            self._match()
         self.step_all()
         self._ticked_ns = time.monotonic_ns()
         metrics.TICK_SECONDS.observe(time.monotonic() - began)
@@ -252,7 +252,11 @@ class Guard:
     # --- matching what is with what should be
 
     def match(self) -> None:
-        """Pods to replicas, grants and leftovers to slots."""
+        """Pods to replicas, grants and leftovers to slots; then a step of all of them."""
+        self._match()
+        self.step_all()
+
+    def _match(self) -> None:
         if self.pods is None:
             return
         pods = self.pods.pods(self.policies)
@@ -276,7 +280,6 @@ class Guard:
         self.pools.match(self.policies)
         self._match_slots()
         self._look_at_devices()
-        self.step_all()
 
     def _match_pod(self, uid: str, pod: ServingPod, policy: PoolPolicy) -> None:
         replica = self.replicas.get(uid)
@@ -350,7 +353,7 @@ class Guard:
                 del self.slots[uid]
                 self._history.add(uid)
                 task = asyncio.create_task(slot.detach())
-                task.add_done_callback(_ignore)
+                task.add_done_callback(_nothing)
 
     def _changed(self) -> None:
         self.step_all()
@@ -392,9 +395,5 @@ class Guard:
                 slot.budget = replica.view.budget
 
 
-def _nothing() -> None:
-    return
-
-
-def _ignore(_task: asyncio.Task[None]) -> None:
+def _nothing(_task: object = None) -> None:
     return

@@ -190,16 +190,21 @@ class Slot:
             return
         lane = lanes.permitted(self._lane.chosen, self.status.lanes if self.status else None)
         if self._permit.lane == lane:
+            lapsed = self._permit.until_ns <= time.monotonic_ns()
             self._permit.extend(until_ns)
+            if lapsed:
+                self._host.ring()
             return
         # The engine under way ends its iteration meanwhile, so that the two never add up.
         self._permit.close_now()
         self._permit.choose(lane)
+        self._host.ring()
 
     def _close(self, now_ns: int, arrival_ns: int) -> None:
         if self._permit is None or not self._permit.until_ns:
             return
         self._permit.close_now()
+        self._host.ring()
         if arrival_ns:
             closed_ns = time.monotonic_ns()
             metrics.CLOSE_SECONDS.observe((closed_ns - arrival_ns) / 1e9)

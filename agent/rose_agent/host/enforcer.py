@@ -2,7 +2,16 @@
 
 A thread of its own, because the event loop also streams tokens and must not delay a stop. Every
 tick it writes the host's heartbeat into each permit, looks whether the engine may run
-(``enforcement``) and acts on the tree (``groups``). When the thread hangs or dies the heartbeat
+(``enforcement``) and acts on the tree (``groups``).
+
+| it ticks | because |
+|---|---|
+| at a ring of the bell | somebody has opened or closed a permit, or added a holder |
+| when a permit or an errand ends | nobody rings for that |
+| every 2 ms | a tree is not yet where it should be |
+| every 20 ms | the heartbeat, the stop button, whoever did not ring |
+
+When the thread hangs or dies the heartbeat
 goes stale: the guard then freezes the tree, and the plugin inside the engine stops by itself.
 """
 
@@ -12,6 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from rose_agent.host import metrics
 from rose_agent.host.enforcement import Action, Tree, TreeState, Wish, decide, late
@@ -19,13 +29,14 @@ from rose_agent.host.errors import GroupError
 from rose_agent.host.groups import ProcessGroup
 from rose_core.guard.standstill import Patience
 from rose_core.wire.host import Holder
+from rose_engines.bell import Listener, ring
 from rose_engines.permit import Permit
 
 _log = logging.getLogger(__name__)
 
-# A tick while some engine may run, and while all stand still.
-BUSY_TICK_SECONDS = 0.002
-IDLE_TICK_SECONDS = 0.005
+# Between two ticks at most, and while a tree is on its way.
+TICK_SECONDS = 0.02
+_UNSETTLED_NS = 2_000_000
 # A tree that does not stand still by then and still computes is killed.
 PATIENCE = Patience(3_000_000_000)
 # How often a tree at rest is looked at, in case somebody else thawed it.
@@ -57,6 +68,12 @@ class Watched:
         self._ordered = 0.0
         self._killing = False
         self._detached = False
+        self._due_ns = 0
+
+    @property
+    def due_ns(self) -> int:
+        """When it has to be looked at again, whatever else happens; 0 = it does not matter."""
+        return self._due_ns
 
     @property
     def holders(self) -> tuple[Holder, ...]:
@@ -127,7 +144,15 @@ class Watched:
             self._wish = Wish(open_now, stop_pressed, self._holders, errand)
             if self._group is not None:
                 self._step(self._group, self._wish.may_run, now_ns)
+            self._due_ns = self._next_look(now_ns)
             return self._wish.may_run
+
+    def _next_look(self, now_ns: int) -> int:
+        goal = TreeState.RUNNING if self._wish.may_run else TreeState.STOPPED
+        if self._group is not None and self._tree.state is not goal:
+            return now_ns + _UNSETTLED_NS
+        ends = (self._permit.until_ns, self._errand_until_ns)
+        return min((end for end in ends if end > now_ns), default=0)
 
     def _step(self, group: ProcessGroup, may_run: bool, now_ns: int) -> None:
         if self._tree.state is TreeState.STOPPED and not may_run:
@@ -180,32 +205,38 @@ class Enforcer:
 
     Args:
         stop_pressed: looks at the node's stop button; called every tick.
+        bell: where guards ring.
     """
 
-    def __init__(self, stop_pressed: Callable[[], bool]) -> None:
+    def __init__(self, stop_pressed: Callable[[], bool], bell: Path) -> None:
         self._stop_pressed = stop_pressed
+        self._bell = bell
         self._watched: tuple[Watched, ...] = ()
         self._lock = threading.Lock()
-        self._wake = threading.Event()
         self._ending = False
         self._last_tick_ns = time.monotonic_ns()
         self._thread = threading.Thread(target=self._run, name="enforcer", daemon=True)
 
     def start(self) -> None:
-        """Begin to tick."""
+        """Begin to tick.
+
+        Raises:
+            OSError: nothing can listen for the bell.
+        """
+        self._listener = Listener(self._bell)
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread; nothing is thawed or frozen by that."""
         self._ending = True
-        self._wake.set()
+        self.poke()
         self._thread.join()
 
     def watch(self, watched: Watched) -> None:
         """Take an engine under control."""
         with self._lock:
             self._watched = (*self._watched, watched)
-        self._wake.set()
+        self.poke()
 
     def forget(self, watched: Watched) -> None:
         """Release an engine that has ended."""
@@ -214,29 +245,29 @@ class Enforcer:
 
     def poke(self) -> None:
         """Tick now instead of at the end of the period."""
-        self._wake.set()
+        ring(self._bell)
 
     def age_seconds(self) -> float:
         """Time since the last tick ended; the host is unhealthy when this grows."""
         return (time.monotonic_ns() - self._last_tick_ns) / 1e9
 
-    def tick(self) -> bool:
-        """One round over all engines; True while one of them may run."""
-        pressed = self._stop_pressed()
-        running = [self._tick_one(watched, pressed) for watched in self._watched]
-        self._last_tick_ns = time.monotonic_ns()
-        return any(running)
+    def tick(self) -> float:
+        """One round over all engines; seconds until the next one."""
+        pressed, watched = self._stop_pressed(), self._watched
+        for one in watched:
+            self._tick_one(one, pressed)
+        self._last_tick_ns = now_ns = time.monotonic_ns()
+        due_ns = min((one.due_ns for one in watched if one.due_ns), default=0)
+        return min((due_ns - now_ns) / 1e9, TICK_SECONDS) if due_ns else TICK_SECONDS
 
-    def _tick_one(self, watched: Watched, pressed: bool) -> bool:
+    def _tick_one(self, watched: Watched, pressed: bool) -> None:
         try:
-            return watched.tick(stop_pressed=pressed, now_ns=time.monotonic_ns())
+            watched.tick(stop_pressed=pressed, now_ns=time.monotonic_ns())
         except Exception:  # noqa: BLE001  # one engine's trouble must not stop the others' enforcer
             metrics.GROUP_ERRORS.inc()
             _log.exception("%s: enforcer tick failed", watched.name)
-            return False
 
     def _run(self) -> None:
         while not self._ending:
-            busy = self.tick()
-            self._wake.wait(BUSY_TICK_SECONDS if busy else IDLE_TICK_SECONDS)
-            self._wake.clear()
+            self._listener.wait(self.tick())
+        self._listener.close()

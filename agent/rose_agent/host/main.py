@@ -27,11 +27,12 @@ from rose_agent.host import dedicated, vacancy
 from rose_agent.host.accounts import Accounts
 from rose_agent.host.capabilities import Capabilities
 from rose_agent.host.classes import LAUNCHERS
+from rose_agent.host.courtesy import Courtesy
 from rose_agent.host.enforcer import Enforcer
 from rose_agent.host.engine_host import EngineHost
 from rose_agent.host.errors import HostError, NoLimits
 from rose_agent.host.freezers import Freezer, detect, own_base
-from rose_agent.host.limits import PROCESSES, Limiter, Limits
+from rose_agent.host.limits import LEAST_BUSY_PERCENT, PROCESSES, Limiter, Limits
 from rose_agent.host.mps import MpsNode
 from rose_agent.host.proxy import DataProxy
 from rose_agent.host.repair import repair, thaw_all
@@ -82,6 +83,12 @@ def parser() -> argparse.ArgumentParser:
         help=f"processes and threads per engine; 0 = any, {PROCESSES} where that can be limited",
     )
     made.add_argument("--engine-cpu-percent", type=int, default=0, help="of one core; 0 = any")
+    made.add_argument(
+        "--engine-busy-cpu-percent",
+        type=int,
+        default=0,
+        help="of one core, for MPS clients while serving is busy; 0 = as always",
+    )
     made.add_argument("--engine-shm-mib", type=int, default=0, help="own /dev/shm; 0 = shared")
     made.add_argument("--mps-root", type=Path, help="pipe directories of the MPS daemons")
     made.add_argument("--mps-program", default=PROGRAM, help="the MPS control program")
@@ -104,7 +111,7 @@ class Running:
     enforcer: Enforcer
     server: Server
     pages: web.AppRunner
-    looking: asyncio.Task[None]
+    looking: asyncio.Future[tuple[None, None]]
     data_port: int
     http_port: int
 
@@ -145,7 +152,7 @@ async def start(arguments: argparse.Namespace, freezer: Freezer) -> Running:
     accounts.open(rundir)
     if repaired:
         _log.warning("ended %d engines of an earlier host", repaired)
-    enforcer = Enforcer(rundir.stop.exists)
+    enforcer = Enforcer(rundir.stop.exists, rundir.enforcer_bell)
     site = Site(
         models=arguments.models,
         python=arguments.engine_python,
@@ -187,7 +194,7 @@ async def start(arguments: argparse.Namespace, freezer: Freezer) -> Running:
         health=health,
         more=[vacancy.page(host.holdings)],
     )
-    looking = asyncio.create_task(able.keep())
+    looking = asyncio.gather(able.keep(), Courtesy(limiter).keep(host.engines))
     return Running(host, proxy, enforcer, server, pages, looking, data_port, http_port)
 
 
@@ -226,6 +233,9 @@ def _limits(arguments: argparse.Namespace) -> Limits:
         memory_bytes=arguments.engine_memory_mib << 20,
         pids=arguments.engine_pids or 0,
         cpu_percent=arguments.engine_cpu_percent,
+        busy_cpu_percent=max(arguments.engine_busy_cpu_percent, LEAST_BUSY_PERCENT)
+        if arguments.engine_busy_cpu_percent
+        else 0,
         shm_bytes=arguments.engine_shm_mib << 20,
     )
 
