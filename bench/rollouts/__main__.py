@@ -16,6 +16,7 @@ from bench.rollouts.steps import (
     gaps,
     simulate,
     strata,
+    taking_the_oldest,
     vanishing,
 )
 from rose_core.simulate.outcome import paired_ratio
@@ -25,12 +26,15 @@ from rose_simulate.reading import read_material, read_scenario
 
 FOLDER = Path(__file__).parent
 DEGENERATE = ("long-to-borrowed", "late-to-borrowed")
+_PATIENCE = 6.0  # the slowest pool may take so many times as long for the same steps
 NOTES = (
     "virtual time, measured cost model, modelled interference; "
     "requests, episodes and gates are the same for every policy",
     "rose-paper: the published order, cut turns begun anew after 2 s; parameters cited in "
     "rose_core/simulate/paper.py, taken before any run",
     "reward of an episode is drawn by its name: the traces hold no answers",
+    "inclusion: both pools run for as many steps of training, because in equal time the slower one "
+    "makes too few for anything to grow too old; alone = production's policy, nothing borrowed",
 )
 
 
@@ -68,42 +72,68 @@ def makespans(seeds: list[int], names: list[str]) -> list[Figure]:
     return rows
 
 
-def inclusion(seeds: list[int]) -> list[Figure]:
-    """Largest difference to dedicated-only of the share trained, over the strata."""
+def inclusion(seeds: list[int], few: list[int]) -> list[Figure]:
+    """Difference to dedicated-only of the share trained, by stratum and order of the trainer.
+
+    Args:
+        seeds: for the aim; the rarest stratum needs many.
+        few: for what is shown beside it.
+    """
     told, material = scenario("stream")
-    alone = _strata(told, "fixed", seeds, material)
+    oldest = taking_the_oldest(told)
+    rows = _inclusion("oldest first", oldest, ("joint",), seeds, material)
+    rows += _inclusion("oldest first", oldest, DEGENERATE, few, material)
+    return rows + _inclusion("as finished", told, ("joint", *DEGENERATE), few, material)
+
+
+def _inclusion(
+    order: str, told: Scenario, names: tuple[str, ...], seeds: list[int], material: Material
+) -> list[Figure]:
+    steps = [len(simulate(told, POLICIES["joint"], seed, material).makespans) for seed in seeds]
+    long = told.model_copy(update={"seconds": _PATIENCE * told.seconds})
+    cases = list(zip(seeds, steps, strict=True))
+    alone = _strata(long, "alone", cases, material)
     rows: list[Figure] = []
-    for name in ("joint", *DEGENERATE):
-        found = gaps(_strata(told, name, seeds, material), alone)
+    for name in names:
+        ours = _strata(long, name, cases, material)
+        found = gaps(ours, alone)
         for (dimension, stratum), gap in found.items():
-            head = f"inclusion {name} - fixed, {dimension} {stratum}"
+            head = f"inclusion, {order}: {name} - alone, {dimension} {stratum}"
             rows.append(figure(head, 100 * gap.value, "points"))
             rows.append(figure(f"{head}, low", 100 * gap.low, "points"))
             rows.append(figure(f"{head}, high", 100 * gap.high, "points"))
+            rows.append(figure(f"{head}, trajectories", ours[dimension, stratum][1], ""))
         worst = max(max(abs(gap.low), abs(gap.high)) for gap in found.values())
-        aim = 2.0 if name == "joint" else None
-        rows.append(figure(f"inclusion {name}: farthest end", 100 * worst, "points", at_most=aim))
-        sys.stderr.write(f"inclusion {name}: done\n")
+        aim = 2.0 if (name, order) == ("joint", "oldest first") else None
+        title = f"inclusion, {order}: {name}, farthest end"
+        rows.append(figure(title, 100 * worst, "points", at_most=aim))
+        sys.stderr.write(f"inclusion, {order}, {name}: done\n")
     return rows
 
 
-def _strata(told: Scenario, name: str, seeds: list[int], material: Material) -> Strata:
+def _strata(told: Scenario, name: str, cases: list[tuple[int, int]], material: Material) -> Strata:
     counts: Strata = {}
-    for seed in seeds:
-        strata(simulate(told, POLICIES[name], seed, material), seed, counts)
+    for seed, steps in cases:
+        strata(simulate(told, POLICIES[name], seed, material, steps), seed, counts)
     return counts
 
 
 def vanish(seeds: list[int]) -> list[Figure]:
     """What is lost when every borrowed engine vanishes in the middle."""
-    told, material = scenario("stream")
+    streaming, material = scenario("stream")
+    told = taking_the_oldest(streaming)
     gone = vanishing(told, told.warmup_s + told.seconds / 3)
     found = [simulate(gone, POLICIES["joint"], seed, material) for seed in seeds]
     kept = [simulate(told, POLICIES["joint"], seed, material) for seed in seeds]
     members = told.jobs[0].group
     return [
         figure("all borrowed vanish: trajectories lost", _sum(found, "lost"), "", at_most=0),
-        figure("all borrowed vanish: groups dropped", _sum(found, "dropped") / members, "groups"),
+        figure(
+            "all borrowed vanish: groups dropped",
+            _sum(found, "dropped") / members,
+            "groups",
+            at_most=0,
+        ),
         figure("none vanishes: groups dropped", _sum(kept, "dropped") / members, "groups"),
     ]
 
@@ -116,6 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="bench.rollouts", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--inclusion-seeds", type=int, nargs="+", default=list(range(1, 26)))
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
     parser.add_argument("--only", choices=["makespan", "inclusion", "vanish"])
     options = parser.parse_args(argv)
@@ -124,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.only in {None, "makespan"}:
         rows += makespans(options.seeds, names)
     if options.only in {None, "inclusion"}:
-        rows += inclusion(options.seeds)
+        rows += inclusion(options.inclusion_seeds, options.seeds)
     if options.only in {None, "vanish"}:
         rows += vanish(options.seeds)
     record("rollouts", rows, notes=NOTES)

@@ -22,6 +22,7 @@ from rose_core.simulate.regimes import RULES, Rules
 from rose_core.simulate.scenario import Failure, Regime, Scenario
 from rose_core.simulate.world import Material, World
 
+_LOOK_S = 10.0
 _OURS = RULES[Regime.OURS]
 _FIFO = replace(_OURS, waits=False)
 _PAPER = replace(_FIFO, placement=PolicyName.ROSE_PAPER, stall_s=STALL_S)
@@ -35,6 +36,7 @@ POLICIES: Mapping[str, Rules] = {
     "fixed": replace(_FIFO, placement=PolicyName.FIXED),
     "long-to-borrowed": replace(_FIFO, placement=PolicyName.LONG_TO_BORROWED),
     "late-to-borrowed": replace(_FIFO, placement=PolicyName.LATE_TO_BORROWED),
+    "alone": RULES[Regime.FIXED],
     "clairvoyant": RULES[Regime.CLAIRVOYANT],
 }
 
@@ -63,13 +65,28 @@ class Found:
         return self.begun - self.ended - self.inside
 
 
-def simulate(scenario: Scenario, rules: Rules, seed: int, material: Material) -> Found:
-    """One run of the scenario's only job."""
+def simulate(
+    scenario: Scenario, rules: Rules, seed: int, material: Material, steps: int | None = None
+) -> Found:
+    """One run of the scenario's only job.
+
+    Args:
+        scenario: whose seconds are the most that are run.
+        rules: of the policy.
+        seed: of everything that is drawn.
+        material: traces.
+        steps: stop once so many steps of training were made; None = at the scenario's end.
+    """
     world = World(scenario, rules, seed, material)
-    world.clock.run(round((scenario.warmup_s + scenario.seconds) * SECOND))
     told = scenario.jobs[0]
     job, router = world.jobs[told.name], world.routers[told.name]
     counts = job.counts
+    end = scenario.warmup_s + scenario.seconds
+    now = end if steps is None else 0.0
+    while steps is not None and now < end and counts.steps < steps:
+        now = min(end, now + _LOOK_S)
+        world.clock.run(round(now * SECOND))
+    world.clock.run(round(now * SECOND))
     return Found(
         makespans=tuple(step - told.train_s for step in counts.step_s),
         fates=tuple(counts.fates),
@@ -79,6 +96,12 @@ def simulate(scenario: Scenario, rules: Rules, seed: int, material: Material) ->
         dropped=counts.dropped,
         redone_share=router.counts.redone_tokens / max(1, router.counts.tokens),
     )
+
+
+def taking_the_oldest(scenario: Scenario) -> Scenario:
+    """The same, but the trainer takes the oldest groups first instead of the first to finish."""
+    job = scenario.jobs[0].model_copy(update={"oldest_first": True})
+    return scenario.model_copy(update={"jobs": (job,)})
 
 
 def vanishing(scenario: Scenario, at_s: float) -> Scenario:

@@ -25,6 +25,7 @@ from rose_core.lending import Lease, Memory, Pool, Replica, Slot, Snapshot, plan
 from rose_core.simulate.costs import costs, kv_tokens
 from rose_core.simulate.curves import USUAL_CONTEXT, Curve
 from rose_core.simulate.fleet_scenario import FleetScenario
+from rose_core.simulate.regimes import RULES, Lends
 from rose_core.simulate.scenario import Regime, RolloutJob
 from rose_core.simulate.workload import ALIKE, Arrival, Episode, Shape
 from rose_core.wire.sync import SignalSource
@@ -160,7 +161,7 @@ class Fleet:
         every = max(1, round(told.plan_s / told.bin_s))
         for index in range(self._bins):
             now = index * told.bin_s
-            if self._regime is not Regime.FIXED and index % every == 0:
+            if RULES[self._regime].lends is not Lends.NOTHING and index % every == 0:
                 for number, one in enumerate(self._services):
                     self._plan(number, one, now, index)
             given, engines = self._give(index, now)

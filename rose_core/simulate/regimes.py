@@ -3,6 +3,7 @@
 | regime | lends | gate | placement | a cut turn | queue |
 |---|---|---|---|---|---|
 | ``fixed`` | nothing | | ours | | ours |
+| ``fixed-ladder`` | nothing | | paper's | | fifo |
 | ``unguarded`` | planner | always open | ours | continued | ours |
 | ``static-split`` | once | always open; memory is divided | paper's | begun anew | fifo |
 | ``on-off`` | planner | polled; open after seconds of idleness | ours | continued | ours |
@@ -82,6 +83,7 @@ def _paper(gate: GateKind, *, keeps: bool, lends: Lends = Lends.ONCE) -> Rules:
 
 RULES: Mapping[Regime, Rules] = {
     Regime.FIXED: Rules(lends=Lends.NOTHING),
+    Regime.FIXED_LADDER: Rules(lends=Lends.NOTHING, placement=_LADDER, waits=False),
     Regime.UNGUARDED: Rules(gate=GateKind.OPEN),
     Regime.STATIC_SPLIT: _paper(GateKind.OPEN, keeps=False),
     Regime.ON_OFF: Rules(gate=GateKind.ON_OFF),

@@ -23,6 +23,7 @@ class Regime(StrEnum):
     """Who decides when rollouts may compute, and how turns are placed."""
 
     FIXED = "fixed"
+    FIXED_LADDER = "fixed-ladder"
     UNGUARDED = "unguarded"
     STATIC_SPLIT = "static-split"
     ON_OFF = "on-off"

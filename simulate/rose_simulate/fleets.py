@@ -9,6 +9,7 @@ import msgspec
 from rose_core.simulate.curves import Curve, Lender, curve, dedicated_tokens_per_s
 from rose_core.simulate.fleet import Fleet, FleetOutcome
 from rose_core.simulate.fleet_scenario import FleetScenario
+from rose_core.simulate.regimes import RULES, Lends
 from rose_core.simulate.scenario import Regime
 from rose_core.simulate.world import Material
 
@@ -30,7 +31,7 @@ def run_fleet(
     outcomes: list[FleetOutcome] = []
     dedicated = dedicated_tokens_per_s(told.jobs.job, told.derate, material.episodes)
     for regime in told.regimes:
-        curves = () if regime is Regime.FIXED else _curves(told, regime, material)
+        curves = () if RULES[regime].lends is Lends.NOTHING else _curves(told, regime, material)
         for seed in told.seeds:
             fleet = Fleet(
                 told,

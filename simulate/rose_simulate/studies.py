@@ -126,7 +126,7 @@ STUDIES: Mapping[str, Study] = {
         "the paper's Table 1 set-ups",
         ("table1-8b", "table1-32b"),
         "Pool sizes, models, cap and SLOs of the paper, fixed before any run.",
-        (Regime.FIXED, Regime.STATIC_SPLIT, Regime.ROSE_PAPER, Regime.OURS),
+        (Regime.FIXED_LADDER, Regime.STATIC_SPLIT, Regime.ROSE_PAPER, Regime.OURS),
     ),
 }
 
