@@ -15,7 +15,7 @@ import yaml
 from rose_operator import stores
 from rose_operator.errors import ConfigurationError
 from rose_operator.stores import Runs
-from rose_wire import certificates, tls
+from rose_wire import certificates, flags, tls
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rose operator", description="Pools and leases to slots")
     add = parser.add_argument
     add("--namespace", default="rose-system", help="ROSE's own namespace")
-    add("--sync-address", default="0.0.0.0:7443", help="where agents dial in")
-    add("--http-port", type=int, default=8080, help="metrics and health; 0 picks one")
+    add("--sync-address", type=flags.listener, default="0.0.0.0:7443", help="where agents dial in")
+    add("--http-port", type=flags.port, default=8080, help="metrics and health; 0 picks one")
     add("--router-image", required=True, help="image of the routers")
     add("--router-template", type=Path, help="YAML merged into the routers' pod spec")
     add("--turn-secrets", action="store_true",

@@ -15,7 +15,7 @@ from rose_router.config import Settings
 from rose_router.front import Limits
 from rose_router.peers import Link, by_dns
 from rose_wire import tls
-from rose_wire.flags import add_log_level, listener, token
+from rose_wire.flags import add_log_level, amount, count, listener, share, token
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,24 +39,24 @@ def parser() -> argparse.ArgumentParser:
         help="folder with tls.crt and tls.key of the URL; without it plain text")  # fmt: skip
     tls.add_flag(flags)
     tls.add_clients_flag(flags)
-    add("--max-staleness", type=int, default=1, help="publishes an engine may lag behind")
+    add("--max-staleness", type=count, default=1, help="publishes an engine may lag behind")
     add("--policy", choices=[name.value for name in PolicyName], default=PolicyName.JOINT.value,
         help="how an engine is chosen for a turn")  # fmt: skip
-    add("--max-age", type=int,
+    add("--max-age", type=count,
         help="publishes after which a trajectory is too old to train on")  # fmt: skip
-    add("--borrow-quota", type=float, default=defaults.policy.quota,
+    add("--borrow-quota", type=share, default=defaults.policy.quota,
         help="how far the borrowed share of a stratum may be from that of all")  # fmt: skip
-    add("--tail-reserve", type=float, default=defaults.policy.reserve,
+    add("--tail-reserve", type=share, default=defaults.policy.reserve,
         help="share of dedicated places kept for the longest trajectories")  # fmt: skip
-    add("--explore", type=float, default=defaults.policy.explore,
+    add("--explore", type=share, default=defaults.policy.explore,
         help="share of trajectories that begin on an engine drawn at random")  # fmt: skip
     add("--ingest-url", default="", help="of rose ingest, for trainers that push checkpoints")
     add("--ingest-token-file", type=Path, help="bearer token of rose ingest")
     add("--quorum", default="all",
         help="dedicated engines that must run pushed weights: all, or a number")  # fmt: skip
-    add("--quorum-seconds", type=float, default=defaults.quorum.seconds,
+    add("--quorum-seconds", type=amount, default=defaults.quorum.seconds,
         help="longest wait for them; below the trainer's time-out")  # fmt: skip
-    add("--hold-seconds", type=float, default=defaults.quorum.hold_seconds,
+    add("--hold-seconds", type=amount, default=defaults.quorum.hold_seconds,
         help="a trainer's pause that nobody ends is over after this")  # fmt: skip
     add("--dedicated", action="append", default=[],
         help="a dedicated engine that may attach; repeat; without it any may")  # fmt: skip
@@ -72,28 +72,28 @@ def parser() -> argparse.ArgumentParser:
     add("--peer-name", default="",
         help="what replicas' certificates must name; else the first of --replicas-dns")  # fmt: skip
     add("--model", default=defaults.model, help="name shown by /v1/models")
-    add("--reported-gpus", type=int, default=defaults.reported_gpus,
+    add("--reported-gpus", type=count, default=defaults.reported_gpus,
         help="GPUs that /server_info names: the dedicated size of the job")  # fmt: skip
     add("--tokenizer", type=Path, help="tokenizer.json or its folder; without: token ids only")
-    add("--pause-seconds", type=float, default=defaults.patience.pause_seconds,
+    add("--pause-seconds", type=amount, default=defaults.patience.pause_seconds,
         help="a turn on a closed gate moves elsewhere after this")  # fmt: skip
-    add("--stall-seconds", type=float, default=defaults.patience.stall_seconds,
+    add("--stall-seconds", type=amount, default=defaults.patience.stall_seconds,
         help="a turn on an open gate that says nothing moves after this")  # fmt: skip
-    add("--queue-limit", type=int, default=defaults.queue.most, help="turns that may wait")
-    add("--queue-seconds", type=float, default=defaults.queue.seconds, help="longest wait")
-    add("--interval", type=int, default=defaults.interval,
+    add("--queue-limit", type=count, default=defaults.queue.most, help="turns that may wait")
+    add("--queue-seconds", type=amount, default=defaults.queue.seconds, help="longest wait")
+    add("--interval", type=count, default=defaults.interval,
         help="tokens per event of an engine's stream when the caller does not stream")  # fmt: skip
-    add("--max-losses", type=int, default=defaults.max_losses,
+    add("--max-losses", type=count, default=defaults.max_losses,
         help="engines a turn may lose before it ends with a typed abort")  # fmt: skip
-    add("--max-body-bytes", type=int, default=defaults.max_body_bytes, help="largest request")
-    add("--max-connections", type=int, default=limits.connections, help="of callers, at a time")
-    add("--head-seconds", type=float, default=limits.head_seconds,
+    add("--max-body-bytes", type=count, default=defaults.max_body_bytes, help="largest request")
+    add("--max-connections", type=count, default=limits.connections, help="of callers, at a time")
+    add("--head-seconds", type=amount, default=limits.head_seconds,
         help="a connection that sent no whole request head by then is closed")  # fmt: skip
-    add("--body-seconds", type=float, default=limits.body_seconds,
+    add("--body-seconds", type=amount, default=limits.body_seconds,
         help="a body that is not whole by then is answered with 408")  # fmt: skip
-    add("--write-seconds", type=float, default=limits.write_seconds,
+    add("--write-seconds", type=amount, default=limits.write_seconds,
         help="a caller that does not read an event by then is taken for gone")  # fmt: skip
-    add("--drain-seconds", type=float, default=defaults.drain_seconds,
+    add("--drain-seconds", type=amount, default=defaults.drain_seconds,
         help="how long live turns may go on after SIGTERM")  # fmt: skip
     add_log_level(flags)
     return flags

@@ -41,6 +41,23 @@ MISTAKES = {
     ),
     "a relay's port": ("weights relay --upstream a:1 --root {new} --http-port 99999", "is no port"),
     "a host's level": ("engine-host --models {new} --log-level loud", "choose from 'DEBUG'"),
+    "a count below nothing": ("router --lease a/b --max-staleness -1", "'-1' is no count"),
+    "a share above all": ("router --lease a/b --explore 7", "'7' is no share"),
+    "an amount that is none": ("router --lease a/b --pause-seconds soon", "'soon' is no amount"),
+    "a window below nothing": ("weights serve --root {new} --window -3", "'-3' is no count"),
+    "a daemon's level": ("mps --gpu GPU-1 --log-level loud", "choose from 'DEBUG'"),
+    "a daemon that is not there": (
+        "mps --gpu GPU-1 --program {none} --root {new}",
+        "{none}: no such program; --program names it",
+    ),
+    "an operator's port": (
+        "operator --router-image i --token-file {word} --stores-file {word} --http-port abc",
+        "'abc' is no port",
+    ),
+    "an ingest's address": (
+        "ingest --store a:1 --run r --root {new} --address here",
+        "'here' is no address to listen on",
+    ),
     "a lease without a namespace": ("router --lease grpo", "expected NAMESPACE/NAME"),
     "an address without a port": (
         "router --lease a/b --http-address here",

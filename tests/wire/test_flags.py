@@ -1,9 +1,12 @@
 """Flags that several processes have."""
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from rose_wire import flags
 from rose_wire.flags import complaint, listener, port
 
 
@@ -29,3 +32,29 @@ def test_a_file_is_named_with_the_flag_that_named_it() -> None:
     assert complaint(missing, ["--folder", "/etc"]) == f"--folder {told}"
     assert complaint(missing, ["serve"]) == told
     assert complaint(ValueError("bad"), []) == "bad"
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (flags.count, {"0": 0, "12": 12}, ("-1", "x", "1.5", "")),
+        (flags.amount, {"0": 0.0, "1.5": 1.5}, ("-1", "x", "nan", "")),
+        (flags.share, {"0": 0.0, "1": 1.0}, ("-0.1", "1.1", "nan")),
+    ],
+)
+def test_numbers_are_those_that_make_sense(
+    kind: Callable[[str], float], good: dict[str, float], bad: tuple[str, ...]
+) -> None:
+    assert {text: kind(text) for text in good} == good
+    for text in bad:
+        with pytest.raises(argparse.ArgumentTypeError, match="expected"):
+            kind(text)
+
+
+def test_an_empty_token_is_an_error_and_none_is_none(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "word").write_text("word\n")
+    assert flags.token(None) == ""
+    assert flags.token(tmp_path / "word") == "word"
+    with pytest.raises(OSError, match="holds no token"):
+        flags.token(tmp_path / "empty")

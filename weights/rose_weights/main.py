@@ -45,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
     tls.add_flag(serve)
     tls.add_clients_flag(serve)
     serve.add_argument("--access", type=Path, help="JSON: certificate name -> runs it may use")
-    serve.add_argument("--window", type=int, default=WINDOW, help="versions kept behind the head")
+    serve.add_argument(
+        "--window", type=flags.count, default=WINDOW, help="versions kept behind the head"
+    )
     flags.add_log_level(serve)
     relay = verbs.add_parser("relay", help="serve another store's blocks to this cluster")
     relay.add_argument("--upstream", required=True, help="host:port of the store")

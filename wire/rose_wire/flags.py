@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +29,47 @@ def port(text: str) -> int:
         message = f"{text!r} is no port; expected 0 to {_LARGEST_PORT}"
         raise argparse.ArgumentTypeError(message)
     return int(text)
+
+
+def count(text: str) -> int:
+    """A number of things: whole, and not below zero.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not text.isascii() or not text.isdigit():
+        message = f"{text!r} is no count; expected a whole number, 0 or more"
+        raise argparse.ArgumentTypeError(message)
+    return int(text)
+
+
+def amount(text: str) -> float:
+    """Seconds and the like: not below zero.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not found >= 0.0:
+        message = f"{text!r} is no amount; expected a number, 0 or more"
+        raise argparse.ArgumentTypeError(message)
+    return found
+
+
+def share(text: str) -> float:
+    """A part of a whole, 0 to 1.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    found = amount(text)
+    if found > 1.0:
+        message = f"{text!r} is no share; expected a number from 0 to 1"
+        raise argparse.ArgumentTypeError(message)
+    return found
 
 
 def listener(text: str) -> str:

@@ -18,6 +18,7 @@ from rose_agent.devices.errors import DeviceError, MpsError
 from rose_agent.devices.mps import MULTI_USER, PROGRAM, MpsControl, Pipes
 from rose_agent.devices.mps_tasks import Question, check, end
 from rose_agent.devices.opening import open_driver
+from rose_wire.flags import add_log_level
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     add("--share", type=int, default=30, help="with --client: percent it was started with")
     add("--end", type=int, metavar="PID", help="terminate this client, then kill it")
     add("--devices", choices=["nvml", "static"], default="nvml", help="who knows the compute mode")
-    add("--log-level", default="INFO")
+    add_log_level(made)
     return made
 
 
@@ -60,6 +61,9 @@ def main(argv: list[str]) -> int:
         if arguments.end is not None:
             return 0 if end(control, arguments.end) else 1
         return _run(arguments.program.split(), pipes.create(), control)
+    except FileNotFoundError as error:
+        sys.stderr.write(f"rose mps: {error.filename}: no such program; --program names it\n")
+        return 1
     except (MpsError, OSError) as error:
         sys.stderr.write(f"rose mps: {error}\n")
         return 1

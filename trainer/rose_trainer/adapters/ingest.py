@@ -200,6 +200,7 @@ def main(argv: list[str]) -> int:
     try:
         own, callers = token(given.token_file), token(given.caller_token_file)
         dtype = getattr(torch, given.dtype) if given.dtype else None
+        LOG.info("publishing run %s to the store at %s", given.run, given.store)
         with Publisher(given.store, given.run, token=own, dtype=dtype) as publisher:
             service = Ingest(publisher, given.root, callers, given.seconds)
             asyncio.run(serve(service, given.address, lambda port: LOG.info("on port %d", port)))
