@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -116,7 +115,7 @@ class Answering:
         interval = 1 if ask.stream else self._service.settings.interval
         try:
             for one in ask.turns:
-                asked = dataclasses.replace(one, interval=interval, job=job or one.job)
+                asked = one.but(interval=interval, job=job or one.job)
                 turns.append(self._service.submit(asked))  # must hold those begun
             yield turns
         finally:

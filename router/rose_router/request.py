@@ -48,6 +48,12 @@ class TurnRequest:
     interval: int = 1
     dedicated_because: tuple[str, ...] = ()
 
+    def but(self, **changes: Any) -> TurnRequest:  # noqa: ANN401  # values of fields
+        """The same request with other values, at a tenth of what ``dataclasses.replace`` costs."""
+        made = object.__new__(TurnRequest)
+        made.__dict__.update(self.__dict__, **changes)
+        return made
+
     @property
     def trajectory(self) -> str:
         """Name of the trajectory; a turn without session is one by itself."""

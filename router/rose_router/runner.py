@@ -132,7 +132,7 @@ class TurnRunner:
             same = engine is not None and str(engine.version) == home.version
             view = turn.view(home.engine, home.tokens if same else 0, usual)
         view = self._prospects.expected(turn.request.trajectory, view, self._clock())
-        return replace(view, begins=view.begins and not turn.held)
+        return replace(view, begins=False) if view.begins and turn.held else view
 
     def _note_placed(self, turn: Turn, view: TurnView, engine: Engine) -> None:
         home = self._fleet.get(view.home) if view.home != engine.name else None

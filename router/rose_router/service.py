@@ -12,7 +12,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 from rose_core.rollouts import versions
 from rose_core.rollouts.errors import UnknownVersion
@@ -140,8 +139,8 @@ class Service:
             raise Overloaded("Draining", message, retry_after=5)
         turn = self.ledger.find(request, self.clock())
         if turn is None:
-            if not request.session:
-                request = replace(request, session=self.prefixes.find(request.prompt))
+            if not request.session and (found := self.prefixes.find(request.prompt)):
+                request = request.but(session=found)
             self._check(request)
             turn = Turn(request, self.clock(), Transcript(request.prompt), labels=self.labels)
             self.ledger.open(turn)
