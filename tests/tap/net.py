@@ -137,3 +137,33 @@ def tapped(inside: Namespace, port: int = PORT) -> Iterator[Tapped]:
         numbers = itertools.count(1)
         watch = Watch("replica", inside.holder.pid, port)
         yield Tapped(Replica(watch, taps, addresses, lambda: next(numbers), 0))
+
+
+class Wire:
+    """One connection, both of whose ends are ours, and the tap that is looked at beside it."""
+
+    def __init__(self, inside: Namespace, tap: Tapped, address: str = "127.0.0.1") -> None:
+        self.tap = tap
+        with inside.listen(address) as server:
+            self.client = inside.connect(address)
+            self.server, _ = server.accept()
+        self.server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def say(self, *pieces: bytes) -> None:
+        """Send each piece as a segment of its own; it has been taken when the next one goes."""
+        self._pass(self.client, self.server, pieces)
+
+    def answer(self, *pieces: bytes) -> None:
+        self._pass(self.server, self.client, pieces)
+
+    @staticmethod
+    def _pass(sender: socket.socket, taker: socket.socket, pieces: tuple[bytes, ...]) -> None:
+        for piece in pieces:
+            sender.sendall(piece)
+            left = len(piece)
+            while left:
+                left -= len(taker.recv(left))
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.close()

@@ -11,7 +11,16 @@ import pytest
 
 from rose_agent.tap import bpf, sockets
 from rose_core.telemetry.events import Arrived, How
-from tests.tap.net import PORT, Namespace, Tapped, link, link_refusal, namespace, refusal, tapped
+from tests.tap.net import (
+    PORT,
+    Namespace,
+    Wire,
+    link,
+    link_refusal,
+    namespace,
+    refusal,
+    tapped,
+)
 from tests.telemetry.h2wire import HELLO, SETTINGS, Side, data, token
 from tests.telemetry.wire import END, HEAD, chunk, event, post
 
@@ -24,36 +33,6 @@ PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 def inside() -> Iterator[Namespace]:
     with namespace() as made:
         yield made
-
-
-class Wire:
-    """One connection, both of whose ends are ours, and the tap beside it."""
-
-    def __init__(self, inside: Namespace, tap: Tapped, address: str) -> None:
-        self.tap = tap
-        with inside.listen(address) as server:
-            self.client = inside.connect(address)
-            self.server, _ = server.accept()
-        self.server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def say(self, *pieces: bytes) -> None:
-        """Send each piece as a segment of its own; it has been taken when the next one goes."""
-        self._pass(self.client, self.server, pieces)
-
-    def answer(self, *pieces: bytes) -> None:
-        self._pass(self.server, self.client, pieces)
-
-    @staticmethod
-    def _pass(sender: socket.socket, taker: socket.socket, pieces: tuple[bytes, ...]) -> None:
-        for piece in pieces:
-            sender.sendall(piece)
-            left = len(piece)
-            while left:
-                left -= len(taker.recv(left))
-
-    def close(self) -> None:
-        self.client.close()
-        self.server.close()
 
 
 @pytest.fixture
