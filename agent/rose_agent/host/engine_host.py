@@ -155,9 +155,9 @@ class EngineHost:
         """Every engine that may hold a GPU, leftovers that could not be ended included."""
         living = tuple(
             Holding(life.order.slot_name, life.state.value, life.order.gpu_uuids)
-            for life in self._engines()
+            for life in self.engines()
         )
-        known = {self._site.freezer.directory(life.folder.uid) for life in self._engines()}
+        known = {self._site.freezer.directory(life.folder.uid) for life in self.engines()}
         strays = (tree for tree in self._site.freezer.strays() if tree.directory not in known)
         left = tuple(Holding(str(tree.directory), "Leftover") for tree in strays if tree.pids())
         return (*living, *left)
@@ -259,11 +259,12 @@ class EngineHost:
     def _lock(self, uid: str) -> asyncio.Lock:
         return self._locks.setdefault(uid, asyncio.Lock())
 
-    def _engines(self) -> tuple[EngineLife, ...]:
+    def engines(self) -> tuple[EngineLife, ...]:
+        """Every engine of every slot."""
         return tuple(life for slot in self._lives.values() for life in slot.lives)
 
     def _count(self) -> None:
-        counts = Counter(life.state for life in self._engines())
+        counts = Counter(life.state for life in self.engines())
         for state in EngineState:
             metrics.ENGINES.labels(state=state.value).set(counts[state])
 

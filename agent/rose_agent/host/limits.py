@@ -29,23 +29,33 @@ from rose_agent.host.mounts import locate, parse_membership, parse_mountinfo
 _log = logging.getLogger(__name__)
 
 _PERIOD_US = 100_000
+# Short, so that an engine that may compute again is not held back by the end of a period; the
+# kernel takes no quota below a millisecond.
+_BUSY_PERIOD_US = 20_000
+LEAST_BUSY_PERCENT = 5
 # An engine has a few hundred threads; what needs more than this is not computing tokens.
 PROCESSES = 4096
 
 
 @dataclass(frozen=True)
 class Limits:
-    """0 = no limit."""
+    """0 = no limit.
+
+    Attributes:
+        busy_cpu_percent: of a core, while serving is busy (``courtesy``).
+    """
 
     memory_bytes: int = 0
     pids: int = 0
     cpu_percent: int = 0
     shm_bytes: int = 0
+    busy_cpu_percent: int = 0
 
     def wanted(self) -> dict[str, int]:
         """Controller -> its limit."""
         asked = {"memory": self.memory_bytes, "pids": self.pids, "cpu": self.cpu_percent}
-        return {name: limit for name, limit in asked.items() if limit}
+        later = {"cpu"} if self.busy_cpu_percent else set()
+        return {name: limit for name, limit in asked.items() if limit or name in later}
 
 
 @dataclass(frozen=True)
@@ -124,6 +134,27 @@ class Limiter:
             if folder not in folders:
                 folders.append(folder)
         return tuple(folders)
+
+    def set_quota(self, uid: str, *, busy: bool) -> None:
+        """Give an engine the quota for busy serving, or its own, and read it back.
+
+        Raises:
+            GroupError: the kernel refused, or keeps another one.
+        """
+        base = self._bases["cpu"]
+        folder = base.folder / f"{self._prefix}{uid}"
+        own = self.limits.cpu_percent
+        lower = min(filter(None, (self.limits.busy_cpu_percent, own)), default=0)
+        period = _BUSY_PERIOD_US if busy else _PERIOD_US
+        files = _quota(base.version, lower if busy else own, period)
+        try:
+            for file, text in files.items():
+                (folder / file).write_text(text)
+            kept = {file: (folder / file).read_text().strip() for file in files}
+        except OSError as error:
+            raise GroupError(f"cannot set the quota of {folder}: {error.strerror}") from error
+        if kept != files:
+            raise GroupError(f"{folder} has the quota {kept} instead of {files}")
 
     def broken(self, uid: str) -> str:
         """Which limit the engine ran into, for people; empty when none."""
@@ -208,7 +239,12 @@ def _settings(name: str, version: int, limit: int) -> dict[str, str]:
         if version == 1:
             return {"memory.limit_in_bytes": str(limit)}
         return {"memory.max": str(limit), "memory.oom.group": "1"}
-    quota = limit * _PERIOD_US // 100
+    return _quota(version, limit, _PERIOD_US)
+
+
+def _quota(version: int, percent: int, period_us: int) -> dict[str, str]:
+    quota = percent * period_us // 100
     if version == 1:
-        return {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": str(quota)}
-    return {"cpu.max": f"{quota} {_PERIOD_US}"}
+        limit = str(quota) if quota else "-1"
+        return {"cpu.cfs_period_us": str(period_us), "cpu.cfs_quota_us": limit}
+    return {"cpu.max": f"{quota or 'max'} {period_us}"}

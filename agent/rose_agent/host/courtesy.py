@@ -1,0 +1,92 @@
+"""An engine that rests at its permit takes little of the node's cores, which serving needs too.
+
+Engines that take turns are frozen and take none. An MPS client is not: while serving is busy it
+goes on tokenising, staging weights and answering its control socket. With
+``--engine-busy-cpu-percent`` its cgroup then has that quota, until it computes again.
+
+| engine | quota |
+|---|---|
+| serves, is an MPS client, rests | busy |
+| anything else: it computes, loads, is on its way to rest | its own |
+
+A quota and no weight: serving is in another pod, and weights only compare cgroups of one parent. It
+is lowered only once the engine rests, because an engine that is slow to say so is ended.
+Next step: ``limits`` writes the quota and reads it back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from rose_agent.host.enforcement import TreeState
+from rose_agent.host.errors import GroupError
+from rose_agent.host.limits import Limiter
+from rose_core.wire.host import EngineState
+
+_log = logging.getLogger(__name__)
+# How long an engine that may compute again can still be held back.
+LOOK_SECONDS = 0.01
+
+
+def is_busy_quota(state: EngineState, tree: TreeState, *, by_mps: bool) -> bool:
+    """Whether an engine has the quota for busy serving."""
+    return by_mps and state is EngineState.SERVING and tree is TreeState.STOPPED
+
+
+class Subject(Protocol):
+    """What this needs of an engine's life."""
+
+    @property
+    def uid(self) -> str:
+        """Names its cgroup."""
+
+    @property
+    def state(self) -> EngineState:
+        """State of the engine."""
+
+    @property
+    def tree(self) -> TreeState:
+        """State of its processes."""
+
+    @property
+    def by_mps(self) -> bool:
+        """It is never frozen."""
+
+
+class Courtesy:
+    """Of every engine of a host.
+
+    Args:
+        limiter: sets quotas.
+    """
+
+    def __init__(self, limiter: Limiter) -> None:
+        self._limiter = limiter
+        self._lowered: set[str] = set()
+
+    async def keep(self, engines: Callable[[], Iterable[Subject]]) -> None:
+        """Look until cancelled; returns at once where there is no quota for busy serving."""
+        while self._limiter.limits.busy_cpu_percent:
+            self.look(engines())
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def look(self, engines: Iterable[Subject]) -> None:
+        """Give every engine the quota that it should have now."""
+        here = set()
+        for engine in engines:
+            here.add(engine.uid)
+            low = is_busy_quota(engine.state, engine.tree, by_mps=engine.by_mps)
+            if low is not (engine.uid in self._lowered):
+                self._set(engine.uid, low=low)
+        self._lowered &= here
+
+    def _set(self, uid: str, *, low: bool) -> None:
+        # What was tried counts as done: a cgroup that is going away is no reason to try for ever.
+        (self._lowered.add if low else self._lowered.discard)(uid)
+        try:
+            self._limiter.set_quota(uid, busy=low)
+        except GroupError as error:
+            _log.warning("%s", error)
