@@ -175,10 +175,11 @@ class Replica:
 
     def _read(self, tap: socket.socket, events: list[TapEvent]) -> bool:
         """Handle a batch of what waits on one socket; True when it is empty."""
-        offset = clock_offset()
+        offset: int | None = None
         try:
             for _ in range(_BATCH):
                 size, ancillary, _, origin = tap.recvmsg_into([self._buffer], 64)
+                offset = clock_offset() if offset is None else offset
                 if origin[2] == sockets.PACKET_OUTGOING and origin[0] == "lo":
                     continue  # it comes in again
                 self._feed(bytes(self._buffer[:size]), _stamp(ancillary, offset), events)
@@ -246,8 +247,6 @@ class Replica:
                 if dropped:
                     metrics.DROPPED.inc(dropped)
                     self._lost_ns = now_ns
-                if not sockets.alive(taps):
-                    self.problem = f"interface {taps.interface} is gone or down"
         except OSError as error:
             self.problem = f"packet socket failed: {error}"
 
@@ -258,6 +257,10 @@ class Replica:
             self._rate = (packets_now - before) / ((now_ns - then) / 1e9)
             self._rate_base = (now_ns, packets_now)
             metrics.SEGMENTS.inc(packets_now - before)
+            # Reading says so too, in the next heartbeat; this is for an error that was read over.
+            for taps in self._taps:
+                if not sockets.alive(taps):
+                    self.problem = f"interface {taps.interface} is gone or down"
 
     # --- what is read, and when
 
