@@ -180,6 +180,8 @@ async def serve(arguments: argparse.Namespace) -> None:
     close = (
         _bind_relay(server, arguments) if arguments.verb == "relay" else _bind(server, arguments)
     )
+    if arguments.token_file is None and arguments.tls_client_ca is None:
+        LOG.warning("no --token-file, no --tls-client-ca: whoever reaches the port is served")
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
