@@ -12,8 +12,9 @@ BIN := $(VENV)/bin
 CONTAINED := $(BIN)/python -m rose_dev.contained
 RUN := $(CONTAINED) $(BIN)
 ARGS ?=
+LANE := -v -n 1 --dist loadfile
 
-.PHONY: help venv engine vllm cluster demo test unit check format generate docs crds clean \
+.PHONY: help venv engine vllm cluster demo test test-engines test-cluster unit check format generate docs crds clean \
 	bench-guard bench-deaths bench-dormancy bench-engines bench-gap bench-tap bench-weights bench-router \
 	bench-operator bench-simulate bench-rollouts torture fire gpu-check
 
@@ -47,11 +48,17 @@ demo: engine cluster  ## the main job on real parts; ARGS=--help lists the knobs
 
 # Whoever tests everything tests on a machine of unknown load: what fails is tried once more, and pytest
 # says so. While you work (`make unit`) nothing is tried twice.
-# Two at a time: Kubernetes mostly waits while an engine starts. tests/conftest.py says what is shared.
-test: SIDE_BY_SIDE := -n 2 --dist loadgroup --no-loadscope-reorder
-test: AGAIN := --reruns 1 --only-rerun ".*"
+test test-engines test-cluster: AGAIN := --reruns 1 --only-rerun ".*"
 test: check unit engine cluster  ## everything that CI runs
-	$(CONTAINED) --limit 2400 $(BIN)/pytest $(SIDE_BY_SIDE) -m "engine or cluster" $(AGAIN) $(ARGS)
+	$(CONTAINED) --limit 2400 $(MAKE) --no-print-directory -j 2 test-engines test-cluster
+
+# Side by side: Kubernetes mostly waits while an engine computes. One worker each, which a hung test
+# ends without ending the run, so that each lane starts what its tests share once.
+test-engines:
+	$(BIN)/pytest $(LANE) -m "engine and not cluster" $(AGAIN) $(ARGS)
+
+test-cluster:
+	$(BIN)/pytest $(LANE) -m cluster $(AGAIN) $(ARGS)
 
 unit: venv  ## what needs neither engine nor cluster
 	$(CONTAINED) --limit 1500 $(BIN)/pytest -n 2 --dist loadfile -m "not engine and not cluster" $(AGAIN) $(ARGS)

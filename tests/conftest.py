@@ -22,27 +22,6 @@ pytest_plugins = ["rose_dev.testing", "rose_dev.engine_testing", "rose_dev.kerne
 # closes; its ResourceWarning would fail a random test.
 asyncio.set_event_loop(None)
 
-# What takes long to start is started once: its tests go to one worker, one after the other, the
-# longest group first. All other files are groups of their own (`--dist loadgroup`).
-SHARED = ("node_session", "control_plane", "real_engine")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    groups = {item: _group(item) for item in items}
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
-    yield
-    if all({"engine", "cluster"} & {mark.name for mark in item.iter_markers()} for item in items):
-        first = {name: place for place, name in enumerate(SHARED)}
-        items.sort(key=lambda item: first.get(groups[item], len(first)))
-
-
-def _group(item: pytest.Item) -> str:
-    used = getattr(item, "fixturenames", ())
-    shared = [name for name in SHARED if name in used]
-    return shared[0] if shared else item.nodeid.partition("::")[0]
-
 
 @pytest.fixture(scope="session")
 def api_client(control_plane: ControlPlane) -> Iterator[Client]:

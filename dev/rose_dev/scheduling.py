@@ -1,21 +1,20 @@
-"""Schedulers of xdist that do not run a test again that has ended its worker.
+"""A scheduler of xdist that does not run a test again that has ended its worker.
 
-Those of xdist give all that a dead worker had left to the next one, the deadly test first, until so
+That of xdist gives all that a dead worker had left to the next one, the deadly test first, until so
 many workers have died that the run gives up.
 
-Next: ``rose_dev.watchdog`` chooses them.
+Next: ``rose_dev.watchdog`` chooses it.
 """
 
 from __future__ import annotations
 
 import pytest
 from xdist.remote import Producer
-from xdist.scheduler import LoadFileScheduling, LoadGroupScheduling
-from xdist.scheduler.loadscope import LoadScopeScheduling
+from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
 
-class _Once(LoadScopeScheduling):
+class _Once(LoadFileScheduling):
     def remove_node(self, node: WorkerController) -> str | None:
         """Count the test that ran as done before the rest is given to others."""
         units = self.assigned_work[node]
@@ -31,15 +30,6 @@ class _Once(LoadScopeScheduling):
         return deadly
 
 
-class _ByFile(_Once, LoadFileScheduling):
-    pass
-
-
-class _ByGroup(_Once, LoadGroupScheduling):
-    pass
-
-
-def scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
-    """The scheduler for ``--dist loadfile`` and ``loadgroup``; None leaves it to xdist."""
-    chosen = {"loadfile": _ByFile, "loadgroup": _ByGroup}.get(config.getoption("dist"))
-    return chosen(config, log) if chosen else None
+def scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """The scheduler for ``--dist loadfile``; None leaves it to xdist."""
+    return _Once(config, log) if config.getoption("dist") == "loadfile" else None

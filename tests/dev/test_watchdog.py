@@ -78,7 +78,7 @@ def test_a_hang_ends_a_run_without_workers_too(project: Path) -> None:
 
 
 def test_a_thread_that_outlives_the_tests_does_not_keep_the_run(project: Path) -> None:
-    (project / "pytest.ini").write_text(f"{_SETTINGS}watchdog_end = 2\n")
+    (project / "pytest.ini").write_text(f"{_SETTINGS}watchdog_end = 15\n")
     text = "import threading\ndef test_it():\n    threading.Thread(target=wait_for_ever).start()\n"
     (project / "test_it.py").write_text(
         f"{text}\ndef wait_for_ever():\n    threading.Event().wait()\n"
