@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import aiohttp
 import msgspec
 import pytest
 
-from rose_agent.host import freezers, main
-from rose_agent.weightsync.follower import Options
-from rose_agent.weightsync.main import Followers
+from rose_agent.host import main
 from rose_core.wire.host import EngineState, HoldEngine, Holder, SetDormant
-from rose_dev.engine_environment import engine_python, is_ready
-from rose_dev.models import make_named
-from rose_engines.rundir import RunDir
 from tests.host.helpers import BEARER, guarding, status_of, stop, until
-from tests.host.test_real_host import _attested, _ready, order
+from tests.host.real import attested, needed_model, order, ready, syncing_host
 from tests.weightsync.run import PublishedRun, store_at
 
 pytestmark = pytest.mark.engine
@@ -42,18 +36,8 @@ async def _turn(client: aiohttp.ClientSession, host: main.Running, version: str)
 async def test_a_real_engine_rests_and_comes_back_at_the_newest_version(
     rundir: Path, tmp_path: Path
 ) -> None:
-    if not is_ready():
-        pytest.fail("no engine environment; run `make engine`")
-    model = make_named("tiny-peaked")
-    arguments = main.parser().parse_args(
-        [
-            *("--rundir", str(rundir), "--models", str(model.parent)),
-            *("--engine-python", str(engine_python()), "--data-port", "0", "--http-port", "0"),
-        ]
-    )
-    host = await main.start(arguments, freezers.detect("auto", scope=str(rundir)))
-    syncing = asyncio.create_task(Followers(RunDir(rundir), Options()).run())
-    try:
+    model = needed_model()
+    async with syncing_host(rundir, model.parent) as host:
         with guarding(rundir) as guard:
             async with store_at(tmp_path / "store") as address, aiohttp.ClientSession() as client:
                 run = PublishedRun(address, model)
@@ -61,29 +45,25 @@ async def test_a_real_engine_rests_and_comes_back_at_the_newest_version(
                 wanted = order(model, address)
                 spec = msgspec.structs.replace(wanted.engine, kv_tokens=KV_TOKENS)
                 await host.host.ensure(msgspec.structs.replace(wanted, engine=spec))
-                await _ready(host)
-                await _attested(host, run)
+                await ready(host)
+                await attested(host, run)
                 before = await _turn(client, host, "grpo@1.0")
                 guard.close()
                 held = await _dormant(host)
                 guard.open()
                 await _active(host)
-                await _attested(host, run)
+                await attested(host, run)
                 assert await _turn(client, host, "grpo@1.0") == before
                 guard.close()
                 assert await _dormant(host) == pytest.approx(held, rel=0.2)
                 await run.publish()
                 guard.open()
                 await _active(host)
-                await _attested(host, run)
+                await attested(host, run)
                 await _turn(client, host, "grpo@1.1")
                 assert (await status_of(host)).restarts == 0
                 await run.close()
             assert (await host.host.stop(stop())).state is EngineState.GONE
-    finally:
-        syncing.cancel()
-        await asyncio.wait({syncing})
-        assert await host.stop(0.0)
 
 
 async def _dormant(host: main.Running) -> int:

@@ -10,35 +10,16 @@ import aiohttp
 import psutil
 import pytest
 
-from rose_agent.host import freezers, main
+from rose_agent.host import main
 from rose_agent.host.repair import find_group
-from rose_agent.weightsync.follower import Options
-from rose_agent.weightsync.main import Followers
 from rose_core.identity import SlotKey
-from rose_core.wire.host import EngineState, EnsureEngine, HoldEngine, Holder
-from rose_core.wire.sync import EngineSpec, WeightSource
-from rose_dev.engine_environment import engine_python, is_ready
-from rose_dev.models import make_named
+from rose_core.wire.host import EngineState, HoldEngine, Holder
 from rose_engines.rundir import EngineFile, RunDir, read_json
-from tests.host.helpers import BEARER, TOKEN, guarding, status_of, stop, until
-from tests.weightsync.run import RUN, PublishedRun, store_at
+from tests.host.helpers import BEARER, guarding, status_of, stop, until
+from tests.host.real import attested, needed_model, order, ready, syncing_host
+from tests.weightsync.run import PublishedRun, store_at
 
 pytestmark = pytest.mark.engine
-
-READY_SECONDS = 240.0
-
-
-def order(model: Path, endpoint: str) -> EnsureEngine:
-    return EnsureEngine(
-        slot=SlotKey("slot-1", 1),
-        slot_name="real",
-        engine=EngineSpec(
-            "sglang-cpu", model.name, context_tokens=8192, kv_tokens=16384, max_running=4
-        ),
-        weights=WeightSource(endpoint, RUN),
-        token=TOKEN,
-    )
-
 
 RID = "turn-under-test."
 # Far more than are made before the test aborts the rest.
@@ -56,25 +37,15 @@ def body() -> dict[str, object]:
 
 
 async def test_a_real_engine_under_the_host(rundir: Path, tmp_path: Path) -> None:
-    if not is_ready():
-        pytest.fail("no engine environment; run `make engine`")
-    model = make_named("tiny-peaked")
-    arguments = main.parser().parse_args(
-        [
-            *("--rundir", str(rundir), "--models", str(model.parent)),
-            *("--engine-python", str(engine_python()), "--data-port", "0", "--http-port", "0"),
-        ]
-    )
-    host = await main.start(arguments, freezers.detect("auto", scope=str(rundir)))
-    syncing = asyncio.create_task(Followers(RunDir(rundir), Options()).run())
-    try:
+    model = needed_model()
+    async with syncing_host(rundir, model.parent) as host:
         with guarding(rundir) as guard:
             async with store_at(tmp_path / "store") as address, aiohttp.ClientSession() as client:
                 run = PublishedRun(address, model)
                 await run.publish()
                 await host.host.ensure(order(model, address))
-                await _ready(host)
-                await _attested(host, run)
+                await ready(host)
+                await attested(host, run)
                 endpoint = (await status_of(host)).endpoint
                 url = f"{endpoint}/generate"
                 async with client.post(url, json=body(), headers=BEARER) as reply:
@@ -83,7 +54,7 @@ async def test_a_real_engine_under_the_host(rundir: Path, tmp_path: Path) -> Non
                     await _more_tokens(host)
                     await _hold(host, rundir)
                     await run.publish()
-                    await _attested(host, run)
+                    await attested(host, run)
                     await _more_tokens(host)
                     guard.close()
                     await _lapse(host, rundir)
@@ -102,31 +73,6 @@ async def test_a_real_engine_under_the_host(rundir: Path, tmp_path: Path) -> Non
             ended = await host.host.stop(stop())
             assert ended.state is EngineState.GONE
             assert ended.generated_tokens == last["completion_tokens"]
-    finally:
-        syncing.cancel()
-        await asyncio.wait({syncing})
-        assert await host.stop(0.0)
-
-
-async def _ready(host: main.Running) -> None:
-    async def serves() -> bool:
-        status = await status_of(host)
-        assert status.restarts == 0, status.message
-        assert status.state is not EngineState.FAILED, status.message
-        return status.state is EngineState.SERVING
-
-    await until(serves, "SGLang is ready", READY_SECONDS)
-
-
-async def _attested(host: main.Running, run: PublishedRun) -> None:
-    assert run.manifest is not None
-    wanted = (str(run.manifest.target), run.manifest.digest)
-
-    async def arrived() -> bool:
-        status = await status_of(host)
-        return (status.version, status.digest) == wanted
-
-    await until(arrived, f"{wanted} is attested")
 
 
 async def _hold(host: main.Running, rundir: Path) -> None:

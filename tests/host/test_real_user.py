@@ -17,14 +17,13 @@ import psutil
 import pytest
 
 from rose_core.wire.host import EngineState, EngineStatus, HostStatusRequest
-from rose_dev.engine_environment import engine_python, is_ready
-from rose_dev.models import make_named
+from rose_dev.engine_environment import engine_python
 from rose_wire import rpc
 from rose_wire.errors import WireError
 from rose_wire.services import ENSURE, STATUS, STOP
 from tests.host import opened
 from tests.host.helpers import BEARER, guarding, stop, until
-from tests.host.test_real_host import READY_SECONDS, order
+from tests.host.real import READY_SECONDS, needed_model, order
 
 pytestmark = pytest.mark.engine
 
@@ -89,9 +88,7 @@ def facts(pid: int) -> dict[str, str]:
 async def test_a_real_engine_runs_as_nobody_else_without_rights_or_secrets(
     rundir: Path, tmp_path: Path
 ) -> None:
-    if not is_ready():
-        pytest.fail("no engine environment; run `make engine`")
-    model = make_named("tiny-peaked")
+    model = needed_model()
     token = tmp_path / "token"
     token.write_text(SECRETS["ROSE_TOKEN"])
     token.chmod(0o600)

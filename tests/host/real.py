@@ -1,0 +1,83 @@
+"""Stock SGLang under an engine host: how tests start the two, order an engine and wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rose_agent.host import freezers, main
+from rose_agent.weightsync.follower import Options
+from rose_agent.weightsync.main import Followers
+from rose_core.identity import SlotKey
+from rose_core.wire.host import EngineState, EnsureEngine
+from rose_core.wire.sync import EngineSpec, WeightSource
+from rose_dev.engine_environment import engine_python, is_ready
+from rose_dev.models import make_named
+from rose_engines.rundir import RunDir
+from tests.host.helpers import TOKEN, status_of, until
+from tests.weightsync.run import RUN, PublishedRun
+
+READY_SECONDS = 240.0
+
+
+def needed_model() -> Path:
+    """The small model; a test without engine environment fails and says what to run."""
+    if not is_ready():
+        pytest.fail("no engine environment; run `make engine`")
+    return make_named("tiny-peaked")
+
+
+def order(model: Path, endpoint: str) -> EnsureEngine:
+    return EnsureEngine(
+        slot=SlotKey("slot-1", 1),
+        slot_name="real",
+        engine=EngineSpec(
+            "sglang-cpu", model.name, context_tokens=8192, kv_tokens=16384, max_running=4
+        ),
+        weights=WeightSource(endpoint, RUN),
+        token=TOKEN,
+    )
+
+
+@asynccontextmanager
+async def syncing_host(rundir: Path, models: Path) -> AsyncIterator[main.Running]:
+    """A host inside this process with weight-sync beside it; both end with the test."""
+    arguments = main.parser().parse_args(
+        [
+            *("--rundir", str(rundir), "--models", str(models)),
+            *("--engine-python", str(engine_python()), "--data-port", "0", "--http-port", "0"),
+        ]
+    )
+    host = await main.start(arguments, freezers.detect("auto", scope=str(rundir)))
+    syncing = asyncio.create_task(Followers(RunDir(rundir), Options()).run())
+    try:
+        yield host
+    finally:
+        syncing.cancel()
+        await asyncio.wait({syncing})
+        assert await host.stop(0.0)
+
+
+async def ready(host: main.Running) -> None:
+    async def serves() -> bool:
+        status = await status_of(host)
+        assert status.restarts == 0, status.message
+        assert status.state is not EngineState.FAILED, status.message
+        return status.state is EngineState.SERVING
+
+    await until(serves, "SGLang is ready", READY_SECONDS)
+
+
+async def attested(host: main.Running, run: PublishedRun) -> None:
+    assert run.manifest is not None
+    wanted = (str(run.manifest.target), run.manifest.digest)
+
+    async def arrived() -> bool:
+        status = await status_of(host)
+        return (status.version, status.digest) == wanted
+
+    await until(arrived, f"{wanted} is attested")
