@@ -47,18 +47,18 @@ class Speed:
     def saw_step(self, seconds_per_token: float, weight: float = 0.1, live: int = 0) -> Speed:
         """Learn from the gap between two events of a stream; ``live`` 0 = not said."""
         change = seconds_per_token - self.step_seconds
-        seen = replace(self, step_seconds=self.step_seconds + weight * change)
-        if not live:
-            return seen
-        if not self.usual_live:
-            return replace(seen, usual_live=float(live))
-        more = live - self.usual_live
-        seen = replace(seen, usual_live=self.usual_live + weight * more)
-        if abs(more) < _LEAST_MOVE:
-            return seen
-        spread = self.spread + _SLOPE_WEIGHT * (more * more - self.spread)
-        joint = self.joint + _SLOPE_WEIGHT * (more * change - self.joint)
-        return replace(seen, spread=spread, joint=joint)
+        usual, spread, joint = self.usual_live, self.spread, self.joint
+        if live and not usual:
+            usual = float(live)
+        elif live:
+            more = live - usual
+            usual += weight * more
+            if abs(more) >= _LEAST_MOVE:
+                spread += _SLOPE_WEIGHT * (more * more - spread)
+                joint += _SLOPE_WEIGHT * (more * change - joint)
+        # Made for every token of every turn: ``replace`` would cost more than reading its event.
+        step = self.step_seconds + weight * change
+        return Speed(step, self.prefill_seconds_per_token, usual, spread, joint)
 
     def saw_first_token(self, seconds: float, uncached_tokens: int, weight: float = 0.1) -> Speed:
         """Learn from the time to the first token; short prompts say little and are left out."""
