@@ -19,6 +19,7 @@ from rose_trainer.publisher import Publisher
 from rose_weights.bundle import Bundle
 from rose_weights.client import WeightsClient
 from rose_weights.errors import Fenced
+from rose_weights.messages import Description
 from rose_weights.service import WeightService
 from rose_weights.store import Store
 from rose_wire.rpc import Server
@@ -61,6 +62,13 @@ class RunningStore:
                 return await client.pull("run", folder, have=have, digest=digest)
 
         return asyncio.run(pull())
+
+    def describe(self) -> Description:
+        async def ask() -> Description:
+            async with WeightsClient(self.address, token=self._token) as client:
+                return await client.describe("run")
+
+        return asyncio.run(ask())
 
 
 @pytest.fixture
@@ -107,6 +115,9 @@ def test_versions_follow_the_tensors_bit_for_bit(running: RunningStore, tmp_path
         last = publisher.wait(version, 60)
         assert publisher.head == version
     assert 0 < last.changes < 100
+    assert 0 < last.encode_seconds < last.seconds
+    kept = {info.version: info.encode_seconds for info in running.describe().versions}
+    assert kept[last.version] == last.encode_seconds
     manifest = running.pull(tmp_path / "b", first.version, first.digest)
     assert manifest.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     apply_bundle(held, Bundle(tmp_path / "b"))

@@ -19,6 +19,9 @@ from rose_wire.rpc import Server
 
 RUN = "grpo"
 
+ENCODE_SECONDS = 0.125
+"""What the publisher says of every version."""
+
 
 class PublishedRun:
     """Publishes changes of a model to ``address``."""
@@ -54,7 +57,12 @@ class PublishedRun:
             old = None if base is None else before[tensor.name]
             builder.add(old, self.state[tensor.name])
         manifest = builder.finish(WeightVersion(RUN, 1, self._sequence))
-        await self._writer.publish(manifest, blocks, base.target if base is not None else None)
+        await self._writer.publish(
+            manifest,
+            blocks,
+            base.target if base is not None else None,
+            encode_seconds=ENCODE_SECONDS,
+        )
         self.manifest = manifest
         self._sequence += 1
         return manifest

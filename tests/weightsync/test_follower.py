@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from rose_agent.host.main import Running
+from rose_agent.weightsync import records
 from rose_agent.weightsync.follower import Options
 from rose_agent.weightsync.main import Followers, subjects
 from rose_core.wire.host import EnsureEngine
@@ -24,7 +25,7 @@ from rose_engines.rundir import RunDir, WeightsFile, read_json
 from rose_engines.safetensors import read_checkpoint
 from rose_engines.sglang.control import ControlClient
 from tests.host.helpers import Guard, guarding, order, running, serving, status_of, until
-from tests.weightsync.run import RUN, PublishedRun, store_at
+from tests.weightsync.run import ENCODE_SECONDS, RUN, PublishedRun, store_at
 
 
 def weighted(endpoint: str, run: str = RUN) -> EnsureEngine:
@@ -116,6 +117,9 @@ async def test_an_engine_follows_the_head_bit_for_bit(
         status = await status_of(here.host)
         assert (status.version, status.digest, status.head) == ("grpo@1.3", last.digest, "grpo@1.3")
         assert not list(here.rundir.slot("slot-1").bundles.iterdir())
+        recorded = records.read(here.rundir.slot("slot-1").folder / records.FILE)[-1]
+        assert recorded.version == "grpo@1.3"
+        assert recorded.encode_seconds == ENCODE_SECONDS
 
 
 async def test_a_restarted_engine_is_brought_back_to_the_head(

@@ -22,6 +22,7 @@ RECORD = CommitRecord(
     merged=2,
     lag=0,
     failures=("Corrupt", "Busy"),
+    encode_seconds=1.75,
 )
 
 
@@ -64,8 +65,9 @@ def test_commits_are_shown_to_people_and_machines(
     append(slot / FILE, RECORD)
     assert main(["--rundir", str(tmp_path), "--slot", "slot-1"]) == 0
     line = capsys.readouterr().out
-    for part in ("slot-1", "run@1.3", "1.200%", "pause 2.0 ms", "2 publishes merged", "Corrupt"):
+    for part in ("slot-1", "run@1.3", "1.200%", "encode 1.75 s", "pause 2.0 ms"):
         assert part in line
+    assert "2 publishes merged  after Corrupt, Busy" in line
     assert main(["--rundir", str(tmp_path), "--json"]) == 0
     assert msgspec.json.decode(capsys.readouterr().out, type=CommitRecord) == RECORD
     assert main(["--rundir", str(tmp_path), "--slot", "other"]) == 1

@@ -32,6 +32,7 @@ class Published:
         bytes: size of the blocks sent.
         stall_seconds: time ``publish`` took; the rest happened in the background.
         seconds: from the snapshot until it was durable.
+        encode_seconds: of them comparing and encoding; sending came after.
     """
 
     version: WeightVersion
@@ -42,6 +43,7 @@ class Published:
     bytes: int
     stall_seconds: float
     seconds: float
+    encode_seconds: float = 0.0
 
 
 @dataclass
@@ -106,7 +108,12 @@ class Line:
         encoded = time.monotonic()
         faults.at("publisher.encoded")
         await self._writer.publish(
-            manifest, blocks, self._head, on_base=smaller, patience_seconds=self._patience
+            manifest,
+            blocks,
+            self._head,
+            on_base=smaller,
+            encode_seconds=encoded - began,
+            patience_seconds=self._patience,
         )
         done = time.monotonic()
         faults.at("publisher.committed")
@@ -117,7 +124,7 @@ class Line:
         metrics.VERSIONS.inc()
         free, self._before = self._before, job.snapshot
         self._head, self._manifest = manifest.target, manifest
-        return _published(job, manifest, done), free
+        return _published(job, manifest, done, encoded - began), free
 
     def _encode(self, job: Job, blocks: dict[bytes, bytes]) -> tuple[Manifest, Manifest | None]:
         """The version, and the same one coded on its base where that was asked for."""
@@ -162,7 +169,7 @@ def _latest(known: tuple[VersionInfo, ...], digest: str) -> VersionInfo | None:
     return next((version for version in reversed(known) if version.digest == digest), None)
 
 
-def _published(job: Job, manifest: Manifest, done: float) -> Published:
+def _published(job: Job, manifest: Manifest, done: float, encode_seconds: float) -> Published:
     return Published(
         version=job.version,
         step=job.step,
@@ -172,6 +179,7 @@ def _published(job: Job, manifest: Manifest, done: float) -> Published:
         bytes=manifest.block_bytes,
         stall_seconds=job.stall_seconds,
         seconds=done - job.taken,
+        encode_seconds=encode_seconds,
     )
 
 

@@ -25,6 +25,7 @@ from rose_weights.bundle import MANIFEST, Bundle
 from rose_weights.checkpoint import Checkpoint
 from rose_weights.errors import Damaged, WeightsError
 from rose_weights.opening import open_store
+from rose_weights.state import Kept
 from rose_weights.store import Store
 
 
@@ -156,8 +157,12 @@ def _run_lines(store: Store, only: str) -> Iterator[str]:
             kind = f"from {kept.base}" if kept.base else ("full" if kept.full else "bare")
             yield (
                 f"  {kept.version}  step {kept.step}  {kind}  {kept.bytes} bytes  "
-                f"{_percent(kept.changes, kept.elements)}  {kept.digest}\n"
+                f"{_percent(kept.changes, kept.elements)}  {kept.digest}{_encoded(kept)}\n"
             )
+
+
+def _encoded(kept: Kept) -> str:
+    return f"  encoded in {kept.encode_seconds:.2f} s" if kept.encode_seconds else ""
 
 
 def _manifest_lines(manifest: Manifest) -> Iterator[str]:

@@ -16,6 +16,7 @@ class VersionInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         base: version its delta starts from; None = full or bare.
         step: the trainer's label.
         changes, bytes: elements changed and size of all blocks.
+        encode_seconds: what comparing and encoding took its publisher; 0 = it did not say.
     """
 
     version: WeightVersion
@@ -24,6 +25,7 @@ class VersionInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     step: int | None = None
     changes: int = 0
     bytes: int = 0
+    encode_seconds: float = 0.0
 
 
 class DescribeRequest(msgspec.Struct, frozen=True):
@@ -138,11 +140,13 @@ class CommitRequest(msgspec.Struct, frozen=True):
     Attributes:
         expected: the head the publisher believes in.
         on_base: the same version with blocks coded on their base, for receivers that read them.
+        encode_seconds: what comparing and encoding took; 0 = unknown.
     """
 
     manifest: bytes
     expected: WeightVersion | None
     on_base: bytes = b""
+    encode_seconds: float = 0.0
 
 
 class PartRequest(msgspec.Struct, frozen=True):

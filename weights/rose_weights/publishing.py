@@ -109,6 +109,7 @@ class WeightsWriter:
         expected: WeightVersion | None,
         *,
         on_base: Manifest | None = None,
+        encode_seconds: float = 0.0,
         patience_seconds: float = 300.0,
     ) -> VersionInfo:
         """Stage the blocks and make the manifest the head; tries again while it may help.
@@ -118,6 +119,7 @@ class WeightsWriter:
             blocks: name -> bytes of every block it lists.
             expected: the head this publisher believes in.
             on_base: the same version with blocks coded on their base (``Builder.on_base``).
+            encode_seconds: what comparing and encoding took; kept with the version.
             patience_seconds: how long to go on while the store is away or full.
 
         Raises:
@@ -127,11 +129,12 @@ class WeightsWriter:
         """
         listed = (*manifest.blocks, *(on_base.blocks if on_base else ()))
         smaller = on_base.encode() if on_base else b""
+        request = CommitRequest(manifest.encode(), expected, smaller, encode_seconds)
 
         async def attempt() -> VersionInfo:
             await self._stage(listed, blocks)
             faults.at("publisher.staged")
-            return await self._commit(CommitRequest(manifest.encode(), expected, smaller))
+            return await self._commit(request)
 
         return await self._patiently(attempt, str(manifest.target), patience_seconds)
 

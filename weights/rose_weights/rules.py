@@ -60,7 +60,9 @@ def check_forms(manifest: Manifest, smaller: Manifest | None) -> None:
         raise BadManifest(message)
 
 
-def summary(manifest: Manifest, smaller: Manifest | None = None) -> Kept:
+def summary(
+    manifest: Manifest, smaller: Manifest | None = None, encode_seconds: float = 0.0
+) -> Kept:
     """How the state lists a manifest, and the same version coded on its base if there is one."""
     return Kept(
         version=manifest.target,
@@ -73,6 +75,7 @@ def summary(manifest: Manifest, smaller: Manifest | None = None) -> Kept:
         bytes=manifest.block_bytes,
         full=manifest.base is None and not manifest.bare,
         on_base="" if smaller is None else smaller.name,
+        encode_seconds=encode_seconds,
     )
 
 

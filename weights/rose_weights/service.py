@@ -246,7 +246,11 @@ class WeightService:
         self._may("publish", run)
         try:
             state = await asyncio.to_thread(
-                self._store.commit, request.manifest, request.expected, request.on_base
+                self._store.commit,
+                request.manifest,
+                request.expected,
+                request.on_base,
+                request.encode_seconds,
             )
         except WeightsError as error:
             metrics.COMMITS.labels(run, error.word).inc()
@@ -333,7 +337,15 @@ def _kind(manifest: Manifest, merged: int) -> str:
 
 
 def _info(kept: Kept) -> VersionInfo:
-    return VersionInfo(kept.version, kept.digest, kept.base, kept.step, kept.changes, kept.bytes)
+    return VersionInfo(
+        kept.version,
+        kept.digest,
+        kept.base,
+        kept.step,
+        kept.changes,
+        kept.bytes,
+        kept.encode_seconds,
+    )
 
 
 def _description(state: RunState) -> Description:

@@ -38,6 +38,7 @@ class Kept(msgspec.Struct, frozen=True):
         bytes: size of all blocks.
         full: the manifest is full, with blocks.
         on_base: content address of the same delta with blocks coded on their base; may be empty.
+        encode_seconds: what comparing and encoding took its publisher; 0 = it did not say.
     """
 
     version: WeightVersion
@@ -50,6 +51,7 @@ class Kept(msgspec.Struct, frozen=True):
     bytes: int = 0
     full: bool = False
     on_base: str = ""
+    encode_seconds: float = 0.0
 
 
 class RunState(msgspec.Struct, frozen=True):

@@ -127,13 +127,20 @@ class Store:
             faults.at("store.block")
             return name
 
-    def commit(self, data: bytes, expected: WeightVersion | None, on_base: bytes = b"") -> RunState:
+    def commit(
+        self,
+        data: bytes,
+        expected: WeightVersion | None,
+        on_base: bytes = b"",
+        encode_seconds: float = 0.0,
+    ) -> RunState:
         """Make a manifest the run's head.
 
         Args:
             data: the encoded manifest.
             expected: the head the publisher believes in.
             on_base: the same version with blocks coded on their base, encoded; may be empty.
+            encode_seconds: what comparing and encoding took; 0 = unknown.
 
         Returns:
             The new state; also when the same commit has been done before (its answer was lost).
@@ -161,8 +168,9 @@ class Store:
             if smaller is not None:
                 self.place.write_manifest(state.run, smaller.name, on_base)
             faults.at("store.commit.manifest")
+            kept = summary(manifest, smaller, encode_seconds)
             return msgspec.structs.replace(
-                state, head=manifest.target, versions=(*state.versions, summary(manifest, smaller))
+                state, head=manifest.target, versions=(*state.versions, kept)
             )
 
         with self._failing("commit", str(manifest.target)):

@@ -84,6 +84,7 @@ class Follower:
         self._options = options
         self._plugin = Plugin(slot)
         self._head: Head | None = None
+        self._encoded = ("", 0.0)
         self._head_error = ""
         self._news = asyncio.Event()
         self._progress = Progress()
@@ -237,12 +238,17 @@ class Follower:
             lag=lag(committed.version, self._head),
             failures=self._failures,
             full=base is None,
+            encode_seconds=self._encode_seconds(committed.version),
         )
         self._failures = ()
         try:
             records.append(self._slot.folder / records.FILE, record)
         except OSError as error:
             _log.warning("%s: the commit was not recorded: %s", self._slot.uid, error)
+
+    def _encode_seconds(self, version: str) -> float | None:
+        head, seconds = self._encoded
+        return seconds if head == version and seconds else None
 
     async def _commit_when_open(self, version: str) -> Committed:
         """Commit what is staged; a gate that closes again and again costs only time."""
@@ -272,6 +278,7 @@ class Follower:
                     self._tell(f"run {self._source.run} has no published version yet")
                 async for info in store.watch(self._source.run):
                     self._head = Head(info.version, info.digest)
+                    self._encoded = (str(info.version), info.encode_seconds)
                     self._tell("")
                 self._tell("the store ended the watch")
             except (WeightsError, WireError) as error:

@@ -30,12 +30,14 @@ class CommitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         base: label of the version before; empty when the full state came.
         elements: weights of the model; ``changed`` of them differ from the base.
         block_bytes: size of the blocks that were pulled.
-        pull_seconds: plan and fetch; encoding is the publisher's and in its own metrics.
+        pull_seconds: plan and fetch.
         confirm_seconds: from the order to the answer, without the pause: waiting and digests.
         merged: publishes that this one commit covers; None = unknown.
         lag: publishes to the head afterwards; None = unknown.
         failures: reasons of the attempts that failed since the last commit, oldest first.
         full: the full state was asked for after failures, or because the base was unknown.
+        encode_seconds: what comparing and encoding this version took its publisher; None = unknown,
+            also when a newer version was the head by then.
     """
 
     at: float
@@ -53,6 +55,7 @@ class CommitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     lag: int | None = None
     failures: tuple[str, ...] = ()
     full: bool = False
+    encode_seconds: float | None = None
 
     @property
     def density(self) -> float:
@@ -132,6 +135,7 @@ def line_of(record: CommitRecord) -> str:
         f"{record.version:<28}",
         f"{record.density:7.3%} of {record.elements / 1e6:.1f} M",
         f"{record.block_bytes / 1e6:.2f} MB",
+        *([] if record.encode_seconds is None else [f"encode {record.encode_seconds:.2f} s"]),
         f"pull {record.pull_seconds:.2f} s",
         f"stage {record.stage_seconds:.2f} s",
         f"pause {1e3 * record.pause_seconds:.1f} ms",
