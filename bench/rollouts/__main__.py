@@ -89,13 +89,14 @@ def inclusion(seeds: list[int], few: list[int]) -> list[Figure]:
 def _inclusion(
     order: str, told: Scenario, names: tuple[str, ...], seeds: list[int], material: Material
 ) -> list[Figure]:
-    steps = [len(simulate(told, POLICIES["joint"], seed, material).makespans) for seed in seeds]
+    joint = [simulate(told, POLICIES["joint"], seed, material) for seed in seeds]
+    steps = [len(one.makespans) for one in joint]
     long = told.model_copy(update={"seconds": _PATIENCE * told.seconds})
     cases = list(zip(seeds, steps, strict=True))
     alone = _strata(long, "alone", cases, material)
     rows: list[Figure] = []
     for name in names:
-        ours = _strata(long, name, cases, material)
+        ours = _counted(joint, seeds) if name == "joint" else _strata(long, name, cases, material)
         found = gaps(ours, alone)
         for (dimension, stratum), gap in found.items():
             head = f"inclusion, {order}: {name} - alone, {dimension} {stratum}"
@@ -112,9 +113,14 @@ def _inclusion(
 
 
 def _strata(told: Scenario, name: str, cases: list[tuple[int, int]], material: Material) -> Strata:
+    found = [simulate(told, POLICIES[name], seed, material, steps) for seed, steps in cases]
+    return _counted(found, [seed for seed, _ in cases])
+
+
+def _counted(found: list[Found], seeds: list[int]) -> Strata:
     counts: Strata = {}
-    for seed, steps in cases:
-        strata(simulate(told, POLICIES[name], seed, material, steps), seed, counts)
+    for one, seed in zip(found, seeds, strict=True):
+        strata(one, seed, counts)
     return counts
 
 
