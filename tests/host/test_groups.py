@@ -123,6 +123,12 @@ def test_sweeps_know_the_hosts_own_cgroups_only(tree: Tree, tmp_path: Path) -> N
     assert tree.group.directory not in [stray.directory for stray in other.strays()]
 
 
+def test_hosts_that_send_signals_know_their_cgroups_of_limits_by_names_of_their_own() -> None:
+    one, other = (freezers.detect("signals", scope=scope).prefix for scope in ("/a", "/b"))
+    assert not one.startswith(other)
+    assert not other.startswith(one)
+
+
 def test_an_engine_is_the_first_to_die_and_gains_nothing(tmp_path: Path) -> None:
     report = tmp_path / "report"
     script = (

@@ -159,5 +159,5 @@ def detect(
         failures.append(f"not {driver}: {failure}")
     if choice in {"auto", "signals"}:
         why = "; ".join([*failures, "SIGSTOP to every process of the engine's session"])
-        return Freezer("signals", why)
+        return Freezer("signals", why, prefix=prefix)
     raise NoFreezer("; ".join(failures))
