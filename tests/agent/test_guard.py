@@ -123,6 +123,7 @@ async def test_the_right_to_compute_moves_to_the_other_engine_through_a_closed_p
 async def test_a_lost_tap_closes(guard: tuple[Guard, Permit]) -> None:
     made, permit = guard
     made.step_all()
+    assert permit.until_ns > 0
     made.on_tap_lost(time.monotonic_ns())
     assert permit.until_ns == 0
 

@@ -97,7 +97,9 @@ def test_crds_are_the_generated_ones_and_stay_on_uninstall() -> None:
 
 def test_crds_can_be_left_out_or_go_on_uninstall() -> None:
     assert render({"crds": {"install": False}}).all("CustomResourceDefinition") == []
-    for crd in render({"crds": {"keep": False}}).all("CustomResourceDefinition"):
+    going = render({"crds": {"keep": False}}).all("CustomResourceDefinition")
+    assert len(going) == len(render().all("CustomResourceDefinition"))
+    for crd in going:
         assert "annotations" not in crd["metadata"]
 
 

@@ -99,7 +99,8 @@ def test_steps_and_cumulative() -> None:
 
 
 def test_texts_in_charts_are_escaped() -> None:
-    ET.fromstring(Chart("a < b & c", (0, 1), (0, 1)).svg())  # noqa: S314  # our own text
+    chart = ET.fromstring(Chart("a < b & c", (0, 1), (0, 1)).svg())  # noqa: S314  # our own text
+    assert "a < b & c" in "".join(chart.itertext())
 
 
 def test_opened_joins_samples_and_sequence_reads_labels(synthetic: ModuleType) -> None:

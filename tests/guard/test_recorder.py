@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from rose_agent.guard import blackbox
+from rose_agent.guard import blackbox, metrics
 from rose_agent.guard.blackbox import BlackBox, dumps
 from rose_agent.guard.perfetto import perfetto
 from rose_agent.guard.recorder import Recorder
@@ -121,9 +121,12 @@ async def test_only_the_newest_dumps_stay(tmp_path: Path) -> None:
 
 async def test_a_full_disk_does_not_stop_the_guard(tmp_path: Path) -> None:
     (tmp_path / "flight").write_text("not a folder")
+    failed = metrics.BREACH_DUMPS.labels("failed")._value
+    before = failed.get()
     box = BlackBox(tmp_path / "flight", Recorder(), after_seconds=0.0)
     box.breach("slow-request")
     await box.settle()
+    assert failed.get() == before + 1
 
 
 @pytest.mark.parametrize("form", ["json", "perfetto", "svg"])

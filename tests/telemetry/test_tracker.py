@@ -211,8 +211,10 @@ def test_sequence_numbers_wrap() -> None:
     talk.tracker = fresh
     talk.client_says(post())
     talk.server_says(HEAD)
+    assert fresh.in_flight == 1
     talk.server_says(event(0) + END)
     assert fresh.in_flight == 0
+    assert [(one.how, one.tokens) for one in ends(talk.events)] == [(How.COMPLETE, 1)]
 
 
 def test_sampled_streams_end_by_their_tail_and_count_by_bytes() -> None:
