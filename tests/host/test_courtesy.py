@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from rose_agent.host import freezers
-from rose_agent.host.courtesy import Courtesy, is_busy_quota
+from rose_agent.host.courtesy import Courtesy, Engine, is_busy_quota
 from rose_agent.host.enforcement import TreeState
 from rose_agent.host.errors import GroupError
+from rose_agent.host.lifecycle import EngineLife
 from rose_agent.host.limits import Base, Limiter, Limits
 from rose_core.wire.host import EngineState
 from tests.host.test_limits import engine, root_only
@@ -19,12 +19,8 @@ from tests.host.test_limits import engine, root_only
 BUSY = 10
 
 
-@dataclass
-class Engine:
-    uid: str = "engine"
-    state: EngineState = EngineState.SERVING
-    tree: TreeState = TreeState.RUNNING
-    by_mps: bool = True
+def mps_client(tree: TreeState) -> Engine:
+    return Engine("engine", EngineState.SERVING, tree, by_mps=True)
 
 
 def test_only_an_mps_client_that_serves_and_rests_has_the_busy_quota() -> None:
@@ -56,15 +52,14 @@ def test_the_quota_follows_the_engine(
     limits = Limits(cpu_percent=own, busy_cpu_percent=BUSY)
     limiter = Limiter(limits, {"cpu": Base(version, tmp_path)}, "rose-test-")
     (folder,) = limiter.prepare("engine")
-    courtesy, one = Courtesy(limiter), Engine()
+    courtesy = Courtesy(limiter)
 
     def written() -> dict[str, str]:
         return {path.name: path.read_text() for path in folder.iterdir()}
 
     assert written() == high
     for tree, wanted in ((TreeState.STOPPED, low), (TreeState.RUNNING, high)) * 2:
-        one.tree = tree
-        courtesy.look([one])
+        courtesy.look([mps_client(tree)])
         assert written() == wanted
     courtesy.look([])
 
@@ -77,7 +72,7 @@ def test_a_quota_that_cannot_be_set_is_said_once(
         limiter.set_quota("engine", busy=True)
     courtesy = Courtesy(limiter)
     for _ in range(3):
-        courtesy.look([Engine(tree=TreeState.STOPPED)])
+        courtesy.look([mps_client(TreeState.STOPPED)])
     assert len(caplog.records) == 1
 
 
@@ -105,7 +100,7 @@ async def test_a_real_process_is_held_to_the_busy_quota_and_let_go_again(tmp_pat
 async def test_a_host_without_a_busy_quota_looks_at_nothing() -> None:
     limiter = Limiter(Limits(), {}, freezers.HOST_LEAF)
 
-    def nobody() -> list[Engine]:
+    def nobody() -> list[EngineLife]:
         pytest.fail("looked")
 
     await Courtesy(limiter).keep(nobody)

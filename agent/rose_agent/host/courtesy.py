@@ -19,10 +19,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from dataclasses import dataclass
 
 from rose_agent.host.enforcement import TreeState
 from rose_agent.host.errors import GroupError
+from rose_agent.host.lifecycle import EngineLife
 from rose_agent.host.limits import Limiter
 from rose_core.wire.host import EngineState
 
@@ -36,24 +37,26 @@ def is_busy_quota(state: EngineState, tree: TreeState, *, by_mps: bool) -> bool:
     return by_mps and state is EngineState.SERVING and tree is TreeState.STOPPED
 
 
-class Subject(Protocol):
-    """What this needs of an engine's life."""
+@dataclass(frozen=True)
+class Engine:
+    """What decides about one engine's quota.
 
-    @property
-    def uid(self) -> str:
-        """Names its cgroup."""
+    Attributes:
+        uid: names its cgroup.
+        tree: what the enforcer has made of its processes.
+        by_mps: it is never frozen.
+    """
 
-    @property
-    def state(self) -> EngineState:
-        """State of the engine."""
+    uid: str
+    state: EngineState
+    tree: TreeState
+    by_mps: bool
 
-    @property
-    def tree(self) -> TreeState:
-        """State of its processes."""
-
-    @property
-    def by_mps(self) -> bool:
-        """It is never frozen."""
+    @classmethod
+    def of(cls, life: EngineLife) -> Engine:
+        """As it is now."""
+        by_mps = life.order.engine.sharing.compute == "MPS"
+        return cls(life.folder.uid, life.state, life.watched.state, by_mps)
 
 
 class Courtesy:
@@ -67,13 +70,13 @@ class Courtesy:
         self._limiter = limiter
         self._lowered: set[str] = set()
 
-    async def keep(self, engines: Callable[[], Iterable[Subject]]) -> None:
+    async def keep(self, engines: Callable[[], Iterable[EngineLife]]) -> None:
         """Look until cancelled; returns at once where there is no quota for busy serving."""
         while self._limiter.limits.busy_cpu_percent:
-            self.look(engines())
+            self.look(map(Engine.of, engines()))
             await asyncio.sleep(LOOK_SECONDS)
 
-    def look(self, engines: Iterable[Subject]) -> None:
+    def look(self, engines: Iterable[Engine]) -> None:
         """Give every engine the quota that it should have now."""
         here = set()
         for engine in engines:

@@ -107,21 +107,6 @@ class EngineLife:
         return self._state
 
     @property
-    def uid(self) -> str:
-        """Names its folder and its cgroup."""
-        return self.folder.uid
-
-    @property
-    def tree(self) -> TreeState:
-        """What the enforcer has made of its processes."""
-        return self.watched.state
-
-    @property
-    def by_mps(self) -> bool:
-        """It shares its GPU through MPS."""
-        return self._sharing.by_mps
-
-    @property
     def url(self) -> str:
         """The engine's own address, on this node only."""
         return f"http://127.0.0.1:{self.port}"
