@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -17,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from rose_agent.attach import Attachment
 from rose_agent.guard import freezer, metrics
 from rose_agent.guard.hostlink import HostLink
+from rose_agent.guard.permit import SlotPermit
 from rose_agent.guard.recorder import Recorder
 from rose_agent.guard.totals import Totals
 from rose_core.devices.memory import Budget
@@ -29,7 +29,6 @@ from rose_core.identity import SlotKey
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, Holder
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_core.wire.sync import Grant
-from rose_engines.permit import BadPermit, Permit
 from rose_engines.rundir import SlotDir, read_json
 from rose_wire.errors import WireError
 
@@ -69,9 +68,7 @@ class Slot:
         self._on_change = on_change
         self._limits = LadderLimits()
         self._lane = lanes.Lane()
-        self._permit: Permit | None = None
-        self._inode = 0
-        self._looked_ns = 0
+        self._permit = SlotPermit(folder.permit, host.ring)
         self._held: bool | None = None
         self._want_hold: bool | None = None
         self._hold_arrival_ns = 0
@@ -110,7 +107,10 @@ class Slot:
         self, verdict: Verdict, now_ns: int, *, granted: bool | None, arrival_ns: int = 0
     ) -> None:
         """Decide and carry out; ``arrival_ns`` is the request that made us look."""
-        self._attach_permit(now_ns)
+        if self._permit.look(now_ns):
+            # A new permit means a new host process: what was agreed with the old one is void.
+            self.forget_hold()
+        self.message = self._permit.complaint or self.message
         granted_now, computing = self.grant is not None, self.computing(now_ns)
         self.totals.account(now_ns, granted=granted_now, computing=computing, status=self.status)
         seen = self._see(verdict, now_ns, granted)
@@ -122,14 +122,15 @@ class Slot:
             self._carry_out(action, now_ns, arrival_ns)
         if self.machine.rung is not before.rung:
             self._note_rung(now_ns)
-        if self._permit is not None:
-            self._permit.beat_guard(now_ns)
+        if self._permit.mapped is not None:
+            self._permit.mapped.beat_guard(now_ns)
         self._tell_router()
 
     def _see(self, verdict: Verdict, now_ns: int, granted: bool | None) -> SlotSeen:
         status = self.status
         alive = self._host.alive(now_ns)
-        heartbeat = self._permit.host_age_ns(now_ns) if self._permit else None
+        permit = self._permit.mapped
+        heartbeat = permit.host_age_ns(now_ns) if permit else None
         engine = None
         if status is not None:
             self._believe(status)
@@ -163,7 +164,8 @@ class Slot:
     def _carry_out(self, action: Action, now_ns: int, arrival_ns: int) -> None:
         order = action.order
         if order is Order.EXTEND:
-            self._extend(action.until_ns)
+            lane = lanes.permitted(self._lane.chosen, self.status.lanes if self.status else None)
+            self._permit.extend(action.until_ns, lane)
             return
         if order is Order.CLOSE:
             self._close(now_ns, arrival_ns)
@@ -184,28 +186,8 @@ class Slot:
             dormant = order is Order.DORMANT
             self._call("dormant", lambda: self._host.set_dormant(self._key(), dormant=dormant))
 
-    def _extend(self, until_ns: int) -> None:
-        """Extend; where the right moves to the slot's other engine, first a step of nothing."""
-        if self._permit is None:
-            return
-        lane = lanes.permitted(self._lane.chosen, self.status.lanes if self.status else None)
-        if self._permit.lane == lane:
-            lapsed = self._permit.until_ns <= time.monotonic_ns()
-            self._permit.extend(until_ns)
-            if lapsed:
-                self._host.ring()
-            return
-        # The engine under way ends its iteration meanwhile, so that the two never add up.
-        self._permit.close_now()
-        self._permit.choose(lane)
-        self._host.ring()
-
     def _close(self, now_ns: int, arrival_ns: int) -> None:
-        if self._permit is None or not self._permit.until_ns:
-            return
-        self._permit.close_now()
-        self._host.ring()
-        if arrival_ns:
+        if self._permit.close() and arrival_ns:
             closed_ns = time.monotonic_ns()
             metrics.CLOSE_SECONDS.observe((closed_ns - arrival_ns) / 1e9)
             self._recorder.note(
@@ -296,41 +278,12 @@ class Slot:
         """The host may have been restarted: ask again before believing."""
         self._held = None
 
-    # --- permit
-
-    def _attach_permit(self, now_ns: int) -> None:
-        if self._permit is not None and now_ns - self._looked_ns < 100_000_000:
-            return
-        self._looked_ns = now_ns
-        try:
-            inode = os.stat(self.folder.permit).st_ino  # noqa: PTH116  # hot path
-        except OSError:
-            self._detach_permit()
-            return
-        if self._permit is not None and inode == self._inode:
-            return
-        self._detach_permit()
-        try:
-            self._permit = Permit.attach(self.folder.permit)
-        except (OSError, BadPermit) as error:
-            self.message = str(error)
-            return
-        # A new permit means a new host process: what was agreed with the old one is void.
-        self._inode = inode
-        self._permit.close_now()
-        self.forget_hold()
-
-    def _detach_permit(self) -> None:
-        if self._permit is not None:
-            self._permit.close_now()
-            self._permit.detach()
-            self._permit = None
-
     # --- bookkeeping
 
     def computing(self, now_ns: int) -> bool:
         """The permit is open now."""
-        return self._permit is not None and self._permit.is_open_for_any(now_ns)
+        permit = self._permit.mapped
+        return permit is not None and permit.is_open_for_any(now_ns)
 
     def _note_gate(self, seen: SlotSeen, now_ns: int) -> None:
         verdict = seen.verdict if seen.granted else Verdict(False, GateReason.NOT_GRANTED)
@@ -399,7 +352,7 @@ class Slot:
 
     async def detach(self) -> None:
         """Leave the router and the permit (closed); the engine is the machine's business."""
-        self._detach_permit()
+        self._permit.drop()
         tasks = [t for t in (self._attach_task, *self._calls.values()) if t is not None]
         for task in tasks:
             task.cancel()

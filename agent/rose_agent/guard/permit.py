@@ -1,0 +1,83 @@
+"""The slot's permit in the guard's hand: found, found anew when the host makes another, rung for.
+
+Next step: ``slot`` opens and closes it as ``rose_core.guard.slot`` says.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rose_engines.permit import BadPermit, Permit
+
+_LOOK_NS = 100_000_000
+
+
+class SlotPermit:
+    """Holds at most one mapped permit.
+
+    Args:
+        path: where the host puts it.
+        ring: tells the host's enforcer of a change.
+    """
+
+    def __init__(self, path: Path, ring: Callable[[], None]) -> None:
+        self._path, self._ring = path, ring
+        self._inode = 0
+        self._looked_ns = 0
+        self.mapped: Permit | None = None
+        self.complaint = ""
+
+    def look(self, now_ns: int) -> bool:
+        """Attach what lies there; True when it is another permit than before."""
+        if self.mapped is not None and now_ns - self._looked_ns < _LOOK_NS:
+            return False
+        self._looked_ns, self.complaint = now_ns, ""
+        try:
+            inode = os.stat(self._path).st_ino  # noqa: PTH116  # hot path
+        except OSError:
+            self.drop()
+            return False
+        if self.mapped is not None and inode == self._inode:
+            return False
+        self.drop()
+        try:
+            self.mapped = Permit.attach(self._path)
+        except (OSError, BadPermit) as error:
+            self.complaint = str(error)
+            return False
+        self._inode = inode
+        self.mapped.close_now()
+        return True
+
+    def drop(self) -> None:
+        """Close it and let go of it."""
+        if self.mapped is not None:
+            self.mapped.close_now()
+            self.mapped.detach()
+            self.mapped = None
+
+    def extend(self, until_ns: int, lane: int) -> None:
+        """Extend; where the right moves to the slot's other engine, first a step of nothing."""
+        if self.mapped is None:
+            return
+        lapsed = self.mapped.until_ns <= time.monotonic_ns()
+        if self.mapped.lane == lane:
+            self.mapped.extend(until_ns)
+        else:
+            # The engine under way ends its iteration meanwhile, so that the two never add up.
+            self.mapped.close_now()
+            self.mapped.choose(lane)
+            lapsed = True
+        if lapsed:
+            self._ring()
+
+    def close(self) -> bool:
+        """Close it and ring; False when it was closed before."""
+        if self.mapped is None or not self.mapped.until_ns:
+            return False
+        self.mapped.close_now()
+        self._ring()
+        return True
