@@ -114,6 +114,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
         message = f"{path}: cannot be read: {error}"
         raise TraceError(message) from error
     if not text.endswith("\n"):
-        message = f"{path}: truncated: the last line has no end"
+        line = text.count("\n") + 1
+        message = f"{path}:{line}: truncated: the last line has no end"
         raise TraceError(message)
     return list(csv.DictReader(io.StringIO(text)))
