@@ -77,11 +77,7 @@ def deployment(lease: RolloutLease, settings: Settings) -> Raw:
             "metadata": _metadata(name, lease, settings, labels),
             "spec": {
                 "replicas": lease.spec.router.replicas,
-                # Turns live in the router's memory; two that do not know of each other would split
-                # a lease's queue. Replicas do, and pass turns on when they leave.
-                "strategy": {
-                    "type": "Recreate" if lease.spec.router.replicas == 1 else "RollingUpdate"
-                },
+                "strategy": _strategy(lease),
                 "selector": {"matchLabels": labels},
                 "template": {
                     "metadata": {
@@ -93,6 +89,18 @@ def deployment(lease: RolloutLease, settings: Settings) -> Raw:
             },
         }
     )
+
+
+def _strategy(lease: RolloutLease) -> dict[str, Any]:
+    """How pods are replaced.
+
+    Turns live in a router's memory; two that do not know of each other would split a lease's queue.
+    Replicas do, and pass turns on when they leave. What is asked of a rolling update is said, not
+    left to defaults: an apply takes back only what it has said, and Recreate forbids it.
+    """
+    if lease.spec.router.replicas == 1:
+        return {"type": "Recreate"}
+    return {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}}
 
 
 def service(lease: RolloutLease, settings: Settings) -> Raw:

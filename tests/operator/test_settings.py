@@ -101,6 +101,8 @@ def test_replicas_find_each_other_by_name_and_show_the_installations_certificate
     assert f"--replicas-dns={name}-all.{settings.namespace}.svc" in container["args"]
     assert "--peer-ca=/tls/ca.crt" in container["args"]
     assert container["env"][0]["name"] == "POD_IP"
+    strategy = routers.deployment(lease, settings)["spec"]["strategy"]
+    assert strategy["rollingUpdate"] == {"maxUnavailable": 1, "maxSurge": 0}
     headless = routers.replicas_service(lease, settings)
     assert headless["spec"]["clusterIP"] == "None"
     assert headless["metadata"]["name"] == f"{name}-all"
