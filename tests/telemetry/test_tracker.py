@@ -217,6 +217,18 @@ def test_sequence_numbers_wrap() -> None:
     assert [(one.how, one.tokens) for one in ends(talk.events)] == [(How.COMPLETE, 1)]
 
 
+def test_what_is_unseen_may_cross_the_wrap() -> None:
+    talk = conversation()
+    fresh = tracker()
+    talk.tracker, talk.sequence = fresh, {True: 1, False: 2**32 - len(HEAD) - len(event(0)) - 5}
+    talk.client_says(post())
+    talk.server_says(HEAD)
+    talk.server_says(event(0))
+    talk.unseen(event(1))
+    talk.server_says(event(2) + END)
+    assert fresh.in_flight == 0
+
+
 def test_sampled_streams_end_by_their_tail_and_count_by_bytes() -> None:
     talk = conversation()
     talk.client_says(post())
