@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="bench.rollouts", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--inclusion-seeds", type=int, nargs="+", default=list(range(1, 26)))
+    parser.add_argument("--inclusion-seeds", type=int, nargs="+", default=list(range(1, 31)))
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
     parser.add_argument("--only", choices=["makespan", "inclusion", "vanish"])
     options = parser.parse_args(argv)
