@@ -4,6 +4,6 @@ import pytest
 from lightkube import Client
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def client(api_client: Client) -> Client:
     return api_client
