@@ -6,7 +6,7 @@
 | Absent | otherwise | Absent | |
 | Starting | host does not list it yet | Starting | Ensure again every 2 s |
 | Starting, Present | engine listed, gate open | Present | Let go, Extend |
-| Starting, Present | engine listed, gate closed | Present | Close, Hold; Freeze; Kill if it computes |
+| Starting, Present | engine listed, gate closed | Present | Close, Hold, Freeze; Kill (computing) |
 | Starting, Present | engine listed, duty pause | Present | Close (the permit alone paces it) |
 | Present | host's heartbeat stale | Present | Close, Freeze; after 15 s Kill |
 | Present | memory pressure | Present | Close, Hold, Dormant; after 5 s -> Releasing |
