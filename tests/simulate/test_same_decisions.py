@@ -36,9 +36,11 @@ SHELLS = {
 }
 NOT_SIMULATED = {
     "rose_core.guard.grants": "leader terms: one planner, no network in between",
+    "rose_core.guard.lanes": "a slot has one engine here; two shares are for MPS",
     "rose_core.lending.autoscalers": "scenarios have no autoscaler",
     "rose_core.lending.forecast": "the planner's forecast needs days of load",
     "rose_core.rollouts.errors": "requests are well-formed here",
+    "rose_core.rollouts.fairness": "a lease serves one job here",
     "rose_core.rollouts.inclusion": "counted from fates, in bench/rollouts",
     "rose_core.rollouts.prefixes": "trajectories have names here",
     "rose_core.rollouts.quorum": "dedicated engines all take a version after link.dedicated_s",
