@@ -39,7 +39,10 @@ class Request:
         quiet: it does not make the engine compute; kept only to pair responses.
         known: its head has been read, so it is among the counted ones.
         opaque: its contents cannot be read; neither tokens nor end will show.
-        events: tokens seen; ``event_bytes`` in as many bytes, ``unseen_bytes`` were left out.
+        events: tokens seen.
+        event_bytes: of one token, as last seen; engines that repeat the text make it grow.
+        unseen_bytes: left out since then.
+        guessed: tokens in what was left out before.
     """
 
     number: int
@@ -52,14 +55,22 @@ class Request:
     first_ns: int = 0
     told_ns: int = 0
     events: int = 0
-    event_bytes: int = 0
+    event_bytes: float = 0.0
     unseen_bytes: int = 0
+    guessed: float = 0.0
 
     def tokens(self) -> int:
         """Events of the response; those in segments that were left out estimated from bytes."""
-        if not self.events or not self.unseen_bytes:
-            return self.events
-        return self.events + round(self.unseen_bytes * self.events / self.event_bytes)
+        since = self.unseen_bytes / self.event_bytes if self.event_bytes else 0.0
+        return self.events + round(self.guessed + since)
+
+    def saw(self, tokens: int, size: float) -> None:
+        """Count tokens of this size each; what was left out before was of a size in between."""
+        if self.unseen_bytes:
+            self.guessed += self.unseen_bytes / ((self.event_bytes or size) + size) * 2
+            self.unseen_bytes = 0
+        self.events += tokens
+        self.event_bytes = size
 
 
 class Ledger:
@@ -131,8 +142,8 @@ class Ledger:
         """Bytes of a response; events of an event stream among them are its tokens."""
         tokens = data.count(b"data: ") - data.count(b"data: [DONE]")
         if tokens > 0:
-            request.event_bytes += len(data)
-            self._tokens(request, tokens, time_ns)
+            request.saw(tokens, len(data) / tokens)
+            self._tokens(request, time_ns)
 
     def message(self, request: Request, time_ns: int) -> None:
         """One message of a gRPC response; a single one is an answer, from two on it streams."""
@@ -144,8 +155,7 @@ class Ledger:
             self._events.append(FirstToken(self.replica, request.number, request.first_ns))
         self.touch(request, time_ns)
 
-    def _tokens(self, request: Request, tokens: int, time_ns: int) -> None:
-        request.events += tokens
+    def _tokens(self, request: Request, time_ns: int) -> None:
         if request.quiet:
             return
         if request.first_ns:

@@ -251,6 +251,22 @@ def test_sampled_streams_end_by_their_tail_and_count_by_bytes() -> None:
     assert talk.tracker.in_flight == 0, "the next request is followed as usual"
 
 
+def test_events_that_grow_are_counted_by_the_size_they_have_where_they_were_left_out() -> None:
+    """SGLang repeats the text so far in every event; sampling begins in the middle of a stream."""
+    dice = random.Random(1)
+    talk = conversation()
+    talk.client_says(post())
+    talk.server_says(HEAD)
+    for number in range(600):
+        piece = chunk(b"data: " + b"x" * (4 * number) + b"\n\n")
+        if number < 200 or not dice.randrange(8):
+            talk.server_says(piece)
+        else:
+            talk.unseen(piece)
+    (end,) = ends(talk.server_says(END))
+    assert end.tokens == pytest.approx(600, rel=0.02)
+
+
 def test_first_tokens_and_plain_bodies_forbid_sampling() -> None:
     talk = conversation()
     talk.client_says(post())
