@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -212,7 +213,7 @@ class Runner:
         turns = [e for e in entries if e["what"] == "gate"]
         if turns and turns[0]["reason"] == "ServingBusy":
             window.open_s += turns[0]["t"] / 1e9 - window.began_s
-        for turn, following in zip(turns, [*turns[1:], None], strict=True):
+        for turn, following in zip_longest(turns, turns[1:]):
             if not turn["open"] or turn["reason"] != "Idle":
                 continue
             until = following["t"] / 1e9 if following else end_s

@@ -214,6 +214,9 @@ def test_what_the_gate_was_open_for_is_told_apart_from_what_the_core_gave() -> N
     runner._releases(made, turns, 1010.0)
     assert made.open_s == pytest.approx(0.5 + 1.95), "a duty is not idle time"
     assert analysis.open_of_idle([made]) == pytest.approx(made.open_s / made.idle_s)
+    still = window("ours")
+    runner._releases(still, [], 1010.0)
+    assert still.open_s == 0.0, "a gate that never turned"
 
 
 def test_a_pause_inside_a_duty_cycle_is_no_stop() -> None:
