@@ -87,6 +87,11 @@ def test_status_top_and_report_tell_what_there_is(
     assert town.rose("report", "--by", "namespace", "-o", "json") == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["namespace"], row["leases"]) == (town.namespace, 1)
+    town.namespace = "nowhere"
+    assert town.rose("status") == 0
+    said = capsys.readouterr().out
+    assert "no pools in namespace nowhere (-A: in all)" in said
+    assert "no leases in namespace nowhere" in said
 
 
 @pytest.mark.cluster

@@ -90,6 +90,13 @@ class Cluster:
         chosen = getattr(given, "namespace", None) or self._client.namespace
         self.namespace: str | None = None if everywhere else chosen
 
+    @property
+    def where(self) -> str:
+        """Where it looks, for people who find nothing."""
+        if self.namespace is None:
+            return "in any namespace"
+        return f"in namespace {self.namespace} (-A: in all)"
+
     def close(self) -> None:
         """Close the connections."""
         self._client._client._client.close()  # noqa: SLF001  # lightkube's Client has no close

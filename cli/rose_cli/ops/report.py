@@ -26,5 +26,5 @@ def main(argv: list[str]) -> int:
 def _show(cluster: Cluster, given: argparse.Namespace) -> int:
     rows = usage_rows(cluster.objects(RolloutLease), pools_by_key(cluster))
     chosen = rows if given.by == "lease" else summed(rows, given.by)
-    sys.stdout.write(shown(chosen, given.output))
+    sys.stdout.write(shown(chosen, given.output, f"no leases {cluster.where}"))
     return 0

@@ -35,5 +35,7 @@ def _show(cluster: Cluster, how: str) -> int:
     if how == "json":
         sys.stdout.write(json.dumps({"pools": pools, "leases": leases}, indent=2) + "\n")
     else:
-        sys.stdout.write(f"{table(pools)}\n{table(leases)}\n{slot_summary(slots)}\n")
+        sys.stdout.write(table(pools, f"no pools {cluster.where}") + "\n")
+        sys.stdout.write(table(leases, f"no leases {cluster.where}") + "\n")
+        sys.stdout.write(slot_summary(slots) + "\n")
     return int(any(row["ready"] != "True" for row in [*pools, *leases]))

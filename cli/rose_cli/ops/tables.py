@@ -16,17 +16,17 @@ def output_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", choices=["table", "json", "csv"], default="table")
 
 
-def shown(rows: Sequence[Row], how: str) -> str:
-    """Rows as a table, JSON or CSV."""
+def shown(rows: Sequence[Row], how: str, empty: str = "none") -> str:
+    """Rows as a table, JSON or CSV; ``empty`` is what a table without rows says."""
     if how == "json":
         return json.dumps([dict(row) for row in rows], indent=2) + "\n"
-    return _csv(rows) if how == "csv" else table(rows)
+    return _csv(rows) if how == "csv" else table(rows, empty)
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row], empty: str = "none") -> str:
     """Columns as wide as their widest cell; numbers to the right."""
     if not rows:
-        return "(none)\n"
+        return f"{empty}\n"
     names = list(rows[0])
     cells = [[name.upper() for name in names]]
     cells += [[_text(row[name]) for name in names] for row in rows]

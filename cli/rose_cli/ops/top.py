@@ -23,7 +23,8 @@ def main(argv: list[str]) -> int:
 
 def _show(cluster: Cluster, given: argparse.Namespace) -> int:
     rows = _rows(cluster, given.what)
-    sys.stdout.write(shown(rows[: given.limit or None], given.output))
+    empty = "no slots" if given.what == "nodes" else f"no leases {cluster.where}"
+    sys.stdout.write(shown(rows[: given.limit or None], given.output, empty))
     return 0
 
 
