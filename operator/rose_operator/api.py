@@ -36,6 +36,10 @@ _RETRYABLE = frozenset({408, 409, 429, 500, 502, 503, 504})
 _LONGEST_WAIT = 5.0
 _TRIES = 6
 
+# Both are there before the first failure: a rate over a missing series shows nothing, not 0.
+for _why in (ApiRefused, ApiUnavailable):
+    API_FAILURES.labels(_why.__name__)
+
 
 # Kubernetes' own kinds as plain dictionaries, outside lightkube's registry: there they would clash
 # with the typed classes that another library of the same process may load.

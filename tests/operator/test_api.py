@@ -7,6 +7,7 @@ from lightkube.config.models import Cluster, Context, User
 
 from rose_operator.api import Api, Kind
 from rose_operator.errors import ApiRefused, ApiUnavailable
+from rose_operator.metrics import REGISTRY
 
 PLAIN = {"Content-Type": "text/plain; charset=utf-8"}
 
@@ -48,3 +49,10 @@ async def test_a_refusal_in_plain_text_concerns_its_own_object(code: int) -> Non
 
 async def test_an_object_that_is_missing_in_plain_text_is_none() -> None:
     assert await api(httpx.Response(404, text="no", headers=PLAIN)).get(Kind.SLOT, "a") is None
+
+
+@pytest.mark.parametrize("why", [ApiRefused, ApiUnavailable])
+def test_failures_are_counted_from_zero(why: type[Exception]) -> None:
+    """A panel and an alert need the series before its first failure."""
+    counted = REGISTRY.get_sample_value("rose_operator_api_failures_total", {"why": why.__name__})
+    assert counted is not None
