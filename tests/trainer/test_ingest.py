@@ -129,6 +129,18 @@ def test_a_run_that_cannot_be_is_refused_without_a_store(
         Publisher("127.0.0.1:1", "R_")
 
 
+def test_a_store_that_does_not_answer_is_named_while_it_is_asked_and_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = ["--store", "127.0.0.1:1", "--run", "run", "--patience-seconds", "1"]
+    with caplog.at_level("WARNING", "rose_trainer.opening"):
+        assert main([*flags, "--root", str(tmp_path)]) == 1
+    assert "the store at 127.0.0.1:1 does not answer, asked again" in caplog.text
+    said = capsys.readouterr().err
+    assert "'run' is not published: the store at 127.0.0.1:1 did not answer in 1 s" in said
+    assert "rose weights serve" in said
+
+
 def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
     folder = write(tmp_path / "x", model(1))
     (folder / "model.safetensors.index.json").write_text(

@@ -40,11 +40,11 @@ from rose_core.identity import WeightVersion, run_name
 from rose_trainer import barrier, metrics
 from rose_trainer.errors import NotPublished, PublishFailed
 from rose_trainer.line import Job, Line, Published
+from rose_trainer.opening import open_run
 from rose_trainer.staging import Layout, Snapshot, Tensors, pairs
 from rose_trainer.staleness import Consumed, Order
 from rose_weights.messages import Description
 from rose_weights.publishing import WeightsWriter
-from rose_wire.errors import Unavailable
 
 LOG = logging.getLogger(__name__)
 
@@ -272,7 +272,8 @@ class Publisher:
 
     def _check(self) -> None:
         if self._failure is not None:
-            message = f"run {self._run!r} is no longer published: {self._failure}"
+            longer = "no longer" if self._opened else "not"
+            message = f"run {self._run!r} is {longer} published: {self._failure}"
             raise PublishFailed(message) from self._failure
 
     def _await(self, ready: Callable[[], bool], timeout_seconds: float | None) -> bool:
@@ -294,7 +295,7 @@ class Publisher:
 
     async def _publish_all(self) -> None:
         async with WeightsWriter(self._address, token=self._token) as writer:
-            opened = await self._open(writer)
+            opened = await open_run(writer, self._address, self._run, self._name, self._patience)
             with self._changed:
                 self._opened = opened
                 self._changed.notify_all()
@@ -315,13 +316,3 @@ class Publisher:
                 with self._changed:
                     self._done[job.version] = published
                     self._changed.notify_all()
-
-    async def _open(self, writer: WeightsWriter) -> Description:
-        deadline = time.monotonic() + min(self._patience, 60.0)
-        while True:
-            try:
-                return await writer.open(self._run, self._name)
-            except Unavailable:
-                if time.monotonic() > deadline:
-                    raise
-            await asyncio.sleep(0.5)

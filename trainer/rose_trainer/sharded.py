@@ -31,6 +31,7 @@ from rose_core.identity import WeightVersion, run_name
 from rose_trainer import metrics
 from rose_trainer.errors import PublishFailed
 from rose_trainer.line import Published, keeper
+from rose_trainer.opening import open_run
 from rose_trainer.shards import Shard, ShardSnapshot, shards_of
 from rose_trainer.staging import Tensors, pairs
 from rose_weights.errors import WeightsError
@@ -181,12 +182,12 @@ class ShardedPublisher:
         async def open_() -> tuple[int, WeightVersion | None]:
             async with WeightsWriter(self._address, token=self._token) as writer:
                 name = f"{socket.gethostname()}/{os.getpid()} and {self.world - 1} ranks"
-                described = await writer.open(self._run, name)
+                described = await open_run(writer, self._address, self._run, name, self._patience)
             return described.fence, described.head.version if described.head else None
 
         try:
             return self._loop.run_until_complete(open_())
-        except (WeightsError, WireError) as error:
+        except (PublishFailed, WeightsError, WireError) as error:
             return f"run {self._run!r} cannot be published: {error}"
 
     def _published(self, part: Part, digest: str, stall: float, seconds: float) -> Published:

@@ -165,6 +165,7 @@ def parser() -> argparse.ArgumentParser:
     add("--address", type=listener, default="127.0.0.1:7500", help="host:port to listen on")
     add("--caller-token-file", type=Path, help="bearer token that the router must bring")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="cast to this on the way")
+    add("--patience-seconds", type=float, default=1800.0, help="how long the store may be away")
     add("--seconds", type=float, default=1800.0, help="longest time of one checkpoint")
     return flags
 
@@ -201,7 +202,13 @@ def main(argv: list[str]) -> int:
         own, callers = token(given.token_file), token(given.caller_token_file)
         dtype = getattr(torch, given.dtype) if given.dtype else None
         LOG.info("publishing run %s to the store at %s", given.run, given.store)
-        with Publisher(given.store, given.run, token=own, dtype=dtype) as publisher:
+        with Publisher(
+            given.store,
+            given.run,
+            token=own,
+            dtype=dtype,
+            patience_seconds=given.patience_seconds,
+        ) as publisher:
             service = Ingest(publisher, given.root, callers, given.seconds)
             asyncio.run(serve(service, given.address, lambda port: LOG.info("on port %d", port)))
     except (OSError, PublishFailed, Refused, Unavailable) as error:
