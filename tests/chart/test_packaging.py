@@ -33,7 +33,7 @@ def pod(rendered: Rendered, kind: str, name: str) -> Object:
 
 def test_nothing_is_switched_on_that_needs_somebody_elses_kinds() -> None:
     own = {"v1", "apps/v1", "batch/v1", "policy/v1", "rbac.authorization.k8s.io/v1"}
-    own |= {"apiextensions.k8s.io/v1"}
+    own |= {"apiextensions.k8s.io/v1", "admissionregistration.k8s.io/v1"}
     assert {item["apiVersion"] for item in render().objects} <= own
 
 
@@ -267,7 +267,9 @@ def test_a_cluster_that_cannot_tell_nodes_apart_says_so_before_it_is_installed()
     with pytest.raises(CommandFailed, match=r"needs Kubernetes 1\.30.*tls\.nodes\.enabled=false"):
         Rendered({}, kubernetes="1.29.8")
     off: Object = {"tls": {"nodes": {"enabled": False}}}
-    assert Rendered(off, kubernetes="1.29.8").one("Deployment", "rose-operator")
+    old = Rendered(off, kubernetes="1.29.8")
+    assert old.one("Deployment", "rose-operator")
+    assert old.all("ValidatingAdmissionPolicy") == []
 
 
 def test_cert_manager_is_used_where_it_is() -> None:
