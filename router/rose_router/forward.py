@@ -43,6 +43,9 @@ _EVERYWHERE = frozenset(
 # Headers that belong to one connection.
 _HOP = frozenset({"host", "content-length", "transfer-encoding", "connection", "keep-alive"})
 
+CONNECT_SECONDS = 2.0
+"""After which a replica that says nothing to a connection counts as gone."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -85,7 +88,7 @@ async def _pass_on(
             peer.http + request.path_qs,
             data=await request.read(),
             headers=_headers(request, peers.me),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=2),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
             **peers.http(),
         ) as reply:
             if reply.headers.get(REASON) == "Draining":
@@ -100,7 +103,8 @@ async def _pass_on(
                 await response.write(chunk)
             await response.write_eof()
             return response
-    except aiohttp.ClientConnectorError as error:
+    # Refused, or, where its pod is gone, no answer of anybody.
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         LOG.warning("replica %s does not answer: %s", peer.name, error)
         peers.lost(peer)
         return None
@@ -141,7 +145,7 @@ async def _told(
     tls: dict[str, Any],
 ) -> bytes:
     data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-    limit = aiohttp.ClientTimeout(total=60, sock_connect=2)
+    limit = aiohttp.ClientTimeout(total=60, sock_connect=CONNECT_SECONDS)
     try:
         async with session.post(
             peer.http + path, data=data, headers=headers, timeout=limit, **tls

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
 from typing import Any
 
 import pytest
@@ -14,7 +21,7 @@ from hypothesis import strategies as st
 from rose_core.rollouts.replicas import home_of, part_of_cap
 from rose_dev.owners import until
 from rose_engines.fake.model import continuation
-from rose_router import peers
+from rose_router import forward, peers
 from rose_router.peers import Peer
 from tests.router.conftest import VERSION, Stage
 from tests.router.test_http import PROMPT, ask, events
@@ -163,13 +170,36 @@ async def test_a_replica_that_is_leaving_passes_everything_on_and_gets_nothing(
         assert two.router.service.ledger.totals.turns == 0
 
 
-async def test_a_replica_that_does_not_answer_is_stood_in_for(
-    stage: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def resolve() -> list[Peer]:
-        return [Peer("one", "", ""), Peer("two", "http://127.0.0.1:9", "127.0.0.1:9")]
+@contextmanager
+def refusing() -> Iterator[int]:
+    """A port on which nobody listens."""
+    yield 9
 
-    async with stage(replica="one", replicas=resolve) as s:
-        await s.engine("e")
-        answer = await generate(s, session_id=key_of("two"))
+
+@contextmanager
+def silent() -> Iterator[int]:
+    """A port at which connections get no answer at all, as at the address of a pod that is gone."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as waiting:
+        port: int = full.getsockname()[1]
+        for _ in range(4):
+            client = waiting.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", port))
+        yield port
+
+
+@pytest.mark.parametrize("gone", [refusing, silent])
+async def test_a_replica_that_does_not_answer_is_stood_in_for(
+    stage: Make, monkeypatch: pytest.MonkeyPatch, gone: Callable[[], AbstractContextManager[int]]
+) -> None:
+    monkeypatch.setattr(forward, "CONNECT_SECONDS", 0.2)
+    with gone() as port:
+
+        async def resolve() -> list[Peer]:
+            there = f"127.0.0.1:{port}"
+            return [Peer("one", "", ""), Peer("two", f"http://{there}", there)]
+
+        async with stage(replica="one", replicas=resolve) as s:
+            await s.engine("e")
+            answer = await generate(s, session_id=key_of("two"))
     assert answer["output_ids"] == continuation(PROMPT, 12, VERSION)
