@@ -60,7 +60,9 @@ def main(address: str, out: Path, mode: str) -> None:
             if mode == "die" and step == 2 and rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             done = out_to.publish(step, state)
-            sys.stdout.write(f"{rank} {done.version} {done.digest} {done.bytes}\n")
+            sys.stdout.write(
+                f"{rank} {done.version} {done.digest} {done.bytes} {done.encode_seconds}\n"
+            )
             sys.stdout.flush()
     dist.destroy_process_group()
 

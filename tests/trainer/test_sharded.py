@@ -71,14 +71,16 @@ def test_each_rank_publishes_its_part_and_a_dead_one_publishes_nothing(
     said = [process.communicate(timeout=120) for process in processes]
     lines = [line.split() for out, _ in said for line in out.splitlines()]
     first, second = (
-        {(rank, digest) for rank, name, digest, _ in lines if name == f"run@1.{number}"}
+        {(rank, digest) for rank, name, digest, *_ in lines if name == f"run@1.{number}"}
         for number in (0, 1)
     )
     for found in (first, second):
         assert {rank for rank, _ in found} == {"0", "1"}, said
         assert len({digest for _, digest in found}) == 1
-    sent = {rank: int(size) for rank, name, _, size in lines if name == "run@1.0"}
+    sent = {rank: int(size) for rank, name, _, size, _ in lines if name == "run@1.0"}
     assert min(sent.values()) * 3 > sum(sent.values())  # nobody sends nearly everything
+    took = [float(seconds) for _, name, _, _, seconds in lines if name == "run@1.1"]
+    assert open_store.describe().versions[-1].encode_seconds == max(took) > 0
     # The third version lost a rank: the one that is left was told, and the head did not move.
     assert "PublishFailed" in said[0][1]
     assert open_store.store.state("run").head == version(1)

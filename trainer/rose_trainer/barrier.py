@@ -1,4 +1,4 @@
-"""Waits until enough engines serve a version, from a trainer's own thread.
+"""Asks and tells the store about engines that serve a version, from a trainer's own thread.
 
 The publisher's thread is busy sending; this is a connection of its own. It runs in a thread of its
 own too, because the trainer may already be inside an event loop.
@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Coroutine
+from typing import TypeVar
 
 from rose_core.delta import quorum as rules
+from rose_core.delta.probe import Answer
 from rose_core.identity import WeightVersion
-from rose_trainer.errors import NotReached
+from rose_trainer.errors import NotReached, PublishFailed
 from rose_weights.client import WeightsClient
 from rose_weights.errors import WeightsError
 from rose_weights.messages import AwaitReply
 from rose_wire.errors import Unavailable, WireError
+
+_ResultT = TypeVar("_ResultT")
 
 _FOR_EVER = 1e9
 
@@ -30,23 +35,11 @@ def reached(
         ValueError: no such quorum.
     """
     rules.check(quorum)
-    outcome: list[AwaitReply | BaseException] = []
-
-    def work() -> None:
-        try:
-            outcome.append(asyncio.run(_ask(address, token, version, quorum, seconds)))
-        except BaseException as error:  # noqa: BLE001  # raised again in the trainer's thread
-            outcome.append(error)
-
-    thread = threading.Thread(target=work, name="rose-barrier", daemon=True)
-    thread.start()
-    thread.join()
-    (reply,) = outcome
-    if isinstance(reply, WeightsError | WireError):
-        message = f"nobody can say who serves {version}: {reply}"
-        raise NotReached(message) from reply
-    if isinstance(reply, BaseException):
-        raise reply
+    try:
+        reply = _apart(_ask(address, token, version, quorum, seconds))
+    except (WeightsError, WireError) as error:
+        message = f"nobody can say who serves {version}: {error}"
+        raise NotReached(message) from error
     if not reply.met:
         message = (
             f"{version} is served by {len(reply.serving)} engines "
@@ -54,6 +47,46 @@ def reached(
             f"{', '.join(reply.behind) or 'none that reports'}"
         )
         raise NotReached(message)
+
+
+def refer(address: str, token: str, version: WeightVersion, digest: str, answer: Answer) -> bool:
+    """Tell the store what the trainer computes for the fixed prompt with this version.
+
+    Returns:
+        Whether the store keeps such a version.
+
+    Raises:
+        PublishFailed: the store cannot be told.
+    """
+
+    async def tell() -> bool:
+        async with WeightsClient(address, token=token, holder="trainer") as client:
+            return (await client.compare(version, digest, answer, trainer=True)).known
+
+    try:
+        return _apart(tell())
+    except (WeightsError, WireError) as error:
+        message = f"the store could not be told what {version} computes: {error}"
+        raise PublishFailed(message) from error
+
+
+def _apart(work: Coroutine[None, None, _ResultT]) -> _ResultT:
+    """Run a coroutine in a thread and a loop of its own."""
+    outcome: list[_ResultT] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(asyncio.run(work))
+        except BaseException as error:  # noqa: BLE001  # raised again in the trainer's thread
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="rose-barrier", daemon=True)
+    thread.start()
+    thread.join()
+    for error in failed:
+        raise error
+    return outcome[0]
 
 
 async def _ask(

@@ -29,7 +29,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -204,6 +204,23 @@ class Publisher:
             left = None if timeout_seconds is None else timeout_seconds + began - time.monotonic()
             barrier.reached(self._address, self._token, version, quorum, left)
         return self._done[version]
+
+    def refer(self, version: WeightVersion | int, logprobs: Sequence[float]) -> None:
+        """Say what the trainer computes with a version that is durable; engines are compared.
+
+        Args:
+            version: what ``publish`` returned, or the step it was given.
+            logprobs: of every token of ``PROBE_PROMPT`` but the first, after those before it.
+
+        Raises:
+            NotPublished: not durable yet, or no longer kept.
+            PublishFailed: the store cannot be told.
+        """
+        durable = self.wait(version, 0.0)
+        told = (durable.version, durable.digest, tuple(map(float, logprobs)))
+        if not barrier.refer(self._address, self._token, *told):
+            message = f"{durable.version} is no longer kept"
+            raise NotPublished(message)
 
     def consume(self, version: WeightVersion | str, *, most: int | None = None) -> Consumed:
         """Say that a trajectory is used now; counts its age in publishes.

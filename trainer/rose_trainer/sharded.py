@@ -121,15 +121,18 @@ class ShardedPublisher:
         faults.at("publisher.snapshot")
         blocks: dict[bytes, bytes] = {}
         part = self._encode(step, shards, snapshot, blocks)
+        encode_seconds = time.monotonic() - taken
         faults.at("publisher.encoded")
-        digest = self._send(part, blocks)
+        digest = self._send(part, blocks, encode_seconds)
         faults.at("publisher.committed")
         self._free, self._before = self._before, snapshot
         self._digests = dict(zip(part.tiles, from_bytes(part.digests), strict=True))
         self._head = part.target
         self._next += 1
         metrics.STALL_SECONDS.observe(time.monotonic() - began)
-        return self._published(part, digest, taken - began, time.monotonic() - taken)
+        metrics.ENCODE_SECONDS.observe(encode_seconds)
+        seconds = time.monotonic() - taken
+        return self._published(part, digest, taken - began, seconds, encode_seconds)
 
     def _encode(
         self,
@@ -153,11 +156,15 @@ class ShardedPublisher:
             step=step,
         )
 
-    def _send(self, part: Part, blocks: dict[bytes, bytes]) -> str:
+    def _send(self, part: Part, blocks: dict[bytes, bytes], encode_seconds: float) -> str:
         async def send() -> str:
             async with WeightsWriter(self._address, token=self._token) as writer:
                 info = await writer.publish_part(
-                    part, blocks, self._head, patience_seconds=self._patience
+                    part,
+                    blocks,
+                    self._head,
+                    encode_seconds=encode_seconds,
+                    patience_seconds=self._patience,
                 )
             return info.digest
 
@@ -190,8 +197,10 @@ class ShardedPublisher:
         except (PublishFailed, WeightsError, WireError) as error:
             return f"run {self._run!r} cannot be published: {error}"
 
-    def _published(self, part: Part, digest: str, stall: float, seconds: float) -> Published:
-        """What became of the version; counts are this rank's."""
+    def _published(
+        self, part: Part, digest: str, stall: float, seconds: float, encode_seconds: float
+    ) -> Published:
+        """What became of the version; counts and encoding time are this rank's."""
         owned = sum(self._tile_elements(tile) for tile in part.tiles)
         return Published(
             version=part.target,
@@ -202,6 +211,7 @@ class ShardedPublisher:
             bytes=sum(block.size for block in part.blocks),
             stall_seconds=stall,
             seconds=seconds,
+            encode_seconds=encode_seconds,
         )
 
     def _tile_elements(self, tile: int) -> int:

@@ -226,15 +226,37 @@ class WeightsClient:
             UnknownRun: no such run.
             Unavailable: the store does not answer.
         """
+        return (await self.compare(version, digest, ())).known
+
+    async def compare(
+        self,
+        version: WeightVersion,
+        digest: str,
+        answer: Sequence[float],
+        *,
+        trainer: bool = False,
+    ) -> AttestedReply:
+        """The same, with the log-probs that were computed for the fixed prompt.
+
+        Args:
+            version: what is served.
+            digest: of its whole state.
+            answer: log-probs of ``rose_core.delta.probe.PROMPT``.
+            trainer: they are the trainer's; needs the right to publish.
+
+        Returns:
+            What others computed.
+
+        Raises:
+            UnknownRun: no such run.
+            Unavailable: the store does not answer.
+        """
+        request = AttestedRequest(self._holder, version, digest, tuple(answer), trainer)
         with understanding():
             reply: AttestedReply = await rpc.call(
-                self._channel,
-                ATTESTED,
-                AttestedRequest(self._holder, version, digest),
-                timeout=ANSWER_SECONDS,
-                token=self._token,
+                self._channel, ATTESTED, request, timeout=ANSWER_SECONDS, token=self._token
             )
-        return reply.known
+        return reply
 
     async def reached(self, version: WeightVersion, quorum: float, seconds: float) -> AwaitReply:
         """Wait until enough receivers serve a version or a later one.

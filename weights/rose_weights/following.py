@@ -1,5 +1,6 @@
 """Which receivers serve which version, by their own attestation: what ``wait(quorum=...)`` asks.
 
+With it comes what they computed for the fixed prompt, to be compared (``rose_core.delta.probe``).
 Held in memory: receivers say it again every minute, so after a restart of the store the picture is
 complete soon. Who has not said anything for ``REPORT_SECONDS`` is gone.
 """
@@ -11,12 +12,18 @@ import contextlib
 from collections.abc import Callable
 
 from rose_core.delta import quorum
+from rose_core.delta.probe import PROMPT, Answer
 from rose_core.identity import WeightVersion
 from rose_weights.messages import AttestedReply, AttestedRequest, AwaitReply, AwaitRequest
 from rose_weights.store import Store
 
 REPORT_SECONDS = 180.0
 """Three reports of a receiver may be lost before it no longer counts."""
+
+ANSWERED_VERSIONS = 64
+"""Versions whose answers to the fixed prompt are remembered."""
+
+_TRAINER = ""
 
 LONGEST_SECONDS = 30.0
 """A caller that waits longer asks again."""
@@ -34,6 +41,7 @@ class Following:
         self._store = store
         self._clock = clock
         self._held: dict[tuple[str, str], tuple[float, WeightVersion]] = {}
+        self._answers: dict[WeightVersion, dict[str, Answer]] = {}
         self._moved = asyncio.Event()
 
     async def attested(self, request: AttestedRequest) -> AttestedReply:
@@ -42,10 +50,25 @@ class Following:
         kept = state.kept(request.version)
         if kept is None or kept.digest != request.digest:
             return AttestedReply(known=False)
+        reply = self._answered(request)
+        if request.trainer:
+            return reply
         self._held[request.version.run, request.holder] = (self._clock(), request.version)
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
-        return AttestedReply(known=True)
+        return reply
+
+    def _answered(self, request: AttestedRequest) -> AttestedReply:
+        """Remember an answer to the fixed prompt; say what others answered."""
+        holder = _TRAINER if request.trainer else request.holder
+        said = self._answers.get(request.version, {})
+        if request.answer:
+            said = self._answers.setdefault(request.version, {})
+            said[holder] = request.answer[: len(PROMPT)]
+            while len(self._answers) > ANSWERED_VERSIONS:
+                del self._answers[next(iter(self._answers))]
+        others = (answer for by, answer in said.items() if by not in {_TRAINER, holder})
+        return AttestedReply(True, said.get(_TRAINER, ()), tuple(others))
 
     async def reached(self, request: AwaitRequest) -> AwaitReply:
         """Answer when the quorum is met, or when time is up."""

@@ -156,11 +156,13 @@ class PartRequest(msgspec.Struct, frozen=True):
         part: encoded ``rose_core.delta.parts.Part``; its blocks are staged already.
         expected: the head the publisher believes in.
         seconds: answer by then at the latest.
+        encode_seconds: what comparing and encoding took this rank; 0 = unknown.
     """
 
     part: bytes
     expected: WeightVersion | None
     seconds: float = 10.0
+    encode_seconds: float = 0.0
 
 
 class PartReply(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -174,17 +176,30 @@ class PartReply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AttestedRequest(msgspec.Struct, frozen=True):
-    """A receiver says what it serves, recomputed on its live weights."""
+    """A receiver says what it serves, recomputed on its live weights.
+
+    Attributes:
+        answer: log-probs of the fixed prompt (``rose_core.delta.probe``); empty = not asked.
+        trainer: the answer is the trainer's own, which all others are compared with.
+    """
 
     holder: str
     version: WeightVersion
     digest: str
+    answer: tuple[float, ...] = ()
+    trainer: bool = False
 
 
 class AttestedReply(msgspec.Struct, frozen=True):
-    """Noted, if ``known``: the version is kept and the digest is its digest."""
+    """Noted, if ``known``: the version is kept and the digest is its digest.
+
+    Attributes:
+        trainer, others: answers to the fixed prompt at this version, of others than the caller.
+    """
 
     known: bool
+    trainer: tuple[float, ...] = ()
+    others: tuple[tuple[float, ...], ...] = ()
 
 
 class AwaitRequest(msgspec.Struct, frozen=True):

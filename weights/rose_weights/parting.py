@@ -44,9 +44,18 @@ class Parts:
         self._store = store
         self._lock = threading.Lock()
         self._waiting: dict[str, dict[int, Part]] = {}
+        self._encoding: dict[str, float] = {}
 
-    def add(self, data: bytes, expected: WeightVersion | None) -> Outcome | None:
+    def add(
+        self, data: bytes, expected: WeightVersion | None, encode_seconds: float = 0.0
+    ) -> Outcome | None:
         """Add one rank's part.
+
+        Args:
+            data: the encoded part.
+            expected: the head the publisher believes in.
+            encode_seconds: what comparing and encoding took this rank. Ranks encode side by side:
+                the version took as long as the slowest.
 
         Returns:
             What became of the version; None while parts are missing.
@@ -67,6 +76,7 @@ class Parts:
                 raise Fenced(message)
             waiting = self._of(part)
             waiting[part.rank] = part
+            self._encoding[run] = max(self._encoding.get(run, 0.0), encode_seconds)
             if len(waiting) < part.world:
                 return None
             try:
@@ -80,6 +90,8 @@ class Parts:
         waiting = self._waiting.setdefault(part.target.run, {})
         if any(other.target != part.target for other in waiting.values()):
             waiting.clear()
+        if not waiting:
+            self._encoding.pop(part.target.run, None)
         return waiting
 
     def _commit(
@@ -94,7 +106,8 @@ class Parts:
                 raise BadManifest(message)
             base = self._store.manifest(kept)
         manifest = assemble(list(waiting.values()), base)
-        done = self._store.commit(manifest.encode(), expected)
+        encoding = self._encoding.get(state.run, 0.0)
+        done = self._store.commit(manifest.encode(), expected, encode_seconds=encoding)
         waiting.clear()
         return Outcome(done, done.versions[-1], by_this=True)
 

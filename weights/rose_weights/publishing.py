@@ -144,6 +144,7 @@ class WeightsWriter:
         blocks: Mapping[bytes, bytes],
         expected: WeightVersion | None,
         *,
+        encode_seconds: float = 0.0,
         patience_seconds: float = 300.0,
     ) -> VersionInfo:
         """Stage one rank's blocks and wait until the parts of all ranks made a version.
@@ -152,6 +153,8 @@ class WeightsWriter:
             part: what this rank owns.
             blocks: name -> bytes of every block it lists.
             expected: the head this publisher believes in.
+            encode_seconds: what comparing and encoding took this rank; the version keeps the
+                longest of all ranks.
             patience_seconds: how long to go on while the store or another rank is away.
 
         Raises:
@@ -161,7 +164,7 @@ class WeightsWriter:
             StoreFailed, Unavailable: still so after ``patience_seconds``.
         """
         seconds = min(patience_seconds, ANSWER_SECONDS / 4)
-        request = PartRequest(msgspec.msgpack.encode(part), expected, seconds)
+        request = PartRequest(msgspec.msgpack.encode(part), expected, seconds, encode_seconds)
 
         async def attempt() -> VersionInfo:
             await self._stage(part.blocks, blocks)

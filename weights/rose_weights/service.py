@@ -264,7 +264,9 @@ class WeightService:
         deadline = loop.time() + min(request.seconds, LONGEST_SECONDS)
         while True:
             moved = self._moved
-            outcome = await asyncio.to_thread(self._parts.add, request.part, request.expected)
+            outcome = await asyncio.to_thread(
+                self._parts.add, request.part, request.expected, request.encode_seconds
+            )
             left = deadline - loop.time()
             if outcome is not None:
                 if outcome.by_this:
@@ -278,7 +280,7 @@ class WeightService:
 
     async def attested(self, request: AttestedRequest) -> AttestedReply:
         """What a receiver serves, by its own attestation."""
-        self._may("read", request.version.run)
+        self._may("publish" if request.trainer else "read", request.version.run)
         return await self._following.attested(request)
 
     async def reached(self, request: AwaitRequest) -> AwaitReply:

@@ -28,8 +28,8 @@ DENSE_AFTER = 3
 _LONGEST_PAUSE_SECONDS = 30.0
 # The gate was closed, or another commit was under way: no sign that the bundle is bad.
 SOFT_REASONS = frozenset({"Busy", "Aborted"})
-# Live weights that are not what the manifests say: the engine is not to be used.
-QUARANTINE_REASONS = frozenset({"WrongDigest"})
+# Weights that are not what the manifests say, or do not compute what they should: not to be used.
+QUARANTINE_REASONS = frozenset({"WrongDigest", "WrongAnswers"})
 
 
 class Action(StrEnum):

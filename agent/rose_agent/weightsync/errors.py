@@ -2,7 +2,8 @@
 
 SyncError
 ├── GateStayedClosed    the engine got no open permit in which to answer
-└── WrongDigest         the live weights are not what the manifest says
+├── WrongDigest         the live weights are not what the manifest says
+└── WrongAnswers        the engine computes something else than its version should
 """
 
 
@@ -16,3 +17,7 @@ class GateStayedClosed(SyncError):
 
 class WrongDigest(SyncError):
     """The live weights are not what the manifest says; the engine is quarantined."""
+
+
+class WrongAnswers(SyncError):
+    """The engine computes something else than its version should; it is quarantined."""

@@ -31,9 +31,11 @@ from rose_agent.weightsync.decide import (
     parse_label,
     succeeded,
 )
-from rose_agent.weightsync.errors import WrongDigest
+from rose_agent.weightsync.errors import WrongAnswers, WrongDigest
 from rose_agent.weightsync.plugin import Plugin
+from rose_agent.weightsync.truth import Subject, TruthMeter
 from rose_core.delta import Manifest, faults
+from rose_core.delta.probe import LIMIT
 from rose_core.wire.sync import WeightSource
 from rose_engines.errors import CommitRefused, EngineError, EngineUnavailable
 from rose_engines.rundir import SlotDir, WeightsFile, read_json, write_json
@@ -59,10 +61,13 @@ class Options:
     Attributes:
         token: bearer token of the store.
         attest_every_seconds: recompute the live digest that often.
+        probe_limit: mean difference of the fixed prompt's log-probs, in nats, from which an engine
+            is quarantined; 0 = it is not asked.
     """
 
     token: str = ""
     attest_every_seconds: float = 600.0
+    probe_limit: float = LIMIT
     clock: Callable[[], float] = time.monotonic
 
 
@@ -89,6 +94,8 @@ class Follower:
         self._news = asyncio.Event()
         self._progress = Progress()
         self._reported: tuple[float, str] = (0.0, "")
+        self._commits = 0
+        self._truth = TruthMeter(slot, self._plugin.gate, self._news.set, options.probe_limit)
         self._failures: tuple[str, ...] = ()
         self._written = _previous(slot, engine_started_ns)
         self._history = self._written.history
@@ -110,6 +117,7 @@ class Follower:
         finally:
             watcher.cancel()
             await asyncio.wait({watcher})
+            await self._truth.close()
             await self._plugin.close()
             self._plugin.gate.close()
             await store.close()
@@ -117,10 +125,13 @@ class Follower:
     async def _round(self, store: WeightsClient) -> float:
         """Look, decide, act; returns how long to wait for news."""
         engine = await self._look()
+        if complaint := self._truth.complaint():
+            self._fail(WrongAnswers(complaint))
         now = self._options.clock()
         step = decide(engine, self._head, self._progress, now, self._options.attest_every_seconds)
         self._write(engine, step.error)
         await self._report(store, now)
+        self._truth.follow(store, self._served())
         if step.action is Action.WAIT or engine is None:
             return step.wait_seconds
         try:
@@ -174,6 +185,11 @@ class Follower:
             return
         self._reported = (now, self._written.version)
 
+    def _served(self) -> Subject | None:
+        """What is to be probed: what engine host and router may use."""
+        version = parse_label(self._written.version) if self._written.attested else None
+        return Subject(version, self._written.digest, self._commits) if version else None
+
     async def _pull(self, store: WeightsClient, step: Step, codecs: tuple[int, ...]) -> None:
         folder = self._slot.bundles / "next"
         began = self._options.clock()
@@ -206,6 +222,7 @@ class Follower:
                 f"the manifest says {manifest.digest}"
             )
         metrics.COMMITS.inc()
+        self._commits += 1
         metrics.COMMIT_PAUSE_SECONDS.observe(committed.pause_microseconds / 1e6)
         self._history = (*self._history, committed.version)[-_HISTORY:]
         self._record(manifest, staged, committed, pulled, took)

@@ -17,6 +17,7 @@ from pathlib import Path
 from rose_agent.metrics import REGISTRY
 from rose_agent.weightsync import metrics
 from rose_agent.weightsync.follower import Follower, Options
+from rose_core.delta.probe import LIMIT
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import WeightSource
 from rose_engines.rundir import EngineFile, RunDir, SlotDir, read_json
@@ -93,6 +94,13 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--token-file", type=Path, help="bearer token of the weight store")
     made.add_argument("--attest-seconds", type=float, default=600.0, help="0 = once per engine")
+    made.add_argument(
+        "--probe-limit",
+        type=float,
+        default=LIMIT,
+        help="quarantine an engine whose log-probs of the fixed prompt differ by more nats than "
+        "this on average; 0 = do not ask",
+    )
     flags.add_log_level(made)
     return made
 
@@ -105,7 +113,11 @@ async def serve(arguments: argparse.Namespace) -> int:
     """
     faults.arm()
     token = arguments.token_file.read_text().strip() if arguments.token_file else ""
-    options = Options(token=token, attest_every_seconds=arguments.attest_seconds)
+    options = Options(
+        token=token,
+        attest_every_seconds=arguments.attest_seconds,
+        probe_limit=arguments.probe_limit,
+    )
     followers = Followers(RunDir(arguments.rundir).create(), options)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

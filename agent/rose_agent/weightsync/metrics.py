@@ -45,6 +45,18 @@ COMMIT_PAUSE_SECONDS = Histogram(
     buckets=(0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1),
     registry=REGISTRY,
 )
+PROBES = Counter(
+    "rose_weightsync_probes",
+    "Comparisons of what an engine computes for the fixed prompt, by outcome.",
+    ["outcome"],
+    registry=REGISTRY,
+)
+PROBE_DIFFERENCE = Gauge(
+    "rose_weightsync_probe_difference_nats",
+    "Mean difference of the fixed prompt's log-probs from the trainer's or the nearest engine's.",
+    ["slot"],
+    registry=REGISTRY,
+)
 FOLLOWED = Gauge(
     "rose_weightsync_followed_engines",
     "Engines whose weights are followed.",

@@ -27,6 +27,11 @@ class Prefix:
         """Add one token."""
         self._hash = (self._hash * _MULTIPLIER + token + 1) % _PRIME
 
+    def logprob(self, token: int, version: str = "") -> float:
+        """Log-probability, between -2 and 0, of one token after this prefix."""
+        mixed = (self._hash ^ zlib.crc32(f"{version} {token}".encode())) * _MULTIPLIER % _PRIME
+        return -((mixed >> 20) % 2000) / 1000.0
+
     def next_token(self, version: str = "") -> tuple[int, float]:
         """The greedy next token and its log-probability, between -2 and 0."""
         mixed = (self._hash ^ zlib.crc32(version.encode())) * _MULTIPLIER % _PRIME
@@ -36,6 +41,16 @@ class Prefix:
 def next_token(prefix: Sequence[int], version: str = "") -> tuple[int, float]:
     """The greedy next token after ``prefix`` under the weights labelled ``version``."""
     return Prefix(prefix).next_token(version)
+
+
+def prompt_logprobs(prompt: Sequence[int], version: str = "") -> list[float | None]:
+    """Log-probability of every token after those before it; the first has none."""
+    prefix = Prefix(prompt[:1])
+    found: list[float | None] = [None]
+    for token in prompt[1:]:
+        found.append(prefix.logprob(token, version))
+        prefix.append(token)
+    return found
 
 
 def continuation(prompt: Sequence[int], count: int, version: str = "") -> list[int]:

@@ -26,6 +26,7 @@ class FakeRequest:
     Attributes:
         finish: SGLang's finish reason, None while running.
         spans: (version, first token, end) in order.
+        wants_prompt_logprobs: log-probs of the prompt's tokens are asked for too.
     """
 
     rid: str
@@ -36,6 +37,7 @@ class FakeRequest:
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     finish: dict[str, object] | None = None
+    wants_prompt_logprobs: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:

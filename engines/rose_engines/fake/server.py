@@ -16,6 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
+from rose_engines.fake.model import prompt_logprobs
 from rose_engines.fake.scheduler import FakeRequest, FakeScheduler
 
 _METRICS = """\
@@ -103,6 +104,7 @@ class FakeServer:
             prompt=prompt,
             most=most,
             stop_tokens=frozenset(sampling.get("stop_token_ids") or ()),
+            wants_prompt_logprobs=body.get("logprob_start_len") == 0,
         )
 
     async def _stream(
@@ -142,6 +144,10 @@ class FakeServer:
             pairs = zip(request.logprobs, request.output, strict=True)
             meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
             meta["output_token_logprobs_length"] = len(request.output)
+        if wants_logprobs and request.wants_prompt_logprobs:
+            found = prompt_logprobs(request.prompt, meta["weight_versions"][0]["version"])
+            paired = zip(found, request.prompt, strict=True)
+            meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in paired]
         text = bytes(request.output).decode("latin-1")
         return {"text": text, "output_ids": list(request.output), "meta_info": meta}
 

@@ -193,6 +193,22 @@ class SGLangClient:
         except msgspec.MsgspecError as error:
             raise EngineRefused(f"{self._url}: an event is no JSON object: {error}") from error
 
+    async def prompt_logprobs(self, input_ids: Sequence[int]) -> tuple[str, tuple[float, ...]]:
+        """The version that computed it, and the log-prob of every token but the first.
+
+        Raises:
+            EngineRefused: the engine answered with an error, or without them.
+            EngineUnavailable: it does not answer, or hung up before the end.
+        """
+        sampling = {"temperature": 0, "max_new_tokens": 1}
+        reply = await self.generate(input_ids, sampling, logprob_start_len=0)
+        pairs = reply.meta.get("input_token_logprobs") or ()
+        found = tuple(float(entry[0]) for entry in pairs if entry[0] is not None)
+        if len(found) != len(input_ids) - 1 or not reply.spans:
+            what = f"{len(found)} log-probs for a prompt of {len(input_ids)} tokens"
+            raise EngineRefused(f"{self._url}: {what}, {len(reply.spans)} version spans")
+        return reply.spans[-1].version, found
+
     async def abort(self, rid: str) -> None:
         """End a request; unknown ids are ignored. SGLang matches ids by *prefix*.
 

@@ -1,0 +1,90 @@
+"""Does an engine compute what its version should? Log-probs of a fixed prompt, compared.
+
+A digest proves the weights' bits, not what becomes of them: a kernel that went wrong, a stale cache
+or a map of the layout that is wrong in the same way twice show only in what the engine computes.
+So every engine is asked after each commit for the log-probs of the same few tokens, and its answer
+is compared with the trainer's at that version, else with those of other engines.
+
+| known of this version | far from it | outcome |
+|---|---|---|
+| the trainer's answer | no / yes | right / wrong |
+| other engines' | from fewer than half of them | right |
+| other engines' | from more, and most of all engines agree with each other | wrong |
+| other engines' | from more, and they do not agree either | disputed |
+| nothing | | alone |
+
+Next step: ``rose_agent.weightsync.truth`` asks, ``rose_weights.following`` remembers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+PROMPT: tuple[int, ...] = tuple((73 * place + 41) % 251 for place in range(24))
+"""Token ids that every vocabulary has; what they mean does not matter."""
+
+LIMIT = 0.25
+"""Mean difference, in nats, beyond what arithmetic in another order explains in 16 bits."""
+
+Answer = tuple[float, ...]
+
+
+class Outcome(StrEnum):
+    """What a comparison says about an engine."""
+
+    RIGHT = "Right"
+    WRONG = "Wrong"
+    DISPUTED = "Disputed"
+    ALONE = "Alone"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A comparison.
+
+    Attributes:
+        difference: mean difference from the trainer's answer, else from the nearest other engine's.
+        against: what it was compared with, for people.
+    """
+
+    outcome: Outcome
+    difference: float | None = None
+    against: str = ""
+
+
+def distance(one: Answer, other: Answer) -> float:
+    """Mean absolute difference; infinite where one has no such value."""
+    if len(one) != len(other) or not one or not all(map(math.isfinite, (*one, *other))):
+        return math.inf
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
+
+
+def judge(mine: Answer, trainer: Answer, others: Sequence[Answer], limit: float = LIMIT) -> Verdict:
+    """One row of the module's table.
+
+    Args:
+        mine: the engine's answer.
+        trainer: the trainer's at the same version; empty = it gave none.
+        others: other engines' at the same version.
+        limit: largest mean difference that is none.
+    """
+    if trainer:
+        difference = distance(mine, trainer)
+        outcome = Outcome.RIGHT if difference <= limit else Outcome.WRONG
+        return Verdict(outcome, difference, "the trainer")
+    if not others:
+        return Verdict(Outcome.ALONE)
+    differences = [distance(mine, other) for other in others]
+    near = sum(difference <= limit for difference in differences)
+    against = f"{len(others)} other engines, {near} of them near"
+    return Verdict(_by_majority(near, others, limit), min(differences), against)
+
+
+def _by_majority(near: int, others: Sequence[Answer], limit: float) -> Outcome:
+    if 2 * near >= len(others):
+        return Outcome.RIGHT
+    agreeing = max(sum(distance(one, other) <= limit for other in others) for one in others)
+    return Outcome.WRONG if agreeing > (len(others) + 1) / 2 else Outcome.DISPUTED

@@ -1,0 +1,52 @@
+"""Who is believed about the fixed prompt: the trainer, else most of the engines."""
+
+import math
+
+import pytest
+
+from rose_core.delta.probe import PROMPT, Answer, Outcome, distance, judge
+
+GOOD: Answer = (-1.0, -2.0, -3.0)
+NEAR: Answer = (-1.01, -2.0, -2.98)
+BAD: Answer = (-2.0, -2.0, -4.0)
+WORSE: Answer = (-9.0, -9.0, -9.0)
+
+
+def test_the_prompt_has_ids_that_every_vocabulary_has() -> None:
+    assert len(set(PROMPT)) == len(PROMPT)
+    assert all(0 <= token < 256 for token in PROMPT)
+
+
+def test_answers_that_cannot_be_compared_are_far_apart() -> None:
+    assert distance(GOOD, GOOD) == 0
+    assert distance(GOOD, BAD) == pytest.approx(2 / 3)
+    for other in ((), (-1.0,), (-1.0, math.nan, -3.0), (-1.0, -math.inf, -3.0)):
+        assert distance(GOOD, other) == math.inf
+    assert distance((), ()) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("mine", "trainer", "others", "outcome"),
+    [
+        (NEAR, GOOD, [BAD, BAD, BAD], Outcome.RIGHT),
+        (BAD, GOOD, [BAD, BAD], Outcome.WRONG),
+        (GOOD, (), [], Outcome.ALONE),
+        (GOOD, (), [NEAR], Outcome.RIGHT),
+        (BAD, (), [GOOD], Outcome.DISPUTED),
+        (BAD, (), [GOOD, NEAR], Outcome.WRONG),
+        (GOOD, (), [NEAR, BAD], Outcome.RIGHT),
+        (BAD, (), [GOOD, WORSE], Outcome.DISPUTED),
+        (BAD, (), [GOOD, NEAR, WORSE], Outcome.DISPUTED),
+        (BAD, (), [GOOD, NEAR, GOOD, WORSE], Outcome.WRONG),
+        ((-1.0, math.nan, -3.0), (), [GOOD, NEAR], Outcome.WRONG),
+    ],
+)
+def test_the_trainer_decides_else_most_of_all_engines(
+    mine: Answer, trainer: Answer, others: list[Answer], outcome: Outcome
+) -> None:
+    assert judge(mine, trainer, others).outcome is outcome
+
+
+def test_the_limit_is_the_callers() -> None:
+    assert judge(NEAR, GOOD, [], limit=0.001).outcome is Outcome.WRONG
+    assert judge(BAD, GOOD, [], limit=1.0).outcome is Outcome.RIGHT
