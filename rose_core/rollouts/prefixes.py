@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 
 BLOCK = 16  # tokens; a trajectory whose output is shorter is not recognized
+_SIZE = 8  # bytes of a key that say how many tokens it stands for
 
 
 class Prefixes:
@@ -25,6 +26,7 @@ class Prefixes:
     def __init__(self, most: int = 65536) -> None:
         self._most = most
         self._names: OrderedDict[bytes, str] = OrderedDict()
+        self._sizes: Counter[int] = Counter()  # only prefixes of a known size are worth a hash
 
     def __len__(self) -> int:
         return len(self._names)
@@ -40,27 +42,44 @@ class Prefixes:
         whole = len(context) // BLOCK * BLOCK
         if whole <= prompt:
             return
-        *_, key = _hashes(context[:whole])
+        key = _hash(context[:whole])
+        if key not in self._names:
+            self._sizes[whole] += 1
         self._names[key] = name
         self._names.move_to_end(key)
         if len(self._names) > self._most:
-            self._names.popitem(last=False)
+            self._forget()
+
+    def _forget(self) -> None:
+        key, _ = self._names.popitem(last=False)
+        size = int.from_bytes(key[:_SIZE])
+        self._sizes[size] -= 1
+        if not self._sizes[size]:
+            del self._sizes[size]
 
     def find(self, prompt: Sequence[int]) -> str:
         """The trajectory with the longest known prefix of the prompt; empty when none is known."""
-        if not self._names:
-            return ""
+        blocks = range(BLOCK, len(prompt) + 1, BLOCK)
+        fitting = [size for size in blocks if size in self._sizes]
         found = ""
-        for key in _hashes(prompt):
+        for key in _hashes(prompt, fitting):
             found = self._names.get(key, found)
         return found
 
 
-def _hashes(tokens: Sequence[int]) -> Iterator[bytes]:
-    """The hash of the first block, the first two, and so on."""
-    raw = array("q", tokens).tobytes()
+def _hash(tokens: Sequence[int]) -> bytes:
+    *_, key = _hashes(tokens, [len(tokens)])
+    return key
+
+
+def _hashes(tokens: Sequence[int], sizes: Sequence[int]) -> Iterator[bytes]:
+    """The size and hash of the first so many tokens, for each of the sizes from small to large."""
+    if not sizes:
+        return
+    raw = memoryview(array("q", tokens)).cast("B")
     running = hashlib.blake2b(digest_size=16)
-    size = BLOCK * 8
-    for start in range(0, len(tokens) // BLOCK * size, size):
-        running.update(raw[start : start + size])
-        yield running.copy().digest()
+    start = 0
+    for size in sizes:
+        running.update(raw[start : size * 8])
+        start = size * 8
+        yield size.to_bytes(_SIZE) + running.copy().digest()

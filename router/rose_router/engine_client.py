@@ -84,11 +84,15 @@ class HttpEngineClient:
             connection = await self._ask(target, "/generate", msgspec.json.encode(body))
             try:
                 await _check_status(connection)
-                async for event in _events(connection):
-                    yield event
-                    if event.finish is not None:
-                        connection.leave()
-                        return
+                rest = b""
+                while chunk := await connection.chunk():
+                    frames, rest = _frames(rest + chunk if rest else chunk)
+                    for frame in frames:
+                        event = read_event(frame)
+                        yield event
+                        if event.finish is not None:
+                            connection.leave()
+                            return
             finally:
                 if connection.stage is Stage.ANSWERING:
                     connection.hang_up()
@@ -170,16 +174,11 @@ def _error_text(text: str) -> str:
     return str(found.get("message", found)) if isinstance(found, dict) else str(found)
 
 
-async def _events(connection: Connection) -> AsyncIterator[StreamEvent]:
-    rest = b""
-    while chunk := await connection.chunk():
-        *frames, rest = (rest + chunk).split(b"\n\n")
-        for frame in frames:
-            if frame.startswith(_DATA):
-                payload = frame[len(_DATA) :].strip()
-                if payload == _DONE:
-                    return
-                yield read_event(payload)
+def _frames(data: bytes) -> tuple[list[bytes], bytes]:
+    """The events that are whole, and what of the next one has come."""
+    *frames, rest = data.split(b"\n\n")
+    payloads = [frame[len(_DATA) :].strip() for frame in frames if frame.startswith(_DATA)]
+    return [payload for payload in payloads if payload != _DONE], rest
 
 
 def read_event(payload: bytes) -> StreamEvent:

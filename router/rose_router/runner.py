@@ -144,28 +144,25 @@ class TurnRunner:
         now = self._clock()
         leg = Leg(engine.name, engine.kind, self._new_rid(), str(engine.version), turn.held)
         handle = LiveLeg(leg.rid, now, now, can_move=partial(self._elsewhere, turn, engine))
-        reading = asyncio.create_task(self._read(turn, engine, leg, handle))
-        handle.task = reading
+        handle.task = turn.task
         engine.legs[leg.rid] = handle
         engine.turns += 1
         turn.state, turn.leg = State.RUNNING, leg
         try:
-            move = await self._outcome(reading, leg, handle, engine)
+            move = await self._outcome(turn, engine, leg, handle)
             # The last event may have come just before whatever ended the reading.
             return None if leg.complete else move
         finally:
             del engine.legs[leg.rid]
             self._fold(turn, engine, leg)
 
-    async def _outcome(
-        self, reading: asyncio.Task[None], leg: Leg, handle: LiveLeg, engine: Engine
-    ) -> Move:
+    async def _outcome(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> Move:
         """Why reading the leg ended, if it was not by its last event."""
         try:
-            await reading
+            await self._read(turn, engine, leg, handle)
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if handle.verdict is None or (task is not None and task.cancelling()):
+            # One of its cancellations is the verdict's; any other ends the turn.
+            if handle.verdict is None or (handle.task is not None and handle.task.uncancel()):
                 raise
             if handle.verdict is Move.STALLED:
                 engine.failed(self._clock())

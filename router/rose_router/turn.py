@@ -94,7 +94,7 @@ class Turn:
     @property
     def over(self) -> bool:
         """Nothing more will come."""
-        return self.state in {State.DONE, State.FAILED}
+        return self.state is State.DONE or self.state is State.FAILED
 
     async def until_over(self) -> None:
         """Wait for the end without being woken by every token."""
@@ -114,7 +114,7 @@ class Turn:
     @property
     def borrowed(self) -> bool:
         """A borrowed engine gave at least one token."""
-        return EngineKind.BORROWED in self.transcript.kinds
+        return any(leg.placed and leg.kind is EngineKind.BORROWED for leg in self.transcript.legs)
 
     def view(self, home: str, cached: int, usual_tokens: float) -> TurnView:
         """For placement.

@@ -161,7 +161,6 @@ class WaitingRoom:
             metrics.QUEUE_SECONDS.observe(self._clock() - began)
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
-            metrics.QUEUED.set(len(self._waiting))
 
     def _check_room_without(self, waiter: Waiter) -> None:
         self._waiting.remove(waiter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
@@ -33,7 +33,8 @@ HINTS = (
     "expected_tokens",
 )
 
-_MOST_ID = 2**31
+_MOST_ID = 2**31 - 1
+_Prompt = tuple[Annotated[int, msgspec.Meta(ge=0, le=_MOST_ID)], ...]
 
 
 async def read_body(request: web.Request) -> dict[str, Any]:
@@ -72,10 +73,11 @@ def token_ids(value: object, field: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not value:
         message = f"{field}: expected a list of token ids with at least one entry"
         raise InvalidTurn(message)
-    if any(type(t) is not int for t in value) or min(value) < 0 or max(value) >= _MOST_ID:
-        message = f"{field}: every token id must be a whole number from 0 to 2147483647"
-        raise InvalidTurn(message)
-    return tuple(value)
+    try:
+        return msgspec.convert(value, _Prompt)
+    except msgspec.ValidationError as error:
+        message = f"{field}: every token id must be a whole number from 0 to {_MOST_ID}"
+        raise InvalidTurn(message) from error
 
 
 def encoded(text: str, tokenizer: Tokenizer | None, field: str, instead: str) -> tuple[int, ...]:
