@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 from aiohttp import web
@@ -28,7 +28,6 @@ from rose_agent.errors import AgentError, BadConfiguration
 from rose_agent.guard import trace
 from rose_agent.guard.inspect import inspection
 from rose_agent.guard.loop import Guard, Settings
-from rose_agent.identity import Identity
 from rose_agent.metrics import REGISTRY
 from rose_agent.pods.kubernetes import Access, KubernetesPods
 from rose_agent.pods.model import PodSource
@@ -38,6 +37,9 @@ from rose_core.devices.memory import BudgetLimits
 from rose_engines.rundir import RunDir
 from rose_wire import flags, tls
 from rose_wire.observability import guarded, pages
+
+if TYPE_CHECKING:
+    from rose_agent.identity import Identity
 
 _log = logging.getLogger("rose.agent")
 
@@ -155,6 +157,8 @@ def _identity(options: argparse.Namespace) -> Identity | None:
         raise BadConfiguration(
             f"--enrol needs --identity-token-file, and {tls.IDENTITY} to name a folder"
         )
+    from rose_agent.identity import Identity  # noqa: PLC0415  # 9 MB, needed by few
+
     return Identity(options.node, options.enrol, options.identity_token_file, Path(folder))
 
 

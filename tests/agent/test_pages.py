@@ -13,7 +13,7 @@ from rose_agent import main as agent
 from rose_agent.devices.static import StaticDriver
 from rose_agent.guard.loop import Guard, Settings
 from rose_engines.rundir import RunDir
-from rose_wire.observability import METRICS_TOKEN
+from rose_wire.plainpages import METRICS_TOKEN
 
 
 @dataclass

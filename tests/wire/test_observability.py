@@ -4,7 +4,7 @@ import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from rose_wire import observability
+from rose_wire import observability, plainpages
 
 
 async def _get(port: int, path: str, token: str = "") -> tuple[int, str]:
@@ -37,7 +37,7 @@ async def test_metrics_and_health_follow_the_process() -> None:
 async def test_a_metrics_page_may_ask_for_a_token_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(observability.METRICS_TOKEN, "scrape")
+    monkeypatch.setenv(plainpages.METRICS_TOKEN, "scrape")
     runner, port = await observability.serve(CollectorRegistry(), host="127.0.0.1", port=0)
     try:
         status, text = await _get(port, "/metrics")

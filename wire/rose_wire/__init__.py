@@ -4,5 +4,5 @@
 - ``rpc``: typed methods over gRPC, without generated code.
 - ``tls``: certificates of the hops between processes.
 - ``services``: the methods of ROSE's services; read this first.
-- ``observability``: ``/metrics`` and ``/healthz``.
+- ``observability``: ``/metrics`` and ``/healthz``; ``plainpages``: the same without a library.
 """

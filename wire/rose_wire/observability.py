@@ -10,7 +10,6 @@ of the installation's own tokens). Every other page says more, and goes through 
 
 from __future__ import annotations
 
-import hmac
 import os
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -18,7 +17,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-METRICS_TOKEN = "ROSE_METRICS_TOKEN"  # noqa: S105  # the variable's name
+from rose_wire.plainpages import METRICS_TOKEN, is_bearer
 
 Page = Callable[[web.Request], Awaitable[web.Response]]
 
@@ -33,9 +32,7 @@ def healthy() -> str:
 
 def brings(request: web.Request, token: str) -> bool:
     """Whether the caller's ``Authorization`` header carries this bearer token."""
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    same = hmac.compare_digest(given.strip().encode(), token.encode())
-    return scheme.lower() == "bearer" and same
+    return is_bearer(request.headers.get("Authorization", ""), token)
 
 
 def guarded(page: Page, token: str) -> Page:

@@ -5,13 +5,15 @@ The guard sends ``Watch`` and ``Unwatch``; the tap sends lists of ``rose_core.te
 
 from __future__ import annotations
 
-import asyncio
 import struct
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
 from rose_core.telemetry.events import TapEvent
+
+if TYPE_CHECKING:  # the opener needs none of it
+    import asyncio
 
 _LENGTH = struct.Struct("<I")
 _LONGEST = 4 * 1024 * 1024

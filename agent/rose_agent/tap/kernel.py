@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import socket
 import struct
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -60,6 +61,46 @@ def overwrite_freed() -> None:
     """
     with contextlib.suppress(AttributeError):
         _libc.mallopt(_M_PERTURB, 0x5A)
+
+
+class _Interface(ctypes.Structure):
+    """``struct ifaddrs``, as far as it is read here."""
+
+
+_Interface._fields_ = [
+    ("next", ctypes.POINTER(_Interface)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+]
+
+
+def addresses() -> frozenset[str]:
+    """IPv4 and IPv6 addresses of the current network namespace as hex digits.
+
+    Raises:
+        OSError: the kernel does not tell.
+    """
+    first = ctypes.POINTER(_Interface)()
+    _check(_libc.getifaddrs(ctypes.byref(first)), "getifaddrs")
+    found, entry = set(), first
+    try:
+        while entry:
+            if entry.contents.address:
+                found.add(_plain(entry.contents.address))
+            entry = entry.contents.next
+    finally:
+        _libc.freeifaddrs(first)
+    return frozenset(found - {""})
+
+
+def _plain(address: int) -> str:
+    """The address inside a ``struct sockaddr``; empty for other families."""
+    family = ctypes.c_ushort.from_address(address).value
+    # Before it: family and port; in IPv6 the flow too.
+    if family == socket.AF_INET:
+        return ctypes.string_at(address + 4, 4).hex()
+    return ctypes.string_at(address + 8, 16).hex() if family == socket.AF_INET6 else ""
 
 
 def keep_capabilities(kept: frozenset[int] = frozenset()) -> None:

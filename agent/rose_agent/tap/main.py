@@ -5,12 +5,14 @@ SYS_PTRACE to enter other pods) and reads no packet. The *parser*, forked from i
 capability and the network itself before the first packet: it keeps only the sockets it is handed,
 ``tap.sock`` and its metrics port. Neither can start a program or make a socket that reaches the
 network (``seccomp``), neither leaves a core dump. If one ends, so does the other.
+
+The opener waits nearly always, so it stays small: what only the parser needs is imported after the
+fork, and before the parser is confined. Next step: ``parser``, ``opener``.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import logging
 import os
@@ -19,16 +21,11 @@ import socket
 import sys
 from pathlib import Path
 
-from aiohttp import web
-
-from rose_agent.metrics import REGISTRY
 from rose_agent.tap import kernel, opener, seccomp
-from rose_agent.tap.parser import Parser, listen
-from rose_agent.tap.replica import SAMPLE_FROM_PER_SECOND
 from rose_wire import flags
-from rose_wire.observability import pages
 
 _log = logging.getLogger("rose.tap")
+_SAMPLE_FROM = 400.0  # segments per second
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -40,7 +37,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sample-from",
         type=float,
-        default=SAMPLE_FROM_PER_SECOND,
+        default=_SAMPLE_FROM,
         metavar="N",
         help="segments per second above which token streams are sampled in the kernel; 0 = never",
     )
@@ -96,6 +93,8 @@ def _parse(
 ) -> int:
     try:
         kernel.die_with_parent(signal.SIGTERM)
+        from rose_agent.tap import running  # noqa: PLC0415  # the opener does without it
+
         kernel.no_dumps()
         kernel.overwrite_freed()
         try:
@@ -105,28 +104,22 @@ def _parse(
             _log.info("the parser keeps its network: %s", error)
         kernel.keep_capabilities()
         seccomp.confine(seccomp.PARSER)
-        parser = Parser(channel, options.rundir, options.sample_from)
-        asyncio.run(_run(parser, listener, http))
+        running.parse(channel, options.rundir, options.sample_from, listener, http)
     except Exception:  # noqa: BLE001  # a forked child must end here, with a word
         _log.exception("the tap's parser failed")
         return 1
     return 0
 
 
-async def _run(parser: Parser, listener: socket.socket, http: socket.socket) -> None:
-    app = web.Application()
-    app.add_routes(pages(REGISTRY))
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.SockSite(runner, http).start()
-    task = asyncio.create_task(parser.run(listener))
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
-    _log.info("tap on port %s for metrics", http.getsockname()[1])
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-    await runner.cleanup()
+def listen(path: Path) -> socket.socket:
+    """Open the Unix socket, replacing a leftover; only our user may connect."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    path.chmod(0o600)
+    listener.listen(4)
+    return listener
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ following, so that a restarted guard finds the truth.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import socket
@@ -195,14 +194,3 @@ def unhealthy(replica: str, problem: str) -> Health:
     return Health(
         replica, time.monotonic_ns(), problem, 0, opaque=False, in_flight=0, counts={}, packets=0
     )
-
-
-def listen(path: Path) -> socket.socket:
-    """Open the Unix socket, replacing a leftover; only our user may connect."""
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
-    path.chmod(0o600)
-    listener.listen(4)
-    return listener

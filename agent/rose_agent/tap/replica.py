@@ -39,7 +39,6 @@ from rose_agent.tap.sockets import SAMPLE_RATE, Taps
 from rose_core.telemetry.events import Arrived, Health, Progress, TapEvent
 from rose_core.telemetry.tracker import Tracker
 
-SAMPLE_FROM_PER_SECOND = 400.0
 _BATCH = 256  # segments handled before others get their turn
 _BLANK = bytes(bpf.SNAP)
 _MOST_BEHIND = 64  # batches that a heartbeat reads to be up to date

@@ -15,14 +15,11 @@ all of them, also those that come later.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 from rose_agent.tap import bpf, kernel
 
@@ -85,17 +82,6 @@ def interfaces(wanted: tuple[str, ...]) -> list[str]:
     return [ANY] if len(found) > _MANY_INTERFACES else found
 
 
-def addresses() -> frozenset[str]:
-    """Addresses of the current namespace as hex digits."""
-    found = set()
-    for entries in psutil.net_if_addrs().values():
-        for entry in entries:
-            if entry.family in {socket.AF_INET, socket.AF_INET6}:
-                plain = entry.address.partition("%")[0]
-                found.add(ipaddress.ip_address(plain).packed.hex())
-    return frozenset(found)
-
-
 def _open(interface: str, code: bytes, *, muted: bool = False) -> socket.socket:
     # Filter first, then the protocol: nothing unfiltered is queued. A socket that hears every
     # interface cannot be bound later, so it is emptied instead.
@@ -150,7 +136,7 @@ def open_all(netns: str, port: int, wanted: tuple[str, ...]) -> tuple[list[Taps]
     try:
         with namespace(netns):
             opened.extend(open_taps(name, port) for name in interfaces(wanted))
-            return opened, addresses()
+            return opened, kernel.addresses()
     except BaseException:  # whatever it was, no socket must stay open
         for taps in opened:
             taps.close()
