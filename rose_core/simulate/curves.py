@@ -16,12 +16,14 @@ from rose_core.simulate.clock import SECOND, Clock
 from rose_core.simulate.costs import costs, kv_tokens
 from rose_core.simulate.gates import ServingRequest
 from rose_core.simulate.lent import Ears, Replica
-from rose_core.simulate.regimes import RULES
+from rose_core.simulate.regimes import RULES, Lends
 from rose_core.simulate.scenario import Load, Regime, RolloutJob, Scenario, Service
 from rose_core.simulate.workload import Arrival, Episode
 
 USUAL_CONTEXT = 12_000
 _WARM_S, _SECONDS = 60.0, 300.0
+
+Row = tuple[int, int, int]  # when a request arrives (ns), tokens of its prompt and its answer
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,15 @@ class Curve:
     Attributes:
         tokens_per_s: rollout tokens with a full batch.
         open_share: share of the time in which rollouts may compute.
-        violations: share of serving requests that violate the SLO.
+        late_alone: share of the serving requests that violate the SLO with nothing lent.
+        late_added: share of them that do only because the replica is lent.
     """
 
     loads: tuple[float, ...]
     tokens_per_s: tuple[float, ...]
     open_share: tuple[float, ...]
-    violations: tuple[float, ...]
+    late_alone: tuple[float, ...]
+    late_added: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,21 @@ def curve(
     pool: Rows[Episode],
     seed: int = 1,
 ) -> Curve:
-    """Simulate one lent replica at each load, arrivals Poisson with the trace's lengths."""
-    found: list[tuple[float, float, float]] = []
+    """Simulate one replica at each load, alone and lent, with the same requests.
+
+    Arrivals are Poisson with the trace's lengths. Under a regime that lends nothing, nothing is.
+    """
+    nothing = RULES[lender.regime].lends is Lends.NOTHING
+    found: list[tuple[float, float, float, float]] = []
     for load in loads:
+        requests = _poisson(load, trace, random.Random(f"{seed}/{load}/requests"))  # noqa: S311
+        alone = _Bench(lender, lends=False).run(requests)
         draw = random.Random(f"{seed}/{load}")  # noqa: S311  # a model's randomness
-        found.append(_one(lender, load, trace, pool, draw))
-    tokens, share, violations = zip(*found, strict=True)
-    return Curve(tuple(loads), tokens, share, violations)
+        lent = alone if nothing else _Bench(lender, lends=True).run(requests, pool, draw)
+        count = max(1, len(requests))
+        late = len(alone.late) / count, len(lent.late - alone.late) / count
+        found.append((lent.tokens_per_s, lent.open_share, *late))
+    return Curve(tuple(loads), *zip(*found, strict=True))
 
 
 def dedicated_tokens_per_s(
@@ -112,64 +124,85 @@ class Endless:
         self._engine.submit(sequence)
 
 
-def _one(
-    lender: Lender,
-    load: float,
-    trace: Rows[Arrival],
-    pool: Rows[Episode],
-    draw: random.Random,
-) -> tuple[float, float, float]:
-    service, job = lender.service, lender.job
-    clock = Clock()
-    # Only services[0], delays and interference of it are read.
-    told = Scenario(
-        name="curve",
-        seconds=_WARM_S + _SECONDS,
-        derate=lender.derate,
-        episodes="",
-        services=(service.model_copy(update={"load": Load()}),),
-        jobs=(job,),
-    )
-    engines: list[BatchEngine] = []
+@dataclass(frozen=True)
+class _Found:
+    """What one replica has given at one load; ``late`` are the numbers of requests."""
 
-    def served(_replica: Replica, engine: BatchEngine) -> None:
-        engines.append(engine)
-        for number in range(max(1, min(job.cap, engine.kv_tokens // USUAL_CONTEXT))):
-            Endless(engine, pool, draw, str(number)).turn()
-
-    ears = Ears(lambda _replica, _open: None, lambda _replica, _lost: None, served)
-    replica = Replica(clock, 0, told.services[0], told, rules=RULES[lender.regime], ears=ears)
-    replica.lend(job)
-    clock.run(round(_WARM_S * SECOND))
-    replica.device.finish()
-    tokens, open_ns = sum(one.tokens for one in engines), replica.device.computing_ns
-    requests = _poisson(load, trace, draw)
-    for request in requests:
-        clock.at(request.arrived_ns, partial(replica.serve, request))
-    clock.run(round((_WARM_S + _SECONDS) * SECOND))
-    replica.device.finish()
-    late = [
-        one
-        for one in requests
-        if one.ended_ns
-        and (one.ttft_s * 1e3 > service.ttft_ms or one.tpot_s * 1e3 > service.tpot_ms)
-    ]
-    return (
-        (sum(one.tokens for one in engines) - tokens) / _SECONDS,
-        (replica.device.computing_ns - open_ns) / SECOND / _SECONDS,
-        len(late) / max(1, len(requests)),
-    )
+    tokens_per_s: float
+    open_share: float
+    late: frozenset[int]
 
 
-def _poisson(load: float, trace: Rows[Arrival], draw: random.Random) -> list[ServingRequest]:
-    found: list[ServingRequest] = []
+class _Bench:
+    """One replica, event by event, from a minute before its first request."""
+
+    def __init__(self, lender: Lender, *, lends: bool) -> None:
+        self._lender, self._lends = lender, lends
+        self._clock = Clock()
+        self._engines: list[BatchEngine] = []
+
+    def run(
+        self, rows: Rows[Row], pool: Rows[Episode] = (), draw: random.Random | None = None
+    ) -> _Found:
+        """Serve the requests; rollouts always fill the batch."""
+        replica = self._replica(pool, draw)
+        if self._lends:
+            replica.lend(self._lender.job)
+        self._clock.run(round(_WARM_S * SECOND))
+        replica.device.finish()
+        tokens = sum(one.tokens for one in self._engines)
+        open_ns = replica.device.computing_ns
+        requests = [ServingRequest(number, *row) for number, row in enumerate(rows)]
+        for request in requests:
+            self._clock.at(request.arrived_ns, partial(replica.serve, request))
+        self._clock.run(round((_WARM_S + _SECONDS) * SECOND))
+        replica.device.finish()
+        return _Found(
+            (sum(one.tokens for one in self._engines) - tokens) / _SECONDS,
+            (replica.device.computing_ns - open_ns) / SECOND / _SECONDS,
+            frozenset(one.number for one in requests if self._late(one)),
+        )
+
+    def _replica(self, pool: Rows[Episode], draw: random.Random | None) -> Replica:
+        lender = self._lender
+
+        def served(_replica: Replica, engine: BatchEngine) -> None:
+            assert draw is not None  # noqa: S101  # only a lent replica serves rollouts
+            self._engines.append(engine)
+            for number in range(max(1, min(lender.job.cap, engine.kv_tokens // USUAL_CONTEXT))):
+                Endless(engine, pool, draw, str(number)).turn()
+
+        # Only services[0], delays and interference of it are read.
+        told = Scenario(
+            name="curve",
+            seconds=_WARM_S + _SECONDS,
+            derate=lender.derate,
+            episodes="",
+            services=(lender.service.model_copy(update={"load": Load()}),),
+            jobs=(lender.job,),
+        )
+        ears = Ears(lambda _replica, _open: None, lambda _replica, _lost: None, served)
+        rules = RULES[lender.regime]
+        return Replica(self._clock, 0, told.services[0], told, rules=rules, ears=ears)
+
+    def _late(self, one: ServingRequest) -> bool:
+        """Whether it violates the SLO; one that still waits at the end by how long it has."""
+        service, now = self._lender.service, self._clock.now_ns
+        if not one.first_ns:
+            return (now - one.arrived_ns) / 1e6 > service.ttft_ms
+        slow = one.ended_ns and one.tpot_s * 1e3 > service.tpot_ms
+        return one.ttft_s * 1e3 > service.ttft_ms or bool(slow)
+
+
+def _poisson(load: float, trace: Rows[Arrival], draw: random.Random) -> list[Row]:
+    found: list[Row] = []
     at = _WARM_S
     while load > 0:
         at += draw.expovariate(load)
         if at >= _WARM_S + _SECONDS:
             break
         row = trace[draw.randrange(len(trace))]
-        found.append(ServingRequest(len(found), round(at * SECOND), row.prompt, row.output))
+        found.append((round(at * SECOND), row.prompt, row.output))
     return found
 
 

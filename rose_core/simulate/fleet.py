@@ -2,18 +2,18 @@
 
 | what | how |
 |---|---|
-| live requests of a replica | Poisson per bin; mean from the trace's counts, a phase per service |
-| what a lent replica gives | ``curves`` of its kind at the bin's load |
+| load of a replica | the trace's counts per bin over their mean, a phase per service |
+| live requests of a replica | Poisson per bin; the planner and the counts see these |
+| what a replica gives, which requests are late | ``curves`` at the load; they hold its randomness |
 | which replicas are lent | ``rose_core.lending.plan``, per pool, every ``plan_s`` |
-| rollouts of a job | one tank of trajectories, all progressing alike; no turn is placed |
-| groups, staleness, training | as in ``job``, per bin |
+| rollouts of a job | ``tank``: trajectories that all progress alike; no turn is placed |
 
 Against the event level its throughput is checked in ``tests/simulate/test_fleet.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
@@ -26,17 +26,21 @@ from rose_core.simulate.costs import costs, kv_tokens
 from rose_core.simulate.curves import USUAL_CONTEXT, Curve
 from rose_core.simulate.fleet_scenario import FleetScenario
 from rose_core.simulate.regimes import RULES, Lends
-from rose_core.simulate.scenario import Regime, RolloutJob
-from rose_core.simulate.workload import ALIKE, Arrival, Episode, Shape
+from rose_core.simulate.scenario import Regime
+from rose_core.simulate.tank import Floats, Supply, Tank, Work, active_share
+from rose_core.simulate.workload import Arrival, Episode, Shape
 from rose_core.wire.sync import SignalSource
 
-Floats = NDArray[np.float64]
-Steps = Callable[[float], float]
 _SOURCE = SignalSource.WIRE_TAP.value
 
 
 class FleetOutcome(msgspec.Struct, frozen=True):
-    """One run over a fleet; tokens are of finished work, per second over all jobs."""
+    """One run over a fleet; tokens are of finished work, per second over all jobs.
+
+    Attributes:
+        violations_alone: expected of all services with nothing lent.
+        added_violations: expected of lent replicas, beyond those of the same requests alone.
+    """
 
     regime: str
     seed: int
@@ -48,7 +52,8 @@ class FleetOutcome(msgspec.Struct, frozen=True):
     dropped: int
     steps: int
     requests: int
-    expected_violations: float
+    violations_alone: float
+    added_violations: float
     lent_share: float
     open_share: float
     hourly_tokens: tuple[float, ...] = ()
@@ -56,8 +61,14 @@ class FleetOutcome(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Lent:
-    """One service's replicas: loads by bin, and what the planner has made of them."""
+    """One service's replicas: what came by bin, and what the planner has made of them.
 
+    Attributes:
+        rates: by bin, requests per second and replica that are to be expected.
+        loads: by replica and bin, those that came.
+    """
+
+    rates: Floats
     loads: Floats
     since: Floats
     job: NDArray[np.int64]
@@ -66,31 +77,11 @@ class _Lent:
     memory: Memory = field(default_factory=Memory)
 
 
-@dataclass
-class _Tank:
-    """The trajectories of one job."""
-
-    left: Floats
-    group: NDArray[np.int64]
-    born: NDArray[np.int64]
-    waiting: dict[int, int] = field(default_factory=dict)
-    ready: list[int] = field(default_factory=list)
-    version: int = 0
-    groups: int = 0
-    numbered: int = 0
-    training_until: float = -1.0
-    finished: int = 0
-    accepted: int = 0
-    dropped: int = 0
-    steps: int = 0
-    tokens: float = 0.0
-
-
 class Fleet:
     """One run.
 
     Args:
-        curves: per kind of service what a lent replica gives; empty for the fixed pool.
+        curves: per kind of service what a replica gives.
         dedicated: tokens per second of one dedicated engine with a full batch.
     """
 
@@ -112,17 +103,17 @@ class Fleet:
         self._draw = np.random.default_rng(seed)
         self._curves, self._dedicated = curves, dedicated
         self._bins = round(told.seconds / told.bin_s)
-        self._lengths = np.array([sum(t.output for t in one) for one in episodes], dtype=float)
-        self._active = _active_share(episodes, told.jobs.job)
         self._services = [
             self._service(kind, traces)
             for kind, one in enumerate(told.services)
             for _ in range(one.count)
         ]
-        empty, none = np.empty(0), np.empty(0, dtype=np.int64)
-        self._tanks = [_Tank(empty, none, none) for _ in range(told.jobs.count)]
-        self._sums = {"requests": 0.0, "violations": 0.0, "lent": 0.0, "open": 0.0}
         job = told.jobs.job
+        lengths = np.array([sum(t.output for t in one) for one in episodes], dtype=float)
+        own = costs(job.device, job.model, told.derate, job.gpus_per_engine)
+        work = Work(job, own, lengths, active_share(episodes, job))
+        self._tanks = [Tank(work, self._draw) for _ in range(told.jobs.count)]
+        self._sums = dict.fromkeys(("requests", "alone", "added", "lent", "open"), 0.0)
         room = kv_tokens(job.device, job.model, 0.9, job.gpus_per_engine)
         self._own_slots = max(1, min(job.dedicated_cap, room // USUAL_CONTEXT))
         lender = told.services[0].service
@@ -146,7 +137,9 @@ class Fleet:
             means *= self._trend(self._shapes[service.load.shape])
         loads = self._draw.poisson(means, size=(service.replicas, self._bins)) / bin_s
         size = service.replicas
-        return _Lent(loads, np.full(size, np.inf), np.full(size, -1, dtype=np.int64), kind)
+        return _Lent(
+            means / bin_s, loads, np.full(size, np.inf), np.full(size, -1, dtype=np.int64), kind
+        )
 
     def _trend(self, shape: Shape) -> Floats:
         """The shape by bin, mean 1 over its own length."""
@@ -167,7 +160,8 @@ class Fleet:
             given, engines = self._give(index, now)
             before = sum(tank.tokens for tank in self._tanks)
             for number, tank in enumerate(self._tanks):
-                self._advance(tank, float(given[number]), float(engines[number]), now)
+                supply = self._supply(float(given[number]), float(engines[number]))
+                tank.advance(supply, now, told.bin_s)
             made = sum(tank.tokens for tank in self._tanks) - before
             self._hours[int(now // 3600)] += made / 3600
         return self._outcome()
@@ -220,91 +214,25 @@ class Fleet:
         count = self._told.jobs.count
         given, engines = np.zeros(count), np.zeros(count)
         for one in self._services:
-            load = one.loads[:, index]
-            self._sums["requests"] += float(load.sum()) * self._told.bin_s
+            came, seen = one.loads[:, index] * self._told.bin_s, self._curves[one.kind]
+            at = _At.of(seen, one.rates[index])
+            self._sums["requests"] += float(came.sum())
+            self._sums["alone"] += float(came.sum()) * at.late_alone
             self._sums["lent"] += float((one.job >= 0).sum())
-            if not self._curves:
-                continue
-            seen = self._curves[one.kind]
             works = (one.job >= 0) & (now - one.since >= self._told.start_s)
-            if not works.any():
-                continue
-            tokens = np.interp(load[works], seen.loads, seen.tokens_per_s)
-            late = np.interp(load[works], seen.loads, seen.violations)
-            self._sums["violations"] += float((late * load[works]).sum()) * self._told.bin_s
-            self._sums["open"] += float(np.interp(load[works], seen.loads, seen.open_share).sum())
-            np.add.at(given, one.job[works], tokens)
+            self._sums["added"] += float(came[works].sum()) * at.late_added
+            self._sums["open"] += float(works.sum()) * at.open_share
+            np.add.at(given, one.job[works], at.tokens_per_s)
             np.add.at(engines, one.job[works], 1.0)
         return given, engines
 
-    # --- rollouts
-
-    def _advance(self, tank: _Tank, borrowed: float, engines: float, now: float) -> None:
-        told, job = self._told, self._told.jobs.job
-        self._start(tank)
-        slots = engines * self._lent_slots + job.dedicated * self._own_slots
-        most = borrowed + job.dedicated * self._dedicated
-        active = len(tank.left) * self._active
-        own = costs(job.device, job.model, told.derate, job.gpus_per_engine)
-        rate = _rate(
-            active,
-            most,
-            slots,
-            engines + job.dedicated,
-            lambda batch: own.step(round(batch), round(batch * USUAL_CONTEXT))[0],
+    def _supply(self, borrowed: float, engines: float) -> Supply:
+        dedicated = self._told.jobs.job.dedicated
+        return Supply(
+            borrowed + dedicated * self._dedicated,
+            engines * self._lent_slots + dedicated * self._own_slots,
+            engines + dedicated,
         )
-        if len(tank.left):
-            tank.left -= rate * told.bin_s / len(tank.left)
-            tank.tokens += rate * told.bin_s
-        self._finish(tank)
-        if 0 <= tank.training_until <= now:
-            tank.training_until = -1.0
-            tank.version += 1
-            tank.steps += 1
-        if tank.training_until < 0:
-            self._train(tank, now)
-
-    def _start(self, tank: _Tank) -> None:
-        job = self._told.jobs.job
-        wanted = (job.staleness + tank.version + 1) * job.batch_groups - tank.groups
-        if wanted <= 0:
-            return
-        size = wanted * job.group
-        fresh = np.arange(tank.numbered, tank.numbered + wanted)
-        numbers = np.repeat(fresh, job.group)
-        tank.waiting.update(dict.fromkeys(fresh.tolist(), job.group))
-        tank.groups += wanted
-        tank.numbered += wanted
-        alike = self._draw.random(size) < ALIKE
-        base = np.repeat(self._draw.choice(self._lengths, wanted), job.group)
-        lengths = np.where(alike, base, self._draw.choice(self._lengths, size))
-        tank.left = np.concatenate([tank.left, lengths])
-        tank.group = np.concatenate([tank.group, numbers])
-        tank.born = np.concatenate([tank.born, np.full(size, tank.version)])
-
-    def _finish(self, tank: _Tank) -> None:
-        done = tank.left <= 0
-        if not done.any():
-            return
-        for number, born in zip(tank.group[done], tank.born[done], strict=True):
-            tank.waiting[int(number)] -= 1
-            if tank.waiting[int(number)] == 0:
-                del tank.waiting[int(number)]
-                tank.ready.append(int(born))
-        tank.finished += int(done.sum())
-        tank.left, tank.group, tank.born = tank.left[~done], tank.group[~done], tank.born[~done]
-
-    def _train(self, tank: _Tank, now: float) -> None:
-        job = self._told.jobs.job
-        fresh = [born for born in tank.ready if tank.version - born <= job.staleness]
-        lost = len(tank.ready) - len(fresh)
-        tank.dropped += lost * job.group
-        tank.groups -= lost  # as in ``job``: a dropped group is started anew
-        tank.ready = fresh
-        if len(fresh) >= job.batch_groups:
-            tank.ready = fresh[job.batch_groups :]
-            tank.accepted += job.batch_groups * job.group
-            tank.training_until = now + job.train_s
 
     def _outcome(self) -> FleetOutcome:
         told, sums, tanks = self._told, self._sums, self._tanks
@@ -324,11 +252,27 @@ class Fleet:
             dropped=sum(tank.dropped for tank in tanks),
             steps=sum(tank.steps for tank in tanks),
             requests=round(sums["requests"]),
-            expected_violations=sums["violations"],
+            violations_alone=sums["alone"],
+            added_violations=sums["added"],
             lent_share=sums["lent"] / self._bins / replicas,
             open_share=sums["open"] / max(1e-9, sums["lent"]),
             hourly_tokens=tuple(self._hours[: int(told.seconds // 3600)]),
         )
+
+
+@dataclass(frozen=True)
+class _At:
+    """A curve at one load."""
+
+    tokens_per_s: float
+    open_share: float
+    late_alone: float
+    late_added: float
+
+    @classmethod
+    def of(cls, seen: Curve, load: float) -> _At:
+        rows = seen.tokens_per_s, seen.open_share, seen.late_alone, seen.late_added
+        return cls(*(float(np.interp(load, seen.loads, row)) for row in rows))
 
 
 def _report(number: int, used: int) -> Replica:
@@ -345,26 +289,3 @@ def _report(number: int, used: int) -> Replica:
         verified=True,
         kv_permille=used,
     )
-
-
-def _active_share(pool: Rows[Episode], job: RolloutJob) -> float:
-    """Share of a trajectory's life in which it is at an engine, at 15 ms per token."""
-    gaps = sum(turn.gap_s for one in pool for turn in one) * job.gap_scale
-    work = sum(turn.output for one in pool for turn in one) * 0.015
-    return work / (work + gaps)
-
-
-def _rate(active: float, most: float, slots: float, engines: float, step: Steps) -> float:
-    """Tokens per second of ``active`` trajectories over engines that give ``most`` when full.
-
-    Beside the decode step, a token of a full batch of ``slots / engines`` costs the time that
-    prefills of the others take; that part shrinks with the batch.
-    """
-    if active <= 0.0 or most <= 0.0:
-        return 0.0
-    if active >= slots:
-        return most
-    full = slots / engines
-    batch = max(1.0, active / engines)
-    others = max(0.0, slots / most - step(full)) / full
-    return min(most, active / (step(batch) + others * batch))

@@ -117,14 +117,14 @@ def _row(row: Row, paper: int | None) -> str:
 def _fleet(name: str, one: FleetResult, made: Page) -> None:
     made.text += (
         f"\n## {one.scenario}\n\n| regime | GPUs | rollout tok/s | accepted | dropped | lent "
-        "| open | expected violations |\n|---|---|---|---|---|---|---|---|\n"
+        "| open | added violations | violations alone |\n|---|---|---|---|---|---|---|---|---|\n"
     )
     for outcome in one.outcomes:
         made.text += (
             f"| `{outcome.regime}` | {outcome.gpus} | {outcome.tokens_per_s:.0f} "
             f"| {outcome.accepted} | {outcome.dropped} | {outcome.lent_share:.1%} "
-            f"| {outcome.open_share:.1%} | {outcome.expected_violations:.0f} of "
-            f"{outcome.requests} |\n"
+            f"| {outcome.open_share:.1%} | {outcome.added_violations:.0f} "
+            f"| {outcome.violations_alone:.0f} of {outcome.requests} |\n"
         )
     series = [
         Line(outcome.regime, [(hour, value) for hour, value in enumerate(outcome.hourly_tokens)])

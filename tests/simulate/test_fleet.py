@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rose_core.simulate.curves import Lender, curve, dedicated_tokens_per_s
+from rose_core.simulate.curves import Curve, Lender, curve, dedicated_tokens_per_s
 from rose_core.simulate.errors import Impossible
 from rose_core.simulate.fleet import Fleet, FleetOutcome
 from rose_core.simulate.fleet_scenario import FleetScenario
@@ -55,7 +55,7 @@ def simulated(told: FleetScenario, material: Material, regime: Regime) -> FleetO
         told,
         regime,
         1,
-        curves=() if regime is Regime.FIXED else (seen,),
+        curves=(seen,),
         dedicated=dedicated_tokens_per_s(job, told.derate, material.episodes),
         traces=material.traces,
         episodes=material.episodes,
@@ -107,6 +107,24 @@ def test_the_planner_keeps_the_pools_limit(told: FleetScenario, material: Materi
     half = kind.service.model_copy(update={"max_replicas_percent": 50})
     limited = here.model_copy(update={"services": (kind.model_copy(update={"service": half}),)})
     assert simulated(limited, material, Regime.OURS).lent_share <= 0.5
+
+
+def test_violations_of_serving_alone_are_told_apart(
+    told: FleetScenario, material: Material
+) -> None:
+    """At the load of a burst some requests are late by themselves, whatever is lent."""
+    kind = told.services[1]
+    trace = material.traces[kind.service.load.trace]
+
+    def seen(regime: Regime) -> Curve:
+        lender = Lender(kind.service, told.jobs.job, regime, told.derate)
+        return curve(lender, loads=(0.0, 12.8), trace=trace, pool=material.episodes)
+
+    fixed, bound = seen(Regime.FIXED), seen(Regime.CLAIRVOYANT)
+    assert fixed.late_alone == bound.late_alone
+    assert fixed.late_alone[1] > 0.1
+    assert not any((*fixed.late_added, *bound.late_added, *fixed.tokens_per_s))
+    assert bound.tokens_per_s[0] > 100
 
 
 @pytest.mark.parametrize(
