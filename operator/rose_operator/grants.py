@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rose_core.api import Desired, RolloutSlot, ServingPool
-from rose_core.api.rolloutslot import SlotSharing
+from rose_core.api.rolloutslot import SlotSharing, Tier
 from rose_core.api.servingpool import Compute
+from rose_core.api.wholereplica import WholeReplica
 from rose_core.identity import GrantKey, SlotKey
-from rose_core.wire.sync import EngineSpec, Grant, PoolPolicy, Sharing, WeightSource
+from rose_core.wire.sync import (
+    EngineSpec,
+    Grant,
+    PoolPolicy,
+    Sharing,
+    SleepTerms,
+    WeightSource,
+)
 from rose_operator.routers import attach_address, router_name
 from rose_operator.settings import Settings
 from rose_operator.stores import may_follow
@@ -68,6 +76,7 @@ def _grant(slot: RolloutSlot, term: int, settings: Settings) -> Grant:
         ),
         router=attach_address(router, settings),
         max_concurrent_turns=spec.engine.max_running,
+        whole=spec.tier is Tier.WHOLE,
     )
 
 
@@ -100,4 +109,11 @@ def policy_of(pool: ServingPool) -> PoolPolicy:
         memory_regrow=spec.lending.memory_regrow,
         max_power_watts=spec.lending.max_power_watts or 0,
         compute=spec.compute,
+        sleep=None if spec.whole_replica is None else _sleep(spec.whole_replica),
+    )
+
+
+def _sleep(spec: WholeReplica) -> SleepTerms:
+    return SleepTerms(
+        spec.min_released_mebibytes << 20, float(spec.drain_seconds), float(spec.wake_seconds)
     )

@@ -13,7 +13,7 @@ from rose_core.api import (
     ServingPool,
 )
 from rose_core.api.conditions import Statement
-from rose_core.api.servingpool import LoadShape
+from rose_core.api.poolstatus import LoadShape
 from rose_core.lending import Plan, Policy
 from rose_core.wire.sync import ReplicaReport
 from rose_operator import capabilities
@@ -54,6 +54,7 @@ def pool_status(
         replicas=len(reports),
         qualified_replicas=qualified,
         lent_replicas=len(lent),
+        asleep_replicas=world.asleep_in.get(pool.metadata.key, 0),
         load=load,
         explanation=explanation,
     )
@@ -109,6 +110,10 @@ def _verified(reports: Sequence[ReplicaReport]) -> Statement:
 
 
 def _protected(pool: ServingPool, world: World, reports: Reports) -> Statement:
+    overdue = sorted(one.pod_name for _, one in reports if one.refusal == _R.WAKE_OVERDUE)
+    if overdue:
+        text = f"slept for a loan and does not wake: {', '.join(overdue[:8])}"
+        return Statement(_C.SERVING_PROTECTED, False, _R.WAKE_OVERDUE, text)
     if pool.spec.slo is None:
         return Statement(_C.SERVING_PROTECTED, None, _R.NO_OBJECTIVE, "the pool names no slo")
     requests, slow = finished(reports, world.telemetry)

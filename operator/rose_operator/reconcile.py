@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from rose_core import lending
 from rose_core.api import Desired, Member, Reason, RolloutLease, RolloutSlot, ServingPool
+from rose_core.api.rolloutslot import Tier
 from rose_core.wire.sync import ReplicaReport
 from rose_operator import events, routers, slots
 from rose_operator.admission import Offer
@@ -294,7 +295,8 @@ class Reconciler:
             DECISIONS.labels("lend", Reason.QUALIFIES).inc()
             lease = world.leases.good[lend.lease]
             pool = world.pools.good[lease.spec.pool_ref.key]
-            manifest = slots.lent(lease, pool, member, self.settings.namespace)
+            tier = Tier.WHOLE if lend.whole else Tier.SHARED
+            manifest = slots.lent(lease, pool, member, self.settings.namespace, tier)
             yield self._slot(member.node, manifest)
 
     def _slot(self, node: str, manifest: Raw) -> Write:

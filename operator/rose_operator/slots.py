@@ -15,7 +15,13 @@ from rose_core.api import (
     SlotSpec,
 )
 from rose_core.api.common import API_VERSION
-from rose_core.api.rolloutslot import LeaseReference, SlotEngine, SlotSharing, SlotWeights
+from rose_core.api.rolloutslot import (
+    LeaseReference,
+    SlotEngine,
+    SlotSharing,
+    SlotWeights,
+    Tier,
+)
 from rose_core.api.servingpool import Compute
 from rose_operator.store import Raw
 
@@ -29,7 +35,13 @@ def slot_name(lease: RolloutLease, pod_uid: str) -> str:
     return f"{head[: _NAME_LIMIT - 9].rstrip('-')}-{digest}"
 
 
-def lent(lease: RolloutLease, pool: ServingPool, member: Member, namespace: str) -> Raw:
+def lent(
+    lease: RolloutLease,
+    pool: ServingPool,
+    member: Member,
+    namespace: str,
+    tier: Tier = Tier.SHARED,
+) -> Raw:
     """A new slot."""
     spec = SlotSpec(
         lease_ref=LeaseReference(
@@ -37,6 +49,7 @@ def lent(lease: RolloutLease, pool: ServingPool, member: Member, namespace: str)
         ),
         pool_ref=lease.spec.pool_ref,
         members=(member,),
+        tier=tier,
         engine=_engine(lease),
         weights=_weights(lease),
         sharing=_sharing(pool),

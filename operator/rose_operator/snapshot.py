@@ -13,7 +13,9 @@ from rose_core import lending
 from rose_core.api import Desired, Reason, RolloutLease, RolloutSlot, ServingPool
 from rose_core.api.reasons import replica_refusal
 from rose_core.api.rolloutlease import PreemptionPolicy
+from rose_core.api.rolloutslot import Tier
 from rose_core.api.servingpool import Day, TimeWindow, WhenOpen
+from rose_core.api.wholereplica import WholeReplica
 from rose_core.devices.capabilities import Capability
 from rose_core.wire.sync import ReplicaReport
 from rose_operator import capabilities
@@ -27,6 +29,7 @@ from rose_operator.toggles import Toggles
 from rose_operator.world import World
 
 _DAYS = list(Day)
+_PERMILLE_PER_PERCENT = 10
 _NOTHING: frozenset[str] = frozenset()
 
 
@@ -173,6 +176,15 @@ def _pool(pool: ServingPool, remembered: int) -> lending.Pool:
         per_lease_percent=limits.max_replicas_per_lease_percent,
         per_minute=limits.max_loans_per_minute,
         spread=limits.spread,
+        whole=_whole(pool.spec.whole_replica),
+    )
+
+
+def _whole(spec: WholeReplica | None) -> lending.WholeTerms | None:
+    if spec is None:
+        return None
+    return lending.WholeTerms(
+        spec.max_replicas, spec.min_awake_replicas, spec.max_busy_percent * _PERMILLE_PER_PERCENT
     )
 
 
@@ -230,6 +242,7 @@ def _slot(slot: RolloutSlot, running: bool) -> lending.Slot:
         created=created(slot).timestamp(),
         released=slot.spec.desired is Desired.RELEASED,
         running=running,
+        whole=slot.spec.tier is Tier.WHOLE,
     )
 
 

@@ -5,12 +5,13 @@ Pure. ``snapshot`` translates it for the planner.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from rose_core.api import Desired, RolloutLease, RolloutSlot, ServingPool
+from rose_core.api.rolloutslot import Tier
 from rose_core.wire.sync import ReplicaReport
 from rose_operator.admission import Offer, Parsed, Refusal, lease_refusal, pool_refusal
 from rose_operator.surroundings import Surroundings
@@ -26,6 +27,7 @@ class World:
         reports: pool key -> (node, report) of its replicas.
         slots_by_lease: lease uid -> its slots, leaving ones included.
         lent_in: pool key -> uids of its replicas that are lent.
+        asleep_in: pool key -> how many of its replicas are lent whole, leaving ones included.
         now: wall clock; ``monotonic`` is the telemetry's clock at the same moment.
     """
 
@@ -38,6 +40,7 @@ class World:
     reports: Mapping[str, Sequence[tuple[str, ReplicaReport]]]
     slots_by_lease: Mapping[str, Sequence[RolloutSlot]]
     lent_in: Mapping[str, frozenset[str]]
+    asleep_in: Mapping[str, int]
     now: datetime
     monotonic: float
 
@@ -72,6 +75,8 @@ def look(
         by_lease[slot.spec.lease_ref.uid].append(slot)
         if slot.spec.desired is Desired.LENT:
             lent[slot.spec.pool_ref.key].add(slot.spec.member.pod_uid)
+    whole = (slot for slot in slots.good.values() if slot.spec.tier is Tier.WHOLE)
+    asleep = Counter(slot.spec.pool_ref.key for slot in whole)
     pool_refusals = {
         key: refusal
         for key, pool in pools.good.items()
@@ -92,6 +97,7 @@ def look(
         reports=reports,
         slots_by_lease=by_lease,
         lent_in={key: frozenset(uids) for key, uids in lent.items()},
+        asleep_in=asleep,
         now=now,
         monotonic=monotonic,
     )

@@ -20,10 +20,11 @@ from rose_core.api.common import (
     ObjectMeta,
     PoolReference,
 )
+from rose_core.api.poolstatus import PoolStatus
 from rose_core.api.reasons import ConditionType, Reason
 from rose_core.api.rolloutlease import LeaseSpec, LeaseStatus, RolloutLease
 from rose_core.api.rolloutslot import Desired, Member, RolloutSlot, SlotSpec, SlotStatus
-from rose_core.api.servingpool import PoolMode, PoolSpec, PoolStatus, ServingPool
+from rose_core.api.servingpool import PoolMode, PoolSpec, ServingPool
 
 __all__ = [
     "EXPLAIN_ANNOTATION",

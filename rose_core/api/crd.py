@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rose_core.api.common import GROUP, VERSION, ApiModel
+from rose_core.api.poolstatus import PoolStatus
 from rose_core.api.rolloutlease import LeaseSpec, LeaseStatus, RolloutLease
 from rose_core.api.rolloutslot import RolloutSlot, SlotSpec, SlotStatus
 from rose_core.api.schema import structural
-from rose_core.api.servingpool import PoolSpec, PoolStatus, ServingPool
+from rose_core.api.servingpool import PoolSpec, ServingPool
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,12 @@ class Reason(StrEnum):
     PEAK_EXPECTED = "PeakExpected"
     NOT_WORTHWHILE = "NotWorthwhile"
     NODE_CORDONED = "NodeCordoned"
+    NOT_DRAINED = "NotDrained"
+    SLEEP_REFUSED = "SleepRefused"
+    SLEEPER_UNAVAILABLE = "SleeperUnavailable"
+    REQUEST_WHILE_ASLEEP = "RequestWhileAsleep"
+    SERVING_WAKING = "ServingWaking"
+    WAKE_OVERDUE = "WakeOverdue"
     # A slot is taken back.
     LEASE_DELETED = "LeaseDeleted"
     LEASE_SHRUNK = "LeaseShrunk"
@@ -191,6 +197,12 @@ MEANING: dict[Reason, str] = {
     Reason.PEAK_EXPECTED: "`forecast`: the replica is needed for the load that is coming",
     Reason.NOT_WORTHWHILE: "the loan would end before it has paid for its start",
     Reason.NODE_CORDONED: "the node is unschedulable; its GPUs are freed before a drain",
+    Reason.NOT_DRAINED: "`wholeReplica`: the pod stayed Ready, or busy, for `drainSeconds`",
+    Reason.SLEEP_REFUSED: "`wholeReplica`: serving did not give `minReleasedMebibytes`",
+    Reason.SLEEPER_UNAVAILABLE: "`wholeReplica`: the node's sleeper does not answer",
+    Reason.REQUEST_WHILE_ASLEEP: "`wholeReplica`: a request came to a sleeping replica",
+    Reason.SERVING_WAKING: "`wholeReplica`: serving slept and does not serve yet",
+    Reason.WAKE_OVERDUE: "`wholeReplica`: serving did not wake in `wakeSeconds`; it is restarted",
     Reason.LEASE_DELETED: "the lease is gone",
     Reason.LEASE_SHRUNK: "the lease wants fewer slots",
     Reason.REPLICA_GONE: "the serving replica is gone",
@@ -255,6 +267,12 @@ REPLICA_REFUSALS = frozenset(
         Reason.SIGNAL_MISSING,
         Reason.SIGNAL_NOT_VERIFIED,
         Reason.TELEMETRY_STALE,
+        Reason.NOT_DRAINED,
+        Reason.SLEEP_REFUSED,
+        Reason.SLEEPER_UNAVAILABLE,
+        Reason.REQUEST_WHILE_ASLEEP,
+        Reason.SERVING_WAKING,
+        Reason.WAKE_OVERDUE,
     }
 )
 

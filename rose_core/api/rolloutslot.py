@@ -40,6 +40,7 @@ class Tier(StrEnum):
     """How the share is taken."""
 
     SHARED = "Shared"
+    WHOLE = "Whole"
 
 
 class LeaseReference(ApiModel):
@@ -119,6 +120,7 @@ class SlotSpec(ApiModel):
     rules = (
         Rule("self.leaseRef == oldSelf.leaseRef", "leaseRef cannot change", ".leaseRef"),
         Rule("self.members == oldSelf.members", "members cannot change", ".members"),
+        Rule("self.tier == oldSelf.tier", "tier cannot change", ".tier"),
         Rule(
             "size(self.members) == 1",
             "MultiNodeReplica: a slot has exactly one member in this version",
@@ -144,7 +146,10 @@ class SlotSpec(ApiModel):
         description="Whose GPUs; one member in this version.",
         json_schema_extra=ATOMIC_LIST,
     )
-    tier: Tier = Field(default=Tier.SHARED, description="How the share is taken.")
+    tier: Tier = Field(
+        default=Tier.SHARED,
+        description="Shared: beside serving that is awake. Whole: while serving sleeps.",
+    )
     desired: Desired = Field(default=Desired.LENT, description="What the planner wants.")
     release_reason: str = Field(
         default="",

@@ -14,12 +14,12 @@ from rose_core.api.common import (
     ATOMIC_LIST,
     SET_LIST,
     ApiModel,
-    Explanation,
     NamespaceName,
     ObjectMeta,
     Rule,
-    StatusBase,
 )
+from rose_core.api.poolstatus import PoolStatus
+from rose_core.api.wholereplica import WHOLE_REPLICA_RULES, WholeReplica
 from rose_core.wire.sync import SignalSource
 
 LabelValue = Annotated[str, Field(max_length=63)]
@@ -309,6 +309,7 @@ class PoolSpec(ApiModel):
             "busyComputePercent must be smaller than maxComputePercent",
             ".busyComputePercent",
         ),
+        *WHOLE_REPLICA_RULES,
     )
 
     mode: PoolMode = Field(
@@ -355,34 +356,8 @@ class PoolSpec(ApiModel):
     memory_limit: MemoryLimit = Field(
         default=MemoryLimit.NONE, description="Driver: the driver enforces a limit besides."
     )
-
-
-class LoadShape(ApiModel):
-    """What the operator has learned about the pool's day; written at most once an hour."""
-
-    busy_permille: tuple[Annotated[int, Field(ge=-1, le=1000)], ...] = Field(
-        default=(),
-        max_length=48,
-        description="Usual busy share by half hour of the day, UTC; -1 where nothing was seen.",
-        json_schema_extra=ATOMIC_LIST,
-    )
-
-
-class PoolStatus(StatusBase):
-    """What is known about the pool."""
-
-    replicas: int = Field(
-        default=0, ge=0, le=100_000, description="Serving replicas that agents report."
-    )
-    qualified_replicas: int = Field(
-        default=0, ge=0, le=100_000, description="Replicas that may be lent or are."
-    )
-    lent_replicas: int = Field(default=0, ge=0, le=100_000, description="Replicas lent now.")
-    load: LoadShape | None = Field(
-        default=None, description="Daily shape of the load, learned where forecast is asked for."
-    )
-    explanation: Explanation | None = Field(
-        default=None, description="Answer to the last question asked by annotation."
+    whole_replica: WholeReplica | None = Field(
+        default=None, description="Lend sleeping replicas whole in troughs; absent means never."
     )
 
 

@@ -4,6 +4,7 @@
 - ``qualify``: may this replica be lent, and if not, why.
 - ``limits``: how many replicas of a pool, and when; ``forecast``: its load over the day.
 - ``radius``: limits per node, zone, lease and minute; ``gate``: is a loan worth its cost.
+- ``whole``: replicas that are put to sleep for a loan.
 - ``shares``: how leases share what may be lent.
 - ``autoscalers``: which of a cluster's autoscalers would react to borrowed load.
 - ``world``: one pass's working state; ``release``, ``loan``, ``explain``: its steps.
@@ -21,6 +22,7 @@ from rose_core.lending.facts import (
     Replica,
     Slot,
     Snapshot,
+    WholeTerms,
     Window,
 )
 from rose_core.lending.plan import plan
@@ -40,6 +42,7 @@ __all__ = [
     "Slot",
     "Snapshot",
     "Verdict",
+    "WholeTerms",
     "Window",
     "plan",
 ]

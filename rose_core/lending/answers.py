@@ -11,10 +11,15 @@ from rose_core.lending.facts import Memory
 
 @dataclass(frozen=True)
 class Lend:
-    """Make a slot for this lease on this replica."""
+    """Make a slot for this lease on this replica.
+
+    Attributes:
+        whole: serving is put to sleep for it.
+    """
 
     lease: str
     replica: str
+    whole: bool = False
 
 
 @dataclass(frozen=True)

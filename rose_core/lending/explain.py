@@ -12,6 +12,7 @@ from rose_core.lending.gate import not_worth
 from rose_core.lending.loan import most_slots
 from rose_core.lending.radius import Cause, blocked, closed, refusal
 from rose_core.lending.shares import targets
+from rose_core.lending.whole import refused
 from rose_core.lending.world import World
 
 Members = Mapping[str, tuple[Verdict, ...]]
@@ -36,6 +37,8 @@ def _of_pool(world: World, pool: Pool, lent: Mapping[str, str]) -> tuple[Verdict
 
 def _unlent(world: World, pool: Pool, replica: Replica, stop: Cause | None) -> Verdict:
     found = world.verdicts[replica.uid]
+    if found.reason is Reason.INSUFFICIENT_MEMORY and pool.whole is not None:
+        return _left_awake(world, pool, replica, stop)
     if found.reason is not Reason.QUALIFIES:
         return found
     if not world.is_free(replica):
@@ -43,6 +46,15 @@ def _unlent(world: World, pool: Pool, replica: Replica, stop: Cause | None) -> V
     if stop is not None:
         return Verdict(replica.name, *stop)
     return refusal(world, pool, replica) or world.unrested(replica) or found
+
+
+def _left_awake(world: World, pool: Pool, replica: Replica, stop: Cause | None) -> Verdict:
+    """Why a replica is not put to sleep either."""
+    cause = stop or refused(world, pool)
+    if cause is not None:
+        text = f"{world.verdicts[replica.uid].message}; not lent whole: {cause[1]}"
+        return Verdict(replica.name, cause[0], text)
+    return refusal(world, pool, replica) or world.unrested(replica) or world.verdicts[replica.uid]
 
 
 def outcomes(world: World, members: Members) -> dict[str, Outcome]:

@@ -59,10 +59,27 @@ class Outlook:
         peak_permille: highest expected share of busy time until the horizon, over its replicas.
         lead_seconds: the horizon.
         max_busy_permille: replicas that are not lent must carry the peak below this.
+        learned: the shape of the day is known for all of the horizon.
     """
 
     peak_permille: int
     lead_seconds: float
+    max_busy_permille: int
+    learned: bool = True
+
+
+@dataclass(frozen=True)
+class WholeTerms:
+    """What the owner allows of replicas that sleep (``whole``).
+
+    Attributes:
+        max_asleep: most that sleep at once.
+        min_awake: replicas that stay Ready, as if no sleeper ever woke.
+        max_busy_permille: those awake must carry the expected peak below this.
+    """
+
+    max_asleep: int
+    min_awake: int
     max_busy_permille: int
 
 
@@ -105,6 +122,7 @@ class Pool:
     spread: Spread = Spread.LEAST_USED
     outlook: Outlook | None = None
     breaker: Breaker = field(default_factory=Breaker)
+    whole: WholeTerms | None = None
 
 
 @dataclass(frozen=True)
@@ -174,6 +192,7 @@ class Slot:
 
     Attributes:
         running: its engine has been brought up; ending it would waste that.
+        whole: serving sleeps for it.
     """
 
     name: str
@@ -187,6 +206,7 @@ class Slot:
     created: float
     released: bool = False
     running: bool = True
+    whole: bool = False
 
 
 @dataclass(frozen=True)

@@ -90,13 +90,12 @@ def outlook(shape: Shape, now: float, lead_seconds: float, max_busy_permille: in
     """
     present = shape.present
     if present is None:  # nobody knows the load: all replicas are needed
-        return Outlook(1000, lead_seconds, max_busy_permille)
+        return Outlook(1000, lead_seconds, max_busy_permille, learned=False)
     level = _level(shape, present, now)
-    expected = [
-        present if (usual := _usual(shape, at)) is None else usual * level
-        for at in _steps(now, min(lead_seconds, _DAY_SECONDS))
-    ]
-    return Outlook(min(1000, round(max(expected))), lead_seconds, max_busy_permille)
+    usuals = [_usual(shape, at) for at in _steps(now, min(lead_seconds, _DAY_SECONDS))]
+    expected = max(present if usual is None else usual * level for usual in usuals)
+    peak = min(1000, round(expected))
+    return Outlook(peak, lead_seconds, max_busy_permille, learned=None not in usuals)
 
 
 def _steps(now: float, lead_seconds: float) -> list[float]:

@@ -1,5 +1,7 @@
 """Step 3 of a plan: lend free, settled replicas, slot by slot to the lease that is next.
 
+Replicas that have to sleep for it come last, when no other one is left (``whole``).
+
 ``shares`` says which lease is next, ``_Shelf`` which replica: the least used one of the place that
 has lent the least, where a place is the whole pool, a node or a zone (``Pool.spread``).
 """
@@ -8,12 +10,14 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from collections.abc import Iterable
 
 from rose_core.api.servingpool import Spread
 from rose_core.lending.facts import Lease, Pool, Replica
 from rose_core.lending.gate import not_worth
 from rose_core.lending.radius import blocked, refusal
 from rose_core.lending.shares import place
+from rose_core.lending.whole import refused
 from rose_core.lending.world import World
 
 _UNKNOWN_KV = 1001
@@ -28,7 +32,10 @@ def make_loans(world: World) -> None:
     for key, leases in asking.items():
         pool = world.pools[key]
         if blocked(world, pool) is None:
-            _lend_in(world, pool, [one for one in leases if worth(world, pool, one)])
+            worthy = [one for one in leases if worth(world, pool, one)]
+            _lend_in(world, pool, worthy, whole=False)
+            if pool.whole is not None:
+                _lend_in(world, pool, worthy, whole=True)
 
 
 def worth(world: World, pool: Pool, lease: Lease) -> bool:
@@ -41,20 +48,24 @@ def most_slots(world: World, pool: Pool, lease: Lease) -> int:
     return min(lease.max_slots, world.lease_cap(pool))
 
 
-def _lend_in(world: World, pool: Pool, leases: list[Lease]) -> None:
+def _lend_in(world: World, pool: Pool, leases: list[Lease], *, whole: bool) -> None:
     queue = [
         place(one, world.coming(one))
         for one in leases
         if world.coming(one) < most_slots(world, pool, one)
     ]
     heapq.heapify(queue)
-    shelf = _Shelf(world, pool) if queue else None
-    while queue and shelf and blocked(world, pool) is None:
+    if not queue:
+        return
+    shelf = _Shelf(world, pool, world.full(pool.key) if whole else world.free(pool.key))
+    while queue and blocked(world, pool) is None:
+        if whole and refused(world, pool) is not None:
+            return
         replica = shelf.take()
         if replica is None:
             return
         lease = world.leases[heapq.heappop(queue)[-1]]
-        world.lend(lease, replica)
+        world.lend(lease, replica, whole=whole)
         if world.coming(lease) < most_slots(world, pool, lease):
             heapq.heappush(queue, place(lease, world.coming(lease)))
 
@@ -62,10 +73,10 @@ def _lend_in(world: World, pool: Pool, leases: list[Lease]) -> None:
 class _Shelf:
     """Replicas that may be lent now, best first."""
 
-    def __init__(self, world: World, pool: Pool) -> None:
+    def __init__(self, world: World, pool: Pool, replicas: Iterable[Replica]) -> None:
         self._world, self._pool = world, pool
         self._places: dict[str, list[tuple[int, str]]] = defaultdict(list)
-        for replica in world.free(pool.key):
+        for replica in replicas:
             if world.unrested(replica) is None:
                 self._places[_place(replica, pool.spread)].append(_preference(replica))
         for found in self._places.values():

@@ -4,8 +4,8 @@ One pass, from a snapshot:
 
 1. judge every replica, remember since when it qualifies (``qualify``, ``world``);
 2. release slots whose reason to exist is gone: lease, pool, window, breaker, replica, stop button,
-   cordon, limits, a lease that shrank, a second slot on a GPU, a stronger lease below its minimum,
-   an equal lease below its share (``release``);
+   cordon, a sleeper that the coming load needs, limits, a lease that shrank, a second slot on a
+   GPU, a stronger lease below its minimum, an equal lease below its share (``release``, ``whole``);
 3. lend free, settled replicas to the lease that is next by minimum, priority and weight, least used
    replica of the least used place first, within the limits of ``radius`` (``loan``, ``shares``);
 4. say for every lease what it has and why not more (``explain``).

@@ -14,6 +14,18 @@ from rose_core.wire.sync import SignalSource
 # What an agent says of a GPU that carries our own slot is no reason to take the slot back.
 _OWN_DOING = frozenset({Reason.GPU_IN_USE, Reason.INSUFFICIENT_MEMORY, Reason.COOLING_DOWN})
 
+# Why a replica that was to be lent whole does not sleep (any more): the loan is over.
+SLEEP_ENDED = frozenset(
+    {
+        Reason.NOT_DRAINED,
+        Reason.SLEEP_REFUSED,
+        Reason.SLEEPER_UNAVAILABLE,
+        Reason.REQUEST_WHILE_ASLEEP,
+        Reason.SERVING_WAKING,
+        Reason.WAKE_OVERDUE,
+    }
+)
+
 Check = Callable[[Replica, Pool, Policy], tuple[Reason, str] | None]
 
 
@@ -30,6 +42,13 @@ def _not_stopped(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason
 def _stays(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
     cordoned = f"node {replica.node} is cordoned; a drain may follow"
     return (Reason.NODE_CORDONED, cordoned) if replica.cordoned else None
+
+
+def _not_sleepy(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
+    """Asked before readiness, which a replica that slept lacks as well."""
+    if replica.refusal not in SLEEP_ENDED:
+        return None
+    return replica.refusal, MEANING[replica.refusal]
 
 
 def _ready(replica: Replica, _pool: Pool, _policy: Policy) -> tuple[Reason, str] | None:
@@ -81,6 +100,7 @@ CHECKS: tuple[Check, ...] = (
     _fresh,
     _not_stopped,
     _stays,
+    _not_sleepy,
     _ready,
     _not_refused,
     _has_gpu,
@@ -103,6 +123,11 @@ def verdict(replica: Replica, pool: Pool, policy: Policy) -> Verdict:
 def still_fit(found: Verdict) -> bool:
     """Whether a replica with this verdict may keep the slot it has."""
     return found.reason in {Reason.QUALIFIES, Reason.KV_USE_TOO_HIGH} or found.reason in _OWN_DOING
+
+
+def still_asleep(found: Verdict) -> bool:
+    """The same for a slot for which serving sleeps: that it is not Ready is our own doing."""
+    return still_fit(found) or found.reason is Reason.REPLICA_NOT_READY
 
 
 def shared_gpus(replicas: tuple[Replica, ...]) -> frozenset[str]:

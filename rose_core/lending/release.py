@@ -13,9 +13,10 @@ from rose_core.api.reasons import Reason
 from rose_core.lending.facts import Lease, Pool, Slot
 from rose_core.lending.limits import is_open, limit
 from rose_core.lending.loan import most_slots, worth
-from rose_core.lending.qualify import still_fit
+from rose_core.lending.qualify import SLEEP_ENDED
 from rose_core.lending.radius import closed, most_in_zone, zone_name
 from rose_core.lending.shares import targets
+from rose_core.lending.whole import return_sleepers
 from rose_core.lending.world import World
 
 ThingT = TypeVar("ThingT")
@@ -28,6 +29,7 @@ def release_slots(world: World) -> None:
         if cause is not None:
             world.release(slot, *cause)
     _duplicates(world)
+    return_sleepers(world)
     _above_pool_limits(world)
     _above_lease_maximum(world)
     leaving = _leaving(world)
@@ -66,7 +68,8 @@ def _unfit(world: World, slot: Slot) -> tuple[Reason, str] | None:
         return Reason.NODE_CORDONED, f"node {replica.node} is cordoned: the GPU is free first"
     found = world.verdicts[slot.replica]
     unfit_for = world.now - world.memory.unfit_since.get(slot.uid, world.now)
-    if still_fit(found) or unfit_for < world.policy.patience_seconds:
+    ended = slot.whole and found.reason in SLEEP_ENDED
+    if world.keeps(slot) or (not ended and unfit_for < world.policy.patience_seconds):
         return None
     return found.reason, found.message
 

@@ -13,7 +13,7 @@ from rose_core.api.reasons import Reason
 from rose_core.lending.answers import Lend, Release, Verdict
 from rose_core.lending.facts import Lease, Memory, Pool, Replica, Slot, Snapshot
 from rose_core.lending.limits import Limit, limit, most_lent
-from rose_core.lending.qualify import shared_gpus, still_fit, verdict
+from rose_core.lending.qualify import shared_gpus, still_asleep, still_fit, verdict
 
 _MINUTE = 60.0
 
@@ -71,14 +71,24 @@ class World:
             replica.pool for replica in self.snapshot.replicas if not replica.stale
         )
         self._free: dict[str, dict[str, Replica]] = defaultdict(dict)
+        self._full: dict[str, dict[str, Replica]] = defaultdict(dict)
         for replica in self.snapshot.replicas:
-            if self._is_free(replica):
+            if replica.occupied or not self.busy_gpus.isdisjoint(replica.gpus):
+                continue
+            if self.verdicts[replica.uid].reason is Reason.QUALIFIES:
                 self._free[replica.pool][replica.uid] = replica
+            elif self._could_sleep(replica):
+                self._full[replica.pool][replica.uid] = replica
+        self._sleepers: dict[str, set[str]] = defaultdict(set)
+        for slot in self.snapshot.slots:
+            if slot.whole:
+                self._sleepers[slot.pool].add(slot.replica)
 
-    def _is_free(self, replica: Replica) -> bool:
-        """Qualifies and carries no slot, not even a leaving one."""
-        fit = self.verdicts[replica.uid].reason is Reason.QUALIFIES
-        return fit and not replica.occupied and self.busy_gpus.isdisjoint(replica.gpus)
+    def _could_sleep(self, replica: Replica) -> bool:
+        """Only its memory speaks against lending it, and its owner lets it sleep for that."""
+        pool = self.pools.get(replica.pool)
+        full = self.verdicts[replica.uid].reason is Reason.INSUFFICIENT_MEMORY
+        return full and pool is not None and pool.whole is not None
 
     def _count(self, pool: str, node: str, replica: Replica | None, change: int) -> None:
         self.lent_on[pool, f"node/{node}"] += change
@@ -98,12 +108,12 @@ class World:
             fit_since={
                 uid: old.fit_since.get(uid, self.now)
                 for uid, found in self.verdicts.items()
-                if found.reason is Reason.QUALIFIES
+                if found.reason is Reason.QUALIFIES or self._could_sleep(self.replicas[uid])
             },
             unfit_since={
                 slot.uid: old.unfit_since.get(slot.uid, self.now)
                 for slot in self.snapshot.slots
-                if slot.replica in self.verdicts and not still_fit(self.verdicts[slot.replica])
+                if slot.replica in self.verdicts and not self.keeps(slot)
             },
             freed_at={gpu: at for gpu, at in old.freed_at.items() if at > recent}
             | dict.fromkeys(self.busy_gpus, self.now),
@@ -144,6 +154,27 @@ class World:
     def free(self, pool: str) -> list[Replica]:
         """Replicas of the pool that qualify and carry no slot, not even a leaving one."""
         return list(self._free[pool].values())
+
+    def keeps(self, slot: Slot) -> bool:
+        """Whether its replica, which reports, lets the slot stay."""
+        found = self.verdicts[slot.replica]
+        return still_asleep(found) if slot.whole else still_fit(found)
+
+    def full(self, pool: str) -> list[Replica]:
+        """Replicas of the pool that may be lent by putting them to sleep, and only so."""
+        return list(self._full[pool].values())
+
+    def sleepers(self, pool: str) -> frozenset[str]:
+        """Replicas of the pool that are lent whole, leaving ones included."""
+        return frozenset(self._sleepers[pool])
+
+    def awake(self, pool: str) -> int:
+        """Replicas of the pool that serve, and go on serving after this pass."""
+        sleepers = self._sleepers[pool]
+        return sum(
+            one.ready and not one.stale and one.uid not in sleepers
+            for one in self.members.get(pool, ())
+        )
 
     def is_free(self, replica: Replica) -> bool:
         """Whether ``free`` has it."""
@@ -195,13 +226,15 @@ class World:
         self._held_by_lease[slot.lease] -= 1
         self._held_by_pool[slot.pool] -= 1
 
-    def lend(self, lease: Lease, replica: Replica) -> None:
+    def lend(self, lease: Lease, replica: Replica, *, whole: bool = False) -> None:
         """Make a slot."""
         pool = replica.pool
-        self.lends.append(Lend(lease.key, replica.uid))
+        self.lends.append(Lend(lease.key, replica.uid, whole))
+        if whole:
+            self._sleepers[pool].add(replica.uid)
         self._held_by_lease[lease.key] += 1
         self._held_by_pool[pool] += 1
         self._lent_by_pool[pool] += 1
         self._count(pool, replica.node, replica, 1)
-        del self._free[pool][replica.uid]
+        del (self._full if whole else self._free)[pool][replica.uid]
         self._loans_at[pool] = (*self._loans_at.get(pool, ()), self.now)

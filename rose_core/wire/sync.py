@@ -98,6 +98,20 @@ class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
     reclaims: dict[str, int] = {}
 
 
+class SleepTerms(msgspec.Struct, frozen=True):
+    """How a replica of the pool is put to sleep (``wholeReplica``).
+
+    Attributes:
+        release_bytes: what must become free before it counts as asleep.
+        drain_seconds: longest time until it is not Ready and has no request.
+        wake_seconds: longest time until it answers as before.
+    """
+
+    release_bytes: int
+    drain_seconds: float = 60.0
+    wake_seconds: float = 60.0
+
+
 class PoolPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a ServingPool asks of the agents; enough to protect serving without the operator.
 
@@ -111,6 +125,7 @@ class PoolPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
         memory_regrow: ``CoolDown`` or ``NextStep``, after a budget was cut.
         max_power_watts: most that a lent GPU may draw, 0 when the pool names none.
         compute: ``TimeSlice`` or ``MPS``; clients of one MPS server share their faults.
+        sleep: how replicas are put to sleep, None = never.
     """
 
     pool: str
@@ -127,6 +142,7 @@ class PoolPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
     memory_regrow: str = "CoolDown"
     max_power_watts: int = 0
     compute: str = "TimeSlice"
+    sleep: SleepTerms | None = None
 
 
 class Sharing(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -190,6 +206,7 @@ class Grant(msgspec.Struct, frozen=True):
         key: leader term, slot uid and generation.
         ttl_seconds: counted from the moment the agent *sent* the request this answers.
         router: ``host:port`` where the agent attaches the slot's engine (``routing``).
+        whole: serving is put to sleep first.
     """
 
     key: GrantKey
@@ -204,6 +221,7 @@ class Grant(msgspec.Struct, frozen=True):
     weights: WeightSource
     router: str
     max_concurrent_turns: int = 8
+    whole: bool = False
 
 
 class SyncRequest(msgspec.Struct, frozen=True):

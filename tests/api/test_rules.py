@@ -21,6 +21,9 @@ RESOURCES = {
 NIGHT = {"startTime": "20:00", "endTime": "06:00"}
 MEMBER = SLOT["spec"]["members"][0]
 
+TROUGH = {"minReleasedMebibytes": 1024}
+BY_DAY = {"forecast": {"maxBusyPercent": 30}}
+
 # (kind, part of the rule's message) -> (accepted changes, refused changes), on creation.
 CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
     ("ServingPool", "mode Lend needs slo or maxLatencyIncreasePercent"): (
@@ -46,6 +49,22 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
     ("ServingPool", "maxReplicasPerNode says nothing while maxReplicasPercent is 0"): (
         {"spec.lending": {"maxReplicasPerNode": 1}},
         {"spec.lending": {"maxReplicasPerNode": 1, "maxReplicasPercent": 0}},
+    ),
+    ("ServingPool", "wholeReplica needs lending.forecast"): (
+        {"spec.wholeReplica": TROUGH, "spec.lending": BY_DAY},
+        {"spec.wholeReplica": TROUGH},
+    ),
+    ("ServingPool", "wholeReplica.maxBusyPercent must not exceed lending.forecast"): (
+        {"spec.wholeReplica": TROUGH | {"maxBusyPercent": 30}, "spec.lending": BY_DAY},
+        {"spec.wholeReplica": TROUGH | {"maxBusyPercent": 31}, "spec.lending": BY_DAY},
+    ),
+    ("ServingPool", "wholeReplica needs compute TimeSlice"): (
+        {"spec.wholeReplica": TROUGH, "spec.lending": BY_DAY, "spec.compute": "TimeSlice"},
+        {"spec.wholeReplica": TROUGH, "spec.lending": BY_DAY, "spec.compute": "MPS"},
+    ),
+    ("ServingPool", "wholeReplica needs memorySource Reserved"): (
+        {"spec.wholeReplica": TROUGH, "spec.lending": BY_DAY, "spec.memorySource": "Reserved"},
+        {"spec.wholeReplica": TROUGH, "spec.lending": BY_DAY, "spec.memorySource": "Elastic"},
     ),
     ("RolloutLease", "slots.min must not exceed slots.max"): (
         {"spec.slots": {"min": 2, "max": 2}},
@@ -95,6 +114,10 @@ TRANSITION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec": {"engine": {"maxRunning": 5}}},
         {"spec": {"members": [MEMBER | {"podUid": "p-2"}]}},
     ),
+    ("RolloutSlot", "tier cannot change"): (
+        {"spec": {"tier": "Shared"}},
+        {"spec": {"tier": "Whole"}},
+    ),
     ("RolloutSlot", "a released slot is never lent again"): (
         {"spec": {"releaseReason": "LeaseDeleted"}},
         {"spec": {"desired": "Lent", "releaseReason": ""}},
@@ -116,6 +139,11 @@ BOUNDS: list[tuple[str, dict[str, Any], str]] = [
     ("ServingPool", {"spec.lending": {"forecast": {"maxBusyPercent": 96}}}, "maxBusyPercent"),
     ("ServingPool", {"spec.lending": {"breaker": {"whenOpen": "Panic"}}}, "Unsupported value"),
     ("ServingPool", {"spec.lending": {"autoscalerCheck": "Maybe"}}, "Unsupported value"),
+    ("ServingPool", {"spec.wholeReplica": {}}, "minReleasedMebibytes"),
+    ("ServingPool", {"spec.wholeReplica": TROUGH | {"minAwakeReplicas": 0}}, "minAwakeReplicas"),
+    ("ServingPool", {"spec.wholeReplica": TROUGH | {"maxReplicas": 0}}, "maxReplicas"),
+    ("ServingPool", {"spec.wholeReplica": TROUGH | {"maxBusyPercent": 81}}, "maxBusyPercent"),
+    ("RolloutSlot", {"spec.tier": "Half"}, "Unsupported value"),
     ("RolloutLease", {"spec.weight": 0}, "spec.weight"),
     ("RolloutLease", {"spec.preemptionPolicy": "Always"}, "Unsupported value"),
     ("RolloutLease", {"spec.model.name": "../etc"}, "spec.model.name"),

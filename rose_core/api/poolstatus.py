@@ -1,0 +1,41 @@
+"""Status of a ServingPool: what the operator has learned and what agents report."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from rose_core.api.common import ATOMIC_LIST, ApiModel, Explanation, StatusBase
+
+
+class LoadShape(ApiModel):
+    """What the operator has learned about the pool's day; written at most once an hour."""
+
+    busy_permille: tuple[Annotated[int, Field(ge=-1, le=1000)], ...] = Field(
+        default=(),
+        max_length=48,
+        description="Usual busy share by half hour of the day, UTC; -1 where nothing was seen.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+
+
+class PoolStatus(StatusBase):
+    """What is known about the pool."""
+
+    replicas: int = Field(
+        default=0, ge=0, le=100_000, description="Serving replicas that agents report."
+    )
+    qualified_replicas: int = Field(
+        default=0, ge=0, le=100_000, description="Replicas that may be lent or are."
+    )
+    lent_replicas: int = Field(default=0, ge=0, le=100_000, description="Replicas lent now.")
+    asleep_replicas: int = Field(
+        default=0, ge=0, le=100_000, description="Replicas that drain, sleep or wake for a loan."
+    )
+    load: LoadShape | None = Field(
+        default=None, description="Daily shape of the load, learned where forecast is asked for."
+    )
+    explanation: Explanation | None = Field(
+        default=None, description="Answer to the last question asked by annotation."
+    )
