@@ -18,6 +18,7 @@ from rose_dev.node import Node
 from rose_dev.shell import wait_until
 from tests.chart.auditing import granted, used
 from tests.chart.rendering import render
+from tests.chart.routers import two_answer_as_one
 from tests.chart.scraping import scraping, targets
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -41,7 +42,6 @@ SPARED = {
     "rose-operator": {
         ("delete", "rolloutslots"),
         ("delete", "deployments"),
-        ("delete", "services"),
     },
     "rose-agent": set(),
 }
@@ -169,12 +169,21 @@ def publish(node: Node, models: Path) -> None:
         publisher.wait(publisher.publish(0, tensors), 60)
 
 
+def service(node: Node) -> str:
+    """Address of the router's Service, which the lease's URL names."""
+    url = field(node, "rolloutlease", "grpo", RESEARCH, "{.status.routerURL}")
+    name = url.removeprefix("http://").split(".")[0]
+    return field(node, "service", name, SYSTEM, "{.spec.clusterIP}")
+
+
 def turn(node: Node) -> list[int]:
     """One turn through the lease's URL, by the Service's address."""
-    name = field(node, "rolloutlease", "grpo", RESEARCH, "{.status.routerURL}")
-    service = name.removeprefix("http://").split(".")[0]
-    address = field(node, "service", service, SYSTEM, "{.spec.clusterIP}")
-    return post(f"http://{address}:8000/generate", max_new_tokens=8)
+    return post(f"http://{service(node)}:8000/generate", max_new_tokens=8)
+
+
+def tokens_at(address: str) -> int:
+    """Tokens of one turn at a router of this address."""
+    return len(post(f"http://{address}:8000/generate", max_new_tokens=8))
 
 
 def test_a_lease_becomes_turns(installed: Node, tmp_path: Path) -> None:
@@ -189,6 +198,7 @@ def test_a_lease_becomes_turns(installed: Node, tmp_path: Path) -> None:
     assert len(slots.splitlines()) == 1
     assert "forbidden" not in logs(node, "deployment/rose-operator")
     every_panel_shows_something(node, tmp_path)
+    two_answer_as_one(node, service(node), tokens_at)
     upgrade_and_roll_back(node)
     every_right_is_used(node)
     uninstall(node)
