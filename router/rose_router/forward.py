@@ -2,13 +2,13 @@
 
 | request | goes to |
 |---|---|
-| a turn with a session key or an id | the home of its trajectory; if that does not take it, here |
+| a turn with a session key or an id | the home of its trajectory; if that is lost, the next one |
 | a turn without | here; elsewhere when this replica is leaving |
 | abort, pause, continue | here and every other replica |
 | a report of trajectories | everywhere; unknown is what nobody knows |
 | anything else | here |
 
-A request that was passed on once (``X-Rose-Forwarded``) is never passed on again.
+A request that was passed on once (``X-Rose-Forwarded``) is never passed on again. Next: ``relay``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from aiohttp.typedefs import Middleware
 from multidict import CIMultiDict
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_router import virtual
+from rose_router import relay, virtual
 from rose_router.dialects.common import Hints, read_body
-from rose_router.errors import REASON
 from rose_router.peers import Peer, Peers
 
 LOG = logging.getLogger(__name__)
@@ -40,11 +39,6 @@ _EVERYWHERE = frozenset(
     {"/abort_request", "/pause_generation", "/pause", "/continue_generation", "/resume"}
     | {"/trajectories"}
 )
-# Headers that belong to one connection.
-_HOP = frozenset({"host", "content-length", "transfer-encoding", "connection", "keep-alive"})
-
-CONNECT_SECONDS = 2.0
-"""After which a replica that says nothing to a connection counts as gone."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -59,14 +53,27 @@ def middleware(peers: Peers, session: aiohttp.ClientSession) -> Middleware:
         if request.path in _EVERYWHERE:
             return await _everywhere(request, handler, peers, session)
         if request.path in _TURNS:
-            peer = peers.home(_key(await read_body(request), request.headers))
-            if peer is not None:
-                passed = await _pass_on(request, peer, peers, session)
-                if passed is not None:
-                    return passed
+            passed = await _at_home(request, peers, session)
+            if passed is not None:
+                return passed
         return await handler(request)
 
     return forward
+
+
+async def _at_home(
+    request: web.Request, peers: Peers, session: aiohttp.ClientSession
+) -> web.StreamResponse | None:
+    """The answer of the turn's home; ``None`` when that is here."""
+    key = _key(await read_body(request), request.headers)
+    for _ in peers.others:  # whoever is lost over it is the home no more
+        peer = peers.home(key)
+        if peer is None:
+            break
+        answer = await relay.pass_on(request, peer, peers, session, _headers(request, peers.me))
+        if answer is not None:
+            return answer
+    return None
 
 
 def _key(body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
@@ -77,37 +84,6 @@ def _key(body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
         return ""  # the handler says what is wrong
     rid = body.get("rid") or body.get("request_id")
     return session or (rid if isinstance(rid, str) else "")
-
-
-async def _pass_on(
-    request: web.Request, peer: Peer, peers: Peers, session: aiohttp.ClientSession
-) -> web.StreamResponse | None:
-    """The peer's answer; ``None`` when it is not there."""
-    try:
-        async with session.post(
-            peer.http + request.path_qs,
-            data=await request.read(),
-            headers=_headers(request, peers.me),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-            **peers.http(),
-        ) as reply:
-            if reply.headers.get(REASON) == "Draining":
-                peers.lost(peer)
-                return None
-            headers = CIMultiDict(
-                (name, value) for name, value in reply.headers.items() if name.lower() not in _HOP
-            )
-            response = web.StreamResponse(status=reply.status, headers=headers)
-            await response.prepare(request)
-            async for chunk in reply.content.iter_any():
-                await response.write(chunk)
-            await response.write_eof()
-            return response
-    # Refused, or, where its pod is gone, no answer of anybody.
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        LOG.warning("replica %s does not answer: %s", peer.name, error)
-        peers.lost(peer)
-        return None
 
 
 async def _everywhere(
@@ -145,7 +121,7 @@ async def _told(
     tls: dict[str, Any],
 ) -> bytes:
     data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-    limit = aiohttp.ClientTimeout(total=60, sock_connect=CONNECT_SECONDS)
+    limit = aiohttp.ClientTimeout(total=60, sock_connect=relay.CONNECT_SECONDS)
     try:
         async with session.post(
             peer.http + path, data=data, headers=headers, timeout=limit, **tls
@@ -176,7 +152,7 @@ def _unknown(raw: bytes) -> list[str]:
 
 def _headers(request: web.Request, me: str) -> CIMultiDict[str]:
     kept = CIMultiDict(
-        (name, value) for name, value in request.headers.items() if name.lower() not in _HOP
+        (name, value) for name, value in request.headers.items() if name.lower() not in relay.HOP
     )
     kept[FORWARDED] = me
     return kept

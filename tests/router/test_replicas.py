@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from rose_core.rollouts.replicas import home_of, part_of_cap
 from rose_dev.owners import until
 from rose_engines.fake.model import continuation
-from rose_router import forward, peers
+from rose_router import peers, relay
 from rose_router.peers import Peer
 from tests.router.conftest import VERSION, Stage
 from tests.router.test_http import PROMPT, ask, events
@@ -192,7 +192,7 @@ def silent() -> Iterator[int]:
 async def test_a_replica_that_does_not_answer_is_stood_in_for(
     stage: Make, monkeypatch: pytest.MonkeyPatch, gone: Callable[[], AbstractContextManager[int]]
 ) -> None:
-    monkeypatch.setattr(forward, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(relay, "CONNECT_SECONDS", 0.2)
     with gone() as port:
 
         async def resolve() -> list[Peer]:

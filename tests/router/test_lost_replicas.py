@@ -1,0 +1,128 @@
+"""A replica that dies over a request which another has passed on to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import aiohttp
+import pytest
+
+from rose_core.rollouts.replicas import home_of
+from rose_dev.owners import until
+from rose_engines.fake.model import continuation
+from rose_router.peers import Peer
+from tests.router.conftest import LEASE, VERSION, Stage
+from tests.router.test_http import PROMPT, ask
+from tests.router.test_process import answers, ports
+
+Make = Callable[..., AbstractAsyncContextManager[Stage]]
+KEY = next(key for key in map(str, range(1000)) if home_of(key, ("one", "two")) == "two")
+
+JSON_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
+
+
+@asynccontextmanager
+async def dying(said: bytes) -> AsyncIterator[str]:
+    """Somebody who reads a request, says this much and dies; the URL."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(said)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@asynccontextmanager
+async def beside(stage: Make, url: str, attach: str = "127.0.0.1:9") -> AsyncIterator[Stage]:
+    """Replica ``one``, which believes that ``two`` is there."""
+
+    async def resolve() -> list[Peer]:
+        return [Peer("one", "", ""), Peer("two", url, attach)]
+
+    async with stage(replica="one", replicas=resolve) as s:
+        yield s
+
+
+async def whole(s: Stage, most: int = 12) -> list[int]:
+    """The output of a turn whose home is ``two``."""
+    async with s.post("/generate", ask(most, session_id=KEY)) as reply:
+        assert reply.status == 200, await reply.text()
+        output: list[int] = (await reply.json())["output_ids"]
+        return output
+
+
+async def read_into(seen: list[bytes], reply: aiohttp.ClientResponse) -> None:
+    while chunk := await reply.content.readany():
+        seen.append(chunk)
+
+
+@pytest.mark.parametrize("said", [b"", JSON_HEAD, JSON_HEAD + b'{"text"'])
+async def test_a_replica_that_dies_before_its_answer_is_whole_costs_the_caller_nothing(
+    stage: Make, said: bytes
+) -> None:
+    async with dying(said) as url, beside(stage, url) as s:
+        await s.engine("e", cap=8)
+        assert await whole(s) == continuation(PROMPT, 12, VERSION)
+
+
+async def test_a_stream_that_has_not_begun_comes_from_another_replica(stage: Make) -> None:
+    async with dying(STREAM_HEAD) as url, beside(stage, url) as s:
+        await s.engine("e", cap=8)
+        async with s.post("/generate", ask(session_id=KEY, stream=True)) as reply:
+            lines = [line async for line in reply.content if line.startswith(b"data: ")]
+    assert lines[-1] == b"data: [DONE]\n"
+    assert json.loads(lines[-2][6:])["output_ids"] == continuation(PROMPT, 12, VERSION)
+
+
+async def test_a_stream_that_has_begun_says_why_it_is_cut_and_is_never_whole(stage: Make) -> None:
+    event = b'data: {"text":"x"}\n\n'
+    said = STREAM_HEAD + b"%x\r\n%b\r\n" % (len(event), event)
+    async with dying(said) as url, beside(stage, url) as s:
+        await s.engine("e", cap=8)
+        seen: list[bytes] = []
+        async with s.post("/generate", ask(session_id=KEY, stream=True)) as reply:
+            assert reply.status == 200
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await read_into(seen, reply)
+        first, last = b"".join(seen).strip().split(b"\n\n")
+        assert first == event.strip()
+        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert (error["code"], error["type"], error["retry_after"]) == (503, "ReplicaLost", 1)
+        assert await whole(s) == continuation(PROMPT, 12, VERSION)
+
+
+async def test_a_killed_replica_gives_its_turn_to_the_one_that_passed_it_on(stage: Make) -> None:
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "rose_cli.main", "router", f"--lease={LEASE}"),
+        *("--http-address=127.0.0.1:0", "--attach-address=127.0.0.1:0"),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(120):
+            http, attach = await ports(child)
+        there = f"http://127.0.0.1:{http}"
+        async with beside(stage, there, f"127.0.0.1:{attach}") as s, asyncio.timeout(120):
+            engine = await s.engine("e", cap=8, token_seconds=0.01)
+            while not await answers(s.http, f"{there}/ready"):  # noqa: ASYNC110  # another process
+                await asyncio.sleep(0.05)
+            asked = asyncio.create_task(whole(s, most=300))
+            await until(lambda: bool(engine.scheduler.running))
+            assert not len(s.router.service.ledger)  # the turn is the other one's
+            child.kill()
+            assert await asked == continuation(PROMPT, 300, VERSION)
+            assert s.router.service.ledger.totals.turns == 1
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.wait()
