@@ -11,6 +11,7 @@
 - ``prefixes``: which trajectory a turn without a key belongs to.
 - ``inclusion``: whether borrowing changes what is trained on.
 - ``watch``: when a turn that is running must move.
+- ``warming``: where a trajectory's context is prefilled while its tool runs.
 - ``rounds``: tail batching: which prompts a round starts, trains on and puts off.
 - ``admission``: how many turns may wait, and what to tell those who may not.
 

@@ -109,7 +109,7 @@ def next_turn(waiting: Sequence[Waiting], scene: Scene) -> tuple[Chosen | None, 
             continue
         if sort not in passing:
             passing[sort] = sort_out(turn, scene.engines, scene.head, scene.policy, scene.now)
-        answer = _anywhere(turn, passing[sort], scene)
+        answer = anywhere(turn, passing[sort], scene)
         if isinstance(answer, Placement):
             return (index, answer), again
         if answer.obstacle is not Obstacle.FULL or turn.begins:
@@ -127,7 +127,7 @@ def _patience(one: Waiting, home: EngineView | None, price: float, scene: Scene)
     return until if passing and scene.now < until else None
 
 
-def _anywhere(turn: TurnView, found: Sorted, scene: Scene) -> Placement | Wait:
+def anywhere(turn: TurnView, found: Sorted, scene: Scene) -> Placement | Wait:
     """The turn's placement; ``Wait(FULL)`` also where its context would push out others."""
     if not found.able:
         return Wait(found.nearest)

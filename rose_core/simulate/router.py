@@ -32,6 +32,7 @@ from rose_core.rollouts.watch import LegView, Patience, judge
 from rose_core.simulate.batch import Sequence
 from rose_core.simulate.clock import SECOND, Clock, Event
 from rose_core.simulate.turns import Counts, Engine, Leg, Turn
+from rose_core.simulate.warming import Around, Warmer
 from rose_core.wire.routing import EngineKind
 
 _LOOK_AGAIN_S = 1.0
@@ -78,6 +79,15 @@ class Router:
         self._residents = Residents()
         self._views: dict[str, EngineView] = {}
         self._remembers = policy.name in _REMEMBER
+        self._warms = manners.waits and policy.name is PolicyName.JOINT
+        around = Around(
+            self.engines,
+            self._residents,
+            lambda: self._scene(self._all_views(), lambda: 1.0),
+            self._turn_view,
+            lambda: len(self._queue),
+        )
+        self.warmer = Warmer(clock, around)
 
     # --- engines
 
@@ -161,6 +171,7 @@ class Router:
         if self._remembers:
             now = self._clock.now_s
             self.prospects.turn_begins(turn.session, Hint(turn.group), turn.context, now)
+        self.warmer.comes(turn)
         self._wait(turn)
         self.drain()
 
@@ -172,6 +183,7 @@ class Router:
         for leg in [leg for leg in legs if leg.turn is turn]:
             self._end(leg, kept=True, inside=True)
         self.prospects.forget(turn.session)
+        self.warmer.forget(turn.session)
         return turn.held
 
     def _wait(self, turn: Turn) -> None:
@@ -194,13 +206,11 @@ class Router:
             self._begin(turn, self.engines[chosen[1]])
 
     def _next(self, views: list[EngineView]) -> tuple[int, str] | None:
-        head, now = self._label(self.head), self._clock.now_s
         if not self._manners.waits:
+            head, now = self._label(self.head), self._clock.now_s
             answer = place(self._queue[0].view, views, head, self._policy, now)
             return (0, answer.engine) if isinstance(answer, Placement) else None
-        outlook = self._outlook(views)
-        scene = Scene(views, head, self._policy, now, outlook, self._residents)
-        chosen, again = next_turn(self._queue, scene)
+        chosen, again = next_turn(self._queue, self._scene(views, self._draw.random))
         if again is not None:
             self._drain_at(again)
         return None if chosen is None else (chosen[0], chosen[1].engine)
@@ -210,10 +220,12 @@ class Router:
             self._again.cancel()
         self._again = self._clock.at(round(seconds * SECOND) + 1, self.drain)
 
-    def _outlook(self, views: list[EngineView]) -> Outlook:
-        if not self._remembers:
-            return _NO_OUTLOOK
-        return self.prospects.outlook(lambda: views, self._draw.random(), self._clock.now_s)
+    def _scene(self, views: list[EngineView], dice: Callable[[], float]) -> Scene:
+        head, now = self._label(self.head), self._clock.now_s
+        outlook = _NO_OUTLOOK
+        if self._remembers:
+            outlook = self.prospects.outlook(lambda: views, dice(), now)
+        return Scene(views, head, self._policy, now, outlook, self._residents)
 
     def _elsewhere(self, turn: Turn) -> bool:
         views = self._all_views()
@@ -281,6 +293,7 @@ class Router:
         engine.legs.append(leg)
         self._views.pop(engine.name, None)
         self._residents.began(engine.name, turn.session, turn.context + turn.view.expected)
+        self.warmer.begins(turn, engine)
         engine.batch.submit(sequence)
 
     def _first(self, leg: Leg) -> None:
@@ -309,6 +322,8 @@ class Router:
         if self._remembers:
             now = self._clock.now_s
             self.prospects.turn_ended(turn.session, turn.output, turn.cached, now)
+        if self._warms:
+            self.warmer.rests(turn)
         turn.done()
         self.drain()
 

@@ -52,6 +52,7 @@ class Turn:
     Attributes:
         born: number of its trajectory, counted as they began.
         withdrawn: nobody wants it any more.
+        warmed: where its prefix was warmed before it came; empty = nowhere.
         view, since: how placement saw it when it began to wait, and when that was (seconds).
     """
 
@@ -72,6 +73,7 @@ class Turn:
     view: TurnView = _NOTHING
     since: float = 0.0
     withdrawn: bool = False
+    warmed: str = ""
 
 
 @dataclass(eq=False, slots=True)

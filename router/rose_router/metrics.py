@@ -36,6 +36,15 @@ REPREFILLED = Counter(
     "Tokens of context that a move made another engine prefill.",
     registry=REGISTRY,
 )
+WARMED = Counter(
+    "rose_router_warmed",
+    "Prefixes sent to their trajectory's next home while its tool ran, by what came of it.",
+    ["outcome"],
+    registry=REGISTRY,
+)
+WARMED_TOKENS = Counter(
+    "rose_router_warmed_tokens", "Tokens of the prefixes that were warmed.", registry=REGISTRY
+)
 REFUSED = Counter(
     "rose_router_refused",
     "Requests answered with an error, by closed reason.",

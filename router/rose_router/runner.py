@@ -71,6 +71,16 @@ class TurnRunner:
         self._new_rid = new_rid
         self._sessions = Sessions()
 
+    @property
+    def sessions(self) -> Sessions:
+        """Where trajectories have their homes."""
+        return self._sessions
+
+    def next_view(self, turn: Turn) -> TurnView:
+        """What would come after a turn that has ended, were it to come now with no new prompt."""
+        expected = max(1, round(self._ledger.totals.usual_tokens))
+        return replace(self._view(turn), expected=expected, losses=0, begins=False)
+
     async def run(self, turn: Turn) -> None:
         """Bring the turn to its end, whatever that is; never raises."""
         try:

@@ -31,6 +31,7 @@ from rose_router.runner import TurnRunner
 from rose_router.supervisor import Supervisor
 from rose_router.turn import Turn
 from rose_router.waiting import WaitingRoom
+from rose_router.warming import Warmer
 
 _NUMBERS = itertools.count(secrets.randbits(32))
 _PROCESS = secrets.token_hex(8)
@@ -99,12 +100,25 @@ class Service:
             forget_seconds=settings.forget_seconds,
             clock=clock,
         )
-        self._watch: asyncio.Task[None] | None = None
+        self._warmer = Warmer(
+            settings.policy,
+            self.fleet,
+            self.room,
+            fences=self._fences,
+            client=client,
+            sessions=self._runner.sessions,
+            view=self._runner.next_view,
+            outlook=self._outlook,
+            clock=clock,
+            new_rid=new_rid,
+        )
+        self._loops: list[asyncio.Task[None]] = []
         self._ends: deque[float] = deque(maxlen=64)
 
     async def start(self) -> None:
         """Begin to watch."""
-        self._watch = asyncio.create_task(self._supervisor.run())
+        loops = (self._supervisor.run(), self._warmer.run())
+        self._loops = [asyncio.create_task(loop) for loop in loops]
 
     async def close(self) -> None:
         """End every turn with a typed abort and stop."""
@@ -112,10 +126,11 @@ class Service:
         for turn in turns:
             self._end(turn, "the router stops")
         await asyncio.gather(*(turn.task for turn in turns if turn.task), return_exceptions=True)
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        await self._warmer.close()
         await self._fences.close()
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
 
     async def drain(self) -> None:
         """Take nothing new; return when every live turn has ended or the time is over."""
@@ -147,8 +162,9 @@ class Service:
             turn.born = self.prospects.turn_begins(
                 request.trajectory, request.hint, len(request.prompt), turn.began
             )
+            self._warmer.comes(turn)
             turn.task = asyncio.create_task(self._runner.run(turn))
-            turn.task.add_done_callback(lambda _: self._ends.append(self.clock()))
+            turn.task.add_done_callback(lambda _: self._over(turn))
         turn.listeners += 1
         return turn
 
@@ -213,6 +229,10 @@ class Service:
             # A task that is cancelled before its first step never runs, and the turn would stay
             # live for ever; this comes after that step.
             asyncio.get_running_loop().call_soon(turn.task.cancel)
+
+    def _over(self, turn: Turn) -> None:
+        self._ends.append(self.clock())
+        self._warmer.ends(turn)
 
     def _outlook(self) -> Outlook:
         return self.prospects.outlook(self.fleet.views, self._dice(), self.clock())

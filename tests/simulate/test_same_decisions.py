@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,14 @@ import rose_core.rollouts.placement
 import rose_core.rollouts.rounds
 import rose_core.rollouts.watch
 from rose_core.lending import Plan, Snapshot, plan
-from rose_core.simulate import gates, guarded, job, planner, router
+from rose_core.rollouts.warming import Ended, Warm, to_warm
+from rose_core.simulate import gates, guarded, job, planner, router, warming
+from rose_core.simulate.clock import SECOND
+from rose_core.simulate.regimes import RULES
 from rose_core.simulate.run import run
 from rose_core.simulate.scenario import Regime
+from rose_core.simulate.workload import Turn
+from rose_core.simulate.world import World
 from tests.simulate.worlds import MATERIAL, scenario
 
 ROOT = Path(__file__).parents[2]
@@ -133,3 +139,24 @@ def test_without_productions_dispatch_no_turn_is_placed(monkeypatch: pytest.Monk
     monkeypatch.setattr(router, "next_turn", lambda _waiting, _scene: (None, None))
     outcome, _ = run(scenario(), Regime.OURS, 1, MATERIAL, {})
     assert outcome.jobs[0].tokens == 0
+
+
+def test_what_is_warmed_in_gaps_is_productions_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Warm] = []
+
+    def noted(*given: Any, **more: Any) -> tuple[Warm, ...]:  # noqa: ANN401  # of to_warm
+        found = to_warm(*given, **more)
+        asked.extend(found)
+        return found
+
+    monkeypatch.setattr(warming, "to_warm", noted)
+    # Long gaps and quick publishes, so that keys are lost while tools run.
+    turns = tuple(Turn(900, 40, gap) for gap in (0.0, 4.0, 4.0, 4.0, 4.0, 4.0))
+    material = replace(MATERIAL, episodes=(turns,))
+    told = scenario(regimes=(Regime.OURS,))
+    job = told.jobs[0].model_copy(update={"staleness": 4, "train_s": 1.0, "batch_groups": 1})
+    world = World(told.model_copy(update={"jobs": (job,)}), RULES[Regime.OURS], 1, material)
+    world.clock.run(90 * SECOND)
+    ended = world.routers["grpo"].warmer.ended
+    assert ended[Ended.USED] > 0
+    assert sum(ended.values()) <= len(asked)
