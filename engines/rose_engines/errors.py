@@ -44,7 +44,7 @@ class CommitRefused(EngineError):
 
     Attributes:
         reason: closed word: ``WrongBase``, ``Corrupt``, ``Layout``, ``NotStaged``, ``Busy``,
-            ``DigestMismatch``, ``Aborted``, ``Broken``.
+            ``DigestMismatch``, ``LoadFailed``, ``Aborted``, ``Broken``.
     """
 
     def __init__(self, reason: str, message: str) -> None:

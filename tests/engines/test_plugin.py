@@ -16,8 +16,8 @@ from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import write_bundle
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.safetensors import read_checkpoint
-from rose_engines.sglang import plugin, spans
-from rose_engines.sglang.arguments import PERMIT_VARIABLE, SOCKET_VARIABLE
+from rose_engines.sglang import loading, plugin, spans
+from rose_engines.sglang.arguments import FALLBACK_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
 from rose_engines.sglang.control import Commit, ControlClient, Stage
 from rose_engines.sglang.plugin import SchedulerPlugin
 
@@ -223,3 +223,28 @@ async def test_commit_moves_labels_and_cache_keys(tmp_path: Path, scheduler: Sch
     parameter = dict(scheduler.tp_worker.model_runner.model.named_parameters())["norm"]
     expected = torch.arange(64).to(torch.bfloat16).view(torch.int16) ^ 1
     assert torch.equal(parameter.detach().view(torch.int16), expected)
+
+
+def test_a_refused_layout_says_how_to_fall_back_and_does_when_told(
+    tmp_path: Path,
+    scheduler: Scheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(*_: object) -> None:
+        raise UnsupportedEngine("loader computes 'norm'")
+
+    monkeypatch.setattr(loading, "read_live", refuse)
+    monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
+    with pytest.raises(UnsupportedEngine, match="ROSE_LAYOUT_FALLBACK=disk"):
+        SchedulerPlugin(None, tmp_path / "s").before_iteration(scheduler)
+    assert "loader computes 'norm'" in capsys.readouterr().err
+    monkeypatch.setenv(FALLBACK_VARIABLE, "disk")
+    with pytest.raises(UnsupportedEngine, match="no update_weights_from_disk"):
+        SchedulerPlugin(None, tmp_path / "s").before_iteration(scheduler)
+    updater = types.SimpleNamespace(update_weights_from_disk=lambda _: None)
+    scheduler.weight_updater = updater  # type: ignore[attr-defined]
+    hooks = SchedulerPlugin(None, tmp_path / "s")
+    hooks.before_iteration(scheduler)
+    assert hooks._session is not None
+    assert hooks._session.status().attests == "Copy"

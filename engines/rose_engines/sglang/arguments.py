@@ -18,13 +18,17 @@ from rose_engines.errors import ArgumentRefused
 
 PERMIT_VARIABLE = "ROSE_PERMIT"
 SOCKET_VARIABLE = "ROSE_PLUGIN_SOCKET"
+# What becomes of an engine whose parameter layout is refused, from the host's environment: unset =
+# it ends; ``disk`` = it loads patched checkpoints; ``disk-always`` = so whatever its layout.
+FALLBACK_VARIABLE = "ROSE_LAYOUT_FALLBACK"
 
 _PATHS = Path(__file__).with_name("paths")
 # An engine may be stopped for hours; SGLang's watchdog counts wall clock and would kill it.
 _WATCHDOG_SECONDS = 30 * 24 * 3600
 # What an engine inherits of its starter's environment: nothing that could hold a secret.
 _INHERITED = re.compile(
-    r"^(PATH|HOME|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|XDG_CACHE_HOME|CUDA_.*|NVIDIA_.*|NCCL_.*)$"
+    r"^(PATH|HOME|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|XDG_CACHE_HOME|CUDA_.*|NVIDIA_.*|NCCL_.*"
+    r"|ROSE_LAYOUT_FALLBACK)$"
 )
 
 

@@ -174,6 +174,8 @@ class Status(msgspec.Struct, frozen=True, tag=True):
         resting: it waits at an iteration boundary and computes nothing.
         multiprocessors: how many of its GPU's it may use; None on CPU.
         device_bytes: memory it takes its GPU to have; None on CPU.
+        attests: what digests are of: the ``Live`` weights, or the ``Copy`` of the checkpoint that
+            the engine loaded (``rose_engines.reload``).
     """
 
     version: str
@@ -189,6 +191,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     resting: bool = False
     multiprocessors: int | None = None
     device_bytes: int | None = None
+    attests: str = "Live"
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

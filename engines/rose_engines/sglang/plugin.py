@@ -33,11 +33,11 @@ from rose_engines.device import of_torch
 from rose_engines.errors import BrokenWeights, UnsupportedEngine
 from rose_engines.permit import BadPermit
 from rose_engines.session import WeightSession
-from rose_engines.sglang import memory, ranks, spans
-from rose_engines.sglang.arguments import PERMIT_VARIABLE, SOCKET_VARIABLE
+from rose_engines.sglang import loading, memory, ranks, spans
+from rose_engines.sglang.arguments import FALLBACK_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
 from rose_engines.sglang.control import ControlServer
 from rose_engines.sglang.gate import POLL_SECONDS, PermitGate
-from rose_engines.sglang.ranks import rank_of, read_live, socket_of
+from rose_engines.sglang.ranks import rank_of, socket_of
 from rose_engines.together import LeaderSession, MemberSession
 
 log = logging.getLogger(__name__)
@@ -192,14 +192,21 @@ class SchedulerPlugin:
 
     def _open_session(self, scheduler: Any, control: Path) -> WeightSession:  # noqa: ANN401
         version = scheduler.server_args.weight_version
-        live = read_live(scheduler, control.parent)
+        fallback = os.environ.get(FALLBACK_VARIABLE, "")
+        try:
+            live = loading.by_layout(scheduler, control.parent, fallback)
+        except UnsupportedEngine as refused:
+            loading.check(scheduler, fallback, refused)
+            live = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         hooks = (
             lambda version: self._set_label(scheduler, version),
             lambda: os.eventfd_write(self._wake, 1),
         )
         session: WeightSession
-        if int(scheduler.tp_size) == 1:
+        if live is None:
+            session = loading.session(scheduler, control.parent, version, *hooks)
+        elif int(scheduler.tp_size) == 1:
             let_go = memory.SchedulerMemory.of(scheduler)
             session = WeightSession(live, version, *hooks, memory=let_go)
         else:
