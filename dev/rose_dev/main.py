@@ -1,8 +1,9 @@
 """``rose dev``: the one-node Kubernetes for development and tests.
 
 ``build`` makes its parts, ``up`` and ``down`` start and end it, ``status`` shows it, ``kubectl``
-speaks to it. Without root on Linux an existing cluster named by KUBECONFIG takes its place. See
-docs/development-cluster.md.
+speaks to it, ``load`` brings images into it. Without root on Linux a cluster named by KUBECONFIG
+takes its place. ``dashboards`` draws the dashboards of the chart from what a Prometheus holds.
+See docs/development-cluster.md.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from rose_dev import prometheus
+from rose_dev import dashboards, prometheus
 from rose_dev.build import build
+from rose_dev.dashboards.asking import last
+from rose_dev.dashboards.render import picture
 from rose_dev.errors import DevelopmentError
 from rose_dev.node import Node, can_run_node
 from rose_dev.packages import install_packages, missing_packages
@@ -38,6 +42,12 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--gpus", type=int, default=8, help="nvidia.com/gpu the node claims")
     verbs.add_parser("down", help="end the node, or what is left of one")
     verbs.add_parser("status", help="show what runs")
+    load = verbs.add_parser("load", help="import images into the node, from docker archives")
+    load.add_argument("archives", nargs="+", type=Path, metavar="ARCHIVE")
+    boards = verbs.add_parser("dashboards", help="draw the dashboards as SVG from a Prometheus")
+    boards.add_argument("--prometheus", default="http://127.0.0.1:9090", help="its address")
+    boards.add_argument("--minutes", type=float, default=60.0, help="how far back")
+    boards.add_argument("--out", type=Path, default=Path(), help="folder for NAME.svg")
     kubectl = verbs.add_parser("kubectl", help="run kubectl against the node")
     kubectl.add_argument("arguments", nargs=argparse.REMAINDER)
     return parser
@@ -105,11 +115,33 @@ def _kubectl(options: argparse.Namespace) -> int:
     return subprocess.run(command, check=False).returncode
 
 
+def _load(options: argparse.Namespace) -> int:
+    node = Node()
+    if not node.sandbox.alive():
+        message = "there is no node: rose dev up"
+        raise DevelopmentError(message)
+    for archive in options.archives:
+        node.load(archive.resolve(strict=False))
+        _say(f"[cluster] loaded {archive}; use it with imagePullPolicy: Never")
+    return 0
+
+
+def _dashboards(options: argparse.Namespace) -> int:
+    options.out.mkdir(parents=True, exist_ok=True)
+    for board in dashboards.ALL:
+        target = options.out / f"{board.name}.svg"
+        target.write_text(picture(board, last(options.prometheus, options.minutes * 60)))
+        _say(f"[dashboards] {target}")
+    return 0
+
+
 _VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "build": _build,
     "up": _up,
     "down": _down,
     "status": _status,
+    "load": _load,
+    "dashboards": _dashboards,
     "kubectl": _kubectl,
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +14,9 @@ from typing import Any
 import yaml
 
 from rose_dev import dashboards, prometheus
+from rose_dev.dashboards.asking import ask, filled
 from rose_dev.dashboards.model import text
 from rose_dev.shell import wait_until
-
-# What Grafana fills in.
-_FILLED = {"$__rate_interval": "30s", "$__range": "5m", "$job": ".+", "$instance": ".+"}
 
 
 def targets(pods: str) -> dict[str, list[str]]:
@@ -51,12 +48,7 @@ class Prometheus:
 
     def ask(self, query: str) -> list[dict[str, Any]]:
         """Series that a query finds now."""
-        for name, value in _FILLED.items():
-            query = query.replace(name, value)
-        encoded = urllib.parse.urlencode({"query": query})
-        with urllib.request.urlopen(f"{self.url}/api/v1/query?{encoded}", timeout=30) as answer:  # noqa: S310
-            found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
-        return found
+        return ask(self.url, "query", query=filled(query))
 
     def empty_panels(self) -> set[str]:
         """Panels of all dashboards of which no query finds anything."""
