@@ -49,17 +49,21 @@ class StreamEvent:
     label: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def aborted(self) -> bool:
+        """The engine ends the leg without finishing the turn."""
+        return self.finish is not None and self.finish.get("type") == "abort"
 
-def _news(values: Sequence[Any], held: int, count: int, what: str) -> Sequence[Any]:
+
+def _news(values: Sequence[Any], held: int, event: StreamEvent, *, only_new: bool) -> Sequence[Any]:
     """The entries ``held`` to ``count``, whether the engine repeats the earlier ones or not."""
-    fresh = count - held
-    if len(values) >= count:
-        # Cumulative. The engine may already have appended more than it counted: take its count.
-        return values[held:count]
-    if len(values) == fresh:
-        return values
-    message = f"{what}: {len(values)} entries where tokens {held} to {count} were announced"
-    raise BrokenStream(message)
+    fresh = event.count - held
+    if only_new:
+        # An abort may come behind new tokens in one event: it repeats its last token, and all
+        # of its log-probs.
+        return values[:fresh] if len(values) == fresh or event.aborted else ()
+    # The engine may already have appended more than it counted: take its count.
+    return values[held : event.count]
 
 
 class Leg:
@@ -73,6 +77,7 @@ class Leg:
     """
 
     __slots__ = (
+        "_only_new",
         "_text",
         "engine",
         "finish",
@@ -99,6 +104,8 @@ class Leg:
         self.finish: Mapping[str, Any] | None = None
         self.meta: Mapping[str, Any] = {}
         self._text = ""
+        # Whether events hold only what is new; None before that can be told.
+        self._only_new: bool | None = None
 
     def take(self, event: StreamEvent) -> int:
         """Add an event.
@@ -113,22 +120,40 @@ class Leg:
         if event.count < held:
             message = f"engine {self.engine} counted {held} tokens before and {event.count} now"
             raise BrokenStream(message)
+        if held and self._only_new is None:
+            self._only_new = len(event.ids) < event.count or event.ids[:held] != self.ids
         if event.count > held:
-            self.ids.extend(_news(event.ids, held, event.count, "output_ids"))
+            self._add(self.ids, event.ids, held, event, "output_ids")
             for name, values in event.per_token.items():
-                kept = self.per_token.setdefault(name, [])
-                kept.extend(_news(values, held, event.count, name))
+                self._add(self.per_token.setdefault(name, []), values, held, event, name)
         self._read_text(event, held)
         self.meta = event.meta
         self.finish = event.finish
         self._place(event)
         return event.count - held
 
+    def _add(
+        self, kept: list[Any], values: Sequence[Any], held: int, event: StreamEvent, what: str
+    ) -> None:
+        new = _news(values, held, event, only_new=bool(self._only_new))
+        if len(new) != event.count - held:
+            message = (
+                f"{what}: {len(values)} entries where tokens {held} to {event.count} were announced"
+            )
+            raise BrokenStream(message)
+        kept.extend(new)
+
     def _read_text(self, event: StreamEvent, held: int) -> None:
-        if event.text is None:
+        text = event.text
+        if text is None:
             return
-        incremental = held > 0 and len(event.ids) < event.count
-        self._text = self._text + event.text if incremental else event.text
+        if not self._only_new:
+            self._text = text
+        elif len(event.ids) > event.count - held:
+            # An abort has the whole text, behind that of new tokens that came with it.
+            self._text = text[(len(text) - len(self._text)) // 2 :]
+        else:
+            self._text += text
 
     def _place(self, event: StreamEvent) -> None:
         spans = event.spans

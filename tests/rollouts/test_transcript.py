@@ -69,6 +69,34 @@ def test_the_last_event_of_an_aborted_incremental_stream_repeats_a_token() -> No
     assert not one.complete
 
 
+def test_an_abort_behind_new_tokens_in_one_incremental_event_doubles_nothing() -> None:
+    """SGLang joins waiting events: the new tokens, then the last one with everything so far."""
+    one = leg()
+    one.take(event([1], spans=[(V0, 0, 1)]))
+    pairs = [[-2.0, 2, None], *([-float(t), t, None] for t in (1, 2))]
+    joined = StreamEvent(
+        ids=[2, 2],
+        count=2,
+        per_token={"output_token_logprobs": pairs},
+        text="cbc",
+        finish={"type": "abort"},
+        spans=[(V0, 0, 2)],
+    )
+    one.take(joined)
+    assert one.ids == [1, 2]
+    assert one.per_token["output_token_logprobs"] == [[-1.0, 1, None], [-2.0, 2, None]]
+    assert one.placed_text == "bc"
+
+
+def test_text_that_comes_after_the_last_token_is_kept_with_the_rest() -> None:
+    one = leg()
+    one.take(event([1, 2], spans=[(V0, 0, 2)]))
+    last = StreamEvent([], 2, text="!", finish={"type": "stop"}, spans=[(V0, 0, 2)])
+    one.take(last)
+    assert (one.ids, one.placed_text) == ([1, 2], "bc!")
+    assert one.complete
+
+
 def test_a_gap_breaks_the_stream() -> None:
     one = leg()
     one.take(event([1, 2], 2))
