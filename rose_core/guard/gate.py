@@ -132,7 +132,11 @@ def _busy(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> Verdict:
     unmeasured = not facts.signal.requests
     if unmeasured or not facts.objective.given or facts.idle_share >= limits.on_off_share:
         return closed(GateReason.SERVING_BUSY)
-    slack = measure(facts.signal.requests, facts.objective, facts.predictor, now_ns)
+    slack = measure(
+        *(facts.signal.requests, facts.objective, facts.predictor),
+        now_ns,
+        limits.period_ns / 1e9,
+    )
     if slack.prefill_s is not None and slack.prefill_s <= 0:
         return Verdict(open=False, reason=GateReason.NO_PREFILL_SLACK, slack=slack)
     late_ns = 0 if slack.decode_s is None else round(-slack.decode_s * 1e9)

@@ -5,15 +5,13 @@ beside a rollout engine, a request that met an open gate for a share ``f`` of it
 
     a / (1 - f (1 - 1/k))
 
-so ``k`` follows from what was seen. Next step: ``predictor`` learns it.
+so ``k`` follows from what was seen (``mixture``). Next step: ``slack`` asks what may be lent.
 """
 
 from __future__ import annotations
 
 LEAST_SHARE = 0.1
-"""With less than this, noise would be divided by next to nothing."""
-ALONE_SHARE = 0.02
-_SLOWEST = 10.0
+"""With less than this, a slow request is not put down to rollouts."""
 
 
 class OpenTime:
@@ -33,22 +31,18 @@ class OpenTime:
         return self._total_ns + max(0, min(now_ns, self._until_ns) - self._noted_ns)
 
 
-def shared_cost(alone_s: float, seen_s: float, share: float) -> float:
-    """Cost wholly beside a rollout engine, from one cost seen at an open share of ``share``.
+def lendable(alone_s: float, shared_s: float, budget_s: float, saved: float = 0.0) -> float:
+    """Largest open share (0..1) of a period that keeps a cost inside its budget.
 
-    Returns:
-        Seconds, at least ``alone_s`` and at most ten times it.
+    Args:
+        alone_s: the cost alone.
+        shared_s: the cost wholly beside a rollout engine.
+        budget_s: what it may be on average.
+        saved: what was left of the budget so far and may be used up, in periods.
     """
-    if alone_s <= 0 or seen_s <= alone_s or share <= 0:
-        return alone_s
-    lost = min(1 - 1 / _SLOWEST, (1 - alone_s / seen_s) / share)
-    return alone_s / (1 - lost)
-
-
-def lendable(alone_s: float, shared_s: float, budget_s: float) -> float:
-    """Largest open share (0..1) that keeps a cost inside its budget."""
     if alone_s <= 0 or budget_s < alone_s:
         return 0.0
-    if shared_s <= budget_s:
+    if shared_s <= budget_s or saved >= 1:
         return 1.0
-    return min(1.0, (1 - alone_s / budget_s) / (1 - alone_s / shared_s))
+    needed = alone_s / budget_s * (1 - max(0.0, saved))
+    return min(1.0, (1 - needed) / (1 - alone_s / shared_s))

@@ -2,25 +2,34 @@
 
 | slack of | is | must be |
 |---|---|---|
-| a waiting request | arrival + TTFT budget - now - co-running prefill of it and those ahead | > 0 |
-| a streaming request | first token + budget x tokens so far - now - one co-running step | > 0 |
+| a waiting request | arrival + TTFT budget - now - prefills alone up to its own - step | > 0 |
+| a streaming request | first token + TPOT budget x tokens so far - now - step | > 0 |
+
+Both are what is left if the gate closes now: the co-running step under way ends, then serving is
+alone again.
 
 A budget is the SLO less a margin (``margin``). A limit on the relative increase is a budget too:
 what the predictor says of serving alone, times the allowed increase. Where it is the only limit,
 a request that waits closes the gate, because its prefill would be slowed by more than that.
 
 The duty is the share of a control period for which the permit may stand open so that the *average*
-step stays inside its budget (``shares.lendable``); the slack of each stream is the account that
-keeps it honest from token to token. Next step: ``gate``.
+step stays inside its budget (``shares.lendable``). What every stream has saved so far is spent too,
+less the prefill of one more request, which would stop all of them, where the margin of its tokens
+does not cover that. So a prediction that is too careful costs a period and not all the slack of a
+request, and one that is too bold is caught by the slack. Savings count up to a stream's last token,
+or the share would move with each one. Against a relative limit nothing counts as saved: that its
+prediction lies above the usual request must not be lent. Next step: ``gate``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.shares import lendable
 from rose_core.telemetry.book import LiveRequest
+
+PERIOD_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -62,14 +71,57 @@ class Slack:
 
 
 def measure(
-    requests: tuple[LiveRequest, ...], objective: Objective, predictor: Predictor, now_ns: int
+    requests: tuple[LiveRequest, ...],
+    objective: Objective,
+    predictor: Predictor,
+    now_ns: int,
+    period_s: float = PERIOD_S,
 ) -> Slack:
     """Slack and duty for the requests under way."""
     waiting = sorted((r for r in requests if not r.first_ns), key=lambda r: r.arrived_ns)
     streaming = [r for r in requests if r.first_ns]
-    prefill = _prefill(waiting, objective, predictor, now_ns)
-    decode = _decode(streaming, objective, predictor, now_ns)
-    return Slack(prefill, decode, duty(len(streaming), objective, predictor))
+    one_more = max((predictor.prefill_s(r.size, shared=False) for r in requests), default=0.0)
+    account = _Account.of(len(streaming), objective, predictor)
+    decode = min((account.left_s(r, now_ns) for r in streaming), default=None)
+    saved = min((account.saved_s(r, one_more) for r in streaming), default=0.0)
+    if objective.max_increase:
+        saved = 0.0
+    return Slack(
+        _prefill(waiting, objective, predictor, now_ns),
+        decode,
+        duty(len(streaming), objective, predictor, saved / period_s),
+    )
+
+
+@dataclass(frozen=True)
+class _Account:
+    """What the streams of one batch earn and owe; seconds.
+
+    Attributes:
+        budget: earned by each token.
+        margin: kept back of each token's SLO.
+        step: of the batch beside a rollout engine.
+    """
+
+    budget: float
+    margin: float
+    step: float
+
+    @classmethod
+    def of(cls, streaming: int, objective: Objective, predictor: Predictor) -> _Account:
+        alone = predictor.decode_s(streaming, shared=False)
+        budget = objective.budget_s(objective.tpot_s, alone)
+        whole = replace(objective, margin=0.0).budget_s(objective.tpot_s, alone)
+        return cls(budget, whole - budget, predictor.decode_s(streaming, shared=True))
+
+    def left_s(self, request: LiveRequest, at_ns: int) -> float:
+        """Slack of a stream at that moment."""
+        return self.budget * request.tokens - (at_ns - request.first_ns) / 1e9 - self.step
+
+    def saved_s(self, request: LiveRequest, prefill_s: float) -> float:
+        """Slack at its last token, less what a prefill would take of it."""
+        uncovered = max(0.0, prefill_s - self.margin * request.tokens)
+        return self.left_s(request, max(request.first_ns, request.last_ns)) - uncovered
 
 
 def _prefill(
@@ -77,33 +129,20 @@ def _prefill(
 ) -> float | None:
     if not waiting:
         return None
-    ahead, alone, least = 0.0, 0.0, float("inf")
+    step = predictor.decode_s(1, shared=True)
+    ahead, least = 0.0, float("inf")
     for request in waiting:
-        ahead += predictor.prefill_s(request.size, shared=True)
-        alone += predictor.prefill_s(request.size, shared=False)
+        ahead += predictor.prefill_s(request.size, shared=False)
         waited = (now_ns - request.arrived_ns) / 1e9
         # The prefill under way may be nearly done; its whole cost is counted, which errs safely.
-        least = min(least, objective.budget_s(objective.ttft_s, alone) - waited - ahead)
+        least = min(least, objective.budget_s(objective.ttft_s, ahead) - waited - ahead - step)
     return least
 
 
-def _decode(
-    streaming: list[LiveRequest], objective: Objective, predictor: Predictor, now_ns: int
-) -> float | None:
-    if not streaming:
-        return None
-    alone = predictor.decode_s(len(streaming), shared=False)
-    step = predictor.decode_s(len(streaming), shared=True)
-    budget = objective.budget_s(objective.tpot_s, alone)
-    return min(
-        budget * request.tokens - (now_ns - request.first_ns) / 1e9 - step for request in streaming
-    )
-
-
-def duty(streaming: int, objective: Objective, predictor: Predictor) -> float:
-    """Share of time (0..1) that may be lent while requests stream."""
+def duty(streaming: int, objective: Objective, predictor: Predictor, saved: float = 0.0) -> float:
+    """Share of time (0..1) that may be lent while requests stream; ``saved`` in periods."""
     alone = predictor.decode_s(max(1, streaming), shared=False)
     budget = objective.budget_s(objective.tpot_s, alone)
     if budget == float("inf"):
         return 0.0
-    return lendable(alone, predictor.decode_s(max(1, streaming), shared=True), budget)
+    return lendable(alone, predictor.decode_s(max(1, streaming), shared=True), budget, saved)

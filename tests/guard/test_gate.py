@@ -141,7 +141,9 @@ def test_the_duty_paces_the_gate_within_a_control_period() -> None:
     # 20 ms alone, 40 ms shared, budget 0.8 x 30 = 24 ms: with a third of the time lent a step
     # takes 20 / (1 - 1/3 x 1/2) = 24 ms.
     goal = Objective(ttft_s=1.0, tpot_s=0.03)
-    signal = busy(streaming(tokens=100))
+    # Its 360 ms of savings are less than another prefill of its size would take.
+    stream = replace(streaming(tokens=100, started_ms=2000), size=20_000)
+    signal = busy(stream)
     opened = [never_idle(signal, NOW + step * MS, objective=goal) for step in range(100)]
     assert sum(v.open for v in opened) == 34, "a third of the period, begun milliseconds count"
     assert {v.reason for v in opened} == {GateReason.SLACK}
@@ -152,8 +154,15 @@ def test_the_duty_paces_the_gate_within_a_control_period() -> None:
 
 def test_a_duty_that_is_not_worth_it_closes() -> None:
     goal = Objective(ttft_s=1.0, tpot_s=0.0255)
-    verdict = never_idle(busy(streaming(tokens=100)), objective=goal)
+    stream = streaming(tokens=100, started_ms=2000)
+    verdict = never_idle(busy(stream), objective=goal)
     assert verdict.reason is GateReason.NO_DECODE_SLACK
+
+
+def test_what_a_stream_saved_is_lent() -> None:
+    goal = Objective(ttft_s=1.0, tpot_s=0.0255)
+    verdict = never_idle(busy(streaming(tokens=100, started_ms=1900)), objective=goal)
+    assert (verdict.open, verdict.duty) == (True, 1.0)
 
 
 def test_a_relative_limit_caps_the_duty() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +12,7 @@ from rose_core.guard.margin import LEAST, MOST, Margin
 from rose_core.guard.predictor import Predictor, Profile
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.regime import FEWEST, Gaps, cool_down
-from rose_core.guard.shares import OpenTime, lendable, shared_cost
+from rose_core.guard.shares import OpenTime, lendable
 from rose_core.guard.slack import Objective
 from rose_core.telemetry.book import LiveRequest
 from tests.guard.worlds import MS, NOW, S, busy, facts
@@ -118,14 +116,6 @@ def test_open_time_adds_up_and_ends_with_its_permit() -> None:
     assert time.at(650) == 100
 
 
-@given(alone=st.floats(0.001, 1.0), slowdown=st.floats(1.05, 9.0), share=st.floats(0.1, 1.0))
-def test_the_cost_of_co_running_follows_from_any_mixture(
-    alone: float, slowdown: float, share: float
-) -> None:
-    seen = alone / (1 - share * (1 - 1 / slowdown))
-    assert shared_cost(alone, seen, share) == pytest.approx(slowdown * alone, rel=1e-6)
-
-
 @given(alone=st.floats(0.001, 1.0), slowdown=st.floats(1.05, 9.0), budget=st.floats(1.0, 9.0))
 def test_what_may_be_lent_uses_the_budget_up_and_no_more(
     alone: float, slowdown: float, budget: float
@@ -138,19 +128,6 @@ def test_what_may_be_lent_uses_the_budget_up_and_no_more(
 
 def test_a_late_engine_lends_nothing() -> None:
     assert lendable(0.02, 0.04, 0.019) == 0.0
-
-
-def test_a_mixture_teaches_the_cost_of_co_running_and_a_short_touch_teaches_nothing() -> None:
-    predictor = Predictor(Profile(0.01, 0.05, 0.02, 0.0, shared_prefill=2.0, shared_decode=2.0))
-    for _ in range(200):
-        # Three times slower beside a rollout engine, met for a third of the time.
-        predictor = predictor.met_decode(1, 0.02 / (1 - 1 / 3 * 2 / 3), share=1 / 3)
-    assert predictor.decode_s(1, shared=True) == pytest.approx(0.06, rel=0.15)
-    assert predictor.decode_alone == 0.0
-    assert predictor.met_decode(1, 9.0, share=0.05) == predictor
-    assert predictor.met_prefill(100, 9.0, share=0.05) == predictor
-    assert predictor.met_prefill(100, 9.0, share=0.0).prefill_alone > 0
-    assert predictor.met_prefill(100, 9.0, share=0.9).prefill_shared > 0
 
 
 # --- margin
@@ -166,30 +143,6 @@ def test_the_margin_shrinks_while_nothing_happens_and_grows_at_once() -> None:
     for _ in range(20):
         margin = margin.saw(3.0)
     assert margin.value == MOST
-
-
-# --- a closed loop: an engine whose steps slow down as the model says
-
-
-def test_under_the_duty_a_stream_keeps_its_slo_and_most_of_its_slack_is_lent() -> None:
-    draw = random.Random(3)
-    alone, slowdown, goal = 0.020, 2.0, Objective(ttft_s=10.0, tpot_s=0.030, margin=0.05)
-    predictor = Predictor(Profile(0.01, 0.01, alone, 0.0, shared_decode=slowdown))
-    stream = LiveRequest(1, NOW, size=10, first_ns=NOW, tokens=1)
-    now, done, opened = NOW, 0.0, 0
-    while stream.tokens < 300:
-        world = facts(busy(stream), idle_share=0.0, objective=goal, predictor=predictor)
-        is_open = judge(world, GateLimits(), now).open
-        opened += is_open
-        done += 0.001 / (alone * draw.uniform(0.9, 1.1)) / (slowdown if is_open else 1.0)
-        now += MS
-        if done >= 1.0:
-            done -= 1.0
-            stream.tokens, stream.last_ns = stream.tokens + 1, now
-    tpot = (now - NOW) / 1e9 / 299
-    best = lendable(alone, slowdown * alone, goal.tpot_s) * (now - NOW) / MS
-    assert tpot <= goal.tpot_s
-    assert opened >= 0.8 * best
 
 
 def test_a_saturated_engine_lends_nothing() -> None:

@@ -1,0 +1,108 @@
+"""What finished requests say of one phase's cost, alone and beside a rollout engine, taken apart.
+
+Under a duty nothing runs wholly alone or wholly shared. A request that met an open gate for a share
+``f`` of its time went, as a multiple of the speed that the profile predicts,
+
+    y = alone x (1 - f x loss),        loss = 1 - 1 / slowdown
+
+A line through what was seen gives both. Two parts of it are taken from more than the last request,
+because a replica that is never idle hardly ever runs alone, and under a steady duty all shares are
+alike: then only the height of the line is known, and to read a slope from it would take every
+stutter of serving for harm by the rollouts.
+
+| part | from |
+|---|---|
+| height | the last fifty requests or so; a new replica starts at the profile |
+| slope | the same, against the weight of ``_BELIEF`` requests at the profile's slowdown |
+| a quantile of what lies above the line | one factor, up by large steps and down by small ones |
+
+Next step: ``predictor`` multiplies its profile by both factors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+_MEMORY = 0.98
+_BELIEF = 4.0
+_SLOWEST = 10.0
+_FURTHEST = 100.0  # from the profile, by which one request may be off
+
+
+@dataclass(frozen=True)
+class Line:
+    """Relative speed over the share of open time."""
+
+    alone: float
+    loss: float
+
+    def cost(self, share: float) -> float:
+        """Multiple of the profile's cost alone."""
+        return 1 / (self.alone * (1 - share * self.loss))
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sums over what was seen, each request weighing less with each one after it.
+
+    Attributes:
+        weight, share, square, speed, product: sums of 1, f, f^2, y, f y.
+        above: logarithm of the factor by which the chosen quantile lies above the line.
+    """
+
+    weight: float = 1.0
+    share: float = 0.0
+    square: float = 0.0
+    speed: float = 1.0
+    product: float = 0.0
+    above: float = 0.0
+
+    def line(self, slowdown: float) -> Line:
+        """The line through what was seen; ``slowdown`` = the profile's, which it starts from."""
+        believed = 1 - 1 / max(1.0, slowdown)
+        # Height alone, with the believed slope: the level at which that belief has its weight.
+        fitted = self.speed - believed * self.product
+        level = fitted / (self.weight - 2 * believed * self.share + believed**2 * self.square)
+        half = _BELIEF / 2
+        weight, share, square = self.weight + 2 * half, self.share + half, self.square + half
+        speed = self.speed + half * level * (2 - believed)
+        product = self.product + half * level * (1 - believed)
+        slope = (share * speed - weight * product) / (weight * square - share**2)
+        alone = max((speed + slope * share) / weight, 1e-6)
+        return Line(alone, min(1 - 1 / _SLOWEST, max(0.0, slope / alone)))
+
+    def factor(self, slowdown: float, *, shared: bool) -> float:
+        """Multiple of the profile's cost alone, at the chosen quantile."""
+        return self.line(slowdown).cost(float(shared)) * math.exp(self.above)
+
+    def saw(
+        self, seen: float, share: float, slowdown: float, *, quantile: float, step: float
+    ) -> Mixture:
+        """Learn from one request.
+
+        Args:
+            seen: its cost as a multiple of the profile's cost alone.
+            share: of its time beside an open gate.
+            slowdown: the profile's.
+            quantile: share of requests that should not be slower than predicted.
+            step: speed of learning the quantile.
+        """
+        expected = self.line(slowdown).cost(share) * math.exp(self.above)
+        above = self.above + _error(seen / expected, quantile, step)
+        y = 1 / min(_FURTHEST, max(1 / _FURTHEST, seen))
+        return replace(
+            self,
+            weight=_MEMORY * self.weight + 1,
+            share=_MEMORY * self.share + share,
+            square=_MEMORY * self.square + share**2,
+            speed=_MEMORY * self.speed + y,
+            product=_MEMORY * self.product + share * y,
+            above=max(0.0, above),
+        )
+
+
+def _error(ratio: float, quantile: float, step: float) -> float:
+    # The further off, the larger the step, so a wrong level is left within a few requests.
+    scale = step * min(10.0, max(1.0, abs(math.log(ratio)) / 0.1))
+    return scale * (quantile if ratio > 1 else quantile - 1.0)
