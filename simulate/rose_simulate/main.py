@@ -1,12 +1,14 @@
 """``rose simulate SCENARIO.yaml``: runs a scenario, prints its table, writes ``OUT/NAME.json``.
 
-``rose simulate study NAME`` runs one of the documented studies (``studies``).
+``rose simulate study NAME`` runs one of the documented studies (``studies``), ``rose simulate
+calibrate FILE ...`` holds out one load level of the guard's benchmark (``calibrate``).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -17,11 +19,16 @@ from rose_core.simulate.fleet_scenario import FleetScenario
 from rose_core.simulate.outcome import Outcome
 from rose_core.simulate.scenario import Regime, Scenario
 from rose_core.simulate.world import Material
-from rose_simulate import studies
+from rose_simulate import calibrate, studies
 from rose_simulate.fleets import FleetResult, fleet_table, run_fleet
 from rose_simulate.reading import read_material, read_scenario
 from rose_simulate.study import Result, study, table
 from rose_simulate.timings import measured
+
+OTHERS: Mapping[str, Callable[[list[str]], int]] = {
+    "study": studies.main,
+    "calibrate": calibrate.main,
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,8 +78,8 @@ def write(result: Result | FleetResult, folder: Path) -> Path:
 
 def main(argv: list[str]) -> int:
     """Run the verb."""
-    if argv[:1] == ["study"]:
-        return studies.main(argv[1:])
+    if argv and argv[0] in OTHERS:
+        return OTHERS[argv[0]](argv[1:])
     options = parser().parse_args(argv)
     derates = options.derate or []
     if any(not 0 < one <= 1 for one in derates):

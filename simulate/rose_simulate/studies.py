@@ -112,8 +112,9 @@ STUDIES: Mapping[str, Study] = {
     "fleet": Study("(h) 10,000 GPUs", ("fleet",), "50 services, 20 jobs, one hour, in bins."),
     "attribution": Study(
         "what the difference to the paper's rules is made of",
-        ("normal",),
-        "The paper's rules with one part exchanged at a time.",
+        ("normal", "normal-kv"),
+        "The paper's rules with one part exchanged at a time; in `normal-kv`, which was added "
+        "afterwards, no borrowed engine takes more turns than its KV pool holds.",
         ATTRIBUTION,
     ),
     "peers": Study(
@@ -124,8 +125,9 @@ STUDIES: Mapping[str, Study] = {
     ),
     "table1": Study(
         "the paper's Table 1 set-ups",
-        ("table1-8b", "table1-32b"),
-        "Pool sizes, models, cap and SLOs of the paper, fixed before any run.",
+        ("table1-8b", "table1-32b", "table1-8b-kv"),
+        "Pool sizes, models, cap and SLOs of the paper, fixed before any run; `table1-8b-kv` was "
+        "added afterwards: no more turns on a borrowed engine than its KV pool holds.",
         (Regime.FIXED_LADDER, Regime.STATIC_SPLIT, Regime.ROSE_PAPER, Regime.OURS),
     ),
 }

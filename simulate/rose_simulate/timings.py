@@ -23,6 +23,10 @@ QUIET = "machine: share used by other processes"
 CLOSED = "ours: arrival to permit closed, p50"
 STOPPED = "ours: arrival to every thread stopped, p50"
 OPENED = "ours: open gate to first rollout token, p50"
+MEDIANS = (CLOSED, STOPPED, OPENED)
+
+Figures = dict[str, dict[str, Any]]
+"""What a benchmark has recorded, by name."""
 
 
 def measured(path: Path, assumed: Delays) -> Delays:
@@ -30,6 +34,22 @@ def measured(path: Path, assumed: Delays) -> Delays:
 
     Raises:
         ScenarioError: it is no result of the guard's benchmark, or of a busy machine.
+    """
+    figures = quiet_figures(path)
+    missing = [name for name in MEDIANS if name not in figures]
+    if missing:
+        message = f"{path}: no figure {missing[0]!r}; is it the guard's benchmark?"
+        raise ScenarioError(message)
+    closed, stopped, opened = (figures[name]["value"] / 1000 for name in MEDIANS)
+    changes = {"tap_s": closed, "close_s": max(0.0, stopped - closed), "open_s": opened}
+    return assumed.model_copy(update=changes)
+
+
+def quiet_figures(path: Path) -> Figures:
+    """The figures of a benchmark that had the machine to itself.
+
+    Raises:
+        ScenarioError: it is no result of a benchmark, or others used the machine meanwhile.
     """
     figures = _figures(path)
     others = figures.get(QUIET)
@@ -40,16 +60,10 @@ def measured(path: Path, assumed: Delays) -> Delays:
             "run make bench-guard on a quiet one"
         )
         raise ScenarioError(message)
-    missing = [name for name in (CLOSED, STOPPED, OPENED) if name not in figures]
-    if missing:
-        message = f"{path}: no figure {missing[0]!r}; is it the guard's benchmark?"
-        raise ScenarioError(message)
-    closed, stopped, opened = (figures[name]["value"] / 1000 for name in (CLOSED, STOPPED, OPENED))
-    changes = {"tap_s": closed, "close_s": max(0.0, stopped - closed), "open_s": opened}
-    return assumed.model_copy(update=changes)
+    return figures
 
 
-def _figures(path: Path) -> dict[str, dict[str, Any]]:
+def _figures(path: Path) -> Figures:
     try:
         content = json.loads(path.read_text())
         return {one["name"]: one for one in content["figures"]}
