@@ -145,7 +145,8 @@ def slot_summary(slots: Sequence[RolloutSlot]) -> str:
         for slot in slots
     )
     states = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
-    return f"{len(slots)} slots: {states}" if slots else "no slots"
+    number = f"{len(slots)} slot{'' if len(slots) == 1 else 's'}"
+    return f"{number}: {states}" if slots else "no slots"
 
 
 def _number(value: object) -> float:

@@ -167,7 +167,7 @@ def _round_up(high: float) -> float:
     if high <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(high))
-    return next(power * part for part in (1, 2, 4, 5, 6, 8, 10, 20) if power * part > high * 1.02)
+    return next(power * part for part in (1, 2, 4, 5, 6, 8, 10, 20) if power * part >= high)
 
 
 def _axes(panel: Json, frame: Frame) -> Iterator[str]:
