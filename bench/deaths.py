@@ -129,8 +129,8 @@ async def long_stop(model: str, seconds: float) -> list[Figure]:
     """Stop the engine for long, thaw it briefly now and then, and see whether it goes on."""
     with tempfile.TemporaryDirectory(prefix="rose") as folder:
         async with running(Path(folder), model) as bench:
-            await bench.guarded(up=False)
             rollouts = Rollouts(await bench.rollouts_ready())
+            await bench.guarded(up=False)  # not before: it is the guard that asks for an engine
             streams = asyncio.create_task(rollouts.run())
             try:
                 async with bench.permit() as permit:

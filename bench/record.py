@@ -117,6 +117,17 @@ def table(figures: Sequence[Figure]) -> str:
     return "\n".join(lines)
 
 
+def save(
+    name: str, figures: Sequence[Figure], *, notes: Sequence[str] = (), folder: Path = FOLDER
+) -> Report:
+    """Write ``folder/NAME.json``."""
+    report = Report(name, machine(), tuple(figures), tuple(notes))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    return report
+
+
 def record(
     name: str,
     figures: Sequence[Figure],
@@ -125,7 +136,7 @@ def record(
     folder: Path = FOLDER,
 ) -> Report:
     """Print the figures and the machine, and write ``folder/NAME.json``."""
-    report = Report(name, machine(), tuple(figures), tuple(notes))
+    report = save(name, figures, notes=notes, folder=folder)
     here = report.machine
     sys.stdout.write(
         f"{name}: {here.processor}, {here.cores} cores, {here.memory_bytes / 2**30:.0f} GiB, "
@@ -133,10 +144,7 @@ def record(
     )
     for note in notes:
         sys.stdout.write(f"note: {note}\n")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    sys.stdout.write(f"written to {path}\n")
+    sys.stdout.write(f"written to {folder / name}.json\n")
     return report
 
 

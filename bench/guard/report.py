@@ -31,16 +31,33 @@ _REACTIONS = (
 )
 
 
+class Crash(msgspec.Struct, frozen=True):
+    """A window that came to no end, and why."""
+
+    load: str
+    condition: str
+    round: int
+    why: str
+
+
 class Results:
     """Every window of a run, by load and condition.
 
     Attributes:
         ended: windows in which the rollout engine ended.
+        crashes: windows that came to no end.
     """
 
     def __init__(self, windows: Sequence[Window], goals: dict[str, Goal], solo: Solo) -> None:
         self.windows, self.goals, self.solo = list(windows), goals, solo
         self.ended = 0
+        self.crashes: list[Crash] = []
+
+    def knows(self, key: tuple[str, str, int]) -> bool:
+        """The window of that load, condition and round was measured, or has crashed."""
+        measured = ((one.load, one.condition, one.round) for one in self.windows)
+        crashed = ((one.load, one.condition, one.round) for one in self.crashes)
+        return key in {*measured, *crashed}
 
     @property
     def loads(self) -> list[str]:
@@ -63,6 +80,7 @@ def figures(results: Results) -> list[Figure]:
     rows: list[Figure] = [
         figure("machine: share used by other processes", others, "share", at_most=QUIET),
         figure("rollout engines that ended", float(results.ended), "", at_most=0),
+        figure("windows that crashed", float(len(results.crashes)), "", at_most=0),
         figure("rollouts alone", results.solo.rollout_rate, "tokens/s"),
         figure("serving saturated", results.solo.serving_rate, "tokens/s"),
     ]

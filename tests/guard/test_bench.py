@@ -11,13 +11,14 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from bench.guard import analysis, gates, strangers
-from bench.guard.__main__ import goal_of, main, planned
+from bench.guard.__main__ import main, planned
 from bench.guard.analysis import Window
 from bench.guard.dialects import VLLM, events_in, tokens_in
 from bench.guard.load import LOADS, Answer, Arrival, Served, schedule
 from bench.guard.picture import picture
 from bench.guard.report import Results, figures, table
 from bench.guard.rollouts import Rollouts
+from bench.guard.run import goal_of
 from bench.guard.windows import CONDITIONS, GUARDED, Runner, Solo
 from bench.record import figure
 

@@ -1,0 +1,92 @@
+"""A run on disk after each window: its figures for readers, its windows to go on from.
+
+``NAME-windows.json`` holds what every window measured and what the probes found, so that a run that
+was cut off goes on with the same arrivals and the same SLO. Next step: ``report`` makes figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from bench.guard.analysis import Window
+from bench.guard.pace import Plan
+from bench.guard.picture import picture
+from bench.guard.report import Crash, Results, figures, table
+from bench.guard.windows import Goal, Solo
+from bench.record import FOLDER, save
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """Everything a run has measured.
+
+    Attributes:
+        of: what must be the same for the windows to belong together.
+    """
+
+    of: dict[str, str]
+    solo: Solo
+    goals: dict[str, Goal]
+    windows: list[Window]
+    ended: int
+    crashes: list[Crash]
+
+
+class NotTheSame(Exception):
+    """The windows on disk are of another run; the message says in what they differ."""
+
+
+def name_of(plan: Plan) -> str:
+    """Of the files."""
+    name = plan.serving.name
+    return "guard" if name == "sglang" else f"guard-{name}"
+
+
+def _of(plan: Plan) -> dict[str, str]:
+    return {
+        "model": plan.model,
+        "seconds": f"{plan.seconds:g}",
+        "seed": str(plan.seed),
+        "serving": f"{plan.serving.name} {plan.serving.version}",
+    }
+
+
+def _path(plan: Plan, folder: Path) -> Path:
+    return folder / f"{name_of(plan)}-windows.json"
+
+
+def keep(plan: Plan, results: Results, notes: Sequence[str], folder: Path = FOLDER) -> None:
+    """Write figures, table, picture and windows as they are now."""
+    kept = Kept(
+        *(_of(plan), results.solo, results.goals, results.windows),
+        *(results.ended, results.crashes),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    path = _path(plan, folder)
+    fresh = path.with_suffix(".new")
+    fresh.write_bytes(msgspec.json.encode(kept))
+    fresh.replace(path)
+    name = name_of(plan)
+    save(name, figures(results), notes=notes, folder=folder)
+    (folder / f"{name}.svg").write_text(picture(results))
+    (folder / f"{name}.txt").write_text(table(results))
+
+
+def again(plan: Plan, folder: Path = FOLDER) -> Results | None:
+    """What an earlier run measured; None when there was none.
+
+    Raises:
+        NotTheSame: it was run with other knobs.
+    """
+    path = _path(plan, folder)
+    if not path.exists():
+        return None
+    kept = msgspec.json.decode(path.read_bytes(), type=Kept)
+    other = [f"{key} {value}" for key, value in kept.of.items() if _of(plan).get(key) != value]
+    if other:
+        raise NotTheSame(f"{path} was measured with {', '.join(other)}: run without --resume")
+    results = Results(kept.windows, kept.goals, kept.solo)
+    results.ended, results.crashes = kept.ended, kept.crashes
+    return results
