@@ -156,7 +156,7 @@ def estimate(
         tuple(options),
         _by_hour(telemetry),
         _slow_share(telemetry),
-        _caveats(telemetry, counted=counted, latency=latency),
+        _caveats(telemetry, assumed, counted=counted, latency=latency),
     )
 
 
@@ -268,27 +268,30 @@ def _slow_share(telemetry: Telemetry) -> float | None:
     return slow / requests if requests else None
 
 
-def _caveats(telemetry: Telemetry, *, counted: bool, latency: bool) -> tuple[str, ...]:
+def _caveats(
+    telemetry: Telemetry, assumed: Assumed, *, counted: bool, latency: bool
+) -> tuple[str, ...]:
     found = []
     if telemetry.span_s < _DAY_S:
-        found.append("less than a day was recorded: busier hours may be missing")
+        found.append("the busier hours there may be: less than a day was recorded")
     elif telemetry.span_s < 7 * _DAY_S:
-        found.append("less than a week was recorded: other days may be busier")
+        found.append("the busier days there may be: less than a week was recorded")
     if telemetry.moments:
         found.append(
-            f"load is known at moments {telemetry.period_s:.0f} s apart: the idle share is fair, "
-            "but how long a gap lasts is not seen"
+            "how long an idle gap lasts: load is known at moments "
+            f"{telemetry.period_s:.0f} s apart, which is enough for the idle share"
         )
     if not counted:
         found.append(
-            "requests were not counted: exposure weighs every moment alike and is too high"
-            ", and the time lost at each request is not taken off"
+            "how many requests there were (column requests): every moment weighs alike, so too "
+            "many seem to stop a rollout, and the time that each costs them is not taken off"
         )
     if not latency:
-        found.append(
-            "no time to first token was recorded, or no limit given: how many of the "
-            "exposed would miss the SLO is not known"
-        )
+        lacks = "a recorded time to first token (column ttft_p99_ms)"
+        lacks = lacks if assumed.ttft_ms else "a limit to compare with (--ttft)"
+        found.append(f"how many requests would newly miss the SLO: that needs {lacks}")
     if telemetry.coverage < 0.95:
-        found.append(f"{1 - telemetry.coverage:.0%} of the samples are missing")
+        found.append(
+            f"what happened in the {1 - telemetry.coverage:.0%} of the samples that are missing"
+        )
     return tuple(found)

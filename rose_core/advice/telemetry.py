@@ -29,7 +29,8 @@ RUNNING, BUSY = "running", "busy_share"
 LEAST_SAMPLES = 20
 _COUNTS = ("running", "num_requests", "num_running_reqs", "inflight", "in_flight")
 _SHARES = ("busy", "utilization", "utilisation")
-_NAMES = ("pod", "replica", "instance")
+# ROSE's agents speak for the replicas of a node, so ``pod`` is then the agent's own.
+_NAMES = ("replica", "pod", "instance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +192,15 @@ def _telemetry(samples: list[Sample], source: str, *, moments: bool) -> Telemetr
     times: dict[str, list[float]] = {}
     for one in samples:
         times.setdefault(one.replica, []).append(one.t_s)
+    for name, row in times.items():
+        at = next((a for a, b in pairwise(row) if a == b), None)
+        if at is not None:
+            message = (
+                f"{source}: replica {name} has two samples at {at:.0f} s; "
+                "give each replica one series (in a query: sum by (replica) (...))"
+            )
+            raise TelemetryError(message)
     gaps = [b - a for row in times.values() for a, b in pairwise(row)]
-    if any(gap == 0 for gap in gaps):
-        raise TelemetryError(f"{source}: a replica has two samples at the same time")
     if len(samples) < LEAST_SAMPLES or not gaps:
         message = f"{source}: {len(samples)} samples; at least {LEAST_SAMPLES} are needed"
         raise TooLittle(message)

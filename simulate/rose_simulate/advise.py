@@ -13,7 +13,8 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from textwrap import fill
+from typing import Any, TypedDict
 
 import msgspec
 import yaml
@@ -24,6 +25,12 @@ from rose_core.advice.recommend import Advice, Goal, recommend
 from rose_core.advice.telemetry import BUSY, RUNNING, Telemetry, from_prometheus, from_rows
 
 PERCENTS = (10, 25, 50, 75, 100)
+_WIDTH = 100
+
+
+class _Indents(TypedDict):
+    initial_indent: str
+    subsequent_indent: str
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,7 +41,13 @@ def parser() -> argparse.ArgumentParser:
     add("--meaning", choices=[RUNNING, BUSY], default="", help="of a metric whose name is silent")
     add("--name", default="serving", help="of the ServingPool")
     add("--namespace", default="default")
-    add("--label", action="append", default=[], metavar="KEY=VALUE", help="of the serving pods")
+    add(
+        "--label",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of the serving pods; without one app=NAME is assumed",
+    )
     add("--ttft", type=int, default=0, help="SLO: time to first token, milliseconds")
     add("--tpot", type=int, default=0, help="SLO: time per output token, milliseconds")
     add("--percentile", type=int, default=99, help="share of requests that must meet it")
@@ -100,19 +113,26 @@ def show(found: Estimate, advice: Advice) -> str:
         f"{found.replicas} replicas, {found.span_s / 3600:.1f} h recorded, "
         f"idle {_percent(found.idle)}",
         "",
-        "lent        GPU-hours a day [95 %]     exposed requests [95 %]     may newly miss the SLO",
+        "replicas lent  GPU-hours a day [95 %]     "
+        "requests that stop a rollout [95 %]  newly above the SLO",
     ]
     for one in found.options:
         hours = one.gpu_hours
         risk = "not known" if one.at_risk is None else f"<= {one.at_risk.high:.4%}"
         lines.append(
-            f"{one.percent:>3} % {one.lent:>4}  "
+            f"{f'{one.percent} % = {one.lent}':<14} "
             f"{f'{hours.value:.1f} [{hours.low:.1f}, {hours.high:.1f}]':<26} "
-            f"{_percent(one.exposed):<27} {risk}"
+            f"{_percent(one.exposed):<36} {risk}"
         )
-    lines += ["", *(f"not known: {text}" for text in found.caveats), ""]
-    lines += [*(f"# {reason}" for reason in advice.reasons), _yaml(advice.pool)]
+    notes = (fill(text, _WIDTH, **_under("- ", "  ")) for text in found.caveats)
+    reasons = (fill(text, _WIDTH, **_under("# ", "# ")) for text in advice.reasons)
+    lines += ["", "What the telemetry does not say:", *notes] if found.caveats else []
+    lines += ["", "# To begin with (--pool FILE writes it):", *reasons, _yaml(advice.pool)]
     return "\n".join(lines)
+
+
+def _under(first: str, then: str) -> _Indents:
+    return {"initial_indent": first, "subsequent_indent": then}
 
 
 def _percent(interval: Interval) -> str:

@@ -166,6 +166,33 @@ def test_the_verb_prints_options_and_writes_the_pool(
     assert "cannot be read" in capsys.readouterr().err
 
 
+def _of_agents(*, restarted: bool = False) -> str:
+    """Shares of four replicas as two agents export them: ``pod`` and ``instance`` are theirs."""
+    draw = random.Random(3)
+    result = []
+    for number in range(4):
+        values = [[60 * at, f"{draw.uniform(0.2, 0.5):.3f}"] for at in range(300)]
+        labels = {"pool": "prod/chat", "replica": f"prod/chat-{number}"}
+        agent = {"pod": f"rose-agent-{number % 2}", "instance": f"10.0.0.{number % 2}:9404"}
+        result.append({"metric": labels | agent, "values": values})
+        if restarted:
+            result.append({"metric": labels | {"pod": "rose-agent-9"}, "values": values[-1:]})
+    return json.dumps({"status": "success", "data": {"resultType": "matrix", "result": result}})
+
+
+def test_series_of_agents_are_told_apart_by_replica(tmp_path: Path) -> None:
+    seen = telemetry(tmp_path, _of_agents(), "load.json", "busy_share")
+    assert seen.replicas == tuple(f"prod/chat-{number}" for number in range(4))
+    assert not seen.moments
+
+
+def test_two_series_of_one_replica_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(TelemetryError) as caught:
+        telemetry(tmp_path, _of_agents(restarted=True), "load.json", "busy_share")
+    assert "replica prod/chat-0 has two samples at 17940 s" in str(caught.value)
+    assert "sum by (replica)" in str(caught.value)
+
+
 def test_what_prometheus_calls_nan_is_no_sample(tmp_path: Path) -> None:
     answer = json.loads(prometheus())
     whole = telemetry(tmp_path, json.dumps(answer), "whole.json")
