@@ -141,6 +141,7 @@ def start_engine(
         permit=folder / "permit",
         plugin_socket=folder / "plugin.sock",
         ranks=ranks,
+        kv_policy=spec.kv_policy if spec else "Keep",
     )
     spec = spec or EngineSpec(engine_class="test", model=served, kv_tokens=8192, max_running=4)
     with (folder / "engine.log").open("wb") as log:

@@ -10,7 +10,7 @@ recomputed on the live weights. Next step: ``rose_engines.session`` says when ea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,13 +144,16 @@ def read_manifest(bundle: Path) -> Manifest:
         raise CommitRefused("Corrupt", f"manifest of {bundle}: {error}") from error
 
 
-def stage(bundle: Path, live: Live, current: Digest) -> StagedUpdate:
+def stage(
+    bundle: Path, live: Live, current: Digest, rest: Callable[[], None] = lambda: None
+) -> StagedUpdate:
     """Decode a bundle and check it against the live weights, touching nothing.
 
     Args:
         bundle: folder with ``manifest.msgpack`` and ``blocks/<sha256 hex>``.
         live: the engine's weights; nobody else writes them meanwhile.
         current: their attested digest.
+        rest: called after every tile; may take its time.
 
     Raises:
         CommitRefused: ``Layout``, ``WrongBase``, ``Corrupt`` or ``DigestMismatch``.
@@ -164,7 +167,11 @@ def stage(bundle: Path, live: Live, current: Digest) -> StagedUpdate:
             f"the engine holds {current}",
         )
     _check_untouched(manifest)
-    return StagedUpdate(manifest, current, tuple(_stage_tiles(manifest, bundle / "blocks", live)))
+    changes = []
+    for change in _stage_tiles(manifest, bundle / "blocks", live):
+        changes.append(change)
+        rest()
+    return StagedUpdate(manifest, current, tuple(changes))
 
 
 def check_layout(manifest: Manifest, live: Live) -> None:

@@ -42,6 +42,7 @@ from rose_engines.live import (
 )
 from rose_engines.memory import EngineMemory
 from rose_engines.order import Order
+from rose_engines.pace import Pace
 from rose_engines.safetensors import write_file
 from rose_engines.sglang.control import (
     Abort,
@@ -110,6 +111,8 @@ class WeightSession:
         self.iterations = 0
         self.permit_open: Callable[[], bool | None] = lambda: None
         self.device: Callable[[], Device] = Device
+        # Requests that lost their KV because of commits so far, and their tokens.
+        self.recomputed: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._resting = False
 
     @property
@@ -234,7 +237,8 @@ class WeightSession:
         self._forget()
         self._phase = "Staging"
         try:
-            update = stage(bundle, self._live, self._digest)
+            pace = Pace(lambda: self.permit_open() is False)
+            update = stage(bundle, self._live, self._digest, pace.rest)
         except BaseException:  # whatever it was, the session takes the next order
             self._phase = "Idle"
             raise
@@ -368,7 +372,9 @@ class WeightSession:
             return self._broken(str(broken))
         self._version = update.version
         self._commits += 1
+        requests, tokens = self.recomputed()
         fenced = self._set_label(update.version)
+        retracted, recomputed = self.recomputed()
         self._forget()
         return Committed(
             version=update.version,
@@ -376,6 +382,8 @@ class WeightSession:
             changed_elements=update.manifest.changes,
             pause_microseconds=(time.monotonic_ns() - started) // 1000,
             fenced_requests=fenced,
+            retracted_requests=retracted - requests,
+            recomputed_tokens=recomputed - tokens,
         )
 
     def _swap(self, update: StagedUpdate) -> Digest:

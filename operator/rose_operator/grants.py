@@ -68,6 +68,7 @@ def _grant(slot: RolloutSlot, term: int, settings: Settings) -> Grant:
             kv_tokens=spec.engine.kv_tokens,
             max_running=spec.engine.max_running,
             sharing=_sharing(spec.sharing),
+            kv_policy=spec.weights.kv_policy,
         ),
         weights=WeightSource(
             endpoint=settings.stores[spec.weights.store_name],

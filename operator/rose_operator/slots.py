@@ -107,6 +107,7 @@ def _weights(lease: RolloutLease) -> SlotWeights:
         store_name=weights.store_name,
         run=weights.run,
         max_staleness_versions=weights.max_staleness_versions,
+        kv_policy=weights.kv_policy,
     )
 
 

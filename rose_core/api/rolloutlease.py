@@ -39,6 +39,8 @@ class KVPolicy(StrEnum):
     """What happens to cached KV when weights change."""
 
     KEEP = "Keep"
+    RECOMPUTE = "Recompute"
+    REUSE = "Reuse"
 
 
 class PreemptionPolicy(StrEnum):
@@ -82,7 +84,9 @@ class Weights(ApiModel):
         description="Versions an engine may lag behind the head and still take turns.",
     )
     kv_policy: KVPolicy = Field(
-        default=KVPolicy.KEEP, description="Keep: cached KV survives a commit; spans say so."
+        default=KVPolicy.KEEP,
+        description="At a commit running turns keep their KV (Keep), prefill again (Recompute), or "
+        "keep it and later turns of a trajectory reuse it for some commits (Reuse).",
     )
 
 

@@ -25,7 +25,7 @@ from rose_core.api.common import (
     Rule,
     StatusBase,
 )
-from rose_core.api.rolloutlease import ArgumentValue
+from rose_core.api.rolloutlease import ArgumentValue, KVPolicy
 from rose_core.api.servingpool import Compute, MemoryLimit, MemorySource
 
 
@@ -92,6 +92,9 @@ class SlotWeights(ApiModel):
     store_name: LabelName = Field(description="Weight store, by the platform's name.")
     run: LabelName = Field(description="Training run.")
     max_staleness_versions: int = Field(ge=0, le=1000, description="Versions it may lag behind.")
+    kv_policy: KVPolicy = Field(
+        default=KVPolicy.KEEP, description="What becomes of cached KV at a commit."
+    )
 
 
 class SlotSharing(ApiModel):

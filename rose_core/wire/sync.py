@@ -174,6 +174,7 @@ class EngineSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         context_tokens: longest prompt plus output.
         kv_tokens: size of the KV pool in tokens.
         sharing: how it shares its GPU with serving.
+        kv_policy: what becomes of cached KV at a commit: ``Keep``, ``Recompute`` or ``Reuse``.
     """
 
     engine_class: str
@@ -183,6 +184,7 @@ class EngineSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_tokens: int = 16384
     max_running: int = 8
     sharing: Sharing = Sharing()
+    kv_policy: str = "Keep"
 
 
 class WeightSource(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import write_bundle
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.safetensors import read_checkpoint
-from rose_engines.sglang import loading, plugin, spans
+from rose_engines.sglang import kv, loading, plugin, spans
 from rose_engines.sglang.arguments import FALLBACK_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
 from rose_engines.sglang.control import Commit, ControlClient, Stage
 from rose_engines.sglang.plugin import SchedulerPlugin
@@ -135,6 +135,7 @@ def test_hooks_are_placed(hooks: Hooks, monkeypatch: pytest.MonkeyPatch) -> None
     assert [(target, kind) for target, _, kind in hooks] == [
         (plugin.BOUNDARY, "before"),
         (plugin.ADMISSION, "before"),
+        (kv.ABORT, "before"),
         (spans.TARGET, "around"),
     ]
     assert plugin.registered()

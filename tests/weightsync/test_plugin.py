@@ -11,6 +11,7 @@ import pytest
 
 from rose_agent.weightsync.plugin import Gate
 from rose_engines.errors import EngineUnavailable
+from rose_engines.pace import rest_of
 from rose_engines.permit import Permit
 
 # The permit is compared with the machine's own clock, so these tests run in real time.
@@ -65,3 +66,17 @@ async def test_closed_time_does_not_count(gate: Gate, tmp_path: Path) -> None:
     with pytest.raises(EngineUnavailable, match="did not answer"):
         await asyncio.wait_for(waiting, 60)
     assert silent.cancelled()
+
+
+@pytest.mark.looptime
+async def test_fetching_rests_after_its_work_until_the_permit_opens(
+    gate: Gate, tmp_path: Path
+) -> None:
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await gate.rest(0.05)
+    assert loop.time() - began == pytest.approx(rest_of(0.05), abs=0.05)
+    Permit.create(tmp_path / "permit").extend(time.monotonic_ns() + _AHEAD_NS)
+    began = loop.time()
+    await gate.rest(0.05)
+    assert loop.time() == began

@@ -11,8 +11,17 @@ import asyncio
 import contextlib
 import functools
 import logging
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -80,6 +89,7 @@ class WeightsClient:
         credentials: instead of those that the address asks for.
         holder: this receiver's name; versions it works with are kept for it.
         connections: for large fetches; one may not fill a long or lossy link.
+        rest: called after every block with the seconds it took; a fetch waits for it.
     """
 
     def __init__(
@@ -90,9 +100,11 @@ class WeightsClient:
         holder: str = "",
         credentials: grpc.ChannelCredentials | None = None,
         connections: int = CONNECTIONS,
+        rest: Callable[[float], Awaitable[None]] | None = None,
     ) -> None:
         self._connect = functools.partial(rpc.connect, address, credentials=credentials, own=True)
         self._connections = connections
+        self._rest = rest
         self._channel = rpc.connect(address, credentials=credentials)
         self._channels = [self._channel]
         self._token = token
@@ -339,9 +351,12 @@ class WeightsClient:
 
         async def write(blocks: Sequence[memoryview]) -> None:
             for data in blocks:
+                began = time.monotonic()
                 await asyncio.to_thread(bundle.put, mine[0].sha256, data)
                 faults.at("sync.block")
                 mine.popleft()
+                if self._rest is not None:
+                    await self._rest(time.monotonic() - began)
 
         try:
             with understanding():

@@ -47,6 +47,7 @@ def sglang(order: EngineOrder) -> EngineProgram:
         port=order.port,
         permit=order.slot.permit,
         plugin_socket=order.slot.plugin_socket,
+        kv_policy=order.spec.kv_policy,
         device="cuda",
         memory_fraction=fraction,
     )
@@ -71,6 +72,7 @@ def sglang_cpu(order: EngineOrder) -> EngineProgram:
         port=order.port,
         permit=order.slot.permit,
         plugin_socket=order.slot.plugin_socket,
+        kv_policy=order.spec.kv_policy,
     )
     return EngineProgram(
         argv=tuple(command(order.spec, launch)),

@@ -103,7 +103,10 @@ class Follower:
     async def run(self) -> None:
         """Follow until cancelled."""
         store = WeightsClient(
-            self._source.endpoint, token=self._options.token, holder=self._slot.uid
+            self._source.endpoint,
+            token=self._options.token,
+            holder=self._slot.uid,
+            rest=self._plugin.gate.rest,
         )
         watcher = asyncio.create_task(self._watch(store))
         try:
@@ -222,6 +225,7 @@ class Follower:
                 f"the manifest says {manifest.digest}"
             )
         metrics.COMMITS.inc()
+        metrics.RECOMPUTED_TOKENS.inc(committed.recomputed_tokens)
         self._commits += 1
         metrics.COMMIT_PAUSE_SECONDS.observe(committed.pause_microseconds / 1e6)
         self._history = (*self._history, committed.version)[-_HISTORY:]
@@ -256,6 +260,8 @@ class Follower:
             failures=self._failures,
             full=base is None,
             encode_seconds=self._encode_seconds(committed.version),
+            retracted_requests=committed.retracted_requests,
+            recomputed_tokens=committed.recomputed_tokens,
         )
         self._failures = ()
         try:

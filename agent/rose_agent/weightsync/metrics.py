@@ -45,6 +45,11 @@ COMMIT_PAUSE_SECONDS = Histogram(
     buckets=(0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1),
     registry=REGISTRY,
 )
+RECOMPUTED_TOKENS = Counter(
+    "rose_weightsync_recomputed_tokens",
+    "Tokens of running requests that are prefilled again because weights have changed.",
+    registry=REGISTRY,
+)
 PROBES = Counter(
     "rose_weightsync_probes",
     "Comparisons of what an engine computes for the fixed prompt, by outcome.",

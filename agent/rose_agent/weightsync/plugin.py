@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from rose_agent.weightsync.decide import Engine
 from rose_engines.errors import EngineUnavailable
+from rose_engines.pace import rest_of
 from rose_engines.permit import BadPermit, Permit
 from rose_engines.rundir import SlotDir
 from rose_engines.sglang.control import Attested, Committed, ControlClient, Staged
@@ -56,6 +57,13 @@ class Gate:
         # The permit is memory that somebody else writes: there is nothing to be told by.
         while not self.is_open():  # noqa: ASYNC110
             await asyncio.sleep(_TICK_SECONDS)
+
+    async def rest(self, worked_seconds: float) -> None:
+        """After a piece of work beside serving, which is busy while the permit is closed."""
+        left = rest_of(worked_seconds)
+        while left > 0 and not self.is_open():
+            await asyncio.sleep(min(left, _TICK_SECONDS))
+            left -= _TICK_SECONDS
 
     def close(self) -> None:
         """Unmap the permit."""

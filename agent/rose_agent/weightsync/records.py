@@ -38,6 +38,7 @@ class CommitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         full: the full state was asked for after failures, or because the base was unknown.
         encode_seconds: what comparing and encoding this version took its publisher; None = unknown,
             also when a newer version was the head by then.
+        retracted_requests, recomputed_tokens: requests that had to prefill again because of it.
     """
 
     at: float
@@ -56,6 +57,8 @@ class CommitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     failures: tuple[str, ...] = ()
     full: bool = False
     encode_seconds: float | None = None
+    retracted_requests: int = 0
+    recomputed_tokens: int = 0
 
     @property
     def density(self) -> float:
@@ -142,6 +145,10 @@ def line_of(record: CommitRecord) -> str:
         f"confirm {record.confirm_seconds:.2f} s",
         f"lag {'?' if record.lag is None else record.lag}",
     ]
+    if record.retracted_requests:
+        parts.append(
+            f"{record.retracted_requests} requests prefill {record.recomputed_tokens} tokens again"
+        )
     if record.full:
         parts.append("full state")
     if record.merged is not None and record.merged > 1:

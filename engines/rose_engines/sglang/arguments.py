@@ -18,6 +18,8 @@ from rose_engines.errors import ArgumentRefused
 
 PERMIT_VARIABLE = "ROSE_PERMIT"
 SOCKET_VARIABLE = "ROSE_PLUGIN_SOCKET"
+# What becomes of cached KV at a commit (``kv``); unset = ``Keep``.
+KV_VARIABLE = "ROSE_KV_POLICY"
 # What becomes of an engine whose parameter layout is refused, from the host's environment: unset =
 # it ends; ``disk`` = it loads patched checkpoints; ``disk-always`` = so whatever its layout.
 FALLBACK_VARIABLE = "ROSE_LAYOUT_FALLBACK"
@@ -79,6 +81,7 @@ class Launch:
         memory_fraction: share of the device the engine may use for weights and KV.
         quiet_log: only warnings in the engine's log.
         ranks: devices that one engine is spread over (tensor parallelism).
+        kv_policy: ``Keep``, ``Recompute`` or ``Reuse`` (``rose_engines.sglang.kv``).
     """
 
     python: Path
@@ -93,6 +96,7 @@ class Launch:
     served_name: str = ""
     quiet_log: bool = False
     ranks: int = 1
+    kv_policy: str = "Keep"
 
     @property
     def plugged(self) -> bool:
@@ -190,6 +194,7 @@ def environment(launch: Launch, inherited: Mapping[str, str], threads: int = 1) 
         chosen[PERMIT_VARIABLE] = str(launch.permit)
     if launch.plugin_socket is not None:
         chosen[SOCKET_VARIABLE] = str(launch.plugin_socket)
+        chosen[KV_VARIABLE] = launch.kv_policy
     return chosen
 
 

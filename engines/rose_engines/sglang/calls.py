@@ -109,6 +109,7 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
         digest: recomputed on the live weights; equals the manifest's.
         pause_microseconds: time the engine did not compute: scatter, digests and label.
         fenced_requests: live requests that carry tokens of the version before.
+        retracted_requests, recomputed_tokens: requests that lost their KV and prefill again.
     """
 
     version: str
@@ -116,6 +117,8 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
     changed_elements: int
     pause_microseconds: int
     fenced_requests: int
+    retracted_requests: int = 0
+    recomputed_tokens: int = 0
 
 
 class Attested(msgspec.Struct, frozen=True, tag=True):

@@ -33,8 +33,13 @@ from rose_engines.device import of_torch
 from rose_engines.errors import BrokenWeights, UnsupportedEngine
 from rose_engines.permit import BadPermit
 from rose_engines.session import WeightSession
-from rose_engines.sglang import loading, memory, ranks, spans
-from rose_engines.sglang.arguments import FALLBACK_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
+from rose_engines.sglang import kv, loading, memory, ranks, spans
+from rose_engines.sglang.arguments import (
+    FALLBACK_VARIABLE,
+    KV_VARIABLE,
+    PERMIT_VARIABLE,
+    SOCKET_VARIABLE,
+)
 from rose_engines.sglang.control import ControlServer
 from rose_engines.sglang.gate import POLL_SECONDS, PermitGate
 from rose_engines.sglang.ranks import rank_of, socket_of
@@ -84,6 +89,7 @@ def register() -> None:
     hooks = SchedulerPlugin(Path(permit) if permit else None, Path(control) if control else None)
     HookRegistry.register(BOUNDARY, hooks.before_iteration, HookType.BEFORE)
     HookRegistry.register(ADMISSION, hooks.before_request, HookType.BEFORE)
+    HookRegistry.register(kv.ABORT, hooks.before_abort, HookType.BEFORE)
     HookRegistry.register(spans.TARGET, spans.around_accept, HookType.AROUND)
     if os.environ.get("SGLANG_USE_CPU_ENGINE"):
         HookRegistry.register(ranks.CUDA_ONLY, ranks.NoCommunicator, HookType.REPLACE)
@@ -118,6 +124,7 @@ class SchedulerPlugin:
         self._session: WeightSession | None = None
         self._started = False
         self._leader = True
+        self._kv = kv.CachePolicy()
         self._wake = -1
 
     def before_iteration(self, scheduler: Any, *_: object, **__: object) -> None:  # noqa: ANN401
@@ -125,6 +132,10 @@ class SchedulerPlugin:
         if not self._started:
             self._start(scheduler)
         session = self._session
+        if self._kv.holding:
+            self._kv.put_back(scheduler, kv.SPREAD_TOKENS)
+            if self._leader and self._kv.holding:
+                os.eventfd_write(self._wake, 1)  # an idle scheduler must come by again
         if session is None or not self._leader:
             self._pass_without_orders(session)
             return
@@ -157,17 +168,21 @@ class SchedulerPlugin:
         if self._session is not None:
             request.extra_key = self._cache_key(request.extra_key)
 
+    def before_abort(self, scheduler: Any, *_: object, **__: object) -> None:  # noqa: ANN401
+        """Hook: requests are looked for; those held back must be found."""
+        self._kv.put_back(scheduler)
+
     def _cache_key(self, own: str | None) -> str | None:
         """Key of KV computed by the present weights; ``own`` is what the caller asked for."""
         session = self._session
         if session is None:
             return own
-        base = (own or "").partition("\n")[0]
-        return f"{base}\n{session.version}#{session.commits}"
+        return self._kv.key(own, session.version, session.commits)
 
     def _start(self, scheduler: Any) -> None:  # noqa: ANN401
         try:
             self._check_engine(scheduler)
+            self._kv = kv.CachePolicy(os.environ.get(KV_VARIABLE) or kv.KEEP)
             self._leader = rank_of(scheduler) == 0
             if self._permit_path is not None:
                 self._gate = PermitGate(self._permit_path)
@@ -214,6 +229,8 @@ class SchedulerPlugin:
             session = kind(live, version, ranks.join(scheduler, live, control), *hooks)
         seen = of_torch(str(scheduler.server_args.device))
         session.device = lambda: seen
+        counts = self._kv
+        session.recomputed = lambda: (counts.retracted_requests, counts.recomputed_tokens)
         gate = self._gate
         session.permit_open = gate.is_open if gate is not None else lambda: None
         return session
@@ -229,11 +246,15 @@ class SchedulerPlugin:
             os.eventfd_read(self._wake)
 
     def _set_label(self, scheduler: Any, version: str) -> int:  # noqa: ANN401
-        """Move the label, close the spans of live requests, give waiting ones a fresh cache key."""
+        """Move the label, close the spans of live requests, give waiting ones their cache key."""
+        self._kv.put_back(scheduler)  # their spans close too
         chunked = [scheduler.chunked_req] if scheduler.chunked_req is not None else []
         live = {*scheduler.collect_inflight_reqs(), *scheduler.waiting_queue, *chunked}
         fenced = sum(1 for request in live if request.output_ids)
         scheduler.record_weight_version_change(version)
-        for request in scheduler.waiting_queue:
+        self._kv.retract(scheduler)
+        if self._kv.holding and self._leader:
+            os.eventfd_write(self._wake, 1)
+        for request in (*scheduler.waiting_queue, *self._kv.held()):
             request.extra_key = self._cache_key(request.extra_key)
         return fenced
