@@ -151,11 +151,15 @@ class Bench:
         )
 
     async def end(self, name: str) -> None:
-        """Kill one process."""
+        """Kill one process; of the serving engine all, because vLLM's do not see its end."""
         process = self.processes.pop(name)
+        workers = _workers(process.pid) if name == "serving" else []
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
 
     def engine(self) -> EngineFile | None:
         """The rollout engine as the host started it."""
@@ -235,6 +239,12 @@ class Bench:
             root = psutil.Process(self.processes[name].pid)
             found += [root, *root.children(recursive=True)]
         return found
+
+
+def _workers(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=True)
+    return []
 
 
 async def answers(url: str, seconds: float = 600.0) -> None:

@@ -17,7 +17,7 @@ from bench.tap.traffic import Order, Seen
 from rose_agent.tap import frames
 from rose_agent.tap.frames import Watch
 from rose_core.telemetry.book import Book, Finished
-from rose_core.telemetry.events import Arrived, Health
+from rose_core.telemetry.events import Arrived, Health, TapEvent
 
 _SETTLED_SECONDS = 0.5
 
@@ -52,11 +52,15 @@ class Listener:
     """The guard's end of ``tap.sock``.
 
     A finished request is found again by the size of its body, or ``by`` what else is said.
+
+    Attributes:
+        events: everything it heard, where somebody wants to keep that.
     """
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
         self.book = Book(0)
         self.watched = Watched([])
+        self.events: list[TapEvent] | None = None
         self._reader = reader
         self._key: Callable[[Finished], str] = lambda done: str(done.size)
 
@@ -70,6 +74,8 @@ class Listener:
             events = await frames.read(self._reader, frames.events)
             now = time.monotonic_ns()
             beat = None
+            if self.events is not None:
+                self.events += events
             for event in events:
                 done = self.book.apply(event, now)
                 if done is not None:
@@ -120,8 +126,9 @@ class Watcher:
 
 
 @contextlib.asynccontextmanager
-async def _process(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
+async def process(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A Python process with pipes, ended in the end."""
+    started = await asyncio.create_subprocess_exec(
         sys.executable,
         *arguments,
         stdin=asyncio.subprocess.PIPE,
@@ -129,11 +136,11 @@ async def _process(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]
         limit=1 << 26,
     )
     try:
-        yield process
+        yield started
     finally:
         with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        await process.wait()
+            started.terminate()
+        await started.wait()
 
 
 @contextlib.asynccontextmanager
@@ -142,8 +149,8 @@ async def tap_process(
 ) -> AsyncIterator[tuple[Listener, psutil.Process]]:
     """Start ``rose tap``, let it follow one replica, and listen; with its parser's process."""
     run = ("-m", "rose_cli.main", "tap", "--rundir", str(folder), "--http-host", "127.0.0.1")
-    async with _process(*run, "--http-port", "0", "--log-level", "WARNING", *more) as tap:
-        reader, writer = await _connected(folder / "tap.sock")
+    async with process(*run, "--http-port", "0", "--log-level", "WARNING", *more) as tap:
+        reader, writer = await connected(folder / "tap.sock")
         writer.write(frames.pack([watch]))
         try:
             listener = Listener(reader)
@@ -157,7 +164,7 @@ async def tap_process(
 async def watching(folder: Path, *, sampled: bool) -> AsyncIterator[Watcher]:
     """Start both and connect as the guard does."""
     more = () if sampled else ("--sample-from", "0")
-    async with _process("-m", "bench.tap.traffic") as traffic:
+    async with process("-m", "bench.tap.traffic") as traffic:
         assert traffic.stdout is not None  # noqa: S101  # piped
         port = int((await traffic.stdout.readline()).split()[1])
         watch = Watch("bench", traffic.pid, port)
@@ -166,7 +173,8 @@ async def watching(folder: Path, *, sampled: bool) -> AsyncIterator[Watcher]:
             yield Watcher(traffic, parser, listener)
 
 
-async def _connected(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connected(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """The guard's end of a tap's socket, as soon as it listens."""
     async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(OSError):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import statistics
-import sys
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from rose_agent.tap import frames
+from bench.tap.watcher import Listener, process, tap_process
 from rose_agent.tap.frames import Watch
 from rose_core.telemetry.book import Book, Finished
 from rose_core.telemetry.events import Arrived, Health, How, TapEvent
@@ -29,84 +26,40 @@ PATIENCE = 60.0
 EXPECTED = STREAMED + PLAIN + SHORT + ABORTED
 
 
-@contextlib.asynccontextmanager
-async def process(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    started = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *arguments,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=1 << 20,
-    )
-    try:
-        yield started
-    finally:
-        if started.stdin is not None:
-            started.stdin.close()
-        with contextlib.suppress(TimeoutError, ProcessLookupError):
-            await asyncio.wait_for(started.wait(), 5)
-        if started.returncode is None:
-            started.kill()
-        await started.wait()
-
-
 async def line(from_process: asyncio.subprocess.Process) -> str:
     assert from_process.stdout is not None
     text = await asyncio.wait_for(from_process.stdout.readline(), PATIENCE)
     return text.decode().strip()
 
 
-async def connected(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    for _ in range(600):
-        with contextlib.suppress(OSError):
-            return await asyncio.open_unix_connection(str(path))
-        await asyncio.sleep(0.1)
-    raise AssertionError("the tap never listened")
-
-
-async def next_events(reader: asyncio.StreamReader) -> list[TapEvent]:
-    return await asyncio.wait_for(frames.read(reader, frames.events), PATIENCE)
-
-
-async def next_health(reader: asyncio.StreamReader) -> Health:
-    while True:
-        for event in await next_events(reader):
-            if isinstance(event, Health):
-                return event
+async def beat(listener: Listener, until_ns: int = 0) -> Health:
+    return await asyncio.wait_for(listener.beat(until_ns), PATIENCE)
 
 
 async def test_every_request_as_the_client_saw_it(short_dir: Path) -> None:
-    run = ("-m", "rose_cli.main", "tap", "--rundir", str(short_dir))
-    async with (
-        process("-m", "tests.tap.inside") as inside,
-        process(*run, "--http-host", "127.0.0.1", "--http-port", "0") as tap,
-    ):
+    async with process("-m", "tests.tap.inside") as inside:
         port = int((await line(inside)).split()[1])
-        reader, writer = await connected(short_dir / "tap.sock")
-        writer.write(frames.pack([Watch("pod", inside.pid, port)]))
-        health = await next_health(reader)
-        assert health.problem == ""
-        (parser,) = psutil.Process(tap.pid).children()
-        for name in ("CapEff", "CapPrm"):
-            assert capability(parser.pid, name) == 0, "the parser has given up everything"
+        async with tap_process(short_dir, Watch("pod", inside.pid, port)) as (listener, parser):
+            assert (await beat(listener)).problem == ""
+            for name in ("CapEff", "CapPrm"):
+                assert capability(parser.pid, name) == 0, "the parser has given up everything"
+            events = listener.events = []
+            assert inside.stdin is not None
+            inside.stdin.write(b"go\n")
+            answer = asyncio.create_task(line(inside))
+            while not answer.done():
+                await beat(listener)
+            client = json.loads(await answer)
+            await beat(listener, time.monotonic_ns())
+            judge(events, client["streamed"])
 
-        events: list[TapEvent] = []
-        assert inside.stdin is not None
-        inside.stdin.write(b"go\n")
-        answer = asyncio.create_task(line(inside))
-        while not answer.done():
-            events += await next_events(reader)
-        client = json.loads(await answer)
-        events.append(await next_health(reader))
-        writer.close()
-        judge(events, client["streamed"])
 
-        # The namespace goes away with the pod: the tap says so instead of claiming emptiness.
-        reader, writer = await connected(short_dir / "tap.sock")
-        writer.write(frames.pack([Watch("lost", 2**22 - 1, port)]))
-        while (await next_health(reader)).problem == "":
+async def test_a_namespace_that_goes_away_is_told_and_not_taken_for_emptiness(
+    short_dir: Path,
+) -> None:
+    async with tap_process(short_dir, Watch("lost", 2**22 - 1, 30000)) as (listener, _):
+        while (await beat(listener)).problem == "":
             pass
-        writer.close()
 
 
 def capability(pid: int, name: str) -> int:
