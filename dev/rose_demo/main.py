@@ -31,6 +31,7 @@ from rose_demo.stack import Stack
 from rose_demo.table import Screen
 from rose_demo.verdicts import Findings, judge
 from rose_dev import engine_environment
+from rose_dev.environments import SetupFailed
 from rose_dev.errors import DevelopmentError
 from rose_dev.node import Node, require_root
 
@@ -145,7 +146,7 @@ def main(argv: list[str]) -> int:
             engine_environment.install()
             with tempfile.TemporaryDirectory(prefix="rose-demo-") as scratch:
                 return run(options, node, Path(scratch))
-    except (DemoError, DevelopmentError, engine_environment.SetupFailed) as error:
+    except (DemoError, DevelopmentError, SetupFailed) as error:
         print(f"rose demo: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:

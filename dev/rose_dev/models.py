@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rose_dev.engine_environment import cache_folder
+from rose_dev.environments import cache_folder
 
 if TYPE_CHECKING:
     import torch

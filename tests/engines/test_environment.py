@@ -9,14 +9,13 @@ import pytest
 from rose_dev import engine_environment, vllm_environment
 from rose_dev.engine_environment import (
     CONSTRAINTS,
-    SetupFailed,
     engine_python,
     environment_folder,
-    find_uv,
     install,
     is_ready,
     main,
 )
+from rose_dev.environments import SetupFailed, find_uv
 
 # Writes what it was asked to do, and makes a Python where `uv venv` would.
 INSTALLER = """#!/bin/sh
