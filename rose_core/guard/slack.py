@@ -80,7 +80,8 @@ def measure(
     """Slack and duty for the requests under way."""
     waiting = sorted((r for r in requests if not r.first_ns), key=lambda r: r.arrived_ns)
     streaming = [r for r in requests if r.first_ns]
-    one_more = max((predictor.prefill_s(r.size, shared=False) for r in requests), default=0.0)
+    sizes = {r.size for r in requests}
+    one_more = max((predictor.prefill_s(size, shared=False) for size in sizes), default=0.0)
     account = _Account.of(len(streaming), objective, predictor)
     decode = min((account.left_s(r, now_ns) for r in streaming), default=None)
     saved = min((account.saved_s(r, one_more) for r in streaming), default=0.0)
