@@ -36,6 +36,7 @@ VERBS: dict[str, Verb] = {
     "drain": Verb("rose_cli.ops.drain", "free a node's GPUs of rollouts", "operator"),
     "operator": Verb("rose_operator.main", "reconcile pools and leases into slots", "operator"),
     "agent": Verb("rose_agent.main", "guard the serving replicas of this node", "agent"),
+    "sleeper": Verb("rose_agent.devices.sleepers", "wake serving engines of this node", "agent"),
     "tap": Verb("rose_agent.tap.main", "watch serving traffic of this node", "agent"),
     "engine-host": Verb("rose_agent.host.main", "run rollout engines on this node", "agent"),
     "vacate": Verb("rose_agent.vacate", "wait until no rollout engine holds the GPUs", "agent"),

@@ -11,6 +11,7 @@
 - ``standstill``: whether a tree that is late in standing still disobeys or waits for its turn.
 - ``slot``: one slot's whole life on its node: ``decide(state, snapshot, now)``.
 - ``grants``: which grants are alive, by leader term and the node's own clock.
+- ``whole``: a replica that is drained and sleeps while its GPUs are lent whole.
 - ``crossover``: harm measured by alternating lent and withheld windows, and by un-lent replicas.
 - ``experience``: what finished requests teach, for the guard and the simulator alike.
 - ``budget``: how fast the error budget burns, and the breaker.

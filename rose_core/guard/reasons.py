@@ -9,10 +9,11 @@ from enum import StrEnum
 
 
 class GateReason(StrEnum):
-    """Why a gate is open (first two) or closed."""
+    """Why a gate is open (first three) or closed."""
 
     IDLE = "Idle"
     SLACK = "Slack"
+    SERVING_ASLEEP = "ServingAsleep"
 
     STOP_REQUESTED = "StopRequested"
     NOT_GRANTED = "NotGranted"
@@ -20,6 +21,7 @@ class GateReason(StrEnum):
     SERVING_GONE = "ServingGone"
     SERVING_NOT_READY = "ServingNotReady"
     SERVING_SETTLING = "ServingSettling"
+    SERVING_AWAKE = "ServingAwake"
     MEMORY_PRESSURE = "MemoryPressure"
     DEVICE_UNFIT = "DeviceUnfit"
     ENGINE_NOT_READY = "EngineNotReady"
@@ -46,6 +48,7 @@ VACATING = frozenset(
         GateReason.SERVING_GONE,
         GateReason.SERVING_NOT_READY,
         GateReason.SERVING_SETTLING,
+        GateReason.SERVING_AWAKE,
     }
 )
 """Reasons for which a gate does not merely close: the engine has to leave the GPU (rung 5)."""

@@ -43,6 +43,7 @@ STARTABLE = frozenset(
     {
         GateReason.IDLE,
         GateReason.SLACK,
+        GateReason.SERVING_ASLEEP,
         GateReason.SERVING_BUSY,
         GateReason.NO_PREFILL_SLACK,
         GateReason.NO_DECODE_SLACK,

@@ -8,7 +8,8 @@ shared memory that its holder extends. An agent that dies, or whose own grant ha
 operator is gone, extends it no more. Every stage is on disk before its order is carried out; one
 that starts without a readable record takes serving for asleep until it answers its probe.
 
-``rose_core.devices.sleeper`` decides. No kind of the API asks for this yet.
+``rose_core.devices.sleeper`` decides. Next step: ``rose_agent.devices.sleepers`` keeps one for each
+replica of a node that is lent whole.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Serving:
         gpus: where it holds its memory.
         vacated: no rollout engine holds these GPUs; None = unknown.
         restart: ends its processes, so that the kubelet starts them anew.
+        drained: traffic is kept away from it; before that it is not put to sleep.
     """
 
     engine: ServingEngine
@@ -83,6 +85,7 @@ class Serving:
     restart: Callable[[], None]
     gpus: tuple[str, ...] = ()
     vacated: Callable[[], Awaitable[bool | None]] = _unknown
+    drained: Callable[[], bool] = lambda: True
 
 
 class DeadMan:
@@ -117,6 +120,11 @@ class DeadMan:
         """Where serving stands."""
         return self.record.sleeper
 
+    @property
+    def granted(self) -> bool:
+        """Whoever grants still extends the permit."""
+        return self._granted()
+
     async def run(self) -> None:
         """Step until cancelled."""
         while True:
@@ -136,7 +144,8 @@ class DeadMan:
         granted, stage = self._granted(), self.state.stage
         if stage is Stage.AWAKE:
             # Serving is asked nothing while nobody could use the answer.
-            wanted = granted and not resting(self.state, self._limits, self._clock())
+            wanted = granted and self._serving.drained()
+            wanted = wanted and not resting(self.state, self._limits, self._clock())
             idle = await self._idle() if wanted else None
             known = bool(idle) and await self._refer()
             return SleeperSeen(granted, idle=idle, reference=known)
@@ -218,7 +227,7 @@ def _remembered(path: Path, now_s: float) -> Record:
     return record
 
 
-def _vacated(session: aiohttp.ClientSession, url: str) -> Callable[[], Awaitable[bool | None]]:
+def vacated_page(session: aiohttp.ClientSession, url: str) -> Callable[[], Awaitable[bool | None]]:
     """Asks the engine host's page."""
 
     async def ask() -> bool | None:
@@ -231,7 +240,7 @@ def _vacated(session: aiohttp.ClientSession, url: str) -> Callable[[], Awaitable
     return ask
 
 
-def _tree(pid: int) -> tuple[int, ...]:
+def tree(pid: int) -> tuple[int, ...]:
     """A process and its descendants."""
     found, fresh = [pid], [pid]
     while fresh:
@@ -243,8 +252,9 @@ def _tree(pid: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _restart(pid: int) -> None:
-    for one in reversed(_tree(pid)):
+def end_tree(pid: int) -> None:
+    """Kill a process and its descendants."""
+    for one in reversed(tree(pid)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(one, signal.SIGKILL)
 
@@ -276,10 +286,10 @@ async def watch(arguments: argparse.Namespace) -> None:
         serving = Serving(
             SERVING[arguments.engine](session, arguments.url),
             meter_for(open_driver(arguments.devices)),
-            lambda: _tree(arguments.pid),
-            lambda: _restart(arguments.pid),
+            lambda: tree(arguments.pid),
+            lambda: end_tree(arguments.pid),
             tuple(arguments.gpu),
-            _vacated(session, url) if url else _unknown,
+            vacated_page(session, url) if url else _unknown,
         )
         await DeadMan(serving, arguments.grant, arguments.record, limits).run()
 

@@ -24,10 +24,11 @@ from collections.abc import Callable
 import aiohttp
 
 from rose_agent.devices.driver import DeviceDriver
-from rose_agent.devices.watch import DeviceWatch, Lent, Terms
+from rose_agent.devices.watch import DeviceWatch
 from rose_agent.guard import metrics, report, state
 from rose_agent.guard.again import Again
 from rose_agent.guard.blackbox import BlackBox
+from rose_agent.guard.gpus import look_at
 from rose_agent.guard.hostlink import HostLink
 from rose_agent.guard.outcomes import Outcomes
 from rose_agent.guard.pools import Pools
@@ -37,6 +38,7 @@ from rose_agent.guard.replica import Replica
 from rose_agent.guard.settings import Settings
 from rose_agent.guard.slot import Slot
 from rose_agent.guard.taplink import TapLink
+from rose_agent.guard.whole import WholeReplicas
 from rose_agent.pods.kubernetes import KubernetesPods
 from rose_agent.pods.model import PodSource, ServingPod
 from rose_agent.pods.processes import Watcher
@@ -91,6 +93,7 @@ class Guard:
         self.pods: PodSource | None = None
         self.on_transition: Callable[[], None] = _nothing
         self.devices = DeviceWatch(devices, limits=settings.budget)
+        self.whole = WholeReplicas(rundir.root, self.recorder)
         self._session = session
         self._started_s = time.monotonic()
         self._wall_offset_s = time.time() - self._started_s
@@ -199,7 +202,8 @@ class Guard:
         until_ns = 0
         for slot in self.slots.values():
             if slot.grant is not None and slot.grant.pod_uid == uid:
-                slot.step(verdict, now_ns, granted=self._granted(slot), arrival_ns=arrival_ns)
+                own = self.whole.judge(uid, facts) if slot.grant.whole else verdict
+                slot.step(own, now_ns, granted=self._granted(slot), arrival_ns=arrival_ns)
                 if slot.computing(now_ns):
                     until_ns = max(until_ns, verdict.until_ns or now_ns + _TICK_NS)
         replica.outcomes.open_time.note(until_ns, now_ns)
@@ -279,7 +283,8 @@ class Guard:
         self._watcher.watch(pid for pod in pods.values() for pid in pod.pids)
         self.pools.match(self.policies)
         self._match_slots()
-        self._look_at_devices()
+        look_at(self.devices, self.replicas, self.slots)
+        self.whole.match(self.replicas, self.grants, stop=self._stop_pressed)
 
     def _match_pod(self, uid: str, pod: ServingPod, policy: PoolPolicy) -> None:
         replica = self.replicas.get(uid)
@@ -324,6 +329,7 @@ class Guard:
     def _forget_replica(self, uid: str) -> None:
         replica = self.replicas.pop(uid)
         self.devices.forget(uid)
+        self.whole.forget(uid)
         self._verdicts.pop(uid, None)
         self._again.forget(uid)
         poller = self._pollers.pop(uid, None)
@@ -375,24 +381,8 @@ class Guard:
             self.slots.values(),
             host_alive=self.host.alive(time.monotonic_ns()),
             capabilities=self.host.capabilities,
+            sleepless=self.whole.refusal,
         )
-
-    def _look_at_devices(self) -> None:
-        """Health of every replica's GPUs, what may be lent of them, the budget of what is."""
-        for uid, replica in self.replicas.items():
-            beside = [s for s in self.slots.values() if s.grant and s.grant.pod_uid == uid]
-            engines = [slot.status for slot in beside if slot.status is not None]
-            lent = Lent(
-                frozenset(self.slots),
-                tuple(engine.residue_bytes or 0 for engine in engines),
-                sum(engine.released_bytes for engine in engines),
-                " ".join(sorted(engine.version for engine in engines)),
-            )
-            terms = Terms.of(replica.policy)
-            kv_permille = report.kv_permille(replica, time.monotonic_ns())
-            replica.view = self.devices.look(uid, replica.pod.gpu_uuids, terms, lent, kv_permille)
-            for slot in beside:
-                slot.budget = replica.view.budget
 
 
 def _nothing(_task: object = None) -> None:

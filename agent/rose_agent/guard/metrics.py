@@ -34,6 +34,18 @@ RUNGS = Counter(
     "rose_guard_rungs", "Rungs of the reclaim ladder entered.", ["rung"], registry=REGISTRY
 )
 ORDERS = Counter("rose_guard_orders", "Orders carried out by kind.", ["order"], registry=REGISTRY)
+SERVING_ASLEEP = Gauge(
+    "rose_guard_serving_asleep",
+    "1 while the serving replica sleeps because it is lent whole.",
+    ["replica"],
+    registry=REGISTRY,
+)
+WHOLE_PHASES = Counter(
+    "rose_guard_whole_phases",
+    "Phases of whole-replica loans entered, and the word of the failure that led there.",
+    ["phase", "reason"],
+    registry=REGISTRY,
+)
 OPEN_SECONDS = Counter(
     "rose_guard_open_seconds", "Time with an open gate, all slots.", registry=REGISTRY
 )

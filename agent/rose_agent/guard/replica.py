@@ -33,11 +33,6 @@ _LASTING_NS = 5_000_000_000
 _HARDLY_IDLE, _IDLE_ENOUGH = 0.2, 0.4
 
 
-def _base(pod: ServingPod) -> str:
-    host = f"[{pod.address}]" if ":" in pod.address else pod.address
-    return f"http://{host}:{pod.port}"
-
-
 @dataclass
 class Replica:
     """One replica.
@@ -86,7 +81,7 @@ class Replica:
         session: aiohttp.ClientSession,
     ) -> Replica:
         """A replica that has just been found."""
-        reader = EngineReader(session, _base(pod), policy.engine)
+        reader = EngineReader(session, pod.url, policy.engine)
         now_ns = time.monotonic_ns()
         gaps = Gaps(now_ns, reopen_ns=gate.reopen_ns, window_ns=gate.regime_ns)
         return cls(pod, policy, outcomes, schedule, Limits(), Book(now_ns), gaps, reader)
@@ -94,7 +89,7 @@ class Replica:
     def update(self, pod: ServingPod, policy: PoolPolicy) -> None:
         """Take what has become of the pod and its pool."""
         if pod.address != self.pod.address or policy.engine != self.policy.engine:
-            self.reader.aim(_base(pod), policy.engine)
+            self.reader.aim(pod.url, policy.engine)
             self.verification = Verification()
         self.pod, self.policy = pod, policy
 
@@ -110,6 +105,15 @@ class Replica:
         if known is not self.shown:
             self.shown = known
             metrics.SIGNAL_KNOWN.labels(self.pod.name).set(known)
+
+    @property
+    def full(self) -> bool:
+        """Nothing can be lent beside it, and its owner lets it sleep instead."""
+        return (
+            self.policy.sleep is not None
+            and self.view is not None
+            and self.view.lendable.bytes == 0
+        )
 
     def signal(self, now_ns: int) -> ServingSignal:
         """Every source merged."""

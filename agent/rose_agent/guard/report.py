@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from rose_agent.guard.metrics import OBSERVED
 from rose_agent.guard.replica import Replica
@@ -45,13 +45,19 @@ def sync_request(
     *,
     host_alive: bool,
     capabilities: Mapping[str, str],
+    sleepless: Callable[[Replica], Reason | None] = lambda _: None,
 ) -> SyncRequest:
-    """Everything the operator hears of this node; a replica without a verdict is unknown."""
+    """Everything the operator hears of this node; a replica without a verdict is unknown.
+
+    ``sleepless`` says why a replica does not sleep for a loan, or does not serve yet after one.
+    """
     now_ns = time.monotonic_ns()
     unknown = closed(GateReason.SIGNAL_MISSING)
     reports = [slot_report(slot) for slot in slots]
     seen = tuple(
-        replica_report(replica, verdict or unknown, now_ns, host_alive=host_alive)
+        replica_report(
+            replica, verdict or unknown, now_ns, host_alive=host_alive, word=sleepless(replica)
+        )
         for replica, verdict in replicas
     )
     OBSERVED.keep({(one.pool, f"{one.pod_namespace}/{one.pod_name}") for one in seen})
@@ -77,12 +83,17 @@ def _version() -> str:
 
 
 def replica_report(
-    replica: Replica, verdict: Verdict, now_ns: int, *, host_alive: bool
+    replica: Replica,
+    verdict: Verdict,
+    now_ns: int,
+    *,
+    host_alive: bool,
+    word: Reason | None = None,
 ) -> ReplicaReport:
     """One serving replica."""
     signal = replica.signal(now_ns)
     pod, counters = replica.pod, replica.outcomes.counters
-    refusal = _REFUSALS.get(verdict.reason)
+    refusal = word or _REFUSALS.get(verdict.reason)
     source = replica.lasting_source(now_ns)
     if refusal is None and source is None and signal.doubt is not None:
         refusal = _DOUBTS[signal.doubt]
@@ -93,6 +104,8 @@ def replica_report(
     view = replica.view
     if refusal is None and view is not None and view.refusal:
         refusal = Reason(view.refusal)
+    if refusal is None and replica.full:
+        refusal = Reason.INSUFFICIENT_MEMORY
     busy, elapsed = replica.book.busy_ns(now_ns), now_ns - counters.asked_ns
     permille = None
     if counters.asked_ns and signal.running is not None and elapsed > 0:

@@ -44,6 +44,12 @@ class ServingPod:
     gpu_uuids: tuple[str, ...] = ()
     feed_port: int = 0
 
+    @property
+    def url(self) -> str:
+        """Of its engine."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"http://{host}:{self.port}"
+
 
 class PodSource(Protocol):
     """Where pods come from."""
