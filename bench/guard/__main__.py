@@ -97,7 +97,7 @@ def notes(plan: Plan) -> list[str]:
         "alone, unguarded, static duty and rose-paper run without guard and tap on the node",
         "harvest of idle time: rollout tokens / (their solo rate x time without a request, alone)",
         "SLO of steady loads: twice the 99th percentile of serving alone; best fixed share: the "
-        "largest of 50, 75, 100 % that added no violation on the same arrivals",
+        "largest of 25, 50, 75, 100 % that added no violation on the same arrivals",
         "threads stand still only when they get the shared core; they compute nothing before",
     ]
 

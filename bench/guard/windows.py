@@ -27,8 +27,8 @@ from rose_core.wire.sync import SignalSource
 CONDITIONS = ("alone", "unguarded", "static-duty", "polled", "rose-paper", "ours")
 GUARDED = ("polled", "ours")
 _PATIENCE_SECONDS = 60.0
-SHARES = {"static-duty": 0.5, "duty-75": 0.75}
-"""Fixed shares; the last one runs once, on steady loads, for the offline search."""
+SHARES = {"static-duty": 0.5, "duty-25": 0.25, "duty-75": 0.75}
+"""Fixed shares; all but the first run once, on steady loads, for the offline search."""
 
 
 @dataclass(frozen=True)
