@@ -45,13 +45,16 @@ class StubAgent:
     replicas: tuple[ReplicaReport, ...]
     version: str = "grpo@1.0"
     token: str = "secret"
+    pause: float = 0.3
     grants: dict[str, Grant] = field(default_factory=dict)
     replies: list[tuple[float, SyncReply]] = field(default_factory=list)
     highest_term: int = 0
 
     def __enter__(self) -> "StubAgent":
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self.run(self._stop)), daemon=True
+        )
         self._thread.start()
         return self
 
@@ -80,17 +83,18 @@ class StubAgent:
             harvested_tokens=500,
         )
 
-    async def _run(self) -> None:
+    async def run(self, stop: threading.Event) -> None:
+        """Speak to the operator until ``stop`` is set."""
         channel = connect(f"127.0.0.1:{self.port}")
         try:
-            while not self._stop.is_set():
+            while not stop.is_set():
                 try:
                     reply = await call(channel, SYNC, self.request(), timeout=5, token=self.token)
                 except WireError:
                     await asyncio.sleep(0.2)
                     continue
                 self._take(reply)
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(self.pause)
         finally:
             await channel.close()
 
