@@ -1,4 +1,8 @@
-"""An engine that computes nothing: ``python -m bench.router.stub --token-seconds S``."""
+"""An engine that computes nothing: ``python -m bench.router.stub --token-seconds S``.
+
+Its events hold new tokens only, as those of ROSE's own rollout engines do; with ``--cumulative``
+all tokens so far, as SGLang's do by default.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ from aiohttp import web
 VERSION = "bench@1.0"
 
 
-def event(rid: str, prompt: int, count: int, most: int) -> bytes:
-    """One cumulative event, as SGLang with ROSE's plugin sends it."""
+def event(rid: str, prompt: int, count: int, most: int, start: int = 0) -> bytes:
+    """The event of token ``count``, with those from ``start``, as SGLang with ROSE's plugin."""
     meta: dict[str, Any] = {
         "id": rid,
         "finish_reason": {"type": "length", "length": most} if count == most else None,
@@ -24,13 +28,14 @@ def event(rid: str, prompt: int, count: int, most: int) -> bytes:
         "cached_tokens": 0,
         "weight_version": VERSION,
         "weight_versions": [{"version": VERSION, "start": 0, "end": count}],
-        "output_token_logprobs": [[-0.5, token, None] for token in range(count)],
+        "output_token_logprobs": [[-0.5, token, None] for token in range(start, count)],
     }
-    body = {"text": "x" * count, "output_ids": list(range(count)), "meta_info": meta}
+    ids = list(range(start, count))
+    body = {"text": "x" * len(ids), "output_ids": ids, "meta_info": meta}
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-def application(token_seconds: float) -> web.Application:
+def application(token_seconds: float, *, cumulative: bool = False) -> web.Application:
     """The stub."""
 
     async def generate(request: web.Request) -> web.StreamResponse:
@@ -48,7 +53,8 @@ def application(token_seconds: float) -> web.Application:
             return response
         for count in range(1, most + 1):
             await asyncio.sleep(token_seconds)
-            await response.write(event(rid, prompt, count, most))
+            start = 0 if cumulative else count - 1
+            await response.write(event(rid, prompt, count, most, start))
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -67,7 +73,8 @@ async def serve(flags: argparse.Namespace) -> None:
     """Run until killed; prints its URL."""
     # sglang-router asks for HTTP/2 first; that is no error here.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
-    runner = web.AppRunner(application(flags.token_seconds), access_log=None)
+    app = application(flags.token_seconds, cumulative=flags.cumulative)
+    runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     sys.stdout.write(f"http://127.0.0.1:{runner.addresses[0][1]}\n")
@@ -78,4 +85,5 @@ async def serve(flags: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--token-seconds", type=float, default=0.0)
+    parser.add_argument("--cumulative", action="store_true")
     asyncio.run(serve(parser.parse_args()))
