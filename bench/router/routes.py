@@ -1,0 +1,146 @@
+"""Ways to a stub engine: direct, through the router, through sglang-router; each a process."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from bench.router.stub import VERSION
+from rose_core.wire.routing import EngineKind, EngineUpdate
+from rose_wire.errors import Unavailable
+from rose_wire.rpc import connect, converse
+from rose_wire.services import ATTACH
+
+LEASE = "bench/router"
+_WORD = "bench"  # the bearer token between our own children
+
+
+@dataclass(frozen=True)
+class Route:
+    """A way to the engine: its URL, and the process in between (0 = none)."""
+
+    url: str
+    pid: int = 0
+
+    def cpu_seconds(self) -> float:
+        """Processor time that the process has used."""
+        return sum(psutil.Process(self.pid).cpu_times()[:2]) if self.pid else 0.0
+
+    def resident_bytes(self) -> int:
+        """Memory of the process."""
+        return int(psutil.Process(self.pid).memory_info().rss)
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def process(*command: str, speaks: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A child that is gone afterwards; its output is thrown away unless it ``speaks`` to us."""
+    output = subprocess.PIPE if speaks else subprocess.DEVNULL
+    child = subprocess.Popen(command, stdout=output, text=True)
+    try:
+        yield child
+    finally:
+        child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(10)
+        child.kill()
+        child.wait()
+
+
+@contextmanager
+def stub(token_seconds: float, *, cumulative: bool = False) -> Iterator[str]:
+    """A stub engine; its URL."""
+    command = [sys.executable, "-m", "bench.router.stub", f"--token-seconds={token_seconds}"]
+    with process(*command, *(["--cumulative"] if cumulative else []), speaks=True) as child:
+        if child.stdout is None:
+            raise RuntimeError("no pipe to the stub")
+        yield child.stdout.readline().strip()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:  # noqa: S310  # our own children
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+async def _ready(url: str, seconds: float = 60) -> None:
+    async with asyncio.timeout(seconds):
+        while not await asyncio.to_thread(_answers, url):  # noqa: ASYNC110  # another process
+            await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def rose(engine: str, cap: int) -> AsyncIterator[Route]:
+    """ROSE's router with the stub attached."""
+    http, attach = free_port(), free_port()
+    update = EngineUpdate(
+        "stub", EngineKind.DEDICATED, LEASE, engine, gate_open=True, cap=cap, version=VERSION
+    )
+
+    async def updates() -> AsyncIterator[EngineUpdate]:
+        yield update
+        await asyncio.Event().wait()
+
+    with tempfile.TemporaryDirectory() as folder:
+        token = Path(folder) / "token"
+        token.write_text(_WORD)
+        command = [sys.executable, "-m", "rose_cli.main", "router", f"--lease={LEASE}"]
+        command += [f"--http-address=127.0.0.1:{http}", f"--attach-address=127.0.0.1:{attach}"]
+        command += [f"--token-file={token}", "--log-level=WARNING", "--drain-seconds=0"]
+        with process(*command) as child:
+            url = f"http://127.0.0.1:{http}"
+            await _ready(f"{url}/health")
+            channel = connect(f"127.0.0.1:{attach}")
+
+            async def stay() -> None:
+                with suppress(Unavailable):
+                    async for _ in converse(channel, ATTACH, updates(), token=_WORD):
+                        pass
+
+            attached = asyncio.create_task(stay())
+            try:
+                await _ready(f"{url}/ready")
+                yield Route(url, child.pid)
+            finally:
+                attached.cancel()
+                await asyncio.gather(attached, return_exceptions=True)
+                await channel.close()
+
+
+@asynccontextmanager
+async def sglang_router(python: str, engine: str) -> AsyncIterator[Route]:
+    """sglang-router in front of the stub."""
+    port, metrics = free_port(), free_port()
+    command = [python, "-m", "sglang_router.launch_router", f"--worker-urls={engine}"]
+    command += ["--policy=cache_aware", "--host=127.0.0.1", f"--port={port}"]
+    command += [f"--prometheus-port={metrics}", "--log-level=warn"]
+    with process(*command) as child:
+        await _ready(f"http://127.0.0.1:{port}/readiness")
+        yield Route(f"http://127.0.0.1:{port}", child.pid)
+
+
+def has_sglang_router(python: str) -> bool:
+    """Whether that Python has sglang-router."""
+    if python == sys.executable:
+        return importlib.util.find_spec("sglang_router") is not None
+    check = "import importlib.util as u, sys; sys.exit(u.find_spec('sglang_router') is None)"
+    return subprocess.run([python, "-c", check], check=False).returncode == 0
