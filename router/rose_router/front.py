@@ -59,7 +59,7 @@ class Door(asyncio.Protocol):
     """One connection: passes everything on to aiohttp's protocol, and counts.
 
     Attributes:
-        opened: when it was made, in monotonic seconds.
+        opened: when it was made, on the clock of all doors.
         spoken: a whole request head has come; from then on aiohttp's keep-alive watches it.
     """
 
@@ -110,10 +110,15 @@ class Doors:
 
     Args:
         limits: see there.
+
+    Attributes:
+        clock: seconds in which the router had time to listen: when it is behind, what callers sent
+            lies unread, and their silence is its own.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
+        self.clock = 0.0
         self._open: dict[asyncio.BaseTransport, Door] = {}
 
     def __len__(self) -> int:
@@ -140,9 +145,9 @@ class Doors:
         if door is not None:
             door.spoken = True
 
-    def close_silent(self, now: float) -> int:
+    def close_silent(self) -> int:
         """Close those that have not sent a whole request head in time; their number."""
-        limit = now - self._limits.head_seconds
+        limit = self.clock - self._limits.head_seconds
         late = [one for one in self._open.values() if not one.spoken and one.opened < limit]
         for door in late:
             if door.transport is not None:
@@ -151,9 +156,11 @@ class Doors:
 
     async def watch(self) -> None:
         """Close silent ones until cancelled."""
+        step = min(1.0, self._limits.head_seconds / 4)
         while True:
-            await asyncio.sleep(min(1.0, self._limits.head_seconds / 4))
-            self.close_silent(time.monotonic())
+            await asyncio.sleep(step)
+            self.clock += step
+            self.close_silent()
 
 
 class Certificate:
@@ -228,7 +235,7 @@ async def listening(
     def door() -> asyncio.BaseProtocol:
         if certificate is not None:
             certificate.refresh()
-        return Door(server(), doors, time.monotonic())
+        return Door(server(), doors, doors.clock)
 
     host, port = address.rsplit(":", 1)
     loop = asyncio.get_running_loop()

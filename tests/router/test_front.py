@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -119,6 +120,17 @@ async def test_a_connection_that_has_spoken_is_kept(stage: Make) -> None:
                     await silent.read()  # the one that said nothing is closed meanwhile
         writer.close()
         other.close()
+
+
+async def test_a_router_that_is_behind_does_not_count_it_as_silence(stage: Make) -> None:
+    async with stage(limits=Limits(head_seconds=0.2)) as s:
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+        await asyncio.sleep(0.02)  # the router has taken the connection
+        writer.write(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+        time.sleep(0.5)  # noqa: ASYNC251  # nothing can be read meanwhile
+        async with asyncio.timeout(30):
+            assert b" 200 " in await reader.readline()
+        writer.close()
 
 
 async def test_a_body_that_does_not_come_is_408(stage: Make) -> None:
