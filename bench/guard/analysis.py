@@ -20,13 +20,46 @@ DRAWS = 600
 
 @dataclass(frozen=True)
 class Cost:
-    """What guard and tap used in a window, and what the node made meanwhile."""
+    """What guard and tap used in a window, and what the node made meanwhile.
+
+    Attributes:
+        resting_s, resting_cpu_s: the same just before, while nobody asked serving for anything.
+    """
 
     elapsed_s: float
     tokens: int
     cpu_s: float
     rss_bytes: int
     pss_bytes: int
+    resting_s: float = 0.0
+    resting_cpu_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Parted:
+    """Costs of several windows, taken apart.
+
+    Attributes:
+        fixed: share of a core that guard and tap take whatever the node makes.
+        per_token_s: CPU seconds that every token adds to it.
+    """
+
+    fixed: float
+    per_token_s: float
+
+    def at(self, tokens_per_s: float) -> float:
+        """Share of a core on a node that makes so many."""
+        return self.fixed + tokens_per_s * self.per_token_s
+
+
+def parted(costs: Sequence[Cost]) -> Parted | None:
+    """What of it was there before the first token; None where that was not measured."""
+    resting_s, tokens = sum(c.resting_s for c in costs), sum(c.tokens for c in costs)
+    if not resting_s or not tokens:
+        return None
+    fixed = sum(c.resting_cpu_s for c in costs) / resting_s
+    more_s = sum(c.cpu_s for c in costs) - fixed * sum(c.elapsed_s for c in costs)
+    return Parted(fixed, more_s / tokens)
 
 
 @dataclass

@@ -195,7 +195,18 @@ def _cost(results: Results) -> list[Figure]:
     share = 100 * cpu / sum(cost.elapsed_s for cost in costs)
     pss = max(cost.pss_bytes for cost in costs) / 1e6
     name = "guard and tap"
+    apart = analysis.parted(costs)
+    rows = (
+        []
+        if apart is None
+        else [
+            figure(f"{name}: fixed", 100 * apart.fixed, "% of a core"),
+            figure(f"{name}: 1,000 tokens/s more", 1e5 * apart.per_token_s, "% of a core"),
+            figure(f"{name}: at 1,000 tokens/s", 100 * apart.at(1000), "% of a core", at_most=3.0),
+        ]
+    )
     return [
+        *rows,
         figure(f"{name}: share of a core", share, "%"),
         figure(f"{name}: core per 1,000 tokens/s", 1e5 * cpu / tokens, "%", at_most=3.0),
         figure(f"{name}: memory (PSS)", pss, "MB", at_most=100.0),

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -27,6 +27,7 @@ from rose_core.wire.sync import SignalSource
 CONDITIONS = ("alone", "unguarded", "static-duty", "polled", "rose-paper", "ours")
 GUARDED = ("polled", "ours")
 _PATIENCE_SECONDS = 60.0
+_REST_SECONDS = 5.0
 SHARES = {"static-duty": 0.5, "duty-25": 0.25, "duty-75": 0.75}
 """Fixed shares; all but the first run once, on steady loads, for the offline search."""
 
@@ -124,7 +125,8 @@ class Runner:
         arrivals = schedule(load, seconds, number, solo.serving_rate)
         seed = f"{load.name} {condition} {number} {time.monotonic_ns()}"
         async with self._conditions(load, condition, served, solo, goal):
-            used = self._used() if condition == "ours" else None
+            rested = await self._rested() if condition == "ours" else None
+            used = self._used() if rested is not None else None
             sent, machine = time.monotonic(), strangers.used()
             await serve(
                 self.bench.serving_url,
@@ -141,8 +143,9 @@ class Runner:
                 load.name, condition, number, seconds, began, served.answers, served.failed, made
             )
             window.strangers = strangers.strangers(machine, strangers.used())
-            if used is not None:
-                window.cost = self._cost(used[0], sent, served)
+            if used is not None and rested is not None:
+                cost = self._cost(used[0], sent, served)
+                window.cost = replace(cost, resting_s=rested[0], resting_cpu_s=rested[1])
             if condition in GUARDED:
                 await self._reactions(window)
         return window
@@ -152,6 +155,12 @@ class Runner:
         cpu, rss, pss = self._used()
         tokens = self.rollouts.made(since_s, now) + sum(a.tokens for a in served.answers)
         return Cost(now - since_s, tokens, cpu - cpu_before_s, rss, pss)
+
+    async def _rested(self) -> tuple[float, float]:
+        """Seconds without a request to serving, and the CPU of guard and tap in them."""
+        before, began = self._used()[0], time.monotonic()
+        await asyncio.sleep(_REST_SECONDS)
+        return time.monotonic() - began, self._used()[0] - before
 
     @contextlib.asynccontextmanager
     async def _conditions(

@@ -12,7 +12,7 @@ import pytest
 
 from bench.guard import analysis, gates, strangers
 from bench.guard.__main__ import main, planned
-from bench.guard.analysis import Window
+from bench.guard.analysis import Cost, Window
 from bench.guard.dialects import VLLM, events_in, tokens_in
 from bench.guard.load import LOADS, Answer, Arrival, Served, schedule
 from bench.guard.picture import picture
@@ -246,3 +246,24 @@ def test_a_serving_engine_that_is_not_installed_is_said_in_one_line(
     assert capsys.readouterr().out == (
         "bench.guard: skipped, vLLM is not installed here: run `make vllm` (about 6 GB)\n"
     )
+
+
+def test_what_guard_and_tap_cost_before_the_first_token_is_told_apart() -> None:
+    """2 % of a core at rest and 10 ms of CPU per 1,000 tokens, whatever a window's rate."""
+    costs = [
+        Cost(10.0, tokens, 0.02 * 10.0 + tokens * 1e-5, 1, 1, resting_s=5.0, resting_cpu_s=0.1)
+        for tokens in (500, 8000)
+    ]
+    apart = analysis.parted(costs)
+    assert apart is not None
+    assert apart.fixed == pytest.approx(0.02)
+    assert apart.at(1000) == pytest.approx(0.03)
+    assert analysis.parted([Cost(10.0, 500, 0.2, 1, 1)]) is None, "nobody looked at rest"
+    made = window("ours")
+    made.cost = costs[0]
+    rows = {row.name: row for row in figures(Results([made], {}, SOLO))}
+    assert rows["guard and tap: fixed"].value == pytest.approx(2.0)
+    assert rows["guard and tap: 1,000 tokens/s more"].value == pytest.approx(1.0)
+    assert rows["guard and tap: at 1,000 tokens/s"].aim
+    # The quotient on this node's own 50 tokens/s is told beside it, with the aim as it was set.
+    assert rows["guard and tap: core per 1,000 tokens/s"].value == pytest.approx(41.0)
