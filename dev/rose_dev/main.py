@@ -20,6 +20,7 @@ from rose_dev.build import build
 from rose_dev.dashboards.asking import last
 from rose_dev.dashboards.render import picture
 from rose_dev.errors import DevelopmentError
+from rose_dev.kwok import ANNOTATION
 from rose_dev.node import Node, can_run_node
 from rose_dev.packages import install_packages, missing_packages
 from rose_dev.parts import CONTROL_PLANE, EVERYTHING, find
@@ -44,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     verbs.add_parser("status", help="show what runs")
     load = verbs.add_parser("load", help="import images into the node, from docker archives")
     load.add_argument("archives", nargs="+", type=Path, metavar="ARCHIVE")
+    many = verbs.add_parser("nodes", help="stand nodes without machines (KWOK) beside the real one")
+    many.add_argument("count", type=int, metavar="COUNT")
     boards = verbs.add_parser("dashboards", help="draw the dashboards as SVG from a Prometheus")
     boards.add_argument("--prometheus", default="http://127.0.0.1:9090", help="its address")
     boards.add_argument("--minutes", type=float, default=60.0, help="how far back")
@@ -115,11 +118,22 @@ def _kubectl(options: argparse.Namespace) -> int:
     return subprocess.run(command, check=False).returncode
 
 
-def _load(options: argparse.Namespace) -> int:
+def _running() -> Node:
     node = Node()
     if not node.sandbox.alive():
         message = "there is no node: rose dev up"
         raise DevelopmentError(message)
+    return node
+
+
+def _nodes(options: argparse.Namespace) -> int:
+    _running().add_kwok_nodes(options.count)
+    _say(f"[cluster] {options.count} nodes kwok-N; pods name them, and tolerate {ANNOTATION}")
+    return 0
+
+
+def _load(options: argparse.Namespace) -> int:
+    node = _running()
     for archive in options.archives:
         node.load(archive.resolve(strict=False))
         _say(f"[cluster] loaded {archive}; use it with imagePullPolicy: Never")
@@ -141,6 +155,7 @@ _VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "down": _down,
     "status": _status,
     "load": _load,
+    "nodes": _nodes,
     "dashboards": _dashboards,
     "kubectl": _kubectl,
 }

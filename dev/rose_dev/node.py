@@ -26,13 +26,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rose_dev import components, image, node_files
+from rose_dev import components, image, kwok, node_files
 from rose_dev.build import build
 from rose_dev.components import Layout
 from rose_dev.control_plane import write_certificates
 from rose_dev.errors import DevelopmentError, NotSupported, StartFailed
 from rose_dev.packages import install_packages
-from rose_dev.parts import CONTROL_PLANE, NODE, cache_root
+from rose_dev.parts import CONTROL_PLANE, NODE, SCALE, cache_root
 from rose_dev.pki import Authority
 from rose_dev.place import HOST_ADDRESS, NODE_ADDRESS, NODE_NAME, SERVICE_RANGE, Place, place
 from rose_dev.sandbox import Sandbox, sweep
@@ -170,6 +170,18 @@ class Node:
             CommandFailed: the runtime refuses it.
         """
         self.sandbox.run([*self._ctr(), "images", "import", archive], seconds=180)
+
+    def add_kwok_nodes(self, count: int) -> None:
+        """Stand nodes without machines beside the real one; they last as long as it does."""
+        if not self.sandbox.running("kwok"):
+            rules = self.place.run / "kwok.yaml"
+            rules.write_text(kwok.stages())
+            binary = build(SCALE)["kwok"]
+            self.sandbox.start("kwok", kwok.command(binary, self.kubeconfig, rules))
+        names = [f"kwok-{number}" for number in range(count)]
+        self.kubectl("apply", "--filename=-", stdin=kwok.nodes(names))
+        for name in names:
+            self.kubectl("wait", "--for=condition=Ready", f"node/{name}", "--timeout=60s")
 
     def _start(self, gpus: int, say: Say) -> None:
         began = time.monotonic()
