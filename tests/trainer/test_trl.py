@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from rose_core.delta.bits import Bits
-from rose_trainer.adapters.trl import WeightTransfer
+from rose_trainer.adapters.trl import OldestFirst, Sample, WeightTransfer
 from rose_trainer.publisher import Publisher
 from rose_weights.bundle import Bundle
 from tests.trainer.test_publisher import RunningStore
@@ -59,3 +61,39 @@ def test_trl_publishes_every_sync_and_drains_the_iterator(
     apply_bundle(held, Bundle(tmp_path / "bundle"))
     assert set(held["embed.weight"].view(np.float32)) == {2.0}
     assert set(held["layer.weight"].view(np.float32)) == {3.0}
+
+
+@dataclass
+class Scored:
+    """RolloutSample, as far as the queue matters."""
+
+    name: str
+    model_version: int
+
+
+def queued(*samples: Scored) -> queue.Queue[Sample]:
+    waiting: queue.Queue[Sample] = queue.Queue()
+    for sample in samples:
+        waiting.put(sample)
+    return waiting
+
+
+def test_of_finished_samples_the_oldest_is_trained_on_first() -> None:
+    waiting = queued(Scored("a", 3), Scored("b", 2), Scored("c", 3), Scored("d", 2))
+    first = OldestFirst(waiting, lambda: 3, staleness=2)
+    assert first.qsize() == 4
+    # Of the same age they keep their order: a group's samples stay together.
+    assert [vars(first.get())["name"] for _ in range(2)] == ["b", "d"]
+    waiting.put(Scored("e", 1))
+    assert [vars(first.get())["name"] for _ in range(3)] == ["e", "a", "c"]
+    assert first.qsize() == 0
+
+
+def test_what_is_too_old_is_left_to_trl_to_drop() -> None:
+    first = OldestFirst(queued(Scored("new", 9), Scored("late", 5)), lambda: 9, staleness=2)
+    assert vars(first.get())["name"] == "late"
+
+
+def test_an_empty_queue_is_trls_own_answer() -> None:
+    with pytest.raises(queue.Empty):
+        OldestFirst(queued(), lambda: 0, staleness=2).get(timeout=0.01)

@@ -8,16 +8,20 @@ TRL calls, at the beginning of training and every ``weight_sync_steps``, in this
 other rank takes part; each tensor is gone when the next is asked for, so it is copied out first.
 
 Nothing is paused: engines change weights between two tokens, and every token says which version
-sampled it. ``trl`` itself is not imported.
+sampled it. ``OldestFirst`` has the trainer take what is oldest instead of what finished first.
+``trl`` itself is not imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import queue
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 
 from rose_core.identity import WeightVersion
+from rose_core.rollouts.consumption import Bound, next_batch
 from rose_trainer.adapters.host import HostCopy, Publishes
 
 
@@ -68,3 +72,73 @@ class WeightTransfer:
     def destroy(self) -> None:
         """Publish what has been taken, and end."""
         self._publisher.close()
+
+
+class Sample(Protocol):
+    """TRL's scored sample; ``model_version`` is the trainer's own count."""
+
+    model_version: int
+
+
+class Samples(Protocol):
+    """TRL's queue of scored samples."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Sample:
+        """The next one; raises ``queue.Empty``."""
+        ...
+
+    def qsize(self) -> int:
+        """How many there are."""
+        ...
+
+
+class OldestFirst:
+    """Stands before TRL's queue: of what is finished, the oldest goes first.
+
+        trainer.rollout_queue = OldestFirst(trainer.rollout_queue, lambda: trainer.model_version,
+                                            args.max_staleness)
+
+    TRL does not say what its rollout process has begun, so a step never waits for a group that only
+    it could still take (``consumption`` does where that is known): this delays the drop of long
+    groups, and does not prevent it. What is too old goes to TRL, which drops and counts it.
+
+    Args:
+        samples: TRL's queue.
+        version: the trainer's own count of syncs, now.
+        staleness: TRL's ``max_staleness``.
+    """
+
+    def __init__(self, samples: Samples, version: Callable[[], int], staleness: int) -> None:
+        self._samples, self._version = samples, version
+        self._bound = Bound(batch=1, staleness=staleness)
+        self._held: list[Sample] = []
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Sample:
+        """The oldest sample; waits for one as TRL's queue does.
+
+        Raises:
+            Empty: none came in time.
+        """
+        self._take_what_is_there()
+        if not self._held:
+            self._held.append(self._samples.get(block, timeout))
+            self._take_what_is_there()
+        return self._held.pop(self._oldest())
+
+    def qsize(self) -> int:
+        """Samples that wait, here or in TRL's queue."""
+        return len(self._held) + self._samples.qsize()
+
+    def _take_what_is_there(self) -> None:
+        try:
+            while True:
+                self._held.append(self._samples.get(False))
+        except queue.Empty:
+            return
+
+    def _oldest(self) -> int:
+        version = self._version()
+        ready = [one.model_version for one in self._held]
+        late = [n for n, begun in enumerate(ready) if version - begun > self._bound.staleness]
+        # Nothing is known to be under way, so there is always a batch.
+        return late[0] if late else next_batch(ready, (), version, self._bound)[0]
