@@ -85,10 +85,7 @@ def _events(name: str, one: Result, made: Page) -> None:
     )
     papers = {row.derate: row.accepted for row in one.rows if row.regime == Regime.ROSE_PAPER}
     made.text += "".join(_row(row, papers.get(row.derate)) for row in one.rows)
-    recovered = {row.regime: row.recovery_s for row in one.rows if row.recovery_s is not None}
-    if recovered:
-        made.text += "\nSeconds until nine tenths of the gates are open again, median: "
-        made.text += ", ".join(f"`{who}` {value:.1f}" for who, value in recovered.items()) + ".\n"
+    made.text += _recovered(one)
     bars = [
         Bar(f"{row.regime}, {row.derate:g}", *_ends(row.against_paper), colour=_colour(row.regime))
         for row in one.rows
@@ -99,6 +96,18 @@ def _events(name: str, one: Result, made: Page) -> None:
         title = f"{one.scenario}: useful tokens, x rose-paper (95 %)"
         made.plots[file] = intervals(title, bars, unit="x rose-paper", reference=1.0)
         made.text += f"\n![{title}]({file})\n"
+
+
+def _recovered(one: Result) -> str:
+    """How long the gates took after bursts; per derate, in the order of the table."""
+    found: dict[str, list[str]] = {}
+    for row in one.rows:
+        if row.recovery_s is not None:
+            found.setdefault(row.regime, []).append(f"{row.recovery_s:.1f}")
+    if not found:
+        return ""
+    shown = ", ".join(f"`{who}` {' / '.join(values)}" for who, values in found.items())
+    return f"\nSeconds until nine tenths of the gates are open again, median: {shown}.\n"
 
 
 def _row(row: Row, paper: int | None) -> str:
