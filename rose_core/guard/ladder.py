@@ -70,7 +70,7 @@ class LadderLimits:
         cordon_ns: no new engine after one had to be killed; doubles per failure.
     """
 
-    permit_ns: int = 100_000_000
+    permit_ns: int = 140_000_000
     hold_ns: int = 250_000_000
     freeze_ns: int = 5_000_000_000
     dormant_ns: int = 5_000_000_000

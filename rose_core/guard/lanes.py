@@ -17,7 +17,7 @@ step. Next step: ``rose_agent.guard.slot`` moves the permit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rose_core.guard.gate import Verdict
 from rose_core.guard.reasons import GateReason
@@ -56,16 +56,14 @@ def choose(lane: Lane, verdict: Verdict, limits: LaneLimits, now_ns: int) -> Lan
     ample, scarce = _kind(verdict, limits)
     if ample is None:
         return lane
-    lane = replace(
-        lane,
-        ample_ns=(lane.ample_ns or now_ns) if ample else 0,
-        scarce_ns=(lane.scarce_ns or now_ns) if scarce else 0,
-    )
-    if scarce and now_ns - lane.scarce_ns >= limits.narrow_ns:
-        return replace(lane, chosen=BUSY)
-    if ample and now_ns - lane.ample_ns >= limits.widen_ns:
-        return replace(lane, chosen=WIDE)
-    return lane
+    ample_ns = (lane.ample_ns or now_ns) if ample else 0
+    scarce_ns = (lane.scarce_ns or now_ns) if scarce else 0
+    chosen = lane.chosen
+    if scarce and now_ns - scarce_ns >= limits.narrow_ns:
+        chosen = BUSY
+    elif ample and now_ns - ample_ns >= limits.widen_ns:
+        chosen = WIDE
+    return Lane(chosen, ample_ns, scarce_ns)
 
 
 def _kind(verdict: Verdict, limits: LaneLimits) -> tuple[bool | None, bool]:

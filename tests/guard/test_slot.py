@@ -76,7 +76,7 @@ def test_a_newer_generation_is_ordered_anew() -> None:
 
 def test_an_open_gate_extends_the_permit_by_its_length_and_no_more() -> None:
     _, actions = decide(PRESENT, seen(OPEN, engine()), LIMITS, NOW)
-    assert [(a.order, a.until_ns) for a in actions] == [(Order.EXTEND, NOW + 100 * MS)]
+    assert [(a.order, a.until_ns) for a in actions] == [(Order.EXTEND, NOW + LIMITS.permit_ns)]
 
 
 def test_a_duty_bounds_the_permit() -> None:

@@ -1,4 +1,4 @@
-"""Timers that step a replica when its verdict changes by itself; the tick may be 45 ms late."""
+"""Timers that step a replica when its verdict changes by itself; the tick may be 65 ms late."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 |---|---|
 | a request arrives or ends (tap) | the replica's slots are stepped at once |
 | its size, its tokens (tap) | the same, where the verdict goes by slack |
-| the tap's heartbeat, else every 45 ms | every slot is stepped: permits are extended, deadlines |
+| the tap's heartbeat, else every 65 ms | every slot is stepped: permits are extended, deadlines |
 | a verdict's own time (duty, cool-down) | the replica's slots are stepped |
 | engine host's status, serving process exit, pod change, Sync reply | every slot is stepped |
 | every 500 ms | pods, watches, pollers, slots are matched with what should be |
@@ -55,8 +55,8 @@ from rose_engines.rundir import RunDir
 __all__ = ["Guard", "Settings"]
 
 _log = logging.getLogger(__name__)
-TICK_SECONDS = 0.045
-_TICK_NS = 2 * 45_000_000  # how long an open gate is taken for open without being looked at again
+TICK_SECONDS = 0.065
+_TICK_NS = 2 * 65_000_000  # how long an open gate is taken for open without being looked at again
 _MATCH_SECONDS = 0.5
 _ORPHAN_SECONDS = 15.0
 _EDGES = (Arrived, Dismissed, Ended)

@@ -224,13 +224,14 @@ class Replica:
         return True
 
     async def snapshots(self) -> None:
-        """Read the load snapshot every 20 ms where there is one."""
+        """Read the load snapshot where there is one; often only where it decides alone."""
         while True:
             if self.snapshot is not None:
                 figures = self.snapshot.read()
                 if figures.running is not None:
                     self.note_figures(SignalSource.LOAD_SNAPSHOT, figures, time.monotonic_ns())
-            await asyncio.sleep(0.02 if self.snapshot is not None else 1.0)
+            tapped = self.lasting_source(time.monotonic_ns()) is SignalSource.WIRE_TAP
+            await asyncio.sleep(1.0 if self.snapshot is None else 0.2 if tapped else 0.02)
 
     async def run(self) -> None:
         """Read every polled source until cancelled."""

@@ -1,7 +1,7 @@
 """The unprivileged half of the tap: reads packets, follows requests, tells the guard.
 
 It serves ``tap.sock``. The newest guard that connects is told: first the requests under way, then
-every event as it happens, and a heartbeat per replica every 40 ms. Without a guard it goes on
+every event as it happens, and a heartbeat per replica every 60 ms. Without a guard it goes on
 following, so that a restarted guard finds the truth.
 """
 
@@ -25,8 +25,8 @@ from rose_agent.tap.sockets import Taps
 from rose_core.telemetry.events import Health, TapEvent
 
 _log = logging.getLogger(__name__)
-_BEAT_SECONDS = 0.04
-_REOPEN_BEATS = 25
+_BEAT_SECONDS = 0.06
+_REOPEN_BEATS = 17  # a second
 _MOST_SOCKETS = 64
 _MOST_WAITING = 4 * 1024 * 1024  # bytes; a guard that reads nothing is disconnected
 
