@@ -8,9 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bench.guard.node import Bench
+from bench.guard.serving import SERVING
 from bench.tap.against import against
 from bench.tap.traffic import Order
-from bench.tap.watcher import watching
+from bench.tap.watcher import Watched, watching
 from rose_agent.signals.snapshot import Snapshot
 from rose_core.telemetry.events import How
 from rose_dev.engine_testing import RealEngine
@@ -21,11 +23,11 @@ pytestmark = [
     pytest.mark.skipif(bool(refusal()), reason=refusal() or "can tap"),
 ]
 CONNECTIONS = 10_000
+VLLM = SERVING["vllm"]
 
 
-async def test_every_request_of_a_real_sglang_and_its_own_count(real_engine: RealEngine) -> None:
-    real_engine.holder.open()
-    watched = await against(real_engine.url, "", "SGLang", 60, aborts=3)
+def agree(watched: Watched) -> None:
+    """Every request as its client saw it."""
     assert watched.health is not None
     assert (watched.health.lost_ns, watched.health.opaque) == (0, False)
     for client in watched.client:
@@ -37,6 +39,21 @@ async def test_every_request_of_a_real_sglang_and_its_own_count(real_engine: Rea
         assert client.sent <= tap.arrived_ns < tap.ended_ns
         if client.first:
             assert tap.arrived_ns < tap.first_ns <= client.first
+
+
+async def test_every_request_of_a_real_sglang_and_its_own_count(real_engine: RealEngine) -> None:
+    real_engine.holder.open()
+    agree(await against(real_engine.url, "", "SGLang", 60, aborts=3))
+
+
+@pytest.mark.skipif(bool(VLLM.missing()), reason=VLLM.missing() or "vLLM is here")
+async def test_every_request_of_a_real_vllm_and_its_own_count(short_dir: Path) -> None:
+    node = Bench(short_dir, "tiny", VLLM)
+    try:
+        await node.start_serving()
+        agree(await against(node.serving_url, "serving", VLLM.engine, 60, aborts=3))
+    finally:
+        await node.end("serving")
 
 
 async def test_the_load_snapshot_of_a_real_sglang_shows_idleness(real_engine: RealEngine) -> None:
