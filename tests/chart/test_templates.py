@@ -19,6 +19,7 @@ WORKLOADS = {
     "operator": ("Deployment", "rose-operator"),
     "guard": ("DaemonSet", "rose-agent"),
     "tap": ("DaemonSet", "rose-agent"),
+    "sleeper": ("DaemonSet", "rose-agent"),
     "engine-host": ("DaemonSet", "rose-engine-host"),
     "weight-sync": ("DaemonSet", "rose-engine-host"),
 }
@@ -115,9 +116,11 @@ def test_an_existing_secret_takes_the_place_of_the_generated_one() -> None:
     assert "--token-secret=mine" in arguments
 
 
+SLEEPING: dict[str, object] = {"agent": {"wholeReplica": {"enabled": True}}}
 CAPABILITIES = {
     "guard": {"SYS_PTRACE", "DAC_OVERRIDE", "KILL"},
     "tap": {"NET_RAW", "SYS_ADMIN", "SYS_PTRACE", "DAC_OVERRIDE"},
+    "sleeper": {"KILL"},
     "weight-sync": {"DAC_OVERRIDE"},
     "operator": set(),
 }
@@ -125,7 +128,7 @@ CAPABILITIES = {
 
 @pytest.mark.parametrize("name", CAPABILITIES)
 def test_each_container_has_just_its_rights(name: str) -> None:
-    container = render(LENDING).container(*WORKLOADS[name], name)
+    container = render({**LENDING, **SLEEPING}).container(*WORKLOADS[name], name)
     context = container["securityContext"]
     assert set(context["capabilities"].get("add", [])) == CAPABILITIES[name]
     assert context["capabilities"]["drop"] == ["ALL"]
@@ -181,6 +184,7 @@ PARSERS: dict[str, tuple[str, str]] = {
     "operator": ("rose_operator.settings", "_parser"),
     "guard": ("rose_agent.main", "arguments"),
     "tap": ("rose_agent.tap.main", "arguments"),
+    "sleeper": ("rose_agent.devices.sleepers", "parser"),
     "engine-host": ("rose_agent.host.main", "parser"),
     "weight-sync": ("rose_agent.weightsync.main", "parser"),
 }
@@ -190,7 +194,7 @@ PARSERS: dict[str, tuple[str, str]] = {
 def test_every_process_understands_its_arguments(name: str) -> None:
     module, function = PARSERS[name]
     parser: argparse.ArgumentParser = getattr(importlib.import_module(module), function)()
-    values = {**LENDING, "agent": {"devices": "static"}}
+    values = {**LENDING, "agent": {"devices": "static", "wholeReplica": {"enabled": True}}}
     container = render(values).container(*WORKLOADS[name], name)
     arguments: list[str] = container["args"]
     parsed = vars(parser.parse_args(arguments))
@@ -198,6 +202,14 @@ def test_every_process_understands_its_arguments(name: str) -> None:
     hook = container.get("lifecycle")
     if hook:
         parser.parse_args(hook["preStop"]["exec"]["command"][2:])
+
+
+def test_the_sleeper_runs_where_it_is_asked_for_and_has_time_to_wake_serving() -> None:
+    for asked, seconds in ((False, 15), (True, 180)):
+        values = {**LENDING, "agent": {"wholeReplica": {"enabled": asked}}}
+        pod = render(values).one("DaemonSet", "rose-agent")["spec"]["template"]["spec"]
+        assert ("sleeper" in [item["name"] for item in pod["containers"]]) is asked
+        assert pod["terminationGracePeriodSeconds"] == seconds
 
 
 def test_every_value_is_explained() -> None:
