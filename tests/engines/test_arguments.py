@@ -45,6 +45,7 @@ def test_command_line() -> None:
     assert flags["--sleep-on-idle"] == ""
     assert int(flags["--watchdog-timeout"]) > 7 * 24 * 3600
     assert "--trust-remote-code" not in flags
+    assert flags["--incremental-streaming-output"] == ""
     assert on_cpu(argv)
     assert not on_cpu(["--device", "cuda", "cpu"])
 

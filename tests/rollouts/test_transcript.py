@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose_core.rollouts.errors import BrokenStream
@@ -37,6 +37,7 @@ def event(
     )
 
 
+@settings(deadline=None)
 @given(cuts=st.lists(st.integers(1, 7), min_size=1, max_size=8), incremental=st.booleans())
 def test_cumulative_and_incremental_streams_give_the_same_tokens(
     cuts: list[int], incremental: bool

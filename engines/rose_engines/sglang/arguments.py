@@ -155,6 +155,9 @@ def command(spec: EngineSpec, launch: Launch) -> list[str]:
         # A warm-up request would need an open permit.
         "skip-server-warmup": "",
     }
+    if launch.plugged:
+        # A turn of n tokens otherwise costs n * n / 2 of them in events, made and read again.
+        own["incremental-streaming-output"] = ""
     if launch.ranks > 1:
         own["tp-size"] = str(launch.ranks)
     if launch.device == "cpu":

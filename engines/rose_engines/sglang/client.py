@@ -55,12 +55,12 @@ class Generation:
         return self.finish_reason is not None
 
 
-def parse_generation(body: dict[str, Any], seen: int = 0) -> Generation:
-    """Read a reply or a (cumulative) stream event of ``/generate``.
+def parse_generation(body: dict[str, Any], before: Generation | None = None) -> Generation:
+    """Read a reply or a stream event of ``/generate``, cumulative or of new tokens only.
 
     Args:
         body: the JSON object.
-        seen: output tokens that were known before.
+        before: what the same stream has said so far.
 
     Raises:
         EngineRefused: the object is an error, or no reply at all.
@@ -69,12 +69,19 @@ def parse_generation(body: dict[str, Any], seen: int = 0) -> Generation:
     if not isinstance(meta, dict):
         raise EngineRefused(_error_text(body), int(body.get("code") or 0))
     ids = tuple(body.get("output_ids") or ())
-    pairs = meta.get("output_token_logprobs") or ()
+    logprobs = tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ())
+    text = body.get("text") or ""
+    seen = before.output_ids if before else ()
+    if before and ids[: len(seen)] != seen:
+        fresh = max(0, int(meta.get("completion_tokens", 0)) - len(seen))
+        repeats = len(ids) > fresh  # an abort: its last token and the whole text
+        text = text[(len(text) - len(before.text)) // 2 :] if repeats else before.text + text
+        ids, logprobs = seen + ids[:fresh], before.logprobs + logprobs[:fresh]
     return Generation(
-        text=body.get("text") or "",
+        text=text,
         output_ids=ids,
-        logprobs=tuple(float(entry[0]) for entry in pairs),
-        new_ids=ids[seen:],
+        logprobs=logprobs,
+        new_ids=ids[len(seen) :],
         finish_reason=meta.get("finish_reason"),
         spans=tuple(
             VersionSpan(span["version"], span["start"], span["end"])
@@ -168,13 +175,12 @@ class SGLangClient:
             **({"rid": rid} if rid else {}),
             **more,
         }
-        seen, finished = 0, False
+        last = Generation("", ())
         async for event in self._events("/generate", body):
-            generation = parse_generation(event, seen)
-            seen, finished = len(generation.output_ids), generation.finished
-            yield generation
-        if not finished:
-            raise EngineUnavailable(f"{self._url} hung up after {seen} tokens")
+            last = parse_generation(event, last)
+            yield last
+        if not last.finished:
+            raise EngineUnavailable(f"{self._url} hung up after {len(last.output_ids)} tokens")
 
     async def _events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The ``data:`` objects of a server-sent stream, up to ``[DONE]``."""
