@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from rose_core.delta import digest, rice
-from rose_core.delta.bits import Bits, NumberFormat, number_format
+from rose_core.delta.bits import Bits, Indices, NumberFormat, number_format
 from rose_core.delta.codec import (
     Changes,
     Codec,
@@ -23,6 +23,7 @@ from rose_core.delta.codec import (
     encode_on_base,
     name_of,
 )
+from rose_core.delta.codec import found as known
 from rose_core.delta.digest import Digest, digest_change, digest_tile
 from rose_core.delta.errors import ManifestError
 from rose_core.delta.manifest import BlockEntry, Manifest, TensorEntry
@@ -92,12 +93,20 @@ class Builder:
         self._wants_smaller = on_base
         self._added = 0
 
-    def add(self, old: Bits | None, new: Bits, *, blocks: bool = True) -> int:
+    def add(
+        self,
+        old: Bits | None,
+        new: Bits,
+        changed: Indices | None = None,
+        *,
+        blocks: bool = True,
+    ) -> int:
         """Add the next tensor of the table.
 
         Args:
             old: flat bits in the base; None when there is none.
             new: flat bits in the target.
+            changed: ascending positions where they differ, where that is known (``casting``).
             blocks: False only takes the digests (a bare manifest).
 
         Returns:
@@ -116,7 +125,8 @@ class Builder:
             for tile in range(tensor.tiling.count):
                 self._dense(number, tile, new, blocks)
             return new.size
-        return sum(self._sparse(number, tile, old, new) for tile in range(tensor.tiling.count))
+        tiles = range(tensor.tiling.count)
+        return sum(self._sparse(number, tile, (old, new), changed) for tile in tiles)
 
     def finish(self, target: WeightVersion, step: int | None = None) -> Manifest:
         """The manifest; every tensor must have been added.
@@ -161,12 +171,18 @@ class Builder:
             part = tensor.tiling.cut(new, tile)
             self._keep(number, tile, encode_dense(part), len(part))
 
-    def _sparse(self, number: int, tile: int, old: Bits, new: Bits) -> int:
+    def _sparse(
+        self, number: int, tile: int, states: tuple[Bits, Bits], changed: Indices | None
+    ) -> int:
         tensor = self._tensors[number]
         cut, kind = tensor.tiling, tensor.kind
-        before, after = cut.cut(old, tile), cut.cut(new, tile)
+        before, after = (cut.cut(state, tile) for state in states)
         digest_before = self._base_digest(tensor, tile)
-        found = compare(before, after, kind)
+        if changed is None:
+            found = compare(before, after, kind)
+        else:
+            local = cut.local(tile, changed)
+            found = known(local, before[local], after[local], kind)
         if not len(found.indices):
             self._digests.append(digest_before)
             return 0

@@ -144,7 +144,13 @@ class Found(NamedTuple):
 
 def compare(old: Bits, new: Bits, kind: NumberFormat, backend: Backend = "auto") -> Found:
     """Compare a tile's two states; bits of the whole tile, contiguous."""
-    indices, before, after = kernels(backend).compare(old, new)
+    return found(*kernels(backend).compare(old, new), kind, backend)
+
+
+def found(
+    indices: Indices, before: Bits, after: Bits, kind: NumberFormat, backend: Backend = "auto"
+) -> Found:
+    """What a comparison finds whose positions are known already."""
     between = kernels(backend).steps_between if kind.sign_magnitude else _differences
     steps = between(before, after)
     return Found(indices, before, after, Changes(indices, steps))

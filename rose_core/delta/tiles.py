@@ -94,6 +94,19 @@ class Tiling:
         down, right = np.divmod(local, width)
         return (down + box.row0) * self.columns + right + box.column0
 
+    def local(self, tile: int, flat: Indices) -> Indices:
+        """Those of ascending positions inside the tensor that the tile has, inside the tile."""
+        box = self.box(tile)
+        ends = np.searchsorted(flat, (box.row0 * self.columns, box.row1 * self.columns))
+        rows = flat[ends[0] : ends[1]] - box.row0 * self.columns
+        width = box.column1 - box.column0
+        if width == self.columns:
+            return rows
+        down, right = np.divmod(rows, self.columns)
+        mine = (right >= box.column0) & (right < box.column1)
+        inside: Indices = down[mine] * width + right[mine] - box.column0
+        return inside
+
     def tile_of(self, flat: Indices) -> Indices:
         """Tile number of each position inside the tensor."""
         down, right = np.divmod(flat, self.columns)

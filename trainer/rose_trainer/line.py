@@ -138,7 +138,9 @@ class Line:
             on_base=self._on_base,
         )
         for tensor in self._tensors:
-            builder.add(self._before.bits(tensor.name), job.snapshot.bits(tensor.name))
+            name = tensor.name
+            changed = job.snapshot.changed(name, self._before)
+            builder.add(self._before.bits(name), job.snapshot.bits(name), changed)
         manifest = builder.finish(job.version, job.step)
         return manifest, builder.on_base(manifest)
 

@@ -23,6 +23,7 @@ first version is an empty delta from that one.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import queue
@@ -34,6 +35,7 @@ from types import TracebackType
 from typing import Self
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from rose_core.delta import faults
 from rose_core.identity import WeightVersion, run_name
@@ -100,6 +102,8 @@ class Publisher:
         self._patience = patience_seconds
         self._buffers = buffers
         self._layout: Layout | None = None
+        self._fused = False
+        self._last: Snapshot | None = None
         self._free: queue.Queue[Snapshot] = queue.Queue()
         self._jobs: queue.Queue[Job | None] = queue.Queue()
         self._changed = threading.Condition()
@@ -156,10 +160,11 @@ class Publisher:
         state = self._tensors(tensors)
         snapshot = self._buffer()
         try:
-            snapshot.take(state)
+            snapshot.take(state, self._last)
         except BaseException:  # whatever it was, the buffer goes back into the ring
             self._free.put(snapshot)
             raise
+        self._last = snapshot if self._fused else None
         faults.at("publisher.snapshot")
         version = WeightVersion(self._run, self.incarnation, self._next)
         self._next += 1
@@ -170,6 +175,35 @@ class Publisher:
         metrics.WAITING.inc()
         self._jobs.put(Job(version, step, snapshot, stall, time.monotonic()))
         return version
+
+    def attach(self, optimizer: torch.optim.Optimizer, every: int = 1) -> RemovableHandle:
+        """Publish after steps of an optimizer, comparing while its FP32 masters are cast.
+
+        One pass over masters and BF16 state in the step's own thread takes the place of the copy
+        now and the comparison later. On the host only: tensors elsewhere are copied as always.
+
+        Args:
+            optimizer: its steps are counted from 1, and the count is the version's label.
+            every: publish after every so many steps.
+
+        Returns:
+            Its ``remove`` ends it.
+
+        Raises:
+            ValueError: the publisher has no ``source``.
+        """
+        if self._source is None:
+            message = "attach() needs a publisher with a source, such as source=model.state_dict"
+            raise ValueError(message)
+        self._fused = True
+        steps = itertools.count(1)
+
+        def after(*_: object) -> None:
+            step = next(steps)
+            if step % every == 0:
+                self.publish(step)
+
+        return optimizer.register_step_post_hook(after)
 
     def wait(
         self,

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from rose_core.delta import TensorSpec
-from rose_core.delta.bits import Bits
+from rose_core.delta.bits import Bits, Indices
+from rose_core.delta.casting import cast
 from rose_trainer.errors import BadState
 
 Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -103,20 +104,29 @@ class Snapshot:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self._buffers: dict[str, torch.Tensor] = {}
+        self._since: Snapshot | None = None
+        self._changed: dict[str, Indices] = {}
 
-    def take(self, tensors: Tensors) -> None:
+    def take(self, tensors: Tensors, since: Snapshot | None = None) -> None:
         """Copy every tensor; returns when all copies are complete.
+
+        Args:
+            tensors: the model's.
+            since: the snapshot taken before this one; tensors that are cast from FP32 on the host
+                are compared with it on the way.
 
         Raises:
             BadState: the tensors are not those of the layout.
         """
         missing = {spec.name for spec in self.layout.specs}
         devices: set[torch.device] = set()
+        self._since, self._changed = since, {}
         for name, tensor in pairs(tensors):
             spec = self.layout.check(name, tensor)
             if spec is not None:
                 missing.discard(name)
-                self._copy(name, tensor)
+                if not self._cast(name, tensor):
+                    self._copy(name, tensor)
                 devices.add(tensor.device)
         if missing:
             message = f"{len(missing)} tensors are missing, first {min(missing)}"
@@ -128,6 +138,19 @@ class Snapshot:
     def bits(self, name: str) -> Bits:
         """A tensor's bits, flat; a view of the buffer."""
         return bits_of(self._buffers[name])
+
+    def changed(self, name: str, since: Snapshot) -> Indices | None:
+        """Positions that differ from another snapshot; None = nobody has compared them yet."""
+        return self._changed.get(name) if since is self._since else None
+
+    def _cast(self, name: str, tensor: torch.Tensor) -> bool:
+        """Cast and compare in one pass; False where that is not how this tensor is copied."""
+        buffer, since = self._buffers.get(name), self._since
+        castable = tensor.dtype is torch.float32 and tensor.is_contiguous() and not tensor.is_cuda
+        if since is None or buffer is None or not castable or buffer.dtype is not torch.bfloat16:
+            return False
+        self._changed[name] = cast(bits_of(tensor.detach()), since.bits(name), self.bits(name))
+        return True
 
     def _copy(self, name: str, tensor: torch.Tensor) -> None:
         buffer = self._buffers.get(name)
