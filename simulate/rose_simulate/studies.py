@@ -112,10 +112,16 @@ STUDIES: Mapping[str, Study] = {
     "fleet": Study("(h) 10,000 GPUs", ("fleet",), "50 services, 20 jobs, one hour, in bins."),
     "attribution": Study(
         "what the difference to the paper's rules is made of",
-        ("normal", "normal-kv"),
-        "The paper's rules with one part exchanged at a time; in `normal-kv`, which was added "
-        "afterwards, no borrowed engine takes more turns than its KV pool holds.",
+        ("normal",),
+        "The paper's rules with one part exchanged at a time.",
         ATTRIBUTION,
+    ),
+    "memory": Study(
+        "a cap that fits the borrowed memory",
+        ("normal-kv",),
+        "The conversation load when no borrowed engine takes more turns than its KV pool holds; "
+        "added after the others were seen.",
+        MAIN,
     ),
     "peers": Study(
         "other ways to use the same GPUs",
