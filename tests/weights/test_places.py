@@ -19,10 +19,11 @@ from rose_weights.errors import (
     Forbidden,
     HeadMoved,
     Incomplete,
+    Outrun,
     StoreFailed,
     UnknownRun,
 )
-from rose_weights.objects import Objects, Outrun
+from rose_weights.objects import Objects
 from rose_weights.opening import open_store
 from rose_weights.planning import Planner
 from rose_weights.retention import fold, sweep

@@ -9,6 +9,7 @@ WeightsError
 ├── BadManifest       a manifest the store does not accept
 ├── StoreFailed       the store's disk is full or broken; the head has not moved
 ├── Forbidden         the caller's certificate does not allow it
+├── Outrun            somebody else wrote an object of a bucket first; the store reads it again
 └── Damaged           bytes on disk or from the wire are not what their name says
 """
 
@@ -53,6 +54,10 @@ class BadManifest(WeightsError):
 
 class StoreFailed(WeightsError):
     """The store's disk is full or broken; the head has not moved."""
+
+
+class Outrun(WeightsError):
+    """Somebody else wrote the object since it was read; the store reads it again, nobody hears."""
 
 
 class Forbidden(WeightsError):

@@ -15,14 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
-from rose_weights.errors import StoreFailed
+from rose_weights.errors import Outrun, StoreFailed
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
-
-
-class Outrun(Exception):
-    """Somebody else wrote the object since it was read."""
 
 
 class Entry(NamedTuple):
