@@ -111,8 +111,7 @@ class WeightSession:
         self.iterations = 0
         self.permit_open: Callable[[], bool | None] = lambda: None
         self.device: Callable[[], Device] = Device
-        # Requests that lost their KV because of commits so far, and their tokens.
-        self.recomputed: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self.recomputed: Callable[[], tuple[int, int]] = lambda: (0, 0)  # requests, tokens
         self._resting = False
 
     @property
@@ -326,8 +325,7 @@ class WeightSession:
             claimed = memory.release()
         except Exception as error:  # half released is not usable either
             log.exception("the release failed")
-            self._phase = "Broken"
-            return Refused("Broken", f"release: {type(error).__name__}: {error}")
+            return self._broken(f"release: {type(error).__name__}: {error}")
         return Released(claimed, time.monotonic() - started)
 
     def _order_activation(self, timeout_seconds: float) -> Answer:
@@ -348,12 +346,10 @@ class WeightSession:
             digest = digest_live(self._live)
         except Exception as error:  # what is half there must not compute
             log.exception("the activation failed")
-            self._phase = "Broken"
-            return Refused("Broken", f"activation: {type(error).__name__}: {error}")
+            return self._broken(f"activation: {type(error).__name__}: {error}")
         if digest != self._base_digest:
-            self._phase = "Broken"
-            message = f"restored weights have digest {digest} instead of {self._base_digest}"
-            return Refused("Broken", message)
+            wanted = self._base_digest
+            return self._broken(f"restored weights have digest {digest} instead of {wanted}")
         self._digest, self._version = digest, self._base
         self._commits += 1
         self._set_label(self._version)
