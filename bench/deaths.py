@@ -25,8 +25,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
-
 from bench.guard import gates
 from bench.guard.node import Bench, running
 from bench.guard.rollouts import STREAMS, Rollouts
@@ -70,26 +68,10 @@ def core_seconds(pids: tuple[int, ...]) -> float:
     return total / 1e9
 
 
-async def verified(bench: Bench) -> None:
-    """Wait for an open gate; a guard that began anew trusts its signal once requests agree."""
-    body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
-
-    async def knock() -> None:
-        async with aiohttp.ClientSession() as http:
-            while True:
-                async with http.post(f"{bench.serving_url}/generate", json=body) as answer:
-                    await answer.read()
-                await asyncio.sleep(0.5)
-
-    knocking = asyncio.create_task(knock())
-    await bench.settled()
-    knocking.cancel()
-
-
 async def flowing(bench: Bench) -> tuple[Rollouts, asyncio.Task[None]]:
     """Streams that make tokens; while a node repairs itself the engine of before may answer."""
     while True:
-        await verified(bench)
+        await bench.verified()
         rollouts = Rollouts(await bench.rollouts_ready())
         streams = asyncio.create_task(rollouts.run())
         for _ in range(100):

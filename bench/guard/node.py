@@ -45,6 +45,8 @@ from rose_wire.services import HOLD, SYNC
 SLOT = SlotKey("bench-slot", 1)
 POOL = "bench/serving"
 SYNC_SECONDS = 2.0  # as an operator says by itself
+_PATIENCE_SECONDS = 3.0
+_KNOCK_TOKENS = 100  # long enough for a poll to see it
 
 
 @dataclass
@@ -212,7 +214,33 @@ class Bench:
         self.signals, self.goal_ms = signals, goal_ms
         if changed:
             await asyncio.sleep(2 * SYNC_SECONDS)
-        await self.settled()
+        await self.verified()
+
+    async def verified(self) -> None:
+        """Wait for an open gate, with small requests where the guard waits for some.
+
+        A guard that began anew trusts the tap once requests agree, and vLLM's load page once that
+        has shown work.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                await self.settled()
+                return
+        knocking = asyncio.create_task(self._knock())
+        try:
+            await self.settled()
+        finally:
+            knocking.cancel()
+            await asyncio.gather(knocking, return_exceptions=True)
+
+    async def _knock(self) -> None:
+        dialect = self.serving.dialect
+        async with aiohttp.ClientSession() as http:
+            while True:
+                body = dialect.body([1, 2, 3], _KNOCK_TOKENS)
+                async with http.post(f"{self.serving_url}{dialect.path}", json=body) as answer:
+                    await answer.read()
+                await asyncio.sleep(0.5)
 
     @property
     def bell(self) -> Path:
