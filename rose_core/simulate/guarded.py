@@ -2,10 +2,10 @@
 
 Every decision is production's: ``telemetry.book`` and ``telemetry.signal`` make the signal,
 ``guard.regime`` and ``guard.experience`` what is learned, ``guard.gate.judge`` the verdict,
-``guard.slot.decide`` the orders. Here are only their delays. Production steps every 40 ms and at
-every event; here a step that could not change anything (gate open and idle, permit extended for
-ever) is left out, and a closed gate that only waits for the end of a request is looked at every
-100 ms.
+``guard.slot.decide`` the orders. Here are only their delays. Production steps at every
+heartbeat and every event; here a step that could not change anything (gate open and idle, permit
+extended for ever) is left out, and a closed gate that only waits for the end of a request is looked
+at every 100 ms.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 import pytest
 
 import rose_core.guard.gate
+from rose_core.guard.ladder import LadderLimits
 from rose_core.simulate import guarded
 from rose_core.simulate.batch import BatchEngine, Sequence
 from rose_core.simulate.clock import SECOND, Clock
@@ -101,7 +102,7 @@ def test_a_dead_guard_lends_nothing_until_it_is_back() -> None:
     bench.clock.at(20 * SECOND, lambda: bench.replica.gate.guard_dies(10.0))
     bench.run(60)
     assert [is_open for _, is_open in bench.moves] == [True, False, True]
-    assert bench.moves[1][0] == pytest.approx(20.1, abs=0.01)
+    assert bench.moves[1][0] == pytest.approx(20 + LadderLimits().permit_ns / SECOND, abs=0.01)
     assert 30 <= bench.moves[2][0] < 31
 
 
