@@ -19,6 +19,7 @@ from tests.chart.rendering import EVERYTHING, HELM, Object, render
 
 pytestmark = [
     pytest.mark.skipif(HELM is None, reason="helm is not built: rose dev build"),
+    pytest.mark.cluster,
     pytest.mark.slow,
 ]
 
