@@ -16,7 +16,7 @@ LANE := -v -n 1 --dist loadfile
 
 .PHONY: help venv engine vllm cluster demo test test-engines test-cluster unit check format generate docs crds clean \
 	bench-guard bench-deaths bench-dormancy bench-engines bench-gap bench-tap bench-weights bench-router \
-	bench-operator bench-simulate bench-rollouts torture fire gpu-check
+	bench-operator bench-simulate bench-rollouts torture fire gpu-check trl
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -122,6 +122,11 @@ gpu-check: venv  ## what a GPU does when rollouts share it; without one it tries
 
 fire: venv  ## 10,000 turns while engines die, pause, leave and change weights; ARGS="--real 2" adds SGLang
 	$(RUN)/python -m bench.fire $(ARGS)
+
+trl: venv  ## TRL itself trains through a router and a store, on this CPU; an environment of its own (cached)
+	@test -x $(ROSE_CACHE)/trl/bin/python || $(UV) venv -q -p $(PYTHON) $(ROSE_CACHE)/trl
+	@VIRTUAL_ENV=$(ROSE_CACHE)/trl $(UV) pip install -q -c constraints.txt -e '.[dev]' 'trl>=1.16,<2' requests
+	TRL_EXPERIMENTAL_SILENCE=1 $(ROSE_CACHE)/trl/bin/pytest -v tests/router/test_trl_training.py $(ARGS)
 
 torture: venv  ## kill every process of the weight plane at every step; prints the matrix
 	$(RUN)/rose weights torture $(ARGS)
