@@ -88,7 +88,7 @@ def measure(
     if objective.max_increase:
         saved = 0.0
     return Slack(
-        _prefill(waiting, objective, predictor, now_ns),
+        _prefill(waiting, account.step, objective, predictor, now_ns),
         decode,
         duty(len(streaming), objective, predictor, saved / period_s),
     )
@@ -126,11 +126,14 @@ class _Account:
 
 
 def _prefill(
-    waiting: list[LiveRequest], objective: Objective, predictor: Predictor, now_ns: int
+    waiting: list[LiveRequest],
+    step: float,
+    objective: Objective,
+    predictor: Predictor,
+    now_ns: int,
 ) -> float | None:
     if not waiting:
         return None
-    step = predictor.decode_s(1, shared=True)
     ahead, least = 0.0, float("inf")
     for request in waiting:
         ahead += predictor.prefill_s(request.size, shared=False)

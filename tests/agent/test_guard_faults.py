@@ -23,6 +23,7 @@ from rose_core.telemetry.events import (
     Health,
     How,
     Progress,
+    Sized,
     TapEvent,
 )
 from rose_core.telemetry.signal import Limits
@@ -117,14 +118,16 @@ async def test_a_never_idle_replica_is_paced_inside_a_period(guard: Parts) -> No
     )
     made.on_reply(SyncReply(1, True, (GRANT,), (goal,)), time.monotonic())
     replica = made.replicas["pod"]
-    now = time.monotonic_ns()
-    first = now - 7 * S
-    replica.take(Arrived("pod", 1, first, "/generate"), first)
-    replica.take(FirstToken("pod", 1, first), first)
-    replica.take(Progress("pod", 1, now, 2000), now)
-    assert replica.gaps.share(now) == 0.0
     period = GateLimits().period_ns
+    now = time.monotonic_ns()
     start = now - now % period + period
+    first = start - 7 * S
+    # What the stream has saved is kept for another prefill as long as its own.
+    replica.take(Arrived("pod", 1, first, "/generate"), first)
+    replica.take(Sized("pod", 1, 64 << 10, "/generate"), first)
+    replica.take(FirstToken("pod", 1, first), first)
+    replica.take(Progress("pod", 1, start, 600), start)
+    assert replica.gaps.share(start) == 0.0
     made._step_replica("pod", start, 0)
     duty = made.slots[KEY.uid].verdict.duty
     assert reason(made) == "Slack"

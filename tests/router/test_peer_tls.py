@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from bench.router.__main__ import free_port
+from bench.router.routes import free_port
 from rose_core.rollouts.replicas import home_of
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.pki import Authority
