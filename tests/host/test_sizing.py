@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,4 +74,15 @@ def test_a_model_without_a_shape_is_refused_by_name(model: Path) -> None:
 
 def test_a_gpu_engine_needs_a_gpu(model: Path) -> None:
     with pytest.raises(BadEngine, match="--devices nvml"):
-        Sizer().fraction(engine_size(model, SPEC), ("GPU-a",))
+        Sizer().claim("slot-1", engine_size(model, SPEC), ("GPU-a",))
+
+
+def test_engines_that_start_together_do_not_count_on_the_same_memory(model: Path) -> None:
+    made = order(model, 60 * GIB)  # 20 GiB are free, and an engine takes 15
+    LAUNCHERS["sglang"](made)
+    twin = replace(made, slot=made.slot.twin)
+    with pytest.raises(NoMemory, match="15360 promised to engines that start"):
+        LAUNCHERS["sglang"](twin)
+    LAUNCHERS["sglang"](made)  # a start that is tried again counts once
+    made.sizer.settle(made.slot.uid)
+    LAUNCHERS["sglang"](twin)

@@ -40,7 +40,7 @@ def sglang(order: EngineOrder) -> EngineProgram:
         BadEngine: no GPU was granted, or the model's size cannot be told.
     """
     size = engine_size(order.model, order.spec)
-    fraction = order.sizer.fraction(size, order.gpu_uuids)
+    fraction = order.sizer.claim(order.slot.uid, size, order.gpu_uuids)
     launch = Launch(
         python=order.python,
         model=order.model,

@@ -200,6 +200,7 @@ class EngineLife:
             began = time.monotonic()
             self._message = ""
             self._set(EngineState.SERVING, "")
+            self._site.sizer.settle(self.folder.uid)
             while not exited.done():
                 await asyncio.wait({exited}, timeout=_LOOK_SECONDS)
                 self._check_ending()
@@ -351,6 +352,7 @@ class EngineLife:
 
     async def _kill(self, seconds: float) -> bool:
         await self.rest.forget()
+        self._site.sizer.settle(self.folder.uid)
         spawned = self._spawned
         # From here on nothing may freeze the tree again: a frozen v1 task ignores SIGKILL.
         self.watched.put(None)

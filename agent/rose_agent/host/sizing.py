@@ -4,12 +4,16 @@ An engine of a GPU class gets an explicit KV pool (the lease's tokens) and the f
 device that weights and pool make, so that it never sizes itself by what happens to be free. Sizes
 come from the model's folder: the weights' files, and the shape in ``config.json``. Too little free
 memory is a failure with the figures that is tried again, because serving may need less later.
+
+An engine that starts has not taken its memory yet, so what it was promised counts as taken until
+it serves or is gone: two engines that start together (a slot's pair, two slots) never both count
+on the same bytes. What it takes meanwhile counts twice, which errs safely.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -58,23 +62,39 @@ class Sizer:
 
     Attributes:
         driver: None on machines without GPUs; then nothing is refused.
+        promised: engine -> the GPUs it starts on, and bytes on each.
     """
 
     driver: DeviceDriver | None = None
+    promised: dict[str, tuple[frozenset[str], int]] = field(default_factory=dict)
 
-    def fraction(self, size: EngineSize, gpu_uuids: Sequence[str]) -> float:
-        """Share of each GPU for weights and KV pool.
+    def claim(self, engine: str, size: EngineSize, gpu_uuids: Sequence[str]) -> float:
+        """Promise the engine its memory.
+
+        Args:
+            engine: whose start it is; ``settle`` ends the promise, another claim replaces it.
+            size: what it takes on each GPU.
+            gpu_uuids: those of its grant.
+
+        Returns:
+            Share of each GPU for weights and KV pool.
 
         Raises:
             NoMemory: one of the GPUs has too little free memory, or does not say.
             BadEngine: no GPU was named.
         """
+        self.settle(engine)
         if self.driver is None or not gpu_uuids:
             raise BadEngine("an engine on a GPU needs --devices nvml and a GPU of the grant")
-        return max(self._fraction(self.driver, size, uuid) for uuid in gpu_uuids)
+        fraction = max(self._fraction(self.driver, size, uuid) for uuid in gpu_uuids)
+        self.promised[engine] = (frozenset(gpu_uuids), size.total)
+        return fraction
 
-    @staticmethod
-    def _fraction(driver: DeviceDriver, size: EngineSize, uuid: str) -> float:
+    def settle(self, engine: str) -> None:
+        """The engine serves, so the driver counts its memory, or it is gone."""
+        self.promised.pop(engine, None)
+
+    def _fraction(self, driver: DeviceDriver, size: EngineSize, uuid: str) -> float:
         try:
             memory = driver.memory(uuid)
         except DeviceError as error:
@@ -82,10 +102,12 @@ class Sizer:
         if memory.used_bytes is None:
             raise NoMemory(f"GPU {uuid} does not say how much of its memory is in use")
         free = memory.total_bytes - memory.used_bytes
-        if size.total > free:
+        promised = sum(taken for gpus, taken in self.promised.values() if uuid in gpus)
+        if size.total > free - promised:
+            starting = f", {promised >> 20} promised to engines that start" if promised else ""
             raise NoMemory(
                 f"the engine needs {size.total >> 20} MiB (weights {size.weights >> 20}, "
                 f"KV {size.kv_per_token * size.kv_tokens >> 20}, fixed {size.fixed >> 20}); "
-                f"GPU {uuid} has {free >> 20} MiB free of {memory.total_bytes >> 20}"
+                f"GPU {uuid} has {free >> 20} MiB free of {memory.total_bytes >> 20}{starting}"
             )
         return size.fraction(memory.total_bytes)
