@@ -40,6 +40,12 @@ SERVING_ASLEEP = Gauge(
     ["replica"],
     registry=REGISTRY,
 )
+SERVING_WAKING = Gauge(
+    "rose_guard_serving_waking",
+    "1 while a serving replica that was lent whole is on its way back and does not serve yet.",
+    ["replica"],
+    registry=REGISTRY,
+)
 WHOLE_PHASES = Counter(
     "rose_guard_whole_phases",
     "Phases of whole-replica loans entered, and the word of the failure that led there.",

@@ -108,8 +108,9 @@ class WholeReplicas:
         if one.permit is not None:
             one.permit.close_now()
             one.permit.detach()
-        with contextlib.suppress(KeyError):
-            metrics.SERVING_ASLEEP.remove(one.name)
+        for gauge in (metrics.SERVING_ASLEEP, metrics.SERVING_WAKING):
+            with contextlib.suppress(KeyError):
+                gauge.remove(one.name)
 
     def _step(self, one: _One, replica: Replica, granted: bool | None, now_s: float) -> None:
         now_ns = time.monotonic_ns()
@@ -186,6 +187,7 @@ class WholeReplicas:
         _log.info("%s, lent whole: %s %s", name, whole.phase, whole.word or "")
         self._recorder.note(now_ns, name, "whole", phase=whole.phase, word=whole.word or "")
         metrics.SERVING_ASLEEP.labels(name).set(whole.phase is Phase.ASLEEP)
+        metrics.SERVING_WAKING.labels(name).set(whole.phase is Phase.RETURNING)
         metrics.WHOLE_PHASES.labels(whole.phase.value, whole.word or "").inc()
 
 
