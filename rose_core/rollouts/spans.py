@@ -4,8 +4,9 @@ Spans are half-open token ranges, in order, without gap or overlap. The engine c
 leg (its own answer); a turn's spans are its legs' spans, shifted and joined.
 
 ``kv`` states where the keys and values under the tokens came from. The router keeps prefix caches
-apart by version (``extra_key``), so a leg starts on keys of its own version (``own``); tokens
-sampled after a commit in the middle of a leg sit on keys of the older version (``mixed``).
+apart by version (``extra_key``), so a leg starts on keys of its own version (``own``). Tokens
+sampled after a commit in the middle of a leg may sit on keys of the older version (``mixed``), and
+so may all tokens of an engine that reuses keys over commits (``kvPolicy: Reuse``).
 """
 
 from __future__ import annotations
@@ -75,20 +76,23 @@ def cut(spans: Iterable[Span], end: int) -> tuple[Span, ...]:
     )
 
 
-def normal(spans: Iterable[tuple[str, int, int]], cache_key: str, count: int) -> tuple[Span, ...]:
+def normal(
+    spans: Iterable[tuple[str, int, int]], cache_key: str, count: int, *, reused: bool = False
+) -> tuple[Span, ...]:
     """An engine's spans as ours: empty ones dropped, provenance added, cut to ``count`` tokens.
 
     Args:
         spans: (version, start, end) in the leg's count.
         cache_key: version under whose prefix-cache key the leg was sent.
         count: tokens received from the leg.
+        reused: the engine may have begun the leg on keys of an older version.
 
     Returns:
         Spans, or an empty tuple when the engine's do not cover the tokens: then the versions of
         these tokens are unknown.
     """
     found = joined(
-        Span(version, start, end, Kv.OWN if version == cache_key else Kv.MIXED)
+        Span(version, start, end, Kv.OWN if version == cache_key and not reused else Kv.MIXED)
         for version, start, end in spans
         if end > start
     )

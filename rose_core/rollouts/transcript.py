@@ -74,6 +74,7 @@ class Leg:
         rid: the leg's own request id; fences it from every other leg.
         version: label attested when the leg was sent; also its prefix-cache key.
         offset: tokens the turn held when the leg began.
+        reused: the engine may begin it on keys that an older version computed.
     """
 
     __slots__ = (
@@ -88,14 +89,24 @@ class Leg:
         "per_token",
         "placed",
         "placed_text",
+        "reused",
         "rid",
         "spans",
         "version",
     )
 
-    def __init__(self, engine: str, kind: EngineKind, rid: str, version: str, offset: int) -> None:
+    def __init__(
+        self,
+        engine: str,
+        kind: EngineKind,
+        rid: str,
+        version: str,
+        offset: int,
+        *,
+        reused: bool = False,
+    ) -> None:
         self.engine, self.kind, self.rid = engine, kind, rid
-        self.version, self.offset = version, offset
+        self.version, self.offset, self.reused = version, offset, reused
         self.ids: list[int] = []
         self.per_token: dict[str, list[Any]] = {}
         self.spans: tuple[Span, ...] = ()
@@ -164,7 +175,7 @@ class Leg:
             version == self.version or parse(version) for version, *_ in spans
         ):
             return  # a label that is no version of ours was attested by nobody
-        found = normal(spans, self.version, len(self.ids))
+        found = normal(spans, self.version, len(self.ids), reused=self.reused)
         if found:
             self.spans, self.placed, self.placed_text = found, len(self.ids), self._text
 

@@ -32,6 +32,7 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
         head: newest version the weight plane has announced at the engine's side; empty = unknown.
             The router measures staleness against the newest head or version it has heard of.
         kv_tokens: size of the KV pool in tokens; 0 = unknown, then it is never taken for full.
+        reuses_kv: later turns may attend to keys that older weights computed (``kvPolicy: Reuse``).
         relayed: passed on by another replica of the router, not said by the owner itself.
         leaving: the engine will not come back; continue its turns elsewhere now.
     """
@@ -48,6 +49,7 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: str = ""
     head: str = ""
     kv_tokens: int = 0
+    reuses_kv: bool = False
     relayed: bool = False
     leaving: bool = False
 

@@ -152,7 +152,10 @@ class TurnRunner:
     async def _leg(self, turn: Turn, engine: Engine) -> Move | None:
         """Run one leg and fold it; why the turn must go on elsewhere, ``None`` when it ended."""
         now = self._clock()
-        leg = Leg(engine.name, engine.kind, self._new_rid(), str(engine.version), turn.held)
+        leg = Leg(
+            *(engine.name, engine.kind, self._new_rid(), str(engine.version), turn.held),
+            reused=engine.update.reuses_kv,
+        )
         handle = LiveLeg(leg.rid, now, now, can_move=partial(self._elsewhere, turn, engine))
         handle.task = turn.task
         engine.legs[leg.rid] = handle

@@ -157,6 +157,12 @@ def test_tokens_after_a_commit_sit_on_mixed_keys() -> None:
     assert one.spans == (Span(V0, 0, 2), Span(V1, 2, 3, Kv.MIXED))
 
 
+def test_an_engine_that_reuses_keys_over_commits_vouches_for_none_of_them() -> None:
+    one = Leg("a", EngineKind.BORROWED, "rid", V0, 0, reused=True)
+    one.take(event([1, 2], 2, spans=[(V0, 0, 2)]))
+    assert one.spans == (Span(V0, 0, 2, Kv.MIXED),)
+
+
 def test_folding_keeps_what_is_placed_and_forgets_the_rest() -> None:
     turn = Transcript([9, 9])
     first = leg()

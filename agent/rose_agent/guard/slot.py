@@ -344,6 +344,7 @@ class Slot:
                 gate_open=self.gate_open and serving,
                 cap=self.budget.cap(grant.max_concurrent_turns),
                 kv_tokens=grant.engine.kv_tokens,
+                reuses_kv=grant.engine.kv_policy == "Reuse",
                 version=status.version if status and serving else "",
                 digest=status.digest if status and serving else "",
                 leaving=self.machine.phase is Phase.RELEASING,
