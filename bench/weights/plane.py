@@ -29,8 +29,8 @@ from rose_engines.live import commit, digest_live, host_tensors, stage
 from rose_weights.bundle import Bundle
 from rose_weights.client import WeightsClient
 from rose_weights.messages import FetchRequest
+from rose_weights.methods import FETCH
 from rose_weights.publishing import WeightsWriter
-from rose_weights.service import FETCH
 from rose_wire import rpc, tls
 
 RUN = "bench"

@@ -12,7 +12,7 @@ import aiohttp
 import grpc
 import psutil
 
-from rose_weights import service as weight_plane
+from rose_weights import methods as weight_plane
 from rose_wire import services
 from rose_wire.rpc import Method
 

@@ -27,8 +27,9 @@ from rose_weights.errors import (
     UnknownRun,
 )
 from rose_weights.messages import FetchRequest, MissingRequest, VersionInfo
+from rose_weights.methods import FETCH, MISSING, SERVICE
 from rose_weights.publishing import WeightsWriter
-from rose_weights.service import FETCH, MISSING, SERVICE, WeightService
+from rose_weights.service import WeightService
 from rose_weights.store import Store
 from rose_wire import rpc
 from rose_wire.errors import Refused, Unavailable

@@ -46,8 +46,8 @@ from rose_weights.messages import (
     VersionInfo,
     WatchRequest,
 )
+from rose_weights.methods import ATTESTED, AWAIT, DESCRIBE, FETCH, PLAN, WATCH
 from rose_weights.pieces import Unpacker
-from rose_weights.service import ATTESTED, AWAIT, DESCRIBE, FETCH, PLAN, WATCH
 from rose_wire import rpc
 from rose_wire.errors import Refused, Unavailable
 

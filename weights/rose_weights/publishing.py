@@ -30,7 +30,7 @@ from rose_weights.messages import (
     PartRequest,
     VersionInfo,
 )
-from rose_weights.service import COMMIT, DESCRIBE, MISSING, OPEN, PART, PUT
+from rose_weights.methods import COMMIT, DESCRIBE, MISSING, OPEN, PART, PUT
 from rose_wire import rpc
 from rose_wire.errors import Refused, Unavailable
 

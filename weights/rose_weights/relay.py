@@ -24,6 +24,7 @@ import grpc.aio
 from rose_core.delta import DeltaError, Manifest, faults
 from rose_weights import metrics
 from rose_weights.access import Access
+from rose_weights.answers import answering, refusing
 from rose_weights.blocks import Blocks
 from rose_weights.client import ANSWER_SECONDS, ATTEMPTS, PLAN_SECONDS, understanding
 from rose_weights.errors import Damaged, Incomplete, StoreFailed
@@ -38,17 +39,9 @@ from rose_weights.messages import (
     VersionInfo,
     WatchRequest,
 )
+from rose_weights.methods import ATTESTED, DESCRIBE, FETCH, PLAN, WATCH
 from rose_weights.nearby import Nearby
 from rose_weights.pieces import AHEAD_BYTES, PIECE_BYTES, Unpacker, pack
-from rose_weights.service import (
-    ATTESTED,
-    DESCRIBE,
-    FETCH,
-    PLAN,
-    WATCH,
-    answering,
-    refusing,
-)
 from rose_wire import rpc
 from rose_wire.rpc import Server, peer
 

@@ -20,17 +20,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable, Sequence
 
-from rose_core.delta import DeltaError, Manifest, faults
+from rose_core.delta import DeltaError, faults
 from rose_weights import metrics, retention
 from rose_weights.access import Access, Right
-from rose_weights.errors import BadManifest, UnknownRun, WeightsError, as_text
+from rose_weights.answers import answering, description, info, kind_of, measure, refusing, run_of
+from rose_weights.errors import UnknownRun, WeightsError, as_text
 from rose_weights.following import LONGEST_SECONDS, Following
 from rose_weights.leases import Leases
 from rose_weights.messages import (
@@ -53,35 +52,30 @@ from rose_weights.messages import (
     VersionInfo,
     WatchRequest,
 )
+from rose_weights.methods import (
+    ATTESTED,
+    AWAIT,
+    COMMIT,
+    DESCRIBE,
+    FETCH,
+    MISSING,
+    OPEN,
+    PART,
+    PLAN,
+    PUT,
+    WATCH,
+)
 from rose_weights.parting import Parts, run_of_part
 from rose_weights.pieces import pack, together
 from rose_weights.planning import Planner
-from rose_weights.state import Kept, RunState
+from rose_weights.state import RunState
 from rose_weights.store import Store
-from rose_wire.errors import Refused
-from rose_wire.rpc import Method, Server, peer
-
-SERVICE = "rose.v1.Weights"
-
-DESCRIBE = Method(SERVICE, "Describe", DescribeRequest, Description)
-WATCH = Method(SERVICE, "Watch", WatchRequest, VersionInfo)
-PLAN = Method(SERVICE, "Plan", PlanRequest, PlanReply)
-FETCH = Method(SERVICE, "Fetch", FetchRequest, bytes)
-OPEN = Method(SERVICE, "Open", OpenRequest, Description)
-MISSING = Method(SERVICE, "Missing", MissingRequest, MissingReply)
-PUT = Method(SERVICE, "Put", bytes, PutReply)
-COMMIT = Method(SERVICE, "Commit", CommitRequest, VersionInfo)
-PART = Method(SERVICE, "Part", PartRequest, PartReply)
-ATTESTED = Method(SERVICE, "Attested", AttestedRequest, AttestedReply)
-AWAIT = Method(SERVICE, "Await", AwaitRequest, AwaitReply)
+from rose_wire.rpc import Server, peer
 
 STAGED_AHEAD = 16
 """Blocks of a publisher that are written at the same time."""
 
 LOG = logging.getLogger(__name__)
-
-_RequestT = TypeVar("_RequestT")
-_ReplyT = TypeVar("_ReplyT")
 
 
 class WeightService:
@@ -133,7 +127,7 @@ class WeightService:
         self._may("read", request.run or None)
         if not request.run:
             return Description(runs=tuple(await asyncio.to_thread(self._store.runs)))
-        return _description(await asyncio.to_thread(self._store.state, request.run))
+        return description(await asyncio.to_thread(self._store.state, request.run))
 
     async def watch(self, request: WatchRequest) -> AsyncIterator[VersionInfo]:
         """The head now, when there is one, and after every publish; ends with the stream."""
@@ -163,7 +157,7 @@ class WeightService:
         )
         if request.holder:
             self._leases.take(request.holder, request.run, (manifest.base, manifest.target))
-        metrics.PLANS.labels(request.run, _kind(manifest, merged)).inc()
+        metrics.PLANS.labels(request.run, kind_of(manifest, merged)).inc()
         metrics.PLAN_SECONDS.observe(time.monotonic() - began)
         faults.at("store.plan")
         return PlanReply(manifest.encode(), merged)
@@ -205,7 +199,7 @@ class WeightService:
             self._store.open_incarnation, request.run, request.publisher
         )
         LOG.info("run %s: incarnation %d for %s", state.run, state.fence, state.publisher)
-        return _description(state)
+        return description(state)
 
     async def missing(self, request: MissingRequest) -> MissingReply:
         """Blocks the publisher has to send."""
@@ -242,7 +236,7 @@ class WeightService:
 
     async def commit(self, request: CommitRequest) -> VersionInfo:
         """Move the head."""
-        run = _run_of(request.manifest)
+        run = run_of(request.manifest)
         self._may("publish", run)
         try:
             state = await asyncio.to_thread(
@@ -271,7 +265,7 @@ class WeightService:
             if outcome is not None:
                 if outcome.by_this:
                     self._published(outcome.state)
-                return PartReply(_info(outcome.kept))
+                return PartReply(info(outcome.kept))
             if left <= 0:
                 return PartReply()
             with contextlib.suppress(TimeoutError):
@@ -294,12 +288,12 @@ class WeightService:
     def _published(self, state: RunState) -> VersionInfo:
         """A version is the head: tell who watches, and tidy up behind it."""
         kept = state.versions[-1]
-        _measure(state, kept)
+        measure(state, kept)
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
         if self._tidying is None or self._tidying.done():
             self._tidying = asyncio.create_task(self._tidy(state.run))
-        return _info(kept)
+        return info(kept)
 
     async def close(self) -> None:
         """Wait for work in the background."""
@@ -329,72 +323,4 @@ class WeightService:
         except UnknownRun:
             return None
         kept = state.kept(state.head)
-        return None if kept is None else _info(kept)
-
-
-def _kind(manifest: Manifest, merged: int) -> str:
-    if manifest.base is None:
-        return "Full"
-    return ("Same", "Delta", "Merged")[min(merged, 2)]
-
-
-def _info(kept: Kept) -> VersionInfo:
-    return VersionInfo(
-        kept.version,
-        kept.digest,
-        kept.base,
-        kept.step,
-        kept.changes,
-        kept.bytes,
-        kept.encode_seconds,
-    )
-
-
-def _description(state: RunState) -> Description:
-    head = state.kept(state.head)
-    return Description(
-        run=state.run,
-        head=None if head is None else _info(head),
-        versions=tuple(_info(kept) for kept in state.versions),
-        fence=state.fence,
-        publisher=state.publisher,
-    )
-
-
-def _measure(state: RunState, kept: Kept) -> None:
-    metrics.COMMITS.labels(state.run, "Published").inc()
-    metrics.HEAD_INCARNATION.labels(state.run).set(kept.version.incarnation)
-    metrics.HEAD_SEQUENCE.labels(state.run).set(kept.version.sequence)
-    metrics.DELTA_BYTES.labels(state.run).inc(kept.bytes)
-    metrics.CHANGED_RATIO.labels(state.run).set(kept.changes / max(kept.elements, 1))
-
-
-def _run_of(manifest: bytes) -> str:
-    try:
-        return Manifest.decode(manifest).target.run
-    except DeltaError as error:
-        raise BadManifest(str(error)) from error
-
-
-@contextlib.contextmanager
-def refusing() -> Iterator[None]:
-    """Errors of the store as refusals that the other side can read."""
-    try:
-        yield
-    except (WeightsError, DeltaError) as error:
-        metrics.REFUSALS.labels(type(error).__name__).inc()
-        text = as_text(error) if isinstance(error, WeightsError) else str(error)
-        raise Refused(text) from error
-
-
-def answering(
-    handler: Callable[[_RequestT], Awaitable[_ReplyT]],
-) -> Callable[[_RequestT], Awaitable[_ReplyT]]:
-    """A handler whose errors are refusals."""
-
-    @functools.wraps(handler)
-    async def answer(request: _RequestT) -> _ReplyT:
-        with refusing():
-            return await handler(request)
-
-    return answer
+        return None if kept is None else info(kept)

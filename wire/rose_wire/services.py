@@ -8,7 +8,7 @@
 | ``DORMANT``, ``STATUS`` | | | |
 | ``ATTACH`` | guard, dedicated engine host | router | Service of the lease's router |
 
-The weight plane's methods stand in ``rose_weights.service``.
+The weight plane's methods stand in ``rose_weights.methods``.
 """
 
 from rose_core.wire.enrolment import EnrolReply, EnrolRequest
