@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import fcntl
 import json
+import signal
 import socket
 import struct
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -90,6 +92,8 @@ async def main() -> None:
         sys.executable,
         *("-m", "rose_engines.fake", "--token-seconds", "0.002"),
         stdout=asyncio.subprocess.PIPE,
+        # A signal that ends this process runs no ``finally``.
+        preexec_fn=partial(kernel.die_with_parent, signal.SIGKILL),
     )
     try:
         assert engine.stdout is not None
