@@ -33,7 +33,12 @@ def most_lent(pool: Pool, replicas: int) -> int:
 
 def limit(pool: Pool, replicas: int, *, growing: bool) -> Limit:
     """The tightest limit of a pool of this size, for a loan that would be made or that exists."""
-    fixed = Limit(most_lent(pool, replicas), Reason.POOL_LIMIT_REACHED, "the pool lends no more")
+    most = most_lent(pool, replicas)
+    text = (
+        f"the pool lends {most} of {replicas} replicas at most (maxReplicasPercent "
+        f"{pool.max_replicas_percent}, minUnlentReplicas {pool.min_unlent_replicas})"
+    )
+    fixed = Limit(most, Reason.POOL_LIMIT_REACHED, text)
     if pool.outlook is None:
         return fixed
     expected = by_outlook(pool.outlook, replicas, _MARGIN if growing else 1.0)
