@@ -139,8 +139,15 @@ async def sglang_router(python: str, engine: str) -> AsyncIterator[Route]:
 
 
 def has_sglang_router(python: str) -> bool:
-    """Whether that Python has sglang-router."""
+    """Whether that Python has sglang-router.
+
+    Raises:
+        SystemExit: there is no such Python.
+    """
     if python == sys.executable:
         return importlib.util.find_spec("sglang_router") is not None
     check = "import importlib.util as u, sys; sys.exit(u.find_spec('sglang_router') is None)"
-    return subprocess.run([python, "-c", check], check=False).returncode == 0
+    try:
+        return subprocess.run([python, "-c", check], check=False).returncode == 0
+    except OSError as error:
+        sys.exit(f"--sglang-router-python {python} cannot be run: {error.strerror}")
