@@ -151,8 +151,7 @@ async def _patiently(
     try:
         async with asyncio.timeout(limit):
             return await window
-    except Exception as error:
-        # Whatever one window meets must not cost the others: it is told and recorded.
+    except Exception as error:  # whatever one window meets must not cost the others: it is told
         what = repr(error) if str(error) else f"{type(error).__name__} within {limit:g} s"
         results.crashes.append(Crash(*cell.key, what))
         say(f"{cell.name}: CRASHED, {what}")

@@ -155,6 +155,20 @@ class Cluster:
         self.client.delete(resource, name, namespace=namespace)
 
 
+def serving_pod(name: str, node: str, *, grace_seconds: int) -> dict[str, Any]:
+    """A serving pod of the pool ``app: chat`` that is on that node already."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": {"app": "chat"}},
+        "spec": {
+            "nodeName": node,
+            "terminationGracePeriodSeconds": grace_seconds,
+            "containers": [{"name": "serving", "image": "serving"}],
+        },
+    }
+
+
 def condition(thing: dict[str, Any] | None, kind: str) -> tuple[str, str]:
     """Status and reason of a condition, empty strings when it is not there."""
     found = ((thing or {}).get("status") or {}).get("conditions") or []

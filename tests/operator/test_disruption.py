@@ -17,7 +17,7 @@ from lightkube.resources.core_v1 import Event
 from lightkube.resources.policy_v1 import PodDisruptionBudget
 
 from rose_core.wire.sync import ReplicaReport
-from tests.operator.harness import Cluster, OperatorProcess, condition, until
+from tests.operator.harness import Cluster, OperatorProcess, condition, serving_pod, until
 from tests.operator.stub_agent import StubAgent, replica
 from tests.operator.test_process import Scene
 
@@ -35,7 +35,7 @@ class Town:
         self._create({"apiVersion": "v1"} | account)
         for node, pod in zip(self.nodes, self.pods, strict=True):
             self._create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}})
-            self._create(_pod(pod, node))
+            self._create(serving_pod(pod, node, grace_seconds=600))
         self.agents = [
             StubAgent(scene.operator.sync_port, node, (self._report(pod, kv),))
             for node, pod, kv in zip(self.nodes, self.pods, (10, 500), strict=True)
@@ -75,19 +75,6 @@ class Town:
         client, namespace = self.scene.cluster.client, self.scene.namespace
         found = client.list(Event, namespace=namespace)
         return [event.message or "" for event in found if event.reason == reason]
-
-
-def _pod(name: str, node: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, "labels": {"app": "chat"}},
-        "spec": {
-            "nodeName": node,
-            "terminationGracePeriodSeconds": 600,
-            "containers": [{"name": "serving", "image": "serving"}],
-        },
-    }
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from rose_core.wire.sync import ReplicaReport
 from rose_dev.kwok import Kwok, nodes
-from tests.operator.harness import Cluster, OperatorProcess, until
+from tests.operator.harness import Cluster, OperatorProcess, serving_pod, until
 from tests.operator.stub_agent import StubAgent, replica
 from tests.operator.test_process import Scene
 
@@ -58,7 +58,10 @@ class County:
         """Nodes, pods that run there, and agents that report them."""
         self.kubectl("create", "--filename=-", stdin=nodes(self.names), seconds=SECONDS)
         account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
-        items = [account, *(_pod(f"chat-{name}", name) for name in self.names)]
+        items = [
+            account,
+            *(serving_pod(f"chat-{name}", name, grace_seconds=1) for name in self.names),
+        ]
         manifests = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
         self.kubectl("create", self.place, "--filename=-", stdin=manifests, seconds=SECONDS)
         until(lambda: len(self.running()) == NODES, "every pod runs", SECONDS)
@@ -82,19 +85,6 @@ class County:
 
 def _runs(pod: dict[str, Any]) -> bool:
     return bool(pod["status"]["phase"] == "Running")
-
-
-def _pod(name: str, node: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, "labels": {"app": "chat"}},
-        "spec": {
-            "nodeName": node,
-            "terminationGracePeriodSeconds": 1,
-            "containers": [{"name": "serving", "image": "serving"}],
-        },
-    }
 
 
 @pytest.fixture

@@ -205,7 +205,7 @@ class Guard:
                 own = self.whole.judge(uid, facts) if slot.grant.whole else verdict
                 slot.step(own, now_ns, granted=self._granted(slot), arrival_ns=arrival_ns)
                 if slot.computing(now_ns):
-                    until_ns = max(until_ns, verdict.until_ns or now_ns + _TICK_NS)
+                    until_ns = max(until_ns, own.until_ns or now_ns + _TICK_NS)
         replica.outcomes.open_time.note(until_ns, now_ns)
         self._again.look(uid, verdict.again_ns, now_ns)
 
