@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 import yaml
 
@@ -176,3 +177,18 @@ async def test_tokens_are_told_one_by_one_only_before_lending_may_be_paced_by_th
     replica.gaps.note(busy=True, now_ns=now)
     replica.gaps.note(busy=False, now_ns=now - 60 * 10**9)
     assert not replica.watch().closely
+
+
+@pytest.mark.parametrize(("policy", "reuses"), [("Keep", False), ("Reuse", True)])
+async def test_the_router_hears_whether_keys_are_reused(
+    guard: tuple[Guard, Permit], policy: str, reuses: bool
+) -> None:
+    made, _ = guard
+    slot = made.slots[KEY.uid]
+    engine = msgspec.structs.replace(GRANT.engine, kv_policy=policy)
+    slot.grant = msgspec.structs.replace(GRANT, engine=engine, router="127.0.0.1:1")
+    slot._tell_router()
+    assert slot._attachment is not None
+    assert slot._attachment._update is not None
+    assert slot._attachment._update.reuses_kv is reuses
+    await slot.detach()

@@ -65,6 +65,20 @@ async def test_an_engine_is_started_serves_and_ends_over_the_socket(
 
 
 @pytest.mark.parametrize("driver", ["v2", "v1", "signals"])
+async def test_memory_that_was_promised_is_no_longer_once_the_engine_serves(
+    rundir: Path, models: Path
+) -> None:
+    async with running(rundir, models) as host:
+        channel = connect(f"unix:{rundir}/host.sock")
+        promised = host.host._site.sizer.promised
+        promised["slot-1"] = (frozenset({"GPU-a"}), 1 << 30)
+        with guarding(rundir):
+            await call(channel, ENSURE, order(), timeout=30)
+            await serving(host)
+        assert not promised
+        await channel.close()
+
+
 async def test_tokens_stop_when_the_permit_lapses_and_the_stream_goes_on_afterwards(
     rundir: Path, models: Path, driver: str
 ) -> None:

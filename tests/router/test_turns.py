@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from rose_core.rollouts.spans import Kv
 from rose_core.rollouts.watch import Move, Patience
 from rose_core.wire.routing import EngineKind
 from tests.router.world import (
@@ -34,6 +35,12 @@ async def test_an_undisturbed_turn_is_one_leg_and_one_span() -> None:
         assert turn.transcript.tokens == greedy(turn)
         assert [s.version for s in turn.transcript.spans] == [V(0)]
         assert not turn.moves
+
+
+async def test_spans_of_an_engine_that_reuses_keys_say_so() -> None:
+    async with world(SimEngine("a", reuses_kv=True)) as w:
+        turn = await over(w.ask(20))
+        assert {span.kv for span in turn.transcript.spans} == {Kv.MIXED}
 
 
 @pytest.mark.parametrize("incremental", [False, True])

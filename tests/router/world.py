@@ -61,6 +61,7 @@ class SimEngine:
     Attributes:
         spans_always: versions in every event, as our plugin makes SGLang say them.
         incremental: events hold only what is new.
+        reuses_kv: it may begin a leg on keys of older weights.
         stop_at: tokens after which it finishes with a stop token; 0 = never.
         linger: seconds for which the connection stays open after the last event.
         seen: every request it was sent.
@@ -77,6 +78,7 @@ class SimEngine:
     token_seconds: float = 0.05
     spans_always: bool = True
     incremental: bool = False
+    reuses_kv: bool = False
     stop_at: int = 0
     linger: float = 0.0
     seen: list[Mapping[str, Any]] = field(default_factory=list)
@@ -95,6 +97,7 @@ class SimEngine:
             version=self.version,
             digest="d",
             head=head,
+            reuses_kv=self.reuses_kv,
             leaving=self.leaving,
         )
 
