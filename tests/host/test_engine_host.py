@@ -64,7 +64,6 @@ async def test_an_engine_is_started_serves_and_ends_over_the_socket(
         await channel.close()
 
 
-@pytest.mark.parametrize("driver", ["v2", "v1", "signals"])
 async def test_memory_that_was_promised_is_no_longer_once_the_engine_serves(
     rundir: Path, models: Path
 ) -> None:
@@ -79,6 +78,7 @@ async def test_memory_that_was_promised_is_no_longer_once_the_engine_serves(
         await channel.close()
 
 
+@pytest.mark.parametrize("driver", ["v2", "v1", "signals"])
 async def test_tokens_stop_when_the_permit_lapses_and_the_stream_goes_on_afterwards(
     rundir: Path, models: Path, driver: str
 ) -> None:
