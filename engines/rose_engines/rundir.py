@@ -251,8 +251,13 @@ def _folders(path: Path) -> Iterator[Path]:
                 yield child
 
 
-def write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object, mode: int = 0o600) -> None:
     """Replace ``path`` by ``value`` as JSON, so that readers see the old or the new whole.
+
+    Args:
+        path: the file.
+        value: what msgspec can encode.
+        mode: who may read it, as far as they reach its folder.
 
     Raises:
         OSError: the folder is missing or full; the old file is then untouched.
@@ -261,6 +266,7 @@ def write_json(path: Path, value: object) -> None:
     temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
+            os.fchmod(handle, mode)
             file.write(msgspec.json.format(msgspec.json.encode(value), indent=1))
         temporary.replace(path)
     except BaseException:  # whatever it was, no half-written file stays

@@ -41,7 +41,7 @@ from rose_engines.live import (
     warm_up,
 )
 from rose_engines.memory import EngineMemory
-from rose_engines.order import Order
+from rose_engines.order import Handover, Order
 from rose_engines.pace import Pace
 from rose_engines.safetensors import write_file
 from rose_engines.sglang.control import (
@@ -104,9 +104,8 @@ class WeightSession:
         self._digest = self._base_digest = self._first_digest()
         self._phase = "Idle"
         self._staged: StagedUpdate | None = None
-        self._order: Order | None = None
+        self._orders = Handover(wake)
         self._calls = threading.Lock()
-        self._handover = threading.Lock()
         self._commits = 0
         self.iterations = 0
         self.permit_open: Callable[[], bool | None] = lambda: None
@@ -185,26 +184,12 @@ class WeightSession:
         """Called by the engine between two iterations, under an open permit; cheap when idle."""
         self._resting = False
         self.iterations += 1
-        self._carry_out(at_rest=False)
+        self._orders.carry_out(at_rest=False)
 
     def at_rest(self) -> None:
         """Called by the engine whenever nothing is under way, also under a closed permit."""
         self._resting = True
-        self._carry_out(at_rest=True)
-
-    def _carry_out(self, *, at_rest: bool) -> None:
-        waiting = self._order
-        if waiting is None or waiting.at_rest != at_rest:
-            return
-        with self._handover:
-            for order in self._take_order():
-                order.answer = order.work()
-                order.done.set()
-
-    def _take_order(self) -> tuple[Order, ...]:
-        """The order that waits, if it was not withdrawn meanwhile."""
-        order, self._order = self._order, None
-        return (order,) if order else ()
+        self._orders.carry_out(at_rest=True)
 
     def _dispatch(self, call: Call) -> Answer:
         if isinstance(call, Release):
@@ -261,7 +246,7 @@ class WeightSession:
             held = update.version if update else "nothing"
             raise CommitRefused("NotStaged", f"{version} is not staged; {held} is")
         self._phase, before = "Committing", self._version
-        answer = self._have_done(Order(lambda: self._commit(update)), timeout_seconds)
+        answer = self._orders.have_done(Order(lambda: self._commit(update)), timeout_seconds)
         if answer is None:
             self._phase = "Staged"
             reason = f"no iteration boundary under an open permit in {timeout_seconds} s"
@@ -276,7 +261,9 @@ class WeightSession:
         if wrong is None:
             return None
         order = Order(lambda: self._revert(update, before, wrong), at_rest=True)
-        return self._have_done(order, UNDO_SECONDS) or self._broken(f"{wrong}; no rest to undo it")
+        return self._orders.have_done(order, UNDO_SECONDS) or self._broken(
+            f"{wrong}; no rest to undo it"
+        )
 
     def _revert(self, update: StagedUpdate, before: str, wrong: str) -> Answer:
         """In the engine thread: old bits and old label."""
@@ -295,15 +282,6 @@ class WeightSession:
         self._staged, self._phase = None, "Broken"
         return Refused("Broken", reason)
 
-    def _have_done(self, order: Order, seconds: float) -> Answer | None:
-        """Hand work to the engine thread; None when it has not begun within this time."""
-        self._order = order
-        self._wake()
-        if not order.wait(seconds):
-            with self._handover:  # either the engine has it by now, or it never gets it
-                self._order = None
-        return order.result()
-
     def _order_release(self, timeout_seconds: float) -> Answer:
         memory = self._memory
         if memory is None:
@@ -312,7 +290,7 @@ class WeightSession:
             return Released(0, 0.0)
         self._forget()
         order = Order(lambda: self._release(memory), at_rest=True)
-        answer = self._have_done(order, timeout_seconds)
+        answer = self._orders.have_done(order, timeout_seconds)
         if answer is None:
             raise CommitRefused("Busy", f"the engine came to no rest in {timeout_seconds} s")
         return answer
@@ -332,7 +310,7 @@ class WeightSession:
         memory = self._memory
         if memory is None or not self.dormant:
             return Activated(self._version, str(self._digest), 0.0)
-        answer = self._have_done(Order(lambda: self._activate(memory)), timeout_seconds)
+        answer = self._orders.have_done(Order(lambda: self._activate(memory)), timeout_seconds)
         if answer is None:
             reason = f"no iteration boundary under an open permit in {timeout_seconds} s"
             raise CommitRefused("Busy", f"{reason}; the engine stays dormant")

@@ -3,8 +3,8 @@
 | | SGLang | vLLM (``VLLM_SERVER_DEV_MODE=1``) |
 |---|---|---|
 | idle | ``/v1/loads`` | ``/metrics`` |
-| release | pause (retract), ``/release_memory_occupation`` | ``/sleep?level=1`` |
-| resume | ``/resume_memory_occupation``, continue | ``/wake_up`` |
+| release | pause (retract), ``/release_memory_occupation`` | ``/sleep?level=1``, ``/is_sleeping`` |
+| resume | ``/resume_memory_occupation``, continue | ``/wake_up``, ``/is_sleeping`` |
 | probe | ``/generate``, greedy | ``/v1/completions``, greedy |
 
 Both answer 200 and free nothing where the feature is off, so an answer here proves nothing: the
@@ -121,6 +121,10 @@ class _Models(msgspec.Struct):
     data: tuple[_Model, ...]
 
 
+class _Sleeping(msgspec.Struct):
+    is_sleeping: bool
+
+
 class _Choice(msgspec.Struct):
     text: str
 
@@ -187,10 +191,17 @@ class VllmServing:
     async def release(self) -> None:
         """Weights to host memory, KV cache dropped."""
         await self._http.call("POST", "/sleep?level=1")
+        if not await self._sleeping():
+            raise SleepRefused("/sleep answered 200, and /is_sleeping says that it does not")
 
     async def resume(self) -> None:
         """Wake up."""
         await self._http.call("POST", "/wake_up")
+        if await self._sleeping():
+            raise EngineUnavailable("/wake_up answered 200, and /is_sleeping says it sleeps on")
+
+    async def _sleeping(self) -> bool:
+        return (await self._http.ask("GET", "/is_sleeping", _Sleeping)).is_sleeping
 
     async def probe(self) -> str:
         """The text."""

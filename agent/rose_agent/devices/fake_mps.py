@@ -9,7 +9,8 @@ whose work was ended by command. A server that is not for every user takes clien
 client's user; NVIDIA's lets the others wait. The grammar of everything else is NVIDIA's:
 ``get_server_list``, ``get_server_status``, ``get_client_list``, ``start_server``,
 ``terminate_client``, ``get_default_active_thread_percentage`` and its setter,
-``get_active_thread_percentage``, ``quit``.
+``get_active_thread_percentage``, ``quit``; with ``-p 3`` the grammar of protocol 3 instead
+(``fake_mps3``: ``server list``, ``client list``, ``client terminate``, ``-q`` as arguments).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rose_agent.devices import fake_mps3, mps3
 from rose_agent.devices.mps import MULTI_USER, PID_FILE
 
 
@@ -56,6 +58,7 @@ class FakeDaemon:
     multi_user: bool = True
     user: int | None = None
     ended: bool = False
+    protocol: int = 2
 
     def answer(self, line: str) -> str:
         """Carry out one command; returns what is printed."""
@@ -63,6 +66,8 @@ class FakeDaemon:
             self.real.discard(pid)
             self.do_fake_leave(str(pid))
         command, *words = line.split() or [""]
+        if self.protocol == 3 and not command.startswith("fake_") and command != "quit":
+            return f"{fake_mps3.answer(self, [command, *words])}\n"
         handler = getattr(self, f"do_{command}", None)
         if handler is None:
             return f"Unknown command: {command}, please type help for usage\n"
@@ -165,9 +170,9 @@ class FakeDaemon:
             self.faulted = False
 
 
-def serve(place: Path, *, multi_user: bool) -> int:
+def serve(place: Path, *, multi_user: bool, protocol: int = 2) -> int:
     """Answer until told to quit."""
-    daemon = FakeDaemon(multi_user=multi_user)
+    daemon = FakeDaemon(multi_user=multi_user, protocol=protocol)
     place.unlink(missing_ok=True)
     place.with_name(PID_FILE).write_text(f"{daemon.pid}\n")
     with socket.socket(socket.AF_UNIX) as listener:
@@ -207,8 +212,11 @@ def main(argv: list[str]) -> int:
     """
     place = _place()
     if argv[:1] == ["-f"]:
-        return serve(place, multi_user=MULTI_USER in argv)
-    for line in filter(None, map(str.strip, sys.stdin)):
+        multi_user = MULTI_USER in argv or any(flag in argv for flag in mps3.MULTI_USER)
+        return serve(place, multi_user=multi_user, protocol=3 if mps3.speaks(argv) else 2)
+    words = ["quit"] if argv == ["-q"] else argv
+    given = [" ".join(words)] if words else sys.stdin
+    for line in filter(None, map(str.strip, given)):
         try:
             sys.stdout.write(send(place, line))
         except OSError:

@@ -3,7 +3,8 @@
 Each GPU has a daemon of its own with its own pipe directory (``ROOT/GPU-uuid``), so that a fault
 stays on that GPU and no client reaches another GPU's server. Commands go to
 ``nvidia-cuda-mps-control`` on its standard input, one per line, as NVIDIA documents them; answers
-come back as text. ``python -m rose_agent.devices.fake_mps`` speaks the same grammar without a GPU.
+come back as text. A daemon that was started with protocol 3 is asked in that grammar (``mps3``).
+``python -m rose_agent.devices.fake_mps`` speaks both without a GPU.
 Next step: ``mps_tasks`` checks and ends clients, ``mps_verb`` runs a daemon.
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rose_agent.devices import mps3
 from rose_agent.devices.errors import MpsError
 from rose_core.devices.mps import Server, ServerState
 
@@ -75,8 +77,15 @@ class MpsControl:
         self._pipes = pipes
         self._program = tuple(program)
 
+    @property
+    def protocol(self) -> int:
+        """2 or 3, as the daemon was started; 2 when that cannot be seen."""
+        words = _daemon_file(self._pipes.pipe, "cmdline") or ()
+        given = _daemon_file(self._pipes.pipe, "environ") or ()
+        return 3 if mps3.speaks(words, given) else 2
+
     def ask(self, command: str) -> tuple[str, ...]:
-        """Send one command.
+        """Send one command in the grammar of protocol 2.
 
         Returns:
             The answer's lines.
@@ -84,10 +93,14 @@ class MpsControl:
         Raises:
             MpsError: no daemon answers, or it refuses; says what it said.
         """
+        return self._run((), command)
+
+    def _run(self, arguments: Sequence[str], command: str = "") -> tuple[str, ...]:
+        asked = command or " ".join(arguments)
         try:
             done = subprocess.run(  # the program is the platform's
-                self._program,
-                input=f"{command}\n",
+                [*self._program, *arguments],
+                input=f"{command}\n" if command else "",
                 env=self._pipes.environment(os.environ),
                 capture_output=True,
                 text=True,
@@ -95,12 +108,12 @@ class MpsControl:
                 check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise MpsError(f"MPS of {self._pipes.gpu}: {command}: {error}") from error
+            raise MpsError(f"MPS of {self._pipes.gpu}: {asked}: {error}") from error
         lines = tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
         said = " ".join((*lines, done.stderr.strip())).strip()
         refused = any(word in said.lower() for word in ("cannot", "failed", "invalid", "not found"))
         if done.returncode != 0 or refused:
-            raise MpsError(f"MPS of {self._pipes.gpu}: {command}: {said or 'no answer'}")
+            raise MpsError(f"MPS of {self._pipes.gpu}: {asked}: {said or 'no answer'}")
         return lines
 
     def servers(self) -> tuple[Server, ...]:
@@ -109,6 +122,8 @@ class MpsControl:
         Raises:
             MpsError: no daemon answers, or in a way that is not understood.
         """
+        if self.protocol == 3:
+            return mps3.servers(self._run, multi_user=_multi_user(self._pipes.pipe))
         return tuple(self._server(pid) for pid in self._numbers("get_server_list"))
 
     def terminate(self, server: int, client: int) -> None:
@@ -117,7 +132,10 @@ class MpsControl:
         Raises:
             MpsError: the daemon refused.
         """
-        self.ask(f"terminate_client {server} {client}")
+        if self.protocol == 3:
+            mps3.terminate(self._run, client)
+        else:
+            self.ask(f"terminate_client {server} {client}")
 
     def quit(self, seconds: int = 10) -> None:
         """End the daemon and its servers.
@@ -125,7 +143,10 @@ class MpsControl:
         Raises:
             MpsError: no daemon answers.
         """
-        self.ask(f"quit -t {seconds}")
+        if self.protocol == 3:
+            mps3.quit_all(self._run)
+        else:
+            self.ask(f"quit -t {seconds}")
 
     def _server(self, pid: int) -> Server:
         status = self.ask(f"get_server_status {pid}")
@@ -146,12 +167,20 @@ class MpsControl:
 
 def _multi_user(pipe: Path) -> bool | None:
     """Whether the daemon's servers take every user; None when its command line cannot be seen."""
+    words = _daemon_file(pipe, "cmdline")
+    if words is None:
+        return None
+    return MULTI_USER in words or any(flag in words for flag in mps3.MULTI_USER)
+
+
+def _daemon_file(pipe: Path, name: str) -> tuple[str, ...] | None:
+    """Words of a file of the daemon's in ``/proc``; None when it cannot be seen."""
     try:
         pid = int((pipe / PID_FILE).read_text())
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        text = Path(f"/proc/{pid}/{name}").read_bytes()
     except (OSError, ValueError):
         return None
-    return MULTI_USER.encode() in words
+    return tuple(word.decode(errors="replace") for word in text.split(b"\0"))
 
 
 def _uid(pid: int) -> int:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rose_agent.devices import mps3
 from rose_agent.devices.errors import DeviceError, MpsError
 from rose_agent.devices.mps import MULTI_USER, PROGRAM, MpsControl, Pipes
 from rose_agent.devices.mps_tasks import Question, check, end
@@ -32,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     add("--gpu", required=True, help="its UUID, GPU-...")
     add("--root", type=Path, default=Path("/run/rose-mps"), help="pipe directories")
     add("--program", default=PROGRAM, help="the control program")
+    add("--protocol", type=int, choices=[2, 3], default=2, help="3 needs a driver from r615 on")
     add("--check", action="store_true", help="say whether an engine may share the GPU now")
     add("--serving", type=int, default=0, metavar="PID", help="with --check: serving's process")
     add("--engine-uid", type=int, default=0, help="with --check: the engine's user")
@@ -60,7 +62,7 @@ def main(argv: list[str]) -> int:
             return _check(arguments, control)
         if arguments.end is not None:
             return 0 if end(control, arguments.end) else 1
-        return _run(arguments.program.split(), pipes.create(), control)
+        return _run(arguments.program.split(), pipes.create(), control, arguments.protocol)
     except FileNotFoundError as error:
         sys.stderr.write(f"rose mps: {error.filename}: no such program; --program names it\n")
         return 1
@@ -91,9 +93,11 @@ def _check(arguments: argparse.Namespace, control: MpsControl) -> int:
     return 1 if found.refusal else 0
 
 
-def _run(program: list[str], pipes: Pipes, control: MpsControl) -> int:
+def _run(program: list[str], pipes: Pipes, control: MpsControl, protocol: int) -> int:
     # Serving and each engine are different users; only root may start a server for all of them.
-    mode = [MULTI_USER] if os.geteuid() == 0 else []
+    many = MULTI_USER if protocol == 2 else mps3.MULTI_USER[0]
+    mode = [] if protocol == 2 else [*mps3.PROTOCOL]
+    mode += [many] if os.geteuid() == 0 else []
     daemon = subprocess.Popen(  # the program is the platform's
         [*program, "-f", *mode], env=pipes.environment(os.environ)
     )

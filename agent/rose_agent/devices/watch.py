@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from rose_agent.devices.driver import DeviceDriver, GpuProcess, Memory
@@ -98,6 +98,7 @@ class Terms:
     max_power_watts: int = 0
     shared_faults: bool = False
     regrow_next_step: bool = False
+    elastic: bool = False
 
     @classmethod
     def of(cls, policy: PoolPolicy) -> Terms:
@@ -107,6 +108,7 @@ class Terms:
             policy.max_power_watts,
             policy.compute == "MPS",
             policy.memory_regrow == "NextStep",
+            policy.memory_source == "Elastic",
         )
 
 
@@ -117,12 +119,14 @@ class View:
     Attributes:
         refusal: closed word, empty when nothing speaks against lending.
         lendable: sum over the GPUs; its bytes are None when one of them is unknown.
+        held: slot -> bytes that its engine's processes hold, as far as the driver tells.
     """
 
     refusal: str
     message: str
     lendable: Lendable
     budget: Budget
+    held: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -213,9 +217,11 @@ class DeviceWatch:
         sums = [self._lendable(gpu, terms, lent, now_s) for gpu in gpus]
         seen = self._seen(gpus, terms, lent, kv_permille, now_s)
         seen = replace(seen, step=lent.step if terms.regrow_next_step else None)
-        budget = steer(self._budgets.get(key, Budget()), seen, self._limits, now_s)
+        first = Budget(self._limits.least_permille) if terms.elastic else Budget()
+        budget = steer(self._budgets.get(key, first), seen, self._limits, now_s)
         self._budgets[key] = budget
-        return View(unfit.refusal.value, unfit.message, _together(sums), budget)
+        held = _held(gpus, now_s)
+        return View(unfit.refusal.value, unfit.message, _together(sums), budget, held)
 
     def forget(self, key: str) -> None:
         """The replica is gone."""
@@ -246,7 +252,8 @@ class DeviceWatch:
             elif not (lent.slots and self._counts_engines):
                 gpu.high_water = gpu.high_water.saw(memory.used_bytes, now_s)
         total = memory.total_bytes if memory is not None else None
-        return lendable(total, gpu.high_water.bytes, terms.headroom_percent, lent.residues)
+        highest = gpu.high_water.lately(now_s) if terms.elastic else gpu.high_water.bytes
+        return lendable(total, highest, terms.headroom_percent, lent.residues)
 
     @staticmethod
     def _seen(
@@ -265,6 +272,21 @@ class DeviceWatch:
             return MemorySeen(None, 0, kv_permille, lent.released)
         least = min(free, key=lambda pair: pair[0] - pair[1])
         return MemorySeen(*least, kv_permille, lent.released)
+
+
+def _held(gpus: list[_Gpu | None], now_s: float) -> dict[str, int]:
+    """What each slot's engine holds; a slot of which a figure is missing is left out."""
+    held: dict[str, int | None] = {}
+    for gpu in gpus:
+        if gpu is None or now_s - gpu.reading.read_s >= STALE_SECONDS:
+            continue
+        for process in gpu.reading.processes or ():
+            owner = gpu.reading.owners.get(process.pid)
+            if owner is None or not owner.slot:
+                continue
+            before, now = held.get(owner.slot, 0), process.used_bytes
+            held[owner.slot] = None if before is None or now is None else before + now
+    return {slot: size for slot, size in held.items() if size is not None}
 
 
 def _together(sums: list[Lendable]) -> Lendable:

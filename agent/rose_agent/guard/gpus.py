@@ -1,14 +1,23 @@
-"""Health of every replica's GPUs, what may be lent of them, the budget of what is."""
+"""Health of every replica's GPUs, what may be lent of them, the budget of what is.
+
+The host knows how large an engine is, and decides whether it fits: it is told the room with the
+order, and again while the engine is refused for it. The guard sees the node's processes: an engine
+that holds more than it was made for is named to the host, which ends it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 
-from rose_agent.devices.watch import DeviceWatch, Lent, Terms
+from rose_agent.devices.watch import DeviceWatch, Lent, Terms, View
 from rose_agent.guard import report
 from rose_agent.guard.replica import Replica
 from rose_agent.guard.slot import Slot
+from rose_core.devices.memory import overrun
+from rose_core.wire.host import EngineState
+
+_NO_MEMORY = "InsufficientMemory"
 
 
 def look_at(
@@ -28,4 +37,17 @@ def look_at(
         kv_permille = report.kv_permille(replica, time.monotonic_ns())
         replica.view = devices.look(uid, replica.pod.gpu_uuids, terms, lent, kv_permille)
         for slot in beside:
-            slot.budget = replica.view.budget
+            _tell(slot, replica.view)
+
+
+def _tell(slot: Slot, view: View) -> None:
+    slot.budget, slot.room = view.budget, view.lendable
+    status = slot.status
+    if status is None:
+        return
+    held, wanted = view.held.get(slot.uid), view.budget.permille
+    changed = status.kv_permille is not None and status.kv_permille != wanted
+    if changed or overrun(status.device_bytes, held):
+        slot.limit_memory(wanted, held)
+    if status.state is EngineState.FAILED and status.reason == _NO_MEMORY:
+        slot.renew_room()

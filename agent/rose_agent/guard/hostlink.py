@@ -16,6 +16,7 @@ from rose_core.wire.host import (
     HoldEngine,
     Holder,
     HostStatusRequest,
+    LimitMemory,
     SetDormant,
     StopEngine,
 )
@@ -23,7 +24,7 @@ from rose_engines import bell
 from rose_engines.rundir import RunDir
 from rose_wire import rpc
 from rose_wire.errors import WireError
-from rose_wire.services import DORMANT, ENSURE, HOLD, STATUS, STOP
+from rose_wire.services import DORMANT, ENSURE, HOLD, LIMIT, STATUS, STOP
 
 _log = logging.getLogger(__name__)
 _STATUS_SECONDS, _SETTLED_SECONDS = 0.5, 1.0
@@ -42,7 +43,7 @@ class HostLink:
 
     def __init__(self, path: Path, on_status: Callable[[], None]) -> None:
         self._path = path
-        self._channel = rpc.connect(f"unix:{path}")
+        self._channel = rpc.connect(f"local:{path}")
         self._bell = RunDir(path.parent).enforcer_bell
         self._on_status = on_status
         self._kick = asyncio.Event()
@@ -126,6 +127,16 @@ class HostLink:
             WireError: the host refused or did not answer.
         """
         await rpc.call(self._channel, DORMANT, SetDormant(slot, dormant), timeout=_CALL_SECONDS)
+        self.ask_soon()
+
+    async def limit_memory(self, slot: SlotKey, permille: int | None, held: int | None) -> None:
+        """Tell the budget of elastic memory, and what the driver says the engine holds.
+
+        Raises:
+            WireError: the host refused or did not answer.
+        """
+        order = LimitMemory(slot, permille, held)
+        await rpc.call(self._channel, LIMIT, order, timeout=_CALL_SECONDS)
         self.ask_soon()
 
     async def hold(self, slot: SlotKey, *, hold: bool) -> int:

@@ -3,7 +3,8 @@
 | trigger | then |
 |---|---|
 | a request arrives or ends (tap) | the replica's slots are stepped at once |
-| its size, its tokens (tap) | the same, where the verdict goes by slack |
+| its size, its first token (tap) | the same, where the verdict goes by slack |
+| its other tokens (tap) | the same, where the verdict waits for them; a paced one has its edges |
 | the tap's heartbeat, else every 65 ms | every slot is stepped: permits are extended, deadlines |
 | a verdict's own time (duty, cool-down) | the replica's slots are stepped |
 | engine host's status, serving process exit, pod change, Sync reply | every slot is stepped |
@@ -28,9 +29,8 @@ from rose_agent.devices.watch import DeviceWatch
 from rose_agent.guard import metrics, report, state
 from rose_agent.guard.again import Again
 from rose_agent.guard.blackbox import BlackBox
-from rose_agent.guard.gpus import look_at
 from rose_agent.guard.hostlink import HostLink
-from rose_agent.guard.outcomes import Outcomes
+from rose_agent.guard.matching import Matching
 from rose_agent.guard.pools import Pools
 from rose_agent.guard.pulse import Pulse
 from rose_agent.guard.recorder import Recorder
@@ -39,17 +39,13 @@ from rose_agent.guard.settings import Settings
 from rose_agent.guard.slot import Slot
 from rose_agent.guard.taplink import TapLink
 from rose_agent.guard.whole import WholeReplicas
-from rose_agent.pods.kubernetes import KubernetesPods
-from rose_agent.pods.model import PodSource, ServingPod
-from rose_agent.pods.processes import Watcher
-from rose_agent.signals.feed import load_source
+from rose_agent.pods.model import PodSource
 from rose_core.guard.crossover import Schedule
 from rose_core.guard.gate import Verdict, closed, judge
 from rose_core.guard.grants import GrantBook
 from rose_core.guard.reasons import GateReason
-from rose_core.telemetry.events import Arrived, Dismissed, Ended, Health, TapEvent
-from rose_core.wire.host import EngineState
-from rose_core.wire.sync import PoolPolicy, SignalSource, SyncReply, SyncRequest
+from rose_core.telemetry.events import Arrived, Dismissed, Ended, Health, Progress, TapEvent
+from rose_core.wire.sync import PoolPolicy, SyncReply, SyncRequest
 from rose_engines.rundir import RunDir
 
 __all__ = ["Guard", "Settings"]
@@ -60,7 +56,6 @@ _TICK_NS = 2 * 65_000_000  # how long an open gate is taken for open without bei
 _MATCH_SECONDS = 0.5
 _ORPHAN_SECONDS = 15.0
 _EDGES = (Arrived, Dismissed, Ended)
-_MISMATCH_NS = 2_000_000_000
 
 
 class Guard:
@@ -94,20 +89,15 @@ class Guard:
         self.on_transition: Callable[[], None] = _nothing
         self.devices = DeviceWatch(devices, limits=settings.budget)
         self.whole = WholeReplicas(rundir.root, self.recorder)
-        self._session = session
         self._started_s = time.monotonic()
-        self._wall_offset_s = time.time() - self._started_s
         saved = state.load(rundir.guard)
         self._saved = saved
         self.policies: tuple[PoolPolicy, ...] = saved.pools
         self.grants = GrantBook(highest_term=saved.highest_term)
-        self._pollers: dict[str, asyncio.Task[None]] = {}
-        self._watcher = Watcher(self._exited)
+        self.matching = Matching(self, session, self._exited)
         self._verdicts: dict[str, Verdict] = {}
         self._again = Again(self._step_again)
-        self._history: set[str] = set()
         self._stop_pressed, self._stop_button = False, str(rundir.stop)
-        self._matched = False
         self._ticked_ns = time.monotonic_ns()
         self._matched_s = 0.0
         self._pulse = Pulse(self._tick, TICK_SECONDS)
@@ -125,7 +115,7 @@ class Guard:
             replica.take(event, now_ns)
             if isinstance(event, Arrived):
                 arrivals.setdefault(event.replica, event.time_ns)
-            if isinstance(event, _EDGES) or self._goes_by_slack(event.replica):
+            if isinstance(event, _EDGES) or self._may_change(event):
                 touched.add(event.replica)
         for uid in sorted(touched, key=lambda name: name not in arrivals):
             self._step_replica(uid, now_ns, arrivals.get(uid, 0))
@@ -135,9 +125,12 @@ class Guard:
             elif isinstance(event, Health):
                 self._pulse.beat()
 
-    def _goes_by_slack(self, uid: str) -> bool:
-        verdict = self._verdicts.get(uid)
-        return verdict is not None and verdict.slack is not None
+    def _may_change(self, event: TapEvent) -> bool:
+        """The verdict goes by slack, and is not looked at again soon anyway."""
+        verdict = self._verdicts.get(event.replica)
+        if verdict is None or verdict.slack is None or isinstance(event, Health):
+            return False  # a heartbeat is a tick
+        return not (isinstance(event, Progress) and verdict.again_ns)
 
     def on_tap_lost(self, now_ns: int) -> None:
         """Nothing is known any more."""
@@ -174,7 +167,7 @@ class Guard:
     def _exited(self, pid: int) -> None:
         for uid, replica in self.replicas.items():
             if pid in replica.pod.pids:
-                self._gone(replica, "serving-exit", pid)
+                self.gone(replica, "serving-exit", pid)
                 self._step_replica(uid, time.monotonic_ns(), 0)
         self.on_transition()
 
@@ -226,7 +219,7 @@ class Guard:
         self._stop_pressed = os.path.exists(self._stop_button)  # noqa: PTH110  # hot path
         if began - self._matched_s >= _MATCH_SECONDS:
             self._matched_s = began
-            self._match()
+            self.matching.match(stop_pressed=self._stop_pressed)
         self.step_all()
         self._ticked_ns = time.monotonic_ns()
         metrics.TICK_SECONDS.observe(time.monotonic() - began)
@@ -243,10 +236,10 @@ class Guard:
         try:
             await self._pulse.run()
         finally:
-            for task in (*tasks, *self._pollers.values()):
+            for task in tasks:
                 task.cancel()
+            self.matching.close()
             self._again.close()
-            self._watcher.close()
             await self.blackbox.settle()
             for slot in self.slots.values():
                 await slot.detach()
@@ -257,111 +250,22 @@ class Guard:
 
     def match(self) -> None:
         """Pods to replicas, grants and leftovers to slots; then a step of all of them."""
-        self._match()
+        self.matching.match(stop_pressed=self._stop_pressed)
         self.step_all()
 
-    def _match(self) -> None:
-        if self.pods is None:
-            return
-        pods = self.pods.pods(self.policies)
-        by_pool = {policy.pool: policy for policy in self.policies}
-        if not self.pods.synced:
-            return
-        for uid in set(self.replicas) - set(pods):
-            self._forget_replica(uid)
-        for uid, pod in pods.items():
-            self._match_pod(uid, pod, by_pool[pod.pool])
-        self.tap.watch(
-            {
-                uid: self.replicas[uid].watch()
-                for uid, pod in pods.items()
-                if SignalSource.WIRE_TAP in self.replicas[uid].policy.allowed_signals
-                and (pod.pid or not isinstance(self.pods, KubernetesPods))
-            }
-        )
-        self._matched = True
-        self._watcher.watch(pid for pod in pods.values() for pid in pod.pids)
-        self.pools.match(self.policies)
-        self._match_slots()
-        look_at(self.devices, self.replicas, self.slots)
-        self.whole.match(self.replicas, self.grants, stop=self._stop_pressed)
-
-    def _match_pod(self, uid: str, pod: ServingPod, policy: PoolPolicy) -> None:
-        replica = self.replicas.get(uid)
-        if replica is None:
-            pool, breach = self.pools.state(pod.pool), self.blackbox.breach
-            replica = Replica.create(
-                pod,
-                policy,
-                outcomes=Outcomes(pod.name, pool, self.recorder, breach, time.monotonic_ns()),
-                schedule=self.schedule,
-                gate=self.settings.gate,
-                session=self._session,
-            )
-            self.replicas[uid] = replica
-            self._pollers[uid] = asyncio.create_task(replica.run())
-            _log.info("guarding %s/%s of pool %s", pod.namespace, pod.name, pod.pool)
-        if replica.pod.instance and replica.pod.instance != pod.instance:
-            self._gone(replica, "serving-restart")
-        replica.update(pod, policy)
-        replica.lent = any(s.serves(uid) for s in self.slots.values())
-        replica.maybe_back(self.settings.settle_seconds)
-        replica.settled = self._settled(pod)
-        if replica.snapshot is None:
-            pid = self.pods.scheduler(uid) if isinstance(self.pods, KubernetesPods) else 0
-            replica.snapshot = load_source(pod, pid)
-        differs = replica.book.mismatched_since_ns
-        if differs and time.monotonic_ns() - differs > _MISMATCH_NS:
-            self.tap.resync()
-
-    def _gone(self, replica: Replica, what: str, pid: int = 0) -> None:
+    def gone(self, replica: Replica, what: str, pid: int = 0) -> None:
+        """Serving has ended there, or was started again."""
         _log.warning("%s: %s", replica.pod.name, what)
         self.recorder.note(time.monotonic_ns(), replica.pod.name, what, pid=pid)
         replica.note_gone(pid)
 
-    def _settled(self, pod: ServingPod) -> bool:
-        if not pod.restarted or not pod.ready_since_s:
-            return True
-        # The wall clock as it was at our start: its jumps neither settle a pod nor unsettle it.
-        wall_s = time.monotonic() + self._wall_offset_s
-        return wall_s - pod.ready_since_s >= self.settings.settle_seconds
-
-    def _forget_replica(self, uid: str) -> None:
-        replica = self.replicas.pop(uid)
-        self.devices.forget(uid)
-        self.whole.forget(uid)
+    def forget(self, uid: str) -> None:
+        """The replica is not there any more."""
         self._verdicts.pop(uid, None)
         self._again.forget(uid)
-        poller = self._pollers.pop(uid, None)
-        if poller is not None:
-            poller.cancel()
-        if replica.snapshot is not None:
-            replica.snapshot.close()
-        for gauge in (metrics.SIGNAL_KNOWN, metrics.VERIFIED):
-            with contextlib.suppress(KeyError):
-                gauge.remove(replica.pod.name)
 
-    def _match_slots(self) -> None:
-        alive = self.grants.alive(time.monotonic())
-        self._history -= set(alive)
-        listed = {uid for uid, e in self.host.engines.items() if e.state is not EngineState.GONE}
-        self._history -= listed
-        known = {folder.uid for folder in self.rundir.lent_slots()} | listed
-        # A folder without an engine is only history: looked at once, then passed over.
-        for uid in (known | set(alive)) - set(self.slots) - self._history:
-            folder = self.rundir.slot(uid)
-            self.slots[uid] = Slot(
-                folder, self.host, self.recorder, self.settings.token, self._changed
-            )
-        for uid, slot in list(self.slots.items()):
-            slot.grant = alive.get(uid)
-            if slot.vanished and uid not in alive:
-                del self.slots[uid]
-                self._history.add(uid)
-                task = asyncio.create_task(slot.detach())
-                task.add_done_callback(_nothing)
-
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """A call of a slot has ended: look, and let the operator hear of it."""
         self.step_all()
         self.on_transition()
 
@@ -370,7 +274,7 @@ class Guard:
     @property
     def surveyed(self) -> bool:
         """Whether a report is whole: one that lacks a pod says that the pod is gone."""
-        return self._matched or not self.policies
+        return self.matching.done or not self.policies
 
     def request(self) -> SyncRequest:
         """The next ``Sync`` request."""
@@ -385,5 +289,5 @@ class Guard:
         )
 
 
-def _nothing(_task: object = None) -> None:
+def _nothing() -> None:
     return

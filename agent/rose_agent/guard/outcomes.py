@@ -67,7 +67,7 @@ class Outcomes:
         now_ns: int,
     ) -> None:
         self.pool = pool
-        self.experience = Experience(now_ns)
+        self.experience = Experience(now_ns, lessons=pool.lessons)
         self.meter = Meter()
         self.counters = Counters()
         self._name, self._recorder, self._on_breach = name, recorder, on_breach

@@ -1,4 +1,7 @@
-"""What the replicas of one pool share on this node: error budget, breaker, un-lent latencies."""
+"""What the replicas of one pool share on this node.
+
+Error budget, breaker, un-lent latencies, and what their requests have taught.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dataclasses import dataclass, field
 
 from rose_agent.guard import metrics
 from rose_core.guard.crossover import Meter
-from rose_core.guard.experience import Budget
+from rose_core.guard.experience import Budget, Lessons
 from rose_core.wire.sync import PoolPolicy
 
 
@@ -20,11 +23,13 @@ class PoolState(Budget):
     Attributes:
         unlent: latencies of replicas beside which nothing runs.
         judged: what the relative limit was last judged against; empty = not judged.
+        lessons: predictor and margin; a new replica begins with what the others have taught.
     """
 
     name: str = ""
     unlent: Meter = field(default_factory=Meter)
     judged: str = ""
+    lessons: Lessons = field(default_factory=Lessons)
 
 
 class Pools:

@@ -7,6 +7,7 @@ Entries are (CLOCK_MONOTONIC ns, track, what, details); a track is a pod or a sl
 | ``arrived``, ``predicted``, ``finished`` | pod | a request; its predicted cost; its outcome |
 | ``gate`` | slot | position, reason, duty, and the slack it was decided on |
 | ``closed``, ``stopped`` | slot | how long after an arrival |
+| ``engine`` | slot | its state as the host tells it, with the reason of a failure |
 | ``order``, ``rung`` | slot | what was ordered, how far the engine was taken back |
 | ``breaker``, ``serving-exit``, ``serving-restart`` | pod | |
 | ``refused``, ``unsaved`` | ``sync`` | a deposed planner's answer; ``guard.json`` not written |

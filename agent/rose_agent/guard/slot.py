@@ -19,7 +19,7 @@ from rose_agent.guard.hostlink import HostLink
 from rose_agent.guard.permit import SlotPermit
 from rose_agent.guard.recorder import Recorder
 from rose_agent.guard.totals import Totals
-from rose_core.devices.memory import Budget
+from rose_core.devices.memory import Budget, Lendable
 from rose_core.guard import lanes
 from rose_core.guard.gate import Verdict
 from rose_core.guard.ladder import Action, LadderLimits, Order, Rung
@@ -62,6 +62,7 @@ class Slot:
         self.totals = Totals(last_ns=time.monotonic_ns())
         self.message = ""
         self.budget = Budget()
+        self.room = self._told_room = Lendable(None, "")
         self._host = host
         self._recorder = recorder
         self._token = token
@@ -77,6 +78,7 @@ class Slot:
         self._attachment: Attachment | None = None
         self._attach_task: asyncio.Task[None] | None = None
         self._frozen = (0, False)
+        self._told_state: EngineState | None = None
         order = read_json(folder.slot, EnsureEngine)
         self._data_token = order.token if order and order.token else secrets.token_urlsafe(24)
 
@@ -118,6 +120,7 @@ class Slot:
         self._lane = lanes.choose(self._lane, verdict, lanes.LaneLimits(), now_ns)
         self.machine, actions = decide(before, seen, self._limits, now_ns)
         self._note_gate(seen, now_ns)
+        self._note_engine(now_ns)
         for action in actions:
             self._carry_out(action, now_ns, arrival_ns)
         if self.machine.rung is not before.rung:
@@ -219,17 +222,31 @@ class Slot:
         if grant is None:
             return
         self._held = None
-        await self._host.ensure(
-            EnsureEngine(
-                slot=grant.key.slot,
-                slot_name=grant.slot_name,
-                engine=grant.engine,
-                weights=grant.weights,
-                gpu_uuids=grant.gpu_uuids,
-                token=self._data_token,
-                pod_uid=grant.pod_uid,
-            )
+        await self._host.ensure(self._order(grant))
+
+    def _order(self, grant: Grant) -> EnsureEngine:
+        self._told_room = self.room
+        return EnsureEngine(
+            slot=grant.key.slot,
+            slot_name=grant.slot_name,
+            engine=grant.engine,
+            weights=grant.weights,
+            gpu_uuids=grant.gpu_uuids,
+            token=self._data_token,
+            pod_uid=grant.pod_uid,
+            lendable_bytes=self.room.bytes,
+            lendable_text=self.room.message,
         )
+
+    def renew_room(self) -> None:
+        """The engine was refused for its size: tell when there is another room."""
+        grant = self.grant
+        if grant is not None and self.room.bytes != self._told_room.bytes:
+            self._call("room", lambda: self._host.ensure(self._order(grant)))
+
+    def limit_memory(self, permille: int, held: int | None) -> None:
+        """Tell the engine's budget, and what the driver says that it holds."""
+        self._call("memory", lambda: self._host.limit_memory(self._key(), permille, held))
 
     async def _stop(self, reason: GateReason) -> None:
         await self._host.stop(self._key(), reason.value)
@@ -305,6 +322,15 @@ class Slot:
             duty=verdict.duty,
             **measured,
         )
+
+    def _note_engine(self, now_ns: int) -> None:
+        """What became of the engine: a failure is the host's finding, and nobody's decision."""
+        status = self.status
+        if status is not None and status.state is not self._told_state:
+            self._told_state = status.state
+            self._recorder.note(
+                now_ns, self.name, "engine", state=status.state, reason=status.reason
+            )
 
     def _note_rung(self, now_ns: int) -> None:
         rung = self.machine.rung

@@ -12,6 +12,9 @@ an engine may reach of the run directory:
 | ``own`` | engine, 0700 | its control socket |
 | sockets, ``slot.json``, ``engine.json`` | host, 0600 | nothing |
 
+With a root helper (``helper``) ``own`` has the host's group and mode 02770, so that it reaches the
+control socket, and the run directory is root's with mode 01771. ``weights.json`` is 0644.
+
 Home and temporary files are a folder of its own too, which goes with the engine. Without a first
 user engines run as the host does.
 """

@@ -5,7 +5,7 @@
 | ``DeviceAccess`` | the driver lists GPUs, and the users of engines may open their device files |
 | ``MPS``, per GPU | a daemon answers and ``rose_core.devices.mps.may_share`` says yes |
 | ``DriverMemoryLimit`` | the driver answers for our own cgroup |
-| ``ElasticMemory`` | never in this version; says whether ``kvcached`` is there at all |
+| ``ElasticMemory`` | engines have GPUs, and ``kvcached`` is in their environment and hooked in |
 
 Texts are for the pool's owner: a closed word, a colon, why, and what to do. The guard carries them
 to the operator with each report (``rose_core.devices.capabilities``).
@@ -23,13 +23,27 @@ from pathlib import Path
 
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.errors import DeviceError
-from rose_agent.host.sharing import Ways
+from rose_agent.host.sharing import APART, Ways
 from rose_core.devices.capabilities import Capability, gpu_key
 
 _log = logging.getLogger(__name__)
 PERIOD_SECONDS = 10.0
 _IMPORT_SECONDS = 60.0
 # What a CUDA process opens besides its GPU's own file.
+# The compiled part, the hook that patches engines when they are imported, and a version whose
+# segment and limits are those of ``rose_agent.devices.elastic``.
+_KVCACHED = """
+import importlib.metadata, importlib.util, pathlib
+if importlib.util.find_spec("kvcached") is None:
+    raise SystemExit("No module named 'kvcached'")
+version = importlib.metadata.version("kvcached")
+if tuple(int(part) for part in version.split(".")[:2]) < (0, 1):
+    raise SystemExit(f"version {version} is older than 0.1")
+root = pathlib.Path(importlib.util.find_spec("kvcached").origin).parents[1]
+if not list(root.glob("kvcached*.pth")):
+    raise SystemExit(f"no kvcached_autopatch.pth in {root}: engines would not be patched")
+import kvcached.vmm_ops
+"""
 _FILES = (Path("/dev/nvidiactl"), Path("/dev/nvidia-uvm"))
 _HOW = (
     "let the container runtime show the GPUs to the engine host: engineHost.runtimeClassName, CDI, "
@@ -47,6 +61,7 @@ class Capabilities:
         broken: why there is no driver although one was asked for.
         uid: user of the first engine; 0 = the host's.
         python: Python of the engine environment.
+        apart: the host is not root.
         files: device files that every engine opens.
         said: the last answer.
     """
@@ -56,6 +71,7 @@ class Capabilities:
     uid: int
     python: Path
     broken: str = ""
+    apart: bool = False
     files: tuple[Path, ...] = _FILES
     said: dict[str, str] = field(default_factory=dict)
     _elastic: str | None = None
@@ -123,6 +139,8 @@ class Capabilities:
         return {gpu_key(Capability.MPS, gpu): text for gpu, text in said.items()}
 
     def _limit(self, gpu: str) -> str:
+        if self.apart:
+            return f"this host sets no driver limits; {APART}"
         limits = self.ways.limits
         if limits is None or not gpu:
             return "this engine host was started without GPUs (--devices nvml)"
@@ -130,6 +148,8 @@ class Capabilities:
 
     def _kvcached(self) -> str:
         """Looked at once: an image does not change under a running host."""
+        if self.apart:
+            return f"this host cannot reach its engines' shared memory; {APART}"
         if self._elastic is None:
             self._elastic = self._import_kvcached()
         return self._elastic
@@ -137,7 +157,7 @@ class Capabilities:
     def _import_kvcached(self) -> str:
         try:
             done = subprocess.run(  # the platform's own Python
-                [self.python, "-c", "import kvcached"],
+                [self.python, "-c", _KVCACHED],
                 capture_output=True,
                 text=True,
                 timeout=_IMPORT_SECONDS,
@@ -146,9 +166,9 @@ class Capabilities:
         except (OSError, subprocess.TimeoutExpired) as error:
             return str(error)
         if done.returncode == 0:
-            return "this version does not steer kvcached's limits; set memorySource: Reserved"
+            return ""
         last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
-        return f"{self.python} cannot import kvcached ({last[0]}); build the engine image with it"
+        return f"{self.python} cannot use kvcached ({last[0]}); build the engine image with it"
 
 
 def _word(word: str, text: str) -> str:

@@ -6,6 +6,8 @@ import os
 
 from rose_agent.host.launchers import EngineOrder, EngineProgram, Launcher
 from rose_agent.host.sizing import engine_size
+from rose_core.devices.elastic import FIRST_PERMILLE
+from rose_core.devices.memory import WHOLE
 from rose_engines.sglang.arguments import Launch, command, environment
 
 # Cheap, and no part of the engine's own work.
@@ -14,6 +16,8 @@ _READY = "/ready"
 
 def fake(order: EngineOrder) -> EngineProgram:
     """``rose_engines.fake``: the same routes and permit, no model worth the name."""
+    kv_bytes = int(order.spec.arguments.get("kv-bytes", 0))
+    elastic = order.spec.sharing.memory_source == "Elastic"
     return EngineProgram(
         argv=(
             str(order.python),
@@ -27,7 +31,10 @@ def fake(order: EngineOrder) -> EngineProgram:
         ),
         environment={"CUDA_VISIBLE_DEVICES": ",".join(order.gpu_uuids)},
         ready_path=_READY,
-        device_bytes=int(order.spec.arguments.get("kv-bytes", 0)),
+        device_bytes=kv_bytes,
+        start_bytes=kv_bytes * (FIRST_PERMILLE if elastic else WHOLE) // WHOLE,
+        kv_bytes=kv_bytes,
+        kv_bundle=kv_bytes // 64,
     )
 
 
@@ -57,6 +64,9 @@ def sglang(order: EngineOrder) -> EngineProgram:
         environment={**environment(launch, os.environ), **visible},
         ready_path=_READY,
         device_bytes=size.total,
+        start_bytes=size.start,
+        kv_bytes=size.kv,
+        kv_bundle=size.kv_bundle,
     )
 
 

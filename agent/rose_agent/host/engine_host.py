@@ -1,6 +1,6 @@
 """The engine host's slots: ensure, stop, hold, release, status; repair at start, drain at the end.
 
-Serves ``rose_wire.services`` ENSURE, STOP, HOLD, DORMANT and STATUS on ``host.sock``. Rules:
+Serves ``rose_wire.services`` ENSURE, STOP, HOLD, DORMANT, LIMIT and STATUS on ``host.sock``. Rules:
 
 - The same order again changes nothing; a new token or weight source is taken over in place.
 - A higher generation replaces a lower one (the old tree is dead before the new one starts);
@@ -24,7 +24,6 @@ from rose_agent.host import metrics
 from rose_agent.host.errors import WrongGeneration
 from rose_agent.host.lifecycle import EngineLife
 from rose_agent.host.proxy import Target
-from rose_agent.host.repair import forget_slot
 from rose_agent.host.site import Site
 from rose_agent.host.twins import Twins
 from rose_agent.host.vacancy import Holding
@@ -37,6 +36,7 @@ from rose_core.wire.host import (
     HoldEngine,
     HostStatus,
     HostStatusRequest,
+    LimitMemory,
     SetDormant,
     StopEngine,
 )
@@ -44,7 +44,7 @@ from rose_engines.permit import BadPermit, Permit
 from rose_engines.rundir import RunDir, SlotDir
 from rose_wire.errors import Refused
 from rose_wire.rpc import Server
-from rose_wire.services import DORMANT, ENSURE, HOLD, STATUS, STOP
+from rose_wire.services import DORMANT, ENSURE, HOLD, LIMIT, STATUS, STOP
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +82,7 @@ class EngineHost:
         server.unary(STOP, self.stop)
         server.unary(HOLD, self.hold)
         server.unary(DORMANT, self.set_dormant)
+        server.unary(LIMIT, self.limit_memory)
         server.unary(STATUS, self.status)
 
     async def ensure(self, order: EnsureEngine) -> EngineStatus:
@@ -146,6 +147,16 @@ class EngineHost:
         life.rest(dormant=order.dormant)
         return life.status(self.endpoint_of(order.slot.uid))
 
+    async def limit_memory(self, order: LimitMemory) -> EngineStatus:
+        """Hold the engine to a budget of memory; the status tells the effect.
+
+        Raises:
+            Refused: no engine for this slot and generation.
+        """
+        life = self._life(order.slot)
+        life.limit_memory(order.permille, order.held_bytes)
+        return life.status(self.endpoint_of(order.slot.uid))
+
     async def status(self, _request: HostStatusRequest) -> HostStatus:
         """Every engine, those that are gone included until their slot is ordered anew."""
         living = [life.status(self.endpoint_of(uid)) for uid, life in self._lives.items()]
@@ -174,7 +185,7 @@ class EngineHost:
             metrics.GENERATED_TOKENS.inc(tokens)
 
         serving = life.state is EngineState.SERVING
-        return Target(life.url if serving else "", life.order.token, count)
+        return Target(life.url if serving else "", life.order.token, count, life.key)
 
     def endpoint_of(self, uid: str) -> str:
         """Public base URL of a slot's data route."""
@@ -229,8 +240,8 @@ class EngineHost:
             self._gone[uid] = status
             self._forget_oldest()
             life.detach()
-            forget_slot(life.folder, permit=reason != _REPLACED)
-            forget_slot(life.folder.twin, permit=True)
+            self._site.forget(life.folder, reason != _REPLACED)
+            self._site.forget(life.folder.twin, True)
         self._count()
         return status
 

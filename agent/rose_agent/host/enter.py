@@ -1,7 +1,8 @@
 """Become the engine: the few steps between the host's ``fork`` and the engine's ``exec``.
 
-Run as a script with the host's Python and nothing but the standard library, so that no code of
-the host runs between fork and exec (the host has threads). In this order, because each step
+The host runs it as a script with its Python and nothing but the standard library, so that no code
+of its own runs between fork and exec (it has threads); its root helper, which has one thread, calls
+``become`` right after its fork. In this order, because each step
 takes away a right that the step before needs: join the cgroups, be the first to be killed when
 memory runs out, no core dumps, shared memory of one's own, give up the uid, no new privileges,
 ``exec``.
@@ -15,9 +16,12 @@ import argparse
 import ctypes
 import os
 import resource
+import signal
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
 _FIRST_TO_DIE = "1000"
 _CLONE_NEWNS = 0x00020000
@@ -49,29 +53,59 @@ def _own_shared_memory(libc: ctypes.CDLL, size: int) -> None:
     _check(libc.mount(b"rose", place, b"tmpfs", _MS_NOSUID_NODEV, options), "own /dev/shm")
 
 
-def main(argv: list[str]) -> None:
+def become(
+    program: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    procs: Sequence[str],
+    uid: int,
+    shm: int,
+    parent: int = 0,
+) -> None:
     """Join, drop, exec; never returns.
+
+    Args:
+        program: what to run, with its arguments.
+        environment: all of its variables.
+        procs: files of the cgroups to join.
+        uid: user and group to become; 0 = stay.
+        shm: size of an own ``/dev/shm``, bytes; 0 = shared.
+        parent: the process without which the engine must not go on; 0 = it may.
 
     Raises:
         OSError: a step failed; the engine is then not started.
     """
-    arguments = _arguments(argv)
-    for procs in arguments.procs:
+    for file in procs:
         # 0 means "the writer", whatever pid namespace it lives in.
-        Path(procs).write_text("0")
+        Path(file).write_text("0")
     Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_DIE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     libc = ctypes.CDLL(None, use_errno=True)
-    if arguments.shm:
-        _own_shared_memory(libc, arguments.shm)
-    if arguments.uid:
+    if shm:
+        _own_shared_memory(libc, shm)
+    if uid:
         os.setgroups([])
-        os.setgid(arguments.uid)
-        os.setuid(arguments.uid)
+        os.setgid(uid)
+        os.setuid(uid)
     _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
-    # The program is the engine that the host itself composed; that is this script's purpose.
-    os.execvpe(program[0], program, dict(os.environ))  # noqa: S606
+    if parent:
+        # After the change of user, which forgets it.
+        _check(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "end with the parent")
+        if os.getppid() != parent:
+            raise OSError("the parent has ended already")
+    # The program is the engine that the host itself composed; that is this module's purpose.
+    os.execvpe(program[0], list(program), dict(environment))  # noqa: S606
+
+
+def main(argv: list[str]) -> None:
+    """Become the program of the command line; never returns.
+
+    Raises:
+        OSError: a step failed; the engine is then not started.
+    """
+    given = _arguments(argv)
+    program = given.program[1:] if given.program[:1] == ["--"] else given.program
+    become(program, os.environ, procs=given.procs, uid=given.uid, shm=given.shm)
 
 
 if __name__ == "__main__":

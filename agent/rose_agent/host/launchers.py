@@ -50,6 +50,8 @@ class EngineProgram:
         environment: variables beside the host's allow-listed ones.
         ready_path: answers 200 once the engine can serve.
         device_bytes: what it takes of its GPU at most; 0 = not known.
+        start_bytes: what must be there when it starts; 0 = all of it.
+        kv_bytes, kv_bundle: its KV cache, and the piece in which an elastic one comes and goes.
         cgroups: folders that it joins besides those of its limits.
     """
 
@@ -57,6 +59,9 @@ class EngineProgram:
     environment: Mapping[str, str] = field(default_factory=dict)
     ready_path: str = "/ready"
     device_bytes: int = 0
+    start_bytes: int = 0
+    kv_bytes: int = 0
+    kv_bundle: int = 0
     cgroups: tuple[Path, ...] = ()
 
 

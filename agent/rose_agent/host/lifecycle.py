@@ -13,47 +13,35 @@
 | any      | ``end``                            | Stopping -> Gone                            |
 
 Time in which the engine was stopped does not count towards the start limit.
-Next step: ``engine_host`` keeps one of these per slot.
+Next step: ``body`` is the engine's process tree, ``engine_host`` keeps one of these per slot.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import aiohttp
 import msgspec
 
 from rose_agent.devices.usage import MemoryMeter
 from rose_agent.host import metrics, process
+from rose_agent.host.body import Body
 from rose_agent.host.dormancy import Rest
 from rose_agent.host.enforcement import TreeState
 from rose_agent.host.enforcer import Watched
-from rose_agent.host.errors import BadEngine, BrokenEngine, HostError, NotReady
-from rose_agent.host.groups import end
-from rose_agent.host.launchers import (
-    EngineOrder,
-    EngineProgram,
-    launcher_for,
-    resolve_model,
-)
-from rose_agent.host.sharing import Sharing
+from rose_agent.host.errors import BadEngine, BrokenEngine, HostError
+from rose_agent.host.sharing import Sharing, room_of
 from rose_agent.host.site import Site
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine
 from rose_engines.errors import EngineError
-from rose_engines.rundir import EngineFile, SlotDir, WeightsFile, read_json, write_json
+from rose_engines.rundir import SlotDir, WeightsFile, read_json, write_json
 
 _log = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.25
 _KILL_SECONDS = 10.0
-_MEMBERS_SECONDS = 1.0
 _LOOK_SECONDS = 0.25
-_READY_TIMEOUT = aiohttp.ClientTimeout(total=2)
 # After this long in Serving earlier failures are forgotten.
 STABLE_SECONDS = 60.0
 
@@ -86,18 +74,18 @@ class EngineLife:
         self.watched = watched
         self.generated_tokens = 0
         self.restarts = 0
-        self.port = 0
         self._site = site
         self._changed = changed
         self._state = EngineState.STARTING
         self._reason = ""
         self._message = ""
         self._failures = 0
-        self._started_ns = 0
-        self._spawned: process.Spawned | None = None
-        self._members: tuple[float, tuple[int, ...]] | None = None
         self._ending: tuple[str, str] | None = None
-        self._sharing = Sharing(site.ways, order, folder.plugin_socket)
+        self._sharing = Sharing(
+            site.ways, order, folder.plugin_socket, lambda: (self.url, self.key)
+        )
+        self._sharing.room = room_of(order)
+        self._body = Body(order, folder, site, watched, self._sharing)
         self.rest = Rest(self, site.enforcer, site.meter, lambda: site.cut(folder.uid))
         self._task: asyncio.Task[None] | None = None
 
@@ -109,12 +97,12 @@ class EngineLife:
     @property
     def url(self) -> str:
         """The engine's own address, on this node only."""
-        return f"http://127.0.0.1:{self.port}"
+        return self._body.url
 
     @property
-    def log(self) -> Path:
-        """The engine's log."""
-        return self._site.logs / f"{self.folder.uid}.log"
+    def key(self) -> str:
+        """What the engine's own port asks for (``rose_engines.doors``)."""
+        return self._body.key
 
     def start(self) -> None:
         """Begin; returns at once."""
@@ -123,13 +111,14 @@ class EngineLife:
     def status(self, endpoint: str) -> EngineStatus:
         """The engine as others may see it."""
         weights = read_json(self.folder.weights, WeightsFile) or WeightsFile()
-        fresh = weights.attested and weights.engine_started_ns == self._started_ns
+        fresh = weights.attested and weights.engine_started_ns == self._body.started_ns
         serving = self._state is EngineState.SERVING
+        elastic = self._sharing.elastic
         return EngineStatus(
             slot=self.order.slot,
             state=self._state,
             holders=self.watched.holders,
-            pids=self._pids(),
+            pids=self._body.pids(),
             endpoint=endpoint if serving else "",
             version=weights.version if fresh and serving else "",
             digest=weights.digest if fresh and serving else "",
@@ -141,16 +130,10 @@ class EngineLife:
             can_dormant=self.rest.possible,
             residue_bytes=self.rest.residue_bytes,
             released_bytes=self.rest.released_bytes,
+            device_bytes=self.device_bytes,
+            kv_permille=elastic.permille if elastic is not None else None,
+            kv_held_bytes=elastic.held_bytes if elastic is not None else None,
         )
-
-    def _pids(self) -> tuple[int, ...]:
-        """Members of the tree, at most a second old: the status is asked for many times."""
-        if self._spawned is None:
-            return ()
-        now = time.monotonic()
-        if self._members is None or now - self._members[0] > _MEMBERS_SECONDS:
-            self._members = (now, self._spawned.group.pids())
-        return self._members[1]
 
     async def end(self, *, seconds: float, reason: str) -> bool:
         """Kill the tree and close the permit.
@@ -191,11 +174,11 @@ class EngineLife:
     async def _once(self) -> None:
         """From spawn to the end of the process."""
         self._set(EngineState.STARTING, "")
-        program = self._program()
-        spawned = await self._spawn(program)
+        program = self._body.program()
+        spawned = await self._body.spawn(program)
         exited = asyncio.create_task(spawned.root.wait())
         try:
-            await self._until_ready(program, exited)
+            await self._body.until_ready(program.ready_path, exited)
             await self._sharing.verify(spawned)
             began = time.monotonic()
             self._message = ""
@@ -204,97 +187,15 @@ class EngineLife:
             while not exited.done():
                 await asyncio.wait({exited}, timeout=_LOOK_SECONDS)
                 self._check_ending()
-                await self._sharing.check()
-                process.rotate(self.log)
+                running = self.watched.state is TreeState.RUNNING
+                await self._sharing.check(running=running)
+                process.rotate(self._body.log)
                 self._check_weights()
                 if time.monotonic() - began > STABLE_SECONDS:
                     self._failures = 0
         finally:
             exited.cancel()
         self._exited(spawned)
-
-    def _program(self) -> EngineProgram:
-        spec = self.order.engine
-        launcher = launcher_for(spec.engine_class, self._site.launchers)
-        model = resolve_model(self._site.models, spec.model)
-        self.port = process.free_port()
-        return launcher(
-            EngineOrder(
-                spec,
-                self.folder,
-                model,
-                self._site.python,
-                self.port,
-                self.order.gpu_uuids,
-                self._site.sizer,
-            )
-        )
-
-    async def _spawn(self, program: EngineProgram) -> process.Spawned:
-        # The new process has base weights: what was attested before is void.
-        self.folder.weights.unlink(missing_ok=True)
-        self.folder.plugin_socket.unlink(missing_ok=True)
-        self._started_ns = time.monotonic_ns()
-        self._members = None
-        account = self._site.accounts.take(self.folder)
-        program = await self._sharing.admit(program, account.uid, self.folder.uid)
-        spawned = await process.spawn(
-            program,
-            freezer=self._site.freezer,
-            name=self.folder.uid,
-            log=self.log,
-            account=account,
-            limiter=self._site.limiter,
-            own_shm=not self._sharing.by_mps,
-        )
-        self._spawned = spawned = self._sharing.steer(spawned)
-        self._record(spawned)
-        self.watched.put(self._sharing.enforced(spawned) or spawned.group)
-        self._site.enforcer.poke()
-        return spawned
-
-    def _record(self, spawned: process.Spawned) -> None:
-        members = [pid for pid in spawned.group.pids() if pid != spawned.root.pid]
-        record = EngineFile(
-            slot=self.order.slot.uid,
-            generation=self.order.slot.generation,
-            pids=(spawned.root.pid, *members),
-            cgroup=str(spawned.group.directory or ""),
-            cgroup_version=spawned.group.driver,
-            cgroup_path=spawned.cgroup_path,
-            pid_namespace=process.pid_namespace(),
-            start_ticks=spawned.start_ticks,
-            url=self.url,
-            port=self.port,
-            python=str(self._site.python),
-            model=self.order.engine.model,
-            started_ns=self._started_ns,
-            dedicated=self._site.dedicated,
-        )
-        write_json(self.folder.engine, record)
-
-    async def _until_ready(self, program: EngineProgram, exited: asyncio.Task[int]) -> None:
-        allowed = self._site.start_limit_seconds
-        async with aiohttp.ClientSession(timeout=_READY_TIMEOUT) as session:
-            while allowed > 0:
-                if exited.done():
-                    return
-                if await self._answers(session, program.ready_path):
-                    metrics.START_SECONDS.observe((time.monotonic_ns() - self._started_ns) / 1e9)
-                    if self._spawned is not None:
-                        self._record(self._spawned)
-                    return
-                running = self.watched.state is TreeState.RUNNING
-                allowed -= _POLL_SECONDS if running else 0.0
-                await asyncio.wait({exited}, timeout=_POLL_SECONDS)
-        message = f"not ready after {self._site.start_limit_seconds:.0f} s of running"
-        raise NotReady(message)
-
-    async def _answers(self, session: aiohttp.ClientSession, path: str) -> bool:
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with session.get(self.url + path) as reply:
-                return reply.status == 200
-        return False
 
     def _check_weights(self) -> None:
         """An engine that could not undo a commit must not compute again.
@@ -303,22 +204,29 @@ class EngineLife:
             BrokenEngine: weight-sync has heard so from this very process.
         """
         weights = read_json(self.folder.weights, WeightsFile)
-        ours = weights is not None and weights.engine_started_ns == self._started_ns
+        ours = weights is not None and weights.engine_started_ns == self._body.started_ns
         if weights is not None and ours and weights.broken:
             metrics.KILLED.labels(reason="BrokenWeights").inc()
             raise BrokenEngine(weights.error)
 
     def held_bytes(self, meter: MemoryMeter) -> int | None:
         """Memory that the engine's processes hold; None = unknown."""
-        pids = self._spawned.group.pids() if self._spawned is not None else ()
-        return meter.read(pids, self.order.gpu_uuids)
+        return self._body.held_bytes(meter)
+
+    @property
+    def device_bytes(self) -> int:
+        """What it takes of its GPU at most; 0 = not known."""
+        return self._sharing.device_bytes
+
+    def limit_memory(self, permille: int | None, held: int | None) -> None:
+        """The guard's word: the budget of elastic memory, and what the driver says it holds."""
+        if permille is not None and self._sharing.elastic is not None:
+            self._sharing.elastic.order(permille)
+        self._sharing.hold(held)
 
     def renew_weights(self) -> None:
         """Void what was attested: weight-sync begins anew, as with another process."""
-        self.folder.weights.unlink(missing_ok=True)
-        self._started_ns = time.monotonic_ns()
-        if self._spawned is not None:
-            self._record(self._spawned)
+        self._body.renew()
 
     def enter(self, state: EngineState, reason: str) -> None:
         """Become dormant, or serve again; says nothing to an engine that is on its way out."""
@@ -343,7 +251,7 @@ class EngineLife:
 
     def _exited(self, spawned: process.Spawned) -> None:
         code = spawned.root.returncode
-        tail = process.last_lines(self.log)
+        tail = process.last_lines(self._body.log)
         limit = self._site.limiter.broken(self.folder.uid)
         why = f"; {limit}" if limit else ""
         self._message = f"engine ended with exit code {code}{why}; its log ends: {tail}"
@@ -353,39 +261,16 @@ class EngineLife:
     async def _kill(self, seconds: float) -> bool:
         await self.rest.forget()
         self._site.sizer.settle(self.folder.uid)
-        spawned = self._spawned
-        # From here on nothing may freeze the tree again: a frozen v1 task ignores SIGKILL.
-        self.watched.put(None)
-        if spawned is not None:
-            group = spawned.group
-        elif self._site.freezer.base is not None:
-            # Cancelled between fork and return: the cgroup knows what was started.
-            group = self._site.freezer.group(self.folder.uid, 0)
-        else:
-            return True
-        members = group.pids()
-        shared = process.shared_memory(members)
-        gone = await asyncio.to_thread(end, group, seconds)
-        if gone:
-            for path in shared:
-                path.unlink(missing_ok=True)
-            if spawned is not None:
-                await spawned.root.wait()
-            process.reap(members)
-            self._site.limiter.remove(self.folder.uid)
-            self._sharing.ended()
-            self._site.accounts.release(self.folder)
-            self._spawned = None
-            self.folder.engine.unlink(missing_ok=True)
-        return gone
+        return await self._body.kill(seconds)
 
     def _set(self, state: EngineState, reason: str) -> None:
         self._state, self._reason = state, reason
         self._changed()
 
     def update(self, order: EnsureEngine) -> None:
-        """Take over what may change under a running engine: token, weight source."""
+        """Take over what may change under a running engine: token, weight source, its room."""
         self.order = order
+        self._sharing.room = room_of(order)
         write_json(self.folder.slot, msgspec.to_builtins(order))
 
 

@@ -86,7 +86,7 @@ class Limiter:
 
     def __init__(self, limits: Limits, bases: Mapping[str, Base], prefix: str = "rose-") -> None:
         self.limits = limits
-        self._bases = bases
+        self.bases = bases
         self._prefix = prefix
 
     @classmethod
@@ -122,7 +122,7 @@ class Limiter:
         """
         folders: list[Path] = []
         for name, limit in self.limits.wanted().items():
-            base = self._bases[name]
+            base = self.bases[name]
             folder = base.folder / f"{self._prefix}{uid}"
             try:
                 folder.mkdir(exist_ok=True)
@@ -141,7 +141,7 @@ class Limiter:
         Raises:
             GroupError: the kernel refused, or keeps another one.
         """
-        base = self._bases["cpu"]
+        base = self.bases["cpu"]
         folder = base.folder / f"{self._prefix}{uid}"
         own = self.limits.cpu_percent
         lower = min(filter(None, (self.limits.busy_cpu_percent, own)), default=0)
@@ -168,19 +168,19 @@ class Limiter:
 
     def remove(self, uid: str) -> None:
         """Remove a slot's cgroups; they are empty once the engine has ended."""
-        for base in self._bases.values():
+        for base in self.bases.values():
             with contextlib.suppress(OSError):
                 (base.folder / f"{self._prefix}{uid}").rmdir()
 
     def sweep(self) -> None:
         """Remove empty cgroups that an earlier host left."""
-        for base in self._bases.values():
+        for base in self.bases.values():
             for folder in base.folder.glob(f"{self._prefix}*"):
                 with contextlib.suppress(OSError):
                     folder.rmdir()
 
     def _count(self, uid: str, name: str, event: str) -> int:
-        base = self._bases.get(name)
+        base = self.bases.get(name)
         if base is None:
             return 0
         files = {("memory", 1): "memory.oom_control"}

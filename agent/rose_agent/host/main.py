@@ -8,35 +8,39 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
+import os
 import signal
+import socket
+import subprocess
 import sys
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from aiohttp import web
 
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.driver_limit import SmiLimits
 from rose_agent.devices.errors import DeviceError, NoDevices
-from rose_agent.devices.mps import PROGRAM
 from rose_agent.devices.opening import open_driver
 from rose_agent.devices.static import StaticDriver
 from rose_agent.devices.usage import meter_for
 from rose_agent.host import dedicated, vacancy
 from rose_agent.host.accounts import Accounts
+from rose_agent.host.arguments import limiter_of, limits_of, parser
 from rose_agent.host.capabilities import Capabilities
 from rose_agent.host.classes import LAUNCHERS
 from rose_agent.host.courtesy import Courtesy
 from rose_agent.host.enforcer import Enforcer
 from rose_agent.host.engine_host import EngineHost
-from rose_agent.host.errors import HostError, NoLimits
+from rose_agent.host.errors import HostError
 from rose_agent.host.freezers import Freezer, detect, own_base
-from rose_agent.host.limits import LEAST_BUSY_PERCENT, PROCESSES, Limiter, Limits
+from rose_agent.host.helper.client import HelpedAccounts, Helper
+from rose_agent.host.limits import Limiter
 from rose_agent.host.mps import MpsNode
 from rose_agent.host.proxy import DataProxy
-from rose_agent.host.repair import repair, thaw_all
-from rose_agent.host.sharing import Ways, free_leftovers
+from rose_agent.host.repair import forget_slot, repair, thaw_all
+from rose_agent.host.sharing import Ways, free_leftovers, out_of_reach
 from rose_agent.host.site import Site
 from rose_agent.host.sizing import Sizer
 from rose_agent.metrics import REGISTRY
@@ -52,54 +56,6 @@ _STALE_SECONDS = 2.0
 _KILL_SECONDS = 10.0
 # How soon the interpreter hands over to the enforcer's thread while the event loop works.
 _SWITCH_SECONDS = 0.0005
-
-
-def parser() -> argparse.ArgumentParser:
-    """The verb's arguments."""
-    made = argparse.ArgumentParser(prog="rose engine-host", description=__doc__)
-    made.add_argument("--rundir", type=Path, default=Path("/run/rose"))
-    made.add_argument("--models", type=Path, help="folder with the node's models")
-    made.add_argument("--engine-python", type=Path, default=Path(sys.executable))
-    made.add_argument("--data-host", default="127.0.0.1", help="address routers can reach")
-    made.add_argument("--data-bind", default="", help="address to listen on (default: data-host)")
-    made.add_argument("--data-port", type=int, default=30800, help="0 = any")
-    made.add_argument(
-        "--http-port", type=flags.port, default=9103, help="metrics and health; 0 = any"
-    )
-    made.add_argument("--cgroup", choices=["auto", "v1", "v2", "signals"], default="auto")
-    made.add_argument(
-        "--devices",
-        choices=["static", "nvml"],
-        default="static",
-        help="where engines hold their memory: nvml = on GPUs, static = in host memory",
-    )
-    made.add_argument(
-        "--engine-uid", type=int, default=0, help="first of the users engines get; 0 = the host's"
-    )
-    made.add_argument("--engine-memory-mib", type=int, default=0, help="per engine; 0 = no limit")
-    made.add_argument(
-        "--engine-pids",
-        type=int,
-        help=f"processes and threads per engine; 0 = any, {PROCESSES} where that can be limited",
-    )
-    made.add_argument("--engine-cpu-percent", type=int, default=0, help="of one core; 0 = any")
-    made.add_argument(
-        "--engine-busy-cpu-percent",
-        type=int,
-        default=0,
-        help="of one core, for MPS clients while serving is busy; 0 = as always",
-    )
-    made.add_argument("--engine-shm-mib", type=int, default=0, help="own /dev/shm; 0 = shared")
-    made.add_argument("--mps-root", type=Path, help="pipe directories of the MPS daemons")
-    made.add_argument("--mps-program", default=PROGRAM, help="the MPS control program")
-    made.add_argument("--drain-seconds", type=float, default=5.0)
-    made.add_argument("--thaw-all", action="store_true", help="let every engine go on, then exit")
-    made.add_argument("--dedicated", type=Path, metavar="FILE", help="run one engine by itself")
-    made.add_argument("--router", default="", metavar="HOST:PORT", help="with --dedicated")
-    made.add_argument("--lease", default="", metavar="NS/NAME", help="with --dedicated")
-    made.add_argument("--token-file", type=Path, help="the install's bearer token")
-    flags.add_log_level(made)
-    return made
 
 
 @dataclass
@@ -132,8 +88,15 @@ class Running:
         return ended
 
 
-async def start(arguments: argparse.Namespace, freezer: Freezer) -> Running:
+async def start(
+    arguments: argparse.Namespace, freezer: Freezer, helper: Helper | None = None
+) -> Running:
     """Repair, then serve.
+
+    Args:
+        arguments: the verb's.
+        freezer: the way to stop trees here.
+        helper: does what needs root, and has repaired; without, this process does.
 
     Raises:
         Unavailable, OSError: an address is taken or the run directory cannot be made.
@@ -142,16 +105,14 @@ async def start(arguments: argparse.Namespace, freezer: Freezer) -> Running:
     logs = rundir.root / "logs"
     logs.mkdir(mode=0o700, exist_ok=True)
     devices, broken = _devices(arguments)
-    ways = _ways(arguments, devices, freezer.prefix)
-    await asyncio.to_thread(free_leftovers, ways, rundir)
-    repaired = await asyncio.to_thread(repair, rundir, freezer)
     _log.info("engines are stopped by %s: %s", freezer.driver, freezer.reason)
-    limiter = _limiter(arguments, freezer.prefix)
-    limiter.sweep()
-    accounts = Accounts(arguments.engine_uid)
-    accounts.open(rundir)
-    if repaired:
-        _log.warning("ended %d engines of an earlier host", repaired)
+    if helper is None:
+        ways = _ways(arguments, devices, freezer.prefix)
+        limiter, accounts = await _as_root(arguments, rundir, freezer, ways)
+    else:
+        ways = Ways(MpsNode(None, devices), elastic=out_of_reach)
+        limiter = helper.limiter(limits_of(arguments))
+        accounts = HelpedAccounts(helper, arguments.engine_uid)
     enforcer = Enforcer(rundir.stop.exists, rundir.enforcer_bell)
     site = Site(
         models=arguments.models,
@@ -166,9 +127,14 @@ async def start(arguments: argparse.Namespace, freezer: Freezer) -> Running:
         accounts=accounts,
         limiter=limiter,
         ways=ways,
+        spawner=helper,
+        forget=forget_slot if helper is None else helper.forget,
     )
     host = EngineHost(rundir, site)
-    able = Capabilities(ways, devices, arguments.engine_uid, arguments.engine_python, broken)
+    able = Capabilities(
+        *(ways, devices, arguments.engine_uid, arguments.engine_python, broken),
+        apart=helper is not None,
+    )
     await able.look()
     host.capabilities = lambda: able.said
     proxy = DataProxy(host.target)
@@ -179,7 +145,7 @@ async def start(arguments: argparse.Namespace, freezer: Freezer) -> Running:
     server = Server()
     host.bind(server)
     rundir.host_socket.unlink(missing_ok=True)
-    await server.start(f"unix:{rundir.host_socket}")
+    await server.start(f"local:{rundir.host_socket}")
     rundir.host_socket.chmod(0o600)
     enforcer.start()
 
@@ -198,6 +164,21 @@ async def start(arguments: argparse.Namespace, freezer: Freezer) -> Running:
     return Running(host, proxy, enforcer, server, pages, looking, data_port, http_port)
 
 
+async def _as_root(
+    arguments: argparse.Namespace, rundir: RunDir, freezer: Freezer, ways: Ways
+) -> tuple[Limiter, Accounts]:
+    """End what an earlier host left, and find how engines are held."""
+    await asyncio.to_thread(free_leftovers, ways, rundir)
+    repaired = await asyncio.to_thread(repair, rundir, freezer)
+    if repaired:
+        _log.warning("ended %d engines of an earlier host", repaired)
+    limiter = limiter_of(arguments, freezer.prefix)
+    limiter.sweep()
+    accounts = Accounts(arguments.engine_uid)
+    accounts.open(rundir)
+    return limiter, accounts
+
+
 def _devices(arguments: argparse.Namespace) -> tuple[DeviceDriver, str]:
     """The driver, and why there is none: a host without its GPUs stays up to say so."""
     try:
@@ -213,41 +194,18 @@ def _ways(arguments: argparse.Namespace, devices: DeviceDriver, prefix: str) -> 
     return Ways(mps, SmiLimits(lambda: own_base(2), prefix) if on_gpus else None)
 
 
-def _limiter(arguments: argparse.Namespace, prefix: str) -> Limiter:
-    """The limits that were asked for, and one on processes wherever that is possible.
-
-    Raises:
-        NoLimits: one that was asked for cannot be set.
-    """
-    limits = _limits(arguments)
-    if arguments.engine_pids is None:
-        try:
-            return Limiter.detect(replace(limits, pids=PROCESSES), prefix)
-        except NoLimits as error:
-            _log.warning("a fork bomb in an engine would not be contained: %s", error)
-    return Limiter.detect(limits, prefix)
-
-
-def _limits(arguments: argparse.Namespace) -> Limits:
-    return Limits(
-        memory_bytes=arguments.engine_memory_mib << 20,
-        pids=arguments.engine_pids or 0,
-        cpu_percent=arguments.engine_cpu_percent,
-        busy_cpu_percent=max(arguments.engine_busy_cpu_percent, LEAST_BUSY_PERCENT)
-        if arguments.engine_busy_cpu_percent
-        else 0,
-        shm_bytes=arguments.engine_shm_mib << 20,
-    )
-
-
-async def serve(arguments: argparse.Namespace, freezer: Freezer) -> int:
-    """Run until SIGTERM or SIGINT.
+async def serve(
+    arguments: argparse.Namespace, freezer: Freezer, helper: Helper | None = None
+) -> int:
+    """Run until SIGTERM or SIGINT, or until the root helper has ended.
 
     Returns:
         Exit code.
     """
-    running = await start(arguments, freezer)
+    running = await start(arguments, freezer, helper)
     stop = asyncio.Event()
+    if helper is not None:
+        asyncio.get_running_loop().add_reader(helper.pidfd, _alone, freezer)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     _log.info("ready: data route on port %d, pages on %d", running.data_port, running.http_port)
@@ -264,8 +222,27 @@ async def serve(arguments: argparse.Namespace, freezer: Freezer) -> int:
     return 0 if await running.stop(arguments.drain_seconds) else 1
 
 
-def main(argv: list[str]) -> int:
-    """Entry of the verb.
+def _alone(freezer: Freezer) -> None:
+    """The root helper has ended: its engines are killed, and the next host begins anew.
+
+    A killed task that is frozen still lives; what stops it is ours to lift.
+    """
+    _log.error("the root helper has ended; so does this host")
+    for tree in freezer.strays():
+        with contextlib.suppress(HostError):
+            tree.thaw()
+    logging.shutdown()
+    os._exit(1)
+
+
+def main(
+    argv: list[str], connection: tuple[socket.socket, subprocess.Popen[bytes]] | None = None
+) -> int:
+    """Entry of the verb, once it is known who is root.
+
+    Args:
+        argv: the verb's words.
+        connection: to the root helper, and its process; None = this process does its work.
 
     Returns:
         0 ended as told, 1 failed, 2 wrong usage.
@@ -276,6 +253,9 @@ def main(argv: list[str]) -> int:
     )
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
+        if connection is not None:
+            helper = Helper(*connection)
+            return asyncio.run(serve(arguments, helper.freezer(), helper))
         freezer = detect(arguments.cgroup, scope=str(arguments.rundir.resolve()))
         if arguments.thaw_all:
             _log.info("thawed %d trees", thaw_all(RunDir(arguments.rundir), freezer))

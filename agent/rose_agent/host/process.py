@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from rose_agent.host import enter
 from rose_agent.host.accounts import Account
@@ -32,6 +33,43 @@ _SNAPSHOT = re.compile(r"/dev/shm/sglang_loads_[\w.-]+\.shm$", re.MULTILINE)  # 
 LOG_BYTES = 4 * 1024 * 1024
 
 
+class Root(Protocol):
+    """An engine's first process, whoever its parent is."""
+
+    @property
+    def pid(self) -> int:
+        """Its number here."""
+
+    @property
+    def returncode(self) -> int | None:
+        """How it ended; None = not yet."""
+
+    async def wait(self) -> int:
+        """Wait for its end."""
+
+
+class Spawner(Protocol):
+    """Somebody else who starts engines: the root helper of a host without privileges."""
+
+    def spawn(
+        self,
+        name: str,
+        argv: tuple[str, ...],
+        variables: dict[str, str],
+        log: int,
+        *,
+        own_shm: bool,
+    ) -> tuple[Root, str]:
+        """Start it; its cgroups, limits and user are those of this name.
+
+        Returns:
+            Its first process, and its cgroup as the kernel names it.
+
+        Raises:
+            GroupError: it was refused or could not be made.
+        """
+
+
 @dataclass(frozen=True)
 class Spawned:
     """A running engine.
@@ -43,7 +81,7 @@ class Spawned:
         cgroup_path: the tree's cgroup as the kernel names it; empty without a cgroup.
     """
 
-    root: asyncio.subprocess.Process
+    root: Root
     group: ProcessGroup
     start_ticks: int
     cgroup_path: str
@@ -77,7 +115,8 @@ def pid_namespace() -> int:
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
-def _kernel_path(pid: int, driver: str) -> str:
+def kernel_path(pid: int, driver: str) -> str:
+    """A process's cgroup as the kernel names it; empty when it is gone."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:
@@ -98,6 +137,7 @@ async def spawn(
     account: Account | None = None,
     limiter: Limiter | None = None,
     own_shm: bool = True,
+    spawner: Spawner | None = None,
 ) -> Spawned:
     """Start the engine in a cgroup of its own.
 
@@ -109,6 +149,7 @@ async def spawn(
         account: who it runs as; the host's user without.
         limiter: what it may take of the node; anything without.
         own_shm: the limit of shared memory applies; MPS clients need the node's.
+        spawner: who starts it in our place; without, we do.
 
     Raises:
         GroupError: the cgroup cannot be made.
@@ -117,8 +158,14 @@ async def spawn(
     if shutil.which(program.argv[0]) is None:
         message = f"engine program {program.argv[0]} does not exist or may not be run"
         raise BadEngine(message)
-    directory = freezer.prepare(name)
     account = account or Account()
+    variables = environment({**program.environment, **account.environment})
+    if spawner is not None:
+        with log.open("ab") as output:
+            done = spawner.spawn(name, program.argv, variables, output.fileno(), own_shm=own_shm)
+        leader = done[0].pid
+        return Spawned(done[0], freezer.group(name, leader), start_ticks(leader), done[1])
+    directory = freezer.prepare(name)
     folders = [directory] if directory is not None else []
     shm = 0
     if limiter is not None:
@@ -132,7 +179,7 @@ async def spawn(
         root = await asyncio.create_subprocess_exec(
             *argv,
             *program.argv,
-            env=environment({**program.environment, **account.environment}),
+            env=variables,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -145,7 +192,7 @@ async def spawn(
 async def _joined(root: asyncio.subprocess.Process, directory: Path, driver: str) -> str:
     """Wait until the process is in its cgroup; returns the kernel's name for that."""
     for _ in range(2000):
-        path = _kernel_path(root.pid, driver)
+        path = kernel_path(root.pid, driver)
         if path.endswith(f"/{directory.name}"):
             return path
         if root.returncode is not None:

@@ -1,9 +1,10 @@
 """The data route of a slot: the only way into its engine from outside the node.
 
 ``POST /slots/<uid>/generate``, ``/v1/completions`` and ``/abort_request`` pass with the slot's
-bearer token; everything else is 404, so the engine's admin routes are out of reach. Bytes are
-passed on as they come, in both directions of time: a stopped engine simply sends none, and the
-caller's connection stays open until it goes on.
+bearer token; everything else is 404, so the engine's admin routes are out of reach; on the node
+they are closed by the engine itself (``rose_engines.doors``), which the proxy alone has the key to.
+Bytes are passed on as they come, in both directions of time: a stopped engine simply sends none,
+and the caller's connection stays open until it goes on.
 
 A caller that hangs up is followed by an ``/abort_request`` to the engine, because SGLang notices
 a lost connection only seconds later. For that every request carries a ``rid``; one is added when
@@ -45,11 +46,18 @@ class Target:
         url: the engine's own base URL; empty while it cannot serve.
         token: bearer token that the route demands.
         count: takes the output tokens of each request as they are seen.
+        key: what the engine itself asks for before it aborts a request.
     """
 
     url: str
     token: str
     count: Callable[[int], None]
+    key: str = ""
+
+    @property
+    def credentials(self) -> dict[str, str]:
+        """Header for the engine; never the caller's own."""
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
 
 Lookup = Callable[[str], Target | None]
@@ -212,7 +220,7 @@ class DataProxy:
         finally:
             self._flight(-1)
             if not finished:
-                self._abort(target.url, ids)
+                self._abort(target, ids)
 
     def _flight(self, change: int) -> None:
         self._live += change
@@ -227,7 +235,8 @@ class DataProxy:
     ) -> web.StreamResponse:
         if self._client is None:
             raise RuntimeError("the proxy has not been started")
-        headers = {"Content-Type": request.headers.get("Content-Type", "application/json")}
+        kind = request.headers.get("Content-Type", "application/json")
+        headers = {"Content-Type": kind, **target.credentials}
         # aiohttp sends bytes in one piece on the event loop: long prompts go through a file.
         data = body if len(body) <= _CHUNK_BYTES else io.BytesIO(body)
         async with self._client.post(target.url + path, data=data, headers=headers) as engine:
@@ -241,20 +250,23 @@ class DataProxy:
         metrics.PROXY_REQUESTS.labels(outcome=str(engine.status)).inc()
         return reply
 
-    def _abort(self, url: str, ids: tuple[str, ...]) -> None:
+    def _abort(self, target: Target, ids: tuple[str, ...]) -> None:
         """Tell the engine, and go on doing so while it stands still."""
         metrics.PROXY_REQUESTS.labels(outcome="aborted").inc()
         if not ids or self._client is None or self._client.closed:
             return
-        task = asyncio.create_task(self._send_aborts(self._client, url, ids))
+        task = asyncio.create_task(self._send_aborts(self._client, target, ids))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
     @staticmethod
-    async def _send_aborts(client: aiohttp.ClientSession, url: str, ids: tuple[str, ...]) -> None:
+    async def _send_aborts(
+        client: aiohttp.ClientSession, target: Target, ids: tuple[str, ...]
+    ) -> None:
+        url, headers = f"{target.url}/abort_request", target.credentials
         for rid in ids:
             try:
-                async with client.post(f"{url}/abort_request", json={"rid": rid}) as reply:
+                async with client.post(url, json={"rid": rid}, headers=headers) as reply:
                     await reply.read()
             except aiohttp.ClientError as error:
                 _log.info("abort of %s not delivered: %s", rid, error)

@@ -86,11 +86,11 @@ def repair(rundir: RunDir, freezer: Freezer, seconds: float = 10.0) -> int:
             metrics.KILLED.labels(reason="Orphan").inc()
             _log.warning("ended %d processes of an earlier engine host", len(members))
     for slot in rundir.all_slots():
-        forget_slot(slot, permit=slot.is_twin)
+        forget_slot(slot, slot.is_twin)
     return repaired
 
 
-def forget_slot(slot: SlotDir, *, permit: bool) -> None:
+def forget_slot(slot: SlotDir, permit: bool) -> None:
     """Remove a slot's files; its permit too, unless somebody may have it mapped."""
     if permit:
         shutil.rmtree(slot.folder, ignore_errors=True)

@@ -3,8 +3,12 @@
 | moment | asked | when not |
 |---|---|---|
 | before the start | ``MpsNode.may_share``; the driver takes the limit | tried again later |
+| before the start | serving's highest use leaves room for it | tried again later |
 | it is ready | it is a listed client that sees its share; it sees its memory limit | ended |
+| it is ready | with ``Elastic``, its KV pool is kvcached's (``elastic``) | ended |
 | while it serves | the server is not in FAULT | ended, started again when it no longer is |
+| while it serves | with ``Elastic``, it holds no more than its limit | ended |
+| while it serves | its processes hold no more than it was made for (``hold``) | ended |
 | before it is killed | its processes leave the server (``steered``) | killed after two seconds |
 
 Effects are checked, not answers: a wrong pipe directory gives a process the whole GPU without a
@@ -15,29 +19,61 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
 from rose_agent.devices.driver_limit import DriverLimits
+from rose_agent.devices.elastic import ElasticMemory, KvcachedSegment
 from rose_agent.devices.errors import DeviceError
-from rose_agent.host.errors import BadEngine, BrokenEngine, NotShared
+from rose_agent.host import metrics
+from rose_agent.host.elastic import Elastic
+from rose_agent.host.elastic import environment as elastic_environment
+from rose_agent.host.errors import BadEngine, BrokenEngine, NoMemory, NotShared
 from rose_agent.host.launchers import EngineProgram
 from rose_agent.host.mps import MpsNode
 from rose_agent.host.process import Spawned
 from rose_agent.host.repair import find_group
 from rose_agent.host.steered import ClientGroup, SteeredGroup, ask
-from rose_core.devices.memory import limit_refusal
+from rose_core.devices.memory import Lendable, limit_refusal, overrun
 from rose_core.devices.mps import Client, Finding, MpsRefusal
 from rose_core.wire.host import EnsureEngine
 from rose_engines.rundir import EngineFile, RunDir, read_json
 from rose_engines.sglang.calls import Status
 
+# What sets a driver's limits, or writes into an engine's shared memory, must be root.
+APART = "it is not root (--host-uid; chart: engineHost.user: 0 makes it so)"
 _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0
+
+
+def _kvcached(name: str, uid: int) -> ElasticMemory:
+    return KvcachedSegment(name, uid or None)
+
+
+def room_of(order: EnsureEngine) -> Lendable | None:
+    """What serving leaves, as the guard told it with the order."""
+    if not order.lendable_text:
+        return None
+    return Lendable(order.lendable_bytes, order.lendable_text)
+
+
+def segment_name(control: Path) -> str:
+    """Name of an engine's segment, one for each control socket."""
+    return f"rose-{hashlib.sha256(str(control).encode()).hexdigest()[:16]}"
+
+
+def out_of_reach(_name: str, _uid: int) -> ElasticMemory:
+    """Where the host has no rights of its own.
+
+    Raises:
+        NotShared: always.
+    """
+    raise NotShared("ElasticUnavailable", f"this host cannot reach shared memory; {APART}")
 
 
 @dataclass(frozen=True)
@@ -46,10 +82,13 @@ class Ways:
 
     Attributes:
         limits: sets the driver's memory limits; None = engines are not limited by it.
+        elastic: the memory that an engine gives back by degrees, by the name of its segment and
+            the engine's user.
     """
 
     mps: MpsNode = field(default_factory=MpsNode)
     limits: DriverLimits | None = None
+    elastic: Callable[[str, int], ElasticMemory] = _kvcached
 
 
 class Sharing:
@@ -59,21 +98,47 @@ class Sharing:
         ways: the host's.
         order: the engine's; its GPU, its pod and how it shares do not change.
         control: control socket of the plugin inside.
+        door: where the engine listens, and the key that its port asks for.
+        room: what serving leaves; None = nobody has worked it out. May change between starts.
     """
 
-    def __init__(self, ways: Ways, order: EnsureEngine, control: Path) -> None:
+    def __init__(
+        self,
+        ways: Ways,
+        order: EnsureEngine,
+        control: Path,
+        door: Callable[[], tuple[str, str]] = lambda: ("", ""),
+    ) -> None:
+        self.room: Lendable | None = None
         self._ways = ways
         self._order = order
         self._control = control
         self._terms = order.engine.sharing
+        self._program = EngineProgram(())
+        self._overrun = ""
+        # One segment for each process tree: a slot's second engine has a folder of its own.
+        self._segment = segment_name(control)
+        self.elastic: Elastic | None = None
+        if self._terms.memory_source == "Elastic":
+            self.elastic = Elastic(lambda uid: ways.elastic(self._segment, uid), door)
         self._limit = 0
         self._folder: Path | None = None
         self._looked_s = 0.0
 
     @property
     def by_mps(self) -> bool:
-        """The engine is a client of an MPS server; it then uses the node's shared memory."""
+        """The engine is a client of an MPS server."""
         return self._terms.compute == "MPS"
+
+    @property
+    def own_shm(self) -> bool:
+        """Its shared memory may be its own: neither MPS nor kvcached meets us there."""
+        return not self.by_mps and self.elastic is None
+
+    @property
+    def device_bytes(self) -> int:
+        """What it takes of its GPU at most; 0 = not known."""
+        return self._program.device_bytes
 
     async def admit(self, program: EngineProgram, uid: int, name: str) -> EngineProgram:
         """The program as it may be started now, with what it has to join.
@@ -85,8 +150,15 @@ class Sharing:
 
         Raises:
             NotShared: not now; says what to do.
+            NoMemory: it needs more than may be lent.
             BadEngine: it asks for more than one GPU, or its size is not known.
         """
+        self._check_room(program)
+        self._program, self._overrun = program, ""
+        if self.elastic is not None:
+            self.elastic.prepare(uid)
+            own = elastic_environment(self._segment)
+            program = replace(program, environment={**program.environment, **own})
         if self._terms.memory_limit == "Driver":
             folder = await asyncio.to_thread(self._set_limit, program, name)
             program = replace(program, cgroups=(*program.cgroups, folder))
@@ -119,6 +191,8 @@ class Sharing:
         Raises:
             BrokenEngine: no; its reason is the closed word.
         """
+        if self.elastic is not None:
+            await self.elastic.verify(self._program.kv_bytes, self._program.kv_bundle)
         if not self.by_mps and not self._limit:
             return
         seen = await self._status()
@@ -130,12 +204,24 @@ class Sharing:
             client = Client(frozenset(spawned.group.pids()), seen.multiprocessors if seen else None)
             _check(await asyncio.to_thread(self._limited, client))
 
-    async def check(self) -> None:
-        """While it serves, as often as it is called; looks once a second.
+    def hold(self, held: int | None) -> None:
+        """What the driver says that the engine's processes hold; too much ends it."""
+        self._overrun = overrun(self.device_bytes, held)
+
+    async def check(self, *, running: bool = True) -> None:
+        """While it serves, as often as it is called; asks the server once a second.
+
+        Args:
+            running: the engine is free to run.
 
         Raises:
-            BrokenEngine: the server is in FAULT.
+            BrokenEngine: the server is in FAULT, or it holds more memory than it may.
         """
+        if self._overrun:
+            metrics.KILLED.labels(reason="MemoryOverrun").inc()
+            raise BrokenEngine(self._overrun, "MemoryOverrun")
+        if self.elastic is not None:
+            self.elastic.check(running=running)
         if not self.by_mps or time.monotonic() - self._looked_s < _LOOK_SECONDS:
             return
         self._looked_s = time.monotonic()
@@ -146,6 +232,8 @@ class Sharing:
     def ended(self) -> None:
         """Nothing of the engine lives any more; the cgroup of its limit goes with it."""
         self._limit = 0
+        if self.elastic is not None:
+            self.elastic.ended()
         if self._folder is not None:
             with contextlib.suppress(OSError):  # the freezer may have removed it, or will
                 self._folder.rmdir()
@@ -157,6 +245,15 @@ class Sharing:
     def _let_go(self, pids: Collection[int]) -> None:
         self._ways.mps.let_go(self._gpu(), pids)
 
+    def _check_room(self, program: EngineProgram) -> None:
+        room = self.room
+        needed = program.start_bytes or program.device_bytes
+        if room is None or not needed or (room.bytes is None and self._ways.limits is None):
+            return
+        refusal = room.refusal(needed)
+        if refusal:
+            raise NoMemory(refusal)
+
     def _gpu(self) -> str:
         if len(self._order.gpu_uuids) != 1:
             raise BadEngine(f"MPS shares one GPU per engine, not {len(self._order.gpu_uuids)}")
@@ -164,7 +261,7 @@ class Sharing:
 
     def _set_limit(self, program: EngineProgram, name: str) -> Path:
         if self._ways.limits is None:
-            raise NotShared("DriverLimitUnavailable", "this engine host sets no driver limits")
+            raise NotShared("DriverLimitUnavailable", f"this host sets no driver limits; {APART}")
         if not program.device_bytes:
             raise BadEngine("memoryLimit: Driver needs an engine whose size on the GPU is known")
         try:

@@ -15,8 +15,11 @@ from rose_agent.host.enforcer import Enforcer
 from rose_agent.host.freezers import Freezer
 from rose_agent.host.launchers import Launcher
 from rose_agent.host.limits import Limiter, Limits
+from rose_agent.host.process import Spawner
+from rose_agent.host.repair import forget_slot
 from rose_agent.host.sharing import Ways
 from rose_agent.host.sizing import Sizer
+from rose_engines.rundir import SlotDir
 
 # Most time an engine may need to become ready, counted while it may run.
 START_LIMIT_SECONDS = 600.0
@@ -36,6 +39,8 @@ class Site:
         accounts: who engines run as.
         limiter: what each of them may take of the node.
         ways: how they share GPUs beside time-slicing.
+        spawner: who starts engines in the host's place; None = the host itself.
+        forget: removes what a slot's engine left; True = its permit too.
         cut: breaks every turn that runs through a slot's data route.
     """
 
@@ -52,4 +57,6 @@ class Site:
     accounts: Accounts = field(default_factory=Accounts)
     limiter: Limiter = field(default_factory=lambda: Limiter(Limits(), {}))
     ways: Ways = field(default_factory=Ways)
+    spawner: Spawner | None = None
+    forget: Callable[[SlotDir, bool], None] = forget_slot
     cut: Callable[[str], None] = lambda _: None

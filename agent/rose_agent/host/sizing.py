@@ -3,7 +3,9 @@
 An engine of a GPU class gets an explicit KV pool (the lease's tokens) and the fraction of the
 device that weights and pool make, so that it never sizes itself by what happens to be free. Sizes
 come from the model's folder: the weights' files, and the shape in ``config.json``. Too little free
-memory is a failure with the figures that is tried again, because serving may need less later.
+memory is a failure with the figures that is tried again, because serving may need less later. An
+elastic engine needs its weights and the least of its cache; its fraction is that of the whole,
+since it has addresses for all of it from the start.
 
 An engine that starts has not taken its memory yet, so what it was promised counts as taken until
 it serves or is gone: two engines that start together (a slot's pair, two slots) never both count
@@ -20,8 +22,10 @@ import msgspec
 
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.errors import DeviceError
+from rose_agent.host.elastic import PAGE_BYTES
 from rose_agent.host.errors import BadEngine, NoMemory
-from rose_core.devices.memory import EngineSize
+from rose_core.devices.elastic import FIRST_PERMILLE
+from rose_core.devices.memory import WHOLE, EngineSize
 from rose_core.wire.sync import EngineSpec
 
 # Context, workspaces and graphs of an engine on a GPU.
@@ -53,7 +57,9 @@ def engine_size(model: Path, spec: EngineSpec) -> EngineSize:
     heads = shape.num_key_value_heads or shape.num_attention_heads
     width = shape.head_dim or shape.hidden_size // shape.num_attention_heads
     per_token = 2 * shape.num_hidden_layers * heads * width * _KV_BYTES
-    return EngineSize(weights, per_token, spec.kv_tokens, FIXED_BYTES)
+    first = FIRST_PERMILLE if spec.sharing.memory_source == "Elastic" else WHOLE
+    bundle = 2 * shape.num_hidden_layers * PAGE_BYTES
+    return EngineSize(weights, per_token, spec.kv_tokens, FIXED_BYTES, first, bundle)
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class Sizer:
         if self.driver is None or not gpu_uuids:
             raise BadEngine("an engine on a GPU needs --devices nvml and a GPU of the grant")
         fraction = max(self._fraction(self.driver, size, uuid) for uuid in gpu_uuids)
-        self.promised[engine] = (frozenset(gpu_uuids), size.total)
+        self.promised[engine] = (frozenset(gpu_uuids), size.start)
         return fraction
 
     def settle(self, engine: str) -> None:
@@ -103,11 +109,11 @@ class Sizer:
             raise NoMemory(f"GPU {uuid} does not say how much of its memory is in use")
         free = memory.total_bytes - memory.used_bytes
         promised = sum(taken for gpus, taken in self.promised.values() if uuid in gpus)
-        if size.total > free - promised:
+        if size.start > free - promised:
             starting = f", {promised >> 20} promised to engines that start" if promised else ""
             raise NoMemory(
-                f"the engine needs {size.total >> 20} MiB (weights {size.weights >> 20}, "
-                f"KV {size.kv_per_token * size.kv_tokens >> 20}, fixed {size.fixed >> 20}); "
+                f"the engine needs {size.start >> 20} MiB (weights {size.weights >> 20}, "
+                f"KV {size.kv * size.first_permille // WHOLE >> 20}, fixed {size.fixed >> 20}); "
                 f"GPU {uuid} has {free >> 20} MiB free of {memory.total_bytes >> 20}{starting}"
             )
         return size.fraction(memory.total_bytes)

@@ -27,6 +27,7 @@ import msgspec
 from rose_agent.host.enforcer import Watched
 from rose_agent.host.lifecycle import EngineLife
 from rose_agent.host.site import Site
+from rose_core.devices.memory import overrun
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, Holder
 from rose_engines.permit import BUSY_LANE, FIRST_LANE, Permit
 from rose_engines.rundir import SlotDir, write_json
@@ -97,6 +98,12 @@ class Twins:
         if len(self._lives) == 1:
             self.current.rest.order(dormant=dormant)
 
+    def limit_memory(self, permille: int | None, held: int | None) -> None:
+        """Budget of elastic memory for each; what the slot's engines hold together counts once."""
+        over = overrun(sum(life.device_bytes for life in self.lives), held)
+        for life in self.lives:
+            life.limit_memory(permille, held if over else None)
+
     def status(self, endpoint: str) -> EngineStatus:
         """The slot as others may see it."""
         told = self.current.status(endpoint)
@@ -110,6 +117,7 @@ class Twins:
             generated_tokens=sum(one.generated_tokens for one in every),
             restarts=sum(one.restarts for one in every),
             can_dormant=False,
+            device_bytes=sum(one.device_bytes for one in every),
             lanes=tuple(serving),
         )
 

@@ -40,9 +40,10 @@ from rose_core.telemetry.events import Arrived, Health, Progress, TapEvent
 from rose_core.telemetry.tracker import Tracker
 
 _BATCH = 256  # segments handled before others get their turn
-_BLANK = bytes(bpf.SNAP)
+_BLANK = memoryview(bytes(bpf.SNAP))
 _MOST_BEHIND = 64  # batches that a heartbeat reads to be up to date
 _LOOK_SECONDS = 0.035  # with the heartbeat, which puts it off, one look between any two
+_MUCH = 32  # segments at once from which the sockets' buffers should be emptied more often
 _STAMP = struct.Struct("qq")
 _BRACKETS, _TIGHT_NS = 5, 5_000
 # A connection that shows nothing for this long is given up. Long, because a request that waits in
@@ -80,11 +81,19 @@ class Replica:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next_look: asyncio.TimerHandle | None = None
         self._buffer = memoryview(bytearray(bpf.SNAP))
+        self._used = 0
         self._lost_ns = 0
         self._sampled = False
         self._by_bell = True
         self._rate = 0.0
         self._rate_base = (time.monotonic_ns(), 0)
+        self._packets_then = 0
+        self._much = False
+
+    @property
+    def restless(self) -> bool:
+        """Heartbeats are wanted often: for its tokens, or because much gathers between two."""
+        return self.watch.closely or self._much
 
     @property
     def sampled(self) -> bool:
@@ -178,6 +187,7 @@ class Replica:
         try:
             for _ in range(_BATCH):
                 size, ancillary, _, origin = tap.recvmsg_into([self._buffer], 64)
+                self._used = max(self._used, size)
                 offset = clock_offset() if offset is None else offset
                 if origin[2] == sockets.PACKET_OUTGOING and origin[0] == "lo":
                     continue  # it comes in again
@@ -208,12 +218,15 @@ class Replica:
     def beat(self) -> list[TapEvent]:
         """Read what waits, check sockets and counters; the heartbeat is the last event."""
         now = time.monotonic_ns()
-        events = [*self._waiting(), *self.tracker.expire(now, _SILENT_NS)]
+        events: list[TapEvent] = self._waiting()
         for taps in self._taps:
             self._catch_up(self._chosen(taps), events, now)
-        self._buffer[:] = _BLANK  # the last packet does not wait there for the next
+        # The last packets do not wait there for the next.
+        self._buffer[: self._used], self._used = _BLANK[: self._used], 0
+        self._much = self.tracker.packets - self._packets_then > _MUCH
+        self._packets_then = self.tracker.packets
         self._check(now)
-        self._measure(now)
+        self._measure(now, events)
         self._adapt(events)
         if self._next_look is not None:
             self._next_look.cancel()
@@ -252,13 +265,14 @@ class Replica:
         except OSError as error:
             self.problem = f"packet socket failed: {error}"
 
-    def _measure(self, now_ns: int) -> None:
+    def _measure(self, now_ns: int, events: list[TapEvent]) -> None:
         packets_now = self.tracker.packets
         then, before = self._rate_base
         if now_ns - then >= 250_000_000:
             self._rate = (packets_now - before) / ((now_ns - then) / 1e9)
             self._rate_base = (now_ns, packets_now)
             metrics.SEGMENTS.inc(packets_now - before)
+            events += self.tracker.expire(now_ns, _SILENT_NS)
             # Reading says so too, in the next heartbeat; this is for an error that was read over.
             for taps in self._taps:
                 if not sockets.alive(taps):

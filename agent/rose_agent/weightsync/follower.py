@@ -63,11 +63,13 @@ class Options:
         attest_every_seconds: recompute the live digest that often.
         probe_limit: mean difference of the fixed prompt's log-probs, in nats, from which an engine
             is quarantined; 0 = it is not asked.
+        silence_seconds: a watch of the head that has brought nothing for so long is begun anew.
     """
 
     token: str = ""
     attest_every_seconds: float = 600.0
     probe_limit: float = LIMIT
+    silence_seconds: float = 30.0
     clock: Callable[[], float] = time.monotonic
 
 
@@ -299,14 +301,31 @@ class Follower:
                 description = await store.describe(self._source.run)
                 if description.head is None:
                     self._tell(f"run {self._source.run} has no published version yet")
-                async for info in store.watch(self._source.run):
-                    self._head = Head(info.version, info.digest)
-                    self._encoded = (str(info.version), info.encode_seconds)
-                    self._tell("")
+                if await self._heads(store):
+                    continue
                 self._tell("the store ended the watch")
             except (WeightsError, WireError) as error:
                 self._tell(f"weight store {self._source.endpoint}: {error}")
             await asyncio.sleep(_RECONNECT_SECONDS)
+
+    async def _heads(self, store: WeightsClient) -> bool:
+        """Note every head that a watch brings; True when it has been silent and is to be renewed.
+
+        Between us and the store stands a relay, and between them what may lose a connection without
+        a word. A renewed watch begins with the head, so whatever was lost costs this silence.
+        """
+        async with contextlib.aclosing(store.watch(self._source.run)) as heads:
+            while True:
+                try:
+                    async with asyncio.timeout(self._options.silence_seconds):
+                        info = await anext(heads, None)
+                except TimeoutError:
+                    return True
+                if info is None:
+                    return False
+                self._head = Head(info.version, info.digest)
+                self._encoded = (str(info.version), info.encode_seconds)
+                self._tell("")
 
     def _tell(self, error: str) -> None:
         self._head_error = error
@@ -331,7 +350,8 @@ class Follower:
         if content == self._written:
             return
         try:
-            write_json(self._slot.weights, content)
+            # The engine host reads it as another user; the folder is closed to everybody else.
+            write_json(self._slot.weights, content, mode=0o644)
         except OSError as problem:
             _log.warning("%s: cannot write weights.json: %s", self._slot.uid, problem)
             return

@@ -9,6 +9,7 @@ The follower asks for the complaint and takes an engine that computes wrong out 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,6 +87,8 @@ class TruthMeter:
         self._end()
         if task is not None:
             await asyncio.wait({task})
+        with contextlib.suppress(KeyError):  # an engine that is gone differs from nobody
+            metrics.PROBE_DIFFERENCE.remove(self._slot.uid)
 
     def _end(self) -> None:
         if self._task is not None:

@@ -11,11 +11,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
 
+from rose_engines.doors import KEY_VARIABLE
+from rose_engines.fake import kvcached
 from rose_engines.fake.device import connect
+from rose_engines.fake.elastic import ElasticScheduler, add_flush
 from rose_engines.fake.memory import FakeMemory
 from rose_engines.fake.ranks import lead
 from rose_engines.fake.scheduler import FakeScheduler
@@ -53,6 +57,12 @@ def parser() -> argparse.ArgumentParser:
         choices=["real", "pretend", "refuse"],
         default="real",
         help="what it does when told to release its memory: pretend = says so and frees nothing",
+    )
+    flags.add_argument(
+        "--kvcached",
+        choices=["real", "deaf", "absent"],
+        default="real",
+        help="what becomes of a limit of its KV memory where one is asked for (ENABLE_KVCACHED)",
     )
     flags.add_argument("--multiprocessors", type=int, default=0, help="of its GPU; 0 = none")
     flags.add_argument("--device-bytes", type=int, default=80 << 30, help="memory of its GPU")
@@ -106,7 +116,9 @@ async def serve(flags: argparse.Namespace) -> None:
     def permit_open() -> bool | None:
         return permit.is_open(time.monotonic_ns()) if permit else None
 
-    scheduler = FakeScheduler(
+    pool = kvcached.connect(os.environ, flags.kv_bytes, flags.kvcached)
+    make = FakeScheduler if pool is None else partial(ElasticScheduler, pool)
+    scheduler = make(
         session,
         permit_open=lambda: bool(flags.ignore_permit) or permit_open() is not False,
         token_seconds=flags.token_seconds,
@@ -120,9 +132,11 @@ async def serve(flags: argparse.Namespace) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    runner = web.AppRunner(
-        FakeServer(scheduler, str(flags.model or "fake")).application(), access_log=None
-    )
+    key = os.environ.pop(KEY_VARIABLE, "")
+    application = FakeServer(scheduler, str(flags.model or "fake"), key).application()
+    if pool is not None:
+        add_flush(application, pool)
+    runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     try:
         site = web.TCPSite(runner, flags.host, flags.port)
@@ -134,6 +148,8 @@ async def serve(flags: argparse.Namespace) -> None:
         sys.stdout.flush()
         await stop.wait()
     finally:
+        if pool is not None:
+            pool.pool.close()
         if control:
             control.close()
         await runner.cleanup()

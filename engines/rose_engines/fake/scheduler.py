@@ -73,9 +73,17 @@ class FakeRequest:
 
 @dataclass
 class Counters:
-    """What ``/metrics`` and ``/v1/loads`` tell."""
+    """What ``/metrics`` and ``/v1/loads`` tell.
 
+    Attributes:
+        arrived: HTTP requests to the generating route, from their arrival on.
+        requests: requests that were queued.
+        ended: requests that have been answered or given up.
+    """
+
+    arrived: int = 0
     requests: int = 0
+    ended: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     aborted: int = 0

@@ -4,6 +4,8 @@ POST /generate         one request, plain or streamed (cumulative), SGLang's sha
 POST /abort_request    by id prefix, or everything
 POST /slow_down        {"forward_sleep_time": seconds per iteration, null = back to normal}
 GET  /model_info  /v1/loads  /metrics  /health  /ready
+
+With a key only the routes of ``rose_engines.doors`` are there, as in SGLang under the engine host.
 """
 
 from __future__ import annotations
@@ -15,13 +17,19 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
+from rose_engines import doors
 from rose_engines.fake.model import prompt_logprobs
 from rose_engines.fake.scheduler import FakeRequest, FakeScheduler
 
+# As in SGLang the first counter moves when a request arrives and the second when it ends: what
+# compares them with the wire must not take one for the other.
 _METRICS = """\
+# TYPE sglang:http_requests_total counter
+sglang:http_requests_total{{endpoint="/generate",method="POST"}} {arrived}
 # TYPE sglang:num_requests_total counter
-sglang:num_requests_total{{model_name="fake"}} {requests}
+sglang:num_requests_total{{model_name="fake"}} {ended}
 # TYPE sglang:prompt_tokens_total counter
 sglang:prompt_tokens_total{{model_name="fake"}} {prompt_tokens}
 # TYPE sglang:generation_tokens_total counter
@@ -35,17 +43,28 @@ sglang:num_queue_reqs{{model_name="fake"}} {waiting}
 """
 
 
+def _at_the_door(key: str) -> Middleware:
+    @web.middleware
+    async def refuse(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "")
+        status = doors.refusal(request.method, request.path, given, key)
+        return web.Response(status=status) if status else await handler(request)
+
+    return refuse
+
+
 class FakeServer:
     """Serves a ``FakeScheduler`` over HTTP; ``application()`` goes into any aiohttp runner."""
 
-    def __init__(self, scheduler: FakeScheduler, model: str = "fake") -> None:
+    def __init__(self, scheduler: FakeScheduler, model: str = "fake", key: str = "") -> None:
         self._scheduler = scheduler
         self._model = model
+        self._key = key
         self._normal_seconds = scheduler.token_seconds
 
     def application(self) -> web.Application:
         """The aiohttp application; the engine loop lives as long as it does."""
-        app = web.Application(client_max_size=64 << 20)
+        app = web.Application(client_max_size=64 << 20, middlewares=[_at_the_door(self._key)])
         app.cleanup_ctx.append(self._loop)
         app.add_routes(
             [
@@ -70,6 +89,7 @@ class FakeServer:
             await task
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
+        self._scheduler.counters.arrived += 1
         try:
             body = await http.json()
             request = self._parse(body)
@@ -85,6 +105,7 @@ class FakeServer:
                 await request.changed.wait()
             return web.json_response(self._reply(request, wants_logprobs))
         finally:
+            self._scheduler.counters.ended += 1
             if request.finish is None:  # the caller hung up
                 self._scheduler.abort(request.rid)
 
@@ -188,7 +209,8 @@ class FakeServer:
     async def _metrics(self, _: web.Request) -> web.Response:
         counters = self._scheduler.counters
         text = _METRICS.format(
-            requests=counters.requests,
+            arrived=counters.arrived,
+            ended=counters.ended,
             prompt_tokens=counters.prompt_tokens,
             generated_tokens=counters.generated_tokens,
             aborted=counters.aborted,

@@ -15,6 +15,7 @@ import contextlib
 import logging
 import os
 import socket
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +100,9 @@ class ControlServer:
         temporary = self._path.with_name(f".{self._path.name[:8]}.{os.getpid()}")
         temporary.unlink(missing_ok=True)
         self._socket.bind(str(temporary))
-        temporary.chmod(0o600)
+        # A folder that hands its group down says that this group may call as well.
+        shared = temporary.parent.stat().st_mode & stat.S_ISGID
+        temporary.chmod(0o660 if shared else 0o600)
         self._socket.listen(8)
         temporary.replace(self._path)
         threading.Thread(target=self._accept, name="rose-control", daemon=True).start()

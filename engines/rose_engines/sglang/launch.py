@@ -4,7 +4,8 @@ The arguments are SGLang's own (``arguments.command`` makes them). On CPU two th
 a GPU machine has by itself: SGLang's switch for its CPU engine, which the scheduler's child process
 inherits, and the stand-in for the CUDA kernels on PYTHONPATH. When the environment names a permit
 or a control socket, the launcher refuses to start an engine in which ROSE's plugin did not load:
-an engine that could not be stopped must not run. Next step: ``plugin``.
+an engine that could not be stopped must not run. When the environment names a key, only the routes
+of ``rose_engines.doors`` are there. Next step: ``plugin``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 import os
 import sys
 
+from rose_engines.doors import KEY_VARIABLE, Doors
 from rose_engines.sglang.arguments import PERMIT_VARIABLE, SOCKET_VARIABLE
 
 
@@ -41,6 +43,11 @@ def main(argv: list[str]) -> int:
     if wanted and not plugin.registered():
         sys.stderr.write("rose: SGLang did not load ROSE's plugin; the engine is not started\n")
         return 3
+    key = os.environ.pop(KEY_VARIABLE, "")  # the engine's children have no business with it
+    if key:
+        from sglang.srt.entrypoints.http_server import app  # noqa: PLC0415
+
+        app.add_middleware(Doors, key=key)
     try:
         run_server(prepare_server_args(argv))
     finally:

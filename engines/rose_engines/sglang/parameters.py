@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rose_core.delta.bits import Bits
+from rose_core.delta.digest import Digest
+from rose_engines import device_digest
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.safetensors import StoredTensor
 from rose_engines.slices import Box, SlicedTensor
@@ -129,7 +131,7 @@ def _held(bits: Bits, boxes: tuple[Box, ...]) -> Bits:
 
 @dataclass
 class DeviceTensor(WholeTensor):
-    """A tensor on an accelerator; the changed elements alone travel.
+    """A tensor on an accelerator; the changed elements and two sums alone travel.
 
     Attributes:
         flat: flat view of the storage, signed integers.
@@ -162,6 +164,19 @@ class DeviceTensor(WholeTensor):
     def span(self, first: int, end: int) -> Bits:
         """A copy of a run in host memory."""
         return self._to_host(self.flat[first:end])
+
+    def digest(self) -> Digest:
+        """Digest of the whole tensor, computed on the device."""
+        return device_digest.digest_run(self.name, 0, self.flat)
+
+    def digest_box(self, name: str, box: Box) -> Digest:
+        """Digest of a box of the canonical tensor ``name``, computed on the device."""
+        rows = self.flat.as_strided(
+            (box.rows, box.columns),
+            (box.target_stride, 1),
+            self.flat.storage_offset() + box.target_first,
+        )
+        return device_digest.digest_rows(name, (box.first, box.source_stride), rows)
 
     def _index(self, where: Where) -> Any:  # noqa: ANN401  # what torch takes between brackets
         import torch  # noqa: PLC0415  # only inside engines

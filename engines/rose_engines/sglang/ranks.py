@@ -14,10 +14,10 @@ from typing import Any
 
 from rose_engines.board import Board
 from rose_engines.errors import UnsupportedEngine
+from rose_engines.parts import Part, Ranks, check_parts
 from rose_engines.safetensors import read_checkpoint
 from rose_engines.slices import SlicedTensor
 from rose_engines.tensors import Live, LiveTensor
-from rose_engines.together import Part, Ranks, check_parts
 
 CUDA_ONLY = "sglang.srt.distributed.device_communicators.pynccl.PyNcclCommunicator"
 

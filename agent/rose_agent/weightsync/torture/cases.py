@@ -73,6 +73,7 @@ SCRIPTED = (
     Case("two publishers", about="a second one takes the run over; the first must stop"),
     Case("trainer rewound", about="the trainer starts again from an older step"),
     Case("gate closed", about="the gate closes before the commit and stays closed"),
+    Case("clock jumps", about="wall clocks of store, relay and weight-sync jump by a day and back"),
     Case("second hand", about="somebody else stages and aborts on the same control socket"),
     Case("partition in mid-block", about="the link from relay to store breaks inside a block"),
     Case("rank votes late", about="one of two ranks stops in mid-swap, longer than the vote lasts"),

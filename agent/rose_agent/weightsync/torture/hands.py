@@ -11,12 +11,15 @@ import time
 from pathlib import Path
 
 from rose_agent.weightsync.torture.process import Process, Violation, until
-from rose_agent.weightsync.torture.world import World
+from rose_agent.weightsync.torture.world import WINDOW, World
 from rose_engines.errors import EngineError
 from rose_engines.sglang.control import ControlClient
+from rose_wire.faults import CLOCK
 
 # Bytes of the store after which the link breaks: behind the manifest, inside the first block.
 _MID_BLOCK = 9000
+
+_DAY_SECONDS = 86_400
 
 
 def gate_closes_at(world: World, process: str, fault: str) -> str:
@@ -63,6 +66,21 @@ def second_hand(world: World) -> str:
     if not calls[0]:
         raise Violation("the second hand never reached the engine")
     return "committed all the same"
+
+
+def clock_jumps(world: World) -> str:
+    """Wall clocks jump by a day and back while versions are published, folded and swept."""
+    wearing = ("store", "relay", "weight-sync")
+    for name in wearing:
+        world.restart(name, f"{CLOCK}{_DAY_SECONDS}")
+    for _ in range(WINDOW + 3):
+        world.publish()
+        world.durable()
+        world.look()
+    world.settle()
+    for name in wearing:
+        world.restart(name)
+    return "followed all the same"
 
 
 def partition(world: World) -> str:

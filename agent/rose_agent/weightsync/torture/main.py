@@ -166,14 +166,6 @@ def _fail(world: World, case: Case) -> str:
     return f"served {served}" if served else "engine down, nothing served"
 
 
-def _durable(world: World) -> None:
-    step, said = world.step, world["publisher"].said
-    until(
-        lambda: any(line.get("step") == step and "durable" in line for line in said),
-        f"step {step} is durable",
-    )
-
-
 def _stand(world: World, case: Case, before: str) -> None:
     """While an engine stands still in mid-commit, nobody may vouch for the version it makes."""
     file = world.weights  # its process is another one than ``before`` was served by: base weights
@@ -197,7 +189,7 @@ def _fall_behind(world: World) -> None:
 
     for _ in range(2):
         world.publish()
-        _durable(world)
+        world.durable()
     asyncio.run(follow())
 
 
@@ -206,7 +198,7 @@ def _damage(world: World, root: str, change: Callable[[Path], None]) -> str:
     before = world.weights.version
     world["weight-sync"].kill()
     world.publish()
-    _durable(world)
+    world.durable()
     if root == "relay":
         _through(world)
     files = list(world.blocks(root))
@@ -252,7 +244,7 @@ def _torn_bundle(world: World) -> str:
     folder = world.slot.bundles / "next"
     (folder / "blocks").mkdir(parents=True, exist_ok=True)
     world.publish()
-    _durable(world)
+    world.durable()
     for path in world.blocks("store"):  # every other block is there in half, the rest is missing
         (folder / "blocks" / path.name).write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     (folder / "manifest.msgpack").write_bytes(b"torn")
@@ -289,7 +281,7 @@ def _gate(world: World) -> str:
     before = world.weights.version
     world.close_gate()
     world.publish()
-    _durable(world)
+    world.durable()
     until(lambda: world.weights.head in world.newest(), "weight-sync hears of it")
     time.sleep(1.0)  # nothing may happen, and there is nothing to wait for
     if world.weights.version != before:
@@ -317,6 +309,7 @@ SCRIPTS: dict[str, Callable[[World], str]] = {
     "trainer rewound": _rewound,
     "gate closed": _gate,
     "everything at once": _everything,
+    "clock jumps": hands.clock_jumps,
     "second hand": hands.second_hand,
     "partition in mid-block": hands.partition,
     "rank votes late": hands.rank_late,

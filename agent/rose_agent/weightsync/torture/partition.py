@@ -77,11 +77,18 @@ class Link:
                         return
                 target.sendall(data)
         for end in (source, target):
+            # Closing alone would not wake the thread that reads from it, and until it wakes the
+            # other side is not told: a store's death would show only at gRPC's next keep-alive.
+            _hang_up(end)
             end.close()
 
     def _sever(self) -> None:
         self._cut.set()
         ends, self._ends = self._ends, []
         for end in ends:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+            _hang_up(end)
+
+
+def _hang_up(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has been closed already
+        end.shutdown(socket.SHUT_RDWR)

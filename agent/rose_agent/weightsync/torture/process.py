@@ -43,12 +43,14 @@ class Process:
 
     Attributes:
         said: what it wrote on standard output, one JSON object a line (the publisher only).
+        ever: the same of all its lives, also what was read only after the next one had begun.
     """
 
     name: str
     command: list[str]
     log: Path
     said: list[dict[str, Any]] = field(default_factory=list)
+    ever: list[dict[str, Any]] = field(default_factory=list)
     _child: subprocess.Popen[str] | None = None
 
     def start(self, fault: str = "") -> None:
@@ -67,7 +69,8 @@ class Process:
                 env=environment,
                 text=True,
             )
-        threading.Thread(target=self._read, args=(self._child, self.said), daemon=True).start()
+        heard = (self.said, self.ever)
+        threading.Thread(target=self._read, args=(self._child, *heard), daemon=True).start()
 
     @property
     def code(self) -> int | None:
@@ -122,6 +125,10 @@ class Process:
         return any(key in line and (value is None or line[key] == value) for line in self.said)
 
     @staticmethod
-    def _read(child: subprocess.Popen[str], said: list[dict[str, Any]]) -> None:
+    def _read(child: subprocess.Popen[str], *heard: list[dict[str, Any]]) -> None:
         with contextlib.suppress(ValueError, OSError):  # the pipe is closed when it is killed
-            said.extend(json.loads(line) for line in child.stdout or () if line.startswith("{"))
+            for line in child.stdout or ():
+                if line.startswith("{"):
+                    said = json.loads(line)
+                    for one in heard:
+                        one.append(said)

@@ -129,6 +129,18 @@ class World:
         self["publisher"].tell(str(self.step))
         self.asked = True
 
+    def durable(self) -> None:
+        """Wait until the store has the step that was asked for.
+
+        Raises:
+            Violation: it does not get there.
+        """
+        step, said = self.step, self["publisher"].said
+        until(
+            lambda: any(line.get("step") == step and "durable" in line for line in said),
+            f"step {step} is durable",
+        )
+
     def settle(self) -> None:
         """Wait until the engine serves the newest step, attested, bit for bit.
 
@@ -141,13 +153,24 @@ class World:
         try:
             until(self._there, f"step {self.step} is attested")
         except Violation as violation:
-            dead = [f"{one.name} ended with {one.code}" for one in self.processes.values()]
-            states = "; ".join(one for one in dead if not one.endswith("None"))
-            raise Violation(f"{violation}; {self.weights}; {states or 'all run'}") from None
+            raise Violation(f"{violation}; {self._where()}") from None
         self.look()
         head = self._described(self.store_address)
         if head is None or head[2] != self.weights.digest:
             raise Violation(f"the engine attests {self.weights.digest}, the head is {head}")
+
+    def _where(self) -> str:
+        """How far the newest step has come, for whoever must find out why it went no further."""
+        dead = [f"{one.name} ended with {one.code}" for one in self.processes.values()]
+        states = "; ".join(one for one in dead if not one.endswith("None"))
+        said = self["publisher"].said
+        heads = {
+            name: self._described(address)
+            for name, address in (("store", self.store_address), ("relay", self.relay_address))
+        }
+        return (
+            f"{self.weights}; {states or 'all run'}; the publisher said {said[-2:]}; heads {heads}"
+        )
 
     def look(self) -> str:
         """Check what is served right now; returns its label, empty when nothing is.
@@ -225,13 +248,15 @@ class World:
 
     def _there(self) -> bool:
         file = self.weights
-        wanted = {label for label, step in self._steps().items() if step == self.step}
-        return file.attested and file.version in wanted and file.version == file.head
+        # A publisher that started again publishes its last step anew: the label before would do
+        # for the bits, but the next case would begin while the new one is still on its way.
+        return file.attested and file.version in self.newest() and file.version == file.head
 
     def _steps(self) -> dict[str, int]:
         """Label -> step of every version that somebody has named so far."""
         found = self._known
-        found |= {line["taken"]: line["step"] for line in self["publisher"].said if "taken" in line}
+        ever = tuple(self["publisher"].ever)
+        found |= {line["taken"]: line["step"] for line in ever if "taken" in line}
         return found
 
     def _started(self) -> int:

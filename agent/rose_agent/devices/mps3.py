@@ -1,0 +1,92 @@
+"""The MPS control program's second grammar, protocol 3 (drivers from r615 on): module and verb.
+
+    server list --format=csv,noheader                NAME,UID,PID,STATUS,PIPE,DEVICES,...
+    client list --server=NAME --format=csv,noheader  PID,SERVER,...
+    client terminate PID
+    -q
+
+One daemon has any number of named servers. Only the first columns are read: the later ones hold
+commas of their own (devices, command lines). Tables are never read, because they shorten numbers.
+The daemon decides which protocol is spoken; it is told by its own command line. Next step: ``mps``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from rose_agent.devices.errors import MpsError
+from rose_core.devices.mps import Server, ServerState
+
+PROTOCOL = ("-p", "3")
+MULTI_USER = ("-m", "--multiuser")
+_CSV = "--format=csv,noheader"
+_STATES = {
+    "ready": ServerState.ACTIVE,
+    "active": ServerState.ACTIVE,
+    "initializing": ServerState.INITIALIZING,
+    "starting": ServerState.INITIALIZING,
+    "fault": ServerState.FAULT,
+}
+_VARIABLE = "CUDA_MPS_PROTOCOL_VERSION"
+
+Run = Callable[[Sequence[str]], tuple[str, ...]]
+
+
+def speaks(words: Sequence[str], environment: Sequence[str] = ()) -> bool:
+    """Whether a daemon with this command line and environment speaks protocol 3."""
+    told = [one.partition("=")[2] for one in environment if one.startswith(f"{_VARIABLE}=")]
+    if told:
+        return told[-1] == "3"
+    pairs = itertools.pairwise(words)
+    apart = any(flag in {"-p", "--protocol"} and value == "3" for flag, value in pairs)
+    return apart or "--protocol=3" in words or "-p3" in words
+
+
+def servers(run: Run, *, multi_user: bool | None) -> tuple[Server, ...]:
+    """Every server with its state and clients.
+
+    Args:
+        run: sends one command.
+        multi_user: the daemon takes every user's processes; None = not known.
+
+    Raises:
+        MpsError: an answer is not understood.
+    """
+    return tuple(_server(run, line, multi_user) for line in run(("server", "list", _CSV)))
+
+
+def terminate(run: Run, client: int) -> None:
+    """End a client's work.
+
+    Raises:
+        MpsError: the daemon refused.
+    """
+    run(("client", "terminate", str(client)))
+
+
+def quit_all(run: Run) -> None:
+    """End the daemon and its servers.
+
+    Raises:
+        MpsError: no daemon answers.
+    """
+    run(("-q",))
+
+
+def _server(run: Run, line: str, multi_user: bool | None) -> Server:
+    try:
+        name, uid, pid, status = line.split(",")[:4]
+        state = _STATES[status.strip().lower()]
+        number, user = int(pid), int(uid)
+    except (ValueError, KeyError) as error:
+        raise MpsError(f"MPS server list: not understood: {line}") from error
+    listed = run(("client", "list", f"--server={name}", _CSV))
+    return Server(number, state, user, frozenset(map(_pid, listed)), multi_user)
+
+
+def _pid(line: str) -> int:
+    first = line.partition(",")[0].strip()
+    if not first.isdigit():
+        raise MpsError(f"MPS client list: not understood: {line}")
+    return int(first)

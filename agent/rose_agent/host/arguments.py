@@ -1,0 +1,103 @@
+"""The words of ``rose engine-host``: read by the host and by its root helper.
+
+Imports nothing that talks to anybody: the helper (``helper``) stays as small as that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from rose_agent.devices.mps import PROGRAM
+from rose_agent.host.errors import NoLimits
+from rose_agent.host.limits import LEAST_BUSY_PERCENT, PROCESSES, Limiter, Limits
+from rose_wire import flags
+
+_log = logging.getLogger(__name__)
+_ABOUT = """Run rollout engines on this node.
+
+On SIGTERM: nothing new is started, requests in flight may end within --drain-seconds, then every
+tree is killed, which thaws it where that is needed. --thaw-all is for a preStop hook.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The verb's arguments."""
+    made = argparse.ArgumentParser(prog="rose engine-host", description=_ABOUT)
+    made.add_argument("--rundir", type=Path, default=Path("/run/rose"))
+    made.add_argument("--models", type=Path, help="folder with the node's models")
+    made.add_argument("--engine-python", type=Path, default=Path(sys.executable))
+    made.add_argument("--data-host", default="127.0.0.1", help="address routers can reach")
+    made.add_argument("--data-bind", default="", help="address to listen on (default: data-host)")
+    made.add_argument("--data-port", type=int, default=30800, help="0 = any")
+    made.add_argument(
+        "--http-port", type=flags.port, default=9103, help="metrics and health; 0 = any"
+    )
+    made.add_argument("--cgroup", choices=["auto", "v1", "v2", "signals"], default="auto")
+    made.add_argument(
+        "--devices",
+        choices=["static", "nvml"],
+        default="static",
+        help="where engines hold their memory: nvml = on GPUs, static = in host memory",
+    )
+    made.add_argument(
+        "--engine-uid", type=int, default=0, help="first of the users engines get; 0 = the host's"
+    )
+    made.add_argument(
+        "--host-uid", type=int, default=0, help="user of this host, root a helper; 0 = in one"
+    )
+    made.add_argument("--engine-memory-mib", type=int, default=0, help="per engine; 0 = no limit")
+    made.add_argument(
+        "--engine-pids",
+        type=int,
+        help=f"processes and threads per engine; 0 = any, {PROCESSES} where that can be limited",
+    )
+    made.add_argument("--engine-cpu-percent", type=int, default=0, help="of one core; 0 = any")
+    made.add_argument(
+        "--engine-busy-cpu-percent",
+        type=int,
+        default=0,
+        help="of one core, for MPS clients while serving is busy; 0 = as always",
+    )
+    made.add_argument("--engine-shm-mib", type=int, default=0, help="own /dev/shm; 0 = shared")
+    made.add_argument("--mps-root", type=Path, help="pipe directories of the MPS daemons")
+    made.add_argument("--mps-program", default=PROGRAM, help="the MPS control program")
+    made.add_argument("--drain-seconds", type=float, default=5.0)
+    made.add_argument("--thaw-all", action="store_true", help="let every engine go on, then exit")
+    made.add_argument("--dedicated", type=Path, metavar="FILE", help="run one engine by itself")
+    made.add_argument("--router", default="", metavar="HOST:PORT", help="with --dedicated")
+    made.add_argument("--lease", default="", metavar="NS/NAME", help="with --dedicated")
+    made.add_argument("--token-file", type=Path, help="the install's bearer token")
+    flags.add_log_level(made)
+    return made
+
+
+def limits_of(arguments: argparse.Namespace) -> Limits:
+    """What engines may take."""
+    return Limits(
+        memory_bytes=arguments.engine_memory_mib << 20,
+        pids=arguments.engine_pids or 0,
+        cpu_percent=arguments.engine_cpu_percent,
+        busy_cpu_percent=max(arguments.engine_busy_cpu_percent, LEAST_BUSY_PERCENT)
+        if arguments.engine_busy_cpu_percent
+        else 0,
+        shm_bytes=arguments.engine_shm_mib << 20,
+    )
+
+
+def limiter_of(arguments: argparse.Namespace, prefix: str) -> Limiter:
+    """The limits that were asked for, and one on processes wherever that is possible.
+
+    Raises:
+        NoLimits: one that was asked for cannot be set.
+    """
+    limits = limits_of(arguments)
+    if arguments.engine_pids is None:
+        try:
+            return Limiter.detect(replace(limits, pids=PROCESSES), prefix)
+        except NoLimits as error:
+            _log.warning("a fork bomb in an engine would not be contained: %s", error)
+    return Limiter.detect(limits, prefix)

@@ -1,0 +1,186 @@
+"""The elastic KV memory of one engine: switched on, found, limited, and looked at while it serves.
+
+kvcached says nothing when it is not there or does not know this version of the engine: the engine
+then has an ordinary pool. So once the engine is ready its segment must be there, as large as the
+pool it was ordered with; if not, it is ended (``ElasticUnavailable``). Each start begins with the
+least budget; the guard's word comes with ``LimitMemory`` and stays across restarts.
+
+``rose_core.devices.elastic`` decides; the engine's own route is asked to forget finished turns,
+because kvcached obeys at allocations, of which an idle engine makes none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine
+
+import aiohttp
+
+from rose_agent.devices.elastic import ElasticMemory
+from rose_agent.devices.errors import QueryFailed
+from rose_agent.host import metrics
+from rose_agent.host.errors import BrokenEngine
+from rose_core.devices.elastic import (
+    FIRST_PERMILLE,
+    Effect,
+    ElasticLimits,
+    Pool,
+    PoolSeen,
+    judge,
+)
+
+_log = logging.getLogger(__name__)
+# kvcached's pages; a bundle is one of them per layer, for keys and for values.
+PAGE_BYTES = 2 << 20
+_APPEAR_SECONDS, _APPEAR_LOOKS = 5.0, 100
+_FLUSH_SECONDS = aiohttp.ClientTimeout(total=2.0)
+
+
+def environment(name: str) -> dict[str, str]:
+    """What switches kvcached on in SGLang and vLLM.
+
+    Args:
+        name: of the engine's segment.
+    """
+    return {
+        "ENABLE_KVCACHED": "true",
+        "KVCACHED_AUTOPATCH": "1",
+        "KVCACHED_IPC_NAME": name,
+        # Without its thread for pages ahead of need it never looks at its limit; few are enough.
+        "KVCACHED_PAGE_PREALLOC_ENABLED": "true",
+        "KVCACHED_MIN_RESERVED_PAGES": "1",
+        "KVCACHED_MAX_RESERVED_PAGES": "1",
+    }
+
+
+async def flush(url: str, key: str) -> None:
+    """Ask an engine to forget finished turns; 400 while others run, and its memory will tell."""
+    headers = {"Authorization": f"Bearer {key}"}
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        async with (
+            aiohttp.ClientSession(timeout=_FLUSH_SECONDS) as session,
+            session.post(f"{url}/flush_cache", headers=headers) as reply,
+        ):
+            await reply.read()
+
+
+class Elastic:
+    """One engine's.
+
+    Args:
+        open_memory: its memory, when it runs as this user.
+        door: where it listens, and the key that its port asks for.
+        flush: asks it to forget finished turns.
+        limits: deadlines.
+    """
+
+    def __init__(
+        self,
+        open_memory: Callable[[int], ElasticMemory],
+        door: Callable[[], tuple[str, str]],
+        flush: Callable[[str, str], Coroutine[None, None, None]] = flush,
+        limits: ElasticLimits | None = None,
+    ) -> None:
+        self.permille = FIRST_PERMILLE
+        self.held_bytes: int | None = None
+        self._open_memory = open_memory
+        self._door = door
+        self._flush = flush
+        self._limits = limits or ElasticLimits()
+        self._memory: ElasticMemory | None = None
+        self._pool: Pool | None = None
+        self._effect = Effect()
+        self._flushing: asyncio.Task[None] | None = None
+
+    def prepare(self, uid: int) -> None:
+        """Before the start: what an earlier engine left is not taken for the new one's."""
+        self._memory = self._open_memory(uid)
+        self._memory.forget()
+        self._pool, self._effect = None, Effect()
+
+    async def verify(self, least_bytes: int, bundle: int) -> None:
+        """Once it is ready: is its pool elastic?
+
+        Args:
+            least_bytes: the KV pool that it was ordered with.
+            bundle: bytes of a page of every layer.
+
+        Raises:
+            BrokenEngine: no.
+        """
+        seen = await self._appeared()
+        if seen is None:
+            text = (
+                "the engine runs without kvcached: it has made no segment, so its KV memory is of "
+                "one piece; its log says which patches were not applied"
+            )
+            raise BrokenEngine(text, "ElasticUnavailable")
+        if seen.limit < least_bytes // 2:
+            text = (
+                f"kvcached's pool of {seen.limit >> 20} MiB is not the one that was ordered "
+                f"({least_bytes >> 20} MiB); a part of the cache is of one piece"
+            )
+            raise BrokenEngine(text, "ElasticUnavailable")
+        self._pool = Pool(seen.limit, min(bundle, seen.limit // 2))
+        self._write(self._pool.limit(self.permille))
+
+    async def _appeared(self) -> PoolSeen | None:
+        for _ in range(_APPEAR_LOOKS):
+            if (seen := self._read()) is not None:
+                return seen
+            await asyncio.sleep(_APPEAR_SECONDS / _APPEAR_LOOKS)
+        return None
+
+    def order(self, permille: int) -> None:
+        """The guard's word; a lower one is written at once."""
+        self.permille = permille
+        if self._pool is not None:
+            self._write(self._pool.limit(permille))
+
+    def check(self, *, running: bool) -> None:
+        """Look while it serves.
+
+        Args:
+            running: the engine is free to run.
+
+        Raises:
+            BrokenEngine: it does not give back, or nothing is known of its memory.
+        """
+        if self._pool is None:
+            return
+        wanted = self._pool.limit(self.permille)
+        self._effect, orders = judge(
+            self._effect,
+            self._read(),
+            wanted,
+            time.monotonic(),
+            running=running,
+            limits=self._limits,
+        )
+        if orders.write is not None:
+            self._write(orders.write)
+        if orders.flush and (self._flushing is None or self._flushing.done()):
+            self._flushing = asyncio.create_task(self._flush(*self._door()))
+        if self._effect.reason:
+            metrics.KILLED.labels(reason=self._effect.reason).inc()
+            raise BrokenEngine(self._effect.message, self._effect.reason)
+
+    def ended(self) -> None:
+        """Nothing of the engine lives any more."""
+        if self._memory is not None:
+            self._memory.forget()
+        self._pool, self.held_bytes = None, None
+
+    def _read(self) -> PoolSeen | None:
+        seen = self._memory.read() if self._memory is not None else None
+        self.held_bytes = seen.held if seen is not None else None
+        return seen
+
+    def _write(self, size: int) -> None:
+        """A lock that is held, or no segment: the next look tries again, and counts."""
+        if self._memory is not None:
+            with contextlib.suppress(QueryFailed):
+                self._memory.limit(size)

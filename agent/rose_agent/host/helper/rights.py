@@ -1,0 +1,313 @@
+"""What root does for the engine host, request by request, and what it refuses.
+
+| request | refused when |
+|---|---|
+| any | the name is no plain folder name |
+| ``Take`` | all users are taken; the slot's folder is not the host's own, or is a link |
+| ``Spawn`` | no user was taken; the program is no engine of this installation; one runs already |
+| ``Steer``, ``Reap`` | no engine of that name was spawned here |
+
+Folders in the run directory belong to the host, who may be hostile: they are opened without
+following links, and only then given away or emptied. Freezing is delegated: the host owns the one
+file that stops or continues an engine's cgroup, so a stop needs nobody's answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rose_agent.host.accounts import COUNT
+from rose_agent.host.enter import become
+from rose_agent.host.errors import BadEngine, GroupError
+from rose_agent.host.freezers import Freezer
+from rose_agent.host.groups import ProcessGroup
+from rose_agent.host.helper.words import (
+    NAME,
+    Answer,
+    Close,
+    Forget,
+    Move,
+    Quota,
+    Reap,
+    Release,
+    Request,
+    Spawn,
+    Steer,
+    Take,
+)
+from rose_agent.host.limits import Limiter
+from rose_agent.host.process import kernel_path, shared_memory
+
+_log = logging.getLogger(__name__)
+
+MODULES = frozenset({"rose_engines.fake", "rose_engines.sglang.launch"})
+"""What an engine may be; ``classes`` composes no others."""
+
+# The file that stops and continues a cgroup.
+_STOPS = ("cgroup.freeze", "freezer.state")
+_EXEC_SECONDS = 10.0
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass
+class _Engine:
+    """What is known of one name.
+
+    Attributes:
+        pid: its first process until that is collected, else 0.
+        leader: the same for as long as the tree may have members.
+    """
+
+    uid: int
+    home: str
+    pid: int = 0
+    leader: int = 0
+    snapshots: frozenset[Path] = frozenset()
+
+
+@dataclass
+class Rights:
+    """The helper's work.
+
+    Attributes:
+        host: user and group of the engine host.
+        first: the first of the engines' users.
+        python: the Python that engines run with.
+        slots: the run directory's folder of slots, opened.
+    """
+
+    host: int
+    first: int
+    python: Path
+    slots: int
+    freezer: Freezer
+    limiter: Limiter
+    _engines: dict[str, _Engine] = field(default_factory=dict)
+
+    def do(self, request: Request, log: int | None) -> tuple[Answer, int | None]:
+        """Carry out one request.
+
+        Returns:
+            The answer, and a pidfd that goes with it.
+
+        Raises:
+            BadEngine: refused; says why.
+            GroupError, OSError: the kernel would not.
+        """
+        if NAME.fullmatch(request.name) is None:
+            raise BadEngine(f"{request.name[:80]!r} is no name of an engine")
+        match request:
+            case Spawn():
+                return self._spawn(request, log)
+            case Take(name):
+                return self._take(name), None
+            case Steer(name, move):
+                self._steer(name, move)
+            case Quota(name, busy):
+                self.limiter.set_quota(name, busy=busy)
+            case Reap(name):
+                return self._reap(name), None
+            case Close(name):
+                self._close(name)
+            case Release(name):
+                self._release(name)
+            case Forget(name, permit):
+                self.forget(name, permit=permit)
+        return Answer(), None
+
+    def kill_all(self) -> None:
+        """The host has ended: so do its engines."""
+        for name, engine in self._engines.items():
+            if engine.leader:
+                with contextlib.suppress(GroupError):
+                    self._group(name).kill()
+
+    # --- a user
+
+    def _take(self, name: str) -> Answer:
+        known = self._engines.get(name)
+        if known is None:
+            used = {engine.uid for engine in self._engines.values()}
+            uid = next((n for n in range(self.first, self.first + COUNT) if n not in used), None)
+            if uid is None:
+                raise BadEngine(f"all {COUNT} users from {self.first} on have an engine")
+            self._give(name, uid)
+            home = tempfile.mkdtemp(prefix="rose-engine-")
+            os.chown(home, uid, uid)
+            known = self._engines[name] = _Engine(uid, home)
+        return Answer(uid=known.uid, home=known.home)
+
+    def _give(self, name: str, uid: int) -> None:
+        """``accounts`` has the table; the control socket's folder is open to the host's group."""
+        with self._folder(name) as folder:
+            if os.fstat(folder).st_uid != self.host:
+                raise BadEngine(f"the folder of {name} is not the engine host's")
+            for part, user, group, mode in (
+                ("bundles", self.host, uid, 0o750),
+                ("own", uid, self.host, 0o2770),
+            ):
+                with _opened(part, folder) as inner:
+                    os.fchown(inner, user, group)
+                    os.fchmod(inner, mode)
+            os.fchown(folder, self.host, uid)
+            os.fchmod(folder, 0o710)
+
+    def _release(self, name: str) -> None:
+        engine = self._engines.get(name)
+        if engine is None:
+            return
+        if engine.pid:
+            raise BadEngine(f"the engine {name} has not ended")
+        shutil.rmtree(engine.home, ignore_errors=True)
+        del self._engines[name]
+
+    # --- a process
+
+    def _spawn(self, order: Spawn, log: int | None) -> tuple[Answer, int | None]:
+        engine = self._engine(order.name)
+        if engine.pid:
+            raise BadEngine(f"the engine {order.name} runs already")
+        if order.argv[:2] != (str(self.python), "-m") or order.argv[2:3] not in {
+            (module,) for module in MODULES
+        }:
+            raise BadEngine(f"{' '.join(order.argv[:3])[:200]} is no engine of this installation")
+        if log is None:
+            raise BadEngine("an engine needs a log")
+        engine.pid = self._fork(order, engine.uid, self._cgroups(order.name), log)
+        engine.leader = engine.pid
+        path = kernel_path(engine.pid, self.freezer.driver) if self.freezer.base else ""
+        return Answer(pid=engine.pid, cgroup=path), os.pidfd_open(engine.pid)
+
+    def _cgroups(self, name: str) -> list[str]:
+        """Make and limit them; the host may stop and continue what is in them."""
+        directory = self.freezer.prepare(name)
+        folders = {*self.limiter.prepare(name), *([directory] if directory else [])}
+        for stop in [directory / name for name in _STOPS] if directory else []:
+            with contextlib.suppress(FileNotFoundError):  # of the other hierarchy
+                os.chown(stop, self.host, self.host)
+        return [str(folder / "cgroup.procs") for folder in folders]
+
+    def _fork(self, order: Spawn, uid: int, procs: list[str], log: int) -> int:
+        """Become the engine in a child.
+
+        Raises:
+            GroupError: a step on the way failed.
+        """
+        told, tell = os.pipe()  # closed by the exec
+        shm = self.limiter.limits.shm_bytes if order.own_shm else 0
+        helper = os.getpid()
+        pid = os.fork()
+        if not pid:
+            try:
+                _settle(log)
+                variables = order.variables
+                become(order.argv, variables, procs=procs, uid=uid, shm=shm, parent=helper)
+            except BaseException as error:  # noqa: BLE001  # nothing of the helper may run on here
+                os.write(tell, f"{type(error).__name__}: {error}".encode()[:1000])
+            finally:
+                os._exit(127)
+        os.close(tell)
+        with os.fdopen(told, "rb", 0) as said:
+            ready, _, _ = select.select([said], [], [], _EXEC_SECONDS)
+            failure = said.read(1000).decode() if ready else "it took too long"
+        if failure:
+            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(GroupError):
+                self._tree(order.name, pid).thaw()
+            os.waitpid(pid, 0)
+            raise GroupError(f"the engine {order.name} cannot be started: {failure}")
+        return pid
+
+    def _steer(self, name: str, move: Move) -> None:
+        group = self._group(name)
+        if move is Move.FREEZE:
+            group.freeze()
+        elif move is Move.THAW:
+            group.thaw()
+        else:
+            engine = self._engines[name]
+            engine.snapshots |= shared_memory(pid for pid in group.pids() if pid)
+            group.kill()
+
+    def _reap(self, name: str) -> Answer:
+        engine = self._engine(name)
+        if not engine.pid:
+            raise BadEngine(f"no engine {name} runs")
+        pid, status = os.waitpid(engine.pid, os.WNOHANG)
+        if not pid:
+            raise BadEngine(f"the engine {name} has not ended")
+        engine.pid = 0
+        return Answer(code=os.waitstatus_to_exitcode(status))
+
+    def _close(self, name: str) -> None:
+        engine = self._engines.get(name)
+        directory = self.freezer.directory(name)
+        if directory is not None:
+            with contextlib.suppress(FileNotFoundError):
+                directory.rmdir()  # tried again by the host while the last exit takes its time
+        self.limiter.remove(name)
+        for path in engine.snapshots if engine is not None else ():
+            path.unlink(missing_ok=True)
+
+    # --- folders
+
+    def forget(self, name: str, *, permit: bool) -> None:
+        """Empty a slot's folder, or remove it; links in it are removed and not followed."""
+        if permit:
+            shutil.rmtree(name, ignore_errors=True, dir_fd=self.slots)
+            return
+        with contextlib.suppress(OSError), self._folder(name) as folder:
+            for file in ("engine.json", "weights.json", "slot.json"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(file, dir_fd=folder)
+            for part in ("bundles", "own"):
+                shutil.rmtree(part, ignore_errors=True, dir_fd=folder)
+
+    @contextlib.contextmanager
+    def _folder(self, name: str) -> Iterator[int]:
+        with _opened(name, self.slots) as folder:
+            yield folder
+
+    def _engine(self, name: str) -> _Engine:
+        engine = self._engines.get(name)
+        if engine is None:
+            raise BadEngine(f"no user was taken for the engine {name}")
+        return engine
+
+    def _group(self, name: str) -> ProcessGroup:
+        engine = self._engine(name)
+        if not engine.leader:
+            raise BadEngine(f"no engine {name} runs")
+        return self._tree(name, engine.leader)
+
+    def _tree(self, name: str, leader: int) -> ProcessGroup:
+        return self.freezer.group(name, leader)
+
+
+@contextlib.contextmanager
+def _opened(name: str, parent: int) -> Iterator[int]:
+    folder = os.open(name, _FOLDER, dir_fd=parent)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _settle(log: int) -> None:
+    """A session of its own, nothing to read, the log to write, no signal ignored."""
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)

@@ -1,0 +1,88 @@
+"""The digest of ``rose_core.delta.digest`` where the weights are, by plain torch operations.
+
+Nothing but two sums leaves the device, so attesting an engine costs its memory's bandwidth a few
+times over and not a copy of the model to the host. The same golden vectors hold it to the host's
+digests. torch has signed integers only: sums and products wrap as unsigned ones do, a logical
+shift is an arithmetic one with the sign's copies masked out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rose_core.delta import loops
+from rose_core.delta.digest import NOTHING, Digest, tensor_key
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK = 1 << 22
+"""Elements at a time: five temporary words each, so 160 MiB beside the weights."""
+
+_BITS = 64
+_EVERY = (1 << _BITS) - 1
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits as torch writes them."""
+    value &= _EVERY
+    return value - (1 << _BITS) if value >> (_BITS - 1) else value
+
+
+_GOLDEN, _MIX1, _MIX2, _MIX3 = (
+    _signed(int(word)) for word in (loops.GOLDEN, loops.MIX1, loops.MIX2, loops.MIX3)
+)
+
+
+def digest_run(name: str, first: int, flat: torch.Tensor) -> Digest:
+    """Digest of the elements of tensor ``name`` from flat index ``first`` on.
+
+    Args:
+        name: of the tensor.
+        first: flat index of the first element.
+        flat: their bits as integers of the same width, one-dimensional, on any device.
+    """
+    return digest_rows(name, (first, 0), flat[None, :])
+
+
+def digest_rows(name: str, source: tuple[int, int], rows: torch.Tensor) -> Digest:
+    """Digest of rows that lie apart in their tensor.
+
+    Args:
+        name: of the tensor.
+        source: flat index of the first element, and from one row to the next.
+        rows: their bits, a matrix, in whatever strides.
+    """
+    first, stride = source
+    key, found = tensor_key(name), NOTHING
+    height, width = max(1, CHUNK // max(rows.shape[1], 1)), min(rows.shape[1], CHUNK)
+    for row in range(0, rows.shape[0], height):
+        for column in range(0, rows.shape[1], width):
+            part = rows[row : row + height, column : column + width]
+            found = found.plus(_lanes(part, first + row * stride + column, stride, key))
+    return found
+
+
+def _lanes(part: torch.Tensor, first: int, stride: int, key: int) -> Digest:
+    import torch  # noqa: PLC0415  # only where an engine or a trainer has loaded it
+
+    across = torch.arange(part.shape[1], device=part.device, dtype=torch.int64)
+    down = torch.arange(part.shape[0], device=part.device, dtype=torch.int64)
+    mixed = (down * stride)[:, None] + across + (first + 1)
+    mixed.mul_(_GOLDEN).add_(_signed(key))
+    _fold(mixed, 30).mul_(_MIX1)
+    _fold(mixed, 27).mul_(_MIX2)
+    _fold(mixed, 31)
+    bits = part.to(torch.int64)
+    if part.element_size() * 8 < _BITS:
+        bits.bitwise_and_((1 << part.element_size() * 8) - 1)
+    low = (mixed | 1).mul_(bits).sum()
+    _fold(mixed, 32).mul_(_MIX3)
+    high = _fold(mixed, 32).bitwise_or_(1).mul_(bits).sum()
+    return Digest(int(low) & _EVERY, int(high) & _EVERY)
+
+
+def _fold(words: torch.Tensor, places: int) -> torch.Tensor:
+    """``words ^= words >> places``, the shift filling with zeros."""
+    shifted = (words >> places).bitwise_and_((1 << (_BITS - places)) - 1)
+    return words.bitwise_xor_(shifted)
