@@ -16,6 +16,10 @@ free and serving's own KV use decide how much of its budget it may use:
 | calm for ``calm_seconds`` | grows by ``step_permille`` every ``step_seconds`` | kept |
 | the pool says ``NextStep`` | frozen instead; whole once calm and on newer weights | kept |
 
+The KV cache of an *elastic* engine comes and goes with the budget (``elastic``): the budget begins
+small, and what serving used lately stands in for what it used in a day, since all but weights and
+the least of the cache is given back by degrees.
+
 Pressure ends when what is free covers the headroom and what the engine would take again, and has
 done so for ``calm_seconds``. Next step: ``rose_agent.devices.watch`` reads the figures.
 """
@@ -55,6 +59,11 @@ class HighWater:
     def bytes(self) -> int | None:
         """The highest; None before the first figure."""
         return max((top for _, top in self.buckets), default=None)
+
+    def lately(self, now_s: float, window_s: float = 900.0) -> int | None:
+        """The highest of a shorter window; None without a figure in it."""
+        oldest = int((now_s - window_s) // self.bucket_s)
+        return max((top for n, top in self.buckets if n >= oldest), default=None)
 
 
 @dataclass(frozen=True)
@@ -112,12 +121,26 @@ class EngineSize:
         weights: of the model as it is loaded.
         kv_per_token: of the KV cache, all layers.
         fixed: context, graphs, workspaces.
+        first_permille: of the KV cache that it takes at its start; elastic engines begin small.
+        kv_bundle: smallest piece in which an elastic KV cache comes and goes.
     """
 
     weights: int
     kv_per_token: int
     kv_tokens: int
     fixed: int
+    first_permille: int = WHOLE
+    kv_bundle: int = 0
+
+    @property
+    def kv(self) -> int:
+        """The whole KV cache."""
+        return self.kv_per_token * self.kv_tokens
+
+    @property
+    def start(self) -> int:
+        """What must be there when it starts."""
+        return self.weights + self.kv * self.first_permille // WHOLE + self.fixed
 
     @property
     def total(self) -> int:
@@ -245,6 +268,18 @@ def _grow(before: Budget, limits: BudgetLimits, now_s: float) -> Budget:
     return replace(
         before, permille=min(WHOLE, before.permille + limits.step_permille), grown_s=now_s
     )
+
+
+def overrun(size: int, held: int | None) -> str:
+    """Why an engine has to be ended for what it holds; empty when it need not.
+
+    Args:
+        size: bytes that it was made for; 0 = not known.
+        held: what the driver says that its processes hold; None = unknown.
+    """
+    if not size or held is None or held <= size:
+        return ""
+    return f"the engine holds {_gib(held)} of its GPU and was made for {_gib(size)}"
 
 
 def limit_refusal(limit: int, total: int | None) -> str:

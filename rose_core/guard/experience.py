@@ -6,7 +6,7 @@ that at its end it is known for which share of its time it ran beside rollouts:
 | a finished request | teaches |
 |---|---|
 | share of its time beside an open gate | the predictor: cost alone, or beside a rollout engine |
-| latency / SLO, when it met an open gate | the margin |
+| latency / SLO, and what rollouts account for of it, when it met an open gate | the margin |
 | over the SLO or not | the error budget of its pool (``Budget``), which opens the breaker |
 
 The guard of a node and the simulator both learn by this. Next step: ``gate`` is judged on it.
@@ -57,11 +57,13 @@ class Met:
     Attributes:
         prefill, decode: share of that part of its time beside an open gate.
         used: the worse of TTFT and TPOT as a share of its SLO; 0 = nothing to compare.
+        rollouts: share of that latency that rollouts account for.
     """
 
     prefill: float
     decode: float
     used: float
+    rollouts: float = 0.0
 
     @property
     def exposed(self) -> bool:
@@ -74,6 +76,18 @@ class Met:
         return self.used > 1
 
 
+@dataclass
+class Lessons:
+    """What requests have taught.
+
+    Replicas of one pool run the same engine on the same devices, so they may share it, and a new
+    one does not begin from the profile.
+    """
+
+    predictor: Predictor = field(default_factory=Predictor)
+    margin: Margin = field(default_factory=Margin)
+
+
 @dataclass(slots=True)
 class _Mark:
     """Open time of the gate up to a request's arrival and to its first token."""
@@ -83,18 +97,30 @@ class _Mark:
 
 
 class Experience:
-    """What one replica's requests have taught; single-threaded.
+    """Follows one replica's requests and learns from them; single-threaded.
 
     Args:
         now_ns: the beginning.
         predictor: to start from.
+        lessons: shared with other replicas; replaces ``predictor``.
     """
 
-    def __init__(self, now_ns: int, predictor: Predictor | None = None) -> None:
-        self.predictor = predictor or Predictor()
-        self.margin = Margin()
+    def __init__(
+        self, now_ns: int, predictor: Predictor | None = None, *, lessons: Lessons | None = None
+    ) -> None:
+        self.lessons = lessons or Lessons(predictor or Predictor())
         self.open_time = OpenTime(now_ns)
         self._marks: dict[int, _Mark] = {}
+
+    @property
+    def predictor(self) -> Predictor:
+        """Cost of prefill and decode, as learned."""
+        return self.lessons.predictor
+
+    @property
+    def margin(self) -> Margin:
+        """How much of a budget is kept back, as learned."""
+        return self.lessons.margin
 
     @property
     def followed(self) -> int:
@@ -127,13 +153,18 @@ class Experience:
             others: requests still under way.
         """
         prefill, decode = self._shares(done)
+        # By what was known before it: a late request must not be its own witness.
+        losses = self.predictor.loss(decoding=False), self.predictor.loss(decoding=True)
+        taught = self.lessons
         if done.ttft_s is not None:
-            self.predictor = self.predictor.met_prefill(done.size, done.ttft_s, share=prefill)
+            met_prefill = taught.predictor.met_prefill
+            taught.predictor = met_prefill(done.size, done.ttft_s, share=prefill)
         if done.tpot_s is not None:
-            self.predictor = self.predictor.met_decode(1 + others, done.tpot_s, share=decode)
-        met = Met(prefill, decode, _used(done, goals))
+            met_decode = taught.predictor.met_decode
+            taught.predictor = met_decode(1 + others, done.tpot_s, share=decode)
+        met = Met(prefill, decode, *_used(done, goals, prefill * losses[0], decode * losses[1]))
         if met.used and met.exposed:
-            self.margin = self.margin.saw(met.used)
+            taught.margin = taught.margin.saw(met.used, met.rollouts)
         return met
 
     def _shares(self, done: Finished) -> tuple[float, float]:
@@ -152,6 +183,8 @@ def _share(open_ns: int, end_ns: int, start_ns: int) -> float:
     return min(1.0, max(0.0, open_ns / elapsed)) if elapsed > 0 else 0.0
 
 
-def _used(done: Finished, goals: Objective) -> float:
-    pairs = ((done.ttft_s, goals.ttft_s), (done.tpot_s, goals.tpot_s))
-    return max((value / goal for value, goal in pairs if value and goal), default=0.0)
+def _used(done: Finished, goals: Objective, prefill: float, decode: float) -> tuple[float, float]:
+    """The worse latency / SLO, and which share of that latency rollouts account for."""
+    both = ((done.ttft_s, goals.ttft_s, prefill), (done.tpot_s, goals.tpot_s, decode))
+    found = ((value / goal, rollouts) for value, goal, rollouts in both if value and goal)
+    return max(found, default=(0.0, 0.0))

@@ -4,9 +4,15 @@ A fixed margin wastes slack where predictions are good and protects too little w
 
 | a request that met an open gate ended at | margin |
 |---|---|
-| above its SLO | half as large again, at most 50 % |
+| above its SLO, rollouts cover half of the excess | half as large again, at most 50 % |
+| above its SLO, they cover less | stays |
 | within the last tenth of it | stays |
 | below | 0.2 points smaller, at least 5 % |
+
+A larger margin helps only against what rollouts do. A machine that stutters makes requests late
+that met an open gate for a moment; to answer that with margin would end the lending for long and
+save none of them. The half allows for what cannot be seen of one request: that others, slowed
+before it, still stood in its batch.
 
 It starts at 20 %; seventy-five harmless requests bring it to its floor, one harmful request undoes
 twenty-five of them. Next step: ``slack`` keeps it back.
@@ -20,6 +26,7 @@ LEAST, MOST = 0.05, 0.5
 _CLOSE = 0.9
 _STEP = 0.002
 _GROWTH = 1.5
+_COVERED = 0.5
 
 
 @dataclass(frozen=True)
@@ -28,9 +35,16 @@ class Margin:
 
     value: float = 0.2
 
-    def saw(self, used: float) -> Margin:
-        """One co-running request; ``used`` = its latency / SLO, the worse of TTFT and TPOT."""
+    def saw(self, used: float, rollouts: float = 1.0) -> Margin:
+        """One co-running request.
+
+        Args:
+            used: its latency / SLO, the worse of TTFT and TPOT.
+            rollouts: how much of that latency rollouts account for, as a share of it.
+        """
         if used > 1:
+            if used * rollouts < _COVERED * (used - 1):
+                return self
             return Margin(min(MOST, max(self.value * _GROWTH, self.value + 0.05)))
         if used > _CLOSE:
             return self

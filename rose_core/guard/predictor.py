@@ -77,7 +77,13 @@ class Predictor:
 
     def slowdown(self) -> float:
         """How many times slower a decode step is beside a rollout engine; at least 1."""
-        return 1 / (1 - self.decode.line(self.profile.shared_decode).loss)
+        return 1 / (1 - self.loss(decoding=True))
+
+    def loss(self, *, decoding: bool) -> float:
+        """Share of a phase's speed that is lost beside a rollout engine."""
+        if decoding:
+            return self.decode.line(self.profile.shared_decode).loss
+        return self.prefill.line(self.profile.shared_prefill).loss
 
     def _learned(self, phase: Mixture, seen: float, share: float, slowdown: float) -> Mixture:
         if seen <= 0:

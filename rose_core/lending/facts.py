@@ -125,6 +125,11 @@ class Pool:
     whole: WholeTerms | None = None
 
 
+def devices_of(node: str, gpus: tuple[str, ...]) -> frozenset[str]:
+    """GPUs of a node; NVIDIA's names are unique, those of a static list may repeat on each node."""
+    return frozenset(f"{node}/{gpu}" for gpu in gpus)
+
+
 @dataclass(frozen=True)
 class Replica:
     """One serving replica as its agent reports it.
@@ -154,6 +159,11 @@ class Replica:
     zone: str = ""
     cordoned: bool = False
     stale: bool = False
+
+    @property
+    def devices(self) -> frozenset[str]:
+        """Its GPUs, by names that no other node has."""
+        return devices_of(self.node, self.gpus)
 
 
 @dataclass(frozen=True)
@@ -208,6 +218,11 @@ class Slot:
     running: bool = True
     whole: bool = False
 
+    @property
+    def devices(self) -> frozenset[str]:
+        """Its GPUs, by names that no other node has."""
+        return devices_of(self.node, self.gpus)
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -216,7 +231,7 @@ class Memory:
     Attributes:
         fit_since: replica uid -> since when it qualifies.
         unfit_since: slot uid -> since when its replica does not.
-        freed_at: GPU -> when a slot on it was last seen.
+        freed_at: GPU (``Slot.devices``) -> when a slot on it was last seen.
         missed_at: pool key -> when its objective was last missed.
         loans_at: pool key -> when loans were made, the last minute only.
     """

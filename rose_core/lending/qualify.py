@@ -132,5 +132,5 @@ def still_asleep(found: Verdict) -> bool:
 
 def shared_gpus(replicas: tuple[Replica, ...]) -> frozenset[str]:
     """GPUs that more than one replica names."""
-    counts = Counter(chain.from_iterable(set(replica.gpus) for replica in replicas))
+    counts = Counter(chain.from_iterable(replica.devices for replica in replicas))
     return frozenset(gpu for gpu, count in counts.items() if count > 1)

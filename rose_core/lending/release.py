@@ -77,8 +77,8 @@ def _unfit(world: World, slot: Slot) -> tuple[Reason, str] | None:
 def _duplicates(world: World) -> None:
     taken: set[str] = set()
     for slot in world.held():
-        if taken.isdisjoint(slot.gpus):
-            taken |= set(slot.gpus)
+        if taken.isdisjoint(slot.devices):
+            taken |= slot.devices
         else:
             world.release(slot, Reason.DUPLICATE_SLOT, "an older slot holds the GPU")
 

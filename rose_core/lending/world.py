@@ -36,7 +36,7 @@ class World:
         self.members: dict[str, list[Replica]] = defaultdict(list)
         for replica in snapshot.replicas:
             self.members[replica.pool].append(replica)
-        self.busy_gpus = {gpu for slot in snapshot.slots for gpu in slot.gpus}
+        self.busy_gpus = {gpu for slot in snapshot.slots for gpu in slot.devices}
         self.releases: dict[str, Release] = {}
         self.lends: list[Lend] = []
         self.verdicts = self._judge()
@@ -51,7 +51,7 @@ class World:
         pool = self.pools.get(replica.pool)
         if pool is None:
             return Verdict(replica.name, Reason.UNKNOWN_POOL, f"pool {replica.pool}")
-        if not shared.isdisjoint(replica.gpus):
+        if not shared.isdisjoint(replica.devices):
             return Verdict(replica.name, Reason.SPANS_REPLICAS, "a GPU serves two replicas")
         return verdict(replica, pool, self.policy)
 
@@ -73,7 +73,7 @@ class World:
         self._free: dict[str, dict[str, Replica]] = defaultdict(dict)
         self._full: dict[str, dict[str, Replica]] = defaultdict(dict)
         for replica in self.snapshot.replicas:
-            if replica.occupied or not self.busy_gpus.isdisjoint(replica.gpus):
+            if replica.occupied or not self.busy_gpus.isdisjoint(replica.devices):
                 continue
             if self.verdicts[replica.uid].reason is Reason.QUALIFIES:
                 self._free[replica.pool][replica.uid] = replica
@@ -204,7 +204,7 @@ class World:
 
     def unrested(self, replica: Replica) -> Verdict | None:
         """Hysteresis: None once a qualifying replica has settled and its GPUs have rested."""
-        freed = [at for gpu in replica.gpus if (at := self.memory.freed_at.get(gpu)) is not None]
+        freed = [at for gpu in replica.devices if (at := self.memory.freed_at.get(gpu)) is not None]
         if freed:
             left = max(freed) + self.policy.cool_seconds - self.now
             return Verdict(

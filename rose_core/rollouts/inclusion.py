@@ -1,8 +1,8 @@
 """The bias meter: does borrowing change which trajectories end up in a training batch?
 
-For trajectories of one stratum (as long, as good, as stale), the share of those begun that was
-trained on, with and without a borrowed engine. The trainer says what it trained on and what it
-dropped (``POST /trajectories``); what it never mentions is counted as unknown and left out.
+For trajectories of one stratum (as long, as good, as stale, as often moved), the share of those
+begun that was trained on, with and without a borrowed engine. The trainer says what it trained on
+and what it dropped (``POST /trajectories``); what it never mentions is unknown and left out.
 
 | figure | from | interval |
 |---|---|---|
@@ -64,6 +64,7 @@ class Outcome:
         tokens: output tokens.
         reward: ``None`` where the trainer did not say.
         stale: publishes between its first version and its consumption; ``None`` = unknown.
+        moves: how often a turn of it had to go on, or be tried again, on another engine.
     """
 
     trained: bool
@@ -71,6 +72,7 @@ class Outcome:
     tokens: int
     reward: float | None = None
     stale: int | None = None
+    moves: int = 0
 
     def strata(self) -> Iterator[tuple[str, str]]:
         """(dimension, stratum) pairs it belongs to."""
@@ -79,6 +81,7 @@ class Outcome:
             yield "reward", "above 0" if self.reward > 0 else "0 or less"
         if self.stale is not None:
             yield "staleness", str(self.stale) if self.stale < 3 else "3+"
+        yield "moves", str(self.moves) if self.moves < 3 else "3+"
 
 
 @dataclass(frozen=True, slots=True)

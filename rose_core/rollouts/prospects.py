@@ -5,6 +5,7 @@ belong to, on its siblings and on everything else in flight. This is that memory
 
     begins --turns placed and ended--> lives --concluded by the trainer--> counted
                                              --silent for too long-------> forgotten, length kept
+                                             --its caller says so--------> over, length kept
 
 Lengths come from ``lengths``, time left from ``freshness``, quotas from ``shares``, the question
 what a loss of all borrowed engines would do from ``vanish``; ``inclusion`` counts how it ended.
@@ -76,6 +77,8 @@ class Trajectory:
         began, began_with: when it began, and the newest version then.
         live: turns of it in flight or waiting.
         since_move: turns since it last left a home by choice.
+        moves: engines that its turns left before their end.
+        over: its length is known already, although the trainer has not said what became of it.
     """
 
     group: str
@@ -90,6 +93,8 @@ class Trajectory:
     context: int = 0
     borrowed: bool = False
     since_move: int = 1_000_000
+    moves: int = 0
+    over: bool = False
 
 
 class Prospects:
@@ -177,13 +182,23 @@ class Prospects:
         known.borrowed = known.borrowed or kind is EngineKind.BORROWED
         known.since_move = 0 if left_home else known.since_move + 1
 
-    def turn_ended(self, name: str, tokens: int, context: int, now: float) -> None:
-        """A turn of it is over, with so many output tokens."""
+    def turn_ended(
+        self, name: str, tokens: int, context: int, now: float, *, moves: int = 0
+    ) -> None:
+        """A turn of it is over, with so many output tokens, after so many engines it left."""
         known = self._trajectories.get(name)
         if known is not None:
             known.live = max(0, known.live - 1)
             known.tokens += tokens
+            known.moves += moves
             known.context, known.seen = context, now
+
+    def over(self, name: str) -> None:
+        """No more turns of it will come; siblings learn from its length before it is trained on."""
+        known = self._trajectories.get(name)
+        if known is not None and not known.over and not known.live:
+            known.over = True
+            self.lengths.finished(known.group, known.tokens)
 
     def concluded(self, name: str, *, trained: bool, reward: float | None = None) -> Outcome | None:
         """The trainer says what became of it.
@@ -194,10 +209,11 @@ class Prospects:
         known = self._trajectories.pop(name, None)
         if known is None:
             return None
-        self.lengths.finished(known.group, known.tokens)
+        if not known.over:
+            self.lengths.finished(known.group, known.tokens)
         head, began = self._cadence.head, known.began_with
         stale = lag(began, head) if began and head else None
-        outcome = Outcome(trained, known.borrowed, known.tokens, reward, stale)
+        outcome = Outcome(trained, known.borrowed, known.tokens, reward, stale, known.moves)
         self.inclusion.add(outcome)
         return outcome
 
@@ -233,7 +249,8 @@ class Prospects:
 
     def _forget(self, name: str) -> None:
         known = self._trajectories.pop(name)
-        self.lengths.finished(known.group, known.tokens)
+        if not known.over:
+            self.lengths.finished(known.group, known.tokens)
         self.forgotten += 1
 
     def _budget(self, known: Trajectory, now: float) -> float:

@@ -77,7 +77,7 @@ def cut(spans: Iterable[Span], end: int) -> tuple[Span, ...]:
 
 
 def normal(
-    spans: Iterable[tuple[str, int, int]], cache_key: str, count: int, *, reused: bool = False
+    spans: Sequence[tuple[str, int, int]], cache_key: str, count: int, *, reused: bool = False
 ) -> tuple[Span, ...]:
     """An engine's spans as ours: empty ones dropped, provenance added, cut to ``count`` tokens.
 
@@ -91,10 +91,17 @@ def normal(
         Spans, or an empty tuple when the engine's do not cover the tokens: then the versions of
         these tokens are unknown.
     """
+    if len(spans) == 1 and spans[0][1] == 0 and spans[0][2] >= count > 0:
+        version = spans[0][0]  # no commit in the leg; asked for every token, so it is made short
+        return (Span(version, 0, count, _provenance(version, cache_key, reused)),)
     found = joined(
-        Span(version, start, end, Kv.OWN if version == cache_key and not reused else Kv.MIXED)
+        Span(version, start, end, _provenance(version, cache_key, reused))
         for version, start, end in spans
         if end > start
     )
     kept = cut(found, count)
     return kept if covers(kept, count) else ()
+
+
+def _provenance(version: str, cache_key: str, reused: bool) -> Kv:
+    return Kv.OWN if version == cache_key and not reused else Kv.MIXED

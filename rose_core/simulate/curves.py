@@ -7,8 +7,9 @@ interpolates between them. So the fleet holds no rule of the guard, only what th
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rose_core.simulate.batch import BatchEngine, Sequence
@@ -34,7 +35,9 @@ class Curve:
         tokens_per_s: rollout tokens with a full batch.
         open_share: share of the time in which rollouts may compute.
         late_alone: share of the serving requests that violate the SLO with nothing lent.
-        late_added: share of them that do only because the replica is lent.
+        late_added: share of them that do when the replica is lent, and not alone.
+        late_spared: share of them that do alone, and not when it is lent: a batch that begins
+            later takes other prompts, so some requests win what others lose.
     """
 
     loads: tuple[float, ...]
@@ -42,6 +45,20 @@ class Curve:
     open_share: tuple[float, ...]
     late_alone: tuple[float, ...]
     late_added: tuple[float, ...]
+    late_spared: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one replica has given at one load; ``late`` are the numbers of requests."""
+
+    tokens_per_s: float
+    open_share: float
+    late: frozenset[int]
+
+
+Alone = Mapping[float, Found]
+"""What a replica does with nothing lent, by load."""
 
 
 @dataclass(frozen=True)
@@ -61,22 +78,43 @@ def curve(
     trace: Rows[Arrival],
     pool: Rows[Episode],
     seed: int = 1,
+    alone: Alone | None = None,
 ) -> Curve:
     """Simulate one replica at each load, alone and lent, with the same requests.
 
     Arrivals are Poisson with the trace's lengths. Under a regime that lends nothing, nothing is.
+
+    Args:
+        lender: the replica.
+        loads: requests per second, ascending.
+        trace: lengths of requests.
+        pool: episodes of the rollouts.
+        seed: of arrivals and episodes.
+        alone: what it does alone at those loads, which is the same under every regime; None =
+            find out.
     """
     nothing = RULES[lender.regime].lends is Lends.NOTHING
-    found: list[tuple[float, float, float, float]] = []
+    known = by_itself(lender, loads=loads, trace=trace, seed=seed) if alone is None else alone
+    found: list[tuple[float, float, float, float, float]] = []
     for load in loads:
-        requests = _poisson(load, trace, random.Random(f"{seed}/{load}/requests"))  # noqa: S311
-        alone = _Bench(lender, lends=False).run(requests)
+        requests, found_alone = _requests(load, trace, seed), known[load]
         draw = random.Random(f"{seed}/{load}")  # noqa: S311  # a model's randomness
-        lent = alone if nothing else _Bench(lender, lends=True).run(requests, pool, draw)
+        lent = found_alone if nothing else _Bench(lender, lends=True).run(requests, pool, draw)
         count = max(1, len(requests))
-        late = len(alone.late) / count, len(lent.late - alone.late) / count
-        found.append((lent.tokens_per_s, lent.open_share, *late))
+        before, after = found_alone.late, lent.late
+        late, added, spared = (len(o) / count for o in (before, after - before, before - after))
+        found.append((lent.tokens_per_s, lent.open_share, late, added, spared))
     return Curve(tuple(loads), *zip(*found, strict=True))
+
+
+def by_itself(lender: Lender, *, loads: Rows[float], trace: Rows[Arrival], seed: int = 1) -> Alone:
+    """What the replica does at each load with nothing lent; no regime has a say in it."""
+    unlent = replace(lender, regime=Regime.FIXED)
+    return {load: _Bench(unlent, lends=False).run(_requests(load, trace, seed)) for load in loads}
+
+
+def _requests(load: float, trace: Rows[Arrival], seed: int) -> list[Row]:
+    return _poisson(load, trace, random.Random(f"{seed}/{load}/requests"))  # noqa: S311
 
 
 def dedicated_tokens_per_s(
@@ -124,15 +162,6 @@ class Endless:
         self._engine.submit(sequence)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What one replica has given at one load; ``late`` are the numbers of requests."""
-
-    tokens_per_s: float
-    open_share: float
-    late: frozenset[int]
-
-
 class _Bench:
     """One replica, event by event, from a minute before its first request."""
 
@@ -143,7 +172,7 @@ class _Bench:
 
     def run(
         self, rows: Rows[Row], pool: Rows[Episode] = (), draw: random.Random | None = None
-    ) -> _Found:
+    ) -> Found:
         """Serve the requests; rollouts always fill the batch."""
         replica = self._replica(pool, draw)
         if self._lends:
@@ -157,7 +186,7 @@ class _Bench:
             self._clock.at(request.arrived_ns, partial(replica.serve, request))
         self._clock.run(round((_WARM_S + _SECONDS) * SECOND))
         replica.device.finish()
-        return _Found(
+        return Found(
             (sum(one.tokens for one in self._engines) - tokens) / _SECONDS,
             (replica.device.computing_ns - open_ns) / SECOND / _SECONDS,
             frozenset(one.number for one in requests if self._late(one)),

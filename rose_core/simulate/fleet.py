@@ -39,7 +39,9 @@ class FleetOutcome(msgspec.Struct, frozen=True):
 
     Attributes:
         violations_alone: expected of all services with nothing lent.
-        added_violations: expected of lent replicas, beyond those of the same requests alone.
+        added_violations: expected of lent replicas: late when lent, and not alone.
+        added_inside: those of them in bins in which serving alone keeps its SLO.
+        spared_violations: expected of lent replicas: late alone, and not when lent.
     """
 
     regime: str
@@ -57,6 +59,9 @@ class FleetOutcome(msgspec.Struct, frozen=True):
     lent_share: float
     open_share: float
     hourly_tokens: tuple[float, ...] = ()
+    derate: float = 0.0
+    added_inside: float = 0.0
+    spared_violations: float = 0.0
 
 
 @dataclass
@@ -113,7 +118,9 @@ class Fleet:
         own = costs(job.device, job.model, told.derate, job.gpus_per_engine)
         work = Work(job, own, lengths, active_share(episodes, job))
         self._tanks = [Tank(work, self._draw) for _ in range(told.jobs.count)]
-        self._sums = dict.fromkeys(("requests", "alone", "added", "lent", "open"), 0.0)
+        self._sums = dict.fromkeys(
+            ("requests", "alone", "added", "inside", "spared", "lent", "open"), 0.0
+        )
         room = kv_tokens(job.device, job.model, 0.9, job.gpus_per_engine)
         self._own_slots = max(1, min(job.dedicated_cap, room // USUAL_CONTEXT))
         lender = told.services[0].service
@@ -220,7 +227,11 @@ class Fleet:
             self._sums["alone"] += float(came.sum()) * at.late_alone
             self._sums["lent"] += float((one.job >= 0).sum())
             works = (one.job >= 0) & (now - one.since >= self._told.start_s)
-            self._sums["added"] += float(came[works].sum()) * at.late_added
+            exposed, service = float(came[works].sum()), self._told.services[one.kind].service
+            self._sums["added"] += exposed * at.late_added
+            self._sums["spared"] += exposed * at.late_spared
+            if at.late_alone <= 1 - service.percentile / 100:
+                self._sums["inside"] += exposed * at.late_added
             self._sums["open"] += float(works.sum()) * at.open_share
             np.add.at(given, one.job[works], at.tokens_per_s)
             np.add.at(engines, one.job[works], 1.0)
@@ -257,6 +268,9 @@ class Fleet:
             lent_share=sums["lent"] / self._bins / replicas,
             open_share=sums["open"] / max(1e-9, sums["lent"]),
             hourly_tokens=tuple(self._hours[: int(told.seconds // 3600)]),
+            derate=told.derate,
+            added_inside=sums["inside"],
+            spared_violations=sums["spared"],
         )
 
 
@@ -268,10 +282,12 @@ class _At:
     open_share: float
     late_alone: float
     late_added: float
+    late_spared: float
 
     @classmethod
     def of(cls, seen: Curve, load: float) -> _At:
-        rows = seen.tokens_per_s, seen.open_share, seen.late_alone, seen.late_added
+        late = seen.late_alone, seen.late_added, seen.late_spared
+        rows = seen.tokens_per_s, seen.open_share, *late
         return cls(*(float(np.interp(load, seen.loads, row)) for row in rows))
 
 

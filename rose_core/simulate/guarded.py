@@ -26,7 +26,7 @@ from rose_core.simulate.device import Device
 from rose_core.simulate.gates import Gate, Host, ServingRequest, Timings
 from rose_core.telemetry.book import Book, Finished
 from rose_core.telemetry.dialects import Figures
-from rose_core.telemetry.events import Arrived, Ended, FirstToken, Health, How, Progress, Sized
+from rose_core.telemetry.events import Arrived, Ended, FirstToken, Health, How, Sized
 from rose_core.telemetry.signal import Limits, Reading, ServingSignal, advance, merge
 from rose_core.wire.sync import SignalSource
 
@@ -56,6 +56,7 @@ class GuardedGate(Gate):
     ) -> None:
         super().__init__(clock, device, host, changed)
         self._timings, self._goals, self._tapped = timings, objective, tapped
+        self._judged = objective  # with the margin that was learned
         self._percentile = percentile
         self._gate, self._ladder, self._limits = GateLimits(), LadderLimits(), Limits()
         self._experience = Experience(0, Predictor(profile))
@@ -170,7 +171,8 @@ class GuardedGate(Gate):
         for number, known in live.items():
             sequence = self._requests[number].sequence if number in self._requests else None
             if known.first_ns and sequence is not None:
-                self._book.apply(Progress("", number, now, sequence.produced), now)
+                # What the book makes of ``Progress``, which is most of a busy replica's events.
+                known.last_ns, known.tokens = now, sequence.produced
         return merge(self._book, True, (), allowed=_TAP, limits=self._limits, now_ns=now)
 
     def step(self) -> None:
@@ -195,13 +197,15 @@ class GuardedGate(Gate):
         self._schedule(verdict, now)
 
     def _facts(self, now: int) -> ReplicaFacts:
-        goals = replace(self._goals, margin=self._experience.margin.value)
+        margin = self._experience.margin.value
+        if self._judged.margin != margin:
+            self._judged = replace(self._goals, margin=margin)
         return ReplicaFacts(
             signal=self.signal(now),
             breaker_open=self._budget.breaker.open(now),
             idle_share=self._gaps.share(now) if self._tapped else 1.0,
             cool_down_ns=self._gaps.cool_down_ns if self._tapped else None,
-            objective=goals,
+            objective=self._judged,
             predictor=self._experience.predictor,
         )
 

@@ -34,7 +34,7 @@ class LiveRequest:
     """One request under way; ``size`` is the body's bytes, -1 unknown; 0 ns = not yet.
 
     Attributes:
-        opaque: its end will not show.
+        opaque: its end may not show.
         doubtful: its end may have been among segments that were lost.
     """
 

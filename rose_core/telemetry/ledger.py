@@ -38,7 +38,7 @@ class Request:
     Attributes:
         quiet: it does not make the engine compute; kept only to pair responses.
         known: its head has been read, so it is among the counted ones.
-        opaque: its contents cannot be read; neither tokens nor end will show.
+        opaque: its contents cannot be read, or not from the start; its end may not show.
         events: tokens seen.
         event_bytes: of one token, as last seen; engines that repeat the text make it grow.
         unseen_bytes: left out since then.

@@ -5,7 +5,7 @@
 | plain | of the client | a request begins, its head and body complete |
 | plain | of the server | head, first event, events, true end |
 | plain | of the client while a response has no end yet | pipelined, or the end was not seen |
-| joined late | in the middle of a body | somebody is being served until that ends |
+| joined late | in the middle of a body | one is under way until that ends, or figures say so |
 | any | no HTTP/1.1, or 101 Switching Protocols | garbled: followed as ``opaque`` from then on |
 """
 
@@ -97,7 +97,8 @@ class Plain:
 
     def _join_response(self, time_ns: int) -> None:
         if not self._open:
-            self._open.append(self._ledger.arrive(time_ns))
+            # Opaque: a body whose length stood in the head that went by has no end to be seen.
+            self._open.append(self._ledger.arrive(time_ns, opaque=True))
         self._open[0].first_ns = self._open[0].first_ns or time_ns
         self._answered.assume_open_body()
 

@@ -11,9 +11,10 @@ by its heartbeat (silence of traffic is not staleness), a polled source by a rec
 | unverified and TLS is open, absent for 10 s, not allowed | fresh | the figures' count |
 | same | none fresh | unknown |
 
-A request whose end cannot show is *outstanding*: on a TLS connection, or its end may be among lost
-segments, or its slow reader takes nothing. It counts as under way until figures have been idle for
-``outstanding_ns`` after its last sign of life; without figures it counts for ever.
+A request whose end cannot show is *outstanding*: on a TLS connection, or the tap joined in the
+middle of its response, or its end may be among lost segments, or its slow reader takes nothing. It
+counts as under way until figures have been idle for ``outstanding_ns`` after its last sign of life;
+without figures it counts for ever.
 
 | outstanding | figures idle since its last sign of life | counts |
 |---|---|---|

@@ -45,6 +45,8 @@ class EnsureEngine(msgspec.Struct, frozen=True):
     Attributes:
         token: bearer token that the slot's data route demands from the router.
         pod_uid: the serving pod that it runs beside.
+        lendable_bytes: device memory that may be lent there; None = unknown.
+        lendable_text: that sum in figures, for people; empty = nobody has worked it out.
     """
 
     slot: SlotKey
@@ -54,6 +56,8 @@ class EnsureEngine(msgspec.Struct, frozen=True):
     gpu_uuids: tuple[str, ...] = ()
     token: str = ""
     pod_uid: str = ""
+    lendable_bytes: int | None = None
+    lendable_text: str = ""
 
 
 class StopEngine(msgspec.Struct, frozen=True):
@@ -89,6 +93,23 @@ class SetDormant(msgspec.Struct, frozen=True):
     dormant: bool
 
 
+class LimitMemory(msgspec.Struct, frozen=True):
+    """The guard's word about the memory of the slot's engine.
+
+    The answer comes at once; the effect shows in the status. Engines that are not elastic have
+    no budget to hold: their ``kv_permille`` stays None.
+
+    Attributes:
+        permille: budget of its elastic KV memory; None = as it is.
+        held_bytes: what the driver says that its processes hold; more than it was made for ends
+            it (``MemoryOverrun``).
+    """
+
+    slot: SlotKey
+    permille: int | None = None
+    held_bytes: int | None = None
+
+
 class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """One engine as the host sees it.
 
@@ -103,6 +124,9 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
         released_bytes: memory it let go of and takes back when it is activated.
         lanes: with two engines in the slot, which of them serve (``rose_engines.permit``); the
             rest of the status speaks of the one that is permitted.
+        device_bytes: what it takes of its GPU at most; 0 = not known.
+        kv_permille: the budget that its elastic KV memory is held to; None = it is not elastic.
+        kv_held_bytes: memory of that kind that it holds; None = unknown, or not elastic.
     """
 
     slot: SlotKey
@@ -121,6 +145,9 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     residue_bytes: int | None = None
     released_bytes: int = 0
     lanes: tuple[int, ...] | None = None
+    device_bytes: int = 0
+    kv_permille: int | None = None
+    kv_held_bytes: int | None = None
 
 
 class HostStatusRequest(msgspec.Struct, frozen=True):

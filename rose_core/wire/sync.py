@@ -125,6 +125,7 @@ class PoolPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
         memory_regrow: ``CoolDown`` or ``NextStep``, after a budget was cut.
         max_power_watts: most that a lent GPU may draw, 0 when the pool names none.
         compute: ``TimeSlice`` or ``MPS``; clients of one MPS server share their faults.
+        memory_source: ``Reserved`` or ``Elastic``; engines of the latter begin with little.
         sleep: how replicas are put to sleep, None = never.
     """
 
@@ -142,6 +143,7 @@ class PoolPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
     memory_regrow: str = "CoolDown"
     max_power_watts: int = 0
     compute: str = "TimeSlice"
+    memory_source: str = "Reserved"
     sleep: SleepTerms | None = None
 
 

@@ -1,0 +1,37 @@
+"""A lease's totals in the terms of a ledger: granted time is held, time of an open gate computes.
+
+The operator counts what agents report (``status.totals``); what only the trainer knows, accepted
+trajectories, correct answers and the dedicated GPUs beside the lease, is told (``Beside``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rose_core.accounting.ledger import GpuTime, Ledger, Tokens, Trajectories
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What no lease says.
+
+    Attributes:
+        dedicated_ms: GPU-milliseconds of dedicated engines.
+        accepted: trajectories trained on; ``correct`` = correct answers among them.
+    """
+
+    dedicated_ms: int = 0
+    accepted: int = 0
+    correct: int = 0
+
+
+def ledger_of(lent_ms: int, open_ms: int, tokens: int, beside: Beside | None = None) -> Ledger:
+    """The ledger of one lease; open time beyond the granted is a counter's skew and left out."""
+    told = beside or Beside()
+    most = max(told.accepted, told.correct)
+    return Ledger(
+        dedicated=GpuTime(told.dedicated_ms, told.dedicated_ms),
+        borrowed=GpuTime(lent_ms, min(lent_ms, open_ms)),
+        tokens=Tokens(tokens),
+        trajectories=Trajectories(most, most, told.accepted, told.correct),
+    )

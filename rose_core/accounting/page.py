@@ -1,0 +1,59 @@
+"""Statements as a page that stands alone, with plots: for ``rose cost`` and ``rose report`` alike.
+
+Equal statements give equal pages. Next step: ``charts`` draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Final
+
+from rose_core.accounting.charts import Line, intervals, lines
+from rose_core.accounting.charts import Row as Bar
+from rose_core.accounting.statement import Statement
+
+MICRO: Final = 1_000_000
+
+
+def html(found: Sequence[Statement]) -> str:
+    """As a page that stands alone."""
+    priced = [one for one in found if one.per_accepted is not None]
+    plots = ""
+    if priced:
+        bars = [Bar(one.name, (one.per_accepted or 0.0) / MICRO) for one in priced]
+        plots += intervals("Cost per accepted trajectory", bars, unit="currency", reference=None)
+        series = [
+            Line(one.name, [(share, (price or 0.0) / MICRO) for share, price in one.sensitivity])
+            for one in priced
+        ]
+        title = "Cost per accepted trajectory by the price of a lent hour"
+        plots += lines(title, series[:6], x="lent hour / dedicated hour", y="currency")
+    rows = "".join(
+        f"<tr><td>{escape(one.name)}</td><td>{one.dedicated_hours:.2f}</td>"
+        f"<td>{one.borrowed_hours:.2f}</td><td>{one.ledger.tokens.produced}</td>"
+        f"<td>{one.ledger.trajectories.accepted}</td><td>{money(one.per_accepted)}</td>"
+        f"<td>{money(one.per_correct)}</td><td>{money(one.break_even)}</td>"
+        f"<td>{money(one.opportunity)}</td></tr>"
+        for one in found
+    )
+    head = (
+        "<tr><th></th><th>dedicated GPU-h</th><th>borrowed GPU-h</th><th>tokens</th>"
+        "<th>accepted</th><th>cost per accepted</th><th>per correct answer</th>"
+        "<th>break-even lent hour</th><th>opportunity cost</th></tr>"
+    )
+    style = (
+        "body{font:14px system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+        "table{border-collapse:collapse}td,th{padding:.3rem .7rem;text-align:right}"
+        "td:first-child{text-align:left}tr{border-bottom:1px solid #c9d0d9}"
+    )
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>ROSE cost</title>"
+        f"<style>{style}</style><h1>What was lent, and what it cost</h1>"
+        f"<table>{head}{rows}</table>{plots}</html>\n"
+    )
+
+
+def money(micros: float | None) -> str:
+    """Micro-units as units of the currency."""
+    return "unknown" if micros is None else f"{micros / MICRO:.4g}"
