@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from rose_router import replies
 from rose_router.bearer import JOB
 from rose_router.chat_replies import ChatReplies
 from rose_router.dialects import chat, completions, sglang, vllm
-from rose_router.dialects.common import Hints, encoded, read_body
+from rose_router.dialects.common import Hints, encoded, read_body, token_ids
 from rose_router.errors import BadRequest, TurnLost
 from rose_router.service import Service, random_rid
 from rose_router.text import Tokenizer
@@ -24,6 +24,12 @@ from rose_router.turn import State, Turn, typed_abort
 # Whoever has taken everything before can be written so much without waiting (half of what asyncio
 # buffers), and no timer is needed.
 _SMALL = 32 * 1024
+
+
+class _Events(web.StreamResponse):
+    """A stream whose head travels with its first event, in one write."""
+
+    _send_headers_immediately = False
 
 
 class Answering:
@@ -84,6 +90,15 @@ class Answering:
             ids = list(encoded(_words(body), self._tokenizer, "prompt", "token ids everywhere"))
         return _json({"tokens": ids, "count": len(ids), "max_model_len": None})
 
+    async def detokenize(self, request: web.Request) -> web.Response:
+        """``/detokenize``: token ids (``tokens``) as text, special ones included."""
+        body = await read_body(request)
+        ids = token_ids(body.get("tokens"), "tokens")
+        if self._tokenizer is None:
+            message = "this router has no tokenizer; start it with --tokenizer"
+            raise BadRequest("NoTokenizer", message)
+        return _json({"prompt": self._tokenizer.decode(ids, skip_special=False)})
+
     async def inference(self, request: web.Request) -> web.StreamResponse:
         """VLLM's ``/inference/v1/generate``."""
         body = await read_body(request)
@@ -132,10 +147,10 @@ class Answering:
         while not turn.over and not turn.first_token_at:
             await turn.changed.wait()
         _raise_if_all_failed([turn])
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        response = _Events(headers={"Content-Type": "text/event-stream"})
         try:
             await response.prepare(request)
-            await self._write(request, response, events(turn))
+            await self._write(request, response, turn, events(turn))
         except (ConnectionResetError, TimeoutError):
             # The caller hung up, or does not read; its turn ends with the request.
             if request.transport is not None:
@@ -146,18 +161,26 @@ class Answering:
         self,
         request: web.Request,
         response: web.StreamResponse,
+        turn: Turn,
         events: AsyncIterator[dict[str, Any]],
     ) -> None:
-        patience = self._service.settings.limits.write_seconds
+        last = b""
         async for event in events:
             line = b"data: " + msgspec.json.encode(event) + b"\n\n"
-            if len(line) > _SMALL or _behind(request.transport):
-                async with asyncio.timeout(patience):
-                    await response.write(line)
+            if turn.over:
+                last += line  # nothing more is waited for: the end goes out in one piece
             else:
-                await response.write(line)
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
+                await self._send(request, line, response.write)
+        await self._send(request, last + b"data: [DONE]\n\n", response.write_eof)
+
+    async def _send(
+        self, request: web.Request, line: bytes, write: Callable[[bytes], Awaitable[None]]
+    ) -> None:
+        if len(line) > _SMALL or _behind(request.transport):
+            async with asyncio.timeout(self._service.settings.limits.write_seconds):
+                await write(line)
+        else:
+            await write(line)
 
     async def _sglang_events(self, turn: Turn) -> AsyncIterator[dict[str, Any]]:
         while not turn.over:

@@ -4,14 +4,15 @@
 |---|---|
 | POST /generate | SGLang's dialect |
 | POST /v1/completions, /v1/chat/completions | OpenAI's, with token ids |
-| POST /tokenize | text or a conversation as token ids |
+| POST /tokenize, /detokenize | text or a conversation as token ids, and back |
 | POST /inference/v1/generate | vLLM's, token ids only |
 | POST /abort_request | end turns of this lease, by exact id or all |
 | GET /health, /health_generate, /ready, /v1/models, /get_weight_version | start-up checks |
-| GET /server_info, /model_info, /workers | the lease as one SGLang server and one router |
+| GET /server_info, /model_info, /workers, /v1/loads | the lease as one SGLang server and router |
 | POST, GET /trajectories | what was trained on; the bias meter |
 | POST /pause_generation, /update_weights_from_disk, ... | weights pushed as into one engine |
 | GET /engines, /turns | state, for people and dashboards |
+| POST /finish_session | a trajectory comes back no more |
 | GET /metrics, /healthz | as every process of ROSE |
 """
 
@@ -79,6 +80,7 @@ def create(
             web.post("/v1/chat/completions", answering.chat),
             web.post("/tokenize", answering.tokenize),
             web.post("/v1/tokenize", answering.tokenize),
+            web.post("/detokenize", answering.detokenize),
             web.post("/inference/v1/generate", answering.inference),
             web.post("/abort_request", answering.abort),
         ]

@@ -1,7 +1,8 @@
 """The ATTACH service: engine owners dial in and keep one stream per engine open.
 
 The end of a stream closes the gate of its engine, whatever ended it. Notes go back at once, then
-once a second.
+once a second. What another replica passes on is good for ``RELAY_SECONDS``: a replica that hangs
+could not say that a gate has closed.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from collections.abc import AsyncIterator, Callable
 from rose_core.wire.routing import EngineKind, EngineUpdate, RouterNote
 from rose_router.engine_client import Target
 from rose_router.fleet import Fleet
-from rose_wire.errors import Refused
+from rose_wire.errors import Refused, Unavailable
 from rose_wire.rpc import Server
 from rose_wire.services import ATTACH
 
 LOG = logging.getLogger(__name__)
 
 NOTE_SECONDS = 1.0
+RELAY_SECONDS = 5.0
 
 
 class Attachments:
@@ -65,6 +67,9 @@ class Attachments:
                 yield self._note(names)
                 await asyncio.wait({reader}, timeout=NOTE_SECONDS)
             await reader
+        except TimeoutError:
+            message = f"nothing was passed on for {RELAY_SECONDS:g} s; try again"
+            raise Unavailable(message) from None
         finally:
             reader.cancel()
             self._fleet.detach(stream)
@@ -73,7 +78,13 @@ class Attachments:
     async def _read(
         self, updates: AsyncIterator[EngineUpdate], stream: int, names: set[str]
     ) -> None:
-        async for update in updates:
+        relayed = False
+        while True:
+            async with asyncio.timeout(RELAY_SECONDS if relayed else None):
+                update = await anext(updates, None)
+            if update is None:
+                return
+            relayed = update.relayed
             if update.lease != self._lease:
                 message = f"this is the router of lease {self._lease}, not of {update.lease}"
                 raise Refused(message)

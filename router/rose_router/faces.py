@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from rose_core.wire.routing import EngineKind
+from rose_router.bearer import JOB
 from rose_router.errors import BadRequest
 from rose_router.service import Service
 
@@ -28,6 +29,9 @@ def routes(service: Service) -> list[web.RouteDef]:
     async def workers(request: web.Request) -> web.Response:
         return _json(workers_json(service, own_url(request)))
 
+    async def loads(request: web.Request) -> web.Response:
+        return _json(loads_json(service, request.get(JOB, "")))
+
     async def list_workers(request: web.Request) -> web.Response:
         return _json({"urls": [own_url(request)]})
 
@@ -42,6 +46,7 @@ def routes(service: Service) -> list[web.RouteDef]:
         web.get("/workers", workers),
         web.post("/workers", register),
         web.get("/list_workers", list_workers),
+        web.get("/v1/loads", loads),
     ]
 
 
@@ -109,6 +114,25 @@ def workers_json(service: Service, url: str) -> dict[str, Any]:
     }
     stats = {"prefill_count": 0, "decode_count": 0, "regular_count": 1}
     return {"workers": [worker], "total": 1, "stats": stats}
+
+
+def loads_json(service: Service, job: str = "") -> dict[str, Any]:
+    """``/v1/loads``: turns under way, of the caller's job where it names one.
+
+    Who has aborted everything asks until nothing is left. Turns whose abort is on its way do not
+    count: they take nothing more, and asking again costs a trainer seconds.
+    """
+    live = [
+        turn for turn in service.ledger if job in {"", turn.request.job} and not turn.abort_message
+    ]
+    running = sum(turn.leg is not None for turn in live)
+    load = {
+        "dp_rank": 0,
+        "num_reqs": len(live),
+        "num_running_reqs": running,
+        "num_waiting_reqs": len(live) - running,
+    }
+    return {"loads": [load]}
 
 
 def _registered(raw: bytes, url: str) -> web.Response:

@@ -30,19 +30,25 @@ class Signal:
     """Wakes everybody who waits, once per ``fire``."""
 
     def __init__(self) -> None:
-        self._future: asyncio.Future[None] | None = None
+        # Each has a future of its own: shielding a common one would cost every token a round more
+        # of the loop. In order, so that runs under virtual time repeat.
+        self._waiting: dict[asyncio.Future[None], None] = {}
 
     def fire(self) -> None:
         """Wake all who wait now."""
-        future, self._future = self._future, None
-        if future is not None and not future.done():
-            future.set_result(None)
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
 
     async def wait(self) -> None:
         """Sleep until the next ``fire``."""
-        if self._future is None:
-            self._future = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._future)
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[future] = None
+        try:
+            await future
+        finally:
+            self._waiting.pop(future, None)
 
 
 @dataclass(eq=False)

@@ -4,7 +4,7 @@
 |---|---|
 | a turn with a session key or an id | the home of its trajectory; if that is lost, the next one |
 | a turn without | here; elsewhere when this replica is leaving |
-| abort, pause, continue | here and every other replica |
+| abort, pause, continue, pull, end of a session | here and every other replica |
 | a report of trajectories | everywhere; unknown is what nobody knows |
 | anything else | here |
 
@@ -37,7 +37,7 @@ _TURNS = frozenset(
 )
 _EVERYWHERE = frozenset(
     {"/abort_request", "/pause_generation", "/pause", "/continue_generation", "/resume"}
-    | {"/trajectories"}
+    | {"/trajectories", "/pull_weights", "/finish_session"}
 )
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -11,12 +11,13 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 
 import aiohttp
 import uvloop
 from aiohttp import web
 
-from rose_router import app, forward
+from rose_router import app, forward, relay
 from rose_router.attach import Attachments
 from rose_router.barrier import Barrier, HttpIngest
 from rose_router.config import Settings
@@ -51,7 +52,7 @@ class Running:
     peer_port: int = 0
 
 
-def _peers(config: Settings, service: Service) -> Peers | None:
+def _peers(config: Settings, service: Service, session: aiohttp.ClientSession) -> Peers | None:
     if config.replicas is None:
         return None
     return Peers(
@@ -61,6 +62,7 @@ def _peers(config: Settings, service: Service) -> Peers | None:
         config.attach_token,
         leaving=lambda: service.draining,
         link=config.link,
+        ask=partial(relay.answers, session),
     )
 
 
@@ -117,7 +119,7 @@ async def running(
             labels=service.labels,
             clock=service.clock,
         )
-        peers = _peers(config, service)
+        peers = _peers(config, service, kept)
         runner = web.AppRunner(
             app.create(
                 service,

@@ -33,6 +33,10 @@ def routes(service: Service) -> list[web.RouteDef]:
         shown = service.labels.get(str(head), str(head)) if head else None
         return _json({"weight_version": shown})
 
+    async def finished(request: web.Request) -> web.Response:
+        service.finished(request.query.get("session_id", ""))
+        return _json({"status": "ok"})
+
     async def engines(_request: web.Request) -> web.Response:
         return _json(engines_json(service))
 
@@ -48,6 +52,7 @@ def routes(service: Service) -> list[web.RouteDef]:
         web.get("/ping", health),
         web.get("/liveness", health),
         web.get("/readiness", ready),
+        web.post("/finish_session", finished),
         web.get("/engines", engines),
         web.get("/turns", turns),
     ]

@@ -8,7 +8,7 @@ replica that dies takes its live turns along, whose callers ask again; the rest 
 
 With a ``Link`` both go over TLS on which each side shows a certificate of the installation.
 
-Next: ``forward`` is the HTTP side.
+Next: ``forward`` is the HTTP side, ``pulse`` notices those that hang.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ import msgspec
 from rose_core.rollouts.replicas import home_of, part_of_cap
 from rose_core.wire.routing import EngineUpdate
 from rose_router import metrics
-from rose_router.fleet import Fleet
+from rose_router.fleet import Engine, Fleet
 from rose_router.front import Certificate
+from rose_router.pulse import BEAT_SECONDS, Pulse
 from rose_wire import tls
 from rose_wire.errors import Refused, Unavailable
 from rose_wire.rpc import connect, converse
@@ -39,6 +40,8 @@ from rose_wire.services import ATTACH
 LOG = logging.getLogger(__name__)
 LOOK_SECONDS = 2.0
 AGAIN_SECONDS = 0.5
+RELAY_BEAT_SECONDS = 1.0
+"""After which an update is passed on again although nothing has changed (``attach`` counts)."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -123,6 +126,10 @@ class Peers:
         token: of ATTACH.
         leaving: whether this replica takes no new turns any more.
         link: how they prove themselves to each other; ``None`` = plain text.
+        ask: whether a replica answers; ``None`` = nobody is asked, only connections tell.
+
+    Attributes:
+        pulse: who of them answers.
     """
 
     def __init__(
@@ -134,9 +141,12 @@ class Peers:
         *,
         leaving: Callable[[], bool] = lambda: False,
         link: Link | None = None,
+        ask: Callable[[Peer, dict[str, Any]], Awaitable[bool]] | None = None,
     ) -> None:
         self.me = me
         self._link = link
+        self._ask = ask
+        self.pulse = Pulse(self._answers)
         self._leaving = leaving
         self._fleet = fleet
         self._resolve = resolve
@@ -144,7 +154,7 @@ class Peers:
         self._peers: dict[str, Peer] = {}
         self._down: dict[str, float] = {}
         self._relays: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def http(self) -> dict[str, Any]:
         """What a request of aiohttp to a replica must be given."""
@@ -162,13 +172,16 @@ class Peers:
             key: of its trajectory; without one the turn stays, unless this replica is leaving.
         """
         now = asyncio.get_running_loop().time()
-        up = {name for name in self._peers if self._down.get(name, 0.0) <= now} | {self.me}
+        up = {name for name in self._peers if self._up(name, now)} | {self.me}
         if self._leaving():
             up.discard(self.me)
         elif not key:
             return None
         name = home_of(key, up)
         return None if name in {self.me, ""} else self._peers[name]
+
+    def _up(self, name: str, now: float) -> bool:
+        return self._down.get(name, 0.0) <= now and not self.pulse.silent(name)
 
     def lost(self, peer: Peer) -> None:
         """It does not answer; its trajectories belong to others until it is looked at again."""
@@ -177,11 +190,13 @@ class Peers:
     async def start(self) -> None:
         """Look once, then keep looking."""
         await self._look()
-        self._task = asyncio.create_task(self._run())
+        self._tasks = [asyncio.create_task(self._run())]
+        if self._ask is not None:
+            self._tasks.append(asyncio.create_task(self._beat()))
 
     async def close(self) -> None:
         """Let go of the others."""
-        tasks = [*self._relays.values(), *([self._task] if self._task else [])]
+        tasks = [*self._relays.values(), *self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -197,6 +212,15 @@ class Peers:
             if loop.time() >= due:
                 await self._look()
                 due = loop.time() + LOOK_SECONDS
+
+    async def _beat(self) -> None:
+        while True:
+            await self.pulse.beat([peer.name for peer in self.others])
+            await asyncio.sleep(BEAT_SECONDS)
+
+    async def _answers(self, name: str) -> bool:
+        peer = self._peers.get(name)
+        return peer is None or self._ask is None or await self._ask(peer, self.http())
 
     async def _look(self) -> None:
         try:
@@ -246,12 +270,14 @@ class Peers:
         return connect(peer.attach, credentials=self._link.grpc(), name=self._link.name)
 
     async def _updates(self, name: str) -> AsyncIterator[EngineUpdate]:
-        last: EngineUpdate | None = None
         while (engine := self._fleet.get(name)) is not None:
-            update = msgspec.structs.replace(
-                engine.update, gate_open=engine.gate_open, relayed=True
-            )
-            if update != last:
-                last = update
-                yield update
+            yield msgspec.structs.replace(engine.update, gate_open=engine.gate_open, relayed=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RELAY_BEAT_SECONDS):
+                    await self._change(engine)
+
+    async def _change(self, engine: Engine) -> None:
+        """Wait until there is something else to say of the engine."""
+        said = engine.update, engine.gate_open
+        while (engine.update, engine.gate_open) == said and self._fleet.get(engine.name) is engine:
             await self._fleet.changed.wait()

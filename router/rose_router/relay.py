@@ -5,6 +5,8 @@
 | before its answer is whole, or before the first byte of a stream | the turn from another replica |
 | in the middle of a stream | an event ``{"error": ...}`` of code 503, then a cut connection |
 
+One that hangs counts as dead once ``pulse`` says so.
+
 A turn that is tried again is sampled anew: nobody has seen a token of the first try, and the engine
 of the lost replica sees its caller hang up. A stream that has begun cannot be taken back.
 
@@ -13,7 +15,10 @@ Next: ``forward`` chooses the replica.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -41,27 +46,44 @@ async def pass_on(
 ) -> web.StreamResponse | None:
     """The peer's answer; ``None`` when it is not there, or was lost before it had answered."""
     try:
-        async with session.post(
-            peer.http + request.path_qs,
-            data=await request.read(),
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-            **peers.http(),
-        ) as reply:
-            if reply.headers.get(REASON) == "Draining":
-                peers.lost(peer)
-                return None
-            kept = CIMultiDict(
-                (name, value) for name, value in reply.headers.items() if name.lower() not in HOP
-            )
-            if reply.content_type != "text/event-stream":
-                return web.Response(status=reply.status, headers=kept, body=await reply.read())
-            first = await reply.content.readany()
+        async with contextlib.AsyncExitStack() as stack:
+            async with peers.pulse.awaiting(peer.name):
+                reply = await stack.enter_async_context(
+                    session.post(
+                        peer.http + request.path_qs,
+                        data=await request.read(),
+                        headers=headers,
+                        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+                        **peers.http(),
+                    )
+                )
+                if reply.headers.get(REASON) == "Draining":
+                    peers.lost(peer)
+                    return None
+                kept = _kept(reply.headers)
+                if reply.content_type != "text/event-stream":
+                    body = await reply.read()
+                    return web.Response(status=reply.status, headers=kept, body=body)
+                first = await reply.content.readany()
             return await _streamed(request, peer, peers, reply, kept, first=first)
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        LOG.warning("replica %s does not answer: %s", peer.name, error)
+        LOG.warning("replica %s does not answer: %s", peer.name, error or "it is silent")
         peers.lost(peer)
         return None
+
+
+def _kept(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in HOP)
+
+
+async def answers(session: aiohttp.ClientSession, peer: Peer, how: dict[str, Any]) -> bool:
+    """Whether the replica's own loop still answers; a refusal is an answer."""
+    limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+    try:
+        async with session.get(peer.http + "/healthz", timeout=limit, **how):
+            return True
+    except (aiohttp.ClientError, OSError):
+        return False
 
 
 async def _streamed(
@@ -79,7 +101,7 @@ async def _streamed(
         chunk = first
         while chunk:
             await response.write(chunk)
-            chunk = await _next(reply, peer)
+            chunk = await _next(reply, peer, peers)
         await response.write_eof()
     except TurnLost as error:
         LOG.warning("%s", error)
@@ -90,11 +112,13 @@ async def _streamed(
     return response
 
 
-async def _next(reply: aiohttp.ClientResponse, peer: Peer) -> bytes:
+async def _next(reply: aiohttp.ClientResponse, peer: Peer, peers: Peers) -> bytes:
     try:
-        return await reply.content.readany()
+        async with peers.pulse.awaiting(peer.name):
+            return await reply.content.readany()
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        message = f"replica {peer.name} was lost in the middle of the stream: {error}; ask again"
+        why = error or "it is silent"
+        message = f"replica {peer.name} was lost in the middle of the stream: {why}; ask again"
         raise TurnLost("ReplicaLost", message, retry_after=1) from error
 
 

@@ -27,7 +27,7 @@ _OWN = frozenset(
 def spans_json(spans: Sequence[Span], labels: Mapping[str, str]) -> list[dict[str, Any]]:
     """Ordered spans as they stand in replies; ``label`` where the trainer has its own name."""
     return [
-        {"version": s.version, "start": s.start, "end": s.end, "kv": s.kv.value}
+        {"version": s.version, "start": s.start, "end": s.end, "kv": s.kv}
         | ({"label": labels[s.version]} if s.version in labels else {})
         for s in spans
     ]
@@ -38,15 +38,12 @@ def rose_json(turn: Turn, spans: Sequence[Span]) -> dict[str, Any]:
     legs = [*turn.transcript.legs, *([turn.leg] if turn.leg else [])]
     return {
         "borrowed": turn.borrowed,
-        "engines": [
-            {"engine": leg.engine, "kind": leg.kind.value, "tokens": leg.placed} for leg in legs
-        ],
+        "engines": [{"engine": leg.engine, "kind": leg.kind, "tokens": leg.placed} for leg in legs],
         "moves": [
-            {"reason": m.reason.value, "engine": m.engine, "at_token": m.at_token}
-            for m in turn.moves
+            {"reason": m.reason, "engine": m.engine, "at_token": m.at_token} for m in turn.moves
         ],
         "redone_tokens": turn.redone_tokens,
-        "kv": (Kv.MIXED if any(s.kv is Kv.MIXED for s in spans) else Kv.OWN).value,
+        "kv": Kv.MIXED if any(s.kv is Kv.MIXED for s in spans) else Kv.OWN,
         "queue_seconds": round(turn.queue_seconds, 6),
         "exact_text": turn.transcript.exact_text,
         "logprob_semantics": LOGPROB_SEMANTICS,

@@ -100,7 +100,9 @@ class TurnRunner:
                 self._prefixes.note(
                     turn.request.trajectory, turn.transcript.context, len(turn.request.prompt)
                 )
-            self._prospects.turn_ended(turn.request.trajectory, turn.held, context, turn.ended)
+            self._prospects.turn_ended(
+                turn.request.trajectory, turn.held, context, turn.ended, moves=len(turn.moves)
+            )
             self._ledger.close(turn)
             turn.ended_event.set()
             turn.changed.fire()

@@ -185,6 +185,12 @@ class Service:
             self._end(turn, "Aborted")
         return bool(turns)
 
+    def finished(self, session: str) -> None:
+        """A trajectory comes back no more: its keys are of no use, and its length is known."""
+        self.prospects.over(session)
+        self._warmer.over(session)
+        self.fleet.residents.over(session)
+
     def abort_all(self, job: str = "") -> int:
         """End every turn of this lease, or of one job of it; their number."""
         turns = [turn for turn in self.ledger if job in {"", turn.request.job}]

@@ -71,11 +71,18 @@ class Supervisor:
             max(0, engine.cap - engine.reserved) for engine in self._fleet if engine.gate_open
         )
         for engine in self._fleet:
-            if engine.legs:
+            if engine.legs and not self._at_ease(engine, now):
                 spare -= self._judge(engine, spare)
         self._fences.deliver()
         self._room.look()
         self._show()
+
+    def _at_ease(self, engine: Engine, now: float) -> bool:
+        """Whether no leg can be judged to end: all may go on, and all have spoken lately."""
+        if not engine.gate_open or len(engine.legs) > engine.cap:
+            return False
+        spoke = min(leg.last_event for leg in engine.legs.values())
+        return now - spoke < self._patience.stall_seconds
 
     def _judge(self, engine: Engine, spare: int) -> int:
         now = self._clock()

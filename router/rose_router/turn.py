@@ -147,7 +147,9 @@ class Turn:
             name: held.per_token.get(name, []) + values[:until]
             for name, values in leg.per_token.items()
         }
-        spans = joined((*held.spans, *shifted(cut(leg.spans, until), leg.offset)))
+        spans = leg.spans
+        if held.spans or until < leg.placed:
+            spans = joined((*held.spans, *shifted(cut(spans, until), leg.offset)))
         text = leg.placed_text if until == leg.placed else ""
         return Shown(held.tokens + leg.ids[:until], per_token, spans, held.text + text)
 

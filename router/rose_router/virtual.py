@@ -5,6 +5,7 @@
 | ``POST /pause_generation`` | ``POST /pause?mode=`` | hold turns; end, keep or await what runs |
 | ``POST /update_weights_from_disk`` | ``POST /update_weights`` | ingest, then the quorum |
 | ``POST /continue_generation`` | ``POST /resume`` | begin turns again |
+| ``POST /pull_weights`` (slime) | | the folder that the next update means |
 | ``GET/POST /flush_cache`` | ``POST /reset_prefix_cache`` | nothing: caches are apart by version |
 | | ``/get_world_size``, ``/init_weight_transfer_engine`` (SkyRL) | a fixed size; nothing to join |
 
@@ -22,7 +23,7 @@ from aiohttp import web
 
 from rose_core.identity import WeightVersion
 from rose_router.barrier import Barrier
-from rose_router.dialects.common import read_body
+from rose_router.dialects.common import read_body, whole_number
 from rose_router.errors import BadRequest, NotHere
 from rose_router.service import Service
 
@@ -30,13 +31,14 @@ _ENDS = frozenset({"abort"})
 _AWAITS = frozenset({"wait"})
 _GOES_ON = frozenset({"keep", "in_place", "retract"})
 
+_MOST_PULLED = 8
+
 # Transports that reach into an engine's own process or GPUs.
 _REFUSED = (
     "/update_weights_from_tensor",
     "/update_weights_from_distributed",
     "/update_weights_from_ipc",
     "/init_weights_update_group",
-    "/pull_weights",
     "/load_lora_adapter",
     "/release_memory_occupation",
     "/resume_memory_occupation",
@@ -62,6 +64,7 @@ def routes(service: Service, barrier: Barrier, tell: Tell | None = None) -> list
         web.get("/get_world_size", calls.world_size),
         web.post("/update_weights_from_disk", calls.update),
         web.post("/update_weights", calls.update),
+        web.post("/pull_weights", calls.pull),
         web.post("/labels", calls.label),
     ]
     return served + [web.post(path, _refused) for path in _REFUSED]
@@ -72,6 +75,7 @@ class _Calls:
         self._service = service
         self._barrier = barrier
         self._tell_others = tell
+        self._pulled: dict[str, str] = {}
 
     async def _tell(self, request: web.Request, version: WeightVersion, label: str) -> None:
         if self._tell_others is not None:
@@ -111,6 +115,7 @@ class _Calls:
         if not isinstance(path, str):
             message = "model_path (or weight_dir): expected the folder of a safetensors checkpoint"
             raise BadRequest("NoPath", message)
+        path = self._pulled.get(path, path)
         if body.get("abort_all_requests") or body.get("abort_all_request"):
             self._service.abort_all()
         label = str(body.get("weight_version") or "")
@@ -118,6 +123,24 @@ class _Calls:
         await self._tell(request, version, label)
         answer: dict[str, Any] = {"success": True, "message": f"published as {version}"}
         return _json(answer | {"num_paused_requests": 0, "weight_version": str(version)})
+
+    async def pull(self, request: web.Request) -> web.Response:
+        """Slime's copy to an engine's own disk: nothing is copied here.
+
+        The update that follows names the engine's folder and means the one pulled from, which
+        ``rose ingest`` reads where it lies.
+        """
+        body = await _body(request)
+        local, source = body.get("local_checkpoint_dir"), body.get("source_dir")
+        if not isinstance(local, str) or not isinstance(source, str):
+            message = "local_checkpoint_dir, source_dir: expected the names of two folders"
+            raise BadRequest("NoPath", message)
+        number = whole_number(body, "target_version", 0)
+        self._pulled.pop(local, None)
+        self._pulled[local] = folder = f"{source.rstrip('/')}/weight_v{number:06d}"
+        while len(self._pulled) > _MOST_PULLED:
+            self._pulled.pop(next(iter(self._pulled)))
+        return _json({"success": True, "message": f"the next update takes {folder}"})
 
     async def label(self, request: web.Request) -> web.Response:
         """Another replica took a push: the version, and the trainer's own name of it."""

@@ -99,6 +99,10 @@ class Warmer:
         self._drop(self._resting.pop(name, None))  # of another turn of it, beside this one
         self._resting[name] = _Rest(turn, turn.ended, context)
 
+    def over(self, name: str) -> None:
+        """The trajectory has ended, and its caller says so."""
+        self._drop(self._resting.pop(name, None))
+
     async def run(self) -> None:
         """Look again and again until cancelled."""
         due = self._clock()
