@@ -112,7 +112,8 @@ def lease_refusal(
     """Why the lease is not accepted, or None; ``refused`` says why pools are not, by key."""
     key = lease.spec.pool_ref.key
     return (
-        _expired(lease, now)
+        _contradicts_itself(lease)
+        or _expired(lease, now)
         or _not_offered(lease, offer)
         or _pool_says_no(lease, pools.get(key), refused.get(key))
     )
@@ -128,6 +129,14 @@ def expiry(lease: RolloutLease) -> datetime | None:
 def created(thing: ServingPool | RolloutLease | RolloutSlot) -> datetime:
     """When the object was made."""
     return datetime.fromisoformat(thing.metadata.creation_timestamp)
+
+
+def _contradicts_itself(lease: RolloutLease) -> Refusal | None:
+    """CEL refuses it too, but not objects that were stored before the rule or while it was away."""
+    slots = lease.spec.slots
+    if slots.min <= slots.max:
+        return None
+    return Refusal(Reason.INVALID_SPEC, f"slots.min {slots.min} is above slots.max {slots.max}")
 
 
 def _expired(lease: RolloutLease, now: datetime) -> Refusal | None:

@@ -33,6 +33,9 @@ MANAGED = {"app.kubernetes.io/managed-by": FIELD_MANAGER}
 _log = logging.getLogger(__name__)
 _ResultT = TypeVar("_ResultT")
 _RETRYABLE = frozenset({408, 409, 429, 500, 502, 503, 504})
+# Server-side apply answers 500 when not the server but the stored object is at fault: its spec does
+# not fit the types of the schema that holds now.
+_NOT_TYPED = "failed to create typed"
 _LONGEST_WAIT = 5.0
 _TRIES = 6
 
@@ -273,7 +276,7 @@ def _translate(error: Exception) -> ApiUnavailable | ApiRefused:
     if isinstance(error, ApiError):
         response = getattr(error, "response", None)  # none when a watch brings the status
         code = error.status.code or (response.status_code if response is not None else 0)
-        if code not in _RETRYABLE:
+        if code not in _RETRYABLE or _NOT_TYPED in (error.status.message or ""):
             return ApiRefused(code, error.status.message or "refused")
         return ApiUnavailable(f"{code}: {error.status.message}", retry_after=_wait_of(response))
     if isinstance(error, httpx.HTTPStatusError):

@@ -9,8 +9,9 @@ from typing import Protocol
 from uuid import uuid4
 
 from rose_core.api import Condition, ConditionType, RolloutLease, RolloutSlot, ServingPool
-from rose_core.api.common import API_VERSION
+from rose_core.api.common import API_VERSION, ObjectMeta
 from rose_core.api.conditions import timestamp
+from rose_operator.admission import Refusal
 from rose_operator.api import FIELD_MANAGER, Kind
 from rose_operator.errors import OperatorError
 from rose_operator.store import Raw
@@ -66,12 +67,18 @@ def of_condition(kind: Kind, thing: Thing, condition: Condition, now: datetime) 
     good = (condition.status == "True") != (condition.type in _NEGATIVE)
     return _event(
         kind,
-        thing,
+        thing.metadata,
         condition.reason,
         f"{condition.type}={condition.status} {condition.message}".strip(),
         warning=not good and condition.status != "Unknown",
         now=now,
     )
+
+
+def of_unreadable(kind: Kind, raw: Raw, refusal: Refusal, now: datetime) -> Raw:
+    """The Event of an object that can be neither read nor given a status."""
+    metadata = ObjectMeta.model_validate(raw["metadata"])
+    return _event(kind, metadata, refusal.reason, refusal.message, warning=True, now=now)
 
 
 def of_releases(
@@ -80,14 +87,13 @@ def of_releases(
     """The Event of slots that a lease loses in one pass for one reason."""
     names = ", ".join(sorted(slots))
     text = f"taken back: {names}: {message}"
-    return _event(Kind.LEASE, lease, reason, text, warning=False, now=now)
+    return _event(Kind.LEASE, lease.metadata, reason, text, warning=False, now=now)
 
 
 def _event(
-    kind: Kind, thing: Thing, reason: str, message: str, *, warning: bool, now: datetime
+    kind: Kind, metadata: ObjectMeta, reason: str, message: str, *, warning: bool, now: datetime
 ) -> Raw:
     when = timestamp(now)
-    metadata = thing.metadata
     return {
         "apiVersion": "v1",
         "kind": "Event",
@@ -113,9 +119,15 @@ def _event(
     }
 
 
-async def tell(event: Raw, api: EventApi) -> None:
-    """Write an Event; losing it harms nobody."""
+async def tell(event: Raw, api: EventApi) -> bool:
+    """Write an Event; losing it harms nobody.
+
+    Returns:
+        Whether it was written.
+    """
     try:
         await api.create(Kind.EVENT, event)
     except OperatorError as error:
         _log.warning("Event %s not written: %s", event["reason"], error)
+        return False
+    return True

@@ -110,6 +110,7 @@ def policy_of(pool: ServingPool) -> PoolPolicy:
         memory_regrow=spec.lending.memory_regrow,
         max_power_watts=spec.lending.max_power_watts or 0,
         compute=spec.compute,
+        memory_source=spec.memory_source,
         sleep=None if spec.whole_replica is None else _sleep(spec.whole_replica),
     )
 

@@ -39,7 +39,7 @@ from rose_operator.admission import Unreadable
 from rose_operator.api import Kind
 from rose_operator.defer import Deferral
 from rose_operator.errors import NOT_FOUND, ApiRefused
-from rose_operator.events import Thing, news, of_condition, tell
+from rose_operator.events import Thing, news, of_condition, of_unreadable, tell
 from rose_operator.explaining import answer, asked, lease_summary, pool_summary
 from rose_operator.lease_status import lease_status
 from rose_operator.loads import Loads
@@ -87,6 +87,7 @@ class Reporter:
         self._deferral = Deferral()
         self._publisher = Publisher()
         self._same: dict[str, object] = {}
+        self._told: dict[str, int] = {}
         self._full_at = float("-inf")
 
     @property
@@ -98,6 +99,7 @@ class Reporter:
         """Forget objects that are gone."""
         self._deferral.keep(keys)
         self._same = {key: same for key, same in self._same.items() if key in keys}
+        self._told = {key: told for key, told in self._told.items() if key in keys}
 
     def statuses(self, world: World, plan: Plan) -> Iterator[Write]:
         """One write for every status that is due; sets the metrics besides."""
@@ -237,7 +239,7 @@ class Reporter:
         yield self._writer.status(kind, manifest, run)
 
     def _unreadable(self, kind: Kind, bad: Unreadable, world: World) -> Iterator[Write]:
-        """An object that cannot be read still gets its answer."""
+        """An object that cannot be read gets its answer; by an Event where no status is taken."""
         metadata = bad.raw["metadata"]
         said = [
             Statement(ConditionType.READY, False, bad.refusal.reason, bad.refusal.message),
@@ -255,9 +257,22 @@ class Reporter:
         manifest = _manifest(kind, metadata["namespace"], metadata["name"], status)
 
         async def run() -> None:
-            self._stores[kind].put(await self._api.apply_status(kind, manifest))
+            try:
+                self._stores[kind].put(await self._api.apply_status(kind, manifest))
+            except ApiRefused:
+                # The API server takes no status for a spec that its schema no longer allows.
+                await self._tell_unreadable(kind, bad, world)
+                raise
 
         yield self._writer.status(kind, manifest, run)
+
+    async def _tell_unreadable(self, kind: Kind, bad: Unreadable, world: World) -> None:
+        """Once per generation of the object and life of this process."""
+        key = f"{kind.value} {key_of(bad.raw)}"
+        generation = int(bad.raw["metadata"].get("generation") or 0)
+        event = of_unreadable(kind, bad.raw, bad.refusal, world.now)
+        if self._told.get(key) != generation and await tell(event, self._api):
+            self._told[key] = generation
 
 
 def _patience(thing: Thing, status: Status) -> float:
@@ -284,10 +299,10 @@ def _patience(thing: Thing, status: Status) -> float:
 
 def _old_conditions(raw: Raw) -> tuple[Condition, ...]:
     """The conditions of an object that cannot be read; none if they cannot either."""
-    old = (raw.get("status") or {}).get("conditions") or []
     try:
+        old = (raw.get("status") or {}).get("conditions") or []
         return tuple(Condition.model_validate(entry) for entry in old)
-    except ValidationError as error:
+    except (AttributeError, TypeError, ValidationError) as error:
         _log.warning("conditions of %s: %s", key_of(raw), error)
         return ()
 

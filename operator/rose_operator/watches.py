@@ -27,6 +27,8 @@ HandOver = Callable[[kopf.RawEvent, Store], None]
 # kopf is started again after this, and looks this often whether it should end.
 _AGAIN_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
+# Given, because kopf asks the system for the user's name otherwise, and an image may have none.
+_IDENTITY = "rose-operator"
 _LISTED = (*_PLURALS, Kind.DEPLOYMENT, Kind.SERVICE)
 
 
@@ -140,6 +142,7 @@ async def _watch(handlers: kopf.OperatorRegistry, stop: threading.Event) -> None
             settings=settings(),
             clusterwide=True,
             standalone=True,
+            identity=_IDENTITY,  # type: ignore[arg-type]  # kopf names the type of it privately
             stop_flag=told,
         )
     )
