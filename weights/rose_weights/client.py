@@ -2,37 +2,27 @@
 
 ``WeightsClient.pull`` asks the store for one manifest from what the receiver holds to what it
 wants, brings the blocks that are not in the folder yet and writes the manifest last. It can be
-called again after any failure: blocks that arrived stay.
+called again after any failure: blocks that arrived stay. Next step: ``fetching`` brings the blocks.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import logging
-import time
-from collections import deque
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import grpc
 
-from rose_core.delta import BlockEntry, DeltaError, Manifest, faults
+from rose_core.delta import DeltaError, Manifest, faults
 from rose_core.delta.codec import SELF_CONTAINED
 from rose_core.identity import WeightVersion
+from rose_weights.asking import ANSWER_SECONDS, PLAN_SECONDS, understanding
 from rose_weights.bundle import Bundle
-from rose_weights.errors import Damaged, WeightsError, from_text
+from rose_weights.errors import Damaged
+from rose_weights.fetching import CONNECTIONS, Fetcher
 from rose_weights.messages import (
     AttestedReply,
     AttestedRequest,
@@ -40,44 +30,13 @@ from rose_weights.messages import (
     AwaitRequest,
     DescribeRequest,
     Description,
-    FetchRequest,
     PlanReply,
     PlanRequest,
     VersionInfo,
     WatchRequest,
 )
-from rose_weights.methods import ATTESTED, AWAIT, DESCRIBE, FETCH, PLAN, WATCH
-from rose_weights.pieces import Unpacker
+from rose_weights.methods import ATTESTED, AWAIT, DESCRIBE, PLAN, WATCH
 from rose_wire import rpc
-from rose_wire.errors import Refused, Unavailable
-
-_ResultT = TypeVar("_ResultT")
-
-LOG = logging.getLogger(__name__)
-
-ANSWER_SECONDS = 30.0
-PLAN_SECONDS = 600.0
-"""A merge over many versions or a full state takes the store this long at most."""
-
-BATCH_BYTES = 16 << 20
-"""Blocks asked for in one call; what a break costs at most."""
-
-ATTEMPTS = 3
-
-CONNECTIONS = 4
-"""For a fetch of as many calls or more."""
-
-
-@contextlib.contextmanager
-def understanding() -> Iterator[None]:
-    """Refusals of the store as the errors it raised."""
-    try:
-        yield
-    except Refused as error:
-        known = from_text(str(error))
-        if known is None:
-            raise
-        raise known from error
 
 
 class WeightsClient:
@@ -102,11 +61,11 @@ class WeightsClient:
         connections: int = CONNECTIONS,
         rest: Callable[[float], Awaitable[None]] | None = None,
     ) -> None:
-        self._connect = functools.partial(rpc.connect, address, credentials=credentials, own=True)
-        self._connections = connections
-        self._rest = rest
         self._channel = rpc.connect(address, credentials=credentials)
-        self._channels = [self._channel]
+        another = functools.partial(rpc.connect, address, credentials=credentials, own=True)
+        self._fetcher = Fetcher(
+            self._channel, another, token=token, connections=connections, rest=rest
+        )
         self._token = token
         self._holder = holder
 
@@ -123,8 +82,7 @@ class WeightsClient:
 
     async def close(self) -> None:
         """End the connections."""
-        for channel in self._channels:
-            await channel.close()
+        await self._fetcher.close()
 
     async def describe(self, run: str = "") -> Description:
         """Runs, or one run's kept versions.
@@ -142,7 +100,7 @@ class WeightsClient:
                 token=self._token,
             )
 
-    async def watch(self, run: str) -> AsyncIterator[VersionInfo]:
+    async def watch(self, run: str) -> AsyncGenerator[VersionInfo, None]:
         """The head now, when there is one, and after every publish.
 
         Raises:
@@ -296,99 +254,8 @@ class WeightsClient:
     async def fetch(self, manifest: Manifest, bundle: Bundle) -> None:
         """Bring the manifest's blocks that the bundle lacks.
 
-        Over several connections where there is more than one call's worth. What a lost connection
-        had not brought the others bring.
-
         Raises:
             Damaged: a block arrived damaged three times over every connection.
             Unavailable: the store went away three times without a block between.
         """
-        absent = deque(await asyncio.to_thread(bundle.absent, manifest))
-        calls = -(-sum(block.size for block in absent) // BATCH_BYTES)
-        lanes = self._lanes(calls) if absent else []
-        while absent:
-            errors = await _together(self._bring(lane, absent, manifest, bundle) for lane in lanes)
-            lanes = [lane for lane, error in zip(lanes, errors, strict=True) if error is None]
-            if not lanes:
-                raise next(error for error in errors if error is not None)
-
-    def _lanes(self, calls: int) -> list[grpc.aio.Channel]:
-        while len(self._channels) < min(calls, self._connections):
-            self._channels.append(self._connect())
-        return self._channels[: max(calls, 1)]
-
-    async def _bring(
-        self,
-        channel: grpc.aio.Channel,
-        absent: deque[BlockEntry],
-        manifest: Manifest,
-        bundle: Bundle,
-    ) -> Exception | None:
-        """Bring blocks of ``absent`` over one connection until none is left; or why it gave up."""
-        failures, check = 0, False
-        while absent:
-            mine = _take(absent)
-            before = len(mine)
-            try:
-                await self._fetch_batch(channel, mine, bundle, check)
-            except (Unavailable, WeightsError) as error:
-                failures = 1 if len(mine) < before else failures + 1
-                check = check or isinstance(error, Damaged)
-                absent.extendleft(reversed(mine))
-                if failures >= ATTEMPTS:
-                    return error
-                LOG.warning("fetch of %s broke, asking again: %s", manifest.target, error)
-                await asyncio.sleep(0.2 * failures)
-        return None
-
-    async def _fetch_batch(
-        self, channel: grpc.aio.Channel, mine: deque[BlockEntry], bundle: Bundle, check: bool
-    ) -> None:
-        """Bring these blocks; those that arrived are taken off."""
-        request = FetchRequest(tuple(block.sha256 for block in mine), check)
-        unpacker = Unpacker([block.size for block in mine])
-        writing: asyncio.Task[None] | None = None
-
-        async def write(blocks: Sequence[memoryview]) -> None:
-            for data in blocks:
-                began = time.monotonic()
-                await asyncio.to_thread(bundle.put, mine[0].sha256, data)
-                faults.at("sync.block")
-                mine.popleft()
-                if self._rest is not None:
-                    await self._rest(time.monotonic() - began)
-
-        try:
-            with understanding():
-                async for piece in rpc.receive(channel, FETCH, request, token=self._token):
-                    ready = unpacker.feed(piece)
-                    if writing is not None:  # what came before is written while this one came
-                        await writing
-                    writing = asyncio.create_task(write(ready))
-        finally:
-            if writing is not None:
-                await writing
-        if unpacker.left:
-            message = f"the store ended a fetch {unpacker.begun_bytes} bytes into a block"
-            raise Damaged(message)
-
-
-async def _together(works: Iterable[Coroutine[None, None, _ResultT]]) -> list[_ResultT]:
-    """All results; when one raises, the others are ended first."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _take(blocks: deque[BlockEntry]) -> deque[BlockEntry]:
-    """Take the first blocks, up to about ``BATCH_BYTES``."""
-    batch: deque[BlockEntry] = deque()
-    size = 0
-    while blocks and size < BATCH_BYTES:
-        batch.append(blocks.popleft())
-        size += batch[-1].size
-    return batch
+        await self._fetcher.fetch(manifest, bundle)

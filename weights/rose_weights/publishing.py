@@ -7,6 +7,7 @@ what is missing and commits again. A publisher that has been fenced learns it he
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -18,7 +19,7 @@ import msgspec
 from rose_core.delta import BlockEntry, Manifest, faults
 from rose_core.delta.parts import Part
 from rose_core.identity import WeightVersion
-from rose_weights.client import understanding
+from rose_weights.asking import promptly, understanding
 from rose_weights.errors import Incomplete, StoreFailed, from_text
 from rose_weights.messages import (
     CommitRequest,
@@ -37,6 +38,8 @@ from rose_wire.errors import Refused, Unavailable
 LOG = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 60.0
+BLOCK_SECONDS = 120.0
+"""For a block to go out and be kept, also over a slow link; longer is a disk that hangs."""
 NAMES_PER_CALL = 100_000
 
 
@@ -218,13 +221,16 @@ class WeightsWriter:
 
         staged = 0
         try:
-            async for answer in rpc.converse(self._channel, PUT, send(), token=self._token):
-                if answer.error:
-                    raise from_text(answer.error) or Incomplete(answer.error)
-                if answer.name != names[staged]:
-                    message = f"block {names[staged].hex()[:16]} arrived damaged at the store"
-                    raise Incomplete(message)
-                staged += 1
+            stream = rpc.converse(self._channel, PUT, send(), token=self._token)
+            answers = promptly(stream, BLOCK_SECONDS, "the store's answer to a block")
+            async with contextlib.aclosing(answers):
+                async for answer in answers:
+                    if answer.error:
+                        raise from_text(answer.error) or Incomplete(answer.error)
+                    if answer.name != names[staged]:
+                        message = f"block {names[staged].hex()[:16]} arrived damaged at the store"
+                        raise Incomplete(message)
+                    staged += 1
         except Refused as error:
             # A connection lost while we write looks like an internal error to gRPC.
             raise Unavailable(str(error)) from error

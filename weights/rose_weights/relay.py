@@ -25,8 +25,8 @@ from rose_core.delta import DeltaError, Manifest, faults
 from rose_weights import metrics
 from rose_weights.access import Access
 from rose_weights.answers import answering, refusing
+from rose_weights.asking import ANSWER_SECONDS, ATTEMPTS, PLAN_SECONDS, understanding
 from rose_weights.blocks import Blocks
-from rose_weights.client import ANSWER_SECONDS, ATTEMPTS, PLAN_SECONDS, understanding
 from rose_weights.errors import Damaged, Incomplete, StoreFailed
 from rose_weights.messages import (
     AttestedReply,

@@ -213,14 +213,19 @@ class WeightService:
         staging: asyncio.Queue[asyncio.Task[PutReply] | None] = asyncio.Queue(STAGED_AHEAD)
 
         async def take() -> None:
-            async for block in blocks:
-                await staging.put(asyncio.create_task(self._stage(block)))
+            try:
+                async for block in blocks:
+                    await staging.put(asyncio.create_task(self._stage(block)))
+            except Exception:  # whatever broke the stream: who waits for its end is told
+                await staging.put(None)
+                raise
             await staging.put(None)
 
         taking = asyncio.create_task(take())
         try:
             while (task := await staging.get()) is not None:
                 yield await task
+            await taking
         finally:
             taking.cancel()
 

@@ -8,6 +8,9 @@ installed. Steps are in ``rose_core.delta.faults``; actions:
 | ``kill`` | the process ends at once, as by ``kill -9`` |
 | ``full`` | the disk is full: ``OSError(ENOSPC)`` |
 | ``stop`` | the process stands still until it is continued or killed |
+
+``ROSE_FAULT=clock=SECONDS`` names no step: the process's wall clock is that much ahead and behind
+by turns, as on a machine whose clock is set while it runs.
 """
 
 from __future__ import annotations
@@ -16,10 +19,15 @@ import errno
 import logging
 import os
 import signal
+import time
 
 from rose_core.delta import faults
 
 VARIABLE = "ROSE_FAULT"
+
+CLOCK = "clock="
+
+_TURN_SECONDS = 2.0
 
 LOG = logging.getLogger(__name__)
 
@@ -36,6 +44,17 @@ def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def _jump(seconds: int) -> None:
+    real = time.time_ns
+
+    def shifted() -> int:
+        ahead = int(time.monotonic() / _TURN_SECONDS) % 2
+        return real() + (seconds if ahead else -seconds) * 1_000_000_000
+
+    time.time_ns = shifted
+    time.time = lambda: shifted() / 1e9
+
+
 def arm() -> None:
     """Install the fault that the environment asks for, if it asks for one.
 
@@ -44,6 +63,10 @@ def arm() -> None:
     """
     text = os.environ.get(VARIABLE, "")
     if not text:
+        return
+    if text.startswith(CLOCK):
+        _jump(int(text.removeprefix(CLOCK)))
+        LOG.warning("this process's clock jumps, as %s asks for", VARIABLE)
         return
     actions = {"kill": _kill, "full": _full, "stop": _stop}
     faults.install(faults.parse(text, actions))

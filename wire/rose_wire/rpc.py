@@ -4,7 +4,8 @@ A ``Method`` names a service method and its two message types. ``Server`` binds 
 methods, ``call``/``stream`` use them. ``bytes`` as a message type travels as it is, which is what
 weight blocks need. gRPC itself (connections, deadlines, cancellation, keep-alive, TLS) is grpcio's.
 
-Next step: ``services`` lists the methods.
+``local:/path`` is a Unix socket without gRPC, for calls of one message each way inside a node
+(``local``). Next step: ``services`` lists the methods.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 import contextvars
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import grpc
 import grpc.aio
 import msgspec
 
-from rose_wire import tls
+from rose_wire import local, tls
 from rose_wire.errors import MalformedMessage, Refused, Unavailable, WireError
 
 RequestT = TypeVar("RequestT")
@@ -120,9 +122,10 @@ class Server:
     def __init__(
         self, *, token: str = "", credentials: grpc.ServerCredentials | None = None
     ) -> None:
-        interceptors = (_BearerCheck(token),) if token else ()
-        self._server = grpc.aio.server(options=_OPTIONS, interceptors=interceptors)
-        self._credentials = credentials
+        self._token, self._credentials = token, credentials
+        self._handlers: list[grpc.GenericRpcHandler] = []
+        self._plain: dict[str, local.Handler] = {}
+        self._server: grpc.aio.Server | local.Server | None = None
 
     def unary(
         self,
@@ -139,6 +142,10 @@ class Server:
                 await context.abort(*_refusing(error))
                 raise
 
+        async def plain(frame: bytes) -> bytes:
+            return encode(await handler(decode(method.request, frame)))
+
+        self._plain[method.path] = plain
         self._add(method, grpc.unary_unary_rpc_method_handler(answer))
 
     def server_stream(
@@ -183,32 +190,44 @@ class Server:
         self._add(method, grpc.stream_stream_rpc_method_handler(answer))
 
     async def start(self, address: str) -> int:
-        """Listen on ``host:port`` or ``unix:/path``; port 0 picks one.
+        """Listen on ``host:port``, ``unix:/path`` or ``local:/path``; port 0 picks one.
 
         Returns:
             The port, 1 for a Unix socket.
 
         Raises:
             Unavailable: the address cannot be bound.
+            ValueError: ``local:`` with a token or TLS, which it does not ask for.
         """
+        if address.startswith(local.SCHEME):
+            if self._token or self._credentials is not None:
+                raise ValueError(f"{address} is guarded by the socket's mode alone")
+            self._server = beside = local.Server(self._plain)
+            await beside.start(Path(address.removeprefix(local.SCHEME)))
+            return 1
+        interceptors = (_BearerCheck(self._token),) if self._token else ()
+        self._server = server = grpc.aio.server(
+            handlers=self._handlers, options=_OPTIONS, interceptors=interceptors
+        )
         try:
             if self._credentials is None:
-                port = int(self._server.add_insecure_port(address))
+                port = int(server.add_insecure_port(address))
             else:
-                port = int(self._server.add_secure_port(address, self._credentials))
+                port = int(server.add_secure_port(address, self._credentials))
         except RuntimeError as error:
             message = f"cannot listen on {address}: {error}"
             raise Unavailable(message) from error
-        await self._server.start()
+        await server.start()
         return port
 
     async def stop(self, grace_seconds: float = 0.5) -> None:
         """End calls in flight after the grace and close the port."""
-        await self._server.stop(grace_seconds)
+        if self._server is not None:
+            await self._server.stop(grace_seconds)
 
     def _add(self, method: Method[Any, Any], handler: grpc.RpcMethodHandler) -> None:
         generic = grpc.method_handlers_generic_handler(method.service, {method.name: handler})
-        self._server.add_generic_rpc_handlers((generic,))
+        self._handlers.append(generic)
 
 
 class _BearerCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
@@ -245,7 +264,7 @@ def connect(
     """Open a channel; it connects by itself and again after a loss.
 
     Args:
-        address: ``host:port``, ``tls://host:port`` or ``unix:/path``.
+        address: ``host:port``, ``tls://host:port``, ``unix:/path`` or ``local:/path``.
         credentials: instead of those that the scheme asks for.
         name: what the other's certificate must name, where that is not the address.
         own: a connection of its own; channels to one address share one otherwise.
@@ -253,6 +272,8 @@ def connect(
     Raises:
         OSError: the authorities for ``tls://`` cannot be read (``rose_wire.tls``).
     """
+    if address.startswith(local.SCHEME):
+        return local.Channel(Path(address.removeprefix(local.SCHEME)))
     options = [*_OPTIONS, ("grpc.use_local_subchannel_pool", 1)] if own else _OPTIONS
     if credentials is not None:  # then what the environment names is not even read
         target = address.removeprefix(tls.SCHEME)
@@ -289,6 +310,8 @@ async def call(
         Refused: the peer said no.
         MalformedMessage: the answer is no such message.
     """
+    if isinstance(channel, local.Channel):
+        return decode(method.reply, await channel.ask(method.path, encode(request), timeout))
     try:
         frame = await channel.unary_unary(method.path)(
             encode(request), timeout=timeout, metadata=_metadata(token)

@@ -5,7 +5,7 @@
 | ``SYNC``, ``NOTICES`` | node agent (guard) | operator | Service of the operator |
 | ``ENROL`` | node agent without a certificate | operator | the same, on a port of its own |
 | ``ENSURE``, ``STOP``, ``HOLD``, | guard | engine host | Unix socket on the node |
-| ``DORMANT``, ``STATUS`` | | | |
+| ``DORMANT``, ``LIMIT``, ``STATUS`` | | | |
 | ``ATTACH`` | guard, dedicated engine host | router | Service of the lease's router |
 
 The weight plane's methods stand in ``rose_weights.methods``.
@@ -19,6 +19,7 @@ from rose_core.wire.host import (
     HoldEngine,
     HostStatus,
     HostStatusRequest,
+    LimitMemory,
     SetDormant,
     StopEngine,
 )
@@ -34,6 +35,7 @@ ENSURE = Method("rose.v1.EngineHost", "Ensure", EnsureEngine, EngineStatus)
 STOP = Method("rose.v1.EngineHost", "Stop", StopEngine, EngineStatus)
 HOLD = Method("rose.v1.EngineHost", "Hold", HoldEngine, Accepted)
 DORMANT = Method("rose.v1.EngineHost", "Dormant", SetDormant, EngineStatus)
+LIMIT = Method("rose.v1.EngineHost", "Limit", LimitMemory, EngineStatus)
 STATUS = Method("rose.v1.EngineHost", "Status", HostStatusRequest, HostStatus)
 
 ATTACH = Method("rose.v1.Router", "Attach", EngineUpdate, RouterNote)

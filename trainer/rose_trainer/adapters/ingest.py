@@ -134,7 +134,11 @@ def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
         raise ValueError(message)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        named = set(json.loads(index.read_text()).get("weight_map", {}).values())
+        told = json.loads(index.read_text())
+        if "delta_encoding" in told.get("metadata", {}):
+            message = f"{folder} is a delta, of an earlier folder; have full checkpoints written"
+            raise ValueError(message)
+        named = set(told.get("weight_map", {}).values())
         absent = named - {file.name for file in files}
         if absent:
             message = f"{sorted(absent)} are named in {index.name} and not there (yet)"

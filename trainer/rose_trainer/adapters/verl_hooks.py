@@ -22,6 +22,11 @@ from verl.workers.rollout.replica import TokenOutput
 from rose_trainer.adapters.turns import Turns
 from rose_trainer.adapters.verl import BACKEND, CheckpointEngine, Client, Done, published
 
+try:
+    from verl.trainer.ppo.v1 import AgentLoopManagerTQ
+except ImportError:  # a release without them, or without the queue that they need
+    AgentLoopManagerTQ = None
+
 checkpoint_engine.CheckpointEngineRegistry.register(BACKEND)(CheckpointEngine)
 
 
@@ -41,12 +46,22 @@ def client(config: Any) -> Client:  # noqa: ANN401  # OmegaConf
     )
 
 
-class AgentLoopManager(agent_loop.AgentLoopManager):  # type: ignore[misc]  # verl has no types
-    """verl's own, with turns through the router."""
+class _ThroughRouter:
+    """Before a manager of verl's: turns go through the router, whatever client it is handed."""
 
     def __init__(self, config: Any, llm_client: object, *others: Any, **named: Any) -> None:  # noqa: ANN401  # verl's
         del llm_client
-        super().__init__(config, client(config), *others, **named)
+        super().__init__(config, client(config), *others, **named)  # type: ignore[call-arg]
+
+
+class AgentLoopManager(_ThroughRouter, agent_loop.AgentLoopManager):  # type: ignore[misc]  # untyped
+    """verl's own, with turns through the router."""
+
+
+if AgentLoopManagerTQ is not None:
+
+    class AgentLoopManagerV1(_ThroughRouter, AgentLoopManagerTQ):  # type: ignore[misc]  # untyped
+        """The same for trainers whose agent loops put their outputs into a transfer queue."""
 
 
 class CheckpointManager(checkpoint_engine.CheckpointEngineManager):  # type: ignore[misc]  # no types
