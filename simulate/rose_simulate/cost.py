@@ -15,22 +15,19 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rose_core.accounting.cost import Prices
-from rose_core.accounting.ledger import GpuTime, Ledger, Tokens, Trajectories, total
+from rose_core.accounting.leases import Beside, ledger_of
+from rose_core.accounting.ledger import total
+from rose_core.accounting.page import MICRO, html, money
 from rose_core.accounting.statement import Statement, statement
 from rose_core.simulate.run import ledger
 from rose_core.simulate.scenario import Regime
-from rose_simulate.charts import Line, intervals, lines
-from rose_simulate.charts import Row as Bar
 from rose_simulate.study import Result
-
-MICRO = 1_000_000
 
 
 class CostError(Exception):
@@ -130,14 +127,10 @@ def _of_leases(
         except (KeyError, TypeError, ValueError) as error:
             message = f"{path}: items[{index}]: no RolloutLease with status.totals ({error})"
             raise CostError(message) from error
-        dedicated = round(options.dedicated_gpu_hours * 3_600_000)
-        accepted = max(options.accepted, options.correct)
-        used = Ledger(
-            dedicated=GpuTime(dedicated, dedicated),
-            borrowed=GpuTime(lent, min(lent, opened)),
-            tokens=Tokens(tokens),
-            trajectories=Trajectories(accepted, accepted, options.accepted, options.correct),
+        beside = Beside(
+            round(options.dedicated_gpu_hours * 3_600_000), options.accepted, options.correct
         )
+        used = ledger_of(lent, opened, tokens, beside)
         found.append(statement(name, used, prices))
     return found
 
@@ -155,52 +148,10 @@ def show(found: Sequence[Statement]) -> str:
         lines_.append(
             f"{one.name:<{width}}  {one.dedicated_hours:>11.2f}  {one.borrowed_hours:>10.2f}  "
             f"{one.ledger.tokens.produced:<11}  {one.ledger.trajectories.accepted:<8}  "
-            f"{_money(one.per_accepted):<13}  {saved:<7} {_money(one.break_even):<11} "
-            f"{_money(one.opportunity)}"
+            f"{money(one.per_accepted):<13}  {saved:<7} {money(one.break_even):<11} "
+            f"{money(one.opportunity)}"
         )
     return "\n".join(lines_) + "\n"
-
-
-def html(found: Sequence[Statement]) -> str:
-    """As a page that stands alone."""
-    priced = [one for one in found if one.per_accepted is not None]
-    plots = ""
-    if priced:
-        bars = [Bar(one.name, (one.per_accepted or 0.0) / MICRO) for one in priced]
-        plots += intervals("Cost per accepted trajectory", bars, unit="currency", reference=None)
-        series = [
-            Line(one.name, [(share, (price or 0.0) / MICRO) for share, price in one.sensitivity])
-            for one in priced
-        ]
-        title = "Cost per accepted trajectory by the price of a lent hour"
-        plots += lines(title, series[:6], x="lent hour / dedicated hour", y="currency")
-    rows = "".join(
-        f"<tr><td>{escape(one.name)}</td><td>{one.dedicated_hours:.2f}</td>"
-        f"<td>{one.borrowed_hours:.2f}</td><td>{one.ledger.tokens.produced}</td>"
-        f"<td>{one.ledger.trajectories.accepted}</td><td>{_money(one.per_accepted)}</td>"
-        f"<td>{_money(one.per_correct)}</td><td>{_money(one.break_even)}</td>"
-        f"<td>{_money(one.opportunity)}</td></tr>"
-        for one in found
-    )
-    head = (
-        "<tr><th></th><th>dedicated GPU-h</th><th>borrowed GPU-h</th><th>tokens</th>"
-        "<th>accepted</th><th>cost per accepted</th><th>per correct answer</th>"
-        "<th>break-even lent hour</th><th>opportunity cost</th></tr>"
-    )
-    style = (
-        "body{font:14px system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}"
-        "table{border-collapse:collapse}td,th{padding:.3rem .7rem;text-align:right}"
-        "td:first-child{text-align:left}tr{border-bottom:1px solid #c9d0d9}"
-    )
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>ROSE cost</title>"
-        f"<style>{style}</style><h1>What was lent, and what it cost</h1>"
-        f"<table>{head}{rows}</table>{plots}</html>\n"
-    )
-
-
-def _money(micros: float | None) -> str:
-    return "unknown" if micros is None else f"{micros / MICRO:.4g}"
 
 
 def main(argv: list[str]) -> int:

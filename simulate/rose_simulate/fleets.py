@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from rose_core.simulate.curves import Curve, Lender, curve, dedicated_tokens_per_s
+from rose_core.simulate.curves import (
+    Alone,
+    Curve,
+    Lender,
+    by_itself,
+    curve,
+    dedicated_tokens_per_s,
+)
 from rose_core.simulate.fleet import Fleet, FleetOutcome
 from rose_core.simulate.fleet_scenario import FleetScenario
+from rose_core.simulate.outcome import Interval, paired_ratio
 from rose_core.simulate.scenario import Regime
 from rose_core.simulate.world import Material
 
@@ -25,52 +33,95 @@ class FleetResult(msgspec.Struct, frozen=True):
 
 
 def run_fleet(
-    told: FleetScenario, material: Material, progress: Callable[[FleetOutcome], None]
+    told: FleetScenario,
+    material: Material,
+    progress: Callable[[FleetOutcome], None],
+    derates: Sequence[float] = (),
 ) -> FleetResult:
-    """Every regime and seed."""
+    """Every derate (empty: the scenario's), regime and seed."""
     outcomes: list[FleetOutcome] = []
-    dedicated = dedicated_tokens_per_s(told.jobs.job, told.derate, material.episodes)
-    for regime in told.regimes:
-        curves = _curves(told, regime, material)
-        for seed in told.seeds:
-            fleet = Fleet(
-                told,
-                regime,
-                seed,
-                curves=curves,
-                dedicated=dedicated,
-                traces=material.traces,
-                episodes=material.episodes,
-                shapes=material.shapes,
-            )
-            outcomes.append(fleet.run())
-            progress(outcomes[-1])
+    for derate in derates or (told.derate,):
+        here = told.model_copy(update={"derate": derate})
+        alone = {seed: _alone(here, material, seed) for seed in told.seeds}
+        for regime in told.regimes:
+            for seed in told.seeds:
+                outcomes.append(_one(here, regime, seed, material, alone[seed]))
+                progress(outcomes[-1])
     return FleetResult(told.name, tuple(outcomes))
 
 
-def _curves(told: FleetScenario, regime: Regime, material: Material) -> tuple[Curve, ...]:
+def _one(
+    told: FleetScenario, regime: Regime, seed: int, material: Material, alone: list[Alone]
+) -> FleetOutcome:
+    """One run; its curves are drawn with its seed too, as they hold its randomness."""
+    fleet = Fleet(
+        told,
+        regime,
+        seed,
+        curves=_curves(told, regime, material, seed, alone),
+        dedicated=dedicated_tokens_per_s(told.jobs.job, told.derate, material.episodes, seed),
+        traces=material.traces,
+        episodes=material.episodes,
+        shapes=material.shapes,
+    )
+    return fleet.run()
+
+
+def against(result: FleetResult, one: FleetOutcome, regime: Regime) -> Interval | None:
+    """Tokens of a regime relative to another's at the same derate, paired by seed."""
+    ours, base = (
+        [o.tokens_per_s for o in result.outcomes if (o.regime, o.derate) == (name, one.derate)]
+        for name in (one.regime, regime.value)
+    )
+    if one.regime == regime or len(ours) != len(base) or not all((*ours, *base)):
+        return None
+    return paired_ratio(ours, base)
+
+
+def _alone(told: FleetScenario, material: Material, seed: int) -> list[Alone]:
+    """Each kind of service with nothing lent."""
+    return [
+        by_itself(
+            Lender(one.service, told.jobs.job, Regime.FIXED, told.derate),
+            loads=LOADS,
+            trace=material.traces[one.service.load.trace],
+            seed=seed,
+        )
+        for one in told.services
+    ]
+
+
+def _curves(
+    told: FleetScenario, regime: Regime, material: Material, seed: int, alone: list[Alone]
+) -> tuple[Curve, ...]:
     return tuple(
         curve(
             Lender(one.service, told.jobs.job, regime, told.derate),
             loads=LOADS,
             trace=material.traces[one.service.load.trace],
             pool=material.episodes,
+            seed=seed,
+            alone=known,
         )
-        for one in told.services
+        for one, known in zip(told.services, alone, strict=True)
     )
 
 
 def fleet_table(result: FleetResult) -> str:
     """The outcomes as text."""
     head = (
-        "regime            seed  GPUs    rollout tok/s  trajectories  dropped  steps  "
-        "lent   open   added violations  alone"
+        "derate  regime            seed  GPUs    rollout tok/s  trajectories  dropped  steps  "
+        "lent   open   added violations (inside, spared)  alone"
     )
     lines = [
-        f"{one.regime:<17} {one.seed:<5} {one.gpus:<7} {one.tokens_per_s:>13.0f}  "
+        f"{one.derate:<7g} {one.regime:<17} {one.seed:<5} {one.gpus:<7} {one.tokens_per_s:>13.0f}  "
         f"{one.finished:>12}  {one.dropped:>7}  {one.steps:>5}  {one.lent_share:<6.1%} "
-        f"{one.open_share:<6.1%} {one.added_violations:<16.0f}  "
+        f"{one.open_share:<6.1%} {_added(one):<34}  "
         f"{one.violations_alone:.0f}/{one.requests}"
         for one in result.outcomes
     ]
     return "\n".join([head, *lines])
+
+
+def _added(one: FleetOutcome) -> str:
+    return f"{one.added_violations:.0f} ({one.added_inside:.0f}, {one.spared_violations:.0f})"

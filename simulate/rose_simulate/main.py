@@ -102,9 +102,7 @@ def main(argv: list[str]) -> int:
 
 
 def _fleet(scenario: FleetScenario, material: Material, options: argparse.Namespace) -> int:
-    if options.derate:
-        scenario = scenario.model_copy(update={"derate": options.derate[0]})
-    found = run_fleet(scenario, material, _progress)
+    found = run_fleet(scenario, material, _progress, options.derate or ())
     sys.stdout.write(f"{fleet_table(found)}\nwritten to {write(found, options.out)}\n")
     return 0
 

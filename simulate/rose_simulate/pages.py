@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
+from rose_core.accounting.charts import Line, intervals, lines
+from rose_core.accounting.charts import Row as Bar
+from rose_core.accounting.cost import per_accepted
+from rose_core.accounting.ledger import total
+from rose_core.accounting.statement import SWEEP, statement
+from rose_core.simulate.fleet import FleetOutcome
 from rose_core.simulate.outcome import Interval, Outcome, paired_ratio
+from rose_core.simulate.run import ledger
 from rose_core.simulate.scenario import Regime
-from rose_simulate.charts import Line, intervals, lines
-from rose_simulate.charts import Row as Bar
-from rose_simulate.fleets import FleetResult
-from rose_simulate.study import Result, Row
+from rose_simulate.fleets import FleetResult, against
+from rose_simulate.study import PRICES, Result, Row
 
 _ACROSS = frozenset({"freshness", "tail"})  # studies whose scenarios differ in one thing
 _ORDER = ("fixed", "rose-paper", "ours")
@@ -85,7 +92,7 @@ def _events(name: str, one: Result, made: Page) -> None:
     )
     papers = {row.derate: row.accepted for row in one.rows if row.regime == Regime.ROSE_PAPER}
     made.text += "".join(_row(row, papers.get(row.derate)) for row in one.rows)
-    made.text += _recovered(one)
+    made.text += _recovered(one) + _sensitivity(one)
     bars = [
         Bar(f"{row.regime}, {row.derate:g}", *_ends(row.against_paper), colour=_colour(row.regime))
         for row in one.rows
@@ -110,6 +117,28 @@ def _recovered(one: Result) -> str:
     return f"\nSeconds until nine tenths of the gates are open again, median: {shown}.\n"
 
 
+def _sensitivity(one: Result) -> str:
+    """What an accepted trajectory costs by the price of a lent hour, against dedicated-only."""
+    lines_ = []
+    for row in one.rows:
+        base = total(map(ledger, _of(one, msgspec.structs.replace(row, regime=Regime.FIXED))))
+        alone = per_accepted(base, PRICES)
+        used = total(map(ledger, _of(one, row)))
+        if row.regime == Regime.FIXED or not alone or not used.borrowed.held_milliseconds:
+            continue
+        costs = statement(row.regime, used, PRICES).sensitivity
+        cells = " | ".join("" if cost is None else f"{cost / alone:.2f}" for _, cost in costs)
+        lines_.append(f"| {row.derate:g} | `{row.regime}` | {cells} |\n")
+    if not lines_:
+        return ""
+    shares = " | ".join(f"{share:g}" for share in SWEEP)
+    return (
+        "\nCost per accepted trajectory, x dedicated-only, by the price of a lent hour "
+        f"(dedicated = 1):\n\n| derate | regime | {shares} |\n|---|---|{'---|' * len(SWEEP)}\n"
+        + "".join(lines_)
+    )
+
+
 def _row(row: Row, paper: int | None) -> str:
     accepted = f"{row.accepted}, {row.accepted / paper:.2f}" if paper else str(row.accepted)
     latency = f"{_times(row.ttft_p99_ratio)}, {_times(row.tpot_p99_ratio)}"
@@ -125,25 +154,52 @@ def _row(row: Row, paper: int | None) -> str:
 
 def _fleet(name: str, one: FleetResult, made: Page) -> None:
     made.text += (
-        f"\n## {one.scenario}\n\n| regime | GPUs | rollout tok/s | accepted | dropped | lent "
-        "| open | added violations | violations alone |\n|---|---|---|---|---|---|---|---|---|\n"
+        f"\n## {one.scenario}\n\n{one.outcomes[0].gpus} GPUs. Ratios are paired by seed, with 95 % "
+        "intervals; the other figures are means over seeds. *Inside*: added where serving alone "
+        "keeps its SLO. *Spared*: late alone, and not when lent.\n\n"
+        "| derate | seeds | regime | rollout tok/s | x fixed | x `rose-paper` | accepted | dropped "
+        "| lent | open | added violations | inside | spared | violations alone |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
     )
-    for outcome in one.outcomes:
-        made.text += (
-            f"| `{outcome.regime}` | {outcome.gpus} | {outcome.tokens_per_s:.0f} "
-            f"| {outcome.accepted} | {outcome.dropped} | {outcome.lent_share:.1%} "
-            f"| {outcome.open_share:.1%} | {outcome.added_violations:.0f} "
-            f"| {outcome.violations_alone:.0f} of {outcome.requests} |\n"
-        )
+    cells = dict.fromkeys((outcome.derate, outcome.regime) for outcome in one.outcomes)
+    for derate, regime in cells:
+        same = [o for o in one.outcomes if (o.derate, o.regime) == (derate, regime)]
+        made.text += _fleet_row(one, same)
     series = [
         Line(outcome.regime, [(hour, value) for hour, value in enumerate(outcome.hourly_tokens)])
         for outcome in one.outcomes
-        if len(outcome.hourly_tokens) > 2
+        if len(outcome.hourly_tokens) > 2 and _is_first(outcome, one)
     ]
     if series:
         file, title = f"{name}-{one.scenario}.svg", f"{one.scenario}: rollout tokens per second"
         made.plots[file] = lines(title, series, x="hour", y="tokens/s")
         made.text += f"\n![{title}]({file})\n"
+
+
+def _fleet_row(result: FleetResult, same: Sequence[FleetOutcome]) -> str:
+    """One regime at one derate."""
+
+    def mean(figure: Callable[[FleetOutcome], float]) -> float:
+        return sum(map(figure, same)) / len(same)
+
+    one = same[0]
+    return (
+        f"| {one.derate:g} | {len(same)} | `{one.regime}` | {mean(lambda o: o.tokens_per_s):.0f} "
+        f"| {_shown(against(result, one, Regime.FIXED))} "
+        f"| {_shown(against(result, one, Regime.ROSE_PAPER))} "
+        f"| {mean(lambda o: o.accepted):.0f} | {mean(lambda o: o.dropped):.0f} "
+        f"| {mean(lambda o: o.lent_share):.1%} | {mean(lambda o: o.open_share):.1%} "
+        f"| {mean(lambda o: o.added_violations):.0f} | {mean(lambda o: o.added_inside):.0f} "
+        f"| {mean(lambda o: o.spared_violations):.0f} "
+        f"| {mean(lambda o: o.violations_alone):.0f} of {mean(lambda o: o.requests):.0f} |\n"
+    )
+
+
+def _is_first(one: FleetOutcome, result: FleetResult) -> bool:
+    """Its line is drawn: of the first seed and the middle derate, which every line can share."""
+    derates = sorted({outcome.derate for outcome in result.outcomes})
+    first = min(outcome.seed for outcome in result.outcomes)
+    return (one.seed, one.derate) == (first, derates[len(derates) // 2])
 
 
 def _ends(interval: Interval | None) -> tuple[float, float | None, float | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from pathlib import Path
 
 import yaml
@@ -14,6 +15,9 @@ from rose_core.simulate.fleet_scenario import FleetScenario, impossible_fleet
 from rose_core.simulate.scenario import Scenario, Service, Where, impossible
 from rose_core.simulate.workload import Arrival, Episode, arrivals, episodes, shape
 from rose_core.simulate.world import Material
+
+ROWS = "rows.json"
+"""File name of a trace -> its rows; beside the traces, and optional."""
 
 
 def read_scenario(path: Path) -> Scenario | FleetScenario:
@@ -117,4 +121,22 @@ def _rows(path: Path) -> list[dict[str, str]]:
         line = text.count("\n") + 1
         message = f"{path}:{line}: truncated: the last line has no end"
         raise TraceError(message)
-    return list(csv.DictReader(io.StringIO(text)))
+    rows = list(csv.DictReader(io.StringIO(text)))
+    expected = _expected(path)
+    if expected is not None and len(rows) < expected:
+        message = f"{path}:{len(rows) + 1}: truncated: {len(rows)} rows of {expected}"
+        raise TraceError(message)
+    return rows
+
+
+def _expected(path: Path) -> int | None:
+    """Rows that ``rows.json`` beside it says it has: a cut between two lines shows nowhere."""
+    counts = path.with_name(ROWS)
+    if not counts.exists():
+        return None
+    try:
+        known = json.loads(counts.read_text())
+        return None if path.name not in known else int(known[path.name])
+    except (OSError, TypeError, ValueError) as error:
+        message = f"{counts}: cannot be read: {error}"
+        raise TraceError(message) from error

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from rose_core.simulate.errors import SimulationError
+from rose_core.simulate.fleet import FleetOutcome
 from rose_core.simulate.fleet_scenario import FleetScenario
 from rose_core.simulate.outcome import Outcome
 from rose_core.simulate.scenario import Regime
@@ -88,6 +89,7 @@ STUDIES: Mapping[str, Study] = {
         "A synchronous step; borrowed engines, a guard and the link of the weights fail again and "
         "again while its tail runs.",
         MAIN,
+        DERATES,
     ),
     "tail": Study(
         "(g) tail batching",
@@ -164,9 +166,9 @@ def _run(
         changes["seconds"] = options.seconds
     told = told.model_copy(update=changes)
     material = read_material(path, told)
-    if isinstance(told, FleetScenario):
-        return run_fleet(told, material, lambda _outcome: None)
     derates: Sequence[float] = options.derate or chosen.derates or (told.derate,)
+    if isinstance(told, FleetScenario):
+        return run_fleet(told, material, lambda one: _progress(told.name, one), derates)
     name = told.name
     return study(told, material, derates, lambda one: _progress(name, one), runner)
 
@@ -182,7 +184,7 @@ def _flags(options: argparse.Namespace) -> str:
     )
 
 
-def _progress(name: str, one: Outcome) -> None:
+def _progress(name: str, one: Outcome | FleetOutcome) -> None:
     sys.stderr.write(f"{name}: derate {one.derate:g}, seed {one.seed}, {one.regime}: done\n")
 
 

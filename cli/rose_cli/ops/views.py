@@ -11,6 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from rose_cli.ops.tables import Row
+from rose_core.accounting.cost import Prices, cost
+from rose_core.accounting.leases import Beside, ledger_of
+from rose_core.accounting.ledger import Ledger
+from rose_core.accounting.statement import Statement, statement
 from rose_core.api import (
     Condition,
     ConditionType,
@@ -79,10 +83,11 @@ def usage_rows(leases: Sequence[RolloutLease], pools: Mapping[str, ServingPool])
 
 
 def _usage(lease: RolloutLease, pool: ServingPool | None) -> Row:
-    totals = lease.status.totals
-    hours = totals.lent_milliseconds / _MILLISECONDS_PER_HOUR
-    opened = totals.open_milliseconds / _MILLISECONDS_PER_HOUR
+    totals, used = lease.status.totals, _used(lease)
+    hours = used.borrowed.held_milliseconds / _MILLISECONDS_PER_HOUR
+    opened = used.borrowed.computing_milliseconds / _MILLISECONDS_PER_HOUR
     price = pool.spec.lending.price_per_gpu_hour_micros if pool else None
+    charge = None if price is None else cost(used, Prices(0, price)).borrowed
     return {
         "lease": lease.metadata.key,
         "pool": lease.spec.pool_ref.key,
@@ -91,8 +96,39 @@ def _usage(lease: RolloutLease, pool: ServingPool | None) -> Row:
         "open_gpu_hours": round(opened, 3),
         "tokens": totals.harvested_tokens,
         "tokens_per_gpu_hour": round(totals.harvested_tokens / hours) if hours else None,
-        "charge": None if price is None else round(opened * price / _MICROS, 6),
+        "charge": None if charge is None else round(charge / _MICROS, 6),
     }
+
+
+def _used(lease: RolloutLease, beside: Beside | None = None) -> Ledger:
+    totals = lease.status.totals
+    return ledger_of(
+        totals.lent_milliseconds, totals.open_milliseconds, totals.harvested_tokens, beside
+    )
+
+
+def statements(
+    leases: Sequence[RolloutLease],
+    pools: Mapping[str, ServingPool],
+    dedicated_hour: int,
+    beside: Mapping[str, Beside],
+) -> list[Statement]:
+    """What each lease cost at its pool's price, in the order of their names.
+
+    Args:
+        leases: of any namespace.
+        pools: by namespace and name; a lease whose pool is gone or has no price is left out.
+        dedicated_hour: micro-units of a dedicated GPU-hour.
+        beside: by lease, what only the trainer knows.
+    """
+    found = []
+    for lease in sorted(leases, key=lambda lease: lease.metadata.key):
+        key, pool = lease.metadata.key, pools.get(lease.spec.pool_ref.key)
+        price = pool.spec.lending.price_per_gpu_hour_micros if pool else None
+        if price is not None:
+            prices = Prices(dedicated_hour, price)
+            found.append(statement(key, _used(lease, beside.get(key)), prices))
+    return found
 
 
 def summed(rows: Sequence[Row], by: str) -> list[Row]:
