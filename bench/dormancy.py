@@ -22,6 +22,7 @@ from pathlib import Path
 
 from bench.record import Figure, figure, record
 from rose_agent.host import freezers, main
+from rose_agent.host.arguments import parser
 from rose_core.identity import SlotKey
 from rose_core.wire.host import EngineState, EnsureEngine, HostStatusRequest, SetDormant
 from rose_core.wire.sync import EngineSpec, WeightSource
@@ -84,7 +85,7 @@ async def cycles(host: main.Running, opened: threading.Event, count: int) -> dic
 async def run(arguments: argparse.Namespace, folder: Path) -> list[Figure]:
     """Start a host with one engine and measure."""
     model = make_named(arguments.model)
-    options = main.parser().parse_args(
+    options = parser().parse_args(
         [
             *("--rundir", str(folder), "--models", str(model.parent)),
             *("--engine-python", str(engine_python()), "--data-port", "0", "--http-port", "0"),

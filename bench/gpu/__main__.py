@@ -5,8 +5,15 @@
 | stop | last kernel of a rollout after the order: frozen, and paused between two steps |
 | time slicing | serving's step beside rollouts of growing batches |
 | mps | the same beside shares of 20, 30 and 50 %, with the multiprocessors that each sees |
+| priority | the same beside the largest share, at serving's priority and below it |
 | kill | what becomes of serving when a client is ended in order, and when it is only killed |
+| fault | what becomes of serving when a client crashes on the GPU, and who can connect afterwards |
 | memory | seconds to give memory back and to take it again, and what NVML says came free |
+| weights | time to scatter changes into and to attest states of 8 and 32 billion weights |
+| elastic | kvcached's pool, where installed: from a lower limit to free memory, 200 cycles |
+
+Without a GPU it ends with an error. ``--rehearse`` tries every check on the stand-ins and keeps
+nothing.
 
 The GPU's settings are left as they are. Compute mode stays what it is, so a client that missed the
 daemon shows as one that is not listed.
@@ -17,6 +24,7 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -82,6 +90,8 @@ def run(plan: Plan, driver: DeviceDriver, gpu: Gpu) -> dict[str, Any]:
         "alone_ms": lambda: checks.alone(plan),
         "time_slicing_ms": lambda: checks.time_slicing(plan),
         "memory": lambda: checks.memory(plan, used),
+        "elastic": lambda: _elastic(plan),
+        "weights": lambda: _weights(plan),
         "mps": lambda: _with_mps(plan, driver, gpu),
     }
     found = {}
@@ -107,8 +117,28 @@ def _with_mps(plan: Plan, driver: DeviceDriver, gpu: Gpu) -> dict[str, Any]:
     whole = driver.multiprocessors(gpu.uuid)
     return {
         "shares_ms": beside(lambda made: checks.mps(plan, made, whole)),
+        "priority_ms": beside(lambda made: checks.priority(plan, made)),
         "kills": beside(lambda made: checks.kills(plan, made)),
+        "fault": beside(lambda made: checks.fault(plan, made)),
     }
+
+
+def _elastic(plan: Plan) -> dict[str, Any]:
+    if plan.fake:
+        return checks.elastic(plan, "rose_engines.fake.kvcached")
+    if importlib.util.find_spec("kvcached") is None:
+        raise OSError("kvcached is not installed")
+    return checks.elastic(plan, "bench.gpu.kvcached_pool")
+
+
+def _weights(plan: Plan) -> dict[str, Any]:
+    try:
+        device = importlib.import_module("bench.weights.device")
+    except ModuleNotFoundError as error:
+        raise OSError(f"the weight plane's own modules are not installed: {error}") from error
+    if plan.fake:
+        return {"tiny": device.measure(1 << 18, "cpu")}
+    return {name: device.measure(size, "cuda") for name, size in device.SIZES.items()}
 
 
 def write(result: Mapping[str, Any], results: Path) -> Path:
@@ -135,17 +165,28 @@ def _devices() -> tuple[DeviceDriver, Any, str]:
 
 
 def main(argv: list[str]) -> int:
-    """Run; 0 also without a GPU."""
+    """Run.
+
+    Returns:
+        0 done, 1 there is no GPU.
+    """
     parser = argparse.ArgumentParser(prog="bench.gpu", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each window")
+    parser.add_argument("--rehearse", action="store_true", help="on stand-ins; keeps nothing")
     words = parser.parse_args(argv)
     driver, library, why = _devices()
+    if why and not words.rehearse:
+        sys.stderr.write(
+            f"gpu-check needs an NVIDIA GPU with its driver, torch and nvidia-ml-py: {why}. "
+            "`make gpu-check ARGS=--rehearse` tries every check on stand-ins.\n"
+        )
+        return 1
     gpu = driver.gpus()[0]
     plan = Plan(fake=bool(why), seconds=words.seconds)
     if why:
         sys.stdout.write(f"no GPU here ({why}): trying checks and report on the stand-ins\n")
-        plan = replace(plan, seconds=min(0.1, words.seconds), stops=2, cycles=2)
+        plan = replace(plan, seconds=min(0.1, words.seconds), stops=2, cycles=2, lends=2)
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu.uuid  # of every process that is started
     result = {

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import signal
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.gpu.processes import Daemon, Worker, worker
+from bench.gpu.processes import Daemon, Worker, pool, worker
+from rose_agent.devices.elastic import KvcachedSegment
 from rose_agent.devices.errors import MpsError
-from rose_core.devices.mps import client_environment, expected_multiprocessors
+from rose_core.devices.mps import BELOW_NORMAL, client_environment, expected_multiprocessors
 
 SHARES = (20, 30, 50)
 BATCHES = (1, 8, 64)
+NORMAL = 0
 _GIB = 1 << 30
 _LOST_SECONDS = 3.0
 
@@ -29,6 +34,7 @@ class Plan:
         stops: of each kind.
         cycles: of taking memory and giving it back.
         gib: memory of such a cycle.
+        lends: cycles of lending KV memory and taking it back.
     """
 
     fake: bool
@@ -36,6 +42,7 @@ class Plan:
     stops: int = 20
     cycles: int = 5
     gib: int = 8
+    lends: int = 200
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int]:
@@ -130,6 +137,76 @@ def mps(plan: Plan, daemon: Daemon, whole: int | None) -> list[dict[str, Any]]:
                     }
                 )
     return found
+
+
+def priority(plan: Plan, daemon: Daemon) -> list[dict[str, Any]]:
+    """Serving's steps beside a rollout of the largest share, at serving's priority and below it."""
+    found = []
+    with worker(fake=plan.fake, environment=daemon.environment) as serving:
+        serving.tell("run")
+        for level in (NORMAL, BELOW_NORMAL):
+            share = client_environment(str(daemon.pipes.pipe), str(daemon.pipes.log), SHARES[-1])
+            given = {**share, "CUDA_MPS_CLIENT_PRIORITY": str(level)}
+            with worker(fake=plan.fake, batch=64, environment=given) as rollout:
+                rollout.tell("run")
+                steps = serving.steps(plan.seconds)
+                made = len(rollout.ask("take"))
+                found.append({"priority": level, "serving": step_ms(steps), "rollout_steps": made})
+    return found
+
+
+def fault(plan: Plan, daemon: Daemon) -> dict[str, Any]:
+    """A client crashes on the GPU: what serving has of it, and who can connect afterwards."""
+    with worker(fake=plan.fake, environment=daemon.environment) as serving:
+        serving.tell("run")
+        limited = client_environment(str(daemon.pipes.pipe), str(daemon.pipes.log), 30)
+        with worker(fake=plan.fake, environment=limited) as rollout:
+            rollout.tell("fault")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rollout.process.wait(_LOST_SECONDS * 5)
+        found = _aftermath(daemon, serving)
+    after = worker(fake=plan.fake, environment=daemon.environment)
+    with contextlib.suppress(EOFError), after as fresh:
+        fresh.tell("run")
+        found["new_clients_afterwards"] = bool(fresh.steps(plan.seconds))
+    return {"new_clients_afterwards": False, **found}
+
+
+def elastic(plan: Plan, module: str) -> dict[str, Any]:
+    """An elastic KV pool: from a lower limit and freed tokens to free memory, many times."""
+    name = f"rose-gpu-check-{os.getpid()}"
+    segment = KvcachedSegment(name)
+    with pool(module, name) as made:
+        bundle = made.seen["bundle"]
+        first, given = segment.read(), []
+        for _ in range(plan.lends):
+            _until(lambda: made.ask("alloc 40"))
+            segment.limit(10 * bundle)
+            began = time.monotonic()
+            made.ask("free 35")
+            _until(lambda: _held(segment) <= 10 * bundle)
+            given.append(time.monotonic() - began)
+            segment.limit((made.seen["bundles"] - 1) * bundle)
+            made.ask("free 5")
+        last = _held(segment)
+    segment.forget()
+    left = None if first is None else last - first.held
+    return {"give_back_s": spread(given), "left_after_cycles_bytes": left, "bundle_bytes": bundle}
+
+
+def _held(segment: KvcachedSegment) -> int:
+    seen = segment.read()
+    if seen is None:
+        raise EOFError("the pool's segment is gone")
+    return seen.held
+
+
+def _until(happens: Callable[[], object]) -> None:
+    deadline = time.monotonic() + _LOST_SECONDS * 5
+    while not happens():
+        if time.monotonic() > deadline:
+            raise EOFError("the pool does not do what its limit says")
+        time.sleep(0.01)
 
 
 def kills(plan: Plan, daemon: Daemon) -> list[dict[str, Any]]:

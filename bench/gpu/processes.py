@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,9 @@ _ANSWER_SECONDS = 30.0
 
 
 class Worker:
-    """A decode loop; see ``worker`` for what it can be told."""
+    """A process that answers line by line; see ``worker`` and ``pool``."""
 
-    def __init__(self, *, fake: bool, batch: int, environment: Mapping[str, str]) -> None:
-        command = [sys.executable, "-m", "bench.gpu.worker", "--batch", str(batch)]
-        command += ["--fake", "--layers", "4"] if fake else []
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -104,7 +102,23 @@ def worker(
     Raises:
         EOFError: it could not start.
     """
-    made = Worker(fake=fake, batch=batch, environment=environment or {})
+    command = [sys.executable, "-m", "bench.gpu.worker", "--batch", str(batch)]
+    command += ["--fake", "--layers", "4"] if fake else []
+    made = Worker(command, environment or {})
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+@contextlib.contextmanager
+def pool(module: str, name: str) -> Iterator[Worker]:
+    """An elastic KV pool that is ready, and ended afterwards.
+
+    Raises:
+        EOFError: it could not start.
+    """
+    made = Worker([sys.executable, "-m", module, "--name", name], {})
     try:
         yield made
     finally:

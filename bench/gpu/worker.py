@@ -5,6 +5,7 @@
     info             print what is seen of the GPU
     hold BYTES       take this much memory, filled from host memory; print the seconds
     drop             give it back; print the seconds
+    fault            read what is not there, as a broken kernel does; the process does not survive
     quit
 
 A step reads every weight once, as decoding does: matrices times a narrow batch, then a wait for the
@@ -21,8 +22,10 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, Protocol
 
+from rose_agent.devices import fake_mps
 from rose_engines.fake.device import connect
 
 _GIB = 1 << 30
@@ -46,6 +49,9 @@ class Loop(Protocol):
 
     def drop(self) -> None:
         """Give it back."""
+
+    def fault(self) -> None:
+        """Crash on the GPU."""
 
 
 class FakeLoop:
@@ -78,6 +84,13 @@ class FakeLoop:
 
     def drop(self) -> None:
         """Nothing to give back."""
+
+    def fault(self) -> None:
+        """Tell the stand-in for the daemon, and end."""
+        control = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")) / "control"
+        if control.exists():
+            fake_mps.send(control, "fake_fault")
+        os._exit(1)
 
 
 class TorchLoop:
@@ -147,6 +160,12 @@ class TorchLoop:
         self._torch.cuda.empty_cache()
         self._torch.cuda.synchronize()
 
+    def fault(self) -> None:
+        """An index far outside trips an assertion on the GPU."""
+        torch = self._torch
+        where = torch.tensor([1 << 40], device="cuda")
+        torch.zeros(1, device="cuda")[where].sum().item()
+
 
 def _say(value: object) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
@@ -205,6 +224,8 @@ def _obey(words: list[str], loop: Loop, lock: threading.Lock, running: threading
             loop.hold(int(words[1]))
         elif words[0] == "drop":
             loop.drop()
+        elif words[0] == "fault":
+            loop.fault()
         _say(time.monotonic() - began if answer is None else answer)
 
 

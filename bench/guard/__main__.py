@@ -16,13 +16,15 @@ from collections.abc import Sequence
 from bench.guard import kept
 from bench.guard.load import LOADS
 from bench.guard.pace import Plan
-from bench.guard.report import MANY, MANY_AT_TAIL, figures, table
+from bench.guard.report import MANY, MANY_AT_TAIL, explained, figures, table
 from bench.guard.run import measure, say
 from bench.guard.serving import SERVING
 from bench.guard.windows import CONDITIONS
 from bench.record import FOLDER, record
 
 _ENDLESS = 1000
+_SHOWN = ("alone", "control", "ours")
+"""Conditions whose late requests are told on the screen; ``NAME.txt`` has all."""
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -33,7 +35,12 @@ def arguments() -> argparse.ArgumentParser:
     add("--serving", choices=list(SERVING), default="sglang", help="the engine that serves")
     add("--seconds", type=float, default=8.0, help="measured seconds of a window, at most 60")
     add("--rounds", type=int, help="2; with --minutes as many as end within them")
-    add("--minutes", type=float, default=0.0, help="begin no round that would end later")
+    add(
+        "--minutes",
+        type=float,
+        default=0.0,
+        help="begin nothing of a later round that would end later",
+    )
     add("--resume", action="store_true", help="go on with the windows that are on disk")
     add("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
     add("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
@@ -80,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     results = asyncio.run(measure(plan, before, lambda now: kept.keep(plan, now, notes(plan))))
     say("\n" + table(results))
+    shown = [line for line in results.explained() if line.condition in _SHOWN]
+    say(explained(shown))
     name = kept.name_of(plan)
     record(name, figures(results), notes=notes(plan))
     say(f"written to {FOLDER}/{name}.svg, {name}.txt, {name}-windows.json, guard-trace.json")
@@ -94,10 +103,16 @@ def notes(plan: Plan) -> list[str]:
         f"windows of {plan.seconds:g} s per load and condition, in each round the same arrivals, "
         f"order drawn with seed {plan.seed}; ratios are paired, intervals 95 % (bootstrap)",
         f"a ratio decides from {MANY} pairs on, at the 99th percentile from {MANY_AT_TAIL} on",
-        "alone, unguarded, static duty and rose-paper run without guard and tap on the node",
+        "guard and tap run on the node in the conditions polled and ours only, begin anew in each "
+        "of their windows and learn for 6 s before it",
         "harvest of idle time: rollout tokens / (their solo rate x time without a request, alone)",
-        "SLO of steady loads: twice the 99th percentile of serving alone; best fixed share: the "
-        "largest of 25, 50, 75, 100 % that added no violation on the same arrivals",
+        "rate while no request is under way, unguarded: the most any gate gets of idle time here",
+        "control: serving alone once more; what it adds or spares is chance",
+        "SLO of steady loads: twice the 99th percentile of serving alone (warm-up window); added "
+        "violations: requests over it less the same requests when alone, drawn in blocks of five",
+        "best fixed share: of 12, 25, 37, 50, 75, 100 % of each 100 ms the one with most tokens "
+        "that brought no request over the SLO which kept it alone; chosen in hindsight, same "
+        "round, same arrivals",
         "threads stand still only when they get the shared core; they compute nothing before",
     ]
 

@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bench.guard.load import Answer
+from bench.guard.witness import Look
 
 DRAWS = 600
+BLOCK = 5
+"""Requests drawn together where they are slow together."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,11 @@ class Window:
         released_s: from the open gate to the first rollout token.
         open_s: how long the gate stood open for want of requests.
         strangers: share of the machine that processes other than the benchmark's used.
+        opened: when the gate stood open, of the clock.
+        gate_s: seconds in each position of a guard's gate.
+        looks: who had the engines' core.
+        solo_rate: rollout tokens per second alone, measured right after a window served alone.
+        idle_tokens: rollout tokens that came while no request was under way.
     """
 
     load: str
@@ -91,6 +99,11 @@ class Window:
     open_s: float = 0.0
     cost: Cost | None = None
     strangers: float = 0.0
+    opened: list[tuple[float, float]] = field(default_factory=list)
+    gate_s: dict[str, float] = field(default_factory=dict)
+    looks: list[Look] = field(default_factory=list)
+    solo_rate: float = 0.0
+    idle_tokens: int = 0
 
     @property
     def measured(self) -> list[Answer]:
@@ -98,14 +111,21 @@ class Window:
         return [answer for answer in self.answers if answer.arrival.at_s >= 0]
 
     @property
+    def gaps(self) -> list[tuple[float, float]]:
+        """When no request was under way, inside the measured seconds."""
+        spans = sorted((a.sent_s, a.ended_s) for a in self.answers)
+        until, end = self.began_s, self.began_s + self.seconds
+        found = []
+        for start, stop in [*spans, (end, end)]:
+            if min(start, end) > until:
+                found.append((until, min(start, end)))
+            until = max(until, min(stop, end))
+        return found
+
+    @property
     def idle_s(self) -> float:
         """Measured seconds in which no request was under way."""
-        spans = sorted((a.sent_s, a.ended_s) for a in self.answers)
-        until, end, idle = self.began_s, self.began_s + self.seconds, 0.0
-        for start, stop in spans:
-            idle += max(0.0, min(start, end) - until)
-            until = max(until, min(stop, end))
-        return idle + max(0.0, end - until)
+        return sum(end - start for start, end in self.gaps)
 
     def values(self, what: str) -> list[float]:
         """TTFT or TPOT of the measured answers, seconds."""
@@ -114,9 +134,25 @@ class Window:
 
     def violations(self, goal_s: tuple[float, float]) -> int:
         """Requests over the SLO; one that failed is over."""
-        ttft, tpot = goal_s
-        slow = sum(a.ttft_s > ttft or (a.tpot_s or 0.0) > tpot for a in self.measured)
-        return slow + self.failed
+        return sum(violates(answer, goal_s) for answer in self.measured) + self.failed
+
+
+def violates(answer: Answer, goal_s: tuple[float, float]) -> bool:
+    """It took longer than its objective."""
+    ttft, tpot = goal_s
+    return answer.ttft_s > ttft or (answer.tpot_s or 0.0) > tpot
+
+
+def over(answer: Answer, goal_s: tuple[float, float]) -> tuple[str, float, float, float]:
+    """The latency that exceeds its objective by most time: name, value, objective, excess (s)."""
+    ttft, tpot = goal_s
+    decode = answer.tpot_s or 0.0
+    both = (
+        (answer.ttft_s - ttft, "TTFT", answer.ttft_s, ttft),
+        ((decode - tpot) * max(0, answer.tokens - 1), "TPOT", decode, tpot),
+    )
+    excess, name, value, goal = max(both)
+    return name, value, goal, excess
 
 
 Pairs = list[list[tuple[float, float]]]
@@ -183,16 +219,45 @@ def harvest(windows: Sequence[Window]) -> float:
     return sum(window.harvested for window in windows) / seconds if seconds else 0.0
 
 
+def rate_of(alone: Window, solo_rate: float) -> float:
+    """The rollouts' solo rate beside that window, else of the beginning."""
+    return alone.solo_rate or solo_rate
+
+
 def of_idle(
     windows: Sequence[Window], alone: Sequence[Window], solo_rate: float, *, seed: int = 0
 ) -> Interval | None:
     """Harvest / (rollouts' solo rate x serving's idle time when alone), rounds drawn anew."""
-    rounds = [
-        (float(w.harvested), solo_rate * base.idle_s)
-        for w in windows
-        for base in alone
-        if base.round == w.round
-    ]
+    return _quotient(
+        [
+            (float(w.harvested), rate_of(base, solo_rate) * base.idle_s)
+            for w in windows
+            for base in alone
+            if base.round == w.round
+        ],
+        seed,
+    )
+
+
+def in_idle(
+    windows: Sequence[Window], alone: Sequence[Window], solo_rate: float, *, seed: int = 0
+) -> Interval | None:
+    """Tokens while no request was under way / (solo rate x that time), rounds drawn anew.
+
+    Without a guard this is the most that any gate can get out of idle time on this machine.
+    """
+    return _quotient(
+        [
+            (float(w.idle_tokens), rate_of(base, solo_rate) * w.idle_s)
+            for w in windows
+            for base in alone
+            if base.round == w.round
+        ],
+        seed,
+    )
+
+
+def _quotient(rounds: list[tuple[float, float]], seed: int) -> Interval | None:
     possible = sum(b for _, b in rounds)
     if not possible:
         return None
@@ -206,6 +271,37 @@ def of_idle(
     return Interval(value, drawn[DRAWS // 40], drawn[-1 - DRAWS // 40], len(rounds))
 
 
+@dataclass(frozen=True)
+class Lost:
+    """Where the harvest of idle time went, as shares of what it could have given.
+
+    Attributes:
+        longer: serving took longer than alone, so less time was idle.
+        shut: idle, and the gate was not open yet (cool-down, reaction).
+        waking: the gate was open, and no token had come yet.
+        slower: what remains: tokens came more slowly than alone; negative when more came.
+    """
+
+    longer: float
+    shut: float
+    waking: float
+    slower: float
+
+
+def lost(windows: Sequence[Window], alone: Sequence[Window], solo_rate: float) -> Lost | None:
+    """What the rollouts did not get of the idle time that serving has when alone."""
+    both = [(w, base) for w in windows for base in alone if base.round == w.round]
+    possible_s = sum(base.idle_s for _, base in both)
+    if not possible_s:
+        return None
+    idle = sum(w.idle_s for w, _ in both) / possible_s
+    opened = sum(w.open_s for w, _ in both) / possible_s
+    waking = sum(sum(w.released_s) for w, _ in both) / possible_s
+    got = of_idle(windows, alone, solo_rate)
+    harvested = got.value if got else 0.0
+    return Lost(1 - idle, idle - opened, waking, opened - waking - harvested)
+
+
 def open_of_idle(windows: Sequence[Window]) -> float | None:
     """Time with an open gate / time without a request, in the same windows.
 
@@ -215,20 +311,77 @@ def open_of_idle(windows: Sequence[Window]) -> float | None:
     return sum(window.open_s for window in windows) / idle if idle > 0 else None
 
 
+@dataclass(frozen=True)
+class Added:
+    """Requests over the SLO, each compared with the same one served alone.
+
+    Attributes:
+        fresh: over it here and not when alone.
+        spared: the other way round.
+        net: the difference, with a 95 % interval in which requests that follow one another are
+            drawn together, since they are slow together.
+    """
+
+    fresh: int
+    spared: int
+    net: Interval
+
+
+def compared(
+    windows: Sequence[Window], alone: Sequence[Window], goal_s: tuple[float, float]
+) -> Added:
+    """Pairs of every round that both have; a request that failed is over its SLO."""
+    groups = []
+    for window in windows:
+        base = next((w for w in alone if w.round == window.round), None)
+        if base is not None:
+            groups.append(_changes(window, base, goal_s))
+    flat = [change for group in groups for change in group]
+    low, high = _blocks(groups)
+    fresh, spared = flat.count(1), flat.count(-1)
+    return Added(fresh, spared, Interval(fresh - spared, low, high, len(flat)))
+
+
+def _changes(window: Window, base: Window, goal_s: tuple[float, float]) -> list[int]:
+    here = {id_(a): violates(a, goal_s) for a in window.measured}
+    there = {id_(a): violates(a, goal_s) for a in base.measured}
+    return [here.get(key, True) - there.get(key, True) for key in sorted({*here, *there})]
+
+
+def _blocks(groups: list[list[int]]) -> tuple[float, float]:
+    draw = np.random.default_rng(0)
+    totals = np.zeros(DRAWS)
+    for group in filter(None, groups):
+        values, blocks = np.array(group), -(-len(group) // BLOCK)
+        starts = draw.integers(0, len(group), (DRAWS, blocks))
+        places = (starts[:, :, None] + np.arange(BLOCK)) % len(group)
+        totals += values[places.reshape(DRAWS, -1)[:, : len(group)]].sum(axis=1)
+    low, high = np.quantile(totals, (0.025, 0.975))
+    return float(low), float(high)
+
+
 def added(windows: Sequence[Window], alone: Sequence[Window], goal_s: tuple[float, float]) -> int:
     """Requests over the SLO beyond those that were over it when served alone."""
-    rounds = {w.round for w in windows}
-    base = sum(w.violations(goal_s) for w in alone if w.round in rounds)
-    return sum(w.violations(goal_s) for w in windows) - base
+    return round(compared(windows, alone, goal_s).net.value)
 
 
 def oracle(
-    candidates: Sequence[Sequence[Window]], alone: Sequence[Window], goal_s: tuple[float, float]
-) -> float | None:
-    """Tokens per second of the best fixed share that an offline search finds.
+    candidates: Sequence[Sequence[Window]],
+    alone: Sequence[Window],
+    goal_s: tuple[float, float],
+    allowed: int = 0,
+) -> Sequence[Window] | None:
+    """The windows of the best fixed share that an offline search finds.
 
-    The search tries each candidate share on the very same arrivals and keeps those that add no
-    violation. None when none of them does.
+    The search tries each candidate share on the very same arrivals and keeps those that bring no
+    more than ``allowed`` requests over the SLO that kept it alone. Violations that serving spares
+    by chance do not pay for others. None when no share is harmless.
     """
-    harmless = [c for c in candidates if c and added(c, alone, goal_s) <= 0]
-    return max((harvest(c) for c in harmless), default=None)
+    harmless = [c for c in candidates if c and compared(c, alone, goal_s).fresh <= allowed]
+    return max(harmless, key=harvest, default=None)
+
+
+def same_rounds(windows: Sequence[Window], others: Sequence[Window]) -> list[Window]:
+    """Those of ``windows`` whose round the others have too."""
+    rounds = {w.round for w in others}
+    return [w for w in windows if w.round in rounds]

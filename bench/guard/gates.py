@@ -35,6 +35,7 @@ _WATERMARK = 0.8
 
 Rule = Callable[[int], int]
 """Time (ns) -> until when the permit may stand open; 0 = closed."""
+Spans = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -93,16 +94,24 @@ class Paper:
 
 
 @contextlib.asynccontextmanager
-async def gate(permit: Permit, rule: Rule, bell: Path) -> AsyncIterator[None]:
-    """Run a rule on the permit and ring at each change; the permit is closed afterwards."""
+async def gate(permit: Permit, rule: Rule, bell: Path) -> AsyncIterator[Spans]:
+    """Run a rule on the permit and ring at each change; the permit is closed afterwards.
+
+    Yields:
+        When it stood open, seconds of the clock; the last one grows.
+    """
     ending = threading.Event()
+    spans: Spans = []
 
     def follow() -> None:
         while not ending.wait(_TICK_SECONDS):
+            now_s = time.monotonic()
             was_open = permit.until_ns > time.monotonic_ns()
             until = rule(time.monotonic_ns())
             if until:
                 permit.extend(until)
+                start = spans.pop()[0] if was_open and spans else now_s
+                spans.append((start, until / 1e9))
             else:
                 permit.close_now()
             if was_open != bool(until):
@@ -111,7 +120,7 @@ async def gate(permit: Permit, rule: Rule, bell: Path) -> AsyncIterator[None]:
     thread = threading.Thread(target=follow, name="gate")
     thread.start()
     try:
-        yield
+        yield spans
     finally:
         ending.set()
         await asyncio.to_thread(thread.join)

@@ -1,7 +1,8 @@
 """A run on disk after each window: its figures for readers, its windows to go on from.
 
 ``NAME-windows.json`` holds what every window measured and what the probes found, so that a run that
-was cut off goes on with the same arrivals and the same SLO. Next step: ``report`` makes figures.
+was cut off goes on with the same arrivals and the same SLO. ``NAME-explain.json`` has a line for
+each request over its objective (``explain``). Next step: ``report`` makes figures.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 from bench.guard.analysis import Window
 from bench.guard.pace import Plan
 from bench.guard.picture import picture
-from bench.guard.report import Crash, Results, figures, table
+from bench.guard.report import Crash, Results, explained, figures, table
 from bench.guard.windows import Goal, Solo
 from bench.record import FOLDER, save
 
@@ -70,8 +71,10 @@ def keep(plan: Plan, results: Results, notes: Sequence[str], folder: Path = FOLD
     fresh.replace(path)
     name = name_of(plan)
     save(name, figures(results), notes=notes, folder=folder)
+    lines = results.explained()
+    (folder / f"{name}-explain.json").write_bytes(msgspec.json.encode(lines))
     (folder / f"{name}.svg").write_text(picture(results))
-    (folder / f"{name}.txt").write_text(table(results))
+    (folder / f"{name}.txt").write_text(table(results) + "\n" + explained(lines))
 
 
 def again(plan: Plan, folder: Path = FOLDER) -> Results | None:

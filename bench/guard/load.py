@@ -13,6 +13,7 @@ import csv
 import random
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import aiohttp
@@ -69,7 +70,11 @@ class Arrival:
 
 @dataclass(slots=True)
 class Answer:
-    """One request as its client saw it; seconds of the monotonic clock, 0 = not yet."""
+    """One request as its client saw it; seconds of the monotonic clock, 0 = not yet.
+
+    Attributes:
+        times: when something of the answer came.
+    """
 
     arrival: Arrival
     sent_s: float
@@ -77,6 +82,7 @@ class Answer:
     last_s: float = 0.0
     ended_s: float = 0.0
     tokens: int = 0
+    times: list[float] = field(default_factory=list)
 
     @property
     def ttft_s(self) -> float:
@@ -87,6 +93,12 @@ class Answer:
     def tpot_s(self) -> float | None:
         """Mean time per token after the first."""
         return (self.last_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else None
+
+    @property
+    def longest_step(self) -> tuple[float, float]:
+        """Longest time between two parts of the answer, and when it began; seconds."""
+        steps = ((two - one, one) for one, two in pairwise(self.times))
+        return max(steps, default=(0.0, self.first_s))
 
 
 @dataclass
@@ -192,5 +204,6 @@ async def _ask(
             if tokens:
                 answer.tokens, answer.last_s = tokens, time.monotonic()
                 answer.first_s = answer.first_s or answer.last_s
+                answer.times.append(round(answer.last_s, 4))
     if not answer.first_s:
         raise aiohttp.ClientPayloadError("the answer ended without a token")

@@ -46,7 +46,9 @@ SLOT = SlotKey("bench-slot", 1)
 POOL = "bench/serving"
 SYNC_SECONDS = 2.0  # as an operator says by itself
 _PATIENCE_SECONDS = 3.0
+_KNOWN_SECONDS = 25.0
 _KNOCK_TOKENS = 100  # long enough for a poll to see it
+_KNOCK_REST_SECONDS = 1.5  # long enough for a poll to see that it is over
 
 
 @dataclass
@@ -208,13 +210,30 @@ class Bench:
         for name in ("agent", "tap"):
             await self.end(name)
 
-    async def told(self, signals: tuple[SignalSource, ...], goal_ms: tuple[int, int]) -> None:
-        """Change the pool's policy; returns when the guard has heard of it and knows serving."""
-        changed = (signals, goal_ms) != (self.signals, self.goal_ms)
+    async def guarded_anew(
+        self, signals: tuple[SignalSource, ...], goal_ms: tuple[int, int]
+    ) -> None:
+        """A tap and a guard that begin with this policy; returns when they know serving.
+
+        A guard keeps what it has learned and how much of the error budget is left, so one that has
+        lived through another condition would carry that into this one. A guard that does not come
+        to know serving (it may have begun in the middle of a request) is replaced by another.
+
+        Raises:
+            TimeoutError: none did.
+        """
         self.signals, self.goal_ms = signals, goal_ms
-        if changed:
-            await asyncio.sleep(2 * SYNC_SECONDS)
-        await self.verified()
+        for last in (False, False, True):
+            await self.guarded(up=False)
+            await self.guarded(up=True)
+            try:
+                async with asyncio.timeout(_KNOWN_SECONDS):
+                    await self.verified()
+            except TimeoutError:
+                if last:
+                    raise
+            else:
+                return
 
     async def verified(self) -> None:
         """Wait for an open gate, with small requests where the guard waits for some.
@@ -240,7 +259,7 @@ class Bench:
                 body = dialect.body([1, 2, 3], _KNOCK_TOKENS)
                 async with http.post(f"{self.serving_url}{dialect.path}", json=body) as answer:
                     await answer.read()
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(_KNOCK_REST_SECONDS)
 
     @property
     def bell(self) -> Path:
@@ -250,7 +269,7 @@ class Bench:
     @contextlib.asynccontextmanager
     async def permit(self) -> AsyncIterator[Permit]:
         """The engine's permit, for a gate of the benchmark's own; no guard may be running."""
-        channel = connect(f"unix:{self.rundir.host_socket}")
+        channel = connect(f"local:{self.rundir.host_socket}")
         permit = Permit.attach(self.rundir.slot(SLOT.uid).permit)
         try:
             await call(channel, HOLD, HoldEngine(SLOT, Holder.GUARD, hold=False), timeout=5)

@@ -8,6 +8,7 @@ from rose_demo.plots import Chart, cumulative
 
 _COLOURS = {
     "alone": "#111827",
+    "control": "#4b9b6e",
     "unguarded": "#c2263f",
     "static-duty": "#8a94a3",
     "polled": "#d97706",

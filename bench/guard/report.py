@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
 from bench.guard import analysis
 from bench.guard.analysis import Interval, Window
-from bench.guard.windows import CONDITIONS, GUARDED, SHARES, Goal, Solo
+from bench.guard.explain import Line, explain
+from bench.guard.windows import CONDITIONS, GUARDED, SEARCHED, SHARES, WITHOUT, Goal, Solo
 from bench.record import Figure, figure
 from rose_core.guard.crossover import quantile
 
@@ -73,6 +75,29 @@ class Results:
         known = {w.condition for w in self.windows if w.load == load}
         return [c for c in dict.fromkeys((*CONDITIONS, *SHARES)) if c in known]
 
+    def aims(self, load: str) -> tuple[float, float] | None:
+        """The SLO of a steady load, seconds."""
+        goal = self.goals.get(load)
+        return (goal.ttft_s, goal.tpot_s) if goal and load.startswith("steady") else None
+
+    def harmless(self, load: str) -> dict[str, bool]:
+        """Fixed shares that were tried, and whether each brought no request over the SLO."""
+        aims, alone = self.aims(load), self.of(load, "alone")
+        if aims is None or not alone:
+            return {}
+        tried = {share: self.of(load, share) for share in SHARES}
+        return {s: not analysis.compared(w, alone, aims).fresh for s, w in tried.items() if w}
+
+    def explained(self) -> list[Line]:
+        """A line for each request of steady loads over its objective."""
+        return [
+            line
+            for load in self.loads
+            for condition in self.conditions(load)
+            if (aims := self.aims(load)) is not None
+            for line in explain(self.of(load, condition), self.of(load, "alone"), aims)
+        ]
+
 
 def figures(results: Results) -> list[Figure]:
     """What is recorded."""
@@ -107,9 +132,9 @@ def _condition(results: Results, load: str, condition: str) -> list[Figure]:
     windows, alone = results.of(load, condition), results.of(load, "alone")
     bursty_ours = condition == "ours" and not load.startswith("steady")
     rows = [figure(f"{load}, {condition}: harvest", analysis.harvest(windows), "tokens/s")]
-    if condition == "alone":
-        idle = sum(w.idle_s for w in alone) / sum(w.seconds for w in alone)
-        rows = [figure(f"{load}, alone: time without a request", idle, "share")]
+    if condition in WITHOUT:
+        idle = sum(w.idle_s for w in windows) / sum(w.seconds for w in windows)
+        rows = [figure(f"{load}, {condition}: time without a request", idle, "share")]
     for name, what, q, aim in LATENCIES:
         values = [value for window in windows for value in window.values(what)]
         if values:
@@ -118,18 +143,50 @@ def _condition(results: Results, load: str, condition: str) -> list[Figure]:
             found = analysis.ratio(analysis.pairs(alone, windows, what), q)
             limit = aim if bursty_ours else None
             rows += _compared(f"{load}, {condition} / alone: {name}", found, q, limit)
-    if condition != "alone" and not load.startswith("steady"):
-        share = analysis.of_idle(windows, alone, results.solo.rollout_rate)
-        least = 0.95 if bursty_ours else None
-        name = f"{load}, {condition}: harvest of idle time"
-        if share is not None:
-            ends = (share.low, share.high)
-            rows.append(figure(name, share.value, "share", at_least=least, interval=ends))
-    opened = analysis.open_of_idle(windows) if condition in GUARDED else None
-    if opened is not None and not load.startswith("steady"):
-        rows.append(figure(f"{load}, {condition}: open gate / idle time", opened, "share"))
+    if condition not in WITHOUT and not load.startswith("steady"):
+        rows += _idle_time(results, load, condition)
     failed = sum(w.failed for w in windows)
     return [*rows, figure(f"{load}, {condition}: failed requests", failed, "count")]
+
+
+def _idle_time(results: Results, load: str, condition: str) -> list[Figure]:
+    """What became of the idle time of a bursty load."""
+    windows, alone = results.of(load, condition), results.of(load, "alone")
+    solo, name = results.solo.rollout_rate, f"{load}, {condition}"
+    rows = []
+    least = 0.95 if condition == "ours" else None
+    share = analysis.of_idle(windows, alone, solo)
+    if share is not None:
+        ends = (share.low, share.high)
+        text = f"{name}: harvest of idle time"
+        rows.append(figure(text, share.value, "share", at_least=least, interval=ends))
+    rate = analysis.in_idle(windows, alone, solo)
+    if rate is not None:
+        text = f"{name}: rate while no request is under way / solo rate"
+        rows.append(figure(text, rate.value, "share", interval=(rate.low, rate.high)))
+    ceiling = analysis.in_idle(results.of(load, "unguarded"), alone, solo)
+    if share is not None and ceiling is not None and ceiling.value and condition == "ours":
+        text = f"{name}: harvest of idle time / unguarded's rate in it"
+        rows.append(figure(text, share.value / ceiling.value, "ratio"))
+    if condition in GUARDED:
+        rows += _lost(windows, alone, solo, name)
+    return rows
+
+
+def _lost(
+    windows: Sequence[Window], alone: Sequence[Window], solo: float, name: str
+) -> list[Figure]:
+    lost, opened = analysis.lost(windows, alone, solo), analysis.open_of_idle(windows)
+    rows = [] if opened is None else [figure(f"{name}: open gate / idle time", opened, "share")]
+    if lost is None:
+        return rows
+    parts = (
+        ("serving took longer than alone", lost.longer),
+        ("gate still closed", lost.shut),
+        ("open gate, no token yet", lost.waking),
+        ("slower than alone while open", lost.slower),
+    )
+    return rows + [figure(f"{name}: lost, {text}", value, "share") for text, value in parts]
 
 
 def _never_idle(results: Results, load: str) -> list[Figure]:
@@ -143,23 +200,66 @@ def _never_idle(results: Results, load: str) -> list[Figure]:
     ]
     for condition in results.conditions(load):
         if condition != "alone":
-            more = analysis.added(results.of(load, condition), alone, aims)
+            found = analysis.compared(results.of(load, condition), alone, aims)
             limit = 0.0 if condition == "ours" else None
-            name = f"{load}, {condition}: added violations"
-            rows.append(figure(name, more, "count", at_most=limit))
-    fixed = [results.of(load, c) for c in (*SHARES, "unguarded")]
-    best = analysis.oracle(fixed, alone, aims)
+            name, ends = f"{load}, {condition}: added violations", (found.net.low, found.net.high)
+            rows += [
+                figure(name, found.net.value, "count", at_most=limit, interval=ends),
+                figure(f"{name}, not so alone", found.fresh, "count"),
+                figure(f"{name}, only so alone", found.spared, "count"),
+            ]
+    rows += _causes(results, load) + _positions(results, load)
+    return rows + _against_search(results, load, aims) + _against_paper(results, load)
+
+
+def _causes(results: Results, load: str) -> list[Figure]:
+    """What covers the excess of ours' requests over the SLO, that serving alone kept."""
+    aims = results.aims(load)
     ours = results.of(load, "ours")
-    if best is not None:
-        rows.append(figure(f"{load}: best fixed share, found offline", best, "tokens/s"))
-    if best and ours:
-        share = analysis.harvest(ours) / best
-        rows.append(figure(f"{load}: ours / best fixed share", share, "ratio", at_least=0.9))
-    paper = results.of(load, "rose-paper")
-    if paper and ours:
-        share = analysis.harvest(ours) / max(1e-9, analysis.harvest(paper))
-        rows.append(figure(f"{load}: ours / rose-paper, harvest", share, "ratio", at_least=1.0))
+    lines = explain(ours, results.of(load, "alone"), aims) if aims and ours else []
+    counts = Counter(line.cause for line in lines)
+    name = f"{load}, ours: over the objective by cause"
+    return [figure(f"{name}, {cause}", count, "count") for cause, count in sorted(counts.items())]
+
+
+def _positions(results: Results, load: str) -> list[Figure]:
+    """Where ours' gate stood, and why: share of the measured time."""
+    windows = results.of(load, "ours")
+    spent: Counter[str] = Counter()
+    for window in windows:
+        spent.update(window.gate_s)
+    seconds, name = sum(w.seconds for w in windows), f"{load}, ours: gate"
+    return [figure(f"{name} {at}", spent[at] / seconds, "share") for at in sorted(spent)]
+
+
+def _against_search(results: Results, load: str, aims: tuple[float, float]) -> list[Figure]:
+    """Ours beside the best fixed share, in the rounds in which the search was made."""
+    alone, ours = results.of(load, "alone"), results.of(load, "ours")
+    candidates = [results.of(load, share) for share in SHARES]
+    searched = [w for share in SEARCHED for w in results.of(load, share)]
+    candidates.append(results.of(load, "unguarded"))
+    if searched:
+        candidates = [analysis.same_rounds(c, searched) for c in candidates]
+    rows = []
+    same = analysis.same_rounds(ours, searched) if searched else ours
+    more = analysis.compared(same, alone, aims).fresh if same else 0
+    for text, allowed in (("no request over", 0), ("as many over as ours", more)):
+        best = analysis.oracle(candidates, alone, aims, allowed)
+        name = f"{load}: best fixed share, {text}"
+        found = analysis.harvest(best) if best else 0.0
+        rows.append(figure(name, found, "tokens/s"))
+        if found and same and text == "no request over":
+            share = analysis.harvest(same) / found
+            rows.append(figure(f"{load}: ours / best fixed share", share, "ratio", at_least=0.9))
     return rows
+
+
+def _against_paper(results: Results, load: str) -> list[Figure]:
+    paper, ours = results.of(load, "rose-paper"), results.of(load, "ours")
+    if not (paper and ours):
+        return []
+    share = analysis.harvest(ours) / max(1e-9, analysis.harvest(paper))
+    return [figure(f"{load}: ours / rose-paper, harvest", share, "ratio", at_least=1.0)]
 
 
 def _reactions(results: Results, condition: str) -> list[Figure]:
@@ -222,9 +322,15 @@ def table(results: Results) -> str:
         count = sum(len(w.measured) for w in alone)
         lines.append(f"{load}: {count} requests in {len(alone)} rounds, ms and ratio to alone")
         heads = "".join(f"{name:>18}" for name, *_ in LATENCIES)
-        lines.append(f"  {'':<12}{heads}{'rollout tok/s':>15}{'of idle':>9}{'added':>7}")
+        ends = f"{'rollout tok/s':>15}{'of idle':>9}{'in idle':>9}"
+        lines.append(f"  {'':<12}{heads}{ends}  added [95 %] (new, spared)")
         lines += [_line(results, load, condition) for condition in results.conditions(load)]
     return "\n".join(lines) + "\n"
+
+
+def explained(lines: Sequence[Line]) -> str:
+    """The requests over their objective, a line each."""
+    return "".join(f"{line.text}\n" for line in lines)
 
 
 def _line(results: Results, load: str, condition: str) -> str:
@@ -235,10 +341,18 @@ def _line(results: Results, load: str, condition: str) -> str:
         found = analysis.ratio(analysis.pairs(alone, windows, what), q)
         value = f"{1e3 * quantile(values, q):.1f}" if values else "-"
         cells.append(f"{value:>10} {f'x{found.value:.2f}' if found else '':>7}")
-    share = analysis.of_idle(windows, alone, results.solo.rollout_rate)
-    goal = results.goals.get(load)
-    more = str(analysis.added(windows, alone, (goal.ttft_s, goal.tpot_s))) if goal else ""
-    of_idle = f"{share.value:.2f}" if share and not load.startswith("steady") else ""
-    return (
-        f"  {condition:<12}{''.join(cells)}{analysis.harvest(windows):>15.0f}{of_idle:>9}{more:>7}"
-    )
+    return f"  {condition:<12}{''.join(cells)}{_harvested(results, load, condition)}"
+
+
+def _harvested(results: Results, load: str, condition: str) -> str:
+    windows, alone = results.of(load, condition), results.of(load, "alone")
+    solo, aims = results.solo.rollout_rate, results.aims(load)
+    bursty = condition not in WITHOUT and aims is None
+    shares = [kind(windows, alone, solo) for kind in (analysis.of_idle, analysis.in_idle)]
+    cells = "".join(f"{f'{s.value:.2f}' if s and bursty else '':>9}" for s in shares)
+    more = ""
+    if aims is not None and condition != "alone":
+        found = analysis.compared(windows, alone, aims)
+        ends = f"[{found.net.low:.0f}, {found.net.high:.0f}]"
+        more = f"  {found.net.value:.0f} {ends} ({found.fresh}, {found.spared})"
+    return f"{analysis.harvest(windows):>15.0f}{cells}{more}"

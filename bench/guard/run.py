@@ -4,7 +4,7 @@
 |---|---|
 | a window raises, or outlasts its patience | recorded; engines and guard are started anew |
 | the engines do not start | the run ends with what it has; ``--resume`` goes on from there |
-| the budget of minutes is used up | no further round is begun |
+| the budget of minutes is used up | no further load of a later round is begun |
 
 After each window everything measured so far is on disk. Next step: ``kept`` writes it.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from bench.guard.analysis import Window
 from bench.guard.node import running
-from bench.guard.pace import Cell, Pace, Plan, clock
+from bench.guard.pace import Cell, Pace, Plan, clock, hopeless
 from bench.guard.report import Crash, Results
 from bench.guard.rollouts import Rollouts
 from bench.guard.windows import Goal, Runner
@@ -104,21 +104,32 @@ async def _warm_up(runner: Runner, plan: Plan, results: Results) -> None:
 
 async def _rounds(runner: Runner, plan: Plan, results: Results, pace: Pace, keep: Keep) -> None:
     for number in range(plan.rounds):
-        cells = [cell for cell in plan.round(number) if not results.knows(cell.key)]
-        if number and not pace.fits(cells, time.monotonic()):
-            say(f"round {number + 1} would not end within {plan.minutes:g} min")
-            return
-        while cells:
-            cell = cells.pop(0)
-            began = time.monotonic()
-            try:
-                window = await _patiently(plan, results, cell, _window(runner, plan, results, cell))
-                results.windows.append(window)
-                pace.took(cell, time.monotonic() - began)
-            finally:
-                keep(results)
-            left = clock(pace.left_s(plan, number, cells, time.monotonic()))
-            say(f"{cell.name}: {len(window.measured)} requests, {left} left")
+        left = plan.groups(number)
+        while left:
+            group = left.pop(0)
+            cells = [cell for cell in group if not results.knows(cell.key)]
+            if number and not pace.fits(cells, time.monotonic()):
+                name = group[0].load.name
+                say(f"round {number + 1}, {name}, would not end within {plan.minutes:g} min")
+                return
+            later = [cell for one in left for cell in one]
+            while cells:
+                try:
+                    await _cell(runner, plan, results, pace, cells.pop(0))
+                finally:
+                    keep(results)
+                said = clock(pace.left_s(plan, number, cells + later, time.monotonic()))
+                say(f"  {said} left")
+
+
+async def _cell(runner: Runner, plan: Plan, results: Results, pace: Pace, cell: Cell) -> None:
+    if hopeless(cell.condition, results.harmless(cell.load.name)):
+        return
+    began = time.monotonic()
+    window = await _patiently(plan, results, cell, _window(runner, plan, results, cell))
+    results.windows.append(window)
+    pace.took(cell, time.monotonic() - began)
+    say(f"{cell.name}: {len(window.measured)} requests")
 
 
 async def _window(runner: Runner, plan: Plan, results: Results, cell: Cell) -> Window:

@@ -22,14 +22,22 @@ from bench.guard.load import Arrival, Load, Served, schedule, serve
 from bench.guard.node import Bench
 from bench.guard.rollouts import Rollouts
 from bench.guard.serving import KV_TOKENS, RUNNING
+from bench.guard.witness import Witness
 from rose_core.wire.sync import SignalSource
 
-CONDITIONS = ("alone", "unguarded", "static-duty", "polled", "rose-paper", "ours")
+CONDITIONS = ("alone", "control", "unguarded", "static-duty", "polled", "rose-paper", "ours")
+"""``control`` is serving alone once more: what differs from ``alone`` there is chance."""
+WITHOUT = ("alone", "control")
 GUARDED = ("polled", "ours")
 _PATIENCE_SECONDS = 60.0
-_REST_SECONDS = 5.0
-SHARES = {"static-duty": 0.5, "duty-25": 0.25, "duty-75": 0.75}
+_REST_SECONDS = 4.0
+_LEARNING_SECONDS = 6.0
+_LEARNING_ROUND = 500
+_SOLO_SECONDS = 1.5
+SHARES = {"static-duty": 0.5, "duty-12": 0.12, "duty-25": 0.25, "duty-37": 0.37, "duty-75": 0.75}
 """Fixed shares; all but the first run once, on steady loads, for the offline search."""
+SEARCHED = ("duty-25", "duty-37", "duty-12", "duty-75")
+"""In the order of the search; one that cannot be the best any more is passed over (``pace``)."""
 
 
 @dataclass(frozen=True)
@@ -124,31 +132,61 @@ class Runner:
         self.rollouts.halved = False
         arrivals = schedule(load, seconds, number, solo.serving_rate)
         seed = f"{load.name} {condition} {number} {time.monotonic_ns()}"
-        async with self._conditions(load, condition, served, solo, goal):
-            rested = await self._rested() if condition == "ours" else None
-            used = self._used() if rested is not None else None
+        async with self._conditions(load, condition, served, solo, goal) as spans:
+            if condition in GUARDED:
+                await self._warm_up(load, number, solo)
+            rested = await self._rested() if condition == "ours" and not load.steady else None
+            used = self._used() if condition == "ours" else None
             sent, machine = time.monotonic(), strangers.used()
-            await serve(
-                self.bench.serving_url,
-                arrivals,
-                served,
-                seed=seed,
-                seconds=seconds,
-                lead_s=load.lead_s,
-                dialect=self.bench.serving.dialect,
-            )
+            with self._witness().watching() as looks:
+                await serve(
+                    self.bench.serving_url,
+                    arrivals,
+                    served,
+                    seed=seed,
+                    seconds=seconds,
+                    lead_s=load.lead_s,
+                    dialect=self.bench.serving.dialect,
+                )
             began = served.began_s
-            made = self.rollouts.made(began, began + seconds) if condition != "alone" else 0
+            made = 0 if condition in WITHOUT else self.rollouts.made(began, began + seconds)
             window = Window(
                 load.name, condition, number, seconds, began, served.answers, served.failed, made
             )
+            window.looks, window.opened = looks, list(spans)
+            window.idle_tokens = sum(self.rollouts.made(*gap) for gap in window.gaps)
             window.strangers = strangers.strangers(machine, strangers.used())
-            if used is not None and rested is not None:
+            if used is not None:
+                resting_s, resting_cpu_s = rested or (0.0, 0.0)
                 cost = self._cost(used[0], sent, served)
-                window.cost = replace(cost, resting_s=rested[0], resting_cpu_s=rested[1])
+                window.cost = replace(cost, resting_s=resting_s, resting_cpu_s=resting_cpu_s)
             if condition in GUARDED:
                 await self._reactions(window)
+        if condition == "alone" and not load.steady:
+            # The machine's speed changes over minutes: what idle time could give is asked there.
+            window.solo_rate = await self.rollout_rate(_SOLO_SECONDS)
         return window
+
+    async def _warm_up(self, load: Load, number: int, solo: Solo) -> None:
+        """Some unmeasured seconds of the same kind of load.
+
+        A guard lives for days, not for one window, so what it learns of its replica at first does
+        not belong to each window anew.
+        """
+        arrivals = schedule(load, _LEARNING_SECONDS, _LEARNING_ROUND + number, solo.serving_rate)
+        await serve(
+            self.bench.serving_url,
+            [arrival for arrival in arrivals if arrival.at_s >= 0],
+            Served(),
+            seed=f"learning {load.name} {number} {time.monotonic_ns()}",
+            seconds=_LEARNING_SECONDS,
+            dialect=self.bench.serving.dialect,
+        )
+
+    def _witness(self) -> Witness:
+        file = self.bench.engine()
+        rollouts = file.pids[0] if file is not None and file.pids else 0
+        return Witness(self.bench.processes["serving"].pid, rollouts)
 
     def _cost(self, cpu_before_s: float, since_s: float, served: Served) -> Cost:
         now = time.monotonic()
@@ -165,16 +203,17 @@ class Runner:
     @contextlib.asynccontextmanager
     async def _conditions(
         self, load: Load, condition: str, served: Served, solo: Solo, goal: Goal | None
-    ) -> AsyncIterator[None]:
-        await self.bench.guarded(up=condition in GUARDED)
+    ) -> AsyncIterator[gates.Spans]:
+        """Set it up; yields when the gate stood open, where the benchmark moves it itself."""
         if condition in GUARDED:
             sources = (SignalSource.LOADS,) if condition == "polled" else tuple(SignalSource)
             milliseconds = goal.milliseconds if goal and load.steady else (0, 0)
-            await self.bench.told(sources, milliseconds)
-            yield
+            await self.bench.guarded_anew(sources, milliseconds)
+            yield []
             return
-        if condition == "alone":
-            yield
+        await self.bench.guarded(up=False)
+        if condition in WITHOUT:
+            yield []
             return
         rule: gates.Rule = gates.always
         if condition in SHARES:
@@ -182,9 +221,12 @@ class Runner:
         elif condition == "rose-paper" and goal is not None:
             aims = (goal.ttft_s, goal.tpot_s)
             rule = gates.paper(served, solo.profile, aims, KV_TOKENS, self.rollouts).rule
-        async with self.bench.permit() as permit, gates.gate(permit, rule, self.bench.bell):
+        async with (
+            self.bench.permit() as permit,
+            gates.gate(permit, rule, self.bench.bell) as spans,
+        ):
             await asyncio.sleep(0.5)
-            yield
+            yield spans
 
     def _used(self) -> tuple[float, int, int]:
         """CPU seconds, RSS and PSS of guard and tap."""
@@ -198,11 +240,10 @@ class Runner:
     async def _reactions(self, window: Window) -> None:
         """From the flight recorder and the rollout client, which share the clock."""
         end_s = window.began_s + window.seconds
-        entries = [
-            entry
-            for entry in (await self.bench.page("trace"))["entries"]
-            if window.began_s <= entry["t"] / 1e9 < end_s
-        ]
+        noted = (await self.bench.page("trace"))["entries"]
+        window.opened = _spans(noted, end_s)
+        window.gate_s = _positions(noted, window.began_s, end_s)
+        entries = [e for e in noted if window.began_s <= e["t"] / 1e9 < end_s]
         for what, into in (("closed", window.closed_s), ("stopped", window.stopped_s)):
             into += [e["after_ns"] / 1e9 for e in entries if e["what"] == what]
         self._stops(window, entries, end_s)
@@ -230,6 +271,29 @@ class Runner:
             first = self.rollouts.first_after(turn["t"] / 1e9)
             if first is not None and first < until:
                 window.released_s.append(first - turn["t"] / 1e9)
+
+
+def _spans(entries: list[dict[str, Any]], end_s: float) -> gates.Spans:
+    """When the gate stood open, by the flight recorder."""
+    turns = [e for e in entries if e["what"] == "gate"]
+    return [
+        (turn["t"] / 1e9, following["t"] / 1e9 if following else max(end_s, turn["t"] / 1e9))
+        for turn, following in zip_longest(turns, turns[1:])
+        if turn["open"]
+    ]
+
+
+def _positions(entries: list[dict[str, Any]], began_s: float, end_s: float) -> dict[str, float]:
+    """Seconds of the window in each position of the gate, by its reason."""
+    turns = [e for e in entries if e["what"] == "gate"]
+    found: dict[str, float] = {}
+    for turn, following in zip_longest(turns, turns[1:]):
+        start, stop = turn["t"] / 1e9, following["t"] / 1e9 if following else end_s
+        spent = min(stop, end_s) - max(start, began_s)
+        if spent > 0:
+            name = f"{'open' if turn['open'] else 'closed'}, {turn['reason']}"
+            found[name] = round(found.get(name, 0.0) + spent, 4)
+    return found
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -6,9 +6,12 @@
 | rest | nothing changes, agents renew | writes, share of a core |
 | probes | single leases are applied | applied -> grant on a node |
 | churn | leases are resized, serving pods replaced | writes per transition, time to plan |
+| cordon | a twentieth of the nodes is cordoned | time until their slots are back, slots of others |
 | poison | leases that are contradictory in five ways | time until each has its reason, slots |
 | failover | the leader is killed with -9, a second operator takes over | slots, grants, time |
+| outage | the API server is killed and started again | slots, grants, writes afterwards |
 
+Nodes and serving pods are objects of the API server whose kubelets KWOK plays (``machines``).
 A slot's life has four transitions: made, running, taken back, gone. Every write counts but those of
 the leader Lease: specs, statuses, routers, Events.
 """
@@ -18,26 +21,23 @@ from __future__ import annotations
 import argparse
 import os
 import pstats
-import random
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 from lightkube import Client, KubeConfig
-from lightkube.generic_resource import create_namespaced_resource
-from lightkube.types import PatchType
 
 from bench.operator.fleet import FULL, NAMESPACE, QUICK, SYSTEM, Scale
+from bench.operator.machines import LEASE_SECONDS, STATUS_SECONDS, Machines
+from bench.operator.phases import POOL, Bench
 from bench.operator.processes import Agents, Operator, ended, until
-from bench.record import Figure, figure, record
+from bench.record import Figure, record
 from rose_core.api.crd import KINDS
 from rose_dev.control_plane import ControlPlane
+from rose_dev.kwok import Kwok
 
 ROOT = Path(__file__).parents[2]
-_LEASE = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "RolloutLease", "rolloutleases")
-_POOL = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "ServingPool", "servingpools")
-_SLOT = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "RolloutSlot", "rolloutslots")
 
 
 def flags() -> argparse.ArgumentParser:
@@ -53,210 +53,50 @@ def flags() -> argparse.ArgumentParser:
     return parser
 
 
-class Bench:
-    """One run."""
-
-    def __init__(
-        self, scale: Scale, client: Client, first: Operator, second: Operator, agents: Agents
-    ) -> None:
-        self.scale, self.client = scale, client
-        self.first, self.second, self.agents = first, second, agents
-        self.figures: list[Figure] = []
-        self.random = random.Random(1)
-
-    def add(self, name: str, value: float, unit: str, at_most: float | None = None) -> None:
-        """Keep and print a figure."""
-        self.figures.append(figure(name, value, unit, at_most=at_most))
-        print(f"  {name}: {value:.4g} {unit}", flush=True)
-
-    def slots(self) -> dict[str, str]:
-        """Slots by name -> uid."""
-        found = (dict(slot)["metadata"] for slot in self.client.list(_SLOT, namespace=SYSTEM))
-        return {metadata["name"]: metadata["uid"] for metadata in found}
-
-    def fill(self) -> None:
-        """All leases at once."""
-        wanted = self.scale.fleet.leases * self.scale.fleet.slots_per_lease
-        before = self.first.writes()
-        started = time.monotonic()
-        for manifest in self.scale.fleet.lease_manifests():
-            self.client.create(_LEASE.from_dict(manifest))
-        self.add("fill: applying the leases", time.monotonic() - started, "s")
-        until(lambda: len(self.agents.granted()) >= wanted, f"{wanted} slots are granted", 300)
-        self.add("fill: first lease applied -> all granted", time.monotonic() - started, "s")
-        self.settle()
-        self.add("fill: writes per slot", (self.first.writes() - before) / wanted, "")
-
-    def settle(self, seconds: float = 12.0) -> None:
-        """Until no write has happened for a while."""
-        seen, since = self.first.writes(), time.monotonic()
-
-        def quiet() -> bool:
-            nonlocal seen, since
-            now = self.first.writes()
-            if now != seen:
-                seen, since = now, time.monotonic()
-            return time.monotonic() - since > seconds
-
-        until(quiet, "the world is at rest", 300)
-
-    def rest(self) -> None:
-        """Nothing changes."""
-        seconds = self.scale.rest_seconds
-        writes, cpu = self.first.writes(), self.first.cpu_seconds()
-        syncs = sum(self.first.samples("rose_operator_syncs_total").values())
-        time.sleep(seconds)
-        syncs = sum(self.first.samples("rose_operator_syncs_total").values()) - syncs
-        cpu = self.first.cpu_seconds() - cpu
-        self.add("rest: writes", self.first.writes() - writes, "", at_most=0)
-        self.add("rest: syncs per second", syncs / seconds, "1/s")
-        self.add("rest: share of a core", cpu / seconds * 100, "%", at_most=30)
-
-    def probes(self) -> None:
-        """Single leases, each until a node holds its grant."""
-        seconds = []
-        for number in range(self.scale.probes):
-            name = f"probe-{number}"
-            pool = self.random.randrange(self.scale.fleet.pools)
-            self.client.create(_LEASE.from_dict(self.scale.fleet.lease(name, pool, 1)))
-            applied = time.monotonic()
-            key = f"{NAMESPACE}/{name}"
-            event = until(
-                lambda key=key: next(  # type: ignore[misc]
-                    (e for e in reversed(self.agents.events) if e.lease == key), None
-                ),
-                f"lease {key} is granted",
-            )
-            seconds.append(event.at - applied)
-            time.sleep(self.random.random() * 0.5)
-            self.client.delete(_LEASE, name, namespace=NAMESPACE)
-        seconds.sort()
-        self.add("lease applied -> grant, median", seconds[len(seconds) // 2], "s")
-        p99 = seconds[min(len(seconds) - 1, round(len(seconds) * 0.99))]
-        self.add("lease applied -> grant, p99", p99, "s", at_most=3)
-        self.settle()
-
-    def churn(self) -> None:
-        """Leases change their size and serving pods are replaced."""
-        fleet = self.scale.fleet
-        before, plans = self.first.writes(), self.first.plans()
-        work = self.first.plans("cpu_seconds")
-        decisions = sum(self.first.samples("rose_planner_decisions_total").values())
-        cpu, started = self.first.cpu_seconds(), time.monotonic()
-        while time.monotonic() - started < self.scale.churn_seconds:
-            name = f"grpo-{self.random.randrange(fleet.leases)}"
-            slots = {"spec": {"slots": {"max": self.random.randint(1, fleet.slots_per_lease)}}}
-            self.client.patch(_LEASE, name, slots, namespace=NAMESPACE, patch_type=PatchType.MERGE)
-            self.agents.restart_pods(1)
-            time.sleep(0.5)
-        share = (self.first.cpu_seconds() - cpu) / (time.monotonic() - started) * 100
-        self.add("churn: share of a core", share, "%")
-        self.settle()
-        changed = sum(self.first.samples("rose_planner_decisions_total").values()) - decisions
-        self.add("churn: slots made or taken back", changed, "")
-        per_transition = (self.first.writes() - before) / max(1, 2 * changed)
-        self.add("churn: writes per slot transition", per_transition, "", at_most=2)
-        passes = self.first.plans().since(plans)
-        self.add("time to plan, median at most", passes.at_most(50), "s")
-        spent = self.first.plans("cpu_seconds").since(work)
-        self.add("processor time to plan, p99 at most", spent.at_most(99), "s", at_most=1)
-        p99 = passes.at_most(99)
-        self.add("time to plan, p99 at most", p99, "s", at_most=1)
-
-    def poison(self) -> None:
-        """Many leases that cannot be served."""
-        count, before, writes = self.scale.poison, self.slots(), self.first.writes()
-        started = time.monotonic()
-        for number in range(count):
-            self.client.create(_LEASE.from_dict(self.scale.fleet.poison(number)))
-
-        def reasons() -> bool:
-            found = self.client.list(_LEASE, namespace=NAMESPACE, chunk_size=250)
-            told = [one for one in map(dict, found) if one.get("status")]
-            return count == sum("poison-" in one["metadata"]["name"] for one in told)
-
-        until(reasons, f"{count} poison leases have their reasons", 300)
-        self.add("poison: applied first -> last has its reason", time.monotonic() - started, "s")
-        self.settle()
-        self.add("poison: writes per lease", (self.first.writes() - writes) / count, "")
-        changed = len(before.items() ^ self.slots().items())
-        self.add("poison: slots changed", changed, "", at_most=0)
-
-    def failover(self) -> None:
-        """The leader dies; what the agents hold and what the API server has must stay."""
-        before, held = self.slots(), set(self.agents.granted())
-        self.first.dump_profile()
-        peak = self.first.peak_bytes()
-        self.add("resident memory, peak", peak / 2**20, "MiB", at_most=400)
-        lapses = sum(self.first.samples("rose_operator_lead_lapses_total").values())
-        self.add("times the lead lapsed", lapses, "", at_most=0)
-        killed = time.monotonic()
-        self.first.kill()
-        until(self.second.leads, "the second operator leads")
-        self.add("failover: killed -> second leads", time.monotonic() - killed, "s")
-        nodes = {self.agents.granted()[slot].node for slot in held}
-
-        def renewed() -> bool:
-            told = {e.node for e in list(self.agents.events) if e.what == "term" and e.at > killed}
-            return nodes <= told
-
-        until(renewed, "every node with a grant obeys the second operator")
-        self.add("failover: killed -> all grants renewed", time.monotonic() - killed, "s")
-        time.sleep(15)  # the second operator plans by then
-        lapsed = self.agents.count("lapsed", since=killed)
-        self.add("failover: grants that lapsed", lapsed, "", at_most=0)
-        after = self.slots()
-        self.add("failover: slots lost", len(before.items() - after.items()), "", at_most=0)
-        self.add("failover: slots doubled", len(after.items() - before.items()), "", at_most=0)
-        self.add("failover: writes of the second", self.second.writes(), "", at_most=0)
-
-
 def run(
     scale: Scale, core: int | None, profile: Path | None = None
 ) -> tuple[list[Figure], list[str]]:
     """All phases against an API server of our own."""
-    with ControlPlane() as plane, tempfile.TemporaryDirectory() as place:
+    kubelets = {"status_seconds": STATUS_SECONDS, "lease_seconds": LEASE_SECONDS}
+    with (
+        ControlPlane() as plane,
+        tempfile.TemporaryDirectory() as place,
+        Kwok(plane, **kubelets),
+    ):
         folder = Path(place)
-        plane.kubectl(
-            "apply", *(f"--filename={ROOT / 'crds' / kind.plural}.yaml" for kind in KINDS)
-        )
-        plane.kubectl(
-            "wait", "--for=condition=Established", *(f"crd/{kind.full_name}" for kind in KINDS)
-        )
-        for name in (NAMESPACE, SYSTEM):
-            plane.kubectl("create", "namespace", name)
-        config = KubeConfig.from_file(str(plane.kubeconfig)).get()
-        client = Client(config=config, trust_env=False)
-        for manifest in scale.fleet.pool_manifests():
-            client.create(_POOL.from_dict(manifest))
-        first = Operator("first", plane.kubeconfig, folder, core, profile)
-        with ended(first):
-            until(first.leads, "the first operator leads")
-            second = Operator("second", plane.kubeconfig, folder, core)
-            with ended(second):
-                addresses = [f"127.0.0.1:{one.sync_port}" for one in (first, second)]
-                agents = Agents(scale.fleet, addresses, folder)
+        bench = _prepared(scale, plane)
+        bench.first = Operator("first", plane.kubeconfig, folder, core, profile)
+        with ended(bench.first):
+            until(bench.first.leads, "the first operator leads")
+            bench.second = Operator("second", plane.kubeconfig, folder, core)
+            with ended(bench.second):
+                addresses = [f"127.0.0.1:{one.sync_port}" for one in (bench.first, bench.second)]
+                bench.agents = Agents(scale.fleet, addresses, folder, bench.machines.pods)
                 try:
-                    bench = Bench(scale, client, first, second, agents)
-                    _phases(bench)
+                    bench.run()
                 finally:
-                    agents.stop()
+                    bench.agents.stop()
         return bench.figures, [_shape(scale, core)]
 
 
-def _phases(bench: Bench) -> None:
-    nodes = bench.scale.fleet.nodes
-    until(
-        lambda: (
-            bench.first.samples("rose_operator_listening_agents ")
-            and len({event.node for event in list(bench.agents.events) if event.what == "term"})
-            >= nodes
-        ),
-        f"{nodes} agents have dialled in",
-    )
-    for phase in (bench.fill, bench.rest, bench.probes, bench.churn, bench.poison, bench.failover):
-        print(f"{phase.__name__}:", flush=True)
-        phase()
+def _prepared(scale: Scale, plane: ControlPlane) -> Bench:
+    """Kinds, namespaces, nodes, pods and pools."""
+    crds = (f"--filename={ROOT / 'crds' / kind.plural}.yaml" for kind in KINDS)
+    plane.kubectl("apply", *crds)
+    named = (f"crd/{kind.full_name}" for kind in KINDS)
+    plane.kubectl("wait", "--for=condition=Established", *named)
+    for name in (NAMESPACE, SYSTEM):
+        plane.kubectl("create", "namespace", name)
+    config = KubeConfig.from_file(str(plane.kubeconfig)).get()
+    client = Client(config=config, trust_env=False)
+    machines = Machines(client, scale.fleet)
+    started = time.monotonic()
+    machines.build()
+    took = time.monotonic() - started
+    print(f"{scale.fleet.nodes} nodes, {len(machines.pods)} pods stand: {took:.0f} s", flush=True)
+    for manifest in scale.fleet.pool_manifests():
+        client.create(POOL.from_dict(manifest))
+    return Bench(scale, plane, machines, client)
 
 
 def _shape(scale: Scale, core: int | None) -> str:
@@ -265,7 +105,8 @@ def _shape(scale: Scale, core: int | None) -> str:
     return (
         f"{fleet.nodes} nodes, {fleet.gpus} GPUs, {fleet.replicas} serving replicas in "
         f"{fleet.pools} pools, {fleet.leases} leases of {fleet.slots_per_lease} slots; "
-        f"both operators on {bound}; API server, etcd and agents on the same machine"
+        f"nodes and pods kept by KWOK; both operators on {bound}; API server, etcd, KWOK and "
+        "agents on the same machine"
     )
 
 

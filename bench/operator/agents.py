@@ -2,7 +2,8 @@
 
 Each agent syncs at the period it is told, follows notices, and reports every slot it holds a grant
 for as running. It writes one line of JSON per event to standard output; times are CLOCK_MONOTONIC
-seconds, which all processes of a machine share. It ends when standard input does.
+seconds, which all processes of a machine share. Standard input tells which serving pods were
+replaced, one line of JSON each; the process ends when it does.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc.aio
 import msgspec
@@ -60,6 +62,14 @@ class Event(msgspec.Struct, frozen=True):
     term: int = 0
 
 
+class Replaced(msgspec.Struct, frozen=True):
+    """What the benchmark tells an agent: a serving pod has a successor."""
+
+    old: str
+    new: str
+    uid: str
+
+
 @dataclass
 class Agent:
     """One node."""
@@ -69,6 +79,7 @@ class Agent:
     addresses: list[str]
     say: Callable[[Event], None]
     seed: int
+    uids: dict[str, str] = field(default_factory=dict)
     held: dict[str, tuple[Grant, float]] = field(default_factory=dict)
     term: int = 0
     soon: asyncio.Event = field(default_factory=asyncio.Event)
@@ -81,6 +92,14 @@ class Agent:
         """A serving pod is replaced: same name, another uid."""
         pod = self._random.choice(self.replicas)[1]
         self._generation[pod] += 1
+        self.soon.set()
+
+    def replace(self, told: Replaced) -> None:
+        """A serving pod has another in its place, on the same GPUs."""
+        self.replicas = [
+            (pool, told.new if pod == told.old else pod, gpus) for pool, pod, gpus in self.replicas
+        ]
+        self.uids[told.new] = told.uid
         self.soon.set()
 
     async def run(self) -> None:
@@ -128,7 +147,7 @@ class Agent:
             node=self.node,
             agent_version="bench",
             highest_term=self.term,
-            replicas=tuple(self._report(*one) for one in self.replicas),
+            replicas=tuple(self._report(*one) for one in enumerate(self.replicas)),
             slots=tuple(
                 SlotReport(
                     SlotKey(grant.key.slot.uid, grant.key.slot.generation),
@@ -142,13 +161,14 @@ class Agent:
             ),
         )
 
-    def _report(self, pool: str, pod: str, gpus: int) -> ReplicaReport:
+    def _report(self, place: int, replica: tuple[str, str, int]) -> ReplicaReport:
+        pool, pod, gpus = replica
         return ReplicaReport(
             pool=pool,
             pod_namespace=NAMESPACE,
             pod_name=pod,
-            pod_uid=f"{pod}-{self._generation[pod]}",
-            gpu_uuids=tuple(f"GPU-{self.node}-{pod}-{number}" for number in range(gpus)),
+            pod_uid=self.uids.get(pod) or f"{pod}-{self._generation[pod]}",
+            gpu_uuids=tuple(f"GPU-{self.node}-{place}-{number}" for number in range(gpus)),
             ready=True,
             signal=SignalSource.WIRE_TAP,
             verified=True,
@@ -182,24 +202,31 @@ def say(event: Event) -> None:
     sys.stdout.buffer.flush()
 
 
-async def _main(fleet: Fleet, addresses: list[str]) -> None:
+async def _main(fleet: Fleet, addresses: list[str], uids: dict[str, str]) -> None:
     agents = [
-        Agent(node, replicas, addresses, say, seed)
+        Agent(node, replicas, addresses, say, seed, {pod: uids[pod] for _, pod, _ in replicas})
         for seed, (node, replicas) in enumerate(fleet.nodes_by_name().items())
     ]
+    hosts = {pod: agent for agent in agents for _, pod, _ in agent.replicas}
     tasks = [asyncio.create_task(agent.run()) for agent in agents]
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
-    chooser = random.Random(0)
     while line := await reader.readline():
-        for _ in range(int(line)):  # a number asks for that many restarts of serving pods
-            chooser.choice(agents).restart_a_pod()
+        told = msgspec.json.decode(line, type=Replaced)
+        hosts[told.new] = hosts.pop(told.old)
+        hosts[told.new].replace(told)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(msgspec.json.decode(sys.argv[1], type=Fleet), sys.argv[2].split(",")))
+    asyncio.run(
+        _main(
+            msgspec.json.decode(sys.argv[1], type=Fleet),
+            sys.argv[2].split(","),
+            msgspec.json.decode(Path(sys.argv[3]).read_bytes(), type=dict[str, str]),
+        )
+    )

@@ -61,7 +61,7 @@ async def run(fleet: Fleet, passes: int) -> list[Figure]:
 
     def change(number: int) -> None:
         nodes = list(inside.agents)[number % 5 :: 5]
-        inside.agents[nodes[number]].restart_a_pod()
+        inside.agents[nodes[number % len(nodes)]].restart_a_pod()
         inside.report(nodes)
         lease = fleet.lease(f"grpo-{number % fleet.leases}", number % fleet.pools, 1 + number % 3)
         inside.put(Kind.LEASE, lease)

@@ -9,14 +9,14 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from bench.operator.agents import TOKEN, Event
+from bench.operator.agents import TOKEN, Event, Replaced
 from bench.operator.fleet import SYSTEM, Fleet
 from bench.operator.histogram import Buckets
 
@@ -154,10 +154,14 @@ class Operator:
 
 
 class Agents:
-    """The agents' process, and what it has told."""
+    """The agents' process, and what it has told; ``pods`` are the serving pods' uids by name."""
 
-    def __init__(self, fleet: Fleet, addresses: Sequence[str], folder: Path) -> None:
+    def __init__(
+        self, fleet: Fleet, addresses: Sequence[str], folder: Path, pods: Mapping[str, str]
+    ) -> None:
         self.events: list[Event] = []
+        told = folder / "pods.json"
+        told.write_bytes(msgspec.json.encode(dict(pods)))
         with (folder / "agents.log").open("wb") as log:
             self.process = subprocess.Popen(
                 [
@@ -166,6 +170,7 @@ class Agents:
                     "bench.operator.agents",
                     msgspec.json.encode(fleet).decode(),
                     ",".join(addresses),
+                    str(told),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -179,11 +184,11 @@ class Agents:
         for line in self.process.stdout or ():
             self.events.append(decoder.decode(line))
 
-    def restart_pods(self, count: int) -> None:
-        """Replace that many serving pods, anywhere."""
+    def replace(self, told: Replaced) -> None:
+        """A serving pod was replaced; its node's agent sees it."""
         if self.process.stdin is None:
             raise RuntimeError("no pipe to the agents")
-        self.process.stdin.write(f"{count}\n".encode())
+        self.process.stdin.write(msgspec.json.encode(told) + b"\n")
         self.process.stdin.flush()
 
     def granted(self) -> dict[str, Event]:

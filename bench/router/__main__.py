@@ -27,6 +27,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--turns", type=int, default=600, help="answered at once, per round")
     parser.add_argument("--rounds", type=int, default=7, help="in which routes take turns")
     parser.add_argument("--streams", type=int, default=200, help="concurrent streams")
+    parser.add_argument("--stream-rounds", type=int, default=3, help="in which routes take turns")
     parser.add_argument("--stream-tokens", type=int, default=20)
     parser.add_argument("--token-seconds", type=float, default=0.25)
     parser.add_argument("--long-streams", type=int, default=5000, help="0 leaves this part out")
@@ -157,38 +158,47 @@ def _allow_files(wanted: int) -> None:
 
 async def latency(given: argparse.Namespace) -> list[Figure]:
     """Streams at a set pace: how much later first events and ends come than without a router."""
-    figures: list[Figure] = []
-    base: Result | None = None
     async with AsyncExitStack() as stack:
         engine = stack.enter_context(stub(given.token_seconds, cumulative=given.cumulative))
-        for name, route in (await _routes(stack, engine, given)).items():
-            result = await turns(
-                route.url,
-                count=given.streams * 2,
-                at_once=given.streams,
-                tokens=given.stream_tokens,
-                prompt=given.prompt,
-                stream=True,
-                spread=given.token_seconds * given.stream_tokens,
-            )
-            base = base or result
-            figures += _against(name, result, base)
-    return figures
+        routes = await _routes(stack, engine, given)
+        found: dict[str, list[Result]] = {name: [] for name in routes}
+        for _ in range(given.stream_rounds):
+            for name, route in routes.items():
+                result = await turns(
+                    route.url,
+                    count=given.streams * 2,
+                    at_once=given.streams,
+                    tokens=given.stream_tokens,
+                    prompt=given.prompt,
+                    stream=True,
+                    spread=given.token_seconds * given.stream_tokens,
+                )
+                found[name].append(result)
+    return [row for name in routes for row in _against(name, found[name], found["direct"])]
 
 
-def _against(name: str, result: Result, base: Result) -> list[Figure]:
+def _against(name: str, results: list[Result], base: list[Result]) -> list[Figure]:
+    """Medians over the rounds; what is added is compared inside each round."""
     figures = []
     for percent, most in _ADDED_MS.items():
-        first = quantile(result.first, percent) - quantile(base.first, percent)
-        whole = quantile(result.seconds, percent) - quantile(base.seconds, percent)
-        if result is base:
-            first, whole = quantile(base.first, percent), quantile(base.seconds, percent)
-        word = "" if result is base else "added "
-        aim = most if name == "rose" else None
-        for what, value in (("first event", first), ("turn", whole)):
+        for what, of in (("first event", _first), ("turn", _whole)):
+            values = [quantile(of(one), percent) for one in results]
+            if results is not base:
+                without = (quantile(of(one), percent) for one in base)
+                values = [with_ - alone for with_, alone in zip(values, without, strict=True)]
+            word = "" if results is base else "added "
+            aim = most if name == "rose" else None
             title = f"{word}{what} p{percent}, {name}"
-            figures.append(figure(title, value * 1000, "ms", at_most=aim))
+            figures.append(figure(title, 1000 * statistics.median(values), "ms", at_most=aim))
     return figures
+
+
+def _first(result: Result) -> list[float]:
+    return result.first
+
+
+def _whole(result: Result) -> list[float]:
+    return result.seconds
 
 
 async def run(given: argparse.Namespace) -> list[Figure]:

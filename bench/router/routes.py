@@ -82,9 +82,11 @@ def _answers(url: str) -> bool:
         return False
 
 
-async def _ready(url: str, seconds: float = 60) -> None:
+async def _ready(url: str, child: subprocess.Popen[str], seconds: float = 60) -> None:
     async with asyncio.timeout(seconds):
-        while not await asyncio.to_thread(_answers, url):  # noqa: ASYNC110  # another process
+        while not await asyncio.to_thread(_answers, url):
+            if child.poll() is not None:
+                sys.exit(f"{child.args!r} ended with {child.returncode}")
             await asyncio.sleep(0.1)
 
 
@@ -108,7 +110,7 @@ async def rose(engine: str, cap: int) -> AsyncIterator[Route]:
         command += [f"--token-file={token}", "--log-level=WARNING", "--drain-seconds=0"]
         with process(*command) as child:
             url = f"http://127.0.0.1:{http}"
-            await _ready(f"{url}/health")
+            await _ready(f"{url}/health", child)
             channel = connect(f"127.0.0.1:{attach}")
 
             async def stay() -> None:
@@ -118,7 +120,7 @@ async def rose(engine: str, cap: int) -> AsyncIterator[Route]:
 
             attached = asyncio.create_task(stay())
             try:
-                await _ready(f"{url}/ready")
+                await _ready(f"{url}/ready", child)
                 yield Route(url, child.pid)
             finally:
                 attached.cancel()
@@ -134,7 +136,7 @@ async def sglang_router(python: str, engine: str) -> AsyncIterator[Route]:
     command += ["--policy=cache_aware", "--host=127.0.0.1", f"--port={port}"]
     command += [f"--prometheus-port={metrics}", "--log-level=warn"]
     with process(*command) as child:
-        await _ready(f"http://127.0.0.1:{port}/readiness")
+        await _ready(f"http://127.0.0.1:{port}/readiness", child)
         yield Route(f"http://127.0.0.1:{port}", child.pid)
 
 

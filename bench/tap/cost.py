@@ -155,7 +155,7 @@ def figures_of(
 async def measure(options: argparse.Namespace) -> list[Figure]:
     """Start the node, let its gate open, count the phases."""
     with tempfile.TemporaryDirectory(prefix="rose") as folder:
-        async with node(Path(folder)) as running:
+        async with node(Path(folder), cgroup="auto") as running:
             running.operator.sync_seconds = _SYNC_SECONDS
             running.operator.ttft_ms, running.operator.tpot_ms = options.ttft, options.tpot
             await running.until(lambda: running.gate(is_open=True), "gate opens")

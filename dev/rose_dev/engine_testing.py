@@ -8,6 +8,7 @@ it again, and nobody counts on a certain weight version (a full bundle can alway
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -144,9 +145,11 @@ def start_engine(
         kv_policy=spec.kv_policy if spec else "Keep",
     )
     spec = spec or EngineSpec(engine_class="test", model=served, kv_tokens=8192, max_running=4)
+    # A test that is killed ends nothing: its engine goes with it.
+    guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
     with (folder / "engine.log").open("wb") as log:
         process = subprocess.Popen(
-            [*command(spec, launch), *more],
+            [*guard, *command(spec, launch), *more],
             env=environment(launch, os.environ),
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -44,8 +44,13 @@ containerStatuses:
 """
 
 
-def stages() -> str:
-    """What becomes of objects: nodes and pods are ready at once, deleted pods gone at once."""
+def stages(status_seconds: int = 0) -> str:
+    """What becomes of objects: nodes and pods are ready at once, deleted pods gone at once.
+
+    Args:
+        status_seconds: how often a node's status is written though nothing changed, as kubelets do;
+            0 for never.
+    """
     not_ready = {
         "key": '.status.conditions.[] | select( .type == "Ready" ) | .status',
         "operator": "NotIn",
@@ -53,11 +58,16 @@ def stages() -> str:
     }
     leaving = ".metadata.deletionTimestamp"
     staying = {"key": leaving, "operator": "DoesNotExist"}
+    ready = not_ready | {"operator": "In"}
     found = [
         _stage("node-ready", "Node", [not_ready], {"statusTemplate": _NODE_READY}),
         _stage("pod-ready", "Pod", [staying, not_ready], {"statusTemplate": _POD_READY}),
         _stage("pod-gone", "Pod", [{"key": leaving, "operator": "Exists"}], {"delete": True}),
     ]
+    if status_seconds:
+        again = _stage("node-status", "Node", [ready], {"statusTemplate": _NODE_READY})
+        again["spec"]["delay"] = {"durationMilliseconds": status_seconds * 1000}
+        found.append(again)
     return "---\n".join(json.dumps(stage) + "\n" for stage in found)
 
 
@@ -76,21 +86,29 @@ def _stage(
     }
 
 
-def command(binary: Path, kubeconfig: Path, rules: Path) -> list[str]:
-    """KWOK's command line for the annotated nodes of a cluster; ``rules`` holds the stages."""
+def command(binary: Path, kubeconfig: Path, rules: Path, lease_seconds: int = 40) -> list[str]:
+    """KWOK's command line for the annotated nodes of a cluster; ``rules`` holds the stages.
+
+    ``lease_seconds`` is how long a node's lease lasts; it is renewed every quarter of that.
+    """
     return [
         str(binary),
         f"--config={rules}",
         f"--kubeconfig={kubeconfig}",
         f"--manage-nodes-with-annotation-selector={ANNOTATION}=fake",
-        "--node-lease-duration-seconds=40",
+        f"--node-lease-duration-seconds={lease_seconds}",
     ]
 
 
 def nodes(names: Iterable[str], *, gpus: int = 8) -> str:
-    """Manifests of nodes that KWOK keeps, spread over four zones."""
-    items = [_node(name, f"zone-{number % ZONES}", gpus) for number, name in enumerate(names)]
+    """Nodes that KWOK keeps, as one List."""
+    items = node_manifests(names, gpus=gpus)
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
+
+
+def node_manifests(names: Iterable[str], *, gpus: int = 8) -> list[dict[str, Any]]:
+    """Manifests of nodes that KWOK keeps, spread over four zones."""
+    return [_node(name, f"zone-{number % ZONES}", gpus) for number, name in enumerate(names)]
 
 
 def _node(name: str, zone: str, gpus: int) -> dict[str, Any]:
@@ -113,22 +131,25 @@ def _node(name: str, zone: str, gpus: int) -> dict[str, Any]:
 
 
 class Kwok:
-    """KWOK beside a control plane, a context manager.
+    """KWOK beside a control plane, a context manager; arguments as of ``stages`` and ``command``.
 
     Raises:
         BuildFailed: its binary is missing and cannot be built.
     """
 
-    def __init__(self, plane: ControlPlane) -> None:
+    def __init__(
+        self, plane: ControlPlane, *, status_seconds: int = 0, lease_seconds: int = 40
+    ) -> None:
         self._plane = plane
+        self._status_seconds, self._lease_seconds = status_seconds, lease_seconds
         self._child: Child | None = None
 
     def __enter__(self) -> Self:
         """Start it."""
         binary = build(SCALE)["kwok"]
         rules = self._plane.folder / "kwok.yaml"
-        rules.write_text(stages())
-        argv = command(binary, self._plane.kubeconfig, rules)
+        rules.write_text(stages(self._status_seconds))
+        argv = command(binary, self._plane.kubeconfig, rules, self._lease_seconds)
         self._child = Child(argv, self._plane.folder / "kwok.log")
         return self
 

@@ -1,4 +1,4 @@
-"""``rose dev``: the one-node Kubernetes for development and tests.
+"""``rose dev``: a Kubernetes of one or two real nodes for development and tests.
 
 ``build`` makes its parts, ``up`` and ``down`` start and end it, ``status`` shows it, ``kubectl``
 speaks to it, ``load`` brings images into it. Without root on Linux a cluster named by KUBECONFIG
@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     up = verbs.add_parser("up", help="start the node")
     up.add_argument("--gpus", type=int, default=8, help="nvidia.com/gpu the node claims")
+    verbs.add_parser("second", help="start a second real node beside the running one")
     verbs.add_parser("down", help="end the node, or what is left of one")
     verbs.add_parser("status", help="show what runs")
     load = verbs.add_parser("load", help="import images into the node, from docker archives")
@@ -104,6 +105,8 @@ def _status(_options: argparse.Namespace) -> int:
         return 1
     for name, runs in node.components().items():
         _say(f"{name:<24} {'running' if runs else 'DEAD'}")
+    for name, runs in node.second().components().items():
+        _say(f"second {name:<17} {'running' if runs else 'DEAD'}")
     ready = node.healthy()
     _say(f"node: {'ready' if ready else 'broken (rose dev down, rose dev up)'}")
     _say(f"KUBECONFIG={node.kubeconfig}")
@@ -124,6 +127,11 @@ def _running() -> Node:
         message = "there is no node: rose dev up"
         raise DevelopmentError(message)
     return node
+
+
+def _second(_options: argparse.Namespace) -> int:
+    _running().second().up(say=_say)
+    return 0
 
 
 def _nodes(options: argparse.Namespace) -> int:
@@ -154,6 +162,7 @@ _VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "up": _up,
     "down": _down,
     "status": _status,
+    "second": _second,
     "load": _load,
     "nodes": _nodes,
     "dashboards": _dashboards,

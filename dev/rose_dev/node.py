@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rose_dev import components, image, kwok, node_files
+from rose_dev import components, image, kwok, machinery, node_files
 from rose_dev.build import build
 from rose_dev.components import Layout
 from rose_dev.control_plane import write_certificates
@@ -34,8 +34,18 @@ from rose_dev.errors import DevelopmentError, NotSupported, StartFailed
 from rose_dev.packages import install_packages
 from rose_dev.parts import CONTROL_PLANE, NODE, SCALE, cache_root
 from rose_dev.pki import Authority
-from rose_dev.place import HOST_ADDRESS, NODE_ADDRESS, NODE_NAME, SERVICE_RANGE, Place, place
+from rose_dev.place import (
+    FIRST,
+    HOST_ADDRESS,
+    NODE_ADDRESS,
+    NODE_NAME,
+    SECOND,
+    SERVICE_RANGE,
+    Place,
+    place,
+)
 from rose_dev.sandbox import Sandbox, sweep
+from rose_dev.second import SecondNode
 from rose_dev.shell import run, succeeds, wait_until
 
 COMPONENTS = (
@@ -90,14 +100,16 @@ class Node:
             self._binaries = build(CONTROL_PLANE + NODE, say)
             install_packages(say)
             if self.healthy():
-                self._load_image(image.archive(say))
+                archive = image.archive(say)
+                for sandbox in self._sandboxes():
+                    machinery.load_once(sandbox, archive)
                 say(f"[cluster] runs already; KUBECONFIG={self.kubeconfig}")
                 return
             try:
                 self._start(gpus, say)
             except DevelopmentError as error:
                 logs = self._keep_logs()
-                sweep(self.place)
+                self._sweep()
                 message = f"the node did not come up: {error}\nlogs are kept in {logs}"
                 raise StartFailed(message) from error
 
@@ -110,7 +122,7 @@ class Node:
         """
         require_root()
         with self._lock(say):
-            sweep(self.place)
+            self._sweep()
         say("[cluster] down")
 
     def healthy(self) -> bool:
@@ -144,7 +156,7 @@ class Node:
         Raises:
             CommandFailed: it failed (with ``check``) or took too long.
         """
-        command = [str(self._binary("kubectl")), f"--kubeconfig={self.kubeconfig}", *arguments]
+        command = [str(self.binaries()["kubectl"]), f"--kubeconfig={self.kubeconfig}", *arguments]
         return run(command, seconds=seconds, stdin=stdin.encode(), check=check).stdout
 
     def helm(self, *arguments: str, seconds: float = 180) -> str:
@@ -155,7 +167,7 @@ class Node:
         """
         folder = self.place.run / "helm"
         environment = {"PATH": os.environ.get("PATH", ""), "HOME": str(folder)}
-        command = [str(self._binary("helm")), f"--kubeconfig={self.kubeconfig}", *arguments]
+        command = [str(self.binaries()["helm"]), f"--kubeconfig={self.kubeconfig}", *arguments]
         return run(command, seconds=seconds, env=environment).stdout
 
     def asked(self) -> list[dict[str, Any]]:
@@ -163,13 +175,34 @@ class Node:
         path = self.root() / self.place.audit.relative_to("/")
         return [json.loads(line) for line in path.read_text().splitlines()]
 
-    def load(self, archive: Path) -> None:
-        """Import a docker archive, so that pods can use its image with ``imagePullPolicy: Never``.
+    def load(self, *archives: Path) -> None:
+        """Import docker archives, so that pods can use them with ``imagePullPolicy: Never``.
 
         Raises:
-            CommandFailed: the runtime refuses it.
+            CommandFailed: the runtime refuses one.
         """
-        self.sandbox.run([*self._ctr(), "images", "import", archive], seconds=180)
+        for sandbox in self._sandboxes():
+            for archive in archives:
+                machinery.load(sandbox, archive)
+
+    def claim_gpus(self, name: str, gpus: int) -> None:
+        """Write ``nvidia.com/gpu`` into a node's status, as a device plugin would."""
+        changes = [
+            {"op": "add", "path": f"/status/{field}/nvidia.com~1gpu", "value": str(gpus)}
+            for field in ("capacity", "allocatable")
+        ]
+        patch = ["patch", "node", name, "--subresource=status", "--type=json"]
+        self.kubectl(*patch, f"--patch={json.dumps(changes)}")
+
+    def second(self) -> SecondNode:
+        """The node beside this one, whether it runs or not."""
+        return SecondNode(self)
+
+    def binaries(self) -> dict[str, Path]:
+        """The parts by name; those that are missing are built."""
+        if not self._binaries:
+            self._binaries = build(CONTROL_PLANE + NODE)
+        return self._binaries
 
     def add_kwok_nodes(self, count: int) -> None:
         """Stand nodes without machines beside the real one; they last as long as it does."""
@@ -186,7 +219,7 @@ class Node:
     def _start(self, gpus: int, say: Say) -> None:
         began = time.monotonic()
         step = Step(say)
-        sweep(self.place)
+        self._sweep()
         archives = [image.pause_archive(node_files.PAUSE_IMAGE), image.archive(say)]
         step("images")
         self.sandbox.open()
@@ -207,9 +240,14 @@ class Node:
         self.kubectl("apply", "--filename=-", stdin=node_files.dns_objects())
         wait_until(self._node_ready, "the node is ready", seconds=_START_SECONDS)
         wait_until(self._has_service_account, "service accounts", seconds=_START_SECONDS)
-        self._claim_gpus(gpus)
+        self.claim_gpus(NODE_NAME, gpus)
         step("node ready")
         say(f"[cluster] up in {time.monotonic() - began:.1f} s; KUBECONFIG={self.kubeconfig}")
+
+    def _sweep(self) -> None:
+        """The second node hangs on the first, so it goes first."""
+        sweep(self.place.second())
+        sweep(self.place)
 
     def _keep_logs(self) -> Path:
         kept = cache_root() / "node-logs"
@@ -220,85 +258,56 @@ class Node:
 
     def _write_files(self) -> Layout:
         folder = self.place.run / "control-plane"
-        layout = Layout(folder, NODE_ADDRESS, 6443, 2379, 2380, SERVICE_RANGE, self._all_binaries())
+        layout = Layout(folder, NODE_ADDRESS, 6443, 2379, 2380, SERVICE_RANGE, self.binaries())
         authority = write_certificates(layout, node_files.api_hosts())
         self._issue_node_certificates(authority, layout.server)
-        run_directory = self.place.run
-        (run_directory / "cni").mkdir()
+        machinery.write_files(self.place, layout.pki)
         texts = {
-            "containerd.toml": node_files.containerd(self.place),
-            "cni/10-rose.conflist": node_files.cni(),
-            "kubelet.yaml": node_files.kubelet(self.place, layout.pki),
-            "kube-proxy.yaml": node_files.kube_proxy(layout.pki),
             "Corefile": node_files.corefile(layout.pki),
             "audit-policy.yaml": node_files.audit_policy(),
-            "resolv.conf": "options ndots:5\n",
         }
         for name, text in texts.items():
-            (run_directory / name).write_text(text)
+            (self.place.run / name).write_text(text)
         shutil.copy(layout.pki / "admin.conf", self.kubeconfig)
         return layout
 
     def _issue_node_certificates(self, authority: Authority, server: str) -> None:
-        authority.issue("kubelet", f"system:node:{NODE_NAME}", "system:nodes")
-        authority.kubeconfig("kubelet", server)
         authority.issue("dns", "rose-dev-dns", "system:masters")
         authority.kubeconfig("dns", server)
-        authority.issue("kubelet-serving", NODE_NAME, hosts=[NODE_NAME, NODE_ADDRESS])
+        for seat in (FIRST, SECOND):
+            authority.issue(seat.name, f"system:node:{seat.name}", "system:nodes")
+            authority.kubeconfig(seat.name, server)
+            authority.issue(f"{seat.name}-serving", seat.name, hosts=[seat.name, seat.address])
 
     def _commands(self, layout: Layout) -> dict[str, list[str]]:
         run_directory, binaries = self.place.run, layout.binaries
-        containerd = shutil.which("containerd") or "/usr/bin/containerd"
-        kubelet = [
-            str(binaries["kubelet"]),
-            f"--config={run_directory / 'kubelet.yaml'}",
-            f"--kubeconfig={layout.pki / 'kubelet.conf'}",
-            f"--root-dir={self.place.data / 'kubelet'}",
-            f"--cert-dir={self.place.data / 'kubelet' / 'pki'}",
-            f"--hostname-override={NODE_NAME}",
-            f"--node-ip={NODE_ADDRESS}",
+        audit = [
+            f"--audit-policy-file={run_directory / 'audit-policy.yaml'}",
+            f"--audit-log-path={self.place.audit}",
         ]
         return {
-            "containerd": [containerd, "--config", str(run_directory / "containerd.toml")],
             "etcd": components.etcd(layout),
-            "kube-apiserver": components.api_server(
-                layout,
-                [
-                    f"--audit-policy-file={run_directory / 'audit-policy.yaml'}",
-                    f"--audit-log-path={self.place.audit}",
-                ],
-            ),
+            "kube-apiserver": components.api_server(layout, audit),
             "kube-controller-manager": components.controller_manager(layout, 10257),
             "kube-scheduler": components.scheduler(layout, 10259),
-            "kube-proxy": [
-                str(binaries["kube-proxy"]),
-                f"--config={run_directory / 'kube-proxy.yaml'}",
-            ],
             "coredns": [str(binaries["coredns"]), "-conf", str(run_directory / "Corefile")],
-            "kubelet": kubelet,
+            **machinery.commands(self.place, layout.pki, binaries),
         }
 
     def _start_runtime(self, commands: dict[str, list[str]], archives: list[Path]) -> None:
-        self.sandbox.start("containerd", commands["containerd"])
-        wait_until(self._runtime_ready, "containerd is ready", seconds=_START_SECONDS)
+        machinery.start_runtime(self.sandbox, commands["containerd"])
         pause, rose = archives
-        self.load(pause)
-        self._load_image(rose)
+        machinery.load(self.sandbox, pause)
+        machinery.load_once(self.sandbox, rose)
 
-    def _load_image(self, archive: Path) -> None:
-        """Import ROSE's image unless the node has just this one."""
-        loaded = self.place.run / "image"
-        if not loaded.exists() or loaded.read_text() != archive.name:
-            self.load(archive)
-            loaded.write_text(archive.name)
+    def _sandboxes(self) -> list[Sandbox]:
+        """Of the nodes that run."""
+        second = self.second()
+        return [self.sandbox, *([second.sandbox] if second.sandbox.alive() else [])]
 
     def _start_rest(self, commands: dict[str, list[str]]) -> None:
         for name in ("kube-controller-manager", "kube-scheduler", "kube-proxy", "coredns"):
             self.sandbox.start(name, commands[name])
-
-    def _runtime_ready(self) -> bool:
-        self.sandbox.pid("containerd")
-        return self.sandbox.succeeds([*self._ctr(), "version"])
 
     def _api_ready(self) -> bool:
         self.sandbox.pid("etcd")
@@ -314,26 +323,7 @@ class Node:
         return self._kubectl_succeeds("get", "serviceaccount", "default", "--namespace=default")
 
     def _kubectl_succeeds(self, *arguments: str) -> bool:
-        return succeeds([self._binary("kubectl"), f"--kubeconfig={self.kubeconfig}", *arguments])
-
-    def _claim_gpus(self, gpus: int) -> None:
-        changes = [
-            {"op": "add", "path": f"/status/{field}/nvidia.com~1gpu", "value": str(gpus)}
-            for field in ("capacity", "allocatable")
-        ]
-        patch = ["patch", "node", NODE_NAME, "--subresource=status", "--type=json"]
-        self.kubectl(*patch, f"--patch={json.dumps(changes)}")
-
-    def _ctr(self) -> list[str]:
-        return ["ctr", "--address", str(self.place.containerd), "--namespace", "k8s.io"]
-
-    def _binary(self, name: str) -> Path:
-        return self._all_binaries()[name]
-
-    def _all_binaries(self) -> dict[str, Path]:
-        if not self._binaries:
-            self._binaries = build(CONTROL_PLANE + NODE)
-        return self._binaries
+        return succeeds([self.binaries()["kubectl"], f"--kubeconfig={self.kubeconfig}", *arguments])
 
     @contextmanager
     def _lock(self, say: Say) -> Iterator[None]:

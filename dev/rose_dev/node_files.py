@@ -12,14 +12,13 @@ import yaml
 
 from rose_dev.place import (
     API_SERVICE,
-    CGROUP,
     DNS_SERVICE,
     LINK_RANGE,
     NODE_ADDRESS,
-    NODE_NAME,
     POD_RANGE,
     SERVICE_RANGE,
     Place,
+    Seat,
 )
 
 PAUSE_IMAGE = "localhost/pause:dev"
@@ -52,20 +51,20 @@ state = "{place.run}/containerd"
 """
 
 
-def cni() -> str:
+def cni(seat: Seat) -> str:
     """The pods' network: one routed link per pod, no bridge, no masquerade, no default route."""
+    beyond = (POD_RANGE, SERVICE_RANGE, LINK_RANGE)
     link = {
         "type": "ptp",
         "ipMasq": False,
         "ipam": {
             "type": "host-local",
-            "ranges": [[{"subnet": POD_RANGE}]],
-            # The route to the other pods comes with the subnet.
-            "routes": [{"dst": range_} for range_ in (SERVICE_RANGE, LINK_RANGE)],
+            "ranges": [[{"subnet": seat.pods}]],
+            "routes": [{"dst": range_} for range_ in beyond],
         },
     }
     ports = {"type": "portmap", "capabilities": {"portMappings": True}}
-    chain = {"cniVersion": "1.0.0", "name": NODE_NAME, "plugins": [link, ports]}
+    chain = {"cniVersion": "1.0.0", "name": seat.name, "plugins": [link, ports]}
     return json.dumps(chain, indent=1)
 
 
@@ -77,9 +76,9 @@ def kubelet(place: Place, pki: Path) -> str:
             "kind": "KubeletConfiguration",
             "failCgroupV1": False,  # kubelet refuses machines with cgroup v1 otherwise
             "cgroupDriver": "cgroupfs",
-            "cgroupRoot": f"/{CGROUP}",
+            "cgroupRoot": f"/{place.seat.cgroup}",
             "containerRuntimeEndpoint": f"unix://{place.containerd}",
-            "address": NODE_ADDRESS,
+            "address": place.seat.address,
             "readOnlyPort": 0,
             "authentication": {
                 "anonymous": {"enabled": False},
@@ -87,8 +86,8 @@ def kubelet(place: Place, pki: Path) -> str:
                 "x509": {"clientCAFile": str(pki / "ca.crt")},
             },
             "authorization": {"mode": "Webhook"},
-            "tlsCertFile": str(pki / "kubelet-serving.crt"),
-            "tlsPrivateKeyFile": str(pki / "kubelet-serving.key"),
+            "tlsCertFile": str(pki / f"{place.seat.name}-serving.crt"),
+            "tlsPrivateKeyFile": str(pki / f"{place.seat.name}-serving.key"),
             "clusterDomain": "cluster.local",
             "clusterDNS": [DNS_SERVICE],
             "resolvConf": str(place.run / "resolv.conf"),
@@ -108,7 +107,7 @@ def kubelet(place: Place, pki: Path) -> str:
     )
 
 
-def kube_proxy(pki: Path) -> str:
+def kube_proxy(seat: Seat, pki: Path) -> str:
     """kube-proxy's configuration."""
     return yaml.safe_dump(
         {
@@ -116,7 +115,7 @@ def kube_proxy(pki: Path) -> str:
             "kind": "KubeProxyConfiguration",
             "mode": "nftables",
             "clusterCIDR": POD_RANGE,
-            "hostnameOverride": NODE_NAME,
+            "hostnameOverride": seat.name,
             "healthzBindAddress": "127.0.0.1:10256",
             "metricsBindAddress": "127.0.0.1:10249",
             "clientConnection": {"kubeconfig": str(pki / "proxy.conf")},

@@ -1,16 +1,17 @@
-"""Where the one-node Kubernetes lives: names, addresses and folders, in one table.
+"""Where the development cluster lives: names, addresses and folders, in one table.
 
 The node has a network of its own, tied to the machine by one veth pair, and no default route, so
 nothing inside can leave the machine. The ranges are unusual ones, so that a real cluster's routes
-on a developer's machine are not hidden.
+on a developer's machine are not hidden. A second node hangs on the first one's network, not on the
+machine's, which need not forward packets for it.
 
-| what | value |
-| --- | --- |
-| machine's end of the link | 10.215.0.1, interface ``rose-dev0`` |
-| node's end (API server, kubelet, DNS) | 10.215.0.2 |
-| pods | 10.213.0.0/16 |
-| services (ClusterIP) | 10.214.0.0/16; API server .0.1, DNS .0.10 |
-| cgroups | ``rose-dev`` in every hierarchy |
+| what | first node | second node |
+| --- | --- | --- |
+| link's other end | 10.215.0.1, ``rose-dev0`` of the machine | 10.215.0.5, in the first node |
+| node's end (kubelet; first: API server, DNS) | 10.215.0.2 | 10.215.0.6 |
+| pods | 10.213.0.0/17 | 10.213.128.0/17 |
+| services (ClusterIP) | 10.214.0.0/16; API server .0.1, DNS .0.10 | the same |
+| cgroups | ``rose-dev`` in every hierarchy | ``rose-dev-2`` |
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LINK = "rose-dev0"
 CGROUP = "rose-dev"
 HOST_ADDRESS = "10.215.0.1"
 NODE_ADDRESS = "10.215.0.2"
-LINK_RANGE = "10.215.0.0/30"
+LINK_RANGE = "10.215.0.0/29"  # both links
 POD_RANGE = "10.213.0.0/16"
 SERVICE_RANGE = "10.214.0.0/16"
 API_SERVICE = "10.214.0.1"
@@ -36,8 +37,33 @@ MARK = "ROSE_DEV_NODE"
 
 
 @dataclass(frozen=True)
+class Seat:
+    """Name and addresses of one node.
+
+    Attributes:
+        link: the other end's interface.
+        gateway, address: the two ends of the link, a /30.
+        pods: range of its pods.
+        cgroup: name of its cgroup trees.
+    """
+
+    name: str
+    link: str
+    gateway: str
+    address: str
+    pods: str
+    cgroup: str
+
+
+FIRST = Seat(NODE_NAME, LINK, HOST_ADDRESS, NODE_ADDRESS, "10.213.0.0/17", CGROUP)
+SECOND = Seat(
+    "rose-dev-2", "rose-dev1", "10.215.0.5", "10.215.0.6", "10.213.128.0/17", "rose-dev-2"
+)
+
+
+@dataclass(frozen=True)
 class Place:
-    """Folders of the node.
+    """Folders of a node.
 
     Attributes:
         run: state, sockets, logs, certificates; one per machine, so that anybody finds leftovers.
@@ -46,6 +72,11 @@ class Place:
 
     run: Path
     data: Path
+    seat: Seat = FIRST
+
+    def second(self) -> Place:
+        """The place of the second node beside this one."""
+        return Place(Path(f"{self.run}-2"), Path(f"{self.data}-2"), SECOND)
 
     @property
     def kubeconfig(self) -> Path:

@@ -15,20 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from ipaddress import ip_interface
 from pathlib import Path
 
 from rose_dev import cgroups
 from rose_dev.errors import DevelopmentError, StartFailed
-from rose_dev.place import (
-    CGROUP,
-    HOST_ADDRESS,
-    LINK,
-    MARK,
-    NODE_ADDRESS,
-    POD_RANGE,
-    SERVICE_RANGE,
-    Place,
-)
+from rose_dev.place import MARK, POD_RANGE, SERVICE_RANGE, Place
 from rose_dev.shell import run, succeeds, tail, wait_until
 
 _COMMAND_SECONDS = 30.0
@@ -52,8 +44,11 @@ class Sandbox:
         """Folder of process id files, of the ``unshare`` and ``nsenter`` that wait."""
         return self.place.run / "pids"
 
-    def open(self) -> None:
+    def open(self, beside: Sandbox | None = None) -> None:
         """Start process 1 and connect the node's network with the machine.
+
+        Args:
+            beside: the node whose network this one hangs on instead of the machine's.
 
         Raises:
             DevelopmentError: a step failed.
@@ -66,8 +61,14 @@ class Sandbox:
         self._launch(_INIT, ["unshare", *flags, "--propagation", "private", *init])
         ready = self.place.run / "init.ready"
         self._wait(_INIT, ready.exists, "the node's file system")
-        cgroups.make(CGROUP)
-        self._connect()
+        cgroups.make(self.place.seat.cgroup)
+        if beside is None:
+            self._connect(_on_machine)
+            for range_ in (POD_RANGE, SERVICE_RANGE):
+                _on_machine(["ip", "route", "add", range_, "via", self.place.seat.address])
+        else:
+            self._connect(beside.run)
+            self._exchange_routes(beside)
 
     def start(self, name: str, argv: Sequence[str]) -> None:
         """Start a process of the node; its output goes to ``logs/NAME.log``."""
@@ -163,19 +164,26 @@ class Sandbox:
         except (OSError, ValueError):
             return 0
 
-    def _connect(self) -> None:
+    def _connect(self, outside: Callable[[list[str]], object]) -> None:
+        """Lay the link; ``outside`` runs commands in the network at its other end."""
+        seat = self.place.seat
         peer = ["peer", "name", "machine0", "netns", str(self.pid(_INIT))]
-        _ip("link", "add", LINK, "type", "veth", *peer)
-        _ip("address", "add", f"{HOST_ADDRESS}/30", "dev", LINK)
-        _ip("link", "set", LINK, "up")
-        inside = ["ip", "link", "set", "lo", "up"]
-        self.run(inside)
-        self.run(["ip", "address", "add", f"{NODE_ADDRESS}/30", "dev", "machine0"])
+        outside(["ip", "link", "add", seat.link, "type", "veth", *peer])
+        outside(["ip", "address", "add", f"{seat.gateway}/30", "dev", seat.link])
+        outside(["ip", "link", "set", seat.link, "up"])
+        self.run(["ip", "link", "set", "lo", "up"])
+        self.run(["ip", "address", "add", f"{seat.address}/30", "dev", "machine0"])
         self.run(["ip", "link", "set", "machine0", "up"])
-        for range_ in (POD_RANGE, SERVICE_RANGE):
-            _ip("route", "add", range_, "via", NODE_ADDRESS)
         # /proc/sys/net shows the network of whoever reads it, so this is the node's own.
         self.run(["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"])
+
+    def _exchange_routes(self, beside: Sandbox) -> None:
+        """Each node's pods, and what is behind the first one, are reached over the link."""
+        mine, theirs = self.place.seat, beside.place.seat
+        beside.run(["ip", "route", "add", mine.pods, "via", mine.address])
+        behind = ip_interface(f"{theirs.address}/30").network
+        for range_ in (theirs.pods, str(behind)):
+            self.run(["ip", "route", "add", range_, "via", mine.gateway])
 
 
 def sweep(place: Place) -> None:
@@ -188,8 +196,8 @@ def sweep(place: Place) -> None:
     """
     deadline = time.monotonic() + 60
     while True:
-        left = marked(place) | cgroups.members(CGROUP)
-        cgroups.kill(CGROUP)
+        left = marked(place) | cgroups.members(place.seat.cgroup)
+        cgroups.kill(place.seat.cgroup)
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -199,9 +207,9 @@ def sweep(place: Place) -> None:
             message = f"processes of the node that do not end: {sorted(left)}"
             raise DevelopmentError(message)
         time.sleep(0.05)
-    if Path("/sys/class/net", LINK).exists():
-        run(["ip", "link", "delete", LINK], seconds=_COMMAND_SECONDS, check=False)
-    if stuck := cgroups.remove(CGROUP):
+    if Path("/sys/class/net", place.seat.link).exists():
+        run(["ip", "link", "delete", place.seat.link], seconds=_COMMAND_SECONDS, check=False)
+    if stuck := cgroups.remove(place.seat.cgroup):
         message = f"cgroups that cannot be removed: {', '.join(map(str, stuck))}"
         raise DevelopmentError(message)
     for folder in (place.run, place.data):
@@ -236,8 +244,8 @@ def _children(pid: int) -> list[int]:
     return [int(word) for word in text.split() if _alive(int(word))]
 
 
-def _ip(*arguments: str) -> None:
-    run(["ip", *arguments], seconds=_COMMAND_SECONDS)
+def _on_machine(argv: list[str]) -> None:
+    run(argv, seconds=_COMMAND_SECONDS)
 
 
 def _path() -> str:

@@ -1,0 +1,87 @@
+"""What every node of the development cluster runs: container runtime, kubelet, kube-proxy.
+
+Used by the first node, which runs the control plane besides (``node``), and by the second
+(``second``). Certificates of both come from the first one's folder.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from rose_dev import node_files
+from rose_dev.place import Place
+from rose_dev.sandbox import Sandbox
+from rose_dev.shell import wait_until
+
+START_SECONDS = 180.0
+
+
+def write_files(place: Place, pki: Path) -> None:
+    """Write the configuration of the three into the node's folder."""
+    (place.run / "cni").mkdir()
+    texts = {
+        "containerd.toml": node_files.containerd(place),
+        "cni/10-rose.conflist": node_files.cni(place.seat),
+        "kubelet.yaml": node_files.kubelet(place, pki),
+        "kube-proxy.yaml": node_files.kube_proxy(place.seat, pki),
+        "resolv.conf": "options ndots:5\n",
+    }
+    for name, text in texts.items():
+        (place.run / name).write_text(text)
+
+
+def commands(place: Place, pki: Path, binaries: dict[str, Path]) -> dict[str, list[str]]:
+    """Command lines of the three by name."""
+    run, data, seat = place.run, place.data, place.seat
+    containerd = shutil.which("containerd") or "/usr/bin/containerd"
+    kubelet = [
+        str(binaries["kubelet"]),
+        f"--config={run / 'kubelet.yaml'}",
+        f"--kubeconfig={pki / f'{seat.name}.conf'}",
+        f"--root-dir={data / 'kubelet'}",
+        f"--cert-dir={data / 'kubelet' / 'pki'}",
+        f"--hostname-override={seat.name}",
+        f"--node-ip={seat.address}",
+    ]
+    return {
+        "containerd": [containerd, "--config", str(run / "containerd.toml")],
+        "kube-proxy": [str(binaries["kube-proxy"]), f"--config={run / 'kube-proxy.yaml'}"],
+        "kubelet": kubelet,
+    }
+
+
+def start_runtime(sandbox: Sandbox, command: list[str]) -> None:
+    """Start containerd and wait until it answers.
+
+    Raises:
+        StartFailed: it does not.
+    """
+
+    def ready() -> bool:
+        sandbox.pid("containerd")
+        return sandbox.succeeds([*_ctr(sandbox), "version"])
+
+    sandbox.start("containerd", command)
+    wait_until(ready, "containerd is ready", seconds=START_SECONDS)
+
+
+def load(sandbox: Sandbox, archive: Path) -> None:
+    """Import a docker archive.
+
+    Raises:
+        CommandFailed: the runtime refuses it.
+    """
+    sandbox.run([*_ctr(sandbox), "images", "import", archive], seconds=180)
+
+
+def load_once(sandbox: Sandbox, archive: Path) -> None:
+    """Import ROSE's image unless the node has just this one."""
+    loaded = sandbox.place.run / "image"
+    if not loaded.exists() or loaded.read_text() != archive.name:
+        load(sandbox, archive)
+        loaded.write_text(archive.name)
+
+
+def _ctr(sandbox: Sandbox) -> list[str]:
+    return ["ctr", "--address", str(sandbox.place.containerd), "--namespace", "k8s.io"]

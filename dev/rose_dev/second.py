@@ -1,0 +1,92 @@
+"""A second real node beside the first: what drains, evictions and agents on several nodes need.
+
+It has namespaces, a container runtime, a kubelet and a kube-proxy of its own, and the first one's
+control plane. Its network hangs on the first node's (``place`` has the addresses). It ends with
+``Node.down``, or by itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rose_dev import image, machinery, node_files
+from rose_dev.errors import StartFailed
+from rose_dev.machinery import START_SECONDS
+from rose_dev.sandbox import Sandbox, sweep
+from rose_dev.shell import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rose_dev.node import Node
+
+
+COMPONENTS = ("containerd", "kubelet", "kube-proxy")
+
+
+class SecondNode:
+    """The node beside ``first``.
+
+    Attributes:
+        name: of its Node object.
+        sandbox: its namespaces and processes.
+    """
+
+    def __init__(self, first: Node) -> None:
+        self._first = first
+        self.place = first.place.second()
+        self.name = self.place.seat.name
+        self.sandbox = Sandbox(self.place)
+
+    def up(self, *, gpus: int = 8, say: Callable[[str], None] = print) -> None:
+        """Start it beside the first, which must run; one that runs stays as it is.
+
+        Raises:
+            DevelopmentError: the first does not run, or a component did not start.
+        """
+        if not self._first.healthy():
+            message = "the first node does not run: rose dev up"
+            raise StartFailed(message)
+        if self.sandbox.running("kubelet") and self._ready():
+            return
+        sweep(self.place)
+        self.sandbox.open(beside=self._first.sandbox)
+        self._start(gpus)
+        say(f"[cluster] {self.name} is ready")
+
+    def down(self) -> None:
+        """End it, and take its Node object away."""
+        sweep(self.place)
+        self._first.kubectl("delete", "node", self.name, "--ignore-not-found", "--wait=false")
+
+    def components(self) -> dict[str, bool]:
+        """Each component's name, and whether it runs; empty while there is no second node."""
+        if not self.sandbox.alive():
+            return {}
+        return {name: self.sandbox.running(name) for name in COMPONENTS}
+
+    def root(self) -> Path:
+        """Its file system."""
+        return self.sandbox.root()
+
+    def _start(self, gpus: int) -> None:
+        pki = self._first.place.run / "control-plane" / "pki"
+        machinery.write_files(self.place, pki)
+        commands = machinery.commands(self.place, pki, self._first.binaries())
+        machinery.start_runtime(self.sandbox, commands["containerd"])
+        machinery.load(self.sandbox, image.pause_archive(node_files.PAUSE_IMAGE))
+        machinery.load_once(self.sandbox, image.archive())
+        for name in COMPONENTS[1:]:
+            self.sandbox.start(name, commands[name])
+        wait_until(self._ready, f"{self.name} is ready", seconds=START_SECONDS)
+        self._first.claim_gpus(self.name, gpus)
+
+    def _ready(self) -> bool:
+        self.sandbox.pid("kubelet")
+        found = self._first.kubectl(
+            *("get", "node", self.name, "--ignore-not-found"),
+            *("--output=jsonpath={.status.conditions[?(@.type=='Ready')].status}",),
+            check=False,
+        )
+        return found.strip() == "True"
