@@ -30,6 +30,8 @@ from rose_core.telemetry.dialects import samples
 from rose_core.wire.sync import (
     EngineSpec,
     Grant,
+    Notice,
+    NoticeRequest,
     PoolPolicy,
     SlotReport,
     SyncReply,
@@ -38,7 +40,8 @@ from rose_core.wire.sync import (
 )
 from rose_engines.rundir import EngineFile, RunDir, read_json
 from rose_wire.rpc import Server
-from rose_wire.services import SYNC
+from rose_wire.services import NOTICES, SYNC
+from tests.host.left import sweep
 
 POOL = "default/chat"
 SLOT = SlotKey("slot-1", 1)
@@ -74,12 +77,18 @@ class FakeOperator:
         self.port = 0
         self._server = Server()
         self._server.unary(SYNC, self._sync)
+        self._server.server_stream(NOTICES, self._notices)
 
     async def start(self) -> None:
         self.port = await self._server.start("127.0.0.1:0")
 
     async def stop(self) -> None:
         await self._server.stop(0)
+
+    async def _notices(self, _request: NoticeRequest) -> AsyncIterator[Notice]:
+        """Nothing to say, on a stream that stays open, as the real one."""
+        await asyncio.sleep(3600)
+        yield Notice()
 
     async def _sync(self, request: SyncRequest) -> SyncReply:
         self.requests.append(request)
@@ -131,6 +140,7 @@ class Node:
     processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
     serving_url: str = ""
     agent_flags: tuple[str, ...] = ()
+    cgroup: str = "signals"
 
     @property
     def rundir(self) -> RunDir:
@@ -184,7 +194,7 @@ class Node:
             "host",
             *("-m", "rose_cli.main", "engine-host", "--rundir", str(self.root / "run")),
             *("--models", str(self.root / "models"), "--engine-python", sys.executable),
-            *("--data-port", "0", "--http-port", "0", "--cgroup", "signals"),
+            *("--data-port", "0", "--http-port", "0", "--cgroup", self.cgroup),
         )
 
     async def start_agent(self) -> None:
@@ -336,18 +346,19 @@ class Node:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        await asyncio.to_thread(sweep, self.root / "run", self.cgroup)  # type: ignore[arg-type]
 
 
 @contextlib.asynccontextmanager
-async def node(root: Path, *agent_flags: str) -> AsyncIterator[Node]:
-    """Start everything; end everything, whatever happened."""
+async def node(root: Path, *agent_flags: str, cgroup: str = "signals") -> AsyncIterator[Node]:
+    """Start everything; end everything, whatever happened. ``cgroup`` is the engine host's."""
     model = root / "models" / "small"
     model.mkdir(parents=True)
     save_file({"w": np.zeros((8, 8), np.float32)}, model / "model.safetensors")
     operator = FakeOperator()
     await operator.start()
     async with aiohttp.ClientSession() as http:
-        parts = Node(root, operator, http, agent_flags=agent_flags)
+        parts = Node(root, operator, http, agent_flags=agent_flags, cgroup=cgroup)
         try:
             await parts.start_serving()
             for start in (parts.start_tap, parts.start_host, parts.start_agent):

@@ -17,13 +17,31 @@ from rose_agent.devices.static import StaticDriver
 from rose_agent.guard.loop import Guard, Settings
 from rose_agent.guard.slot import Slot
 from rose_agent.pods.static import StaticPods
-from rose_core.guard.gate import GateLimits
+from rose_core.guard.gate import GateLimits, Verdict
+from rose_core.guard.reasons import GateReason
+from rose_core.guard.slack import Slack
 from rose_core.identity import GrantKey, SlotKey
-from rose_core.telemetry.events import Arrived, Ended, Health, How
+from rose_core.telemetry.events import (
+    Arrived,
+    Ended,
+    FirstToken,
+    Health,
+    How,
+    Progress,
+    Sized,
+    TapEvent,
+)
 from rose_core.telemetry.signal import Limits
 from rose_core.telemetry.verify import Verification
 from rose_core.wire.host import EngineState, EngineStatus
-from rose_core.wire.sync import EngineSpec, Grant, PoolPolicy, SyncReply, WeightSource
+from rose_core.wire.sync import (
+    EngineSpec,
+    Grant,
+    PoolPolicy,
+    SignalSource,
+    SyncReply,
+    WeightSource,
+)
 from rose_engines.permit import BUSY_LANE, Permit
 from rose_engines.rundir import RunDir
 
@@ -73,13 +91,13 @@ async def guard(short_dir: Path) -> AsyncIterator[tuple[Guard, Permit]]:
         replica.book.blind_ns = 0
         permit.beat_host(time.monotonic_ns() + 10**12)
         yield made, permit
-        for task in made._pollers.values():
+        for task in made.matching.pollers.values():
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         for slot in made.slots.values():
             await slot.detach()
-        made._watcher.close()
+        made.matching.close()
         await made.host._channel.close()
     permit.detach()
 
@@ -127,6 +145,19 @@ async def test_a_lost_tap_closes(guard: tuple[Guard, Permit]) -> None:
     assert permit.until_ns > 0
     made.on_tap_lost(time.monotonic_ns())
     assert permit.until_ns == 0
+
+
+async def test_a_request_under_way_is_not_kept_when_the_tap_may_no_longer_be_heard(
+    guard: tuple[Guard, Permit],
+) -> None:
+    """Its end would never be told, and the replica would look busy for ever."""
+    made, _ = guard
+    made.on_tap([Arrived("pod", 1, time.monotonic_ns(), "/generate")], time.monotonic_ns())
+    assert made.replicas["pod"].book.live
+    figures = msgspec.structs.replace(POLICY, allowed_signals=(SignalSource.LOADS,))
+    made.on_reply(SyncReply(1, True, (GRANT,), (figures,)), time.monotonic())
+    made.matching.match(stop_pressed=False)
+    assert not made.replicas["pod"].book.live
 
 
 async def test_a_lost_grant_closes_and_releases(guard: tuple[Guard, Permit]) -> None:
@@ -179,6 +210,35 @@ async def test_tokens_are_told_one_by_one_only_before_lending_may_be_paced_by_th
     assert not replica.watch().closely
 
 
+@pytest.mark.parametrize(
+    ("event", "again_ns", "looks"),
+    [
+        (Progress("pod", 1, 1, 2), 5, False),
+        (Progress("pod", 1, 1, 2), 0, True),
+        (FirstToken("pod", 1, 1), 5, True),
+        (Sized("pod", 1, 100, "/generate"), 5, True),
+        (health(1), 5, False),
+    ],
+)
+async def test_paced_lending_is_judged_at_its_edges_and_not_at_every_token(
+    guard: tuple[Guard, Permit],
+    monkeypatch: pytest.MonkeyPatch,
+    event: TapEvent,
+    again_ns: int,
+    looks: bool,
+) -> None:
+    """Closed and with no edge to come, the verdict waits for the tokens themselves."""
+    made, _ = guard
+    slack = Slack(None, 0.1, 0.5)
+    made._verdicts["pod"] = Verdict(False, GateReason.SLACK, again_ns=again_ns, slack=slack)
+    looked: list[str] = []
+    monkeypatch.setattr(made, "_step_replica", lambda uid, *_: looked.append(uid))
+    made.on_tap([Arrived("pod", 1, 1, "/generate")], 1)
+    looked.clear()
+    made.on_tap([event], 1)
+    assert bool(looked) is looks
+
+
 @pytest.mark.parametrize(("policy", "reuses"), [("Keep", False), ("Reuse", True)])
 async def test_the_router_hears_whether_keys_are_reused(
     guard: tuple[Guard, Permit], policy: str, reuses: bool
@@ -192,3 +252,18 @@ async def test_the_router_hears_whether_keys_are_reused(
     assert slot._attachment._update is not None
     assert slot._attachment._update.reuses_kv is reuses
     await slot.detach()
+
+
+async def test_what_became_of_the_engine_is_in_the_flight_recorder_once(
+    guard: tuple[Guard, Permit],
+) -> None:
+    made, _ = guard
+    failed = EngineStatus(KEY, EngineState.FAILED, reason="LimitReached")
+    for status in (failed, failed, EngineStatus(KEY, EngineState.SERVING)):
+        made.host.engines = {KEY.uid: status}
+        made.step_all()
+    told = [entry[3] for entry in made.recorder.entries() if entry[2] == "engine"]
+    assert [(one["state"], one["reason"]) for one in told][-2:] == [
+        ("Failed", "LimitReached"),
+        ("Serving", ""),
+    ]

@@ -108,7 +108,7 @@ async def test_a_jump_of_the_wall_clock_neither_settles_a_pod_nor_closes_its_gat
     monkeypatch.setattr(time, "time", lambda: wall() + jump_s)
     made.step_all()
     assert is_open(permit)
-    assert not made._settled(fresh), "Ready for a second, whatever the clock says"
+    assert not made.matching.settled(fresh), "Ready for a second, whatever the clock says"
 
 
 async def test_a_never_idle_replica_is_paced_inside_a_period(guard: Parts) -> None:

@@ -28,7 +28,7 @@ def write_gpu(file: Path, used: int) -> None:
 
 async def status(n: Node) -> EngineStatus | None:
     """The engine as its host lists it."""
-    channel = connect(f"unix:{n.rundir.host_socket}")
+    channel = connect(f"local:{n.rundir.host_socket}")
     try:
         listed = await call(channel, STATUS, HostStatusRequest(), timeout=5)
     except WireError:

@@ -111,7 +111,7 @@ class Node:
             if time.monotonic() > end:
                 pytest.fail(f"never: {what}; {self.phase}, {self.refusal}")
             self.write_pod()
-            self.guard._match()
+            self.guard.matching.match(stop_pressed=self.guard._stop_pressed)
             self.guard.on_tap([health()], time.monotonic_ns())
             self.guard.step_all()
             await asyncio.sleep(0.1)
@@ -169,7 +169,7 @@ async def node(folder: Path, feature: str = "on") -> AsyncIterator[Node]:
         guard.on_tap([health()], time.monotonic_ns())
         known.book.blind_ns = 0
         permit.beat_host(time.monotonic_ns() + 10**12)
-        guard._pollers["pod"].cancel()  # the engine has no counter to compare with
+        guard.matching.pollers["pod"].cancel()  # the engine has no counter to compare with
         made.start_sleeper()
         try:
             yield made
@@ -178,14 +178,14 @@ async def node(folder: Path, feature: str = "on") -> AsyncIterator[Node]:
                 if process is not None:
                     process.kill()
                     process.wait()
-            for task in guard._pollers.values():
+            for task in guard.matching.pollers.values():
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
             for slot in guard.slots.values():
                 await slot.detach()
             guard.whole.forget("pod")
-            guard._watcher.close()
+            guard.matching.close()
             await guard.host._channel.close()
     permit.detach()
 
@@ -264,7 +264,7 @@ async def test_a_request_to_a_sleeping_replica_wakes_it(short_dir: Path) -> None
         now = time.monotonic_ns()
         made.guard.on_tap([Arrived("pod", 1, now, "/generate")], now)
         assert not is_open(made.permit), "at its arrival"
-        made.guard._match()
+        made.guard.matching.match(stop_pressed=False)
         assert made.phase is Phase.RETURNING
         assert made.refusal == "RequestWhileAsleep"
         made.guard.host.engines = {}

@@ -37,7 +37,8 @@ def two_answer_as_one(node: Node, service: str, turn: Turn) -> None:
     now = ("--grace-period=0", "--force", "--wait=false")
     node.kubectl("delete", "pod", victim, f"--namespace={_SYSTEM}", *now)
     for _ in range(_TURNS_AFTER_A_DEATH):
-        assert turn(service)
+        # Until kube-proxy has heard of the death a call may be refused; callers try again.
+        wait_until(lambda: _answers(service, turn), "a turn after a death", seconds=_SECONDS)
     _resize(node, 1)
     _settled(node, 1)
     wait_until(lambda: _answers(service, turn), "one router answers again", seconds=_SECONDS)

@@ -13,20 +13,29 @@ import yaml
 from prometheus_client import start_http_server
 
 from rose_dev import prometheus
-from rose_dev.errors import CommandFailed, StartFailed
+from rose_dev.errors import StartFailed
 from rose_dev.node import Node
 from rose_dev.shell import wait_until
 from tests.chart.auditing import granted, used
+from tests.chart.installation import (
+    CHART,
+    HERE,
+    RESEARCH,
+    SECONDS,
+    SERVING,
+    SYSTEM,
+    field,
+    installation,
+    logs,
+    make_models,
+    seen,
+)
 from tests.chart.rendering import render
 from tests.chart.routers import two_answer_as_one
 from tests.chart.scraping import scraping, targets
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
-HERE = Path(__file__).parent
-CHART = HERE.parents[1] / "helm" / "rose"
-SYSTEM, RESEARCH, SERVING = "rose-system", "research", "serving"
-SECONDS = 180.0
 # Panels about what does not happen in a quiet minute; their queries are run all the same.
 QUIET = {
     "ROSE / Harvested capacity: Leases refused",
@@ -50,49 +59,8 @@ SPARED = {
 @pytest.fixture
 def installed(node: Node, tmp_path: Path) -> Iterator[Node]:
     """ROSE from the chart with fake engines, and one model on the node."""
-    from rose_dev.models import TINY, make_model  # noqa: PLC0415  # torch takes seconds to import
-
-    make_model(TINY, tmp_path).rename(tmp_path / "tiny")
-    tmp_path.chmod(0o755)
-    remove(node)
-    wait_until(
-        lambda: not {RESEARCH, SERVING, SYSTEM} & set(namespaces(node)),
-        "an earlier run's namespaces are gone",
-        seconds=SECONDS,
-        pause=0.5,
-    )
-    where = ("rose", str(CHART), f"--namespace={SYSTEM}", "--create-namespace")
-    values = (f"--values={HERE / 'values.yaml'}", f"--set=engineHost.modelsPath={tmp_path}")
-    try:
-        try:
-            node.helm("install", *where, *values, "--wait", "--timeout=120s", seconds=150)
-            tested = node.helm("test", "rose", f"--namespace={SYSTEM}", "--timeout=120s")
-        except CommandFailed as error:
-            pytest.fail("\n\n".join([str(error), *seen(node)]))
-        assert "Succeeded" in tested
-        node.kubectl("apply", f"--filename={HERE / 'cluster.yaml'}")
+    with installation(node, make_models(tmp_path)):
         yield node
-    finally:
-        remove(node)
-
-
-def remove(node: Node) -> None:
-    """Take away what a run of this test makes; also of one that was killed."""
-    if '"rose"' in node.helm("list", f"--namespace={SYSTEM}", "--all", "--output=json"):
-        # A run that was killed may have left pods that the hook would wait for.
-        node.helm("uninstall", "rose", f"--namespace={SYSTEM}", "--no-hooks")
-    names = [f"namespace/{name}" for name in (RESEARCH, SERVING, SYSTEM)]
-    node.kubectl("delete", "--ignore-not-found", "--wait=false", *names)
-
-
-def namespaces(node: Node) -> list[str]:
-    listed = node.kubectl("get", "namespaces", "--output=jsonpath={.items[*].metadata.name}")
-    return listed.split()
-
-
-def field(node: Node, kind: str, name: str, namespace: str, path: str) -> str:
-    where = (kind, name, f"--namespace={namespace}", f"--output=jsonpath={path}")
-    return node.kubectl("get", *where, check=False).strip()
 
 
 def lent(node: Node) -> str:
@@ -110,17 +78,6 @@ def wait_for(node: Node, name: str) -> None:
         wait_until(lambda: reached(node, name), name, seconds=SECONDS, pause=2.0)
     except StartFailed as error:
         pytest.fail("\n\n".join([str(error), *seen(node)]))
-
-
-def seen(node: Node) -> list[str]:
-    """What somebody would look at who wonders why something does not happen."""
-    kinds = "pods,servingpools,rolloutleases,rolloutslots"
-    workloads = ("deployment/rose-operator", "daemonset/rose-agent", "daemonset/rose-engine-host")
-    return [
-        node.kubectl("get", kinds, "--all-namespaces", check=False),
-        node.kubectl("describe", "pods,rolloutleases,rolloutslots", "-A", check=False),
-        *(logs(node, workload) for workload in workloads),
-    ]
 
 
 def reached(node: Node, name: str, *, stream: bool = False) -> bool:
@@ -152,9 +109,16 @@ def post(url: str, *, max_new_tokens: int, stream: bool = False) -> list[int]:
     return tokens
 
 
-def logs(node: Node, workload: str) -> str:
-    where = (f"--namespace={SYSTEM}", "--all-containers", "--tail=60")
-    return node.kubectl("logs", workload, *where, check=False)
+def rights_of_the_host(node: Node) -> tuple[str, str]:
+    """User and capabilities of the engine host's first process."""
+    where = (f"--namespace={SYSTEM}", "--container=engine-host")
+    status = node.kubectl("exec", "daemonset/rose-engine-host", *where, "--", *READ_STATUS)
+    lines = (line.partition(":") for line in status.splitlines())
+    words = {name: rest.strip() for name, _, rest in lines}
+    return words["Uid"].split()[0], words["CapEff"]
+
+
+READ_STATUS = ("python", "-c", "print(open('/proc/1/status').read())")
 
 
 def publish(node: Node, models: Path) -> None:
@@ -196,6 +160,7 @@ def test_a_lease_becomes_turns(installed: Node, tmp_path: Path) -> None:
     wait_until(lambda: lent(node) == "1", "the pool counts what it lends", seconds=SECONDS)
     slots = node.kubectl("get", "rslot", f"--namespace={SYSTEM}", "--no-headers")
     assert len(slots.splitlines()) == 1
+    assert rights_of_the_host(node) == ("63999", "0" * 16)
     assert "forbidden" not in logs(node, "deployment/rose-operator")
     every_panel_shows_something(node, tmp_path)
     two_answer_as_one(node, service(node), tokens_at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 
 import pytest
 import yaml
@@ -35,6 +36,11 @@ def test_nothing_is_switched_on_that_needs_somebody_elses_kinds() -> None:
     own = {"v1", "apps/v1", "batch/v1", "policy/v1", "rbac.authorization.k8s.io/v1"}
     own |= {"apiextensions.k8s.io/v1", "admissionregistration.k8s.io/v1"}
     assert {item["apiVersion"] for item in render().objects} <= own
+
+
+def test_the_chart_has_the_version_of_the_code() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == importlib.metadata.version("rose-gpu")
 
 
 def test_every_object_of_a_full_installation_carries_the_recommended_labels() -> None:

@@ -185,7 +185,7 @@ PARSERS: dict[str, tuple[str, str]] = {
     "guard": ("rose_agent.main", "arguments"),
     "tap": ("rose_agent.tap.main", "arguments"),
     "sleeper": ("rose_agent.devices.sleepers", "parser"),
-    "engine-host": ("rose_agent.host.main", "parser"),
+    "engine-host": ("rose_agent.host.arguments", "parser"),
     "weight-sync": ("rose_agent.weightsync.main", "parser"),
 }
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import tarfile
+from ipaddress import IPv4Interface, IPv4Network
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from rose_dev.components import Layout
 from rose_dev.errors import BuildFailed, CommandFailed, StartFailed
 from rose_dev.parts import Part
 from rose_dev.pki import Authority, service_account_keys
-from rose_dev.place import Place
+from rose_dev.place import FIRST, LINK_RANGE, POD_RANGE, SECOND, Place
 
 UPSTREAM = """module k8s.io/kubernetes
 require (
@@ -77,10 +78,26 @@ def test_command_lines_agree_about_addresses(tmp_path: Path) -> None:
 
 
 def test_pods_have_no_way_out() -> None:
-    link = json.loads(node_files.cni())["plugins"][0]
-    assert link["ipMasq"] is False
-    assert "0.0.0.0/0" not in [route["dst"] for route in link["ipam"]["routes"]]
+    for seat in (FIRST, SECOND):
+        link = json.loads(node_files.cni(seat))["plugins"][0]
+        assert link["ipMasq"] is False
+        assert "0.0.0.0/0" not in [route["dst"] for route in link["ipam"]["routes"]]
     assert "forward" not in node_files.corefile(Path("/pki"))
+
+
+def test_the_nodes_share_no_address_and_no_folder(tmp_path: Path) -> None:
+    first = place(tmp_path)
+    second = first.second()
+    assert not IPv4Network(FIRST.pods).overlaps(IPv4Network(SECOND.pods))
+    assert {first.run, first.data, FIRST.cgroup}.isdisjoint(
+        {second.run, second.data, SECOND.cgroup}
+    )
+    links = [IPv4Interface(f"{seat.address}/30").network for seat in (FIRST, SECOND)]
+    assert not links[0].overlaps(links[1])
+    for seat, link in zip((FIRST, SECOND), links, strict=True):
+        assert IPv4Interface(f"{seat.gateway}/30").network == link
+        assert link.subnet_of(IPv4Network(LINK_RANGE))
+        assert IPv4Network(seat.pods).subnet_of(IPv4Network(POD_RANGE))
 
 
 def test_settings_without_which_no_node_comes_up(tmp_path: Path) -> None:
@@ -88,7 +105,7 @@ def test_settings_without_which_no_node_comes_up(tmp_path: Path) -> None:
     assert kubelet["failCgroupV1"] is False
     assert kubelet["cgroupDriver"] == "cgroupfs"
     assert "restrict_oom_score_adj = true" in node_files.containerd(place(tmp_path))
-    assert yaml.safe_load(node_files.kube_proxy(tmp_path))["conntrack"] == {"maxPerCore": 0}
+    assert yaml.safe_load(node_files.kube_proxy(FIRST, tmp_path))["conntrack"] == {"maxPerCore": 0}
 
 
 def test_certificates_and_kubeconfig(tmp_path: Path) -> None:

@@ -40,11 +40,30 @@ def test_it_needs_nothing_that_a_bare_gpu_machine_lacks() -> None:
 def test_without_a_gpu_every_check_runs_and_no_figure_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--results", str(tmp_path), "--seconds", "0.02"]) == 0
+    assert main(["--rehearse", "--results", str(tmp_path), "--seconds", "0.02"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("no GPU here (")
     assert "not_run" not in said
-    shares = json.loads(said.partition("\nmps: ")[2].splitlines()[0])["shares_ms"]
+    mps = json.loads(said.partition("\nmps: ")[2].splitlines()[0])
+    shares = mps["shares_ms"]
     assert [one["multiprocessors"] for one in shares] == [28, 40, 66]
     assert all(one["listed"] and one["serving_sees"] == 132 for one in shares)
+    assert [one["priority"] for one in mps["priority_ms"]] == [0, 1]
+    assert [one["how"] for one in mps["kills"]] == ["terminate_client", "kill"]
+    assert mps["fault"]["servers"] == ["FAULT"]
+    assert mps["fault"]["new_clients_afterwards"]
+    pool = json.loads(said.partition("\nelastic: ")[2].splitlines()[0])
+    assert (pool["give_back_s"]["count"], pool["left_after_cycles_bytes"]) == (2, 0)
+    weights = json.loads(said.partition("\nweights: ")[2].splitlines()[0])["tiny"]
+    assert 0 < weights["changes"] <= weights["state_bytes"] / 2 * 0.01
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_gpu_it_is_an_error_that_says_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--results", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "needs an NVIDIA GPU" in said
+    assert "--rehearse" in said
     assert list(tmp_path.iterdir()) == []

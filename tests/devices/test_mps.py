@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.devices import fake_mps
+from rose_agent.devices import fake_mps, mps3
 from rose_agent.devices.errors import MpsError
 from rose_agent.devices.mps import PROGRAM, MpsControl, Pipes
 from rose_agent.devices.mps_tasks import Question, check, end
@@ -156,12 +156,13 @@ def pipes() -> Iterator[Pipes]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture
-def daemon(pipes: Pipes) -> Iterator[Daemon]:
-    """The stand-in, run as ``rose mps`` runs it."""
+@pytest.fixture(params=[2, 3])
+def daemon(pipes: Pipes, request: pytest.FixtureRequest) -> Iterator[Daemon]:
+    """The stand-in, run as ``rose mps`` runs it, in both grammars."""
     program = [sys.executable, "-m", "rose_agent.devices.fake_mps"]
     command = [sys.executable, "-m", "rose_cli.main", "mps", "--gpu", "GPU-a"]
     command += ["--root", str(pipes.root), "--program", " ".join(program)]
+    command += ["--protocol", str(request.param)]
     process = subprocess.Popen(command)
     place = pipes.pipe / "control"
     try:
@@ -240,6 +241,39 @@ def test_a_client_loses_its_server_before_it_is_killed(daemon: Daemon) -> None:
         engine.wait()
 
 
+def test_the_protocol_is_the_daemons(daemon: Daemon, request: pytest.FixtureRequest) -> None:
+    assert f"[{daemon.control.protocol}]" in request.node.name
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "speaks"),
+    [
+        (("nvidia-cuda-mps-control", "-d"), (), False),
+        (("nvidia-cuda-mps-control", "-d", "-p", "3"), (), True),
+        (("nvidia-cuda-mps-control", "--protocol=3", "-f"), (), True),
+        (("nvidia-cuda-mps-control", "-p", "2"), ("CUDA_MPS_PROTOCOL_VERSION=3",), True),
+        (("nvidia-cuda-mps-control", "-p", "3"), ("CUDA_MPS_PROTOCOL_VERSION=2",), False),
+    ],
+)
+def test_a_daemons_protocol_shows_in_how_it_was_started(
+    words: tuple[str, ...], environment: tuple[str, ...], speaks: bool
+) -> None:
+    assert mps3.speaks(words, environment) is speaks
+
+
+def test_the_second_grammar_reads_numbers_and_no_table() -> None:
+    made = {
+        "server": ("main,1000,48201,Ready,/run/nvidia-mps/main,GPU-a,GPU-b,-",),
+        "client": ("3165259,main,0,default,python -c 1,2", "51087,main,0,high,python"),
+    }
+    (server,) = mps3.servers(lambda words: made[words[0]], multi_user=True)
+    assert server == Server(48201, ServerState.ACTIVE, 1000, frozenset({3165259, 51087}), True)
+    for name, line in (("server", "main,1000,48201,Odd,x"), ("client", "316...,main")):
+        with pytest.raises(MpsError, match="not understood"):
+            mps3.servers(lambda words: {**made, name: (line,)}[words[0]], multi_user=True)  # noqa: B023
+
+
+@pytest.mark.parametrize("daemon", [2], indirect=True)
 def test_commands_that_the_daemon_does_not_know_are_errors(daemon: Daemon) -> None:
     with pytest.raises(MpsError, match="not found"):
         daemon.control.ask("get_client_list 1")

@@ -5,8 +5,9 @@
 KIND is ``SGLang`` or ``VLLM``. FEATURE says what the real servers were seen to do: ``on`` frees;
 ``off`` answers 200 and frees nothing (SGLang without memory saver, vLLM without sleep mode);
 ``missing`` answers 404 (vLLM without its development mode); ``garbage`` comes back with other
-weights; ``deaf`` never comes back. Like the real ones: a request waits while the engine is paused
-or asleep; a release beside requests, and a resume of what was not released, end an SGLang.
+weights; ``deaf`` never comes back; ``insomniac``, a vLLM, says that it does not sleep. Like the
+real ones: a request waits while the engine is paused or asleep; a release beside requests, and a
+resume of what was not released, end an SGLang.
 """
 
 from __future__ import annotations
@@ -101,6 +102,10 @@ class Server:
         self.awake.set()
         return web.Response()
 
+    async def is_sleeping(self, _request: web.Request) -> web.Response:
+        sleeps = not self.awake.is_set() and self.feature != "insomniac"
+        return web.json_response({"is_sleeping": sleeps})
+
     async def busy(self, request: web.Request) -> web.Response:
         """For the test: so many requests are running."""
         self.running = int(await request.text())
@@ -134,6 +139,7 @@ class Server:
         ]
         if self.feature != "missing":
             routes += [web.post("/sleep", self.sleep), web.post("/wake_up", self.wake_up)]
+            routes += [web.get("/is_sleeping", self.is_sleeping)]
         return routes
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rose_core.identity import WeightVersion
+from rose_core.telemetry.dialects import samples
 from rose_dev.engine_testing import PermitHolder, RealEngine, State, write_bundle
 from rose_engines.errors import EngineRefused, EngineUnavailable
 from rose_engines.safetensors import read_file
@@ -162,6 +163,32 @@ async def test_loads_and_metrics(client: SGLangClient) -> None:
     for name in ("num_requests_total", "generation_tokens_total", "prompt_tokens_total"):
         assert f"sglang:{name}{{" in metrics
     assert (await client.model_info())["is_generation"] is True
+
+
+def _requests(page: str) -> tuple[int, int]:
+    """Requests that have arrived, and that have ended."""
+    found = {
+        name: sum(value for one, labels, value in samples(page) if one == name and wanted(labels))
+        for name, wanted in (
+            ("sglang:http_requests_total", lambda labels: labels.get("endpoint") == "/generate"),
+            ("sglang:num_requests_total", lambda _: True),
+        )
+    }
+    return int(found["sglang:http_requests_total"]), int(found["sglang:num_requests_total"])
+
+
+async def test_one_counter_moves_at_arrival_and_the_other_at_the_end(
+    client: SGLangClient,
+) -> None:
+    """What compares an engine's count with the wire must know which is which."""
+    await client.generate([104], {"max_new_tokens": 1, **GREEDY})
+    arrived, ended = _requests(await client.metrics())
+    stream = client.stream([104], {"max_new_tokens": 200, **GREEDY})
+    await anext(stream)
+    assert _requests(await client.metrics()) == (arrived + 1, ended)
+    async for _ in stream:
+        pass
+    assert _requests(await client.metrics()) == (arrived + 1, ended + 1)
 
 
 async def test_commit_over_the_socket(engine: Engine, tmp_path: Path) -> None:

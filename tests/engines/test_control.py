@@ -81,3 +81,11 @@ async def test_garbage_ends_only_its_connection(path: Path, garbage: bytes) -> N
 
 def test_socket_is_private(path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_the_group_of_a_shared_folder_may_call(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2770)
+    server = ControlServer(tmp_path / "plugin.sock", answer)
+    server.start()
+    assert (tmp_path / "plugin.sock").stat().st_mode & 0o077 == 0o060
+    server.close()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from rose_core.identity import WeightVersion
@@ -80,6 +81,60 @@ async def test_two_ranks_commit_at_one_boundary_and_hold_what_was_published(
         assert (other_rank.rank, other_rank.commits) == (1, leader.commits)
         with pytest.raises(CommitRefused, match="NotLeader"):
             await member.commit(str(V3))
+
+
+def cpu_seconds(engine: RealEngine) -> list[float]:
+    """Time of a core that each process of the engine has used, by process."""
+    tree = [psutil.Process(engine.process.pid)]
+    tree += sorted(tree[0].children(recursive=True), key=lambda process: process.pid)
+    return [sum(process.cpu_times()[:2]) for process in tree]
+
+
+async def used_in(engine: RealEngine, seconds: float) -> list[float]:
+    """Time of a core that each process uses in a while."""
+    before = cpu_seconds(engine)
+    await asyncio.sleep(seconds)
+    return [used - began for began, used in zip(before, cpu_seconds(engine), strict=True)]
+
+
+async def test_both_ranks_stop_at_a_closed_permit_and_none_spins_in_a_collective(
+    engine: RealEngine,
+) -> None:
+    """The leader waits for the permit, the member for the leader; both go on at one boundary."""
+    seen, more = 0, asyncio.Event()
+
+    async def read(client: SGLangClient) -> None:
+        nonlocal seen
+        async for _ in client.stream([104], {"max_new_tokens": 1500, **GREEDY}):
+            seen += 1
+            more.set()
+
+    async def more_than(count: int) -> None:
+        async with asyncio.timeout(60):
+            while seen <= count:
+                more.clear()
+                await more.wait()
+
+    async with SGLangClient(engine.url) as client:
+        reading = asyncio.create_task(read(client))
+        await more_than(20)
+        computing = await used_in(engine, 2.0)
+        engine.holder.close()
+        try:
+            await asyncio.sleep(1.0)  # what was computing ends with its iteration
+            stopped = seen
+            waiting = await used_in(engine, 2.0)
+            assert seen == stopped
+        finally:
+            engine.holder.open()
+        await more_than(stopped)
+        await client.abort_all()
+        await reading
+    assert stopped < 1500
+    busy = [n for n, used in enumerate(computing) if used > 0.1 * max(computing)]
+    assert len(busy) >= 2, "both ranks compute"
+    for n in busy:  # who spins uses at least as much as who computes
+        assert waiting[n] < 0.5 * computing[n]
 
 
 async def test_a_rank_whose_part_is_damaged_keeps_the_old_version_everywhere(

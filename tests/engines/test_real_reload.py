@@ -25,12 +25,13 @@ OTHER = replace(PEAKED, seed=7)
 FIRST, SECOND = (WeightVersion("reload", 1, number) for number in range(2))
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(FALLBACK_VARIABLE, "disk-always")
-        with start_engine(tmp_path_factory.mktemp("reload"), version=str(FIRST)) as started:
-            yield started
+@pytest.fixture
+def engine(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RealEngine]:
+    monkeypatch.setenv(FALLBACK_VARIABLE, "disk-always")
+    with start_engine(tmp_path_factory.mktemp("reload"), version=str(FIRST)) as started:
+        yield started
 
 
 def cycle(successor: list[int], last: int, count: int) -> list[int]:

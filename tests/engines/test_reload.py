@@ -7,14 +7,17 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
+from rose_engines.errors import UnsupportedEngine
 from rose_engines.reload import ReloadSession
 from rose_engines.safetensors import read_checkpoint, write_file
+from rose_engines.sglang import loading
 from rose_engines.sglang.calls import Answer, Attest, Commit, Committed, Export, Refused, Stage
 from rose_engines.tensors import host_tensors
 
@@ -139,3 +142,25 @@ def test_a_copy_is_not_exported_as_if_it_were_live(session: ReloadSession, tmp_p
     answer = session.handle(Export(str(tmp_path / "x")))
     assert isinstance(answer, Refused)
     assert answer.reason == "Unsupported"
+
+
+@pytest.mark.parametrize(
+    ("fallback", "ranks", "updater", "why"),
+    [
+        ("", 1, True, "ROSE_LAYOUT_FALLBACK=disk in the engine host's environment"),
+        ("disk", 2, True, "an engine over several ranks does not load patched checkpoints"),
+        ("disk-always", 2, True, "an engine over several ranks does not load patched checkpoints"),
+        ("disk", 1, False, "no update_weights_from_disk"),
+    ],
+)
+def test_an_engine_that_may_or_can_not_load_copies_is_refused_with_both_reasons(
+    fallback: str, ranks: int, updater: bool, why: str
+) -> None:
+    refused = UnsupportedEngine("the loader computes 'a.weight'")
+    able = SimpleNamespace(update_weights_from_disk=lambda: None) if updater else None
+    scheduler = SimpleNamespace(tp_size=ranks, weight_updater=able)
+    with pytest.raises(UnsupportedEngine, match=why) as found:
+        loading.check(scheduler, fallback, refused)
+    assert "the loader computes 'a.weight'" in str(found.value)
+    one = SimpleNamespace(update_weights_from_disk=lambda: None)
+    loading.check(SimpleNamespace(tp_size=1, weight_updater=one), "disk", refused)

@@ -11,10 +11,10 @@ import pytest
 
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
-from rose_engines import together
 from rose_engines.board import Board, Word
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.live import HostTensor, Live, digest_live
+from rose_engines.parts import Part, Ranks, check_parts
 from rose_engines.safetensors import StoredTensor
 from rose_engines.sglang.calls import (
     Abort,
@@ -31,7 +31,7 @@ from rose_engines.sglang.calls import (
 from rose_engines.sglang.control import ControlServer
 from rose_engines.sglang.ranks import parts_of
 from rose_engines.slices import Box, SlicedTensor
-from rose_engines.together import LeaderSession, MemberSession, Part, Ranks, RankSession
+from rose_engines.together import LeaderSession, MemberSession, RankSession
 
 V0, V1, V2 = (WeightVersion("run", 1, n) for n in range(3))
 
@@ -75,7 +75,7 @@ class Engine:
     def __init__(self, folder: Path, state: State) -> None:
         lives = [{n: part(n, s, rank) for n, s in state.items()} for rank in range(2)]
         parts = tuple(parts_of(live) for live in lives)
-        together.check_parts(parts, {name: s[2].size for name, s in state.items()})
+        check_parts(parts, {name: s[2].size for name, s in state.items()})
         sockets = tuple(folder / f"r{rank}" for rank in range(2))
         Board.create(folder / "board", 2, len(state))
         barrier = threading.Barrier(2)
@@ -325,4 +325,4 @@ def test_members_take_no_decisions(engine: Engine, call: Call) -> None:
 )
 def test_ranks_that_do_not_make_up_a_tensor_are_refused(parts: list[Part]) -> None:
     with pytest.raises(UnsupportedEngine, match=r"elements of checkpoint tensor 'w', which has 8"):
-        together.check_parts([{"w": one} for one in parts], {"w": 8})
+        check_parts([{"w": one} for one in parts], {"w": 8})

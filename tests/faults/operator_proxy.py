@@ -8,6 +8,8 @@ Everything is forwarded as it is, watches included, until a fault is set:
 | ``refuse(word)`` | writes whose path holds the word get 403 |
 | ``drop_watches()`` | open watches end at once |
 | ``expire_watches(count)`` | the next watches are told 410 Gone |
+
+What it did is counted: ``refused`` with 429, watches ``dropped`` and ``expired``.
 """
 
 import asyncio
@@ -39,7 +41,7 @@ class FaultyProxy:
         self._tls.load_cert_chain(str(pki / "admin.crt"), str(pki / "admin.key"))
         self.kubeconfig = folder / "proxy.conf"
         self.writes: Counter[tuple[str, str]] = Counter()
-        self.refused = 0
+        self.refused = self.dropped = self.expired = 0
         self._random = random.Random(0)
         self._share = 0.0
         self._word = ""
@@ -71,6 +73,7 @@ class FaultyProxy:
     def drop_watches(self) -> None:
         def drop() -> None:
             for task in self._watches:
+                self.dropped += 1
                 task.cancel()
 
         self._loop.call_soon_threadsafe(drop)
@@ -118,6 +121,7 @@ class FaultyProxy:
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         if self._gone > 0:
             self._gone -= 1
+            self.expired += 1
             gone = {"type": "ERROR", "object": _body(410, "Expired")}
             return web.Response(text=json.dumps(gone) + "\n", content_type="application/json")
         task = asyncio.ensure_future(self._forward(request))

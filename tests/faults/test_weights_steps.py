@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import errno
 import re
+import shutil
+import socket
+import tempfile
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rose_agent.weightsync.torture.cases import GATES, PROCESSES, SCRIPTED, enumerated
 from rose_agent.weightsync.torture.main import SCRIPTS, main
+from rose_agent.weightsync.torture.partition import Link
+from rose_agent.weightsync.torture.process import Process, until
 from rose_core.delta import faults
 from rose_wire import faults as arming
 
@@ -70,6 +77,20 @@ def test_a_process_is_armed_by_the_environment_alone(monkeypatch: pytest.MonkeyP
         faults.install(None)
 
 
+def test_a_clock_that_is_set_goes_ahead_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", time.time)  # both are put back afterwards
+    monkeypatch.setattr(time, "time_ns", time.time_ns)
+    monkeypatch.setenv(arming.VARIABLE, f"{arming.CLOCK}86400")
+    turn = [0.0]
+    before = time.time()
+    monkeypatch.setattr(time, "monotonic", lambda: turn[0])
+    arming.arm()
+    assert time.time() - before < -80_000
+    turn[0] = 2.0
+    assert time.time() - before > 80_000
+    assert abs(time.time() - time.time_ns() / 1e9) < 60
+
+
 def test_the_cases_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "--only", "engine.commit"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -81,3 +102,48 @@ def test_a_pattern_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit, match="2"):
         main(["--only", "*engine"])
     assert "'*engine' is no regular expression" in capsys.readouterr().err
+
+
+def test_the_link_tells_the_relay_at_once_that_the_store_is_gone() -> None:
+    """As a killed store's own socket would: a watch must not wait for the next keep-alive."""
+    folder = Path(tempfile.mkdtemp())
+    with socket.socket(socket.AF_UNIX) as store, socket.socket(socket.AF_UNIX) as relay:
+        store.bind(str(folder / "s"))
+        store.listen()
+        link = Link(folder / "l", folder / "s")
+        try:
+            relay.settimeout(60)
+            relay.connect(str(folder / "l"))
+            connection, _ = store.accept()
+            relay.sendall(b"watch")
+            assert connection.recv(5) == b"watch"
+            connection.close()
+            assert relay.recv(1) == b""
+        finally:
+            link.close()
+            shutil.rmtree(folder)
+
+
+def test_what_a_process_said_in_an_earlier_life_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions that it named may be served long after it was killed and started again."""
+    script = tmp_path / "says.py"
+    script.write_text("import sys, os; print('{\"pid\": %d}' % os.getpid(), flush=True); input()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    process = Process("says", ["says"], tmp_path / "log")
+    lives = []
+
+    def spoke(times: int) -> bool:
+        return len(process.ever) == times
+
+    try:
+        for number in range(2):
+            process.start()
+            until(partial(spoke, number + 1), "it speaks")
+            lives.append(process.said)
+            process.kill()
+    finally:
+        process.kill()
+    assert [len(life) for life in lives] == [1, 1]
+    assert process.ever == [*lives[0], *lives[1]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rose_core.guard.experience import Experience
 from rose_core.guard.gate import GateLimits, ReplicaFacts, Verdict, judge
@@ -36,6 +36,7 @@ class Machine:
         open_ms: from the open gate to the rollout engine at work, after a pause.
         stop_ms: from a closed gate to a rollout engine that stands still.
         again_ms: from the open gate to the rollout engine at work, after it stood still.
+        slow: (from, to, factor): the device is that much slower then, for everybody.
     """
 
     prefill_ms: float = 22.0
@@ -50,6 +51,21 @@ class Machine:
     open_ms: float = 3.0
     stop_ms: float = 5.0
     again_ms: float = 14.0
+    slow: tuple[tuple[int, int, float], ...] = ()
+
+    def saturated(self) -> float:
+        """Requests per second with sixteen streams under way."""
+        tokens = sum(self.outputs) / 2
+        step_ms = self.step_ms + 16 * self.request_ms
+        return 1000 / (self.prefill_ms + tokens * step_ms / 16)
+
+    def loaded(self, share: float) -> Machine:
+        """The same with a share of the saturated rate."""
+        return replace(self, gap_ms=1000 / (share * self.saturated()))
+
+    def pace(self, now_ms: int) -> float:
+        """Speed of the device."""
+        return next((1 / by for start, end, by in self.slow if start <= now_ms < end), 1.0)
 
 
 @dataclass
@@ -129,6 +145,7 @@ class World:
             rolls = self._rolls(*gate(self))
             self.now_ms += 1
             speed = 1 / self.machine.slowdown if rolls and self.under_way else 1.0
+            speed *= self.machine.pace(self.now_ms)
             if rolls:
                 self._roll(speed)
             self._serve(speed, ended)

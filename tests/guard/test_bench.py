@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
-from typing import Any, cast
 from xml.etree import ElementTree as ET
 
 import pytest
 
 from bench.guard import analysis, gates, strangers
 from bench.guard.__main__ import main, planned
-from bench.guard.analysis import Cost, Window
+from bench.guard.analysis import Cost
 from bench.guard.dialects import VLLM, events_in, tokens_in
 from bench.guard.load import LOADS, Answer, Arrival, Served, schedule
+from bench.guard.pace import hopeless
 from bench.guard.picture import picture
 from bench.guard.report import Results, figures, table
-from bench.guard.rollouts import Rollouts
 from bench.guard.run import goal_of
-from bench.guard.windows import CONDITIONS, GUARDED, Runner, Solo
+from bench.guard.windows import CONDITIONS, GUARDED, Goal
 from bench.record import figure
+from tests.guard.made_windows import SOLO, window
 
-SOLO = Solo(300.0, 800.0, gates.Profile(0.01, 0.0002, 0.01))
 MS = 1_000_000
-
-
-def window(
-    condition: str, *, load: str = "conv", number: int = 0, factor: float = 1.0, harvested: int = 0
-) -> Window:
-    """Ten seconds of forty requests, a tenth of a second each when ``factor`` is 1."""
-    draw = random.Random(number)
-    answers = []
-    for index in range(40):
-        at = index * 0.25
-        sent = 1000.0 + at
-        first = sent + factor * draw.uniform(0.04, 0.06)
-        last = first + factor * 0.05
-        answers.append(Answer(Arrival(at, 50, 6), sent, first, last, last, 6))
-    return Window(load, condition, number, 10.0, 1000.0, answers, 0, harvested)
 
 
 @pytest.mark.parametrize("name", list(LOADS))
@@ -113,7 +96,7 @@ def test_violations_are_those_beyond_serving_alone() -> None:
     assert analysis.added(alone, alone, goal) == 0
     assert analysis.added(slow, alone, goal) == 40
     broken = window("ours")
-    broken.failed = 2
+    broken.answers, broken.failed = broken.answers[2:], 2
     assert analysis.added([broken], alone, goal) == 2, "a failed request is over its SLO"
 
 
@@ -121,8 +104,42 @@ def test_the_best_fixed_share_is_the_largest_harmless_one() -> None:
     goal, alone = (0.1, 0.015), [window("alone")]
     mild = [window("static-duty", harvested=500, factor=1.2)]
     harsh = [window("unguarded", harvested=3000, factor=3.0)]
-    assert analysis.oracle([mild, harsh, []], alone, goal) == pytest.approx(50.0)
+    assert analysis.oracle([mild, harsh, []], alone, goal) == mild
     assert analysis.oracle([harsh], alone, goal) is None
+    assert analysis.oracle([mild, harsh], alone, goal, allowed=40) == harsh
+
+
+def test_what_serving_spares_by_chance_pays_for_no_violation() -> None:
+    goal, alone, lent = (0.1, 0.015), window("alone"), window("static-duty", harvested=500)
+    alone.answers[3].first_s += 0.2  # one request alone is late by chance, another one when lent
+    lent.answers[9].first_s += 0.2
+    found = analysis.compared([lent], [alone], goal)
+    assert (found.fresh, found.spared, found.net.value, found.net.pairs) == (1, 1, 0, 40)
+    assert found.net.low < 0 < found.net.high
+    assert analysis.oracle([[lent]], [alone], goal) is None
+    assert analysis.compared([lent], [window("alone", number=1)], goal).net.pairs == 0
+
+
+def test_requests_that_are_late_together_widen_the_interval() -> None:
+    goal, alone = (0.1, 0.015), [window("alone")]
+    together, apart = window("ours"), window("ours")
+    for index in range(8):
+        together.answers[10 + index].first_s += 0.2
+        apart.answers[5 * index].first_s += 0.2
+    widths = [
+        net.high - net.low
+        for net in (analysis.compared([w], alone, goal).net for w in (together, apart))
+    ]
+    assert widths[0] > widths[1]
+
+
+def test_a_fixed_share_that_cannot_be_the_best_is_not_tried() -> None:
+    assert not hopeless("duty-25", {})
+    assert hopeless("duty-75", {"static-duty": False}), "half of the time does harm already"
+    assert hopeless("duty-25", {"static-duty": True}), "half of the time does none"
+    assert not hopeless("duty-37", {"static-duty": False, "duty-25": True})
+    assert hopeless("duty-12", {"static-duty": False, "duty-25": True})
+    assert not hopeless("static-duty", {"duty-12": False}), "a condition of its own"
 
 
 def test_too_few_pairs_and_wide_intervals_decide_nothing() -> None:
@@ -161,9 +178,6 @@ def test_what_others_use_of_the_machine_is_known() -> None:
     assert strangers.used().own_s > 0
 
 
-# --- the gates that are not ours
-
-
 def test_a_fixed_duty_is_open_for_its_share() -> None:
     rule = gates.duty(0.5)
     opened = [rule(now * MS) for now in range(200)]
@@ -197,37 +211,6 @@ def test_the_slo_is_twice_the_solo_latency() -> None:
     assert goal is not None
     assert goal.ttft_s == pytest.approx(0.12, rel=0.05)
     assert goal.milliseconds[1] == 20
-
-
-def entry(at_s: float, what: str, **details: object) -> dict[str, Any]:
-    return {"t": round(at_s * 1e9), "what": what, **details}
-
-
-def test_what_the_gate_was_open_for_is_told_apart_from_what_the_core_gave() -> None:
-    made, runner = window("ours"), Runner(cast("Any", None), Rollouts("http://nowhere"))
-    turns = [
-        entry(1000.5, "gate", open=False, reason="ServingBusy"),
-        entry(1001.0, "gate", open=False, reason="CoolDown"),
-        entry(1001.05, "gate", open=True, reason="Idle"),
-        entry(1003.0, "gate", open=False, reason="ServingBusy"),
-        entry(1003.1, "gate", open=True, reason="Slack"),
-    ]
-    runner._releases(made, turns, 1010.0)
-    assert made.open_s == pytest.approx(0.5 + 1.95), "a duty is not idle time"
-    assert analysis.open_of_idle([made]) == pytest.approx(made.open_s / made.idle_s)
-    still = window("ours")
-    runner._releases(still, [], 1010.0)
-    assert still.open_s == 0.0, "a gate that never turned"
-
-
-def test_a_pause_inside_a_duty_cycle_is_no_stop() -> None:
-    made, runner = window("ours"), Runner(cast("Any", None), Rollouts("http://nowhere"))
-    closed = [
-        entry(1001.0, "closed", arrival=1_001_000_000_000, reason="Slack"),
-        entry(1002.0, "closed", arrival=1_002_000_000_000, reason="NoPrefillSlack"),
-    ]
-    runner._stops(made, closed, 1010.0)
-    assert made.token_s == [0.0], "one stop, and no token after it"
 
 
 def test_vllm_sends_an_event_for_each_token_and_errors_are_none() -> None:
@@ -267,3 +250,24 @@ def test_what_guard_and_tap_cost_before_the_first_token_is_told_apart() -> None:
     assert rows["guard and tap: at 1,000 tokens/s"].aim
     # The quotient on this node's own 50 tokens/s is told beside it, with the aim as it was set.
     assert rows["guard and tap: core per 1,000 tokens/s"].value == pytest.approx(41.0)
+
+
+def test_the_search_is_compared_with_ours_of_the_same_round() -> None:
+    goals = {"steady-40": Goal(0.1, 0.015)}
+    windows = [
+        window("alone", load="steady-40", number=0),
+        window("alone", load="steady-40", number=1),
+        window("ours", load="steady-40", number=0, harvested=450),
+        window("ours", load="steady-40", number=1, harvested=5000),
+        window("duty-25", load="steady-40", number=0, harvested=500, factor=1.2),
+        window("static-duty", load="steady-40", number=0, harvested=900, factor=3.0),
+        window("static-duty", load="steady-40", number=1, harvested=2000),
+    ]
+    results = Results(windows, goals, SOLO)
+    rows = {row.name: row for row in figures(results)}
+    assert rows["steady-40: best fixed share, no request over"].value == pytest.approx(50.0)
+    assert rows["steady-40: ours / best fixed share"].value == pytest.approx(0.9)
+    assert rows["steady-40, ours: added violations"].met is True
+    harmful = "steady-40, static-duty: added violations, not so alone"
+    assert rows[harmful].value == 40
+    assert results.harmless("steady-40") == {"static-duty": False, "duty-25": True}

@@ -140,7 +140,8 @@ def test_figures_are_on_disk_after_each_window(
     monkeypatch.setattr(kept, "keep", keep)
     measured(Node(), wanted, tmp_path, monkeypatch)
     assert seen == list(range(1, len(cells(wanted)) + 1))
-    names = {"guard.json", "guard.svg", "guard.txt", "guard-trace.json", "guard-windows.json"}
+    names = {"guard.json", "guard.svg", "guard.txt"}
+    names |= {f"guard-{part}.json" for part in ("trace", "windows", "explain")}
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
@@ -166,6 +167,24 @@ def test_windows_of_other_knobs_are_not_mixed(
     measured(Node(), plan("--rounds", "1"), tmp_path, monkeypatch)
     with pytest.raises(kept.NotTheSame, match=r"seconds 2: run without --resume"):
         kept.again(planned(["--seconds", "3"]), tmp_path)
+
+
+def test_a_budget_that_ends_inside_a_round_leaves_both_kinds_of_loads_their_windows() -> None:
+    wanted = planned(["--no-oracle"])
+    first, second = ([group[0].load.name for group in wanted.groups(n)] for n in (0, 1))
+    assert first == ["conv", "code", "steady-40", "steady-60"]
+    assert second == ["steady-40", "steady-60", "conv", "code"]
+
+
+def test_a_load_that_does_not_fit_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = plan("--minutes", "0.2", "--rounds", "3")
+    node = Node()
+    monkeypatch.setattr(Pace, "needed_s", lambda _self, cells: 20.0 * bool(cells))
+    measured(node, wanted, tmp_path, monkeypatch)
+    warm_up = [("conv", "alone", 3), ("steady-40", "alone", 3)]
+    assert node.ran == warm_up + cells(wanted)[:4], "the first round is always run"
 
 
 def test_rounds_are_begun_while_they_fit_into_the_minutes() -> None:

@@ -145,6 +145,15 @@ def test_the_margin_shrinks_while_nothing_happens_and_grows_at_once() -> None:
     assert margin.value == MOST
 
 
+def test_the_margin_does_not_answer_for_what_rollouts_did_not_do() -> None:
+    margin = Margin()
+    assert margin.saw(1.2, 0.05) == margin, "6 % of 20 % too much"
+    assert margin.saw(1.2, 0.15).value > margin.value
+    assert margin.saw(3.0, 0.2) == margin
+    assert margin.saw(3.0, 0.6).value > margin.value
+    assert margin.saw(0.5, 0.0).value < margin.value
+
+
 def test_a_saturated_engine_lends_nothing() -> None:
     goal = Objective(ttft_s=1.0, tpot_s=0.03, margin=0.05)
     predictor = Predictor(Profile(0.01, 0.01, 0.03, 0.0, shared_decode=2.0))

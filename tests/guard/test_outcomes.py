@@ -35,13 +35,15 @@ class World:
         tokens: int = 11,
         is_open: bool = False,
         lent: bool = True,
+        share: float = 1.0,
     ) -> None:
-        """One request from arrival to end, with the gate open or closed all the while."""
+        """One request from arrival to end; the gate may be open for the first part of it."""
         self.number += 1
         start, number = self.now, self.number
         first = start + ttft_ms * MS
         end = first + tpot_ms * (tokens - 1) * MS
-        self.outcomes.open_time.note(end if is_open else 0, start)
+        until = start + round(share * (end - start))
+        self.outcomes.open_time.note(until if is_open else 0, start)
         self.outcomes.hear(Arrived("pod", number, start, "/generate"), start)
         self.outcomes.hear(Sized("pod", number, 400), start)
         self.outcomes.hear(FirstToken("pod", number, first), first)
@@ -115,6 +117,15 @@ def test_the_margin_follows_requests_that_met_an_open_gate() -> None:
     assert world.outcomes.objective(POLICY).margin < 0.2
 
 
+def test_a_stutter_of_the_machine_is_no_reason_to_lend_less() -> None:
+    """Three times the SLO beside a gate that was open for an eighth of it, and for all of it."""
+    stutter, harm = World(), World()
+    stutter.request(tpot_ms=60, is_open=True, share=0.2)
+    harm.request(tpot_ms=60, is_open=True)
+    assert stutter.outcomes.margin.value == 0.2
+    assert harm.outcomes.margin.value > 0.2
+
+
 def test_harm_is_judged_against_unlent_replicas_of_the_pool() -> None:
     policy = PoolPolicy("chat/pool", "Lend", {"a": "b"}, 1, max_increase_percent=10)
     world = World(policy)
@@ -127,6 +138,17 @@ def test_harm_is_judged_against_unlent_replicas_of_the_pool() -> None:
     assert world.breaches == ["latency-increase"]
     windows = {d["window"] for d in world.noted("finished")}
     assert windows == {"un-lent", "lent"}
+
+
+def test_a_new_replica_begins_with_what_its_pool_has_taught() -> None:
+    world = World()
+    for _ in range(60):
+        world.request(tpot_ms=5)
+    fresh = Outcomes("new", world.pool, world.recorder, world.breaches.append, now_ns=world.now)
+    stranger = World().outcomes
+    learned = fresh.predictor.decode_s(1, shared=False)
+    assert learned == world.outcomes.predictor.decode_s(1, shared=False)
+    assert learned < 0.8 * stranger.predictor.decode_s(1, shared=False)
 
 
 def test_a_dismissed_or_forgotten_request_leaves_no_mark() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 
 from rose_agent.host import main
+from rose_agent.host.arguments import parser
 from rose_agent.host.freezers import Freezer
 from rose_core.identity import SlotKey
 from rose_core.wire.host import (
@@ -93,7 +94,7 @@ async def running(
     rundir: Path, models: Path, freezer: Freezer | None = None
 ) -> AsyncIterator[main.Running]:
     """A host inside this process."""
-    arguments = main.parser().parse_args(
+    arguments = parser().parse_args(
         [
             *("--rundir", str(rundir), "--models", str(models)),
             *("--engine-python", sys.executable, "--data-port", "0", "--http-port", "0"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rose_agent.host import freezers, main
+from rose_agent.host.arguments import parser
 from rose_agent.weightsync.follower import Options
 from rose_agent.weightsync.main import Followers
 from rose_core.identity import SlotKey
@@ -46,7 +47,7 @@ def order(model: Path, endpoint: str) -> EnsureEngine:
 @asynccontextmanager
 async def syncing_host(rundir: Path, models: Path) -> AsyncIterator[main.Running]:
     """A host inside this process with weight-sync beside it; both end with the test."""
-    arguments = main.parser().parse_args(
+    arguments = parser().parse_args(
         [
             *("--rundir", str(rundir), "--models", str(models)),
             *("--engine-python", str(engine_python()), "--data-port", "0", "--http-port", "0"),

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from rose_agent.host import dedicated, main
+from rose_agent.host.arguments import parser
 from rose_agent.host.dedicated import DedicatedFile
 from rose_agent.host.errors import BadEngine
 from rose_agent.host.freezers import Freezer
@@ -67,7 +68,7 @@ async def started(
     file, secret = rundir / "dedicated.yaml", rundir / "token"
     file.write_text(FILE)
     secret.write_text(given + "\n")
-    arguments = main.parser().parse_args(
+    arguments = parser().parse_args(
         [
             *("--rundir", str(rundir), "--models", str(models), "--data-port", "0"),
             *("--http-port", "0", "--dedicated", str(file), "--router", router),

@@ -71,7 +71,7 @@ async def test_a_held_engine_releases_its_memory_and_stands_still_again(
             before = life.held_bytes(life.rest.meter)
             guard.close()
             await _hold(host, hold=True)
-            channel = connect(f"unix:{rundir}/host.sock")
+            channel = connect(f"local:{rundir}/host.sock")
             await call(channel, DORMANT, SetDormant(SLOT, dormant=True), timeout=10)
             status = await _reaches(host, EngineState.DORMANT)
             assert before is not None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
+import psutil
 import pytest
 
 from rose_agent.host import freezers
@@ -45,7 +46,7 @@ async def test_an_engine_is_started_serves_and_ends_over_the_socket(
     rundir: Path, models: Path
 ) -> None:
     async with running(rundir, models) as host, aiohttp.ClientSession() as client:
-        channel = connect(f"unix:{rundir}/host.sock")
+        channel = connect(f"local:{rundir}/host.sock")
         with guarding(rundir):
             first = await call(channel, ENSURE, order(), timeout=30)
             assert first.state is EngineState.STARTING
@@ -68,7 +69,7 @@ async def test_memory_that_was_promised_is_no_longer_once_the_engine_serves(
     rundir: Path, models: Path
 ) -> None:
     async with running(rundir, models) as host:
-        channel = connect(f"unix:{rundir}/host.sock")
+        channel = connect(f"local:{rundir}/host.sock")
         promised = host.host._site.sizer.promised
         promised["slot-1"] = (frozenset({"GPU-a"}), 1 << 30)
         with guarding(rundir):
@@ -118,7 +119,7 @@ async def test_holders_are_a_set(rundir: Path, models: Path) -> None:
         with guarding(rundir):
             await host.host.ensure(order())
             await serving(host)
-            channel = connect(f"unix:{rundir}/host.sock")
+            channel = connect(f"local:{rundir}/host.sock")
             slot = order().slot
             for holder in (Holder.GUARD, Holder.RETRACT):
                 await call(channel, HOLD, HoldEngine(slot, holder, hold=True), timeout=30)
@@ -340,3 +341,27 @@ async def test_the_engine_itself_listens_on_the_loopback_only(rundir: Path, mode
             assert record is not None
             assert record.url == f"http://127.0.0.1:{record.port}"
             assert await generated(client, record.url) == 0
+
+
+async def test_an_engines_admin_routes_are_nobodys_and_the_host_alone_aborts(
+    rundir: Path, models: Path
+) -> None:
+    async with running(rundir, models) as host, aiohttp.ClientSession() as client:
+        with guarding(rundir):
+            await host.host.ensure(order())
+            endpoint = (await serving(host)).endpoint
+            record = read_json(RunDir(rundir).slot("slot-1").engine, EngineFile)
+            assert record is not None
+
+            async def asked(url: str, **headers: str) -> int:
+                async with client.post(url, json={"rid": "r"}, headers=headers) as reply:
+                    return reply.status
+
+            # A neighbour on the loopback; the slot's token is the proxy's business.
+            assert await asked(f"{record.url}/slow_down", **BEARER) == 404
+            assert await asked(f"{record.url}/abort_request") == 401
+            assert await asked(f"{record.url}/abort_request", **BEARER) == 401
+            assert await asked(f"{endpoint}/abort_request", **BEARER) == 200
+            key = host.host.engines()[0].key
+            assert key
+            assert key not in " ".join(psutil.Process(record.pids[0]).cmdline())

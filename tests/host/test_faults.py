@@ -18,12 +18,13 @@ from rose_agent.host.errors import NoFreezer
 from rose_agent.host.process import start_ticks
 from rose_agent.host.repair import find_group, repair, thaw_all
 from rose_agent.weightsync.plugin import Gate
-from rose_core.wire.host import EngineState, HostStatusRequest
+from rose_core.wire.host import EngineState, EngineStatus, HostStatusRequest
 from rose_engines.rundir import EngineFile, RunDir, read_json, write_json
 from rose_wire.errors import WireError
 from rose_wire.rpc import call, connect
 from rose_wire.services import ENSURE, STATUS
-from tests.host.helpers import body, generated, guarding, order, stands_still, until
+from tests.host.helpers import BEARER, body, generated, guarding, order, stands_still, until
+from tests.host.left import sweep
 
 
 class HostProcess:
@@ -32,7 +33,7 @@ class HostProcess:
     def __init__(self, rundir: Path, process: asyncio.subprocess.Process) -> None:
         self.rundir = rundir
         self.process = process
-        self.channel = connect(f"unix:{rundir}/host.sock")
+        self.channel = connect(f"local:{rundir}/host.sock")
 
     @property
     def record(self) -> EngineFile:
@@ -40,19 +41,26 @@ class HostProcess:
         assert found is not None
         return found
 
-    async def state(self) -> EngineState | None:
+    async def status(self) -> EngineStatus | None:
         try:
             status = await call(self.channel, STATUS, HostStatusRequest(), timeout=5)
         except WireError:
             return None
-        return status.engines[0].state if status.engines else None
+        return status.engines[0] if status.engines else None
+
+    async def state(self) -> EngineState | None:
+        status = await self.status()
+        return status.state if status is not None else None
 
 
 @contextlib.asynccontextmanager
-async def host_process(rundir: Path, models: Path, driver: str) -> AsyncIterator[HostProcess]:
+async def host_process(
+    rundir: Path, models: Path, driver: str, drain_seconds: int = 0
+) -> AsyncIterator[HostProcess]:
     command = [sys.executable, "-m", "rose_cli.main", "engine-host", "--cgroup", driver]
     command += ["--rundir", str(rundir), "--models", str(models), "--log-level", "WARNING"]
-    command += ["--data-port", "0", "--http-port", "0", "--drain-seconds", "0"]
+    command += ["--data-port", "0", "--http-port", "0"]
+    command += ["--drain-seconds", str(drain_seconds)]
     process = await asyncio.create_subprocess_exec(*command)
     host = HostProcess(rundir, process)
     try:
@@ -76,8 +84,7 @@ async def host_process(rundir: Path, models: Path, driver: str) -> AsyncIterator
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-        freezer = freezers.detect(driver, scope=str(rundir))  # type: ignore[arg-type]
-        await asyncio.to_thread(repair, RunDir(rundir), freezer)
+        await asyncio.to_thread(sweep, rundir, driver)  # type: ignore[arg-type]
 
 
 @contextlib.asynccontextmanager
@@ -180,6 +187,32 @@ async def test_sigterm_ends_a_frozen_engine_and_the_host(rundir: Path, models: P
             assert await asyncio.wait_for(host.process.wait(), 60) == 0
             assert group.pids() == ()
             assert not any(start_ticks(pid) for pid in pids)
+
+
+async def test_a_host_that_is_replaced_lets_turns_end_and_takes_no_new_ones(
+    rundir: Path, models: Path
+) -> None:
+    async with aiohttp.ClientSession() as client:
+        with guarding(rundir):
+            async with host_process(rundir, models, "signals", drain_seconds=120) as host:
+                status = await host.status()
+                assert status is not None
+                url = f"{status.endpoint}/generate"
+                turn = client.post(url, json=body(1000, stream=True), headers=BEARER)
+                async with turn as reply:
+                    await reply.content.readline()
+                    host.process.terminate()
+
+                    async def refused() -> bool:
+                        async with client.post(url, json=body(1), headers=BEARER) as new:
+                            return new.status == 503
+
+                    await until(refused, "no new turn is taken")
+                    with pytest.raises(WireError, match="being replaced"):
+                        await call(host.channel, ENSURE, order("slot-2"), timeout=5)
+                    rest = await reply.content.read()
+                assert rest.endswith(b"data: [DONE]\n\n")
+                assert await asyncio.wait_for(host.process.wait(), 60) == 0
 
 
 def test_a_stranger_under_an_old_pid_is_left_alone(rundir: Path) -> None:

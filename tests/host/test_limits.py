@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rose_agent.host import freezers, main, process
+from rose_agent.host.arguments import limiter_of, parser
 from rose_agent.host.classes import fake
 from rose_agent.host.errors import NoLimits
 from rose_agent.host.freezers import Freezer
@@ -100,7 +101,7 @@ with open("/dev/shm/mine", "wb") as file:
 
 @root_only
 async def test_the_status_says_which_limit_an_engine_ran_into(rundir: Path, models: Path) -> None:
-    arguments = main.parser().parse_args(
+    arguments = parser().parse_args(
         [
             *("--rundir", str(rundir), "--models", str(models), "--engine-memory-mib", "256"),
             *("--engine-python", sys.executable, "--data-port", "0", "--http-port", "0"),
@@ -201,7 +202,7 @@ async def test_a_fork_bomb_beside_a_real_engine_is_contained_and_goes_with_it(
         program = fake(order)
         return replace(program, argv=(sys.executable, "-c", BOMB, *program.argv))
 
-    arguments = main.parser().parse_args(
+    arguments = parser().parse_args(
         [
             *("--rundir", str(rundir), "--models", str(models), "--engine-pids", "48"),
             *("--engine-python", sys.executable, "--data-port", "0", "--http-port", "0"),
@@ -244,7 +245,7 @@ def test_engines_have_a_limit_of_processes_unless_somebody_says_otherwise(
         return Limiter(limits, {}, prefix)
 
     monkeypatch.setattr(Limiter, "detect", detect)
-    main._limiter(main.parser().parse_args([]), PREFIX)
+    limiter_of(parser().parse_args([]), PREFIX)
     assert [one.pids for one in asked] == [PROCESSES, 0]
     with pytest.raises(NoLimits):
-        main._limiter(main.parser().parse_args(["--engine-pids", "64"]), PREFIX)
+        limiter_of(parser().parse_args(["--engine-pids", "64"]), PREFIX)

@@ -23,6 +23,7 @@ class ScriptedEngine:
 
     requests: list[dict[str, object]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    keys: set[str] = field(default_factory=set)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     break_off: bool = False
     tokens: int = 0
@@ -30,6 +31,7 @@ class ScriptedEngine:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         fields = await request.json()
         self.requests.append(fields)
+        self.keys.add(request.headers.get("Authorization", ""))
         if not fields.get("stream"):
             return web.json_response({"meta_info": {"completion_tokens": 3}})
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -45,6 +47,7 @@ class ScriptedEngine:
 
     async def abort(self, request: web.Request) -> web.Response:
         self.aborted.append((await request.json())["rid"])
+        self.keys.add(request.headers.get("Authorization", ""))
         return web.Response()
 
     async def secret(self, _request: web.Request) -> web.Response:
@@ -74,7 +77,7 @@ async def route() -> AsyncIterator[Route]:
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    target = Target(f"http://127.0.0.1:{runner.addresses[0][1]}", TOKEN, engine.count)
+    target = Target(f"http://127.0.0.1:{runner.addresses[0][1]}", TOKEN, engine.count, "key")
     idle = Target("", TOKEN, engine.count)
     proxy = DataProxy({"slot-1": target, "idle": idle}.get)
     base = f"http://127.0.0.1:{await proxy.start('127.0.0.1', 0)}/slots"
@@ -129,6 +132,7 @@ async def test_a_caller_without_an_id_is_given_one_and_aborted_by_it(route: Rout
 
     await until(told, "the engine is told")
     assert route.engine.aborted == [route.engine.requests[0]["rid"]]
+    assert route.engine.keys == {"Bearer key"}, "the engine's own key, not the caller's token"
 
 
 async def test_an_engine_lost_inside_a_stream_is_a_broken_stream(route: Route) -> None:
@@ -219,6 +223,7 @@ async def test_abort_requests_pass(route: Route) -> None:
     async with route.client.post(url, json={"rid": "r"}, headers=BEARER) as reply:
         assert reply.status == 200
     assert route.engine.aborted == ["r"]
+    assert route.engine.keys == {"Bearer key"}
 
 
 def test_ids_of_batches_are_kept() -> None:

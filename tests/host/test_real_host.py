@@ -46,6 +46,7 @@ async def test_a_real_engine_under_the_host(rundir: Path, tmp_path: Path) -> Non
                 await host.host.ensure(order(model, address))
                 await ready(host)
                 await attested(host, run)
+                await _closed_to_neighbours(client, rundir)
                 endpoint = (await status_of(host)).endpoint
                 url = f"{endpoint}/generate"
                 async with client.post(url, json=body(), headers=BEARER) as reply:
@@ -73,6 +74,18 @@ async def test_a_real_engine_under_the_host(rundir: Path, tmp_path: Path) -> Non
             ended = await host.host.stop(stop())
             assert ended.state is EngineState.GONE
             assert ended.generated_tokens == last["completion_tokens"]
+
+
+async def _closed_to_neighbours(client: aiohttp.ClientSession, rundir: Path) -> None:
+    """Its port is the loopback's, where others listen too."""
+    record = read_json(RunDir(rundir).slot("slot-1").engine, EngineFile)
+    assert record is not None
+    expected = {"flush_cache": 401, "update_weights_from_disk": 404, "abort_request": 401}
+    for path, status in expected.items():
+        async with client.post(f"{record.url}/{path}", json={"rid": ""}) as reply:
+            assert reply.status == status
+    async with client.get(f"{record.url}/server_info") as reply:
+        assert reply.status == 404, "it would tell how the engine was started"
 
 
 async def _hold(host: main.Running, rundir: Path) -> None:

@@ -69,7 +69,7 @@ async def host_of_users(rundir: Path, models: Path, token: Path) -> AsyncIterato
         command += ["--engine-python", str(engine_python()), "--engine-uid", str(FIRST)]
         command += ["--data-port", "0", "--http-port", "0", "--token-file", str(token)]
         process = await asyncio.create_subprocess_exec(*command, env={**os.environ, **SECRETS})
-        host = Host(rpc.connect(f"unix:{rundir / 'host.sock'}"))
+        host = Host(rpc.connect(f"local:{rundir / 'host.sock'}"))
         try:
             await until(host.answers, "the engine host answers")
             yield host

@@ -203,6 +203,17 @@ async def test_an_engine_without_the_route_is_refused_by_its_own_words(
             assert (made.world.restarts, one.process.poll()) == ([], None)
 
 
+async def test_a_vllm_that_answers_well_and_does_not_sleep_is_refused(
+    rundir: Path, grant: Grant
+) -> None:
+    with engine("VLLM", "insomniac") as one:
+        async with bench("VLLM", one, grant, rundir / "record") as made:
+            await made.until(Stage.FALLING)
+            grant.lapse()
+            await made.until(Stage.RECALLED)
+            assert "/is_sleeping" in made.man._refused
+
+
 @pytest.mark.parametrize("feature", ["garbage", "deaf"])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_serving_that_comes_back_with_other_weights_or_not_at_all_is_restarted(

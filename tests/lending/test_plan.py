@@ -70,10 +70,16 @@ def test_engine_figures_need_no_second_count_but_a_contradiction_refuses() -> No
 
 
 def test_one_gpu_of_two_replicas_is_not_lent() -> None:
-    both = [replica("a", gpus=("G",)), replica("b", gpus=("G",))]
+    both = [replica("a", gpus=("G",), node="n"), replica("b", gpus=("G",), node="n")]
     done = plan(world(both, [lease("x")]), NOW)
     assert done.lends == ()
     assert {one.reason for one in done.verdicts.values()} == {Reason.SPANS_REPLICAS}
+
+
+def test_gpus_of_two_nodes_may_have_one_name() -> None:
+    """Those of a static list do: it is the same on every node."""
+    each = [replica(name, gpus=("G",)) for name in "ab"]
+    assert len(lent(world(each, [replace(lease("x"), max_slots=2)]))) == 2
 
 
 def test_the_pools_limits_bound_loans() -> None:
@@ -115,7 +121,9 @@ def test_hysteresis_a_replica_settles_first_and_a_freed_gpu_rests() -> None:
     later = replace(snapshot, memory=first.memory)
     assert lent(later, NOW + POLICY.settle_seconds) == [("r/x", "a")]
 
-    freed = Memory(fit_since={"a": NOW - 1000}, freed_at={"GPU-a": NOW - 1})
+    freed = Memory(
+        fit_since={"a": NOW - 1000}, freed_at=dict.fromkeys(replica("a").devices, NOW - 1)
+    )
     assert lent(replace(snapshot, memory=freed)) == []
     assert lent(replace(snapshot, memory=freed), NOW + POLICY.cool_seconds) == [("r/x", "a")]
 

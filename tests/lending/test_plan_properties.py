@@ -78,12 +78,13 @@ def test_no_plan_breaks_a_limit_or_shares_a_gpu(snapshot: Snapshot) -> None:
     by_uid = {one.uid: one for one in snapshot.replicas}
     staying = [one for one in snapshot.slots if not one.released and one.name not in leaving]
     new = [by_uid[one.replica] for one in done.lends]
-    gpus = [gpu for one in snapshot.slots for gpu in one.gpus]
+    # A GPU is told by its node and name: static lists give each node a "G0".
+    gpus = [(one.node, gpu) for one in snapshot.slots for gpu in one.gpus]
     # A new loan shares its GPU with nothing, not even with a slot that is leaving.
-    fresh = [gpu for one in new for gpu in one.gpus]
+    fresh = [(one.node, gpu) for one in new for gpu in one.gpus]
     assert not set(fresh) & set(gpus)
     assert len(fresh) == len(set(fresh))
-    used = [gpu for one in staying for gpu in one.gpus]
+    used = [(one.node, gpu) for one in staying for gpu in one.gpus]
     assert len(used) == len(set(used))
     limits = snapshot.pools[0]
     total = len(snapshot.replicas)

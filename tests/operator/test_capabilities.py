@@ -98,3 +98,21 @@ async def test_what_an_older_engine_host_does_not_speak_of_is_not_there() -> Non
     bench = await wanting({"EngineHost": ""}, memorySource="Elastic")
     assert bench.slots() == []
     assert conditions(bench)["MemoryAvailable"]["reason"] == "ElasticUnavailable"
+
+
+async def test_a_node_that_can_lends_elastic_memory_and_engine_and_agent_hear_of_it() -> None:
+    lacking = {**READY, "ElasticMemory": "ElasticUnavailable: cannot use kvcached"}
+    bench = await wanting(lacking, memorySource="Elastic")
+    assert bench.slots() == []
+    assert "cannot use kvcached" in conditions(bench)["MemoryAvailable"]["message"]
+    report(bench, {**READY, "ElasticMemory": ""})
+    await bench.turn(2)
+    assert conditions(bench)["MemoryAvailable"]["status"] == "True"
+    lock = LeaderLock(
+        bench.api, identity="me", duration=15, offline_seconds=600, clock=lambda: bench.now
+    )
+    await lock.step()
+    reply = await ask(bench, lock)
+    (grant,) = reply.grants
+    assert grant.engine.sharing == Sharing(memory_source="Elastic")
+    assert [policy.memory_source for policy in reply.pools] == ["Elastic"]

@@ -54,6 +54,23 @@ async def test_a_question_is_answered_once_with_a_verdict_for_every_replica() ->
     assert explanation(bench, Kind.LEASE, "grpo") is None
 
 
+async def test_a_replica_that_spans_nodes_is_refused_by_name() -> None:
+    bench = Bench()
+    bench.pool()
+    bench.lease()
+    bench.report()
+    # As a multi-node LeaderWorkerSet would look: the agents of two nodes see one replica.
+    both = (replica("default/chat", "a"), replica("default/chat", "b", kv=300))
+    bench.telemetry.record(SyncRequest("n2", "t", 0, both, ()), bench.now)
+    ask(bench, Kind.LEASE, "grpo", "why")
+    await bench.turn(2)
+    assert bench.slots() == []
+    found = explanation(bench, Kind.LEASE, "grpo")
+    assert found is not None
+    assert {one["reason"] for one in found["verdicts"]} == {Reason.MULTI_NODE_REPLICA}
+    assert {one["message"] for one in found["verdicts"]} == {"nodes n1 and n2 both report it"}
+
+
 async def test_a_pool_is_explained_too() -> None:
     bench = await running()
     ask(bench, Kind.POOL, "chat", "why")

@@ -92,6 +92,35 @@ async def test_an_object_that_cannot_be_read_gets_its_answer_alone() -> None:
     assert ("status", "poison") not in bench.api.writes
 
 
+async def test_an_object_that_takes_no_status_gets_one_event_and_stops_nobody() -> None:
+    bench = Bench()
+    bench.api.refuse.add("poison")
+    bench.pool()
+    bench.lease("poison", spec__slots={"min": "many"})
+    bench.lease("good")
+    bench.report()
+    for _ in range(6):
+        bench.now += 60
+        bench.report()
+        await bench.turn()
+    assert bench.reason("good", "Granted") == Reason.ALL_SLOTS_GRANTED
+    told = [event for event in bench.api.events if event["involvedObject"]["name"] == "poison"]
+    assert [event["reason"] for event in told] == [Reason.INVALID_SPEC]
+    assert "slots" in told[0]["message"]
+    tries = [write for write in bench.api.writes if write == ("status", "poison")]
+    assert len(tries) > 1, "one Event, however often the status is tried"
+
+
+async def test_a_lease_whose_bounds_contradict_each_other_gets_no_slot() -> None:
+    bench = Bench()
+    bench.pool()
+    bench.lease("poison", spec__slots={"min": 3, "max": 1})
+    bench.report()
+    await bench.turn(2)
+    assert bench.reason("poison", "Accepted") == Reason.INVALID_SPEC
+    assert bench.slots() == []
+
+
 async def test_reports_that_fit_no_object_harm_nobody() -> None:
     bench = await running()
     (slot,) = bench.slots()

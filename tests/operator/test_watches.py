@@ -9,11 +9,16 @@ from typing import Any
 
 import pytest
 
-# Watches until its standard input ends.
+# Watches until its standard input ends, as a user whom the system does not know.
 WATCHER = """
-import sys, threading
+import getpass, sys, threading
 import kopf
 from rose_operator import watches
+
+def nameless():
+    raise KeyError("getpwuid(): uid not found: 65532")
+
+getpass.getuser = nameless  # as in an image without an entry for its user
 
 handlers, stop = kopf.OperatorRegistry(), threading.Event()
 

@@ -190,10 +190,26 @@ def test_what_the_trainer_reports_is_counted_once_with_its_staleness() -> None:
     memory.saw_head(version(3), 0.0)
     memory.turn_begins("t", Hint(), 100, 0.0)
     memory.placed("t", EngineKind.BORROWED, left_home=False)
-    memory.turn_ended("t", 40, 140, 1.0)
+    memory.turn_ended("t", 40, 140, 1.0, moves=2)
     memory.saw_head(version(5), 9.0)
-    assert memory.concluded("t", trained=True, reward=0.0) == Outcome(True, True, 40, 0.0, 2)
+    found = memory.concluded("t", trained=True, reward=0.0)
+    assert found == Outcome(True, True, 40, 0.0, 2, moves=2)
     assert memory.concluded("t", trained=True) is None
+
+
+def test_siblings_learn_from_a_trajectory_that_is_over_before_it_is_trained_on() -> None:
+    memory = Prospects()
+    for name in ("one", "other"):
+        memory.turn_begins(name, Hint(group="g"), 100, 0.0)
+    assert memory.expected("other", TURN, 0.0).tail_tokens == 0  # nothing is known
+    memory.over("one")  # while a turn runs it is not over
+    memory.turn_ended("one", 4000, 4100, 1.0)
+    assert memory.expected("other", TURN, 1.0).tail_tokens == 0
+    memory.over("one")
+    memory.over("one")
+    assert memory.expected("other", TURN, 1.0).tail_tokens == 4000
+    assert memory.concluded("one", trained=True) is not None
+    assert list(memory.lengths._all) == [4000]  # counted once
 
 
 def test_a_silent_trajectory_is_forgotten_and_its_length_kept() -> None:

@@ -18,6 +18,7 @@ from rose_engines.fake.server import FakeServer
 from rose_engines.session import WeightSession
 from rose_router.config import Settings
 from rose_router.main import Running, running
+from tests.router.pushing import FakeIngest
 
 LEASE = "team/grpo"
 VERSION = "run@1.0"
@@ -102,3 +103,17 @@ async def _stage(**settings: Any) -> AsyncIterator[Stage]:  # noqa: ANN401  # of
 def stage() -> Callable[..., Any]:
     """``async with stage(**settings) as s``: a router on free ports."""
     return _stage
+
+
+@pytest.fixture
+async def ingest() -> AsyncIterator[FakeIngest]:
+    """``rose ingest``, as far as a router asks it."""
+    fake = FakeIngest()
+    app = web.Application()
+    app.router.add_post("/ingest", fake.ingest)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield fake
+    await runner.cleanup()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -15,11 +16,12 @@ from tokenizers import decoders, models, pre_tokenizers
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.prospects import Deadline
 from rose_core.wire.routing import EngineKind
+from rose_dev.owners import until
 from rose_engines.fake.model import continuation
 from rose_router.dialects import chat
 from rose_router.dialects.common import Hints, deadline
 from rose_router.text import Tokenizer
-from tests.router.conftest import VERSION, Stage
+from tests.router.conftest import VERSION, Fake, Stage
 from tests.router.test_http import events
 
 Make = Callable[..., AbstractAsyncContextManager[Stage]]
@@ -45,6 +47,17 @@ def model(tmp_path: Path) -> Path:
 
 
 # --- chats
+
+
+async def test_token_ids_become_text_again(stage: Make, model: Path) -> None:
+    ids = Tokenizer(model).encode("hi there", special=False)
+    async with stage(tokenizer=model) as s:
+        async with s.post("/detokenize", {"model": "policy", "tokens": ids}) as reply:
+            assert await reply.json() == {"prompt": "hi there"}
+        async with s.post("/detokenize", {"model": "policy", "tokens": "hi"}) as reply:
+            assert reply.status == 400
+    async with stage() as s, s.post("/detokenize", {"tokens": ids}) as reply:
+        assert "--tokenizer" in (await reply.json())["message"]
 
 
 async def test_a_chat_is_answered_with_words_ids_log_probs_and_versions(
@@ -198,6 +211,31 @@ async def test_the_trainers_report_shows_in_the_meter(stage: Make) -> None:
     assert rows["length", "<1k"]["borrowed"]["count"] == 1
     assert rows["reward", "above 0"]["borrowed"]["value"] == 1.0
     assert rows["staleness", "0"]["gap"]["value"] is None
+
+
+async def test_engines_that_a_trajectory_lost_count_in_the_meter(stage: Make) -> None:
+    async with stage() as s:
+        fakes = {name: await s.engine(name, token_seconds=0.01) for name in "ab"}
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 200}, "session_id": "t"}
+        running = asyncio.create_task(asyncio.wait_for(whole(s, body), 60))
+        await until(lambda: any(len(one.output) for one in running_on(fakes)))
+        await next(one for one in fakes.values() if one.scheduler.running).die()
+        assert len((await running)["meta_info"]["rose"]["moves"]) == 1
+        async with s.post("/trajectories", {"dropped": ["t"]}) as reply:
+            assert reply.status == 200
+        rows = (await s.get("/trajectories"))["inclusion"]
+    (row,) = (row for row in rows if row["dimension"] == "moves")
+    assert (row["stratum"], row["borrowed"]["count"], row["borrowed"]["value"]) == ("1", 1, 0.0)
+
+
+def running_on(fakes: dict[str, Fake]) -> list[Any]:
+    return [one for fake in fakes.values() for one in fake.scheduler.running]
+
+
+async def whole(s: Stage, body: dict[str, Any]) -> dict[str, Any]:
+    async with s.post("/generate", body) as reply:
+        answer: dict[str, Any] = await reply.json()
+        return answer
 
 
 @pytest.mark.parametrize("body", [{"trained": "t"}, {"dropped": [1]}, {"rewards": {"t": "high"}}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -14,6 +15,7 @@ import pytest
 from rose_core.rollouts.replicas import home_of
 from rose_dev.owners import until
 from rose_engines.fake.model import continuation
+from rose_router import attach, peers, pulse
 from rose_router.peers import Peer
 from tests.router.conftest import LEASE, VERSION, Stage
 from tests.router.test_http import PROMPT, ask
@@ -41,6 +43,33 @@ async def dying(said: bytes) -> AsyncIterator[str]:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@asynccontextmanager
+async def hanging(said: bytes) -> AsyncIterator[str]:
+    """Somebody who takes every connection, says this much and then nothing; the URL."""
+    gone = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        if request.startswith(b"POST"):
+            writer.write(said)
+        await gone.wait()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        gone.set()
+        server.close()
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas are asked, and given up, at once."""
+    monkeypatch.setattr(peers, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(pulse, "ANSWER_SECONDS", 0.1)
 
 
 @asynccontextmanager
@@ -102,7 +131,87 @@ async def test_a_stream_that_has_begun_says_why_it_is_cut_and_is_never_whole(sta
         assert await whole(s) == continuation(PROMPT, 12, VERSION)
 
 
-async def test_a_killed_replica_gives_its_turn_to_the_one_that_passed_it_on(stage: Make) -> None:
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("said", [b"", JSON_HEAD, STREAM_HEAD])
+async def test_a_replica_that_hangs_over_a_request_costs_the_caller_nothing(
+    stage: Make, said: bytes
+) -> None:
+    async with hanging(said) as url, beside(stage, url) as s, asyncio.timeout(60):
+        await s.engine("e", cap=8)
+        assert await whole(s) == continuation(PROMPT, 12, VERSION)
+        # Known to hang, it is not asked again.
+        assert await whole(s) == continuation(PROMPT, 12, VERSION)
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_a_stream_of_a_replica_that_hangs_says_why_it_is_cut(stage: Make) -> None:
+    event = b'data: {"text":"x"}\n\n'
+    said = STREAM_HEAD + b"%x\r\n%b\r\n" % (len(event), event)
+    async with hanging(said) as url, beside(stage, url) as s, asyncio.timeout(60):
+        await s.engine("e", cap=8)
+        seen: list[bytes] = []
+        async with s.post("/generate", ask(session_id=KEY, stream=True)) as reply:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await read_into(seen, reply)
+    assert json.loads(b"".join(seen).split(b"data: ")[-1])["error"]["type"] == "ReplicaLost"
+
+
+async def test_a_silent_replica_is_asked_on_and_comes_back() -> None:
+    answers = False
+
+    async def ask(_name: str) -> bool:
+        return answers
+
+    found = pulse.Pulse(ask)
+    await found.beat(["two"])
+    assert not found.silent("two")  # one question may be lost
+    await found.beat(["two"])
+    assert found.silent("two")
+    with pytest.raises(TimeoutError):
+        async with found.awaiting("two"):
+            await asyncio.Event().wait()
+    answers = True
+    await found.beat(["two"])
+    async with found.awaiting("two"):
+        assert not found.silent("two")
+
+
+async def test_what_a_replica_passed_on_is_good_for_a_while_only(
+    stage: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "RELAY_SECONDS", 0.1)
+    async with stage() as s:
+        await s.engine("own")
+        await s.engine("passed", relayed=True)
+        fleet = s.router.service.fleet
+        await until(lambda: not getattr(fleet.get("passed"), "gate_open", True))
+        own = fleet.get("own")
+        assert own is not None
+        assert own.gate_open  # an owner's stream is its own proof
+
+
+async def test_a_replica_that_lives_passes_on_even_what_has_not_changed(
+    stage: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "RELAY_BEAT_SECONDS", 0.02)
+    async with stage() as two:
+        said: list[object] = []
+        fleet = two.router.service.fleet
+        monkeypatch.setattr(fleet, "apply", lambda update, stream: said.append(update))
+
+        async def resolve() -> list[Peer]:
+            return [Peer("one", "", ""), Peer("two", two.url, f"127.0.0.1:{port}")]
+
+        port = two.router.attach_port
+        async with stage(replica="one", replicas=resolve) as one:
+            await one.engine("e")
+            await until(lambda: len(said) > 3 and said[-1] == said[-2])
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_killed_or_stopped_replica_gives_its_turn_to_the_one_that_passed_it_on(
+    stage: Make, end: signal.Signals
+) -> None:
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rose_cli.main", "router", f"--lease={LEASE}"),
         *("--http-address=127.0.0.1:0", "--attach-address=127.0.0.1:0"),
@@ -119,7 +228,7 @@ async def test_a_killed_replica_gives_its_turn_to_the_one_that_passed_it_on(stag
             asked = asyncio.create_task(whole(s, most=300))
             await until(lambda: bool(engine.scheduler.running))
             assert not len(s.router.service.ledger)  # the turn is the other one's
-            child.kill()
+            child.send_signal(end)
             assert await asked == continuation(PROMPT, 300, VERSION)
             assert s.router.service.ledger.totals.turns == 1
     finally:

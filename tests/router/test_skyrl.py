@@ -1,4 +1,8 @@
-"""SkyRL's calls in its order: control over HTTP, chunks to the store, turns by vLLM's route."""
+"""SkyRL's calls in its order: control over HTTP, chunks to the store, turns by vLLM's route.
+
+Read from NovaSky-AI/SkyRL a9564572e, 2026-08-21 (``inference_servers/remote_inference_client.py``,
+``weight_sync``); look there again when that is old.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +61,13 @@ async def call(s: Stage, path: str, body: object = None, method: str = "POST") -
 
 
 async def generate(s: Stage) -> Any:  # noqa: ANN401  # JSON
-    body = {"model": "policy", "token_ids": PROMPT, "sampling_params": {"max_tokens": 6}}
+    sampling = {"max_tokens": 6, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    body = {
+        "sampling_params": sampling | {"logprobs": 1},
+        "model": "policy",
+        "token_ids": PROMPT,
+        "cache_salt": "v1",
+    }
     async with s.http.post(
         f"{s.url}/inference/v1/generate", json=body, headers={"X-Session-ID": "t-1"}
     ) as reply:
@@ -96,6 +106,9 @@ async def test_skyrl_syncs_through_the_store_and_samples_by_configuration(
         choice = await generate(s)
         assert choice["token_ids"] == continuation(PROMPT, 6, "run@1.1")
         assert [span["label"] for span in choice["weight_versions"]] == ["1"]
+        assert [one["logprob"] <= 0 for one in choice["logprobs"]["content"]] == [True] * 6
+        async with s.http.post(s.url + "/finish_session", params={"session_id": "t-1"}) as reply:
+            assert reply.status == 200
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         await asyncio.to_thread(sender.teardown)

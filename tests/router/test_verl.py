@@ -1,13 +1,17 @@
 """verl's calls in its order: actors publish, agent loops ask for turns, steps come back.
 
 Store, publisher and router are the real ones. The engines are fake and get versions by ``follow``,
-which plays weight-sync. ``TokenOutput`` has the fields of verl's.
+which plays weight-sync. ``TokenOutput`` has the fields of verl's. Read from verl-project/verl
+1dda039b9, 2026-08-22 (0.10.0.dev); look there again when that is old.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import pickle
+import sys
+import types
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -187,3 +191,48 @@ async def test_what_a_lease_cannot_do_is_refused_by_name(stage: Make) -> None:
         with pytest.raises(Unsupported, match="store"):
             await verl.CheckpointEngine().receive_weights()
         await client._turns.close()
+
+
+class Manager:
+    """What verl's managers of agent loops are given."""
+
+    def __init__(self, config: object, llm_client: object, teacher_client: object = None) -> None:
+        self.config, self.llm_client, self.teacher_client = config, llm_client, teacher_client
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **fields: object) -> None:
+    """A module of verl's, with what is taken from it."""
+    module = types.ModuleType(name)
+    module.__dict__.update(fields)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("queues", [False, True])
+def test_verls_managers_are_handed_the_routers_client(
+    monkeypatch: pytest.MonkeyPatch, queues: bool
+) -> None:
+    registered: list[object] = []
+    registry = types.SimpleNamespace(register=lambda name: lambda made: registered.append(name))
+    checkpoints = types.ModuleType("verl.checkpoint_engine")
+    checkpoints.__dict__.update(CheckpointEngineRegistry=registry, CheckpointEngineManager=object)
+    loops = types.ModuleType("verl.experimental.agent_loop")
+    loops.__dict__.update(AgentLoopManager=Manager)
+    stand_in(monkeypatch, "ray", get=None)
+    stand_in(monkeypatch, "verl", checkpoint_engine=checkpoints)
+    stand_in(monkeypatch, "verl.experimental", agent_loop=loops)
+    stand_in(monkeypatch, "verl.workers.rollout.replica", TokenOutput=TokenOutput)
+    monkeypatch.setitem(sys.modules, "verl.trainer.ppo.v1", None)
+    if queues:
+        stand_in(monkeypatch, "verl.trainer.ppo.v1", AgentLoopManagerTQ=Manager)
+    monkeypatch.delitem(sys.modules, "rose_trainer.adapters.verl_hooks", raising=False)
+    hooks = importlib.import_module("rose_trainer.adapters.verl_hooks")
+    monkeypatch.delitem(sys.modules, "rose_trainer.adapters.verl_hooks")
+    assert registered == ["rose"]
+    assert hasattr(hooks, "AgentLoopManagerV1") == queues
+    monkeypatch.setenv("ROSE_ROUTER_URL", "http://127.0.0.1:9")
+    rollout = types.SimpleNamespace(prompt_length=16, response_length=24)
+    config = types.SimpleNamespace(actor_rollout_ref=types.SimpleNamespace(rollout=rollout))
+    for name in ("AgentLoopManager", *(["AgentLoopManagerV1"] if queues else [])):
+        made = getattr(hooks, name)(config, "verl's own", teacher_client="t")
+        assert isinstance(made.llm_client, verl.Client)
+        assert made.teacher_client == "t"

@@ -100,6 +100,20 @@ async def test_a_turn_that_comes_first_is_not_held_up() -> None:
     assert count(Ended.LATE) == late + 1
 
 
+async def test_nothing_is_warmed_for_a_trajectory_whose_caller_says_that_it_is_over() -> None:
+    async with world(*engines()) as w:
+        home, other = await two_turns(w)
+        await asyncio.sleep(1)
+        w.service.finished("s")
+        sent = len(other.seen)
+        w.kill(home)
+        w.detach(home)
+        home.leaving = True
+        w.tell(home)
+        await asyncio.sleep(10)
+        assert len(other.seen) == sent
+
+
 @pytest.mark.parametrize("fields", [{}, {"session": "s", "dedicated_because": ("grammar",)}])
 async def test_what_cannot_be_recognized_or_moved_is_never_warmed(
     fields: dict[str, object],

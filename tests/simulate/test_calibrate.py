@@ -71,6 +71,64 @@ def test_the_command_says_each_level_and_fails_outside_the_limit(
     assert "outside" in capsys.readouterr().out
 
 
+def windows(path: Path, loads: dict[str, float], *, strangers: float = 0.01) -> Path:
+    """A recording as ``bench.guard`` keeps it, two windows of each load; values in ms."""
+    kept = [
+        {
+            "load": load,
+            "condition": condition,
+            "strangers": strangers,
+            "closed_s": [value / 1e3] * 20,
+            "stopped_s": [4 * value / 1e3] * 20,
+            "released_s": [12 * value / 1e3] * 20,
+        }
+        for load, value in loads.items()
+        # What was polled must not count: it is ten times slower here.
+        for condition, value in (("ours", value), ("ours", value), ("polled", 10 * value))
+    ]
+    path.write_text(json.dumps({"of": {}, "windows": kept}))
+    return path
+
+
+def test_one_recording_of_several_loads_is_enough(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = windows(tmp_path / "guard-windows.json", {"conv": 1.0, "code": 1.1})
+    found = calibrate(levels([path]), "code")
+    assert [one.predicted for one in found.delays] == pytest.approx([1.0, 4.0, 12.0])
+    assert [one.samples for one in found.delays] == [40, 40, 40]
+    assert main(["calibrate", str(path)]) == 0
+    far = windows(tmp_path / "far.json", {"conv": 1.0, "code": 1.3})
+    assert main(["calibrate", str(far)]) == 1
+    assert "outside" in capsys.readouterr().out
+
+
+def test_a_recording_of_a_shared_machine_never_counts_as_calibrated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = windows(tmp_path / "busy.json", {"conv": 1.0, "code": 1.0}, strangers=0.4)
+    assert main(["calibrate", str(path)]) == 1
+    assert "others used 40% of the machine" in capsys.readouterr().err
+    assert main(["calibrate", str(path), "--busy"]) == 1
+    said = capsys.readouterr().out
+    assert "NOT A CALIBRATION: others used 40%" in said
+    assert "outside" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"windows": [{"load": "conv"}]}', "no recording of the guard's benchmark"),
+        ('{"windows": []}', "no window of the condition 'ours'"),
+    ],
+)
+def test_a_recording_without_reactions_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "guard-windows.json"
+    path.write_text(text)
+    with pytest.raises(ScenarioError, match=reason):
+        levels([path])
+
+
 def test_what_cannot_be_compared_is_refused_by_name(tmp_path: Path) -> None:
     pooled = recorded(tmp_path / "pooled.json", {"conv": CONV, "code": CODE})
     with pytest.raises(ScenarioError, match=r"no figure 'conv, ours: arrival to permit closed"):

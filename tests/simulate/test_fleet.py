@@ -1,17 +1,21 @@
 """The fleet model: agrees with single events, keeps limits, repeats itself."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from rose_core.simulate.curves import Curve, Lender, curve, dedicated_tokens_per_s
+from rose_core.simulate.curves import Curve, Lender, by_itself, curve, dedicated_tokens_per_s
 from rose_core.simulate.errors import Impossible
 from rose_core.simulate.fleet import Fleet, FleetOutcome
 from rose_core.simulate.fleet_scenario import FleetScenario
 from rose_core.simulate.run import run
 from rose_core.simulate.scenario import Load, Regime, Scenario
 from rose_core.simulate.world import Material
+from rose_simulate import fleets
+from rose_simulate.fleets import against, run_fleet
+from rose_simulate.pages import page
 from rose_simulate.reading import read_material, read_scenario
 
 FLEET = Path(__file__).parents[2] / "simulate" / "scenarios" / "fleet.yaml"
@@ -125,6 +129,64 @@ def test_violations_of_serving_alone_are_told_apart(
     assert fixed.late_alone[1] > 0.1
     assert not any((*fixed.late_added, *bound.late_added, *fixed.tokens_per_s))
     assert bound.tokens_per_s[0] > 100
+
+
+def test_what_a_replica_does_alone_is_the_same_under_every_regime(
+    told: FleetScenario, material: Material
+) -> None:
+    kind = told.services[1]
+    trace = material.traces[kind.service.load.trace]
+    fixed = Lender(kind.service, told.jobs.job, Regime.FIXED, told.derate)
+    ours = replace(fixed, regime=Regime.OURS)
+    known = by_itself(ours, loads=(0.8,), trace=trace)
+    assert known == by_itself(fixed, loads=(0.8,), trace=trace)
+    found = curve(ours, loads=(0.8,), trace=trace, pool=material.episodes, alone=known)
+    assert found == curve(ours, loads=(0.8,), trace=trace, pool=material.episodes)
+
+
+def test_what_is_added_inside_the_slo_and_what_is_spared_are_told_apart(
+    told: FleetScenario, material: Material
+) -> None:
+    """Above a hundredth of 12.8 x 2 requests per second serving alone misses its SLO here."""
+    flat = 900.0, 900.0
+    seen = Curve((0.0, 12.8), flat, (1.0, 1.0), (0.0, 0.5), (0.02, 0.02), (0.01, 0.01))
+    here = small(told)
+    fleet = Fleet(
+        here,
+        Regime.OURS,
+        1,
+        curves=(seen,),
+        dedicated=900.0,
+        traces=material.traces,
+        episodes=material.episodes,
+    )
+    found = fleet.run()
+    assert found.added_violations == pytest.approx(2 * found.spared_violations)
+    assert 0 < found.added_inside < found.added_violations
+    assert found.derate == here.derate
+
+
+def test_every_derate_and_seed_is_run_and_paired(
+    told: FleetScenario, material: Material, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "LOADS", (0.0, 0.4))
+    here = small(told, seeds=(1, 2), seconds=60.0, regimes=(Regime.FIXED, Regime.ROSE_PAPER))
+    found = run_fleet(here, material, lambda _one: None, (0.4, 0.7))
+    ran = [(one.derate, one.regime, one.seed) for one in found.outcomes]
+    assert ran == [
+        (derate, regime, seed)
+        for derate in (0.4, 0.7)
+        for regime in ("fixed", "rose-paper")
+        for seed in (1, 2)
+    ]
+    paper = next(one for one in found.outcomes if one.regime == "rose-paper")
+    ratio = against(found, paper, Regime.FIXED)
+    assert ratio is not None
+    assert ratio.low is not None
+    assert against(found, paper, Regime.ROSE_PAPER) is None
+    text = page("x", "(x)", "Says.", (found,)).text
+    assert "| 0.4 | 2 | `rose-paper` |" in text
+    assert f"{ratio.mean:.2f} [{ratio.low:.2f}, " in text
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Scenario files and traces: what is wrong is named with file, line and field."""
 
+import json
 import random
 from pathlib import Path
 
@@ -94,6 +95,25 @@ def test_broken_traces_are_refused(tmp_path: Path, text: str, what: str) -> None
     path.write_text(text)
     with pytest.raises(TraceError, match=what):
         read_arrivals(path)
+
+
+def test_a_trace_cut_between_two_lines_is_refused_where_its_rows_are_known(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("t_s,in_tokens,out_tokens\n0.1,5,6\n0.2,5,6\n")
+    assert len(read_arrivals(path)) == 2
+    (tmp_path / "rows.json").write_text('{"trace.csv": 3}')
+    with pytest.raises(TraceError, match=r"trace\.csv:3: truncated: 2 rows of 3"):
+        read_arrivals(path)
+    (tmp_path / "rows.json").write_text('{"trace.csv": 2}')
+    assert len(read_arrivals(path)) == 2
+    (tmp_path / "rows.json").write_text("[")
+    with pytest.raises(TraceError, match=r"rows\.json: cannot be read"):
+        read_arrivals(path)
+
+
+def test_the_rows_of_every_trace_shipped_are_known() -> None:
+    known = json.loads((SCENARIOS / "traces" / "rows.json").read_text())
+    assert set(known) == {path.name for path in (SCENARIOS / "traces").glob("*.csv")}
 
 
 def test_a_replay_has_the_wanted_rate_and_keeps_order() -> None:

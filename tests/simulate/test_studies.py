@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from rose_core.accounting.charts import Line, Row, intervals, lines, ticks
 from rose_core.simulate.scenario import Regime
-from rose_simulate.charts import Line, Row, intervals, lines, ticks
 from rose_simulate.pages import page
 from rose_simulate.reading import read_scenario
 from rose_simulate.studies import SCENARIOS, STUDIES, main
@@ -27,6 +27,12 @@ def test_a_page_compares_with_the_paper_and_equal_results_give_equal_pages() -> 
     assert "`rose simulate study x --derate 0.5`" in made.text
     assert "| 0.5 | `ours` |" in made.text
     assert "small: useful tokens" in made.plots["x-small.svg"]
+    assert made.text == again.text
+    assert "| derate | regime | 0 | 0.25 | 0.5 | 0.75 | 1 |" in made.text
+    costs = made.text.split("by the price of a lent hour")[1].split("| 0.5 | `ours` | ")[1]
+    shown = [float(cell) for cell in costs.split("\n")[0].rstrip(" |").split(" | ")]
+    assert shown == sorted(shown)
+    assert shown[0] < shown[-1]
 
 
 def test_the_command_writes_result_page_and_plot(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import psutil
@@ -13,16 +14,22 @@ from bench.guard.serving import SERVING
 from bench.tap.against import against
 from bench.tap.traffic import Order
 from bench.tap.watcher import Watched, watching
+from rose_agent.signals.feed import Feed
 from rose_agent.signals.snapshot import Snapshot
+from rose_agent.tap import sockets
 from rose_core.telemetry.events import How
-from rose_dev.engine_testing import RealEngine
-from tests.tap.net import refusal
+from rose_dev.engine_testing import RealEngine, start_engine
+from rose_engines.sglang.client import SGLangClient
+from tests.tap.net import namespace, refusal
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(bool(refusal()), reason=refusal() or "can tap"),
 ]
 CONNECTIONS = 10_000
+EVENTS_PORT = 5557
+FEED_PORT = EVENTS_PORT + 1  # "auto" packs it behind the events
+KV_EVENTS = json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{EVENTS_PORT}"})
 VLLM = SERVING["vllm"]
 
 
@@ -80,3 +87,39 @@ async def test_no_end_of_ten_thousand_short_connections_is_lost(short_dir: Path)
         assert seen.health is not None
         assert (seen.health.in_flight, seen.health.lost_ns) == (0, 0)
     assert rest.grown_bytes < 32 * 2**20
+
+
+def test_the_load_feed_of_a_real_sglang_tells_work_from_none(tmp_path: Path) -> None:
+    """SGLang binds its feed to every address, so it has a network of its own here."""
+    feeding = ("--kv-events-config", KV_EVENTS, "--load-publish-endpoint", "auto")
+    with (
+        namespace() as inside,
+        sockets.namespace(inside.path),
+        start_engine(tmp_path, more=feeding) as engine,
+    ):
+        asyncio.run(told_by_the_feed(engine))
+
+
+async def told_by_the_feed(engine: RealEngine) -> None:
+    feed = Feed("127.0.0.1", FEED_PORT)
+    stream = {"max_new_tokens": 2000, "temperature": 0, "ignore_eos": True}
+
+    async def says(running: int) -> None:
+        async with asyncio.timeout(60):
+            while feed.read().running != running:  # noqa: ASYNC110  # it comes when it comes
+                await asyncio.sleep(0.05)
+
+    await says(0)
+    async with SGLangClient(engine.url) as client:
+
+        async def ask() -> None:
+            async for _ in client.stream([104], stream):
+                pass
+
+        asking = asyncio.create_task(ask())
+        await says(1)
+        assert feed.read().waiting == 0
+        await client.abort_all()
+        await asking
+        await says(0)
+    feed.close()

@@ -43,3 +43,10 @@ async def test_the_tap_follows_the_new_pod_and_says_so_when_there_is_none(short_
             assert newest.watched.health is not None
             assert newest.watched.health.seen == seen, "counted anew"
             writer.close()
+
+
+async def test_a_namespace_file_serves_instead_of_a_process(short_dir: Path) -> None:
+    with namespace() as pod:
+        watch = Watch("pod", 0, PORT, netns=pod.path)
+        async with tap_process(short_dir, watch) as (listener, _):
+            await served(listener, pod)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import statistics
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from bench.tap.watcher import tap_process
+from rose_agent.tap.frames import Watch
 from rose_core.telemetry.events import Arrived, Ended, FirstToken, Progress, TapEvent
 from tests.tap.net import Namespace, Wire, namespace, refusal, tapped
 from tests.telemetry.wire import END, HEAD, event, post
@@ -108,3 +113,36 @@ async def test_the_end_of_a_body_of_known_length_is_told_at_once(inside: Namespa
         await heard(told, Arrived)
         wire.answer(b"x" * 10, b"y" * 10)
         await heard(told, Ended)
+
+
+async def test_heartbeats_are_wanted_often_where_tokens_count_or_much_gathers(
+    inside: Namespace,
+) -> None:
+    async with listening(inside, closely=True) as (wire, _):
+        assert wire.tap.replica.restless
+    async with listening(inside, closely=False) as (wire, _):
+        replica = wire.tap.replica
+        replica.beat()
+        idle = replica.restless
+        assert not idle, "nothing passes"
+        wire.say(post())
+        wire.answer(HEAD, *[event(0)] * TOKENS)
+        replica.beat()
+        much = replica.restless
+        assert much, "its sockets should be emptied sooner"
+        replica.beat()
+        calm = replica.restless
+        assert not calm
+
+
+async def test_a_replica_that_nobody_paces_by_tokens_is_heard_of_half_as_often(
+    short_dir: Path,
+) -> None:
+    between: dict[bool, float] = {}
+    for closely in (True, False):
+        watch = Watch("pod", 0, 1, interfaces=("lo",), closely=closely)
+        async with tap_process(short_dir, watch) as (listener, _):
+            beats = [(await listener.beat(0)).time_ns for _ in range(25)]
+        gaps = [after - before for before, after in itertools.pairwise(beats)]
+        between[closely] = statistics.median(gaps)
+    assert 1.4 < between[False] / between[True] < 3

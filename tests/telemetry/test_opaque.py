@@ -154,6 +154,26 @@ def test_a_reader_that_takes_nothing_does_not_keep_an_idle_engine_busy() -> None
         assert signal.running == running
 
 
+@pytest.mark.parametrize("allowed", [(SignalSource.LOADS,), tuple(SignalSource)])
+def test_a_response_that_was_joined_is_over_when_the_engine_is_idle(
+    allowed: tuple[SignalSource, ...],
+) -> None:
+    """Its length stood in a head that nobody read, and its connection stays open."""
+    talk = conversation()
+    talk.tracker, talk.time_ns = tracker(), 100 * S
+    talk.server_says(b'tail of {"text": "x"}')
+    (arrived,) = talk.tracker.open_requests()
+    made = Book(0)
+    made.apply(Health("r", S, "", 0, False, 0, {}, 0), S)
+    made.apply(arrived, arrived.time_ns)
+    for seconds, running in ((1, 1), (4, 0)):
+        now = arrived.time_ns + seconds * S
+        made.apply(Health("r", now, "", 0, False, 1, {}, 0), now)
+        loads = (polled(now, since=arrived.time_ns),)
+        signal = merge(made, True, loads, allowed=allowed, limits=Limits(), now_ns=now)
+        assert signal.running == running, seconds
+
+
 # --- figures that lie
 
 

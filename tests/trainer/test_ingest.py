@@ -150,6 +150,14 @@ def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
         read_checkpoint(folder)
 
 
+def test_a_delta_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    folder = write(tmp_path / "x", model(1))
+    index = '{"metadata": {"delta_encoding": "xor"}, "weight_map": {}}'
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match="is a delta"):
+        read_checkpoint(folder)
+
+
 def test_a_folder_without_safetensors_or_with_a_broken_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no \*\.safetensors"):
         read_checkpoint(tmp_path)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from bench.record import figure, record, table
-from bench.weights import links
+from bench.weights import links, memory
 from bench.weights.generator import Adam, to_bf16
 from bench.weights.ours import Chain, wire_bytes
 from bench.weights.peers import PEERS
-from bench.weights.plane import RECEIVERS
+from bench.weights.plane import RECEIVERS, scratch
 
 
 def test_a_figure_knows_whether_its_aim_was_met(
@@ -90,3 +90,10 @@ def test_every_namespace_is_limited_reachable_and_gone_afterwards() -> None:
         assert listening.wait(20) == 0
     left = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True)
     assert prefix not in left.stdout
+
+
+def test_a_publisher_holds_what_its_page_says_and_no_copy_more() -> None:
+    with scratch() as folder:
+        held = memory.publisher_bytes(folder)
+    assert held.model * memory.BUFFERS < held.grown < held.stated + held.model / 2
+    assert held.blocks < held.model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rose_core.delta import name_of
 from rose_core.identity import WeightVersion
-from rose_weights import client as client_module
+from rose_weights import fetching, publishing
 from rose_weights.blocks import Blocks
 from rose_weights.bundle import Bundle
 from rose_weights.client import WeightsClient
@@ -145,7 +147,7 @@ async def test_a_broken_fetch_goes_on_at_the_block(tmp_path: Path) -> None:
 async def test_a_lost_connection_costs_its_own_blocks_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "BATCH_BYTES", 60_000)
+    monkeypatch.setattr(fetching, "BATCH_BYTES", 60_000)
     asked: list[tuple[bytes, ...]] = []
     fetch = WeightService.fetch
 
@@ -241,6 +243,41 @@ async def test_a_full_disk_is_waited_out(tmp_path: Path) -> None:
         await asyncio.sleep(0.2)
         blocks_here._disk = whole
         assert (await asyncio.wait_for(going_on, PATIENCE)).version == version(1)
+
+
+async def test_a_disk_that_hangs_under_a_block_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store answers pings all the while, so the connection does not break by itself."""
+    monkeypatch.setattr(publishing, "BLOCK_SECONDS", 0.3)
+    hanging, released, put = threading.Event(), threading.Event(), Store.put_block
+
+    def slow(store: Store, data: bytes) -> bytes:
+        if not hanging.is_set():
+            hanging.set()
+            released.wait(PATIENCE)
+        return put(store, data)
+
+    monkeypatch.setattr(Store, "put_block", slow)
+    async with connected(tmp_path / "s") as (_, writer, client):
+        try:
+            await asyncio.wait_for(publish(writer, Model(seed=1), 1), PATIENCE)
+            assert not released.is_set()
+        finally:
+            released.set()
+        assert (await client.pull("run", tmp_path / "b")).target == version(0)
+
+
+async def test_a_stream_of_blocks_that_breaks_ends_its_answers(tmp_path: Path) -> None:
+    async def broken() -> AsyncIterator[bytes]:
+        yield b"a block"
+        raise ConnectionResetError
+
+    service = WeightService(Store(tmp_path / "s"))
+    answers = service.put(broken())
+    assert (await anext(answers)).name == name_of(b"a block")
+    with pytest.raises(ConnectionResetError):
+        await asyncio.wait_for(anext(answers), PATIENCE)
 
 
 async def test_two_publishers_the_older_is_told_at_once(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from rose_core.wire.sync import WeightSource
 from rose_engines.rundir import RunDir, WeightsFile, read_json
 from rose_engines.safetensors import read_checkpoint
 from rose_engines.sglang.control import ControlClient
+from rose_weights.messages import VersionInfo, WatchRequest
+from rose_weights.service import WeightService
 from tests.host.helpers import Guard, guarding, order, running, serving, status_of, until
 from tests.weightsync.run import ENCODE_SECONDS, RUN, PublishedRun, store_at
 
@@ -47,8 +49,10 @@ class World:
     def weights(self) -> WeightsFile:
         return read_json(self.rundir.slot("slot-1").weights, WeightsFile) or WeightsFile()
 
-    def sync(self, attest_every_seconds: float = 600.0) -> None:
-        options = Options(attest_every_seconds=attest_every_seconds)
+    def sync(self, attest_every_seconds: float = 600.0, silence_seconds: float = 600.0) -> None:
+        options = Options(
+            attest_every_seconds=attest_every_seconds, silence_seconds=silence_seconds
+        )
         self.syncing = asyncio.create_task(Followers(self.rundir, options).run())
 
     async def stop_sync(self) -> None:
@@ -197,6 +201,29 @@ async def test_a_store_that_goes_away_leaves_the_old_version_serving(
         async with store_at(tmp_path / "store", address):
             await run.publish()
             await here.serves("grpo@1.1")
+
+
+async def test_a_watch_that_has_lost_its_store_without_a_word_is_renewed(
+    rundir: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, watches = WeightService.watch, []
+
+    async def deaf(service: WeightService, request: WatchRequest) -> AsyncIterator[VersionInfo]:
+        watches.append(request)
+        renewed = len(watches) > 1
+        async for head in watch(service, request):
+            yield head
+            if not renewed:
+                await asyncio.Event().wait()
+
+    monkeypatch.setattr(WeightService, "watch", deaf)
+    async with world(rundir, models, tmp_path / "store") as here:
+        await here.run.publish()
+        here.sync(silence_seconds=2.0)
+        await here.serves("grpo@1.0")
+        await here.run.publish()
+        await here.serves("grpo@1.1")
+        assert here.weights.error == ""
 
 
 async def test_a_kill_in_mid_transfer_or_mid_commit_is_made_good_by_the_next_process(

@@ -103,10 +103,14 @@ class Stage:
     plugin: ScriptedPlugin
     store: ScriptedStore
     written: list[WeightsFile]
+    task: asyncio.Task[None]
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(3600):
-            while not condition():  # noqa: ASYNC110  # scripted parts announce nothing
+            while not condition():  # scripted parts announce nothing
+                if self.task.done():
+                    await self.task
+                    raise AssertionError("the follower has ended")
                 await asyncio.sleep(0.01)
 
 
@@ -126,11 +130,11 @@ async def follower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     )
     monkeypatch.setattr(
         "rose_agent.weightsync.follower.write_json",
-        lambda _path, value: written.append(value),
+        lambda _path, value, **_mode: written.append(value),
     )
     task = asyncio.create_task(made.run())
     try:
-        yield Stage(slot, plugin, store, written)
+        yield Stage(slot, plugin, store, written, task)
     finally:
         task.cancel()
         await asyncio.wait({task})

@@ -21,6 +21,11 @@ def outcomes(outcome: Outcome) -> float:
     return float(metrics.PROBES.labels(outcome=outcome)._value.get())
 
 
+def differences() -> dict[str, float]:
+    [family] = metrics.PROBE_DIFFERENCE.collect()
+    return {sample.labels["slot"]: sample.value for sample in family.samples}
+
+
 async def told(here: World, digest: str, answer: list[float], holder: str = "trainer") -> None:
     async with WeightsClient(here.address, holder=holder) as client:
         version = WeightVersion.parse("grpo@1.0")
@@ -50,6 +55,9 @@ async def test_an_engine_that_computes_something_else_is_quarantined_until_it_do
 
         await until(good, "the engine was filled again and answers as the trainer")
         assert (await here.serves("grpo@1.0")).error == ""
+        assert differences() == {"slot-1": 0.0}
+        await here.stop_sync()
+        assert differences() == {}  # or the alert would go on about an engine that is gone
 
 
 async def test_an_engine_alone_is_believed_and_its_answer_is_kept_for_the_next(

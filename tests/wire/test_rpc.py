@@ -60,7 +60,7 @@ async def service(token: str = "", address: str = "127.0.0.1:0") -> AsyncIterato
     server.bidirectional(TALK, talk)
     server.unary(ECHO, echo)
     port = await server.start(address)
-    target = address if address.startswith("unix:") else f"127.0.0.1:{port}"
+    target = address if address.startswith(("unix:", "local:")) else f"127.0.0.1:{port}"
     try:
         async with connect(target) as channel:
             yield channel

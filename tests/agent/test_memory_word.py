@@ -1,0 +1,140 @@
+"""What the guard tells the engine host about the memory of a slot's engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rose_agent.devices.fake_nvml import FakeGpu, FakeMemory, FakeNvml, FakeProcess
+from rose_agent.devices.nvml import NvmlDriver
+from rose_agent.devices.owners import Owner
+from rose_agent.devices.watch import DeviceWatch
+from rose_agent.guard import gpus
+from rose_core.devices.memory import Budget, Lendable
+from rose_core.identity import SlotKey
+from rose_core.wire.host import EngineState, EngineStatus
+from rose_core.wire.sync import PoolPolicy
+
+GIB = 1 << 30
+SLOT = SlotKey("slot-1", 1)
+LEAST = 125
+
+
+@dataclass
+class Slot:
+    """A slot that remembers what it was to tell."""
+
+    status: EngineStatus | None
+    uid: str = "slot-1"
+    grant: Any = field(default_factory=lambda: SimpleNamespace(pod_uid="pod"))
+    budget: Budget = field(default_factory=Budget)
+    room: Lendable | None = None
+    told: list[tuple[int, int | None]] = field(default_factory=list)
+    renewed: int = 0
+
+    def limit_memory(self, permille: int, held: int | None) -> None:
+        self.told.append((permille, held))
+
+    def renew_room(self) -> None:
+        self.renewed += 1
+
+
+class Node:
+    """One GPU of 80 GiB with serving and an engine on it."""
+
+    def __init__(self, source: str) -> None:
+        self.now = 1000.0
+        self.gpu = FakeGpu("GPU-a", FakeMemory(80 * GIB, 40 * GIB))
+        self.gpu.processes = [FakeProcess(11, 30 * GIB), FakeProcess(22, 10 * GIB)]
+        owners = {11: Owner(pod="pod"), 22: Owner("slot-1", "host")}
+        driver = NvmlDriver.open(FakeNvml([self.gpu]))
+        self.watch = DeviceWatch(driver, lambda: self.now, owners.get)
+        policy = PoolPolicy("ns/pool", "Lend", {}, 1, memory_source=source)
+        self.replica: Any = SimpleNamespace(
+            policy=policy, pod=SimpleNamespace(gpu_uuids=("GPU-a",)), view=None
+        )
+
+    def look(self, slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("rose_agent.guard.report.kv_permille", lambda *_: None)
+        for uuid, reading in self.watch.read().items():
+            self.watch.take(uuid, reading)
+        gpus.look_at(self.watch, {"pod": self.replica}, {"slot-1": slot})  # type: ignore[dict-item]
+
+
+def status(state: EngineState = EngineState.SERVING, **more: object) -> EngineStatus:
+    return EngineStatus(SLOT, state, **more)  # type: ignore[arg-type]
+
+
+def test_the_budget_of_elastic_memory_is_told_until_the_host_holds_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node, slot = Node("Elastic"), Slot(status(kv_permille=500))
+    node.look(slot, monkeypatch)
+    assert slot.told == [(LEAST, 10 * GIB)], "an elastic engine begins with the least"
+    slot.status = status(kv_permille=LEAST)
+    node.look(slot, monkeypatch)
+    assert len(slot.told) == 1
+    for _ in range(40):  # calm for a while: it grows step by step
+        node.now += 1.0
+        node.look(slot, monkeypatch)
+    assert LEAST < slot.budget.permille < 500
+    assert slot.told[-1][0] == slot.budget.permille
+    node.gpu.memory.used = 75 * GIB
+    before = slot.budget.permille
+    node.look(slot, monkeypatch)
+    assert slot.told[-1][0] == max(LEAST, before // 2), "halved at once"
+    node.gpu.memory.used = 79 * GIB
+    node.look(slot, monkeypatch)
+    assert slot.told[-1][0] == 0
+
+
+def test_engines_that_are_not_elastic_hear_of_no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, slot = Node("Reserved"), Slot(status())
+    node.gpu.memory.used = 75 * GIB
+    node.look(slot, monkeypatch)
+    assert (slot.told, slot.budget.permille) == ([], 500)
+
+
+def test_an_engine_that_holds_more_than_its_size_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, slot = Node("Reserved"), Slot(status(device_bytes=10 * GIB))
+    node.look(slot, monkeypatch)
+    assert slot.told == []
+    slot.status = status(device_bytes=10 * GIB - 1)
+    node.look(slot, monkeypatch)
+    assert slot.told == [(1000, 10 * GIB)]
+    node.gpu.processes[1] = FakeProcess(22, None)
+    node.look(slot, monkeypatch)
+    assert len(slot.told) == 1, "a figure that is missing accuses nobody"
+
+
+def test_a_slot_tells_its_room_again_only_while_its_engine_is_refused_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node, slot = Node("Reserved"), Slot(status())
+    node.look(slot, monkeypatch)
+    assert slot.room is not None
+    assert (slot.room.bytes, slot.renewed) == (34 * GIB, 0)
+    slot.status = status(EngineState.FAILED, reason="InsufficientMemory")
+    node.look(slot, monkeypatch)
+    assert slot.renewed == 1
+
+
+def test_what_serving_used_hours_ago_counts_for_reserved_memory_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rooms = {}
+    for source in ("Reserved", "Elastic"):
+        node, slot = Node(source), Slot(status())
+        node.gpu.processes[0] = FakeProcess(11, 60 * GIB)
+        node.gpu.memory.used = 70 * GIB
+        node.look(slot, monkeypatch)
+        node.gpu.processes[0] = FakeProcess(11, 30 * GIB)
+        node.gpu.memory.used = 40 * GIB
+        node.now += 7200.0
+        node.look(slot, monkeypatch)
+        assert slot.room is not None
+        rooms[source] = slot.room.bytes
+    assert rooms == {"Reserved": 4 * GIB, "Elastic": 34 * GIB}

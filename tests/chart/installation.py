@@ -1,0 +1,108 @@
+"""ROSE from the chart on a real node, with fake engines: installed for a test, gone afterwards.
+
+``ROSE_BUILT_IMAGES`` names a folder with one docker archive per target of the Dockerfile; the test
+then runs on those instead of the image made of the checkout (docs/images.md).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rose_dev.errors import CommandFailed
+from rose_dev.node import Node
+from rose_dev.shell import wait_until
+
+HERE = Path(__file__).parent
+CHART = HERE.parents[1] / "helm" / "rose"
+SYSTEM, RESEARCH, SERVING = "rose-system", "research", "serving"
+SECONDS = 180.0
+TARGETS = ("operator", "router", "agent", "weights", "engine")
+
+
+@contextmanager
+def installation(node: Node, models: Path, *values: str) -> Iterator[None]:
+    """ROSE, what stands beside it, and one model on the node.
+
+    Args:
+        models: folder of models, which the node sees.
+        values: further ``--set`` of the chart.
+    """
+    remove(node)
+    wait_until(
+        lambda: not {RESEARCH, SERVING, SYSTEM} & set(namespaces(node)),
+        "an earlier run's namespaces are gone",
+        seconds=SECONDS,
+        pause=0.5,
+    )
+    built = Path(os.environ.get("ROSE_BUILT_IMAGES", ""))
+    if built.name:
+        node.load(*(built / f"{target}.tar" for target in TARGETS))
+        values += ("--set=image.perComponent=true", "--set=image.tag=built")
+    where = ("rose", str(CHART), f"--namespace={SYSTEM}", "--create-namespace")
+    given = (f"--values={HERE / 'values.yaml'}", f"--set=engineHost.modelsPath={models}", *values)
+    try:
+        try:
+            node.helm("install", *where, *given, "--wait", "--timeout=120s", seconds=150)
+            tested = node.helm("test", "rose", f"--namespace={SYSTEM}", "--timeout=120s")
+        except CommandFailed as error:
+            pytest.fail("\n\n".join([str(error), *seen(node)]))
+        assert "Succeeded" in tested
+        beside = (HERE / "cluster.yaml").read_text()
+        if built.name:
+            store = "command: [rose, weights"
+            head, _, rest = beside.partition(store)
+            before, _, after = head.rpartition("localhost/rose:dev")
+            beside = f"{before}localhost/rose-weights:built{after}{store}{rest}"
+        node.kubectl("apply", "--filename=-", stdin=beside)
+        yield
+    finally:
+        remove(node)
+
+
+def make_models(folder: Path) -> Path:
+    """A folder with the model ``tiny``, readable by everybody."""
+    from rose_dev.models import TINY, make_model  # noqa: PLC0415  # torch takes seconds to import
+
+    make_model(TINY, folder).rename(folder / "tiny")
+    folder.chmod(0o755)
+    return folder
+
+
+def remove(node: Node) -> None:
+    """Take away what a run of this test makes; also of one that was killed."""
+    if '"rose"' in node.helm("list", f"--namespace={SYSTEM}", "--all", "--output=json"):
+        # A run that was killed may have left pods that the hook would wait for.
+        node.helm("uninstall", "rose", f"--namespace={SYSTEM}", "--no-hooks")
+    names = [f"namespace/{name}" for name in (RESEARCH, SERVING, SYSTEM)]
+    node.kubectl("delete", "--ignore-not-found", "--wait=false", *names)
+
+
+def namespaces(node: Node) -> list[str]:
+    listed = node.kubectl("get", "namespaces", "--output=jsonpath={.items[*].metadata.name}")
+    return listed.split()
+
+
+def field(node: Node, kind: str, name: str, namespace: str, path: str) -> str:
+    where = (kind, name, f"--namespace={namespace}", f"--output=jsonpath={path}")
+    return node.kubectl("get", *where, check=False).strip()
+
+
+def seen(node: Node) -> list[str]:
+    """What somebody would look at who wonders why something does not happen."""
+    kinds = "pods,servingpools,rolloutleases,rolloutslots"
+    workloads = ("deployment/rose-operator", "daemonset/rose-agent", "daemonset/rose-engine-host")
+    return [
+        node.kubectl("get", kinds, "--all-namespaces", check=False),
+        node.kubectl("describe", "pods,rolloutleases,rolloutslots", "-A", check=False),
+        *(logs(node, workload) for workload in workloads),
+    ]
+
+
+def logs(node: Node, workload: str) -> str:
+    where = (f"--namespace={SYSTEM}", "--all-containers", "--tail=60")
+    return node.kubectl("logs", workload, *where, check=False)
