@@ -15,7 +15,7 @@ ARGS ?=
 LANE := -v -n 1 --dist loadfile
 
 .PHONY: help venv engine vllm cluster demo test test-engines test-cluster unit check format generate docs crds clean \
-	bench-guard bench-deaths bench-dormancy bench-engines bench-gap bench-tap bench-weights bench-router \
+	bench-guard bench-deaths bench-faults bench-dormancy bench-engines bench-gap bench-tap bench-weights bench-router \
 	bench-operator bench-simulate bench-rollouts torture fire gpu-check trl
 
 help:  ## list the targets
@@ -90,6 +90,9 @@ bench-guard: engine  ## serving beside rollouts: figures of the guard; ARGS="--s
 bench-deaths: engine  ## who stops the rollouts when guard, engine host or both die
 	$(RUN)/python -m bench.deaths $(ARGS)
 
+bench-faults: venv  ## every fault of guard, host, tap and rollout engine as a matrix (root)
+	$(BIN)/python -m bench.faults $(ARGS)
+
 bench-dormancy: engine  ## what an engine gives back at rung 4, and how fast it is back
 	$(RUN)/python -m bench.dormancy $(ARGS)
 
@@ -117,7 +120,7 @@ bench-rollouts: venv  ## policies of placement on one step of work
 bench-simulate: venv  ## figures of the simulator: studies, speed, determinism
 	$(RUN)/python -m bench.simulate $(ARGS)
 
-gpu-check: venv  ## what a GPU does when rollouts share it; without one it tries itself
+gpu-check: venv  ## what a GPU does when rollouts share it; ARGS=--rehearse tries every check without one
 	$(RUN)/python -m bench.gpu $(ARGS)
 
 fire: venv  ## 10,000 turns while engines die, pause, leave and change weights; ARGS="--real 2" adds SGLang
