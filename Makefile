@@ -47,8 +47,9 @@ demo: engine cluster  ## the main job on real parts; ARGS=--help lists the knobs
 	@$(BIN)/rose demo $(ARGS)
 
 # Whoever tests everything tests on a machine of unknown load: what fails is tried once more, and pytest
-# says so. While you work (`make unit`) nothing is tried twice.
-test test-engines test-cluster: AGAIN := --reruns 1 --only-rerun ".*"
+# says so; generated examples are the same every time, so that a change is judged by what it does. While you
+# work (`make unit`) nothing is tried twice, and examples are new each time.
+test test-engines test-cluster: AGAIN := --reruns 1 --only-rerun ".*" --hypothesis-profile=ci
 test: check unit engine cluster  ## everything that CI runs
 	$(CONTAINED) --limit 2400 $(MAKE) --no-print-directory -j 2 test-engines test-cluster
 
