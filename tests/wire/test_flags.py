@@ -38,7 +38,7 @@ def test_a_file_is_named_with_the_flag_that_named_it() -> None:
     ("kind", "good", "bad"),
     [
         (flags.count, {"0": 0, "12": 12}, ("-1", "x", "1.5", "")),
-        (flags.amount, {"0": 0.0, "1.5": 1.5}, ("-1", "x", "nan", "")),
+        (flags.amount, {"0": 0.0, "1.5": 1.5}, ("-1", "x", "nan", "inf", "")),
         (flags.share, {"0": 0.0, "1": 1.0}, ("-0.1", "1.1", "nan")),
     ],
 )

@@ -1,8 +1,9 @@
 """How ROSE's processes talk: gRPC with msgspec messages, and the pages every process serves.
 
 - ``errors``: the exception tree.
-- ``rpc``: typed methods over gRPC, without generated code.
-- ``tls``: certificates of the hops between processes.
+- ``rpc``: typed methods over gRPC, without generated code: dial and call; ``serving`` answers,
+  ``method`` is what both share.
+- ``bearer``: the word that callers bring; ``tls``: certificates.
 - ``services``: the methods of ROSE's services; read this first.
 - ``observability``: ``/metrics`` and ``/healthz``; ``plainpages``: the same without a library.
 """

@@ -44,7 +44,7 @@ def count(text: str) -> int:
 
 
 def amount(text: str) -> float:
-    """Seconds and the like: not below zero.
+    """Seconds and the like: finite, and not below zero.
 
     Raises:
         argparse.ArgumentTypeError: it is none.
@@ -53,7 +53,7 @@ def amount(text: str) -> float:
         found = float(text)
     except ValueError:
         found = math.nan
-    if not found >= 0.0:
+    if not 0.0 <= found < math.inf:
         message = f"{text!r} is no amount; expected a number, 0 or more"
         raise argparse.ArgumentTypeError(message)
     return found

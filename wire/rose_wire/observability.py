@@ -17,7 +17,8 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from rose_wire.plainpages import METRICS_TOKEN, is_bearer
+from rose_wire.bearer import is_bearer
+from rose_wire.plainpages import METRICS_TOKEN
 
 Page = Callable[[web.Request], Awaitable[web.Response]]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import os
 import socket
 from http import HTTPStatus
@@ -16,17 +15,12 @@ from http import HTTPStatus
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from rose_wire.bearer import is_bearer
+
 METRICS_TOKEN = "ROSE_METRICS_TOKEN"  # noqa: S105  # the variable's name
 _LONGEST_HEAD = 16 * 1024
 _PATIENCE_SECONDS = 5.0
 _TEXT = "text/plain; charset=utf-8"
-
-
-def is_bearer(header: str, token: str) -> bool:
-    """Whether an ``Authorization`` header carries this bearer token."""
-    scheme, _, given = header.partition(" ")
-    same = hmac.compare_digest(given.strip().encode(), token.encode())
-    return scheme.lower() == "bearer" and same
 
 
 async def serve(listener: socket.socket, registry: CollectorRegistry) -> asyncio.Server:
