@@ -2,16 +2,19 @@
 
 The caller sees a finished turn or an error, never an empty answer: 429 and 503 are tried again
 after ``Retry-After``, an unreachable router with growing pauses, a turn that was cut is asked for
-again, all until the deadline. 4xx is a mistake of ours and ends the run with the router's words.
+again, all until the deadline and under one id, so that nothing is sampled twice. 4xx is a mistake
+of ours and ends the run with the router's words.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from uuid import uuid4
 
 import aiohttp
 
@@ -19,6 +22,7 @@ from examples.grpo.errors import MalformedReply, OutOfTime, TurnRefused
 
 _RETRIED = frozenset({409, 429, 500, 502, 503, 504})
 _LONGEST_PAUSE_SECONDS = 5.0
+_HINT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -134,8 +138,17 @@ class LeaseClient:
     clock: Callable[[], float] = time.monotonic
     counters: Counters = field(default_factory=Counters)
 
-    async def turn(self, prompt: Sequence[int], *, session_key: str, max_tokens: int) -> Turn:
+    async def turn(
+        self, prompt: Sequence[int], *, session_key: str, max_tokens: int, group: str = ""
+    ) -> Turn:
         """Sample one turn.
+
+        Args:
+            prompt: the whole context.
+            session_key: of the trajectory.
+            max_tokens: it has at most.
+            group: of the trajectories that answer the same task, so that the router can tell from
+                those that have ended how long the others will be.
 
         Raises:
             TurnRefused: the router says the request is wrong.
@@ -143,8 +156,10 @@ class LeaseClient:
             MalformedReply: a 200 that is no complete turn.
         """
         started, attempt = self.clock(), 0
+        body = _request(prompt, max_tokens)
+        keys = {"X-Session-ID": session_key} | ({"X-Rose-Group": group} if group else {})
         while True:
-            turn, pause = await self._attempt(prompt, session_key, max_tokens, attempt)
+            turn, pause = await self._attempt(body, keys, attempt)
             if turn is not None:
                 self.counters.turns += 1
                 self.counters.tokens += len(turn.tokens)
@@ -155,8 +170,16 @@ class LeaseClient:
             await asyncio.sleep(pause)
             attempt += 1
 
+    async def finished(self, session_key: str) -> None:
+        """Say that the trajectory comes back no more; a hint, so whatever comes of it is fine."""
+        url = self.url.rstrip("/") + "/finish_session"
+        patience = aiohttp.ClientTimeout(total=_HINT_SECONDS)
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            async with self.session.post(url, params={"session_id": session_key}, timeout=patience):
+                pass
+
     async def _attempt(
-        self, prompt: Sequence[int], session_key: str, max_tokens: int, attempt: int
+        self, body: Mapping[str, object], keys: Mapping[str, str], attempt: int
     ) -> tuple[Turn | None, float]:
         """One request: the turn, or None and how long to wait."""
         remaining = self.deadline - self.clock()
@@ -165,8 +188,8 @@ class LeaseClient:
         try:
             async with self.session.post(
                 self.url.rstrip("/") + "/generate",
-                json=_request(prompt, max_tokens),
-                headers={"X-SMG-Routing-Key": session_key},
+                json=body,
+                headers=keys,
                 timeout=aiohttp.ClientTimeout(total=remaining),
             ) as reply:
                 if reply.status in _RETRIED:
@@ -185,8 +208,10 @@ class LeaseClient:
 
 
 def _request(prompt: Sequence[int], max_tokens: int) -> dict[str, object]:
+    # The id makes a second attempt the same turn: what was lost was the answer, not the tokens.
     # Plain softmax sampling: the engine's log-probs are then those of the policy itself.
     return {
+        "rid": uuid4().hex,
         "input_ids": list(prompt),
         "sampling_params": {
             "temperature": 1.0,

@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from examples.grpo.errors import ModelMismatch
 from examples.grpo.rollouts import Group, Trajectory
-from examples.grpo.task import ANSWER_TOKENS, FAMILIES, HIGHEST_ID, TURNS, Task
+from examples.grpo.task import ANSWER_TOKENS, HIGHEST_ID, TURNS, Task
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,3 @@ def one_version(member: Trajectory) -> str | None:
 def pool(member: Trajectory) -> str:
     """Kinds of engine that made the trajectory, for the mismatch meter."""
     return "+".join(sorted({kind for turn in member.turns for kind in turn.engines}))
-
-
-def chance_reward() -> float:
-    """Reward of a policy that ignores the sign."""
-    return 1.0 / FAMILIES

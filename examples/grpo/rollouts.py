@@ -88,20 +88,21 @@ def room(in_flight: int, ready: int, per_step: int, bound: int) -> int:
     return max(per_step * (bound + 1) - in_flight - ready, 0)
 
 
-async def play(client: LeaseClient, task: Task, key: str) -> Trajectory:
-    """Run one episode; every turn is asked of the lease's URL."""
+async def play(client: LeaseClient, task: Task, key: str, group: str = "") -> Trajectory:
+    """Run one episode; every turn is asked of the lease's URL, and its end is told there."""
     context = task.opening()
     starts: list[int] = []
     turns: list[Turn] = []
     rewards: list[float] = []
     for number in range(TURNS):
-        turn = await client.turn(context, session_key=key, max_tokens=ANSWER_TOKENS)
+        turn = await client.turn(context, session_key=key, max_tokens=ANSWER_TOKENS, group=group)
         starts.append(len(context))
         turns.append(turn)
         rewards.append(task.reward(number, turn.tokens))
         context += turn.tokens
         if number + 1 < TURNS:
             context += task.observation(number, turn.tokens)
+    await client.finished(key)
     return Trajectory(task, tuple(context), tuple(starts), tuple(turns), tuple(rewards))
 
 
@@ -190,12 +191,12 @@ class Sampler:
     async def _run_group(self, task: Task) -> None:
         number = self.statistics.groups
         self.statistics.groups += 1
+        group = f"group-{number:06d}"
         plays = (
-            play(self._client, task, f"group-{number:06d}-{member:03d}.")
+            play(self._client, task, f"{group}-{member:03d}.", group)
             for member in range(self._group_size)
         )
-        group = tuple(await asyncio.gather(*plays))
-        self._ready.append(group)
+        self._ready.append(tuple(await asyncio.gather(*plays)))
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._in_flight.discard(task)

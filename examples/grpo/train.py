@@ -14,172 +14,22 @@ import contextlib
 import signal
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import aiohttp
-import numpy as np
 import torch
 
-from examples.grpo.client import Counters, LeaseClient
+from examples.grpo.client import LeaseClient
 from examples.grpo.errors import OutOfTime, TrainerError
-from examples.grpo.evaluate import Evaluation, answer, judge
-from examples.grpo.learner import (
-    Batch,
-    Policy,
-    StepStatistics,
-    make_batch,
-    one_version,
-    pool,
-    sampled_pairs,
-)
+from examples.grpo.evaluate import Evaluation
 from examples.grpo.progress import Progress
 from examples.grpo.publishing import RosePublisher, Weights
-from examples.grpo.rollouts import Group, Sampler, age
-from examples.grpo.task import evaluation_tasks
-from rose_core.identity import WeightVersion
+from examples.grpo.rollouts import Sampler
+from examples.grpo.run import Run, Settings, begin
 from rose_trainer.errors import TrainerLibraryError
-from rose_trainer.mismatch import MismatchMeter
-
-# Versions whose weights are kept to recompute what an engine should have said.
-_KEPT_VERSIONS = 8
-# Trajectories recomputed per step, version and kind of engine for the mismatch meter.
-_MISMATCH_ROWS = 8
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Knobs of a run.
-
-    Attributes:
-        seconds: time limit, final evaluation included.
-        per_step, group_size: groups per gradient step, trajectories per group.
-        max_age: highest age of a trajectory at consumption, in publishes.
-        concurrency: most groups in flight.
-        publish_every: steps per published version.
-        evaluate_seconds: time between evaluations on the fixed tasks.
-    """
-
-    model: Path
-    seconds: float = 240.0
-    per_step: int = 8
-    group_size: int = 8
-    learning_rate: float = 2e-3
-    max_age: int = 3
-    concurrency: int = 12
-    publish_every: int = 1
-    evaluate_seconds: float = 20.0
-    seed: int = 0
-
-
-@dataclass
-class Run:
-    """State of a run: three policies that started equal, and what has been published."""
-
-    settings: Settings
-    weights: Weights
-    progress: Progress
-    trained: Policy
-    frozen: Policy
-    shuffled: Policy
-    meter: MismatchMeter
-    head: WeightVersion | None = None
-    step: int = 0
-    published: OrderedDict[str, dict[str, torch.Tensor]] = field(default_factory=OrderedDict)
-    counters: Counters = field(default_factory=Counters)
-    _evaluated: float = float("-inf")
-
-    def publish(self) -> None:
-        """Send the trained policy's weights out and remember them by version."""
-        state = self.trained.published_state()
-        self.head = self.weights.publish(self.step, self.trained.named_tensors())
-        self.published[str(self.head)] = state
-        while len(self.published) > _KEPT_VERSIONS:
-            self.published.popitem(last=False)
-        self.report_published()
-
-    def report_published(self, *, wait: bool = False) -> None:
-        """Write a line for every version that has become durable."""
-        for done in self.weights.finished(wait=wait):
-            self.progress.write("publish", **(asdict(done) | {"version": str(done.version)}))
-
-    def report_mismatch(self) -> None:
-        """Engine against trainer log-probs so far, over all and by kind of engine."""
-        pools = sorted({place.pool for place in self.meter.rows()})
-        self.progress.write(
-            "mismatch",
-            **asdict(self.meter.total()),
-            pools={pool: asdict(self.meter.total(pool=pool)) for pool in pools},
-        )
-
-    def learn(self, groups: list[Group]) -> None:
-        """One step of the trained policy and of its shuffled control, then a publish."""
-        batch = make_batch(groups)
-        self._measure_mismatch(batch, groups)
-        statistics = self.trained.step(batch)
-        generator = torch.Generator().manual_seed(self.settings.seed + self.step)
-        self.shuffled.step(batch.shuffled(generator))
-        self.step += 1
-        self._report(groups, statistics)
-        if self.step % self.settings.publish_every == 0:
-            self.publish()
-
-    def evaluate(self, *, final: bool = False) -> Evaluation:
-        """Compare the three policies on the fixed tasks."""
-        tasks = evaluation_tasks()
-        rewards = [
-            answer(policy, tasks, self.settings.seed)
-            for policy in (self.trained, self.frozen, self.shuffled)
-        ]
-        evaluation = judge(*rewards)
-        self.report_mismatch()
-        self.progress.write(
-            "evaluation", step=self.step, tasks=len(tasks), final=final, **evaluation.record()
-        )
-        return evaluation
-
-    def evaluate_when_due(self, now: float) -> None:
-        """``evaluate`` every ``evaluate_seconds``."""
-        if now - self._evaluated >= self.settings.evaluate_seconds:
-            self._evaluated = now
-            self.evaluate()
-
-    def _measure_mismatch(self, batch: Batch, groups: list[Group]) -> None:
-        """Engine log-probs against ours under the very version that sampled them."""
-        places: dict[tuple[str, str], list[int]] = {}
-        members = [member for group in groups for member in group]
-        for row, member in enumerate(members):
-            version = one_version(member)
-            if version is not None and version in self.published:
-                places.setdefault((version, pool(member)), []).append(row)
-        for (version, kinds), found in places.items():
-            rows = found[:_MISMATCH_ROWS]
-            recomputed = torch.zeros_like(batch.behaviour)
-            state = self.published[version]
-            recomputed[rows] = self.trained.logprobs_with(state, batch.tokens[rows])
-            behaviour, expected = sampled_pairs(batch, recomputed, rows)
-            self.meter.add(behaviour, expected, version=version, pool=kinds)
-
-    def _report(self, groups: list[Group], statistics: StepStatistics) -> None:
-        members = [member for group in groups for member in group]
-        ages = [age(member, self.head) or 0 for member in members]
-        self.progress.write(
-            "step",
-            step=self.step,
-            reward=float(np.mean([member.reward for member in members])),
-            version=str(self.head),
-            lag=min(ages),
-            staleness_mean=float(np.mean(ages)),
-            staleness_max=max(ages),
-            tokens=self.counters.tokens,
-            turns=self.counters.turns,
-            turn_seconds=float(
-                np.median([turn.seconds for member in members for turn in member.turns])
-            ),
-            **asdict(statistics),
-        )
+from rose_wire import flags
 
 
 async def train(
@@ -193,30 +43,11 @@ async def train(
     torch.set_num_threads(1)
     torch.manual_seed(settings.seed)
     deadline = time.monotonic() + settings.seconds
-    trained, frozen, shuffled = (
-        Policy(settings.model, learning_rate=settings.learning_rate) for _ in range(3)
-    )
-    run = Run(settings, weights, progress, trained, frozen, shuffled, MismatchMeter())
-    progress.write("start", **{k: str(v) for k, v in asdict(settings).items()})
+    run = begin(settings, weights, progress)
     await asyncio.to_thread(run.publish)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        client = LeaseClient(url, session, deadline, counters=run.counters)
-        sampler = Sampler(
-            client,
-            group_size=settings.group_size,
-            per_step=settings.per_step,
-            bound=settings.max_age,
-            concurrency=settings.concurrency,
-            head=lambda: run.head,
-            seed=settings.seed,
-        )
-        loop = asyncio.create_task(_steps(run, sampler))
-        try:
-            reason = await _first_of(loop, stop, deadline)
-        finally:
-            loop.cancel()
-            await asyncio.gather(loop, return_exceptions=True)
-            await sampler.close()
+        sampler = _sampler(run, LeaseClient(url, session, deadline, counters=run.counters))
+        reason = await _until_over(run, sampler, stop, deadline)
     await asyncio.to_thread(run.report_published, wait=True)
     evaluation = await asyncio.to_thread(run.evaluate, final=True)
     dropped = sampler.statistics.dropped_groups
@@ -224,6 +55,30 @@ async def train(
         "end", reason=reason, step=run.step, dropped_groups=dropped, **asdict(run.counters)
     )
     return evaluation
+
+
+def _sampler(run: Run, client: LeaseClient) -> Sampler:
+    settings = run.settings
+    return Sampler(
+        client,
+        group_size=settings.group_size,
+        per_step=settings.per_step,
+        bound=settings.max_age,
+        concurrency=settings.concurrency,
+        head=lambda: run.head,
+        seed=settings.seed,
+    )
+
+
+async def _until_over(run: Run, sampler: Sampler, stop: asyncio.Event, deadline: float) -> str:
+    """Sample and learn; returns why it ended."""
+    loop = asyncio.create_task(_steps(run, sampler))
+    try:
+        return await _first_of(loop, stop, deadline)
+    finally:
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+        await sampler.close()
 
 
 async def _steps(run: Run, sampler: Sampler) -> None:
@@ -301,7 +156,7 @@ async def _run(arguments: argparse.Namespace) -> Evaluation:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     echo = None if arguments.quiet else sys.stdout
-    token = arguments.token_file.read_text().strip() if arguments.token_file else ""
+    token = flags.token(arguments.token_file)
     with (
         Progress(arguments.out, echo=echo) as progress,
         RosePublisher(arguments.store, run=arguments.run, token=token) as weights,
@@ -317,13 +172,16 @@ def main(argv: list[str] | None = None) -> int:
     """Train until the time limit.
 
     Returns:
-        0 when the run ended at its limit, 1 when turns were refused or weights not published.
+        0 when the run ended at its limit, 1 when turns were refused, weights not published or a
+            file could not be used.
     """
     arguments = parser().parse_args(argv)
     try:
         evaluation = asyncio.run(_run(arguments))
-    except (TrainerError, TrainerLibraryError) as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    except (TrainerError, TrainerLibraryError, OSError) as error:
+        words = sys.argv[1:] if argv is None else argv
+        said = flags.complaint(error, words)
+        sys.stderr.write(f"examples.grpo.train: {type(error).__name__}: {said}\n")
         return 1
     print(
         f"reward on fixed tasks: trained {evaluation.trained:.3f}, frozen {evaluation.frozen:.3f}, "

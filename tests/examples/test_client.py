@@ -1,4 +1,5 @@
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -92,6 +93,18 @@ async def test_503_is_tried_again_and_a_cut_turn_is_asked_again() -> None:
     assert (counters.retries, counters.cut, counters.turns, counters.tokens) == (1, 1, 1, 2)
 
 
+async def test_attempts_share_an_id_and_turns_do_not() -> None:
+    ids: list[str] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        ids.append((await request.json())["rid"])
+        return web.Response(status=503) if len(ids) == 1 else web.json_response(reply())
+
+    await ask(handler)
+    await ask(handler)
+    assert ids[0] == ids[1] != ids[2]
+
+
 async def test_400_ends_the_run_with_the_routers_words() -> None:
     async def handler(_request: web.Request) -> web.Response:
         return web.json_response({"error": {"message": "prompt too long"}}, status=400)
@@ -104,13 +117,36 @@ async def test_the_request_carries_session_and_asks_for_logprobs() -> None:
     seen: dict[str, object] = {}
 
     async def handler(request: web.Request) -> web.Response:
-        seen.update(await request.json(), key=request.headers["X-SMG-Routing-Key"])
+        seen.update(await request.json(), key=request.headers["X-Session-ID"])
         return web.json_response(reply())
 
     await ask(handler)
     assert seen["input_ids"] == [1, 2]
     assert seen["return_logprob"] is True
     assert seen["key"] == "t."
+
+
+async def test_group_and_end_of_a_trajectory_are_told() -> None:
+    seen: list[str] = []
+
+    async def generate(request: web.Request) -> web.Response:
+        seen.append(request.headers["X-Rose-Group"])
+        return web.json_response(reply())
+
+    async def finish(request: web.Request) -> web.Response:
+        seen.append(request.query["session_id"])
+        return web.Response(status=500)  # a hint: whatever comes of it, nothing fails
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    app.router.add_post("/finish_session", finish)
+    async with aiohttp.ClientSession() as session:
+        async with TestServer(app) as server:
+            client = LeaseClient(str(server.make_url("/")), session, time.monotonic() + 30)
+            await client.turn([1], session_key="t.", max_tokens=1, group="g")
+            await client.finished("t.")
+        await client.finished("t.")  # the router is gone
+    assert seen == ["g", "t."]
 
 
 async def test_an_unreachable_router_is_waited_for_until_the_limit() -> None:

@@ -57,8 +57,16 @@ class FakeClient:
     live: int = 0
     most_live: int = 0
     prompts: list[list[int]] = field(default_factory=list)
+    groups: set[str] = field(default_factory=set)
+    over: list[str] = field(default_factory=list)
 
-    async def turn(self, prompt: Sequence[int], *, session_key: str, max_tokens: int) -> Turn:
+    async def finished(self, session_key: str) -> None:
+        self.over.append(session_key)
+
+    async def turn(
+        self, prompt: Sequence[int], *, session_key: str, max_tokens: int, group: str = ""
+    ) -> Turn:
+        self.groups.add(group)
         self.live += 1
         self.most_live = max(self.most_live, self.live)
         await asyncio.sleep(0.01)
@@ -89,6 +97,7 @@ async def test_an_episode_appends_answer_and_observation_to_its_context() -> Non
     assert list(played.context[: played.starts[1]]) == client.prompts[1]
     for start in played.starts:
         assert played.context[start : start + ANSWER_TOKENS] == (1,) * ANSWER_TOKENS
+    assert client.over == ["k."]
 
 
 async def test_groups_come_whole_and_concurrency_is_bounded() -> None:
@@ -99,6 +108,8 @@ async def test_groups_come_whole_and_concurrency_is_bounded() -> None:
     assert len(groups) == 3
     assert all(len(group) == 2 for group in groups)
     assert client.most_live <= 4 * 2
+    assert {"group-000000", "group-000001", "group-000002"} <= client.groups
+    assert {"group-000000-000.", "group-000000-001."} <= set(client.over)
 
 
 async def test_no_finished_group_is_lost() -> None:

@@ -15,7 +15,8 @@ from examples.grpo.errors import TurnRefused
 from examples.grpo.learner import Policy
 from examples.grpo.progress import Progress
 from examples.grpo.publishing import Published
-from examples.grpo.train import Settings, main, train
+from examples.grpo.run import Settings
+from examples.grpo.train import main, train
 from rose_core.identity import WeightVersion
 from rose_dev.models import Recipe, make_model
 
