@@ -1,64 +1,37 @@
 """The objects a user of the demo's cluster would apply, as plain dictionaries. Pure.
 
-ROSE itself comes from the chart; here are the serving replicas, the weight store, the dedicated
-rollout engine, the pool and the lease.
+ROSE itself comes from the chart; here are the chart's values, the serving replicas, the weight
+store, the pool and the lease. Next step: ``dedicated`` is the engine that is never taken back.
 """
 
 from __future__ import annotations
 
-import sysconfig
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import yaml
-
 from rose_core.wire.sync import EngineSpec
 from rose_demo.options import Options
+from rose_demo.pieces import (
+    DEDICATED,
+    ENGINE_CLASS,
+    LEASE,
+    PACKAGES,
+    POOL,
+    RESEARCH,
+    RUN,
+    SERVING,
+    SERVING_PORT,
+    STORE_PORT,
+    SYSTEM,
+    Engines,
+    Object,
+    deployment,
+    mounts,
+    token_volume,
+    variables,
+    volumes,
+)
 from rose_dev.image import IMAGE
 from rose_engines.sglang.arguments import Launch, command, environment
 
-SYSTEM, SERVING, RESEARCH = "rose-system", "serving", "research"
-POOL = "chat"
-LEASE = RUN = "grpo"
-DEDICATED = "dedicated-0"
-ROUTER = f"router-{RESEARCH}-{LEASE}"
-STORE_PORT, SERVING_PORT = 7446, 30000
-ENGINE_CLASS = "sglang-cpu"
-_PACKAGES = "/opt/rose/packages"
-_SHIM = f"{_PACKAGES}/rose_engines/sglang/paths/cpu"
-
-Object = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Engines:
-    """Where the node finds the engine's environment and the models.
-
-    Attributes:
-        python: of the engine's virtual environment.
-        base: the Python installation that environment was made from.
-        models: folder of model folders.
-        serving, rollout: names of two of them.
-    """
-
-    python: Path
-    base: Path
-    models: Path
-    serving: str
-    rollout: str
-
-    def host_paths(self) -> list[dict[str, str]]:
-        """What a container needs of this machine to run the engine, besides the models.
-
-        The system's libraries, because the image holds only those that ROSE needs; lscpu, because
-        SGLang asks it for the memory's size.
-        """
-        libraries = f"/usr/lib/{sysconfig.get_config_var('MULTIARCH')}"
-        folders = [str(self.python.parents[1]), str(self.base), libraries]
-        found = [{"path": path, "type": "Directory"} for path in folders]
-        return [*found, {"path": "/usr/bin/lscpu", "type": "File"}]
+_SHIM = f"{PACKAGES}/rose_engines/sglang/paths/cpu"
 
 
 def namespaces() -> list[Object]:
@@ -114,8 +87,8 @@ def serving(engines: Engines) -> Object:
         port=SERVING_PORT,
         host="0.0.0.0",  # noqa: S104  # in its own pod
     )
-    variables = environment(launch, {}) | {
-        "PYTHONPATH": f"{_SHIM}:{_PACKAGES}",
+    given = environment(launch, {}) | {
+        "PYTHONPATH": f"{_SHIM}:{PACKAGES}",
         "HOME": "/tmp",  # noqa: S108  # the pod's own
     }
     paths = [*engines.host_paths(), {"path": str(engines.models), "type": "Directory"}]
@@ -124,7 +97,7 @@ def serving(engines: Engines) -> Object:
         "image": IMAGE,
         "imagePullPolicy": "Never",
         "command": command(spec, launch),
-        "env": _variables(variables),
+        "env": variables(given),
         "ports": [{"containerPort": SERVING_PORT}],
         "resources": {"requests": {"cpu": "200m", "memory": "1Gi"}, "limits": {"memory": "4Gi"}},
         "readinessProbe": {
@@ -133,16 +106,16 @@ def serving(engines: Engines) -> Object:
             "timeoutSeconds": 5,
             "failureThreshold": 5,
         },
-        "volumeMounts": _mounts(paths),
+        "volumeMounts": mounts(paths),
     }
     pod = {
         "terminationGracePeriodSeconds": 5,
         "enableServiceLinks": False,
         "automountServiceAccountToken": False,
         "containers": [container],
-        "volumes": _volumes(paths),
+        "volumes": volumes(paths),
     }
-    return _deployment("chat", SERVING, pod, replicas=2)
+    return deployment("chat", SERVING, pod, replicas=2)
 
 
 def store() -> list[Object]:
@@ -157,7 +130,7 @@ def store() -> list[Object]:
             "periodSeconds": 2,
             "timeoutSeconds": 5,
         },
-        "env": _variables({"NUMBA_CACHE_DIR": "/store/.numba"}),
+        "env": variables({"NUMBA_CACHE_DIR": "/store/.numba"}),
         "volumeMounts": [
             {"name": "store", "mountPath": "/store"},
             {"name": "token", "mountPath": "/token", "readOnly": True},
@@ -167,7 +140,7 @@ def store() -> list[Object]:
         "terminationGracePeriodSeconds": 2,
         "automountServiceAccountToken": False,
         "containers": [container],
-        "volumes": [{"name": "store", "emptyDir": {}}, _token()],
+        "volumes": [{"name": "store", "emptyDir": {}}, token_volume()],
     }
     service = {
         "apiVersion": "v1",
@@ -175,93 +148,7 @@ def store() -> list[Object]:
         "metadata": {"name": "rose-weights", "namespace": SYSTEM},
         "spec": {"selector": {"app": "rose-weights"}, "ports": [{"port": STORE_PORT}]},
     }
-    return [_deployment("rose-weights", SYSTEM, pod), service]
-
-
-def dedicated(options: Options, engines: Engines) -> list[Object]:
-    """A rollout engine that is never taken back: engine host and weight-sync in one pod."""
-    settings = {
-        "name": DEDICATED,
-        "engineClass": ENGINE_CLASS,
-        "model": engines.rollout,
-        "run": RUN,
-        "weightEndpoint": f"rose-weights.{SYSTEM}.svc:{STORE_PORT}",
-        "contextTokens": 1024,
-        "kvTokens": 16384,
-        "maxRunning": 8,
-        "maxStaleness": options.max_staleness,
-    }
-    paths = [*engines.host_paths(), {"path": str(engines.models), "type": "Directory"}]
-    shared = [
-        {"name": "run", "mountPath": "/run/rose"},
-        {"name": "scratch", "mountPath": "/tmp"},  # noqa: S108  # the pod's own
-        {"name": "token", "mountPath": "/token", "readOnly": True},
-    ]
-    host = {
-        "name": "engine-host",
-        "image": IMAGE,
-        "imagePullPolicy": "Never",
-        "command": ["rose", "engine-host"],
-        "args": [
-            f"--models={engines.models}",
-            f"--engine-python={engines.python}",
-            "--data-host=$(POD_IP)",
-            "--cgroup=signals",
-            "--dedicated=/etc/dedicated/engine.yaml",
-            f"--router=tls://{ROUTER}.{SYSTEM}.svc:7444",
-            f"--lease={RESEARCH}/{LEASE}",
-            "--token-file=/token/token",
-        ],
-        "env": [
-            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            {"name": "ROSE_TLS_CA", "value": "/tls/ca.crt"},
-        ],
-        "volumeMounts": [
-            *shared,
-            *_mounts(paths),
-            {"name": "config", "mountPath": "/etc/dedicated", "readOnly": True},
-            {"name": "tls", "mountPath": "/tls", "readOnly": True},
-        ],
-    }
-    sync = {
-        "name": "weight-sync",
-        "image": IMAGE,
-        "imagePullPolicy": "Never",
-        "command": ["rose", "weight-sync"],
-        "args": ["--token-file=/token/token"],
-        "env": _variables({"NUMBA_CACHE_DIR": "/tmp/numba"}),  # noqa: S108  # the pod's own
-        "volumeMounts": [
-            *shared,
-            {"name": f"path-{len(paths) - 1}", "mountPath": str(engines.models), "readOnly": True},
-        ],
-    }
-    pod = {
-        "terminationGracePeriodSeconds": 10,
-        "enableServiceLinks": False,
-        "automountServiceAccountToken": False,
-        "containers": [host, sync],
-        "volumes": [
-            *_volumes(paths),
-            {"name": "run", "emptyDir": {"medium": "Memory"}},
-            {"name": "scratch", "emptyDir": {}},
-            {"name": "config", "configMap": {"name": DEDICATED}},
-            {
-                "name": "tls",
-                "secret": {
-                    "secretName": "rose-tls",
-                    "items": [{"key": "ca.crt", "path": "ca.crt"}],
-                },
-            },
-            _token(),
-        ],
-    }
-    config = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": DEDICATED, "namespace": SYSTEM},
-        "data": {"engine.yaml": _yaml(settings)},
-    }
-    return [config, _deployment(DEDICATED, SYSTEM, pod)]
+    return [deployment("rose-weights", SYSTEM, pod), service]
 
 
 def pool(options: Options) -> Object:
@@ -310,40 +197,3 @@ def lease(options: Options, engines: Engines) -> Object:
             "dedicatedEngines": [DEDICATED],
         },
     }
-
-
-def _deployment(name: str, namespace: str, pod: Object, replicas: int = 1) -> Object:
-    labels = {"app": name}
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": {
-            "replicas": replicas,
-            "selector": {"matchLabels": labels},
-            "template": {"metadata": {"labels": labels}, "spec": pod},
-        },
-    }
-
-
-def _variables(values: Mapping[str, str]) -> list[dict[str, str]]:
-    return [{"name": name, "value": value} for name, value in values.items()]
-
-
-def _mounts(paths: list[dict[str, str]]) -> list[Object]:
-    return [
-        {"name": f"path-{i}", "mountPath": path["path"], "readOnly": True}
-        for i, path in enumerate(paths)
-    ]
-
-
-def _volumes(paths: list[dict[str, str]]) -> list[Object]:
-    return [{"name": f"path-{i}", "hostPath": dict(path)} for i, path in enumerate(paths)]
-
-
-def _token() -> Object:
-    return {"name": "token", "secret": {"secretName": "rose-token"}}
-
-
-def _yaml(value: object) -> str:
-    return str(yaml.safe_dump(value))

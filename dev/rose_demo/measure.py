@@ -169,20 +169,8 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
         # Totals count from before the trainer's first turn, so that they can be compared with its.
         seen.samples.append(msgspec.structs.replace(await collector.look(), at_s=0.0))
         with process(trainer_argv, out / "trainer.log", reaper) as trainer:
-            with process(warm_up_command(stack), out / "load.log", reaper):
-                await _until_lending(stack, collector)
-                collector.origin = next_pair(time.monotonic(), options.window_seconds)
-                await asyncio.sleep(collector.origin - time.monotonic() - _LOAD_START_SECONDS)
-            origin_ns = int(collector.origin * 1e9)
-            load_argv = load_command(
-                options,
-                at.lent,
-                at.control,
-                out / "requests.jsonl",
-                origin=repr(collector.origin),
-                **{"window-seconds": str(options.window_seconds)},
-            )
-            with process(load_argv, out / "load.log", reaper):
+            await _until_paired(stack, reaper, collector)
+            with process(_measured_load(options, at, collector), out / "load.log", reaper):
                 await _watch(stack, collector, seen, lines, screen)
             trainer.send_signal(signal.SIGTERM)
             await asyncio.to_thread(_end, trainer)
@@ -190,6 +178,34 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
         seen.samples.append(await collector.look())
         record = await collector.flight_record()
     (out / "flight-record.json").write_bytes(msgspec.json.encode(record))
+    return _recording(stack, seen, record, int(collector.origin * 1e9))
+
+
+async def _until_paired(stack: Stack, reaper: Reaper, collector: Collector) -> None:
+    """Light traffic until the slot lends; then until just before the next pair of windows."""
+    options = stack.options
+    with process(warm_up_command(stack), options.out / "load.log", reaper):
+        await _until_lending(stack, collector)
+        collector.origin = next_pair(time.monotonic(), options.window_seconds)
+        await asyncio.sleep(collector.origin - time.monotonic() - _LOAD_START_SECONDS)
+
+
+def _measured_load(options: Options, at: Addresses, collector: Collector) -> list[str]:
+    """The load of the measurement, which begins at the collector's origin."""
+    return load_command(
+        options,
+        at.lent,
+        at.control,
+        options.out / "requests.jsonl",
+        origin=repr(collector.origin),
+        **{"window-seconds": str(options.window_seconds)},
+    )
+
+
+def _recording(
+    stack: Stack, seen: Measurement, record: list[dict[str, Any]], origin_ns: int
+) -> Recording:
+    options = stack.options
     end_ns = origin_ns + int(options.seconds * 1e9)
     return Recording(
         settings=options.settings(),

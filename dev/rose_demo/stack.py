@@ -24,18 +24,20 @@ from typing import Any
 import msgspec
 
 from rose_demo import manifests, placement
+from rose_demo.dedicated import dedicated
 from rose_demo.errors import AlreadyRunning, SetUpFailed
-from rose_demo.manifests import (
+from rose_demo.options import Options
+from rose_demo.pieces import (
     LEASE,
-    POOL,
     RESEARCH,
     ROUTER,
     SERVING,
     SERVING_PORT,
+    STORE_PORT,
     SYSTEM,
     Engines,
+    Object,
 )
-from rose_demo.options import Options
 from rose_dev import engine_environment
 from rose_dev.image import checkout
 from rose_dev.models import make_named
@@ -143,7 +145,7 @@ class Stack:
         self.step("ROSE installed with helm")
         self._apply(manifests.store())
         self._apply([manifests.pool(self.options), manifests.lease(self.options, self.engines)])
-        self._apply(manifests.dedicated(self.options, self.engines))
+        self._apply(dedicated(self.options, self.engines))
         self.step("replicas, store, dedicated engine, pool and lease applied")
 
     def wait_for_parts(self) -> None:
@@ -174,7 +176,7 @@ class Stack:
             lent=f"http://{lent.address}:{SERVING_PORT}",
             control=f"http://{control.address}:{SERVING_PORT}",
             router=f"http://{self._service(ROUTER)}:8000",
-            store=f"{self._service('rose-weights')}:{manifests.STORE_PORT}",
+            store=f"{self._service('rose-weights')}:{STORE_PORT}",
             guard=f"http://{agent.address}:{_GUARD_PORT}",
         )
 
@@ -289,7 +291,7 @@ class Stack:
     def _kubectl(self, *arguments: str, stdin: str = "", check: bool = True) -> str:
         return self.node.kubectl(*arguments, stdin=stdin, check=check)
 
-    def _apply(self, objects: list[manifests.Object]) -> None:
+    def _apply(self, objects: list[Object]) -> None:
         listed = {"apiVersion": "v1", "kind": "List", "items": objects}
         self._kubectl("apply", "--filename=-", stdin=json.dumps(listed))
 
@@ -305,6 +307,3 @@ class Stack:
     def step(self, text: str) -> None:
         """Say that a step is done."""
         self._say(f"[demo] {time.monotonic() - self._began:5.0f} s  {text}")
-
-
-__all__ = ["POOL", "Addresses", "Pod", "Stack", "pods_of"]

@@ -209,15 +209,6 @@ def open_share(samples: Sequence[Sample], *, lent_only: bool = True) -> float | 
     return opened / total if total else None
 
 
-def last_known(samples: Sequence[Sample], name: str) -> int | float | None:
-    """The last value of a total that is not unknown."""
-    for sample in reversed(samples):
-        value: int | float | None = getattr(sample, name)
-        if value is not None:
-            return value
-    return None
-
-
 def growth(samples: Sequence[Sample], name: str) -> int | float | None:
     """How much a total grew over the recording; restarts of its process count from zero."""
     values = [v for v in (getattr(sample, name) for sample in samples) if v is not None]

@@ -16,10 +16,12 @@ from rose_core.api.servingpool import ServingPool
 from rose_core.guard.crossover import Schedule
 from rose_demo import load, manifests, placement
 from rose_demo.collect import gate_intervals, sample, stop_seconds, totals
+from rose_demo.dedicated import dedicated
 from rose_demo.errors import BadTrace
 from rose_demo.main import main
 from rose_demo.measure import Lines, load_command, next_pair
 from rose_demo.options import parse
+from rose_demo.pieces import DEDICATED, Engines
 from rose_demo.placement import Cores, Process
 from rose_demo.reaper import watch
 from rose_demo.records import Role
@@ -34,7 +36,7 @@ from rose_demo.trace import (
     twice,
 )
 
-ENGINES = manifests.Engines(
+ENGINES = Engines(
     python=Path("/engine/venv/bin/python"),
     base=Path("/python"),
     models=Path("/models"),
@@ -234,7 +236,7 @@ def test_pool_and_lease_fit_the_kinds() -> None:
     assert pool.spec.slo is not None
     assert pool.spec.slo.ttft_milliseconds == 700
     assert pool.spec.lending.min_unlent_replicas == 1
-    assert lease.spec.dedicated_engines == (manifests.DEDICATED,)
+    assert lease.spec.dedicated_engines == (DEDICATED,)
 
 
 def test_objects_are_json_and_pods_mount_what_they_name() -> None:
@@ -242,7 +244,7 @@ def test_objects_are_json_and_pods_mount_what_they_name() -> None:
     objects = [
         *manifests.namespaces(),
         *manifests.store(),
-        *manifests.dedicated(options, ENGINES),
+        *dedicated(options, ENGINES),
         manifests.serving(ENGINES),
         manifests.chart_values(options, ENGINES),
     ]

@@ -7,7 +7,6 @@ import math
 _THOUSANDS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 _PARTS = ((1e-3, "ms", 1e3), (1e-6, "µs", 1e6), (0.0, "ns", 1e9))
 _LONG = ((86400.0, "d"), (3600.0, "h"), (120.0, "min"))
-_PER_MINUTE = 60.0
 _SUFFIXES = {"ops": " op/s", "reqps": " req/s", "pps": " p/s", "Bps": "B/s", "bytes": "B"}
 
 

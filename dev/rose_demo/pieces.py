@@ -1,0 +1,87 @@
+"""Names in the demo's cluster, and the pieces that its manifests are made of. Pure."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SYSTEM, SERVING, RESEARCH = "rose-system", "serving", "research"
+POOL = "chat"
+LEASE = RUN = "grpo"
+DEDICATED = "dedicated-0"
+ROUTER = f"router-{RESEARCH}-{LEASE}"
+STORE_PORT, SERVING_PORT = 7446, 30000
+ENGINE_CLASS = "sglang-cpu"
+PACKAGES = "/opt/rose/packages"
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Where the node finds the engine's environment and the models.
+
+    Attributes:
+        python: of the engine's virtual environment.
+        base: the Python installation that environment was made from.
+        models: folder of model folders.
+        serving, rollout: names of two of them.
+    """
+
+    python: Path
+    base: Path
+    models: Path
+    serving: str
+    rollout: str
+
+    def host_paths(self) -> list[dict[str, str]]:
+        """What a container needs of this machine to run the engine, besides the models.
+
+        The system's libraries, because the image holds only those that ROSE needs; lscpu, because
+        SGLang asks it for the memory's size.
+        """
+        libraries = f"/usr/lib/{sysconfig.get_config_var('MULTIARCH')}"
+        folders = [str(self.python.parents[1]), str(self.base), libraries]
+        found = [{"path": path, "type": "Directory"} for path in folders]
+        return [*found, {"path": "/usr/bin/lscpu", "type": "File"}]
+
+
+def deployment(name: str, namespace: str, pod: Object, replicas: int = 1) -> Object:
+    """A Deployment of these pods, found by ``app=NAME``."""
+    labels = {"app": name}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            "replicas": replicas,
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+
+
+def variables(values: Mapping[str, str]) -> list[dict[str, str]]:
+    """A container's ``env``."""
+    return [{"name": name, "value": value} for name, value in values.items()]
+
+
+def mounts(paths: list[dict[str, str]]) -> list[Object]:
+    """Mounts of this machine's paths at their own place, to be read."""
+    return [
+        {"name": f"path-{i}", "mountPath": path["path"], "readOnly": True}
+        for i, path in enumerate(paths)
+    ]
+
+
+def volumes(paths: list[dict[str, str]]) -> list[Object]:
+    """The volumes that ``mounts`` names."""
+    return [{"name": f"path-{i}", "hostPath": dict(path)} for i, path in enumerate(paths)]
+
+
+def token_volume() -> Object:
+    """The installation's bearer token as a volume."""
+    return {"name": "token", "secret": {"secretName": "rose-token"}}
