@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import pytest
@@ -13,7 +13,9 @@ from lightkube.generic_resource import create_namespaced_resource
 from lightkube.types import PatchType
 
 from rose_cli import main as cli
-from rose_core.api import EXPLAIN_ANNOTATION, RESUME_ANNOTATION, STOP_ANNOTATION
+from rose_cli.ops.cluster import Cluster
+from rose_cli.ops.errors import CommandError
+from rose_core.api import EXPLAIN_ANNOTATION, RESUME_ANNOTATION, STOP_ANNOTATION, ServingPool
 from rose_dev.control_plane import ControlPlane
 from tests.api.objects import LEASE, POOL, SLOT, changed
 
@@ -220,3 +222,20 @@ def test_an_absent_cluster_is_told_in_one_line(
     assert "set KUBECONFIG" in capsys.readouterr().err
     assert cli.main(["status", f"--kubeconfig={config}", "--context=y"]) == 1
     assert "Context 'y' not found" in capsys.readouterr().err
+
+
+class _Shelf:
+    """A client whose only pool fits no schema of this version."""
+
+    def get(self, *_: object, **__: object) -> dict[str, Any]:
+        return changed(POOL, {"spec.engine": {"kind": "Tomorrow"}})
+
+
+def test_an_object_that_cannot_be_read_is_told_and_not_traced(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cluster = Cluster.__new__(Cluster)
+    cluster.namespace, cluster._client = "serving", cast("Client", _Shelf())
+    with pytest.raises(CommandError, match="chat cannot be used as it is"):
+        cluster.get(ServingPool, "chat")
+    assert "spec.engine.kind" in capsys.readouterr().err

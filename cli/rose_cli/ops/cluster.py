@@ -34,7 +34,7 @@ from rose_core.api import GROUP, VERSION, RolloutLease, RolloutSlot, ServingPool
 
 KindT = TypeVar("KindT", bound=ServingPool | RolloutLease | RolloutSlot)
 _POLL_SECONDS = 0.3
-_FORBIDDEN, _NOT_FOUND = 403, 404
+_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 401, 403, 404
 _PLURALS: dict[type, str] = {
     ServingPool: "servingpools",
     RolloutLease: "rolloutleases",
@@ -54,7 +54,7 @@ def connection_flags(*, namespaced: bool = True) -> argparse.ArgumentParser:
     group.add_argument("--context", help="context of the kubeconfig")
     if namespaced:
         group.add_argument("-n", "--namespace", help="default: the context's")
-        group.add_argument("-A", "--all-namespaces", action="store_true")
+        group.add_argument("-A", "--all-namespaces", action="store_true", help="of all namespaces")
     return parent
 
 
@@ -117,7 +117,14 @@ class Cluster:
         """One object of the namespace."""
         with self._told():
             raw = dict(self._client.get(_resource(kind), name, namespace=self._required()))
-        return cast("KindT", kind.model_validate(raw))
+        found = _parse(kind, raw)
+        if found is None:
+            message = (
+                f"{name} cannot be used as it is (see above); correct it with kubectl edit, or use "
+                "a rose of the chart's version"
+            )
+            raise CommandError(message)
+        return found
 
     def patch(self, kind: type[KindT], name: str, changes: dict[str, Any]) -> None:
         """Merge changes into an object of the namespace."""
@@ -204,11 +211,19 @@ def _parse(kind: type[KindT], raw: dict[str, Any]) -> KindT | None:
         return None
 
 
+def _remedy(error: ApiError) -> str:
+    """Which role gives the right that is missing."""
+    if error.status.details is not None and error.status.details.kind == "pods":
+        return "the ClusterRole edit gives this right in the namespace of the pods"
+    return "the ClusterRoles rose-KIND-viewer and rose-KIND-editor give these rights"
+
+
 def _translate(error: ApiError) -> CommandError:
     code, text = error.status.code, error.status.message or "refused"
+    if code == _UNAUTHORIZED:
+        return NotAllowed(f"{text}; log in again, or give --kubeconfig and --context")
     if code == _FORBIDDEN:
-        roles = "the ClusterRoles rose-KIND-viewer and rose-KIND-editor give these rights"
-        return NotAllowed(f"{text}; {roles}")
+        return NotAllowed(f"{text}; {_remedy(error)}")
     if code == _NOT_FOUND and error.status.details is not None and error.status.details.name:
         return NotFound(text)
     if code == _NOT_FOUND:

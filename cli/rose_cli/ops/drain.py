@@ -14,6 +14,7 @@ from typing import Any
 
 from rose_cli.ops.cluster import Cluster, connection_flags, run, until
 from rose_core.api import STOP_ANNOTATION, RolloutSlot, ServingPool
+from rose_wire.flags import amount
 
 
 def main(argv: list[str]) -> int:
@@ -21,10 +22,10 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "rose drain", description=__doc__, parents=[connection_flags(namespaced=False)]
     )
-    parser.add_argument("node")
+    parser.add_argument("node", help="its name, as kubectl get nodes has it")
     parser.add_argument("--undo", action="store_true", help="lend there again")
     parser.add_argument("--no-wait", action="store_true", help="do not wait for the GPUs")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds to wait")
+    parser.add_argument("--timeout", type=amount, default=120.0, help="seconds to wait")
     given = parser.parse_args(argv)
     return run("drain", given, lambda cluster: _drain(cluster, given))
 

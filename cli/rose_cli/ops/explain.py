@@ -18,6 +18,7 @@ from rose_cli.ops.cluster import Cluster, connection_flags, run, until
 from rose_cli.ops.errors import NotAllowed
 from rose_cli.ops.tables import Row, table
 from rose_core.api import EXPLAIN_ANNOTATION, Explanation, RolloutLease, ServingPool
+from rose_wire.flags import amount
 
 KINDS: dict[str, type[RolloutLease | ServingPool]] = {"lease": RolloutLease, "pool": ServingPool}
 
@@ -27,10 +28,10 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "rose explain", description=__doc__, parents=[connection_flags()]
     )
-    parser.add_argument("kind", choices=list(KINDS))
-    parser.add_argument("name")
+    parser.add_argument("kind", choices=list(KINDS), help="whose replicas are asked about")
+    parser.add_argument("name", help="of the lease or pool")
     parser.add_argument("--reason", help="only replicas with this reason")
-    parser.add_argument("--timeout", type=float, default=30.0, help="seconds to wait")
+    parser.add_argument("--timeout", type=amount, default=30.0, help="seconds to wait")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     given = parser.parse_args(argv)
     return run("explain", given, lambda cluster: _explain(cluster, given))

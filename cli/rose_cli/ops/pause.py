@@ -12,6 +12,7 @@ import sys
 from rose_cli.ops.cluster import Cluster, connection_flags, run, until
 from rose_cli.ops.errors import CommandError
 from rose_core.api import RESUME_ANNOTATION, PoolMode, RolloutSlot, ServingPool
+from rose_wire.flags import amount
 
 
 def main(argv: list[str]) -> int:
@@ -28,11 +29,11 @@ def resume(argv: list[str]) -> int:
 
 def _flags(name: str, text: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"rose {name}", description=text, parents=[connection_flags()])
-    parser.add_argument("pools", nargs="*", metavar="POOL")
+    parser.add_argument("pools", nargs="*", metavar="POOL", help="names of pools")
     parser.add_argument("--all", action="store_true", help="every pool of the namespace")
     if name == "pause":
         parser.add_argument("--no-wait", action="store_true", help="do not wait for the GPUs")
-        parser.add_argument("--timeout", type=float, default=120.0, help="seconds to wait")
+        parser.add_argument("--timeout", type=amount, default=120.0, help="seconds to wait")
     return parser
 
 

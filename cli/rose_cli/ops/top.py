@@ -9,13 +9,14 @@ from rose_cli.ops.cluster import Cluster, connection_flags, run
 from rose_cli.ops.tables import Row, output_flag, shown
 from rose_cli.ops.views import node_rows, usage_rows
 from rose_core.api import RolloutLease, RolloutSlot, ServingPool
+from rose_wire.flags import count
 
 
 def main(argv: list[str]) -> int:
     """Print the largest users."""
     parser = argparse.ArgumentParser("rose top", description=__doc__, parents=[connection_flags()])
     parser.add_argument("what", nargs="?", choices=["leases", "nodes"], default="leases")
-    parser.add_argument("--limit", type=int, default=20, help="rows; 0 for all")
+    parser.add_argument("--limit", type=count, default=20, help="rows; 0 for all")
     output_flag(parser)
     given = parser.parse_args(argv)
     return run("top", given, lambda cluster: _show(cluster, given))
