@@ -10,6 +10,9 @@
 | fault | what becomes of serving when a client crashes on the GPU, and who can connect afterwards |
 | memory | seconds to give memory back and to take it again, and what NVML says came free |
 | weights | time to scatter changes into and to attest states of 8 and 32 billion weights |
+| publishing | a trainer's stall when 8 billion weights are compared where they lie, and memory |
+| staging | blocks to the device and decoded there, one after the other and side by side |
+| commit_pause | pause of a real SGLang at a commit, where it is installed |
 | elastic | kvcached's pool, where installed: from a lower limit to free memory, 200 cycles |
 
 Without a GPU it ends with an error. ``--rehearse`` tries every check on the stand-ins and keeps
@@ -91,7 +94,10 @@ def run(plan: Plan, driver: DeviceDriver, gpu: Gpu) -> dict[str, Any]:
         "time_slicing_ms": lambda: checks.time_slicing(plan),
         "memory": lambda: checks.memory(plan, used),
         "elastic": lambda: _elastic(plan),
-        "weights": lambda: _weights(plan),
+        "weights": lambda: _of_weights(plan, "device"),
+        "publishing": lambda: _of_weights(plan, "publishing"),
+        "staging": lambda: _of_weights(plan, "staging"),
+        "commit_pause": lambda: _commit_pause(plan),
         "mps": lambda: _with_mps(plan, driver, gpu),
     }
     found = {}
@@ -131,14 +137,25 @@ def _elastic(plan: Plan) -> dict[str, Any]:
     return checks.elastic(plan, "bench.gpu.kvcached_pool")
 
 
-def _weights(plan: Plan) -> dict[str, Any]:
+def _of_weights(plan: Plan, part: str) -> dict[str, Any]:
+    module = _module(part)
+    if plan.fake:
+        return {"tiny": module.measure(1 << 18, "cpu")}
+    return {name: module.measure(size, "cuda") for name, size in module.SIZES.items()}
+
+
+def _commit_pause(plan: Plan) -> dict[str, Any]:
+    pause = _module("pause")
+    if plan.fake:
+        return {"tiny": pause.stand_in()}
+    return {size: pause.real(size) for size in ("0.5B", "1.5B")}
+
+
+def _module(name: str) -> Any:  # noqa: ANN401  # a module
     try:
-        device = importlib.import_module("bench.weights.device")
+        return importlib.import_module(f"bench.weights.{name}")
     except ModuleNotFoundError as error:
         raise OSError(f"the weight plane's own modules are not installed: {error}") from error
-    if plan.fake:
-        return {"tiny": device.measure(1 << 18, "cpu")}
-    return {name: device.measure(size, "cuda") for name, size in device.SIZES.items()}
 
 
 def write(result: Mapping[str, Any], results: Path) -> Path:

@@ -116,6 +116,8 @@ def start_engine(
     *,
     opened: bool = True,
     ranks: int = 1,
+    device: str = "cpu",
+    python: Path | None = None,
     more: Sequence[str] = (),
 ) -> Iterator[RealEngine]:
     """Start SGLang under a permit that is held open; end its whole process group afterwards.
@@ -127,6 +129,8 @@ def start_engine(
         version: weight label at the start.
         opened: False starts the engine under a closed permit, as the engine host does.
         ranks: tensor-parallel ranks.
+        device: ``cpu`` or ``cuda``.
+        python: of the environment that has SGLang; None = the one that ``make engine`` sets up.
         more: further arguments of SGLang.
     """
     path = make_named(model) if isinstance(model, str) else make_model(model)
@@ -135,12 +139,13 @@ def start_engine(
     if opened:
         holder.open()
     launch = Launch(
-        python=engine_python(),
+        python=python or engine_python(),
         model=path,
         port=free_port(),
         version=version,
         permit=folder / "permit",
         plugin_socket=folder / "plugin.sock",
+        device=device,
         ranks=ranks,
         kv_policy=spec.kv_policy if spec else "Keep",
     )

@@ -8,6 +8,7 @@ shift is an arithmetic one with the sign's copies masked out.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rose_core.delta import loops
@@ -53,8 +54,13 @@ def digest_rows(name: str, source: tuple[int, int], rows: torch.Tensor) -> Diges
         source: flat index of the first element, and from one row to the next.
         rows: their bits, a matrix, in whatever strides.
     """
+    return rows_by_key(tensor_key(name), source, rows)
+
+
+def rows_by_key(key: int, source: tuple[int, int], rows: torch.Tensor) -> Digest:
+    """The same for a tensor whose key is known."""
     first, stride = source
-    key, found = tensor_key(name), NOTHING
+    found = NOTHING
     height, width = max(1, CHUNK // max(rows.shape[1], 1)), min(rows.shape[1], CHUNK)
     for row in range(0, rows.shape[0], height):
         for column in range(0, rows.shape[1], width):
@@ -68,18 +74,36 @@ def _lanes(part: torch.Tensor, first: int, stride: int, key: int) -> Digest:
 
     across = torch.arange(part.shape[1], device=part.device, dtype=torch.int64)
     down = torch.arange(part.shape[0], device=part.device, dtype=torch.int64)
-    mixed = (down * stride)[:, None] + across + (first + 1)
-    mixed.mul_(_GOLDEN).add_(_signed(key))
+    positions = (down * stride)[:, None] + across + first
+    low, high = (int(lane.sum()) for lane in products(positions, values_of(part), key))
+    return Digest(low & _EVERY, high & _EVERY)
+
+
+def values_of(bits: torch.Tensor) -> torch.Tensor:
+    """Bits as the unsigned integers they stand for, 64 bits wide."""
+    import torch  # noqa: PLC0415  # as above
+
+    values = bits.to(torch.int64)
+    if bits.element_size() * 8 < _BITS:
+        values.bitwise_and_((1 << bits.element_size() * 8) - 1)
+    return values
+
+
+def products(positions: torch.Tensor, values: torch.Tensor, key: int) -> Iterator[torch.Tensor]:
+    """What single elements add to either lane; ``positions`` is used up.
+
+    Args:
+        positions: flat indices in the tensor, 64 bits wide.
+        values: of the elements, or by how much they moved.
+        key: of the tensor.
+    """
+    mixed = positions.add_(1).mul_(_GOLDEN).add_(_signed(key))
     _fold(mixed, 30).mul_(_MIX1)
     _fold(mixed, 27).mul_(_MIX2)
     _fold(mixed, 31)
-    bits = part.to(torch.int64)
-    if part.element_size() * 8 < _BITS:
-        bits.bitwise_and_((1 << part.element_size() * 8) - 1)
-    low = (mixed | 1).mul_(bits).sum()
+    yield (mixed | 1).mul_(values)
     _fold(mixed, 32).mul_(_MIX3)
-    high = _fold(mixed, 32).bitwise_or_(1).mul_(bits).sum()
-    return Digest(int(low) & _EVERY, int(high) & _EVERY)
+    yield _fold(mixed, 32).bitwise_or_(1).mul_(values)
 
 
 def _fold(words: torch.Tensor, places: int) -> torch.Tensor:

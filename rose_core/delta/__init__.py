@@ -36,6 +36,7 @@ from rose_core.delta.errors import (
     LineageError,
     ManifestError,
 )
+from rose_core.delta.found import FoundTile
 from rose_core.delta.manifest import BlockEntry, Manifest, TensorEntry
 from rose_core.delta.merge import Hop, compose, inverse, then
 from rose_core.delta.tiles import Box, Tiling, tiling
@@ -52,6 +53,7 @@ __all__ = [
     "DeltaError",
     "Digest",
     "DigestMismatch",
+    "FoundTile",
     "Hop",
     "LineageError",
     "Manifest",

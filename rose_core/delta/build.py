@@ -15,7 +15,6 @@ import msgspec
 from rose_core.delta import digest, rice
 from rose_core.delta.bits import Bits, Indices, NumberFormat, number_format
 from rose_core.delta.codec import (
-    Changes,
     Codec,
     compare,
     encode_dense,
@@ -26,6 +25,7 @@ from rose_core.delta.codec import (
 from rose_core.delta.codec import found as known
 from rose_core.delta.digest import Digest, digest_change, digest_tile
 from rose_core.delta.errors import ManifestError
+from rose_core.delta.found import FoundTile
 from rose_core.delta.manifest import BlockEntry, Manifest, TensorEntry
 from rose_core.delta.tiles import tiling
 from rose_core.identity import WeightVersion
@@ -128,6 +128,35 @@ class Builder:
         tiles = range(tensor.tiling.count)
         return sum(self._sparse(number, tile, (old, new), changed) for tile in tiles)
 
+    def add_found(self, tiles: Iterable[FoundTile]) -> int:
+        """Add the next tensor of the table, compared with the base where it lies (``found``).
+
+        Args:
+            tiles: its tiles that changed.
+
+        Returns:
+            Number of changed elements.
+
+        Raises:
+            ManifestError: there is no base.
+        """
+        number, base = self._added, self._base
+        tensor = self._tensors[number]
+        if base is None:
+            message = f"{tensor.name}: changes without a base"
+            raise ManifestError(message)
+        self._added += 1
+        changed = {one.tile: one for one in tiles}
+        for tile in range(tensor.tiling.count):
+            before = self._base_digest(tensor, tile)
+            one = changed.get(tile)
+            self._digests.append(before if one is None else before.plus(one.moved))
+            if one is not None:
+                block = self._keep(number, tile, one.block(), one.changes)
+                if self._wants_smaller:
+                    self._keep_smaller(block, one.block_on_base, tensor.kind)
+        return sum(one.changes for one in changed.values())
+
     def finish(self, target: WeightVersion, step: int | None = None) -> Manifest:
         """The manifest; every tensor must have been added.
 
@@ -191,15 +220,15 @@ class Builder:
         self._digests.append(digest_before.plus(moved))
         block = self._keep(number, tile, encode_found(found.changes, after), len(found.indices))
         if self._wants_smaller:
-            self._keep_smaller(block, before, found.changes, kind)
+            self._keep_smaller(block, lambda: encode_on_base(before, found.changes, kind), kind)
         return len(found.indices)
 
     def _keep_smaller(
-        self, block: BlockEntry, before: Bits, changes: Changes, kind: NumberFormat
+        self, block: BlockEntry, make: Callable[[], bytes], kind: NumberFormat
     ) -> None:
         if block.codec != Codec.STEPS or kind.width > rice.WIDEST:
             return
-        data = encode_on_base(before, changes, kind)
+        data = make()
         if len(data) <= WORTH_IT * block.size:
             self._emit(data)
             self._smaller[len(self._blocks) - 1] = entry(

@@ -189,13 +189,29 @@ def encode_found(changes: Changes, new: Bits, backend: Backend = "auto") -> byte
     """
     if not len(changes):
         return b""
-    # Beyond this density not even the best sparse block can win, so do not try.
-    if len(changes) * 2 > new.nbytes:
+    if hopeless(len(changes), new.nbytes):
         return encode_dense(new)
-    block = encode_changes(changes, len(new), backend)
+    return or_dense(encode_changes(changes, len(new), backend), new)
+
+
+def hopeless(changes: int, tile_bytes: int) -> bool:
+    """Beyond this density not even the best sparse block can win, so do not try."""
+    return changes * 2 > tile_bytes
+
+
+def or_dense(block: bytes, new: Bits) -> bytes:
+    """A sparse block, or a dense one where that is smaller."""
     if len(block) * 3 > new.nbytes:
         block = min(block, encode_dense(new), key=len)
     return block
+
+
+def may_be_dense(plain_bytes: int, tile_bytes: int) -> bool:
+    """Whether a dense block may be smaller, judged by a sparse one's streams before zstd.
+
+    zstd makes nothing larger than by 1/256 and 64 bytes a stream.
+    """
+    return (HEADER_BYTES + plain_bytes + plain_bytes // 256 + 256) * 3 > tile_bytes
 
 
 def encode_changes(changes: Changes, elements: int, backend: Backend = "auto") -> bytes:
@@ -205,9 +221,24 @@ def encode_changes(changes: Changes, elements: int, backend: Backend = "auto") -
     if changes.indices is None or changes.steps is None:
         message = "changes without positions cannot be encoded"
         raise BlockError(message)
-    streams = kernels(backend).pack(changes.indices, changes.steps)
+    return encode_streams(kernels(backend).pack(changes.indices, changes.steps), elements)
+
+
+def encode_streams(streams: tuple[Bits, Bits, Bits], elements: int) -> bytes:
+    """Gap bytes, code bytes and escaped steps as a ``STEPS`` block."""
     packed = [_pack(np.ascontiguousarray(stream)) for stream in streams]
-    return _join(Codec.STEPS, changes.steps.dtype.itemsize, elements, len(changes), packed)
+    _, codes, escapes = streams
+    return _join(Codec.STEPS, escapes.dtype.itemsize, elements, len(codes), packed)
+
+
+def read_streams(block: bytes, kind: NumberFormat, elements: int) -> tuple[Bits, Bits, Bits] | None:
+    """The streams of a ``STEPS`` block, None for a block of another codec.
+
+    Raises:
+        BlockError: the bytes are no block of such a tile.
+    """
+    codec, changes, parts = _split(block, kind.width, elements)
+    return _streams(parts, kind, changes, elements) if codec == Codec.STEPS else None
 
 
 def encode_on_base(
@@ -221,8 +252,15 @@ def encode_on_base(
     if changes.indices is None or changes.steps is None:
         message = "changes without positions cannot be encoded"
         raise BlockError(message)
-    table, bits = rice.encode(old, changes.indices, changes.steps, kind, backend)
-    return _join(Codec.RICE, kind.width, len(old), len(changes), [table, bits, b""])
+    found = rice.encode(old, changes.indices, changes.steps, kind, backend)
+    return join_classes(found, kind, len(old), len(changes))
+
+
+def join_classes(
+    found: tuple[bytes, bytes], kind: NumberFormat, elements: int, changes: int
+) -> bytes:
+    """A class table and its bit stream (``rice``) as a ``RICE`` block."""
+    return _join(Codec.RICE, kind.width, elements, changes, [*found, b""])
 
 
 def encode_dense(values: Bits) -> bytes:
@@ -265,10 +303,7 @@ def decode_block(
             message = "a block coded on its base cannot be read without it"
             raise BlockError(message)
         return Changes(*rice.decode(base, parts[0], parts[1], changes, kind, backend))
-    gaps = _unpack(parts[0], changes + elements // 255 + 1)
-    codes = _unpack(parts[1], changes)
-    escapes = _unpack(parts[2], changes * kind.width)
-    return _steps(gaps, codes, escapes, kind, changes, elements, backend)
+    return _steps(_streams(parts, kind, changes, elements), changes, elements, backend)
 
 
 def check_block(block: bytes | memoryview, name: bytes) -> None:
@@ -283,19 +318,22 @@ def check_block(block: bytes | memoryview, name: bytes) -> None:
         raise BlockError(message)
 
 
-def _steps(  # noqa: PLR0917
-    gaps: Bits,
-    codes: Bits,
-    escapes: Bits,
-    kind: NumberFormat,
-    changes: int,
-    elements: int,
-    backend: Backend,
-) -> Changes:
+def _streams(
+    parts: list[bytes], kind: NumberFormat, changes: int, elements: int
+) -> tuple[Bits, Bits, Bits]:
+    gaps = _unpack(parts[0], changes + elements // 255 + 1)
+    codes = _unpack(parts[1], changes)
+    escapes = _unpack(parts[2], changes * kind.width)
     if len(codes) != changes or len(escapes) % kind.width:
         message = f"a block of {changes} changes holds {len(codes)} steps"
         raise BlockError(message)
-    found = kernels(backend).unpack(gaps, codes, escapes.view(kind.unsigned))
+    return gaps, codes, escapes.view(kind.unsigned)
+
+
+def _steps(
+    streams: tuple[Bits, Bits, Bits], changes: int, elements: int, backend: Backend
+) -> Changes:
+    found = kernels(backend).unpack(*streams)
     if found is None or (changes and int(found[0][-1]) >= elements):
         message = f"the streams of a block do not describe {changes} of {elements} elements"
         raise BlockError(message)

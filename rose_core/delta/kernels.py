@@ -1,7 +1,9 @@
 """Chooses how the inner loops run: compiled by numba where it is installed, else numpy.
 
-Both give the same bytes. numba is imported on first use, because importing it takes longer than
-most processes need to start.
+``Kernels`` is what an implementation has to offer; all give the same bytes. numba is imported on
+first use, because importing it takes longer than most processes need to start. A third one, by
+torch on any device, is ``rose_engines.device_loops``: it is handed in, since the core knows no
+torch.
 """
 
 from __future__ import annotations
@@ -17,10 +19,21 @@ import numpy as np
 from rose_core.delta import loops, vectors
 from rose_core.delta.bits import Bits, Indices
 
-Backend = Literal["auto", "numba", "numpy"]
-
 KEPT_ELEMENTS = 1 << 22
 """Room for larger tiles is not kept."""
+
+
+@dataclass(frozen=True)
+class ClassLoops:
+    """Loops of exponent classes (``rice``) of one backend; ``rice_vectors`` says what they do."""
+
+    largest: Callable[[Bits, int], int]
+    rank: Callable[[Bits, Indices, int, int, int], tuple[Bits, Indices]]
+    arrange: Callable[[Bits, Indices, Bits], tuple[Indices, Indices, Bits]]
+    choose: Callable[[Indices, Indices], Indices]
+    write: Callable[[Indices, Bits, Indices, Indices, int], bytes]
+    read: Callable[[bytes, Indices, Indices, int, Indices, Bits], bool]
+    place: Callable[[Bits, int, int, int, Indices, Indices], tuple[Indices, Indices] | None]
 
 
 @dataclass(frozen=True)
@@ -28,7 +41,7 @@ class Kernels:
     """The inner loops of one backend; all arrays are contiguous and one-dimensional.
 
     Attributes:
-        name: ``numba`` or ``numpy``.
+        name: ``numba``, ``numpy`` or ``torch``.
         compare: (old, new) -> ascending positions that differ, bits before, bits after.
         steps_between: (old, new) -> steps from one run of sign-magnitude values to another.
         move: (old, steps) -> sign-magnitude values moved by steps.
@@ -36,6 +49,7 @@ class Kernels:
         unpack: the inverse, None when the streams do not belong together.
         digest_run: (bits, first position, key) -> two lanes.
         digest_at: (positions, bits, key) -> two lanes.
+        classes: its own loops of exponent classes, where it has some.
     """
 
     name: str
@@ -46,7 +60,11 @@ class Kernels:
     unpack: Callable[[Bits, Bits, Bits], tuple[Indices, Bits] | None]
     digest_run: Callable[[Bits, int, int], tuple[int, int]]
     digest_at: Callable[[Indices, Bits, int], tuple[int, int]]
+    classes: ClassLoops | None = None
 
+
+Backend = Literal["auto", "numba", "numpy"] | Kernels
+"""Which implementation runs, by name, or one that was made elsewhere."""
 
 NUMPY = Kernels(
     "numpy",
@@ -67,6 +85,8 @@ def kernels(backend: Backend = "auto") -> Kernels:
     Raises:
         ModuleNotFoundError: ``numba`` was demanded and is not installed.
     """
+    if isinstance(backend, Kernels):
+        return backend
     if backend == "numpy":
         return NUMPY
     try:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ import numpy as np
 from rose_core.delta import rice_loops, rice_vectors
 from rose_core.delta.bits import Bits, Indices, NumberFormat
 from rose_core.delta.errors import BlockError
-from rose_core.delta.kernels import Backend, compiled, kernels
+from rose_core.delta.kernels import Backend, ClassLoops, compiled, kernels
 from rose_core.delta.rice_loops import CLASSES
 
 # reference exponent; then per class the Rice parameter (low 5 bits) and the number of changes
@@ -43,18 +42,45 @@ def encode(
     if kind.width > WIDEST:
         message = f"{kind.name} is too wide for exponent classes"
         raise BlockError(message)
-    shift, mask = _exponent(kind)
-    run = _run(backend)
+    return encode_ranked(rank(old, indices, kind, backend), steps, kind, backend)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """The changes of a tile as seen from its base: all that coding them needs of it.
+
+    Attributes:
+        reference: largest exponent of the tile.
+        classes: of every change.
+        gaps: unchanged elements of its class since the last change in the class.
+    """
+
+    reference: int
+    classes: Bits
+    gaps: Indices
+
+
+def rank(old: Bits, indices: Indices, kind: NumberFormat, backend: Backend = "auto") -> Ranked:
+    """Class and gap of every change; ``old`` is the whole tile."""
+    shift, mask = exponent(kind)
+    run = class_loops(backend)
     reference = run.largest(old, mask << shift) >> shift
-    classes, gaps = run.rank(old, indices, shift, mask, reference)
-    counts, gaps, steps = run.arrange(classes, gaps, steps)
+    return Ranked(reference, *run.rank(old, indices, shift, mask, reference))
+
+
+def encode_ranked(
+    ranked: Ranked, steps: Bits, kind: NumberFormat, backend: Backend = "auto"
+) -> tuple[bytes, bytes]:
+    """The class table and the bit stream of changes whose classes are known."""
+    run = class_loops(backend)
+    counts, gaps, steps = run.arrange(ranked.classes, ranked.gaps, steps)
     parameters = run.choose(gaps, counts)
     words = [
         parameter | count << 5
         for parameter, count in zip(parameters.tolist(), counts.tolist(), strict=True)
     ]
     bits = run.write(gaps, steps, counts, parameters, kind.width * 8)
-    return _TABLE.pack(reference, *words), bits
+    return _TABLE.pack(ranked.reference, *words), bits
 
 
 def decode(  # noqa: PLR0917
@@ -80,9 +106,9 @@ def decode(  # noqa: PLR0917
         message = f"classes of {int(counts.sum())} changes where {changes} are promised"
         raise BlockError(message)
     gaps, steps = np.empty(changes, np.int64), np.empty(changes, kind.unsigned)
-    good = _run(backend).read(stream, counts, parameters, kind.width * 8, gaps, steps)
-    shift, mask = _exponent(kind)
-    found = _run(backend).place(old, shift, mask, reference, counts, gaps) if good else None
+    good = class_loops(backend).read(stream, counts, parameters, kind.width * 8, gaps, steps)
+    shift, mask = exponent(kind)
+    found = class_loops(backend).place(old, shift, mask, reference, counts, gaps) if good else None
     if found is None:
         message = f"a bit stream that does not describe {changes} changes of this base"
         raise BlockError(message)
@@ -90,31 +116,26 @@ def decode(  # noqa: PLR0917
     return indices, steps[source]
 
 
-def _exponent(kind: NumberFormat) -> tuple[int, int]:
+def exponent(kind: NumberFormat) -> tuple[int, int]:
     """Shift and mask that give a value's exponent; integers are all of one class."""
     if not kind.sign_magnitude:
         return 0, 0
     return kind.mantissa, (1 << (kind.width * 8 - 1 - kind.mantissa)) - 1
 
 
-@dataclass(frozen=True)
-class _Run:
-    """The loops of one backend; ``rice_vectors`` says what they do."""
-
-    largest: Callable[[Bits, int], int]
-    rank: Callable[[Bits, Indices, int, int, int], tuple[Bits, Indices]]
-    arrange: Callable[[Bits, Indices, Bits], tuple[Indices, Indices, Bits]]
-    choose: Callable[[Indices, Indices], Indices]
-    write: Callable[[Indices, Bits, Indices, Indices, int], bytes]
-    read: Callable[[bytes, Indices, Indices, int, Indices, Bits], bool]
-    place: Callable[[Bits, int, int, int, Indices, Indices], tuple[Indices, Indices] | None]
-
-
 @functools.cache
-def _run(backend: Backend) -> _Run:
-    if kernels(backend).name == "numba":
+def class_loops(backend: Backend = "auto") -> ClassLoops:
+    """The loops of a backend.
+
+    Raises:
+        ModuleNotFoundError: ``numba`` was demanded and is not installed.
+    """
+    chosen = kernels(backend)
+    if chosen.classes is not None:
+        return chosen.classes
+    if chosen.name == "numba":
         return _compiled()
-    return _Run(
+    return ClassLoops(
         rice_vectors.largest,
         rice_vectors.rank,
         rice_vectors.arrange,
@@ -125,7 +146,7 @@ def _run(backend: Backend) -> _Run:
     )
 
 
-def _compiled() -> _Run:
+def _compiled() -> ClassLoops:
     largest_loop, rank_loop, arrange_loop, choose_loop, write_loop, read_loop, place_loop = (
         compiled(loop)
         for loop in (
@@ -184,7 +205,7 @@ def _compiled() -> _Run:
         good = place_loop(old, shift, mask, kinds, ones, counts, gaps, indices, source)
         return (indices, source) if good else None
 
-    return _Run(largest, rank, arrange, choose, write, read, place)
+    return ClassLoops(largest, rank, arrange, choose, write, read, place)
 
 
 _UP_TO = np.repeat(np.array([1, 0], np.uint16), rice_loops.BLOCK)

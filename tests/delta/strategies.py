@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from rose_core.delta import FORMATS, NumberFormat
 from rose_core.delta.bits import Bits
+from rose_core.delta.kernels import Backend, kernels
+from rose_engines.device_loops import kernels_on
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+BACKENDS: tuple[Backend, ...] = ("numba", "numpy", kernels_on(DEVICE))
+"""All implementations; what one of them does the others must do."""
+
+
+def backend_name(backend: Backend) -> str:
+    return kernels(backend).name
+
 
 # Neither a neighbour's load nor the first compilation is a failure; the same cases every time.
 SLOW_MACHINE = settings(

@@ -14,11 +14,12 @@ import pytest
 from rose_core.delta import Manifest, decode_block, digest_change, digest_run, number_format
 from rose_core.delta.codec import encode_on_base, encode_tile, find_changes
 from rose_core.delta.kernels import Backend, kernels
+from tests.delta.strategies import BACKENDS, backend_name
 
 CASES = json.loads((Path(__file__).parent / "golden.json").read_text())
 
 
-@pytest.mark.parametrize("backend", ["numba", "numpy"])
+@pytest.mark.parametrize("backend", BACKENDS, ids=backend_name)
 @pytest.mark.parametrize("case", CASES["blocks"], ids=lambda case: case["case"])
 def test_blocks(case: dict[str, str], backend: Backend) -> None:
     kind = number_format(case["dtype"])
@@ -51,7 +52,7 @@ def test_blocks(case: dict[str, str], backend: Backend) -> None:
     assert str(before.plus(moved)) == case["digest_new"]
 
 
-@pytest.mark.parametrize("backend", ["numba", "numpy"])
+@pytest.mark.parametrize("backend", BACKENDS, ids=backend_name)
 def test_block_coded_on_its_base(backend: Backend) -> None:
     case = CASES["rice"]
     kind = number_format(case["dtype"])

@@ -56,6 +56,14 @@ def test_without_a_gpu_every_check_runs_and_no_figure_is_kept(
     assert (pool["give_back_s"]["count"], pool["left_after_cycles_bytes"]) == (2, 0)
     weights = json.loads(said.partition("\nweights: ")[2].splitlines()[0])["tiny"]
     assert 0 < weights["changes"] <= weights["state_bytes"] / 2 * 0.01
+    published = json.loads(said.partition("\npublishing: ")[2].splitlines()[0])["tiny"]
+    for keep_on in ("host", "device"):
+        assert 0 < published[keep_on]["changes"] <= published[keep_on]["state_bytes"] / 2 * 0.01
+        assert 1 < published[keep_on]["bytes_per_change"] < 2
+    staged = json.loads(said.partition("\nstaging: ")[2].splitlines()[0])["tiny"]
+    assert 0 < staged["changes"] < staged["stream_bytes"]
+    pause = json.loads(said.partition("\ncommit_pause: ")[2].splitlines()[0])["tiny"]
+    assert pause["changes"] > 0
     assert list(tmp_path.iterdir()) == []
 
 

@@ -15,7 +15,7 @@ import msgspec
 from rose_core.delta import Builder, Manifest, TensorEntry, faults, name_of, table
 from rose_core.identity import WeightVersion
 from rose_trainer import metrics
-from rose_trainer.staging import Snapshot
+from rose_trainer.staging import Taken
 from rose_weights.messages import Description, VersionInfo
 from rose_weights.publishing import WeightsWriter
 
@@ -57,7 +57,7 @@ class Job:
 
     version: WeightVersion
     step: int
-    snapshot: Snapshot
+    snapshot: Taken
     stall_seconds: float
     taken: float
 
@@ -90,9 +90,9 @@ class Line:
         self._patience = patience_seconds
         self._tensors: tuple[TensorEntry, ...] = ()
         self._manifest: Manifest | None = None
-        self._before: Snapshot | None = None
+        self._before: Taken | None = None
 
-    async def publish(self, job: Job) -> tuple[Published, Snapshot | None]:
+    async def publish(self, job: Job) -> tuple[Published, Taken | None]:
         """Publish one job.
 
         Returns:
@@ -138,9 +138,7 @@ class Line:
             on_base=self._on_base,
         )
         for tensor in self._tensors:
-            name = tensor.name
-            changed = job.snapshot.changed(name, self._before)
-            builder.add(self._before.bits(name), job.snapshot.bits(name), changed)
+            job.snapshot.add_to(builder, tensor.name, self._before)
         manifest = builder.finish(job.version, job.step)
         return manifest, builder.on_base(manifest)
 

@@ -32,7 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -42,8 +42,9 @@ from rose_core.identity import WeightVersion, run_name
 from rose_trainer import barrier, metrics
 from rose_trainer.errors import NotPublished, PublishFailed
 from rose_trainer.line import Job, Line, Published
+from rose_trainer.ondevice import Base, DeviceSnapshot, Place
 from rose_trainer.opening import open_run
-from rose_trainer.staging import Layout, Snapshot, Tensors, pairs
+from rose_trainer.staging import Layout, Snapshot, Taken, Tensors, pairs
 from rose_trainer.staleness import Consumed, Order
 from rose_weights.messages import Description
 from rose_weights.publishing import WeightsWriter
@@ -55,7 +56,8 @@ class Publisher:
     """Publishes one run.
 
     Host memory: ``buffers + 1`` copies of the model and one version's blocks (about 1.3 bytes per
-    changed element; about 0.7 of the model for a full version).
+    changed element; about 0.7 of the model for a full version). A model that is compared where it
+    lies takes one copy (none with ``keep_on="device"``) and ``buffers + 1`` versions' changes.
 
     Args:
         address: ``host:port`` of the store.
@@ -69,6 +71,10 @@ class Publisher:
             behind, over links so narrow that the bytes saved outweigh coding them twice
             (``make bench-weights`` states the rate).
         dtype: cast floating-point tensors to this on the way, for trainers with FP32 masters.
+        compare_on: where a state is compared with the one before: ``device`` = where its tensors
+            lie, so that only changes leave it (``ondevice``), ``host`` = on copies of the model;
+            ``auto`` takes the device where all tensors lie on a CUDA device.
+        keep_on: where the state before lies, when that comparison is on the device.
         name: who publishes, for people; the host and process by default.
         patience_seconds: how long the store may be away before the publisher gives up.
 
@@ -88,6 +94,8 @@ class Publisher:
         anchor: bool = True,
         on_base: bool = False,
         dtype: torch.dtype | None = None,
+        compare_on: Literal["auto", "host", "device"] = "auto",
+        keep_on: Place = "host",
         name: str = "",
         patience_seconds: float = 1800.0,
     ) -> None:
@@ -98,13 +106,15 @@ class Publisher:
         self._anchor = anchor
         self._on_base = on_base
         self._dtype = dtype
+        self._compare_on = compare_on
+        self._keep_on = keep_on
         self._name = name or f"{socket.gethostname()}/{os.getpid()}"
         self._patience = patience_seconds
         self._buffers = buffers
         self._layout: Layout | None = None
-        self._fused = False
-        self._last: Snapshot | None = None
-        self._free: queue.Queue[Snapshot] = queue.Queue()
+        self._fused = self._in_place = False
+        self._last: Taken | None = None
+        self._free: queue.Queue[Taken] = queue.Queue()
         self._jobs: queue.Queue[Job | None] = queue.Queue()
         self._changed = threading.Condition()
         self._done: dict[WeightVersion, Published] = {}
@@ -158,6 +168,8 @@ class Publisher:
         """
         began = time.monotonic()
         state = self._tensors(tensors)
+        if self._in_place and self._next == 1:  # the first is encoded from the base itself
+            self._await(lambda: bool(self._done), None)
         snapshot = self._buffer()
         try:
             snapshot.take(state, self._last)
@@ -309,11 +321,20 @@ class Publisher:
         if self._layout is None:
             state = list(pairs(state))
             self._layout = Layout(state, self._dtype)
-            for _ in range(self._buffers + 1):
-                self._free.put(Snapshot(self._layout))
+            for snapshot in self._ring(state, self._layout):
+                self._free.put(snapshot)
         return state
 
-    def _buffer(self) -> Snapshot:
+    def _ring(self, state: Sequence[tuple[str, torch.Tensor]], layout: Layout) -> list[Taken]:
+        everywhere = range(self._buffers + 1)
+        on_cuda = all(tensor.is_cuda for _, tensor in state)
+        if self._compare_on == "host" or (self._compare_on == "auto" and not on_cuda):
+            return [Snapshot(layout) for _ in everywhere]
+        self._in_place = True
+        base = Base(layout, self._keep_on)
+        return [DeviceSnapshot(base, ranked=self._on_base) for _ in everywhere]
+
+    def _buffer(self) -> Taken:
         while True:
             self._check()
             try:

@@ -8,11 +8,12 @@ storage under several names) are taken once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from rose_core.delta import TensorSpec
+from rose_core.delta import Builder, TensorSpec
 from rose_core.delta.bits import Bits, Indices
 from rose_core.delta.casting import cast
 from rose_trainer.errors import BadState
@@ -98,16 +99,31 @@ class Layout:
         return tensor.dtype
 
 
+class Taken(Protocol):
+    """A state that was taken from a model, on the host (``Snapshot``) or where it lies."""
+
+    layout: Layout
+
+    def take(self, tensors: Tensors, since: Taken | None = None) -> None:
+        """Take a state; returns when the model may change."""
+
+    def bits(self, name: str) -> Bits:
+        """A tensor's bits, flat, of a state that has none before it."""
+
+    def add_to(self, builder: Builder, name: str, before: Taken) -> None:
+        """Add what changed in a tensor, the next of the builder's table."""
+
+
 class Snapshot:
     """One copy of a model in host memory (pinned where the model is on a GPU)."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self._buffers: dict[str, torch.Tensor] = {}
-        self._since: Snapshot | None = None
+        self._since: Taken | None = None
         self._changed: dict[str, Indices] = {}
 
-    def take(self, tensors: Tensors, since: Snapshot | None = None) -> None:
+    def take(self, tensors: Tensors, since: Taken | None = None) -> None:
         """Copy every tensor; returns when all copies are complete.
 
         Args:
@@ -139,9 +155,10 @@ class Snapshot:
         """A tensor's bits, flat; a view of the buffer."""
         return bits_of(self._buffers[name])
 
-    def changed(self, name: str, since: Snapshot) -> Indices | None:
-        """Positions that differ from another snapshot; None = nobody has compared them yet."""
-        return self._changed.get(name) if since is self._since else None
+    def add_to(self, builder: Builder, name: str, before: Taken) -> None:
+        """Add a tensor; it is compared now, unless it was while it was cast."""
+        changed = self._changed.get(name) if before is self._since else None
+        builder.add(before.bits(name), self.bits(name), changed)
 
     def _cast(self, name: str, tensor: torch.Tensor) -> bool:
         """Cast and compare in one pass; False where that is not how this tensor is copied."""

@@ -1,0 +1,320 @@
+"""A model compared where it lies: the host's blocks, bit for bit, and nothing but changes outside.
+
+On a GPU where there is one; on the CPU the same operations on the same integers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rose_core.delta import FORMATS, Builder, Manifest, ManifestError, TensorSpec, Tiling, table
+from rose_core.delta.bits import Bits
+from rose_core.identity import WeightVersion
+from rose_engines import device_loops
+from rose_trainer import device_diff, ondevice
+from rose_trainer.device_diff import Region, bands, differences, working_bytes
+from rose_trainer.errors import BadState
+from rose_trainer.ondevice import Base, DeviceSnapshot, Place
+from rose_trainer.publisher import Publisher
+from rose_trainer.staging import Layout, Snapshot
+from rose_weights.bundle import Bundle
+from tests.delta.strategies import DEVICE, corner_bits
+from tests.trainer.test_publisher import RunningStore, bits_of, small_model
+from tests.weights.models import apply_bundle
+
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+}
+SHAPES = {  # cut along rows, along columns, with a remainder at the edges, not cut
+    "model.layers.0.mlp.up_proj.weight": (640, 384),
+    "model.layers.0.mlp.down_proj.weight": (384, 640),
+    "model.embed_tokens.weight": (1001, 300),
+    "model.norm.weight": (96,),
+    "scale": (),
+}
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[RunningStore]:
+    store = RunningStore(tmp_path / "store")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def small_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bands of a few tiles, and halves of them."""
+    monkeypatch.setattr(device_diff, "CHUNK", 1 << 16)
+    monkeypatch.setattr(device_diff, "BATCH", 1 << 12)
+
+
+def two_states(word: str, share: float) -> tuple[dict[str, Bits], dict[str, Bits]]:
+    """Random bits with all corners in them; some tensors of the second are the first's."""
+    kind, draw = FORMATS[word], np.random.default_rng(7)
+    before, after = {}, {}
+    for name, shape in SHAPES.items():
+        count = int(np.prod(shape))
+        old = draw.integers(0, 256, count * kind.width, np.uint8).view(kind.unsigned)
+        new = old.copy()
+        chosen = draw.random(count) < share
+        new[chosen] += kind.unsigned.type(1)
+        corners = np.array(corner_bits(kind), np.uint64).astype(kind.unsigned)
+        if share and count > 2 * len(corners):
+            old[: len(corners)], new[: len(corners)] = corners, corners[::-1]
+        before[name], after[name] = old, new
+    return before, after
+
+
+def tensors_of(state: dict[str, Bits], word: str) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.tensor(bits.view(f"i{bits.itemsize}"), device=DEVICE)
+        .view(DTYPES[word])
+        .view(SHAPES[name])
+        for name, bits in state.items()
+    }
+
+
+def host_manifest(
+    before: dict[str, Bits], after: dict[str, Bits], word: str
+) -> tuple[Manifest, Manifest, Manifest | None, list[bytes]]:
+    tensors = table(TensorSpec(name, word, shape) for name, shape in SHAPES.items())
+    bare = Builder(tensors, None, lambda _: None)
+    for bits in before.values():
+        bare.add(None, bits, blocks=False)
+    base = bare.finish(WeightVersion("run", 1, 0))
+    blocks: list[bytes] = []
+    builder = Builder(tensors, base, blocks.append, on_base=True)
+    for name, bits in before.items():
+        builder.add(bits, after[name])
+    manifest = builder.finish(WeightVersion("run", 1, 1))
+    return base, manifest, builder.on_base(manifest), blocks
+
+
+@pytest.mark.usefixtures("small_bands")
+@pytest.mark.parametrize("keep_on", ["host", "device"])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.4, 1.0])
+@pytest.mark.parametrize("word", ["BF16", "F16", "F32", "F8_E4M3", "I64"])
+def test_the_manifest_and_every_block_are_the_hosts(
+    word: str, share: float, keep_on: Place
+) -> None:
+    before, after = two_states(word, share)
+    base, wanted, wanted_on_base, wanted_blocks = host_manifest(before, after, word)
+    model = tensors_of(before, word)
+    snapshot = DeviceSnapshot(Base(Layout(list(model.items())), keep_on), ranked=True)
+    snapshot.take(model)
+    assert all(np.array_equal(snapshot.bits(name), bits) for name, bits in before.items())
+    snapshot.take(tensors_of(after, word))
+    blocks: list[bytes] = []
+    builder = Builder(base.tensors, base, blocks.append, on_base=True)
+    for name in SHAPES:
+        snapshot.add_to(builder, name, snapshot)
+    manifest = builder.finish(WeightVersion("run", 1, 1))
+    assert manifest == wanted
+    assert builder.on_base(manifest) == wanted_on_base
+    assert blocks == wanted_blocks
+    # The base is the state that was taken last.
+    assert all(np.array_equal(snapshot.bits(name), bits) for name, bits in after.items())
+
+
+def test_without_a_change_nothing_is_found_and_without_a_base_nothing_can_be() -> None:
+    before, _ = two_states("BF16", 0.0)
+    tensors = table(TensorSpec(name, "BF16", shape) for name, shape in SHAPES.items())
+    with pytest.raises(ManifestError, match="without a base"):
+        Builder(tensors, None, lambda _: None).add_found([])
+    model = tensors_of(before, "BF16")
+    snapshot = DeviceSnapshot(Base(Layout(list(model.items()))))
+    snapshot.take(model)
+    snapshot.take(model)
+    base, _, _, _ = host_manifest(before, before, "BF16")
+    builder = Builder(tensors, base, lambda _: pytest.fail("a block of nothing"))
+    for name in SHAPES:
+        snapshot.add_to(builder, name, snapshot)
+    assert builder.finish(WeightVersion("run", 1, 1)).digest == base.digest
+
+
+def test_only_changes_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = two_states("BF16", 0.01)
+    model = tensors_of(before, "BF16")
+    snapshot = DeviceSnapshot(Base(Layout(list(model.items())), "device"))
+    snapshot.take(model)
+    left = []
+    here = device_loops.here
+
+    def counting(bits: torch.Tensor) -> Bits:
+        left.append(bits.nbytes)
+        return here(bits)
+
+    monkeypatch.setattr(device_diff, "here", counting)
+    snapshot.take(tensors_of(after, "BF16"))
+    changes = sum(int((before[name] != after[name]).sum()) for name in before)
+    assert changes < sum(left) < 2.5 * changes
+
+
+class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of tensors that were made and are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._held: dict[int, list[int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self,
+        operation: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        given = {
+            one.untyped_storage().data_ptr()
+            for one in tree_leaves((args, kwargs))
+            if isinstance(one, torch.Tensor)
+        }
+        made = operation(*args, **(kwargs or {}))
+        for one in tree_leaves(made):
+            if isinstance(one, torch.Tensor):
+                self._keep(one, given)
+        self.peak = max(self.peak, sum(size for _, size in self._held.values()))
+        return made
+
+    def _keep(self, tensor: torch.Tensor, given: set[int]) -> None:
+        place, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        if place in given and place not in self._held:
+            return  # a view of what was there before
+        held = self._held.setdefault(place, [0, size])
+        held[0] += 1
+        weakref.finalize(tensor, self._drop, place)
+
+    def _drop(self, place: int) -> None:
+        held = self._held.get(place)
+        if held is not None:
+            held[0] -= 1
+            if not held[0]:
+                del self._held[place]
+
+
+@pytest.mark.parametrize("tile", [(16, 64), (4, 256)])
+@pytest.mark.parametrize("share", [0.02, 1.0])
+def test_memory_does_not_grow_with_the_model(
+    share: float, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_diff, "CHUNK", 1 << 15)
+    monkeypatch.setattr(device_diff, "BATCH", 1 << 10)
+    region = Region("w", FORMATS["BF16"], 256, 0, 0, Tiling(1024, 256, *tile))
+    old = torch.randint(-(1 << 15), 1 << 15, (1 << 18,), dtype=torch.int16, device=DEVICE)
+    new = torch.where(torch.rand(len(old), device=DEVICE) < share, old ^ 1, old)
+    changes = 0
+    with Memory() as memory:
+        for band in bands(region.cut):
+            for found in differences(region, band, old[band.span], new[band.span]):
+                changes += sum(one.changes for one in found.tiles)
+                del found
+    assert changes == int((old != new).sum())
+    assert (1 << 15) <= memory.peak <= working_bytes(2)
+
+
+@pytest.mark.parametrize("keep_on", ["host", "device"])
+def test_versions_follow_the_tensors_bit_for_bit(
+    running: RunningStore, tmp_path: Path, keep_on: Place
+) -> None:
+    model = {name: tensor.to(DEVICE) for name, tensor in small_model(1).items()}
+    model["lm_head.weight"] = model["model.embed_tokens.weight"]
+    held = bits_of({name: tensor.cpu() for name, tensor in model.items()})
+    with Publisher(
+        running.address,
+        "run",
+        token="t",
+        source=lambda: model,
+        compare_on="device",
+        keep_on=keep_on,
+        on_base=True,
+    ) as publisher:
+        first = publisher.wait(publisher.publish(0), 60)
+        for step in range(1, 6):
+            model["model.norm.weight"][step] = float("nan") if step == 2 else -0.0
+            model["model.embed_tokens.weight"][step] *= 1.01
+            version = publisher.publish(step)
+        last = publisher.wait(version, 60)
+    assert 0 < last.changes < 100
+    manifest = running.pull(tmp_path / "b", first.version, first.digest)
+    assert manifest.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    apply_bundle(held, Bundle(tmp_path / "b"))
+    wanted = bits_of({name: tensor.cpu() for name, tensor in model.items()})
+    assert all(np.array_equal(held[name], wanted[name]) for name in wanted)
+    assert manifest.digest == last.digest
+
+
+def test_masters_are_cast_band_by_band(running: RunningStore, tmp_path: Path) -> None:
+    masters = {"w": torch.randn(300, 70, device=DEVICE)}
+    with Publisher(
+        running.address, "run", token="t", dtype=torch.bfloat16, compare_on="device"
+    ) as publisher:
+        first = publisher.wait(publisher.publish(0, masters), 60)
+        held = bits_of({"w": masters["w"].to(torch.bfloat16).cpu()})
+        masters["w"].t()[3] += 1
+        last = publisher.wait(publisher.publish(1, {"w": masters["w"].t().contiguous().t()}), 60)
+    assert last.changes == 300
+    running.pull(tmp_path / "b", first.version, first.digest)
+    apply_bundle(held, Bundle(tmp_path / "b"))
+    assert np.array_equal(held["w"], bits_of({"w": masters["w"].to(torch.bfloat16).cpu()})["w"])
+
+
+def test_where_it_is_compared_can_be_forced_and_follows_the_tensors_else(
+    running: RunningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[type] = []
+    for kind in (Snapshot, DeviceSnapshot):
+        monkeypatch.setattr(kind, "take", _spying(kind, taken))
+    model = {"w": torch.zeros(8, dtype=torch.bfloat16)}
+    ways: tuple[Literal["auto", "host", "device"], ...] = ("auto", "host", "device")
+    for number, compare_on in enumerate(ways):
+        with Publisher(
+            running.address, f"run-{number}", token="t", compare_on=compare_on
+        ) as publisher:
+            publisher.publish(0, model)
+    assert taken == [Snapshot, Snapshot, DeviceSnapshot]
+
+
+def _spying(kind: type, taken: list[type]) -> object:
+    take = kind.take  # type: ignore[attr-defined]
+
+    def spy(self: object, *given: object) -> None:
+        taken.append(kind)
+        take(self, *given)
+
+    return spy
+
+
+def test_what_breaks_off_is_never_published_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the changes that were found before would be in the base and in no version."""
+    before, after = two_states("BF16", 0.01)
+    model = tensors_of(before, "BF16")
+    base = Base(Layout(list(model.items())))
+    one, other = DeviceSnapshot(base), DeviceSnapshot(base)
+    one.take(model)
+    with pytest.raises(BadState, match="missing"):
+        other.take({"scale": model["scale"]})
+    other.take(model)  # nothing was touched
+
+    def without_memory(*given: object, **more: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(ondevice, "differences", without_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        one.take(tensors_of(after, "BF16"))
+    monkeypatch.undo()
+    with pytest.raises(BadState, match="start a new Publisher"):
+        other.take(model)
