@@ -2,11 +2,11 @@
 
 Interference is *modelled*, not measured. When both have work:
 
-| sharing | serving | rollouts |
-|---|---|---|
-| time slicing | ``serving_slowdown`` times slower | ``rollout_slowdown`` times slower |
-| MPS | the same fields, other figures (serving uncapped, rollouts capped) | |
-| yielding (clairvoyant) | undisturbed | stand still |
+| sharing | serving | rollouts | rollouts beside idle serving |
+|---|---|---|---|
+| time slicing | ``serving_slowdown`` times slower | ``rollout_slowdown`` | full speed |
+| MPS (other figures) | the same | the same | ``rollout_alone``: the share is fixed |
+| yielding (clairvoyant) | undisturbed | stand still | full speed |
 
 Two processes under time slicing kept 44 to 73 % of a dedicated GPU's throughput each, depending on
 batch (NVIDIA Dynamo, A100; 2.25 to 1.37 times slower); the default takes 2.0 for both.
@@ -26,6 +26,7 @@ class Sharing:
 
     serving_slowdown: float = 2.0
     rollout_slowdown: float = 2.0
+    rollout_alone: float = 1.0
     yielding: bool = False
 
 
@@ -112,7 +113,7 @@ class Device:
             slow = serves and rolls and not sharing.yielding
             self.serving.set_speed(1 / sharing.serving_slowdown if slow else 1.0)
         if self.rollout is not None:
-            speed = 1.0 if self.may_compute else 0.0
+            speed = 1 / sharing.rollout_alone if self.may_compute else 0.0
             if serves and self.may_compute:
                 speed = 0.0 if sharing.yielding else 1 / sharing.rollout_slowdown
             self.rollout.set_speed(speed)

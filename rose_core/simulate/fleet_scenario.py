@@ -7,16 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rose_core.simulate.scenario import (
-    Count,
-    Regime,
-    RolloutJob,
-    Scenario,
-    Service,
-    Strict,
-    Where,
-    impossible,
-)
+from rose_core.simulate.possible import Where, impossible
+from rose_core.simulate.scenario import Count, Regime, RolloutJob, Scenario, Service, Strict
 
 
 class FleetServices(Strict):

@@ -75,6 +75,9 @@ class Host:
     Args:
         make: builds the engine; called when it begins to serve.
         lost: told of an engine that has gone, with what was in it.
+
+    Attributes:
+        broken: no engine ever starts here again; ``off``: none does for now.
     """
 
     def __init__(
@@ -89,12 +92,12 @@ class Host:
         self._make, self._lost = make, lost
         self._event: Event | None = None
         self.state: EngineState | None = None
-        self.broken = False
+        self.broken = self.off = False
         self.on_serving: Callable[[], None] = lambda: None
 
     def ensure(self) -> None:
         """Run an engine; idempotent."""
-        if self.state is None and not self.broken:
+        if self.state is None and not self.broken and not self.off:
             self.state = EngineState.STARTING
             self._event = self._clock.after(self._start_s, self._serve)
 
@@ -171,3 +174,15 @@ class Gate:
 
     def guard_dies(self, seconds: float) -> None:
         """The process that decides is gone for so long; here nobody decides."""
+
+    def node_dies(self) -> None:
+        """The whole machine is off, and what was known of its requests with it."""
+        self.host.off = True
+        self.shut()
+        self.host.stop()
+
+    def node_back(self) -> None:
+        """The machine is on again; a slot that still stands gets a cold engine."""
+        self.host.off = False
+        if self.granted:
+            self.host.ensure()

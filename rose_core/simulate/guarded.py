@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from rose_core.guard.experience import BUDGET_CAUSE, Budget, Experience
+from rose_core.guard.experience import BUDGET_CAUSE, Experience
 from rose_core.guard.gate import GateLimits, ReplicaFacts, Verdict, judge
 from rose_core.guard.ladder import Action, LadderLimits, Order
-from rose_core.guard.predictor import Predictor, Profile
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.regime import Gaps
 from rose_core.guard.slack import Objective
@@ -24,6 +23,7 @@ from rose_core.guard.slot import EngineSeen, SlotMachine, SlotSeen, decide
 from rose_core.simulate.clock import MILLISECOND, SECOND, Clock, Event
 from rose_core.simulate.device import Device
 from rose_core.simulate.gates import Gate, Host, ServingRequest, Timings
+from rose_core.simulate.machines import PoolState
 from rose_core.telemetry.book import Book, Finished
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import Arrived, Ended, FirstToken, Health, How, Sized
@@ -48,36 +48,55 @@ class GuardedGate(Gate):
         host: Host,
         changed: Callable[[bool], None],
         *,
+        name: str,
         timings: Timings,
         objective: Objective,
-        profile: Profile,
+        pool: Callable[[], PoolState],
         tapped: bool,
         percentile: int,
     ) -> None:
         super().__init__(clock, device, host, changed)
         self._timings, self._goals, self._tapped = timings, objective, tapped
-        self._judged = objective  # with the margin that was learned
-        self._percentile = percentile
+        self._name, self._percentile, self._pool = name, percentile, pool
         self._gate, self._ladder, self._limits = GateLimits(), LadderLimits(), Limits()
-        self._experience = Experience(0, Predictor(profile))
-        self._budget = Budget()
-        self._gaps = Gaps(0, reopen_ns=self._gate.reopen_ns, window_ns=self._gate.regime_ns)
-        self._book = Book(0)
+        self._wake: Event | None = None
+        self._polling = False
+        self.verdicts: dict[GateReason, int] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """The guard has started, and has seen nothing."""
+        now = self.clock.now_ns
+        shared = self._pool()
+        self._judged = self._goals  # with the margin that was learned
+        self._experience = Experience(now, lessons=shared.lessons)
+        self._budget, self._guards = shared.budget, shared.guards
+        self._guards[self._name] = self.step
+        self._gaps = Gaps(now, reopen_ns=self._gate.reopen_ns, window_ns=self._gate.regime_ns)
+        self._book = Book(now)
         self._reading: Reading | None = None
         self._machine = SlotMachine()
         self._held = self._holding = False
         self._requests: dict[int, ServingRequest] = {}
-        self._wake: Event | None = None
         self._dead_until_ns = 0
-        self.verdicts: dict[GateReason, int] = {}
 
     # --- what it hears
 
     def arrived(self, request: ServingRequest) -> None:
         """Heard ``tap_s`` later."""
         self._requests[request.number] = request
+        self._tell(self._hear_arrival, request)
+
+    def _tell(self, hear: Callable[[ServingRequest], None], request: ServingRequest) -> None:
+        """The tap tells it, unless the guard that was to hear it is gone by then."""
+        book = self._book
+
+        def told() -> None:
+            if book is self._book:
+                hear(request)
+
         if self._tapped:
-            self.clock.after(self._timings.tap_s, lambda: self._hear_arrival(request))
+            self.clock.after(self._timings.tap_s, told)
 
     def _hear_arrival(self, request: ServingRequest) -> None:
         now = self.clock.now_ns
@@ -90,8 +109,7 @@ class GuardedGate(Gate):
 
     def first(self, request: ServingRequest) -> None:
         """Heard ``tap_s`` later."""
-        if self._tapped:
-            self.clock.after(self._timings.tap_s, lambda: self._hear_first(request))
+        self._tell(self._hear_first, request)
 
     def _hear_first(self, request: ServingRequest) -> None:
         now = self.clock.now_ns
@@ -102,8 +120,7 @@ class GuardedGate(Gate):
     def ended(self, request: ServingRequest) -> None:
         """Heard ``tap_s`` later."""
         self._requests.pop(request.number, None)
-        if self._tapped:
-            self.clock.after(self._timings.tap_s, lambda: self._hear_end(request))
+        self._tell(self._hear_end, request)
 
     def _hear_end(self, request: ServingRequest) -> None:
         now = self.clock.now_ns
@@ -116,18 +133,23 @@ class GuardedGate(Gate):
 
     def _take(self, done: Finished, now: int) -> None:
         met = self._experience.finished(done, self._goals, len(self._book.live))
-        if met.used and self._budget.spend(met, self._percentile, now):
-            self._budget.trip(BUDGET_CAUSE, now)
+        if not met.used or not self._budget.spend(met, self._percentile, now):
+            return
+        if self._budget.trip(BUDGET_CAUSE, now):
+            for look in self._guards.values():
+                self.clock.after(0.0, look)
 
     def poll(self) -> None:
         """Read ``/v1/loads``: a request shows there only after its first token."""
         serving = self.device.serving
         assert serving is not None  # noqa: S101  # every device serves
-        serving.settle()
-        figures = Figures(len(serving.running), 0, activity=(serving.prefilled, serving.tokens))
-        now = self.clock.now_ns
-        self._reading = advance(self._reading, SignalSource.LOADS, figures, now)
-        self.step()
+        self._polling = True
+        if not self.host.off:
+            serving.settle()
+            figures = Figures(len(serving.running), 0, activity=(serving.prefilled, serving.tokens))
+            now = self.clock.now_ns
+            self._reading = advance(self._reading, SignalSource.LOADS, figures, now)
+            self.step()
         self.clock.after(self._timings.poll_s, self.poll)
 
     # --- what happens to it
@@ -135,7 +157,7 @@ class GuardedGate(Gate):
     def lend(self, granted: bool) -> None:
         """The grant has come, or is gone."""
         self.granted = granted
-        if not self._tapped and self._reading is None:
+        if not self._tapped and not self._polling:
             self.poll()
         self.step()
 
@@ -152,10 +174,23 @@ class GuardedGate(Gate):
 
     def guard_dies(self, seconds: float) -> None:
         """The permit lapses by itself; nothing is decided until the guard is back."""
-        self._dead_until_ns = self.clock.now_ns + round(seconds * SECOND)
+        dead_until_ns = self.clock.now_ns + round(seconds * SECOND)
+        self._dead_until_ns = max(self._dead_until_ns, dead_until_ns)
         permit = self._ladder.permit_ns / SECOND
         self.clock.after(permit, self.shut)  # the permit lapses
         self.clock.after(seconds, self.step)
+
+    def node_dies(self) -> None:
+        """Nothing is decided, and nothing of what it hears is told, until the node is back."""
+        super().node_dies()
+        self._begin()
+        self._dead_until_ns = _ALWAYS_NS
+
+    def node_back(self) -> None:
+        """A fresh guard, beside a serving engine that has no request."""
+        self.host.off = False
+        self._begin()
+        self.step()
 
     # --- one step, as the agent's loop makes it
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from rose_core.guard.predictor import Profile
 from rose_core.guard.slack import Objective
@@ -14,6 +15,7 @@ from rose_core.simulate.device import Device, Sharing
 from rose_core.simulate.gates import Gate, Host, ServingRequest, Timings
 from rose_core.simulate.guarded import BYTES_PER_TOKEN, GuardedGate
 from rose_core.simulate.harvest import OnOffGate
+from rose_core.simulate.machines import Machine
 from rose_core.simulate.paper import ACTIVATION_S, QUANTUM, PaperGate
 from rose_core.simulate.regimes import GateKind, Lends, Rules
 from rose_core.simulate.scenario import RolloutJob, Scenario, Service
@@ -35,7 +37,7 @@ class Ears:
 
 
 class Replica:
-    """One replica of a service under one regime's rules."""
+    """One replica of a service under one regime's rules; ``machine`` None = one of its own."""
 
     def __init__(
         self,
@@ -46,13 +48,16 @@ class Replica:
         *,
         rules: Rules,
         ears: Ears,
+        machine: Machine | None = None,
     ) -> None:
         self.number, self.service = number, service
         self.name = f"{service.name}-{number}"
+        self.machine = machine or Machine(self.name)
+        self._under_way: dict[ServingRequest, None] = {}
         self.job: RolloutJob | None = None
         self._clock, self._scenario, self._ears = clock, scenario, ears
         slow = scenario.interference
-        sharing = Sharing(slow.serving_slowdown, slow.rollout_slowdown, yielding=rules.yielding)
+        sharing = Sharing(**slow.model_dump(), yielding=rules.yielding)
         self.device = Device(clock, sharing)
         gpus = service.gpus_per_replica
         own = costs(service.device, service.model, scenario.derate, gpus)
@@ -90,9 +95,10 @@ class Replica:
                 self.device,
                 self.host,
                 changed,
+                name=self.name,
                 timings=timings,
                 objective=Objective(ttft_s, tpot_s),
-                profile=profile(own),
+                pool=partial(self.machine.pool, service.name, profile(own)),
                 tapped=rules.gate is GateKind.GUARD,
                 percentile=service.percentile,
             )
@@ -123,6 +129,7 @@ class Replica:
     def serve(self, request: ServingRequest) -> None:
         """Take a live request."""
         request.replica = self.number
+        self._under_way[request] = None
 
         def first() -> None:
             request.first_ns = self._clock.now_ns
@@ -130,12 +137,21 @@ class Replica:
 
         def done() -> None:
             request.ended_ns = self._clock.now_ns
+            del self._under_way[request]
             self.gate.ended(request)
 
         sequence = Sequence("", request.prompt, request.output, first, done)
         request.sequence = sequence
         self.gate.arrived(request)
         self.serving.submit(sequence)
+
+    def lose(self) -> list[ServingRequest]:
+        """Its node is gone; the requests that were under way here."""
+        lost = list(self._under_way)
+        self._under_way.clear()
+        self.serving.clear()
+        self.gate.node_dies()
+        return lost
 
 
 def profile(own: Costs) -> Profile:

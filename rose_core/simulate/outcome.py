@@ -40,6 +40,8 @@ class JobOutcome(msgspec.Struct, frozen=True):
         useful_tokens_per_s: sampled, less redone and discarded.
         step_s: mean seconds from one publish to the next.
         moves: turns that left an engine before their end.
+        prefilled_tokens: of prompts, computed because no keys of them were there;
+            ``borrowed_prefilled_tokens`` of them on borrowed engines.
     """
 
     name: str
@@ -58,6 +60,7 @@ class JobOutcome(msgspec.Struct, frozen=True):
     turns: int
     queue_s_per_turn: float
     prefilled_tokens: int
+    borrowed_prefilled_tokens: int = 0
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -69,6 +72,8 @@ class Outcome(msgspec.Struct, frozen=True):
         reclaims: gate closings.
         recoveries_s: after each burst, seconds until nine tenths of the gates that were open before
             it are open again.
+        node_failures: nodes that went off.
+        restarted: serving requests that began anew because their node went.
     """
 
     regime: str
@@ -85,6 +90,8 @@ class Outcome(msgspec.Struct, frozen=True):
     weight_bytes: int
     events: int
     recoveries_s: tuple[float, ...] = ()
+    node_failures: int = 0
+    restarted: int = 0
 
     @property
     def useful_tokens_per_s(self) -> float:

@@ -61,6 +61,12 @@ class PaperGate(Gate):
         self._live.pop(request.number, None)
         self._tick()
 
+    def node_dies(self) -> None:
+        """No request is left."""
+        self._live.clear()
+        self.cap = CAP
+        super().node_dies()
+
     def serving_engine(self) -> None:
         """A co-serving model is active."""
         self._tick()

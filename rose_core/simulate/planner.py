@@ -5,9 +5,9 @@ The paper's rule (section 4.3) is instead: once, the serving GPUs with the lowes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from rose_core.lending import Lease, Memory, Plan, Pool, Replica, Slot, Snapshot, plan
+from rose_core.lending import Lease, Memory, Plan, Policy, Pool, Replica, Slot, Snapshot, plan
 from rose_core.simulate.clock import Clock
 from rose_core.simulate.lent import Replica as LentReplica
 from rose_core.simulate.scenario import RolloutJob, Scenario, Service
@@ -22,6 +22,7 @@ class Planner:
     Args:
         lend: carries out one loan (None = take back).
         signal: the source that the regime's gates listen to.
+        silence: seconds since each node that is off was heard.
     """
 
     def __init__(
@@ -30,9 +31,12 @@ class Planner:
         scenario: Scenario,
         replicas: list[LentReplica],
         lend: Callable[[LentReplica, RolloutJob | None], None],
+        *,
         signal: SignalSource,
+        silence: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._clock, self._lend, self._signal = clock, lend, signal
+        self._silence, self._policy = silence, Policy()
         self._replicas = {replica.name: replica for replica in replicas}
         self._jobs = {job.name: job for job in scenario.jobs if job.borrowed}
         self._pools = tuple(_pool(service, signal) for service in scenario.services)
@@ -43,14 +47,21 @@ class Planner:
 
     def run(self) -> None:
         """Plan now and every 5 s."""
-        now = self._clock.now_s
+        now, silence = self._clock.now_s, self._silence()
+        stale = {node for node, since in silence.items() if since > self._policy.stale_seconds}
+        nodes = frozenset(one.machine.name for one in self._replicas.values())
         snapshot = Snapshot(
             pools=self._pools,
-            replicas=tuple(self._report(one) for one in self._replicas.values()),
+            replicas=tuple(
+                self._report(one, stale=one.machine.name in stale)
+                for one in self._replicas.values()
+            ),
             leases=self._leases,
             slots=tuple(self._slots.values()),
-            reporting=frozenset(self._replicas),
+            silence=silence,
+            reporting=nodes - stale,
             memory=self._memory,
+            policy=self._policy,
         )
         self.last = answer = plan(snapshot, now)
         self._memory = answer.memory
@@ -63,14 +74,15 @@ class Planner:
         self._clock.after(_PLAN_SECONDS, self.run)
 
     def _slot(self, replica: str, lease: str, now: float) -> Slot:
-        pool = self._replicas[replica].service.name
-        return Slot(replica, replica, lease, lease, pool, replica, replica, (replica,), now)
+        one = self._replicas[replica]
+        pool, node = one.service.name, one.machine.name
+        return Slot(replica, replica, lease, lease, pool, node, replica, (replica,), now)
 
-    def _report(self, one: LentReplica) -> Replica:
+    def _report(self, one: LentReplica, *, stale: bool) -> Replica:
         return Replica(
             uid=one.name,
             name=one.name,
-            node=one.name,
+            node=one.machine.name,
             pool=one.service.name,
             gpus=(one.name,),
             ready=True,
@@ -78,6 +90,7 @@ class Planner:
             signal=self._signal.value,
             verified=True,
             kv_permille=min(1000, round(1000 * one.serving.kv_share)),
+            stale=stale,
         )
 
 

@@ -345,6 +345,7 @@ class Router:
         self.counts.again_prefilled += sequence.uncached
         if engine.kind is EngineKind.BORROWED:
             self.counts.borrowed_tokens += sequence.produced
+            self.counts.borrowed_prefilled += sequence.uncached
         if kept:
             turn.held += sequence.produced
         else:

@@ -72,6 +72,8 @@ def run(
         weight_bytes=counted["weight_bytes"],
         events=events,
         recoveries_s=tuple(recoveries(world, scenario)),
+        node_failures=counted["node_failures"],
+        restarted=counted["restarted"],
     )
     return outcome, violations
 
@@ -134,6 +136,8 @@ def _counts(world: World) -> Counter[str]:
         weight_bytes=world.weight_bytes,
         computing_ms=_gpu_ms(world, shared=False),
         shared_ms=_gpu_ms(world, shared=True),
+        node_failures=world.nodes.failed,
+        restarted=world.nodes.restarted,
     )
     for name, job in world.jobs.items():
         router = world.routers[name]
@@ -157,6 +161,7 @@ def _counts(world: World) -> Counter[str]:
             "turns": routed.turns,
             "queue_ms": round(1000 * routed.queue_s),
             "prefilled": routed.again_prefilled,
+            "borrowed_prefilled": routed.borrowed_prefilled,
         }
         found.update({f"{name}/{what}": number for what, number in numbers.items()})
     return found
@@ -184,6 +189,7 @@ def _job(name: str, counted: Counter[str], seconds: float) -> JobOutcome:
         turns=of("turns"),
         queue_s_per_turn=of("queue_ms") / 1000 / max(1, of("turns")),
         prefilled_tokens=of("prefilled"),
+        borrowed_prefilled_tokens=of("borrowed_prefilled"),
     )
 
 

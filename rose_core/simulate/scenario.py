@@ -1,20 +1,17 @@
 """What a simulation is told: services, jobs, links, failures. One YAML file, read by the shell.
 
-``impossible`` refuses what no field is wrong in, but what cannot exist.
+``possible.impossible`` refuses what no field is wrong in, but what cannot exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from rose_core.rollouts.placement import Policy
-from rose_core.simulate.costs import DEVICES, MODELS, costs, kv_tokens
 
-Where = tuple[str | int, ...]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1, le=4096)]
 
@@ -124,10 +121,16 @@ class Link(Strict):
 
 
 class Interference(Strict):
-    """Modelled cost of co-running; see ``device``."""
+    """Modelled cost of co-running; see ``device``.
+
+    Attributes:
+        rollout_alone: what a fixed share of the multiprocessors (MPS) costs rollouts while serving
+            is idle; 1 under time slicing, where they have the whole GPU then.
+    """
 
     serving_slowdown: Annotated[float, Field(ge=1)] = 2.0
     rollout_slowdown: Annotated[float, Field(ge=1)] = 2.0
+    rollout_alone: Annotated[float, Field(ge=1)] = 1.0
 
 
 class Placement(Strict):
@@ -138,17 +141,33 @@ class Placement(Strict):
     move_margin: Annotated[float, Field(ge=0)] = Policy().move_margin
 
 
+class Nodes(Strict):
+    """Machines. Replicas fill them in the scenario's order, then dedicated engines do.
+
+    Attributes:
+        gpus: of each.
+        fail_every_s: mean time from one failure of a node to its next, drawn from an exponential
+            distribution by seed and node, the same under every regime; None = ``failures`` alone.
+        back_s: how long such a node is off, until its serving engines take requests again.
+    """
+
+    gpus: Annotated[int, Field(ge=1, le=64)] = 8
+    fail_every_s: Positive | None = None
+    back_s: Positive = 180.0
+
+
 class Failure(Strict):
     """Something breaks.
 
     Attributes:
         kind: ``engine`` dies and is started anew, ``gone`` it never comes back, ``guard`` decides
-            nothing for ``seconds``, the ``link`` of the weights is down for ``seconds``.
-        target: number of the replica, except for the link.
+            nothing for ``seconds``, the ``link`` of the weights is down for ``seconds``, a ``node``
+            is off for ``seconds`` with everything on it.
+        target: number of the replica, or of the node; the link has none.
         every_s: again and again, until the end.
     """
 
-    kind: Literal["engine", "gone", "guard", "link"]
+    kind: Literal["engine", "gone", "guard", "link", "node"]
     at_s: Annotated[float, Field(ge=0)]
     seconds: Annotated[float, Field(ge=0)] = 10.0
     target: Annotated[int, Field(ge=0)] = 0
@@ -181,120 +200,5 @@ class Scenario(Strict):
     interference: Interference = Interference()
     delays: Delays = Delays()
     placement: Placement = Placement()
+    nodes: Nodes = Nodes()
     failures: tuple[Failure, ...] = ()
-
-
-def impossible(scenario: Scenario) -> Iterator[tuple[Where, str]]:
-    """Every contradiction: the field's place and the reason."""
-    names = {service.name: service for service in scenario.services}
-    if len(names) < len(scenario.services):
-        yield ("services",), "two services have the same name"
-    if len({job.name for job in scenario.jobs}) < len(scenario.jobs):
-        yield ("jobs",), "two jobs have the same name"
-    for index, service in enumerate(scenario.services):
-        for field, reason in _service(service, scenario.derate):
-            yield ("services", index, field), reason
-    for index, job in enumerate(scenario.jobs):
-        for field, reason in _job(job, scenario, names):
-            yield ("jobs", index, field), reason
-    yield from _lent_twice(scenario)
-    replicas = sum(service.replicas for service in scenario.services)
-    for index, failure in enumerate(scenario.failures):
-        end = scenario.warmup_s + scenario.seconds
-        if failure.at_s >= end:
-            yield ("failures", index, "at_s"), f"is after the end at {end:g} s"
-        if failure.kind != "link" and failure.target >= replicas:
-            yield ("failures", index, "target"), f"there are {replicas} replicas, counted from 0"
-
-
-def _service(service: Service, derate: float) -> Iterator[tuple[str, str]]:
-    if service.model not in MODELS:
-        yield "model", f"no measured costs of {service.model}; known: {', '.join(MODELS)}"
-        return
-    if service.device not in DEVICES:
-        yield "device", f"no measured costs on {service.device}; known: {', '.join(DEVICES)}"
-        return
-    yield from _load(service.load)
-    if service.serving_memory_share + service.rollout_memory_share > 1:
-        yield "rollout_memory_share", "together with serving_memory_share more than the device has"
-    gpus, share = service.gpus_per_replica, service.serving_memory_share
-    if kv_tokens(service.device, service.model, share, gpus) <= 0:
-        yield "serving_memory_share", f"{service.model} does not fit into it"
-    alone = costs(service.device, service.model, derate, gpus)
-    step, prefill = 1e3 * alone.step(1, 1000)[0], 1e3 * alone.prefill(1000)
-    if service.tpot_ms <= step:
-        yield "tpot_ms", f"is not above the solo latency: one step alone takes {step:.1f} ms"
-    if service.ttft_ms <= prefill:
-        yield "ttft_ms", f"is not above the solo latency: 1000 tokens alone take {prefill:.1f} ms"
-    if service.min_unlent_replicas > service.replicas:
-        yield "min_unlent_replicas", f"there are only {service.replicas} replicas"
-
-
-def _load(load: Load) -> Iterator[tuple[str, str]]:
-    if bool(load.trace) == bool(load.burst_every_s):
-        yield "load", "give either a trace or burst_every_s"
-    if load.shape and not load.trace:
-        yield "load", "a shape needs a trace to bend"
-    if load.trace and load.requests_per_s is None:
-        yield "load", "a trace needs requests_per_s"
-
-
-def _job(
-    job: RolloutJob, scenario: Scenario, services: dict[str, Service]
-) -> Iterator[tuple[str, str]]:
-    if job.model not in MODELS:
-        yield "model", f"no measured costs of {job.model}; known: {', '.join(MODELS)}"
-        return
-    if job.device not in DEVICES:
-        yield "device", f"no measured costs on {job.device}; known: {', '.join(DEVICES)}"
-        return
-    if job.dedicated and kv_tokens(job.device, job.model, 0.9, job.gpus_per_engine) <= 0:
-        yield "gpus_per_engine", f"{job.model} does not fit on them"
-    fixed = {Regime.FIXED} & set(scenario.regimes)
-    if job.dedicated == 0 and (fixed or job.borrowed == 0):
-        yield "dedicated", "nothing would ever compute in the fixed pool"
-    if job.surplus is not None and job.staleness:
-        yield "surplus", "tail batching is for synchronous steps: staleness must be 0"
-    if job.surplus is not None and job.oldest_first:
-        yield (
-            "oldest_first",
-            "tail batching has an order of its own: leave one of them out",
-        )
-    if job.borrowed:
-        yield from _borrowing(job, services)
-
-
-def _borrowing(job: RolloutJob, services: dict[str, Service]) -> Iterator[tuple[str, str]]:
-    lender = services.get(job.borrows_from)
-    if lender is None:
-        yield "borrows_from", f"no service {job.borrows_from!r}; known: {', '.join(services)}"
-        return
-    if lender.model not in MODELS or lender.device not in DEVICES:
-        return
-    if lender.gpus_per_replica != job.gpus_per_engine:
-        yield "gpus_per_engine", f"a replica of {lender.name} has {lender.gpus_per_replica} GPUs"
-    room = kv_tokens(lender.device, job.model, lender.rollout_memory_share, lender.gpus_per_replica)
-    if room < 32_000:
-        yield (
-            "model",
-            f"{job.model} and one trajectory of 32000 tokens do not fit into "
-            f"rollout_memory_share {lender.rollout_memory_share:g} of {lender.name}",
-        )
-
-
-def _lent_twice(scenario: Scenario) -> Iterator[tuple[Where, str]]:
-    for service in scenario.services:
-        wanted = [
-            (index, job)
-            for index, job in enumerate(scenario.jobs)
-            if job.borrows_from == service.name
-        ]
-        most = min(
-            service.replicas * service.max_replicas_percent // 100,
-            service.replicas - service.min_unlent_replicas,
-        )
-        total = sum(job.borrowed for _, job in wanted)
-        if total > most:
-            index = wanted[-1][0]
-            reason = f"jobs borrow {total} replicas of {service.name}, which lends at most {most}"
-            yield ("jobs", index, "borrowed"), reason

@@ -95,6 +95,7 @@ class Counts:
     moves: int = 0
     redone_tokens: int = 0
     again_prefilled: int = 0
+    borrowed_prefilled: int = 0
     borrowed_tokens: int = 0
     tokens: int = 0
     queue_s: float = 0.0

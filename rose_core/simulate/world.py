@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from rose_core.rollouts.placement import Policy
+from rose_core.simulate.balancer import Balancer
 from rose_core.simulate.batch import BatchEngine, Sequence
 from rose_core.simulate.clock import SECOND, Clock
 from rose_core.simulate.costs import costs, kv_tokens
 from rose_core.simulate.gates import ServingRequest
 from rose_core.simulate.job import Job, JobFacts
 from rose_core.simulate.lent import Ears, Replica
+from rose_core.simulate.nodes import Dedicated, Nodes
 from rose_core.simulate.paper import PaperGate
 from rose_core.simulate.planner import Planner, lend_once
 from rose_core.simulate.regimes import GateKind, Lends, Rules
@@ -58,17 +60,19 @@ class World:
         self.rules = rules
         self.clock = Clock()
         self.replicas: list[Replica] = []
+        self._by_service: dict[str, list[Replica]] = {}
         self.requests: dict[str, list[ServingRequest]] = {}
         self.routers: dict[str, Router] = {}
         self.jobs: dict[str, Job] = {}
-        self.dedicated: list[BatchEngine] = []
+        self.dedicated: list[Dedicated] = []
         self._lent_ns: dict[str, int] = {}
         self.held_ns = 0
         self.gate_moves: list[tuple[float, int]] = []
         self._link_up_ns = 0
         self.weight_bytes = 0
-        self._turn = 0
         self._whole: WholeLender | None = None
+        self.nodes = Nodes(self.clock, scenario, seed, self._again, self._retry)
+        self._balancer = Balancer(self._serving, lambda: self.nodes.down > 0)
         self._build()
 
     # --- building
@@ -84,14 +88,19 @@ class World:
                     self.scenario,
                     rules=self.rules,
                     ears=ears,
+                    machine=self.nodes.under(len(self.replicas) + n),
                 )
                 for n in range(service.replicas)
             ]
             self.replicas += mine
-            self._load(service, mine)
+            self._by_service[service.name] = mine
+            for one in mine:
+                self.nodes.put(one)
+            self._load(service)
         for job in self.scenario.jobs:
             self._job(job)
         self._lender()
+        self.nodes.start()
         for failure in self.scenario.failures:
             self.clock.after(failure.at_s, partial(self._fail, failure))
 
@@ -107,10 +116,17 @@ class World:
         elif rules.lends is Lends.PLANNER:
             polled = rules.gate is GateKind.POLLED
             signal = SignalSource.LOADS if polled else SignalSource.WIRE_TAP
-            planner = Planner(self.clock, self.scenario, self.replicas, self._lend, signal)
+            planner = Planner(
+                self.clock,
+                self.scenario,
+                self.replicas,
+                self._lend,
+                signal=signal,
+                silence=self.nodes.silence,
+            )
             self.clock.after(0.0, planner.run)
 
-    def _load(self, service: Service, replicas: list[Replica]) -> None:
+    def _load(self, service: Service) -> None:
         load, seconds = service.load, self.scenario.warmup_s + self.scenario.seconds
         draw = random.Random(f"{self.seed}/{service.name}")  # noqa: S311  # a model's randomness
         if load.trace:
@@ -133,15 +149,17 @@ class World:
             )
         self.requests[service.name] = found
         for request in found:
-            self.clock.at(request.arrived_ns, partial(self._arrive, request, replicas))
+            take = partial(self._balancer.take, request, service.name)
+            self.clock.at(request.arrived_ns, take)
 
-    def _arrive(self, request: ServingRequest, replicas: list[Replica]) -> None:
-        self._turn += 1
-        if self._whole is not None:
-            replicas = self._whole.serving(replicas[0].service.name)
-        size = len(replicas)
-        best = min(range(size), key=lambda n: (replicas[n].serving.live, (n - self._turn) % size))
-        replicas[best].serve(request)
+    def _serving(self, service: str) -> list[Replica]:
+        return self._by_service[service] if self._whole is None else self._whole.serving(service)
+
+    def _again(self, request: ServingRequest, replica: Replica) -> None:
+        self._balancer.again(request, replica.service.name)
+
+    def _retry(self) -> None:
+        self._balancer.retry()
 
     def _job(self, job: RolloutJob) -> None:
         rules, told = self.rules, self.scenario.placement.model_dump()
@@ -159,9 +177,11 @@ class World:
         cap = max(1, min(job.dedicated_cap, pool // _USUAL_CONTEXT))
         for number in range(job.dedicated):
             batch = BatchEngine(self.clock, own, pool, _nothing)
-            self.dedicated.append(batch)
             name = f"{job.name}-dedicated-{number}"
-            router.attach(Engine(name, EngineKind.DEDICATED, batch, 0, True, cap))
+            engine = Dedicated(name, batch, cap, router, partial(self._newest, job.name))
+            self.dedicated.append(engine)
+            self.nodes.put(engine)
+            engine.attach(0)
         draw = random.Random(f"{self.seed}/{job.name}")  # noqa: S311  # a model's randomness
         facts = JobFacts(
             job.group,
@@ -182,6 +202,9 @@ class World:
         )
         self.jobs[job.name] = one
         self.clock.after(0.0, one.start)
+
+    def _newest(self, job: str) -> int:
+        return self.jobs[job].version if job in self.jobs else 0
 
     # --- what replicas and jobs tell
 
@@ -259,6 +282,9 @@ class World:
         if failure.kind == "link":
             self._link_up_ns = self.clock.now_ns + round(failure.seconds * SECOND)
             return
+        if failure.kind == "node":
+            self.nodes.fail(failure.target, failure.seconds)
+            return
         gate = self.replicas[failure.target].gate
         gate.host.broken = gate.host.broken or failure.kind == "gone"
         if failure.kind in {"engine", "gone"}:
@@ -270,8 +296,8 @@ class World:
         """Count up to now."""
         for replica in self.replicas:
             replica.device.finish()
-        for batch in self.dedicated:
-            batch.settle()
+        for one in self.dedicated:
+            one.batch.settle()
         now = self.clock.now_ns
         for name, since in self._lent_ns.items():
             gpus = next(r.service.gpus_per_replica for r in self.replicas if r.name == name)

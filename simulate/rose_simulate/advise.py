@@ -23,8 +23,10 @@ from rose_core.advice.errors import AdviceError, TelemetryError
 from rose_core.advice.estimate import Assumed, Estimate, Interval, estimate
 from rose_core.advice.recommend import Advice, Goal, recommend
 from rose_core.advice.telemetry import BUSY, RUNNING, Telemetry, from_prometheus, from_rows
+from rose_wire.flags import amount, count, share
 
 PERCENTS = (10, 25, 50, 75, 100)
+_PERCENTILE = "percent of requests that must meet it"
 _WIDTH = 100
 
 
@@ -43,20 +45,29 @@ def parser() -> argparse.ArgumentParser:
     add("--namespace", default="default")
     add(
         "--label",
+        type=_label,
         action="append",
         default=[],
         metavar="KEY=VALUE",
         help="of the serving pods; without one app=NAME is assumed",
     )
-    add("--ttft", type=int, default=0, help="SLO: time to first token, milliseconds")
-    add("--tpot", type=int, default=0, help="SLO: time per output token, milliseconds")
-    add("--percentile", type=int, default=99, help="share of requests that must meet it")
-    add("--gpus", type=int, default=1, help="of one replica")
-    add("--stop-ms", type=float, default=75.0, help="p99 from arrival to rollouts that stand still")
-    add("--budget-share", type=float, default=0.1, help="of the error budget lending may use")
+    add("--ttft", type=count, default=0, help="SLO: time to first token, milliseconds")
+    add("--tpot", type=count, default=0, help="SLO: time per output token, milliseconds")
+    percents, stop = range(50, 100), "p99 from arrival to rollouts that stand still"
+    add("--percentile", type=int, choices=percents, metavar="50..99", default=99, help=_PERCENTILE)
+    add("--gpus", type=int, choices=range(1, 9), metavar="1..8", default=1, help="of one replica")
+    add("--stop-ms", type=amount, default=75.0, help=stop)
+    add("--budget-share", type=share, default=0.1, help="of the error budget lending may use")
     add("--json", type=Path, help="write everything there")
     add("--pool", type=Path, help="write the ServingPool there")
     return made
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is no KEY=VALUE")
+    return key, value
 
 
 def read(path: Path, meaning: str = "") -> Telemetry:
@@ -144,8 +155,7 @@ def _yaml(pool: dict[str, Any]) -> str:
 
 
 def _labels(options: argparse.Namespace) -> dict[str, str]:
-    labels = dict(text.partition("=")[::2] for text in options.label)
-    return labels or {"app": options.name}
+    return dict(options.label) or {"app": options.name}
 
 
 def main(argv: list[str]) -> int:

@@ -9,8 +9,9 @@ the test: the delays of the other load levels predict those of the one held out.
 | ``out/bench/guard.json`` of one load (``python -m bench.guard --loads conv``) | that one |
 | the same of several loads | those that have figures of their own, ``conv, ours: arrival to ...`` |
 
-Exit code 1 when a delay is off by more than ``LIMIT``, or when the files cannot say. What was
-measured while others used the machine is refused; with ``--busy`` it is compared, the share is
+A delay with fewer than ``LEAST_SAMPLES`` reactions at a load of a recording is left out there, and
+named. Exit code 1 when a delay is off by more than ``LIMIT``, or when the files cannot say. What
+was measured while others used the machine is refused; with ``--busy`` it is compared, the share is
 said, and the exit code is 1 whatever comes of it.
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from rose_core.simulate.errors import ScenarioError, SimulationError
-from rose_simulate.recordings import delays_of, is_recording
+from rose_simulate.recordings import Recorded, delays_of, is_recording
 from rose_simulate.timings import MEDIANS, QUIET, Figures, any_figures, refuse_busy
 
 LIMIT = 0.15
@@ -50,10 +51,12 @@ class Level:
     Attributes:
         delays: by the name of the figure.
         others: share of the machine that others used meanwhile; None = not recorded.
+        short: delays with too few samples, in words.
     """
 
     delays: Mapping[str, Median]
     others: float | None
+    short: tuple[str, ...] = ()
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -76,12 +79,18 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """What became of the prediction; ``others``: the most that others used of the machine."""
+    """What became of the prediction.
+
+    Attributes:
+        others: the most that others used of the machine.
+        short: delays of the level held out that had too few samples, in words.
+    """
 
     held_out: str
     fitted_on: tuple[str, ...]
     delays: tuple[Compared, ...]
     others: float | None = None
+    short: tuple[str, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -122,13 +131,7 @@ def _quiet(others: float) -> bool:
 
 def _levels(path: Path) -> dict[str, Level]:
     if is_recording(path):
-        return {
-            load: Level(
-                {name: _enough(path, name, *delay) for name, delay in one.delays.items()},
-                one.others,
-            )
-            for load, one in delays_of(path).items()
-        }
+        return {load: _recorded(one) for load, one in delays_of(path).items()}
     figures = any_figures(path)
     loads = [name.removesuffix(_LOAD_OF) for name in figures if name.endswith(_LOAD_OF)]
     if not loads:
@@ -145,6 +148,20 @@ def _levels(path: Path) -> dict[str, Level]:
         )
         for load in loads
     }
+
+
+def _recorded(one: Recorded) -> Level:
+    enough = {
+        name: Median(value, samples)
+        for name, (value, samples) in one.delays.items()
+        if samples >= LEAST_SAMPLES and value > 0
+    }
+    short = tuple(
+        f"{name}: {samples} samples; {LEAST_SAMPLES} are needed to say anything"
+        for name, (_, samples) in one.delays.items()
+        if name not in enough
+    )
+    return Level(enough, one.others, short)
 
 
 def _median(figures: Figures, name: str, path: Path) -> Median:
@@ -177,15 +194,19 @@ def calibrate(found: Mapping[str, Level], held_out: str) -> Calibration:
         message = f"cannot hold out {held_out!r}: load levels are {', '.join(found)}"
         raise ScenarioError(message)
     delays = []
-    for name in MEDIANS:
-        known = [level.delays[name] for level in others.values()]
+    for name, seen in found[held_out].delays.items():
+        known = [level.delays[name] for level in others.values() if name in level.delays]
+        if not known:
+            continue
         weight = sum(one.samples for one in known)
         predicted = sum(one.value * one.samples for one in known) / weight
-        seen = found[held_out].delays[name]
         delays.append(Compared(name, predicted, seen.value, seen.samples))
+    if not delays:
+        why = "; ".join(found[held_out].short) or "no other level has its delays"
+        raise ScenarioError(f"cannot hold out {held_out!r}: {why}")
     shares = [level.others for level in found.values()]
     most = None if None in shares else max(one for one in shares if one is not None)
-    return Calibration(held_out, tuple(others), tuple(delays), most)
+    return Calibration(held_out, tuple(others), tuple(delays), most, found[held_out].short)
 
 
 def table(one: Calibration) -> str:
@@ -202,6 +223,7 @@ def table(one: Calibration) -> str:
         f"  {row.samples:>7}{'' if row.holds else '  outside'}"
         for row in one.delays
     ]
+    lines += [f"left out: {why}" for why in one.short]
     return "\n".join(lines)
 
 
@@ -220,7 +242,8 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     try:
         found = levels(options.files, busy=options.busy)
-        held_out = [options.hold_out] if options.hold_out else list(found)
+        some = [name for name, level in found.items() if level.delays]
+        held_out = [options.hold_out] if options.hold_out else some or list(found)
         made = [calibrate(found, name) for name in held_out]
     except SimulationError as error:
         sys.stderr.write(f"{error}\n")

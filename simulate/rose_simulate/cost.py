@@ -22,8 +22,8 @@ import msgspec
 
 from rose_core.accounting.cost import Prices
 from rose_core.accounting.leases import Beside, ledger_of
-from rose_core.accounting.ledger import total
-from rose_core.accounting.page import MICRO, html, money
+from rose_core.accounting.ledger import ServingImpact, total
+from rose_core.accounting.page import GIGABYTE, MICRO, html, money
 from rose_core.accounting.statement import Statement, statement
 from rose_core.simulate.run import ledger
 from rose_core.simulate.scenario import Regime
@@ -124,13 +124,17 @@ def _of_leases(
             lent = int(totals.get("lentMilliseconds", 0))
             opened = int(totals.get("openMilliseconds", lent))  # not said: all of it
             tokens = int(totals.get("harvestedTokens", 0))
+            moved = int(totals.get("weightBytes", 0))
+            serving = ServingImpact(
+                int(totals.get("servingRequests", 0)), int(totals.get("sloViolations", 0))
+            )
         except (KeyError, TypeError, ValueError) as error:
             message = f"{path}: items[{index}]: no RolloutLease with status.totals ({error})"
             raise CostError(message) from error
         beside = Beside(
             round(options.dedicated_gpu_hours * 3_600_000), options.accepted, options.correct
         )
-        used = ledger_of(lent, opened, tokens, beside)
+        used = ledger_of(lent, opened, tokens, beside, serving=serving, weight_bytes=moved)
         found.append(statement(name, used, prices))
     return found
 
@@ -139,15 +143,16 @@ def show(found: Sequence[Statement]) -> str:
     """As text."""
     width = max((len(one.name) for one in found), default=0)
     head = (
-        f"{'':<{width}}  dedicated h  borrowed h  tokens       accepted  cost/accepted  "
-        "saved   break-even  opportunity"
+        f"{'':<{width}}  dedicated h  borrowed h  tokens       weights GB  violations  accepted  "
+        "cost/accepted  saved   break-even  opportunity"
     )
     lines_ = [head]
     for one in found:
         saved = "unknown" if one.saved is None else f"{one.saved:.1%}"
         lines_.append(
             f"{one.name:<{width}}  {one.dedicated_hours:>11.2f}  {one.borrowed_hours:>10.2f}  "
-            f"{one.ledger.tokens.produced:<11}  {one.ledger.trajectories.accepted:<8}  "
+            f"{one.ledger.tokens.produced:<11}  {one.ledger.weight_bytes / GIGABYTE:<10.4g}  "
+            f"{one.ledger.serving.added_violations:<10}  {one.ledger.trajectories.accepted:<8}  "
             f"{money(one.per_accepted):<13}  {saved:<7} {money(one.break_even):<11} "
             f"{money(one.opportunity)}"
         )

@@ -21,6 +21,7 @@ from rose_core.simulate.scenario import Regime, Scenario
 from rose_core.simulate.world import Material
 from rose_simulate import calibrate, studies
 from rose_simulate.fleets import FleetResult, fleet_table, run_fleet
+from rose_simulate.overrides import changed
 from rose_simulate.reading import read_material, read_scenario
 from rose_simulate.study import Result, study, table
 from rose_simulate.timings import measured
@@ -52,20 +53,15 @@ def chosen(
     """The scenario with what the command line overrides.
 
     Raises:
-        ScenarioError: the measured delays cannot be used.
+        ScenarioError: a value is out of bounds, or the measured delays cannot be used.
     """
-    changes: dict[str, object] = {}
-    if options.seeds:
-        changes["seeds"] = tuple(options.seeds)
-    if options.regimes:
-        changes["regimes"] = tuple(Regime(one) for one in options.regimes)
-    if options.seconds:
-        changes["seconds"] = options.seconds
-    if options.warmup is not None and isinstance(scenario, Scenario):
-        changes["warmup_s"] = options.warmup
-    if options.timings is not None and isinstance(scenario, Scenario):
+    changes = {name: getattr(options, name) for name in ("seeds", "regimes", "seconds")}
+    if isinstance(scenario, FleetScenario):
+        return changed(scenario, changes)
+    changes["warmup_s"] = options.warmup
+    if options.timings is not None:
         changes["delays"] = measured(options.timings, scenario.delays)
-    return scenario.model_copy(update=changes)
+    return changed(scenario, changes)
 
 
 def write(result: Result | FleetResult, folder: Path) -> Path:

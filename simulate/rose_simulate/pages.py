@@ -19,7 +19,8 @@ from rose_core.simulate.scenario import Regime
 from rose_simulate.fleets import FleetResult, against
 from rose_simulate.study import PRICES, Result, Row
 
-_ACROSS = frozenset({"freshness", "tail"})  # studies whose scenarios differ in one thing
+_ACROSS = frozenset({"freshness", "tail", "mps"})  # studies whose scenarios differ in one thing
+_KINDS = frozenset({"mixed"})  # studies in which dedicated and borrowed devices differ
 _ORDER = ("fixed", "rose-paper", "ours")
 
 
@@ -92,7 +93,9 @@ def _events(name: str, one: Result, made: Page) -> None:
     )
     papers = {row.derate: row.accepted for row in one.rows if row.regime == Regime.ROSE_PAPER}
     made.text += "".join(_row(row, papers.get(row.derate)) for row in one.rows)
-    made.text += _recovered(one) + _sensitivity(one)
+    made.text += _recovered(one) + _nodes(one)
+    made.text += _affinity(one) if name in _KINDS else ""
+    made.text += _sensitivity(one)
     bars = [
         Bar(f"{row.regime}, {row.derate:g}", *_ends(row.against_paper), colour=_colour(row.regime))
         for row in one.rows
@@ -115,6 +118,40 @@ def _recovered(one: Result) -> str:
         return ""
     shown = ", ".join(f"`{who}` {' / '.join(values)}" for who, values in found.items())
     return f"\nSeconds until nine tenths of the gates are open again, median: {shown}.\n"
+
+
+def _nodes(one: Result) -> str:
+    """How many nodes were lost, and what serving had to begin anew; nothing where none was."""
+    lost = {(o.derate, o.seed): o.node_failures for o in one.outcomes}
+    if not any(lost.values()):
+        return ""
+    again: dict[str, int] = {}
+    for outcome in one.outcomes:
+        again[outcome.regime] = again.get(outcome.regime, 0) + outcome.restarted
+    shown = ", ".join(f"`{who}` {count}" for who, count in again.items())
+    return (
+        f"\nNodes lost, over seeds and derates: {sum(lost.values())}. Serving requests that began "
+        f"anew because of it: {shown}.\n"
+    )
+
+
+def _affinity(one: Result) -> str:
+    """Prefill to decode on either kind of engine: which kind of work went where."""
+    shown = []
+    for row in one.rows:
+        jobs = [job for outcome in _of(one, row) for job in outcome.jobs]
+        lent, prompts = sum(o.borrowed_tokens for o in jobs), sum(o.prefilled_tokens for o in jobs)
+        lent_prompts = sum(o.borrowed_prefilled_tokens for o in jobs)
+        own = sum(o.tokens for o in jobs) - lent
+        if own and lent:
+            ratios = f"{(prompts - lent_prompts) / own:.1f} and {lent_prompts / lent:.1f}"
+            shown.append(f"`{row.regime}` {ratios}")
+    return (
+        "\nPrompt tokens computed per output token, on dedicated and on borrowed engines: "
+        f"{', '.join(shown)}.\n"
+        if shown
+        else ""
+    )
 
 
 def _sensitivity(one: Result) -> str:

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from rose_core.simulate.errors import Impossible, ScenarioError, TraceError
 from rose_core.simulate.fleet_scenario import FleetScenario, impossible_fleet
-from rose_core.simulate.scenario import Scenario, Service, Where, impossible
+from rose_core.simulate.possible import Where, impossible
+from rose_core.simulate.scenario import Scenario, Service
 from rose_core.simulate.workload import Arrival, Episode, arrivals, episodes, shape
 from rose_core.simulate.world import Material
 

@@ -166,6 +166,25 @@ def test_the_verb_prints_options_and_writes_the_pool(
     assert "cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--percentile", "150"],
+        ["--gpus", "0"],
+        ["--stop-ms", "-1"],
+        ["--budget-share", "7"],
+        ["--ttft", "-1"],
+        ["--label", "app"],
+    ],
+)
+def test_figures_that_cannot_be_are_refused_by_their_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: list[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--telemetry", str(tmp_path / "load.csv"), *wrong])
+    assert f"argument {wrong[0]}: " in capsys.readouterr().err
+
+
 def _of_agents(*, restarted: bool = False) -> str:
     """Shares of four replicas as two agents export them: ``pod`` and ``instance`` are theirs."""
     draw = random.Random(3)

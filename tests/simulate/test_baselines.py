@@ -8,9 +8,10 @@ import rose_core.rollouts.dispatch
 import rose_core.rollouts.prospects
 import rose_core.rollouts.residency
 from rose_core.simulate import router
+from rose_core.simulate.possible import impossible
 from rose_core.simulate.regimes import RULES
 from rose_core.simulate.run import run
-from rose_core.simulate.scenario import Failure, Load, Regime, Scenario, impossible
+from rose_core.simulate.scenario import Failure, Load, Regime, Scenario
 from rose_core.simulate.world import World
 from tests.simulate.worlds import MATERIAL, scenario
 

@@ -115,6 +115,27 @@ def test_a_recording_of_a_shared_machine_never_counts_as_calibrated(
     assert "outside" not in said
 
 
+def test_a_load_with_too_few_reactions_is_left_out_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = windows(tmp_path / "guard-windows.json", {"conv": 1.0, "code": 1.1, "steady": 3.0})
+    content = json.loads(path.read_text())
+    for one in content["windows"]:
+        if one["load"] == "steady":
+            one["released_s"] = one["released_s"][:9]
+            one["closed_s"] = [0.00105] * 20
+            one["stopped_s"] = [0.0042] * 20
+    path.write_text(json.dumps(content))
+    assert main(["calibrate", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "left out: ours: open gate to first rollout token, p50: 18 samples; 20 are" in said
+    found = calibrate(levels([path]), "conv")
+    assert [one.predicted for one in found.delays] == pytest.approx([1.075, 4.3, 13.2])
+    few = windows(tmp_path / "few.json", {"conv": 1.0})
+    with pytest.raises(ScenarioError, match="cannot hold out 'conv'"):
+        calibrate(levels([few]), "conv")
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from rose_simulate.main import write
 from rose_simulate.study import study
 from tests.simulate.worlds import MATERIAL, scenario
 
-LEASE = {
+LEASE: dict[str, Any] = {
     "kind": "RolloutLease",
     "metadata": {"namespace": "rl", "name": "grpo"},
     "status": {"totals": {"lentMilliseconds": 7_200_000, "harvestedTokens": 5_000}},
@@ -41,6 +42,21 @@ def test_leases_are_priced_with_what_the_trainer_knows(
     assert "unknown" in capsys.readouterr().out
     assert main([str(path), "--lent-hour", "0.5", "--accepted", "10"]) == 0
     assert " 0.1 " in capsys.readouterr().out  # 2 hours at 0.5 for 10 trajectories
+
+
+def test_what_a_lease_did_to_serving_and_moved_is_priced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counted = {"weightBytes": 30 * 10**9, "servingRequests": 800, "sloViolations": 4}
+    totals = LEASE["status"]["totals"] | counted
+    path, found = tmp_path / "leases.json", tmp_path / "found.json"
+    path.write_text(json.dumps({"items": [LEASE | {"status": {"totals": totals}}]}))
+    prices = ["--violation", "0.25", "--gigabyte", "0.01"]
+    assert main([str(path), *prices, "--json", str(found)]) == 0
+    (one,) = json.loads(found.read_bytes())
+    assert (one["cost"]["violations"], one["cost"]["network"]) == (1_000_000, 300_000)
+    assert one["ledger"]["serving"] == {"requests": 800, "added_violations": 4}
+    assert " 30 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ import pytest
 
 from rose_core.simulate.clock import SECOND
 from rose_core.simulate.outcome import Outcome, paired_ratio
+from rose_core.simulate.possible import impossible
 from rose_core.simulate.regimes import RULES
 from rose_core.simulate.run import ledger, run
-from rose_core.simulate.scenario import Regime, Scenario, impossible
+from rose_core.simulate.scenario import Regime, Scenario
 from rose_core.simulate.world import World
 from tests.simulate.worlds import MATERIAL, scenario
 

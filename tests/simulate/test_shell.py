@@ -170,3 +170,13 @@ def test_the_verb_runs_a_scenario_and_writes_the_same_bytes_again(
     assert "ours" in capsys.readouterr().out
     assert main([str(tmp_path / "none.yaml")]) == 1
     assert main([str(SCENARIOS / "normal.yaml"), "--derate", "3"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--seconds", "-5"), ("--seconds", "0"), ("--warmup", "-1")]
+)
+def test_what_a_flag_says_is_held_to_the_fields_bounds(
+    capsys: pytest.CaptureFixture[str], flag: str, value: str
+) -> None:
+    assert main([str(SCENARIOS / "normal.yaml"), "--check", flag, value]) == 1
+    assert f"{flag}: Input should be greater than" in capsys.readouterr().err

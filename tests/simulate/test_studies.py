@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rose_core.accounting.charts import Line, Row, intervals, lines, ticks
-from rose_core.simulate.scenario import Regime
+from rose_core.simulate.scenario import Nodes, Regime
 from rose_simulate.pages import page
 from rose_simulate.reading import read_scenario
 from rose_simulate.studies import SCENARIOS, STUDIES, main
@@ -33,6 +33,30 @@ def test_a_page_compares_with_the_paper_and_equal_results_give_equal_pages() -> 
     shown = [float(cell) for cell in costs.split("\n")[0].rstrip(" |").split(" | ")]
     assert shown == sorted(shown)
     assert shown[0] < shown[-1]
+
+
+def test_a_page_says_which_kind_of_work_went_to_which_kind_of_engine() -> None:
+    told = scenario(seeds=(1,), regimes=(Regime.FIXED, Regime.OURS))
+    found = study(told, MATERIAL, [0.5], lambda _one: None)
+    jobs = [one.jobs[0] for one in found.outcomes if one.regime == Regime.OURS]
+    assert 0 < jobs[0].borrowed_prefilled_tokens < jobs[0].prefilled_tokens
+    lent = jobs[0].borrowed_prefilled_tokens / jobs[0].borrowed_tokens
+    made = page("mixed", "(x)", "Says.", (found,)).text
+    assert f" and {lent:.1f}.\n" in made.split("Prompt tokens computed per output token")[1]
+    assert "Prompt tokens computed" not in page("x", "(x)", "Says.", (found,)).text
+
+
+def test_a_page_says_how_many_nodes_were_lost() -> None:
+    nodes = Nodes(gpus=2, fail_every_s=40, back_s=10)
+    told = scenario(seeds=(1, 2), regimes=(Regime.FIXED, Regime.OURS), nodes=nodes)
+    found = study(told, MATERIAL, [0.5], lambda _one: None)
+    lost = sum(one.node_failures for one in found.outcomes if one.regime == Regime.OURS)
+    again = sum(one.restarted for one in found.outcomes if one.regime == Regime.OURS)
+    made = page("x", "(x)", "Says.", (found,)).text
+    assert f"Nodes lost, over seeds and derates: {lost}." in made
+    assert f"`ours` {again}" in made
+    calm = study(scenario(seeds=(1,)), MATERIAL, [0.5], lambda _one: None)
+    assert "Nodes lost" not in page("x", "(x)", "Says.", (calm,)).text
 
 
 def test_the_command_writes_result_page_and_plot(tmp_path: Path) -> None:
