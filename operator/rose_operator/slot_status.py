@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rose_core.api import ConditionType, Desired, Reason, RolloutSlot, SlotStatus
 from rose_core.api.conditions import Statement
+from rose_core.guard.reasons import slot_word
 from rose_core.lending import Policy
 from rose_core.wire.sync import SlotReport, SlotState
 from rose_operator.statuses import conditions, reason_of
@@ -100,7 +101,7 @@ def _slot_ready(
             bool(report.version),
             _R.ENGINE_RUNNING if report.version else _R.NO_VERSION_YET,
         )
-    text = ": ".join(filter(None, (report.reason, report.message)))
+    text = ": ".join(filter(None, (slot_word(report.reason), report.message)))
     reason = _NOT_RUNNING.get(state, _R.ENGINE_STARTING) if state else _R.ENGINE_STARTING
     return Statement(_C.READY, False, reason, text, moving=True)
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rose_core.wire.reasons import HostReason
+
 # What an allocator may keep of what was let go of: caches, page edges, measuring noise.
 LEAST_SHARE = 0.5
 
@@ -31,7 +33,7 @@ class Dormancy:
         message: for people.
     """
 
-    refusal: str = ""
+    refusal: HostReason = HostReason.NONE
     released_bytes: int = 0
     residue_bytes: int | None = None
     message: str = ""
@@ -55,12 +57,12 @@ def judge(
     """
     if before is None or after is None:
         message = "the device driver does not tell how much memory the engine holds"
-        return Dormancy("MemoryUnknown", message=message)
+        return Dormancy(HostReason.MEMORY_UNKNOWN, message=message)
     released = max(0, before - after)
     if claimed <= 0 or released < claimed * least_share:
         message = (
             f"the engine says that it released {claimed} bytes; its processes held {before} "
             f"before and hold {after} after"
         )
-        return Dormancy("NothingReleased", released, after, message)
+        return Dormancy(HostReason.NOTHING_RELEASED, released, after, message)
     return Dormancy(released_bytes=released, residue_bytes=after)

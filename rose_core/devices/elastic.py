@@ -23,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rose_core.devices.memory import WHOLE, BudgetLimits
+from rose_core.wire.reasons import HostReason
 
 # What a fresh engine may use before it has been calm for a while.
 FIRST_PERMILLE = BudgetLimits().least_permille
@@ -91,7 +92,7 @@ class Effect:
     flushed_s: float = 0.0
     unknown_since_s: float | None = None
     looked_s: float | None = None
-    reason: str = ""
+    reason: HostReason = HostReason.NONE
     message: str = ""
 
 
@@ -142,7 +143,7 @@ def judge(
             f"the engine holds {seen.held >> 20} MiB of KV memory {after.over_s:.0f} s after it "
             f"was limited to {wanted >> 20}"
         )
-        after = replace(after, reason="MemoryKept", message=message)
+        after = replace(after, reason=HostReason.MEMORY_KEPT, message=message)
     return after, Orders(write, flush)
 
 
@@ -152,4 +153,4 @@ def _unknown(before: Effect, now_s: float, limits: ElasticLimits) -> Effect:
     if now_s - since < limits.unknown_s:
         return after
     message = "kvcached's segment is gone: what the engine holds is unknown, nothing can take it"
-    return replace(after, reason="ElasticUnavailable", message=message)
+    return replace(after, reason=HostReason.ELASTIC_UNAVAILABLE, message=message)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from rose_core.wire.reasons import HostReason
+
 
 class GateReason(StrEnum):
     """Why a gate is open (first three) or closed."""
@@ -39,6 +41,17 @@ class GateReason(StrEnum):
     NO_DECODE_SLACK = "NoDecodeSlack"
     COOL_DOWN = "CoolDown"
 
+
+def slot_word(word: str) -> str:
+    """A slot's word as a condition may repeat it: the guard's or the host's.
+
+    Returns:
+        ``Other`` for what another version's node calls it.
+    """
+    return word if word in _GATE_WORDS else HostReason(word).value
+
+
+_GATE_WORDS = frozenset(reason.value for reason in GateReason)
 
 VACATING = frozenset(
     {

@@ -13,6 +13,7 @@ from enum import StrEnum
 import msgspec
 
 from rose_core.identity import SlotKey
+from rose_core.wire.reasons import HostReason
 from rose_core.wire.sync import EngineSpec, WeightSource
 
 
@@ -64,6 +65,7 @@ class StopEngine(msgspec.Struct, frozen=True):
     """End the slot's engine and verify that its GPUs are free of it.
 
     Attributes:
+        reason: the gate's word, for the host's log.
         deadline_seconds: kill what has not ended by then.
     """
 
@@ -119,6 +121,8 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
             before that, and then no turn may be sent.
         head: newest version of the run that weight-sync has heard of; empty = unknown.
         generated_tokens: output tokens that passed the data route.
+        weight_bytes: size of the weights that were pulled for the process that serves now.
+        reason: why it is not simply serving; ``StopOrdered`` leaves the word to the guard.
         can_dormant: the engine has not refused to let go of its memory.
         residue_bytes: memory a dormant engine still holds; None = it is not dormant.
         released_bytes: memory it let go of and takes back when it is activated.
@@ -139,7 +143,7 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     head: str = ""
     generated_tokens: int = 0
     restarts: int = 0
-    reason: str = ""
+    reason: HostReason = HostReason.NONE
     message: str = ""
     can_dormant: bool = False
     residue_bytes: int | None = None
@@ -148,6 +152,7 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     device_bytes: int = 0
     kv_permille: int | None = None
     kv_held_bytes: int | None = None
+    weight_bytes: int = 0
 
 
 class HostStatusRequest(msgspec.Struct, frozen=True):

@@ -77,7 +77,7 @@ class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """One slot as its node realises it.
 
     Attributes:
-        reason: closed enum word, also used in conditions, Events and metrics.
+        reason: word of ``GateReason`` or ``HostReason``, also in conditions, Events and metrics.
         version, digest: attested on the live weights, empty before the first attestation.
         lent_milliseconds, open_milliseconds: time granted, and time with the gate open.
         harvested_tokens: output tokens the slot's engine made.

@@ -34,6 +34,7 @@ from rose_core.telemetry.events import (
 from rose_core.telemetry.signal import Limits
 from rose_core.telemetry.verify import Verification
 from rose_core.wire.host import EngineState, EngineStatus
+from rose_core.wire.reasons import HostReason
 from rose_core.wire.sync import (
     EngineSpec,
     Grant,
@@ -258,7 +259,7 @@ async def test_what_became_of_the_engine_is_in_the_flight_recorder_once(
     guard: tuple[Guard, Permit],
 ) -> None:
     made, _ = guard
-    failed = EngineStatus(KEY, EngineState.FAILED, reason="LimitReached")
+    failed = EngineStatus(KEY, EngineState.FAILED, reason=HostReason.LIMIT_REACHED)
     for status in (failed, failed, EngineStatus(KEY, EngineState.SERVING)):
         made.host.engines = {KEY.uid: status}
         made.step_all()

@@ -52,7 +52,7 @@ def test_every_edge(
         (Wish(permit_open=False), "PermitLapsed"),
         (Wish(permit_open=True, stop_pressed=True), "StopPressed"),
         (Wish(True, False, frozenset({Holder.GUARD})), "HeldByGuard"),
-        (Wish(True, False, frozenset({Holder.GUARD, Holder.COMMIT})), "HeldByCommitGuard"),
+        (Wish(True, False, frozenset({Holder.GUARD, Holder.COMMIT})), "HeldByGuard"),
     ],
 )
 def test_an_engine_runs_only_when_nothing_speaks_against_it(wish: Wish, reason: str) -> None:

@@ -123,7 +123,7 @@ async def test_holders_are_a_set(rundir: Path, models: Path) -> None:
             slot = order().slot
             for holder in (Holder.GUARD, Holder.RETRACT):
                 await call(channel, HOLD, HoldEngine(slot, holder, hold=True), timeout=30)
-            assert (await status_of(host)).reason == "HeldByGuardRetract"
+            assert (await status_of(host)).reason == "HeldByGuard"
             await call(channel, HOLD, HoldEngine(slot, Holder.GUARD, hold=False), timeout=30)
             assert (await status_of(host)).holders == (Holder.RETRACT,)
             await call(channel, HOLD, HoldEngine(slot, Holder.RETRACT, hold=False), timeout=30)

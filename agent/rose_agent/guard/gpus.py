@@ -16,8 +16,7 @@ from rose_agent.guard.replica import Replica
 from rose_agent.guard.slot import Slot
 from rose_core.devices.memory import overrun
 from rose_core.wire.host import EngineState
-
-_NO_MEMORY = "InsufficientMemory"
+from rose_core.wire.reasons import HostReason
 
 
 def look_at(
@@ -49,5 +48,5 @@ def _tell(slot: Slot, view: View) -> None:
     changed = status.kv_permille is not None and status.kv_permille != wanted
     if changed or overrun(status.device_bytes, held):
         slot.limit_memory(wanted, held)
-    if status.state is EngineState.FAILED and status.reason == _NO_MEMORY:
+    if status.state is EngineState.FAILED and status.reason is HostReason.INSUFFICIENT_MEMORY:
         slot.renew_room()

@@ -17,7 +17,8 @@ from rose_core.guard.reasons import GateReason
 from rose_core.guard.slot import Phase
 from rose_core.telemetry.signal import Doubt
 from rose_core.wire.host import EngineState
-from rose_core.wire.sync import ReplicaReport, SlotReport, SlotState, SyncRequest
+from rose_core.wire.reasons import PENDING, HostReason
+from rose_core.wire.sync import ReplicaReport, SignalSource, SlotReport, SlotState, SyncRequest
 
 _REFUSALS: dict[GateReason, Reason] = {
     GateReason.STOP_REQUESTED: Reason.STOP_REQUESTED,
@@ -155,7 +156,7 @@ def slot_report(slot: Slot) -> SlotReport | None:
     return SlotReport(
         slot=key,
         state=slot_state(slot),
-        reason=(status.reason if status and status.reason else slot.verdict.reason.value),
+        reason=slot_reason(slot),
         message=(status.message if status and status.message else slot.message),
         gate_open=slot.gate_open,
         endpoint=status.endpoint if status else "",
@@ -166,6 +167,12 @@ def slot_report(slot: Slot) -> SlotReport | None:
         harvested_tokens=totals.tokens,
         reclaims=dict(totals.reclaims),
     )
+
+
+def slot_reason(slot: Slot) -> str:
+    """The host's word about the engine; the gate's where the host has nothing to add."""
+    told = slot.status.reason if slot.status else HostReason.NONE
+    return slot.verdict.reason.value if told in PENDING else told.value
 
 
 def slot_state(slot: Slot) -> SlotState:

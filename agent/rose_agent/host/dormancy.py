@@ -29,6 +29,7 @@ from rose_agent.host import metrics
 from rose_agent.host.enforcer import Enforcer, Watched
 from rose_core.devices.dormancy import Dormancy, judge
 from rose_core.wire.host import EngineState
+from rose_core.wire.reasons import HostReason
 from rose_engines.errors import CommitRefused, EngineUnavailable
 from rose_engines.rundir import SlotDir
 from rose_engines.sglang.control import ControlClient
@@ -60,10 +61,10 @@ class Subject(Protocol):
     def renew_weights(self) -> None:
         """What was attested is void; whoever attests next names this moment."""
 
-    def enter(self, state: EngineState, reason: str) -> None:
+    def enter(self, state: EngineState, reason: HostReason) -> None:
         """Change the state."""
 
-    def fail(self, reason: str, message: str) -> None:
+    def fail(self, reason: HostReason, message: str) -> None:
         """End the process and start anew."""
 
 
@@ -120,7 +121,8 @@ class Rest:
             return
         except EngineUnavailable as error:
             self._count("NoAnswer")
-            self.subject.fail("DormancyFailed", f"the engine did not release its memory: {error}")
+            message = f"the engine did not release its memory: {error}"
+            self.subject.fail(HostReason.DORMANCY_FAILED, message)
             return
         finally:
             self.subject.watched.errand(0.0)
@@ -135,7 +137,7 @@ class Rest:
         self.released_bytes = verdict.released_bytes
         metrics.RELEASED_BYTES.inc(verdict.released_bytes)
         _log.info("%s: released %d bytes", self.subject.watched.name, verdict.released_bytes)
-        self.subject.enter(EngineState.DORMANT, "MemoryReleased")
+        self.subject.enter(EngineState.DORMANT, HostReason.MEMORY_RELEASED)
 
     async def _told_to_release(self) -> int:
         self.subject.watched.errand(ERRAND_SECONDS)
@@ -164,7 +166,7 @@ class Rest:
     def _refused(self, error: CommitRefused) -> None:
         self._count(error.reason)
         if error.reason == "Broken":
-            self.subject.fail("BrokenWeights", error.message)
+            self.subject.fail(HostReason.BROKEN_WEIGHTS, error.message)
             return
         self.refusal = str(error)
         _log.warning("%s cannot be dormant: %s", self.subject.watched.name, error)
@@ -177,7 +179,7 @@ class Rest:
         except CommitRefused as error:
             if error.reason != "Busy":
                 self._count(error.reason)
-                self.subject.fail("BrokenWeights", error.message)
+                self.subject.fail(HostReason.BROKEN_WEIGHTS, error.message)
             return
         except (EngineUnavailable, TimeoutError) as error:
             # Stopped meanwhile, most likely: the guard orders again while there is slack.
@@ -187,7 +189,7 @@ class Rest:
         metrics.ACTIVATION_SECONDS.observe(time.monotonic() - began)
         self._residue(None)
         self.subject.renew_weights()
-        self.subject.enter(EngineState.SERVING, "")
+        self.subject.enter(EngineState.SERVING, HostReason.NONE)
 
     def _residue(self, held: int | None) -> None:
         metrics.RESIDUE_BYTES.inc((held or 0) - (self.residue_bytes or 0))

@@ -31,6 +31,7 @@ from rose_core.devices.elastic import (
     PoolSeen,
     judge,
 )
+from rose_core.wire.reasons import HostReason
 
 _log = logging.getLogger(__name__)
 # kvcached's pages; a bundle is one of them per layer, for keys and for values.
@@ -117,13 +118,13 @@ class Elastic:
                 "the engine runs without kvcached: it has made no segment, so its KV memory is of "
                 "one piece; its log says which patches were not applied"
             )
-            raise BrokenEngine(text, "ElasticUnavailable")
+            raise BrokenEngine(text, HostReason.ELASTIC_UNAVAILABLE)
         if seen.limit < least_bytes // 2:
             text = (
                 f"kvcached's pool of {seen.limit >> 20} MiB is not the one that was ordered "
                 f"({least_bytes >> 20} MiB); a part of the cache is of one piece"
             )
-            raise BrokenEngine(text, "ElasticUnavailable")
+            raise BrokenEngine(text, HostReason.ELASTIC_UNAVAILABLE)
         self._pool = Pool(seen.limit, min(bundle, seen.limit // 2))
         self._write(self._pool.limit(self.permille))
 
@@ -165,7 +166,7 @@ class Elastic:
         if orders.flush and (self._flushing is None or self._flushing.done()):
             self._flushing = asyncio.create_task(self._flush(*self._door()))
         if self._effect.reason:
-            metrics.KILLED.labels(reason=self._effect.reason).inc()
+            metrics.killed(self._effect.reason)
             raise BrokenEngine(self._effect.message, self._effect.reason)
 
     def ended(self) -> None:

@@ -20,6 +20,7 @@ from enum import StrEnum
 
 from rose_core.guard.standstill import Patience, disobeys
 from rose_core.wire.host import Holder
+from rose_core.wire.reasons import HostReason
 
 
 class TreeState(StrEnum):
@@ -37,6 +38,13 @@ class Action(StrEnum):
     FREEZE = "Freeze"
     THAW = "Thaw"
     KILL = "Kill"
+
+
+_HELD = {
+    Holder.GUARD: HostReason.HELD_BY_GUARD,
+    Holder.RETRACT: HostReason.HELD_BY_RETRACT,
+    Holder.COMMIT: HostReason.HELD_BY_COMMIT,
+}
 
 
 @dataclass(frozen=True)
@@ -60,13 +68,12 @@ class Wish:
         return self.errand or (self.permit_open and not self.holders)
 
     @property
-    def reason(self) -> str:
-        """Why the engine stands still; empty when it runs."""
+    def reason(self) -> HostReason:
+        """Why the engine stands still, the word that matters most; empty when it runs."""
         if self.stop_pressed:
-            return "StopPressed"
-        if self.holders:
-            return "HeldBy" + "".join(sorted(self.holders))
-        return "" if self.permit_open else "PermitLapsed"
+            return HostReason.STOP_PRESSED
+        held = next((word for holder, word in _HELD.items() if holder in self.holders), None)
+        return held or (HostReason.NONE if self.permit_open else HostReason.PERMIT_LAPSED)
 
 
 @dataclass(frozen=True)

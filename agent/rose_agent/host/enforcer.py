@@ -29,6 +29,7 @@ from rose_agent.host.errors import GroupError
 from rose_agent.host.groups import ProcessGroup
 from rose_core.guard.standstill import Patience
 from rose_core.wire.host import Holder
+from rose_core.wire.reasons import HostReason
 from rose_engines.bell import Listener, ring
 from rose_engines.permit import Permit
 
@@ -90,7 +91,7 @@ class Watched:
         return self._tree.state is TreeState.STOPPED and holder in self._wish.holders
 
     @property
-    def reason(self) -> str:
+    def reason(self) -> HostReason:
         """Why the engine stands still; empty when it runs."""
         return self._wish.reason
 
@@ -194,7 +195,7 @@ class Watched:
             group.thaw()
         elif action is Action.KILL:
             if not self._killing:  # ordered again every tick, one kill all the same
-                metrics.KILLED.labels(reason="DidNotStop").inc()
+                metrics.killed(HostReason.DID_NOT_STOP)
                 _log.error("%s: did not stand still in time, killing it", self.name)
             self._killing = True
             group.kill()

@@ -40,6 +40,7 @@ from rose_core.wire.host import (
     SetDormant,
     StopEngine,
 )
+from rose_core.wire.reasons import HostReason
 from rose_engines.permit import BadPermit, Permit
 from rose_engines.rundir import RunDir, SlotDir
 from rose_wire.errors import Refused
@@ -51,7 +52,6 @@ _log = logging.getLogger(__name__)
 # Longest that a hold waits for the tree to stand still before it answers.
 _HOLD_WAIT_SECONDS = 1.0
 _REPLACE_SECONDS = 10.0
-_REPLACED = "Replaced"
 # Engines that are gone and still told of.
 GONE_KEPT = 64
 
@@ -101,7 +101,7 @@ class EngineHost:
             if life is not None and life.order.slot == order.slot:
                 return self._again(life, order)
             if life is not None:
-                await self._end(life, _REPLACE_SECONDS, _REPLACED)
+                await self._end(life, _REPLACE_SECONDS, HostReason.REPLACED)
             return self._start(order)
 
     async def stop(self, order: StopEngine) -> EngineStatus:
@@ -115,10 +115,11 @@ class EngineHost:
         async with self._lock(uid):
             life = self._lives.get(uid)
             if life is None:
-                gone = EngineStatus(order.slot, EngineState.GONE, reason=order.reason)
+                gone = EngineStatus(order.slot, EngineState.GONE, reason=HostReason.STOP_ORDERED)
                 return self._gone.get(uid, gone)
-            metrics.KILLED.labels(reason=order.reason).inc()
-            return await self._end(life, order.deadline_seconds, order.reason)
+            _log.info("slot %s: the guard orders its end: %.64r", uid, order.reason)
+            metrics.killed(HostReason.STOP_ORDERED)
+            return await self._end(life, order.deadline_seconds, HostReason.STOP_ORDERED)
 
     async def hold(self, order: HoldEngine) -> Accepted:
         """Pause or no longer pause for one holder; a pause is answered once all stand still.
@@ -203,7 +204,10 @@ class EngineHost:
         """
         self.drain()
         ended = await asyncio.gather(
-            *(self._end(life, seconds, "HostEnding") for life in tuple(self._lives.values()))
+            *(
+                self._end(life, seconds, HostReason.HOST_ENDING)
+                for life in tuple(self._lives.values())
+            )
         )
         return all(status.state is EngineState.GONE for status in ended)
 
@@ -231,7 +235,7 @@ class EngineHost:
         life.start()
         return life.status(self.endpoint_of(uid))
 
-    async def _end(self, life: Twins, seconds: float, reason: str) -> EngineStatus:
+    async def _end(self, life: Twins, seconds: float, reason: HostReason) -> EngineStatus:
         uid = life.order.slot.uid
         gone = await life.end(seconds=seconds, reason=reason)
         status = life.status("")
@@ -240,7 +244,7 @@ class EngineHost:
             self._gone[uid] = status
             self._forget_oldest()
             life.detach()
-            self._site.forget(life.folder, reason != _REPLACED)
+            self._site.forget(life.folder, reason != HostReason.REPLACED)
             self._site.forget(life.folder.twin, True)
         self._count()
         return status

@@ -13,6 +13,10 @@ HostError
 └── UnknownSlot         no engine for this slot on this host
 """
 
+from __future__ import annotations
+
+from rose_core.wire.reasons import HostReason
+
 
 class HostError(Exception):
     """Base of everything the engine host raises.
@@ -21,7 +25,7 @@ class HostError(Exception):
         reason: closed word for an engine's status.
     """
 
-    reason = "StartFailed"
+    reason = HostReason.START_FAILED
 
 
 class GroupError(HostError):
@@ -39,19 +43,19 @@ class NoLimits(HostError):
 class BadEngine(HostError):
     """The slot's engine cannot be started as asked; says what to change."""
 
-    reason = "BadEngine"
+    reason = HostReason.BAD_ENGINE
 
 
 class NoMemory(HostError):
     """The engine's GPU has too little free memory now; says how much it needs and finds."""
 
-    reason = "InsufficientMemory"
+    reason = HostReason.INSUFFICIENT_MEMORY
 
 
 class NotShared(HostError):
     """The engine's GPU cannot be shared as the pool asks now; the reason says which way."""
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: HostReason, message: str) -> None:
         super().__init__(message)
         self.reason = reason
 
@@ -63,7 +67,7 @@ class NotReady(HostError):
 class BrokenEngine(HostError):
     """The engine cannot go on as it is (an undo failed, memory was not let go of)."""
 
-    def __init__(self, message: str, reason: str = "BrokenWeights") -> None:
+    def __init__(self, message: str, reason: HostReason = HostReason.BROKEN_WEIGHTS) -> None:
         super().__init__(message)
         self.reason = reason
 

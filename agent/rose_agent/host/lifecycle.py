@@ -35,6 +35,7 @@ from rose_agent.host.errors import BadEngine, BrokenEngine, HostError
 from rose_agent.host.sharing import Sharing, room_of
 from rose_agent.host.site import Site
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine
+from rose_core.wire.reasons import HostReason
 from rose_engines.errors import EngineError
 from rose_engines.rundir import SlotDir, WeightsFile, read_json, write_json
 
@@ -77,10 +78,10 @@ class EngineLife:
         self._site = site
         self._changed = changed
         self._state = EngineState.STARTING
-        self._reason = ""
+        self._reason = HostReason.NONE
         self._message = ""
         self._failures = 0
-        self._ending: tuple[str, str] | None = None
+        self._ending: tuple[HostReason, str] | None = None
         self._sharing = Sharing(
             site.ways, order, folder.plugin_socket, lambda: (self.url, self.key)
         )
@@ -124,6 +125,7 @@ class EngineLife:
             digest=weights.digest if fresh and serving else "",
             head=weights.head,
             generated_tokens=self.generated_tokens,
+            weight_bytes=weights.fetched_bytes,
             restarts=self.restarts,
             reason=self._reason or self.watched.reason,
             message=self._message or self.rest.refusal or weights.error,
@@ -135,7 +137,7 @@ class EngineLife:
             kv_held_bytes=elastic.held_bytes if elastic is not None else None,
         )
 
-    async def end(self, *, seconds: float, reason: str) -> bool:
+    async def end(self, *, seconds: float, reason: HostReason) -> bool:
         """Kill the tree and close the permit.
 
         Returns:
@@ -173,7 +175,7 @@ class EngineLife:
 
     async def _once(self) -> None:
         """From spawn to the end of the process."""
-        self._set(EngineState.STARTING, "")
+        self._set(EngineState.STARTING, HostReason.NONE)
         program = self._body.program()
         spawned = await self._body.spawn(program)
         exited = asyncio.create_task(spawned.root.wait())
@@ -182,7 +184,7 @@ class EngineLife:
             await self._sharing.verify(spawned)
             began = time.monotonic()
             self._message = ""
-            self._set(EngineState.SERVING, "")
+            self._set(EngineState.SERVING, HostReason.NONE)
             self._site.sizer.settle(self.folder.uid)
             while not exited.done():
                 await asyncio.wait({exited}, timeout=_LOOK_SECONDS)
@@ -206,7 +208,7 @@ class EngineLife:
         weights = read_json(self.folder.weights, WeightsFile)
         ours = weights is not None and weights.engine_started_ns == self._body.started_ns
         if weights is not None and ours and weights.broken:
-            metrics.KILLED.labels(reason="BrokenWeights").inc()
+            metrics.killed(HostReason.BROKEN_WEIGHTS)
             raise BrokenEngine(weights.error)
 
     def held_bytes(self, meter: MemoryMeter) -> int | None:
@@ -228,14 +230,14 @@ class EngineLife:
         """Void what was attested: weight-sync begins anew, as with another process."""
         self._body.renew()
 
-    def enter(self, state: EngineState, reason: str) -> None:
+    def enter(self, state: EngineState, reason: HostReason) -> None:
         """Become dormant, or serve again; says nothing to an engine that is on its way out."""
         if self._state in {EngineState.SERVING, EngineState.DORMANT} and self._ending is None:
             self._set(state, reason)
 
-    def fail(self, reason: str, message: str) -> None:
+    def fail(self, reason: HostReason, message: str) -> None:
         """End the process; it is started anew after the back-off."""
-        metrics.KILLED.labels(reason=reason).inc()
+        metrics.killed(reason)
         self._ending = (reason, message)
 
     def _check_ending(self) -> None:
@@ -256,14 +258,15 @@ class EngineLife:
         why = f"; {limit}" if limit else ""
         self._message = f"engine ended with exit code {code}{why}; its log ends: {tail}"
         _log.warning("%s: %s", self.order.slot_name, self._message)
-        self._set(EngineState.FAILED, "LimitReached" if limit else "EngineExited")
+        reason = HostReason.LIMIT_REACHED if limit else HostReason.ENGINE_EXITED
+        self._set(EngineState.FAILED, reason)
 
     async def _kill(self, seconds: float) -> bool:
         await self.rest.forget()
         self._site.sizer.settle(self.folder.uid)
         return await self._body.kill(seconds)
 
-    def _set(self, state: EngineState, reason: str) -> None:
+    def _set(self, state: EngineState, reason: HostReason) -> None:
         self._state, self._reason = state, reason
         self._changed()
 
@@ -274,7 +277,7 @@ class EngineLife:
         write_json(self.folder.slot, msgspec.to_builtins(order))
 
 
-def _reason_of(error: Exception) -> str:
+def _reason_of(error: Exception) -> HostReason:
     if isinstance(error, HostError):
         return error.reason
-    return "BadEngine" if isinstance(error, EngineError) else HostError.reason
+    return HostReason.BAD_ENGINE if isinstance(error, EngineError) else HostError.reason

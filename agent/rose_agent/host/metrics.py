@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 from rose_agent.metrics import REGISTRY
+from rose_core.wire.reasons import HostReason
 
 PERMIT_LAPSES = Counter(
     "rose_host_permit_lapses",
@@ -28,6 +29,13 @@ KILLED = Counter(
     ["reason"],
     registry=REGISTRY,
 )
+
+
+def killed(reason: HostReason) -> None:
+    """Count an engine that the host ends."""
+    KILLED.labels(reason=reason.value).inc()
+
+
 RESTARTS = Counter(
     "rose_host_engine_restarts",
     "Engines started again after they ended by themselves.",

@@ -19,7 +19,9 @@ from rose_agent.host.errors import GroupError
 from rose_agent.host.freezers import Freezer, group
 from rose_agent.host.groups import ProcessGroup, end
 from rose_agent.host.mounts import locate, parse_mountinfo
+from rose_agent.host.numbers import through_the_node
 from rose_agent.host.process import pid_namespace, start_ticks
+from rose_core.wire.reasons import HostReason
 from rose_engines.rundir import EngineFile, RunDir, SlotDir, read_json
 
 _log = logging.getLogger(__name__)
@@ -83,7 +85,7 @@ def repair(rundir: RunDir, freezer: Freezer, seconds: float = 10.0) -> int:
             if not end(tree, seconds):
                 _log.error("%s still runs: %s", tree.directory, tree.pids())
         if members:
-            metrics.KILLED.labels(reason="Orphan").inc()
+            metrics.killed(HostReason.ORPHAN)
             _log.warning("ended %d processes of an earlier engine host", len(members))
     for slot in rundir.all_slots():
         forget_slot(slot, slot.is_twin)

@@ -40,8 +40,9 @@ from rose_agent.host.process import Spawned
 from rose_agent.host.repair import find_group
 from rose_agent.host.steered import ClientGroup, SteeredGroup, ask
 from rose_core.devices.memory import Lendable, limit_refusal, overrun
-from rose_core.devices.mps import Client, Finding, MpsRefusal
+from rose_core.devices.mps import Client, Finding
 from rose_core.wire.host import EnsureEngine
+from rose_core.wire.reasons import HostReason
 from rose_engines.rundir import EngineFile, RunDir, read_json
 from rose_engines.sglang.calls import Status
 
@@ -73,7 +74,9 @@ def out_of_reach(_name: str, _uid: int) -> ElasticMemory:
     Raises:
         NotShared: always.
     """
-    raise NotShared("ElasticUnavailable", f"this host cannot reach shared memory; {APART}")
+    raise NotShared(
+        HostReason.ELASTIC_UNAVAILABLE, f"this host cannot reach shared memory; {APART}"
+    )
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,7 @@ class Sharing:
                 self._ways.mps.may_share, gpu, uid, self._order.pod_uid or "-"
             )
             if finding.refusal:
-                raise NotShared(finding.refusal.value, finding.message)
+                raise NotShared(HostReason(finding.refusal), finding.message)
             share = self._ways.mps.environment(gpu, self._terms.percent)
             program = replace(program, environment={**program.environment, **share})
         return program
@@ -199,7 +202,7 @@ class Sharing:
         if self._limit:
             refusal = limit_refusal(self._limit, seen.device_bytes if seen else None)
             if refusal:
-                raise BrokenEngine(refusal, "DriverLimitUnavailable")
+                raise BrokenEngine(refusal, HostReason.DRIVER_LIMIT_UNAVAILABLE)
         if self.by_mps:
             client = Client(frozenset(spawned.group.pids()), seen.multiprocessors if seen else None)
             _check(await asyncio.to_thread(self._limited, client))
@@ -218,8 +221,8 @@ class Sharing:
             BrokenEngine: the server is in FAULT, or it holds more memory than it may.
         """
         if self._overrun:
-            metrics.KILLED.labels(reason="MemoryOverrun").inc()
-            raise BrokenEngine(self._overrun, "MemoryOverrun")
+            metrics.killed(HostReason.MEMORY_OVERRUN)
+            raise BrokenEngine(self._overrun, HostReason.MEMORY_OVERRUN)
         if self.elastic is not None:
             self.elastic.check(running=running)
         if not self.by_mps or time.monotonic() - self._looked_s < _LOOK_SECONDS:
@@ -227,7 +230,7 @@ class Sharing:
         self._looked_s = time.monotonic()
         if await asyncio.to_thread(self._ways.mps.is_faulty, self._gpu()):
             text = "the MPS server is in FAULT: a client has crashed the GPU for all of them"
-            raise BrokenEngine(text, MpsRefusal.FAULT.value)
+            raise BrokenEngine(text, HostReason.MPS_FAULT)
 
     def ended(self) -> None:
         """Nothing of the engine lives any more; the cgroup of its limit goes with it."""
@@ -261,7 +264,8 @@ class Sharing:
 
     def _set_limit(self, program: EngineProgram, name: str) -> Path:
         if self._ways.limits is None:
-            raise NotShared("DriverLimitUnavailable", f"this host sets no driver limits; {APART}")
+            text = f"this host sets no driver limits; {APART}"
+            raise NotShared(HostReason.DRIVER_LIMIT_UNAVAILABLE, text)
         if not program.device_bytes:
             raise BadEngine("memoryLimit: Driver needs an engine whose size on the GPU is known")
         try:
@@ -269,7 +273,7 @@ class Sharing:
             for gpu in self._order.gpu_uuids:
                 self._limit = self._ways.limits.set(folder, gpu, program.device_bytes)
         except (DeviceError, OSError) as error:
-            raise NotShared("DriverLimitUnavailable", str(error)) from error
+            raise NotShared(HostReason.DRIVER_LIMIT_UNAVAILABLE, str(error)) from error
         return folder
 
     async def _status(self) -> Status | None:
@@ -285,7 +289,7 @@ class Sharing:
 
 def _check(finding: Finding) -> None:
     if finding.refusal:
-        raise BrokenEngine(finding.message, finding.refusal.value)
+        raise BrokenEngine(finding.message, HostReason(finding.refusal))
 
 
 def free_leftovers(ways: Ways, rundir: RunDir) -> None:

@@ -29,6 +29,7 @@ from rose_agent.host.lifecycle import EngineLife
 from rose_agent.host.site import Site
 from rose_core.devices.memory import overrun
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, Holder
+from rose_core.wire.reasons import HostReason
 from rose_engines.permit import BUSY_LANE, FIRST_LANE, Permit
 from rose_engines.rundir import SlotDir, write_json
 
@@ -115,13 +116,14 @@ class Twins:
             told,
             pids=tuple(pid for one in every for pid in one.pids),
             generated_tokens=sum(one.generated_tokens for one in every),
+            weight_bytes=sum(one.weight_bytes for one in every),
             restarts=sum(one.restarts for one in every),
             can_dormant=False,
             device_bytes=sum(one.device_bytes for one in every),
             lanes=tuple(serving),
         )
 
-    async def end(self, *, seconds: float, reason: str) -> bool:
+    async def end(self, *, seconds: float, reason: HostReason) -> bool:
         """Kill every tree and close the permit.
 
         Returns:
