@@ -29,6 +29,7 @@ from rose_demo.records import Recording
 from rose_demo.report import page, summary
 from rose_demo.stack import Stack
 from rose_demo.table import Screen
+from rose_demo.trace import read_trace
 from rose_demo.verdicts import Findings, judge
 from rose_dev import engine_environment
 from rose_dev.environments import SetupFailed
@@ -141,6 +142,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         require_root()
+        read_trace(options.trace)  # before minutes of set-up
         node = Node()
         with only_one(node.place.run.with_suffix(".demo.lock")):
             engine_environment.install()

@@ -9,6 +9,7 @@ from pathlib import Path
 from rose_demo.records import Settings
 from rose_demo.trace import Scale, default_trace
 from rose_dev.models import RECIPES
+from rose_wire.flags import above_zero, count, one_or_more, share
 
 
 @dataclass(frozen=True)
@@ -58,25 +59,49 @@ def parser() -> argparse.ArgumentParser:
     )
     add = result.add_argument
     models = sorted(RECIPES)
-    add("--seconds", type=float, default=240.0, help="length of the measurement")
+    add("--seconds", type=above_zero, default=240.0, help="length of the measurement")
     add("--out", type=Path, default=Path("out/demo"), help="folder of report and summary")
     add("--trace", type=Path, default=default_trace(), help="CSV with t_s,in_tokens,out_tokens")
-    add("--keep-share", type=float, default=Scale.keep, help="share of the trace's requests sent")
-    add("--length-divisor", type=float, default=Scale.length_divisor, help="of request lengths")
-    add("--control-share", type=float, default=0.5, help="of those, sent to the never-lent replica")
+    add("--keep-share", type=share, default=Scale.keep, help="share of the trace's requests sent")
+    add(
+        "--length-divisor", type=above_zero, default=Scale.length_divisor, help="of request lengths"
+    )
+    add("--control-share", type=share, default=0.5, help="of those, sent to the never-lent replica")
     add("--serving-model", choices=models, default="mid", help="model of the serving replicas")
     add("--rollout-model", choices=models, default="tiny", help="model being trained")
-    add("--ttft-slo-ms", type=int, default=1000, help="objective for the time to the first token")
-    add("--tpot-slo-ms", type=int, default=100, help="objective for the time per output token")
-    add("--percentile", type=int, default=95, help="share of requests that must meet it")
+    add(
+        "--ttft-slo-ms",
+        type=one_or_more,
+        default=1000,
+        help="objective for the time to the first token",
+    )
+    add(
+        "--tpot-slo-ms",
+        type=one_or_more,
+        default=100,
+        help="objective for the time per output token",
+    )
+    add(
+        "--percentile",
+        type=int,
+        choices=range(50, 100),
+        metavar="50..99",
+        default=95,
+        help="share of requests that must meet it",
+    )
     add(
         "--window-seconds",
-        type=float,
+        type=above_zero,
         default=15.0,
         help="of lent and withheld windows; every two get the same load",
     )
-    add("--max-staleness", type=int, default=3, help="publishes an engine may lag behind")
-    add("--publish-every", type=int, default=3, help="steps of the trainer per weight version")
+    add("--max-staleness", type=count, default=3, help="publishes an engine may lag behind")
+    add(
+        "--publish-every",
+        type=one_or_more,
+        default=3,
+        help="steps of the trainer per weight version",
+    )
     add("--plain", action="store_true", help="no redrawing, for logs")
     add("--keep", action="store_true", help="leave the cluster running at the end")
     return result

@@ -68,7 +68,7 @@ def read_trace(path: Path) -> list[Arrival]:
                 Arrival(float(row["t_s"]), int(row["in_tokens"]), int(row["out_tokens"]))
                 for row in csv.DictReader(file)
             ]
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         message = f"{path}: need columns t_s,in_tokens,out_tokens ({error})"
         raise BadTrace(message) from error
     if not rows:

@@ -24,6 +24,7 @@ from rose_dev.kwok import ANNOTATION
 from rose_dev.node import Node, can_run_node
 from rose_dev.packages import install_packages, missing_packages
 from rose_dev.parts import CONTROL_PLANE, EVERYTHING, find
+from rose_wire.flags import amount, count
 
 
 def _say(line: str) -> None:
@@ -40,17 +41,17 @@ def _parser() -> argparse.ArgumentParser:
         "--control-plane", action="store_true", help="only etcd, the API server and kubectl"
     )
     up = verbs.add_parser("up", help="start the node")
-    up.add_argument("--gpus", type=int, default=8, help="nvidia.com/gpu the node claims")
+    up.add_argument("--gpus", type=count, default=8, help="nvidia.com/gpu the node claims")
     verbs.add_parser("second", help="start a second real node beside the running one")
     verbs.add_parser("down", help="end the node, or what is left of one")
     verbs.add_parser("status", help="show what runs")
     load = verbs.add_parser("load", help="import images into the node, from docker archives")
     load.add_argument("archives", nargs="+", type=Path, metavar="ARCHIVE")
     many = verbs.add_parser("nodes", help="stand nodes without machines (KWOK) beside the real one")
-    many.add_argument("count", type=int, metavar="COUNT")
+    many.add_argument("count", type=count, metavar="COUNT", help="nodes kwok-0, kwok-1, ...")
     boards = verbs.add_parser("dashboards", help="draw the dashboards as SVG from a Prometheus")
     boards.add_argument("--prometheus", default="http://127.0.0.1:9090", help="its address")
-    boards.add_argument("--minutes", type=float, default=60.0, help="how far back")
+    boards.add_argument("--minutes", type=amount, default=60.0, help="how far back")
     boards.add_argument("--out", type=Path, default=Path(), help="folder for NAME.svg")
     kubectl = verbs.add_parser("kubectl", help="run kubectl against the node")
     kubectl.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -143,7 +144,9 @@ def _nodes(options: argparse.Namespace) -> int:
 def _load(options: argparse.Namespace) -> int:
     node = _running()
     for archive in options.archives:
-        node.load(archive.resolve(strict=False))
+        if not archive.is_file():
+            raise DevelopmentError(f"{archive} is no file; load takes docker archives")
+        node.load(archive.resolve())
         _say(f"[cluster] loaded {archive}; use it with imagePullPolicy: Never")
     return 0
 

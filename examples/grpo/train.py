@@ -31,6 +31,18 @@ from examples.grpo.run import Run, Settings, begin
 from rose_trainer.errors import TrainerLibraryError
 from rose_wire import flags
 
+_KNOBS: dict[str, Callable[[str], float]] = {
+    "seconds": flags.above_zero,
+    "per_step": flags.one_or_more,
+    "group_size": flags.one_or_more,
+    "learning_rate": flags.amount,
+    "max_age": flags.count,
+    "concurrency": flags.one_or_more,
+    "publish_every": flags.one_or_more,
+    "evaluate_seconds": flags.above_zero,
+    "seed": flags.count,
+}
+
 
 async def train(
     settings: Settings, url: str, weights: Weights, progress: Progress, stop: asyncio.Event
@@ -126,20 +138,10 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--out", type=Path, required=True, help="folder of progress.jsonl")
     result.add_argument("--quiet", action="store_true", help="do not print progress")
     defaults = Settings(Path())
-    for name in (
-        "seconds",
-        "per_step",
-        "group_size",
-        "learning_rate",
-        "max_age",
-        "concurrency",
-        "publish_every",
-        "evaluate_seconds",
-        "seed",
-    ):
+    for name, kind in _KNOBS.items():
         default = getattr(defaults, name)
         flag = "--" + name.replace("_", "-")
-        result.add_argument(flag, type=type(default), default=default, help=f"default {default}")
+        result.add_argument(flag, type=kind, default=default, help=f"default {default}")
     return result
 
 

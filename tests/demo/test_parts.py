@@ -320,6 +320,26 @@ def test_a_second_demo_is_refused_by_name_until_the_first_has_ended(
     assert main([]) == 7
 
 
+@pytest.mark.parametrize(
+    "words", ["--seconds -4", "--window-seconds 0", "--publish-every 0", "--percentile 150"]
+)
+def test_knobs_take_what_makes_sense(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    assert words.split(maxsplit=1)[0] in capsys.readouterr().err
+
+
+def test_a_trace_that_is_none_is_told_before_the_set_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rose_demo.main.require_root", lambda: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    trace = tmp_path / "trace.csv"
+    trace.write_text("t_s,in_tokens,out_tokens\n1.0,5\n")
+    assert main(["--trace", str(trace)]) == 2
+    assert "need columns t_s,in_tokens,out_tokens" in capsys.readouterr().err
+
+
 def test_help_lists_the_knobs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])

@@ -39,6 +39,8 @@ def test_a_file_is_named_with_the_flag_that_named_it() -> None:
     [
         (flags.count, {"0": 0, "12": 12}, ("-1", "x", "1.5", "")),
         (flags.amount, {"0": 0.0, "1.5": 1.5}, ("-1", "x", "nan", "inf", "")),
+        (flags.above_zero, {"0.1": 0.1, "2": 2.0}, ("0", "-1", "x", "nan", "inf")),
+        (flags.one_or_more, {"1": 1, "12": 12}, ("0", "-1", "1.5", "x")),
         (flags.share, {"0": 0.0, "1": 1.0}, ("-0.1", "1.1", "nan")),
     ],
 )

@@ -59,6 +59,30 @@ def amount(text: str) -> float:
     return found
 
 
+def above_zero(text: str) -> float:
+    """An amount that is not nothing.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    found = amount(text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is too little; expected a number above 0")
+    return found
+
+
+def one_or_more(text: str) -> int:
+    """A number of things that are there.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    found = count(text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is too few; expected a whole number, 1 or more")
+    return found
+
+
 def share(text: str) -> float:
     """A part of a whole, 0 to 1.
 
