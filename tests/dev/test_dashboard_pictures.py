@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
 from rose_dev import dashboards, main
-from rose_dev.dashboards.model import Dashboard, Panel, Row, stat
-from rose_dev.dashboards.render import Series, picture
+from rose_dev.dashboards.model import (
+    Dashboard,
+    Panel,
+    Row,
+    Steps,
+    high_is_bad,
+    just,
+    low_is_bad,
+    stat,
+    text,
+)
+from rose_dev.dashboards.render import STEP_COLOURS, Series, picture
 from rose_dev.dashboards.units import written
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -62,6 +74,33 @@ def test_a_panel_shows_its_last_value_its_lines_or_that_there_was_nothing() -> N
     assert [text for text in said if text.startswith("No data")] == [
         "No data: it did not happen in this time"
     ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "value", "colour"),
+    [
+        ((), 5.0, None),
+        (high_is_bad(1, 2), 0.9, "green"),
+        (high_is_bad(1, 2), 1.0, "orange"),
+        (high_is_bad(1, 2), 2.0, "red"),
+        (low_is_bad(0.95, 0.99), 0.9, "red"),
+        (low_is_bad(0.95, 0.99), 0.98, "orange"),
+        (low_is_bad(0.95, 0.99), 1.0, "green"),
+        (just(1), 0.0, "red"),
+        (just(1), 1.0, "green"),
+        (just(1), 2.0, "red"),
+    ],
+)
+def test_a_number_that_can_be_bad_shows_it_by_its_colour(
+    steps: Steps, value: float, colour: str | None
+) -> None:
+    panel = stat("Now", "", "short", "share{$here}", steps=steps)
+    board = Dashboard("board", "A board", "", ("up",), (Row("First", (panel,)),))
+    drawn = picture(board, lambda _query: [Series({}, ((0.0, value),))])
+    (style,) = re.findall(r'class="v"([^>]*)>', drawn)
+    assert style == (f' style="fill:{STEP_COLOURS[colour]}"' if colour else "")
+    told = json.loads(text(board))["panels"][1]
+    assert told["options"]["colorMode"] == ("value" if steps else "none")
 
 
 def test_stacked_lines_lie_on_each_other() -> None:

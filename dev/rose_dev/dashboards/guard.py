@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from rose_dev.dashboards.model import Dashboard, Panel, Row, quantiles, rates, stat
+from rose_dev.dashboards.model import (
+    Dashboard,
+    Panel,
+    Row,
+    high_is_bad,
+    low_is_bad,
+    quantiles,
+    rates,
+    stat,
+)
 
 DASHBOARD = Dashboard(
     name="guard",
@@ -19,6 +28,7 @@ DASHBOARD = Dashboard(
                     "percentunit",
                     'sum(rate(rose_guard_serving_requests_total{met="true", $here}[$rate])) '
                     "/ sum(rate(rose_guard_serving_requests_total{$here}[$rate]))",
+                    steps=low_is_bad(0.95, 0.99),
                 ),
                 stat(
                     "Gates open",
@@ -32,6 +42,7 @@ DASHBOARD = Dashboard(
                     "s",
                     "histogram_quantile(0.99, sum by (le) "
                     "(rate(rose_guard_arrival_to_close_seconds_bucket{$here}[$rate])))",
+                    steps=high_is_bad(0.02, 0.1),
                 ),
                 stat(
                     "Arrival to standstill, p99",
@@ -39,18 +50,21 @@ DASHBOARD = Dashboard(
                     "s",
                     "histogram_quantile(0.99, sum by (le) "
                     "(rate(rose_guard_arrival_to_stop_seconds_bucket{$here}[$rate])))",
+                    steps=high_is_bad(0.05, 0.15),
                 ),
                 stat(
                     "Replicas unknown",
                     "Replicas whose state is unknown; their gates are closed.",
                     "short",
                     "count(rose_guard_signal_known{$here} == 0) or vector(0)",
+                    steps=high_is_bad(1),
                 ),
                 stat(
                     "Replicas unverified",
                     "Replicas on which tap and engine do not count the same requests.",
                     "short",
                     "count(rose_guard_signal_verified{$here} == 0) or vector(0)",
+                    steps=high_is_bad(1),
                 ),
             ),
         ),

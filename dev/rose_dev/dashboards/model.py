@@ -18,6 +18,8 @@ _RATE = "$__rate_interval"
 _SCHEMA = 39
 
 Json = dict[str, Any]
+Steps = tuple[tuple[float | None, str], ...]
+"""From which value on a number has which colour; the first step has no value."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Panel:
         kind: ``timeseries`` or ``stat``.
         width: of 24 columns.
         stacked: areas on top of each other.
+        steps: colours of a single number; none says that no value of it is better than another.
     """
 
     title: str
@@ -40,6 +43,7 @@ class Panel:
     kind: str = "timeseries"
     width: int = 12
     stacked: bool = False
+    steps: Steps = ()
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,27 @@ class Dashboard:
     rows: tuple[Row, ...]
 
 
-def stat(title: str, description: str, unit: str, query: str, *, width: int = 4) -> Panel:
+def stat(
+    title: str, description: str, unit: str, query: str, *, width: int = 4, steps: Steps = ()
+) -> Panel:
     """One number."""
-    return Panel(title, description, unit, {query: ""}, kind="stat", width=width)
+    return Panel(title, description, unit, {query: ""}, kind="stat", width=width, steps=steps)
+
+
+def high_is_bad(warning: float, bad: float | None = None) -> Steps:
+    """Green below ``warning``, orange from it on, red from ``bad`` on."""
+    steps: Steps = ((None, "green"), (warning, "orange"))
+    return steps if bad is None else (*steps, (bad, "red"))
+
+
+def low_is_bad(bad: float, warning: float) -> Steps:
+    """Red below ``bad``, orange below ``warning``, then green."""
+    return ((None, "red"), (bad, "orange"), (warning, "green"))
+
+
+def just(value: float) -> Steps:
+    """Green at this whole number, red beside it."""
+    return ((None, "red"), (value, "green"), (value + 1, "red"))
 
 
 def quantiles(histogram: str, by: str = "", *shares: float) -> dict[str, str]:
@@ -206,7 +228,9 @@ def _panel(panel: Panel, number: int, place: Json) -> Json:
 
 def _defaults(panel: Panel) -> Json:
     if panel.kind == "stat":
-        return {"unit": panel.unit}
+        steps = [{"color": colour, "value": value} for value, colour in panel.steps]
+        coloured = {"thresholds": {"mode": "absolute", "steps": steps}} if steps else {}
+        return {"unit": panel.unit, **coloured}
     custom = {"fillOpacity": 40 if panel.stacked else 0, "showPoints": "never"}
     stacking = {"mode": "normal" if panel.stacked else "none", "group": "A"}
     return {"unit": panel.unit, "min": 0, "custom": {**custom, "stacking": stacking}}
@@ -214,7 +238,8 @@ def _defaults(panel: Panel) -> Json:
 
 def _options(panel: Panel) -> Json:
     if panel.kind == "stat":
-        return {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "none"}
+        mode = "value" if panel.steps else "none"
+        return {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": mode}
     return {
         "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
         "tooltip": {"mode": "multi", "sort": "desc"},

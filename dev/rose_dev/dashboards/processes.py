@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from rose_dev.dashboards.model import Dashboard, Panel, Row, quantiles, rates, stat
+from rose_dev.dashboards.model import (
+    Dashboard,
+    Panel,
+    Row,
+    high_is_bad,
+    just,
+    quantiles,
+    rates,
+    stat,
+)
 
 DASHBOARD = Dashboard(
     name="processes",
@@ -18,18 +27,21 @@ DASHBOARD = Dashboard(
                     "Replicas that lead; anything but one for longer than a minute is wrong.",
                     "short",
                     'sum(rose_operator_leader_state{state="Leader", $here})',
+                    steps=just(1),
                 ),
                 stat(
                     "Since the last pass",
                     "Age of the last reconcile pass.",
                     "s",
                     "time() - max(rose_operator_last_pass_timestamp_seconds{$here})",
+                    steps=high_is_bad(30, 120),
                 ),
                 stat(
                     "Writes",
                     "Requests that write to the API server; zero at rest.",
                     "reqps",
                     "sum(rate(rose_operator_api_writes_total{$here}[$rate]))",
+                    steps=high_is_bad(10),
                 ),
                 stat(
                     "Nodes with grants",

@@ -21,6 +21,7 @@ from rose_dev.dashboards.units import written
 _CELL, _LINE, _GAP, _TOP = 50, 30, 6, 46
 _COLOURS = ("#3b7dd8", "#d9822b", "#2f9e5b", "#b14fc5", "#c9302c", "#0f9fa8", "#8a6d3b", "#6b7280")
 _LEGENDS = 6
+STEP_COLOURS = {"green": "#2f9e5b", "orange": "#d9822b", "red": "#c9302c"}
 _LEGEND = re.compile(r"{{(\w+)}}")
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#24292f}.h{font-weight:600}.s{fill:#6b7280;"
@@ -98,7 +99,15 @@ def _stat(panel: Json, ask: Ask, width: int, height: int) -> str:
     found = lines(panel, ask)
     shown = _unit(panel, found[0].points[-1][1]) if found else "No data"
     place = f'x="{width / 2:.0f}" y="{height / 2 + 18:.0f}" text-anchor="middle"'
-    return f'<text {place} class="{"v" if found else "s"}">{escape(shown)}</text>'
+    colour = _step(panel, found[0].points[-1][1]) if found else ""
+    return f'<text {place} class="{"v" if found else "s"}"{colour}>{escape(shown)}</text>'
+
+
+def _step(panel: Json, value: float) -> str:
+    """The colour of a value as an attribute; nothing where no value is better than another."""
+    steps = panel["fieldConfig"]["defaults"].get("thresholds", {"steps": []})["steps"]
+    reached = [s["color"] for s in steps if s["value"] is None or value >= s["value"]]
+    return f' style="fill:{STEP_COLOURS[reached[-1]]}"' if reached else ""
 
 
 def _unit(panel: Json, value: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rose_dev.dashboards.model import Dashboard, Panel, Row, quantiles, rates, stat
+from rose_dev.dashboards.model import Dashboard, Panel, Row, high_is_bad, quantiles, rates, stat
 
 DASHBOARD = Dashboard(
     name="weights",
@@ -18,6 +18,7 @@ DASHBOARD = Dashboard(
                     "Publishes by which the engine that is furthest behind lags.",
                     "short",
                     "max(rose_router_engine_lag_versions{$here})",
+                    steps=high_is_bad(3),
                 ),
                 stat(
                     "Commits per minute",
@@ -49,6 +50,7 @@ DASHBOARD = Dashboard(
                     "Engines whose live weights were found to be wrong, in this time range.",
                     "short",
                     "sum(increase(rose_weightsync_quarantines_total{$here}[$__range]))",
+                    steps=high_is_bad(1, 2),
                 ),
             ),
         ),
