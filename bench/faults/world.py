@@ -13,7 +13,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -22,6 +22,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rose_agent.host.mounts import locate, parse_mountinfo
+from rose_core.wire.sync import SyncReply, SyncRequest
 from tests.agent.node import FakeOperator, Node
 
 PROCESSES = 96
@@ -51,10 +52,31 @@ class Tokens:
         return next((time_s for time_s in self.times if time_s >= began), None)
 
 
+class PromptOperator(FakeOperator):
+    """Does something between a guard's question and its answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._errand: tuple[Callable[[], float], asyncio.Future[float]] | None = None
+
+    async def when_asked(self, errand: Callable[[], float]) -> float:
+        """What it returned, once the guard has asked."""
+        done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._errand = (errand, done)
+        return await done
+
+    async def _sync(self, request: SyncRequest) -> SyncReply:
+        if self._errand is not None:
+            (errand, done), self._errand = self._errand, None
+            done.set_result(errand())
+        return await super()._sync(request)
+
+
 @dataclass
 class World(Node):
     """A node whose rollouts are watched."""
 
+    operator: PromptOperator
     tokens_seen: Tokens = field(default_factory=Tokens)
 
     async def start_host(self) -> None:
@@ -136,7 +158,7 @@ async def world(root: Path) -> AsyncIterator[World]:
     save_file({"w": np.zeros((8, 8), np.float32)}, model / "model.safetensors")
     (root / "run").mkdir()
     await asyncio.to_thread(_run, "mount", "-t", "tmpfs", "-o", _TMPFS, "tmpfs", str(root / "run"))
-    operator = FakeOperator()
+    operator = PromptOperator()
     await operator.start()
     async with aiohttp.ClientSession() as http:
         made = World(root, operator, http, cgroup="auto")

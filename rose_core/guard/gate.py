@@ -12,7 +12,7 @@ and keeps nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.reasons import GateReason
@@ -98,7 +98,16 @@ def judge(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> Verdict:
     barred = _barred(facts)
     if barred is not None:
         return closed(barred)
-    return (_idle if facts.signal.running == 0 else _busy)(facts, limits, now_ns)
+    verdict = (_idle if facts.signal.running == 0 else _busy)(facts, limits, now_ns)
+    return bounded(verdict, facts.signal)
+
+
+def bounded(verdict: Verdict, signal: ServingSignal) -> Verdict:
+    """The verdict for as long as what it was judged by is believed."""
+    until = signal.believed_until_ns
+    if not (verdict.open and until):
+        return verdict
+    return replace(verdict, until_ns=min(verdict.until_ns or until, until))
 
 
 def _barred(facts: ReplicaFacts) -> GateReason | None:

@@ -28,7 +28,7 @@ from enum import StrEnum
 
 from rose_core.api.reasons import Reason
 from rose_core.devices.sleeper import Stage
-from rose_core.guard.gate import ReplicaFacts, Verdict, closed
+from rose_core.guard.gate import ReplicaFacts, Verdict, bounded, closed
 from rose_core.guard.reasons import GateReason
 
 
@@ -182,4 +182,6 @@ def judge(facts: ReplicaFacts, phase: Phase) -> Verdict:
         (facts.signal.doubt is not None or facts.signal.running is None, unknown),
     )
     reason = next((reason for applies, reason in rules if applies), None)
-    return closed(reason) if reason else Verdict(True, GateReason.SERVING_ASLEEP, duty=1.0)
+    if reason:
+        return closed(reason)
+    return bounded(Verdict(True, GateReason.SERVING_ASLEEP, duty=1.0), facts.signal)

@@ -50,7 +50,7 @@ class Doubt(StrEnum):
 class Limits:
     """When a source stops being believed; nanoseconds."""
 
-    tap_stale_ns: int = 250_000_000
+    tap_stale_ns: int = 200_000_000
     figures_stale_ns: int = 500_000_000
     after_loss_ns: int = 2_000_000_000
     contradiction_ns: int = 1_500_000_000
@@ -69,6 +69,9 @@ class ServingSignal:
         requests: them, one by one, when the tap is the source.
         empty_since_ns: since when none has been under way; None = busy or unknown.
         doubt: why ``running`` is unknown.
+        believed_until_ns: when the source has to be heard of again; no permit outlasts that, so a
+            source that dies is acted upon at its deadline and not a step later. 0 = no such moment.
+        told_ns: until when ``requests`` have their tokens; 0 = until now.
     """
 
     source: SignalSource | None
@@ -76,6 +79,8 @@ class ServingSignal:
     requests: tuple[LiveRequest, ...] = ()
     empty_since_ns: int | None = None
     doubt: Doubt | None = None
+    believed_until_ns: int = 0
+    told_ns: int = 0
 
 
 def unknown(doubt: Doubt) -> ServingSignal:
@@ -147,7 +152,12 @@ def _with_tap(book: Book, fresh: list[Reading], limits: Limits, now_ns: int) -> 
     )
     if contradicted:
         return unknown(Doubt.CONTRADICTED)
-    return ServingSignal(SignalSource.WIRE_TAP, len(requests), requests, empty)
+    until = book.heard_ns + limits.tap_stale_ns
+    return ServingSignal(
+        *(SignalSource.WIRE_TAP, len(requests), requests, empty),
+        believed_until_ns=until,
+        told_ns=book.health.time_ns if book.health is not None else 0,
+    )
 
 
 def _under_way(
@@ -184,4 +194,5 @@ def _without_tap(
     empty = reading.idle_since_ns if running == 0 else None
     if running == 0 and empty is None:
         running = 1  # a token counter moved although no request is shown
-    return ServingSignal(reading.source, running, (), empty)
+    until = reading.read_ns + limits.figures_stale_ns
+    return ServingSignal(reading.source, running, (), empty, believed_until_ns=until)
