@@ -24,6 +24,7 @@ from rose_engines.fake.memory import FakeMemory
 from rose_engines.fake.ranks import lead
 from rose_engines.fake.scheduler import FakeScheduler
 from rose_engines.fake.server import FakeServer
+from rose_engines.fake.sleep import FakeSleep
 from rose_engines.live import Live, host_tensors
 from rose_engines.permit import Permit
 from rose_engines.safetensors import read_checkpoint
@@ -57,6 +58,11 @@ def parser() -> argparse.ArgumentParser:
         choices=["real", "pretend", "refuse"],
         default="real",
         help="what it does when told to release its memory: pretend = says so and frees nothing",
+    )
+    flags.add_argument(
+        "--memory-saver",
+        action="store_true",
+        help="as a serving engine: sleep and wake by SGLang's routes",
     )
     flags.add_argument(
         "--kvcached",
@@ -117,10 +123,13 @@ async def serve(flags: argparse.Namespace) -> None:
         return permit.is_open(time.monotonic_ns()) if permit else None
 
     pool = kvcached.connect(os.environ, flags.kv_bytes, flags.kvcached)
+    sleep = FakeSleep(memory)
     make = FakeScheduler if pool is None else partial(ElasticScheduler, pool)
     scheduler = make(
         session,
-        permit_open=lambda: bool(flags.ignore_permit) or permit_open() is not False,
+        permit_open=lambda: (
+            sleep.awake and (bool(flags.ignore_permit) or permit_open() is not False)
+        ),
         token_seconds=flags.token_seconds,
         prefill_token_seconds=flags.prefill_token_seconds,
         max_running=flags.max_running,
@@ -136,6 +145,8 @@ async def serve(flags: argparse.Namespace) -> None:
     application = FakeServer(scheduler, str(flags.model or "fake"), key).application()
     if pool is not None:
         add_flush(application, pool)
+    if flags.memory_saver:
+        sleep.add_to(application, scheduler)
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     try:

@@ -30,23 +30,28 @@ class FakeMemory:
         self._pretend = pretend
         self._size = size
         self._cache = mmap.mmap(-1, max(PAGE, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._touch()
+        self.hold()
 
     def release(self) -> int:
         """Abort everything and let go of the cache; weights are too small to matter."""
         self.abort_all()
         if self._pretend:
             return self._size
+        return self.drop()
+
+    def drop(self) -> int:
+        """Let go of the cache; returns its size."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._cache))
         return drop_pages(address, len(self._cache)) if self._size else 0
 
     def restore(self, live: Live) -> None:
         """Hold the cache again, and write the weights of the model folder."""
-        self._touch()
+        self.hold()
         if self._model is not None:
             for name, (_, _, bits) in read_checkpoint(self._model).items():
                 live[name].put(slice(0, bits.size), bits)
 
-    def _touch(self) -> None:
+    def hold(self) -> None:
+        """Hold the cache: every page of it is written."""
         for place in range(0, self._size, PAGE):
             self._cache[place] = 1
