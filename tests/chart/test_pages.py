@@ -1,0 +1,81 @@
+"""What pages show to copy, and what they name as proof: it exists and is accepted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rose_core.api import GROUP, RolloutLease, ServingPool
+from tests.chart.rendering import CHART, Object
+
+ROOT = CHART.parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+MODELS = {"ServingPool": ServingPool, "RolloutLease": RolloutLease}
+BLOCK = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
+VALUE = re.compile(r"--set(?:-string)?[ =]'?([A-Za-z][\w.\[\],=:]*)=")
+PROOF_FILE = re.compile(r"`(tests/[\w/]+(?:\.py|\.yaml)?)`")
+PROOF_TEST = re.compile(r"`(test_\w+)`")
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def examples() -> Iterator[tuple[str, Object]]:
+    """Every whole object of ours that a page shows."""
+    for page in PAGES:
+        for block in BLOCK.findall(page.read_text()):
+            for shown in yaml.safe_load_all(block):
+                if isinstance(shown, dict) and str(shown.get("apiVersion")).startswith(GROUP):
+                    yield f"{name(page)}: {shown['kind']} {shown['metadata']['name']}", shown
+
+
+def test_every_example_of_a_kind_is_one_the_kind_accepts() -> None:
+    shown = dict(examples())
+    assert {example["kind"] for example in shown.values()} == set(MODELS)
+    for place, example in shown.items():
+        parsed = MODELS[example["kind"]].model_validate(example)
+        assert parsed.as_dict()["metadata"]["name"] == example["metadata"]["name"], place
+
+
+def known(path: str) -> bool:
+    """Whether the chart has this value."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    for key in re.split(r"\.|(?=\[)", path):
+        child = schema.get("items") if key.startswith("[") else schema["properties"].get(key)
+        if child is None:
+            return False
+        schema = child
+    return True
+
+
+def test_every_value_that_a_page_sets_is_one_of_the_chart() -> None:
+    notes = CHART / "templates" / "NOTES.txt"
+    found = {
+        (name(page), path.rpartition(",")[2])
+        for page in (*PAGES, notes)
+        for path in VALUE.findall(page.read_text())
+    }
+    assert ("docs/install.md", "lending.enabled") in found
+    assert not known("lending.enable")
+    assert [one for one in sorted(found) if not known(one[1])] == []
+
+
+@cache
+def every_test() -> frozenset[str]:
+    """Names of every test."""
+    texts = (path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    return frozenset(found for text in texts for found in re.findall(r"def (test_\w+)", text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_what_a_page_names_as_proof_exists(page: Path) -> None:
+    text = page.read_text()
+    assert [path for path in PROOF_FILE.findall(text) if not (ROOT / path).exists()] == []
+    assert sorted(set(PROOF_TEST.findall(text)) - every_test()) == []
