@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from lightkube import Client, codecs
 from lightkube.models.core_v1 import Container, PodSpec
 from lightkube.models.meta_v1 import ObjectMeta
+from lightkube.operators import not_equal
 from lightkube.resources.core_v1 import Node, Pod, ServiceAccount
 from lightkube.types import PatchType
 
@@ -63,7 +64,7 @@ class Machines:
                 for one in threads.map(self._client.create, pods)
                 if one.metadata and one.metadata.name and one.metadata.uid
             }
-        until(self._all_run, f"{len(self.pods)} pods run", 300)
+        until(self._all_run, f"{len(self.pods)} pods run", 300, pause=1.0)
 
     def replace(self) -> Replaced:
         """Delete a serving pod, anywhere, and make its successor, as a Deployment would."""
@@ -85,13 +86,14 @@ class Machines:
             self._client.patch(Node, name, change, patch_type=PatchType.MERGE)
 
     def _all_run(self) -> bool:
-        found = self._client.list(Pod, namespace=NAMESPACE, chunk_size=_PAGE)
-        running = {
-            pod.metadata.name
-            for pod in found
-            if pod.metadata and pod.status and pod.status.phase == "Running"
-        }
-        return self.pods.keys() <= running
+        # Those that do not run yet, so that a look costs less the further KWOK is.
+        late = self._client.list(
+            Pod,
+            namespace=NAMESPACE,
+            fields={"status.phase": not_equal("Running")},
+            chunk_size=_PAGE,
+        )
+        return next(iter(late), None) is None
 
 
 def _pod(name: str, node: str, pool: str) -> Pod:

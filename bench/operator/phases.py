@@ -68,7 +68,8 @@ class Bench:
                 seen, since = now, time.monotonic()
             return time.monotonic() - since > seconds
 
-        until(quiet, "the world is at rest", 300)
+        # The page has thousands of series: looking at it all the time would be a load of its own.
+        until(quiet, "the world is at rest", 300, pause=1.0)
 
     def rest(self) -> None:
         """Nothing changes."""
@@ -167,7 +168,7 @@ class Bench:
             told = [one for one in map(dict, found) if one.get("status")]
             return count == sum("poison-" in one["metadata"]["name"] for one in told)
 
-        until(reasons, f"{count} poison leases have their reasons", 300)
+        until(reasons, f"{count} poison leases have their reasons", 300, pause=1.0)
         self.add("poison: applied first -> last has its reason", time.monotonic() - started, "s")
         self.settle()
         self.add("poison: writes per lease", (self.first.writes() - writes) / count, "")

@@ -24,8 +24,10 @@ ResultT = TypeVar("ResultT")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def until(look: Callable[[], ResultT | None], what: str, seconds: float = 180.0) -> ResultT:
-    """The first truthy answer.
+def until(
+    look: Callable[[], ResultT | None], what: str, seconds: float = 180.0, pause: float = 0.1
+) -> ResultT:
+    """The first truthy answer; a longer ``pause`` is for looks that cost what is measured.
 
     Raises:
         TimeoutError: there was none in time; says what was waited for, and the last answer.
@@ -35,7 +37,7 @@ def until(look: Callable[[], ResultT | None], what: str, seconds: float = 180.0)
         if time.monotonic() > end:
             message = f"not within {seconds:.0f} s: {what}; last: {found!r}"
             raise TimeoutError(message)
-        time.sleep(0.1)
+        time.sleep(pause)
     return found
 
 
