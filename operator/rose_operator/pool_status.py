@@ -15,7 +15,7 @@ from rose_core.api import (
 from rose_core.api.conditions import Statement
 from rose_core.api.poolstatus import LoadShape
 from rose_core.lending import Plan, Policy
-from rose_core.wire.sync import ReplicaReport
+from rose_core.wire.sync import ReplicaReport, SignalSource
 from rose_operator import capabilities
 from rose_operator.admission import Refusal
 from rose_operator.protection import MIN_REQUESTS, Reports, finished, is_within
@@ -24,6 +24,10 @@ from rose_operator.world import World
 
 _C = ConditionType
 _R = Reason
+_TAPLESS = (
+    "seen by the engine's own figures, without the wire tap, so first prefills do not show, "
+    "latency is not measured and nothing counts the requests a second time"
+)
 
 
 def pool_status(
@@ -101,9 +105,11 @@ def _verified(reports: Sequence[ReplicaReport]) -> Statement:
         return Statement(_C.SIGNAL_VERIFIED, None, _R.NO_REPLICAS)
     if all(report.verified for report in reports):
         return Statement(_C.SIGNAL_VERIFIED, True, _R.AS_EXPECTED)
-    unverified = [report.pod_name for report in reports if not report.verified]
+    unverified = [report for report in reports if not report.verified]
     contradicted = any(report.verified is False for report in reports)
-    text = f"not verified: {', '.join(sorted(unverified)[:8])}"
+    names = ", ".join(sorted(report.pod_name for report in unverified)[:8])
+    tapless = all(report.signal not in {None, SignalSource.WIRE_TAP} for report in unverified)
+    text = f"{_TAPLESS if tapless else 'not verified'}: {names}"
     return Statement(
         _C.SIGNAL_VERIFIED, False if contradicted else None, _R.SIGNAL_NOT_VERIFIED, text
     )

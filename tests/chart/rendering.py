@@ -24,11 +24,18 @@ class Rendered:
         values: beside the chart's own.
         capabilities: further API versions that the cluster is said to have.
         kubernetes: its version.
+        chart: its folder.
     """
 
-    def __init__(self, values: Object, *capabilities: str, kubernetes: str = "1.36.3") -> None:
+    def __init__(
+        self,
+        values: Object,
+        *capabilities: str,
+        kubernetes: str = "1.36.3",
+        chart: Path = CHART,
+    ) -> None:
         command = [
-            *(str(HELM), "template", "rose", str(CHART), "--namespace=rose-system"),
+            *(str(HELM), "template", "rose", str(chart), "--namespace=rose-system"),
             *(f"--kube-version={kubernetes}", "--values=-"),
             *(f"--api-versions={version}" for version in capabilities),
         ]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
 from rose_dev.errors import CommandFailed
-from tests.chart.rendering import CHART, HELM, LENDING, Object, Rendered, render
+from rose_dev.shell import run
+from tests.chart.rendering import CHART, EVERYTHING, HELM, LENDING, Object, Rendered, render
 
 pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not built: rose dev build")
 
@@ -34,6 +37,38 @@ def test_the_default_observes_and_runs_nothing_on_gpus() -> None:
         assert "privileged: true" not in yaml.safe_dump(item)
 
 
+def test_observing_needs_no_capability_and_nothing_of_the_node_but_its_own_folder() -> None:
+    pod = render().one("DaemonSet", "rose-agent")["spec"]["template"]["spec"]
+    assert [item["name"] for item in pod["containers"]] == ["guard"]
+    rights = pod["containers"][0]["securityContext"]["capabilities"]
+    assert (rights["drop"], rights["add"]) == (["ALL"], [])
+    paths = [volume["hostPath"]["path"] for volume in pod["volumes"] if "hostPath" in volume]
+    assert paths == ["/run/rose"]
+
+
+@pytest.mark.parametrize(
+    ("lends", "asked", "runs"),
+    [
+        (False, "auto", False),
+        (True, "auto", True),
+        (False, True, True),
+        (True, False, False),
+    ],
+)
+def test_the_tap_runs_where_rose_lends_or_where_it_was_asked_for(
+    lends: bool,
+    asked: bool | str,
+    runs: bool,
+) -> None:
+    monitoring = {"podMonitor": {"enabled": True}}
+    values = {"lending": {"enabled": lends}, "agent": {"tap": {"enabled": asked}}}
+    rendered = render({**values, "monitoring": monitoring})
+    pod = rendered.one("DaemonSet", "rose-agent")["spec"]["template"]["spec"]
+    assert ("tap" in [item["name"] for item in pod["containers"]]) is runs
+    monitor = rendered.one("PodMonitor", "rose-agent")["spec"]["podMetricsEndpoints"]
+    assert ("tap-http" in [endpoint["port"] for endpoint in monitor]) is runs
+
+
 def test_one_switch_lends() -> None:
     rendered = render(LENDING)
     pod = rendered.one("DaemonSet", "rose-engine-host")["spec"]["template"]["spec"]
@@ -54,6 +89,7 @@ def test_lending_without_a_guard_is_refused() -> None:
         {"operator": {"replicas": 0}},
         {"stores": [{"name": "main", "address": "no-port"}]},
         {"agent": {"devices": "amd"}},
+        {"agent": {"tap": {"enabled": "maybe"}}},
         {"engineHost": {"modelsPath": "relative"}},
         {"priorityClass": {"value": 1}},
     ],
@@ -62,6 +98,54 @@ def test_lending_without_a_guard_is_refused() -> None:
 def test_wrong_values_are_refused_with_their_name(values: Object) -> None:
     with pytest.raises(CommandFailed, match="values don't meet the specifications"):
         Rendered(values)
+
+
+def closed(schema: Object, path: str = "values") -> Iterator[str]:
+    """Places of a schema where a misspelt key would be taken for a value."""
+    if "properties" in schema and schema.get("additionalProperties") is not False:
+        yield path
+    for name, child in schema.get("properties", {}).items():
+        yield from closed(child, f"{path}.{name}")
+    if "items" in schema:
+        yield from closed(schema["items"], f"{path}[]")
+
+
+def test_a_misspelt_key_is_refused_wherever_it_stands() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert list(closed({"properties": {"a": {}}})) == ["values"]
+    assert list(closed(schema)) == []
+
+
+def test_the_chart_is_clean() -> None:
+    for values in ({}, EVERYTHING):
+        command = [str(HELM), "lint", "--strict", "--kube-version=1.36.3", str(CHART)]
+        run([*command, "--values=-"], seconds=60, stdin=json.dumps(values).encode())
+
+
+NOTES: dict[str, tuple[Object, str]] = {
+    "observing": ({}, "Lending is off"),
+    "without the tap": ({}, "agent.tap.enabled=true shows latency"),
+    "lending": (LENDING, "Lending is on"),
+    "no store": (LENDING, "leases cannot name one yet"),
+    "no encryption": ({"tls": {"enabled": False}}, "cross the network in the clear"),
+    "machines without GPUs": ({"agent": {"devices": "static"}}, "not from the driver"),
+    "kinds that go": ({"crds": {"keep": False}}, "CustomResourceDefinitions go when"),
+}
+
+
+@pytest.mark.parametrize("case", NOTES)
+def test_the_notes_say_what_was_installed(case: str, tmp_path: Path) -> None:
+    values, wanted = NOTES[case]
+    # Notes are rendered for an installation only, so they travel in an object here.
+    chart = shutil.copytree(CHART, tmp_path / "rose")
+    notes = chart / "templates" / "NOTES.txt"
+    inside = '{{ define "notes" }}' + notes.read_text() + "{{ end }}"
+    outside = "kind: ConfigMap\nmetadata: {name: notes}\ndata: {text: {{ include "
+    carried = outside + '"notes" . | toJson }}}\n'
+    notes.with_name("notes.yaml").write_text(inside + carried)
+    text = Rendered(values, chart=chart).one("ConfigMap", "notes")["data"]["text"]
+    assert wanted in text
+    assert "helm test rose --namespace rose-system" in text
 
 
 def test_two_stores_of_one_name_are_refused() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from rose_core.api import EXPLAIN_ANNOTATION, Reason
 from rose_core.identity import SlotKey
 from rose_core.lending.autoscalers import conflicting
-from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
+from rose_core.wire.sync import SignalSource, SlotReport, SlotState, SyncRequest
 from rose_operator import metrics
 from rose_operator.api import Kind
 from rose_operator.leader import LeaderLock
@@ -69,6 +69,30 @@ async def test_a_replica_that_spans_nodes_is_refused_by_name() -> None:
     assert found is not None
     assert {one["reason"] for one in found["verdicts"]} == {Reason.MULTI_NODE_REPLICA}
     assert {one["message"] for one in found["verdicts"]} == {"nodes n1 and n2 both report it"}
+
+
+async def test_a_pool_says_what_it_cannot_see_without_the_tap() -> None:
+    bench = Bench()
+    bench.pool()
+    bench.report()
+    await bench.turn(2)
+    assert (await seen_by(bench, SignalSource.WIRE_TAP)).endswith("not verified: a")
+    told = await seen_by(bench, SignalSource.LOADS)
+    assert told.startswith("Unknown seen by the engine's own figures, without the wire tap")
+    assert "latency is not measured" in told
+    assert (await seen_by(bench, None)).endswith("not verified: a")
+
+
+async def seen_by(bench: Bench, signal: SignalSource | None) -> str:
+    """Status and message of SignalVerified, with one unverified replica seen by this source."""
+    one = replica("default/chat", "a", signal=signal, verified=None)
+    for _ in range(2):
+        bench.now += 150  # a message alone is not urgent
+        bench.telemetry.record(SyncRequest("n1", "t", 0, (one,), ()), bench.now)
+        await bench.turn()
+    status = bench.api.objects[Kind.POOL, "default/chat"]["status"]
+    (found,) = [one for one in status["conditions"] if one["type"] == "SignalVerified"]
+    return f"{found['status']} {found['message']}"
 
 
 async def test_a_pool_is_explained_too() -> None:

@@ -171,6 +171,12 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
+{{/* Not empty where the tap runs. */}}
+{{- define "rose.tap" -}}
+{{- $asked := .Values.agent.tap.enabled -}}
+{{- if ternary .Values.lending.enabled $asked (eq (toString $asked) "auto") }}true{{ end }}
+{{- end }}
+
 {{- define "rose.nobody" -}}
 runAsNonRoot: true
 runAsUser: 65532
