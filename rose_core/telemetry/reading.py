@@ -17,6 +17,8 @@ from rose_core.wire.sync import SignalSource
 
 LEAK_NS = 10_000_000_000
 LEVEL_LEAK_NS = 60_000_000_000
+# Between two answers an engine is taken to be as busy as at the second, but for no longer.
+SPAN_NS = 1_500_000_000
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Reading:
         idle_since_ns: since when they have shown none, None when busy.
         moved_ns: when they last changed.
         proven: they have shown work at least once.
+        worked_ns: time in which they have shown work so far; what begins and ends between two
+            answers, and a first prefill, is not in it.
     """
 
     source: SignalSource
@@ -38,6 +42,7 @@ class Reading:
     idle_since_ns: int | None = None
     moved_ns: int = 0
     proven: bool = False
+    worked_ns: int = 0
 
     @property
     def plausible(self) -> bool:
@@ -77,10 +82,13 @@ def advance(before: Reading | None, source: SignalSource, figures: Figures, now_
         idle_since_ns=idle if known and not working else None,
         moved_ns=now_ns if before is None or _changed(before.figures, figures) else before.moved_ns,
         proven=working or (before is not None and before.proven),
+        worked_ns=before.worked_ns if before else 0,
     )
     if reading.leaking or (figures.level_only and not reading.proven):
         return replace(reading, busy_since_ns=None, idle_since_ns=None)
-    return reading
+    if before is None or not working:
+        return reading
+    return replace(reading, worked_ns=reading.worked_ns + min(now_ns - before.read_ns, SPAN_NS))
 
 
 def _changed(before: Figures, now: Figures) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rose_core.telemetry.book import Book
@@ -16,6 +18,7 @@ from rose_core.telemetry.events import (
     Progress,
     Sized,
 )
+from rose_core.telemetry.reading import LEAK_NS, SPAN_NS
 from rose_core.telemetry.signal import Doubt, Limits, Reading, ServingSignal, advance, merge
 from rose_core.wire.sync import SignalSource
 
@@ -203,3 +206,24 @@ def test_a_moving_token_counter_is_work() -> None:
     second = advance(first, SignalSource.LOADS, moved, NOW + 1)
     assert (second.busy_since_ns, second.idle_since_ns) == (NOW + 1, None)
     assert judged(None, (second,), allowed=(SignalSource.LOADS,)).running == 1
+
+
+def test_time_with_work_adds_up_as_the_figures_show_it() -> None:
+    def look(before: Reading | None, running: int | None, at: int) -> Reading:
+        return advance(before, SignalSource.LOADS, Figures(running=running, activity=(at,)), at)
+
+    busy = look(look(None, 1, NOW), 2, NOW + S)
+    assert busy.worked_ns == S
+    idle = advance(busy, SignalSource.LOADS, replace(busy.figures, running=0), NOW + 2 * S)
+    assert idle.worked_ns == S, "nothing moved and nothing runs"
+    assert look(idle, None, NOW + 3 * S).worked_ns == S, "no answer is no work"
+    late = look(idle, 1, NOW + 60 * S)
+    assert late.worked_ns == S + SPAN_NS, "a minute without an answer is not a minute of work"
+
+
+def test_a_leak_is_no_work() -> None:
+    figures = Figures(running=1, activity=(5,))
+    leaking = advance(None, SignalSource.LOADS, figures, NOW)
+    for second in range(1, 40):
+        leaking = advance(leaking, SignalSource.LOADS, figures, NOW + second * S)
+    assert leaking.worked_ns <= LEAK_NS

@@ -142,7 +142,7 @@ API_ERRORS = Counter(
 )
 REPLICA_BUSY_SECONDS = Counter(
     "rose_guard_replica_busy_seconds",
-    "Time with a serving request under way, as the tap saw it; for `rose advise`.",
+    "Time with a serving request under way, by the tap or else the engine; for `rose advise`.",
     ["pool", "replica"],
     registry=REGISTRY,
 )

@@ -31,7 +31,7 @@ from rose_core.guard.shares import OpenTime
 from rose_core.guard.slack import Objective
 from rose_core.telemetry.book import Finished
 from rose_core.telemetry.events import Arrived, Dismissed, FirstToken, Sized, TapEvent
-from rose_core.wire.sync import PoolPolicy
+from rose_core.wire.sync import PoolPolicy, SignalSource
 
 _HARM_EVERY = 50
 _HARM_QUANTILE = 0.9
@@ -39,10 +39,17 @@ _HARM_QUANTILE = 0.9
 
 @dataclass
 class Counters:
-    """Totals for the operator."""
+    """Totals for the operator.
+
+    Attributes:
+        exposed: slow ones that had met an open gate.
+        busy_ns: what ``busy_of`` said when it was asked last.
+    """
 
     finished: int = 0
     slow: int = 0
+    exposed: int = 0
+    busy_of: SignalSource | None = None
     busy_ns: int = 0
     asked_ns: int = 0
 

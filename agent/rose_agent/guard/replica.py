@@ -134,6 +134,13 @@ class Replica:
         fresh = self.known_ns and now_ns - self.known_ns < _LASTING_NS
         return self.source if fresh else None
 
+    def busy_ns(self, source: SignalSource | None, now_ns: int) -> int:
+        """Total time with a request under way, as this source has it; 0 when it was never heard."""
+        if source is SignalSource.WIRE_TAP:
+            return self.book.busy_ns(now_ns)
+        reading = self.readings.get(source) if source is not None else None
+        return reading.worked_ns if reading is not None else 0
+
     @property
     def windows(self) -> Schedule:
         """Which windows are withheld: as the guard was told, else as a relative limit needs."""

@@ -83,6 +83,24 @@ def _version() -> str:
         return "unknown"
 
 
+def _busy_permille(replica: Replica, source: SignalSource | None, now_ns: int) -> int | None:
+    """Share of the time since the last report with a request under way, also for `rose advise`.
+
+    Unknown while there is no source, and once after another one has taken over: what two sources
+    have counted cannot be subtracted.
+    """
+    counters, name = replica.outcomes.counters, f"{replica.pod.namespace}/{replica.pod.name}"
+    before, since_ns, same = counters.busy_ns, counters.asked_ns, source is counters.busy_of
+    counters.busy_of = source or counters.busy_of
+    counters.busy_ns, counters.asked_ns = replica.busy_ns(counters.busy_of, now_ns), now_ns
+    elapsed = now_ns - since_ns
+    if source is None or not same or not since_ns or elapsed <= 0:
+        return None
+    busy = counters.busy_ns - before
+    OBSERVED.saw(replica.pod.pool, name, busy / 1e9, elapsed / 1e9)
+    return min(1000, round(1000 * busy / elapsed))
+
+
 def replica_report(
     replica: Replica,
     verdict: Verdict,
@@ -107,13 +125,6 @@ def replica_report(
         refusal = Reason(view.refusal)
     if refusal is None and replica.full:
         refusal = Reason.INSUFFICIENT_MEMORY
-    busy, elapsed = replica.book.busy_ns(now_ns), now_ns - counters.asked_ns
-    permille = None
-    if counters.asked_ns and signal.running is not None and elapsed > 0:
-        permille = min(1000, round(1000 * (busy - counters.busy_ns) / elapsed))
-        name = f"{pod.namespace}/{pod.name}"
-        OBSERVED.saw(pod.pool, name, (busy - counters.busy_ns) / 1e9, elapsed / 1e9)
-    counters.busy_ns, counters.asked_ns = busy, now_ns
     return ReplicaReport(
         pool=pod.pool,
         pod_namespace=pod.namespace,
@@ -127,7 +138,7 @@ def replica_report(
         refusal=refusal.value if refusal else "",
         running_requests=signal.running,
         kv_used_permille=kv_permille(replica, now_ns),
-        busy_permille=permille,
+        busy_permille=_busy_permille(replica, signal.source, now_ns),
         lendable_bytes=view.lendable.bytes if view is not None else None,
         requests_total=counters.finished,
         slow_requests_total=counters.slow,

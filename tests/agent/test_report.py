@@ -1,0 +1,101 @@
+"""What the guard reports of a replica's load, by whichever source it is seen."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from rose_agent.guard.outcomes import Outcomes
+from rose_agent.guard.pools import Pools
+from rose_agent.guard.recorder import Recorder
+from rose_agent.guard.replica import Replica
+from rose_agent.guard.report import replica_report
+from rose_agent.metrics import REGISTRY
+from rose_agent.pods.model import ServingPod
+from rose_core.guard.crossover import Schedule
+from rose_core.guard.gate import GateLimits, closed
+from rose_core.guard.reasons import GateReason
+from rose_core.telemetry.dialects import Figures
+from rose_core.telemetry.events import Arrived, Health
+from rose_core.telemetry.verify import Verification
+from rose_core.wire.sync import PoolPolicy, SignalSource
+
+S = 1_000_000_000
+POOL = "chat/watched"
+LOADS = SignalSource.LOADS
+
+
+@pytest.fixture
+async def replica() -> AsyncIterator[Replica]:
+    """A replica that began at zero, on a clock of the test's own."""
+    async with aiohttp.ClientSession() as session:
+        pod = ServingPod("pod", "chat", "pod", POOL, "127.0.0.1", 9)
+        made = Replica.create(
+            pod,
+            PoolPolicy(POOL, "Observe", {"a": "b"}, 9),
+            outcomes=Outcomes("pod", Pools().state(POOL), Recorder(), lambda _: None, 0),
+            schedule=Schedule(0.0),
+            gate=GateLimits(),
+            session=session,
+        )
+        made.book.began_ns = 0
+        yield made
+
+
+def told(replica: Replica, at_s: int) -> int | None:
+    """The busy share reported at this second."""
+    verdict = closed(GateReason.SIGNAL_MISSING)
+    return replica_report(replica, verdict, at_s * S, host_alive=False).busy_permille
+
+
+def answers(replica: Replica, seconds: range, running: int) -> None:
+    """The engine's load page once a second."""
+    for second in seconds:
+        figures = Figures(running=running, waiting=0, activity=(second if running else 0,))
+        replica.note_figures(LOADS, figures, second * S)
+
+
+def heard(replica: Replica, at_s: int) -> None:
+    """The tap is alive, verified, and knows what is under way."""
+    replica.verification = Verification(verified=True)
+    beat = Health(
+        "pod",
+        at_s * S,
+        problem="",
+        lost_ns=0,
+        opaque=False,
+        in_flight=len(replica.book.live),
+        counts={},
+        packets=0,
+    )
+    replica.take(beat, at_s * S)
+    replica.book.blind_ns = 0
+
+
+async def test_without_the_tap_a_busy_engine_is_reported_as_busy(replica: Replica) -> None:
+    answers(replica, range(100, 111), running=1)
+    assert told(replica, 110) is None, "nothing to compare with yet"
+    answers(replica, range(111, 121), running=2)
+    assert told(replica, 120) == 1000
+    answers(replica, range(121, 131), running=0)
+    assert told(replica, 130) == 100, "it has worked since the look before, and then no more"
+    labels = {"pool": POOL, "replica": "chat/pod"}
+    assert REGISTRY.get_sample_value("rose_guard_replica_busy_seconds_total", labels) == 11.0
+
+
+async def test_an_engine_that_does_not_answer_is_neither_busy_nor_idle(replica: Replica) -> None:
+    answers(replica, range(100, 111), running=0)
+    assert told(replica, 110) is None
+    assert told(replica, 120) is None
+
+
+async def test_what_two_sources_count_is_not_subtracted(replica: Replica) -> None:
+    answers(replica, range(100, 111), running=1)
+    told(replica, 110)
+    heard(replica, 120)
+    assert told(replica, 120) is None, "the tap has just taken over"
+    replica.take(Arrived("pod", 1, 120 * S, "/generate"), 120 * S)
+    heard(replica, 125)
+    assert told(replica, 125) == 1000
