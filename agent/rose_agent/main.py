@@ -89,7 +89,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Run the guard, or look into a running one."""
-    if argv and argv[0] in {"report", "trace", "stop", "resume"}:
+    if argv and argv[0] in _LOOKS:
         return _look(argv[0], argv[1:])
     options = arguments().parse_args(argv)
     logging.basicConfig(level=options.log_level, format="%(levelname)s %(name)s %(message)s")
@@ -106,7 +106,7 @@ async def _run(options: argparse.Namespace) -> None:
         rundir = RunDir(options.rundir).create()
     except ValueError as error:
         raise BadConfiguration(f"--rundir: {error}") from error
-    token = options.token_file.read_text().strip() if options.token_file else ""
+    token = flags.token(options.token_file)
     settings = Settings(
         options.node,
         token,
@@ -223,10 +223,19 @@ async def _application(guard: Guard, more: list[web.RouteDef]) -> web.AppRunner:
 
 # --- rose agent report | trace | stop | resume
 
+_LOOKS = {
+    "report": "What the guard of this node knows now: pools, replicas, slots, latency; JSON.",
+    "trace": "The guard's flight recorder: arrivals, decisions and their reasons.",
+    "stop": "Stop every rollout engine of this node now, until resume.",
+    "resume": "Release this node's stop button.",
+}
+
 
 def _look(what: str, argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog=f"rose agent {what}")
-    parser.add_argument("--rundir", type=Path, default=Path("/run/rose"))
+    parser = argparse.ArgumentParser(prog=f"rose agent {what}", description=_LOOKS[what])
+    parser.add_argument(
+        "--rundir", type=Path, default=Path("/run/rose"), help="of the guard; default /run/rose"
+    )
     if what == "trace":
         return trace.main(parser, argv, _fetch)
     options = parser.parse_args(argv)
@@ -236,9 +245,11 @@ def _look(what: str, argv: list[str]) -> int:
             sys.stdout.write(json.dumps(found, indent=2) + "\n")
         elif what == "stop":
             RunDir(options.rundir).stop.touch()
+            sys.stdout.write("stopped; `rose agent resume` lends again\n")
         else:
             options.rundir.stat()
             RunDir(options.rundir).stop.unlink(missing_ok=True)
+            sys.stdout.write("the stop button is not pressed any more\n")
     except (aiohttp.ClientError, OSError) as error:
         sys.stderr.write(f"rose agent {what}: no guard runs in {options.rundir}: {error}\n")
         return 1

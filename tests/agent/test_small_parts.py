@@ -46,12 +46,20 @@ def test_the_guards_memory(tmp_path: Path) -> None:
     state.save(tmp_path / "gone" / "guard.json", kept)
 
 
-def test_the_stop_button(tmp_path: Path) -> None:
+def test_the_stop_button(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stop", "--rundir", str(tmp_path)]) == 0
+    assert "rose agent resume" in capsys.readouterr().out
     assert (tmp_path / "stop").exists()
     assert main(["resume", "--rundir", str(tmp_path)]) == 0
     assert main(["resume", "--rundir", str(tmp_path)]) == 0
     assert not (tmp_path / "stop").exists()
+
+
+def test_a_list_without_a_dump_is_no_silence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "--rundir", str(tmp_path), "--list"]) == 0
+    assert "no breach has left one" in capsys.readouterr().err
 
 
 def test_a_trace_without_a_guard_says_so(

@@ -18,6 +18,14 @@ MISTAKES = {
         "agent --node n --rundir {new} --devices static --token-file {none}",
         "--token-file {none}: No such file",
     ),
+    "a guard's empty token": (
+        "agent --node n --rundir {new} --devices static --token-file {empty}",
+        "--token-file {empty}: holds no token",
+    ),
+    "a sync's empty token": (
+        "weight-sync --rundir {new} --token-file={empty}",
+        "--token-file {empty}: holds no token",
+    ),
     "a level that is none": ("agent --node n --log-level loud", "choose from 'DEBUG'"),
     "a port that is none": ("agent --node n --http-port 99999", "'99999' is no port"),
     "a run directory nobody can make": ("tap --rundir /proc/none", "--rundir /proc/none"),

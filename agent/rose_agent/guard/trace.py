@@ -44,7 +44,10 @@ def main(parser: argparse.ArgumentParser, argv: list[str], fetch: Fetch) -> int:
     add("--file", type=Path, help="show this dump instead of the running guard")
     options = parser.parse_args(argv)
     if options.list:
-        sys.stdout.writelines(f"{path}\n" for path in dumps(options.rundir / "flight"))
+        found = dumps(options.rundir / "flight")
+        sys.stdout.writelines(f"{path}\n" for path in found)
+        if not found:
+            sys.stderr.write(f"no dump in {options.rundir / 'flight'}: no breach has left one\n")
         return 0
     try:
         if options.file:
@@ -52,8 +55,8 @@ def main(parser: argparse.ArgumentParser, argv: list[str], fetch: Fetch) -> int:
         else:
             dump = asyncio.run(_running(options.rundir, fetch))
     except (aiohttp.ClientError, OSError) as error:
-        where = f"{options.file} cannot be read" if options.file else "no guard answers in "
-        where += "" if options.file else str(options.rundir)
+        nobody = f"no guard answers in {options.rundir}"
+        where = f"{options.file} cannot be read" if options.file else nobody
         sys.stderr.write(f"rose agent trace: {where}: {error}\n")
         return 1
     except ValueError as error:

@@ -26,6 +26,7 @@ from rose_core.identity import SlotKey
 from rose_core.wire.host import EngineState, EnsureEngine, HostStatusRequest
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_core.wire.sync import EngineSpec, WeightSource
+from rose_wire import flags
 from rose_wire.errors import WireError
 from rose_wire.rpc import connect, converse
 from rose_wire.services import ATTACH
@@ -183,6 +184,5 @@ async def begin(arguments: argparse.Namespace, host: EngineHost) -> Attachment:
     order = file.order()
     await host.ensure(order)
     attachment = Attachment(host, file, order, arguments.lease)
-    token = arguments.token_file.read_text().strip() if arguments.token_file else ""
-    attachment.start(arguments.router, token)
+    attachment.start(arguments.router, flags.token(arguments.token_file))
     return attachment

@@ -112,9 +112,8 @@ async def serve(arguments: argparse.Namespace) -> int:
         Exit code.
     """
     faults.arm()
-    token = arguments.token_file.read_text().strip() if arguments.token_file else ""
     options = Options(
-        token=token,
+        token=flags.token(arguments.token_file),
         attest_every_seconds=arguments.attest_seconds,
         probe_limit=arguments.probe_limit,
     )
