@@ -125,6 +125,17 @@ def test_two_checkpoints_are_compared_bit_by_bit(
     assert capsys.readouterr().out.startswith("0 of ")
 
 
+def test_a_store_without_that_run_is_no_silence(
+    places: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(places / "store"), "--run", "nun"]) == 1
+    assert "no run 'nun' in this store; it has run" in capsys.readouterr().err
+    (tmp_path / "runs").mkdir()
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert main(["verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("no run yet") == 2
+
+
 def test_what_is_nothing_of_ours_is_said_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

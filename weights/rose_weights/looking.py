@@ -148,7 +148,13 @@ def _after(
 
 
 def _run_lines(store: Store, only: str) -> Iterator[str]:
-    for run in store.runs():
+    runs = store.runs()
+    if only and only not in runs:
+        message = f"no run {only!r} in this store; it has {', '.join(runs) or 'none'}"
+        raise Damaged(message)
+    if not runs:
+        yield "no run yet: the first publisher makes one\n"
+    for run in runs:
         if only not in {"", run}:
             continue
         state = store.state(run)
@@ -183,8 +189,9 @@ def _manifest_lines(manifest: Manifest) -> Iterator[str]:
 
 
 def _verify_store(store: Store) -> tuple[str, bool]:
-    text, good = "", True
-    for run in store.runs():
+    runs = store.runs()
+    text, good = "" if runs else "no run yet: nothing to check\n", True
+    for run in runs:
         for kept in store.state(run).versions:
             for manifest in store.manifests(kept):
                 more, fine = _verify_blocks(manifest, lambda block: store.blocks.get(block.sha256))
