@@ -180,6 +180,15 @@ class Bench:
                     return file.url
             await asyncio.sleep(0.5)
 
+    def last_words(self, characters: int = 4000) -> str:
+        """Where each log of the node ends, and which processes have ended by themselves."""
+        told = []
+        for log in sorted(self.root.glob("*.log")):
+            process = self.processes.get(log.stem)
+            ended = "" if process is None or process.returncode is None else " (ended)"
+            told.append(f"== {log.stem}{ended}\n{log.read_text(errors='replace')[-characters:]}")
+        return "\n".join(told)
+
     async def page(self, name: str) -> dict[str, Any]:
         """A page of the guard."""
         connector = aiohttp.UnixConnector(str(self.rundir.root / "agent.sock"))

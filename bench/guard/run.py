@@ -126,10 +126,22 @@ async def _cell(runner: Runner, plan: Plan, results: Results, pace: Pace, cell: 
     if hopeless(cell.condition, results.harmless(cell.load.name)):
         return
     began = time.monotonic()
-    window = await _patiently(plan, results, cell, _window(runner, plan, results, cell))
+    try:
+        window = await _patiently(plan, results, cell, _window(runner, plan, results, cell))
+    except Crashed:
+        await _keep_logs(runner)
+        raise
     results.windows.append(window)
     pace.took(cell, time.monotonic() - began)
     say(f"{cell.name}: {len(window.measured)} requests")
+
+
+async def _keep_logs(runner: Runner) -> None:
+    """What the node's processes said, before their folder goes."""
+    target = FOLDER / "guard-crash.log"
+    words = await asyncio.to_thread(runner.bench.last_words)
+    await asyncio.to_thread(target.write_text, words)
+    say(f"what the node's processes said: {target}")
 
 
 async def _window(runner: Runner, plan: Plan, results: Results, cell: Cell) -> Window:
