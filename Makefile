@@ -16,7 +16,7 @@ LANE := -v -n 1 --dist loadfile
 
 .PHONY: help venv engine vllm cluster demo test test-engines test-cluster unit check format generate docs crds clean \
 	bench-guard bench-deaths bench-faults bench-dormancy bench-engines bench-gap bench-tap bench-weights bench-router \
-	bench-operator bench-simulate bench-rollouts torture fire gpu-check trl
+	bench-operator bench-simulate bench-rollouts torture fire gpu-check trl skyrl
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -131,6 +131,10 @@ trl: venv  ## TRL itself trains through a router and a store, on this CPU; an en
 	@test -x $(ROSE_CACHE)/trl/bin/python || $(UV) venv -q -p $(PYTHON) $(ROSE_CACHE)/trl
 	@VIRTUAL_ENV=$(ROSE_CACHE)/trl $(UV) pip install -q -c constraints.txt -e '.[dev]' 'trl>=1.16,<2' requests
 	TRL_EXPERIMENTAL_SILENCE=1 $(ROSE_CACHE)/trl/bin/pytest -v tests/router/test_trl_training.py $(ARGS)
+
+skyrl: venv  ## SkyRL's own client drives a router; the package alone, without what its trainer needs
+	@test -d $(ROSE_CACHE)/skyrl || $(UV) pip install -q --no-deps --target $(ROSE_CACHE)/skyrl skyrl==0.3.0
+	PYTHONPATH=$(ROSE_CACHE)/skyrl $(BIN)/pytest -v -n 0 tests/router/test_skyrl_client.py $(ARGS)
 
 torture: venv  ## kill every process of the weight plane at every step; prints the matrix
 	$(RUN)/rose weights torture $(ARGS)

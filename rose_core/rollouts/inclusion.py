@@ -9,19 +9,28 @@ and what it dropped (``POST /trajectories``); what it never mentions is unknown 
 | share trained, one pool | k of n | Wilson, 95 % |
 | gap = with borrowed engines - dedicated alone | two such shares | Newcombe, 95 % |
 
-A stratum is *biased* when the whole interval of its gap lies beyond ``TOLERANCE``.
+A stratum is *biased* when the whole interval of its gap lies beyond ``TOLERANCE``. Beside it stands
+a diagnostic, no verdict: how much the pool and the order of the strata go together (Spearman's rank
+correlation). Long trajectories meet borrowed engines more often than short ones however they are
+placed, because they have more turns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rose_core.rollouts.shares import length_bucket
+from rose_core.rollouts.shares import length_bucket, length_buckets
 
 TOLERANCE = 0.02
 _Z = 1.959964
+_ORDER = {
+    "length": length_buckets(),
+    "reward": ("0 or less", "above 0"),
+    "staleness": ("0", "1", "2", "3+"),
+    "moves": ("0", "1", "2", "3+"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +127,41 @@ class Inclusion:
         """Every stratum seen, in order."""
         return [self._row(*key) for key in sorted({key[:2] for key in self._counts})]
 
+    def correlations(self) -> dict[str, float]:
+        """By dimension, -1 to 1: above 0, higher strata met borrowed engines more often.
+
+        Left out where all trajectories are of one stratum or of one pool.
+        """
+        found = {
+            dimension: _rank_correlation([self._cell(dimension, name) for name in names])
+            for dimension, names in _ORDER.items()
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _cell(self, dimension: str, stratum: str) -> tuple[int, int]:
+        """How many of the stratum met a borrowed engine, and how many did not."""
+        ours, alone = (self._counts.get((dimension, stratum, pool)) for pool in (True, False))
+        return (ours[1] if ours else 0, alone[1] if alone else 0)
+
     def _row(self, dimension: str, stratum: str) -> Row:
         ours = self._counts.get((dimension, stratum, True), [0, 0])
         alone = self._counts.get((dimension, stratum, False), [0, 0])
         with_, without = wilson(*ours), wilson(*alone)
         counts = (ours[1], alone[1])
         return Row(dimension, stratum, with_, without, counts, newcombe(with_, without))
+
+
+def _rank_correlation(cells: Sequence[tuple[int, int]]) -> float | None:
+    """Spearman's correlation of an ordered stratum with one of two pools; ties share their rank."""
+    ours, total = sum(ours for ours, _ in cells), sum(map(sum, cells))
+    share = ours / total if total else 0.0
+    below, both, spread = 0, 0.0, 0.0
+    for one, other in cells:
+        count = one + other
+        away = below + count / 2 - total / 2  # the stratum's mean rank, less that of all
+        both += away * (one - share * count)
+        spread += away * away * count
+        below += count
+    if not spread or not 0 < share < 1:
+        return None
+    return both / math.sqrt(spread * total * share * (1 - share))

@@ -24,6 +24,11 @@ def stratum(total_tokens: float, publishes_left: float) -> str:
     return f"{length}/{fresh}"
 
 
+def length_buckets() -> tuple[str, ...]:
+    """All of them, from short to long."""
+    return tuple(length_bucket(limit - 1) for limit in (*_LENGTHS, _LENGTHS[-1] + 2))
+
+
 def length_bucket(tokens: float) -> str:
     """``<1k``, ``<4k``, ``<16k`` or ``16k+``."""
     return next((f"<{limit // 1000}k" for limit in _LENGTHS if tokens < limit), "16k+")

@@ -52,6 +52,7 @@ def meter_json(prospects: Prospects) -> dict[str, Any]:
         "remembered": len(prospects),
         "forgotten": prospects.forgotten,
         "borrowed_share": {"all": prospects.shares.overall, **prospects.shares.by_stratum()},
+        "pool_correlation": prospects.inclusion.correlations(),
         "inclusion": [_row(row) for row in prospects.inclusion.rows()],
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -153,6 +154,35 @@ def test_the_meter_finds_that_long_ones_are_dropped_when_borrowed() -> None:
     assert not rows["length", "<1k"].biased
     assert rows["staleness", "1"].biased
     assert rows["reward", "above 0"].counts == (200, 200)
+
+
+def test_the_correlation_is_that_of_ranks_with_ties() -> None:
+    chance = random.Random(7)
+    meter = Inclusion()
+    pairs = []
+    for _ in range(300):
+        tokens = chance.choice((500, 2000, 9000, 40_000))
+        borrowed = chance.random() < {500: 0.2, 2000: 0.3, 9000: 0.5, 40_000: 0.8}[tokens]
+        pairs.append((tokens, int(borrowed)))
+        meter.add(Outcome(trained=True, borrowed=borrowed, tokens=tokens))
+    ranks = [[_rank(one, column) for one in column] for column in zip(*pairs, strict=True)]
+    assert meter.correlations()["length"] == pytest.approx(statistics.correlation(*ranks))
+    assert meter.correlations()["length"] > 0.3
+
+
+def _rank(value: int, among: tuple[int, ...]) -> float:
+    """The mean place of a value among all, ties included."""
+    return sum(other < value for other in among) + sum(other == value for other in among) / 2
+
+
+def test_of_one_pool_or_one_stratum_no_correlation_is_told() -> None:
+    meter = Inclusion()
+    meter.add(Outcome(trained=True, borrowed=True, tokens=500))
+    meter.add(Outcome(trained=True, borrowed=True, tokens=5000))
+    assert meter.correlations() == {}
+    meter.add(Outcome(trained=True, borrowed=False, tokens=500, reward=1.0))
+    assert meter.correlations().keys() == {"length"}
+    assert meter.correlations()["length"] == pytest.approx(0.5)
 
 
 # --- memory

@@ -211,6 +211,7 @@ async def test_the_trainers_report_shows_in_the_meter(stage: Make) -> None:
     assert rows["length", "<1k"]["borrowed"]["count"] == 1
     assert rows["reward", "above 0"]["borrowed"]["value"] == 1.0
     assert rows["staleness", "0"]["gap"]["value"] is None
+    assert meter["pool_correlation"] == {}  # of one trajectory there is none
 
 
 async def test_engines_that_a_trajectory_lost_count_in_the_meter(stage: Make) -> None:
