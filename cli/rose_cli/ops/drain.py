@@ -62,6 +62,6 @@ def _wait(cluster: Cluster, node: str, seconds: float) -> None:
         vacated,
         seconds,
         f"slots are left on {node} after {seconds:.0f} s: does its agent run? "
-        "(kubectl get pods -A -o wide -l app.kubernetes.io/component=agent)",
+        "(kubectl get pods -A -o wide -l app.kubernetes.io/name=rose-agent)",
     )
     sys.stdout.write(f"no slot is left on {node}\n")

@@ -65,7 +65,7 @@ def _ask(cluster: Cluster, given: argparse.Namespace) -> Explanation | None:
                 answered,
                 given.timeout,
                 f"the operator has not answered within {given.timeout:.0f} s; does one run and "
-                "lead? (kubectl get deployment -A -l app.kubernetes.io/component=operator)",
+                "lead? (kubectl get deployment -A -l app.kubernetes.io/name=rose-operator)",
             )
     except NotAllowed as error:
         sys.stderr.write(f"rose explain: you may not ask ({error}); this is what the status says\n")
