@@ -50,8 +50,8 @@ def check(device: str) -> None:
         WrongBlocks: they differ.
     """
     model = dict(_model(1 << 18, device))
-    before = {name: tensor.cpu() for name, tensor in model.items()}
-    snapshot = DeviceSnapshot(Base(Layout(list(model.items()))))
+    before = {name: tensor.cpu().clone() for name, tensor in model.items()}
+    snapshot = DeviceSnapshot(Layout(list(model.items())), Base())
     snapshot.take(model)
     change(model, SHARE)
     snapshot.take(model)
@@ -67,7 +67,7 @@ def check(device: str) -> None:
 
 def _measure(elements: int, device: str, keep_on: Place) -> dict[str, Any]:
     model = dict(_model(elements, device))
-    snapshot = DeviceSnapshot(Base(Layout(list(model.items())), keep_on))
+    snapshot = DeviceSnapshot(Layout(list(model.items())), Base(keep_on))
     snapshot.take(model)
     tensors, base = _bare(snapshot)
     change(model, SHARE)

@@ -19,6 +19,7 @@ from rose_core.delta.build import TensorSpec, entry
 from rose_core.delta.codec import compare, encode_dense, encode_found
 from rose_core.delta.digest import Digest, digest_change, digest_run
 from rose_core.delta.errors import ManifestError
+from rose_core.delta.found import FoundTile
 from rose_core.delta.manifest import BlockEntry, Manifest, TensorEntry
 from rose_core.delta.tiles import Box, as_matrix, tiling
 from rose_core.identity import WeightVersion
@@ -109,11 +110,33 @@ class PartBuilder:
             message = f"{tensor.name}: {new.size} elements of {new.dtype} for {box}"
             raise ManifestError(message)
         width = box.column1 - box.column0
-        for tile in _inside(tensor, box):
+        for tile in inside(tensor, box):
             where = tensor.tiling.box(tile)
             after = _cut(new, box, where, width)
             before = None if old is None else _cut(old, box, where, width)
             self._tile(number, tile, before, after)
+
+    def add_found(self, number: int, box: Box, tiles: Iterable[FoundTile]) -> None:
+        """Add this rank's box of tensor ``number``, compared with the base where it lies.
+
+        Args:
+            number: of the tensor.
+            box: what this rank holds of it.
+            tiles: its tiles that changed.
+
+        Raises:
+            ManifestError: the box cuts through a tile, or there is no base.
+        """
+        tensor, changed = self._tensors[number], {one.tile: one for one in tiles}
+        if self._known is None:
+            message = f"{tensor.name}: changes without a base"
+            raise ManifestError(message)
+        for tile in inside(tensor, box):
+            place, one = tensor.first_tile + tile, changed.get(tile)
+            before = self._known[place]
+            self.digests[place] = before if one is None else before.plus(one.moved)
+            if one is not None:
+                self._keep(number, tile, one.block(), one.changes)
 
     def finish(
         self,
@@ -228,7 +251,12 @@ def _fitting(tile: int, whole: int, chunk: int) -> int:
     return max(part for part in divisors if part <= max(tile, 1))
 
 
-def _inside(tensor: TensorEntry, box: Box) -> list[int]:
+def inside(tensor: TensorEntry, box: Box) -> list[int]:
+    """Numbers of the tiles of a box, row by row.
+
+    Raises:
+        ManifestError: the box cuts through a tile.
+    """
     cut = tensor.tiling
     if not box.elements:
         return []

@@ -44,7 +44,13 @@ def main(address: str, out: Path, mode: str) -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = model(mesh)
-    with ShardedPublisher(address, "run", patience_seconds=4.0 if mode == "die" else 60) as out_to:
+    patience = 4.0 if mode == "die" else 60
+    with ShardedPublisher(
+        address,
+        "run",
+        patience_seconds=patience,
+        compare_on="device" if mode == "in place" else "auto",
+    ) as out_to:
         for step in range(3):
             if step:
                 for value in state.values():

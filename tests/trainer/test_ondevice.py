@@ -16,15 +16,26 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rose_core.delta import FORMATS, Builder, Manifest, ManifestError, TensorSpec, Tiling, table
+from rose_core.delta import (
+    FORMATS,
+    Box,
+    Builder,
+    Manifest,
+    ManifestError,
+    TensorSpec,
+    Tiling,
+    table,
+)
 from rose_core.delta.bits import Bits
+from rose_core.delta.parts import Owned, Part, PartBuilder, aligned
 from rose_core.identity import WeightVersion
 from rose_engines import device_loops
 from rose_trainer import device_diff, ondevice
 from rose_trainer.device_diff import Region, bands, differences, working_bytes
 from rose_trainer.errors import BadState
-from rose_trainer.ondevice import Base, DeviceSnapshot, Place
+from rose_trainer.ondevice import Base, DeviceShards, DeviceSnapshot, Place
 from rose_trainer.publisher import Publisher
+from rose_trainer.shards import Shard
 from rose_trainer.staging import Layout, Snapshot
 from rose_weights.bundle import Bundle
 from tests.delta.strategies import DEVICE, corner_bits
@@ -113,7 +124,7 @@ def test_the_manifest_and_every_block_are_the_hosts(
     before, after = two_states(word, share)
     base, wanted, wanted_on_base, wanted_blocks = host_manifest(before, after, word)
     model = tensors_of(before, word)
-    snapshot = DeviceSnapshot(Base(Layout(list(model.items())), keep_on), ranked=True)
+    snapshot = DeviceSnapshot(Layout(list(model.items())), Base(keep_on), ranked=True)
     snapshot.take(model)
     assert all(np.array_equal(snapshot.bits(name), bits) for name, bits in before.items())
     snapshot.take(tensors_of(after, word))
@@ -135,7 +146,7 @@ def test_without_a_change_nothing_is_found_and_without_a_base_nothing_can_be() -
     with pytest.raises(ManifestError, match="without a base"):
         Builder(tensors, None, lambda _: None).add_found([])
     model = tensors_of(before, "BF16")
-    snapshot = DeviceSnapshot(Base(Layout(list(model.items()))))
+    snapshot = DeviceSnapshot(Layout(list(model.items())), Base())
     snapshot.take(model)
     snapshot.take(model)
     base, _, _, _ = host_manifest(before, before, "BF16")
@@ -148,7 +159,7 @@ def test_without_a_change_nothing_is_found_and_without_a_base_nothing_can_be() -
 def test_only_changes_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = two_states("BF16", 0.01)
     model = tensors_of(before, "BF16")
-    snapshot = DeviceSnapshot(Base(Layout(list(model.items())), "device"))
+    snapshot = DeviceSnapshot(Layout(list(model.items())), Base("device"))
     snapshot.take(model)
     left = []
     here = device_loops.here
@@ -161,6 +172,64 @@ def test_only_changes_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot.take(tensors_of(after, "BF16"))
     changes = sum(int((before[name] != after[name]).sum()) for name in before)
     assert changes < sum(left) < 2.5 * changes
+
+
+@pytest.mark.usefixtures("small_bands")
+@pytest.mark.parametrize("axis", ["rows", "columns"])
+@pytest.mark.parametrize("share", [0.01, 1.0])
+def test_the_part_of_a_rank_is_the_hosts(share: float, axis: str) -> None:
+    rows, columns = 600, 800
+    half = (rows // 2, columns) if axis == "rows" else (rows, columns // 2)
+    spec = TensorSpec("a.o_proj.weight", "BF16", (rows, columns))
+    draw = np.random.default_rng(5)
+    whole = draw.integers(0, 1 << 16, (rows, columns), np.uint16)
+    then = whole + (draw.random(whole.shape) < share).astype(np.uint16)
+    parts: list[list[Part]] = [[], []]
+    blocks: list[list[bytes]] = [[], []]
+    for rank in range(2):
+        row0, column0 = (rank * half[0], 0) if axis == "rows" else (0, rank * half[1])
+        box = Box(row0, row0 + half[0], column0, column0 + half[1])
+        tensors = aligned([Owned(spec, box, half)])
+        states = [
+            np.ascontiguousarray(state[row0 : box.row1, column0 : box.column1])
+            for state in (whole, then)
+        ]
+        shards = [
+            Shard(
+                spec,
+                box,
+                half,
+                owned=True,
+                local=torch.tensor(state.view("i2"), device=DEVICE).view(torch.bfloat16),
+                dtype=torch.bfloat16,
+            )
+            for state in states
+        ]
+        full = PartBuilder(tensors, None, lambda _: None)
+        taken = DeviceShards(tensors, Base())
+        taken.take(shards[:1])
+        taken.add_to(full, 0, shards[0], None)
+        known = dict(full.digests)
+        taken.take(shards[1:])
+        here, there = (PartBuilder(tensors, known, some.append) for some in blocks)
+        here.add(0, box, *(state.reshape(-1) for state in states))
+        taken.add_to(there, 0, shards[1], taken)
+        for side, builder in enumerate((here, there)):
+            target, base = (WeightVersion("run", 1, number) for number in (1, 0))
+            parts[side].append(builder.finish(target, rank, 2, base=base))
+    assert parts[0] == parts[1]
+    assert blocks[0] == blocks[1]
+    assert sum(block.changes for part in parts[1] for block in part.blocks) == (whole != then).sum()
+
+
+def test_what_no_version_took_is_no_base() -> None:
+    spec, box = TensorSpec("w", "BF16", (4, 4)), Box(0, 4, 0, 4)
+    shard = Shard(spec, box, (4, 4), True, torch.zeros(4, 4, dtype=torch.bfloat16), torch.bfloat16)
+    taken = DeviceShards(aligned([Owned(spec, box, (4, 4))]), Base())
+    taken.take([shard])
+    taken.lose()
+    with pytest.raises(BadState, match="start a new Publisher"):
+        taken.take([shard])
 
 
 class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -213,8 +282,8 @@ def test_memory_does_not_grow_with_the_model(
 ) -> None:
     monkeypatch.setattr(device_diff, "CHUNK", 1 << 15)
     monkeypatch.setattr(device_diff, "BATCH", 1 << 10)
-    region = Region("w", FORMATS["BF16"], 256, 0, 0, Tiling(1024, 256, *tile))
-    old = torch.randint(-(1 << 15), 1 << 15, (1 << 18,), dtype=torch.int16, device=DEVICE)
+    region = Region("w", FORMATS["BF16"], 256, 0, 0, Tiling(256, 256, *tile))
+    old = torch.randint(-(1 << 15), 1 << 15, (1 << 16,), dtype=torch.int16, device=DEVICE)
     new = torch.where(torch.rand(len(old), device=DEVICE) < share, old ^ 1, old)
     changes = 0
     with Memory() as memory:
@@ -223,6 +292,7 @@ def test_memory_does_not_grow_with_the_model(
                 changes += sum(one.changes for one in found.tiles)
                 del found
     assert changes == int((old != new).sum())
+    assert len(list(bands(region.cut))) == 2
     assert (1 << 15) <= memory.peak <= working_bytes(2)
 
 
@@ -302,8 +372,8 @@ def test_what_breaks_off_is_never_published_from(monkeypatch: pytest.MonkeyPatch
     """Else the changes that were found before would be in the base and in no version."""
     before, after = two_states("BF16", 0.01)
     model = tensors_of(before, "BF16")
-    base = Base(Layout(list(model.items())))
-    one, other = DeviceSnapshot(base), DeviceSnapshot(base)
+    base, layout = Base(), Layout(list(model.items()))
+    one, other = DeviceSnapshot(layout, base), DeviceSnapshot(layout, base)
     one.take(model)
     with pytest.raises(BadState, match="missing"):
         other.take({"scale": model["scale"]})

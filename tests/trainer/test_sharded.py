@@ -90,6 +90,20 @@ def test_each_rank_publishes_its_part_and_a_dead_one_publishes_nothing(
     open_store.close()
 
 
+@pytest.mark.slow
+def test_shards_that_are_compared_where_they_lie_make_the_same_versions(
+    tmp_path: Path, open_store: RunningStore
+) -> None:
+    processes = ranks(tmp_path, open_store.address, "in place")
+    said = [process.communicate(timeout=120) for process in processes]
+    assert open_store.store.state("run").head == version(2), said
+    first = held(open_store, tmp_path / "b")
+    whole = wanted(tmp_path / "2.pt")
+    assert first.keys() == whole.keys()
+    assert all(np.array_equal(first[name], whole[name]) for name in whole)
+    open_store.close()
+
+
 SPEC = TensorSpec("w", "BF16", (10, 4))
 
 

@@ -32,7 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -42,7 +42,7 @@ from rose_core.identity import WeightVersion, run_name
 from rose_trainer import barrier, metrics
 from rose_trainer.errors import NotPublished, PublishFailed
 from rose_trainer.line import Job, Line, Published
-from rose_trainer.ondevice import Base, DeviceSnapshot, Place
+from rose_trainer.ondevice import Base, DeviceSnapshot, Place, Where, in_place
 from rose_trainer.opening import open_run
 from rose_trainer.staging import Layout, Snapshot, Taken, Tensors, pairs
 from rose_trainer.staleness import Consumed, Order
@@ -94,7 +94,7 @@ class Publisher:
         anchor: bool = True,
         on_base: bool = False,
         dtype: torch.dtype | None = None,
-        compare_on: Literal["auto", "host", "device"] = "auto",
+        compare_on: Where = "auto",
         keep_on: Place = "host",
         name: str = "",
         patience_seconds: float = 1800.0,
@@ -327,12 +327,11 @@ class Publisher:
 
     def _ring(self, state: Sequence[tuple[str, torch.Tensor]], layout: Layout) -> list[Taken]:
         everywhere = range(self._buffers + 1)
-        on_cuda = all(tensor.is_cuda for _, tensor in state)
-        if self._compare_on == "host" or (self._compare_on == "auto" and not on_cuda):
+        self._in_place = in_place(self._compare_on, (tensor for _, tensor in state))
+        if not self._in_place:
             return [Snapshot(layout) for _ in everywhere]
-        self._in_place = True
-        base = Base(layout, self._keep_on)
-        return [DeviceSnapshot(base, ranked=self._on_base) for _ in everywhere]
+        base = Base(self._keep_on)
+        return [DeviceSnapshot(layout, base, ranked=self._on_base) for _ in everywhere]
 
     def _buffer(self) -> Taken:
         while True:

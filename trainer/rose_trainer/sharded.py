@@ -31,8 +31,9 @@ from rose_core.identity import WeightVersion, run_name
 from rose_trainer import metrics
 from rose_trainer.errors import PublishFailed
 from rose_trainer.line import Published, keeper
+from rose_trainer.ondevice import Base, DeviceShards, Place, Where, in_place
 from rose_trainer.opening import open_run
-from rose_trainer.shards import Shard, ShardSnapshot, shards_of
+from rose_trainer.shards import Shard, ShardSnapshot, TakenShards, shards_of
 from rose_trainer.staging import Tensors, pairs
 from rose_weights.errors import WeightsError
 from rose_weights.publishing import WeightsWriter
@@ -51,6 +52,7 @@ class ShardedPublisher:
         run: the run's name, a DNS label.
         token: the store's bearer token.
         dtype: cast floating-point tensors to this on the way.
+        compare_on, keep_on: as the Publisher's; each rank decides by its own shards.
         group: the process group; None = all ranks.
         patience_seconds: how long the store or another rank may be away.
 
@@ -66,6 +68,8 @@ class ShardedPublisher:
         *,
         token: str = "",
         dtype: torch.dtype | None = None,
+        compare_on: Where = "auto",
+        keep_on: Place = "host",
         group: dist.ProcessGroup | None = None,
         patience_seconds: float = 1800.0,
     ) -> None:
@@ -73,6 +77,8 @@ class ShardedPublisher:
         self._token = token
         self._run = run_name(run)
         self._dtype = dtype
+        self._compare_on = compare_on
+        self._base = Base(keep_on)
         self._group = group
         self._patience = patience_seconds
         self.rank = dist.get_rank(group)
@@ -81,8 +87,8 @@ class ShardedPublisher:
         self._incarnation, self._head = self._open()
         self._next = 0
         self._tensors: tuple[TensorEntry, ...] = ()
-        self._before: ShardSnapshot | None = None
-        self._free: ShardSnapshot | None = None
+        self._before: TakenShards | None = None
+        self._free: TakenShards | None = None
         self._digests: dict[int, Digest] | None = None
 
     def __enter__(self) -> Self:
@@ -115,15 +121,19 @@ class ShardedPublisher:
         shards = shards_of(pairs(tensors), self._dtype, self._group)
         if not self._tensors:
             self._tensors = aligned(Owned(one.spec, one.box, one.chunk) for one in shards)
-        snapshot = self._free or ShardSnapshot()
+        snapshot = self._free or self._snapshot(shards)
         snapshot.take(shards)
         taken = time.monotonic()
         faults.at("publisher.snapshot")
         blocks: dict[bytes, bytes] = {}
-        part = self._encode(step, shards, snapshot, blocks)
-        encode_seconds = time.monotonic() - taken
-        faults.at("publisher.encoded")
-        digest = self._send(part, blocks, encode_seconds)
+        try:
+            part = self._encode(step, shards, snapshot, blocks)
+            encode_seconds = time.monotonic() - taken
+            faults.at("publisher.encoded")
+            digest = self._send(part, blocks, encode_seconds)
+        except BaseException:  # whatever it was, this state is nobody's base
+            snapshot.lose()
+            raise
         faults.at("publisher.committed")
         self._free, self._before = self._before, snapshot
         self._digests = dict(zip(part.tiles, from_bytes(part.digests), strict=True))
@@ -134,20 +144,23 @@ class ShardedPublisher:
         seconds = time.monotonic() - taken
         return self._published(part, digest, taken - began, seconds, encode_seconds)
 
+    def _snapshot(self, shards: Sequence[Shard]) -> TakenShards:
+        if in_place(self._compare_on, (shard.local for shard in shards)):
+            return DeviceShards(self._tensors, self._base)
+        return ShardSnapshot()
+
     def _encode(
         self,
         step: int,
         shards: Sequence[Shard],
-        snapshot: ShardSnapshot,
+        snapshot: TakenShards,
         blocks: dict[bytes, bytes],
     ) -> Part:
         before = self._before
         builder = PartBuilder(self._tensors, self._digests, keeper(blocks))
         for number, shard in enumerate(shards):
             if shard.owned:
-                name = shard.spec.name
-                old = None if before is None else before.bits(name)
-                builder.add(number, shard.box, old, snapshot.bits(name))
+                snapshot.add_to(builder, number, shard, before)
         return builder.finish(
             WeightVersion(self._run, self._incarnation, self._next),
             self.rank,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed.tensor import Shard as Along
 
 from rose_core.delta import Box, TensorSpec
 from rose_core.delta.bits import Bits
+from rose_core.delta.parts import PartBuilder
 from rose_core.delta.tiles import as_matrix
 from rose_trainer.errors import BadState
 from rose_trainer.staging import WORDS, bits_of
@@ -42,6 +44,24 @@ class Shard:
     owned: bool
     local: torch.Tensor
     dtype: torch.dtype
+
+
+class TakenShards(Protocol):
+    """What was taken of a rank's boxes, on the host (``ShardSnapshot``) or where they lie."""
+
+    def take(self, shards: Sequence[Shard]) -> None:
+        """Take every owned box; returns when the model may change."""
+
+    def bits(self, name: str) -> Bits:
+        """A box's bits, row-major."""
+
+    def add_to(
+        self, builder: PartBuilder, number: int, shard: Shard, before: TakenShards | None
+    ) -> None:
+        """Add a box to the rank's part, in full where nothing was before."""
+
+    def lose(self) -> None:
+        """The version was not published."""
 
 
 class ShardSnapshot:
@@ -70,6 +90,16 @@ class ShardSnapshot:
     def bits(self, name: str) -> Bits:
         """A box's bits, row-major; a view of the buffer."""
         return bits_of(self._buffers[name])
+
+    def add_to(
+        self, builder: PartBuilder, number: int, shard: Shard, before: TakenShards | None
+    ) -> None:
+        """Add a box to the rank's part; it is compared now."""
+        old = None if before is None else before.bits(shard.spec.name)
+        builder.add(number, shard.box, old, self.bits(shard.spec.name))
+
+    def lose(self) -> None:
+        """The version was not published; the state before is still the base."""
 
 
 def shards_of(
