@@ -99,12 +99,13 @@ async def _streams(running: Node, streams: int, tokens: int) -> None:
 
 @dataclass(frozen=True)
 class Costs:
-    """What one part, or several together, cost."""
+    """What one part, or several together, cost; wakings are per second."""
 
     idle_ms: float
     wakings: float
     request_ms: float
     tokens_ms: float
+    streaming_wakings: float
 
     @staticmethod
     def of(names: Iterable[str], idle: Phase, requests: Phase, streams: Phase) -> Costs:
@@ -117,8 +118,10 @@ class Costs:
         second = cpu_ms(idle) / idle.seconds
         request = (cpu_ms(requests) - second * requests.seconds) / requests.requests
         streamed = cpu_ms(streams) - second * streams.seconds - request * streams.requests
-        wakings = sum(idle.wakings[name] for name in names) / idle.seconds
-        return Costs(second, wakings, request, 1e3 * streamed / streams.tokens)
+        wakings, streaming = (
+            sum(found.wakings[name] for name in names) / found.seconds for found in (idle, streams)
+        )
+        return Costs(second, wakings, request, 1e3 * streamed / streams.tokens, streaming)
 
     def core_percent(self, tokens_per_second: float, tokens_per_request: float) -> float:
         """Share of a core at this rate."""
@@ -137,6 +140,7 @@ def figures_of(
         rows += [
             figure(f"{name}: idle", costs.idle_ms, "ms/s"),
             figure(f"{name}: idle wakings", costs.wakings, "1/s"),
+            figure(f"{name}: wakings while streaming", costs.streaming_wakings, "1/s"),
             figure(f"{name}: a request", costs.request_ms, "ms"),
             figure(f"{name}: 1,000 streamed tokens", costs.tokens_ms, "ms"),
             figure(f"{name}: memory (PSS)", pss_bytes[name] / 1e6, "MB"),
@@ -147,6 +151,8 @@ def figures_of(
     return [
         *rows,
         figure("guard and tap: idle", both.idle_ms / 10, "% of a core"),
+        figure("guard and tap: a request", both.request_ms, "ms"),
+        figure("guard and tap: 1,000 streamed tokens", both.tokens_ms, "ms"),
         figure("guard and tap: at 1,000 tokens/s", share, "% of a core", at_most=3.0),
         figure("guard and tap: memory (PSS)", pss, "MB", at_most=100.0),
     ]

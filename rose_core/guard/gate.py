@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slack import Objective, Slack, measure
+from rose_core.telemetry.events import PERIOD_NS
 from rose_core.telemetry.signal import ServingSignal
 
 
@@ -33,7 +34,7 @@ class GateLimits:
     """
 
     reopen_ns: int = 50_000_000
-    period_ns: int = 100_000_000
+    period_ns: int = PERIOD_NS
     regime_ns: int = 5_000_000_000
     on_off_share: float = 0.05
     least_duty: float = 0.05
@@ -145,6 +146,7 @@ def _busy(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> Verdict:
         *(facts.signal.requests, facts.objective, facts.predictor),
         now_ns,
         limits.period_ns / 1e9,
+        told_ns=facts.signal.told_ns,
     )
     if slack.prefill_s is not None and slack.prefill_s <= 0:
         return Verdict(open=False, reason=GateReason.NO_PREFILL_SLACK, slack=slack)

@@ -6,7 +6,8 @@
 | a streaming request | first token + TPOT budget x tokens so far - now - step | > 0 |
 
 Both are what is left if the gate closes now: the co-running step under way ends, then serving is
-alone again.
+alone again. Tokens are told now and then, so a stream's slack is what it was when it was told last:
+tokens that nobody has told yet are not late. Where nothing was told for a whole period, they are.
 
 A budget is the SLO less a margin (``margin``). A limit on the relative increase is a budget too:
 what the predictor says of serving alone, times the allowed increase. Where it is the only limit,
@@ -76,14 +77,17 @@ def measure(
     predictor: Predictor,
     now_ns: int,
     period_s: float = PERIOD_S,
+    *,
+    told_ns: int = 0,
 ) -> Slack:
-    """Slack and duty for the requests under way."""
+    """Slack and duty for the requests under way, whose tokens were told at ``told_ns`` (0: now)."""
+    known_ns = told_ns if now_ns - told_ns < period_s * 1e9 else now_ns
     waiting = sorted((r for r in requests if not r.first_ns), key=lambda r: r.arrived_ns)
     streaming = [r for r in requests if r.first_ns]
     sizes = {r.size for r in requests}
     one_more = max((predictor.prefill_s(size, shared=False) for size in sizes), default=0.0)
     account = _Account.of(len(streaming), objective, predictor)
-    decode = min((account.left_s(r, now_ns) for r in streaming), default=None)
+    decode = min((account.left_s(r, max(known_ns, r.last_ns)) for r in streaming), default=None)
     saved = min((account.saved_s(r, one_more) for r in streaming), default=0.0)
     if objective.max_increase:
         saved = 0.0

@@ -25,7 +25,7 @@ from rose_core.telemetry.events import (
 
 # Memory of the idle share that the report shows; the gate goes by ``rose_core.guard.regime``.
 _SHARE_TIME_S = 20.0
-# Heartbeats kept to say what had been counted a moment ago: 1.6 s of them.
+# Heartbeats kept to say what had been counted a moment ago: more than a second of them.
 _BEATS = 27
 
 

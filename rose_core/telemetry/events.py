@@ -1,6 +1,7 @@
 """What the tap tells the guard about one replica, as messages of the node's ``tap.sock``.
 
 Times are CLOCK_MONOTONIC nanoseconds of the node; request numbers are unique per tap process.
+Whoever paces by tokens does so in periods of that clock: the tap tells tokens just before each.
 Next step: ``tracker`` makes them, ``book`` applies them.
 """
 
@@ -9,6 +10,9 @@ from __future__ import annotations
 from enum import StrEnum
 
 import msgspec
+
+PERIOD_NS = 100_000_000
+"""Of the duty cycle; a period begins where the clock is a multiple of it, for guard and tap."""
 
 
 class How(StrEnum):

@@ -240,6 +240,28 @@ async def test_paced_lending_is_judged_at_its_edges_and_not_at_every_token(
     assert bool(looked) is looks
 
 
+async def test_a_slot_rests_while_its_engine_is_held_and_no_sooner(
+    guard: tuple[Guard, Permit],
+) -> None:
+    made, _ = guard
+    slot = made.slots[KEY.uid]
+    stirred: list[bool] = []
+    made._pulse.stir = lambda: stirred.append(True)  # type: ignore[method-assign]
+    made.step_all()
+    rests = [slot.at_rest]
+    now = time.monotonic_ns()
+    made.on_tap([Arrived("pod", 1, now, "/generate")], now)
+    rests.append(slot.at_rest)
+    slot._held = True
+    rests.append(slot.at_rest)
+    stirred.clear()
+    made.step_all()
+    assert rests == [False, False, True], "open, asked to hold, held"
+    assert not stirred
+    made.on_tap([Ended("pod", 1, now, 1, 200, How.COMPLETE)], time.monotonic_ns())
+    assert stirred, "the permit wants to be extended"
+
+
 @pytest.mark.parametrize(("policy", "reuses"), [("Keep", False), ("Reuse", True)])
 async def test_the_router_hears_whether_keys_are_reused(
     guard: tuple[Guard, Permit], policy: str, reuses: bool

@@ -132,11 +132,38 @@ async def test_a_never_idle_replica_is_paced_inside_a_period(guard: Parts) -> No
     duty = made.slots[KEY.uid].verdict.duty
     assert reason(made) == "Slack"
     assert 0.1 < duty < 1.0
-    assert permit.until_ns == start + int(duty * period), "it lapses by itself"
-    made._step_replica("pod", start + int(duty * period), 0)
+    lapse = start + int(duty * period)
+    assert permit.until_ns == lapse, "it lapses by itself"
+    assert made._again.soon("pod", start + period - 1), "nobody is woken before the next period"
+    opened = made.slots[KEY.uid].totals.open_ns
+    made._step_replica("pod", lapse + 20_000_000, 0)
     assert permit.until_ns == 0
+    assert made.slots[KEY.uid].totals.open_ns - opened == lapse - start, "looked at late, told true"
+    gates = [time_ns for time_ns, _, what, _ in made.recorder.entries() if what == "gate"]
+    assert gates[-2:] == [start, lapse]
     assert made.slots[KEY.uid].gate_open, "a pause of the duty cycle is no news for the router"
     assert made._again.waiting("pod"), "the next period needs no tick"
+
+
+async def test_a_heartbeat_just_before_a_period_leaves_the_step_to_it(
+    guard: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = guard
+    beaten: list[bool] = []
+
+    def beat() -> bool:
+        beaten.append(True)
+        return True
+
+    monkeypatch.setattr(made._pulse, "beat", beat)
+    now = time.monotonic_ns()
+    made._again.look("pod", now + 3_000_000, now)
+    made.on_tap([health()], now)
+    assert not beaten
+    made._step_again("pod")
+    assert beaten == [True], "and the period steps every slot"
+    made.on_tap([health()], now + 50_000_000)
+    assert beaten == [True, True]
 
 
 async def test_a_co_running_request_over_its_slo_leaves_a_dump(guard: Parts) -> None:

@@ -223,6 +223,22 @@ def test_what_each_filter_lets_pass(inside: Namespace, wanted: str) -> None:
     taps.close()
 
 
+def test_connections_that_come_and_go_ring_once_when_the_server_ends_its_side(
+    inside: Namespace,
+) -> None:
+    (taps,), _ = sockets.open_all(inside.path, PORT, ("lo",))
+    sockets.mute(taps.bell, muted=False)
+    with tapped(inside) as tap:
+        wire = Wire(inside, tap, "127.0.0.1")
+        assert sockets.discard(taps.bell) == 0, "no request yet"
+        wire.client.shutdown(socket.SHUT_WR)
+        assert sockets.discard(taps.bell) == 0, "the server may still write"
+        wire.server.close()
+        assert sockets.discard(taps.bell) == 1
+        wire.close()
+    taps.close()
+
+
 def test_on_a_mute_socket_hardly_anything_waits(inside: Namespace) -> None:
     (taps,), _ = sockets.open_all(inside.path, PORT, ("lo",))
     with tapped(inside) as tap:

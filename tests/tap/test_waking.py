@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 import statistics
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from bench.tap.watcher import tap_process
+from bench.tap.watcher import Listener, tap_process
+from rose_agent.tap import frames, parser
+from rose_agent.tap import replica as following
 from rose_agent.tap.frames import Watch
-from rose_core.telemetry.events import Arrived, Ended, FirstToken, Progress, TapEvent
+from rose_core.telemetry.events import (
+    PERIOD_NS,
+    Arrived,
+    Ended,
+    FirstToken,
+    Health,
+    Progress,
+    TapEvent,
+)
 from tests.tap.net import Namespace, Wire, namespace, refusal, tapped
 from tests.telemetry.wire import END, HEAD, event, post
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal() or "can tap")
 TOKENS = 50
+_STREAMED = 120
 _LONG_SECONDS = 60.0
 _ROUND_SECONDS = 0.02  # the loop goes round and takes what lies ready
 
@@ -47,11 +59,11 @@ async def listening(
             tap.replica.close()
 
 
-async def heard(told: list[TapEvent], kind: type) -> TapEvent:
+async def heard(told: list[TapEvent], kind: type, times: int = 1) -> TapEvent:
     async with asyncio.timeout(_LONG_SECONDS):
         while True:
             found = [one for one in told if isinstance(one, kind)]
-            if found:
+            if len(found) >= times:
                 return found[-1]
             await asyncio.sleep(0.001)
 
@@ -90,7 +102,7 @@ async def test_a_first_token_that_nobody_waits_for_comes_with_the_heartbeat(
         assert first.time_ns > arrived.time_ns, "stamped by the kernel as it passed"
 
 
-async def test_watched_closely_the_first_token_is_told_at_once_and_the_others_soon(
+async def test_watched_closely_the_first_token_is_told_at_once_and_others_with_the_heartbeat(
     inside: Namespace,
 ) -> None:
     async with listening(inside, closely=True) as (wire, told):
@@ -99,11 +111,56 @@ async def test_watched_closely_the_first_token_is_told_at_once_and_the_others_so
         await asyncio.sleep(_ROUND_SECONDS)
         wire.answer(event(0))
         await heard(told, FirstToken)
+        before = len(told)
         await asyncio.sleep(0.01)  # tokens are told apart from 5 ms on
         wire.answer(event(1))
-        progress = await heard(told, Progress)
-        assert isinstance(progress, Progress)
+        await asyncio.sleep(_ROUND_SECONDS)
+        assert len(told) == before, "nobody is woken between two periods"
+        progress = next(one for one in wire.tap.replica.beat() if isinstance(one, Progress))
         assert progress.tokens == 2
+
+
+async def test_an_end_beside_others_under_way_waits_for_the_heartbeat_and_the_last_does_not(
+    inside: Namespace,
+) -> None:
+    async with listening(inside, closely=False) as (first, told):
+        second = Wire(inside, first.tap)
+        for wire in (first, second):
+            wire.say(post())
+            wire.answer(HEAD, event(0))
+        await asyncio.sleep(_ROUND_SECONDS)
+        first.answer(END)
+        await asyncio.sleep(_ROUND_SECONDS)
+        assert not any(isinstance(one, Ended) for one in told), "the gate stays closed anyway"
+        second.answer(END)
+        await heard(told, Ended)
+        assert sum(isinstance(one, Ended) for one in told) == 2
+        second.close()
+
+
+async def test_tokens_of_others_are_not_looked_at_one_by_one_for_a_first_token(
+    inside: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "_REST_SECONDS", _LONG_SECONDS)
+    async with listening(inside, closely=True) as (streaming, told):
+        waiting = Wire(inside, streaming.tap)
+        for wire in (streaming, waiting):
+            wire.say(post())
+            wire.answer(HEAD)
+        streaming.answer(event(0))
+        await heard(told, FirstToken)
+        await asyncio.sleep(0.01)
+        streaming.answer(event(1))
+        await asyncio.sleep(_ROUND_SECONDS)
+        seen = streaming.tap.replica.tracker.packets
+        for _ in range(TOKENS):
+            streaming.answer(event(1))
+            await asyncio.sleep(0)
+        assert streaming.tap.replica.tracker.packets == seen, "it rests"
+        streaming.tap.replica._rested()
+        waiting.answer(event(0))
+        await heard(told, FirstToken, times=2)
+        waiting.close()
 
 
 async def test_the_end_of_a_body_of_known_length_is_told_at_once(inside: Namespace) -> None:
@@ -146,3 +203,47 @@ async def test_a_replica_that_nobody_paces_by_tokens_is_heard_of_half_as_often(
         gaps = [after - before for before, after in itertools.pairwise(beats)]
         between[closely] = statistics.median(gaps)
     assert 1.4 < between[False] / between[True] < 3
+
+
+@pytest.mark.parametrize("every", [PERIOD_NS, PERIOD_NS // 2])
+def test_a_heartbeat_falls_just_before_a_period_and_neither_at_once_nor_late(every: int) -> None:
+    for late in range(0, every, 1_000_000):
+        now = 7 * PERIOD_NS + late
+        wait = parser.before(every, now)
+        lead = -(now + wait) % every
+        assert 0 < lead < 10_000_000
+        assert every // 4 < wait <= every // 4 * 5
+
+
+async def test_a_token_wakes_nobody_but_with_a_heartbeat_or_with_news(short_dir: Path) -> None:
+    """What the guard is told per second is bounded by heartbeats and requests, not by tokens."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
+        watch = Watch("pod", 0, port, interfaces=("lo",), closely=True)
+        async with tap_process(short_dir, watch) as (listener, _):
+            with (
+                closing(socket.create_connection(("127.0.0.1", port))) as client,
+                closing(server.accept()[0]) as answering,
+            ):
+                told = asyncio.create_task(_until_ended(listener))
+                client.sendall(post())
+                answering.sendall(HEAD)
+                for number in range(_STREAMED):
+                    answering.sendall(event(number))
+                    await asyncio.sleep(0.005)
+                answering.sendall(END)
+                async with asyncio.timeout(_LONG_SECONDS):
+                    frames_told = await told
+    beats = sum(any(isinstance(one, Health) for one in frame) for frame in frames_told)
+    assert len(frames_told) - beats <= len((Arrived, FirstToken, Ended)) + 1, "a head in two pieces"
+    assert sum(isinstance(e, Progress) for frame in frames_told for e in frame) >= beats // 2
+    ended = frames_told[-1][-1]
+    assert isinstance(ended, Ended)
+    assert ended.tokens == _STREAMED
+
+
+async def _until_ended(listener: Listener) -> list[list[TapEvent]]:
+    told: list[list[TapEvent]] = []
+    while not told or not isinstance(told[-1][-1], Ended):
+        told.append(await frames.read(listener._reader, frames.events))
+    return told

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+_SOON_NS = 10_000_000
+
 
 class Again:
     """At most one timer per replica.
@@ -16,6 +18,7 @@ class Again:
     def __init__(self, step: Callable[[str], None]) -> None:
         self._step = step
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._at_ns: dict[str, int] = {}
 
     def look(self, uid: str, at_ns: int, now_ns: int) -> None:
         """Look again at ``at_ns``, instead of whenever was said before; the past = not at all."""
@@ -23,9 +26,11 @@ class Again:
         if at_ns > now_ns:
             loop = asyncio.get_running_loop()
             self._timers[uid] = loop.call_later((at_ns - now_ns) / 1e9, self._step, uid)
+            self._at_ns[uid] = at_ns
 
     def forget(self, uid: str) -> None:
         """Do not look any more."""
+        self._at_ns.pop(uid, None)
         timer = self._timers.pop(uid, None)
         if timer is not None:
             timer.cancel()
@@ -33,6 +38,10 @@ class Again:
     def waiting(self, uid: str) -> bool:
         """A timer runs for this replica."""
         return uid in self._timers
+
+    def soon(self, uid: str, now_ns: int) -> bool:
+        """It will be looked at in a moment."""
+        return 0 <= self._at_ns.get(uid, 0) - now_ns < _SOON_NS
 
     def close(self) -> None:
         """End every timer."""

@@ -6,7 +6,8 @@
 | its size, its first token (tap) | the same, where the verdict goes by slack |
 | its other tokens (tap) | the same, where the verdict waits for them; a paced one has its edges |
 | the tap's heartbeat, else every 65 ms | every slot is stepped: permits are extended, deadlines |
-| a verdict's own time (duty, cool-down) | the replica's slots are stepped |
+| the same, while every slot is at rest | every slot is stepped, every 130 ms |
+| a verdict's own time (a period begins, cool-down) | the replica's slots, or all, are stepped |
 | engine host's status, serving process exit, pod change, Sync reply | every slot is stepped |
 | every 500 ms | pods, watches, pollers, slots are matched with what should be |
 
@@ -122,8 +123,8 @@ class Guard:
         for event in events:
             if isinstance(event, Arrived):
                 self.recorder.note(event.time_ns, event.replica, "arrived", request=event.request)
-            elif isinstance(event, Health):
-                self._pulse.beat()
+            elif isinstance(event, Health) and not self._again.soon(event.replica, now_ns):
+                self._pulse.beat()  # else whoever looks then steps all
 
     def _may_change(self, event: TapEvent) -> bool:
         """The verdict goes by slack, and is not looked at again soon anyway."""
@@ -200,10 +201,22 @@ class Guard:
                 if slot.computing(now_ns):
                     until_ns = max(until_ns, own.until_ns or now_ns + _TICK_NS)
         replica.outcomes.open_time.note(until_ns, now_ns)
-        self._again.look(uid, verdict.again_ns, now_ns)
+        if not self._resting():
+            self._pulse.stir()
+        self._again.look(uid, self._due(verdict), now_ns)
+
+    def _resting(self) -> bool:
+        return all(slot.at_rest for slot in self.slots.values())
+
+    def _due(self, verdict: Verdict) -> int:
+        """When to look again; a paced permit ends by itself, and nobody is woken to end it."""
+        if not (verdict.open and verdict.again_ns):
+            return verdict.again_ns
+        period = self.settings.gate.period_ns
+        return -(-verdict.again_ns // period) * period
 
     def _step_again(self, uid: str) -> None:
-        if uid in self.replicas:
+        if not self._pulse.beat() and uid in self.replicas:
             self._step_replica(uid, time.monotonic_ns(), 0)
 
     def _granted(self, slot: Slot) -> bool | None:
@@ -214,7 +227,7 @@ class Guard:
         unheard = not self.grants.complete_replies and slot.uid not in self.grants.held
         return None if young and unheard else False
 
-    def _tick(self) -> None:
+    def _tick(self) -> bool:
         began = time.monotonic()
         self._stop_pressed = os.path.exists(self._stop_button)  # noqa: PTH110  # hot path
         if began - self._matched_s >= _MATCH_SECONDS:
@@ -223,6 +236,7 @@ class Guard:
         self.step_all()
         self._ticked_ns = time.monotonic_ns()
         metrics.TICK_SECONDS.observe(time.monotonic() - began)
+        return self._resting()
 
     def health(self) -> str:
         """Why the guard is not healthy; for the liveness probe."""

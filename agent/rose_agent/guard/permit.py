@@ -63,21 +63,25 @@ class SlotPermit:
         """Extend; where the right moves to the slot's other engine, first a step of nothing."""
         if self.mapped is None:
             return
-        lapsed = self.mapped.until_ns <= time.monotonic_ns()
+        before = self.mapped.until_ns
+        # The enforcer knows when to look next from the deadline that it has seen.
+        news = before <= time.monotonic_ns() or until_ns < before
         if self.mapped.lane == lane:
             self.mapped.extend(until_ns)
         else:
             # The engine under way ends its iteration meanwhile, so that the two never add up.
             self.mapped.close_now()
             self.mapped.choose(lane)
-            lapsed = True
-        if lapsed:
+            news = True
+        if news:
             self._ring()
 
     def close(self) -> bool:
-        """Close it and ring; False when it was closed before."""
+        """Close it and ring; False when it was closed before, or had lapsed by itself."""
         if self.mapped is None or not self.mapped.until_ns:
             return False
+        lapsed = self.mapped.until_ns <= time.monotonic_ns()
         self.mapped.close_now()
-        self._ring()
-        return True
+        if not lapsed:  # else the enforcer has looked when it ended
+            self._ring()
+        return not lapsed

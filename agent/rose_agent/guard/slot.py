@@ -98,6 +98,17 @@ class Slot:
         gone = self.status is None or self.status.state is EngineState.GONE
         return self.grant is None and self.machine.phase is Phase.ABSENT and gone
 
+    @property
+    def at_rest(self) -> bool:
+        """No permit to extend and no deadline: closed, and its engine is held or not there."""
+        machine, permit = self.machine, self._permit.mapped
+        if permit is not None and permit.until_ns:
+            return False
+        if self.status is None or self.status.state is EngineState.GONE:
+            return machine.phase is Phase.ABSENT
+        held = self._held is True and not machine.self_frozen
+        return held and machine.phase is Phase.PRESENT
+
     def serves(self, pod_uid: str) -> bool:
         """Its engine is up beside this pod."""
         here = self.grant is not None and self.grant.pod_uid == pod_uid
@@ -113,8 +124,9 @@ class Slot:
             # A new permit means a new host process: what was agreed with the old one is void.
             self.forget_hold()
         self.message = self._permit.complaint or self.message
-        granted_now, computing = self.grant is not None, self.computing(now_ns)
-        self.totals.account(now_ns, granted=granted_now, computing=computing, status=self.status)
+        until_ns = self._permit.mapped.until_ns if self._permit.mapped is not None else 0
+        granted_now = self.grant is not None
+        self.totals.account(now_ns, granted=granted_now, until_ns=until_ns, status=self.status)
         seen = self._see(verdict, now_ns, granted)
         before = self.machine
         self._lane = lanes.choose(self._lane, verdict, lanes.LaneLimits(), now_ns)
@@ -311,10 +323,12 @@ class Slot:
         if not paced:
             metrics.GATE_CHANGES.labels(verdict.reason.value).inc()
         metrics.GATE_OPEN.labels(self.name).set(verdict.open)
+        # A paced permit ends by itself, before anybody looks.
+        ended_ns = before.until_ns if before.open and not verdict.open else 0
         slack = verdict.slack
         measured = {"prefill": slack.prefill_s, "decode": slack.decode_s} if slack else {}
         self._recorder.note(
-            now_ns,
+            min(now_ns, ended_ns or now_ns),
             self.name,
             "gate",
             open=verdict.open,

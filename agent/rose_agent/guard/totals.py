@@ -28,17 +28,25 @@ class Totals:
     reclaims: dict[str, int] = field(default_factory=dict)
 
     def account(
-        self, now_ns: int, *, granted: bool, computing: bool, status: EngineStatus | None
+        self, now_ns: int, *, granted: bool, until_ns: int, status: EngineStatus | None
     ) -> None:
-        """Add the time since the last call and the tokens the engine made meanwhile."""
+        """Add the time since the last call and the tokens the engine made meanwhile.
+
+        Args:
+            now_ns: until when.
+            granted: the slot is.
+            until_ns: end of the permit as it stood all that time; 0 = it was closed.
+            status: the host's last word about the engine.
+        """
         elapsed = max(0, now_ns - self.last_ns)
+        opened = max(0, min(now_ns, until_ns) - self.last_ns)
         self.last_ns = now_ns
         if granted:
             self.lent_ns += elapsed
             metrics.LENT_SECONDS.inc(elapsed / 1e9)
-        if computing:
-            self.open_ns += elapsed
-            metrics.OPEN_SECONDS.inc(elapsed / 1e9)
+        if opened:
+            self.open_ns += opened
+            metrics.OPEN_SECONDS.inc(opened / 1e9)
         if status is not None:
             grown = status.generated_tokens - self.tokens_seen
             # A counter that fell began anew with a new engine.

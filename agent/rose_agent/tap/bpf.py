@@ -1,8 +1,9 @@
 """Kernel filters of the tap: classic BPF programs for one serving port.
 
-All pass, of TCP segments to or from the port: everything with SYN, FIN or RST, every client segment
-with payload, and of the server's heads (``HTTP``) and ends (the segment ends with an empty line:
-the zero chunk and heads do). They differ in the server's other segments with payload, its tokens:
+All pass, of TCP segments to or from the port: everything with RST, the server's FIN, every client
+segment with payload, and of the server's heads (``HTTP``) and ends (the segment ends with an empty
+line: the zero chunk and heads do). All but the bell pass SYN and the client's FIN too, from which
+nothing follows at once. They differ in the server's other segments with payload, its tokens:
 
 | rate | passes | for |
 |---|---|---|
@@ -35,7 +36,7 @@ _ADD_X, _SUB_X, _SUB_K, _AND_K, _RSH_K, _LSH_K = 0x0C, 0x1C, 0x14, 0x54, 0x74, 0
 _JEQ, _JGT_X, _JGE_K, _JSET, _RET = 0x15, 0x2D, 0x35, 0x45, 0x06
 _ANCILLARY = 0xFFFFF000  # SKF_AD_OFF
 _AD_RANDOM = 56
-_FLAGS = 0x07  # FIN, SYN, RST
+_FLAGS, _END, _RESET = 0x07, 0x05, 0x04  # FIN, SYN, RST; FIN, RST
 _HTTP, _EMPTY_LINE = 0x48545450, 0x0D0A0D0A
 
 
@@ -145,7 +146,7 @@ def program(port: int, *, rate: int) -> bytes:
         Jump(_JEQ, port, "", "drop"),
         # --- from the server
         (_LD_IB, 13),
-        Jump(_JSET, _FLAGS, "pass", ""),
+        Jump(_JSET, _FLAGS if rate else _END, "pass", ""),
         *_payload_offset(),
         (_TAX, 0),
         (_LD_LEN, 0),
@@ -153,7 +154,7 @@ def program(port: int, *, rate: int) -> bytes:
         *_of_the_rest(rate),
         "client",
         (_LD_IB, 13),
-        Jump(_JSET, _FLAGS, "pass", ""),
+        Jump(_JSET, _FLAGS if rate else _RESET, "pass", ""),
         *_payload_offset(),
         (_TAX, 0),
         (_LD_LEN, 0),

@@ -4,10 +4,11 @@ It serves ``tap.sock``. The newest guard that connects is told: first the reques
 every event as it happens, and a heartbeat per replica. Without a guard it goes on following, so
 that a restarted guard finds the truth.
 
-| replicas | a heartbeat every |
+| replicas | a heartbeat |
 |---|---|
-| one is watched closely, has much to read, or cannot be heard | 60 ms |
-| all others | 120 ms: half of what makes a tap stale, and half the wakings |
+| one is watched closely | just before a period of the duty begins, and in its middle |
+| one has much to read, or cannot be heard | as often |
+| all others | every 120 ms |
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from rose_agent.tap.opener import Opened
 from rose_agent.tap.relay import Relay, socket_of
 from rose_agent.tap.replica import Replica
 from rose_agent.tap.sockets import Taps
-from rose_core.telemetry.events import Health, TapEvent
+from rose_core.telemetry.events import PERIOD_NS, Health, TapEvent
 
 _log = logging.getLogger(__name__)
-_BEAT_SECONDS, _CALM_SECONDS = 0.06, 0.12
-_REOPEN_BEATS = 17  # a second
+_CALM_SECONDS = 0.12
+_STEP_NS = PERIOD_NS // 2
+_LEAD_NS = 3_000_000  # what the tap and the guard need before a period begins
+_REOPEN_BEATS = 20  # a second
 _MOST_SOCKETS = 64
 _MOST_WAITING = 4 * 1024 * 1024  # bytes; a guard that reads nothing is disconnected
 
@@ -185,11 +188,11 @@ class Parser:
             if not gone.done():
                 gone.set_exception(error)
             return
-        pause = _BEAT_SECONDS if self._restless() else _CALM_SECONDS
-        self._next_beat = asyncio.get_running_loop().call_later(pause, self._beat, gone)
+        self._next_beat = asyncio.get_running_loop().call_later(self._pause(), self._beat, gone)
 
-    def _restless(self) -> bool:
-        return bool(self._failed) or any(r.restless for r in self._replicas.values())
+    def _pause(self) -> float:
+        restless = bool(self._failed) or any(r.restless for r in self._replicas.values())
+        return before(_STEP_NS, time.monotonic_ns()) / 1e9 if restless else _CALM_SECONDS
 
     def _beat_all(self) -> None:
         self._tell([event for replica in self._replicas.values() for event in replica.beat()])
@@ -214,6 +217,12 @@ class Parser:
                 self._failed[name] = (watch, error, _REOPEN_BEATS)
                 if name not in self._pending:
                     self._ask(watch)
+
+
+def before(every_ns: int, now_ns: int) -> int:
+    """Nanoseconds until just before the clock's next multiple; not one that is all but there."""
+    left = every_ns - (now_ns + _LEAD_NS) % every_ns
+    return left if left > every_ns // 4 else left + every_ns
 
 
 def unhealthy(replica: str, problem: str) -> Health:

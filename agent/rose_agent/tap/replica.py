@@ -17,12 +17,13 @@ Two questions, because every waking costs more than reading a dozen segments doe
 | requests under way | when it is read |
 |---|---|
 | an end may come unmarked: a body of known length, HTTP/2 | at each segment |
-| watched closely, a first token is awaited | at each segment |
-| watched closely | as below, and 35 ms after each of these |
+| watched closely, a first token is awaited | at each segment, then not for 20 ms but by the bell |
 | any other, or none | when the bell rings (requests, heads, ends), at the heartbeat |
 
-What a segment tells goes out when it is read, but for tokens after the first: those wait for the
-next other event, look or heartbeat.
+What a segment tells goes out when it is read, but for two things that change little at once, and
+that only keep a gate closed for longer: tokens after the first, and the end of a request beside
+which others are under way. Those wait for the next other event or heartbeat. Whoever paces by them
+decides as a period begins, and heartbeats come just before that and in the middle.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from collections.abc import Callable
 from rose_agent.tap import bpf, metrics, packets, sockets
 from rose_agent.tap.frames import Watch
 from rose_agent.tap.sockets import SAMPLE_RATE, Taps
-from rose_core.telemetry.events import Arrived, Health, Progress, TapEvent
+from rose_core.telemetry.events import Arrived, Ended, Health, Progress, TapEvent
 from rose_core.telemetry.tracker import Tracker
 
 _BATCH = 256  # segments handled before others get their turn
 _BLANK = memoryview(bytes(bpf.SNAP))
 _MOST_BEHIND = 64  # batches that a heartbeat reads to be up to date
-_LOOK_SECONDS = 0.035  # with the heartbeat, which puts it off, one look between any two
+_REST_SECONDS = 0.02  # how late a first token may be told where tokens of others pass all the time
 _MUCH = 32  # segments at once from which the sockets' buffers should be emptied more often
 _STAMP = struct.Struct("qq")
 _BRACKETS, _TIGHT_NS = 5, 5_000
@@ -78,8 +79,9 @@ class Replica:
         self._sample_from = sample_from
         self._tell: Callable[[list[TapEvent]], None] = _nobody
         self._progress: dict[int, Progress] = {}
+        self._ends: list[TapEvent] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._next_look: asyncio.TimerHandle | None = None
+        self._rest: asyncio.TimerHandle | None = None
         self._buffer = memoryview(bytearray(bpf.SNAP))
         self._used = 0
         self._lost_ns = 0
@@ -108,8 +110,8 @@ class Replica:
 
     def close(self) -> None:
         """Close the sockets."""
-        if self._next_look is not None:
-            self._next_look.cancel()
+        if self._rest is not None:
+            self._rest.cancel()
         self._listen_no_more()
         for taps in self._taps:
             taps.close()
@@ -149,36 +151,36 @@ class Replica:
     def _readable(self, tap: socket.socket) -> None:
         events: list[TapEvent] = []
         self._read(tap, events)
+        if not self._urgent(events):
+            self._rest_a_while()
         self._pass_on(events)
 
-    def _look(self) -> None:
-        self._next_look = None
-        events: list[TapEvent] = []
-        for taps in self._taps:
-            self._empty(self._chosen(taps), events)
-        self._pass_on(events)
-        waiting = self._waiting()
-        if waiting:
-            self._tell(waiting)
+    def _rest_a_while(self) -> None:
+        """Others' tokens: looked at one by one they would cost more than a late first token."""
+        if self._loop is not None and self._rest is None and not self.tracker.ends_unmarked:
+            self._rest = self._loop.call_later(_REST_SECONDS, self._rested)
+
+    def _rested(self) -> None:
+        self._rest = None
+        self._adapt([])
 
     def _pass_on(self, events: list[TapEvent]) -> None:
-        """Tell what is urgent, and with it the tokens that waited."""
+        """Tell what is urgent, and with it what waited."""
         self._adapt(events)
-        if any(not isinstance(event, Progress) for event in events):
+        if self._urgent(events):
             self._tell([*self._waiting(), *events])
         else:
             self._progress.update((e.request, e) for e in events if isinstance(e, Progress))
-        self._look_soon()
+            self._ends += [event for event in events if isinstance(event, Ended)]
 
-    def _look_soon(self) -> None:
-        if self._loop is None or self._next_look is not None or not self.watch.closely:
-            return
-        if self._progress or self.tracker.in_flight:
-            self._next_look = self._loop.call_later(_LOOK_SECONDS, self._look)
+    def _urgent(self, events: list[TapEvent]) -> bool:
+        waits = (Progress, Ended) if self.tracker.in_flight else Progress
+        return not all(isinstance(event, waits) for event in events)
 
     def _waiting(self) -> list[TapEvent]:
-        waiting: list[TapEvent] = [*self._progress.values()]
+        waiting: list[TapEvent] = [*self._progress.values(), *self._ends]
         self._progress.clear()
+        self._ends.clear()
         return waiting
 
     def _read(self, tap: socket.socket, events: list[TapEvent]) -> bool:
@@ -228,10 +230,6 @@ class Replica:
         self._check(now)
         self._measure(now, events)
         self._adapt(events)
-        if self._next_look is not None:
-            self._next_look.cancel()
-            self._next_look = None
-        self._look_soon()
         ledger = self.tracker.ledger
         events.append(
             Health(
@@ -302,7 +300,8 @@ class Replica:
     def _needs_waking(self) -> bool:
         """Whether to look at each segment as it comes: its time to be told may be now."""
         tracker = self.tracker
-        return tracker.ends_unmarked or (self.watch.closely and tracker.needs_every_segment)
+        first_soon = self.watch.closely and self._rest is None
+        return tracker.ends_unmarked or (first_soon and tracker.needs_every_segment)
 
     def _switch(self, events: list[TapEvent]) -> None:
         """Read the other sockets: they are emptied first, so that nothing lies between the two."""
