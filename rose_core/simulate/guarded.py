@@ -208,7 +208,9 @@ class GuardedGate(Gate):
             if known.first_ns and sequence is not None:
                 # What the book makes of ``Progress``, which is most of a busy replica's events.
                 known.last_ns, known.tokens = now, sequence.produced
-        return merge(self._book, True, (), allowed=_TAP, limits=self._limits, now_ns=now)
+        found = merge(self._book, True, (), allowed=_TAP, limits=self._limits, now_ns=now)
+        # Its heartbeats come on while nothing is looked at here, so it is believed until then.
+        return replace(found, believed_until_ns=0)
 
     def step(self) -> None:
         """Judge, decide, carry out, and say when to look again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -26,7 +26,7 @@ def changed(scenario: AnyT, changes: Mapping[str, object]) -> AnyT:
     kind: type[AnyT] = type(scenario)
     told = {name: getattr(scenario, name) for name in kind.model_fields}
     try:
-        return kind.model_validate(told | asked)
+        return cast("AnyT", kind.model_validate(told | asked))
     except ValidationError as error:
         wrong = "; ".join(f"--{_flag(one['loc'])}: {one['msg']}" for one in error.errors())
         raise ScenarioError(wrong) from error
