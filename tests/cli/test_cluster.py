@@ -192,7 +192,9 @@ def test_an_object_that_is_not_there_is_named(
     town: Town, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert town.rose("explain", "lease", "nobody") == 1
-    assert '"nobody" not found' in capsys.readouterr().err
+    assert f'"nobody" not found in namespace {town.namespace}' in capsys.readouterr().err
+    assert town.rose("drain", "nowhere") == 1
+    assert "no pod runs on nowhere" in capsys.readouterr().err
 
 
 @pytest.mark.cluster

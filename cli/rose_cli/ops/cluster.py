@@ -115,7 +115,7 @@ class Cluster:
 
     def get(self, kind: type[KindT], name: str) -> KindT:
         """One object of the namespace."""
-        with self._told():
+        with self._placed():
             raw = dict(self._client.get(_resource(kind), name, namespace=self._required()))
         found = _parse(kind, raw)
         if found is None:
@@ -158,6 +158,15 @@ class Cluster:
         if self.namespace is None:
             raise CommandError("-A does not go with a name; give --namespace")
         return self.namespace
+
+    @contextlib.contextmanager
+    def _placed(self) -> Iterator[None]:
+        """Say where a name was looked for: a forgotten namespace is the usual mistake."""
+        try:
+            with self._told():
+                yield
+        except NotFound as error:
+            raise NotFound(f"{error} in namespace {self.namespace}; give --namespace") from error
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from rose_cli.ops.cluster import Cluster, connection_flags, run, until
+from rose_cli.ops.errors import NotFound
 from rose_core.api import STOP_ANNOTATION, RolloutSlot, ServingPool
 from rose_wire.flags import amount
 
@@ -32,7 +33,10 @@ def main(argv: list[str]) -> int:
 
 def _drain(cluster: Cluster, given: argparse.Namespace) -> int:
     pools = cluster.objects(ServingPool, everywhere=True)
-    serving = [pod for pod in cluster.pods_of(given.node) if _serves(pod, pools)]
+    found = cluster.pods_of(given.node)
+    if not found:
+        raise NotFound(f"no pod runs on {given.node}: is that its name? (kubectl get nodes)")
+    serving = [pod for pod in found if _serves(pod, pools)]
     word = None if given.undo else "true"
     for pod in serving:
         metadata = pod["metadata"]
