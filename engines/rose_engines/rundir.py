@@ -51,6 +51,7 @@ class EngineFile(msgspec.Struct, frozen=True, omit_defaults=True):
         cgroup_version: ``v1``, ``v2`` or ``signals``.
         cgroup_path: the same cgroup as the kernel names it (``/proc/PID/cgroup``), for processes
             that see the hierarchy mounted elsewhere.
+        cgroup_number: inode of its folder, for processes of another cgroup namespace; 0 = unknown.
         pid_namespace: inode of the namespace that ``pids`` belong to.
         start_ticks: start time of the root process (``/proc/PID/stat``), which with its pid says
             who it is even after a restart of the host.
@@ -66,6 +67,7 @@ class EngineFile(msgspec.Struct, frozen=True, omit_defaults=True):
     cgroup: str = ""
     cgroup_version: str = "signals"
     cgroup_path: str = ""
+    cgroup_number: int = 0
     pid_namespace: int = 0
     start_ticks: int = 0
     url: str = ""

@@ -59,9 +59,8 @@ def test_every_container_is_bounded_and_its_root_read_only() -> None:
         for container in spec.get("containers", []) if item["kind"] != "Pod" else []:
             assert container["resources"]["requests"], container["name"]
             context = container["securityContext"]
-            privileged = container["name"] == "engine-host"
-            assert bool(context.get("privileged")) is privileged
-            assert privileged or context["readOnlyRootFilesystem"] is True
+            assert not context.get("privileged"), container["name"]
+            assert context["readOnlyRootFilesystem"] is True
 
 
 def test_pods_get_the_labels_and_annotations_that_were_asked_for() -> None:

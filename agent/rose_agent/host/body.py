@@ -145,6 +145,7 @@ class Body:
             cgroup=str(spawned.group.directory or ""),
             cgroup_version=spawned.group.driver,
             cgroup_path=spawned.cgroup_path,
+            cgroup_number=_number(spawned.group.directory),
             pid_namespace=process.pid_namespace(),
             start_ticks=spawned.start_ticks,
             url=self.url,
@@ -228,3 +229,9 @@ class Body:
         self._site.accounts.release(self._folder)
         self._spawned = None
         self._folder.engine.unlink(missing_ok=True)
+
+
+def _number(folder: Path | None) -> int:
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        return folder.stat().st_ino if folder is not None else 0
+    return 0

@@ -19,6 +19,7 @@ from typing import Literal
 from rose_agent.host.errors import GroupError, NoFreezer
 from rose_agent.host.groups import ProcessGroup, SignalGroup, V1Group, V2Group
 from rose_agent.host.mounts import locate, parse_membership, parse_mountinfo
+from rose_agent.host.numbers import through_the_node
 
 Choice = Literal["auto", "v1", "v2", "signals"]
 
@@ -94,7 +95,11 @@ def own_base(version: int, proc: Path = Path("/proc/self")) -> Path | None:
     if path is None:
         return None
     path = path.parent if path.name == HOST_LEAF else path
-    return locate(parse_mountinfo((proc / "mountinfo").read_text()), version, path)
+    mounts = parse_mountinfo((proc / "mountinfo").read_text())
+    found = locate(mounts, version, path)
+    if version == 1 or found is None or not found.exists():
+        return found
+    return through_the_node(mounts, found.stat().st_ino) or found
 
 
 def _remount(base: Path) -> None:

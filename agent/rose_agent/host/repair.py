@@ -41,18 +41,31 @@ def find_group(
     """
     version = _VERSIONS.get(record.cgroup_version)
     if version is not None:
-        path = PurePosixPath(record.cgroup_path)
-        mounts = parse_mountinfo(mountinfo.read_text())
-        directory = locate(mounts, version, path) if record.cgroup_path else Path(record.cgroup)
-        if directory is None or not directory.is_dir():
-            return None
-        return group(record.cgroup_version, directory, 0)
+        directory = _directory(record, version, mountinfo)
+        return group(record.cgroup_version, directory, 0) if directory is not None else None
     if not record.pids or record.pid_namespace != pid_namespace():
         return None
     # The kernel gives no process the number of a session that still has members: a leader that
     # is gone still names its session, another process under its pid means the session is over.
     same = start_ticks(record.pids[0]) in {0, record.start_ticks}
     return group("signals", None, record.pids[0]) if same else None
+
+
+def _directory(record: EngineFile, version: int, mountinfo: Path) -> Path | None:
+    """The cgroup by its path; else, from another cgroup namespace, by its number."""
+    mounts = parse_mountinfo(mountinfo.read_text())
+    named = PurePosixPath(record.cgroup_path)
+    directory = locate(mounts, version, named) if record.cgroup_path else Path(record.cgroup)
+    if directory is not None and directory.is_dir():
+        return directory
+    number = record.cgroup_number
+    if version == 1 or not number:
+        return None
+    with contextlib.suppress(OSError):
+        # Where host and guard mount the node's hierarchy at the same place.
+        if (same := Path(record.cgroup)).stat().st_ino == number and same.is_dir():
+            return same
+    return through_the_node(mounts, number)
 
 
 def leftovers(rundir: RunDir, freezer: Freezer) -> tuple[ProcessGroup, ...]:
