@@ -103,6 +103,25 @@ def test_a_number_that_can_be_bad_shows_it_by_its_colour(
     assert told["options"]["colorMode"] == ("value" if steps else "none")
 
 
+def test_all_panels_show_the_same_time_and_a_gap_stays_a_gap() -> None:
+    panels = (
+        Panel("All", "", "s", {"all{$here}": ""}),
+        Panel("Part", "", "s", {"part{$here}": ""}),
+    )
+    board = Dashboard("board", "A board", "", ("up",), (Row("First", panels),))
+    whole = tuple((60.0 * minute, 1.0) for minute in range(11))
+    points = {"all": whole, "part": (*whole[:3], *whole[4:6])}
+    drawn = picture(board, lambda query: [Series({}, points[query.partition("{")[0]])])
+    assert texts(drawn).count("-10.0 min") == 2
+    pieces = [
+        [float(point.split(",")[0]) for point in line.attrib["points"].split()]
+        for line in ET.fromstring(drawn).iter(f"{SVG}polyline")  # noqa: S314
+    ]
+    assert [len(piece) for piece in pieces] == [11, 3, 2]
+    every, first, second = pieces
+    assert first + second == [*every[:3], *every[4:6]], "later than that there was nothing"
+
+
 def test_stacked_lines_lie_on_each_other() -> None:
     upper, lower = heights(picture(BOARD, answers))  # the sum is drawn first, behind
     zero, top = 178.0, 34.0

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 from rose_dev.dashboards.model import Dashboard, text
@@ -21,6 +22,7 @@ from rose_dev.dashboards.units import written
 _CELL, _LINE, _GAP, _TOP = 50, 30, 6, 46
 _COLOURS = ("#3b7dd8", "#d9822b", "#2f9e5b", "#b14fc5", "#c9302c", "#0f9fa8", "#8a6d3b", "#6b7280")
 _LEGENDS = 6
+_GAP_STEPS = 1.5
 STEP_COLOURS = {"green": "#2f9e5b", "orange": "#d9822b", "red": "#c9302c"}
 _LEGEND = re.compile(r"{{(\w+)}}")
 _STYLE = (
@@ -50,12 +52,23 @@ class Line:
     points: tuple[tuple[float, float], ...]
 
 
+@dataclass(frozen=True)
+class Span:
+    """The time that all panels of a picture show, whatever each has values of."""
+
+    since: float
+    until: float
+
+
 def picture(board: Dashboard, ask: Ask) -> str:
     """The dashboard as SVG text."""
     panels = json.loads(text(board))["panels"]
+    shown = {panel["id"]: lines(panel, ask) for panel in panels if panel["type"] != "row"}
+    times = [at for found in shown.values() for line in found for at, _ in line.points]
+    span = Span(min(times, default=0.0), max(times, default=0.0))
     bottom = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
     width, height = 24 * _CELL + 2 * _GAP, _TOP + bottom * _LINE + _GAP
-    drawn = "".join(_panel(panel, ask) for panel in panels)
+    drawn = "".join(_panel(panel, shown.get(panel["id"], []), span) for panel in panels)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" role="img"><title>{escape(board.title)}</title>'
@@ -81,13 +94,16 @@ def _named(legend: str, labels: dict[str, str]) -> str:
     return _LEGEND.sub(lambda found: labels.get(found[1], ""), legend).strip()
 
 
-def _panel(panel: Json, ask: Ask) -> str:
+def _panel(panel: Json, found: list[Line], span: Span) -> str:
     at = panel["gridPos"]
     x, y = at["x"] * _CELL + _GAP, _TOP + at["y"] * _LINE
     if panel["type"] == "row":
         return f'<text x="{x + 8}" y="{y + 21}" class="h">{escape(panel["title"])}</text>'
     width, height = at["w"] * _CELL - _GAP, at["h"] * _LINE - _GAP
-    inside = (_stat if panel["type"] == "stat" else _chart)(panel, ask, width, height)
+    if panel["type"] == "stat":
+        inside = _stat(panel, found, width, height)
+    else:
+        inside = _chart(panel, found, span, width, height)
     return (
         f'<g transform="translate({x},{y})"><rect width="{width}" height="{height}" rx="4" '
         f'fill="#fff" stroke="#d8dbe0"/><text x="10" y="19" class="h">{escape(panel["title"])}'
@@ -95,8 +111,7 @@ def _panel(panel: Json, ask: Ask) -> str:
     )
 
 
-def _stat(panel: Json, ask: Ask, width: int, height: int) -> str:
-    found = lines(panel, ask)
+def _stat(panel: Json, found: Sequence[Line], width: int, height: int) -> str:
     shown = _unit(panel, found[0].points[-1][1]) if found else "No data"
     place = f'x="{width / 2:.0f}" y="{height / 2 + 18:.0f}" text-anchor="middle"'
     colour = _step(panel, found[0].points[-1][1]) if found else ""
@@ -114,8 +129,7 @@ def _unit(panel: Json, value: float) -> str:
     return written(value, panel["fieldConfig"]["defaults"]["unit"])
 
 
-def _chart(panel: Json, ask: Ask, width: int, height: int) -> str:
-    found = lines(panel, ask)
+def _chart(panel: Json, found: list[Line], span: Span, width: int, height: int) -> str:
     if not found:
         return (
             f'<text x="{width / 2:.0f}" y="{height / 2:.0f}" text-anchor="middle" class="s">'
@@ -124,7 +138,7 @@ def _chart(panel: Json, ask: Ask, width: int, height: int) -> str:
     stacked = panel["fieldConfig"]["defaults"]["custom"]["stacking"]["mode"] == "normal"
     if stacked:
         found = list(_stacked(found))
-    frame = Frame.around(found, width, height)
+    frame = Frame.around(found, span, width, height)
     marks = [_mark(line, frame, colour) for line, colour in _coloured(found)]
     return "".join(
         [*_axes(panel, frame), *(reversed(marks) if stacked else marks), *_legend(found, frame)]
@@ -146,20 +160,22 @@ def _coloured(found: Sequence[Line]) -> Iterator[tuple[Line, str]]:
 
 @dataclass(frozen=True)
 class Frame:
-    """Where times and values lie in a panel."""
+    """Where times and values lie in a panel; longer without a value than ``gap`` is a gap."""
 
     since: float
     until: float
+    gap: float
     top: float
     width: int
     height: int
 
     @classmethod
-    def around(cls, found: Sequence[Line], width: int, height: int) -> Frame:
-        """The frame that holds every point; from zero, as the panels say."""
-        times = [at for line in found for at, _ in line.points]
+    def around(cls, found: Sequence[Line], span: Span, width: int, height: int) -> Frame:
+        """The frame that holds every value, from zero, as the panels say."""
         high = max((value for line in found for _, value in line.points), default=0.0)
-        return cls(min(times), max(times), _round_up(high), width, height)
+        steps = [b - a for line in found for (a, _), (b, _) in pairwise(line.points)]
+        gap = _GAP_STEPS * min(steps, default=0.0)
+        return cls(span.since, span.until, gap, _round_up(high), width, height)
 
     def x(self, at: float) -> float:
         """Of a time."""
@@ -196,8 +212,17 @@ def _axes(panel: Json, frame: Frame) -> Iterator[str]:
 
 
 def _mark(line: Line, frame: Frame, colour: str) -> str:
-    points = " ".join(f"{frame.x(at)},{frame.y(value)}" for at, value in line.points)
-    return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
+    pieces: list[list[str]] = [[]]
+    before = line.points[0][0]
+    for at, value in line.points:
+        if at - before > frame.gap > 0:
+            pieces.append([])
+        pieces[-1].append(f"{frame.x(at)},{frame.y(value)}")
+        before = at
+    return "".join(
+        f'<polyline points="{" ".join(piece)}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
+        for piece in pieces
+    )
 
 
 def _legend(found: Sequence[Line], frame: Frame) -> Iterator[str]:
