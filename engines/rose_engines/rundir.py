@@ -91,6 +91,7 @@ class WeightsFile(msgspec.Struct, frozen=True, omit_defaults=True):
         engine_started_ns: ``EngineFile.started_ns`` of the process this was attested on; another
             process of the same slot has base weights until weight-sync says otherwise.
         broken: the engine said that an undo failed; the engine host restarts it.
+        fetched_bytes: size of the bundles that were pulled for this process.
     """
 
     version: str = ""
@@ -102,6 +103,7 @@ class WeightsFile(msgspec.Struct, frozen=True, omit_defaults=True):
     history: tuple[str, ...] = ()
     engine_started_ns: int = 0
     broken: bool = False
+    fetched_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,37 +11,42 @@ from collections.abc import Sequence
 
 from rose_core.api import RolloutLease, RolloutSlot
 from rose_core.api.rolloutlease import SlotTotals, Totals
+from rose_core.wire.sync import SlotReport
 from rose_operator.world import World
+
+_COUNTERS = (
+    "lent_milliseconds",
+    "open_milliseconds",
+    "harvested_tokens",
+    "weight_bytes",
+    "serving_requests",
+    "slo_violations",
+)
 
 
 def totals(lease: RolloutLease, slots: Sequence[RolloutSlot], world: World) -> Totals:
     """Totals with the newest reports added."""
     old = lease.status.totals
     before = {entry.uid: entry for entry in old.slots}
-    lent, opened, tokens = old.lent_milliseconds, old.open_milliseconds, old.harvested_tokens
+    sums = {name: int(getattr(old, name)) for name in _COUNTERS}
     entries = []
     for slot in sorted(slots, key=lambda slot: slot.metadata.uid):
         counted = before.get(slot.metadata.uid, SlotTotals(uid=slot.metadata.uid))
         report = world.telemetry.slot(slot.metadata.uid, slot.spec.member.node)
         if report is not None:
-            lent += _gain(counted.lent_milliseconds, report.lent_milliseconds)
-            opened += _gain(counted.open_milliseconds, report.open_milliseconds)
-            tokens += _gain(counted.harvested_tokens, report.harvested_tokens)
-            counted = SlotTotals(
-                uid=counted.uid,
-                lent_milliseconds=report.lent_milliseconds,
-                open_milliseconds=report.open_milliseconds,
-                harvested_tokens=report.harvested_tokens,
-            )
+            now = _reported(counted.uid, report)
+            for name in _COUNTERS:
+                sums[name] += getattr(now, name) - getattr(_since(counted, now), name)
+            counted = now
         entries.append(counted)
-    return Totals(
-        lent_milliseconds=lent,
-        open_milliseconds=opened,
-        harvested_tokens=tokens,
-        slots=tuple(entries),
-    )
+    return Totals(slots=tuple(entries), **sums)
 
 
-def _gain(counted: int, reported: int) -> int:
-    """Growth of a counter; one that fell was started anew."""
-    return reported - counted if reported >= counted else reported
+def _reported(uid: str, report: SlotReport) -> SlotTotals:
+    return SlotTotals(uid=uid, **{name: getattr(report, name) for name in _COUNTERS})
+
+
+def _since(counted: SlotTotals, now: SlotTotals) -> SlotTotals:
+    """What the counters had come to; where one fell, their agent has begun all of them anew."""
+    fell = any(getattr(now, name) < getattr(counted, name) for name in _COUNTERS)
+    return SlotTotals(uid=now.uid) if fell else counted

@@ -1,14 +1,16 @@
 """A lease's totals in the terms of a ledger: granted time is held, time of an open gate computes.
 
 The operator counts what agents report (``status.totals``); what only the trainer knows, accepted
-trajectories, correct answers and the dedicated GPUs beside the lease, is told (``Beside``).
+trajectories, correct answers and the dedicated GPUs beside the lease, is told (``Beside``). Nobody
+knows which live requests would have been late alone as well: all that missed their SLO beside
+rollouts count as added, which is the most that lending can have done.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rose_core.accounting.ledger import GpuTime, Ledger, Tokens, Trajectories
+from rose_core.accounting.ledger import GpuTime, Ledger, ServingImpact, Tokens, Trajectories
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,15 @@ class Beside:
     correct: int = 0
 
 
-def ledger_of(lent_ms: int, open_ms: int, tokens: int, beside: Beside | None = None) -> Ledger:
+def ledger_of(
+    lent_ms: int,
+    open_ms: int,
+    tokens: int,
+    beside: Beside | None = None,
+    *,
+    serving: ServingImpact | None = None,
+    weight_bytes: int = 0,
+) -> Ledger:
     """The ledger of one lease; open time beyond the granted is a counter's skew and left out."""
     told = beside or Beside()
     most = max(told.accepted, told.correct)
@@ -34,4 +44,6 @@ def ledger_of(lent_ms: int, open_ms: int, tokens: int, beside: Beside | None = N
         borrowed=GpuTime(lent_ms, min(lent_ms, open_ms)),
         tokens=Tokens(tokens),
         trajectories=Trajectories(most, most, told.accepted, told.correct),
+        serving=serving or ServingImpact(),
+        weight_bytes=weight_bytes,
     )

@@ -14,6 +14,7 @@ from rose_core.accounting.charts import Row as Bar
 from rose_core.accounting.statement import Statement
 
 MICRO: Final = 1_000_000
+GIGABYTE: Final = 10**9
 
 
 def html(found: Sequence[Statement]) -> str:
@@ -32,6 +33,8 @@ def html(found: Sequence[Statement]) -> str:
     rows = "".join(
         f"<tr><td>{escape(one.name)}</td><td>{one.dedicated_hours:.2f}</td>"
         f"<td>{one.borrowed_hours:.2f}</td><td>{one.ledger.tokens.produced}</td>"
+        f"<td>{one.ledger.weight_bytes / GIGABYTE:.4g}</td>"
+        f"<td>{one.ledger.serving.added_violations} of {one.ledger.serving.requests}</td>"
         f"<td>{one.ledger.trajectories.accepted}</td><td>{money(one.per_accepted)}</td>"
         f"<td>{money(one.per_correct)}</td><td>{money(one.break_even)}</td>"
         f"<td>{money(one.opportunity)}</td></tr>"
@@ -39,6 +42,7 @@ def html(found: Sequence[Statement]) -> str:
     )
     head = (
         "<tr><th></th><th>dedicated GPU-h</th><th>borrowed GPU-h</th><th>tokens</th>"
+        "<th>weights, GB</th><th>SLO violations</th>"
         "<th>accepted</th><th>cost per accepted</th><th>per correct answer</th>"
         "<th>break-even lent hour</th><th>opportunity cost</th></tr>"
     )

@@ -191,6 +191,13 @@ class SlotTotals(ApiModel):
     lent_milliseconds: int = Field(default=0, ge=0, le=2**53, description="Time under a grant.")
     open_milliseconds: int = Field(default=0, ge=0, le=2**53, description="Time with an open gate.")
     harvested_tokens: int = Field(default=0, ge=0, le=2**53, description="Output tokens made.")
+    weight_bytes: int = Field(default=0, ge=0, le=2**53, description="Weights pulled.")
+    serving_requests: int = Field(
+        default=0, ge=0, le=2**53, description="Live requests that ended beside it."
+    )
+    slo_violations: int = Field(
+        default=0, ge=0, le=2**53, description="Those that missed the SLO beside rollouts."
+    )
 
 
 class Totals(ApiModel):
@@ -207,6 +214,21 @@ class Totals(ApiModel):
     )
     harvested_tokens: int = Field(
         default=0, ge=0, le=2**53, description="Output tokens made by borrowed engines."
+    )
+    weight_bytes: int = Field(
+        default=0, ge=0, le=2**53, description="Weights pulled for borrowed engines."
+    )
+    serving_requests: int = Field(
+        default=0, ge=0, le=2**53, description="Live requests that ended beside a granted slot."
+    )
+    slo_violations: int = Field(
+        default=0,
+        ge=0,
+        le=2**53,
+        description=(
+            "Live requests that missed the pool's SLO and had met an open gate; at most what "
+            "lending has added."
+        ),
     )
     slots: tuple[SlotTotals, ...] = Field(
         default=(),

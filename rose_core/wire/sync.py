@@ -81,6 +81,9 @@ class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
         version, digest: attested on the live weights, empty before the first attestation.
         lent_milliseconds, open_milliseconds: time granted, and time with the gate open.
         harvested_tokens: output tokens the slot's engine made.
+        weight_bytes: size of the weights that were pulled for it.
+        serving_requests: live requests that ended beside it.
+        slo_violations: those of them that missed the pool's SLO and had met an open gate.
         reclaims: number of reclaims by ladder rung name.
     """
 
@@ -96,6 +99,9 @@ class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
     open_milliseconds: int = 0
     harvested_tokens: int = 0
     reclaims: dict[str, int] = {}
+    weight_bytes: int = 0
+    serving_requests: int = 0
+    slo_violations: int = 0
 
 
 class SleepTerms(msgspec.Struct, frozen=True):

@@ -79,9 +79,11 @@ def test_only_a_slow_request_that_met_an_open_gate_is_a_breach() -> None:
     world = World()
     world.request(ttft_ms=300)
     assert world.breaches == []
-    assert world.outcomes.counters.slow == 1
+    counters = world.outcomes.counters
+    assert (counters.slow, counters.exposed) == (1, 0)
     world.request(ttft_ms=300, is_open=True)
     assert world.breaches == ["slow-request"]
+    assert (counters.slow, counters.exposed, counters.finished) == (2, 1, 2)
 
 
 def test_a_burning_budget_opens_the_pools_breaker_once_and_says_who_was_exposed() -> None:

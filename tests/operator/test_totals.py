@@ -1,7 +1,7 @@
 """A lease's totals: granted and open time and tokens, through restarts of an agent."""
 
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 from rose_core.api import RolloutLease, RolloutSlot
 from rose_core.api.rolloutlease import Totals
@@ -13,7 +13,7 @@ from rose_operator.world import World
 from tests.api import objects
 
 
-def _after(lease: RolloutLease, lent: int, opened: int, tokens: int) -> RolloutLease:
+def _after(lease: RolloutLease, lent: int, opened: int, tokens: int, **more: Any) -> RolloutLease:  # noqa: ANN401  # counters
     """The lease once its only slot's agent has reported this."""
     slot = RolloutSlot.model_validate(objects.SLOT)
     telemetry = Telemetry(0.0)
@@ -23,6 +23,7 @@ def _after(lease: RolloutLease, lent: int, opened: int, tokens: int) -> RolloutL
         lent_milliseconds=lent,
         open_milliseconds=opened,
         harvested_tokens=tokens,
+        **more,
     )
     request = SyncRequest(slot.spec.member.node, "test", 1, slots=(report,))
     telemetry.record(request, 1.0)
@@ -44,3 +45,14 @@ def test_counters_are_added_by_what_they_grew_also_when_they_begin_anew() -> Non
     assert _figures(lease.status.totals) == (3500, 1000, 85)
     (entry,) = lease.status.totals.slots
     assert (entry.lent_milliseconds, entry.open_milliseconds) == (500, 100)
+
+
+def test_weights_and_what_live_traffic_met_are_added_likewise() -> None:
+    lease = RolloutLease.model_validate(objects.LEASE)
+    lease = _after(lease, 1000, 400, 50, weight_bytes=900, serving_requests=10, slo_violations=1)
+    lease = _after(lease, 1000, 400, 50, weight_bytes=1000, serving_requests=30, slo_violations=1)
+    lease = _after(lease, 5, 4, 5, weight_bytes=70, serving_requests=2, slo_violations=1)
+    found = lease.status.totals
+    assert (found.weight_bytes, found.serving_requests, found.slo_violations) == (1070, 32, 2)
+    (entry,) = found.slots
+    assert (entry.weight_bytes, entry.serving_requests, entry.slo_violations) == (70, 2, 1)

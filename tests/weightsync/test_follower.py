@@ -121,7 +121,9 @@ async def test_an_engine_follows_the_head_bit_for_bit(
         status = await status_of(here.host)
         assert (status.version, status.digest, status.head) == ("grpo@1.3", last.digest, "grpo@1.3")
         assert not list(here.rundir.slot("slot-1").bundles.iterdir())
-        recorded = records.read(here.rundir.slot("slot-1").folder / records.FILE)[-1]
+        every = records.read(here.rundir.slot("slot-1").folder / records.FILE)
+        recorded = every[-1]
+        assert status.weight_bytes == sum(one.block_bytes for one in every) > 0
         assert recorded.version == "grpo@1.3"
         assert recorded.encode_seconds == ENCODE_SECONDS
 

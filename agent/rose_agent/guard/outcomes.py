@@ -171,6 +171,7 @@ class Outcomes:
     def _budget(self, met: Met, policy: PoolPolicy, now_ns: int) -> None:
         self.counters.finished += 1
         self.counters.slow += met.slow
+        self.counters.exposed += met.slow and met.exposed
         metrics.SERVING_REQUESTS.labels(policy.pool, "false" if met.slow else "true").inc()
         pool = self.pool
         if met.used and pool.spend(met, policy.percentile, now_ns):

@@ -101,6 +101,7 @@ class Follower:
         self._failures: tuple[str, ...] = ()
         self._written = _previous(slot, engine_started_ns)
         self._history = self._written.history
+        self._fetched = self._written.fetched_bytes
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -204,6 +205,7 @@ class Follower:
         pulled = self._options.clock() - began
         metrics.PULL_SECONDS.observe(pulled)
         metrics.FETCHED_BYTES.inc(manifest.block_bytes)
+        self._fetched += manifest.block_bytes
         try:
             await self._commit(manifest, folder, pulled)
         except CommitRefused as error:
@@ -346,6 +348,7 @@ class Follower:
             history=self._history,
             engine_started_ns=self._started_ns,
             broken=engine is not None and engine.broken,
+            fetched_bytes=self._fetched,
         )
         if content == self._written:
             return

@@ -1,0 +1,23 @@
+"""What a slot counts of its engine's weights and of the live requests beside it."""
+
+from rose_agent.guard.totals import Totals
+from rose_core.identity import SlotKey
+from rose_core.wire.host import EngineState, EngineStatus
+
+
+def test_only_what_ends_beside_the_slot_is_the_slots() -> None:
+    totals = Totals(last_ns=0)
+    totals.beside(100, 7)  # before there was a slot
+    totals.beside(104, 7)
+    totals.beside(110, 9)
+    assert (totals.requests, totals.violations) == (10, 2)
+    totals.beside(3, 1)  # the serving pod was replaced
+    assert (totals.requests, totals.violations) == (13, 3)
+
+
+def test_weights_add_up_over_engines() -> None:
+    totals = Totals(last_ns=0)
+    for number, pulled in enumerate((900, 900, 960, 800, 0, 50)):
+        status = EngineStatus(SlotKey("s", 1), EngineState.SERVING, weight_bytes=pulled)
+        totals.account(number, granted=True, until_ns=0, status=status)
+    assert totals.weight_bytes == 960 + 800 + 50
