@@ -193,11 +193,12 @@ class Guard:
         facts = replica.facts(now_ns, stop_pressed=self._stop_pressed)
         verdict = self._verdicts[uid] = judge(facts, self.settings.gate, now_ns)
         replica.note_known(known=facts.signal.doubt is None)
-        until_ns = 0
+        until_ns, counters = 0, replica.outcomes.counters
         for slot in self.slots.values():
             if slot.grant is not None and slot.grant.pod_uid == uid:
                 own = self.whole.judge(uid, facts) if slot.grant.whole else verdict
                 slot.step(own, now_ns, granted=self._granted(slot), arrival_ns=arrival_ns)
+                slot.totals.beside(counters.finished, counters.exposed)
                 if slot.computing(now_ns):
                     until_ns = max(until_ns, own.until_ns or now_ns + _TICK_NS)
         replica.outcomes.open_time.note(until_ns, now_ns)

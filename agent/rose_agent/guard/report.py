@@ -176,6 +176,9 @@ def slot_report(slot: Slot) -> SlotReport | None:
         lent_milliseconds=totals.lent_ns // 1_000_000,
         open_milliseconds=totals.open_ns // 1_000_000,
         harvested_tokens=totals.tokens,
+        weight_bytes=totals.weight_bytes,
+        serving_requests=totals.requests,
+        slo_violations=totals.violations,
         reclaims=dict(totals.reclaims),
     )
 

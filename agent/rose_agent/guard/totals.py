@@ -18,6 +18,9 @@ class Totals:
         last_ns: until when that has been counted.
         tokens: output tokens, over restarts of the engine.
         reclaims: rungs entered, by name.
+        weight_bytes: size of the weights that were pulled for its engines.
+        requests: live requests that ended beside it; ``violations`` are those that missed the SLO
+            and had met an open gate.
     """
 
     last_ns: int
@@ -26,6 +29,11 @@ class Totals:
     tokens: int = 0
     tokens_seen: int = 0
     reclaims: dict[str, int] = field(default_factory=dict)
+    weight_bytes: int = 0
+    weights_seen: int = 0
+    requests: int = 0
+    violations: int = 0
+    beside_seen: tuple[int, int] | None = None
 
     def account(
         self, now_ns: int, *, granted: bool, until_ns: int, status: EngineStatus | None
@@ -48,13 +56,24 @@ class Totals:
             self.open_ns += opened
             metrics.OPEN_SECONDS.inc(opened / 1e9)
         if status is not None:
-            grown = status.generated_tokens - self.tokens_seen
-            # A counter that fell began anew with a new engine.
-            self.tokens += grown if grown >= 0 else status.generated_tokens
-            self.tokens_seen = status.generated_tokens
+            self.tokens += _gain(self.tokens_seen, status.generated_tokens)
+            self.weight_bytes += _gain(self.weights_seen, status.weight_bytes)
+            self.tokens_seen, self.weights_seen = status.generated_tokens, status.weight_bytes
+
+    def beside(self, finished: int, violations: int) -> None:
+        """Note what the replica has counted; what came before the slot is not the slot's."""
+        seen = self.beside_seen or (finished, violations)
+        self.requests += _gain(seen[0], finished)
+        self.violations += _gain(seen[1], violations)
+        self.beside_seen = finished, violations
 
     def reclaimed(self, rung: Rung) -> None:
         """Count a rung."""
         name = rung.name.title()
         self.reclaims[name] = self.reclaims.get(name, 0) + 1
         metrics.RUNGS.labels(name).inc()
+
+
+def _gain(seen: int, now: int) -> int:
+    """Growth of a counter; one that fell began anew, with a new engine or replica."""
+    return now - seen if now >= seen else now
