@@ -12,7 +12,7 @@ To apply a bundle::
             changes = manifest.read(block, bytes_of(block.sha256.hex()))   # checked
             where = manifest.positions(block, changes)                     # flat indices
             new = changes.resolve(live[where], tensor.kind)                # bits
-            before, after = manifest.tile_digests_of(block)
+            after = manifest.tile_digests[manifest.tile_number(block)]       # what it must become
 
 Live weights are numpy views of unsigned integers (``tensor.kind.unsigned``).
 """

@@ -25,7 +25,7 @@ _EVERY = (1 << 64) - 1
 
 
 class Digest(NamedTuple):
-    """Two lanes, each modulo 2**64; ``+`` and ``-`` are lane by lane."""
+    """Two lanes, each modulo 2**64; sums are lane by lane."""
 
     low: int
     high: int
@@ -33,10 +33,6 @@ class Digest(NamedTuple):
     def plus(self, other: Digest) -> Digest:
         """The digest of two disjoint sets of elements together."""
         return Digest((self.low + other.low) & _EVERY, (self.high + other.high) & _EVERY)
-
-    def minus(self, other: Digest) -> Digest:
-        """Take a set of elements out again."""
-        return Digest((self.low - other.low) & _EVERY, (self.high - other.high) & _EVERY)
 
     def __str__(self) -> str:
         """32 hexadecimal digits; what labels, statuses and attestations show."""

@@ -173,12 +173,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
         """Position of a block's tile in the tile tables."""
         return self.tensors[block.tensor].first_tile + block.tile
 
-    def tile_digests_of(self, block: BlockEntry) -> tuple[Digest | None, Digest]:
-        """Digest of the block's tile in the base (None without one) and in the target."""
-        number = self.tile_number(block)
-        before = self.base_tile_digests[number] if self.base_tiles else None
-        return before, self.tile_digests[number]
-
     def read(self, block: BlockEntry, data: bytes, base: Bits | None = None) -> Changes:
         """Check and decode one block; positions are inside the tile.
 

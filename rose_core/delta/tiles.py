@@ -107,12 +107,6 @@ class Tiling:
         inside: Indices = down[mine] * width + right[mine] - box.column0
         return inside
 
-    def tile_of(self, flat: Indices) -> Indices:
-        """Tile number of each position inside the tensor."""
-        down, right = np.divmod(flat, self.columns)
-        tiles: Indices = (down // self.tile_rows) * self.across + right // self.tile_columns
-        return tiles
-
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
     """Rows and columns of a tensor's matrix; a vector or a number is one column."""

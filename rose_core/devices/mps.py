@@ -20,7 +20,8 @@ and after it started, before its permit opens:
 | ``MpsShareNotGiven`` | it sees more multiprocessors than its share, or does not say how many |
 
 Shares and priority are fixed when a client connects. So the live alternative to resizing is two
-engines *parked* at two shares, of which the permit opens one (``pick``). Serving is never limited.
+engines *parked* at two shares, of which the permit opens one (``rose_core.guard.lanes``). Serving
+is never limited.
 """
 
 from __future__ import annotations
@@ -209,43 +210,3 @@ def next_end_step(
     if not ordered:
         return EndStep.TERMINATE
     return EndStep.WAIT if waited_s < deadline_s else EndStep.KILL
-
-
-@dataclass(frozen=True)
-class Parked:
-    """Two engines of one slot at two shares; one of them may compute.
-
-    Attributes:
-        shares: percent, ascending.
-        chosen: index of the one whose permit opens.
-        since_s: when it was chosen.
-    """
-
-    shares: tuple[int, ...] = (20, 50)
-    chosen: int = 0
-    since_s: float = 0.0
-
-
-def pick(before: Parked, idle_share: float, now_s: float, dwell_s: float = 10.0) -> Parked:
-    """Which parked engine may compute: the large one while serving is mostly idle.
-
-    It changes at most once per ``dwell_s``, and down at once: serving comes first.
-
-    Args:
-        before: the choice so far.
-        idle_share: recent share of time in which serving computed nothing.
-        now_s: monotonic seconds.
-        dwell_s: shortest time between two changes upwards.
-    """
-    wanted = _wanted(before.shares, idle_share)
-    if wanted == before.chosen:
-        return before
-    if wanted > before.chosen and now_s - before.since_s < dwell_s:
-        return before
-    return Parked(before.shares, wanted, now_s)
-
-
-def _wanted(shares: Sequence[int], idle_share: float) -> int:
-    """The largest share that serving leaves idle anyhow; the smallest when none is."""
-    fitting = [index for index, share in enumerate(shares) if share <= 100 * idle_share]
-    return max(fitting, default=0)

@@ -28,7 +28,6 @@ from rose_core.devices.mps import (
     EndStep,
     MpsRefusal,
     MpsSeen,
-    Parked,
     Server,
     ServerState,
     client_environment,
@@ -36,7 +35,6 @@ from rose_core.devices.mps import (
     is_limited,
     may_share,
     next_end_step,
-    pick,
 )
 
 SERVER = Server(100, ServerState.ACTIVE, 0, frozenset({11, 22}), multi_user=True)
@@ -125,17 +123,6 @@ def test_a_client_is_terminated_before_it_is_killed() -> None:
     assert next_end_step(listed=True, ordered=True, waited_s=1.0) is EndStep.WAIT
     assert next_end_step(listed=False, ordered=True, waited_s=1.0) is EndStep.KILL
     assert next_end_step(listed=True, ordered=True, waited_s=2.0) is EndStep.KILL
-
-
-def test_the_larger_of_two_parked_engines_computes_while_serving_is_idle() -> None:
-    parked = Parked()
-    large = pick(parked, 0.9, 20.0)
-    assert parked.shares[large.chosen] == 50
-    assert pick(large, 0.3, 20.1).chosen == 0, "down at once"
-    small = pick(large, 0.3, 20.1)
-    assert pick(small, 0.9, 25.0) == small, "up only after a while"
-    assert pick(small, 0.9, 30.1).chosen == 1
-    assert pick(parked, 0.05, 99.0).chosen == 0
 
 
 # --- the daemon's grammar
