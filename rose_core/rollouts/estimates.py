@@ -66,7 +66,7 @@ class Speed:
             return self
         old = self.prefill_seconds_per_token
         new = old + weight * (seconds / uncached_tokens - old)
-        return replace(self, prefill_seconds_per_token=new)
+        return Speed(self.step_seconds, new, self.usual_live, self.spread, self.joint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,17 +58,20 @@ class Lengths:
             return Rest()
         if not self._sorted:
             self._sorted = sorted(self._all)
-        longer = self._sorted[bisect_right(self._sorted, written) :]
+        # Asked for every turn, so nothing is copied where no sibling has ended.
+        known, start = self._sorted, bisect_right(self._sorted, written)
         siblings = [n for n in self._groups.get(group, ()) if n > written] if group else []
         if siblings:
-            longer = sorted(longer + siblings * _SIBLING_WEIGHT)
-        if not longer:
+            known, start = sorted(known[start:] + siblings * _SIBLING_WEIGHT), 0
+        if start == len(known):
             # Longer than anything seen: of such the expected rest grows with age.
             return Rest(written / 2, float(written), in_tail=True)
-        median, tail = _quantile(longer, 0.5), _quantile(longer, 0.9)
+        median, tail = _quantile(known, 0.5, start), _quantile(known, 0.9, start)
         in_tail = median >= _quantile(self._sorted, 0.9) and len(self._sorted) >= 10
         return Rest(median - written, tail - written, in_tail)
 
 
-def _quantile(ordered: list[int], share: float) -> float:
-    return float(ordered[min(len(ordered) - 1, int(share * len(ordered)))])
+def _quantile(ordered: list[int], share: float, start: int = 0) -> float:
+    """Of the entries from ``start`` on."""
+    count = len(ordered) - start
+    return float(ordered[start + min(count - 1, int(share * count))])

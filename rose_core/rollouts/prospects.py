@@ -267,10 +267,10 @@ class Prospects:
         return stratum(rest.median, left)
 
     def _work(self, now: float) -> list[Work]:
+        """What is in flight and has a deadline: the rest comes after it, and is never too late."""
+        live = ((one, self._budget(one, now)) for one in self._trajectories.values() if one.live)
         return [
-            Work(
-                one.context, self.lengths.rest(one.group, one.tokens).median, self._budget(one, now)
-            )
-            for one in self._trajectories.values()
-            if one.live
+            Work(one.context, self.lengths.rest(one.group, one.tokens).median, budget)
+            for one, budget in live
+            if budget < math.inf
         ]
