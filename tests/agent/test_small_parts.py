@@ -23,12 +23,12 @@ def status(tokens: int) -> EngineStatus:
 
 def test_time_and_tokens_add_up_over_engine_restarts() -> None:
     totals = Totals(last_ns=0)
-    totals.account(S, granted=True, computing=False, status=None)
-    totals.account(3 * S, granted=True, computing=True, status=status(100))
-    totals.account(4 * S, granted=False, computing=False, status=status(150))
-    totals.account(5 * S, granted=True, computing=True, status=status(20))
+    totals.account(S, granted=True, until_ns=0, status=None)
+    totals.account(3 * S, granted=True, until_ns=3 * S, status=status(100))
+    totals.account(4 * S, granted=False, until_ns=0, status=status(150))
+    totals.account(5 * S, granted=True, until_ns=5 * S, status=status(20))
     assert (totals.lent_ns, totals.open_ns, totals.tokens) == (4 * S, 3 * S, 170)
-    totals.account(2 * S, granted=True, computing=True, status=None)
+    totals.account(2 * S, granted=True, until_ns=2 * S, status=None)
     assert totals.lent_ns == 4 * S, "time never runs backwards"
     for rung in (Rung.STOP, Rung.STOP, Rung.TERMINATE):
         totals.reclaimed(rung)
