@@ -2,7 +2,6 @@
 
 RouterError                 status, reason (closed word), retry_after
 ├── BadRequest      400     wrong in itself, names the field
-├── TooLarge        413     body above the limit
 ├── NotAllowed      401     bearer token missing or wrong
 ├── Conflict        409     pinned version unknown, duplicate id with another body, not spliceable
 ├── SlowCaller      408     the body did not come in time
@@ -40,12 +39,6 @@ class BadRequest(RouterError):
     """The request is wrong in itself."""
 
     status = 400
-
-
-class TooLarge(RouterError):
-    """The body is above the limit."""
-
-    status = 413
 
 
 class NotAllowed(RouterError):

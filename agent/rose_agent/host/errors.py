@@ -9,8 +9,7 @@ HostError
 ├── NoMemory            its GPU has too little free memory now; tried again later
 ├── NotReady            the engine's process runs but never became ready
 ├── BrokenEngine        the engine cannot go on as it is; it is started anew
-├── WrongGeneration     an older generation of a slot tried to act for a newer one
-└── UnknownSlot         no engine for this slot on this host
+└── WrongGeneration     an older generation of a slot tried to act for a newer one
 """
 
 from __future__ import annotations
@@ -74,7 +73,3 @@ class BrokenEngine(HostError):
 
 class WrongGeneration(HostError):
     """An older generation of a slot tried to act for a newer one."""
-
-
-class UnknownSlot(HostError):
-    """No engine for this slot on this host."""

@@ -1,7 +1,6 @@
 """Exceptions of weight-sync.
 
 SyncError
-├── GateStayedClosed    the engine got no open permit in which to answer
 ├── WrongDigest         the live weights are not what the manifest says
 └── WrongAnswers        the engine computes something else than its version should
 """
@@ -9,10 +8,6 @@ SyncError
 
 class SyncError(Exception):
     """Base of everything weight-sync raises."""
-
-
-class GateStayedClosed(SyncError):
-    """The engine got no open permit in which to answer."""
 
 
 class WrongDigest(SyncError):
