@@ -153,13 +153,13 @@ def _not_offered(lease: RolloutLease, offer: Offer) -> Refusal | None:
         text = f"gpusPerSlot is {spec.gpus_per_slot}; this version lends one GPU per slot"
         return Refusal(Reason.GPUS_PER_SLOT_NOT_SUPPORTED, text)
     if spec.engine_class not in offer.engine_classes:
-        text = f"{spec.engine_class!r} is not offered; there are {_names(offer.engine_classes)}"
+        text = f"engineClass {spec.engine_class!r} is none of {_names(offer.engine_classes)}"
         return Refusal(Reason.UNKNOWN_ENGINE_CLASS, text)
     sentences = refusals(spec.engine_arguments)
     if sentences:
         return Refusal(Reason.ARGUMENT_NOT_ALLOWED, "; ".join(sentences))
     if spec.weights.store_name not in offer.stores:
-        text = f"{spec.weights.store_name!r} is not known; there are {_names(offer.stores)}"
+        text = f"storeName {spec.weights.store_name!r} is none of {_names(offer.stores)}"
         return Refusal(Reason.UNKNOWN_STORE, text)
     return _not_theirs(lease, offer)
 
@@ -180,15 +180,19 @@ def _pool_says_no(
     lease: RolloutLease, pool: ServingPool | None, refused: Refusal | None
 ) -> Refusal | None:
     if pool is None:
-        return Refusal(Reason.UNKNOWN_POOL, f"there is no pool {lease.spec.pool_ref.key}")
+        text = f"there is no pool {lease.spec.pool_ref.key} (kubectl get servpool -A)"
+        return Refusal(Reason.UNKNOWN_POOL, text)
     borrowers = pool.spec.lending.borrower_namespaces or (pool.metadata.namespace,)
     if lease.metadata.namespace not in borrowers:
-        text = f"pool {pool.metadata.key} lends to {_names(borrowers)}"
+        text = (
+            f"pool {pool.metadata.key} lends to {_names(borrowers)}; its owner adds others to "
+            "lending.borrowerNamespaces"
+        )
         return Refusal(Reason.NAMESPACE_NOT_ALLOWED, text)
     if refused is not None:
         return Refusal(Reason.POOL_NOT_ACCEPTED, f"pool {pool.metadata.key}: {refused.message}")
     if pool.spec.mode is not PoolMode.LEND:
-        text = f"pool {pool.metadata.key} is in mode {pool.spec.mode}"
+        text = f"pool {pool.metadata.key} is in mode {pool.spec.mode}; its owner sets Lend"
         return Refusal(Reason.POOL_NOT_LENDING, text)
     return None
 

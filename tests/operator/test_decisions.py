@@ -115,7 +115,7 @@ async def test_a_refused_lease_is_explained_by_its_refusal() -> None:
     await bench.turn()
     found = explanation(bench, Kind.LEASE, "grpo")
     assert found is not None
-    assert found["summary"].startswith("UnknownEngineClass: 'other' is not offered")
+    assert found["summary"].startswith("UnknownEngineClass: engineClass 'other' is none of")
 
 
 async def test_an_autoscaler_on_gpu_figures_forbids_lending_until_its_owner_says_otherwise() -> (
