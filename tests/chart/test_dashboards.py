@@ -64,7 +64,17 @@ def test_every_dashboard_is_listed_on_its_page() -> None:
     for board in dashboards.ALL:
         assert board.title in page
         for row in board.rows:
-            assert row.title in page, f"{board.title}: {row.title}"
+            titles = ", ".join(panel.title for panel in row.panels)
+            assert f"| {row.title} | {titles} |" in page, f"{board.title}: {row.title}"
+
+
+@pytest.mark.parametrize("board", dashboards.ALL, ids=lambda board: board.name)
+def test_no_row_of_a_dashboard_has_a_hole(board: Dashboard) -> None:
+    filled: dict[int, int] = {}
+    for panel in json.loads(text(board))["panels"]:
+        at = panel["gridPos"]
+        filled[at["y"]] = filled.get(at["y"], 0) + at["w"]
+    assert set(filled.values()) == {24}
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: str(alert["alert"]))
