@@ -55,8 +55,12 @@ class Machines:
         """
         account = ServiceAccount(metadata=ObjectMeta(name="default", namespace=NAMESPACE))
         self._client.create(account)
-        nodes = map(codecs.from_dict, kwok.node_manifests(self._fleet.nodes_by_name()))
+        manifests = kwok.node_manifests(self._fleet.nodes_by_name())
+        nodes = [codecs.from_dict(manifest) for manifest in manifests]
         pods = [_pod(name, node, pool) for name, (node, pool) in self._places.items()]
+        # The first use completes lightkube's classes, which threads must not do at the same time.
+        for one in (nodes[0], pods[0]):
+            one.to_dict()  # type: ignore[no-untyped-call]
         with ThreadPoolExecutor(_THREADS) as threads:
             list(threads.map(self._client.create, nodes))
             self.pods = {

@@ -91,14 +91,7 @@ class Bench:
             pool = self.random.randrange(self.scale.fleet.pools)
             self.client.create(_LEASE.from_dict(self.scale.fleet.lease(name, pool, 1)))
             applied = time.monotonic()
-            key = f"{NAMESPACE}/{name}"
-            event = until(
-                lambda key=key: next(  # type: ignore[misc]
-                    (e for e in reversed(self.agents.events) if e.lease == key), None
-                ),
-                f"lease {key} is granted",
-            )
-            seconds.append(event.at - applied)
+            seconds.append(self._granted(name) - applied)
             time.sleep(self.random.random() * 0.5)
             self.client.delete(_LEASE, name, namespace=NAMESPACE)
         seconds.sort()
@@ -106,6 +99,24 @@ class Bench:
         p99 = seconds[min(len(seconds) - 1, round(len(seconds) * 0.99))]
         self.add("lease applied -> grant, p99", p99, "s", at_most=3)
         self.settle()
+
+    def _granted(self, name: str) -> float:
+        """When a node holds the lease's first grant.
+
+        Raises:
+            TimeoutError: none does; says what the operator tells of the lease.
+        """
+        key = f"{NAMESPACE}/{name}"
+        events = self.agents.events
+        try:
+            return until(
+                lambda: next((e for e in reversed(events) if e.lease == key), None),
+                f"lease {key} is granted",
+            ).at
+        except TimeoutError as error:
+            told = dict(self.client.get(_LEASE, name, namespace=NAMESPACE)).get("status")
+            message = f"{error}; its status: {told}; the operator's log ends: {self.first.said()}"
+            raise TimeoutError(message) from error
 
     def churn(self) -> None:
         """Leases change their size and serving pods are replaced."""

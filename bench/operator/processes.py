@@ -98,6 +98,10 @@ class Operator:
                 return sync, http
         return None
 
+    def said(self) -> str:
+        """The end of its log."""
+        return self.log.read_text()[-2000:]
+
     def page(self, path: str) -> str:
         """A page, whatever its status."""
         url = f"http://127.0.0.1:{self.http_port}{path}"
