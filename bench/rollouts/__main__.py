@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 from pathlib import Path
@@ -48,14 +47,26 @@ def scenario(name: str) -> tuple[Scenario, Material]:
     return told, read_material(path, told)
 
 
-def makespans(seeds: list[int], names: list[str]) -> list[Figure]:
-    """Mean makespan by policy, and the paper's over ours, paired by seed."""
+def makespans(seeds: list[int], names: list[str], steps: int) -> list[Figure]:
+    """Mean makespan by policy, and the paper's over ours, paired by seed.
+
+    Args:
+        seeds: of requests, episodes and prompts.
+        names: of the policies.
+        steps: the first so many, the same for every policy: in equal time a faster one would be
+            judged by steps that a slower one never comes to, and long steps by none.
+
+    Raises:
+        SystemExit: a policy does not make so many steps in the scenario's time.
+    """
     told, material = scenario("step")
     means: dict[str, list[float]] = {}
     rows: list[Figure] = []
     for name in names:
-        found = [simulate(told, POLICIES[name], seed, material) for seed in seeds]
-        means[name] = [statistics.fmean(one.makespans or (math.inf,)) for one in found]
+        found = [simulate(told, POLICIES[name], seed, material, steps) for seed in seeds]
+        if any(len(one.makespans) < steps for one in found):
+            sys.exit(f"{name} makes fewer than {steps} steps in {told.seconds:.0f} s")
+        means[name] = [statistics.fmean(one.makespans[:steps]) for one in found]
         redone = statistics.fmean(one.redone_share for one in found)
         rows.append(figure(f"makespan, {name}", statistics.fmean(means[name]), "s"))
         rows.append(figure(f"redone tokens, {name}", 100 * redone, "%"))
@@ -93,10 +104,11 @@ def _inclusion(
     steps = [len(one.makespans) for one in joint]
     long = told.model_copy(update={"seconds": _PATIENCE * told.seconds})
     cases = list(zip(seeds, steps, strict=True))
-    alone = _strata(long, "alone", cases, material)
+    alone = _counted(_runs(long, "alone", cases, material), seeds)
     rows: list[Figure] = []
     for name in names:
-        ours = _counted(joint, seeds) if name == "joint" else _strata(long, name, cases, material)
+        runs = joint if name == "joint" else _runs(long, name, cases, material)
+        ours = _counted(runs, seeds)
         found = gaps(ours, alone)
         for (dimension, stratum), gap in found.items():
             head = f"inclusion, {order}: {name} - alone, {dimension} {stratum}"
@@ -108,13 +120,28 @@ def _inclusion(
         aim = 2.0 if (name, order) == ("joint", "oldest first") else None
         title = f"inclusion, {order}: {name}, farthest end"
         rows.append(figure(title, 100 * worst, "points", at_most=aim))
+        rows += _correlations(f"pool correlation, {order}: {name}", runs)
         sys.stderr.write(f"inclusion, {order}, {name}: done\n")
     return rows
 
 
-def _strata(told: Scenario, name: str, cases: list[tuple[int, int]], material: Material) -> Strata:
-    found = [simulate(told, POLICIES[name], seed, material, steps) for seed, steps in cases]
-    return _counted(found, [seed for seed, _ in cases])
+def _correlations(title: str, runs: list[Found]) -> list[Figure]:
+    """Means over the seeds: a diagnostic beside the inclusion, without an aim."""
+    told = sorted({dimension for one in runs for dimension in one.correlations})
+    return [
+        figure(
+            f"{title}, {dimension}",
+            statistics.fmean(one.correlations.get(dimension, 0.0) for one in runs),
+            "",
+        )
+        for dimension in told
+    ]
+
+
+def _runs(
+    told: Scenario, name: str, cases: list[tuple[int, int]], material: Material
+) -> list[Found]:
+    return [simulate(told, POLICIES[name], seed, material, steps) for seed, steps in cases]
 
 
 def _counted(found: list[Found], seeds: list[int]) -> Strata:
@@ -131,6 +158,7 @@ def vanish(seeds: list[int]) -> list[Figure]:
     gone = vanishing(told, told.warmup_s + told.seconds / 3)
     found = [simulate(gone, POLICIES["joint"], seed, material) for seed in seeds]
     kept = [simulate(told, POLICIES["joint"], seed, material) for seed in seeds]
+    paper = [simulate(gone, POLICIES["rose-paper"], seed, material) for seed in seeds]
     members = told.jobs[0].group
     return [
         figure("all borrowed vanish: trajectories lost", _sum(found, "lost"), "", at_most=0),
@@ -140,8 +168,14 @@ def vanish(seeds: list[int]) -> list[Figure]:
             "groups",
             at_most=0,
         ),
+        figure("all borrowed vanish: redone tokens, joint", _redone(found), "%", at_most=2),
+        figure("all borrowed vanish: redone tokens, rose-paper", _redone(paper), "%"),
         figure("none vanishes: groups dropped", _sum(kept, "dropped") / members, "groups"),
     ]
+
+
+def _redone(found: list[Found]) -> float:
+    return 100 * statistics.fmean(one.redone_share for one in found)
 
 
 def _sum(found: list[Found], field: str) -> float:
@@ -152,6 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="bench.rollouts", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, default=3, help="of each seed, for the makespan")
     parser.add_argument("--inclusion-seeds", type=int, nargs="+", default=list(range(1, 31)))
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
     parser.add_argument("--only", choices=["makespan", "inclusion", "vanish"])
@@ -159,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     names = list(dict.fromkeys(["joint", *options.policies]))
     rows: list[Figure] = []
     if options.only in {None, "makespan"}:
-        rows += makespans(options.seeds, names)
+        rows += makespans(options.seeds, names, options.steps)
     if options.only in {None, "inclusion"}:
         rows += inclusion(options.inclusion_seeds, options.seeds)
     if options.only in {None, "vanish"}:

@@ -49,6 +49,7 @@ class Found:
         makespans: of the synchronous steps that ended, seconds, training taken off.
         fates: of every trajectory that a trainer took or dropped.
         begun, ended, inside: trajectories; what is neither ended nor inside was lost.
+        correlations: of pool and stratum, by dimension; empty for rules that remember nothing.
     """
 
     makespans: tuple[float, ...]
@@ -58,6 +59,7 @@ class Found:
     inside: int
     dropped: int
     redone_share: float
+    correlations: Mapping[str, float]
 
     @property
     def lost(self) -> int:
@@ -95,6 +97,7 @@ def simulate(
         inside=job.inside,
         dropped=counts.dropped,
         redone_share=router.counts.redone_tokens / max(1, router.counts.tokens),
+        correlations=router.prospects.inclusion.correlations(),
     )
 
 
