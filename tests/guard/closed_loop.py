@@ -22,6 +22,7 @@ from rose_core.telemetry.events import How
 from tests.guard.worlds import MS, NOW, busy, facts
 
 _DEFAULT = GateLimits()
+_LEAD_MS = 3  # before a period begins
 
 
 @dataclass(frozen=True)
@@ -213,18 +214,31 @@ def fixed(share: float, period_ms: int = 100) -> Gate:
 
 
 class Guarded:
-    """The production's rules on the world: what is learned, and the verdict."""
+    """The production's rules on the world: what is learned, and the verdict.
 
-    def __init__(self, goals: Objective, predictor: Predictor, size: int = 350) -> None:
+    Args:
+        goals: of the pool.
+        predictor: to begin with.
+        size: of every request.
+        told_ms: how often the tap tells tokens and ends; arrivals and first tokens it tells at
+            once, and the others with them. 0 = everything is known at once.
+    """
+
+    def __init__(
+        self, goals: Objective, predictor: Predictor, size: int = 350, told_ms: int = 0
+    ) -> None:
         self.goals, self.size = goals, size
+        self._every_ms, self._told_ns = told_ms, 0
+        self._news: set[tuple[int, bool]] = set()
+        self._told: tuple[LiveRequest, ...] = ()
         self.experience = Experience(NOW, predictor)
         self.reasons: dict[str, int] = {}
 
     def gate(self, world: World) -> tuple[bool, bool]:
         """One look."""
         now = NOW + world.now_ms * MS
-        requests = tuple(self._live(asked) for asked in world.under_way)
-        if not requests:
+        requests = self._heard(world)
+        if not world.under_way:
             self.experience.open_time.note(now + 10**12, now)
             return True, False
         verdict = judge(self._facts(requests), _DEFAULT, now)
@@ -232,6 +246,16 @@ class Guarded:
         self.reasons[word] = self.reasons.get(word, 0) + 1
         self.experience.open_time.note(self._until(verdict), now)
         return verdict.open, verdict.reason is GateReason.SLACK
+
+    def _heard(self, world: World) -> tuple[LiveRequest, ...]:
+        news = {(asked.number, asked.first_ms > 0) for asked in world.under_way}
+        beat = not self._every_ms or (world.now_ms + _LEAD_MS) % self._every_ms == 0
+        if beat or not news <= self._news:
+            self._news = news
+            self._told = tuple(self._live(asked) for asked in world.under_way)
+        if beat:
+            self._told_ns = NOW + world.now_ms * MS
+        return self._told
 
     @staticmethod
     def _until(verdict: Verdict) -> int:
@@ -241,7 +265,8 @@ class Guarded:
         margin = self.experience.margin.value
         goals = Objective(self.goals.ttft_s, self.goals.tpot_s, self.goals.max_increase, margin)
         predictor = self.experience.predictor
-        return facts(busy(*requests), idle_share=0.0, objective=goals, predictor=predictor)
+        signal = replace(busy(*requests), told_ns=self._told_ns)
+        return facts(signal, idle_share=0.0, objective=goals, predictor=predictor)
 
     def _live(self, asked: Asked) -> LiveRequest:
         if asked.live is None:

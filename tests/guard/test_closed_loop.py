@@ -78,6 +78,19 @@ def test_no_violation_is_added_and_the_slack_of_an_offline_search_is_lent(name: 
     assert world.harvested >= 0.9 * searched(machine, goals, allowed)
 
 
+@pytest.mark.parametrize("name", ["steady", "80 % of its rate"])
+def test_tokens_told_twice_a_period_lend_nearly_what_tokens_known_at_once_do(name: str) -> None:
+    machine = MACHINES[name]
+    goals = objective(machine)
+    allowed = slow(World(machine, 1, SECONDS).run(fixed(0.0)), goals)
+    worlds = []
+    for told_ms in (0, 50):
+        guarded = Guarded(goals, Predictor(), told_ms=told_ms)
+        worlds.append(World(machine, 1, SECONDS).run(guarded.gate, guarded.ended))
+    assert slow(worlds[1], goals) <= allowed
+    assert worlds[1].harvested >= 0.9 * worlds[0].harvested > 0
+
+
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     load=st.floats(0.4, 0.8),
