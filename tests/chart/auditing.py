@@ -26,6 +26,11 @@ def granted(rendered: Rendered, account: str) -> set[Right]:
     }
 
 
+def since(events: Iterable[dict[str, Any]], moment: str) -> list[dict[str, Any]]:
+    """Events from a moment on (RFC 3339, UTC), not those of an earlier installation."""
+    return [event for event in events if event["requestReceivedTimestamp"] >= moment.rstrip("Z")]
+
+
 def used(events: Iterable[dict[str, Any]], namespace: str, account: str) -> set[Right]:
     """Every right that the account made use of."""
     user = f"system:serviceaccount:{namespace}:{account}"

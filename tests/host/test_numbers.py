@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rose_agent.host import freezers
@@ -65,6 +66,8 @@ def test_the_guard_finds_an_engine_whose_path_means_nothing_to_it(tmp_path: Path
     found = find_group(record, mountinfo)
     assert found is not None
     assert found.directory == folder
+    foreign = msgspec.structs.replace(record, cgroup_number=folder.parent.stat().st_ino)
+    assert find_group(foreign, mountinfo) is None, "not an engine's"
     # Where both mount the hierarchy at one place nothing is searched.
     mountinfo.write_text("")
     same = EngineFile(

@@ -63,9 +63,15 @@ def _directory(record: EngineFile, version: int, mountinfo: Path) -> Path | None
         return None
     with contextlib.suppress(OSError):
         # Where host and guard mount the node's hierarchy at the same place.
-        if (same := Path(record.cgroup)).stat().st_ino == number and same.is_dir():
+        if _is_engines(same := Path(record.cgroup)) and same.stat().st_ino == number:
             return same
-    return through_the_node(mounts, number)
+    found = through_the_node(mounts, number)
+    return found if found is not None and _is_engines(found) else None
+
+
+def _is_engines(folder: Path) -> bool:
+    """A number is the host's word alone: it must not lead the guard to another's cgroup."""
+    return folder.name.startswith("rose-") and folder.is_dir()
 
 
 def leftovers(rundir: RunDir, freezer: Freezer) -> tuple[ProcessGroup, ...]:
