@@ -87,7 +87,8 @@ def _lease_granted(lease: RolloutLease, refusal: Refusal | None, outcome: Outcom
 
 def _lease_weights(versions: Sequence[str]) -> Statement:
     if not versions:
-        return Statement(_C.WEIGHTS_SYNCED, False, _R.NO_VERSION_YET)
+        text = "no engine has attested a version; has the run been published?"
+        return Statement(_C.WEIGHTS_SYNCED, False, _R.NO_VERSION_YET, text)
     if len(versions) > 1:
         return Statement(_C.WEIGHTS_SYNCED, True, _R.MIXED_VERSIONS, ", ".join(versions[:8]))
     return Statement(_C.WEIGHTS_SYNCED, True, _R.VERSION_ATTESTED, versions[0])

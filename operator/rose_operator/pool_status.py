@@ -28,6 +28,10 @@ _TAPLESS = (
     "seen by the engine's own figures, without the wire tap, so first prefills do not show, "
     "latency is not measured and nothing counts the requests a second time"
 )
+_NOBODY = (
+    "no agent reports a replica: do pods of this namespace carry the selector's labels, on nodes "
+    "with an agent, and does no other pool select them?"
+)
 
 
 def pool_status(
@@ -86,7 +90,7 @@ def _pool_ready(pool: ServingPool, refusal: Refusal | None, fresh: int) -> State
     if pool.spec.mode is PoolMode.PAUSED:
         return Statement(_C.READY, False, _R.PAUSED_BY_OWNER, "mode is Paused")
     if not fresh:
-        return Statement(_C.READY, False, _R.NO_REPLICAS, "no agent reports a replica")
+        return Statement(_C.READY, False, _R.NO_REPLICAS, _NOBODY)
     observing = pool.spec.mode is PoolMode.OBSERVE
     return Statement(_C.READY, True, _R.OBSERVE_MODE if observing else _R.LENDING_ENABLED)
 
