@@ -46,8 +46,12 @@ def inspect(where: str | Path, run: str = "") -> str:
         except DeltaError as error:
             message = f"{path} is no manifest: {error}"
             raise Damaged(message) from error
-    message = f"{path} is no store, bundle or manifest"
-    raise Damaged(message)
+    raise _nothing(path)
+
+
+def _nothing(path: Path) -> Damaged:
+    """What is told of a place with nothing of ours; a new store looks the same."""
+    return Damaged(f"{path} is no store, bundle or manifest, or a store without a version yet")
 
 
 def verify(where: str | Path, base: Path | None = None) -> tuple[str, bool]:
@@ -58,6 +62,8 @@ def verify(where: str | Path, base: Path | None = None) -> tuple[str, bool]:
     """
     if (store := _store(where)) is not None:
         return _verify_store(store)
+    if not (Path(where) / MANIFEST).is_file():
+        raise _nothing(Path(where))
     bundle = Bundle(Path(where))
     manifest = bundle.manifest()
     lines, good = _verify_blocks(manifest, bundle.read)
