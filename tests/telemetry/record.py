@@ -2,7 +2,8 @@
 
 Two streams, nothing else. Written below ``recordings/ENGINE-VERSION/``: ``idle``, ``busy`` (both
 have shown a first token) and ``after``. Pages are as served, but for buckets of histograms and what
-Python says of itself, which nobody here reads.
+Python says of itself, which nobody here reads. A page that the server does not have is left out.
+``--python`` and ``--version`` record another version than the one that is tested with (``older``).
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import aiohttp
 import psutil
 
 from bench.guard.node import Bench
-from bench.guard.serving import SERVING
+from bench.guard.serving import SERVING, Serving
 from rose_agent.signals.snapshot import Snapshot, mapped
 from rose_core.telemetry.dialects import LOADS
+from tests.telemetry.older import older
 
 FOLDER = Path(__file__).parent / "recordings"
 STATES = ("idle", "busy", "after")
@@ -50,19 +52,25 @@ def _memory(process: int) -> bytes | None:
 
 
 async def _record(node: Bench, http: aiohttp.ClientSession, folder: Path) -> None:
-    async with http.get(f"{node.serving_url}/metrics") as answer:
-        page = _plain(await answer.text())
-    async with http.get(f"{node.serving_url}{LOADS[node.serving.engine][0]}") as answer:
-        loads = await answer.read()
-    _write(folder, page, loads, _memory(node.processes["serving"].pid))
+    page = await _page(http, f"{node.serving_url}/metrics")
+    found = {
+        "metrics.txt": _plain(page.decode()).encode() if page else None,
+        "loads.json": await _page(http, f"{node.serving_url}{LOADS[node.serving.engine][0]}"),
+        "snapshot.bin": _memory(node.processes["serving"].pid),
+    }
+    _write(folder, found)
 
 
-def _write(folder: Path, page: str, loads: bytes, memory: bytes | None) -> None:
+async def _page(http: aiohttp.ClientSession, url: str) -> bytes | None:
+    async with http.get(url) as answer:
+        return await answer.read() if answer.status == 200 else None
+
+
+def _write(folder: Path, found: dict[str, bytes | None]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "metrics.txt").write_text(page)
-    (folder / "loads.json").write_bytes(loads)
-    if memory:
-        (folder / "snapshot.bin").write_bytes(memory)
+    for name, content in found.items():
+        if content:
+            (folder / name).write_bytes(content)
 
 
 async def _stream(node: Bench, http: aiohttp.ClientSession, begun: asyncio.Event) -> None:
@@ -75,9 +83,8 @@ async def _stream(node: Bench, http: aiohttp.ClientSession, begun: asyncio.Event
                 begun.set()
 
 
-async def record(name: str) -> None:
+async def record(name: str, serving: Serving) -> None:
     """Start the engine, record it, end it."""
-    serving = SERVING[name]
     with tempfile.TemporaryDirectory(prefix="rose") as root:
         node = Bench(Path(root), "tiny", serving)
         folder = FOLDER / f"{name}-{serving.version}"
@@ -99,5 +106,11 @@ async def record(name: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("engine", choices=sorted(SERVING))
-    asyncio.run(record(parser.parse_args().engine))
+    parser.add_argument("--python", type=Path, help="of an environment with another version")
+    parser.add_argument("--version", default="", help="that version")
+    asked = parser.parse_args()
+    chosen = SERVING[asked.engine]
+    if asked.python is not None:
+        chosen = older(asked.engine, asked.version, asked.python)
+    asyncio.run(record(asked.engine, chosen))
     sys.exit(0)
