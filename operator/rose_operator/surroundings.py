@@ -23,6 +23,7 @@ _SCALERS = (Kind.AUTOSCALER, Kind.SCALED_OBJECT)
 _AGAIN_SECONDS = 5.0
 # Zones never change and autoscalers seldom do; new nodes are asked for by their agents' dialling.
 _LIST_SECONDS = 300.0
+_NO_RIGHT = frozenset({401, 403})
 
 
 class Surroundings:
@@ -87,11 +88,12 @@ class Surroundings:
                     name = {raw["metadata"]["name"]}
                     gone = change == "DELETED"
                     self._cordons(self.cordoned - name if gone else self.cordoned | name)
-            except ApiRefused as error:
-                _log.info("cordons cannot be followed: %s", error)
-                await asyncio.sleep(_LIST_SECONDS)
             except OperatorError as error:
                 _log.info("watch of cordoned nodes: %s", error)
+                if isinstance(error, ApiRefused) and error.code in _NO_RIGHT:
+                    await asyncio.sleep(_LIST_SECONDS)
+            # Told 410, for instance: a watch that has heard nothing for minutes asks for changes
+            # since a version that is not kept any more. A new listing repairs that.
             await asyncio.sleep(_AGAIN_SECONDS)
 
     def _cordons(self, nodes: Iterable[str]) -> None:

@@ -1,12 +1,16 @@
 """What the operator gathers besides objects: parsed versions, loads, starts, nodes, autoscalers."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from rose_core.api import RolloutLease, RolloutSlot, ServingPool
 from rose_core.identity import SlotKey
 from rose_core.wire.sync import NoticeRequest, SlotReport, SlotState, SyncRequest
+from rose_operator import surroundings
 from rose_operator.api import Kind
 from rose_operator.errors import ApiRefused
 from rose_operator.loads import Loads
@@ -153,6 +157,42 @@ async def test_what_cannot_be_read_is_not_taken_into_account_and_stops_nothing()
     await around.look(AroundApi(autoscaler=[SCALER], node=[NODE]))  # type: ignore[arg-type]
     assert around.zones == {"n1": "z1"}
     assert told == [1]
+
+
+class CordonApi:
+    """One cordoned node; the first watch is refused with a code, the later ones stay open."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.watches = 0
+        self.watched = asyncio.Event()
+
+    async def list(self, _kind: Kind) -> tuple[list[dict[str, Any]], int]:
+        return ([NODE] if self.watches else []), 1
+
+    async def watch(self, _kind: Kind, _version: int) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        self.watches += 1
+        self.watched.set()
+        if self.watches == 1:
+            raise ApiRefused(self.code, "refused")
+        await asyncio.Event().wait()
+        yield "MODIFIED", NODE
+
+
+@pytest.mark.parametrize(("code", "seen"), [(410, frozenset({"n1"})), (403, frozenset())])
+async def test_a_watch_of_cordons_that_is_told_410_begins_anew_and_one_without_rights_rests(
+    monkeypatch: pytest.MonkeyPatch, code: int, seen: frozenset[str]
+) -> None:
+    monkeypatch.setattr(surroundings, "_AGAIN_SECONDS", 0.0)
+    around, api = Surroundings(), CordonApi(code)
+    following = asyncio.create_task(around.watch_cordons(api))  # type: ignore[arg-type]
+    await api.watched.wait()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    assert around.cordoned == seen
+    assert api.watches == len(seen) + 1
 
 
 def test_nodes_without_a_zone_have_none() -> None:
