@@ -125,6 +125,17 @@ def levels(paths: Sequence[Path], *, busy: bool = False) -> dict[str, Level]:
     return found
 
 
+def chosen(found: dict[str, Level], loads: Sequence[str] | None) -> dict[str, Level]:
+    """The levels that were asked for; None = all.
+
+    Raises:
+        ScenarioError: the files have no such level.
+    """
+    if missing := [one for one in loads or () if one not in found]:
+        raise ScenarioError(f"no load {missing[0]!r} in the files: they have {', '.join(found)}")
+    return {name: found[name] for name in loads or found}
+
+
 def _quiet(others: float) -> bool:
     return others <= QUIET_SHARE
 
@@ -232,6 +243,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="rose simulate calibrate", description=__doc__)
     made.add_argument("files", type=Path, nargs="+", metavar="FILE", help="JSON of bench.guard")
     made.add_argument("--hold-out", metavar="LOAD", help="only this level; otherwise each in turn")
+    made.add_argument("--loads", metavar="LOAD", nargs="+", help="only these levels of the files")
     made.add_argument("--busy", action="store_true", help="also what a shared machine measured")
     made.add_argument("--json", type=Path, help="write the comparison there")
     return made
@@ -241,7 +253,7 @@ def main(argv: list[str]) -> int:
     """Run the verb."""
     options = parser().parse_args(argv)
     try:
-        found = levels(options.files, busy=options.busy)
+        found = chosen(levels(options.files, busy=options.busy), options.loads)
         some = [name for name, level in found.items() if level.delays]
         held_out = [options.hold_out] if options.hold_out else some or list(found)
         made = [calibrate(found, name) for name in held_out]

@@ -6,14 +6,19 @@ from pathlib import Path
 import pytest
 
 from rose_core.simulate.errors import ScenarioError
-from rose_simulate.calibrate import calibrate, levels
+from rose_simulate.calibrate import calibrate, chosen, levels
 from rose_simulate.main import main
+from rose_simulate.studies import SCENARIOS
 from rose_simulate.timings import MEDIANS, QUIET
 
 # Medians (permit closed, every thread stopped, first token), milliseconds, and their samples.
 CONV = (0.93, 4.8, 13.9)
 CODE = (0.98, 5.2, 12.8)
 FAR = (0.93, 4.8, 30.0)
+
+RECORDING = SCENARIOS.parent / "recordings" / "guard-2026-11-23.json"
+SAID = (23, -5, 5)
+"""How far the conversation load is off as a prediction of the code load, percent."""
 
 Levels = dict[str, tuple[float, float, float]]
 
@@ -148,6 +153,21 @@ def test_a_recording_without_reactions_is_refused(tmp_path: Path, text: str, rea
     path.write_text(text)
     with pytest.raises(ScenarioError, match=reason):
         levels([path])
+
+
+def test_the_recording_that_is_shipped_says_what_the_documentation_says() -> None:
+    """A quiet machine: between loads with pauses one delay of three is off, else two are."""
+    found = levels([RECORDING])
+    paused = chosen(found, ["conv", "code"])
+    closed, stopped, opened = calibrate(paused, "code").delays
+    assert (round(100 * closed.off), round(100 * stopped.off), round(100 * opened.off)) == SAID
+    assert not closed.holds
+    assert stopped.holds
+    assert opened.holds
+    assert [one.holds for one in calibrate(found, "code").delays] == [False, False, True]
+    assert calibrate(found, "code").quiet
+    with pytest.raises(ScenarioError, match="no load 'cove' in the files"):
+        chosen(found, ["cove"])
 
 
 def test_what_cannot_be_compared_is_refused_by_name(tmp_path: Path) -> None:
