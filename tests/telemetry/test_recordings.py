@@ -14,6 +14,8 @@ from tests.telemetry.record import FOLDER, STATES, STREAMS
 SERVERS = sorted(folder for folder in FOLDER.iterdir() if folder.is_dir())
 MEMORIES = [folder for folder in SERVERS if (folder / "busy" / "snapshot.bin").exists()]
 SECOND = 1_000_000_000
+SILENT = {"sglang-0.5.23"}
+"""Servers whose gauges are not on the page before the first request."""
 
 
 def engine(server: Path) -> str:
@@ -35,7 +37,7 @@ def test_a_real_servers_page_counts_its_requests_and_tokens(server: Path) -> Non
     assert counted[2] - counted[0] == STREAMS
     assert counted[1] - counted[0] == (STREAMS if busy.at_arrival else 0)
     assert sum(after.activity) > sum(idle.activity), "tokens were made"
-    fresh = (None, None) if engine(server) == "SGLang" else (0, 0)
+    fresh = (None, None) if server.name in SILENT else (0, 0)
     assert (idle.running, idle.waiting) == fresh, "what is not there yet is unknown, not zero"
     assert (after.running, after.waiting) == (0, 0)
 
