@@ -271,9 +271,8 @@ async def test_the_router_hears_whether_keys_are_reused(
     engine = msgspec.structs.replace(GRANT.engine, kv_policy=policy)
     slot.grant = msgspec.structs.replace(GRANT, engine=engine, router="127.0.0.1:1")
     slot._tell_router()
-    assert slot._attachment is not None
-    assert slot._attachment._update is not None
-    assert slot._attachment._update.reuses_kv is reuses
+    assert slot._router.told is not None
+    assert slot._router.told.reuses_kv is reuses
     await slot.detach()
 
 

@@ -16,6 +16,7 @@ from rose_agent.guard import gpus
 from rose_core.devices.memory import Budget, Lendable
 from rose_core.identity import SlotKey
 from rose_core.wire.host import EngineState, EngineStatus
+from rose_core.wire.reasons import HostReason
 from rose_core.wire.sync import PoolPolicy
 
 GIB = 1 << 30
@@ -117,7 +118,7 @@ def test_a_slot_tells_its_room_again_only_while_its_engine_is_refused_for_it(
     node.look(slot, monkeypatch)
     assert slot.room is not None
     assert (slot.room.bytes, slot.renewed) == (34 * GIB, 0)
-    slot.status = status(EngineState.FAILED, reason="InsufficientMemory")
+    slot.status = status(EngineState.FAILED, reason=HostReason.INSUFFICIENT_MEMORY)
     node.look(slot, monkeypatch)
     assert slot.renewed == 1
 

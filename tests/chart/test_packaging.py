@@ -98,7 +98,8 @@ def test_components_have_images_of_their_own() -> None:
 
 def test_a_digest_pins_an_image() -> None:
     digest = "sha256:" + "a" * 64
-    values = {"agent": {"image": {"repository": "mine/agent", "digest": digest}}}
+    image_of = {"repository": "mine/agent", "digest": digest}
+    values = {"agent": {"image": image_of, "tap": {"enabled": True}}}
     image = render(values).container("DaemonSet", "rose-agent", "tap")["image"]
     assert image == f"mine/agent@{digest}"
 

@@ -68,6 +68,9 @@ class Node:
     async def page(self, name: str) -> dict[str, str]:
         return {"page": name}
 
+    def last_words(self) -> str:
+        return "== agent (ended)\nwhat it said last"
+
     def engine(self) -> Node:
         return self
 
@@ -108,6 +111,7 @@ def test_a_crashed_window_is_recorded_and_every_other_runs(
     assert {(w.load, w.condition, w.round) for w in results.windows} == {*cells(wanted)} - {broken}
     assert [(c.load, c.condition, c.round) for c in results.crashes] == [broken]
     assert "the engine is gone" in results.crashes[0].why
+    assert "what it said last" in (tmp_path / "guard-crash.log").read_text()
     assert node.starts == 2, "the engines were started anew"
     assert node.ran.count(broken) == 1, "what crashed is not tried for ever"
     rows = {row.name: row for row in figures(results)}

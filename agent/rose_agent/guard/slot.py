@@ -1,7 +1,8 @@
 """One slot of the guard: its permit, its calls to the engine host, its stream to the router.
 
 ``rose_core.guard.slot`` decides; this carries out. Closing the permit is a store to shared memory
-and happens inside the call that heard of the arrival; everything else runs behind it.
+and happens inside the call that heard of the arrival; everything else runs behind it. Next step:
+``loop`` steps slots, ``hostlink`` makes the calls, ``routerlink`` tells the router.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 
-from rose_agent.attach import Attachment
 from rose_agent.guard import freezer, metrics
 from rose_agent.guard.hostlink import HostLink
 from rose_agent.guard.permit import SlotPermit
 from rose_agent.guard.recorder import Recorder
+from rose_agent.guard.routerlink import RouterLink, update_of
 from rose_agent.guard.totals import Totals
 from rose_core.devices.memory import Budget, Lendable
 from rose_core.guard import lanes
@@ -27,7 +28,6 @@ from rose_core.guard.reasons import GateReason
 from rose_core.guard.slot import EngineSeen, Phase, SlotMachine, SlotSeen, decide
 from rose_core.identity import SlotKey
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, Holder
-from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_core.wire.sync import Grant
 from rose_engines.rundir import SlotDir, read_json
 from rose_wire.errors import WireError
@@ -65,7 +65,6 @@ class Slot:
         self.room = self._told_room = Lendable(None, "")
         self._host = host
         self._recorder = recorder
-        self._token = token
         self._on_change = on_change
         self._limits = LadderLimits()
         self._lane = lanes.Lane()
@@ -75,12 +74,11 @@ class Slot:
         self._hold_arrival_ns = 0
         self._held_ns = 0
         self._calls: dict[str, asyncio.Task[None]] = {}
-        self._attachment: Attachment | None = None
-        self._attach_task: asyncio.Task[None] | None = None
         self._frozen = (0, False)
         self._told_state: EngineState | None = None
         order = read_json(folder.slot, EnsureEngine)
         self._data_token = order.token if order and order.token else secrets.token_urlsafe(24)
+        self._router = RouterLink(token)
 
     @property
     def name(self) -> str:
@@ -362,43 +360,25 @@ class Slot:
         return position and self.machine.rung is Rung.NONE
 
     def _tell_router(self) -> None:
-        grant, status = self.grant, self.status
+        grant = self.grant
         if grant is None:
-            if self._attachment is not None:
-                self._attachment.leave()
-            return
-        if not grant.router:
-            return
-        if self._attachment is None:
-            self._attachment = Attachment(grant.router, self._token)
-            self._attach_task = asyncio.create_task(self._attachment.run())
-        serving = status is not None and status.state is EngineState.SERVING
-        self._attachment.set(
-            EngineUpdate(
-                engine=grant.slot_name,
-                kind=EngineKind.BORROWED,
-                lease=grant.lease,
-                url=status.endpoint if status else "",
-                token=self._data_token,
-                pool=grant.pool,
-                gate_open=self.gate_open and serving,
-                cap=self.budget.cap(grant.max_concurrent_turns),
-                kv_tokens=grant.engine.kv_tokens,
-                reuses_kv=grant.engine.kv_policy == "Reuse",
-                version=status.version if status and serving else "",
-                digest=status.digest if status and serving else "",
+            self._router.leave()
+        elif grant.router:
+            update = update_of(
+                *(grant, self.status, self._data_token),
+                gate_open=self.gate_open,
                 leaving=self.machine.phase is Phase.RELEASING,
+                cap=self.budget.cap(grant.max_concurrent_turns),
             )
-        )
+            self._router.tell(grant.router, update)
 
     async def detach(self) -> None:
         """Leave the router and the permit (closed); the engine is the machine's business."""
         self._permit.drop()
-        tasks = [t for t in (self._attach_task, *self._calls.values()) if t is not None]
+        tasks = [t for t in (self._router.close(), *self._calls.values()) if t is not None]
         for task in tasks:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*tasks, return_exceptions=True)
-        for gauge in (metrics.GATE_OPEN,):
-            with contextlib.suppress(KeyError):
-                gauge.remove(self.name)
+        with contextlib.suppress(KeyError):
+            metrics.GATE_OPEN.remove(self.name)
