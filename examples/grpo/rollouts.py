@@ -196,7 +196,8 @@ class Sampler:
             play(self._client, task, f"{group}-{member:03d}.", group)
             for member in range(self._group_size)
         )
-        self._ready.append(tuple(await asyncio.gather(*plays)))
+        members = await asyncio.gather(*plays)
+        self._ready.append(tuple(members))
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._in_flight.discard(task)
