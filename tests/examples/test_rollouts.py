@@ -50,7 +50,10 @@ def test_room_is_one_step_now_and_the_bounds_steps_ahead() -> None:
 
 @dataclass
 class FakeClient:
-    """Answers at once, or fails; the version is what ``label`` says then."""
+    """Answers soon, or fails; the version is what ``label`` says then.
+
+    Groups need different times, so that some are under way while others are taken.
+    """
 
     label: str = "grpo@1.0"
     error: Exception | None = None
@@ -69,7 +72,8 @@ class FakeClient:
         self.groups.add(group)
         self.live += 1
         self.most_live = max(self.most_live, self.live)
-        await asyncio.sleep(0.01)
+        number = int(group.removeprefix("group-") or 0)
+        await asyncio.sleep(0.004 * (1 + number % 3))
         self.live -= 1
         if self.error is not None:
             raise self.error
