@@ -46,7 +46,7 @@ def _remembered(point: Path, number: int) -> Path | None:
     """A search walks the node's whole tree: what was not there is looked for once a second."""
     now_s = time.monotonic()
     path, looked_s = _known.get((point, number), (None, 0.0))
-    if path is not None and path.is_dir():
+    if path is not None and _still(path, number):
         return path
     if path is None and looked_s and now_s - looked_s < _AGAIN_SECONDS:
         return None
@@ -55,6 +55,13 @@ def _remembered(point: Path, number: int) -> Path | None:
     found = search(point, number)
     _known[point, number] = (found, now_s)
     return found
+
+
+def _still(path: Path, number: int) -> bool:
+    """A folder of the same name may have been made since."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_ino == number
+    return False
 
 
 def search(top: Path, number: int) -> Path | None:
