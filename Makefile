@@ -109,8 +109,10 @@ bench-tap: venv  ## cost of the wire tap, and its agreement with a client (root)
 bench-weights: venv  ## wire bytes and speed of the weight plane, peers side by side
 	$(RUN)/python -m bench.weights $(ARGS)
 
-bench-router: venv  ## turns per second and added latency of the router
-	$(RUN)/python -m bench.router $(ARGS)
+bench-router: venv  ## turns per second and added latency of the router, sglang-router beside it (cached)
+	@test -x $(ROSE_CACHE)/sglang-router/bin/python || $(UV) venv -q -p $(PYTHON) $(ROSE_CACHE)/sglang-router
+	@VIRTUAL_ENV=$(ROSE_CACHE)/sglang-router $(UV) pip install -q sglang-router==0.3.2
+	$(RUN)/python -m bench.router --sglang-router-python $(ROSE_CACHE)/sglang-router/bin/python $(ARGS)
 
 bench-operator: cluster  ## the operator at fleet scale: time to plan, grants, writes, failover
 	$(RUN)/python -m bench.operator $(ARGS)

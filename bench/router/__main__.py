@@ -174,7 +174,19 @@ async def latency(given: argparse.Namespace) -> list[Figure]:
                     spread=given.token_seconds * given.stream_tokens,
                 )
                 found[name].append(result)
-    return [row for name in routes for row in _against(name, found[name], found["direct"])]
+    rows = [row for name in routes for row in _against(name, found[name], found["direct"])]
+    return rows + _beside(found) if "sglang-router" in found else rows
+
+
+def _beside(found: dict[str, list[Result]]) -> list[Figure]:
+    """How much later the slowest hundredth is than through sglang-router, inside each round."""
+    rows = []
+    for what, of in (("first event", _first), ("turn", _whole)):
+        pairs = zip(found["rose"], found["sglang-router"], strict=True)
+        later = [quantile(of(ours), 99) - quantile(of(theirs), 99) for ours, theirs in pairs]
+        title = f"{what} p99, rose less sglang-router"
+        rows.append(figure(title, 1000 * statistics.median(later), "ms", at_most=0))
+    return rows
 
 
 def _against(name: str, results: list[Result], base: list[Result]) -> list[Figure]:
