@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,6 +16,7 @@ import psutil
 from bench.fire.engines import Bundles, Engine, Start, version_of
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.owners import owner
+from rose_wire.ports import free_ports
 
 _READY_SECONDS = 60
 
@@ -110,13 +110,6 @@ class Lease:
             await engine.kill()
 
 
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _written(folder: Path, word: str) -> Path:
     folder.mkdir(parents=True)
     token = folder / "token"
@@ -129,7 +122,7 @@ async def lease(name: str, folder: Path, start: Start, engines: int) -> AsyncIte
     """Start a router and its engines, the first of them dedicated; all are gone afterwards."""
     word = f"word-of-{name}"
     token = _written(folder, word)
-    http, attach = free_port(), free_port()
+    http, attach = free_ports(2)
     command = [sys.executable, "-m", "rose_cli.main", "router", "--lease", name]
     command += ["--http-address", f"127.0.0.1:{http}", "--attach-address", f"127.0.0.1:{attach}"]
     command += ["--token-file", str(token), "--turn-token-file", str(token)]

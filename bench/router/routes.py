@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import psutil
 from bench.router.stub import VERSION
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_wire.errors import Unavailable
+from rose_wire.ports import free_ports
 from rose_wire.rpc import connect, converse
 from rose_wire.services import ATTACH
 
@@ -40,13 +40,6 @@ class Route:
     def resident_bytes(self) -> int:
         """Memory of the process."""
         return int(psutil.Process(self.pid).memory_info().rss)
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -93,7 +86,7 @@ async def _ready(url: str, child: subprocess.Popen[str], seconds: float = 60) ->
 @asynccontextmanager
 async def rose(engine: str, cap: int) -> AsyncIterator[Route]:
     """ROSE's router with the stub attached."""
-    http, attach = free_port(), free_port()
+    http, attach = free_ports(2)
     update = EngineUpdate(
         "stub", EngineKind.DEDICATED, LEASE, engine, gate_open=True, cap=cap, version=VERSION
     )
@@ -131,7 +124,7 @@ async def rose(engine: str, cap: int) -> AsyncIterator[Route]:
 @asynccontextmanager
 async def sglang_router(python: str, engine: str) -> AsyncIterator[Route]:
     """sglang-router in front of the stub."""
-    port, metrics = free_port(), free_port()
+    port, metrics = free_ports(2)
     command = [python, "-m", "sglang_router.launch_router", f"--worker-urls={engine}"]
     command += ["--policy=cache_aware", "--host=127.0.0.1", f"--port={port}"]
     command += [f"--prometheus-port={metrics}", "--log-level=warn"]

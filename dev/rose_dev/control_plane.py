@@ -12,7 +12,6 @@ so nothing makes service accounts, and deleted namespaces stay.
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -26,7 +25,9 @@ from rose_dev.components import Layout
 from rose_dev.errors import StartFailed
 from rose_dev.parts import CONTROL_PLANE, NODE
 from rose_dev.pki import Authority, service_account_keys
-from rose_dev.shell import run, succeeds, tail, wait_until
+from rose_dev.shell import run, succeeds, tail
+from rose_dev.waiting import wait_until
+from rose_wire.ports import free_ports
 
 _START_SECONDS = 120.0
 _ATTEMPTS = 3
@@ -139,7 +140,7 @@ class ControlPlane:
         binaries = build(CONTROL_PLANE + (NODE if self._controllers else ()))
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                self._start_on(_free_ports(4), binaries)
+                self._start_on(free_ports(4), binaries)
             except StartFailed:  # perhaps somebody took a port in between
                 self._kill_all()
                 if attempt == _ATTEMPTS:
@@ -214,14 +215,3 @@ class ControlPlane:
             message = "the control plane has not been started"
             raise StartFailed(message)
         return self._layout
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -33,15 +32,9 @@ from rose_dev.engine_environment import engine_python, is_ready
 from rose_dev.models import Recipe, make_model, make_named, tensors
 from rose_engines.permit import Permit
 from rose_engines.sglang.arguments import Launch, command, environment
+from rose_wire.ports import free_port
 
 READY_SECONDS = 240.0
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class PermitHolder:

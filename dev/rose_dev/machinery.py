@@ -12,7 +12,7 @@ from pathlib import Path
 from rose_dev import node_files
 from rose_dev.place import Place
 from rose_dev.sandbox import Sandbox
-from rose_dev.shell import wait_until
+from rose_dev.waiting import wait_until
 
 START_SECONDS = 180.0
 

@@ -46,7 +46,8 @@ from rose_dev.place import (
 )
 from rose_dev.sandbox import Sandbox, sweep
 from rose_dev.second import SecondNode
-from rose_dev.shell import run, succeeds, wait_until
+from rose_dev.shell import run, succeeds
+from rose_dev.waiting import wait_until
 
 COMPONENTS = (
     "containerd",

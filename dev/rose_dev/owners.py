@@ -6,7 +6,7 @@ The real owners are the guard and the host of a dedicated engine; the router can
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -15,17 +15,6 @@ import msgspec
 from rose_core.wire.routing import EngineUpdate, RouterNote
 from rose_wire.rpc import connect, converse
 from rose_wire.services import ATTACH
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that must come, on the real clock.
-
-    Raises:
-        TimeoutError: it did not come within a minute.
-    """
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110  # anything may change it
-            await asyncio.sleep(0.01)
 
 
 @dataclass

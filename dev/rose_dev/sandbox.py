@@ -21,7 +21,8 @@ from pathlib import Path
 from rose_dev import cgroups
 from rose_dev.errors import DevelopmentError, StartFailed
 from rose_dev.place import MARK, POD_RANGE, SERVICE_RANGE, Place
-from rose_dev.shell import run, succeeds, tail, wait_until
+from rose_dev.shell import run, succeeds, tail
+from rose_dev.waiting import wait_until
 
 _COMMAND_SECONDS = 30.0
 _INIT = "init"

@@ -14,7 +14,7 @@ from rose_dev import image, machinery, node_files
 from rose_dev.errors import StartFailed
 from rose_dev.machinery import START_SECONDS
 from rose_dev.sandbox import Sandbox, sweep
-from rose_dev.shell import wait_until
+from rose_dev.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,17 +1,12 @@
-"""External commands: every one has a time limit, and an error that shows what it said.
-
-Also the waiting helper of this package: conditions are polled with a generous deadline, because
-development machines are slow and busy.
-"""
+"""External commands: each has a time limit, and its error shows what the command printed."""
 
 from __future__ import annotations
 
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rose_dev.errors import CommandFailed, StartFailed
+from rose_dev.errors import CommandFailed
 
 _SHOWN = 3000
 
@@ -63,22 +58,6 @@ def succeeds(argv: Sequence[str | Path], *, seconds: float = 10) -> bool:
         return run(argv, seconds=seconds, check=False).returncode == 0
     except CommandFailed:
         return False
-
-
-def wait_until(
-    condition: Callable[[], bool], what: str, *, seconds: float, pause: float = 0.1
-) -> None:
-    """Poll until the condition holds.
-
-    Raises:
-        StartFailed: it did not hold in time; ``what`` says what was awaited.
-    """
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            message = f"{what}: not within {seconds:.0f} s"
-            raise StartFailed(message)
-        time.sleep(pause)
 
 
 def tail(path: Path, lines: int = 15) -> str:

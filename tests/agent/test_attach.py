@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import msgspec
 
 from rose_agent.attach import Attachment
 from rose_core.wire.routing import EngineKind, EngineUpdate, RouterNote
+from rose_dev.waiting import until
 from rose_wire.rpc import Server
 from rose_wire.services import ATTACH
 
@@ -36,12 +37,6 @@ class Router:
         server = Server(token="secret")
         server.bidirectional(ATTACH, self.attach)
         return server, await server.start(address)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110  # what is waited for knows no events
-            await asyncio.sleep(0.02)
 
 
 @contextlib.asynccontextmanager

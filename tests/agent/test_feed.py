@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -14,6 +14,7 @@ from rose_agent.signals.snapshot import Snapshot
 from rose_agent.signals.zmtp import Subscription
 from rose_core.telemetry.dialects import Figures
 from rose_dev.engine_environment import engine_python, is_ready
+from rose_dev.waiting import until
 
 _PUBLISHER = """
 import sys, time, msgspec, zmq
@@ -28,12 +29,6 @@ for line in sys.stdin:
     socket.send_multipart([b"load", b"0", load])
 """
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110  # what is waited for knows no events
-            await asyncio.sleep(0.02)
 
 
 @contextlib.asynccontextmanager

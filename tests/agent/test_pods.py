@@ -21,6 +21,7 @@ from rose_agent.pods.processes import Watcher, container_id, scan
 from rose_agent.pods.static import StaticPods
 from rose_agent.signals.snapshot import Snapshot, mapped
 from rose_core.wire.sync import PoolPolicy
+from rose_dev.waiting import until
 
 POLICY = PoolPolicy("chat/pool", "Lend", {"app": "llm"}, 30000)
 UID = "53099174-d551-433b-9350-adf44bee898e"
@@ -94,12 +95,6 @@ async def api(tmp_path: Path) -> AsyncIterator[tuple[FakeApi, KubernetesPods]]:
     await server.close()
 
 
-async def until(condition: Any) -> None:  # noqa: ANN401
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110  # what is waited for knows no events
-            await asyncio.sleep(0.02)
-
-
 async def test_list_then_watch(api: tuple[FakeApi, KubernetesPods]) -> None:
     fake, pods = api
     assert not pods.synced
@@ -125,6 +120,16 @@ async def test_list_then_watch(api: tuple[FakeApi, KubernetesPods]) -> None:
     await fake.events.put({"type": "DELETED", "object": stopped})
     await until(lambda: not pods.pods([POLICY]))
     assert fake.selectors == {"spec.nodeName=node-1"}
+
+
+@pytest.mark.parametrize(("written", "size"), [("1", 1), ("4", 4), ("many", 1)])
+async def test_a_group_of_pods_is_one_replica(
+    api: tuple[FakeApi, KubernetesPods], written: str, size: int
+) -> None:
+    fake, pods = api
+    fake.pods = [pod(metadata={"annotations": {"leaderworkerset.sigs.k8s.io/size": written}})]
+    await until(lambda: pods.synced)
+    assert pods.pods([POLICY])[UID].group_size == size
 
 
 async def test_other_pods_are_none_of_ours(api: tuple[FakeApi, KubernetesPods]) -> None:
@@ -188,6 +193,23 @@ def test_processes_are_found_under_every_cgroup_driver(tmp_path: Path, path: str
     assert set(found) == {11, 12, 13}
     assert (found[11].first, found[12].scheduler, found[13].first) == (True, True, False)
     assert found[11].container == CONTAINER
+
+
+@pytest.mark.parametrize(
+    ("command", "machines"),
+    [
+        ("python -m sglang.launch_server --nnodes 2 --node-rank 1", 2),
+        ("vllm serve llama --nnodes=4", 4),
+        ("python -m sglang.launch_server --nnodes 1", 1),
+        ("sh -c sglang --nnodes $SIZE", 1),
+        ("python", 1),
+    ],
+)
+def test_an_engine_of_several_machines_is_told_by_its_command_line(
+    tmp_path: Path, command: str, machines: int
+) -> None:
+    process(tmp_path, 11, f"/kubepods/pod{UID}/{CONTAINER}", command=command)
+    assert [f.machines for f in scan([UID], tmp_path)[UID]] == [machines]
 
 
 def test_no_container_is_an_empty_name() -> None:

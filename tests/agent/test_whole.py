@@ -22,7 +22,6 @@ from aiohttp import web
 from rose_agent.devices.static import StaticDriver
 from rose_agent.devices.usage import ResidentMeter
 from rose_agent.guard.loop import Guard, Settings
-from rose_agent.host.process import free_port
 from rose_agent.pods.static import StaticPods
 from rose_core.guard.gate import GateLimits
 from rose_core.guard.whole import Phase
@@ -35,6 +34,7 @@ from rose_core.wire.sync import Grant, SleepTerms, SyncReply
 from rose_engines.permit import Permit
 from rose_engines.rundir import RunDir
 from rose_engines.servingdir import ServingDirs
+from rose_wire.ports import free_port
 from tests.agent.test_guard import GRANT, KEY, POLICY, health, is_open
 from tests.engines import sleeping_server
 

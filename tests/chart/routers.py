@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rose_dev.node import Node
-from rose_dev.shell import wait_until
+from rose_dev.waiting import wait_until
 
 _SYSTEM, _RESEARCH = "rose-system", "research"
 _SECONDS = 180.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -16,7 +15,8 @@ import yaml
 from rose_dev import dashboards, prometheus
 from rose_dev.dashboards.asking import ask, filled
 from rose_dev.dashboards.model import text
-from rose_dev.shell import wait_until
+from rose_dev.waiting import wait_until
+from rose_wire.ports import free_port
 
 
 def targets(pods: str) -> dict[str, list[str]]:
@@ -73,9 +73,7 @@ def scraping(folder: Path, jobs: dict[str, list[str]]) -> Iterator[Prometheus]:
     }
     path = folder / "prometheus.yaml"
     path.write_text(yaml.safe_dump(configuration))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [
         str(prometheus.find("prometheus")),
         f"--config.file={path}",

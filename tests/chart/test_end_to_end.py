@@ -15,7 +15,7 @@ from prometheus_client import start_http_server
 from rose_dev import prometheus
 from rose_dev.errors import StartFailed
 from rose_dev.node import Node
-from rose_dev.shell import wait_until
+from rose_dev.waiting import wait_until
 from tests.chart.auditing import granted, since, used
 from tests.chart.installation import (
     CHART,

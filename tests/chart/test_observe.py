@@ -13,7 +13,7 @@ import pytest
 
 from rose_core.telemetry.dialects import samples
 from rose_dev.node import Node
-from rose_dev.shell import wait_until
+from rose_dev.waiting import wait_until
 from tests.chart.installation import (
     CHART,
     RESEARCH,

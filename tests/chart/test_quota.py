@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rose_dev.node import Node
-from rose_dev.shell import wait_until
+from rose_dev.waiting import wait_until
 from tests.api import objects
 from tests.api.objects import changed
 

@@ -11,7 +11,7 @@ import yaml
 
 from rose_dev.control_plane import ControlPlane
 from rose_dev.errors import CommandFailed
-from rose_dev.shell import wait_until
+from rose_dev.waiting import wait_until
 from tests.api import objects
 from tests.api.installed import install
 from tests.api.objects import changed

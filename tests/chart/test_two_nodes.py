@@ -17,7 +17,7 @@ from rose_dev.errors import StartFailed
 from rose_dev.node import Node
 from rose_dev.place import NODE_NAME
 from rose_dev.second import SecondNode
-from rose_dev.shell import wait_until
+from rose_dev.waiting import wait_until
 from tests.chart.installation import SECONDS, SERVING, SYSTEM, installation, logs, make_models, seen
 from tests.chart.test_end_to_end import condition, reached
 

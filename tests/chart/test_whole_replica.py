@@ -17,7 +17,7 @@ import pytest
 
 from rose_dev.errors import StartFailed
 from rose_dev.node import Node
-from rose_dev.shell import wait_until
+from rose_dev.waiting import wait_until
 from tests.chart.installation import (
     HERE,
     RESEARCH,

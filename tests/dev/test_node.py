@@ -11,8 +11,9 @@ from rose_dev import cgroups, sandbox
 from rose_dev.node import Node
 from rose_dev.node_init import SYSCTLS
 from rose_dev.place import CGROUP
-from rose_dev.shell import run, wait_until
+from rose_dev.shell import run
 from rose_dev.testing import NodeSession
+from rose_dev.waiting import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

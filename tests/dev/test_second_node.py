@@ -9,7 +9,7 @@ from rose_dev import cgroups, sandbox
 from rose_dev.node import Node
 from rose_dev.place import NODE_NAME, SECOND
 from rose_dev.second import SecondNode
-from rose_dev.shell import wait_until
+from rose_dev.waiting import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

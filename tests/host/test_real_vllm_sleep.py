@@ -19,12 +19,12 @@ import pytest
 
 from rose_agent.devices.sleeper import Record, tree
 from rose_agent.devices.usage import ResidentMeter
-from rose_agent.host.process import free_port
 from rose_core.devices.sleeper import Stage
 from rose_dev import vllm_environment
 from rose_dev.models import make_named
 from rose_engines.rundir import read_json
 from rose_engines.sleep import VllmServing
+from rose_wire.ports import free_port
 from tests.host.helpers import until
 from tests.host.test_sleeper import Grant, grant
 

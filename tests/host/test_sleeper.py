@@ -20,13 +20,13 @@ import pytest
 
 from rose_agent.devices.sleeper import DeadMan, Record, Serving
 from rose_agent.devices.usage import ResidentMeter
-from rose_agent.host.process import free_port
 from rose_core.devices.sleeper import SleeperLimits, Stage
 from rose_dev.engine_environment import is_ready
 from rose_dev.engine_testing import start_engine
 from rose_engines.permit import Permit
 from rose_engines.rundir import read_json
 from rose_engines.sleep import SERVING
+from rose_wire.ports import free_port
 from tests.engines import sleeping_server
 from tests.host.helpers import until
 

@@ -26,7 +26,8 @@ from rose_agent.host import main as host_main
 from rose_core.rollouts.watch import Patience
 from rose_core.wire.host import EngineState
 from rose_core.wire.routing import EngineKind, EngineUpdate
-from rose_dev.owners import Owner, owner, until
+from rose_dev.owners import Owner, owner
+from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from rose_engines.rundir import EngineFile, RunDir, read_json
 from rose_router.config import Settings

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rose_dev.owners import until
+from rose_dev.waiting import until
 from rose_router.connections import Connection, Connections, Stage
 from rose_router.errors import Unreachable
 

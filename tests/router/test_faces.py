@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.prospects import Deadline
 from rose_core.wire.routing import EngineKind
-from rose_dev.owners import until
+from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from rose_router.dialects import chat
 from rose_router.dialects.common import Hints, deadline

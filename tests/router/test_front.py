@@ -14,8 +14,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rose_dev.owners import until
 from rose_dev.pki import Authority
+from rose_dev.waiting import until
 from rose_router.bearer import Tokens
 from rose_router.connections import Connections
 from rose_router.engine_client import HttpEngineClient, Target

@@ -15,7 +15,8 @@ import pytest
 from rose_core.rollouts.admission import Queue
 from rose_core.rollouts.spans import Span, covers
 from rose_core.wire.routing import EngineKind, EngineUpdate
-from rose_dev.owners import owner, until
+from rose_dev.owners import owner
+from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from rose_wire.errors import Refused
 from tests.router.conftest import LEASE, VERSION, Stage

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rose_dev.owners import until
+from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from tests.router.conftest import VERSION, Fake, Stage
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rose_core.rollouts.admission import Queue
-from rose_dev.owners import until
+from rose_dev.waiting import until
 from rose_router.bearer import Tokens
 from tests.router.conftest import Stage
 from tests.router.test_http import ask

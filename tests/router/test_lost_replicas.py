@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from rose_core.rollouts.replicas import home_of
-from rose_dev.owners import until
+from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from rose_router import attach, peers, pulse
 from rose_router.peers import Peer

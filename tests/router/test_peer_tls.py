@@ -13,7 +13,6 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from bench.router.routes import free_port
 from rose_core.rollouts.replicas import home_of
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.pki import Authority
@@ -23,6 +22,7 @@ from rose_engines.fake.server import FakeServer
 from rose_engines.session import WeightSession
 from rose_router.flags import parser, settings
 from rose_wire import tls
+from rose_wire.ports import free_ports
 from rose_wire.rpc import connect, converse
 from rose_wire.services import ATTACH
 from tests.router.conftest import LEASE, VERSION
@@ -40,7 +40,7 @@ class Pair:
         self.folder = issue(authority, folder / "tls")
         self.token = folder / "token"
         self.token.write_text("secret")
-        self.http, self.attach, self.peer = free_port(), free_port(), free_port()
+        self.http, self.attach, self.peer = free_ports(3)
 
     def flags(self, address: str) -> list[str]:
         return [

@@ -13,7 +13,7 @@ from rose_core.identity import WeightVersion
 from rose_core.rollouts.placement import EngineView
 from rose_core.rollouts.quorum import Quorum, missing
 from rose_core.wire.routing import EngineKind
-from rose_dev.owners import until
+from rose_dev.waiting import until
 from tests.router.conftest import VERSION
 from tests.router.pushing import FakeIngest, Make, generate, json_of, ok
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose_core.rollouts.replicas import home_of, part_of_cap
-from rose_dev.owners import until
+from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from rose_router import peers, relay
 from rose_router.peers import Peer

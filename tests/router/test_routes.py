@@ -8,7 +8,8 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 
 from rose_core.wire.routing import EngineKind, EngineUpdate
-from rose_dev.owners import owner, until
+from rose_dev.owners import owner
+from rose_dev.waiting import until
 from rose_router.connections import Connections
 from rose_router.engine_client import HttpEngineClient, Target
 from rose_router.errors import LegLost

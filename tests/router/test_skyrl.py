@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from rose_dev.owners import until
+from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from rose_trainer.adapters import skyrl
 from rose_trainer.errors import Unsupported

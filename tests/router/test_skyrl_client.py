@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from rose_dev.owners import until
+from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from rose_router.text import Tokenizer
 from rose_trainer.adapters import skyrl

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rose_core.wire.routing import EngineKind
-from rose_dev.owners import until
+from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from tests.router.conftest import VERSION, Stage
 from tests.router.pushing import PROMPT, FakeIngest, Make, generate, json_of, ok

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from rose_dev.owners import until
+from rose_dev.waiting import until
 from rose_engines.fake.model import Prefix
 from rose_trainer.adapters import verl
 from rose_trainer.adapters.turns import Turns

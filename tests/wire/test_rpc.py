@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from rose_wire.errors import MalformedMessage, Refused, Unavailable
+from rose_wire.ports import free_port
 from rose_wire.rpc import Method, Server, call, connect, converse, decode, receive
 
 
@@ -139,10 +140,7 @@ async def test_a_message_of_another_type_is_refused_and_named() -> None:
 
 
 async def test_a_peer_that_is_not_there_is_unavailable() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-    async with connect(f"127.0.0.1:{port}") as channel:
+    async with connect(f"127.0.0.1:{free_port()}") as channel:
         with pytest.raises(Unavailable, match="Measure"):
             await call(channel, MEASURE, Question("x"), timeout=5)
 

@@ -29,6 +29,7 @@ from rose_agent.host.site import Site
 from rose_core.wire.host import EnsureEngine
 from rose_engines.doors import KEY_VARIABLE
 from rose_engines.rundir import EngineFile, SlotDir, write_json
+from rose_wire.ports import free_port
 
 _POLL_SECONDS = 0.25
 _MEMBERS_SECONDS = 1.0
@@ -94,7 +95,7 @@ class Body:
         spec = self._order.engine
         launcher = launcher_for(spec.engine_class, self._site.launchers)
         model = resolve_model(self._site.models, spec.model)
-        self.port = process.free_port()
+        self.port = free_port()
         order = EngineOrder(
             *(spec, self._folder, model, self._site.python, self.port),
             gpu_uuids=self._order.gpu_uuids,

@@ -11,7 +11,6 @@ import contextlib
 import os
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -85,13 +84,6 @@ class Spawned:
     group: ProcessGroup
     start_ticks: int
     cgroup_path: str
-
-
-def free_port() -> int:
-    """A loopback port that nobody uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment(program: Mapping[str, str]) -> dict[str, str]:

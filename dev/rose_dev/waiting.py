@@ -1,0 +1,41 @@
+"""Waiting for conditions, for tests, benchmarks and the development tools.
+
+Conditions are polled on the real clock with a generous deadline, because the machines that run
+this are slow and busy. ``until`` is for coroutines, ``wait_until`` for everything else. What can
+announce itself (an event, a future) is awaited directly instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from rose_dev.errors import StartFailed
+
+
+async def until(condition: Callable[[], object], *, seconds: float = 60.0) -> None:
+    """Wait until the condition holds; other tasks of the loop run meanwhile.
+
+    Raises:
+        TimeoutError: it did not hold in time.
+    """
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110  # anything may change it
+            await asyncio.sleep(0.01)
+
+
+def wait_until(
+    condition: Callable[[], bool], what: str, *, seconds: float, pause: float = 0.1
+) -> None:
+    """Block until the condition holds.
+
+    Raises:
+        StartFailed: it did not hold in time; ``what`` says what was awaited.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            message = f"{what}: not within {seconds:.0f} s"
+            raise StartFailed(message)
+        time.sleep(pause)
