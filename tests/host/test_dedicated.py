@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import shlex
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import pytest
+import yaml
 
 from rose_agent.host import dedicated, main
 from rose_agent.host.arguments import parser
@@ -166,3 +169,17 @@ def test_the_verb_refuses_half_a_command_line(
 ) -> None:
     assert main.main(["--rundir", str(tmp_path), "--cgroup", "signals"]) == 2
     assert "--models is needed" in capsys.readouterr().err
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "engine-host.md"
+
+
+def test_the_file_and_the_command_that_the_page_shows_are_understood() -> None:
+    (text,) = re.findall(r"```yaml\n(# engine\.yaml\n.*?)```", PAGE.read_text(), re.DOTALL)
+    order = DedicatedFile.model_validate(yaml.safe_load(text)).order()
+    assert (order.engine.model, order.gpu_uuids) == ("qwen3-8b", ("GPU-6d9c1b5e",))
+    (command,) = re.findall(
+        r"\$ rose engine-host (--rundir.*?--dedicated.*?)\n\$ ", PAGE.read_text(), re.DOTALL
+    )
+    given = parser().parse_args(shlex.split(command.replace("\\\n", " ")))
+    assert (str(given.dedicated), given.lease) == ("engine.yaml", "research/grpo")
