@@ -35,18 +35,31 @@ def test_time_and_tokens_add_up_over_engine_restarts() -> None:
     assert totals.reclaims == {"Stop": 2, "Terminate": 1}
 
 
-def test_the_guards_memory(tmp_path: Path) -> None:
+REMEMBERED = state.GuardFile(7, (PoolPolicy("a/b", "Lend", {"x": "y"}, 1),))
+
+
+def test_a_restarted_guard_knows_its_term_and_its_pools(tmp_path: Path) -> None:
     path = tmp_path / "guard.json"
-    assert state.load(path) == state.GuardFile()
-    kept = state.GuardFile(7, (PoolPolicy("a/b", "Lend", {"x": "y"}, 1),))
-    state.save(path, kept)
-    assert state.load(path) == kept
-    path.write_text("{")
-    assert state.load(path) == state.GuardFile()
-    state.save(tmp_path / "gone" / "guard.json", kept)
+    assert state.save(path, REMEMBERED) == ""
+    assert state.load(path) == REMEMBERED
 
 
-def test_the_stop_button(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_missing_or_damaged_memory_is_an_empty_one(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "guard.json"
+    if content is not None:
+        path.write_text(content)
+    assert state.load(path) == state.GuardFile()
+
+
+def test_a_memory_that_cannot_be_written_says_where_and_why(tmp_path: Path) -> None:
+    path = tmp_path / "gone" / "guard.json"
+    assert str(path) in state.save(path, REMEMBERED)
+
+
+def test_stop_presses_the_nodes_button_and_resume_releases_it_again_and_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["stop", "--rundir", str(tmp_path)]) == 0
     assert "rose agent resume" in capsys.readouterr().out
     assert (tmp_path / "stop").exists()

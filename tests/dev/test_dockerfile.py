@@ -24,7 +24,7 @@ def test_every_package_is_copied() -> None:
         assert (ROOT / folder).is_dir()
 
 
-def test_extras_exist() -> None:
+def test_every_extra_that_an_image_installs_exists() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     known = set(project["project"]["optional-dependencies"])
     for names in re.findall(r"/source\[([a-z,]+)\]", TEXT):

@@ -174,7 +174,7 @@ def test_a_command_that_fails_says_why() -> None:
         shell.run(["sh", "-c", "echo because >&2; exit 3"], seconds=20)
 
 
-def test_waiting_ends() -> None:
+def test_waiting_for_what_never_comes_ends_and_names_it() -> None:
     with pytest.raises(StartFailed, match="never: not within"):
         shell.wait_until(lambda: False, "never", seconds=0.05, pause=0.01)
 

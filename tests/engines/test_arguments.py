@@ -32,7 +32,7 @@ def pairs(argv: list[str]) -> dict[str, str]:
     }
 
 
-def test_command_line() -> None:
+def test_an_engines_command_line_has_its_sizes_and_only_its_own_loopback_port() -> None:
     argv = command(spec(schedule_policy="fcfs"), LAUNCH)
     assert argv[:3] == ["/venv/bin/python", "-m", "rose_engines.sglang.launch"]
     flags = pairs(argv)

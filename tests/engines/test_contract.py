@@ -67,7 +67,7 @@ async def client(engine: Engine) -> AsyncIterator[SGLangClient]:
         yield client
 
 
-async def test_plain_and_streamed_agree(client: SGLangClient) -> None:
+async def test_a_stream_ends_with_what_a_plain_reply_says(client: SGLangClient) -> None:
     sampling = {"max_new_tokens": 12, **GREEDY}
     events = [event async for event in client.stream([104, 101], sampling)]
     assert [event.finished for event in events] == [False] * (len(events) - 1) + [True]
@@ -90,7 +90,7 @@ async def test_continuing_from_a_cut_gives_the_same_tokens(client: SGLangClient)
     assert head + rest.output_ids == whole
 
 
-async def test_stop_token(client: SGLangClient) -> None:
+async def test_a_stop_token_ends_the_turn_and_is_part_of_it(client: SGLangClient) -> None:
     ids = (await client.generate([104], {"max_new_tokens": 6, **GREEDY})).output_ids
     stop = ids[3]
     reply = await client.generate(
@@ -153,7 +153,7 @@ async def test_bad_requests_are_refused(client: SGLangClient, prompt: list[int],
     assert await client.ready()
 
 
-async def test_loads_and_metrics(client: SGLangClient) -> None:
+async def test_an_engine_says_its_load_and_counts_its_requests(client: SGLangClient) -> None:
     assert await client.ready()
     await client.generate([104], {"max_new_tokens": 3, **GREEDY})
     loads = await client.loads()
@@ -191,7 +191,9 @@ async def test_one_counter_moves_at_arrival_and_the_other_at_the_end(
     assert _requests(await client.metrics()) == (arrived + 1, ended + 1)
 
 
-async def test_commit_over_the_socket(engine: Engine, tmp_path: Path) -> None:
+async def test_a_commit_over_the_socket_changes_weights_digest_and_spans(
+    engine: Engine, tmp_path: Path
+) -> None:
     async with await ControlClient.connect(engine.control) as control:
         await control.export(tmp_path / "old")
         old: State = dict(read_file(tmp_path / "old"))
@@ -207,7 +209,7 @@ async def test_commit_over_the_socket(engine: Engine, tmp_path: Path) -> None:
         assert [span.version for span in reply.spans] == [str(target)]
 
 
-async def test_nobody_there(tmp_path: Path) -> None:
+async def test_an_engine_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
     with pytest.raises(EngineUnavailable, match="plugin"):
         await ControlClient.connect(tmp_path / "plugin.sock")
     async with SGLangClient("http://127.0.0.1:1") as client:

@@ -46,7 +46,7 @@ def path(tmp_path: Path) -> Iterator[Path]:
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_calls_and_answers(path: Path) -> None:
+async def test_each_call_gets_its_answer_or_the_refusal_with_its_reason(path: Path) -> None:
     async with await ControlClient.connect(path) as control:
         assert (await control.stage(Path("/b"))).version == "/b"
         with pytest.raises(CommitRefused, match=r"NotStaged: r@1\.0") as refused:

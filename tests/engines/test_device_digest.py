@@ -32,7 +32,7 @@ def on_device(bits: Bits) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case["case"]))
-def test_golden_vectors(case: dict[str, str]) -> None:
+def test_digests_on_the_device_equal_the_golden_vectors(case: dict[str, str]) -> None:
     width = {"BF16": 2, "F32": 4, "I64": 8}.get(case["dtype"], 1)
     for side in ("old", "new"):
         bits = np.frombuffer(bytes.fromhex(case[side]), f"<u{width}")
@@ -51,7 +51,7 @@ def test_any_bits_anywhere_in_a_tensor(width: int, first: int, count: int, seed:
     assert device_digest.digest_run("t", first, on_device(bits)) == digest_run("t", first, bits)
 
 
-def test_chunks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_does_not_depend_on_the_size_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     bits = np.random.default_rng(0).integers(0, 1 << 16, (7, 50), np.uint16)
     whole = digest_run("t", 3, bits.reshape(-1))
     for chunk in (1, 16, 50, 120, 1 << 22):

@@ -36,7 +36,7 @@ def on_device(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case["case"]))
-def test_golden_vectors(case: dict[str, str]) -> None:
+def test_staging_on_the_device_equals_the_golden_vectors(case: dict[str, str]) -> None:
     kind = number_format(case["dtype"])
     old, new = (np.frombuffer(bytes.fromhex(case[side]), kind.unsigned) for side in ("old", "new"))
     given = read_streams(bytes.fromhex(case["block"]), kind, len(old))

@@ -44,7 +44,7 @@ def calls(cache: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def test_installs_once(cache: Path) -> None:
+def test_an_environment_is_installed_once(cache: Path) -> None:
     assert not is_ready(cache)
     assert install(cache) == engine_python(cache)
     assert is_ready(cache)
@@ -76,7 +76,9 @@ def test_failure_names_the_step_and_the_next_call_starts_over(cache: Path) -> No
     assert is_ready(cache)
 
 
-def test_without_installer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_installer_the_message_names_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SetupFailed, match="make venv"):
         find_uv(tmp_path)
@@ -93,7 +95,7 @@ def test_two_at_once_install_once(cache: Path) -> None:
     assert len(calls(cache)) == 2
 
 
-def test_command_line(
+def test_the_command_prints_the_python_and_ends_with_1_when_the_install_fails(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ROSE_CACHE", str(cache))
@@ -107,7 +109,7 @@ def test_command_line(
     assert "FAILED" in capsys.readouterr().err
 
 
-def test_pins_are_exact() -> None:
+def test_every_package_of_the_engine_is_pinned_to_one_version() -> None:
     lines = [line for line in CONSTRAINTS.read_text().splitlines() if not line.startswith("#")]
     assert f"sglang=={engine_environment.SGLANG_VERSION}" in lines
     assert all("==" in line and "/" not in line for line in lines)

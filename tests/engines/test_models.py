@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rose_dev.models import RECIPES, make_model, make_named, successors
 
 
-def test_same_recipe_same_bytes(tmp_path: Path) -> None:
+def test_the_same_recipe_makes_the_same_bytes(tmp_path: Path) -> None:
     first, second = (make_model(RECIPES["tiny"], tmp_path / name) for name in "ab")
     assert first.name == second.name
     for file in first.iterdir():

@@ -56,7 +56,7 @@ def test_a_rest_ends_when_the_permit_opens() -> None:
     assert sum(core.slept) == pytest.approx(0.1, abs=0.03)
 
 
-def test_a_rest_is_bounded() -> None:
+def test_no_piece_of_work_makes_a_rest_longer_than_the_limit() -> None:
     assert rest_of(60.0) == LONGEST_SECONDS
     assert rest_of(-1.0) == 0
 

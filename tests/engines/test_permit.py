@@ -82,7 +82,7 @@ def test_create_replaces_and_the_old_mapping_lives_on(path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["permit"]
 
 
-def test_detach_twice(path: Path) -> None:
+def test_detaching_again_does_no_harm(path: Path) -> None:
     permit = Permit.create(path)
     permit.detach()
     permit.detach()
@@ -95,7 +95,7 @@ def _store_forever(path: Path) -> None:
         permit.extend(0x7E7E7E7E7E7E7E7E)
 
 
-def test_no_torn_reads(path: Path) -> None:
+def test_a_reader_never_sees_half_of_a_value_that_another_process_writes(path: Path) -> None:
     """A writer in another process never shows half a value."""
     permit = Permit.create(path)
     permit.extend(0x0101010101010101)

@@ -129,7 +129,9 @@ def test_without_permit_and_socket_nothing_is_hooked(hooks: Hooks) -> None:
     assert not plugin.registered()
 
 
-def test_hooks_are_placed(hooks: Hooks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registering_places_exactly_these_hooks(
+    hooks: Hooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(PERMIT_VARIABLE, "/permit")
     plugin.register()
     assert [(target, kind) for target, _, kind in hooks] == [

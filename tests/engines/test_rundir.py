@@ -7,7 +7,7 @@ import pytest
 from rose_engines.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json
 
 
-def test_layout(short_dir: Path) -> None:
+def test_a_slot_has_its_place_and_only_its_owner_may_look_inside(short_dir: Path) -> None:
     run = RunDir(short_dir).create()
     slot = run.slot("0f1e").create()
     assert slot.uid == "0f1e"
@@ -29,12 +29,12 @@ def test_uid_cannot_leave_the_folder(tmp_path: Path, uid: str) -> None:
         RunDir(tmp_path).slot(uid)
 
 
-def test_too_long_for_sockets(tmp_path: Path) -> None:
+def test_a_run_directory_too_long_for_sockets_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="too long"):
         RunDir(tmp_path / ("x" * 90)).create()
 
 
-def test_files_round_trip(tmp_path: Path) -> None:
+def test_a_file_comes_back_as_it_was_written_and_leaves_no_draft(tmp_path: Path) -> None:
     file = tmp_path / "engine.json"
     engine = EngineFile("uid", 3, (10, 11), url="http://127.0.0.1:1", port=1, started_ns=5)
     write_json(file, engine)

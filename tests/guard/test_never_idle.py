@@ -57,7 +57,7 @@ def test_only_the_usable_part_of_a_gap_counts() -> None:
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=40))
-def test_the_share_is_a_share(lengths: list[int]) -> None:
+def test_the_usable_idle_share_lies_between_0_and_1_whatever_comes(lengths: list[int]) -> None:
     kept, now = gaps(), NOW
     for number, length in enumerate(lengths):
         kept.note(busy=number % 2 == 0, now_ns=now)

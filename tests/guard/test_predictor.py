@@ -83,7 +83,7 @@ def test_decode_slack_is_what_was_earned() -> None:
     assert slack.decode_s == pytest.approx(30 * 0.1 - 2.0 - 0.066)
 
 
-def test_duty_by_hand() -> None:
+def test_the_duty_is_what_a_calculation_by_hand_gives() -> None:
     predictor = Predictor(PROFILE)
     # Three times slower beside a rollout engine, twice as slow allowed: 1 - f (1 - 1/3) = 1/2.
     assert duty(1, Objective(tpot_s=0.022 * 2 / 0.8), predictor) == pytest.approx(0.75)
@@ -128,7 +128,7 @@ def test_windows_alternate() -> None:
     assert share == 0.1, "a relative limit costs a tenth of the time"
 
 
-def test_quantiles() -> None:
+def test_a_quantile_between_two_values_is_interpolated() -> None:
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert quantile([1.0, 2.0], 0.75) == 1.75
     assert quantile([5.0], 0.99) == 5.0

@@ -36,7 +36,7 @@ LATE_NS = PATIENCE.limit_ns + 1
         (STOPPED, True, True, 5, (RUNNING, Action.THAW)),
     ],
 )
-def test_every_edge(
+def test_every_edge_of_the_table_of_trees(
     state: TreeState, may_run: bool, frozen: bool, now: int, expected: tuple[TreeState, Action]
 ) -> None:
     tree, done = decide(

@@ -114,7 +114,7 @@ async def test_tokens_stop_when_the_permit_lapses_and_the_stream_goes_on_afterwa
                 reply.close()
 
 
-async def test_holders_are_a_set(rundir: Path, models: Path) -> None:
+async def test_an_engine_is_held_until_every_holder_has_let_go(rundir: Path, models: Path) -> None:
     async with running(rundir, models) as host:
         with guarding(rundir):
             await host.host.ensure(order())
@@ -157,7 +157,9 @@ async def test_the_stop_button_stops_and_its_end_continues(rundir: Path, models:
             await until(goes_on, "the engine goes on")
 
 
-async def test_generations(rundir: Path, models: Path) -> None:
+async def test_a_higher_generation_replaces_a_lower_one_which_is_refused_for_good(
+    rundir: Path, models: Path
+) -> None:
     async with running(rundir, models) as host:
         with guarding(rundir):
             await host.host.ensure(order(generation=2))

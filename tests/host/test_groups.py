@@ -225,7 +225,7 @@ def test_membership_is_read_for_both_versions() -> None:
     }
 
 
-def test_the_choice_says_why(tmp_path: Path) -> None:
+def test_the_choice_of_a_driver_names_what_the_others_lack(tmp_path: Path) -> None:
     found = freezers.detect("auto", base_of=lambda _: None)
     assert found.driver == "signals"
     assert "no v2 hierarchy" in found.reason
