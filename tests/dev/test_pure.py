@@ -1,5 +1,6 @@
 """The parts of the development cluster that need no cluster."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from rose_dev.errors import BuildFailed, CommandFailed, StartFailed
 from rose_dev.parts import Part
 from rose_dev.pki import Authority, service_account_keys
 from rose_dev.place import FIRST, LINK_RANGE, POD_RANGE, SECOND, Place
+from rose_dev.waiting import until, wait_until
 
 UPSTREAM = """module k8s.io/kubernetes
 require (
@@ -176,7 +178,15 @@ def test_a_command_that_fails_says_why() -> None:
 
 def test_waiting_for_what_never_comes_ends_and_names_it() -> None:
     with pytest.raises(StartFailed, match="never: not within"):
-        shell.wait_until(lambda: False, "never", seconds=0.05, pause=0.01)
+        wait_until(lambda: False, "never", seconds=0.05, pause=0.01)
+
+
+async def test_a_coroutine_that_waits_lets_others_run_and_gives_up_in_time() -> None:
+    happened: list[bool] = []
+    asyncio.get_running_loop().call_soon(happened.append, True)
+    await until(lambda: happened)
+    with pytest.raises(TimeoutError):
+        await until(lambda: False, seconds=0.02)
 
 
 def test_without_root_an_existing_cluster_takes_the_place(
