@@ -8,7 +8,7 @@
 - ``slack``: what each serving request has left; the share of time that may be lent.
 - ``gate``: open, duty-cycled or closed, and why.
 - ``ladder``: how an engine is stopped: rungs with deadlines and escalation.
-- ``standstill``: whether a tree that is late in standing still disobeys or waits for its turn.
+- ``standstill``: whether a process tree that is late in stopping is to be killed.
 - ``slot``: one slot's whole life on its node: ``decide(state, snapshot, now)``.
 - ``grants``: which grants are alive, by leader term and the node's own clock.
 - ``whole``: a replica that is drained and sleeps while its GPUs are lent whole.

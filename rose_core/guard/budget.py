@@ -1,4 +1,4 @@
-"""How fast a pool's error budget burns, and the breaker that lets lending rest.
+"""How fast a pool's error budget burns, and the breaker that pauses lending.
 
 A percentile of 99 allows one slow request in a hundred. The burn is the share of slow requests
 divided by that allowance: 1 uses the budget up exactly. Two windows must agree, so that neither one
@@ -12,7 +12,8 @@ bad second nor a bad minute that has passed opens the breaker; below the floors 
 | open | later | closed |
 
 A burning budget opens it whoever burns: lending cannot make it better. How many of the slow
-requests met an open gate at all is kept beside, because nobody is to be blamed without evidence.
+requests had met an open gate at all is counted beside it, because lending is not blamed without
+evidence. Next step: ``experience`` spends the budget.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _BUCKET_NS = 5_000_000_000
 
 @dataclass(frozen=True)
 class BurnLimits:
-    """Windows and limit; nanoseconds."""
+    """Windows, the burn that opens the breaker, and how long it stays open; nanoseconds."""
 
     long_ns: int = 300_000_000_000
     short_ns: int = 60_000_000_000
@@ -45,7 +46,7 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class Burn:
-    """One window's state.
+    """How fast the budget burnt in one window.
 
     Attributes:
         rate: None below the sample floor.
@@ -104,7 +105,7 @@ class Breaker:
     cause: str = ""
 
     def open(self, now_ns: int) -> bool:
-        """It is open now."""
+        """Whether lending is paused now."""
         return now_ns < self.until_ns
 
     def trip(self, cause: str, now_ns: int, limits: BurnLimits) -> Breaker:

@@ -44,7 +44,11 @@ class Budget:
         return met.slow and self.burn.burning(percentile, now_ns)
 
     def trip(self, cause: str, now_ns: int) -> bool:
-        """Open the breaker, or keep it open; whether it was closed before."""
+        """Open the breaker, or keep it open.
+
+        Returns:
+            It was closed before.
+        """
         fresh = not self.breaker.open(now_ns)
         self.breaker = self.breaker.trip(cause, now_ns, self.limits)
         return fresh
@@ -67,12 +71,12 @@ class Met:
 
     @property
     def exposed(self) -> bool:
-        """It ran beside rollouts for long enough to have been slowed by them."""
+        """Whether it ran beside rollouts for long enough to have been slowed by them."""
         return max(self.prefill, self.decode) >= LEAST_SHARE
 
     @property
     def slow(self) -> bool:
-        """It missed its SLO."""
+        """Whether it missed its SLO."""
         return self.used > 1
 
 
@@ -137,11 +141,11 @@ class Experience:
             mark.first_ns = self.open_time.at(now_ns)
 
     def dismissed(self, number: int) -> None:
-        """It was no request after all."""
+        """What arrived was not a generating request after all."""
         self._marks.pop(number, None)
 
     def forget(self) -> None:
-        """What is under way cannot be followed to its end."""
+        """Requests under way cannot be followed to their end any more."""
         self._marks.clear()
 
     def finished(self, done: Finished, goals: Objective, others: int) -> Met:

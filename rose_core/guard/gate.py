@@ -7,7 +7,7 @@
 | saturated | a slack is not positive | closed |
 
 Unknown is never open. ``judge`` is called on every event, every tick and at ``Verdict.again_ns``,
-and keeps nothing.
+and keeps nothing. Next step: ``slot`` makes orders of the verdict.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def judge(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> Verdict:
 
 
 def bounded(verdict: Verdict, signal: ServingSignal) -> Verdict:
-    """The verdict for as long as what it was judged by is believed."""
+    """The verdict, open no longer than the signal behind it is believed."""
     until = signal.believed_until_ns
     if not (verdict.open and until):
         return verdict

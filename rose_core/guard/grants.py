@@ -9,6 +9,8 @@ below the highest ever obeyed are refused; the highest survives a restart of the
 | complete | its grants replace all; a missing slot has been taken back |
 | not complete | its grants renew what is held; nothing starts, nothing is taken back |
 | none in time | each grant lapses at its deadline |
+
+Next step: ``slot`` starts and releases engines by what is alive.
 """
 
 from __future__ import annotations

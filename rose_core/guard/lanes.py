@@ -1,8 +1,8 @@
 """Which of a slot's two engines may compute: the wide one or the one for busy serving.
 
-A share of the multiprocessors is fixed when a process starts, so a slot may keep two engines, one
-of which is parked at its permit. Moving the right to compute cuts the turns under way, so one burst
-is no reason: serving must have been of one kind for a while.
+A process's share of the multiprocessors is fixed when it starts, so a slot may keep two engines,
+one of which is parked at its permit. To move the right to compute cuts the turns under way, so a
+single burst is not enough: serving must have been busy, or calm, for a while.
 
 | verdicts, without one of another kind between them | for | engine |
 |---|---|---|
@@ -44,7 +44,7 @@ class LaneLimits:
 
 @dataclass(frozen=True)
 class Lane:
-    """The engine chosen, and since when verdicts speak for a kind; 0 = they do not."""
+    """The engine chosen, and since when verdicts have been ample or scarce; 0 = they are not."""
 
     chosen: int = WIDE
     ample_ns: int = 0
@@ -67,7 +67,7 @@ def choose(lane: Lane, verdict: Verdict, limits: LaneLimits, now_ns: int) -> Lan
 
 
 def _kind(verdict: Verdict, limits: LaneLimits) -> tuple[bool | None, bool]:
-    """Ample, scarce; ample None = the verdict says nothing."""
+    """Whether the verdict is ample, and whether scarce; None, False = it does not count."""
     if verdict.reason is GateReason.IDLE:
         return True, False
     if verdict.reason is not GateReason.SLACK:

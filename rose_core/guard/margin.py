@@ -9,10 +9,10 @@ A fixed margin wastes slack where predictions are good and protects too little w
 | within the last tenth of it | stays |
 | below | 0.2 points smaller, at least 5 % |
 
-A larger margin helps only against what rollouts do. A machine that stutters makes requests late
-that met an open gate for a moment; to answer that with margin would end the lending for long and
-save none of them. The half allows for what cannot be seen of one request: that others, slowed
-before it, still stood in its batch.
+A larger margin helps only against what rollouts do. A machine that stutters also delays requests
+that met an open gate for a moment; a larger margin would end lending for long and save none of
+them. Only half of the excess has to be explained, because part of it cannot be seen from one
+request: others that were slowed before it may still have been in its batch.
 
 It starts at 20 %; seventy-five harmless requests bring it to its floor, one harmful request undoes
 twenty-five of them. Next step: ``slack`` keeps it back.
@@ -36,7 +36,7 @@ class Margin:
     value: float = 0.2
 
     def saw(self, used: float, rollouts: float = 1.0) -> Margin:
-        """One co-running request.
+        """The margin after one co-running request.
 
         Args:
             used: its latency / SLO, the worse of TTFT and TPOT.

@@ -1,14 +1,14 @@
-"""What finished requests say of one phase's cost, alone and beside a rollout engine, taken apart.
+"""Learns the cost of one phase, alone and beside a rollout engine, from finished requests.
 
-Under a duty nothing runs wholly alone or wholly shared. A request that met an open gate for a share
-``f`` of its time went, as a multiple of the speed that the profile predicts,
+Under a duty cycle no request runs wholly alone or wholly beside rollouts. One that met an open gate
+for a share ``f`` of its time ran, as a multiple of the speed that the profile predicts, at
 
     y = alone x (1 - f x loss),        loss = 1 - 1 / slowdown
 
-A line through what was seen gives both. Two parts of it are taken from more than the last request,
-because a replica that is never idle hardly ever runs alone, and under a steady duty all shares are
-alike: then only the height of the line is known, and to read a slope from it would take every
-stutter of serving for harm by the rollouts.
+So a line through many requests gives both ``alone`` and ``loss``. It has to be steadied: a replica
+that is never idle hardly ever runs alone, and under a steady duty all shares are alike. Then only
+the height of the line is known, and a slope read from it would take every stutter of serving for
+harm done by rollouts.
 
 | part | from |
 |---|---|
@@ -59,7 +59,7 @@ class Mixture:
     above: float = 0.0
 
     def line(self, slowdown: float) -> Line:
-        """The line through what was seen; ``slowdown`` = the profile's, which it starts from."""
+        """The line through what was seen; ``slowdown`` is the profile's, from which it starts."""
         believed = 1 - 1 / max(1.0, slowdown)
         # Height alone, with the believed slope: the level at which that belief has its weight.
         fitted = self.speed - believed * self.product

@@ -1,9 +1,8 @@
-"""Cost of prefill and decode, alone and beside a rollout engine: a profile, corrected online.
+"""Predicts prefill and decode cost, alone and beside a rollout engine.
 
-The profile gives the shape (cost per prompt byte and per request in the batch) and how much slower
-each phase is beside a rollout engine; ``mixture`` corrects both from what the tap sees. Predicted
-is a high *quantile* of what requests cost, not their mean.
-Next step: ``slack``.
+A profile gives the shape (cost per prompt byte and per request in the batch) and how much slower
+each phase is beside a rollout engine; ``mixture`` corrects both from what the tap sees. What is
+predicted is a high *quantile* of the cost, not its mean. Next step: ``slack`` asks for predictions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Closed words: why a gate is open or closed, why a slot is being taken back.
 
-The same word stands in the slot's condition, in Events, in metrics and in the flight recorder.
+The same word stands in the slot's condition, in Events, in metrics and in the flight recorder;
+``docs/guard.md`` explains each. Next step: ``gate`` and ``slot`` give them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from rose_core.wire.reasons import HostReason
 
 
 class GateReason(StrEnum):
-    """Why a gate is open (first three) or closed."""
+    """Why a gate is open (the first three) or closed."""
 
     IDLE = "Idle"
     SLACK = "Slack"

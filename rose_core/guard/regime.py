@@ -1,4 +1,4 @@
-"""Which regime a replica is in: has it idle gaps worth using, or is it never idle?
+"""Tells whether a replica has idle gaps worth using or is never idle, and how long gaps last.
 
 Only *usable* idle time counts: of a gap, what is left after the emptiness that opens the gate. A
 steady load with a short gap now and then is therefore still never idle, and a burst is taken for a

@@ -1,17 +1,18 @@
-"""For which share of its time a request ran beside an open gate; and what that says about cost.
+"""For which share of its time a request ran beside an open gate, and which share may be lent.
 
 Under a duty cycle nothing runs wholly alone or wholly shared. With a cost ``a`` alone and ``k a``
 beside a rollout engine, a request that met an open gate for a share ``f`` of its time took
 
     a / (1 - f (1 - 1/k))
 
-so ``k`` follows from what was seen (``mixture``). Next step: ``slack`` asks what may be lent.
+so ``k`` can be learned from finished requests (``mixture``), and with it the largest share that
+keeps the average inside a budget (``lendable``). Next step: ``slack`` asks for that.
 """
 
 from __future__ import annotations
 
 LEAST_SHARE = 0.1
-"""With less than this, a slow request is not put down to rollouts."""
+"""With a smaller share than this, a slow request is not put down to rollouts."""
 
 
 class OpenTime:
@@ -22,7 +23,7 @@ class OpenTime:
         self._total_ns = 0
 
     def note(self, until_ns: int, now_ns: int) -> None:
-        """From now on open until then; 0 = closed."""
+        """The gate is open from now until then; 0 = closed."""
         self._total_ns = self.at(now_ns)
         self._noted_ns, self._until_ns = now_ns, until_ns
 

@@ -6,8 +6,9 @@
 | a streaming request | first token + TPOT budget x tokens so far - now - step | > 0 |
 
 Both are what is left if the gate closes now: the co-running step under way ends, then serving is
-alone again. Tokens are told now and then, so a stream's slack is what it was when it was told last:
-tokens that nobody has told yet are not late. Where nothing was told for a whole period, they are.
+alone again. The tap reports tokens now and then, so a stream's slack is what it was at the last
+report: tokens that have not been reported yet are not late, unless nothing was reported for a whole
+period.
 
 A budget is the SLO less a margin (``margin``). A limit on the relative increase is a budget too:
 what the predictor says of serving alone, times the allowed increase. Where it is the only limit,
@@ -19,7 +20,8 @@ less the prefill of one more request, which would stop all of them, where the ma
 does not cover that. So a prediction that is too careful costs a period and not all the slack of a
 request, and one that is too bold is caught by the slack. Savings count up to a stream's last token,
 or the share would move with each one. Against a relative limit nothing counts as saved: that its
-prediction lies above the usual request must not be lent. Next step: ``gate``.
+prediction lies above the usual request must not be lent. Next step: ``gate`` turns both into a
+position.
 """
 
 from __future__ import annotations
@@ -100,7 +102,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Account:
-    """What the streams of one batch earn and owe; seconds.
+    """What the streams of one batch earn and spend; seconds.
 
     Attributes:
         budget: earned by each token.

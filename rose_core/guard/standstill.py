@@ -1,12 +1,12 @@
-"""A tree that should stand still and does not: does it disobey, or does it wait for its turn?
+"""Tells whether a process tree that was ordered to stop, and has not, should be killed.
 
-A thread stands still only once it has been scheduled for it. On a core that serving fills this may
-take long; meanwhile the tree computes nothing, and to kill it would gain nothing, because a killed
-thread must be scheduled too, but would cost serving the start of another engine. So a tree that is
-late is ended only when it goes on using the processor. One that uses none and still does not stand
-still hangs in the kernel, and is ended in the end.
+A thread stops only once it has been scheduled for that. On a core that serving fills this may take
+long. Meanwhile the tree computes nothing, so killing it gains nothing: a killed thread has to be
+scheduled too, and the start of another engine would cost serving more. So a tree that is late is
+killed only when it goes on using the processor. One that uses none and still does not stop hangs in
+the kernel; it is killed at the end of a long patience.
 
-Pure; the engine host (``rose_agent.host.enforcement``) and the guard (``slot``) both ask it.
+Pure. Next step: the engine host (``rose_agent.host.enforcement``) and the guard (``slot``) ask it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a tree may take to stand still, nanoseconds.
+    """How long a tree may take to stop, nanoseconds.
 
     Attributes:
         limit_ns: from here on it is late, and its processor time is looked at.
         used_ns: processor time after which a late tree counts as computing; far more than all its
-            threads need to stand still.
+            threads need to stop.
         longest_ns: end of patience with a tree that uses nothing.
     """
 
@@ -33,11 +33,11 @@ class Patience:
 def disobeys(
     patience: Patience, late_ns: int, first_cpu_ns: int | None, cpu_ns: int | None
 ) -> bool:
-    """Whether a tree that does not stand still is to be ended.
+    """Whether a tree that has not stopped is to be killed.
 
     Args:
-        patience: see there.
-        late_ns: time since it was told to stand still.
+        patience: how long it may take.
+        late_ns: time since it was ordered to stop.
         first_cpu_ns: processor time of the tree when it was first found late; None = not yet.
         cpu_ns: its processor time now; None = cannot be known, so it counts as computing.
     """

@@ -1,4 +1,4 @@
-"""A replica lent whole, as the guard sees it: drained, asleep, on its way back.
+"""The loan of a whole replica as the guard steers it: drain, sleep, lend, wake.
 
 | phase | seen | next |
 |---|---|---|
@@ -33,7 +33,7 @@ from rose_core.guard.reasons import GateReason
 
 
 class Phase(StrEnum):
-    """Where the loan stands; see the table."""
+    """Where the loan stands; the table of the module has the edges."""
 
     OFF = "Off"
     DRAINING = "Draining"
@@ -56,7 +56,7 @@ class WholeSeen:
 
     Attributes:
         granted: a whole slot is granted and nothing forbids it; None = not heard yet.
-        told: the sleeper's word of serving; None = it does not answer.
+        told: where serving stands, as the sleeper says; None = it does not answer.
         ready: the serving pod is Ready.
         quiet: it has had no request for a while; None = unknown.
         busy: it has a request.
@@ -86,22 +86,22 @@ class Whole:
 
     @property
     def asks(self) -> bool:
-        """The sleeper's permit is extended."""
+        """Whether the sleeper's permit is extended."""
         return self.phase in {Phase.DRAINING, Phase.DRAINED, Phase.ASLEEP}
 
     @property
     def drained(self) -> bool:
-        """Serving may be put to sleep."""
+        """Whether serving may be put to sleep."""
         return self.phase in {Phase.DRAINED, Phase.ASLEEP}
 
     def refusal(self, limits: WholeLimits, now_s: float) -> Reason | None:
-        """What the operator hears about this replica."""
+        """Why the replica cannot be lent whole, for the operator; None = it can."""
         if self.phase is Phase.RETURNING:
             return self.word or Reason.SERVING_WAKING
         return self.word if self.phase is Phase.OFF and self.rests(limits, now_s) else None
 
     def rests(self, limits: WholeLimits, now_s: float) -> bool:
-        """A loan failed lately."""
+        """Whether a loan failed lately, so that serving is left alone."""
         return self.word is not None and now_s - self.failed_s < limits.rest_s
 
 
@@ -169,7 +169,7 @@ def _to(state: Whole, phase: Phase, now_s: float) -> Whole:
 
 
 def judge(facts: ReplicaFacts, phase: Phase) -> Verdict:
-    """The gate of a whole slot: open while serving sleeps, and nobody is there before."""
+    """The gate of a whole slot: open only while serving sleeps and has no request."""
     doubt = facts.signal.doubt
     unknown = GateReason(doubt.value) if doubt else GateReason.SIGNAL_MISSING
     rules = (

@@ -4,8 +4,11 @@
 - ``replica``: one serving replica: tap's book and polled figures.
 - ``outcomes``: what finished requests teach: predictor, margin, meters, error budget, breaker;
   ``pools``: what the replicas of a pool share of that.
-- ``again``: timers for verdicts that change by themselves.
-- ``slot``: one slot: permit, engine host calls, router stream.
+- ``matching``: makes replicas and slots for the pods and grants that exist.
+- ``pulse``: the tick. ``again``: timers for verdicts that change by themselves.
+- ``slot``: one slot: permit, engine host calls, router stream. ``hold``, ``calls``, ``permit``,
+  ``routerlink``, ``totals``, ``history``: its parts.
+- ``whole``: replicas that are lent whole. ``gpus``: what the node's GPUs can give.
 - ``taplink``, ``hostlink``: the node-local neighbours.
 - ``freezer``: what the guard does to an engine's cgroup when the host does not.
 - ``recorder``: the flight recorder. ``blackbox`` keeps it after a breach, ``perfetto`` and

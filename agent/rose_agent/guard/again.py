@@ -1,4 +1,8 @@
-"""Timers that step a replica when its verdict changes by itself; the tick may be 65 ms late."""
+"""Timers that step a replica at the moment at which its verdict changes by itself.
+
+A verdict says when that is (``Verdict.again_ns``): a period begins, a cool-down ends. Waiting for
+the next tick would cost up to 65 ms. Next step: ``loop`` sets the timers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ class Again:
         self._at_ns: dict[str, int] = {}
 
     def look(self, uid: str, at_ns: int, now_ns: int) -> None:
-        """Look again at ``at_ns``, instead of whenever was said before; the past = not at all."""
+        """Step the replica at ``at_ns``, instead of any earlier plan; in the past = never."""
         self.forget(uid)
         if at_ns > now_ns:
             loop = asyncio.get_running_loop()
@@ -29,7 +33,7 @@ class Again:
             self._at_ns[uid] = at_ns
 
     def forget(self, uid: str) -> None:
-        """Do not look any more."""
+        """Cancel the replica's timer, if it has one."""
         self._at_ns.pop(uid, None)
         timer = self._timers.pop(uid, None)
         if timer is not None:
@@ -40,7 +44,7 @@ class Again:
         return uid in self._timers
 
     def soon(self, uid: str, now_ns: int) -> bool:
-        """It will be looked at in a moment."""
+        """Its timer fires within 10 ms."""
         return 0 <= self._at_ns.get(uid, 0) - now_ns < _SOON_NS
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ of the last half minute and of the two seconds after it are written to ``D/fligh
 dump a minute, the newest eight stay. Everything slow happens in a thread: the guard's loop must
 close gates meanwhile.
 
-Read them with ``rose agent trace --file``.
+Next step: ``recorder`` makes the dumps, ``rose agent trace --file`` shows one.
 """
 
 from __future__ import annotations

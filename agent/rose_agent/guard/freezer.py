@@ -2,6 +2,7 @@
 
 The tree is found through ``engine.json`` the way the host's own repair finds it: by its cgroup
 where the hierarchy is mounted, else by the session, and only while that is still the same process.
+Next step: ``rose_core.guard.ladder`` says when the guard has to do this itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 def trees(slot: SlotDir) -> list[ProcessGroup]:
-    """The slot's process trees, its second engine's among them, as far as we can name them."""
+    """The slot's process trees that can be found, including that of a second engine."""
     files = (read_json(folder.engine, EngineFile) for folder in (slot, slot.twin))
     found = (find_group(file) for file in files if file is not None and not file.dedicated)
     return [tree for tree in found if tree is not None]
@@ -33,7 +34,7 @@ def freeze(slot: SlotDir) -> str:
 
 
 def kill(slot: SlotDir) -> str:
-    """End the tree, frozen or not; the kill order is the group's.
+    """End the tree, whether it is frozen or not.
 
     Returns:
         Why it did not work, or an empty string.

@@ -1,8 +1,9 @@
-"""Health of every replica's GPUs, what may be lent of them, the budget of what is.
+"""Tells replicas and slots what their GPUs can give: health, memory to lend, memory budget.
 
-The host knows how large an engine is, and decides whether it fits: it is told the room with the
-order, and again while the engine is refused for it. The guard sees the node's processes: an engine
-that holds more than it was made for is named to the host, which ends it.
+The engine host knows how large an engine is and decides whether it fits. The guard tells it the
+free room with the order, and again while an engine is refused for lack of room. The guard also sees
+which process holds how much memory: it reports an engine that has outgrown its size to the host,
+which ends it. Next step: ``rose_agent.devices.watch`` reads the driver.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The guard's end of ``host.sock``: the engine host's list of engines, and orders to it."""
+"""The guard's end of ``host.sock``: the engine host's list of engines, and orders to it.
+
+Next step: ``rose_agent.host.engine_host`` answers; ``slot`` orders.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,7 @@ class HostLink:
             await self._channel.close()
 
     def _pause(self, *, answered: bool) -> float:
-        """Engines that stand as they should bring little news; a question costs 3 ms of CPU."""
+        """Seconds until the next question, which costs 3 ms of CPU: fewer while all is settled."""
         settled = all(engine.state in _SETTLED for engine in self.engines.values())
         return _SETTLED_SECONDS if answered and settled else _STATUS_SECONDS
 

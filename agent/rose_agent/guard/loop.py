@@ -11,7 +11,8 @@
 | engine host's status, serving process exit, pod change, Sync reply | every slot is stepped |
 | every 500 ms | pods, watches, pollers, slots are matched with what should be |
 
-Nothing here waits: calls to neighbours run as tasks and report back by the next step.
+Nothing here waits: calls to neighbours run as tasks and report back by the next step. Next step:
+``slot`` carries out, ``matching`` finds pods and slots, ``report`` tells the operator.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _EDGES = (Arrived, Dismissed, Ended)
 
 
 class Guard:
-    """Everything the guard keeps.
+    """The guard of one node.
 
     Args:
         rundir: the node's run directory.
@@ -106,7 +107,7 @@ class Guard:
     # --- events
 
     def on_tap(self, events: list[TapEvent], now_ns: int) -> None:
-        """Apply events; step the replicas they touch, an arrival's own first."""
+        """Apply events, then step the replicas they touch; those with an arrival first."""
         arrivals: dict[str, int] = {}
         touched: set[str] = set()
         for event in events:
@@ -127,14 +128,14 @@ class Guard:
                 self._pulse.beat()  # else whoever looks then steps all
 
     def _may_change(self, event: TapEvent) -> bool:
-        """The verdict goes by slack, and is not looked at again soon anyway."""
+        """Whether this event can change a verdict that rests on slack before its next look."""
         verdict = self._verdicts.get(event.replica)
         if verdict is None or verdict.slack is None or isinstance(event, Health):
             return False  # a heartbeat is a tick
         return not (isinstance(event, Progress) and verdict.again_ns)
 
     def on_tap_lost(self, now_ns: int) -> None:
-        """Nothing is known any more."""
+        """The tap is gone: nothing is known about any replica."""
         for replica in self.replicas.values():
             replica.forget(now_ns)
         self.step_all()
@@ -210,7 +211,7 @@ class Guard:
         return all(slot.at_rest for slot in self.slots.values())
 
     def _due(self, verdict: Verdict) -> int:
-        """When to look again; a paced permit ends by itself, and nobody is woken to end it."""
+        """When to look again: a paced permit lapses by itself, so not before the next period."""
         if not (verdict.open and verdict.again_ns):
             return verdict.again_ns
         period = self.settings.gate.period_ns
@@ -275,7 +276,7 @@ class Guard:
         replica.note_gone(pid)
 
     def forget(self, uid: str) -> None:
-        """The replica is not there any more."""
+        """The replica is gone: forget its verdict and its timer."""
         self._verdicts.pop(uid, None)
         self._again.forget(uid)
 

@@ -1,4 +1,4 @@
-"""Brings what the guard looks after in line with what there is: pods, grants, engines left behind.
+"""Makes replicas and slots for what exists on the node: pods, grants, engines left behind.
 
 | there is | then |
 |---|---|
@@ -67,7 +67,7 @@ class Matching:
         self._watcher.close()
 
     def match(self, *, stop_pressed: bool) -> None:
-        """Once; not before the pods are known."""
+        """Bring both in line with what exists, once the pods are known."""
         guard = self._guard
         if guard.pods is None:
             return
@@ -88,7 +88,7 @@ class Matching:
         guard.whole.match(guard.replicas, guard.grants, stop=stop_pressed)
 
     def _watch(self, source: PodSource, pods: Mapping[str, ServingPod]) -> None:
-        """Follow what may be followed; a request that the tap tells no more of is not kept."""
+        """Tell the tap what to follow, and forget the requests of replicas it no longer follows."""
         guard = self._guard
         watched = {
             uid: guard.replicas[uid].watch()

@@ -155,19 +155,19 @@ REPLICA_KNOWN_SECONDS = Counter(
 
 
 class Observed:
-    """Load of the replicas by name, in any mode; those that are gone are taken out."""
+    """Busy and known time of each replica, in any mode; replicas that are gone are removed."""
 
     def __init__(self) -> None:
         self._names: set[tuple[str, str]] = set()
 
     def saw(self, pool: str, replica: str, busy_s: float, known_s: float) -> None:
-        """So much of the time since the last look was busy."""
+        """Add the time since the last look, of which so much was busy; seconds."""
         self._names.add((pool, replica))
         REPLICA_BUSY_SECONDS.labels(pool, replica).inc(min(max(0.0, busy_s), known_s))
         REPLICA_KNOWN_SECONDS.labels(pool, replica).inc(known_s)
 
     def keep(self, names: set[tuple[str, str]]) -> None:
-        """Only these (pool, replica) are there."""
+        """Remove every (pool, replica) but these."""
         for name in self._names - names:
             REPLICA_BUSY_SECONDS.remove(*name)
             REPLICA_KNOWN_SECONDS.remove(*name)

@@ -43,7 +43,9 @@ class Counters:
 
     Attributes:
         exposed: slow ones that had met an open gate.
-        busy_ns: what ``busy_of`` said when it was asked last.
+        busy_of: the source that was asked last for busy time.
+        busy_ns: what it said then.
+        asked_ns: when.
     """
 
     finished: int = 0
@@ -95,7 +97,7 @@ class Outcomes:
         return self.experience.open_time
 
     def hear(self, event: TapEvent, now_ns: int) -> None:
-        """Note what the gate's open time was; predict when the size is known."""
+        """Note an event of a request; once its size is known, record its predicted cost."""
         if isinstance(event, Arrived):
             self.experience.arrived(event.request, now_ns)
         elif isinstance(event, FirstToken):
@@ -115,7 +117,7 @@ class Outcomes:
             )
 
     def forget(self) -> None:
-        """The tap is gone; what was under way is not followed to its end."""
+        """The tap is gone: requests under way are not followed to their end."""
         self.experience.forget()
 
     def finished(

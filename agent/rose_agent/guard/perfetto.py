@@ -37,7 +37,7 @@ def _event(entry: Event, tracks: dict[str, int], name: str, phase: str) -> Event
 
 
 def _gates(entries: list[Event], tracks: dict[str, int]) -> list[Event]:
-    """A span from each position to the next one of the same slot."""
+    """A span from each change of a slot's gate to the next one."""
     found, last = [], max((entry["t"] for entry in entries), default=0)
     gates = [entry for entry in entries if entry["what"] == "gate"]
     ends: dict[str, int] = {}

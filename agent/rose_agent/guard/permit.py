@@ -1,6 +1,8 @@
-"""The slot's permit in the guard's hand: found, found anew when the host makes another, rung for.
+"""The guard's end of a slot's permit.
 
-Next step: ``slot`` opens and closes it as ``rose_core.guard.slot`` says.
+The engine host creates the permit file; the guard maps it, and maps it anew when the host has
+created another. After a change that the host's enforcer cannot foresee, the guard rings its bell.
+Next step: ``slot`` opens and closes the permit as ``rose_core.guard.slot`` says.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class SlotPermit:
         self.complaint = ""
 
     def look(self, now_ns: int) -> bool:
-        """Attach what lies there; True when it is another permit than before."""
+        """Map the permit that exists now; True when it is another one than before."""
         if self.mapped is not None and now_ns - self._looked_ns < _LOOK_NS:
             return False
         self._looked_ns, self.complaint = now_ns, ""
@@ -60,7 +62,11 @@ class SlotPermit:
             self.mapped = None
 
     def extend(self, until_ns: int, lane: int) -> None:
-        """Extend; where the right moves to the slot's other engine, first a step of nothing."""
+        """Extend the permit for one of the slot's engines.
+
+        When the right to compute moves to the other engine, the permit stays closed until the next
+        step, so that the two never compute at once.
+        """
         if self.mapped is None:
             return
         before = self.mapped.until_ns
@@ -69,7 +75,7 @@ class SlotPermit:
         if self.mapped.lane == lane:
             self.mapped.extend(until_ns)
         else:
-            # The engine under way ends its iteration meanwhile, so that the two never add up.
+            # The engine under way ends its iteration until the next step.
             self.mapped.close_now()
             self.mapped.choose(lane)
             news = True
@@ -77,7 +83,7 @@ class SlotPermit:
             self._ring()
 
     def close(self) -> bool:
-        """Close it and ring; False when it was closed before, or had lapsed by itself."""
+        """Close it and ring the bell; False when it had been closed or had lapsed already."""
         if self.mapped is None or not self.mapped.until_ns:
             return False
         lapsed = self.mapped.until_ns <= time.monotonic_ns()

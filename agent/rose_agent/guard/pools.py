@@ -1,6 +1,7 @@
 """What the replicas of one pool share on this node.
 
-Error budget, breaker, un-lent latencies, and what their requests have taught.
+Error budget, breaker, latencies of replicas that lend nothing, and what requests have taught. Next
+step: ``outcomes`` fills it in.
 """
 
 from __future__ import annotations

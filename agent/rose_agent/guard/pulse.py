@@ -1,8 +1,8 @@
-"""The guard's tick: a step at least every so often, put off by whoever has just caused one.
+"""The guard's tick: a step at least once per period, from the tap's heartbeat or from a timer.
 
-The tap's heartbeat comes a little more often than every second tick is due and wakes the guard
-anyway, so with a living tap one waking does both; without one the timer does. While everything is
-at rest (no permit to extend, no deadline runs) every second tick is enough.
+Waking up is what costs, so the heartbeat of a living tap, which wakes the guard anyway, replaces
+the timer. Without a tap the timer ticks. While everything is at rest (no permit to extend, no
+deadline runs) every second tick is enough. Next step: ``loop`` has the step.
 
 | running | then | next step is due |
 |---|---|---|
@@ -20,10 +20,10 @@ from collections.abc import Callable
 
 
 class Pulse:
-    """Steps until ``run`` is cancelled; single-threaded.
+    """Calls ``step`` until ``run`` is cancelled; single-threaded.
 
     Args:
-        step: the work; tells whether everything is at rest now.
+        step: the work; returns whether everything is at rest now.
         seconds: longest time between two steps.
     """
 
@@ -35,7 +35,7 @@ class Pulse:
         self._stepped_s = 0.0
 
     async def run(self) -> None:
-        """Step now and from now on.
+        """Step now, and again at every tick.
 
         Raises:
             Exception: whatever a step raised.
@@ -50,7 +50,7 @@ class Pulse:
                 self._timer.cancel()
 
     def beat(self) -> bool:
-        """Somebody else has woken the loop: step now, unless that was done a moment ago."""
+        """The loop is awake anyway: step, unless one was made a moment ago; whether it did."""
         if self._failed is None or self._failed.done():
             return False
         pause = 2 * self._seconds if self._resting else self._seconds
@@ -60,7 +60,7 @@ class Pulse:
         return due
 
     def stir(self) -> None:
-        """Not everything is at rest any more: no two periods now."""
+        """Something is not at rest any more: the next step is due after one period, not two."""
         if self._resting and self._failed is not None and not self._failed.done():
             self._resting = False
             self._arm()

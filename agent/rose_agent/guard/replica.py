@@ -1,4 +1,8 @@
-"""One serving replica as the guard keeps it: tap's book, polled figures, outcomes of requests."""
+"""One serving replica as the guard knows it: the tap's book, polled figures, outcomes of requests.
+
+It only gathers. Next step: ``facts`` is what ``rose_core.guard.gate`` judges; ``matching`` makes
+and forgets replicas.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ class Replica:
         gaps: idle time that could be used lately.
         view: its GPUs, as last looked at.
         shown: whether the metrics say that the state is known.
-        closely: the tap tells of every token.
+        closely: lending may be paced by tokens, so the tap reports them sooner.
     """
 
     pod: ServingPod
@@ -80,21 +84,21 @@ class Replica:
         gate: GateLimits,
         session: aiohttp.ClientSession,
     ) -> Replica:
-        """A replica that has just been found."""
+        """Begin to follow a replica that has just been found."""
         reader = EngineReader(session, pod.url, policy.engine)
         now_ns = time.monotonic_ns()
         gaps = Gaps(now_ns, reopen_ns=gate.reopen_ns, window_ns=gate.regime_ns)
         return cls(pod, policy, outcomes, schedule, Limits(), Book(now_ns), gaps, reader)
 
     def update(self, pod: ServingPod, policy: PoolPolicy) -> None:
-        """Take what has become of the pod and its pool."""
+        """Take the present state of the pod and the policy of its pool."""
         if pod.address != self.pod.address or policy.engine != self.policy.engine:
             self.reader.aim(pod.url, policy.engine)
             self.verification = Verification()
         self.pod, self.policy = pod, policy
 
     def watch(self) -> Watch:
-        """What the tap is to follow; token by token where lending may be paced by them."""
+        """What the tap should follow: closely where lending may be paced by tokens."""
         pod, objective = self.pod, self.outcomes.objective(self.policy)
         border = _IDLE_ENOUGH if self.closely else _HARDLY_IDLE
         self.closely = objective.given and self.gaps.share(time.monotonic_ns()) < border
@@ -108,7 +112,7 @@ class Replica:
 
     @property
     def full(self) -> bool:
-        """Nothing can be lent beside it, and its owner lets it sleep instead."""
+        """It has no memory to lend, and its owner allows it to sleep instead."""
         return (
             self.policy.sleep is not None
             and self.view is not None
@@ -116,7 +120,7 @@ class Replica:
         )
 
     def signal(self, now_ns: int) -> ServingSignal:
-        """Every source merged."""
+        """What all sources together say about the requests under way."""
         merged = signals.merge(
             self.book,
             self.verification.verified,
@@ -130,12 +134,12 @@ class Replica:
         return merged
 
     def lasting_source(self, now_ns: int) -> SignalSource | None:
-        """The living source; a short doubt closes the gate but is no news for the operator."""
+        """The source for the operator, which is not told of doubts that last less than 5 s."""
         fresh = self.known_ns and now_ns - self.known_ns < _LASTING_NS
         return self.source if fresh else None
 
     def busy_ns(self, source: SignalSource | None, now_ns: int) -> int:
-        """Total time with a request under way, as this source has it; 0 when it was never heard."""
+        """Total time with a request under way, as this source counts; 0 if it never answered."""
         if source is SignalSource.WIRE_TAP:
             return self.book.busy_ns(now_ns)
         reading = self.readings.get(source) if source is not None else None
@@ -143,7 +147,7 @@ class Replica:
 
     @property
     def windows(self) -> Schedule:
-        """Which windows are withheld: as the guard was told, else as a relative limit needs."""
+        """Which windows are withheld: by the guard's flag, else as a relative limit needs."""
         wanted = not self.schedule.seconds and self.policy.max_increase_percent
         return RELATIVE if wanted else self.schedule
 

@@ -1,7 +1,8 @@
 """``guard.json``: what the guard must know at once after a restart.
 
 The highest leader term it has obeyed (so that a deposed planner stays deposed) and the pool
-policies last heard (so that it protects serving before the operator answers).
+policies last heard (so that it protects serving before the operator answers). Next step: ``loop``
+loads it at the start and saves it after each answer of the operator.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The guard's end of ``tap.sock``: says what to watch, feeds events to the replicas' books.
+"""The guard's end of ``tap.sock``: says what to watch and hands on what the tap tells.
 
-Events are handed on inside the call that reads them: an arrival waits for no turn of the loop. A
-lost connection makes every replica unknown at once; the link connects again by itself.
+Events are handed on inside the call that reads them, so that an arrival does not wait for the
+loop's next turn. A lost connection makes every replica unknown at once; the link connects again by
+itself. Next step: ``loop`` takes the events; ``rose_agent.tap.frames`` has the messages.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _RETRY_SECONDS = 0.2
 
 
 class Listener(Protocol):
-    """Who takes the events."""
+    """Takes the events: the guard's loop."""
 
     def on_tap(self, events: list[TapEvent], now_ns: int) -> None:
         """Events, in order; called at once."""
@@ -40,7 +41,7 @@ class _Session(asyncio.Protocol):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Connected."""
+        """The tap listens now."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101  # for mypy: a stream
         self._transport = transport
 
@@ -57,7 +58,7 @@ class _Session(asyncio.Protocol):
             self._listener.on_tap(events, time.monotonic_ns())
 
     def connection_lost(self, _error: Exception | None) -> None:
-        """Over."""
+        """The connection has ended, for whatever reason."""
         if not self.ended.done():
             self.ended.set_result(None)
 

@@ -1,4 +1,7 @@
-"""Integer accounting of one slot, for the operator and for the meters."""
+"""Integer accounting of one slot, for the operator and for the metrics.
+
+Next step: ``report`` sends the totals; ``rose_core.accounting`` prices them.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ class Totals:
             self.tokens_seen, self.weights_seen = status.generated_tokens, status.weight_bytes
 
     def beside(self, finished: int, violations: int) -> None:
-        """Note what the replica has counted; what came before the slot is not the slot's."""
+        """Note the replica's counters; requests from before the slot do not count for it."""
         seen = self.beside_seen or (finished, violations)
         self.requests += _gain(seen[0], finished)
         self.violations += _gain(seen[1], violations)

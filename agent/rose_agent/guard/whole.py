@@ -1,7 +1,8 @@
 """Replicas lent whole on this node: the sleeper's orders and permits, the gate of their slots.
 
-``rose_core.guard.whole`` decides. Twice a second: a permit that is not extended for
-``_GRANT_NS`` wakes serving, whatever has become of the guard. Next step: ``rose sleeper``
+``rose_core.guard.whole`` decides; this carries out, twice a second. The sleeper keeps serving
+asleep only while its permit is extended: once that has not happened for ``_GRANT_NS``, it wakes
+serving, whatever has become of the guard. Next step: ``rose sleeper``
 (``rose_agent.devices.sleepers``) follows what is written here.
 """
 
@@ -48,7 +49,7 @@ class _One:
 
 
 class WholeReplicas:
-    """All of the node's.
+    """Every replica of the node that may be lent whole.
 
     Args:
         root: the run directory.
@@ -62,7 +63,7 @@ class WholeReplicas:
         self._started_s = time.monotonic()
 
     def match(self, replicas: Mapping[str, Replica], grants: GrantBook, *, stop: bool) -> None:
-        """Bring every replica one step on."""
+        """Take one step with every replica that may sleep."""
         now_s = time.monotonic()
         whole = {grant.pod_uid for grant in grants.alive(now_s).values() if grant.whole}
         unheard = not grants.complete_replies and now_s - self._started_s < _HEARD_SECONDS
@@ -88,7 +89,7 @@ class WholeReplicas:
         return judge(facts, one.whole.phase if one else Phase.OFF)
 
     def refusal(self, replica: Replica) -> Reason | None:
-        """Why this replica is not lent, as far as sleep is concerned; None = it may be."""
+        """Why this replica cannot be lent whole; None = nothing speaks against it."""
         one = self._known.get(replica.pod.uid)
         if one is None:
             return None
@@ -100,7 +101,7 @@ class WholeReplicas:
         return word if lives else Reason.SLEEPER_UNAVAILABLE
 
     def forget(self, uid: str) -> None:
-        """The pod is gone: nobody is to be woken."""
+        """The pod is gone: take its order back, because there is nothing to wake."""
         one = self._known.pop(uid, None)
         if one is None:
             return
@@ -155,7 +156,7 @@ class WholeReplicas:
         if one.whole.phase is Phase.OFF:
             return
         pod, terms = replica.pod, replica.policy.sleep
-        if terms is None:  # the owner changed his mind: how to wake it was said before
+        if terms is None:  # the owner has taken it back: the old order says how to wake serving
             terms = SleepTerms(one.order.release_bytes if one.order else 0)
         wanted = SleepOrder(
             replica.policy.engine,
@@ -192,7 +193,7 @@ class WholeReplicas:
 
 
 def _allowed(replica: Replica, *, stop: bool) -> bool:
-    """Whatever forbids lending also wakes serving."""
+    """Whether serving may sleep: whatever forbids lending wakes it."""
     policy, now_ns = replica.policy, time.monotonic_ns()
     if stop or replica.pod.stopped or replica.gone or policy.sleep is None:
         return False

@@ -1,5 +1,12 @@
 """Engine host: runs rollout engines as its children and stops them when their permit lapses.
 
-Start at ``main``, then ``engine_host`` (slots), ``lifecycle`` (one engine), ``enforcer`` (permit),
-``groups`` (process trees), ``proxy`` (data route), ``repair`` (leftovers), ``dedicated``.
+- ``main``: ``rose engine-host``; read this first. ``assembly``: what its slots share.
+- ``engine_host``: the slots. ``twins``: a slot's engines. ``lifecycle``: one of them.
+- ``body``, ``process``, ``launchers``, ``classes``: what is run, and how it is contained.
+- ``enforcer``, ``enforcement``: stop an engine whose permit lapses. ``groups``, ``freezers``: how.
+- ``accounts``, ``limits``, ``courtesy``: its user, and what it may take of the node.
+- ``sharing``, ``mps``, ``steered``, ``elastic``, ``sizing``, ``dormancy``: its GPU and memory.
+- ``proxy``, ``tokens``: the data route. ``dedicated``: an engine without a guard.
+- ``repair``: leftovers of an earlier host. ``vacancy``: who may still hold a GPU.
+- ``helper``: the small process that stays root for a host that is not.
 """

@@ -1,4 +1,4 @@
-"""A user of its own for every engine, so that no engine can read another's weights or steer it.
+"""Gives every engine a user of its own, so that none can read or steer another.
 
 With ``--engine-uid N`` engines run as the users N, N+1, ...; each number is also their group. What
 an engine may reach of the run directory:

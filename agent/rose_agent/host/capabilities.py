@@ -8,7 +8,7 @@
 | ``ElasticMemory`` | engines have GPUs, and ``kvcached`` is in their environment and hooked in |
 
 Texts are for the pool's owner: a closed word, a colon, why, and what to do. The guard carries them
-to the operator with each report (``rose_core.devices.capabilities``).
+to the operator with each report. Next step: ``rose_core.devices.capabilities`` has the words.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from rose_core.devices.capabilities import Capability, gpu_key
 _log = logging.getLogger(__name__)
 PERIOD_SECONDS = 10.0
 _IMPORT_SECONDS = 60.0
-# What a CUDA process opens besides its GPU's own file.
 # The compiled part, the hook that patches engines when they are imported, and a version whose
 # segment and limits are those of ``rose_agent.devices.elastic``.
 _KVCACHED = """
@@ -44,6 +43,7 @@ if not list(root.glob("kvcached*.pth")):
     raise SystemExit(f"no kvcached_autopatch.pth in {root}: engines would not be patched")
 import kvcached.vmm_ops
 """
+# What a CUDA process opens besides its GPU's own file.
 _FILES = (Path("/dev/nvidiactl"), Path("/dev/nvidia-uvm"))
 _HOW = (
     "let the container runtime show the GPUs to the engine host: engineHost.runtimeClassName, CDI, "
@@ -53,7 +53,7 @@ _HOW = (
 
 @dataclass
 class Capabilities:
-    """The host's answer, kept up to date.
+    """What the host can do, kept up to date.
 
     Attributes:
         ways: how engines can share GPUs here.
@@ -77,7 +77,7 @@ class Capabilities:
     _elastic: str | None = None
 
     async def keep(self) -> None:
-        """Look for ever."""
+        """Look again every ten seconds until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_SECONDS)
             await self.look()

@@ -1,17 +1,17 @@
-"""An engine that rests at its permit takes little of the node's cores, which serving needs too.
+"""Keeps an engine that rests at its permit from taking the CPU that busy serving needs.
 
-Engines that take turns are frozen and take none. An MPS client is not: while serving is busy it
-goes on tokenising, staging weights and answering its control socket. With
-``--engine-busy-cpu-percent`` its cgroup then has that quota, until it computes again.
+An engine that is frozen between its turns uses no CPU. An MPS client is never frozen: while serving
+is busy it goes on tokenising, staging weights and answering its control socket. With
+``--engine-busy-cpu-percent`` its cgroup gets that quota meanwhile, until it computes again.
 
 | engine | quota |
 |---|---|
 | serves, is an MPS client, rests | busy |
 | anything else: it computes, loads, is on its way to rest | its own |
 
-A quota and no weight: serving is in another pod, and weights only compare cgroups of one parent. It
-is lowered only once the engine rests, because an engine that is slow to say so is ended.
-Next step: ``limits`` writes the quota and reads it back.
+It is a quota and not a weight, because serving is in another pod and weights only compare cgroups
+of one parent. It is lowered only once the engine rests, because an engine that is slow to report
+that it rests is ended. Next step: ``limits`` writes the quota and reads it back.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Engine:
     Attributes:
         uid: names its cgroup.
         tree: what the enforcer has made of its processes.
-        by_mps: it is never frozen.
+        by_mps: it is an MPS client, so it is never frozen.
     """
 
     uid: str
@@ -54,13 +54,13 @@ class Engine:
 
     @classmethod
     def of(cls, life: EngineLife) -> Engine:
-        """As it is now."""
+        """The engine as it is now."""
         by_mps = life.order.engine.sharing.compute == "MPS"
         return cls(life.folder.uid, life.state, life.watched.state, by_mps)
 
 
 class Courtesy:
-    """Of every engine of a host.
+    """The quotas of every engine of a host.
 
     Args:
         limiter: sets quotas.
@@ -71,7 +71,7 @@ class Courtesy:
         self._lowered: set[str] = set()
 
     async def keep(self, engines: Callable[[], Iterable[EngineLife]]) -> None:
-        """Look until cancelled; returns at once where there is no quota for busy serving."""
+        """Keep the quotas right until cancelled; returns at once where none is for busy serving."""
         while self._limiter.limits.busy_cpu_percent:
             self.look(map(Engine.of, engines()))
             await asyncio.sleep(LOOK_SECONDS)

@@ -1,4 +1,4 @@
-"""Rung 4 of one engine: let go of its memory, stay stopped, take it back.
+"""Rung 4 for one engine: it releases its memory, stays stopped, and takes the memory back.
 
 | state | order | what happens | next |
 |---|---|---|---|
@@ -12,6 +12,7 @@
 The release runs in an *errand*: the tree may move for a few seconds although its permit is closed,
 and the plugin, which waits for that permit, computes nothing. The errand ends by the enforcer's own
 clock. What was attested is void from the first step on: weight-sync attests anew what is restored.
+Next step: ``rose_engines.memory`` releases and restores inside the engine.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Subject(Protocol):
         """Memory that the engine's processes hold; None = unknown."""
 
     def renew_weights(self) -> None:
-        """What was attested is void; whoever attests next names this moment."""
+        """Declare what was attested void, from this moment on."""
 
     def enter(self, state: EngineState, reason: HostReason) -> None:
         """Change the state."""
@@ -70,7 +71,7 @@ class Subject(Protocol):
 
 @dataclass
 class Rest:
-    """Rung 4 of one engine.
+    """Releases the memory of one engine and takes it back.
 
     Attributes:
         refusal: why it cannot be dormant; forgotten with the process.
@@ -89,19 +90,19 @@ class Rest:
 
     @property
     def possible(self) -> bool:
-        """The engine has not refused so far."""
+        """The engine serves or is dormant, and has not refused so far."""
         serving = self.subject.state in {EngineState.SERVING, EngineState.DORMANT}
         return serving and not self.refusal
 
     def order(self, *, dormant: bool) -> None:
-        """Begin, unless it is so already or under way; returns at once."""
+        """Begin in the background, unless the engine is there already or on its way."""
         wanted = EngineState.SERVING if dormant else EngineState.DORMANT
         if self.subject.state is not wanted or (self._task is not None and not self._task.done()):
             return
         self._task = asyncio.create_task(self._release() if dormant else self._activate())
 
     async def forget(self) -> None:
-        """The process has ended: nothing is left to release or to restore."""
+        """The process has ended: drop what is under way and what is known about it."""
         task, self._task = self._task, None
         if task is not None and task is not asyncio.current_task():
             task.cancel()

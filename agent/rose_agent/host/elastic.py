@@ -1,12 +1,14 @@
-"""The elastic KV memory of one engine: switched on, found, limited, and looked at while it serves.
+"""The elastic KV memory of one engine: switched on, found, limited, and watched while it serves.
 
-kvcached says nothing when it is not there or does not know this version of the engine: the engine
-then has an ordinary pool. So once the engine is ready its segment must be there, as large as the
-pool it was ordered with; if not, it is ended (``ElasticUnavailable``). Each start begins with the
-least budget; the guard's word comes with ``LimitMemory`` and stays across restarts.
+kvcached gives no error when it is missing or does not know this version of the engine: the engine
+then simply has an ordinary pool. So once the engine is ready, its shared-memory segment must exist
+and be as large as the pool that was ordered; if not, the engine is ended (``ElasticUnavailable``).
+Each start begins with the smallest budget. The guard sends the present one with ``LimitMemory``; it
+stays across restarts.
 
-``rose_core.devices.elastic`` decides; the engine's own route is asked to forget finished turns,
-because kvcached obeys at allocations, of which an idle engine makes none.
+kvcached obeys a lower limit at the next allocation, of which an idle engine makes none. Such an
+engine is asked by its own route to forget finished turns. Next step: ``rose_core.devices.elastic``
+decides what to do, ``rose_agent.devices.elastic`` reads and writes the segment.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ async def flush(url: str, key: str) -> None:
 
 
 class Elastic:
-    """One engine's.
+    """The elastic memory of one engine.
 
     Args:
         open_memory: its memory, when it runs as this user.
@@ -97,20 +99,20 @@ class Elastic:
         self._flushing: asyncio.Task[None] | None = None
 
     def prepare(self, uid: int) -> None:
-        """Before the start: what an earlier engine left is not taken for the new one's."""
+        """Before the start: remove what an earlier engine left, which is not the new one's."""
         self._memory = self._open_memory(uid)
         self._memory.forget()
         self._pool, self._effect = None, Effect()
 
     async def verify(self, least_bytes: int, bundle: int) -> None:
-        """Once it is ready: is its pool elastic?
+        """Check, once the engine is ready, that its pool is elastic.
 
         Args:
             least_bytes: the KV pool that it was ordered with.
             bundle: bytes of a page of every layer.
 
         Raises:
-            BrokenEngine: no.
+            BrokenEngine: it is not.
         """
         seen = await self._appeared()
         if seen is None:
@@ -136,19 +138,19 @@ class Elastic:
         return None
 
     def order(self, permille: int) -> None:
-        """The guard's word; a lower one is written at once."""
+        """Take a new budget from the guard; it is written at once."""
         self.permille = permille
         if self._pool is not None:
             self._write(self._pool.limit(permille))
 
     def check(self, *, running: bool) -> None:
-        """Look while it serves.
+        """Check, while the engine serves, that it keeps to its budget.
 
         Args:
             running: the engine is free to run.
 
         Raises:
-            BrokenEngine: it does not give back, or nothing is known of its memory.
+            BrokenEngine: it does not give memory back, or its memory cannot be read.
         """
         if self._pool is None:
             return
@@ -170,7 +172,7 @@ class Elastic:
             raise BrokenEngine(self._effect.message, self._effect.reason)
 
     def ended(self) -> None:
-        """Nothing of the engine lives any more."""
+        """The engine has ended: remove its segment."""
         if self._memory is not None:
             self._memory.forget()
         self._pool, self.held_bytes = None, None
@@ -181,7 +183,7 @@ class Elastic:
         return seen
 
     def _write(self, size: int) -> None:
-        """A lock that is held, or no segment: the next look tries again, and counts."""
+        """Write a limit; where that fails (lock held, no segment) the next check tries again."""
         if self._memory is not None:
             with contextlib.suppress(QueryFailed):
                 self._memory.limit(size)

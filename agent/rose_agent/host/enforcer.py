@@ -11,8 +11,8 @@ tick it writes the host's heartbeat into each permit, looks whether the engine m
 | every 2 ms | a tree is not yet where it should be |
 | every 20 ms | the heartbeat, the stop button, whoever did not ring |
 
-When the thread hangs or dies the heartbeat
-goes stale: the guard then freezes the tree, and the plugin inside the engine stops by itself.
+When the thread hangs or dies, the heartbeat goes stale: the guard then freezes the tree, and the
+plugin inside the engine stops by itself. Next step: ``enforcement`` decides, ``groups`` acts.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Watched:
 
     @property
     def due_ns(self) -> int:
-        """When it has to be looked at again, whatever else happens; 0 = it does not matter."""
+        """When the next tick is due at the latest; 0 = an ordinary tick will do."""
         return self._due_ns
 
     @property
@@ -101,7 +101,7 @@ class Watched:
         return self._permit
 
     def put(self, group: ProcessGroup | None) -> None:
-        """Give the enforcer the tree of a new process, or take the old one away."""
+        """Control the tree of a new process from now on; None = there is none."""
         with self._lock:
             self._group = group
             self._errand_until_ns = 0
@@ -114,12 +114,12 @@ class Watched:
             self._holders = self._holders | {holder} if hold else self._holders - {holder}
 
     def errand(self, seconds: float) -> None:
-        """Let the tree move for this long although its permit is closed; 0 ends that."""
+        """Let the tree run for this long although its permit is closed; 0 ends that."""
         with self._lock:
             self._errand_until_ns = time.monotonic_ns() + int(seconds * 1e9) if seconds else 0
 
     def detach(self) -> None:
-        """Close the permit and unmap it; the engine is gone."""
+        """The engine is gone: close the permit and unmap it."""
         with self._lock:
             self._detached = True
             self._permit.close_now()

@@ -9,7 +9,8 @@
 The two cgroup drivers cover processes that were born meanwhile and can be read back; the third
 walks ``/proc`` and is for machines where no cgroup may be written. ``freezers`` chooses one.
 Members are always read from ``cgroup.procs``, never from the parent tree: a process whose parent
-died belongs to the engine all the same.
+died belongs to the engine all the same. Next step: ``enforcer`` stops and continues trees,
+``repair`` ends those of an earlier host.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def _tasks() -> dict[int, _Task]:
 
 
 def _cpu_ns(pids: Iterable[int]) -> int | None:
-    """Processor time of processes and of the children they have buried, as ``/proc`` has it."""
+    """Processor time of processes and of their dead children, as ``/proc`` has it."""
     ticks = 0
     for pid in pids:
         if not pid:

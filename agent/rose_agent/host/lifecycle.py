@@ -92,7 +92,7 @@ class EngineLife:
 
     @property
     def state(self) -> EngineState:
-        """State of the table."""
+        """Where the engine stands; see the table of the module."""
         return self._state
 
     @property
@@ -102,15 +102,15 @@ class EngineLife:
 
     @property
     def key(self) -> str:
-        """What the engine's own port asks for (``rose_engines.doors``)."""
+        """The key that the engine's own port asks for (``rose_engines.doors``)."""
         return self._body.key
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the engine in the background."""
         self._task = asyncio.create_task(self._live(), name=f"engine {self.order.slot_name}")
 
     def status(self, endpoint: str) -> EngineStatus:
-        """The engine as others may see it."""
+        """The engine's status; address and version only while it serves."""
         weights = read_json(self.folder.weights, WeightsFile) or WeightsFile()
         fresh = weights.attested and weights.engine_started_ns == self._body.started_ns
         serving = self._state is EngineState.SERVING
@@ -217,34 +217,34 @@ class EngineLife:
 
     @property
     def device_bytes(self) -> int:
-        """What it takes of its GPU at most; 0 = not known."""
+        """Most memory that it takes of its GPU; 0 = not known."""
         return self._sharing.device_bytes
 
     def limit_memory(self, permille: int | None, held: int | None) -> None:
-        """The guard's word: the budget of elastic memory, and what the driver says it holds."""
+        """Take from the guard the budget of elastic memory, and what the driver says it holds."""
         if permille is not None and self._sharing.elastic is not None:
             self._sharing.elastic.order(permille)
         self._sharing.hold(held)
 
     def renew_weights(self) -> None:
-        """Void what was attested: weight-sync begins anew, as with another process."""
+        """Declare what was attested void: weight-sync begins anew, as with a new process."""
         self._body.renew()
 
     def enter(self, state: EngineState, reason: HostReason) -> None:
-        """Become dormant, or serve again; says nothing to an engine that is on its way out."""
+        """Become dormant, or serve again; ignored while the engine is being ended."""
         if self._state in {EngineState.SERVING, EngineState.DORMANT} and self._ending is None:
             self._set(state, reason)
 
     def fail(self, reason: HostReason, message: str) -> None:
-        """End the process; it is started anew after the back-off."""
+        """End the process soon; it is started anew after the back-off."""
         metrics.killed(reason)
         self._ending = (reason, message)
 
     def _check_ending(self) -> None:
-        """An engine that was told to end does not go on.
+        """End the engine if ``fail`` was called.
 
         Raises:
-            BrokenEngine: with the reason it was told.
+            BrokenEngine: with the reason and message of ``fail``.
         """
         if self._ending is not None:
             reason, message = self._ending
@@ -271,7 +271,7 @@ class EngineLife:
         self._changed()
 
     def update(self, order: EnsureEngine) -> None:
-        """Take over what may change under a running engine: token, weight source, its room."""
+        """Take over what may change under a running engine: token, weight source, room."""
         self.order = order
         self._sharing.room = room_of(order)
         write_json(self.folder.slot, msgspec.to_builtins(order))

@@ -1,4 +1,6 @@
-"""How one engine shares its GPU, from before its start until its end; nothing for time-slicing.
+"""How one engine shares its GPU, checked from before its start until its end.
+
+With plain time-slicing there is nothing to check.
 
 | moment | asked | when not |
 |---|---|---|
@@ -11,8 +13,9 @@
 | while it serves | its processes hold no more than it was made for (``hold``) | ended |
 | before it is killed | its processes leave the server (``steered``) | killed after two seconds |
 
-Effects are checked, not answers: a wrong pipe directory gives a process the whole GPU without a
-word, and a limit that was set in the wrong cgroup limits nobody.
+Effects are checked, not answers: with a wrong pipe directory a process silently gets the whole GPU,
+and a limit that was set in the wrong cgroup limits nobody. Next step: ``mps``, ``elastic`` and
+``steered`` do the work.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ def _kvcached(name: str, uid: int) -> ElasticMemory:
 
 
 def room_of(order: EnsureEngine) -> Lendable | None:
-    """What serving leaves, as the guard told it with the order."""
+    """The memory that serving leaves, as the guard wrote into the order; None = it did not."""
     if not order.lendable_text:
         return None
     return Lendable(order.lendable_bytes, order.lendable_text)
@@ -69,7 +72,7 @@ def segment_name(control: Path) -> str:
 
 
 def out_of_reach(_name: str, _uid: int) -> ElasticMemory:
-    """Where the host has no rights of its own.
+    """Stands in for elastic memory where the host has no rights of its own.
 
     Raises:
         NotShared: always.
@@ -81,7 +84,7 @@ def out_of_reach(_name: str, _uid: int) -> ElasticMemory:
 
 @dataclass(frozen=True)
 class Ways:
-    """What this host has for sharing GPUs.
+    """The means of sharing GPUs that this host has.
 
     Attributes:
         limits: sets the driver's memory limits; None = engines are not limited by it.
@@ -95,7 +98,7 @@ class Ways:
 
 
 class Sharing:
-    """One engine's.
+    """How one engine shares its GPU.
 
     Args:
         ways: the host's.
@@ -135,7 +138,7 @@ class Sharing:
 
     @property
     def own_shm(self) -> bool:
-        """Its shared memory may be its own: neither MPS nor kvcached meets us there."""
+        """It may have its own ``/dev/shm``; MPS and kvcached need the one that we share."""
         return not self.by_mps and self.elastic is None
 
     @property
@@ -177,22 +180,22 @@ class Sharing:
         return program
 
     def steer(self, spawned: Spawned) -> Spawned:
-        """The engine's tree as it is ended."""
+        """The engine's tree; MPS clients leave their server before they are killed."""
         if not self.by_mps:
             return spawned
         return replace(spawned, group=ClientGroup(spawned.group, self._let_go))
 
     def enforced(self, spawned: Spawned) -> ClientGroup | None:
-        """The tree as the enforcer stops it; None = as it is."""
+        """The tree of an MPS client, which stops by its permit; None = it can be frozen."""
         if not self.by_mps:
             return None
         return SteeredGroup(spawned.group, lambda _pids: None, self._control)
 
     async def verify(self, spawned: Spawned) -> None:
-        """Once it is ready: has it got its share, and its limit?
+        """Check, once the engine is ready, that it got its share and its limit.
 
         Raises:
-            BrokenEngine: no; its reason is the closed word.
+            BrokenEngine: it did not; the reason says which.
         """
         if self.elastic is not None:
             await self.elastic.verify(self._program.kv_bytes, self._program.kv_bundle)
@@ -208,11 +211,11 @@ class Sharing:
             _check(await asyncio.to_thread(self._limited, client))
 
     def hold(self, held: int | None) -> None:
-        """What the driver says that the engine's processes hold; too much ends it."""
+        """Note how much the driver says the processes hold; too much ends the engine."""
         self._overrun = overrun(self.device_bytes, held)
 
     async def check(self, *, running: bool = True) -> None:
-        """While it serves, as often as it is called; asks the server once a second.
+        """Check, while it serves, that it keeps to its limits; asks the server once a second.
 
         Args:
             running: the engine is free to run.
@@ -233,7 +236,7 @@ class Sharing:
             raise BrokenEngine(text, HostReason.MPS_FAULT)
 
     def ended(self) -> None:
-        """Nothing of the engine lives any more; the cgroup of its limit goes with it."""
+        """The engine has ended: remove its limit's cgroup and its elastic memory."""
         self._limit = 0
         if self.elastic is not None:
             self.elastic.ended()
@@ -277,7 +280,7 @@ class Sharing:
         return folder
 
     async def _status(self) -> Status | None:
-        """What the engine says about its GPU; its socket may come a moment after its port."""
+        """What the engine says about its GPU; its socket may open a moment after its port."""
         deadline = time.monotonic() + _ANSWER_SECONDS
         while time.monotonic() < deadline:
             try:
@@ -293,7 +296,7 @@ def _check(finding: Finding) -> None:
 
 
 def free_leftovers(ways: Ways, rundir: RunDir) -> None:
-    """Take an earlier host's engines from their servers, before they are killed."""
+    """Make the engines of an earlier host leave their MPS servers, before they are killed."""
     for slot in rundir.all_slots():
         order = read_json(slot.slot, EnsureEngine)
         record = read_json(slot.engine, EngineFile)

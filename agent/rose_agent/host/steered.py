@@ -1,10 +1,10 @@
-"""Process trees of MPS clients: they stop by their own permit, and leave the server before the end.
+"""Process trees of MPS clients: they stop by their own permit and leave the server before they die.
 
-What a frozen client does to the others of its server nobody has measured, and killing one with work
-under way can hang them all. So such a tree is never frozen by the host: the plugin inside waits at
-its permit and says so (``Status.resting``), which is asked for while the tree should stand still. A
-tree that does not say so in time is killed like any other (``enforcement``), after it was taken
-from the server.
+Nobody has measured what a frozen client does to the other clients of its server, and killing one
+with work under way can hang them all. So the host never freezes such a tree. The plugin inside
+waits at its permit and reports that it rests (``Status.resting``); the host asks for that while the
+tree should stand still. A tree that does not report it in time is killed like any other
+(``enforcement``), after the server was told to end its work.
 
 | asked | what is true |
 |---|---|

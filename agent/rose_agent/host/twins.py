@@ -70,7 +70,7 @@ class Twins:
         return tuple(self._lives.values())
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start every engine in the background."""
         for life in self.lives:
             self._site.enforcer.watch(life.watched)
             life.start()
@@ -95,18 +95,18 @@ class Twins:
         return all(life.watched.stands_still_for(holder) for life in self.lives)
 
     def rest(self, *, dormant: bool) -> None:
-        """Rung 4, or back; two engines are not made dormant, which their status says."""
+        """Make the engine dormant, or wake it; a slot with two engines does neither."""
         if len(self._lives) == 1:
             self.current.rest.order(dormant=dormant)
 
     def limit_memory(self, permille: int | None, held: int | None) -> None:
-        """Budget of elastic memory for each; what the slot's engines hold together counts once."""
+        """Set the budget of elastic memory of each; ``held`` is what they hold together."""
         over = overrun(sum(life.device_bytes for life in self.lives), held)
         for life in self.lives:
             life.limit_memory(permille, held if over else None)
 
     def status(self, endpoint: str) -> EngineStatus:
-        """The slot as others may see it."""
+        """The slot's status: that of the engine which the permit names, with sums over both."""
         told = self.current.status(endpoint)
         if len(self._lives) == 1:
             return told
@@ -170,7 +170,7 @@ def at_busy_share(order: EnsureEngine) -> EnsureEngine:
 
 
 def _linked(folder: SlotDir) -> SlotDir:
-    """The second engine's folder, its permit the same memory."""
+    """Folder of the second engine; its permit is a link to the same memory."""
     twin = folder.twin.create()
     with contextlib.suppress(FileNotFoundError):
         twin.permit.unlink()

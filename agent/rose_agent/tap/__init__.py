@@ -3,7 +3,8 @@
 - ``main``: ``rose tap``; splits into an opener and a parser before any packet is read.
 - ``opener``: keeps the capabilities, enters namespaces, opens sockets, parses nothing.
 - ``parser``: has no capability and no network; reads packets, follows requests, tells the guard.
+- ``replica``: one followed replica; ``packets``, ``stamps``: what it reads.
 - ``bpf``: the kernel filters. ``sockets``: packet sockets. ``frames``: messages of ``tap.sock``.
 
-``docs/guard.md`` says what the tap can and cannot see.
+``docs/tap.md`` says what the tap can and cannot see.
 """

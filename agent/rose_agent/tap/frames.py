@@ -1,6 +1,7 @@
 """Frames on the node's ``tap.sock``: a length and a MessagePack list of messages.
 
 The guard sends ``Watch`` and ``Unwatch``; the tap sends lists of ``rose_core.telemetry.events``.
+Next step: ``parser`` at the tap's end, ``rose_agent.guard.taplink`` at the guard's.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
     closely: bool = True
 
     def same_sockets(self, other: Watch) -> bool:
-        """The other one asks for the same traffic, if for more or less of it."""
+        """The other one can be served by the same sockets; it may want to watch more closely."""
         return msgspec.structs.replace(other, closely=self.closely) == self
 
 
@@ -65,7 +66,7 @@ def pack(messages: list[Any]) -> bytes:
 
 
 class Splitter(Generic[T]):
-    """Frames out of bytes as they come; for a reader that must not wait a turn of the loop.
+    """Cuts frames out of bytes as they come, for a reader that cannot wait for a turn of the loop.
 
     Args:
         decoder: of what a frame holds.

@@ -4,7 +4,7 @@ It answers ``Watch`` messages of the parser on a socket pair with the sockets th
 (SCM_RIGHTS) and what the parser must know of the namespace, or with the reason why not. It keeps
 three capabilities (NET_RAW, SYS_ADMIN, SYS_PTRACE) and may make no socket that reaches the network.
 In a pod (``rose tap --sidecar``) it keeps NET_RAW and opens sockets where it is, whatever it is
-asked. It ends with the parser.
+asked. It ends with the parser. Next step: ``sockets`` opens them, ``parser`` asks.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 It serves ``tap.sock``. The newest guard that connects is told: first the requests under way, then
 every event as it happens, and a heartbeat per replica. Without a guard it goes on following, so
-that a restarted guard finds the truth.
+that a restarted guard finds the truth. Next step: ``replica`` reads, ``opener`` opens its sockets.
 
 | replicas | a heartbeat |
 |---|---|
@@ -220,7 +220,7 @@ class Parser:
 
 
 def before(every_ns: int, now_ns: int) -> int:
-    """Nanoseconds until just before the clock's next multiple; not one that is all but there."""
+    """Nanoseconds until just before the clock's next multiple that is not all but there."""
     left = every_ns - (now_ns + _LEAD_NS) % every_ns
     return left if left > every_ns // 4 else left + every_ns
 

@@ -4,6 +4,7 @@ Where no process of the node may enter pods' namespaces (no SYS_ADMIN, sandboxed
 brings a tap of its own, which needs NET_RAW only. It listens in a folder of the node's run
 directory, ``taps/POD-UID``; the node's tap speaks to it as the guard would, and passes on what it
 says about that pod and about nothing else. Whoever may write into that folder speaks for the pod.
+Next step: ``parser`` makes relays.
 """
 
 from __future__ import annotations

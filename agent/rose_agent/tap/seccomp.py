@@ -54,7 +54,7 @@ def program(families: frozenset[int], machine: str) -> bytes:
 
 
 def confine(families: frozenset[int]) -> None:
-    """Install it; where the machine or the kernel cannot, say so and go on without."""
+    """Install the filter; where machine or kernel cannot, log that and go on without."""
     try:
         kernel.forbid(program(families, platform.machine()))
     except (KeyError, OSError) as error:

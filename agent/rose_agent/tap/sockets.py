@@ -9,7 +9,7 @@ Three sockets per interface, because their filters are locked (``bpf``): one pas
 one a sample of the server's; one of these two is read, the other is *mute*. The third, the bell,
 passes what is urgent and is read by nobody: it only says that the one that is read should be.
 Where a namespace has many interfaces (a node's own, for pods on the host's network) one set hears
-all of them, also those that come later.
+all of them, also those that come later. Next step: ``opener`` calls this, ``replica`` reads.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def namespace(path: str) -> Iterator[None]:
 
 
 def interfaces(wanted: tuple[str, ...]) -> list[str]:
-    """Interfaces of the current namespace to listen on; tunnels' stand-ins are left out."""
+    """Interfaces of the current namespace to listen on; unused tunnel devices are left out."""
     present = [name for _, name in socket.if_nameindex()]
     unused = ("sit", "tunl", "gre", "erspan", "ip6tnl", "ip_vti", "ip6_vti", "ip6gre", "gretap")
     chosen = wanted or tuple(name for name in present if not name.startswith(unused))
@@ -104,7 +104,7 @@ def _open(interface: str, code: bytes, *, muted: bool = False) -> socket.socket:
 
 
 def mute(tap: socket.socket, *, muted: bool) -> None:
-    """Let hardly anything wait on the socket, so that nobody has to empty it; or listen again."""
+    """Let hardly anything queue on a socket that nobody reads, or let it queue again."""
     size = _MUTE_BYTES if muted else _BUFFER_BYTES
     tap.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
 
