@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rose_agent.host.vacancy import Vacancy
+from rose_wire import flags
 
 _DEFAULT_URL = "http://rose-engine-host.rose-system.svc:9103"
 _ANSWER_SECONDS = 3.0
@@ -57,8 +58,8 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--url", default=_DEFAULT_URL, help="the engine host's pages on this node")
     made.add_argument("--gpus", help="comma-separated UUIDs (default: NVIDIA_VISIBLE_DEVICES)")
-    made.add_argument("--deadline-seconds", type=float, default=300.0)
-    made.add_argument("--poll-seconds", type=float, default=1.0)
+    made.add_argument("--deadline-seconds", type=flags.amount, default=300.0)
+    made.add_argument("--poll-seconds", type=flags.amount, default=1.0)
     made.add_argument(
         "--absent",
         choices=["fail", "pass"],

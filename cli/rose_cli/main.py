@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from rose_wire.flags import complaint
 
@@ -64,11 +65,25 @@ SUBVERBS: dict[tuple[str, str], Verb] = {
 }
 
 
+# Under which heading ``rose --help`` shows a verb, by the first verb below it.
+_HEADINGS = {
+    "status": "for people, on a cluster (also as kubectl rose VERB)",
+    "operator": "processes",
+    "weights": "weights, beside the trainer",
+    "simulate": "planning and cost",
+    "dev": "development",
+}
+
+
 def usage() -> str:
     """The text of ``rose --help``."""
     width = max(map(len, VERBS))
-    lines = [f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items()]
-    return "usage: rose VERB [ARGUMENTS]\n\n" + "\n".join(lines) + "\n"
+    lines = []
+    for name, verb in VERBS.items():
+        lines += [f"\n{_HEADINGS[name]}:"] if name in _HEADINGS else []
+        lines.append(f"  {name:<{width}}  {verb.summary}")
+    lines.append("\nrose VERB --help has the arguments of a verb.")
+    return "usage: rose VERB [ARGUMENTS]\n" + "\n".join(lines) + "\n"
 
 
 def _load(name: str, verb: Verb) -> Callable[[list[str]], int]:
@@ -99,7 +114,9 @@ def main(argv: list[str] | None = None) -> int:
     name, *rest = arguments
     verb = VERBS.get(name)
     if verb is None:
-        sys.stderr.write(f"rose: no verb {name!r}\n\n{usage()}")
+        near = get_close_matches(name, VERBS, 1)
+        hint = f"; did you mean {near[0]!r}? rose --help lists all\n" if near else f"\n\n{usage()}"
+        sys.stderr.write(f"rose: no verb {name!r}{hint}")
         return 2
     return _run(name, verb, rest)
 

@@ -36,7 +36,7 @@ from rose_operator.store import Raw
 LOCK_NAME = "rose-operator"
 _MARGIN = 0.2
 # Parts of the duration between two looks at the Lease, and after a look that got no answer.
-_RENEWALS = 3
+RENEWALS = 3
 _TRIES = 12
 # ``leaseTransitions`` has 32 bits; one wrong node must not use them up.
 _MOST_TERMS = 2**30
@@ -175,7 +175,7 @@ class LeaderLock:
         """Renew until deposed; while ``alive`` says no, nothing is renewed and the lead lapses."""
         while self.state is not State.DEPOSED:
             answered = await self.step() if alive() else False
-            await asyncio.sleep(self._duration / (_RENEWALS if answered else _TRIES))
+            await asyncio.sleep(self._duration / (RENEWALS if answered else _TRIES))
 
     async def step(self) -> bool:
         """One look at the Lease and one write at most; failures leave the state to time.

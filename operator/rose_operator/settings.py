@@ -14,6 +14,7 @@ import yaml
 
 from rose_operator import stores
 from rose_operator.errors import ConfigurationError
+from rose_operator.leader import RENEWALS
 from rose_operator.stores import Runs
 from rose_wire import certificates, flags, tls
 
@@ -79,9 +80,11 @@ def parse(argv: list[str]) -> Settings:
     """Read flags and the files they name.
 
     Raises:
-        ConfigurationError: a file is missing or does not hold what it must.
+        ConfigurationError: a file is missing or does not hold what it must, or grants would lapse
+            before a new leader can renew them.
     """
     found = _parser().parse_args(argv)
+    _check_periods(found)
     addresses, runs = stores.read(found.stores_file, _mapping(found.stores_file))
     return Settings(
         namespace=found.namespace,
@@ -136,32 +139,68 @@ def _parser() -> argparse.ArgumentParser:
     add("--token-file", type=Path, required=True, help="bearer token of this installation")
     add("--token-secret", default="rose-token", help="Secret that holds it, key 'token'")
     add("--identity", default="", help="holder of the leader Lease; default: the pod's name")
-    add("--plan-seconds", type=float, default=5.0, help="longest time between two plans")
-    add("--sync-seconds", type=float, default=2.0, help="least period of the agents' calls")
-    add("--grant-seconds", type=float, default=40.0, help="TTL of a grant")
-    add("--offline-seconds", type=float, default=600.0, help="renewal without the API server")
-    add("--lock-seconds", type=float, default=15.0, help="duration of the leader Lease")
-    add("--warm-seconds", type=float, default=8.0, help="wait for agents before the first plan")
-    add("--settle-seconds", type=float, default=10.0, help="a replica must qualify this long")
-    add("--cool-seconds", type=float, default=30.0, help="a GPU given back rests this long")
+    add("--plan-seconds", type=flags.above_zero, default=5.0, help="longest time between two plans")
+    add(
+        "--sync-seconds",
+        type=flags.above_zero,
+        default=2.0,
+        help="least period of the agents' calls",
+    )
+    add("--grant-seconds", type=flags.above_zero, default=40.0, help="TTL of a grant")
+    add(
+        "--offline-seconds", type=flags.amount, default=600.0, help="renewal without the API server"
+    )
+    add("--lock-seconds", type=flags.above_zero, default=15.0, help="duration of the leader Lease")
+    add(
+        "--warm-seconds",
+        type=flags.amount,
+        default=8.0,
+        help="wait for agents before the first plan",
+    )
+    add(
+        "--settle-seconds", type=flags.amount, default=10.0, help="a replica must qualify this long"
+    )
+    add("--cool-seconds", type=flags.amount, default=30.0, help="a GPU given back rests this long")
     add(
         "--rebalance-seconds",
-        type=float,
+        type=flags.amount,
         default=600.0,
         help="a slot stays this long with a lease above its share",
     )
-    add("--toggle-seconds", type=float, default=60.0, help="cost of a loan until one was measured")
-    add("--borrow-gain", type=float, default=2.0, help="a loan must last this many times its cost")
+    add(
+        "--toggle-seconds",
+        type=flags.amount,
+        default=60.0,
+        help="cost of a loan until one was measured",
+    )
+    add(
+        "--borrow-gain",
+        type=flags.amount,
+        default=2.0,
+        help="a loan must last this many times its cost",
+    )
     add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     tls.add_flag(parser)
     tls.add_clients_flag(parser)
     add("--enrol-address", default="", help="where agents ask for a certificate of their node")
     add("--node-authority", type=Path, help="folder with tls.crt and tls.key that sign those")
-    add("--certificate-hours", type=float, default=24.0, help="life of those")
+    add("--certificate-hours", type=flags.above_zero, default=24.0, help="life of those")
     add("--agent-service-account", default="rose-agent", help="whose tokens are taken for it")
     add("--router-client-ca", default="", help="authority of agents, as routers find it")
     add("--router-peer-ca", default="", help="authority of this installation, as routers find it")
     return parser
+
+
+def _check_periods(found: argparse.Namespace) -> None:
+    """Grants outlive a takeover: the successor waits for the Lease first, agents then ask it."""
+    least = found.lock_seconds * (1 + 1 / RENEWALS) + 2 * found.sync_seconds
+    if found.grant_seconds <= least:
+        message = (
+            f"--grant-seconds {found.grant_seconds:g} is too short: with --lock-seconds "
+            f"{found.lock_seconds:g} and --sync-seconds {found.sync_seconds:g} a new leader renews "
+            f"grants after up to {least:g} s, when they have lapsed; give more than that"
+        )
+        raise ConfigurationError(message)
 
 
 def _enrolment(found: argparse.Namespace) -> str:

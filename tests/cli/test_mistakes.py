@@ -81,6 +81,32 @@ MISTAKES = {
         "router --lease a/b --tls-dir {none}",
         "--tls-dir {none}/tls.key: No such file",
     ),
+    "grants that lapse before a new leader renews them": (
+        "operator --router-image i --token-file {word} --stores-file {word} --grant-seconds 10",
+        "--grant-seconds 10 is too short",
+    ),
+    "a period that is none": (
+        "operator --router-image i --token-file {word} --stores-file {word} --sync-seconds 0",
+        "'0' is too little",
+    ),
+    "a wait for a GPU without an end": ("vacate --deadline-seconds nan", "'nan' is no amount"),
+    "a limit of nats that is none": ("weight-sync --probe-limit nan", "'nan' is no amount"),
+    "fewer commits than none": ("weights commits --last -1", "'-1' is no count"),
+    "a data port that is none": ("engine-host --models {new} --data-port 99999", "is no port"),
+    "less memory than none": ("engine-host --engine-memory-mib -5", "'-5' is no count"),
+    "a store's address without a port": (
+        "weights serve --root {new} --address here",
+        "'here' is no address to listen on",
+    ),
+    "less room than none": (
+        "weights relay --upstream a:1 --root {new} --keep-bytes -1",
+        "'-1' is no count",
+    ),
+    "patience below nothing": (
+        "ingest --store a:1 --run r --root {new} --patience-seconds -1",
+        "'-1' is no amount",
+    ),
+    "a tap's rate below nothing": ("tap --rundir {new} --sample-from -1", "'-1' is no amount"),
     "a stores file that is not there": (
         "operator --router-image i --token-file {word} --stores-file {none}",
         "{none}: No such file",

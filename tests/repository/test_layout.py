@@ -13,6 +13,8 @@ TRACKED = subprocess.run(
 PAGES = [path for path in TRACKED if path.endswith(".md")]
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
+BLOCK = re.compile(r"```.*?```", re.DOTALL)
+ANCHOR = re.compile(r"\]\(([^)#\s]*)#([^)\s]+)\)")
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,30 @@ def test_every_relative_link_of_a_page_leads_somewhere(page: str) -> None:
         if "://" not in target and not ((ROOT / page).parent / target).exists()
     ]
     assert not missing, f"{page} links to {missing}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may name on a page: its headings, as the site spells them."""
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    words = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
+    return {re.sub(r"[-\s]+", "-", one) for one in words}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_into_a_page_leads_to_a_heading(page: str) -> None:
+    here = ROOT / page
+    missing = [
+        f"{target}#{anchor}"
+        for target, anchor in ANCHOR.findall(BLOCK.sub("", here.read_text()))
+        if "://" not in target and anchor not in anchors(here.parent / target if target else here)
+    ]
+    assert not missing, f"{page} links to {missing}"
+
+
+def test_every_decision_is_listed() -> None:
+    folder = ROOT / "docs/decisions"
+    listed = (folder / "README.md").read_text()
+    assert [one.name for one in folder.glob("0*.md") if f"({one.name})" not in listed] == []
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -37,7 +37,9 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True)
     serve = verbs.add_parser("serve", help="serve a store over gRPC")
     serve.add_argument("--root", required=True, help="folder of the store, or s3://bucket/prefix")
-    serve.add_argument("--address", default="0.0.0.0:7446", help="host:port to listen on")
+    serve.add_argument(
+        "--address", type=flags.listener, default="0.0.0.0:7446", help="host:port to listen on"
+    )
     serve.add_argument(
         "--http-port", type=flags.port, default=9105, help="metrics and health; 0 = any"
     )
@@ -56,8 +58,12 @@ def parser() -> argparse.ArgumentParser:
     tls.add_flag(relay)
     tls.add_clients_flag(relay)
     relay.add_argument("--access", type=Path, help="JSON: certificate name -> runs it may read")
-    relay.add_argument("--keep-bytes", type=int, default=KEEP_BYTES, help="what it may hold")
-    relay.add_argument("--address", default="0.0.0.0:7446", help="host:port to listen on")
+    relay.add_argument(
+        "--keep-bytes", type=flags.count, default=KEEP_BYTES, help="what it may hold"
+    )
+    relay.add_argument(
+        "--address", type=flags.listener, default="0.0.0.0:7446", help="host:port to listen on"
+    )
     relay.add_argument(
         "--http-port", type=flags.port, default=9105, help="metrics and health; 0 = any"
     )
@@ -95,7 +101,9 @@ def _export_parser(parser_: argparse.ArgumentParser) -> None:
     parser_.add_argument("bundle", type=Path)
     parser_.add_argument("base", type=Path, help="checkpoint the bundle starts from")
     parser_.add_argument("root", type=Path, help="folder in which weight_vNNNNNN is made")
-    parser_.add_argument("--number", type=int, required=True, help="NNNNNN; the base is one less")
+    parser_.add_argument(
+        "--number", type=flags.one_or_more, required=True, help="NNNNNN; the base is one less"
+    )
     parser_.add_argument("--encoding", choices=("xor", "overwrite"), default="xor")
     parser_.add_argument("--checksum", choices=sorted(CHECKSUMS), default="xxh3-128")
 

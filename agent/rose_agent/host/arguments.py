@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--engine-python", type=Path, default=Path(sys.executable))
     made.add_argument("--data-host", default="127.0.0.1", help="address routers can reach")
     made.add_argument("--data-bind", default="", help="address to listen on (default: data-host)")
-    made.add_argument("--data-port", type=int, default=30800, help="0 = any")
+    made.add_argument("--data-port", type=flags.port, default=30800, help="0 = any")
     made.add_argument(
         "--http-port", type=flags.port, default=9103, help="metrics and health; 0 = any"
     )
@@ -44,28 +44,40 @@ def parser() -> argparse.ArgumentParser:
         help="where engines hold their memory: nvml = on GPUs, static = in host memory",
     )
     made.add_argument(
-        "--engine-uid", type=int, default=0, help="first of the users engines get; 0 = the host's"
+        "--engine-uid",
+        type=flags.count,
+        default=0,
+        help="first of the users engines get; 0 = the host's",
     )
     made.add_argument(
-        "--host-uid", type=int, default=0, help="user of this host, root a helper; 0 = in one"
+        "--host-uid",
+        type=flags.count,
+        default=0,
+        help="user of this host, root a helper; 0 = in one",
     )
-    made.add_argument("--engine-memory-mib", type=int, default=0, help="per engine; 0 = no limit")
+    made.add_argument(
+        "--engine-memory-mib", type=flags.count, default=0, help="per engine; 0 = no limit"
+    )
     made.add_argument(
         "--engine-pids",
-        type=int,
+        type=flags.count,
         help=f"processes and threads per engine; 0 = any, {PROCESSES} where that can be limited",
     )
-    made.add_argument("--engine-cpu-percent", type=int, default=0, help="of one core; 0 = any")
+    made.add_argument(
+        "--engine-cpu-percent", type=flags.count, default=0, help="of one core; 0 = any"
+    )
     made.add_argument(
         "--engine-busy-cpu-percent",
-        type=int,
+        type=flags.count,
         default=0,
         help="of one core, for MPS clients while serving is busy; 0 = as always",
     )
-    made.add_argument("--engine-shm-mib", type=int, default=0, help="own /dev/shm; 0 = shared")
+    made.add_argument(
+        "--engine-shm-mib", type=flags.count, default=0, help="own /dev/shm; 0 = shared"
+    )
     made.add_argument("--mps-root", type=Path, help="pipe directories of the MPS daemons")
     made.add_argument("--mps-program", default=PROGRAM, help="the MPS control program")
-    made.add_argument("--drain-seconds", type=float, default=5.0)
+    made.add_argument("--drain-seconds", type=flags.amount, default=5.0)
     made.add_argument("--thaw-all", action="store_true", help="let every engine go on, then exit")
     made.add_argument("--dedicated", type=Path, metavar="FILE", help="run one engine by itself")
     made.add_argument("--router", default="", metavar="HOST:PORT", help="with --dedicated")

@@ -36,7 +36,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--http-port", type=flags.port, default=9102, help="0 = any")
     parser.add_argument(
         "--sample-from",
-        type=float,
+        type=flags.amount,
         default=_SAMPLE_FROM,
         metavar="N",
         help="segments per second above which token streams are sampled in the kernel; 0 = never",

@@ -93,10 +93,12 @@ def parser() -> argparse.ArgumentParser:
         "--http-port", type=flags.port, default=9104, help="metrics and health; 0 = any"
     )
     made.add_argument("--token-file", type=Path, help="bearer token of the weight store")
-    made.add_argument("--attest-seconds", type=float, default=600.0, help="0 = once per engine")
+    made.add_argument(
+        "--attest-seconds", type=flags.amount, default=600.0, help="0 = once per engine"
+    )
     made.add_argument(
         "--probe-limit",
-        type=float,
+        type=flags.amount,
         default=LIMIT,
         help="quarantine an engine whose log-probs of the fixed prompt differ by more nats than "
         "this on average; 0 = do not ask",

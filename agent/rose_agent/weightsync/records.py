@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from rose_engines.rundir import RunDir
+from rose_wire import flags
 
 FILE = "commits.jsonl"
 KEPT = 200
@@ -107,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="rose weights commits", description=__doc__)
     made.add_argument("--rundir", type=Path, default=Path("/run/rose"))
     made.add_argument("--slot", default="", help="one slot's uid; all by default")
-    made.add_argument("--last", type=int, default=20, help="newest commits of each engine")
+    made.add_argument("--last", type=flags.count, default=20, help="newest commits of each engine")
     made.add_argument("--json", action="store_true", help="the lines as they are")
     return made
 

@@ -32,7 +32,7 @@ from rose_core.identity import WeightVersion
 from rose_trainer.errors import BadState, NotPublished, PublishFailed
 from rose_trainer.publisher import Publisher
 from rose_wire.errors import Refused, Unavailable
-from rose_wire.flags import complaint, listener, run, token
+from rose_wire.flags import above_zero, amount, complaint, listener, run, token
 
 LOG = logging.getLogger(__name__)
 
@@ -169,8 +169,8 @@ def parser() -> argparse.ArgumentParser:
     add("--address", type=listener, default="127.0.0.1:7500", help="host:port to listen on")
     add("--caller-token-file", type=Path, help="bearer token that the router must bring")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="cast to this on the way")
-    add("--patience-seconds", type=float, default=1800.0, help="how long the store may be away")
-    add("--seconds", type=float, default=1800.0, help="longest time of one checkpoint")
+    add("--patience-seconds", type=amount, default=1800.0, help="how long the store may be away")
+    add("--seconds", type=above_zero, default=1800.0, help="longest time of one checkpoint")
     return flags
 
 
