@@ -129,193 +129,198 @@ class SlotMachine:
 Step = tuple[SlotMachine, tuple[Action, ...]]
 
 
+@dataclass(frozen=True)
+class _Now:
+    """What a step is decided on, besides the state.
+
+    Attributes:
+        reason: the gate's, or that the slot is not granted.
+        ns: the time.
+    """
+
+    seen: SlotSeen
+    limits: LadderLimits
+    reason: GateReason
+    ns: int
+
+    @property
+    def stale(self) -> bool:
+        """The engine host does not stop engines any more, as far as can be seen."""
+        if self.seen.heartbeat_ns is None:
+            return not self.seen.host_alive
+        return self.seen.heartbeat_ns > self.limits.host_stale_ns
+
+    @property
+    def exists(self) -> bool:
+        """There is an engine; with a dead host, processes of one."""
+        engine = self.seen.engine
+        listed = engine is not None and engine.state is not EngineState.GONE
+        return listed or (self.seen.processes and not self.seen.host_alive)
+
+
 def decide(state: SlotMachine, seen: SlotSeen, limits: LadderLimits, now_ns: int) -> Step:
     """Next state and orders; called on every event and every tick."""
-    reason = _reason(seen)
-    state = _note_times(state, seen, limits, reason, now_ns)
-    exists = seen.engine is not None and seen.engine.state is not EngineState.GONE
-    exists = exists or (seen.processes and not seen.host_alive)
-    if not exists:
-        return _without_engine(state, seen, limits, reason, now_ns)
-    if state.phase is Phase.RELEASING or _must_vacate(state, seen, limits, reason, now_ns):
-        return _release(state, seen, limits, reason, now_ns)
-    if _stale(seen, limits):
-        return _host_stale(state, limits, now_ns)
-    return _with_engine(state, seen, limits, reason, now_ns)
+    reason = seen.verdict.reason if seen.granted else GateReason.NOT_GRANTED
+    now = _Now(seen, limits, reason, now_ns)
+    state = _note_times(state, now)
+    if not now.exists:
+        return _without_engine(state, now)
+    if state.phase is Phase.RELEASING or _must_vacate(state, now):
+        return _release(state, now)
+    if now.stale:
+        return _host_stale(state, now)
+    return _with_engine(state, now)
 
 
-def _reason(seen: SlotSeen) -> GateReason:
-    return seen.verdict.reason if seen.granted else GateReason.NOT_GRANTED
-
-
-def _stale(seen: SlotSeen, limits: LadderLimits) -> bool:
-    if seen.heartbeat_ns is None:
-        return not seen.host_alive
-    return seen.heartbeat_ns > limits.host_stale_ns
-
-
-def _note_times(
-    state: SlotMachine, seen: SlotSeen, limits: LadderLimits, reason: GateReason, now_ns: int
-) -> SlotMachine:
-    unready = (state.unready_ns or now_ns) if reason is GateReason.SERVING_NOT_READY else 0
-    stale = (state.stale_ns or now_ns) if _stale(seen, limits) else 0
+def _note_times(state: SlotMachine, now: _Now) -> SlotMachine:
+    unready = (state.unready_ns or now.ns) if now.reason is GateReason.SERVING_NOT_READY else 0
+    stale = (state.stale_ns or now.ns) if now.stale else 0
     if unready == state.unready_ns and stale == state.stale_ns:
         return state
     return replace(state, unready_ns=unready, stale_ns=stale)
 
 
-def _must_vacate(
-    state: SlotMachine, seen: SlotSeen, limits: LadderLimits, reason: GateReason, now_ns: int
-) -> bool:
-    if reason is GateReason.NOT_GRANTED:
+def _must_vacate(state: SlotMachine, now: _Now) -> bool:
+    seen, limits = now.seen, now.limits
+    if now.reason is GateReason.NOT_GRANTED:
         return seen.granted is False
-    if reason is GateReason.SERVING_NOT_READY:
-        return now_ns - state.unready_ns >= limits.unready_ns
-    if reason is GateReason.MEMORY_PRESSURE:
-        overdue = state.rung is Rung.DORMANT and now_ns - state.since_ns >= limits.dormant_ns
+    if now.reason is GateReason.SERVING_NOT_READY:
+        return now.ns - state.unready_ns >= limits.unready_ns
+    if now.reason is GateReason.MEMORY_PRESSURE:
+        overdue = state.rung is Rung.DORMANT and now.ns - state.since_ns >= limits.dormant_ns
         dormant = seen.engine is not None and seen.engine.state is EngineState.DORMANT
         return not dormant and (overdue or not seen.can_dormant)
-    return reason in VACATING
+    return now.reason in VACATING
 
 
-def _without_engine(
-    state: SlotMachine, seen: SlotSeen, limits: LadderLimits, reason: GateReason, now_ns: int
-) -> Step:
-    if state.phase is Phase.RELEASING or state.phase is Phase.PRESENT:
-        failures = state.failures + 1 if state.killed else 0
-        rest = min(limits.cordon_ns * 2 ** min(failures, 8) // 2, limits.longest_cordon_ns)
-        cordon = now_ns + rest if state.killed else 0
-        state = SlotMachine(since_ns=now_ns, failures=failures, cordon_until_ns=cordon)
-    startable = (
-        seen.granted and seen.host_alive and reason in STARTABLE and now_ns >= state.cordon_until_ns
-    )
-    if not startable:
+def _without_engine(state: SlotMachine, now: _Now) -> Step:
+    if state.phase in {Phase.RELEASING, Phase.PRESENT}:
+        state = _emptied(state, now)
+    startable = now.seen.granted and now.seen.host_alive and now.reason in STARTABLE
+    if not startable or now.ns < state.cordon_until_ns:
         return (replace(state, phase=Phase.ABSENT), ())
-    if state.phase is Phase.STARTING and now_ns - state.ordered_ns < limits.ensure_repeat_ns:
+    waits = now.ns - state.ordered_ns < now.limits.ensure_repeat_ns
+    if state.phase is Phase.STARTING and waits:
         return (state, ())
-    started = replace(state, phase=Phase.STARTING, ordered_ns=now_ns, rung=Rung.STOP)
-    return (started, (Action(Order.ENSURE, reason),))
+    started = replace(state, phase=Phase.STARTING, ordered_ns=now.ns, rung=Rung.STOP)
+    return (started, (Action(Order.ENSURE, now.reason),))
 
 
-def _release(
-    state: SlotMachine, seen: SlotSeen, limits: LadderLimits, reason: GateReason, now_ns: int
-) -> Step:
-    actions = [Action(Order.CLOSE, reason)]
+def _emptied(state: SlotMachine, now: _Now) -> SlotMachine:
+    """The engine is gone; one that had to be killed leaves a cordon, longer each time."""
+    if not state.killed:
+        return SlotMachine(since_ns=now.ns)
+    failures, limits = state.failures + 1, now.limits
+    rest = min(limits.cordon_ns * 2 ** min(failures, 8) // 2, limits.longest_cordon_ns)
+    return SlotMachine(since_ns=now.ns, failures=failures, cordon_until_ns=now.ns + rest)
+
+
+def _release(state: SlotMachine, now: _Now) -> Step:
+    actions = [Action(Order.CLOSE, now.reason)]
     if state.phase is not Phase.RELEASING:
         state = replace(
-            state, phase=Phase.RELEASING, rung=Rung.TERMINATE, since_ns=now_ns, ordered_ns=0
+            state, phase=Phase.RELEASING, rung=Rung.TERMINATE, since_ns=now.ns, ordered_ns=0
         )
-    overdue = now_ns - state.since_ns >= limits.terminate_ns
-    if _stale(seen, limits) and not overdue:
-        actions.append(Action(Order.FREEZE, reason))
-    if now_ns - state.ordered_ns >= limits.stop_repeat_ns:
-        state = replace(state, ordered_ns=now_ns, killed=state.killed or overdue)
-        actions.append(Action(Order.STOP, reason))
+    overdue = now.ns - state.since_ns >= now.limits.terminate_ns
+    if now.stale and not overdue:
+        actions.append(Action(Order.FREEZE, now.reason))
+    if now.ns - state.ordered_ns >= now.limits.stop_repeat_ns:
+        state = replace(state, ordered_ns=now.ns, killed=state.killed or overdue)
+        actions.append(Action(Order.STOP, now.reason))
         if overdue:
-            actions.append(Action(Order.KILL, reason))
+            actions.append(Action(Order.KILL, now.reason))
     return (state, tuple(actions))
 
 
-def _host_stale(state: SlotMachine, limits: LadderLimits, now_ns: int) -> Step:
+def _host_stale(state: SlotMachine, now: _Now) -> Step:
     reason = GateReason.HOST_STALE
-    state = _at_rung(state, Rung.STOP, now_ns)
+    state = _at_rung(state, Rung.STOP, now.ns)
     actions = [Action(Order.CLOSE, reason)]
-    if not state.self_frozen or now_ns - state.ordered_ns >= limits.repeat_ns:
-        state = replace(state, self_frozen=True, ordered_ns=now_ns)
+    if not state.self_frozen or now.ns - state.ordered_ns >= now.limits.repeat_ns:
+        state = replace(state, self_frozen=True, ordered_ns=now.ns)
         actions.append(Action(Order.FREEZE, reason))
-    if now_ns - state.stale_ns >= limits.host_dead_ns and not state.killed:
+    if now.ns - state.stale_ns >= now.limits.host_dead_ns and not state.killed:
         state = replace(state, killed=True)
         actions.append(Action(Order.KILL, reason))
     return (state, tuple(actions))
 
 
-def _with_engine(
-    state: SlotMachine, seen: SlotSeen, limits: LadderLimits, reason: GateReason, now_ns: int
-) -> Step:
-    engine, verdict = seen.engine, seen.verdict
+def _with_engine(state: SlotMachine, now: _Now) -> Step:
+    engine, reason = now.seen.engine, now.reason
     if state.phase is not Phase.PRESENT:
         # Deadlines of the ladder count from here: the engine has only just been listed.
-        state = replace(state, phase=Phase.PRESENT, rung=Rung.STOP, since_ns=now_ns, ordered_ns=0)
-    if engine is not None and seen.granted and engine.generation < seen.generation:
-        if now_ns - state.ordered_ns < limits.ensure_repeat_ns:
+        state = replace(state, phase=Phase.PRESENT, rung=Rung.STOP, since_ns=now.ns, ordered_ns=0)
+    if engine is not None and now.seen.granted and engine.generation < now.seen.generation:
+        if now.ns - state.ordered_ns < now.limits.ensure_repeat_ns:
             return (state, (Action(Order.CLOSE, reason),))
-        state = replace(state, ordered_ns=now_ns)
+        state = replace(state, ordered_ns=now.ns)
         return (state, (Action(Order.CLOSE, reason), Action(Order.ENSURE, reason)))
-    held = engine is not None and engine.held
-    if verdict.open and seen.granted:
-        return _open(state, verdict, limits, now_ns, engine)
+    if now.seen.verdict.open and now.seen.granted:
+        return _open(state, now)
     if reason is GateReason.SLACK:  # the pause of a duty cycle
         return (state, (Action(Order.CLOSE, reason),))
-    return _close(state, seen, limits, reason, now_ns, held=held)
+    return _close(state, now)
 
 
-def _open(
-    state: SlotMachine,
-    verdict: Verdict,
-    limits: LadderLimits,
-    now_ns: int,
-    engine: EngineSeen | None,
-) -> Step:
-    reason = verdict.reason
+def _open(state: SlotMachine, now: _Now) -> Step:
+    engine, verdict = now.seen.engine, now.seen.verdict
     held = engine is not None and engine.held
     frozen = engine is not None and engine.frozen
     dormant = engine is not None and engine.state is EngineState.DORMANT
     # A hold that was not answered yet: its answer waits until every thread stands still.
     asked = engine is not None and engine.asked
-    state = _at_rung(state, Rung.NONE, now_ns)
+    state = _at_rung(state, Rung.NONE, now.ns)
     if state.self_frozen and not held:
         # What the guard froze only the host continues: by a hold it takes the tree over, and by
         # letting go it thaws it. Until the tree is seen to run, this goes round.
         if not frozen:
             state = replace(state, self_frozen=False)
-        elif now_ns - state.ordered_ns >= limits.repeat_ns:
-            return _repeat(state, Order.HOLD, reason, limits, now_ns)
-    until = now_ns + limits.permit_ns
+        elif now.ns - state.ordered_ns >= now.limits.repeat_ns:
+            return _repeat(state, Order.HOLD, now)
+    until = now.ns + now.limits.permit_ns
     if verdict.until_ns:
         until = min(until, verdict.until_ns)
-    actions: tuple[Action, ...] = (Action(Order.EXTEND, reason, until),)
+    actions: tuple[Action, ...] = (Action(Order.EXTEND, now.reason, until),)
     if held or asked:
-        state, let_go = _repeat(state, Order.LET_GO, reason, limits, now_ns)
+        state, let_go = _repeat(state, Order.LET_GO, now)
         actions = (*let_go, *actions)
     elif dormant:  # it takes its memory back under the permit, and computes once it serves
-        state, wake = _repeat(state, Order.ACTIVATE, reason, limits, now_ns)
+        state, wake = _repeat(state, Order.ACTIVATE, now)
         actions = (*actions, *wake)
     return (state, actions)
 
 
-def _close(
-    state: SlotMachine,
-    seen: SlotSeen,
-    limits: LadderLimits,
-    reason: GateReason,
-    now_ns: int,
-    *,
-    held: bool,
-) -> Step:
-    first = state.rung < Rung.STOP
-    if first:
-        state = _at_rung(state, Rung.STOP, now_ns)
+def _close(state: SlotMachine, now: _Now) -> Step:
+    if state.rung < Rung.STOP:
+        state = _at_rung(state, Rung.STOP, now.ns)
         state = replace(state, ordered_ns=0, killed=False, late_cpu_ns=None)
-    close = Action(Order.CLOSE, reason)
-    if held:
-        state = replace(state, self_frozen=False)
-        if reason is GateReason.MEMORY_PRESSURE and state.rung < Rung.DORMANT:
-            return (
-                _at_rung(state, Rung.DORMANT, now_ns),
-                (close, Action(Order.DORMANT, reason)),
-            )
-        return (state, (close,))
-    state, again = _repeat(state, Order.HOLD, reason, limits, now_ns)
-    actions = (close, *again)
-    late = now_ns - state.since_ns
-    frozen = seen.engine is not None and seen.engine.frozen
+    if now.seen.engine is not None and now.seen.engine.held:
+        return _held(replace(state, self_frozen=False), now)
+    return _stop(state, now)
+
+
+def _held(state: SlotMachine, now: _Now) -> Step:
+    """The engine stands still, as the host has confirmed; it may have to give its memory back."""
+    close = Action(Order.CLOSE, now.reason)
+    if now.reason is GateReason.MEMORY_PRESSURE and state.rung < Rung.DORMANT:
+        return (_at_rung(state, Rung.DORMANT, now.ns), (close, Action(Order.DORMANT, now.reason)))
+    return (state, (close,))
+
+
+def _stop(state: SlotMachine, now: _Now) -> Step:
+    """Ask the host for a hold; where that is late freeze the tree, where that is late kill it."""
+    limits, engine = now.limits, now.seen.engine
+    state, again = _repeat(state, Order.HOLD, now)
+    actions = (Action(Order.CLOSE, now.reason), *again)
+    late = now.ns - state.since_ns
+    frozen = engine is not None and engine.frozen
     if late >= limits.hold_ns and not frozen and (again or not state.self_frozen):
         state = replace(state, self_frozen=True)
-        actions = (*actions, Action(Order.FREEZE, reason))
+        actions = (*actions, Action(Order.FREEZE, now.reason))
     if frozen or state.killed or late <= limits.hold_ns + limits.freeze_ns:
         return (state, actions)
-    state, kill = _overdue(state, seen.engine, limits, late)
-    return (state, (*actions, Action(Order.KILL, reason)) if kill else actions)
+    state, kill = _overdue(state, engine, limits, late)
+    return (state, (*actions, Action(Order.KILL, now.reason)) if kill else actions)
 
 
 def _overdue(
@@ -329,12 +334,11 @@ def _overdue(
     return replace(state, killed=kill, late_cpu_ns=first), kill
 
 
-def _repeat(
-    state: SlotMachine, order: Order, reason: GateReason, limits: LadderLimits, now_ns: int
-) -> Step:
-    if now_ns - state.ordered_ns < limits.repeat_ns:
+def _repeat(state: SlotMachine, order: Order, now: _Now) -> Step:
+    """The order, unless one that needs a proof was sent a moment ago."""
+    if now.ns - state.ordered_ns < now.limits.repeat_ns:
         return (state, ())
-    return (replace(state, ordered_ns=now_ns), (Action(order, reason),))
+    return (replace(state, ordered_ns=now.ns), (Action(order, now.reason),))
 
 
 def _at_rung(state: SlotMachine, rung: Rung, now_ns: int) -> SlotMachine:
