@@ -2,9 +2,11 @@
 
 - ``node``: the processes: serving engine, tap, engine host, agent; an operator inside the bench.
 - ``load``: the serving load (a slice of a trace) and the rollout load, with their measurements.
+- ``measured``: what a window was measured to be; ``reactions``: what its flight recorder adds.
 - ``windows``: one window: a condition, a load, a round; and the probes before.
 - ``pace``: which windows are still to run, and how long they take.
 - ``run``: runs them, whatever happens to one; ``kept``: what is on disk after each.
-- ``analysis``, ``report``, ``picture``: windows -> figures, the table, the plot.
+- ``results``, ``analysis``: all windows, and what follows from comparing them.
+- ``report``, ``table``, ``picture``, ``explain``: figures, table, plot, a line per late request.
 - ``__main__``: the knobs.
 """

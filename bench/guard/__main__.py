@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from bench.guard import kept
 from bench.guard.load import LOADS
 from bench.guard.pace import Plan
-from bench.guard.report import MANY, MANY_AT_TAIL, explained, figures, table
+from bench.guard.report import MANY, MANY_AT_TAIL, figures
 from bench.guard.run import measure, say
 from bench.guard.serving import SERVING
+from bench.guard.table import explained, table
 from bench.guard.windows import CONDITIONS
 from bench.record import FOLDER, record
 

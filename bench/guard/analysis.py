@@ -2,40 +2,24 @@
 
 Every condition of a round has the same arrivals, so request *i* under one condition is paired with
 request *i* served alone. The interval of a ratio of quantiles comes from drawing *pairs* anew (the
-same draw on both sides), round by round: what the load does to both sides cancels.
+same draw on both sides), round by round: what the load does to both sides cancels. Next step:
+``report`` names the figures and holds the aims against them.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from bench.guard.load import Answer
-from bench.guard.witness import Look
+from bench.guard.measured import Cost, Window, key_of, violates
 
 DRAWS = 600
 BLOCK = 5
 """Requests drawn together where they are slow together."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What guard and tap used in a window, and what the node made meanwhile.
-
-    Attributes:
-        resting_s, resting_cpu_s: the same just before, while nobody asked serving for anything.
-    """
-
-    elapsed_s: float
-    tokens: int
-    cpu_s: float
-    rss_bytes: int
-    pss_bytes: int
-    resting_s: float = 0.0
-    resting_cpu_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,96 +49,6 @@ def parted(costs: Sequence[Cost]) -> Parted | None:
     return Parted(fixed, more_s / tokens)
 
 
-@dataclass
-class Window:
-    """One condition in one round of one load.
-
-    Attributes:
-        harvested: rollout tokens that arrived in the measured seconds.
-        closed_s: from an arrival's first segment to the closed permit.
-        token_s: from there to the last rollout token before the gate opened again.
-        stopped_s: to the host's word that every thread stands still.
-        released_s: from the open gate to the first rollout token.
-        open_s: how long the gate stood open for want of requests.
-        strangers: share of the machine that processes other than the benchmark's used.
-        opened: when the gate stood open, of the clock.
-        gate_s: seconds in each position of a guard's gate.
-        looks: who had the engines' core.
-        solo_rate: rollout tokens per second alone, measured right after a window served alone.
-        idle_tokens: rollout tokens that came while no request was under way.
-    """
-
-    load: str
-    condition: str
-    round: int
-    seconds: float
-    began_s: float
-    answers: list[Answer]
-    failed: int
-    harvested: int
-    closed_s: list[float] = field(default_factory=list)
-    token_s: list[float] = field(default_factory=list)
-    stopped_s: list[float] = field(default_factory=list)
-    released_s: list[float] = field(default_factory=list)
-    open_s: float = 0.0
-    cost: Cost | None = None
-    strangers: float = 0.0
-    opened: list[tuple[float, float]] = field(default_factory=list)
-    gate_s: dict[str, float] = field(default_factory=dict)
-    looks: list[Look] = field(default_factory=list)
-    solo_rate: float = 0.0
-    idle_tokens: int = 0
-
-    @property
-    def measured(self) -> list[Answer]:
-        """Answers to arrivals of the measured window."""
-        return [answer for answer in self.answers if answer.arrival.at_s >= 0]
-
-    @property
-    def gaps(self) -> list[tuple[float, float]]:
-        """When no request was under way, inside the measured seconds."""
-        spans = sorted((a.sent_s, a.ended_s) for a in self.answers)
-        until, end = self.began_s, self.began_s + self.seconds
-        found = []
-        for start, stop in [*spans, (end, end)]:
-            if min(start, end) > until:
-                found.append((until, min(start, end)))
-            until = max(until, min(stop, end))
-        return found
-
-    @property
-    def idle_s(self) -> float:
-        """Measured seconds in which no request was under way."""
-        return sum(end - start for start, end in self.gaps)
-
-    def values(self, what: str) -> list[float]:
-        """TTFT or TPOT of the measured answers, seconds."""
-        found = (a.ttft_s if what == "TTFT" else a.tpot_s for a in self.measured)
-        return [value for value in found if value is not None]
-
-    def violations(self, goal_s: tuple[float, float]) -> int:
-        """Requests over the SLO; one that failed is over."""
-        return sum(violates(answer, goal_s) for answer in self.measured) + self.failed
-
-
-def violates(answer: Answer, goal_s: tuple[float, float]) -> bool:
-    """It took longer than its objective."""
-    ttft, tpot = goal_s
-    return answer.ttft_s > ttft or (answer.tpot_s or 0.0) > tpot
-
-
-def over(answer: Answer, goal_s: tuple[float, float]) -> tuple[str, float, float, float]:
-    """The latency that exceeds its objective by most time: name, value, objective, excess (s)."""
-    ttft, tpot = goal_s
-    decode = answer.tpot_s or 0.0
-    both = (
-        (answer.ttft_s - ttft, "TTFT", answer.ttft_s, ttft),
-        ((decode - tpot) * max(0, answer.tokens - 1), "TPOT", decode, tpot),
-    )
-    excess, name, value, goal = max(both)
-    return name, value, goal, excess
-
-
 Pairs = list[list[tuple[float, float]]]
 
 
@@ -165,8 +59,8 @@ def pairs(base: Sequence[Window], other: Sequence[Window], what: str) -> Pairs:
         twin = next((w for w in other if w.round == window.round), None)
         if twin is None:
             continue
-        here = {id_(a): _value(a, what) for a in window.measured}
-        there = {id_(a): _value(a, what) for a in twin.measured}
+        here = {key_of(a): _value(a, what) for a in window.measured}
+        there = {key_of(a): _value(a, what) for a in twin.measured}
         found.append(
             [
                 (one, two)
@@ -175,12 +69,6 @@ def pairs(base: Sequence[Window], other: Sequence[Window], what: str) -> Pairs:
             ]
         )
     return [group for group in found if group]
-
-
-def id_(answer: Answer) -> tuple[float, int, int]:
-    """What makes a request the same in every condition."""
-    arrival = answer.arrival
-    return arrival.at_s, arrival.prompt, arrival.output
 
 
 def _value(answer: Answer, what: str) -> float | None:
@@ -343,8 +231,8 @@ def compared(
 
 
 def _changes(window: Window, base: Window, goal_s: tuple[float, float]) -> list[int]:
-    here = {id_(a): violates(a, goal_s) for a in window.measured}
-    there = {id_(a): violates(a, goal_s) for a in base.measured}
+    here = {key_of(a): violates(a, goal_s) for a in window.measured}
+    there = {key_of(a): violates(a, goal_s) for a in base.measured}
     return [here.get(key, True) - there.get(key, True) for key in sorted({*here, *there})]
 
 

@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.guard.analysis import Window, id_, over, violates
 from bench.guard.load import Answer
+from bench.guard.measured import Window, key_of, over, violates
 from bench.guard.witness import Shares, between
 
 Goal = tuple[float, float]
@@ -156,7 +156,7 @@ def cause(excess_s: float, shares: Shares, dear_s: float) -> str:
 
 
 def _twin(base: Window, answer: Answer) -> Answer | None:
-    return next((one for one in base.answers if id_(one) == id_(answer)), None)
+    return next((one for one in base.answers if key_of(one) == key_of(answer)), None)
 
 
 def _alone(twin: Answer | None, what: str) -> float | None:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from bench.guard.analysis import Window
+from bench.guard.measured import Window
 from bench.guard.pace import Plan
 from bench.guard.picture import picture
-from bench.guard.report import Crash, Results, explained, figures, table
+from bench.guard.report import figures
+from bench.guard.results import Crash, Results
+from bench.guard.table import explained, table
 from bench.guard.windows import Goal, Solo
 from bench.record import FOLDER, save
 

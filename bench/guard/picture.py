@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.guard.report import Results
+from bench.guard.results import Results
 from rose_core.guard.crossover import quantile
 from rose_demo.plots import Chart, cumulative
 

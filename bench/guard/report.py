@@ -1,4 +1,7 @@
-"""Windows -> the figures that are recorded, and the table of all conditions."""
+"""Windows -> the figures that are recorded, each with the aim it is held against.
+
+Next step: ``table`` shows all conditions side by side, ``kept`` writes both down.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ from collections.abc import Sequence
 import msgspec
 
 from bench.guard import analysis
-from bench.guard.analysis import Interval, Window
-from bench.guard.explain import Line, explain
-from bench.guard.windows import CONDITIONS, GUARDED, SEARCHED, SHARES, WITHOUT, Goal, Solo
+from bench.guard.analysis import Interval
+from bench.guard.explain import explain
+from bench.guard.measured import Window
+from bench.guard.results import Results
+from bench.guard.windows import GUARDED, SEARCHED, SHARES, WITHOUT
 from bench.record import Figure, figure
 from rose_core.guard.crossover import quantile
 
@@ -31,72 +36,6 @@ _REACTIONS = (
     ("last rollout token", "token_s", 5.0, 25.0),
     ("every thread stopped", "stopped_s", None, None),
 )
-
-
-class Crash(msgspec.Struct, frozen=True):
-    """A window that came to no end, and why."""
-
-    load: str
-    condition: str
-    round: int
-    why: str
-
-
-class Results:
-    """Every window of a run, by load and condition.
-
-    Attributes:
-        ended: windows in which the rollout engine ended.
-        crashes: windows that came to no end.
-    """
-
-    def __init__(self, windows: Sequence[Window], goals: dict[str, Goal], solo: Solo) -> None:
-        self.windows, self.goals, self.solo = list(windows), goals, solo
-        self.ended = 0
-        self.crashes: list[Crash] = []
-
-    def knows(self, key: tuple[str, str, int]) -> bool:
-        """The window of that load, condition and round was measured, or has crashed."""
-        measured = ((one.load, one.condition, one.round) for one in self.windows)
-        crashed = ((one.load, one.condition, one.round) for one in self.crashes)
-        return key in {*measured, *crashed}
-
-    @property
-    def loads(self) -> list[str]:
-        """In the order they were run."""
-        return list(dict.fromkeys(w.load for w in self.windows))
-
-    def of(self, load: str, condition: str) -> list[Window]:
-        """The windows of one cell, by round."""
-        return [w for w in self.windows if w.load == load and w.condition == condition]
-
-    def conditions(self, load: str) -> list[str]:
-        """Conditions this load was run under, in the table's order."""
-        known = {w.condition for w in self.windows if w.load == load}
-        return [c for c in dict.fromkeys((*CONDITIONS, *SHARES)) if c in known]
-
-    def aims(self, load: str) -> tuple[float, float] | None:
-        """The SLO of a steady load, seconds."""
-        goal = self.goals.get(load)
-        return (goal.ttft_s, goal.tpot_s) if goal and load.startswith("steady") else None
-
-    def harmless(self, load: str) -> dict[str, bool]:
-        """Fixed shares that were tried, and whether each brought no request over the SLO."""
-        aims, alone = self.aims(load), self.of(load, "alone")
-        if aims is None or not alone:
-            return {}
-        tried = {share: self.of(load, share) for share in SHARES}
-        return {s: not analysis.compared(w, alone, aims).fresh for s, w in tried.items() if w}
-
-    def explained(self) -> list[Line]:
-        """A line for each request of steady loads over its objective."""
-        return [
-            line
-            for load in self.loads
-            for condition in self.conditions(load)
-            if (aims := self.aims(load)) is not None
-            for line in explain(self.of(load, condition), self.of(load, "alone"), aims)
-        ]
 
 
 def figures(results: Results) -> list[Figure]:
@@ -312,47 +251,3 @@ def _cost(results: Results) -> list[Figure]:
         figure(f"{name}: memory (PSS)", pss, "MB", at_most=100.0),
         figure(f"{name}: memory (RSS)", max(c.rss_bytes for c in costs) / 1e6, "MB"),
     ]
-
-
-def table(results: Results) -> str:
-    """All conditions side by side."""
-    lines = []
-    for load in results.loads:
-        alone = results.of(load, "alone")
-        count = sum(len(w.measured) for w in alone)
-        lines.append(f"{load}: {count} requests in {len(alone)} rounds, ms and ratio to alone")
-        heads = "".join(f"{name:>18}" for name, *_ in LATENCIES)
-        ends = f"{'rollout tok/s':>15}{'of idle':>9}{'in idle':>9}"
-        lines.append(f"  {'':<12}{heads}{ends}  added [95 %] (new, spared)")
-        lines += [_line(results, load, condition) for condition in results.conditions(load)]
-    return "\n".join(lines) + "\n"
-
-
-def explained(lines: Sequence[Line]) -> str:
-    """The requests over their objective, a line each."""
-    return "".join(f"{line.text}\n" for line in lines)
-
-
-def _line(results: Results, load: str, condition: str) -> str:
-    windows, alone = results.of(load, condition), results.of(load, "alone")
-    cells = []
-    for _, what, q, _ in LATENCIES:
-        values = [value for window in windows for value in window.values(what)]
-        found = analysis.ratio(analysis.pairs(alone, windows, what), q)
-        value = f"{1e3 * quantile(values, q):.1f}" if values else "-"
-        cells.append(f"{value:>10} {f'x{found.value:.2f}' if found else '':>7}")
-    return f"  {condition:<12}{''.join(cells)}{_harvested(results, load, condition)}"
-
-
-def _harvested(results: Results, load: str, condition: str) -> str:
-    windows, alone = results.of(load, condition), results.of(load, "alone")
-    solo, aims = results.solo.rollout_rate, results.aims(load)
-    bursty = condition not in WITHOUT and aims is None
-    shares = [kind(windows, alone, solo) for kind in (analysis.of_idle, analysis.in_idle)]
-    cells = "".join(f"{f'{s.value:.2f}' if s and bursty else '':>9}" for s in shares)
-    more = ""
-    if aims is not None and condition != "alone":
-        found = analysis.compared(windows, alone, aims)
-        ends = f"[{found.net.low:.0f}, {found.net.high:.0f}]"
-        more = f"  {found.net.value:.0f} {ends} ({found.fresh}, {found.spared})"
-    return f"{analysis.harvest(windows):>15.0f}{cells}{more}"

@@ -20,10 +20,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 
-from bench.guard.analysis import Window
+from bench.guard.measured import Window
 from bench.guard.node import running
 from bench.guard.pace import Cell, Pace, Plan, clock, hopeless
-from bench.guard.report import Crash, Results
+from bench.guard.results import Crash, Results
 from bench.guard.rollouts import Rollouts
 from bench.guard.windows import Goal, Runner
 from bench.record import FOLDER

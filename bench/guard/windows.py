@@ -10,15 +10,13 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from itertools import zip_longest
-from typing import Any
 
 import numpy as np
 
-from bench.guard import gates, strangers
-from bench.guard.analysis import Cost, Window
+from bench.guard import gates, reactions, strangers
 from bench.guard.gates import Profile
 from bench.guard.load import Arrival, Load, Served, schedule, serve
+from bench.guard.measured import Cost, Window
 from bench.guard.node import Bench
 from bench.guard.rollouts import Rollouts
 from bench.guard.serving import KV_TOKENS, RUNNING
@@ -161,7 +159,8 @@ class Runner:
                 cost = self._cost(used[0], sent, served)
                 window.cost = replace(cost, resting_s=resting_s, resting_cpu_s=resting_cpu_s)
             if condition in GUARDED:
-                await self._reactions(window)
+                noted = (await self.bench.page("trace"))["entries"]
+                reactions.read(noted, window, self.rollouts)
         if condition == "alone" and not load.steady:
             # The machine's speed changes over minutes: what idle time could give is asked there.
             window.solo_rate = await self.rollout_rate(_SOLO_SECONDS)
@@ -236,64 +235,6 @@ class Runner:
             cpu += times.user + times.system
             rss, pss = rss + memory.rss, pss + memory.pss
         return cpu, rss, pss
-
-    async def _reactions(self, window: Window) -> None:
-        """From the flight recorder and the rollout client, which share the clock."""
-        end_s = window.began_s + window.seconds
-        noted = (await self.bench.page("trace"))["entries"]
-        window.opened = _spans(noted, end_s)
-        window.gate_s = _positions(noted, window.began_s, end_s)
-        entries = [e for e in noted if window.began_s <= e["t"] / 1e9 < end_s]
-        for what, into in (("closed", window.closed_s), ("stopped", window.stopped_s)):
-            into += [e["after_ns"] / 1e9 for e in entries if e["what"] == what]
-        self._stops(window, entries, end_s)
-        self._releases(window, entries, end_s)
-
-    def _stops(self, window: Window, entries: list[dict[str, Any]], end_s: float) -> None:
-        opened = [e["t"] / 1e9 for e in entries if e["what"] == "gate" and e["open"]]
-        # A pause inside a duty cycle stops nothing: the iteration under way is paid from slack.
-        stops = [e for e in entries if e["what"] == "closed" and e["reason"] != "Slack"]
-        for arrival in (e["arrival"] / 1e9 for e in stops):
-            until = next((moment for moment in opened if moment > arrival), end_s)
-            last = self.rollouts.last_before(arrival, until)
-            window.token_s.append(last - arrival if last is not None else 0.0)
-
-    def _releases(self, window: Window, entries: list[dict[str, Any]], end_s: float) -> None:
-        # Before its first change in the window the gate stood the other way.
-        turns = [e for e in entries if e["what"] == "gate"]
-        if turns and turns[0]["reason"] == "ServingBusy":
-            window.open_s += turns[0]["t"] / 1e9 - window.began_s
-        for turn, following in zip_longest(turns, turns[1:]):
-            if not turn["open"] or turn["reason"] != "Idle":
-                continue
-            until = following["t"] / 1e9 if following else end_s
-            window.open_s += until - turn["t"] / 1e9
-            first = self.rollouts.first_after(turn["t"] / 1e9)
-            if first is not None and first < until:
-                window.released_s.append(first - turn["t"] / 1e9)
-
-
-def _spans(entries: list[dict[str, Any]], end_s: float) -> gates.Spans:
-    """When the gate stood open, by the flight recorder."""
-    turns = [e for e in entries if e["what"] == "gate"]
-    return [
-        (turn["t"] / 1e9, following["t"] / 1e9 if following else max(end_s, turn["t"] / 1e9))
-        for turn, following in zip_longest(turns, turns[1:])
-        if turn["open"]
-    ]
-
-
-def _positions(entries: list[dict[str, Any]], began_s: float, end_s: float) -> dict[str, float]:
-    """Seconds of the window in each position of the gate, by its reason."""
-    turns = [e for e in entries if e["what"] == "gate"]
-    found: dict[str, float] = {}
-    for turn, following in zip_longest(turns, turns[1:]):
-        start, stop = turn["t"] / 1e9, following["t"] / 1e9 if following else end_s
-        spent = min(stop, end_s) - max(start, began_s)
-        if spent > 0:
-            name = f"{'open' if turn['open'] else 'closed'}, {turn['reason']}"
-            found[name] = round(found.get(name, 0.0) + spent, 4)
-    return found
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

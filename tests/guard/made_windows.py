@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from bench.guard import gates
-from bench.guard.analysis import Window
 from bench.guard.load import Answer, Arrival
+from bench.guard.measured import Window
 from bench.guard.windows import Solo
 
 SOLO = Solo(300.0, 800.0, gates.Profile(0.01, 0.0002, 0.01))

@@ -10,13 +10,15 @@ import pytest
 
 from bench.guard import analysis, gates, strangers
 from bench.guard.__main__ import main, planned
-from bench.guard.analysis import Cost
 from bench.guard.dialects import VLLM, events_in, tokens_in
 from bench.guard.load import LOADS, Answer, Arrival, Served, schedule
+from bench.guard.measured import Cost
 from bench.guard.pace import hopeless
 from bench.guard.picture import picture
-from bench.guard.report import Results, figures, table
+from bench.guard.report import figures
+from bench.guard.results import Results
 from bench.guard.run import goal_of
+from bench.guard.table import table
 from bench.guard.windows import CONDITIONS, GUARDED, Goal
 from bench.record import figure
 from tests.guard.made_windows import SOLO, window

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from bench.guard import analysis
+from bench.guard import analysis, reactions
 from bench.guard.explain import explain
-from bench.guard.report import Results, figures
+from bench.guard.report import figures
+from bench.guard.results import Results
 from bench.guard.rollouts import Rollouts
-from bench.guard.windows import Goal, Runner, _positions, _spans
+from bench.guard.windows import Goal
 from bench.guard.witness import Look, Witness, between
 from tests.guard.made_windows import SOLO, window
 
@@ -107,7 +108,7 @@ def entry(at_s: float, what: str, **details: object) -> dict[str, Any]:
 
 
 def test_what_the_gate_was_open_for_is_told_apart_from_what_the_core_gave() -> None:
-    made, runner = window("ours"), Runner(cast("Any", None), Rollouts("http://nowhere"))
+    made, nobody = window("ours"), Rollouts("http://nowhere")
     turns = [
         entry(1000.5, "gate", open=False, reason="ServingBusy"),
         entry(1001.0, "gate", open=False, reason="CoolDown"),
@@ -115,11 +116,11 @@ def test_what_the_gate_was_open_for_is_told_apart_from_what_the_core_gave() -> N
         entry(1003.0, "gate", open=False, reason="ServingBusy"),
         entry(1003.1, "gate", open=True, reason="Slack"),
     ]
-    runner._releases(made, turns, 1010.0)
+    reactions.releases(turns, made, nobody)
     assert made.open_s == pytest.approx(0.5 + 1.95), "a duty is not idle time"
     assert analysis.open_of_idle([made]) == pytest.approx(made.open_s / made.idle_s)
     still = window("ours")
-    runner._releases(still, [], 1010.0)
+    reactions.releases([], still, nobody)
     assert still.open_s == 0.0, "a gate that never turned"
 
 
@@ -130,10 +131,10 @@ def test_the_gates_time_is_told_by_its_reason() -> None:
         entry(1001.0, "order", order="HOLD"),
         entry(1004.5, "gate", open=True, reason="Slack"),
     ]
-    spent = _positions(turns, 1000.0, 1010.0)
+    spent = reactions.positions(turns, 1000.0, 1010.0)
     expected = {"open, Idle": 0.5, "closed, BreakerOpen": 4.0, "open, Slack": 5.5}
     assert spent == pytest.approx(expected)
-    assert _spans(turns, 1010.0) == [(990.0, 1000.5), (1004.5, 1010.0)]
+    assert reactions.spans(turns, 1010.0) == [(990.0, 1000.5), (1004.5, 1010.0)]
     made = window("ours", load="steady-40")
     made.gate_s = spent
     results = Results([made, window("alone", load="steady-40")], {"steady-40": Goal(1, 1)}, SOLO)
@@ -142,10 +143,10 @@ def test_the_gates_time_is_told_by_its_reason() -> None:
 
 
 def test_a_pause_inside_a_duty_cycle_is_no_stop() -> None:
-    made, runner = window("ours"), Runner(cast("Any", None), Rollouts("http://nowhere"))
+    made, nobody = window("ours"), Rollouts("http://nowhere")
     closed = [
         entry(1001.0, "closed", arrival=1_001_000_000_000, reason="Slack"),
         entry(1002.0, "closed", arrival=1_002_000_000_000, reason="NoPrefillSlack"),
     ]
-    runner._stops(made, closed, 1010.0)
+    reactions.stops(closed, made, nobody)
     assert made.token_s == [0.0], "one stop, and no token after it"
