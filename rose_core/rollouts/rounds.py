@@ -13,6 +13,7 @@ To take fewer than all is a filter by length inside the group, and so is off unl
 | (none) | ``begin`` while a round is open | running |
 | running | ``finished`` for the ``need``-th member | ready |
 | running | its short round has a batch: ``Closing.deferred`` | deferred |
+| (none) | ``put_off``: an earlier run of the trainer had deferred it | deferred |
 | ready | its round closes: ``Closing.batch`` | trained |
 | deferred | ``open`` makes a long round: ``Opening.resumed`` | running |
 | running, ready, deferred | ``drop`` | dropped |
@@ -153,6 +154,15 @@ class Rounds:
         begun = under_way + self._trained + self._dropped
         return Tally(begun, self._trained, self._dropped, under_way)
 
+    def put_off(self, prompt: str) -> None:
+        """A group that an earlier run of the trainer has deferred waits for a long round here.
+
+        Raises:
+            InvalidRound: the name is under way.
+        """
+        self._check_new(prompt)
+        self._deferred[prompt] = Deferral(prompt, self._number, 0)
+
     def open(self, *, last: bool = False) -> Opening | None:
         """Open the next round.
 
@@ -193,11 +203,14 @@ class Rounds:
         if not self._fresh:
             message = f"prompt {prompt!r}: round {self._number} takes no fresh prompt any more"
             raise InvalidRound(message)
+        self._check_new(prompt)
+        self._fresh -= 1
+        self._running[prompt] = 0
+
+    def _check_new(self, prompt: str) -> None:
         if prompt in self._running or prompt in self._ready or prompt in self._deferred:
             message = f"prompt {prompt!r} is under way already; give every draw its own name"
             raise InvalidRound(message)
-        self._fresh -= 1
-        self._running[prompt] = 0
 
     def exhausted(self) -> Closing | None:
         """No fresh prompt is left for the open round: it makes do with those begun."""

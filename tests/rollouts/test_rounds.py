@@ -54,6 +54,21 @@ def test_deferred_prompts_get_a_long_round_once_they_are_a_batch_and_are_never_p
     assert (closing.batch, closing.deferred) == (("y", "x"), ())
 
 
+def test_what_an_earlier_run_put_off_is_run_in_a_long_round_and_counted() -> None:
+    rounds = Rounds(Shape(batch=2, members=1))
+    for name in ("x", "y"):
+        rounds.put_off(name)
+    with pytest.raises(InvalidRound, match="under way"):
+        rounds.put_off("x")
+    opening = rounds.open()
+    assert opening is not None
+    assert (opening.kind, opening.resumed) == (Kind.LONG, ("x", "y"))
+    rounds.finished("x")
+    rounds.finished("y")
+    tally = rounds.tally
+    assert (tally.begun, tally.trained, tally.under_way) == (2, 2, 0)
+
+
 def test_members_that_end_after_their_group_was_put_off_change_nothing() -> None:
     rounds = Rounds(Shape(batch=1, members=2, surplus=1.0))
     rounds.open()

@@ -72,3 +72,27 @@ async def test_a_trainer_that_stops_in_the_middle_leaves_nothing_running() -> No
     await iterator.aclose()
     await asyncio.sleep(0)
     assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_trainer_that_resumes_loses_no_prompt_it_had_put_off() -> None:
+    slow, shape = {2, 5}, Shape(2, 2, surplus=0.5)
+    rollout = _rollout(lambda n: 100.0 if n in slow else 1.0, [])
+    drawn = iter(range(6))
+    killed = Batches(drawn, rollout, shape).__aiter__()
+    first = await anext(killed)
+    await killed.aclose()
+    trained = [prompt for prompt, _ in first.groups]
+    again = Batches(range(3, 6), rollout, shape, put_off=[2])
+    assert again.put_off == [2]
+    async for batch in again:
+        trained += [prompt for prompt, _ in batch.groups]
+    assert sorted(trained) == list(range(6))
+    assert again.put_off == []
+
+
+async def test_what_is_put_off_is_told_between_two_batches() -> None:
+    rollout = _rollout(lambda n: 100.0 if n == 2 else 1.0, [])
+    batches = Batches(range(6), rollout, Shape(2, 2, surplus=0.5))
+    told = [list(batches.put_off) async for _ in batches]
+    assert told[0] == [2]
+    assert told[-1] == []

@@ -46,6 +46,7 @@ class Batches(Generic[Prompt, Sample]):
         rollout: samples one trajectory: ``await rollout(prompt, member)``. What it raises drops the
             prompt, counted in ``tally`` and kept in ``failures``; it is not asked again.
         shape: sizes.
+        put_off: what ``Batches.put_off`` was when the trainer saved the checkpoint it resumes from.
     """
 
     def __init__(
@@ -53,11 +54,14 @@ class Batches(Generic[Prompt, Sample]):
         prompts: Iterable[Prompt],
         rollout: Callable[[Prompt, int], Awaitable[Sample]],
         shape: Shape,
+        put_off: Iterable[Prompt] = (),
     ) -> None:
         self._prompts, self._rollout = iter(prompts), rollout
         self._rounds = Rounds(shape)
         self._groups: dict[str, _Group[Prompt, Sample]] = {}
         self._names = map(str, itertools.count(1))
+        for prompt in put_off:
+            self._rounds.put_off(self._named(prompt))
         self._last = False
         self.failures: list[tuple[Prompt, BaseException]] = []
 
@@ -65,6 +69,15 @@ class Batches(Generic[Prompt, Sample]):
     def tally(self) -> Tally:
         """What became of every prompt drawn."""
         return self._rounds.tally
+
+    @property
+    def put_off(self) -> list[Prompt]:
+        """Prompts that wait for a long round, oldest first; of interest between two batches.
+
+        They were drawn and are neither trained on nor dropped: save them with the trainer's
+        checkpoint, or they are lost when it resumes.
+        """
+        return [self._groups[one.prompt].prompt for one in self._rounds.deferred]
 
     async def __aiter__(self) -> AsyncGenerator[Batch[Prompt, Sample], None]:
         """One batch per round, until no prompt is left; a group dropped whole leaves it smaller."""
@@ -84,12 +97,16 @@ class Batches(Generic[Prompt, Sample]):
     def _fill(self, fresh: int) -> Closing | None:
         drawn = list(itertools.islice(self._prompts, fresh))
         for prompt in drawn:
-            name = next(self._names)
-            self._groups[name] = _Group(prompt)
+            name = self._named(prompt)
             self._rounds.begin(name)
             self._start(name)
         self._last = self._last or len(drawn) < fresh
         return self._rounds.exhausted() if fresh and len(drawn) < fresh else None
+
+    def _named(self, prompt: Prompt) -> str:
+        name = next(self._names)
+        self._groups[name] = _Group(prompt)
+        return name
 
     def _start(self, name: str) -> None:
         group = self._groups[name]
