@@ -8,22 +8,25 @@ SGLang 0.5.23 (its penalties look at output tokens only; its seeded sampler is k
 |---|---|---|
 | carried | temperature, top_p, top_k, min_p, stop_token_ids, logit_bias, seed, ... | as they are |
 | adjusted | max_new_tokens, min_new_tokens | less the tokens held |
-| dedicated | penalties, stop strings, grammars, processors, unknown ones | never moved |
+| emulated | stop strings | looked for across the cut (``stops``), where there is a tokenizer |
+| dedicated | penalties, stop patterns, grammars, processors, unknown ones | never moved |
 | split | n | n turns of their own |
 | refused | beam_width | by name |
 
-A parameter at its neutral value is as good as absent. A turn with a *dedicated* parameter runs on
-dedicated engines only; if its engine is lost after the first token it ends with a typed abort.
+A parameter at its neutral value is as good as absent. A turn with a *dedicated* parameter, or one
+that nobody emulates for it, runs on dedicated engines only; if its engine is lost after the first
+token it ends with a typed abort.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.stops import MOST_WINDOW
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's own default
 
@@ -33,6 +36,7 @@ class Rule(StrEnum):
 
     CARRIED = "carried"
     ADJUSTED = "adjusted"
+    EMULATED = "emulated"
     DEDICATED = "dedicated"
     SPLIT = "split"
     REFUSED = "refused"
@@ -54,6 +58,9 @@ class Row:
 
 _COUNTS = "counts output tokens, and held tokens become prompt"
 _MATCHES = "may match across the cut"
+_UNSEEN = (
+    f"{_MATCHES}, which only a router with --tokenizer sees, of up to {MOST_WINDOW - 1} tokens"
+)
 _GRAMMAR = "its grammar would start again at the cut"
 _CARRIED = Row(Rule.CARRIED)
 
@@ -80,12 +87,13 @@ SAMPLING: Mapping[str, Row] = {
     "frequency_penalty": Row(Rule.DEDICATED, (None, 0), _COUNTS),
     "presence_penalty": Row(Rule.DEDICATED, (None, 0), _COUNTS),
     "repetition_penalty": Row(Rule.DEDICATED, (None, 1), _COUNTS),
-    "stop": Row(Rule.DEDICATED, (None, "", []), _MATCHES),
+    "stop": Row(Rule.EMULATED, (None, "", []), _UNSEEN),
     "stop_regex": Row(Rule.DEDICATED, (None, "", []), _MATCHES),
     "json_schema": Row(Rule.DEDICATED, (None,), _GRAMMAR),
     "regex": Row(Rule.DEDICATED, (None,), _GRAMMAR),
     "ebnf": Row(Rule.DEDICATED, (None,), _GRAMMAR),
     "structural_tag": Row(Rule.DEDICATED, (None,), _GRAMMAR),
+    "watermark": Row(Rule.DEDICATED, (None, {}), _COUNTS),
     "custom_params": Row(Rule.DEDICATED, (None, {}), "belongs to a processor with its own state"),
     "n": Row(Rule.SPLIT, (None, 1)),
     "beam_width": Row(Rule.REFUSED, (None, 1), "beams cannot be streamed token by token"),
@@ -108,14 +116,23 @@ REQUEST: Mapping[str, Row] = {
 _UNKNOWN = Row(Rule.DEDICATED, (None,), "the router does not know it")
 
 
-def dedicated_because(sampling: Mapping[str, Any], request: Mapping[str, Any]) -> tuple[str, ...]:
+def dedicated_because(
+    sampling: Mapping[str, Any], request: Mapping[str, Any], emulated: Container[str] = ()
+) -> tuple[str, ...]:
     """Why the turn may run on dedicated engines only; empty when it may move.
+
+    Args:
+        sampling: the turn's sampling parameters.
+        request: fields beside them.
+        emulated: parameters that somebody stands in for after a move.
 
     Raises:
         InvalidTurn: a parameter is refused; the message names it.
     """
     reasons = [
-        _standing(name, value, SAMPLING.get(name, _UNKNOWN)) for name, value in sampling.items()
+        _standing(name, value, SAMPLING.get(name, _UNKNOWN))
+        for name, value in sampling.items()
+        if name not in emulated
     ]
     reasons += [
         _standing(name, request[name], row) for name, row in REQUEST.items() if name in request

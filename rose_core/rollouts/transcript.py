@@ -75,11 +75,15 @@ class Leg:
         version: label attested when the leg was sent; also its prefix-cache key.
         offset: tokens the turn held when the leg began.
         reused: the engine may begin it on keys that an older version computed.
+
+    Attributes:
+        ended: the engine itself has said that it is over; before that it may still work on it.
     """
 
     __slots__ = (
         "_only_new",
         "_text",
+        "ended",
         "engine",
         "finish",
         "ids",
@@ -113,6 +117,7 @@ class Leg:
         self.placed = 0
         self.placed_text = ""
         self.finish: Mapping[str, Any] | None = None
+        self.ended = False
         self.meta: Mapping[str, Any] = {}
         self._text = ""
         # Whether events hold only what is new; None before that can be told.
@@ -140,8 +145,22 @@ class Leg:
         self._read_text(event, held)
         self.meta = event.meta
         self.finish = event.finish
+        self.ended = event.finish is not None
         self._place(event)
         return event.count - held
+
+    def end(self, count: int, finish: Mapping[str, Any]) -> None:
+        """The turn ends with the ``count``-th token, whatever the engine wrote behind it.
+
+        Args:
+            count: at most as many as are placed.
+            finish: the turn's finish reason.
+        """
+        del self.ids[count:]
+        for values in self.per_token.values():
+            del values[count:]
+        self.spans = cut(self.spans, count)
+        self.placed, self.finish = count, finish
 
     def _add(
         self, kept: list[Any], values: Sequence[Any], held: int, event: StreamEvent, what: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,9 @@ from aiohttp import web
 from rose_router import replies
 from rose_router.bearer import JOB
 from rose_router.chat_replies import ChatReplies
+from rose_router.completion_replies import CompletionReplies
 from rose_router.dialects import chat, completions, sglang, vllm
+from rose_router.dialects.asking import Ask
 from rose_router.dialects.common import Hints, encoded, read_body, token_ids
 from rose_router.errors import BadRequest, TurnLost
 from rose_router.service import Service, random_rid
@@ -60,12 +61,14 @@ class Answering:
         """OpenAI's ``/v1/completions``."""
         body = await read_body(request)
         ask = completions.read(body, request.headers, self._tokenizer, random_rid)
+        model = self._service.settings.model
+        replies = CompletionReplies(model, self._tokenizer, usage=ask.usage)
         with self._turns(ask, request.get(JOB, "")) as turns:
             if ask.stream:
-                return await self._stream(request, turns[0], self._openai_events)
+                return await self._stream(request, turns[0], replies.events)
             await _all_over(turns)
             _raise_if_all_failed(turns)
-            return _json(self._openai_answer(turns))
+            return _json(replies.answer(turns))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's ``/v1/chat/completions``."""
@@ -87,7 +90,10 @@ class Answering:
         if body.get("messages") is not None:
             ids = list(chat.prompt_of(body, self._tokenizer))
         else:
-            ids = list(encoded(_words(body), self._tokenizer, "prompt", "token ids everywhere"))
+            special = body.get("add_special_tokens") is not False
+            instead = "token ids everywhere"
+            words = _words(body)
+            ids = list(encoded(words, self._tokenizer, "prompt", instead, special=special))
         return _json({"tokens": ids, "count": len(ids), "max_model_len": None})
 
     async def detokenize(self, request: web.Request) -> web.Response:
@@ -102,7 +108,7 @@ class Answering:
     async def inference(self, request: web.Request) -> web.StreamResponse:
         """VLLM's ``/inference/v1/generate``."""
         body = await read_body(request)
-        ask = vllm.read(body, request.headers, random_rid)
+        ask = vllm.read(body, request.headers, self._tokenizer, random_rid)
         with self._turns(ask, request.get(JOB, "")) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], _vllm_events)
@@ -124,13 +130,13 @@ class Answering:
         return web.Response()
 
     @contextlib.contextmanager
-    def _turns(self, ask: sglang.Ask, job: str = "") -> Iterator[list[Turn]]:
+    def _turns(self, ask: Ask, job: str = "") -> Iterator[list[Turn]]:
         """The turns asked for; ``job`` is what the caller's token says of whose they are."""
         turns: list[Turn] = []
         interval = 1 if ask.stream else self._service.settings.interval
         try:
             for one in ask.turns:
-                asked = one.but(interval=interval, job=job or one.job)
+                asked = one.but(interval=interval).of_job(job or one.job)
                 turns.append(self._service.submit(asked))  # must hold those begun
             yield turns
         finally:
@@ -191,48 +197,6 @@ class Answering:
     def _sglang_answer(self, turn: Turn) -> dict[str, Any]:
         typed_abort(turn)
         return replies.sglang(turn, self._tokenizer)
-
-    async def _openai_events(self, turn: Turn) -> AsyncIterator[dict[str, Any]]:
-        tokens = text = 0
-        while True:
-            over = turn.over
-            typed_abort(turn)
-            choice = replies.openai_choice(turn, 0, self._tokenizer, tokens, text)
-            tokens += len(choice["token_ids"])
-            text += len(choice["text"])
-            yield self._openai(turn, [choice])
-            if over:
-                return
-            await turn.changed.wait()
-
-    def _openai_answer(self, turns: list[Turn]) -> dict[str, Any]:
-        choices = []
-        for index, turn in enumerate(turns):
-            typed_abort(turn)
-            choices.append(replies.openai_choice(turn, index, self._tokenizer))
-        prompt = sum(len(turn.request.prompt) for turn in turns)
-        made = sum(len(choice["token_ids"]) for choice in choices)
-        body = self._openai(turns[0], choices)
-        body["usage"] = {
-            "prompt_tokens": prompt,
-            "completion_tokens": made,
-            "total_tokens": prompt + made,
-        }
-        return body
-
-    def _openai(self, turn: Turn, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        spans = choices[0]["weight_versions"]
-        return {
-            "id": turn.request.rid,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": self._service.settings.model,
-            "choices": choices,
-            "metadata": {
-                "weight_version": spans[-1]["version"] if spans else None,
-                "weight_versions": spans,
-            },
-        }
 
 
 def _behind(transport: asyncio.Transport | None) -> bool:

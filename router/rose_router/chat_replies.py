@@ -30,7 +30,7 @@ class ChatReplies:
         """The whole answer."""
         choices = [self._choice(turn, index) for index, turn in enumerate(turns)]
         body = self._frame(turns[0], "chat.completion", choices)
-        body["usage"] = self._usage(turns)
+        body["usage"] = replies.usage(turns)
         return body
 
     async def events(self, turn: Turn) -> AsyncIterator[dict[str, Any]]:
@@ -52,7 +52,7 @@ class ChatReplies:
             choice |= {"index": 0, "delta": delta, "finish_reason": self._finish(turn, message)}
             tokens, words = len(shown.tokens), max(words, len(text))
             piece = self._frame(turn, "chat.completion.chunk", [choice])
-            yield piece | ({"usage": self._usage([turn])} if over else {})
+            yield piece | ({"usage": replies.usage([turn])} if over else {})
             if over:
                 return
             await turn.changed.wait()
@@ -102,14 +102,4 @@ class ChatReplies:
             "model": self._model,
             "choices": choices,
             "metadata": {"weight_version": version, "weight_versions": spans},
-        }
-
-    @staticmethod
-    def _usage(turns: Sequence[Turn]) -> dict[str, int]:
-        prompt = sum(len(turn.request.prompt) for turn in turns)
-        made = sum(turn.held for turn in turns)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": made,
-            "total_tokens": prompt + made,
         }

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,7 +54,7 @@ class Target:
 class EngineClient(Protocol):
     """How the router reaches engines; tests put engines of their own behind it."""
 
-    def stream(self, target: Target, body: Mapping[str, Any]) -> AsyncIterator[StreamEvent]:
+    def stream(self, target: Target, body: Mapping[str, Any]) -> AsyncGenerator[StreamEvent, None]:
         """Send one leg and yield its events; see ``HttpEngineClient.stream``."""
         ...
 
@@ -73,7 +73,9 @@ class HttpEngineClient:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
 
-    async def stream(self, target: Target, body: Mapping[str, Any]) -> AsyncIterator[StreamEvent]:
+    async def stream(
+        self, target: Target, body: Mapping[str, Any]
+    ) -> AsyncGenerator[StreamEvent, None]:
         """Send one leg and yield its events, the last with a finish reason.
 
         Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from rose_router.front import Limits
 from rose_router.peers import Link, by_dns
 from rose_wire import tls
 from rose_wire.flags import add_log_level, amount, count, listener, share, token
+
+LOG = logging.getLogger(__name__)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,7 +53,9 @@ def parser() -> argparse.ArgumentParser:
         help="share of dedicated places kept for the longest trajectories")  # fmt: skip
     add("--explore", type=share, default=defaults.policy.explore,
         help="share of trajectories that begin on an engine drawn at random")  # fmt: skip
-    add("--ingest-url", default="", help="of rose ingest, for trainers that push checkpoints")
+    add("--ingest-url", default="",
+        help="of rose ingest, for trainers that push checkpoints; {namespace} and {lease} in it "
+        "stand for the names in --lease")  # fmt: skip
     add("--ingest-token-file", type=Path, help="bearer token of rose ingest")
     add("--quorum", default="all",
         help="dedicated engines that must run pushed weights: all, or a number")  # fmt: skip
@@ -72,9 +77,12 @@ def parser() -> argparse.ArgumentParser:
     add("--peer-name", default="",
         help="what replicas' certificates must name; else the first of --replicas-dns")  # fmt: skip
     add("--model", default=defaults.model, help="name shown by /v1/models")
-    add("--reported-gpus", type=count, default=defaults.reported_gpus,
-        help="GPUs that /server_info names: the dedicated size of the job")  # fmt: skip
+    add("--reported-gpus", type=count,
+        help="GPUs that /server_info names: the dedicated size of the job; without it one for each "
+        "engine of --dedicated, at least one")  # fmt: skip
     add("--tokenizer", type=Path, help="tokenizer.json or its folder; without: token ids only")
+    add("--tokenizers", type=Path,
+        help="folder with such a folder for each model; that of --model is taken")  # fmt: skip
     add("--pause-seconds", type=amount, default=defaults.patience.pause_seconds,
         help="a turn on a closed gate moves elsewhere after this")  # fmt: skip
     add("--stall-seconds", type=amount, default=defaults.patience.stall_seconds,
@@ -116,7 +124,7 @@ def settings(flags: argparse.Namespace) -> Settings:
     return Settings(
         lease=flags.lease,
         model=flags.model,
-        tokenizer=flags.tokenizer,
+        tokenizer=flags.tokenizer or _tokenizer(flags.tokenizers, flags.model),
         attach_token=token(flags.token_file),
         tls_dir=flags.tls_dir,
         tls_client_ca=flags.tls_client_ca,
@@ -129,11 +137,11 @@ def settings(flags: argparse.Namespace) -> Settings:
         interval=max(1, flags.interval),
         max_losses=flags.max_losses,
         drain_seconds=flags.drain_seconds,
-        reported_gpus=flags.reported_gpus,
+        reported_gpus=flags.reported_gpus or max(1, len(flags.dedicated)),
         dedicated=frozenset(flags.dedicated),
         **_replicas(flags),
         max_age=flags.max_age,
-        ingest_url=flags.ingest_url.rstrip("/"),
+        ingest_url=_ingest(flags.ingest_url, flags.lease),
         ingest_token=token(flags.ingest_token_file),
         quorum=Quorum(_count(flags.quorum), flags.quorum_seconds, flags.hold_seconds),
         policy=Policy(
@@ -146,6 +154,31 @@ def settings(flags: argparse.Namespace) -> Settings:
         patience=Patience(flags.pause_seconds, flags.stall_seconds),
         queue=Queue(flags.queue_limit, flags.queue_seconds),
     )
+
+
+def _ingest(url: str, lease: str) -> str:
+    """The URL with the lease's names in it, so that one flag serves the routers of all leases.
+
+    Raises:
+        ValueError: something else stands between its braces.
+    """
+    namespace, _, name = lease.partition("/")
+    try:
+        return url.rstrip("/").format(namespace=namespace, lease=name)
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        message = f"--ingest-url: {url!r} may hold {{namespace}} and {{lease}} between braces only"
+        raise ValueError(message) from error
+
+
+def _tokenizer(folder: Path | None, model: str) -> Path | None:
+    """The model's among those of all models; ``None`` where there is none: token ids only."""
+    if folder is None:
+        return None
+    found = (folder / model).resolve()
+    if found.is_relative_to(folder.resolve()) and (found / "tokenizer.json").is_file():
+        return found
+    LOG.warning("%s has no %s/tokenizer.json: this router takes token ids only", folder, model)
+    return None
 
 
 def _replicas(flags: argparse.Namespace) -> dict[str, Any]:

@@ -9,8 +9,11 @@ import msgspec
 from aiohttp import web
 
 from rose_core.rollouts import versions
+from rose_router.bearer import JOB
+from rose_router.dialects.common import Hints
 from rose_router.fleet import Engine
 from rose_router.ledger import summary
+from rose_router.request import named
 from rose_router.service import Service
 
 
@@ -34,7 +37,8 @@ def routes(service: Service) -> list[web.RouteDef]:
         return _json({"weight_version": shown})
 
     async def finished(request: web.Request) -> web.Response:
-        service.finished(request.query.get("session_id", ""))
+        job = request.get(JOB, "") or Hints({}, request.headers).job
+        service.finished(named(job, request.query.get("session_id", "")))
         return _json({"status": "ok"})
 
     async def engines(_request: web.Request) -> web.Response:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rose_core.rollouts.spans import Kv, Span
+from rose_core.rollouts.stops import trimmed
 from rose_core.rollouts.transcript import PER_TOKEN
 from rose_router.text import Tokenizer
 from rose_router.turn import Shown, Turn
@@ -54,8 +55,10 @@ def text_of(turn: Turn, shown: Shown, tokenizer: Tokenizer | None) -> str:
     """The output as text: the engines' own, or decoded anew when a cut made theirs inexact."""
     if turn.transcript.exact_text or tokenizer is None:
         return shown.text
-    skip = turn.request.sampling.get("skip_special_tokens", True)
-    return tokenizer.decode(shown.tokens, skip_special=bool(skip))
+    sampling = turn.request.sampling
+    skip = sampling.get("skip_special_tokens", True)
+    text = tokenizer.decode(shown.tokens, skip_special=bool(skip))
+    return trimmed(text, turn.finish, keep=bool(sampling.get("no_stop_trim")))
 
 
 def sglang(turn: Turn, tokenizer: Tokenizer | None, shown: Shown | None = None) -> dict[str, Any]:
@@ -97,6 +100,22 @@ def finish_word(finish: Mapping[str, Any] | None) -> str | None:
     return None if finish is None else str(finish["type"])
 
 
+def stop_reason(finish: Mapping[str, Any] | None) -> str | int | None:
+    """The string or token that ended the turn, as vLLM names it beside the finish reason."""
+    return None if finish is None else finish.get("matched")
+
+
+def usage(turns: Sequence[Turn]) -> dict[str, int]:
+    """OpenAI's count of tokens, of all answers of a request."""
+    prompt = sum(len(turn.request.prompt) for turn in turns)
+    made = sum(turn.held for turn in turns)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+    }
+
+
 def openai_choice(
     turn: Turn, index: int, tokenizer: Tokenizer | None, since: int = 0, text_since: int = 0
 ) -> dict[str, Any]:
@@ -107,6 +126,7 @@ def openai_choice(
         "index": index,
         "text": text_of(turn, shown, tokenizer)[text_since:],
         "finish_reason": finish_word(turn.finish),
+        "stop_reason": stop_reason(turn.finish),
         "logprobs": _openai_logprobs(shown, since),
         "token_ids": ids,
         "response_token_ids": ids,
@@ -125,6 +145,7 @@ def vllm_choice(turn: Turn, index: int, since: int = 0) -> dict[str, Any]:
         "index": index,
         "token_ids": shown.tokens[since:],
         "finish_reason": finish_word(turn.finish),
+        "stop_reason": stop_reason(turn.finish),
         "logprobs": token_logprobs(shown, since),
         "weight_versions": spans_json(shown.spans, turn.labels),
         "rose": rose_json(turn, shown.spans),

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from rose_core.rollouts import splice
 from rose_core.rollouts.prospects import NO_HINT, Hint
+from rose_core.rollouts.stops import Stops
 from rose_core.rollouts.versions import NO_PIN, Pin
+
+
+def named(job: str, name: str) -> str:
+    """A caller's name for something of its own, told apart from what other jobs call so."""
+    return f"{job}/{name}" if job and name else name
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class TurnRequest:
         priority: higher first while waiting.
         interval: tokens per event of the engine's stream; more than one where nobody watches it.
         dedicated_because: parameters that cannot move between engines, with the reason.
+        stops: strings that end the turn, to be looked for across a move; ``None`` = nothing to do.
     """
 
     rid: str
@@ -47,6 +54,7 @@ class TurnRequest:
     priority: int = 0
     interval: int = 1
     dedicated_because: tuple[str, ...] = ()
+    stops: Stops | None = None
 
     def but(self, **changes: Any) -> TurnRequest:  # noqa: ANN401  # values of fields
         """The same request with other values, at a tenth of what ``dataclasses.replace`` costs."""
@@ -54,10 +62,17 @@ class TurnRequest:
         made.__dict__.update(self.__dict__, **changes)
         return made
 
+    def of_job(self, job: str) -> TurnRequest:
+        """The same turn as one of the job: what it names is the job's own."""
+        if not job:
+            return self
+        hint = replace(self.hint, group=named(job, self.hint.group))
+        return self.but(job=job, session=named(job, self.session), hint=hint)
+
     @property
     def trajectory(self) -> str:
         """Name of the trajectory; a turn without session is one by itself."""
-        return self.session or self.rid
+        return self.session or named(self.job, self.rid)
 
     @property
     def most_tokens(self) -> int:

@@ -17,6 +17,7 @@ from rose_core.rollouts.errors import BrokenStream, RolloutError
 from rose_core.rollouts.placement import TurnView
 from rose_core.rollouts.prefixes import Prefixes
 from rose_core.rollouts.prospects import Prospects
+from rose_core.rollouts.stops import Crossing
 from rose_core.rollouts.transcript import Leg, StreamEvent
 from rose_core.rollouts.watch import Move
 from rose_router import metrics
@@ -192,7 +193,8 @@ class TurnRunner:
     async def _read(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> None:
         target = Target(engine.update.url, engine.update.token)
         body = turn.request.leg_body(turn.transcript.context, turn.held, leg.rid, leg.version)
-        async for event in self._client.stream(target, body):
+        stream, crossing = self._client.stream(target, body), _crossing(turn)
+        async for event in stream:
             now = self._clock()
             placed = leg.placed
             new = leg.take(event)
@@ -202,9 +204,13 @@ class TurnRunner:
             if leg.offset == 0:
                 kept = {name: event.meta[name] for name in _PROMPT_META if name in event.meta}
                 turn.prompt_meta.update(kept)
+            stopped = crossing is not None and _stopped(leg, crossing)
             if leg.placed > placed:
                 self._note_first(turn, now)
                 turn.changed.fire()
+            if stopped:
+                await stream.aclose()
+                return
         _raise_refusal(leg)
 
     def _note_first(self, turn: Turn, now: float) -> None:
@@ -226,7 +232,7 @@ class TurnRunner:
         self._fleet.saw(engine, lambda speed: speed.saw_first_token(waited, uncached))
 
     def _fold(self, turn: Turn, engine: Engine, leg: Leg) -> None:
-        if leg.finish is None:
+        if not leg.ended:
             self._fences.raise_for(engine, leg.rid)
         exact = turn.request.pin.exact
         folded = turn.transcript.fold(leg, str(exact) if exact else "")
@@ -293,6 +299,21 @@ class TurnRunner:
             self._abort(turn, reason, str(error), status)
         else:
             turn.state, turn.error = State.FAILED, error
+
+
+def _crossing(turn: Turn) -> Crossing | None:
+    """Who looks for stop strings that the next leg's engine cannot see whole."""
+    stops = turn.request.stops
+    return Crossing(stops, turn.transcript.tokens) if stops is not None and turn.held else None
+
+
+def _stopped(leg: Leg, crossing: Crossing) -> bool:
+    """Whether a stop string has ended the turn; the leg then ends with it."""
+    found = crossing.match(leg.ids)
+    if found is None or leg.placed < found.count:
+        return False
+    leg.end(found.count, found.finish)
+    return True
 
 
 def _raise_refusal(leg: Leg) -> None:

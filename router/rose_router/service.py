@@ -154,7 +154,7 @@ class Service:
             raise Overloaded("Draining", message, retry_after=5)
         turn = self.ledger.find(request, self.clock())
         if turn is None:
-            if not request.session and (found := self.prefixes.find(request.prompt)):
+            if not request.session and (found := self._recognized(request)):
                 request = request.but(session=found)
             self._check(request)
             turn = Turn(request, self.clock(), Transcript(request.prompt), labels=self.labels)
@@ -213,6 +213,11 @@ class Service:
         if not self.fleet.live_versions():
             return "no engine has an attested weight version"
         return ""
+
+    def _recognized(self, request: TurnRequest) -> str:
+        """The trajectory of its job that the turn's prompt goes on from; empty = none."""
+        found = self.prefixes.find(request.prompt)
+        return found if not request.job or found.startswith(f"{request.job}/") else ""
 
     def _check(self, request: TurnRequest) -> None:
         try:

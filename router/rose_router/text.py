@@ -1,21 +1,22 @@
 """Text in and out, only where the lease brings a tokenizer; token ids are the truth.
 
 A chat template is the model's own (``chat_template.jinja`` or ``tokenizer_config.json`` beside the
-tokenizer). It came with the model, so it runs in jinja's sandbox.
+tokenizer); ``templates`` runs it on what ``conversation`` made of the caller's messages.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from rose_core.rollouts.stops import MOST_WINDOW, Stops
 from rose_router.errors import BadRequest
 
 if TYPE_CHECKING:
-    import jinja2
+    from rose_router.templates import Template
 
 
 class Tokenizer:
@@ -46,31 +47,30 @@ class Tokenizer:
         """Token ids to text."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special))
 
+    def stops(self, words: Sequence[str]) -> Stops | None:
+        """What ends a turn at these strings; ``None`` when they are too long to be looked for."""
+        longest = max(len(self.encode(word, special=False)) for word in words)
+        decode = partial(self.decode, skip_special=False)
+        return Stops(tuple(words), longest + 1, decode) if longest < MOST_WINDOW else None
+
     def chat(
         self, messages: Sequence[Any], tools: Sequence[Any], more: Mapping[str, Any]
     ) -> list[int]:
         """A conversation as the prompt of the next answer, in the model's own template.
 
         Args:
-            messages: as in OpenAI's request.
-            tools: likewise.
+            messages: as ``conversation`` makes them.
+            tools: as in OpenAI's request.
             more: further variables of the template (``chat_template_kwargs``).
 
         Raises:
             BadRequest: the model has no template, or it refuses the messages.
         """
-        template = self._template
-        if template is None:
+        if self._template is None:
             message = f"{self._folder}: the model has no chat template; send token ids as input_ids"
             raise BadRequest("NoTemplate", message)
-        import jinja2  # noqa: PLC0415  # only where a chat is asked for
-
         names = {"add_generation_prompt": True, **self._special, **more}
-        try:
-            text = template.render(messages=messages, tools=list(tools) or None, **names)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            message = f"messages: the model's chat template refuses them: {error}"
-            raise BadRequest("InvalidTurn", message) from error
+        text = self._template.render(messages=messages, tools=list(tools) or None, **names)
         return self.encode(text, special=False)
 
     @cached_property
@@ -88,28 +88,13 @@ class Tokenizer:
         return found
 
     @cached_property
-    def _template(self) -> jinja2.Template | None:
+    def _template(self) -> Template | None:
         file = self._folder / "chat_template.jinja"
         text = file.read_text() if file.is_file() else self._config.get("chat_template")
         if isinstance(text, list):  # several by name; the default one is asked for
             text = next((one["template"] for one in text if one.get("name") == "default"), None)
         if not isinstance(text, str):
             return None
-        from jinja2.ext import loopcontrols  # noqa: PLC0415  # only where a chat is asked for
-        from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
+        from rose_router.templates import Template  # noqa: PLC0415  # jinja, where asked for
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        return environment.from_string(text)
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-    # jinja's own filter escapes HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ValueError(message)
+        return Template(text)

@@ -2,7 +2,8 @@
 
     POST {"trained": ["key", ...], "dropped": [...], "rewards": {"key": 1.0}}
 
-Keys are session keys (the request id of a turn without session). Next: ``rose_core.rollouts``'
+Keys are session keys (the request id of a turn without session), of the caller's own job where
+several share the lease. Next: ``rose_core.rollouts``'
 ``inclusion`` says what the figures mean.
 """
 
@@ -19,7 +20,9 @@ from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.inclusion import Interval, Row
 from rose_core.rollouts.prospects import Prospects
 from rose_router import metrics
-from rose_router.dialects.common import read_body
+from rose_router.bearer import JOB
+from rose_router.dialects.common import Hints, read_body
+from rose_router.request import named
 
 
 def routes(prospects: Prospects) -> list[web.RouteDef]:
@@ -27,11 +30,13 @@ def routes(prospects: Prospects) -> list[web.RouteDef]:
 
     async def report(request: web.Request) -> web.Response:
         body = await read_body(request)
+        job = request.get(JOB, "") or Hints(body, request.headers).job
         rewards = _rewards(body)
         unknown: list[str] = []
         for word, trained in (("trained", True), ("dropped", False)):
             for name in _names(body, word):
-                outcome = prospects.concluded(name, trained=trained, reward=rewards.get(name))
+                reward = rewards.get(name)
+                outcome = prospects.concluded(named(job, name), trained=trained, reward=reward)
                 if outcome is None:
                     unknown.append(name)
                 else:

@@ -38,6 +38,13 @@ def test_what_can_be_spliced_may_run_anywhere(name: str) -> None:
     assert splice.dedicated_because({name: 3}, {}) == ()
 
 
+def test_stop_strings_move_where_somebody_looks_for_them() -> None:
+    (reason,) = splice.dedicated_because({"stop": ["</end>"]}, {})
+    assert "--tokenizer" in reason
+    assert splice.dedicated_because({"stop": ["</end>"]}, {}, emulated=("stop",)) == ()
+    assert splice.dedicated_because({"stop": []}, {}) == ()
+
+
 def test_a_parameter_nobody_knows_is_not_moved() -> None:
     assert splice.dedicated_because({"dry_multiplier": 2}, {}) != ()
     assert splice.dedicated_because({"dry_multiplier": None}, {}) == ()

@@ -145,3 +145,43 @@ async def test_a_queue_that_one_job_has_filled_takes_the_others_turns(
         await until(lambda: len(s.router.service.room) == 5)
         await s.engine()
         await asyncio.gather(other, *flood)
+
+
+async def test_what_one_job_calls_a_trajectory_is_its_own(stage: Make, tokens: Path) -> None:
+    async with stage(turn_token_file=tokens) as s:
+        await s.engine()
+        known = s.router.service.prospects
+        for job in ("train", "eval"):
+            await generate(s, job, most=4, session_id="0", rose={"group": "g"})
+        assert len(known) == 2
+        report = {"trained": ["0"]}
+        answers = []
+        for job in ("eval", "eval", "train"):
+            async with s.post("/trajectories", report, headers=bearing(job)) as reply:
+                answers.append((await reply.json())["unknown"])
+        assert answers == [[], ["0"], []]
+
+
+async def test_the_end_of_a_trajectory_is_told_of_the_callers_own(
+    stage: Make, tokens: Path
+) -> None:
+    async with stage(turn_token_file=tokens) as s:
+        await s.engine()
+        known = s.router.service.prospects
+        for job in ("train", "eval"):
+            await generate(s, job, most=4, session_id="0", rose={"group": "g"})
+        path = "/finish_session?session_id=0"
+        async with s.post(path, {}, headers=bearing("eval")) as reply:
+            assert reply.status == 200
+        assert known.lengths._groups == {"eval/g": [4]}
+
+
+async def test_a_prompt_goes_on_from_the_callers_own_turns_only(stage: Make, tokens: Path) -> None:
+    async with stage(turn_token_file=tokens) as s:
+        await s.engine()
+        first = await generate(s, "train", most=40)
+        longer = [*ask()["input_ids"], *first["output_ids"], 7]
+        await generate(s, "eval", most=4, input_ids=longer)
+        assert len(s.router.service.prospects) == 2
+        await generate(s, "train", most=4, input_ids=longer)
+        assert len(s.router.service.prospects) == 2

@@ -82,6 +82,31 @@ async def test_flags_become_settings(tmp_path: Path) -> None:
     assert made.patience.pause_seconds == 2.5
 
 
+def test_one_set_of_flags_serves_the_routers_of_all_leases(tmp_path: Path) -> None:
+    (tmp_path / "qwen3-8b").mkdir()
+    (tmp_path / "qwen3-8b" / "tokenizer.json").touch()
+    (tmp_path.parent / "tokenizer.json").touch()
+    shared = [f"--tokenizers={tmp_path}", "--ingest-url=http://ingest-{lease}.{namespace}:7500/"]
+    for model, found in (("qwen3-8b", tmp_path / "qwen3-8b"), ("other", None), ("..", None)):
+        made = settings(parser().parse_args(["--lease=team/grpo", f"--model={model}", *shared]))
+        assert made.tokenizer == found
+        assert made.ingest_url == "http://ingest-grpo.team:7500"
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus"),
+    [([], 1), (["--dedicated=a", "--dedicated=b"], 2), (["--dedicated=a", "--reported-gpus=8"], 8)],
+)
+def test_the_size_it_reports_is_that_of_the_dedicated_engines(flags: list[str], gpus: int) -> None:
+    assert settings(parser().parse_args(["--lease=team/grpo", *flags])).reported_gpus == gpus
+
+
+@pytest.mark.parametrize("url", ["http://{run}:1", "http://{}:1", "http://{lease.x}:1", "http://{"])
+def test_an_ingest_url_with_other_names_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="--ingest-url"):
+        settings(parser().parse_args(["--lease=team/grpo", f"--ingest-url={url}"]))
+
+
 def test_a_missing_token_file_ends_it_with_a_sentence(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -129,7 +129,9 @@ class SimClient:
     def __init__(self, engines: dict[str, SimEngine]) -> None:
         self._engines = engines
 
-    async def stream(self, target: Target, body: Mapping[str, Any]) -> AsyncIterator[StreamEvent]:
+    async def stream(
+        self, target: Target, body: Mapping[str, Any]
+    ) -> AsyncGenerator[StreamEvent, None]:
         engine = self._engines[target.url.removeprefix("sim://")]
         if not engine.alive:
             raise LegLost("connection refused")

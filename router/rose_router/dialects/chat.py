@@ -14,16 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_router.dialects.common import (
-    Hints,
-    caller_rid,
-    priority,
-    token_ids,
-    turns_of,
-    whole_number,
-)
-from rose_router.dialects.completions import passed_of, sampling_of
-from rose_router.dialects.sglang import MOST_ANSWERS, Ask
+from rose_router.conversation import begun, messages_of
+from rose_router.dialects import openai
+from rose_router.dialects.asking import MOST_ANSWERS, Ask, Terms, streamed
+from rose_router.dialects.common import Hints, caller_rid, priority, token_ids, whole_number
 from rose_router.text import Tokenizer
 
 TOOL_BEGINS = "<tool_call>"
@@ -42,17 +36,22 @@ def read(
     Raises:
         InvalidTurn: something is wrong with it; names the field.
     """
+    openai.refuse(body)
+    _check_choice(body)
     answers = whole_number(body, "n", 1, least=1, most=MOST_ANSWERS)
-    stream = bool(body.get("stream"))
-    if stream and answers > 1:
-        message = "stream: only for one answer; send one request for each"
-        raise InvalidTurn(message)
+    stream = streamed(body, several=answers > 1)
     prompt = prompt_of(body, tokenizer)
-    hints, sampling, passed = Hints(body, headers), _sampling(body), _passed(body)
     rid, own = caller_rid(body.get("rid") or body.get("request_id"), new_rid)
     asked = ((f"{rid}_{answer}" if answers > 1 else rid, prompt) for answer in range(answers))
-    turns = turns_of(asked, hints, sampling, passed, own_rid=own, priority=priority(body))
-    return Ask(turns, stream, listed=True)
+    most = body.get("max_completion_tokens") or body.get("max_tokens")
+    terms = Terms(
+        Hints(body, headers),
+        openai.sampling_of({**body, "max_tokens": most}, _DEFAULT_TOKENS),
+        openai.passed_of(body) | _logprobs(body),
+        priority=priority(body),
+        tokenizer=tokenizer,
+    )
+    return Ask(terms.turns(asked, own_rid=own), stream, listed=True)
 
 
 def prompt_of(body: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -63,41 +62,50 @@ def prompt_of(body: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int
     """
     if body.get("input_ids") is not None:
         return token_ids(body["input_ids"], "input_ids")
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        message = "messages: expected a list with at least one message (or token ids as input_ids)"
-        raise InvalidTurn(message)
+    messages, beginning = begun(messages_of(body.get("messages")), body)
     if tokenizer is None:
         message = "messages: this router has no tokenizer; send token ids as input_ids"
         raise InvalidTurn(message)
-    more = body.get("chat_template_kwargs") or {}
     tools = body.get("tools") or []
-    if not isinstance(more, dict) or not isinstance(tools, list):
-        message = "tools must be a list and chat_template_kwargs an object"
+    if not isinstance(tools, list):
+        message = "tools: expected a list"
         raise InvalidTurn(message)
-    return token_ids(tokenizer.chat(messages, tools, more), "messages")
+    ids = tokenizer.chat(messages, tools, _variables(body))
+    ids += tokenizer.encode(beginning, special=False) if beginning else []
+    return token_ids(ids, "messages")
 
 
-def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
-    most = body.get("max_completion_tokens") or body.get("max_tokens") or _DEFAULT_TOKENS
-    asked = body.get("response_format") or {}
-    if not isinstance(asked, dict) or not isinstance(asked.get("json_schema", {}), dict):
-        message = "response_format: expected an object"
+def _check_choice(body: Mapping[str, Any]) -> None:
+    """Refuse to force a call: that takes a grammar, and none is made here.
+
+    Raises:
+        InvalidTurn: the caller asks for one.
+    """
+    asked = body.get("tool_choice")
+    if asked not in (None, "auto", "none"):
+        message = f"tool_choice: expected auto or none, got {asked!r:.100}; send a json_schema"
         raise InvalidTurn(message)
-    schema = asked.get("json_schema", {}).get("schema")
-    if asked.get("type") == "json_object":
-        schema = {"type": "object"}
-    grammar = None if schema is None else json.dumps(schema)
-    return sampling_of({**body, "max_tokens": most, "json_schema": grammar})
 
 
-def _passed(body: Mapping[str, Any]) -> dict[str, Any]:
+def _variables(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What the template gets beside the conversation.
+
+    Raises:
+        InvalidTurn: ``chat_template_kwargs`` is no object.
+    """
+    more = body.get("chat_template_kwargs") or {}
+    if not isinstance(more, dict):
+        message = "chat_template_kwargs: expected an object"
+        raise InvalidTurn(message)
+    named = ("add_generation_prompt", "reasoning_effort")
+    return {name: body[name] for name in named if body.get(name) is not None} | more
+
+
+def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
     if not body.get("logprobs"):
-        return passed_of(body)
-    return passed_of(body) | {
-        "return_logprob": True,
-        "top_logprobs_num": whole_number(body, "top_logprobs", 0, most=128),
-    }
+        return {}
+    top = whole_number(body, "top_logprobs", 0, most=128)
+    return {"return_logprob": True, "top_logprobs_num": top}
 
 
 def message_of(text: str, body: Mapping[str, Any], rid: str) -> dict[str, Any]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
 
-from rose_core.rollouts import splice
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.prospects import Deadline, Hint
 from rose_core.rollouts.versions import Pin, read_pin
 from rose_router.errors import BadRequest, SlowCaller
-from rose_router.request import TurnRequest
 from rose_router.text import Tokenizer
 
 # Header names of the trainers' session keys, first match wins.
@@ -80,8 +78,10 @@ def token_ids(value: object, field: str) -> tuple[int, ...]:
         raise InvalidTurn(message) from error
 
 
-def encoded(text: str, tokenizer: Tokenizer | None, field: str, instead: str) -> tuple[int, ...]:
-    """A prompt given as text.
+def encoded(
+    text: str, tokenizer: Tokenizer | None, field: str, instead: str, *, special: bool = True
+) -> tuple[int, ...]:
+    """A prompt given as text, by default with the special tokens the tokenizer adds by itself.
 
     Raises:
         InvalidTurn: this router has no tokenizer.
@@ -89,7 +89,7 @@ def encoded(text: str, tokenizer: Tokenizer | None, field: str, instead: str) ->
     if tokenizer is None:
         message = f"{field}: this router has no tokenizer; send token ids as {instead}"
         raise InvalidTurn(message)
-    return token_ids(tokenizer.encode(text), field)
+    return token_ids(tokenizer.encode(text, special=special), field)
 
 
 def whole_number(
@@ -116,15 +116,6 @@ def priority(body: Mapping[str, Any]) -> int:
         InvalidTurn: it is no whole number.
     """
     return whole_number(body, "priority", 0, least=-(2**31))
-
-
-def check_sampling(sampling: Mapping[str, Any]) -> None:
-    """Refuse what would go wrong only when the turn is continued.
-
-    Raises:
-        InvalidTurn: ``max_new_tokens`` or ``min_new_tokens`` is no fitting number.
-    """
-    whole_number(sampling, "min_new_tokens", 0, most=splice.most_tokens(sampling))
 
 
 class Hints:
@@ -212,39 +203,3 @@ def caller_rid(value: object, new_rid: Callable[[], str]) -> tuple[str, bool]:
         message = "rid: expected text of 1 to 256 characters"
         raise InvalidTurn(message)
     return value, True
-
-
-def turns_of(
-    asked: Iterable[tuple[str, tuple[int, ...]]],
-    hints: Hints,
-    sampling: Mapping[str, Any],
-    passed: Mapping[str, Any],
-    *,
-    own_rid: bool,
-    priority: int,
-) -> list[TurnRequest]:
-    """One turn for every id and prompt of a request that has one set of parameters.
-
-    Raises:
-        InvalidTurn: the parameters are wrong; names the field.
-    """
-    check_sampling(sampling)
-    because = splice.dedicated_because(sampling, passed)
-    return [
-        TurnRequest(
-            rid=rid,
-            prompt=prompt,
-            sampling=sampling,
-            own_rid=own_rid,
-            passed=passed,
-            session=hints.session,
-            job=hints.job,
-            keyed=bool(hints.session),
-            pin=hints.pin,
-            expected=hints.expected,
-            hint=hints.trajectory,
-            priority=priority,
-            dedicated_because=because,
-        )
-        for rid, prompt in asked
-    ]

@@ -7,15 +7,13 @@ their own; their order in the reply is SGLang's (all answers of the first prompt
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from rose_core.rollouts import splice
 from rose_core.rollouts.errors import InvalidTurn
+from rose_router.dialects.asking import MOST_ANSWERS, Ask, Terms, streamed
 from rose_router.dialects.common import (
     Hints,
     caller_rid,
-    check_sampling,
     encoded,
     priority,
     token_ids,
@@ -32,17 +30,8 @@ _OWN = frozenset(
 # Fields that may hold one value per prompt of a batch.
 _PER_PROMPT = frozenset(
     {"return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "extra_key"}
+    | {"lora_path", "custom_logit_processor", "return_hidden_states"}
 )
-MOST_ANSWERS = 4096
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A request: its turns, whether the caller streams and whether the reply is a list."""
-
-    turns: list[TurnRequest]
-    stream: bool
-    listed: bool
 
 
 def read(
@@ -57,43 +46,23 @@ def read(
         InvalidTurn: something is wrong with it; names the field.
     """
     prompts, batch = _prompts(body, tokenizer)
-    hints = Hints(body, headers)
+    hints, ranked = Hints(body, headers), priority(body)
     turns: list[TurnRequest] = []
-    listed = batch
     for index, prompt in enumerate(prompts):
         sampling = _sampling(body, index)
         answers = whole_number(sampling, "n", 1, least=1)
-        listed = listed or answers > 1
         if len(turns) + answers > MOST_ANSWERS:
             message = f"more than {MOST_ANSWERS} answers in one request; send several requests"
             raise InvalidTurn(message)
-        passed = _passed(body, index if batch else None)
-        because = splice.dedicated_because(sampling, passed)
-        check_sampling(sampling)
+        at = index if batch else None
+        terms = Terms(hints, sampling, _passed(body, at), priority=ranked, tokenizer=tokenizer)
+        single = not batch and answers == 1
         for answer in range(answers):
-            rid, own = _rid(body, index if batch else None, answer, answers, new_rid)
-            turns.append(
-                TurnRequest(
-                    rid=rid,
-                    prompt=prompt,
-                    sampling=sampling,
-                    own_rid=own,
-                    passed=passed,
-                    session=hints.session or (rid if own and not listed else ""),
-                    keyed=bool(hints.session) or own,
-                    job=hints.job,
-                    pin=hints.pin,
-                    expected=hints.expected,
-                    hint=hints.trajectory,
-                    priority=priority(body),
-                    dedicated_because=because,
-                )
-            )
-    stream = bool(body.get("stream"))
-    if stream and listed:
-        message = "stream: only for one prompt and one answer; send one request for each"
-        raise InvalidTurn(message)
-    return Ask(turns, stream, listed)
+            rid, own = _rid(body, at, answer, answers, new_rid)
+            session = rid if own and single else ""
+            turns.append(terms.turn(rid, prompt, own_rid=own, session=session, keyed=own))
+    listed = batch or len(turns) > 1
+    return Ask(turns, streamed(body, several=listed), listed)
 
 
 def _prompts(

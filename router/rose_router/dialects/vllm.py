@@ -6,22 +6,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_router.dialects.common import (
-    Hints,
-    caller_rid,
-    priority,
-    token_ids,
-    turns_of,
-    whole_number,
-)
-from rose_router.dialects.completions import logprobs_of, sampling_of
-from rose_router.dialects.sglang import MOST_ANSWERS, Ask
+from rose_router.dialects import openai
+from rose_router.dialects.asking import MOST_ANSWERS, Ask, Terms, streamed
+from rose_router.dialects.common import Hints, caller_rid, priority, token_ids, whole_number
+from rose_router.text import Tokenizer
 
-# Sampling parameters that change what is sampled and have no counterpart in SGLang.
-_REFUSED = ("bad_words", "allowed_token_ids", "structured_outputs", "prompt_logprobs", "features")
+_DEFAULT_TOKENS = 16  # vLLM's
 
 
-def read(body: Mapping[str, Any], headers: Mapping[str, str], new_rid: Callable[[], str]) -> Ask:
+def read(
+    body: Mapping[str, Any],
+    headers: Mapping[str, str],
+    tokenizer: Tokenizer | None,
+    new_rid: Callable[[], str],
+) -> Ask:
     """Read a request.
 
     Raises:
@@ -31,20 +29,17 @@ def read(body: Mapping[str, Any], headers: Mapping[str, str], new_rid: Callable[
     if not isinstance(given, dict):
         message = f"sampling_params: expected an object, got {type(given).__name__}"
         raise InvalidTurn(message)
-    for name in _REFUSED:
-        if given.get(name) is not None or body.get(name) is not None:
-            message = f"{name}: the router does not take it"
-            raise InvalidTurn(message)
+    openai.refuse(given, body)
     prompt = token_ids(body.get("token_ids"), "token_ids")
     answers = whole_number(given, "n", 1, least=1, most=MOST_ANSWERS)
-    if body.get("stream") and answers > 1:
-        message = "stream: only for one answer; send one request for each"
-        raise InvalidTurn(message)
-    hints, sampling, passed = Hints(body, headers), sampling_of(given), logprobs_of(given)
-    if body.get("cache_salt"):
-        passed["extra_key"] = body["cache_salt"]
+    stream = streamed(body, several=answers > 1)
     rid, own = caller_rid(body.get("request_id"), new_rid)
     asked = ((f"{rid}_{answer}" if answers > 1 else rid, prompt) for answer in range(answers))
-    # vLLM serves lower numbers first.
-    turns = turns_of(asked, hints, sampling, passed, own_rid=own, priority=-priority(body))
-    return Ask(turns, bool(body.get("stream")), listed=True)
+    terms = Terms(
+        Hints(body, headers),
+        openai.unknown_of(given) | openai.sampling_of(given, _DEFAULT_TOKENS),
+        openai.passed_of(body) | openai.logprobs_of(given),
+        priority=-priority(body),  # vLLM serves lower numbers first
+        tokenizer=tokenizer,
+    )
+    return Ask(terms.turns(asked, own_rid=own), stream, listed=True)

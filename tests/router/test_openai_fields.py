@@ -1,0 +1,129 @@
+"""No field of OpenAI's or vLLM's requests is forgotten: it works, goes on, or is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+
+from rose_core.rollouts.errors import InvalidTurn
+from rose_router.dialects import chat, completions, vllm
+from rose_router.request import TurnRequest
+from tests.router.conftest import Stage
+from tests.router.test_http import events
+
+Make = Callable[..., AbstractAsyncContextManager[Stage]]
+PROMPT = [3, 1, 4]
+
+
+def completion(**body: Any) -> TurnRequest:  # noqa: ANN401  # of a request
+    (turn,) = completions.read({"prompt": PROMPT, **body}, {}, None, lambda: "r").turns
+    return turn
+
+
+def chatted(**body: Any) -> TurnRequest:  # noqa: ANN401  # of a request
+    (turn,) = chat.read({"input_ids": PROMPT, **body}, {}, None, lambda: "r").turns
+    return turn
+
+
+def inference(sampling: dict[str, Any], **body: Any) -> TurnRequest:  # noqa: ANN401  # of a request
+    asked = {"token_ids": PROMPT, "sampling_params": sampling, **body}
+    (turn,) = vllm.read(asked, {}, None, lambda: "r").turns
+    return turn
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "name", "becomes"),
+    [
+        ("seed", 7, "sampling_seed", 7),
+        ("min_tokens", 2, "min_new_tokens", 2),
+        ("include_stop_str_in_output", True, "no_stop_trim", True),
+        ("guided_json", {"type": "object"}, "json_schema", '{"type": "object"}'),
+        ("guided_regex", "a+", "regex", "a+"),
+        ("stop_regex", "a+", "stop_regex", "a+"),
+        ("custom_params", {"a": 1}, "custom_params", {"a": 1}),
+        ("response_format", {"type": "json_object"}, "json_schema", '{"type": "object"}'),
+        ("response_format", {"type": "text"}, "json_schema", None),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "array"}}},
+            "json_schema",
+            '{"type": "array"}',
+        ),
+    ],
+)
+def test_what_has_another_name_works_in_every_dialect(
+    field: str, value: object, name: str, becomes: object
+) -> None:
+    for turn in (completion(**{field: value}), chatted(**{field: value})):
+        assert turn.sampling.get(name) == becomes
+        assert field not in turn.passed
+    if field != "response_format":
+        assert inference({field: value}).sampling.get(name) == becomes
+
+
+def test_a_structural_tag_is_asked_for_in_the_engines_words() -> None:
+    tag = {"type": "structural_tag", "structures": [], "triggers": ["<f"]}
+    assert json.loads(completion(response_format=tag).sampling["structural_tag"]) == tag
+
+
+@pytest.mark.parametrize("asked", [7, {"type": "xml"}, {"type": "json_schema"}])
+def test_a_format_that_is_none_is_refused(asked: object) -> None:
+    with pytest.raises(InvalidTurn, match="response_format"):
+        completion(response_format=asked)
+
+
+@pytest.mark.parametrize(
+    "field", ["echo", "bad_words", "allowed_token_ids", "prompt_logprobs", "use_beam_search"]
+)
+def test_what_would_have_to_be_ignored_is_refused_by_name(field: str) -> None:
+    for ask in (completion, chatted):
+        with pytest.raises(InvalidTurn, match=field):
+            ask(**{field: 1})
+        ask(**{field: None})
+    with pytest.raises(InvalidTurn, match=field):
+        inference({field: 1})
+
+
+def test_a_field_nobody_here_knows_goes_to_the_engine_as_it_is() -> None:
+    new = {"return_novelty": True}
+    assert completion(**new).passed["return_novelty"] is True
+    assert chatted(**new).passed["return_novelty"] is True
+    assert inference({}, **new).passed["return_novelty"] is True
+
+
+def test_a_parameter_nobody_here_knows_is_asked_of_a_dedicated_engine() -> None:
+    turn = inference({"thinking_token_budget": 9, "n": 1, "detokenize": False, "skip": False})
+    assert turn.sampling["thinking_token_budget"] == 9
+    assert [why.split(":")[0] for why in turn.dedicated_because] == ["thinking_token_budget"]
+    assert "skip" not in turn.sampling  # asks for nothing
+
+
+def test_what_says_nothing_of_the_answer_does_not_reach_the_engine() -> None:
+    turn = completion(
+        model="m", user="u", metadata={"a": "b"}, stream_options={"include_usage": True}, text={}
+    )
+    assert turn.passed == {}
+
+
+def test_the_callers_salt_is_part_of_the_caches_key() -> None:
+    assert completion(cache_salt="s", extra_key="k").passed == {"extra_key": "sk"}
+    assert inference({}, cache_salt="s").passed == {"extra_key": "s"}
+
+
+@pytest.mark.parametrize("asked", [True, False])
+async def test_a_stream_counts_its_tokens_where_that_is_asked_for(stage: Make, asked: bool) -> None:
+    async with stage() as s:
+        await s.engine()
+        body = {"prompt": PROMPT, "max_tokens": 6, "stream": True}
+        options = {"stream_options": {"include_usage": True}} if asked else {}
+        async with s.post("/v1/completions", body | options) as reply:
+            *pieces, last = await events(reply)
+    if asked:
+        assert last["choices"] == []
+        assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    assert all("usage" not in piece for piece in pieces)
+    assert ("usage" in last) is asked
