@@ -135,6 +135,12 @@ def test_replicas_of_routers_reach_each_other_and_prove_themselves() -> None:
     assert "--router-peer-ca=/var/run/rose-tls/ca.crt" in pod["containers"][0]["args"]
 
 
+def test_routers_dial_the_ingests_that_were_named() -> None:
+    peer = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "research"}}}
+    rendered = render({"networkPolicy": {"enabled": True, "ingests": [peer]}})
+    assert {"to": [peer]} in rendered.one("NetworkPolicy", "rose-router")["spec"]["egress"]
+
+
 def test_turns_come_from_the_namespaces_that_were_named() -> None:
     policy = {"enabled": True, "turnNamespaces": ["research"], "metricsNamespaces": ["monitoring"]}
     rendered = render({"networkPolicy": policy})
