@@ -3,42 +3,29 @@
 Which turn goes next and where is production's (``dispatch``, ``placement`` by the policy's name,
 with what ``prospects`` remembers of trajectories) or, for the paper's rules, first come first
 served. A cut turn goes on elsewhere from its tokens, or is sampled anew where a regime cannot keep
-them.
+them. What the choices see is made by ``sight``.
 """
 
 from __future__ import annotations
 
 import random
 from bisect import insort
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from rose_core.identity import WeightVersion
 from rose_core.rollouts.admission import rank
-from rose_core.rollouts.dispatch import Scene, next_turn
-from rose_core.rollouts.estimates import Speed
-from rose_core.rollouts.placement import (
-    EngineView,
-    Outlook,
-    Placement,
-    Policy,
-    PolicyName,
-    TurnView,
-    place,
-)
+from rose_core.rollouts.dispatch import next_turn
+from rose_core.rollouts.placement import EngineView, Placement, Policy, PolicyName, place
 from rose_core.rollouts.prospects import Deadline, Hint, Prospects
 from rose_core.rollouts.residency import Residents
 from rose_core.rollouts.watch import LegView, Patience, judge
 from rose_core.simulate.batch import Sequence
 from rose_core.simulate.clock import SECOND, Clock, Event
+from rose_core.simulate.sight import Known, Sight
 from rose_core.simulate.turns import Counts, Engine, Leg, Turn
 from rose_core.simulate.warming import Around, Warmer
 from rose_core.wire.routing import EngineKind
 
 _LOOK_AGAIN_S = 1.0
-_NO_OUTLOOK = Outlook()
-# Rules that ask what is known of a trajectory; the others do without, which is quicker to simulate.
-_REMEMBER = frozenset({PolicyName.JOINT, PolicyName.LONG_TO_BORROWED, PolicyName.LATE_TO_BORROWED})
 
 
 @dataclass(frozen=True)
@@ -64,27 +51,23 @@ class Router:
     def __init__(
         self, clock: Clock, run: str, policy: Policy, manners: Manners, draw: random.Random
     ) -> None:
-        self._clock, self._run, self._policy, self._manners = clock, run, policy, manners
-        self._draw = draw
+        self._clock, self._policy, self._manners, self._draw = clock, policy, manners, draw
         stall = manners.stall_s
         self._patience = Patience() if stall is None else Patience(pause_seconds=stall)
         self.engines: dict[str, Engine] = {}
         self._queue: list[Turn] = []
-        self._usual = 128.0
-        self._usual_speed = Speed()
         self._again: Event | None = None
-        self.head = 0
         self.counts = Counts()
         self.prospects = Prospects(Deadline(publishes=policy.max_staleness))
         self._residents = Residents()
-        self._views: dict[str, EngineView] = {}
-        self._remembers = policy.name in _REMEMBER
+        known = Known(self.engines, self.prospects, self._residents)
+        self._sight = Sight(clock, run, policy, known, knows_lengths=manners.knows_lengths)
         self._warms = manners.waits and policy.name is PolicyName.JOINT
         around = Around(
             self.engines,
             self._residents,
-            lambda: self._scene(self._all_views(), lambda: 1.0),
-            self._turn_view,
+            lambda: self._sight.scene(self._sight.engines(), lambda: 1.0),
+            self._sight.turn,
             lambda: len(self._queue),
         )
         self.warmer = Warmer(clock, around)
@@ -94,7 +77,7 @@ class Router:
     def attach(self, engine: Engine) -> None:
         """An engine has come."""
         self.engines[engine.name] = engine
-        self._views.pop(engine.name, None)
+        self._sight.changed(engine.name)
         if engine.batch is not None:
             self._residents.pool(engine.name, engine.batch.kv_tokens)
         self.drain()
@@ -104,7 +87,7 @@ class Router:
         engine = self.engines.get(name)
         if engine is None or engine.gate_open == is_open:
             return
-        self._views.pop(name, None)
+        self._sight.changed(name)
         now = self._clock.now_ns
         since = (now - engine.gate_ns) / SECOND
         was_open, engine.gate_open, engine.gate_ns = engine.gate_open, is_open, now
@@ -133,20 +116,19 @@ class Router:
         engine = self.engines.get(name)
         if engine is not None and (engine.version is None or version > engine.version):
             engine.version = version
-            self._views.pop(name, None)
+            self._sight.changed(name)
             self.published(version)
             self.drain()
 
     def published(self, version: int) -> None:
         """The newest version is at least this one."""
-        self.head = max(self.head, version)
-        self.prospects.saw_head(self._label(self.head), self._clock.now_s)
+        self._sight.published(version)
 
     def cut_to(self, name: str, cap: int) -> None:
         """Fewer turns at a time; the youngest above the cap leave."""
         engine = self.engines[name]
         engine.cap = cap
-        self._views.pop(name, None)
+        self._sight.changed(name)
         for leg in engine.legs[cap:]:
             self._end(leg, kept=self._manners.keeps, inside=True)
             self._requeue(leg.turn)
@@ -155,7 +137,7 @@ class Router:
     def restore(self, name: str) -> None:
         """The cap is as it was at first."""
         self.engines[name].cap = self.engines[name].full_cap
-        self._views.pop(name, None)
+        self._sight.changed(name)
         self.drain()
 
     # --- turns
@@ -168,7 +150,7 @@ class Router:
     def submit(self, turn: Turn) -> None:
         """A turn has come."""
         self.counts.turns += 1
-        if self._remembers:
+        if self._sight.remembers:
             now = self._clock.now_s
             self.prospects.turn_begins(turn.session, Hint(turn.group), turn.context, now)
         self.warmer.comes(turn)
@@ -187,7 +169,7 @@ class Router:
         return turn.held
 
     def _wait(self, turn: Turn) -> None:
-        turn.since, turn.view = self._clock.now_s, self._turn_view(turn)
+        turn.since, turn.view = self._clock.now_s, self._sight.turn(turn)
         insort(self._queue, turn, key=self._rank)
 
     def _rank(self, turn: Turn) -> tuple[bool, int, int]:
@@ -196,7 +178,7 @@ class Router:
     def drain(self) -> None:
         """Place what waits, until nothing more can be placed now."""
         while self._queue:
-            views = self._all_views()
+            views = self._sight.engines()
             if not any(view.gate_open and view.live < view.cap for view in views):
                 return
             chosen = self._next(views)
@@ -207,10 +189,11 @@ class Router:
 
     def _next(self, views: list[EngineView]) -> tuple[int, str] | None:
         if not self._manners.waits:
-            head, now = self._label(self.head), self._clock.now_s
-            answer = place(self._queue[0].view, views, head, self._policy, now)
+            first, head, now = self._queue[0].view, self._sight.head, self._clock.now_s
+            answer = place(first, views, head, self._policy, now)
             return (0, answer.engine) if isinstance(answer, Placement) else None
-        chosen, again = next_turn(self._queue, self._scene(views, self._draw.random))
+        scene = self._sight.scene(views, self._draw.random)
+        chosen, again = next_turn(self._queue, scene)
         if again is not None:
             self._drain_at(again)
         return None if chosen is None else (chosen[0], chosen[1].engine)
@@ -220,66 +203,20 @@ class Router:
             self._again.cancel()
         self._again = self._clock.at(round(seconds * SECOND) + 1, self.drain)
 
-    def _scene(self, views: list[EngineView], dice: Callable[[], float]) -> Scene:
-        head, now = self._label(self.head), self._clock.now_s
-        outlook = _NO_OUTLOOK
-        if self._remembers:
-            outlook = self.prospects.outlook(lambda: views, dice(), now)
-        return Scene(views, head, self._policy, now, outlook, self._residents)
-
     def _elsewhere(self, turn: Turn) -> bool:
-        views = self._all_views()
-        head, now = self._label(self.head), self._clock.now_s
-        return isinstance(place(self._turn_view(turn), views, head, self._policy, now), Placement)
+        """Whether another engine would take it now."""
+        views, view = self._sight.engines(), self._sight.turn(turn)
+        head, now = self._sight.head, self._clock.now_s
+        return isinstance(place(view, views, head, self._policy, now), Placement)
 
-    def _turn_view(self, turn: Turn) -> TurnView:
-        home = self.engines.get(turn.home)
-        same = home is not None and home.version == turn.home_version
-        known = self._manners.knows_lengths
-        view = TurnView(
-            context=turn.context + turn.held,
-            expected=turn.output - turn.held if known else max(1, round(self._usual)),
-            home=turn.home,
-            cached=turn.cached if same else 0,
-            avoid=frozenset({turn.avoid} if turn.avoid else ()),
-            losses=turn.losses,
-        )
-        if not self._remembers:
-            return view
-        return self.prospects.expected(turn.session, view, self._clock.now_s)
-
-    def _all_views(self) -> list[EngineView]:
-        """Views of all engines; only those that have changed are made anew."""
-        for name, engine in self.engines.items():
-            if name not in self._views:
-                self._views[name] = self._view(engine)
-        return [self._views[name] for name in self.engines]
-
-    def _view(self, engine: Engine) -> EngineView:
-        version = None if engine.version is None else self._label(engine.version)
-        return EngineView(
-            engine.name,
-            engine.kind,
-            version,
-            engine.gate_open and engine.batch is not None,
-            engine.cap,
-            live=len(engine.legs),
-            speed=engine.speed or self._usual_speed,
-            hazard=engine.hazard,
-        )
-
-    def _label(self, version: int) -> WeightVersion:
-        return WeightVersion(self._run, 0, version)
+    # --- legs
 
     def _begin(self, turn: Turn, engine: Engine) -> None:
         now = self._clock.now_ns
         self.counts.queue_s += now / SECOND - turn.since
         assert engine.batch is not None  # noqa: S101  # placement took it as open
-        if self._remembers:
-            home = self.engines.get(turn.home)
-            could = home is not None and home.gate_open and len(home.legs) < home.cap
-            left = could and home is not engine
-            self.prospects.placed(turn.session, engine.kind, left_home=left)
+        if self._sight.remembers:
+            self.prospects.placed(turn.session, engine.kind, left_home=self._left(turn, engine))
         # Prefix caches are kept apart by version, so keys of older weights are of no use.
         sequence = Sequence(
             f"{turn.session}@{engine.version}",
@@ -291,35 +228,33 @@ class Router:
         leg = Leg(turn, engine, sequence, now)
         turn.versions.append(engine.version or 0)
         engine.legs.append(leg)
-        self._views.pop(engine.name, None)
+        self._sight.changed(engine.name)
         self._residents.began(engine.name, turn.session, turn.context + turn.view.expected)
         self.warmer.begins(turn, engine)
         engine.batch.submit(sequence)
 
+    def _left(self, turn: Turn, engine: Engine) -> bool:
+        """Whether it goes elsewhere although its home would have had room."""
+        home = self.engines.get(turn.home)
+        could = home is not None and home.gate_open and len(home.legs) < home.cap
+        return could and home is not engine
+
     def _first(self, leg: Leg) -> None:
         leg.first_ns = self._clock.now_ns
-        engine = leg.engine
-        if engine.gate_ns <= leg.began_ns:
-            waited = (leg.first_ns - leg.began_ns) / SECOND
-            self._saw(engine, lambda speed: speed.saw_first_token(waited, leg.sequence.uncached))
+        if leg.engine.gate_ns <= leg.began_ns:
+            waited, uncached = (leg.first_ns - leg.began_ns) / SECOND, leg.sequence.uncached
+            self._sight.learn(leg.engine, lambda speed: speed.saw_first_token(waited, uncached))
 
     def _done(self, leg: Leg) -> None:
-        engine, sequence = leg.engine, leg.sequence
-        if leg.turn.withdrawn:
-            return  # by what another turn that ended in the same step has led to
-        if engine.gate_ns <= leg.first_ns and sequence.produced > 1:
-            spent = (self._clock.now_ns - leg.first_ns) / SECOND
-            step = spent / (sequence.produced - 1)
-            # Production learns from every token with a weight of 0.1; here once for all of them.
-            weight = 1.0 - 0.9 ** (sequence.produced - 1)
-            live = len(engine.legs)
-            self._saw(engine, lambda speed: speed.saw_step(step, weight, live))
-        self._end(leg, kept=True, inside=False)
         turn = leg.turn
-        turn.home, turn.cached = engine.name, turn.context + turn.output
+        if turn.withdrawn:
+            return  # by what another turn that ended in the same step has led to
+        self._learn_step(leg)
+        self._end(leg, kept=True, inside=False)
+        turn.home, turn.cached = leg.engine.name, turn.context + turn.output
         turn.home_version = turn.versions[-1]
-        self._usual += 0.02 * (turn.output - self._usual)
-        if self._remembers:
+        self._sight.wrote(turn.output)
+        if self._sight.remembers:
             now = self._clock.now_s
             self.prospects.turn_ended(turn.session, turn.output, turn.cached, now)
         if self._warms:
@@ -327,18 +262,22 @@ class Router:
         turn.done()
         self.drain()
 
-    def _saw(self, engine: Engine, learn: Callable[[Speed], Speed]) -> None:
-        """Learn the speed of one engine, and from it what to expect of new ones."""
-        self._views.pop(engine.name, None)
-        engine.speed = learn(engine.speed or self._usual_speed)
-        self._usual_speed = learn(self._usual_speed)
+    def _learn_step(self, leg: Leg) -> None:
+        """How long a step took, where the gate stood open all the time."""
+        steps = leg.sequence.produced - 1
+        if leg.engine.gate_ns > leg.first_ns or steps < 1:
+            return
+        step = (self._clock.now_ns - leg.first_ns) / SECOND / steps
+        # Production learns from every token with a weight of 0.1; here once for all of them.
+        weight, live = 1.0 - 0.9**steps, len(leg.engine.legs)
+        self._sight.learn(leg.engine, lambda speed: speed.saw_step(step, weight, live))
 
     def _end(self, leg: Leg, *, kept: bool, inside: bool) -> None:
         engine, sequence, turn = leg.engine, leg.sequence, leg.turn
         if inside and engine.batch is not None:
             engine.batch.remove(sequence)
         engine.legs.remove(leg)
-        self._views.pop(engine.name, None)
+        self._sight.changed(engine.name)
         keys = sequence.context + sequence.produced
         self._residents.ended(engine.name, turn.session, keys, self._clock.now_s)
         self.counts.tokens += sequence.produced
