@@ -3,15 +3,10 @@
 The simulator has one number per delay of the control path, whatever the load. Here that is put to
 the test: the delays of the other load levels predict those of the one held out.
 
-| FILE | load levels in it |
-|---|---|
-| ``out/bench/guard-windows.json``, the recording of a run | every load of it (``recordings``) |
-| ``out/bench/guard.json`` of one load (``python -m bench.guard --loads conv``) | that one |
-| the same of several loads | those that have figures of their own, ``conv, ours: arrival to ...`` |
-
-A delay with fewer than ``LEAST_SAMPLES`` reactions at a load of a recording is left out there, and
-named. Exit code 1 when a delay is off by more than ``LIMIT``, or when the files cannot say. What
-was measured while others used the machine is refused; with ``--busy`` it is compared, the share is
+FILE is a result of that benchmark or a run's recording (``levels``). A recording also says how far
+a delay may be off by chance (``chance``); where only part of that lies within ``LIMIT`` the delay
+is *undecided*. Exit code 0 when every delay lies within the limit for certain, else 1. What was
+measured while others used the machine is refused; with ``--busy`` it is compared, the share is
 said, and the exit code is 1 whatever comes of it.
 """
 
@@ -20,52 +15,31 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from rose_core.simulate.errors import ScenarioError, SimulationError
-from rose_simulate.recordings import Recorded, delays_of, is_recording
-from rose_simulate.timings import MEDIANS, QUIET, Figures, any_figures, refuse_busy
+from rose_simulate import chance
+from rose_simulate.levels import QUIET_SHARE, Level, Median, chosen, levels
 
 LIMIT = 0.15
-QUIET_SHARE = 0.05
-"""As ``bench.guard``: above it the figures describe others' use of the machine."""
-LEAST_SAMPLES = 20
-_LOAD_OF = ", alone: time without a request"
-
-
-@dataclass(frozen=True)
-class Median:
-    """One delay at one load level, milliseconds."""
-
-    value: float
-    samples: int
-
-
-@dataclass(frozen=True)
-class Level:
-    """One load level.
-
-    Attributes:
-        delays: by the name of the figure.
-        others: share of the machine that others used meanwhile; None = not recorded.
-        short: delays with too few samples, in words.
-    """
-
-    delays: Mapping[str, Median]
-    others: float | None
-    short: tuple[str, ...] = ()
+_VERDICTS = {True: "", False: "  outside", None: "  undecided"}
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """One delay, milliseconds."""
+    """One delay, milliseconds.
+
+    Attributes:
+        low, high: 95 % interval of ``off``; None where the file has no windows.
+    """
 
     name: str
     predicted: float
     observed: float
     samples: int
+    low: float | None = None
+    high: float | None = None
 
     @property
     def off(self) -> float:
@@ -73,9 +47,13 @@ class Compared(msgspec.Struct, frozen=True):
         return self.predicted / self.observed - 1
 
     @property
-    def holds(self) -> bool:
-        """Within the limit."""
-        return abs(self.off) <= LIMIT
+    def holds(self) -> bool | None:
+        """Within the limit; None where the interval lies only partly within it."""
+        low = self.off if self.low is None else self.low
+        high = self.off if self.high is None else self.high
+        if low > LIMIT or high < -LIMIT:
+            return False
+        return True if low >= -LIMIT and high <= LIMIT else None
 
 
 class Calibration(msgspec.Struct, frozen=True):
@@ -94,104 +72,13 @@ class Calibration(msgspec.Struct, frozen=True):
 
     @property
     def holds(self) -> bool:
-        """Every delay within the limit, on a machine that nobody else used."""
-        return self.quiet and all(one.holds for one in self.delays)
+        """Every delay within the limit for certain, on a machine that nobody else used."""
+        return self.quiet and all(one.holds is True for one in self.delays)
 
     @property
     def quiet(self) -> bool:
         """Whether the recording says anything of the control path alone."""
         return self.others is not None and self.others <= QUIET_SHARE
-
-
-def levels(paths: Sequence[Path], *, busy: bool = False) -> dict[str, Level]:
-    """Every load level of the files.
-
-    Args:
-        paths: results and recordings of the guard's benchmark.
-        busy: also what was measured while others used the machine.
-
-    Raises:
-        ScenarioError: a file is nothing of the guard's benchmark, was measured on a busy
-            machine, lacks a figure, or has a load that another file has.
-    """
-    found: dict[str, Level] = {}
-    for path in paths:
-        for load, level in _levels(path).items():
-            if load in found:
-                raise ScenarioError(f"{path}: load {load} is in another file too")
-            if not busy:
-                refuse_busy(path, level.others, level.others is not None and _quiet(level.others))
-            found[load] = level
-    return found
-
-
-def chosen(found: dict[str, Level], loads: Sequence[str] | None) -> dict[str, Level]:
-    """The levels that were asked for; None = all.
-
-    Raises:
-        ScenarioError: the files have no such level.
-    """
-    if missing := [one for one in loads or () if one not in found]:
-        raise ScenarioError(f"no load {missing[0]!r} in the files: they have {', '.join(found)}")
-    return {name: found[name] for name in loads or found}
-
-
-def _quiet(others: float) -> bool:
-    return others <= QUIET_SHARE
-
-
-def _levels(path: Path) -> dict[str, Level]:
-    if is_recording(path):
-        return {load: _recorded(one) for load, one in delays_of(path).items()}
-    figures = any_figures(path)
-    loads = [name.removesuffix(_LOAD_OF) for name in figures if name.endswith(_LOAD_OF)]
-    if not loads:
-        message = f"{path}: no figure that ends in {_LOAD_OF!r}: no load was served alone"
-        raise ScenarioError(message)
-    others = figures.get(QUIET, {}).get("value")
-    return {
-        load: Level(
-            {
-                name: _median(figures, f"{load}, {name}" if loads[1:] else name, path)
-                for name in MEDIANS
-            },
-            None if others is None else float(others),
-        )
-        for load in loads
-    }
-
-
-def _recorded(one: Recorded) -> Level:
-    enough = {
-        name: Median(value, samples)
-        for name, (value, samples) in one.delays.items()
-        if samples >= LEAST_SAMPLES and value > 0
-    }
-    short = tuple(
-        f"{name}: {samples} samples; {LEAST_SAMPLES} are needed to say anything"
-        for name, (_, samples) in one.delays.items()
-        if name not in enough
-    )
-    return Level(enough, one.others, short)
-
-
-def _median(figures: Figures, name: str, path: Path) -> Median:
-    count = name.removesuffix(", p50") + ", samples"
-    for wanted in (name, count):
-        if wanted not in figures:
-            message = (
-                f"{path}: no figure {wanted!r}; a file with several loads needs it of each: give "
-                "the run's recording (-windows.json), or run the benchmark once per load (--loads)"
-            )
-            raise ScenarioError(message)
-    return _enough(path, name, float(figures[name]["value"]), int(figures[count]["value"]))
-
-
-def _enough(path: Path, name: str, value: float, samples: int) -> Median:
-    if samples < LEAST_SAMPLES or value <= 0:
-        message = f"{path}: {name}: {samples} samples; {LEAST_SAMPLES} are needed to say anything"
-        raise ScenarioError(message)
-    return Median(value, samples)
 
 
 def calibrate(found: Mapping[str, Level], held_out: str) -> Calibration:
@@ -209,9 +96,7 @@ def calibrate(found: Mapping[str, Level], held_out: str) -> Calibration:
         known = [level.delays[name] for level in others.values() if name in level.delays]
         if not known:
             continue
-        weight = sum(one.samples for one in known)
-        predicted = sum(one.value * one.samples for one in known) / weight
-        delays.append(Compared(name, predicted, seen.value, seen.samples))
+        delays.append(_compared(name, seen, known))
     if not delays:
         why = "; ".join(found[held_out].short) or "no other level has its delays"
         raise ScenarioError(f"cannot hold out {held_out!r}: {why}")
@@ -220,22 +105,34 @@ def calibrate(found: Mapping[str, Level], held_out: str) -> Calibration:
     return Calibration(held_out, tuple(others), tuple(delays), most, found[held_out].short)
 
 
+def _compared(name: str, seen: Median, known: Sequence[Median]) -> Compared:
+    off = chance.off(seen.value, [(one.value, one.samples) for one in known])
+    ends = chance.ends(seen.windows, [one.windows for one in known]) or (None, None)
+    return Compared(name, seen.value * (1 + off), seen.value, seen.samples, *ends)
+
+
 def table(one: Calibration) -> str:
     """As text."""
     lines = [
         f"held out: {one.held_out}; predicted from: {', '.join(one.fitted_on)}; limit {LIMIT:.0%}",
-        f"{'':<44} predicted   observed       off  samples",
+        f"{'':<44} predicted   observed       off [95 %]            samples",
     ]
     if not one.quiet:
         share = "an unknown share" if one.others is None else f"{one.others:.0%}"
         lines.insert(0, f"NOT A CALIBRATION: others used {share} of the machine")
     lines += [
         f"{row.name:<44} {row.predicted:>6.2f} ms  {row.observed:>6.2f} ms  {row.off:>+8.1%}"
-        f"  {row.samples:>7}{'' if row.holds else '  outside'}"
+        f" {_ends(row):<18} {row.samples:>7}{_VERDICTS[row.holds]}"
         for row in one.delays
     ]
     lines += [f"left out: {why}" for why in one.short]
     return "\n".join(lines)
+
+
+def _ends(row: Compared) -> str:
+    if row.low is None or row.high is None:
+        return ""
+    return f"[{row.low:+.0%}, {row.high:+.0%}]"
 
 
 def parser() -> argparse.ArgumentParser:

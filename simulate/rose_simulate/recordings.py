@@ -28,11 +28,11 @@ class Recorded:
     """One load level.
 
     Attributes:
-        delays: median in milliseconds and number of samples, by the name of the figure.
+        delays: reactions in milliseconds of each window that had any, by the name of the figure.
         others: mean share of the machine that others used.
     """
 
-    delays: dict[str, tuple[float, int]]
+    delays: dict[str, tuple[tuple[float, ...], ...]]
     others: float
 
 
@@ -69,6 +69,6 @@ def delays_of(path: Path) -> dict[str, Recorded]:
 def _level(windows: Windows) -> Recorded:
     delays = {}
     for name, field in FIELDS.items():
-        values = [float(value) for one in windows for value in one[field]]
-        delays[name] = (1e3 * statistics.median(values) if values else 0.0, len(values))
+        found = (tuple(1e3 * float(value) for value in one[field]) for one in windows)
+        delays[name] = tuple(values for values in found if values)
     return Recorded(delays, statistics.fmean(float(one["strangers"]) for one in windows))

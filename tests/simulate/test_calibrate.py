@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from rose_core.simulate.errors import ScenarioError
-from rose_simulate.calibrate import calibrate, chosen, levels
+from rose_simulate.calibrate import calibrate
+from rose_simulate.levels import chosen, levels
 from rose_simulate.main import main
 from rose_simulate.studies import SCENARIOS
 from rose_simulate.timings import MEDIANS, QUIET
@@ -17,8 +18,8 @@ CODE = (0.98, 5.2, 12.8)
 FAR = (0.93, 4.8, 30.0)
 
 RECORDING = SCENARIOS.parent / "recordings" / "guard-2026-11-23.json"
-SAID = (23, -5, 5)
-"""How far the conversation load is off as a prediction of the code load, percent."""
+SAID = ((23, -1, 45), (-5, -18, 22), (5, -46, 62))
+"""How far the conversation load is off as a prediction of the code load, and its ends, percent."""
 
 Levels = dict[str, tuple[float, float, float]]
 
@@ -108,6 +109,37 @@ def test_one_recording_of_several_loads_is_enough(
     assert "outside" in capsys.readouterr().out
 
 
+def test_windows_that_differ_among_themselves_leave_a_delay_undecided(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = windows(tmp_path / "guard-windows.json", {"conv": 1.0, "code": 1.1})
+    content = json.loads(path.read_text())
+    ours = [one for one in content["windows"] if one["condition"] == "ours"]
+    ours[0]["closed_s"] = [0.0006] * 9 + [0.001] * 11
+    path.write_text(json.dumps(content))
+    closed, stopped, _ = calibrate(levels([path]), "code").delays
+    assert closed.low is not None
+    assert closed.low < -0.15 < closed.off
+    assert closed.holds is None
+    assert (stopped.low, stopped.high) == pytest.approx((stopped.off, stopped.off))
+    assert stopped.holds
+    assert main(["calibrate", str(path), "--hold-out", "code"]) == 1
+    assert "undecided" in capsys.readouterr().out
+
+
+def test_a_delay_that_is_off_whatever_chance_does_is_outside(tmp_path: Path) -> None:
+    path = windows(tmp_path / "guard-windows.json", {"conv": 1.0, "code": 1.3})
+    assert [one.holds for one in calibrate(levels([path]), "code").delays] == [False] * 3
+
+
+def test_a_single_window_says_nothing_of_chance(tmp_path: Path) -> None:
+    path = windows(tmp_path / "guard-windows.json", {"conv": 1.0, "code": 1.1})
+    content = json.loads(path.read_text())
+    content["windows"] = content["windows"][1:]
+    path.write_text(json.dumps(content))
+    assert {one.low for one in calibrate(levels([path]), "code").delays} == {None}
+
+
 def test_a_recording_of_a_shared_machine_never_counts_as_calibrated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,16 +188,14 @@ def test_a_recording_without_reactions_is_refused(tmp_path: Path, text: str, rea
 
 
 def test_the_recording_that_is_shipped_says_what_the_documentation_says() -> None:
-    """A quiet machine: between loads with pauses one delay of three is off, else two are."""
+    """A quiet machine, but too few windows to say of any delay that it lies within the limit."""
     found = levels([RECORDING])
-    paused = chosen(found, ["conv", "code"])
-    closed, stopped, opened = calibrate(paused, "code").delays
-    assert (round(100 * closed.off), round(100 * stopped.off), round(100 * opened.off)) == SAID
-    assert not closed.holds
-    assert stopped.holds
-    assert opened.holds
-    assert [one.holds for one in calibrate(found, "code").delays] == [False, False, True]
-    assert calibrate(found, "code").quiet
+    paused = calibrate(chosen(found, ["conv", "code"]), "code")
+    said = [(one.off, one.low or 0.0, one.high or 0.0) for one in paused.delays]
+    assert tuple(tuple(round(100 * share) for share in one) for one in said) == SAID
+    assert [one.holds for one in paused.delays] == [None, None, None]
+    assert paused.quiet
+    assert not paused.holds
     with pytest.raises(ScenarioError, match="no load 'cove' in the files"):
         chosen(found, ["cove"])
 

@@ -1,0 +1,149 @@
+"""Results and recordings of the guard's benchmark -> delays of the control path by load level.
+
+| file | load levels in it |
+|---|---|
+| ``out/bench/guard-windows.json``, the recording of a run | every load of it (``recordings``) |
+| ``out/bench/guard.json`` of one load (``python -m bench.guard --loads conv``) | that one |
+| the same of several loads | those that have figures of their own, ``conv, ours: arrival to ...`` |
+
+A delay with fewer than ``LEAST_SAMPLES`` reactions at a load of a recording is left out there, and
+named. Next step: ``calibrate`` compares the levels.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose_core.simulate.errors import ScenarioError
+from rose_simulate import chance
+from rose_simulate.recordings import Recorded, delays_of, is_recording
+from rose_simulate.timings import MEDIANS, QUIET, Figures, any_figures, refuse_busy
+
+QUIET_SHARE = 0.05
+"""As ``bench.guard``: above it the figures describe others' use of the machine."""
+LEAST_SAMPLES = 20
+_LOAD_OF = ", alone: time without a request"
+
+
+@dataclass(frozen=True)
+class Median:
+    """One delay at one load level, milliseconds; ``windows`` are its reactions where known."""
+
+    value: float
+    samples: int
+    windows: chance.Windows = ()
+
+
+@dataclass(frozen=True)
+class Level:
+    """One load level.
+
+    Attributes:
+        delays: by the name of the figure.
+        others: share of the machine that others used meanwhile; None = not recorded.
+        short: delays with too few samples, in words.
+    """
+
+    delays: Mapping[str, Median]
+    others: float | None
+    short: tuple[str, ...] = ()
+
+
+def levels(paths: Sequence[Path], *, busy: bool = False) -> dict[str, Level]:
+    """Every load level of the files.
+
+    Args:
+        paths: results and recordings of the guard's benchmark.
+        busy: also what was measured while others used the machine.
+
+    Raises:
+        ScenarioError: a file is nothing of the guard's benchmark, was measured on a busy
+            machine, lacks a figure, or has a load that another file has.
+    """
+    found: dict[str, Level] = {}
+    for path in paths:
+        for load, level in _levels(path).items():
+            if load in found:
+                raise ScenarioError(f"{path}: load {load} is in another file too")
+            if not busy:
+                refuse_busy(path, level.others, level.others is not None and _quiet(level.others))
+            found[load] = level
+    return found
+
+
+def chosen(found: dict[str, Level], loads: Sequence[str] | None) -> dict[str, Level]:
+    """The levels that were asked for; None = all.
+
+    Raises:
+        ScenarioError: the files have no such level.
+    """
+    if missing := [one for one in loads or () if one not in found]:
+        raise ScenarioError(f"no load {missing[0]!r} in the files: they have {', '.join(found)}")
+    return {name: found[name] for name in loads or found}
+
+
+def _quiet(others: float) -> bool:
+    return others <= QUIET_SHARE
+
+
+def _levels(path: Path) -> dict[str, Level]:
+    if is_recording(path):
+        return {load: _recorded(one) for load, one in delays_of(path).items()}
+    figures = any_figures(path)
+    loads = [name.removesuffix(_LOAD_OF) for name in figures if name.endswith(_LOAD_OF)]
+    if not loads:
+        message = f"{path}: no figure that ends in {_LOAD_OF!r}: no load was served alone"
+        raise ScenarioError(message)
+    others = figures.get(QUIET, {}).get("value")
+    return {
+        load: Level(
+            {
+                name: _median(figures, f"{load}, {name}" if loads[1:] else name, path)
+                for name in MEDIANS
+            },
+            None if others is None else float(others),
+        )
+        for load in loads
+    }
+
+
+def _recorded(one: Recorded) -> Level:
+    medians = {name: _of_windows(windows) for name, windows in one.delays.items()}
+    enough = {
+        name: median
+        for name, median in medians.items()
+        if median.samples >= LEAST_SAMPLES and median.value > 0
+    }
+    short = tuple(
+        f"{name}: {median.samples} samples; {LEAST_SAMPLES} are needed to say anything"
+        for name, median in medians.items()
+        if name not in enough
+    )
+    return Level(enough, one.others, short)
+
+
+def _of_windows(windows: chance.Windows) -> Median:
+    values = [value for one in windows for value in one]
+    return Median(statistics.median(values) if values else 0.0, len(values), windows)
+
+
+def _median(figures: Figures, name: str, path: Path) -> Median:
+    count = name.removesuffix(", p50") + ", samples"
+    for wanted in (name, count):
+        if wanted not in figures:
+            message = (
+                f"{path}: no figure {wanted!r}; a file with several loads needs it of each: give "
+                "the run's recording (-windows.json), or run the benchmark once per load (--loads)"
+            )
+            raise ScenarioError(message)
+    return _enough(path, name, float(figures[name]["value"]), int(figures[count]["value"]))
+
+
+def _enough(path: Path, name: str, value: float, samples: int) -> Median:
+    if samples < LEAST_SAMPLES or value <= 0:
+        message = f"{path}: {name}: {samples} samples; {LEAST_SAMPLES} are needed to say anything"
+        raise ScenarioError(message)
+    return Median(value, samples)
