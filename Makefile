@@ -76,7 +76,7 @@ format: venv  ## put the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-generate: venv  ## crds/, docs/api.md and docs/metrics.md from the code
+generate: venv  ## crds/ and docs/api.md, metrics.md, scenario.md from the code
 	$(BIN)/python -m rose_dev.generate
 
 docs: venv  ## the documentation as a site in out/site (ARGS=serve shows it while you write)

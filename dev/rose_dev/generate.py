@@ -5,6 +5,7 @@
 | ``crds/*.yaml`` (and the chart's copies) | ``rose_core.api`` |
 | ``docs/api.md`` | the same models, reasons and the allow-list |
 | ``docs/metrics.md`` | every ``metrics.py`` with a ``REGISTRY`` |
+| ``docs/scenario.md`` | the models of the simulator's scenarios |
 | ``helm/rose/files/dashboards/*.json`` | ``rose_dev.dashboards`` |
 """
 
@@ -26,6 +27,7 @@ from rose_core.api.crd import KINDS, Kind, definition
 from rose_core.api.reasons import MEANING
 from rose_core.api.schema import structural
 from rose_dev import dashboards
+from rose_simulate import fields
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART_CRDS = Path("helm/rose/crd-files")
@@ -44,7 +46,11 @@ PACKAGES = {
 
 def generated(root: Path = ROOT) -> dict[Path, str]:
     """Path relative to the root -> what the file must contain."""
-    files = {Path("docs/api.md"): api_page(), Path("docs/metrics.md"): metrics_page(root)}
+    files = {
+        Path("docs/api.md"): api_page(),
+        Path("docs/metrics.md"): metrics_page(root),
+        Path("docs/scenario.md"): fields.page(),
+    }
     for kind in KINDS:
         text = f"# {NOTE}\n" + yaml.safe_dump(definition(kind), sort_keys=False, width=100)
         name = f"{kind.full_name.split('.')[0]}.yaml"

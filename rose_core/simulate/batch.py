@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rose_core.simulate.clock import SECOND, Clock, Event
-from rose_core.simulate.costs import Costs, steps_in, time_of
+from rose_core.simulate.costs import Costs, pairs, steps_in, time_of
 
 _PREFILL_CHUNK = 8192
 
@@ -72,6 +72,7 @@ class BatchEngine:
         self.speed = 1.0
         self._steps = 0
         self._first = self._growth = self._total = self._work = 0.0
+        self._stretch = 1.0  # by how much attention makes the prefill under way longer
         self._mark_ns = 0
         self._event: Event | None = None
         self.tokens = self.prefilled = 0
@@ -98,7 +99,7 @@ class BatchEngine:
         """Seconds at full speed until it can be stopped: the rest of the step or chunk."""
         self._settle()
         if self._prefilling:
-            chunk = self._costs.prefill(self._quantum)
+            chunk = self._costs.prefill(self._quantum, 0.0) * self._stretch
             return min(chunk - self._work % chunk, max(0.0, self._total - self._work))
         return max(0.0, self._first - self._work) if self.running else 0.0
 
@@ -198,11 +199,19 @@ class BatchEngine:
             self._admit()
         if self._prefilling:
             self._work = 0.0
-            self._total = self._costs.prefill(sum(s.uncached for s in self._prefilling))
+            self._total = self._prefill_s()
         elif self.running:
             self._first, self._growth = self._costs.step(len(self.running), self._context)
             self._steps = min(sequence.left for sequence in self.running)
         self._plan()
+
+    def _prefill_s(self) -> float:
+        tokens = sum(s.uncached for s in self._prefilling)
+        alone = self._costs.prefill(tokens, 0.0)
+        attended = sum(pairs(s.uncached, s.context - s.uncached) for s in self._prefilling)
+        whole = self._costs.prefill(tokens, attended)
+        self._stretch = whole / alone
+        return whole
 
     def _admit(self) -> None:
         chunk = 0

@@ -12,14 +12,25 @@ from rose_core.simulate.scenario import Count, Regime, RolloutJob, Scenario, Ser
 
 
 class FleetServices(Strict):
-    """Services of one kind."""
+    """Services of one kind.
+
+    Attributes:
+        count: of them.
+        service: each of them.
+    """
 
     count: Count
     service: Service
 
 
 class FleetJobs(Strict):
-    """Jobs of one kind; ``job.borrowed`` is per lease."""
+    """Jobs of one kind.
+
+    Attributes:
+        count: of them.
+        leases: of each, on services of their own.
+        job: each of them; its ``borrowed`` is per lease, and ``borrows_from`` is not looked at.
+    """
 
     count: Count
     leases: Annotated[int, Field(ge=1)] = 1
@@ -27,11 +38,21 @@ class FleetJobs(Strict):
 
 
 class FleetScenario(Strict):
-    """``count`` services and jobs of each kind; each job has ``leases`` leases on services.
+    """A fleet: services and jobs by kind, in bins of seconds in place of single events.
 
     Attributes:
+        kind: tells it from a scenario of single events.
+        name: of the scenario and its result.
+        seconds: that are simulated, all counted.
+        bin_s: length of a bin.
         plan_s: period of the planner; production plans every 5 s.
         start_s: from a loan to an engine with attested weights.
+        derate: share of the kernels' speed that engines reach from 32 sequences on.
+        seeds: of requests and episodes.
+        regimes: who decides; no turn is placed, so only gates and lending differ.
+        episodes: CSV of rollout episodes, relative to the scenario's folder.
+        services: what serves, by kind.
+        jobs: what borrows.
     """
 
     kind: Literal["fleet"]

@@ -10,7 +10,7 @@ from rose_core.guard.predictor import Profile
 from rose_core.guard.slack import Objective
 from rose_core.simulate.batch import BatchEngine, Sequence
 from rose_core.simulate.clock import Clock
-from rose_core.simulate.costs import Costs, costs, kv_tokens
+from rose_core.simulate.costs import Costs, costs, kv_tokens, pairs
 from rose_core.simulate.device import Device, Sharing
 from rose_core.simulate.gates import Gate, Host, ServingRequest, Timings
 from rose_core.simulate.guarded import BYTES_PER_TOKEN, GuardedGate
@@ -60,7 +60,8 @@ class Replica:
         sharing = Sharing(**slow.model_dump(), yielding=rules.yielding)
         self.device = Device(clock, sharing)
         gpus = service.gpus_per_replica
-        own = costs(service.device, service.model, scenario.derate, gpus)
+        pays = scenario.prefill_attention
+        own = costs(service.device, service.model, scenario.derate, gpus, attention=pays)
         pool = kv_tokens(service.device, service.model, service.serving_memory_share, gpus)
         self.serving = BatchEngine(clock, own, pool, self.device.update)
         self.device.serving = self.serving
@@ -110,7 +111,8 @@ class Replica:
         service, job = self.service, self.job
         assert job is not None  # noqa: S101  # a slot was granted to a job
         gpus = service.gpus_per_replica
-        own = costs(service.device, job.model, self._scenario.derate, gpus)
+        derate, pays = self._scenario.derate, self._scenario.prefill_attention
+        own = costs(service.device, job.model, derate, gpus, attention=pays)
         pool = kv_tokens(service.device, job.model, service.rollout_memory_share, gpus)
         engine = BatchEngine(self._clock, own, pool, self.device.update, quantum=QUANTUM)
         engine.set_speed(0.0)
@@ -157,9 +159,10 @@ class Replica:
 def profile(own: Costs) -> Profile:
     """The guard's profile of this engine; it corrects itself from there."""
     base, growth = own.step(1, 1000)[0], own.step(2, 2000)[0] - own.step(1, 1000)[0]
-    per_kilobyte = (own.prefill(2048) - own.prefill(1024)) / (1024 * BYTES_PER_TOKEN / 1024)
+    more = own.prefill(2048, pairs(2048)) - own.prefill(1024, pairs(1024))
+    per_kilobyte = more / (1024 * BYTES_PER_TOKEN / 1024)
     return Profile(
-        prefill_base_s=own.prefill(1),
+        prefill_base_s=own.prefill(1, 0.0),
         prefill_per_kilobyte_s=per_kilobyte,
         decode_base_s=base - growth,
         decode_per_request_s=growth,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rose_core.simulate.clock import Clock, Event
-from rose_core.simulate.costs import Costs
+from rose_core.simulate.costs import Costs, pairs
 from rose_core.simulate.device import Device
 from rose_core.simulate.gates import Gate, Host, ServingRequest
 
@@ -84,7 +84,7 @@ class PaperGate(Gate):
         for request in self._live.values():
             if not request.first_ns:
                 left = self._ttft_s - (now - request.arrived_ns) / 1e9
-                if left <= self._profile.prefill(request.prompt):
+                if left <= self._profile.prefill(request.prompt, pairs(request.prompt)):
                     return False
             elif self._tpot_s <= self._since_token(request, now) + decode:
                 return False

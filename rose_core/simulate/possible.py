@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rose_core.simulate.costs import DEVICES, MODELS, costs, kv_tokens
+from rose_core.simulate.costs import DEVICES, MODELS, costs, kv_tokens, pairs
 from rose_core.simulate.machines import fill, sizes
 from rose_core.simulate.scenario import Load, Regime, RolloutJob, Scenario, Service
 
@@ -19,11 +19,13 @@ def impossible(scenario: Scenario) -> Iterator[tuple[Where, str]]:
     if len({job.name for job in scenario.jobs}) < len(scenario.jobs):
         yield ("jobs",), "two jobs have the same name"
     for index, service in enumerate(scenario.services):
-        for field, reason in _service(service, scenario.derate):
+        for field, reason in _service(service, scenario):
             yield ("services", index, field), reason
     for index, job in enumerate(scenario.jobs):
         for field, reason in _job(job, scenario, names):
             yield ("jobs", index, field), reason
+    if scenario.contexts.first >= scenario.contexts.most:
+        yield ("contexts", "first"), f"no turn fits below most, {scenario.contexts.most} tokens"
     yield from _lent_twice(scenario)
     yield from _too_wide(scenario)
     yield from _failures(scenario)
@@ -54,7 +56,7 @@ def _failures(scenario: Scenario) -> Iterator[tuple[Where, str]]:
             yield ("failures", index, "target"), f"there are {count} {what}, counted from 0"
 
 
-def _service(service: Service, derate: float) -> Iterator[tuple[str, str]]:
+def _service(service: Service, scenario: Scenario) -> Iterator[tuple[str, str]]:
     if service.model not in MODELS:
         yield "model", f"no measured costs of {service.model}; known: {', '.join(MODELS)}"
         return
@@ -67,8 +69,9 @@ def _service(service: Service, derate: float) -> Iterator[tuple[str, str]]:
     gpus, share = service.gpus_per_replica, service.serving_memory_share
     if kv_tokens(service.device, service.model, share, gpus) <= 0:
         yield "serving_memory_share", f"{service.model} does not fit into it"
-    alone = costs(service.device, service.model, derate, gpus)
-    step, prefill = 1e3 * alone.step(1, 1000)[0], 1e3 * alone.prefill(1000)
+    pays = scenario.prefill_attention
+    alone = costs(service.device, service.model, scenario.derate, gpus, attention=pays)
+    step, prefill = 1e3 * alone.step(1, 1000)[0], 1e3 * alone.prefill(1000, pairs(1000))
     if service.tpot_ms <= step:
         yield "tpot_ms", f"is not above the solo latency: one step alone takes {step:.1f} ms"
     if service.ttft_ms <= prefill:

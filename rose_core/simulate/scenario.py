@@ -1,5 +1,6 @@
 """What a simulation is told: services, jobs, links, failures. One YAML file, read by the shell.
 
+``docs/scenario.md`` is made of these classes, with what their docstrings say of each field.
 ``possible.impossible`` refuses what no field is wrong in, but what cannot exist.
 """
 
@@ -45,10 +46,18 @@ class Strict(BaseModel):
 
 
 class Load(Strict):
-    """Load of a service: a replayed trace, or bursts; ``requests_per_s`` is over all replicas.
+    """Load of a service: a replayed trace, or bursts.
 
     Attributes:
-        shape: a slow trend that the trace's rate follows, as a file; for fleets.
+        trace: CSV of arrivals (``t_s,in_tokens,out_tokens``), played in a loop; a path relative to
+            the scenario's folder.
+        requests_per_s: over all replicas; the trace is thinned or overlaid to this mean.
+        shape: CSV of a slow trend (``t_s,req_per_s``) that the trace's rate follows; for fleets.
+        offset_s: where in the trace it begins; without a trace, when the first burst comes.
+        burst_every_s: from one burst to the next, in place of a trace.
+        burst_size: requests of a burst over all replicas, all within a second.
+        burst_prompt: tokens of a prompt, from half to one and a half of it.
+        burst_output: tokens of an answer, likewise.
     """
 
     trace: str = ""
@@ -62,7 +71,23 @@ class Load(Strict):
 
 
 class Service(Strict):
-    """One serving deployment; ``percentile`` of its requests keep the SLO."""
+    """One serving deployment: what serves, what it is asked, and what may be lent of it.
+
+    Attributes:
+        name: of the service; jobs borrow by it.
+        model: Qwen2.5-7B, 14B or 32B, or Qwen3-8B, 14B or 32B, whose costs were measured.
+        device: H100 or H200.
+        replicas: of the service.
+        gpus_per_replica: tensor parallelism.
+        ttft_ms: SLO: time to the first token.
+        tpot_ms: SLO: time per output token after the first.
+        percentile: share of the requests that must keep both, percent.
+        load: what it is asked.
+        max_replicas_percent: most replicas that are lent at once, percent.
+        min_unlent_replicas: replicas that are never lent.
+        serving_memory_share: of the GPU's memory, for the serving engine.
+        rollout_memory_share: for the rollout engine beside it.
+    """
 
     name: Annotated[str, Field(min_length=1)]
     model: str
@@ -80,11 +105,24 @@ class Service(Strict):
 
 
 class RolloutJob(Strict):
-    """One RL job; every engine of it takes ``gpus_per_engine`` GPUs.
+    """One RL job: engines of its own, what it borrows, and how its trainer goes on.
 
     Attributes:
+        name: of the job.
+        model: Qwen2.5-7B, 14B or 32B, or Qwen3-8B, 14B or 32B, whose costs were measured.
+        device: of the dedicated engines; a borrowed one has its lender's.
+        dedicated: engines of its own.
+        borrowed: most replicas that it borrows at once.
+        borrows_from: the service that lends.
+        gpus_per_engine: tensor parallelism; as many as the lender's ``gpus_per_replica``.
+        group: trajectories of one prompt.
+        batch_groups: groups that one training step takes.
+        staleness: publishes that a trajectory may lag behind when it is trained on; 0 =
+            synchronous steps.
+        train_s: how long a training step takes; then it publishes.
         cap: most trajectories on a borrowed engine, less where its KV pool holds fewer of
-            12,000 tokens; ``dedicated_cap`` likewise.
+            12,000 tokens.
+        dedicated_cap: the same on an engine of its own.
         gap_scale: environment gaps of the episodes times this; they are a coding agent's, whose
             tools take seconds; a game answers at once.
         surplus: tail batching (``rollouts.rounds``): prompts that a short round starts beyond its
@@ -112,7 +150,14 @@ class RolloutJob(Strict):
 
 
 class Link(Strict):
-    """Path of the weights to borrowed engines."""
+    """Path of the weights; transfers do not slow each other.
+
+    Attributes:
+        gbps: gigabits per second to each borrowed engine.
+        delta_share: size of what a publish changes, as a share of the weights.
+        apply_s: to stage, commit and attest it.
+        dedicated_s: from a publish to dedicated engines that have it.
+    """
 
     gbps: Positive = 20.0
     delta_share: Annotated[float, Field(gt=0, le=1)] = 0.06
@@ -121,9 +166,11 @@ class Link(Strict):
 
 
 class Interference(Strict):
-    """Modelled cost of co-running; see ``device``.
+    """Modelled cost of co-running, as factors of time; see ``device``.
 
     Attributes:
+        serving_slowdown: of serving while both compute.
+        rollout_slowdown: of rollouts while both compute.
         rollout_alone: what a fixed share of the multiprocessors (MPS) costs rollouts while serving
             is idle; 1 under time slicing, where they have the whole GPU then.
     """
@@ -134,7 +181,13 @@ class Interference(Strict):
 
 
 class Placement(Strict):
-    """Knobs of production's placement (``rollouts.placement.Policy``); its own defaults."""
+    """Knobs of production's placement (``rollouts.placement.Policy``); its own defaults.
+
+    Attributes:
+        pause_seconds: what a reclaim costs a turn beside its re-prefill.
+        crowding_seconds: added for an engine that is full, in proportion below.
+        move_margin: a session leaves home when it gains this share of the re-prefill on top.
+    """
 
     pause_seconds: Annotated[float, Field(ge=0)] = Policy().pause_seconds
     crowding_seconds: Annotated[float, Field(ge=0)] = Policy().crowding_seconds
@@ -163,6 +216,8 @@ class Failure(Strict):
         kind: ``engine`` dies and is started anew, ``gone`` it never comes back, ``guard`` decides
             nothing for ``seconds``, the ``link`` of the weights is down for ``seconds``, a ``node``
             is off for ``seconds`` with everything on it.
+        at_s: when, counted from the start of the warm-up.
+        seconds: how long; not for engines.
         target: number of the replica, or of the node; the link has none.
         every_s: again and again, until the end.
     """
@@ -175,7 +230,15 @@ class Failure(Strict):
 
 
 class Delays(Strict):
-    """Delays of the control path, seconds; see ``gates.Timings``."""
+    """Delays of the control path, seconds.
+
+    Attributes:
+        tap_s: first segment of a request on the wire to the guard's decision.
+        close_s: that decision to an engine that launches nothing more.
+        open_s: decision to an engine that computes again.
+        poll_s: period of a polled source, in regimes without the tap.
+        start_s: an engine's start until it serves.
+    """
 
     tap_s: Annotated[float, Field(ge=0)] = 0.001
     close_s: Annotated[float, Field(ge=0)] = 0.005
@@ -184,8 +247,40 @@ class Delays(Strict):
     start_s: Annotated[float, Field(ge=0)] = 45.0
 
 
+class Contexts(Strict):
+    """What the recorded episodes' contexts, of more than 100,000 tokens, are brought to.
+
+    Attributes:
+        first: tokens of the first prompt.
+        most: an episode ends before its context is longer.
+    """
+
+    first: Annotated[int, Field(ge=1, le=32_000)] = 6000
+    most: Annotated[int, Field(ge=100, le=32_000)] = 32_000
+
+
 class Scenario(Strict):
-    """A whole scenario; counted are the ``seconds`` after ``warmup_s``."""
+    """A whole scenario; counted are the ``seconds`` after ``warmup_s``.
+
+    Attributes:
+        name: of the scenario and its result; the studies want the file's.
+        seconds: that are counted.
+        warmup_s: simulated before, and not counted.
+        derate: share of the kernels' speed that engines reach from 32 sequences on.
+        seeds: of requests and episodes; regimes are compared in pairs of equal seeds.
+        regimes: who decides (``docs/simulator.md`` has the list).
+        episodes: CSV of rollout episodes, relative to the scenario's folder.
+        contexts: how long they are.
+        services: what serves.
+        jobs: what borrows.
+        link: how weights travel.
+        interference: what co-running costs.
+        prefill_attention: prefill pays for attention to what is before it too (``costs``).
+        delays: of the control path.
+        placement: knobs of it.
+        nodes: which machines there are, and how they fail.
+        failures: what breaks, and when.
+    """
 
     name: Annotated[str, Field(min_length=1)]
     seconds: Annotated[float, Field(gt=0, le=1_209_600)]
@@ -194,10 +289,12 @@ class Scenario(Strict):
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (1, 2, 3)
     regimes: Annotated[tuple[Regime, ...], Field(min_length=1)] = USUAL
     episodes: str
+    contexts: Contexts = Contexts()
     services: Annotated[tuple[Service, ...], Field(min_length=1)]
     jobs: Annotated[tuple[RolloutJob, ...], Field(min_length=1)]
     link: Link = Link()
     interference: Interference = Interference()
+    prefill_attention: bool = False
     delays: Delays = Delays()
     placement: Placement = Placement()
     nodes: Nodes = Nodes()

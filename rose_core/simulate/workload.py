@@ -13,8 +13,7 @@ from rose_core.simulate.clock import SECOND
 from rose_core.simulate.errors import TraceError
 from rose_core.simulate.gates import ServingRequest
 
-# Contexts of the recorded episodes exceed 100k tokens; new tokens, outputs and gaps are kept.
-BASE_CONTEXT, MOST_NEW, MOST_CONTEXT, LONGEST_GAP_S = 6000, 8000, 32000, 120.0
+MOST_NEW, LONGEST_GAP_S = 8000, 120.0
 # Probability that a sibling repeats its group's episode; gives an intra-class correlation of about
 # 0.55, between the 0.53 (output tokens) and 0.59 (turns) of tau-bench.
 ALIKE = 0.74
@@ -39,6 +38,22 @@ class Turn:
 
 
 Episode = tuple[Turn, ...]
+
+
+@dataclass(frozen=True)
+class Span:
+    """What contexts recorded episodes are brought to; new tokens, outputs and gaps are kept.
+
+    Attributes:
+        first: tokens of the first prompt; recorded ones exceed 100k.
+        most: an episode ends before its context is longer.
+    """
+
+    first: int = 6000
+    most: int = 32_000
+
+
+USUAL_SPAN = Span()
 Shape = tuple[tuple[float, float], ...]
 """A slow trend of load: (seconds, any rate), ascending."""
 
@@ -89,7 +104,9 @@ def shape(rows: Rows[dict[str, str]], source: str) -> Shape:
     return tuple(found)
 
 
-def episodes(rows: Rows[dict[str, str]], source: str) -> tuple[Episode, ...]:
+def episodes(
+    rows: Rows[dict[str, str]], source: str, span: Span = USUAL_SPAN
+) -> tuple[Episode, ...]:
     """Rows with ``episode``, ``turn``, ``new_prompt_tokens``, ``out_tokens``, ``env_gap_s``.
 
     Raises:
@@ -105,7 +122,7 @@ def episodes(rows: Rows[dict[str, str]], source: str) -> tuple[Episode, ...]:
         except (KeyError, TypeError, ValueError) as error:
             message = f"{source}:{line}: no episode row, or cut off ({error})"
             raise TraceError(message) from error
-    rescaled = (_rescaled(turns) for turns in grouped.values())
+    rescaled = (_rescaled(turns, span) for turns in grouped.values())
     found = tuple(episode for episode in rescaled if episode)
     if not found:
         message = f"{source}: no rows"
@@ -113,14 +130,14 @@ def episodes(rows: Rows[dict[str, str]], source: str) -> tuple[Episode, ...]:
     return found
 
 
-def _rescaled(turns: list[Turn]) -> Episode:
+def _rescaled(turns: list[Turn], span: Span) -> Episode:
     kept: list[Turn] = []
     context = 0
     for turn in turns:
-        new = BASE_CONTEXT if not kept else min(MOST_NEW, max(1, turn.new))
+        new = span.first if not kept else min(MOST_NEW, max(1, turn.new))
         output = max(2, turn.output)
         context += new + output
-        if context > MOST_CONTEXT:
+        if context > span.most:
             break
         kept.append(Turn(new, output, min(turn.gap_s, LONGEST_GAP_S)))
     return tuple(kept)

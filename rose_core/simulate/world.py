@@ -172,7 +172,8 @@ class World:
             random.Random(f"{self.seed}/{job.name}/dice"),  # noqa: S311  # a model's randomness
         )
         self.routers[job.name] = router
-        own = costs(job.device, job.model, self.scenario.derate, job.gpus_per_engine)
+        derate, pays = self.scenario.derate, self.scenario.prefill_attention
+        own = costs(job.device, job.model, derate, job.gpus_per_engine, attention=pays)
         pool = kv_tokens(job.device, job.model, _DEDICATED_MEMORY, job.gpus_per_engine)
         cap = max(1, min(job.dedicated_cap, pool // _USUAL_CONTEXT))
         for number in range(job.dedicated):

@@ -19,7 +19,8 @@ from rose_core.simulate.scenario import Regime
 from rose_simulate.fleets import FleetResult, against
 from rose_simulate.study import PRICES, Result, Row
 
-_ACROSS = frozenset({"freshness", "tail", "mps"})  # studies whose scenarios differ in one thing
+# Studies whose scenarios differ in one thing.
+_ACROSS = frozenset({"attention", "freshness", "tail", "mps"})
 _KINDS = frozenset({"mixed"})  # studies in which dedicated and borrowed devices differ
 _ORDER = ("fixed", "rose-paper", "ours")
 

@@ -14,7 +14,15 @@ from rose_core.simulate.errors import Impossible, ScenarioError, TraceError
 from rose_core.simulate.fleet_scenario import FleetScenario, impossible_fleet
 from rose_core.simulate.possible import Where, impossible
 from rose_core.simulate.scenario import Scenario, Service
-from rose_core.simulate.workload import Arrival, Episode, arrivals, episodes, shape
+from rose_core.simulate.workload import (
+    USUAL_SPAN,
+    Arrival,
+    Episode,
+    Span,
+    arrivals,
+    episodes,
+    shape,
+)
 from rose_core.simulate.world import Material
 
 ROWS = "rows.json"
@@ -96,7 +104,7 @@ def read_material(path: Path, scenario: Scenario | FleetScenario) -> Material:
     names = {service.load.trace for service in services if service.load.trace}
     shapes = {service.load.shape for service in services if service.load.shape}
     return Material(
-        read_episodes(folder / scenario.episodes),
+        read_episodes(folder / scenario.episodes, _span(scenario)),
         {name: read_arrivals(folder / name) for name in sorted(names)},
         {name: shape(_rows(folder / name), str(folder / name)) for name in sorted(shapes)},
     )
@@ -107,9 +115,15 @@ def read_arrivals(path: Path) -> tuple[Arrival, ...]:
     return arrivals(_rows(path), str(path))
 
 
-def read_episodes(path: Path) -> tuple[Episode, ...]:
-    """Rollout episodes."""
-    return episodes(_rows(path), str(path))
+def read_episodes(path: Path, span: Span = USUAL_SPAN) -> tuple[Episode, ...]:
+    """Rollout episodes, with contexts of that span."""
+    return episodes(_rows(path), str(path), span)
+
+
+def _span(scenario: Scenario | FleetScenario) -> Span:
+    if isinstance(scenario, FleetScenario):
+        return USUAL_SPAN
+    return Span(scenario.contexts.first, scenario.contexts.most)
 
 
 def _rows(path: Path) -> list[dict[str, str]]:

@@ -108,6 +108,14 @@ STUDIES: Mapping[str, Study] = {
         (*MAIN, Regime.UNGUARDED),
         DERATES,
     ),
+    "attention": Study(
+        "prefill that pays for attention",
+        ("normal", "normal-attention"),
+        "The conversation load when prefill also pays for attention to what is before it, which "
+        "the cost model leaves out elsewhere and published speeds of long prompts show.",
+        MAIN,
+        DERATES,
+    ),
     "tail": Study(
         "(g) tail batching",
         ("tail-off", "tail-on"),
@@ -150,9 +158,10 @@ STUDIES: Mapping[str, Study] = {
     ),
     "table1": Study(
         "the paper's Table 1 set-ups",
-        ("table1-8b", "table1-32b", "table1-8b-kv"),
-        "Pool sizes, models, cap and SLOs of the paper, fixed before any run; `table1-8b-kv` was "
-        "added afterwards: no more turns on a borrowed engine than its KV pool holds.",
+        ("table1-8b", "table1-32b", "table1-8b-kv", "table1-8b-short"),
+        "Pool sizes, models, cap and SLOs of the paper, fixed before any run. Added afterwards: "
+        "`table1-8b-kv`, no more turns on a borrowed engine than its KV pool holds, and "
+        "`table1-8b-short`, contexts a quarter as long, as a game's are shorter than an agent's.",
         (Regime.FIXED_LADDER, Regime.STATIC_SPLIT, Regime.ROSE_PAPER, Regime.OURS),
     ),
 }

@@ -2,16 +2,16 @@ import pytest
 
 from rose_core.simulate.batch import BatchEngine, Sequence
 from rose_core.simulate.clock import SECOND, Clock
-from rose_core.simulate.costs import costs, kv_tokens, steps_in, time_of
+from rose_core.simulate.costs import Costs, costs, kv_tokens, pairs, steps_in, time_of
 
 COSTS = costs("H100", "Qwen3-8B", 0.5)
 
 
 class Bench:
-    def __init__(self, kv: int = 400_000) -> None:
+    def __init__(self, kv: int = 400_000, costs: Costs = COSTS) -> None:
         self.clock = Clock()
         self.flips = 0
-        self.engine = BatchEngine(self.clock, COSTS, kv, self._flip)
+        self.engine = BatchEngine(self.clock, costs, kv, self._flip)
         self.first: dict[str, float] = {}
         self.done: dict[str, float] = {}
 
@@ -37,7 +37,7 @@ def test_one_request_takes_prefill_and_its_steps() -> None:
     bench = Bench()
     bench.submit("a")
     bench.run()
-    prefill = COSTS.prefill(1000)
+    prefill = COSTS.prefill(1000, 0.0)
     decode = sum(COSTS.step(1, 1001 + n)[0] for n in range(99))
     assert bench.first["a"] == pytest.approx(prefill)
     assert bench.done["a"] == pytest.approx(prefill + decode, rel=1e-6)
@@ -82,7 +82,7 @@ def test_a_newcomer_waits_for_the_step_under_way_and_is_prefilled_first() -> Non
     bench.clock.after(2.0, lambda: bench.submit("b", 2000, 10))
     bench.run()
     step = COSTS.step(1, 2000)[0]
-    assert 0 <= bench.first["b"] - 2.0 - COSTS.prefill(2000) <= step
+    assert 0 <= bench.first["b"] - 2.0 - COSTS.prefill(2000, 0.0) <= step
     assert bench.done["b"] < bench.done["a"]
 
 
@@ -137,6 +137,50 @@ def test_the_derate_bites_at_saturation_only(derate: float) -> None:
     full, derated = costs("H100", "Qwen3-14B", 1.0), costs("H100", "Qwen3-14B", derate)
     assert derated.step(1, 4000) == full.step(1, 4000)
     assert derated.step(64, 4000)[0] == pytest.approx(full.step(64, 4000)[0] / derate)
+
+
+def test_prefill_pays_for_what_it_attends_to_only_where_it_is_told_to() -> None:
+    without, told = (costs("H100", "Qwen3-14B", 0.5, attention=pays) for pays in (False, True))
+    new, after = pairs(1000), pairs(1000, 31_000)
+    assert without.prefill(1000, new) == without.prefill(1000, after)
+    assert told.prefill(1000, 0.0) == without.prefill(1000, 0.0)
+    assert told.prefill(1000, new) < 1.05 * without.prefill(1000, new)
+    # 40 layers of 5120: 26 billion operations for the 31,500 tokens before each, beside 30 of it.
+    share = 4 * 40 * 5120 * 31_500 / 29.54e9
+    rate = without.fit.prefill_tokens_per_s
+    longer = told.prefill(1000, after) - without.prefill(1000, after)
+    assert longer == pytest.approx(share * 1000 / rate)
+
+
+def test_a_prompt_in_two_parts_attends_to_as_much_as_in_one() -> None:
+    assert pairs(3000) == pairs(1000) + pairs(2000, 1000)
+
+
+def test_keys_that_are_there_are_attended_to_by_what_is_new() -> None:
+    told = costs("H100", "Qwen3-8B", 0.5, attention=True)
+    bench = Bench(costs=told)
+    bench.submit("a", context=20_000, left=1)
+    bench.run()
+    alone = bench.first["a"]
+    assert alone == pytest.approx(told.prefill(20_000, pairs(20_000)), rel=1e-6)
+    bench.submit("a", context=21_000, left=1)
+    began = bench.clock.now_s
+    bench.run(2000)
+    new = 21_000 - 20_001  # the token that was written is there as well
+    spent = bench.first["a"] - began
+    assert spent == pytest.approx(told.prefill(new, pairs(new, 20_001)), rel=1e-6)
+
+
+def test_a_chunk_of_a_prefill_that_attends_to_much_is_longer_to_stop() -> None:
+    told = costs("H100", "Qwen3-8B", 0.5, attention=True)
+    plain, slow = Bench(), Bench(costs=told)
+    for bench in (plain, slow):
+        bench.submit("a", context=30_000)
+        bench.run(0.001)
+    stretch = told.prefill(30_000, pairs(30_000)) / told.prefill(30_000, 0.0)
+    assert slow.engine.residual() + 0.001 == pytest.approx(
+        (plain.engine.residual() + 0.001) * stretch
+    )
 
 
 def test_memory_left_for_keys() -> None:

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from rose_core.simulate.errors import Impossible, ScenarioError, TraceError
-from rose_core.simulate.workload import ALIKE, Arrival, bursts, episodes, group, replay
+from rose_core.simulate.workload import (
+    ALIKE,
+    Arrival,
+    Episode,
+    bursts,
+    episodes,
+    group,
+    replay,
+)
 from rose_simulate.main import main
 from rose_simulate.reading import read_arrivals, read_material, read_scenario
 from tests.simulate.worlds import EPISODES
@@ -60,6 +68,7 @@ def test_a_wrong_field_is_named_with_its_line(
         ("device: H100", "device: H900", "no measured costs on H900"),
         ("borrows_from: chat", "borrows_from: chess", "no service 'chess'"),
         ("dedicated: 8", "dedicated: 0", "nothing would ever compute in the fixed pool"),
+        ("jobs:\n", "contexts: {first: 900, most: 900}\njobs:\n", "no turn fits below most, 900"),
     ],
 )
 def test_the_impossible_is_refused_with_the_reason(
@@ -156,6 +165,20 @@ def test_episodes_are_rescaled_to_the_context_limit() -> None:
     assert 1 < len(episode) < 9
     assert sum(turn.new + turn.output for turn in episode) <= 32_000
     assert all(turn.gap_s <= 120 for turn in episode)
+
+
+def test_a_scenario_may_shorten_contexts(tmp_path: Path) -> None:
+    told = "episodes: traces/weka_episodes_400.csv"
+    path = edited(tmp_path, told, f"{told}\ncontexts: {{first: 1000, most: 8000}}")
+    path.write_text(path.read_text().replace("traces/", f"{SCENARIOS}/traces/"))
+    short = read_material(path, read_scenario(path)).episodes
+    usual = read_material(SCENARIOS / "normal.yaml", read_scenario(SCENARIOS / "normal.yaml"))
+    assert {episode[0].new for episode in short} == {1000}
+    assert max(map(length, short)) <= 8000 < max(map(length, usual.episodes)) <= 32_000
+
+
+def length(episode: Episode) -> int:
+    return sum(turn.new + turn.output for turn in episode)
 
 
 def test_the_verb_runs_a_scenario_and_writes_the_same_bytes_again(
