@@ -20,11 +20,22 @@ class Beside:
     Attributes:
         dedicated_ms: GPU-milliseconds of dedicated engines.
         accepted: trajectories trained on; ``correct`` = correct answers among them.
+        alone_ms: dedicated GPU-milliseconds that an accepted trajectory took without borrowing;
+            0 = nobody has run it so.
     """
 
     dedicated_ms: int = 0
     accepted: int = 0
     correct: int = 0
+    alone_ms: int = 0
+
+    @property
+    def dedicated_only(self) -> Ledger | None:
+        """One accepted trajectory without borrowing, to compare with."""
+        if self.alone_ms == 0:
+            return None
+        used = GpuTime(self.alone_ms, self.alone_ms)
+        return Ledger(dedicated=used, trajectories=Trajectories(1, 1, 1))
 
 
 def ledger_of(

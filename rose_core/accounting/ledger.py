@@ -102,15 +102,35 @@ class Trajectories:
 
 @dataclass(frozen=True)
 class ServingImpact:
-    """Serving requests beside rollouts, and SLO violations beyond the serving-alone run."""
+    """Serving requests beside rollouts, and SLO violations beyond the serving-alone run.
+
+    Attributes:
+        allowed_hundredths: violations that the SLO allows among the requests (its error budget),
+            in hundredths, so that budgets of different percentiles add up; 0 = no SLO is known.
+    """
 
     requests: int = 0
     added_violations: int = 0
+    allowed_hundredths: int = 0
 
     def __add__(self, other: ServingImpact) -> ServingImpact:
         return ServingImpact(
-            self.requests + other.requests, self.added_violations + other.added_violations
+            self.requests + other.requests,
+            self.added_violations + other.added_violations,
+            self.allowed_hundredths + other.allowed_hundredths,
         )
+
+    @property
+    def budget_used(self) -> float | None:
+        """Share of the error budget that added violations took; unknown without a budget."""
+        if self.allowed_hundredths == 0:
+            return None
+        return self.added_violations * 100 / self.allowed_hundredths
+
+
+def allowed_hundredths(requests: int, percentile: int) -> int:
+    """What an SLO at a percentile (0 to 100) allows to be late, in hundredths of a request."""
+    return requests * (100 - percentile)
 
 
 @dataclass(frozen=True)

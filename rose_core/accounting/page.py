@@ -32,18 +32,21 @@ def html(found: Sequence[Statement]) -> str:
         plots += lines(title, series[:6], x="lent hour / dedicated hour", y="currency")
     rows = "".join(
         f"<tr><td>{escape(one.name)}</td><td>{one.dedicated_hours:.2f}</td>"
-        f"<td>{one.borrowed_hours:.2f}</td><td>{one.ledger.tokens.produced}</td>"
+        f"<td>{one.borrowed_hours:.2f}</td><td>{percent(one.ledger.borrowed.duty)}</td>"
+        f"<td>{one.ledger.tokens.produced}</td>"
         f"<td>{one.ledger.weight_bytes / GIGABYTE:.4g}</td>"
         f"<td>{one.ledger.serving.added_violations} of {one.ledger.serving.requests}</td>"
+        f"<td>{percent(one.ledger.serving.budget_used)}</td>"
         f"<td>{one.ledger.trajectories.accepted}</td><td>{money(one.per_accepted)}</td>"
-        f"<td>{money(one.per_correct)}</td><td>{money(one.break_even)}</td>"
+        f"<td>{money(one.per_correct)}</td><td>{percent(one.saved)}</td>"
+        f"<td>{money(one.break_even)}</td>"
         f"<td>{money(one.opportunity)}</td></tr>"
         for one in found
     )
     head = (
-        "<tr><th></th><th>dedicated GPU-h</th><th>borrowed GPU-h</th><th>tokens</th>"
-        "<th>weights, GB</th><th>SLO violations</th>"
-        "<th>accepted</th><th>cost per accepted</th><th>per correct answer</th>"
+        "<tr><th></th><th>dedicated GPU-h</th><th>borrowed GPU-h</th><th>duty</th><th>tokens</th>"
+        "<th>weights, GB</th><th>SLO violations</th><th>of the SLO's budget</th>"
+        "<th>accepted</th><th>cost per accepted</th><th>per correct answer</th><th>saved</th>"
         "<th>break-even lent hour</th><th>opportunity cost</th></tr>"
     )
     style = (
@@ -56,6 +59,11 @@ def html(found: Sequence[Statement]) -> str:
         f"<style>{style}</style><h1>What was lent, and what it cost</h1>"
         f"<table>{head}{rows}</table>{plots}</html>\n"
     )
+
+
+def percent(share: float | None) -> str:
+    """A share."""
+    return "unknown" if share is None else f"{share:.1%}"
 
 
 def money(micros: float | None) -> str:

@@ -20,6 +20,7 @@ class ServingOutcome(msgspec.Struct, frozen=True):
     Attributes:
         added_violations: requests that violate here and do not in the serving-alone run.
         unfinished: still under way at the end.
+        allowed_hundredths: violations that the SLO allows; see ``accounting.ledger``.
     """
 
     name: str
@@ -31,6 +32,7 @@ class ServingOutcome(msgspec.Struct, frozen=True):
     violations: int
     added_violations: int
     busy_share: float
+    allowed_hundredths: int = 0
 
 
 class JobOutcome(msgspec.Struct, frozen=True):

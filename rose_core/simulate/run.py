@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rose_core.accounting.ledger import GpuTime, Ledger, ServingImpact, Tokens, Trajectories
+from rose_core.accounting.ledger import (
+    GpuTime,
+    Ledger,
+    ServingImpact,
+    Tokens,
+    Trajectories,
+    allowed_hundredths,
+)
 from rose_core.simulate.clock import SECOND
 from rose_core.simulate.gates import ServingRequest
 from rose_core.simulate.outcome import JobOutcome, Outcome, ServingOutcome, percentile_ms
@@ -125,6 +132,7 @@ def _serving(
         busy_share=sum(one.serving.busy_ns for one in mine)
         / max(1, len(mine))
         / world.clock.now_ns,
+        allowed_hundredths=allowed_hundredths(len(requests), service.percentile),
     )
 
 
@@ -212,7 +220,9 @@ def ledger(outcome: Outcome) -> Ledger:
             sum(job.accepted for job in jobs),
         ),
         serving=ServingImpact(
-            sum(service.requests for service in outcome.services), outcome.added_violations
+            sum(service.requests for service in outcome.services),
+            outcome.added_violations,
+            sum(service.allowed_hundredths for service in outcome.services),
         ),
         weight_bytes=outcome.weight_bytes,
     )

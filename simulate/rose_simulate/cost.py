@@ -22,12 +22,14 @@ import msgspec
 
 from rose_core.accounting.cost import Prices
 from rose_core.accounting.leases import Beside, ledger_of
-from rose_core.accounting.ledger import ServingImpact, total
-from rose_core.accounting.page import GIGABYTE, MICRO, html, money
+from rose_core.accounting.ledger import ServingImpact, allowed_hundredths, total
+from rose_core.accounting.page import GIGABYTE, MICRO, html, money, percent
 from rose_core.accounting.statement import Statement, statement
 from rose_core.simulate.run import ledger
 from rose_core.simulate.scenario import Regime
 from rose_simulate.study import Result
+
+_PERCENTILE = "leases: of the pool's SLO, for the share of its error budget"
 
 
 class CostError(Exception):
@@ -46,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     add("--dedicated-gpu-hours", type=float, default=0.0, help="leases: held beside them")
     add("--accepted", type=int, default=0, help="leases: trajectories the trainer accepted")
     add("--correct", type=int, default=0, help="leases: correct answers among them")
+    add("--percentile", type=int, choices=range(50, 100), metavar="50..99", help=_PERCENTILE)
     add("--json", type=Path, help="write the statements there")
     add("--html", type=Path, help="write a page with plots there")
     return made
@@ -125,15 +128,16 @@ def _of_leases(
             opened = int(totals.get("openMilliseconds", lent))  # not said: all of it
             tokens = int(totals.get("harvestedTokens", 0))
             moved = int(totals.get("weightBytes", 0))
-            serving = ServingImpact(
-                int(totals.get("servingRequests", 0)), int(totals.get("sloViolations", 0))
-            )
+            served, late = (int(totals.get(k, 0)) for k in ("servingRequests", "sloViolations"))
         except (KeyError, TypeError, ValueError) as error:
             message = f"{path}: items[{index}]: no RolloutLease with status.totals ({error})"
             raise CostError(message) from error
         beside = Beside(
             round(options.dedicated_gpu_hours * 3_600_000), options.accepted, options.correct
         )
+        slo = options.percentile
+        allowed = 0 if slo is None else allowed_hundredths(served, slo)
+        serving = ServingImpact(served, late, allowed)
         used = ledger_of(lent, opened, tokens, beside, serving=serving, weight_bytes=moved)
         found.append(statement(name, used, prices))
     return found
@@ -143,20 +147,22 @@ def show(found: Sequence[Statement]) -> str:
     """As text."""
     width = max((len(one.name) for one in found), default=0)
     head = (
-        f"{'':<{width}}  dedicated h  borrowed h  tokens       weights GB  violations  accepted  "
-        "cost/accepted  saved   break-even  opportunity"
+        f"{'':<{width}}  dedicated h  borrowed h  duty     tokens       weights GB  violations  "
+        "SLO budget  accepted  cost/accepted  cost/correct  saved    break-even  opportunity"
     )
-    lines_ = [head]
-    for one in found:
-        saved = "unknown" if one.saved is None else f"{one.saved:.1%}"
-        lines_.append(
-            f"{one.name:<{width}}  {one.dedicated_hours:>11.2f}  {one.borrowed_hours:>10.2f}  "
-            f"{one.ledger.tokens.produced:<11}  {one.ledger.weight_bytes / GIGABYTE:<10.4g}  "
-            f"{one.ledger.serving.added_violations:<10}  {one.ledger.trajectories.accepted:<8}  "
-            f"{money(one.per_accepted):<13}  {saved:<7} {money(one.break_even):<11} "
-            f"{money(one.opportunity)}"
-        )
-    return "\n".join(lines_) + "\n"
+    return "\n".join([head, *(_line(one, width) for one in found)]) + "\n"
+
+
+def _line(one: Statement, width: int) -> str:
+    used = one.ledger
+    return (
+        f"{one.name:<{width}}  {one.dedicated_hours:>11.2f}  {one.borrowed_hours:>10.2f}  "
+        f"{percent(used.borrowed.duty):<7}  {used.tokens.produced:<11}  "
+        f"{used.weight_bytes / GIGABYTE:<10.4g}  {used.serving.added_violations:<10}  "
+        f"{percent(used.serving.budget_used):<10}  {used.trajectories.accepted:<8}  "
+        f"{money(one.per_accepted):<13}  {money(one.per_correct):<12}  {percent(one.saved):<7}  "
+        f"{money(one.break_even):<10}  {money(one.opportunity)}"
+    )
 
 
 def main(argv: list[str]) -> int:

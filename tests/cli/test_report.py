@@ -1,5 +1,6 @@
 """``rose report``: rows, and the page with the statements that ``rose cost`` makes as well."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from rose_cli.ops import report
 from rose_cli.ops.errors import NotFound
-from rose_cli.ops.views import statements, summed, usage_rows
+from rose_cli.ops.usage import statements, summed, usage_rows, usages
 from rose_core.accounting.cost import Prices
 from rose_core.accounting.leases import Beside, ledger_of
 from rose_core.accounting.page import html
@@ -31,27 +32,57 @@ class Objects:
 def test_a_statement_is_priced_by_the_pool_and_by_what_the_trainer_knows() -> None:
     pools = {"default/chat": pool(price=500_000)}
     beside = {"default/grpo": Beside(2 * 3_600_000, accepted=100, correct=40)}
-    (found,) = statements([lease("grpo", 8, 4000)], pools, Prices(2_000_000, 0), beside)
+    leases = [lease("grpo", 8, 4000)]
+    (found,) = statements(usages(leases, pools, Prices(2_000_000, 0), beside))
     assert found.cost.borrowed == 4 * 500_000
     assert found.cost.dedicated == 2 * 2_000_000
     assert found.per_accepted == pytest.approx(60_000)
     assert found.per_correct == pytest.approx(150_000)
-    assert statements([lease("grpo", 8, 0)], {}, Prices(0, 0), {}) == []
+    assert statements(usages(leases, {})) == []
 
 
 def test_moved_weights_and_late_requests_are_priced_by_the_simulators_formula() -> None:
     pools = {"default/chat": pool(price=500_000)}
     asked = Prices(0, 0, violation=20_000, gigabyte=10_000)
-    (found,) = statements([harmful()], pools, asked, {})
+    used = usages([harmful()], pools, asked)
+    (found,) = statements(used)
     assert found.cost.violations == found.opportunity == 3 * 20_000
     assert found.cost.network == 16 * 10_000
-    (row,) = usage_rows([harmful()], pools, asked)
+    (row,) = usage_rows(used)
     assert (row["weight_gb"], row["requests"], row["slo_violations"]) == (16.0, 900, 3)
     assert row["charge"] == pytest.approx((4 * 500_000 + 60_000 + 160_000) / 1e6)
-    (together,) = summed([row, row], "pool")
+    (together,) = summed([*used, *used], "pool")
     assert (together["weight_gb"], together["slo_violations"]) == (32.0, 6)
     page = html([found])
     assert "<td>16</td><td>3 of 900</td>" in page
+
+
+def test_the_budget_of_an_slo_is_used_up_by_what_came_late() -> None:
+    with_slo = {"spec.slo": {"ttftMilliseconds": 500, "percentile": 95}}
+    strict = ServingPool.model_validate(changed(POOL, with_slo))
+    used = usages([harmful()], {"default/chat": strict})
+    (row,) = usage_rows(used)
+    assert row["slo_budget_used"] == pytest.approx(3 / (900 * 0.05), abs=1e-4)
+    (together,) = summed([*used, *used], "namespace")
+    assert together["slo_budget_used"] == row["slo_budget_used"]
+    unknown = usages([harmful()], {})
+    assert usage_rows(unknown)[0]["slo_budget_used"] is None
+    assert summed([*used, *unknown], "namespace")[0]["slo_budget_used"] is None
+
+
+def test_a_row_says_what_an_answer_cost_and_what_a_lent_hour_may() -> None:
+    pools = {"default/chat": pool(price=500_000)}
+    beside = {"default/grpo": Beside(2 * 3_600_000, 100, 40, alone_ms=216_000)}
+    used = usages([lease("grpo", 8, 4000)], pools, Prices(2_000_000, 0), beside)
+    (row,) = usage_rows(used, made=True)
+    assert (row["cost"], row["charge"], row["dedicated_gpu_hours"]) == (6.0, 2.0, 2.0)
+    assert (row["cost_per_accepted"], row["cost_per_correct"]) == (0.06, 0.15)
+    # Alone: 0.06 h at 2 = 0.12 for each of 100; less 4 of dedicated hours leaves 8 for 4 lent ones.
+    assert (row["saved"], row["break_even_lent_hour"]) == (0.5, 2.0)
+    (together,) = summed([*used, *used], "pool", made=True)
+    assert (together["cost"], together["cost_per_accepted"]) == (12.0, 0.06)
+    (untold,) = usage_rows(usages([lease("grpo", 8, 4000)], pools), made=True)
+    assert (untold["accepted"], untold["cost_per_accepted"], untold["saved"]) == (None, None, None)
 
 
 def harmful() -> RolloutLease:
@@ -80,6 +111,20 @@ def test_the_page_shows_cost_per_answer_with_plots(
     with pytest.raises(SystemExit):
         report.main(["--accepted", "grpo"])
     assert "'grpo' is no NAMESPACE/LEASE=NUMBER" in capsys.readouterr().err
+
+
+def test_json_says_it_with_the_page_or_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "run", lambda _verb, _given, does: does(Objects()))
+    told = ["--accepted", "default/grpo=100", "--alone-gpu-hours", "default/grpo=0.1"]
+    assert report.main(["-o", "json", *told]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["accepted"], row["cost_per_accepted"], row["saved"]) == (100, 0.08, 0.2)
+    assert report.main(["--by", "pool"]) == 0
+    assert "COST_PER" not in capsys.readouterr().out
+    assert report.main(["--by", "pool", *told]) == 0
+    assert "COST_PER_ACCEPTED" in capsys.readouterr().out
 
 
 def test_a_lease_that_is_not_there_is_no_row_of_the_books(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,8 @@ import json
 from typing import Any
 
 from rose_cli.ops.tables import shown, table
-from rose_cli.ops.views import (
-    lease_rows,
-    node_rows,
-    pool_rows,
-    slot_summary,
-    summed,
-    usage_rows,
-)
+from rose_cli.ops.usage import summed, usage_rows, usages
+from rose_cli.ops.views import lease_rows, node_rows, pool_rows, slot_summary
 from rose_core.api import RolloutLease, RolloutSlot, ServingPool
 from tests.api.objects import LEASE, POOL, SLOT, changed
 
@@ -53,22 +47,22 @@ def test_pools_and_leases_say_whether_they_are_ready_and_why_not() -> None:
 
 def test_open_time_is_charged_at_the_pools_price_and_unknown_is_not_zero() -> None:
     pools = {"default/chat": pool()}
-    rows = usage_rows([lease("small", 1, 0), lease("large", 4, 8000)], pools)
+    rows = usage_rows(usages([lease("small", 1, 0), lease("large", 4, 8000)], pools))
     assert [row["lease"] for row in rows] == ["default/large", "default/small"]
     assert (rows[0]["charge"], rows[0]["tokens_per_gpu_hour"]) == (4.0, 2000)
-    (unpriced,) = usage_rows([lease("x", 0, 0)], {})
+    (unpriced,) = usage_rows(usages([lease("x", 0, 0)], {}))
     assert unpriced["charge"] is None
     assert unpriced["tokens_per_gpu_hour"] is None
 
 
 def test_totals_by_pool_and_namespace_add_up() -> None:
     leases = [lease("a", 1, 100), lease("b", 3, 300, **{"metadata.namespace": "rl"})]
-    rows = usage_rows(leases, {"default/chat": pool()})
-    (by_pool,) = summed(rows, "pool")
+    found = usages(leases, {"default/chat": pool()})
+    (by_pool,) = summed(found, "pool")
     assert (by_pool["leases"], by_pool["gpu_hours"], by_pool["open_gpu_hours"]) == (2, 4.0, 2.0)
     assert by_pool["charge"] == 4.0
-    assert [row["namespace"] for row in summed(rows, "namespace")] == ["default", "rl"]
-    (unknown,) = summed(usage_rows(leases, {}), "pool")
+    assert [row["namespace"] for row in summed(found, "namespace")] == ["default", "rl"]
+    (unknown,) = summed(usages(leases, {}), "pool")
     assert unknown["charge"] is None
 
 
@@ -93,4 +87,5 @@ def test_rows_become_a_table_json_or_csv() -> None:
     assert table(rows) == "NAME  COUNT  NOTE\na        10  -\nlong      9  -\n"
     assert table([], "no pools in namespace default (-A: in all)").startswith("no pools in")
     assert json.loads(shown(rows, "json"))[1]["count"] == 9
+    assert table([{"price": 0.0012}, {"price": 12.0}]) == " PRICE\n0.0012\n 12.00\n"
     assert shown(rows, "csv").splitlines()[1] == "a,10,"

@@ -31,6 +31,8 @@ def test_every_regime_of_a_result_becomes_a_statement_with_plots(
     assert page.read_text().count("<svg") == 2
     names = [one["name"] for one in json.loads(found.read_bytes())]
     assert names == ["small, fixed, derate 0.5", "small, ours, derate 0.5"]
+    serving = [one["ledger"]["serving"] for one in json.loads(found.read_bytes())]
+    assert all(one["allowed_hundredths"] == one["requests"] > 0 for one in serving)  # the 99th
 
 
 def test_leases_are_priced_with_what_the_trainer_knows(
@@ -52,11 +54,14 @@ def test_what_a_lease_did_to_serving_and_moved_is_priced(
     path, found = tmp_path / "leases.json", tmp_path / "found.json"
     path.write_text(json.dumps({"items": [LEASE | {"status": {"totals": totals}}]}))
     prices = ["--violation", "0.25", "--gigabyte", "0.01"]
-    assert main([str(path), *prices, "--json", str(found)]) == 0
+    assert main([str(path), *prices, "--percentile", "99", "--json", str(found)]) == 0
     (one,) = json.loads(found.read_bytes())
     assert (one["cost"]["violations"], one["cost"]["network"]) == (1_000_000, 300_000)
-    assert one["ledger"]["serving"] == {"requests": 800, "added_violations": 4}
-    assert " 30 " in capsys.readouterr().out
+    serving = {"requests": 800, "added_violations": 4, "allowed_hundredths": 800}
+    assert one["ledger"]["serving"] == serving
+    shown = capsys.readouterr().out
+    assert " 30 " in shown
+    assert " 50.0% " in shown  # 4 of the 8 that an SLO at the 99th percentile allows
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """``rose report``: GPU time lent, tokens made, what it did and what it cost, for chargeback.
 
 ``--html`` adds a page with plots: the same statements as ``rose cost`` makes of a simulation, so
-what was promised and what came of it can be laid side by side. Counts that only the trainer has
-(``--accepted``, ``--correct``, ``--dedicated-gpu-hours``) are named with their lease.
+what was promised and what came of it can be laid side by side. What only the trainer knows
+(``--accepted``, ``--correct``, ``--dedicated-gpu-hours``, ``--alone-gpu-hours``) is named with its
+lease; with any of it, and always in JSON and CSV, a row says what an accepted trajectory cost.
 """
 
 from __future__ import annotations
@@ -16,13 +17,22 @@ from rose_cli.ops.cluster import Cluster, connection_flags, run
 from rose_cli.ops.errors import NotFound
 from rose_cli.ops.tables import output_flag, shown
 from rose_cli.ops.top import pools_by_key
-from rose_cli.ops.views import statements, summed, usage_rows
+from rose_cli.ops.usage import statements, summed, usage_rows, usages
 from rose_core.accounting.cost import Prices
 from rose_core.accounting.leases import Beside
 from rose_core.accounting.page import MICRO, html
 from rose_core.accounting.statement import Statement
 from rose_core.api import RolloutLease
 from rose_wire.flags import amount
+
+_HOUR_MS = 3_600_000
+_TOLD = {
+    "accepted": "trajectories trained on",
+    "correct": "correct answers among them",
+    "dedicated-gpu-hours": "held by dedicated engines beside the lease",
+    "alone-gpu-hours": "that an accepted trajectory took without borrowing: says what was saved "
+    "and the break-even price",
+}
 
 
 def main(argv: list[str]) -> int:
@@ -40,8 +50,10 @@ def main(argv: list[str]) -> int:
         ("gigabyte", 0.0, "price of a gigabyte of weights"),
     ):
         parser.add_argument(f"--{name}", type=amount, default=default, help=what)
-    for name in ("accepted", "correct", "dedicated-gpu-hours"):
-        parser.add_argument(f"--{name}", type=_named, nargs="+", default=[], metavar="LEASE=N")
+    for name, what in _TOLD.items():
+        parser.add_argument(
+            f"--{name}", type=_named, nargs="+", default=[], metavar="LEASE=N", help=what
+        )
     output_flag(parser)
     given = parser.parse_args(argv)
     return run("report", given, lambda cluster: _show(cluster, given))
@@ -60,14 +72,15 @@ def _named(text: str) -> tuple[str, float]:
 
 def _beside(given: argparse.Namespace) -> dict[str, Beside]:
     accepted, correct = dict(given.accepted), dict(given.correct)
-    hours = dict(given.dedicated_gpu_hours)
+    hours, alone = dict(given.dedicated_gpu_hours), dict(given.alone_gpu_hours)
     return {
         lease: Beside(
-            round(hours.get(lease, 0.0) * 3_600_000),
+            round(hours.get(lease, 0.0) * _HOUR_MS),
             round(accepted.get(lease, 0.0)),
             round(correct.get(lease, 0.0)),
+            round(alone.get(lease, 0.0) * _HOUR_MS),
         )
-        for lease in {*accepted, *correct, *hours}
+        for lease in {*accepted, *correct, *hours, *alone}
     }
 
 
@@ -79,21 +92,23 @@ def _show(cluster: Cluster, given: argparse.Namespace) -> int:
         violation=round(given.violation * MICRO),
         gigabyte=round(given.gigabyte * MICRO),
     )
-    rows = usage_rows(leases, pools, asked)
     beside = _beside(given)
     if unknown := sorted(beside.keys() - {lease.metadata.key for lease in leases}):
         message = f"no lease {', '.join(unknown)} {cluster.where}; name it as NAMESPACE/LEASE"
         raise NotFound(message)
-    chosen = rows if given.by == "lease" else summed(rows, given.by)
-    sys.stdout.write(shown(chosen, given.output, f"no leases {cluster.where}"))
+    found = usages(leases, pools, asked, beside)
+    made = bool(beside) or given.output != "table"
+    by_lease = given.by == "lease"
+    rows = usage_rows(found, made=made) if by_lease else summed(found, given.by, made=made)
+    sys.stdout.write(shown(rows, given.output, f"no leases {cluster.where}"))
     if given.html:
-        _write_page(given.html, leases, statements(leases, pools, asked, beside))
+        _write_page(given.html, len(leases), statements(found))
     return 0
 
 
-def _write_page(path: Path, leases: list[RolloutLease], told: list[Statement]) -> None:
+def _write_page(path: Path, leases: int, told: list[Statement]) -> None:
     path.write_text(html(told))
-    if left_out := len(leases) - len(told):
+    if left_out := leases - len(told):
         sys.stderr.write(
             f"{left_out} of the leases are not on the page: their pool is gone, and with it its "
             "price\n"

@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 
 Row = Mapping[str, object]
+_SMALL = 0.1
+"""Below it two decimals would hide a price."""
 
 
 def output_flag(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +48,9 @@ def _line(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) ->
 def _text(value: object) -> str:
     if value is None or value == "":
         return "-"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.2g}" if 0 < abs(value) < _SMALL else f"{value:.2f}"
+    return str(value)
 
 
 def _csv(rows: Sequence[Row]) -> str:

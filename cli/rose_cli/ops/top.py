@@ -7,7 +7,8 @@ import sys
 
 from rose_cli.ops.cluster import Cluster, connection_flags, run
 from rose_cli.ops.tables import Row, output_flag, shown
-from rose_cli.ops.views import node_rows, usage_rows
+from rose_cli.ops.usage import usage_rows, usages
+from rose_cli.ops.views import node_rows
 from rose_core.api import RolloutLease, RolloutSlot, ServingPool
 from rose_wire.flags import count
 
@@ -32,7 +33,7 @@ def _show(cluster: Cluster, given: argparse.Namespace) -> int:
 def _rows(cluster: Cluster, what: str) -> list[Row]:
     if what == "nodes":
         return node_rows(cluster.objects(RolloutSlot, everywhere=True))
-    return usage_rows(cluster.objects(RolloutLease), pools_by_key(cluster))
+    return usage_rows(usages(cluster.objects(RolloutLease), pools_by_key(cluster)))
 
 
 def pools_by_key(cluster: Cluster) -> dict[str, ServingPool]:

@@ -1,0 +1,220 @@
+"""What leases have used, made and cost, pure: rows for ``top`` and ``report``, and statements.
+
+Ledgers add up (``rose_core.accounting``), so a row of a pool or a namespace is its leases' sum.
+Charged is, at the pool's ``pricePerGPUHourMicros``, GPU time in which rollouts could compute, and
+what is asked for violations and moved weights; time under a grant with a shut gate costs nothing.
+Unknown figures are empty, never zero.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from rose_cli.ops.tables import Row
+from rose_core.accounting.cost import Cost, Prices, cost
+from rose_core.accounting.leases import Beside, ledger_of
+from rose_core.accounting.ledger import Ledger, ServingImpact, allowed_hundredths, total
+from rose_core.accounting.page import GIGABYTE, MICRO
+from rose_core.accounting.statement import Statement, statement
+from rose_core.api import RolloutLease, ServingPool
+
+_MILLISECONDS_PER_HOUR: Final = 3_600_000
+_FREE: Final = Prices(0, 0)
+_UNTOLD: Final[Mapping[str, Beside]] = {}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """One lease since it was made.
+
+    Attributes:
+        lease, pool: namespace and name.
+        ledger: with what the trainer has told of it.
+        prices: what it is charged; None where its pool is gone, and with it its price.
+    """
+
+    lease: str
+    pool: str
+    slots: int
+    ledger: Ledger
+    prices: Prices | None
+    beside: Beside = field(default_factory=Beside)
+
+    @property
+    def cost(self) -> Cost | None:
+        """What it comes to, in micro-units."""
+        return None if self.prices is None else cost(self.ledger, self.prices)
+
+
+def usages(
+    leases: Sequence[RolloutLease],
+    pools: Mapping[str, ServingPool],
+    asked: Prices = _FREE,
+    beside: Mapping[str, Beside] = _UNTOLD,
+) -> list[Usage]:
+    """Every lease, the largest use of GPUs first.
+
+    Args:
+        leases: of any namespace.
+        pools: by namespace and name.
+        asked: every price but that of a lent hour, which is the pool's.
+        beside: by lease, what only the trainer knows.
+    """
+    found = [
+        _usage(lease, pools.get(lease.spec.pool_ref.key), asked, beside.get(lease.metadata.key))
+        for lease in leases
+    ]
+    return sorted(found, key=lambda one: (-one.ledger.borrowed.held_milliseconds, one.lease))
+
+
+def _usage(
+    lease: RolloutLease, pool: ServingPool | None, asked: Prices, told: Beside | None
+) -> Usage:
+    totals, beside = lease.status.totals, told or Beside()
+    used = ledger_of(
+        totals.lent_milliseconds,
+        totals.open_milliseconds,
+        totals.harvested_tokens,
+        beside,
+        serving=ServingImpact(
+            totals.serving_requests, totals.slo_violations, _allowed(lease, pool)
+        ),
+        weight_bytes=totals.weight_bytes,
+    )
+    price = pool.spec.lending.price_per_gpu_hour_micros if pool else None
+    prices = None if price is None else replace(asked, lent_hour=price)
+    return Usage(
+        lease.metadata.key,
+        lease.spec.pool_ref.key,
+        lease.status.slots_granted,
+        used,
+        prices,
+        beside,
+    )
+
+
+def _allowed(lease: RolloutLease, pool: ServingPool | None) -> int:
+    slo = pool.spec.slo if pool else None
+    if slo is None:
+        return 0
+    return allowed_hundredths(lease.status.totals.serving_requests, slo.percentile)
+
+
+def statements(found: Sequence[Usage]) -> list[Statement]:
+    """What each lease cost, in the order of their names; one without a price is left out."""
+    return [
+        statement(one.lease, one.ledger, one.prices, one.beside.dedicated_only)
+        for one in sorted(found, key=lambda one: one.lease)
+        if one.prices is not None
+    ]
+
+
+# --- rows
+
+
+def usage_rows(found: Sequence[Usage], *, made: bool = False) -> list[Row]:
+    """A row for each lease.
+
+    Args:
+        found: as ``usages`` gives them.
+        made: also what only the trainer knows, and what follows from it.
+    """
+    return [
+        {"lease": one.lease, "pool": one.pool, "slots": one.slots}
+        | _figures([one])
+        | (_made([one]) | _compared(one) if made else {})
+        for one in found
+    ]
+
+
+def summed(found: Sequence[Usage], by: str, *, made: bool = False) -> list[Row]:
+    """A row for the leases of each ``pool`` or each ``namespace``, as ``by`` says."""
+    groups: dict[str, list[Usage]] = defaultdict(list)
+    for one in found:
+        groups[one.pool if by == "pool" else one.lease.split("/")[0]].append(one)
+    return [
+        {by: key, "leases": len(group), "slots": sum(one.slots for one in group)}
+        | _figures(group)
+        | (_made(group) if made else {})
+        for key, group in sorted(groups.items())
+    ]
+
+
+def _figures(group: Sequence[Usage]) -> dict[str, object]:
+    used = total(one.ledger for one in group)
+    hours = used.borrowed.held_milliseconds / _MILLISECONDS_PER_HOUR
+    return {
+        "gpu_hours": round(hours, 3),
+        "open_gpu_hours": round(used.borrowed.computing_milliseconds / _MILLISECONDS_PER_HOUR, 3),
+        "tokens": used.tokens.produced,
+        "tokens_per_gpu_hour": round(used.tokens.produced / hours) if hours else None,
+        "weight_gb": round(used.weight_bytes / GIGABYTE, 3),
+        "requests": used.serving.requests,
+        "slo_violations": used.serving.added_violations,
+        "slo_budget_used": _rounded(_budget_used(group), 4),
+        "charge": _money(_charge(group)),
+    }
+
+
+def _budget_used(group: Sequence[Usage]) -> float | None:
+    """Unknown when the SLO of any lease that was beside requests is."""
+    parts = [one.ledger.serving for one in group if one.ledger.serving.requests]
+    if any(part.allowed_hundredths == 0 for part in parts):
+        return None
+    return total(one.ledger for one in group).serving.budget_used
+
+
+def _bills(group: Sequence[Usage]) -> list[Cost] | None:
+    """Unknown when the price of any lease is."""
+    known = [one.cost for one in group if one.cost is not None]
+    return known if len(known) == len(group) else None
+
+
+def _cost(group: Sequence[Usage]) -> float | None:
+    bills = _bills(group)
+    return None if bills is None else sum(bill.total for bill in bills)
+
+
+def _charge(group: Sequence[Usage]) -> float | None:
+    """What the pools' owners get: everything but the borrower's own GPUs."""
+    bills = _bills(group)
+    return None if bills is None else sum(bill.total - bill.dedicated for bill in bills)
+
+
+def _made(group: Sequence[Usage]) -> dict[str, object]:
+    """What the trainer made of it; unknown what nobody has told."""
+    used, bill = total(one.ledger for one in group), _cost(group)
+    own_hours = used.dedicated.held_milliseconds / _MILLISECONDS_PER_HOUR
+    accepted, correct = used.trajectories.accepted, used.trajectories.correct
+    return {
+        "dedicated_gpu_hours": round(own_hours, 3),
+        "cost": _money(bill),
+        "accepted": accepted or None,
+        "correct": correct or None,
+        "cost_per_accepted": _per(bill, accepted),
+        "cost_per_correct": _per(bill, correct),
+    }
+
+
+def _compared(one: Usage) -> dict[str, object]:
+    """Against the same work without borrowing, where somebody has run it."""
+    told = statements([one])
+    return {
+        "saved": _rounded(told[0].saved, 4) if told else None,
+        "break_even_lent_hour": _money(told[0].break_even) if told else None,
+    }
+
+
+def _per(micros: float | None, count: int) -> float | None:
+    return None if micros is None or not count else _money(micros / count)
+
+
+def _money(micros: float | None) -> float | None:
+    return _rounded(None if micros is None else micros / MICRO, 6)
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
