@@ -6,7 +6,6 @@ Interference and saturation are modelled; what was measured is in ``docs/simulat
 from __future__ import annotations
 
 import argparse
-import resource
 import sys
 import time
 from pathlib import Path
@@ -14,20 +13,22 @@ from pathlib import Path
 import msgspec
 
 from bench.record import Figure, figure, record
+from bench.simulate.growth import growth
 from rose_core.simulate.batch import BatchEngine, Sequence
 from rose_core.simulate.clock import SECOND, Clock
 from rose_core.simulate.costs import costs, kv_tokens
-from rose_core.simulate.fleet_scenario import FleetScenario
 from rose_core.simulate.outcome import Interval
 from rose_core.simulate.run import run
 from rose_core.simulate.scenario import Regime, Scenario
 from rose_core.simulate.world import Material
-from rose_simulate.fleets import run_fleet
 from rose_simulate.reading import read_material, read_scenario
 from rose_simulate.study import Row, study
 
 SCENARIOS = Path(__file__).parents[2] / "simulate" / "scenarios"
 DERATES = (0.4, 0.5, 0.7)
+MODEL = "Qwen3-14B"
+SATURATED = ((4000, 200, 9218), (32_000, 100, 8299))
+"""Tokens of prompts and of answers, and all of them per second, as published for ``MODEL``."""
 STUDIES = ("normal", "stress", "correlated", "storm")
 
 
@@ -35,18 +36,26 @@ def calibration() -> list[Figure]:
     """Predictions beside figures published for one H100 (gpustack performance lab)."""
     step = costs("H100", "Qwen3-8B", 0.5).step(4, 4000)[0]
     rows = [figure("Qwen3-8B, 4 streams: step / published 7.38 ms", step / 7.38e-3, "ratio")]
-    for derate in DERATES:
-        found = saturated("Qwen3-14B", derate, 4000, 200)
-        name = f"Qwen3-14B 4000/200 saturated, derate {derate:g} / published 9218 tokens/s"
-        rows.append(figure(name, found / 9218, "ratio"))
+    forward = costs("H100", "Qwen3-8B", 0.5).prefill(2048, 0.0)
+    name = "Qwen3-8B, forward of 2048 tokens / published 59 ms of Llama-3.1-8B"
+    rows.append(figure(name, forward / 59e-3, "ratio"))
+    for prompt, output, published in SATURATED:
+        for attention in (False, True):
+            for derate in DERATES:
+                found = saturated(derate, prompt, output, attention=attention)
+                name = f"{MODEL} {prompt}/{output} saturated, derate {derate:g}"
+                name += ", attention paid for" if attention else ""
+                name += f" / published {published} tokens/s"
+                rows.append(figure(name, found / published, "ratio"))
     return rows
 
 
-def saturated(model: str, derate: float, prompt: int, output: int) -> float:
+def saturated(derate: float, prompt: int, output: int, *, attention: bool) -> float:
     """Prompt and output tokens per second of one H100 that never lacks requests."""
     clock = Clock()
-    pool = kv_tokens("H100", model, 0.9)
-    engine = BatchEngine(clock, costs("H100", model, derate), pool, lambda: None)
+    pool = kv_tokens("H100", MODEL, 0.9)
+    own = costs("H100", MODEL, derate, attention=attention)
+    engine = BatchEngine(clock, own, pool, lambda: None)
 
     def feed() -> None:
         engine.submit(Sequence("", prompt, output, lambda: None, feed))
@@ -72,51 +81,6 @@ def speed(scenario: Scenario, material: Material) -> list[Figure]:
         figure("event level: events per CPU second", first.events / spent, "1/s"),
         figure("same seed, same bytes", float(same), "1 = yes", at_least=1),
     ]
-
-
-def growth() -> list[Figure]:
-    """CPU seconds for one hour of 100, 1,000 and 10,000 GPUs, each with its curves; memory."""
-    path = SCENARIOS / "fleet.yaml"
-    whole = read_scenario(path)
-    if not isinstance(whole, FleetScenario):
-        message = f"{path} is no fleet"
-        raise SystemExit(message)
-    material = read_material(path, whole)
-    rows: list[Figure] = []
-    # Services of each kind, replicas each, jobs, dedicated and borrowed engines of each.
-    sizes = ((1, 40, 1, 20, 25), (5, 80, 4, 50, 60), (25, 160, 20, 100, 100))
-    for size in sizes:
-        told = sized(whole, *size)
-        began = time.process_time()
-        outcome = run_fleet(told, material, lambda _outcome: None).outcomes[0]
-        spent = time.process_time() - began
-        aim = 120.0 if outcome.gpus == 10_000 else None
-        rows.append(figure(f"fleet of {outcome.gpus} GPUs, one hour", spent, "CPU s", at_most=aim))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    rows.append(figure("fleet: peak memory of the process", peak, "MiB", at_most=2048.0))
-    return rows
-
-
-def sized(  # noqa: PLR0917  # one number per dimension, named at the only call
-    whole: FleetScenario, count: int, replicas: int, jobs: int, dedicated: int, borrowed: int
-) -> FleetScenario:
-    """The fleet with other numbers; the load per replica stays."""
-    kinds = []
-    for kind in whole.services:
-        mean = (kind.service.load.requests_per_s or 0.0) * replicas / kind.service.replicas
-        load = kind.service.load.model_copy(update={"requests_per_s": mean})
-        service = kind.service.model_copy(update={"replicas": replicas, "load": load})
-        kinds.append(kind.model_copy(update={"count": count, "service": service}))
-    groups = max(1, whole.jobs.job.batch_groups * dedicated // whole.jobs.job.dedicated)
-    job = whole.jobs.job.model_copy(
-        update={"dedicated": dedicated, "borrowed": borrowed, "batch_groups": groups}
-    )
-    changes: dict[str, object] = {
-        "services": tuple(kinds),
-        "jobs": whole.jobs.model_copy(update={"count": jobs, "job": job}),
-        "regimes": (Regime.OURS,),
-    }
-    return whole.model_copy(update=changes)
 
 
 def headline(name: str, row: Row) -> list[Figure]:
@@ -183,7 +147,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     normal = SCENARIOS / "normal.yaml"
     scenario = events_scenario(normal)
-    rows = calibration() + speed(scenario, read_material(normal, scenario)) + growth()
+    rows = calibration() + speed(scenario, read_material(normal, scenario))
+    rows += growth(SCENARIOS / "fleet.yaml")
     notes = ["interference between serving and rollouts is modelled, not measured"]
     record("simulate", rows + studies(options.studies, options), notes=notes)
     return 0

@@ -42,23 +42,28 @@ def run_fleet(
     outcomes: list[FleetOutcome] = []
     for derate in derates or (told.derate,):
         here = told.model_copy(update={"derate": derate})
-        alone = {seed: _alone(here, material, seed) for seed in told.seeds}
+        alone = {seed: alone_of(here, material, seed) for seed in told.seeds}
         for regime in told.regimes:
             for seed in told.seeds:
-                outcomes.append(_one(here, regime, seed, material, alone[seed]))
+                curves = curves_of(here, regime, material, seed, alone[seed])
+                outcomes.append(run_bins(here, regime, seed, material, curves))
                 progress(outcomes[-1])
     return FleetResult(told.name, tuple(outcomes))
 
 
-def _one(
-    told: FleetScenario, regime: Regime, seed: int, material: Material, alone: list[Alone]
+def run_bins(
+    told: FleetScenario,
+    regime: Regime,
+    seed: int,
+    material: Material,
+    curves: tuple[Curve, ...],
 ) -> FleetOutcome:
-    """One run; its curves are drawn with its seed too, as they hold its randomness."""
+    """One run, whose replicas give what the curves say."""
     fleet = Fleet(
         told,
         regime,
         seed,
-        curves=_curves(told, regime, material, seed, alone),
+        curves=curves,
         dedicated=dedicated_tokens_per_s(told.jobs.job, told.derate, material.episodes, seed),
         traces=material.traces,
         episodes=material.episodes,
@@ -78,7 +83,7 @@ def against(result: FleetResult, one: FleetOutcome, regime: Regime) -> Interval 
     return paired_ratio(ours, base)
 
 
-def _alone(told: FleetScenario, material: Material, seed: int) -> list[Alone]:
+def alone_of(told: FleetScenario, material: Material, seed: int) -> list[Alone]:
     """Each kind of service with nothing lent."""
     return [
         by_itself(
@@ -91,9 +96,10 @@ def _alone(told: FleetScenario, material: Material, seed: int) -> list[Alone]:
     ]
 
 
-def _curves(
+def curves_of(
     told: FleetScenario, regime: Regime, material: Material, seed: int, alone: list[Alone]
 ) -> tuple[Curve, ...]:
+    """Each kind of service when lent; drawn with the run's seed, as they hold its randomness."""
     return tuple(
         curve(
             Lender(one.service, told.jobs.job, regime, told.derate),

@@ -1,0 +1,59 @@
+"""Fleets of three sizes for the simulator's benchmark: as large as they say, and as loaded."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.simulate import growth
+from bench.simulate.growth import SIZES, Size, sized
+from rose_core.simulate.fleet_scenario import FleetScenario
+from rose_simulate.reading import read_scenario
+
+FLEET = Path(__file__).parents[2] / "simulate" / "scenarios" / "fleet.yaml"
+
+
+@pytest.fixture(scope="module")
+def whole() -> FleetScenario:
+    found = read_scenario(FLEET)
+    assert isinstance(found, FleetScenario)
+    return found
+
+
+def gpus(told: FleetScenario) -> int:
+    serving = sum(one.count * one.service.replicas for one in told.services)
+    return serving + told.jobs.count * told.jobs.job.dedicated
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_sized_fleet_has_its_gpus_and_the_load_of_the_whole_one(
+    whole: FleetScenario, size: Size
+) -> None:
+    told = sized(whole, size)
+    assert gpus(told) == size.gpus
+    for kind, same in zip(told.services, whole.services, strict=True):
+        rate, full = kind.service.load.requests_per_s, same.service.load.requests_per_s
+        assert rate is not None
+        assert full is not None
+        assert rate / kind.service.replicas == pytest.approx(full / same.service.replicas)
+
+
+def test_the_largest_is_the_scenario_itself(whole: FleetScenario) -> None:
+    assert [size.gpus for size in SIZES] == [100, 1_000, 10_000]
+    assert gpus(whole) == 10_000
+    assert sized(whole, SIZES[-1]) == whole
+
+
+def test_growth_is_judged_as_linear_and_the_largest_by_its_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spent = iter((1.0, 9.0, 95.0))
+    monkeypatch.setattr(growth, "alone_of", lambda *_arguments: [])
+    monkeypatch.setattr(growth, "curves_of", lambda *_arguments: ())
+    monkeypatch.setattr(growth, "_bins_s", lambda *_arguments: next(spent))
+    rows = {one.name: one for one in growth.growth(FLEET)}
+    assert rows["fleet: bins of 1000 GPUs / of 100; linear"].met
+    assert not rows["fleet: bins of 10000 GPUs / of 1000; linear"].met
+    assert [one.aim for one in rows.values() if "peak memory" in one.name] == ["", "", "<= 2048"]
+    hour = rows["fleet of 10000 GPUs, one hour"]
+    assert hour.aim == "<= 120"
+    assert hour.value == pytest.approx(95.0, abs=5.0)
