@@ -56,7 +56,7 @@ class Study:
     Attributes:
         scenarios: names of files.
         regimes: empty = those of the scenario.
-        derates: empty = the scenario's.
+        derates: what is shown at one may not hold at another; empty = the scenario's alone.
         says: what the study is for, for the page.
     """
 
@@ -64,25 +64,22 @@ class Study:
     scenarios: tuple[str, ...]
     says: str
     regimes: tuple[Regime, ...] = ()
-    derates: tuple[float, ...] = ()
+    derates: tuple[float, ...] = DERATES
 
 
 STUDIES: Mapping[str, Study] = {
-    "normal": Study(
-        "(a) conversation load", ("normal",), "A usual day's load, one job.", MAIN, DERATES
-    ),
+    "normal": Study("(a) conversation load", ("normal",), "A usual day's load, one job.", MAIN),
     "fortnight": Study(
         "(a) fourteen days",
         ("fortnight",),
         "The slow trend of two weeks times the fast part of the conversation trace, in bins.",
     ),
-    "stress": Study("(b) code load", ("stress",), "Bursts of 26 times the mean.", MAIN, DERATES),
+    "stress": Study("(b) code load", ("stress",), "Bursts of 26 times the mean.", MAIN),
     "correlated": Study(
         "(c) every service bursts in the same second",
         ("correlated",),
         "The worst case, once a minute, with the time until rollouts are back.",
         (*MAIN, Regime.UNGUARDED),
-        DERATES,
     ),
     "storm": Study(
         "(d) engines die inside a long tail",
@@ -90,7 +87,6 @@ STUDIES: Mapping[str, Study] = {
         "A synchronous step; borrowed engines, a guard and the link of the weights fail again and "
         "again while its tail runs.",
         MAIN,
-        DERATES,
     ),
     "nodes": Study(
         "whole machines fail",
@@ -98,7 +94,6 @@ STUDIES: Mapping[str, Study] = {
         "Nodes of four GPUs go off with everything on them, each once in twenty minutes on "
         "average, and are back after three. Serving alone loses the same ones at the same moments.",
         MAIN,
-        DERATES,
     ),
     "mps": Study(
         "MPS beside time-slicing",
@@ -106,7 +101,6 @@ STUDIES: Mapping[str, Study] = {
         "The conversation load with both engines on half of the multiprocessors, against taking "
         "turns. What either costs is modelled from figures of another device, not measured.",
         (*MAIN, Regime.UNGUARDED),
-        DERATES,
     ),
     "attention": Study(
         "prefill that pays for attention",
@@ -114,7 +108,6 @@ STUDIES: Mapping[str, Study] = {
         "The conversation load when prefill also pays for attention to what is before it, which "
         "the cost model leaves out elsewhere and published speeds of long prompts show.",
         MAIN,
-        DERATES,
     ),
     "tail": Study(
         "(g) tail batching",
