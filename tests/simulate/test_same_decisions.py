@@ -54,6 +54,7 @@ NOT_SIMULATED = {
     "rose_core.rollouts.replicas": "one router per job",
     "rose_core.rollouts.spans": "tokens have no content here",
     "rose_core.rollouts.splice": "no request has parameters",
+    "rose_core.rollouts.stops": "tokens have no text here",
     "rose_core.rollouts.transcript": "tokens have no content here",
     "rose_core.rollouts.versions": "no turn is pinned",
 }
