@@ -15,11 +15,11 @@ import shutil
 from pathlib import Path, PurePosixPath
 
 from rose_agent.host import metrics
+from rose_agent.host.cgroup_ids import through_the_node
 from rose_agent.host.errors import GroupError
 from rose_agent.host.freezers import Freezer, group
 from rose_agent.host.groups import ProcessGroup, end
 from rose_agent.host.mounts import locate, parse_mountinfo
-from rose_agent.host.numbers import through_the_node
 from rose_agent.host.process import pid_namespace, start_ticks
 from rose_core.wire.reasons import HostReason
 from rose_engines.rundir import EngineFile, RunDir, SlotDir, read_json

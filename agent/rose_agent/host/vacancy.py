@@ -17,9 +17,6 @@ from aiohttp import web
 
 from rose_core.wire.host import EngineState
 
-ALL = frozenset[str]()
-"""Every GPU of the node."""
-
 
 class Holding(msgspec.Struct, frozen=True):
     """An engine that may hold a GPU.

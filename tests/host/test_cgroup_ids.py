@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from rose_agent.host import freezers
+from rose_agent.host.cgroup_ids import search, through_the_node
 from rose_agent.host.mounts import parse_mountinfo
-from rose_agent.host.numbers import search, through_the_node
 from rose_agent.host.repair import find_group
 from rose_engines.rundir import EngineFile
 
