@@ -20,7 +20,7 @@ from rose_simulate.fleets import FleetResult, against
 from rose_simulate.study import PRICES, Result, Row
 
 # Studies whose scenarios differ in one thing.
-_ACROSS = frozenset({"attention", "freshness", "tail", "mps"})
+_ACROSS = frozenset({"agents", "attention", "freshness", "tail", "mps"})
 _KINDS = frozenset({"mixed"})  # studies in which dedicated and borrowed devices differ
 _ORDER = ("fixed", "rose-paper", "ours")
 

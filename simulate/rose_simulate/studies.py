@@ -109,6 +109,13 @@ STUDIES: Mapping[str, Study] = {
         "the cost model leaves out elsewhere and published speeds of long prompts show.",
         MAIN,
     ),
+    "agents": Study(
+        "environments that take seconds",
+        ("normal", "agents"),
+        "The conversation load with the episodes' own gaps between turns: a coding agent's tools "
+        "instead of games.",
+        MAIN,
+    ),
     "tail": Study(
         "(g) tail batching",
         ("tail-off", "tail-on"),
