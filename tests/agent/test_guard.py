@@ -252,7 +252,7 @@ async def test_a_slot_rests_while_its_engine_is_held_and_no_sooner(
     now = time.monotonic_ns()
     made.on_tap([Arrived("pod", 1, now, "/generate")], now)
     rests.append(slot.at_rest)
-    slot._held = True
+    slot._hold.confirmed = True
     rests.append(slot.at_rest)
     stirred.clear()
     made.step_all()

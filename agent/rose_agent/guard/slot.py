@@ -1,8 +1,9 @@
 """One slot of the guard: its permit, its calls to the engine host, its stream to the router.
 
-``rose_core.guard.slot`` decides; this carries out. Closing the permit is a store to shared memory
-and happens inside the call that heard of the arrival; everything else runs behind it. Next step:
-``loop`` steps slots, ``hostlink`` makes the calls, ``routerlink`` tells the router.
+``rose_core.guard.slot`` decides; this carries out. Closing the permit is one store to shared
+memory, made before the call that reports an arrival returns. Whatever waits for an answer runs as a
+task. Next step: ``loop`` steps slots, ``hold`` follows what the host holds, ``hostlink`` makes the
+calls, ``routerlink`` tells the router, ``history`` remembers.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from functools import partial
 
-from rose_agent.guard import freezer, metrics
+from rose_agent.guard import freezer
+from rose_agent.guard.calls import Calls
+from rose_agent.guard.history import History
+from rose_agent.guard.hold import Hold
 from rose_agent.guard.hostlink import HostLink
 from rose_agent.guard.permit import SlotPermit
 from rose_agent.guard.recorder import Recorder
@@ -30,7 +35,6 @@ from rose_core.identity import SlotKey
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, Holder
 from rose_core.wire.sync import Grant
 from rose_engines.rundir import SlotDir, read_json
-from rose_wire.errors import WireError
 
 _log = logging.getLogger(__name__)
 
@@ -64,18 +68,13 @@ class Slot:
         self.budget = Budget()
         self.room = self._told_room = Lendable(None, "")
         self._host = host
-        self._recorder = recorder
+        self._history = History(recorder, lambda: self.name)
         self._on_change = on_change
         self._limits = LadderLimits()
         self._lane = lanes.Lane()
         self._permit = SlotPermit(folder.permit, host.ring)
-        self._held: bool | None = None
-        self._want_hold: bool | None = None
-        self._hold_arrival_ns = 0
-        self._held_ns = 0
-        self._calls: dict[str, asyncio.Task[None]] = {}
-        self._frozen = (0, False)
-        self._told_state: EngineState | None = None
+        self._calls = Calls(self._call_ended)
+        self._hold = Hold(self._calls, self._ask_hold, self._history.stopped)
         order = read_json(folder.slot, EnsureEngine)
         self._data_token = order.token if order and order.token else secrets.token_urlsafe(24)
         self._router = RouterLink(token)
@@ -104,7 +103,7 @@ class Slot:
             return False
         if self.status is None or self.status.state is EngineState.GONE:
             return machine.phase is Phase.ABSENT
-        held = self._held is True and not machine.self_frozen
+        held = self._hold.confirmed is True and not machine.self_frozen
         return held and machine.phase is Phase.PRESENT
 
     def serves(self, pod_uid: str) -> bool:
@@ -119,8 +118,8 @@ class Slot:
     ) -> None:
         """Decide and carry out; ``arrival_ns`` is the request that made us look."""
         if self._permit.look(now_ns):
-            # A new permit means a new host process: what was agreed with the old one is void.
-            self.forget_hold()
+            # A new permit means a new host process: what the old one confirmed is void.
+            self._hold.forget()
         self.message = self._permit.complaint or self.message
         until_ns = self._permit.mapped.until_ns if self._permit.mapped is not None else 0
         granted_now = self.grant is not None
@@ -129,8 +128,7 @@ class Slot:
         before = self.machine
         self._lane = lanes.choose(self._lane, verdict, lanes.LaneLimits(), now_ns)
         self.machine, actions = decide(before, seen, self._limits, now_ns)
-        self._note_gate(seen, now_ns)
-        self._note_engine(now_ns)
+        self._note(seen, now_ns)
         for action in actions:
             self._carry_out(action, now_ns, arrival_ns)
         if self.machine.rung is not before.rung:
@@ -140,39 +138,32 @@ class Slot:
         self._tell_router()
 
     def _see(self, verdict: Verdict, now_ns: int, granted: bool | None) -> SlotSeen:
-        status = self.status
+        status, permit = self.status, self._permit.mapped
         alive = self._host.alive(now_ns)
-        permit = self._permit.mapped
-        heartbeat = permit.host_age_ns(now_ns) if permit else None
-        engine = None
-        if status is not None:
-            self._believe(status)
-            needs_look = self._held is not True and self.machine.self_frozen
-            engine = EngineSeen(
-                status.state,
-                status.slot.generation,
-                held=self._held is True,
-                asked=self._held is None and self._want_hold is True,
-                frozen=needs_look and freezer.frozen(self.folder),
-                cpu_ns=freezer.cpu_ns(self.folder) if needs_look else None,
-            )
-        processes = not alive and engine is None and freezer.exists(self.folder)
         return SlotSeen(
             granted=granted,
             generation=self.grant.key.slot.generation if self.grant else 0,
             verdict=verdict,
-            engine=engine,
+            engine=self._see_engine(status) if status is not None else None,
             host_alive=alive,
-            heartbeat_ns=heartbeat,
-            processes=processes,
+            heartbeat_ns=permit.host_age_ns(now_ns) if permit else None,
+            processes=not alive and status is None and freezer.exists(self.folder),
             can_dormant=status is not None and status.can_dormant,
         )
 
-    def _believe(self, status: EngineStatus) -> None:
-        """The host's list corrects what was agreed by call, when it was asked for later."""
-        calling = self._calls.get("hold")
-        if (calling is None or calling.done()) and self._host.asked_ns > self._held_ns:
-            self._held = self._want_hold = Holder.GUARD in status.holders
+    def _see_engine(self, status: EngineStatus) -> EngineSeen:
+        hold = self._hold
+        hold.believe(held=Holder.GUARD in status.holders, asked_ns=self._host.asked_ns)
+        # Reading the kernel's files costs time: only what the guard froze itself is looked at.
+        look = hold.confirmed is not True and self.machine.self_frozen
+        return EngineSeen(
+            status.state,
+            status.slot.generation,
+            held=hold.confirmed is True,
+            asked=hold.asked,
+            frozen=look and freezer.frozen(self.folder),
+            cpu_ns=freezer.cpu_ns(self.folder) if look else None,
+        )
 
     def _carry_out(self, action: Action, now_ns: int, arrival_ns: int) -> None:
         order = action.order
@@ -183,55 +174,39 @@ class Slot:
         if order is Order.CLOSE:
             self._close(now_ns, arrival_ns)
             return
-        metrics.ORDERS.labels(order.name.title()).inc()
-        self._recorder.note(now_ns, self.name, "order", order=order.name, reason=action.reason)
+        self._history.ordered(action, now_ns)
         if order in {Order.HOLD, Order.LET_GO}:
-            self._hold(hold=order is Order.HOLD, arrival_ns=arrival_ns)
+            self._hold.order(hold=order is Order.HOLD, arrival_ns=arrival_ns)
         elif order is Order.FREEZE:
             self.message = freezer.freeze(self.folder)
         elif order is Order.KILL:
             self.message = freezer.kill(self.folder)
         elif order is Order.STOP:
-            self._call("stop", lambda: self._stop(action.reason))
+            self._calls.start("stop", lambda: self._stop(action.reason))
         elif order is Order.ENSURE:
-            self._call("ensure", self._ensure)
+            self._calls.start("ensure", self._ensure)
         elif order in {Order.DORMANT, Order.ACTIVATE}:
             dormant = order is Order.DORMANT
-            self._call("dormant", lambda: self._host.set_dormant(self._key(), dormant=dormant))
+            work = partial(self._host.set_dormant, self._key(), dormant=dormant)
+            self._calls.start("dormant", work)
 
     def _close(self, now_ns: int, arrival_ns: int) -> None:
         if self._permit.close() and arrival_ns:
-            closed_ns = time.monotonic_ns()
-            metrics.CLOSE_SECONDS.observe((closed_ns - arrival_ns) / 1e9)
-            self._recorder.note(
-                now_ns,
-                self.name,
-                "closed",
-                arrival=arrival_ns,
-                after_ns=closed_ns - arrival_ns,
-                reason=self.verdict.reason,
-            )
+            self._history.closed(arrival_ns, self.verdict.reason, now_ns)
 
-    # --- calls to the engine host, one of a kind at a time
+    # --- calls to the engine host
 
-    def _call(self, kind: str, work: Callable[[], Awaitable[None]]) -> None:
-        running = self._calls.get(kind)
-        if running is None or running.done():
-            self._calls[kind] = asyncio.create_task(self._guarded(kind, work))
-
-    async def _guarded(self, kind: str, work: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await work()
-        except WireError as error:
-            self.message = f"{kind}: {error}"
-            _log.warning("slot %s: %s", self.name, self.message)
+    def _call_ended(self, problem: str) -> None:
+        if problem:
+            self.message = problem
+            _log.warning("slot %s: %s", self.name, problem)
         self._on_change()
 
     async def _ensure(self) -> None:
         grant = self.grant
         if grant is None:
             return
-        self._held = None
+        self._hold.forget()
         await self._host.ensure(self._order(grant))
 
     def _order(self, grant: Grant) -> EnsureEngine:
@@ -252,11 +227,11 @@ class Slot:
         """The engine was refused for its size: tell when there is another room."""
         grant = self.grant
         if grant is not None and self.room.bytes != self._told_room.bytes:
-            self._call("room", lambda: self._host.ensure(self._order(grant)))
+            self._calls.start("room", lambda: self._host.ensure(self._order(grant)))
 
     def limit_memory(self, permille: int, held: int | None) -> None:
         """Tell the engine's budget, and what the driver says that it holds."""
-        self._call("memory", lambda: self._host.limit_memory(self._key(), permille, held))
+        self._calls.start("memory", lambda: self._host.limit_memory(self._key(), permille, held))
 
     async def _stop(self, reason: GateReason) -> None:
         await self._host.stop(self._key(), reason.value)
@@ -270,40 +245,8 @@ class Slot:
             return order.slot
         return self.grant.key.slot if self.grant else SlotKey(self.uid, 0)
 
-    def _hold(self, *, hold: bool, arrival_ns: int) -> None:
-        if self._want_hold is not hold:
-            self._want_hold = hold
-            self._held = None
-            self._hold_arrival_ns = arrival_ns
-            # The host answers a hold only once every thread stands still; a change of mind does
-            # not wait for that. Should the two cross, the host's list puts it right.
-            waiting = self._calls.pop("hold", None)
-            if waiting is not None:
-                waiting.cancel()
-        self._call("hold", self._hold_until_agreed)
-
-    async def _hold_until_agreed(self) -> None:
-        """Bring the host to the wanted side; a change of mind meanwhile is followed in order."""
-        while self._want_hold is not None and self._held is not self._want_hold:
-            wanted, arrival_ns = self._want_hold, self._hold_arrival_ns
-            paused_us = await self._host.hold(self._key(), hold=wanted)
-            now_ns = time.monotonic_ns()
-            if wanted is self._want_hold:
-                self._held, self._held_ns = wanted, now_ns
-            if wanted and arrival_ns:
-                metrics.STOP_SECONDS.observe((now_ns - arrival_ns) / 1e9)
-                self._recorder.note(
-                    now_ns,
-                    self.name,
-                    "stopped",
-                    arrival=arrival_ns,
-                    after_ns=now_ns - arrival_ns,
-                    paused_us=paused_us,
-                )
-
-    def forget_hold(self) -> None:
-        """The host may have been restarted: ask again before believing."""
-        self._held = None
+    async def _ask_hold(self, hold: bool) -> int:
+        return await self._host.hold(self._key(), hold=hold)
 
     # --- bookkeeping
 
@@ -312,43 +255,17 @@ class Slot:
         permit = self._permit.mapped
         return permit is not None and permit.is_open_for_any(now_ns)
 
-    def _note_gate(self, seen: SlotSeen, now_ns: int) -> None:
+    def _note(self, seen: SlotSeen, now_ns: int) -> None:
         verdict = seen.verdict if seen.granted else Verdict(False, GateReason.NOT_GRANTED)
-        before, self.verdict = self.verdict, verdict
-        if before.reason is verdict.reason and before.open == verdict.open:
-            return
-        paced = before.reason is GateReason.SLACK and verdict.reason is GateReason.SLACK
-        if not paced:
-            metrics.GATE_CHANGES.labels(verdict.reason.value).inc()
-        metrics.GATE_OPEN.labels(self.name).set(verdict.open)
-        # A paced permit ends by itself, before anybody looks.
-        ended_ns = before.until_ns if before.open and not verdict.open else 0
-        slack = verdict.slack
-        measured = {"prefill": slack.prefill_s, "decode": slack.decode_s} if slack else {}
-        self._recorder.note(
-            min(now_ns, ended_ns or now_ns),
-            self.name,
-            "gate",
-            open=verdict.open,
-            reason=verdict.reason,
-            duty=verdict.duty,
-            **measured,
-        )
-
-    def _note_engine(self, now_ns: int) -> None:
-        """What became of the engine: a failure is the host's finding, and nobody's decision."""
-        status = self.status
-        if status is not None and status.state is not self._told_state:
-            self._told_state = status.state
-            self._recorder.note(
-                now_ns, self.name, "engine", state=status.state, reason=status.reason
-            )
+        self._history.gate(self.verdict, verdict, now_ns)
+        self._history.engine(self.status, now_ns)
+        self.verdict = verdict
 
     def _note_rung(self, now_ns: int) -> None:
         rung = self.machine.rung
         if rung is not Rung.NONE:
             self.totals.reclaimed(rung)
-        self._recorder.note(now_ns, self.name, "rung", rung=rung.name, reason=self.verdict.reason)
+        self._history.rung(rung, self.verdict.reason, now_ns)
 
     # --- router
 
@@ -375,10 +292,9 @@ class Slot:
     async def detach(self) -> None:
         """Leave the router and the permit (closed); the engine is the machine's business."""
         self._permit.drop()
-        tasks = [t for t in (self._router.close(), *self._calls.values()) if t is not None]
+        tasks = [t for t in (self._router.close(), *self._calls.tasks) if t is not None]
         for task in tasks:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*tasks, return_exceptions=True)
-        with contextlib.suppress(KeyError):
-            metrics.GATE_OPEN.remove(self.name)
+        self._history.forget()

@@ -1,0 +1,115 @@
+"""What the guard believes of its hold while answers are late, fail or cross a change of mind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rose_agent.guard.calls import Calls
+from rose_agent.guard.hold import Hold, Stopped
+from rose_wire.errors import Unavailable
+
+PAUSED_US = 700
+
+
+class Host:
+    """Answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+        self.ended: list[str] = []
+        self.stopped: list[Stopped] = []
+        self._answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.hold = Hold(Calls(self.ended.append), self._ask, self.stopped.append)
+
+    async def _ask(self, hold: bool) -> int:
+        self.asked.append(hold)
+        return await self._answer
+
+    async def answer(self, error: Exception | None = None) -> None:
+        """Answer the call under way; later ones wait again."""
+        await turns()
+        answer, self._answer = self._answer, asyncio.get_running_loop().create_future()
+        if error is None:
+            answer.set_result(PAUSED_US)
+        else:
+            answer.set_exception(error)
+        await turns()
+
+
+async def turns() -> None:
+    """Let every task that can run do so."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_hold_is_believed_once_the_host_has_answered() -> None:
+    host = Host()
+    host.hold.order(hold=True)
+    await turns()
+    assert (host.hold.confirmed, host.hold.asked) == (None, True)
+    await host.answer()
+    assert (host.hold.confirmed, host.hold.asked) == (True, False)
+    assert host.ended == [""]
+
+
+async def test_a_repeated_order_makes_no_second_call() -> None:
+    host = Host()
+    for _ in range(3):
+        host.hold.order(hold=True)
+        await turns()
+    assert host.asked == [True]
+
+
+async def test_a_change_of_mind_does_not_wait_for_the_answer() -> None:
+    host = Host()
+    host.hold.order(hold=True)
+    await turns()
+    host.hold.order(hold=False)
+    await turns()
+    assert host.asked == [True, False]
+
+
+async def test_the_reaction_to_a_request_is_told_from_its_arrival() -> None:
+    host = Host()
+    host.hold.order(hold=True, arrival_ns=1)
+    await host.answer()
+    (stopped,) = host.stopped
+    assert (stopped.arrival_ns, stopped.paused_us) == (1, PAUSED_US)
+    assert stopped.after_ns == stopped.confirmed_ns - 1
+
+
+async def test_a_failed_call_is_told_and_made_again_by_the_next_order() -> None:
+    host = Host()
+    host.hold.order(hold=True)
+    await host.answer(Unavailable("gone"))
+    assert host.ended == ["hold: gone"]
+    assert host.hold.confirmed is None
+    host.hold.order(hold=True)
+    await host.answer()
+    assert host.hold.confirmed is True
+
+
+@pytest.mark.parametrize("held", [True, False])
+async def test_the_hosts_list_corrects_only_what_is_older_than_it(held: bool) -> None:
+    host = Host()
+    host.hold.order(hold=not held)
+    host.hold.believe(held=held, asked_ns=1)
+    assert host.hold.confirmed is None, "a call is under way"
+    await host.answer()
+    host.hold.believe(held=held, asked_ns=1)
+    assert host.hold.confirmed is not held, "the list is older than the answer"
+    host.hold.believe(held=held, asked_ns=1 << 62)
+    assert host.hold.confirmed is held
+
+
+async def test_what_another_host_process_confirmed_is_asked_again() -> None:
+    host = Host()
+    host.hold.order(hold=True)
+    await host.answer()
+    host.hold.forget()
+    assert host.hold.asked
+    host.hold.order(hold=True)
+    await turns()
+    assert host.asked == [True, True]
