@@ -1,8 +1,8 @@
-"""``rose agent``: guard this node's serving replicas; ``report``, ``trace``, ``stop``, ``resume``.
+"""``rose agent``: guard this node's serving replicas.
 
-The process is the guard (``rose_agent.guard.loop``). It needs the tap and the engine host on the
-same run directory, the operator for grants, the API server for pods; it protects serving without
-any of them.
+It needs the tap and the engine host on the same run directory, the operator for grants and the API
+server for pods, and protects serving without any of them. Next step: ``guard.loop`` is the guard;
+``looks`` has the verbs for people (``rose agent report``, ``trace``, ``stop``, ``resume``).
 """
 
 from __future__ import annotations
@@ -10,22 +10,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
 import sys
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 from aiohttp import web
 
+from rose_agent import looks
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.errors import DeviceError
 from rose_agent.devices.opening import open_driver
 from rose_agent.errors import AgentError, BadConfiguration
-from rose_agent.guard import trace
 from rose_agent.guard.inspect import inspection
 from rose_agent.guard.loop import Guard, Settings
 from rose_agent.metrics import REGISTRY
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
     from rose_agent.identity import Identity
 
 _log = logging.getLogger("rose.agent")
+
+Part = Callable[[], Coroutine[Any, Any, None]]
+"""What runs as a task of the agent until it is told to end."""
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -89,8 +94,8 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Run the guard, or look into a running one."""
-    if argv and argv[0] in _LOOKS:
-        return _look(argv[0], argv[1:])
+    if argv and argv[0] in looks.LOOKS:
+        return looks.main(argv[0], argv[1:])
     options = arguments().parse_args(argv)
     logging.basicConfig(level=options.log_level, format="%(levelname)s %(name)s %(message)s")
     try:
@@ -102,51 +107,66 @@ def main(argv: list[str]) -> int:
 
 
 async def _run(options: argparse.Namespace) -> None:
+    """Guard until SIGTERM or SIGINT, or until a part fails."""
     try:
         rundir = RunDir(options.rundir).create()
     except ValueError as error:
         raise BadConfiguration(f"--rundir: {error}") from error
-    token = flags.token(options.token_file)
-    settings = Settings(
+    settings = _settings(options)
+    devices = open_driver(options.devices, options.static_gpus)
+    async with aiohttp.ClientSession() as session, AsyncExitStack() as stack:
+        stack.callback(devices.close)
+        guard = Guard(rundir, settings, devices, session)
+        guard.pods = _pods(options, guard, devices)
+        operator = _operator(options, guard) if options.operator else []
+        for runner in await _serve(guard, options):
+            stack.push_async_callback(runner.cleanup)
+        parts = (guard.run, guard.pods.run, *operator)
+        tasks = [asyncio.create_task(part()) for part in parts]
+        stack.push_async_callback(_ended, tasks)
+        await _until_told(tasks)
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    return Settings(
         options.node,
-        token,
+        flags.token(options.token_file),
         options.settle_seconds,
         crossover_seconds=options.crossover_seconds,
         budget=BudgetLimits(calm_seconds=options.calm_seconds),
     )
-    devices = open_driver(options.devices, options.static_gpus)
-    async with aiohttp.ClientSession() as session:
-        guard = Guard(rundir, settings, devices, session)
-        guard.pods = _pods(options, guard, devices)
-        tasks = [asyncio.create_task(guard.run()), asyncio.create_task(guard.pods.run())]
-        if options.operator:
-            link = OperatorLink(
-                options.operator,
-                token,
-                guard.request,
-                guard.on_reply,
-                ready=lambda: guard.surveyed,
-            )
-            guard.on_transition = link.report_soon
-            identity = _identity(options)
-            tasks.append(asyncio.create_task(_linked(link, identity)))
-            if identity is not None:
-                tasks.append(asyncio.create_task(identity.run()))
-        runners = await _serve(guard, options)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, lambda: [task.cancel() for task in tasks])
-        try:
-            await asyncio.gather(*tasks)
-        except asyncio.CancelledError:
-            _log.info("ending; permits are closed, the engine host keeps the engines stopped")
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for runner in runners:
-                await runner.cleanup()
-            devices.close()
+
+
+def _operator(options: argparse.Namespace, guard: Guard) -> list[Part]:
+    """What speaks to the operator: reports and grants, and where asked for the certificate."""
+    link = OperatorLink(
+        options.operator,
+        guard.settings.token,
+        guard.request,
+        guard.on_reply,
+        ready=lambda: guard.surveyed,
+    )
+    guard.on_transition = link.report_soon
+    identity = _identity(options)
+    if identity is None:
+        return [link.run]
+    return [partial(_linked, link, identity), identity.run]
+
+
+async def _until_told(tasks: list[asyncio.Task[None]]) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: [task.cancel() for task in tasks])
+    try:
+        await asyncio.gather(*tasks)
+    except asyncio.CancelledError:
+        _log.info("ending; permits are closed, the engine host keeps the engines stopped")
+
+
+async def _ended(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _identity(options: argparse.Namespace) -> Identity | None:
@@ -162,10 +182,9 @@ def _identity(options: argparse.Namespace) -> Identity | None:
     return Identity(options.node, options.enrol, options.identity_token_file, Path(folder))
 
 
-async def _linked(link: OperatorLink, identity: Identity | None) -> None:
+async def _linked(link: OperatorLink, identity: Identity) -> None:
     """Sync with the operator, once there is a certificate to dial with."""
-    if identity is not None:
-        await identity.there()
+    await identity.there()
     await link.run()
 
 
@@ -178,25 +197,29 @@ def _pods(options: argparse.Namespace, guard: Guard, devices: DeviceDriver) -> P
         access = Access(options.kube_url, options.kube_token_file, options.kube_ca_file)
     else:
         access = Access.in_cluster()
+    return KubernetesPods(
+        access, options.node, guard.match, partial(_gpus_of, devices), partial(_any_gpu, devices)
+    )
 
-    def gpus_of(pids: tuple[int, ...]) -> tuple[str, ...]:
-        members = set(pids)
-        found = []
-        with contextlib.suppress(DeviceError):
-            for gpu in devices.gpus():
-                users = devices.processes(gpu.uuid) or ()
-                if any(process.pid in members for process in users):
-                    found.append(gpu.uuid)
-        return tuple(found)
 
-    def every_gpu() -> tuple[str, ...]:
-        if devices.name != "static":
-            return ()
-        with contextlib.suppress(DeviceError):
-            return tuple(gpu.uuid for gpu in devices.gpus())
+def _gpus_of(devices: DeviceDriver, pids: tuple[int, ...]) -> tuple[str, ...]:
+    """GPUs on which one of these processes holds memory."""
+    members, found = set(pids), []
+    with contextlib.suppress(DeviceError):
+        for gpu in devices.gpus():
+            users = devices.processes(gpu.uuid) or ()
+            if any(process.pid in members for process in users):
+                found.append(gpu.uuid)
+    return tuple(found)
+
+
+def _any_gpu(devices: DeviceDriver) -> tuple[str, ...]:
+    """GPUs that pods are paired with by age: those of a driver that knows no processes."""
+    if devices.name != "static":
         return ()
-
-    return KubernetesPods(access, options.node, guard.match, gpus_of, every_gpu)
+    with contextlib.suppress(DeviceError):
+        return tuple(gpu.uuid for gpu in devices.gpus())
+    return ()
 
 
 async def _serve(guard: Guard, options: argparse.Namespace) -> list[web.AppRunner]:
@@ -219,51 +242,6 @@ async def _application(guard: Guard, more: list[web.RouteDef]) -> web.AppRunner:
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     return runner
-
-
-# --- rose agent report | trace | stop | resume
-
-_LOOKS = {
-    "report": "What the guard of this node knows now: pools, replicas, slots, latency; JSON.",
-    "trace": "The guard's flight recorder: arrivals, decisions and their reasons.",
-    "stop": "Stop every rollout engine of this node now, until resume.",
-    "resume": "Release this node's stop button.",
-}
-
-
-def _look(what: str, argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog=f"rose agent {what}", description=_LOOKS[what])
-    parser.add_argument(
-        "--rundir", type=Path, default=Path("/run/rose"), help="of the guard; default /run/rose"
-    )
-    if what == "trace":
-        return trace.main(parser, argv, _fetch)
-    options = parser.parse_args(argv)
-    try:
-        if what == "report":
-            found = asyncio.run(_fetch(options.rundir / "agent.sock", "/report"))
-            sys.stdout.write(json.dumps(found, indent=2) + "\n")
-        elif what == "stop":
-            RunDir(options.rundir).stop.touch()
-            sys.stdout.write("stopped; `rose agent resume` lends again\n")
-        else:
-            options.rundir.stat()
-            RunDir(options.rundir).stop.unlink(missing_ok=True)
-            sys.stdout.write("the stop button is not pressed any more\n")
-    except (aiohttp.ClientError, OSError) as error:
-        sys.stderr.write(f"rose agent {what}: no guard runs in {options.rundir}: {error}\n")
-        return 1
-    return 0
-
-
-async def _fetch(path: Path, page: str) -> dict[str, Any]:
-    connector = aiohttp.UnixConnector(str(path))
-    async with (
-        aiohttp.ClientSession(connector=connector) as session,
-        session.get(f"http://agent{page}") as answer,
-    ):
-        content: dict[str, Any] = await answer.json()
-        return content
 
 
 if __name__ == "__main__":

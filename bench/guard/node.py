@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -23,6 +22,7 @@ import yaml
 
 from bench.guard.cores import one_group, pin, stand_aside
 from bench.guard.serving import SERVING, Serving
+from rose_agent.looks import fetch
 from rose_core.identity import GrantKey, SlotKey
 from rose_core.wire.host import HoldEngine, Holder
 from rose_core.wire.sync import (
@@ -76,21 +76,6 @@ class Bench:
 
     async def sync(self, _request: SyncRequest) -> SyncReply:
         """An operator that lends the one slot for ever."""
-        grant = Grant(
-            key=GrantKey(1, SLOT),
-            ttl_seconds=600.0,
-            slot_name="bench",
-            lease="bench/lease",
-            pool=POOL,
-            pod_uid="serving",
-            pod_name="serving",
-            gpu_uuids=("core-0",),
-            engine=EngineSpec(
-                "sglang-cpu", make_named(self.model).name, kv_tokens=16384, max_running=8
-            ),
-            weights=WeightSource("127.0.0.1:1", "bench"),
-            router="",
-        )
         ttft, tpot = self.goal_ms
         policy = PoolPolicy(
             POOL,
@@ -102,7 +87,8 @@ class Bench:
             tpot_milliseconds=tpot,
             allowed_signals=self.signals,
         )
-        return SyncReply(1, True, (grant,), (policy,), sync_period_seconds=SYNC_SECONDS)
+        grants = (grant_of(make_named(self.model).name),)
+        return SyncReply(1, True, grants, (policy,), sync_period_seconds=SYNC_SECONDS)
 
     async def spawn(self, name: str, argv: list[str], env: dict[str, str] | None = None) -> None:
         """Start a process with its own log."""
@@ -191,13 +177,7 @@ class Bench:
 
     async def page(self, name: str) -> dict[str, Any]:
         """A page of the guard."""
-        connector = aiohttp.UnixConnector(str(self.rundir.root / "agent.sock"))
-        async with (
-            aiohttp.ClientSession(connector=connector) as session,
-            session.get(f"http://agent/{name}") as answer,
-        ):
-            content: dict[str, Any] = json.loads(await answer.read())
-            return content
+        return await fetch(self.rundir.root, f"/{name}")
 
     async def settled(self) -> None:
         """Wait until the guard knows the replica and has opened the gate."""
@@ -295,6 +275,23 @@ class Bench:
             root = psutil.Process(self.processes[name].pid)
             found += [root, *root.children(recursive=True)]
         return found
+
+
+def grant_of(model: str) -> Grant:
+    """The one slot, with an engine that serves this model."""
+    return Grant(
+        key=GrantKey(1, SLOT),
+        ttl_seconds=600.0,
+        slot_name="bench",
+        lease="bench/lease",
+        pool=POOL,
+        pod_uid="serving",
+        pod_name="serving",
+        gpu_uuids=("core-0",),
+        engine=EngineSpec("sglang-cpu", model, kv_tokens=16384, max_running=8),
+        weights=WeightSource("127.0.0.1:1", "bench"),
+        router="",
+    )
 
 
 def _workers(pid: int) -> list[psutil.Process]:

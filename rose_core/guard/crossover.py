@@ -1,4 +1,4 @@
-"""Harm, measured: latency in lent windows against withheld ones, and against un-lent replicas.
+"""Measures harm: latency in lent windows against withheld ones, or against un-lent replicas.
 
 Windows of equal length alternate. A request belongs to the window of its arrival and only if it
 also ended in it, so nothing straddles. A relative limit is judged only above a floor of samples in
@@ -38,11 +38,11 @@ class Schedule:
     every: int = 2
 
     def window(self, now_s: float) -> int:
-        """Number of the window."""
+        """Number of the window that contains this moment."""
         return int(now_s / self.seconds) if self.seconds else 0
 
     def withheld(self, now_s: float) -> bool:
-        """The last of every ``every`` windows is withheld."""
+        """Whether lending is withheld in the window of this moment."""
         return bool(self.seconds) and self.window(now_s) % self.every == self.every - 1
 
 
@@ -73,7 +73,7 @@ def quantile(values: list[float], q: float) -> float:
 
 
 def floor(q: float) -> int:
-    """Samples that a class needs before its quantile is judged: two beyond it, at least 30."""
+    """Samples that a class needs before its quantile is judged: 30, and two beyond the quantile."""
     return max(SAMPLE_FLOOR, math.ceil(2 / (1 - q)))
 
 
@@ -116,13 +116,14 @@ class Meter:
             if value is not None:
                 store.setdefault(withheld, deque(maxlen=self.keep)).append(value)
 
-    def ratios(self, quantiles: tuple[float, ...]) -> dict[str, list[Ratio]]:
-        """Ratios of TTFT and TPOT, lent / withheld."""
+    def ratios(
+        self, quantiles: tuple[float, ...], control: Meter | None = None
+    ) -> dict[str, list[Ratio]]:
+        """Ratios of TTFT and TPOT, lent / withheld; the withheld ones are the control's."""
+        lent, withheld = self.samples(withheld=False), (control or self).samples(withheld=True)
         return {
-            name: [
-                compare(list(store.get(False, ())), list(store.get(True, ())), q) for q in quantiles
-            ]
-            for name, store in (("ttft", self.ttft), ("tpot", self.tpot))
+            name: [compare(one, two, q) for q in quantiles]
+            for name, one, two in zip(("ttft", "tpot"), lent, withheld, strict=True)
         }
 
     def samples(self, *, withheld: bool) -> list[list[float]]:

@@ -25,6 +25,7 @@ import psutil
 import yaml
 from safetensors.numpy import save_file
 
+from rose_agent import looks
 from rose_core.identity import GrantKey, SlotKey
 from rose_core.telemetry.dialects import samples
 from rose_core.wire.sync import (
@@ -245,20 +246,11 @@ class Node:
         return read_json(self.rundir.slot(SLOT.uid).engine, EngineFile)
 
     async def report(self) -> dict[str, Any]:
-        return await self._agent("/report")
+        return await looks.fetch(self.rundir.root, "/report")
 
     async def trace(self) -> list[dict[str, Any]]:
-        entries: list[dict[str, Any]] = (await self._agent("/trace"))["entries"]
+        entries: list[dict[str, Any]] = (await looks.fetch(self.rundir.root, "/trace"))["entries"]
         return entries
-
-    async def _agent(self, page: str) -> dict[str, Any]:
-        connector = aiohttp.UnixConnector(str(self.root / "run" / "agent.sock"))
-        async with (
-            aiohttp.ClientSession(connector=connector) as session,
-            session.get(f"http://agent{page}") as answer,
-        ):
-            content: dict[str, Any] = await answer.json()
-            return content
 
     async def slot(self) -> dict[str, Any]:
         with contextlib.suppress(aiohttp.ClientError, OSError):

@@ -4,7 +4,7 @@
 them, with ratio and interval above the sample floor, and per slot the gate and the totals.
 
 On ``agent.sock``, which only the node's root can open, both are there for whoever asks; on the
-network for those who bring the installation's token.
+network for those who bring the installation's token. Next step: ``rose_agent.looks`` reads them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aiohttp import web
 from rose_agent.guard.perfetto import perfetto
 from rose_agent.guard.replica import Replica
 from rose_agent.guard.slot import Slot
-from rose_core.guard.crossover import SAMPLE_FLOOR, compare
+from rose_core.guard.crossover import SAMPLE_FLOOR, Meter, Ratio
 from rose_core.wire.sync import PoolPolicy
 from rose_wire.observability import Page
 
@@ -76,7 +76,6 @@ def _pool(policy: PoolPolicy, guard: Guard, now_ns: int) -> dict[str, Any]:
 def _replica(replica: Replica, now_ns: int) -> dict[str, Any]:
     signal = replica.signal(now_ns)
     outcomes, meter = replica.outcomes, replica.outcomes.meter
-    unlent = outcomes.pool.unlent
     return {
         "pod": replica.pod.name,
         "pool": replica.pod.pool,
@@ -91,28 +90,23 @@ def _replica(replica: Replica, now_ns: int) -> dict[str, Any]:
         "slowdown": outcomes.predictor.slowdown(),
         "finished": outcomes.counters.finished,
         "slow": outcomes.counters.slow,
-        "ttftSeconds": {
-            "lent": list(meter.ttft.get(False, ())),
-            "withheld": list(meter.ttft.get(True, ())),
-        },
-        "tpotSeconds": {
-            "lent": list(meter.tpot.get(False, ())),
-            "withheld": list(meter.tpot.get(True, ())),
-        },
-        "ratios": {
-            name: [dataclasses.asdict(ratio) for ratio in ratios]
-            for name, ratios in meter.ratios(QUANTILES).items()
-        },
-        "ratiosToUnlent": {
-            name: [dataclasses.asdict(compare(lent, control, q)) for q in QUANTILES]
-            for name, lent, control in zip(
-                ("ttft", "tpot"),
-                meter.samples(withheld=False),
-                unlent.samples(withheld=True),
-                strict=True,
-            )
-        },
+        **_harm(meter, outcomes.pool.unlent),
     }
+
+
+def _harm(meter: Meter, unlent: Meter) -> dict[str, Any]:
+    """Latencies by window, and their ratios to withheld windows and to un-lent replicas."""
+    lent, withheld = meter.samples(withheld=False), meter.samples(withheld=True)
+    return {
+        "ttftSeconds": {"lent": lent[0], "withheld": withheld[0]},
+        "tpotSeconds": {"lent": lent[1], "withheld": withheld[1]},
+        "ratios": _plain(meter.ratios(QUANTILES)),
+        "ratiosToUnlent": _plain(meter.ratios(QUANTILES, unlent)),
+    }
+
+
+def _plain(ratios: dict[str, list[Ratio]]) -> dict[str, list[dict[str, Any]]]:
+    return {name: [dataclasses.asdict(one) for one in found] for name, found in ratios.items()}
 
 
 def _slot(slot: Slot) -> dict[str, Any]:

@@ -5,6 +5,8 @@
 | ``json`` | the entries (``recorder``) |
 | ``perfetto`` | trace events for ui.perfetto.dev and chrome://tracing |
 | ``svg`` | a picture of requests and gates over time |
+
+Next step: ``perfetto`` and ``timeline`` make the last two.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ Fetch = Callable[[Path, str], Awaitable[dict[str, Any]]]
 
 
 def main(parser: argparse.ArgumentParser, argv: list[str], fetch: Fetch) -> int:
-    """Print it.
+    """Print the running guard's recorder, a dump, or the list of dumps.
 
     Args:
         parser: knows ``--rundir`` already.
         argv: the verb's arguments.
-        fetch: reads a page of the guard from its socket.
+        fetch: reads a page of the guard that runs on a run directory.
 
     Returns:
         1 when there is no guard or no such dump.
@@ -67,7 +69,7 @@ def main(parser: argparse.ArgumentParser, argv: list[str], fetch: Fetch) -> int:
 
 
 async def _running(rundir: Path, fetch: Fetch) -> dict[str, Any]:
-    return await fetch(rundir / "agent.sock", "/trace")
+    return await fetch(rundir, "/trace")
 
 
 def recent(dump: dict[str, Any], seconds: float) -> dict[str, Any]:
