@@ -163,7 +163,8 @@ MEANING: dict[Reason, str] = {
     Reason.SIGNAL_NOT_ALLOWED: "the living source is not in `allowedSignals`",
     Reason.SIGNAL_NOT_VERIFIED: "the tap's request count does not (yet) equal the engine's",
     Reason.KV_USE_TOO_HIGH: "recent KV use leaves no room",
-    Reason.MULTI_NODE_REPLICA: "the serving replica spans nodes",
+    Reason.MULTI_NODE_REPLICA: "the serving replica is several pods (a LeaderWorkerSet of more "
+    "than one, an engine with `--nnodes`), or several nodes report it",
     Reason.SPANS_REPLICAS: "the GPU is shared by several serving replicas",
     Reason.NO_GPU: "the agent found no GPU of this replica",
     Reason.GPU_IN_USE: "a GPU of the replica is lent already or not yet vacated",

@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestServer
 
 from rose_agent.errors import BadConfiguration
 from rose_agent.pods.kubernetes import Access, KubernetesPods
-from rose_agent.pods.processes import Watcher, container_id, scan
+from rose_agent.pods.processes import COMPLETE_EVERY, Processes, Watcher, container_id
 from rose_agent.pods.static import StaticPods
 from rose_agent.signals.snapshot import Snapshot, mapped
 from rose_core.wire.sync import PoolPolicy
@@ -189,7 +189,7 @@ def test_processes_are_found_under_every_cgroup_driver(tmp_path: Path, path: str
     process(tmp_path, 14, "/kubepods/podother/" + CONTAINER)
     (tmp_path / "15").mkdir()
     (tmp_path / "self").mkdir()
-    found = {f.pid: f for f in scan([UID], tmp_path)[UID]}
+    found = {f.pid: f for f in Processes(tmp_path).scan([UID])[UID]}
     assert set(found) == {11, 12, 13}
     assert (found[11].first, found[12].scheduler, found[13].first) == (True, True, False)
     assert found[11].container == CONTAINER
@@ -209,7 +209,58 @@ def test_an_engine_of_several_machines_is_told_by_its_command_line(
     tmp_path: Path, command: str, machines: int
 ) -> None:
     process(tmp_path, 11, f"/kubepods/pod{UID}/{CONTAINER}", command=command)
-    assert [f.machines for f in scan([UID], tmp_path)[UID]] == [machines]
+    assert [f.machines for f in Processes(tmp_path).scan([UID])[UID]] == [machines]
+
+
+POD, STRANGER = f"/kubepods/pod{UID}/{CONTAINER}", "/system.slice/sshd.service"
+
+
+def change(proc: Path, pid: int, cgroup: str) -> None:
+    """The process is moved, or its number is another's."""
+    (proc / str(pid) / "cgroup").write_text(f"0::{cgroup}\n")
+
+
+def pids(processes: Processes) -> list[int]:
+    return [one.pid for one in processes.scan([UID])[UID]]
+
+
+def test_a_process_that_is_moved_into_its_pod_after_a_look_is_found(tmp_path: Path) -> None:
+    processes = Processes(tmp_path)
+    process(tmp_path, 10, POD)
+    process(tmp_path, 11, STRANGER)
+    assert pids(processes) == [10]
+    change(tmp_path, 11, POD)
+    assert sorted(pids(processes)) == [10, 11]
+
+
+def test_strangers_are_asked_again_in_a_complete_look_alone(tmp_path: Path) -> None:
+    processes = Processes(tmp_path)
+    process(tmp_path, 11, STRANGER)
+    for _ in range(2):
+        assert pids(processes) == []
+    change(tmp_path, 11, POD)
+    looks = [pids(processes) for _ in range(COMPLETE_EVERY)]
+    assert looks[0] == []
+    assert looks[-1] == [11]
+
+
+def test_a_number_that_was_free_in_between_is_no_strangers(tmp_path: Path) -> None:
+    processes = Processes(tmp_path)
+    process(tmp_path, 11, STRANGER)
+    for _ in range(2):
+        assert pids(processes) == []
+    (tmp_path / "11").rename(tmp_path / "ended")
+    assert pids(processes) == []
+    process(tmp_path, 11, POD)
+    assert pids(processes) == [11]
+
+
+def test_for_a_new_pod_every_process_is_asked(tmp_path: Path) -> None:
+    processes = Processes(tmp_path)
+    process(tmp_path, 11, POD)
+    for _ in range(2):
+        assert processes.scan(["another"]) == {"another": []}
+    assert pids(processes) == [11]
 
 
 def test_no_container_is_an_empty_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -72,6 +73,16 @@ def heard(replica: Replica, at_s: int) -> None:
     )
     replica.take(beat, at_s * S)
     replica.book.blind_ns = 0
+
+
+async def test_one_pod_of_a_group_is_refused_by_name_whatever_else_is_known_of_it(
+    replica: Replica,
+) -> None:
+    verdict = closed(GateReason.SIGNAL_MISSING)
+    alone = replica_report(replica, verdict, 100 * S, host_alive=True)
+    assert alone.refusal == "SignalMissing"
+    replica.pod = dataclasses.replace(replica.pod, group_size=2)
+    assert replica_report(replica, verdict, 100 * S, host_alive=True).refusal == "MultiNodeReplica"
 
 
 async def test_without_the_tap_a_busy_engine_is_reported_as_busy(replica: Replica) -> None:

@@ -59,7 +59,7 @@ async def test_a_replica_that_spans_nodes_is_refused_by_name() -> None:
     bench.pool()
     bench.lease()
     bench.report()
-    # As a multi-node LeaderWorkerSet would look: the agents of two nodes see one replica.
+    # Groups of several pods are told by their agent; here the agents of two nodes claim one pod.
     both = (replica("default/chat", "a"), replica("default/chat", "b", kv=300))
     bench.telemetry.record(SyncRequest("n2", "t", 0, both, ()), bench.now)
     ask(bench, Kind.LEASE, "grpo", "why")

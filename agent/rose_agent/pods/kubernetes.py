@@ -24,7 +24,7 @@ import msgspec
 from rose_agent.errors import ApiUnreachable, BadConfiguration
 from rose_agent.guard import metrics
 from rose_agent.pods.model import ServingPod
-from rose_agent.pods.processes import Found, scan
+from rose_agent.pods.processes import Found, Processes
 from rose_core.wire.sync import PoolPolicy
 
 _log = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 STOP_ANNOTATION = "rose-gpu.dev/stop"
 GPU_ANNOTATION = "rose-gpu.dev/gpus"
 FEED_ANNOTATION = "rose-gpu.dev/load-feed-port"
+# What LeaderWorkerSet writes on every pod of a group: how many pods the group has.
+GROUP_SIZE_ANNOTATION = "leaderworkerset.sigs.k8s.io/size"
 _WATCH_SECONDS = 240
 _SCAN_SECONDS = 2.0
 Json = dict[str, Any]
@@ -88,6 +90,7 @@ class KubernetesPods:
         self._gpus = gpus
         self._all_gpus = all_gpus
         self._pods: dict[str, Json] = {}
+        self._processes = Processes()
         self._found: dict[str, list[Found]] = {}
         self._scanned = 0.0
         self._synced = False
@@ -108,7 +111,7 @@ class KubernetesPods:
         now = asyncio.get_running_loop().time()
         if now - self._scanned > _SCAN_SECONDS or set(chosen) - set(self._found):
             self._scanned = now
-            self._found = scan(chosen)
+            self._found = self._processes.scan(chosen)
         spread = self._spread(sorted(chosen, key=lambda uid: _age(chosen[uid][0])))
         return {
             uid: self._describe(pod, policy, spread.get(uid, ()))
@@ -143,6 +146,7 @@ class KubernetesPods:
             pids=tuple(sorted(f.pid for f in serving)),
             gpu_uuids=gpus,
             feed_port=_port(annotations.get(FEED_ANNOTATION, "")),
+            group_size=_group_size(annotations.get(GROUP_SIZE_ANNOTATION, ""), found),
         )
 
     def scheduler(self, uid: str) -> int:
@@ -254,6 +258,12 @@ def _ready(status: Json) -> tuple[bool, float]:
 def _port(text: str) -> int:
     """A port somebody wrote down; 0 when it is none."""
     return int(text) if text.isdecimal() and int(text) < 65536 else 0
+
+
+def _group_size(written: str, found: Sequence[Found]) -> int:
+    """Pods that are one replica, as their controller or their engine says; the larger counts."""
+    size = int(written) if written.isdecimal() else 1
+    return max([size, *(process.machines for process in found)])
 
 
 def _instance(status: Json) -> str:

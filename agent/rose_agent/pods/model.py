@@ -25,6 +25,7 @@ class ServingPod:
         interfaces: to tap; empty = all.
         gpu_uuids: GPUs it uses.
         feed_port: where its engine publishes its load (``signals.feed``), 0 = nowhere.
+        group_size: pods that are one replica together, this one included.
     """
 
     uid: str
@@ -43,6 +44,7 @@ class ServingPod:
     interfaces: tuple[str, ...] = ()
     gpu_uuids: tuple[str, ...] = ()
     feed_port: int = 0
+    group_size: int = 1
 
     @property
     def url(self) -> str:

@@ -3,7 +3,8 @@
 A pod's processes carry its UID and the container's id in ``/proc/PID/cgroup``, below whatever the
 runtime and the cgroup driver put around them. Processes vanish between listing and reading; that
 is ordinary. Environment and command line are not trusted (setproctitle overwrites them), except
-for the one question which process is SGLang's scheduler.
+for two questions: which process is SGLang's scheduler, and whether the engine was started as one of
+several machines, which can only forbid lending.
 """
 
 from __future__ import annotations
@@ -11,9 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+# How SGLang and vLLM are told over how many machines one engine stretches.
+_MACHINES = re.compile(rb"--nnodes[ =](\d{1,6})\b")
+# Looks at a process that is of no pod of ours, before it counts as a stranger.
+_SURE = 2
+COMPLETE_EVERY = 15
 
 
 @dataclass(frozen=True)
@@ -23,32 +31,69 @@ class Found:
     Attributes:
         first: it is pid 1 of its container, and not the sandbox's pause process.
         scheduler: it is SGLang's scheduler.
+        machines: over how many its engine stretches, as its command line says.
     """
 
     pid: int
     container: str
     first: bool
     scheduler: bool
+    machines: int = 1
 
 
-def scan(uids: Iterable[str], proc: Path = Path("/proc")) -> dict[str, list[Found]]:
-    """Processes of the pods with these UIDs, by UID."""
-    # The systemd cgroup driver writes a UID with underscores.
-    wanted = {form: uid for uid in uids for form in (uid, uid.replace("-", "_"))}
-    found: dict[str, list[Found]] = {uid: [] for uid in wanted.values()}
-    if not wanted:
+class Processes:
+    """Finds the processes of pods, look after look.
+
+    A node has thousands of processes, and few of them serve. Asking the kernel whose each one is
+    would cost the guard a hundredth of a core, so a stranger is not asked again:
+
+    | process | asked |
+    |---|---|
+    | of one of the pods | in every look |
+    | a stranger once | again: a container's first process is forked outside of its cgroup |
+    | a stranger twice | in every ``COMPLETE_EVERY``-th look: its number may be another's by then |
+    | any, when a pod is new | now |
+
+    Args:
+        proc: the kernel's list.
+    """
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+        self._strangers: dict[str, int] = {}
+        self._uids: frozenset[str] = frozenset()
+        self._looks = 0
+
+    def scan(self, uids: Iterable[str]) -> dict[str, list[Found]]:
+        """Processes of the pods with these UIDs, by UID."""
+        # The systemd cgroup driver writes a UID with underscores.
+        wanted = {form: uid for uid in uids for form in (uid, uid.replace("-", "_"))}
+        found: dict[str, list[Found]] = {uid: [] for uid in wanted.values()}
+        complete = self._is_complete(frozenset(found))
+        before, self._strangers = self._strangers, {}
+        if not wanted:
+            return found
+        for name in filter(str.isdigit, os.listdir(self._proc)):  # noqa: PTH208  # hot path
+            times = before.get(name, 0)
+            if times >= _SURE and not complete:
+                self._strangers[name] = times
+                continue
+            folder = self._proc / name
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                cgroup = (folder / "cgroup").read_text()
+                uid = next((u for form, u in wanted.items() if f"pod{form}" in cgroup), None)
+                if uid is None:
+                    self._strangers[name] = times + 1
+                else:
+                    found[uid].append(_describe(folder, cgroup))
         return found
-    for folder in proc.iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            cgroup = (folder / "cgroup").read_text()
-            uid = next((u for form, u in wanted.items() if f"pod{form}" in cgroup), None)
-            if uid is not None:
-                found[uid].append(_describe(folder, cgroup))
-        except OSError:
-            continue
-    return found
+
+    def _is_complete(self, uids: frozenset[str]) -> bool:
+        """Whether strangers are asked in this look too."""
+        new = not uids <= self._uids
+        self._uids = uids
+        self._looks += 1
+        return new or self._looks % COMPLETE_EVERY == 0
 
 
 def _describe(folder: Path, cgroup: str) -> Found:
@@ -66,6 +111,7 @@ def _describe(folder: Path, cgroup: str) -> Found:
         container_id(cgroup),
         first=inner == "1" and not command.endswith(b"pause"),
         scheduler=command.startswith(b"sglang::scheduler"),
+        machines=max(map(int, _MACHINES.findall(command)), default=1),
     )
 
 
