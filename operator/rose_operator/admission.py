@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from rose_core.api import PoolMode, Reason, RolloutLease, RolloutSlot, ServingPool
 from rose_core.api.arguments import refusals
-from rose_core.api.servingpool import AutoscalerCheck
+from rose_core.api.poollending import AutoscalerCheck
 from rose_core.lending.autoscalers import Autoscaler
 from rose_operator.store import Raw
 from rose_operator.stores import Runs, may_follow

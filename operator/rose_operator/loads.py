@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rose_core.api import ServingPool
+from rose_core.api.poollending import Forecast
 from rose_core.api.poolstatus import LoadShape
-from rose_core.api.servingpool import Forecast
 from rose_core.lending import Outlook
 from rose_core.lending.forecast import Shape, observe, outlook, restored, written
 from rose_core.wire.sync import ReplicaReport

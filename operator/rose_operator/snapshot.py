@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from rose_core import lending
 from rose_core.api import Desired, Reason, RolloutLease, RolloutSlot, ServingPool
+from rose_core.api.poollending import Day, TimeWindow, WhenOpen
 from rose_core.api.reasons import replica_refusal
 from rose_core.api.rolloutlease import PreemptionPolicy
 from rose_core.api.rolloutslot import Tier
-from rose_core.api.servingpool import Day, TimeWindow, WhenOpen
 from rose_core.api.wholereplica import WholeReplica
 from rose_core.devices.capabilities import Capability
 from rose_core.wire.sync import ReplicaReport

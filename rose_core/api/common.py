@@ -26,6 +26,8 @@ MODEL_NAME = r"^[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?$"
 NamespaceName = Annotated[str, Field(min_length=1, max_length=63, pattern=DNS_LABEL)]
 ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=DNS_NAME)]
 LabelName = Annotated[str, Field(min_length=1, max_length=63, pattern=DNS_LABEL)]
+# Whatever a publisher may call its run (``rose_core.identity.run_name``).
+RunName = Annotated[str, Field(min_length=1, max_length=63, pattern=DNS_NAME)]
 
 # Lists that server-side apply merges by item; the API server refuses duplicates.
 SET_LIST: dict[str, Any] = {"x-kubernetes-list-type": "set"}

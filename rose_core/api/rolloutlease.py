@@ -20,6 +20,7 @@ from rose_core.api.common import (
     ObjectMeta,
     PoolReference,
     Rule,
+    RunName,
     StatusBase,
 )
 from rose_core.rollouts.views import PolicyName
@@ -76,7 +77,7 @@ class Weights(ApiModel):
     rules = (_immutable("storeName"), _immutable("run"))
 
     store_name: LabelName = Field(description="Weight store, from the platform's list.")
-    run: LabelName = Field(description="Training run whose versions are followed.")
+    run: RunName = Field(description="Training run whose versions are followed.")
     max_staleness_versions: int = Field(
         default=1,
         ge=0,
@@ -97,7 +98,10 @@ class RouterSettings(ApiModel):
         default=1024, ge=1, le=100_000, description="Turns that may wait; more get Retry-After."
     )
     queue_timeout_seconds: int = Field(
-        default=600, ge=1, le=86_400, description="Longest wait of a turn for an engine."
+        default=240,
+        ge=1,
+        le=86_400,
+        description="Longest wait of a turn for an engine; below the shortest time-out of callers.",
     )
     policy: PolicyName = Field(
         default=PolicyName.JOINT, description="How an engine is chosen for a turn (docs/router.md)."

@@ -23,6 +23,7 @@ from rose_core.api.common import (
     ObjectName,
     PoolReference,
     Rule,
+    RunName,
     StatusBase,
 )
 from rose_core.api.rolloutlease import ArgumentValue, KVPolicy
@@ -90,7 +91,7 @@ class SlotWeights(ApiModel):
     """The weights the slot follows, copied from the lease."""
 
     store_name: LabelName = Field(description="Weight store, by the platform's name.")
-    run: LabelName = Field(description="Training run.")
+    run: RunName = Field(description="Training run.")
     max_staleness_versions: int = Field(ge=0, le=1000, description="Versions it may lag behind.")
     kv_policy: KVPolicy = Field(
         default=KVPolicy.KEEP, description="What becomes of cached KV at a commit."

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rose_core.api.poollending import Spread
 from rose_core.api.reasons import Reason
-from rose_core.api.servingpool import Spread
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable
 
-from rose_core.api.servingpool import Spread
+from rose_core.api.poollending import Spread
 from rose_core.lending.facts import Lease, Pool, Replica
 from rose_core.lending.gate import not_worth
 from rose_core.lending.radius import blocked, refusal

@@ -148,6 +148,8 @@ BOUNDS: list[tuple[str, dict[str, Any], str]] = [
     ("RolloutLease", {"spec.preemptionPolicy": "Always"}, "Unsupported value"),
     ("RolloutLease", {"spec.model.name": "../etc"}, "spec.model.name"),
     ("RolloutLease", {"spec.weights.storeName": "evil.example:80"}, "storeName"),
+    ("RolloutLease", {"spec.weights.run": "Grpo"}, "spec.weights.run"),
+    ("RolloutLease", {"spec.weights.run": "grpo."}, "spec.weights.run"),
     ("RolloutLease", {"spec.lifetimeSeconds": 1}, "lifetimeSeconds"),
     ("RolloutLease", {"spec.weights": ...}, "weights"),
 ]
@@ -229,6 +231,12 @@ def test_defaults_come_from_the_schema(client: Client) -> None:
     assert lease["slots"] == {"min": 1, "max": 1}
     assert lease["weights"]["kvPolicy"] == "Keep"
     assert (lease["weight"], lease["preemptionPolicy"]) == (1, "PreemptLowerPriority")
+
+
+@pytest.mark.cluster
+def test_a_lease_follows_a_run_by_any_name_that_a_publisher_may_give_it(client: Client) -> None:
+    lease = created(client, "RolloutLease", {"spec.weights.run": "grpo-v2.1"})["spec"]
+    assert lease["weights"]["run"] == "grpo-v2.1"
 
 
 @pytest.mark.cluster

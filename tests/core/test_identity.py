@@ -3,7 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from rose_core.api.rolloutlease import Weights
 from rose_core.identity import WeightVersion, run_name
 
 RUNS = st.from_regex(r"\A[a-z0-9]([-a-z0-9.]{0,20}[a-z0-9])?\Z")
@@ -27,10 +29,17 @@ def test_what_a_version_can_carry_can_name_a_run(run: str) -> None:
     assert run_name(run) == run
 
 
+@given(run=RUNS)
+def test_what_can_name_a_run_can_be_leased(run: str) -> None:
+    assert Weights(store_name="main", run=run).run == run
+
+
 @pytest.mark.parametrize("text", ["", "R_", "a/b", "../a", "a" * 64, "-a", "a@1.2"])
 def test_no_run_has_another_name(text: str) -> None:
     with pytest.raises(ValueError, match="is no run name: lower-case letters"):
         run_name(text)
+    with pytest.raises(ValidationError):
+        Weights(store_name="main", run=text)
 
 
 def test_versions_of_a_run_are_ordered_by_incarnation_first() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose_core.api import Reason
-from rose_core.api.servingpool import Spread
+from rose_core.api.poollending import Spread
 from rose_core.lending import (
     Breaker,
     Lend,

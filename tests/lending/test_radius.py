@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from rose_core.api import Reason
-from rose_core.api.servingpool import Spread
+from rose_core.api.poollending import Spread
 from rose_core.lending import Breaker, Lease, Memory, Pool, Replica, Window, plan
 from tests.lending.world import NOW, lease, lent, pool, released, replica, slot, world
 
