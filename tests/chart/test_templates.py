@@ -146,6 +146,10 @@ def test_the_notes_say_what_was_installed(case: str, tmp_path: Path) -> None:
     text = Rendered(values, chart=chart).one("ConfigMap", "notes")["data"]["text"]
     assert wanted in text
     assert "helm test rose --namespace rose-system" in text
+    # A command that names an object works whatever namespace the reader's context has.
+    named = [line for line in text.splitlines() if " NAME" in line]
+    assert named
+    assert [line for line in named if "--namespace" not in line] == []
 
 
 def test_two_stores_of_one_name_are_refused() -> None:

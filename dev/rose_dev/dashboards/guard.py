@@ -171,7 +171,7 @@ DASHBOARD = Dashboard(
                 Panel(
                     "Tap and guard: delay",
                     "From the kernel's stamp of a request to its event, and the length of a round "
-                    "of the guard, which must stay below the permit's 100 ms.",
+                    "of the guard, which must stay below the permit's 140 ms.",
                     "s",
                     {
                         query: f"tap {legend}"
