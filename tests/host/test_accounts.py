@@ -42,9 +42,8 @@ async def tries(tmp_path: Path, account: Account, commands: list[str]) -> list[b
     )
     log = tmp_path / f"log-{account.uid}"
     program = EngineProgram(("/bin/sh", "-c", script))
-    spawned = await process.spawn(
-        program, freezer=Freezer("signals", "test"), name="x", log=log, account=account
-    )
+    inside = process.Containment("x", Freezer("signals", "test"), log, account)
+    spawned = await process.spawn(program, inside)
     assert await spawned.root.wait() == 0
     return [line == "+" for line in log.read_text().split()]
 

@@ -131,15 +131,15 @@ async def test_an_engines_life_is_the_same_with_and_without_a_helper(
 
 async def started(hands: Hands, slot: SlotDir, account: Account, python: Path) -> process.Spawned:
     program = EngineProgram((str(python), "-m", "rose_engines.fake"))
-    return await process.spawn(
-        program,
-        freezer=hands.freezer,
-        name=slot.uid,
-        log=slot.folder / "log",
-        account=account,
-        limiter=hands.limiter,
+    inside = process.Containment(
+        slot.uid,
+        hands.freezer,
+        slot.folder / "log",
+        account,
+        hands.limiter,
         spawner=hands.helper,
     )
+    return await process.spawn(program, inside)
 
 
 def refused(helper: Helper, request: object, log: int | None = None) -> str:

@@ -42,9 +42,8 @@ async def engine(
     freezer = freezers.detect("auto", scope=str(tmp_path))
     held = limiter(limits, freezer.prefix)
     program = EngineProgram((sys.executable, "-c", script))
-    spawned = await process.spawn(
-        program, freezer=freezer, name="engine", log=tmp_path / "log", limiter=held
-    )
+    inside = process.Containment("engine", freezer, tmp_path / "log", limiter=held)
+    spawned = await process.spawn(program, inside)
     try:
         yield spawned, held
     finally:

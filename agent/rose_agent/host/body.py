@@ -117,16 +117,17 @@ class Body:
         account = self._site.accounts.take(self._folder)
         program = await self._sharing.admit(program, account.uid, self._folder.uid)
         self.key = secrets.token_hex(16)
-        spawned = await process.spawn(
-            replace(program, environment={**program.environment, KEY_VARIABLE: self.key}),
-            freezer=self._site.freezer,
-            name=self._folder.uid,
-            log=self.log,
-            account=account,
-            limiter=self._site.limiter,
-            own_shm=self._sharing.own_shm,
-            spawner=self._site.spawner,
+        inside = process.Containment(
+            self._folder.uid,
+            self._site.freezer,
+            self.log,
+            account,
+            self._site.limiter,
+            self._sharing.own_shm,
+            self._site.spawner,
         )
+        keyed = replace(program, environment={**program.environment, KEY_VARIABLE: self.key})
+        spawned = await process.spawn(keyed, inside)
         self._spawned = spawned = self._sharing.steer(spawned)
         self.record()
         self._watched.put(self._sharing.enforced(spawned) or spawned.group)
@@ -134,7 +135,7 @@ class Body:
         return spawned
 
     def record(self) -> None:
-        """Write down who it is, for the node's other processes and the next host."""
+        """Write ``engine.json``, for the node's other processes and the next host."""
         spawned = self._spawned
         if spawned is None:
             return
@@ -159,7 +160,7 @@ class Body:
         write_json(self._folder.engine, record)
 
     def renew(self) -> None:
-        """Void what was attested: weight-sync begins anew, as with another process."""
+        """Declare what was attested void: weight-sync begins anew, as with a new process."""
         self._folder.weights.unlink(missing_ok=True)
         self.started_ns = time.monotonic_ns()
         self.record()

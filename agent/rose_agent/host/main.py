@@ -2,6 +2,7 @@
 
 On SIGTERM: nothing new is started, requests in flight may end within ``--drain-seconds``, then
 every tree is killed, which thaws it where that is needed. ``--thaw-all`` is for a preStop hook.
+Next step: ``assembly`` for what the slots share, ``engine_host`` for the slots.
 """
 
 from __future__ import annotations
@@ -19,30 +20,20 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from rose_agent.devices.driver import DeviceDriver
-from rose_agent.devices.driver_limit import SmiLimits
-from rose_agent.devices.errors import DeviceError, NoDevices
-from rose_agent.devices.opening import open_driver
-from rose_agent.devices.static import StaticDriver
-from rose_agent.devices.usage import meter_for
+from rose_agent.devices.errors import DeviceError
 from rose_agent.host import dedicated, vacancy
-from rose_agent.host.accounts import Accounts
-from rose_agent.host.arguments import limiter_of, limits_of, parser
+from rose_agent.host.arguments import parser
+from rose_agent.host.assembly import Found, Rights, site_of
 from rose_agent.host.capabilities import Capabilities
-from rose_agent.host.classes import LAUNCHERS
 from rose_agent.host.courtesy import Courtesy
 from rose_agent.host.enforcer import Enforcer
 from rose_agent.host.engine_host import EngineHost
 from rose_agent.host.errors import HostError
-from rose_agent.host.freezers import Freezer, detect, own_base
-from rose_agent.host.helper.client import HelpedAccounts, Helper
-from rose_agent.host.limits import Limiter
-from rose_agent.host.mps import MpsNode
+from rose_agent.host.freezers import Freezer, detect
+from rose_agent.host.helper.client import Helper
 from rose_agent.host.proxy import DataProxy
-from rose_agent.host.repair import forget_slot, repair, thaw_all
-from rose_agent.host.sharing import Ways, free_leftovers, out_of_reach
+from rose_agent.host.repair import thaw_all
 from rose_agent.host.site import Site
-from rose_agent.host.sizing import Sizer
 from rose_agent.metrics import REGISTRY
 from rose_engines.rundir import RunDir
 from rose_wire import flags, observability
@@ -101,97 +92,71 @@ async def start(
     Raises:
         Unavailable, OSError: an address is taken or the run directory cannot be made.
     """
-    rundir = RunDir(arguments.rundir).create()
-    logs = rundir.root / "logs"
-    logs.mkdir(mode=0o700, exist_ok=True)
-    devices, broken = _devices(arguments)
     _log.info("engines are stopped by %s: %s", freezer.driver, freezer.reason)
-    if helper is None:
-        ways = _ways(arguments, devices, freezer.prefix)
-        limiter, accounts = await _as_root(arguments, rundir, freezer, ways)
-    else:
-        ways = Ways(MpsNode(None, devices), elastic=out_of_reach)
-        limiter = helper.limiter(limits_of(arguments))
-        accounts = HelpedAccounts(helper, arguments.engine_uid)
-    enforcer = Enforcer(rundir.stop.exists, rundir.enforcer_bell)
-    site = Site(
-        models=arguments.models,
-        python=arguments.engine_python,
-        freezer=freezer,
-        enforcer=enforcer,
-        launchers=LAUNCHERS,
-        logs=logs,
-        dedicated=arguments.dedicated is not None,
-        meter=meter_for(devices),
-        sizer=Sizer(devices if devices.name == "nvml" else None),
-        accounts=accounts,
-        limiter=limiter,
-        ways=ways,
-        spawner=helper,
-        forget=forget_slot if helper is None else helper.forget,
-    )
-    host = EngineHost(rundir, site)
+    found = Found.by(arguments, freezer)
+    rights = Rights.helped(found, helper) if helper is not None else await Rights.own(found)
+    site = site_of(found, rights)
+    host = EngineHost(found.rundir, site)
+    able = await _capabilities(found, rights)
+    host.capabilities = lambda: able.said
+    proxy, data_port = await _data_route(host, site, arguments)
+    server = await _socket(host, found.rundir)
+    site.enforcer.start()
+    pages, http_port = await _pages(host, site.enforcer, arguments.http_port)
+    looking = asyncio.gather(able.keep(), Courtesy(site.limiter).keep(host.engines))
+    return Running(host, proxy, site.enforcer, server, pages, looking, data_port, http_port)
+
+
+async def _capabilities(found: Found, rights: Rights) -> Capabilities:
+    """What the host can do, looked at once."""
+    arguments = found.arguments
     able = Capabilities(
-        *(ways, devices, arguments.engine_uid, arguments.engine_python, broken),
-        apart=helper is not None,
+        rights.ways,
+        found.devices,
+        arguments.engine_uid,
+        arguments.engine_python,
+        found.broken,
+        apart=rights.helper is not None,
     )
     await able.look()
-    host.capabilities = lambda: able.said
+    return able
+
+
+async def _data_route(
+    host: EngineHost, site: Site, arguments: argparse.Namespace
+) -> tuple[DataProxy, int]:
+    """The way from routers to the engines, and its port."""
     proxy = DataProxy(host.target)
     site.cut = proxy.cut
-    bind = arguments.data_bind or arguments.data_host
-    data_port = await proxy.start(bind, arguments.data_port)
-    host.endpoint = f"http://{arguments.data_host}:{data_port}"
+    port = await proxy.start(arguments.data_bind or arguments.data_host, arguments.data_port)
+    host.endpoint = f"http://{arguments.data_host}:{port}"
+    return proxy, port
+
+
+async def _socket(host: EngineHost, rundir: RunDir) -> Server:
+    """``host.sock``, which only our own user may open."""
     server = Server()
     host.bind(server)
     rundir.host_socket.unlink(missing_ok=True)
     await server.start(f"local:{rundir.host_socket}")
     rundir.host_socket.chmod(0o600)
-    enforcer.start()
+    return server
+
+
+async def _pages(host: EngineHost, enforcer: Enforcer, port: int) -> tuple[web.AppRunner, int]:
+    """``/metrics``, ``/healthz`` and the page of GPUs in use, and their port."""
 
     def health() -> str:
         age = enforcer.age_seconds()
         return f"the enforcer has not ticked for {age:.1f} s" if age > _STALE_SECONDS else ""
 
-    pages, http_port = await observability.serve(
+    return await observability.serve(
         REGISTRY,
         host="0.0.0.0",  # noqa: S104  # the kubelet probes by the node's address
-        port=arguments.http_port,
+        port=port,
         health=health,
         more=[vacancy.page(host.holdings)],
     )
-    looking = asyncio.gather(able.keep(), Courtesy(limiter).keep(host.engines))
-    return Running(host, proxy, enforcer, server, pages, looking, data_port, http_port)
-
-
-async def _as_root(
-    arguments: argparse.Namespace, rundir: RunDir, freezer: Freezer, ways: Ways
-) -> tuple[Limiter, Accounts]:
-    """End what an earlier host left, and find how engines are held."""
-    await asyncio.to_thread(free_leftovers, ways, rundir)
-    repaired = await asyncio.to_thread(repair, rundir, freezer)
-    if repaired:
-        _log.warning("ended %d engines of an earlier host", repaired)
-    limiter = limiter_of(arguments, freezer.prefix)
-    limiter.sweep()
-    accounts = Accounts(arguments.engine_uid)
-    accounts.open(rundir)
-    return limiter, accounts
-
-
-def _devices(arguments: argparse.Namespace) -> tuple[DeviceDriver, str]:
-    """The driver, and why there is none: a host without its GPUs stays up to say so."""
-    try:
-        return open_driver(arguments.devices), ""
-    except NoDevices as error:
-        _log.error("%s", error)
-        return StaticDriver.open(None), str(error)
-
-
-def _ways(arguments: argparse.Namespace, devices: DeviceDriver, prefix: str) -> Ways:
-    on_gpus = devices.name == "nvml"
-    mps = MpsNode(arguments.mps_root, devices, arguments.mps_program.split())
-    return Ways(mps, SmiLimits(lambda: own_base(2), prefix) if on_gpus else None)
 
 
 async def serve(

@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -48,7 +48,7 @@ class Root(Protocol):
 
 
 class Spawner(Protocol):
-    """Somebody else who starts engines: the root helper of a host without privileges."""
+    """Starts engines in the host's place: the root helper of a host without privileges."""
 
     def spawn(
         self,
@@ -93,7 +93,7 @@ def environment(program: Mapping[str, str]) -> dict[str, str]:
 
 
 def start_ticks(pid: int) -> int:
-    """Start time of a process; with the pid it names a process for ever. 0 = it is gone."""
+    """Start time of a process, which with the pid identifies it for ever; 0 = it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -120,28 +120,36 @@ def kernel_path(pid: int, driver: str) -> str:
     return ""
 
 
-async def spawn(
-    program: EngineProgram,
-    *,
-    freezer: Freezer,
-    name: str,
-    log: Path,
-    account: Account | None = None,
-    limiter: Limiter | None = None,
-    own_shm: bool = True,
-    spawner: Spawner | None = None,
-) -> Spawned:
-    """Start the engine in a cgroup of its own.
+@dataclass(frozen=True)
+class Containment:
+    """What an engine's processes are put into.
 
-    Args:
-        program: what to run.
+    Attributes:
+        name: the slot's uid; names the cgroup.
         freezer: the machine's way to stop trees; makes the cgroup.
-        name: the slot's uid, names the cgroup.
         log: file that takes the engine's output, appended to.
-        account: who it runs as; the host's user without.
-        limiter: what it may take of the node; anything without.
+        account: who it runs as; the host's user by default.
+        limiter: what it may take of the node; None = anything.
         own_shm: the limit of shared memory applies; MPS clients need the node's.
-        spawner: who starts it in our place; without, we do.
+        spawner: who starts it in our place; None = we do.
+    """
+
+    name: str
+    freezer: Freezer
+    log: Path
+    account: Account = field(default_factory=Account)
+    limiter: Limiter | None = None
+    own_shm: bool = True
+    spawner: Spawner | None = None
+
+    @property
+    def shm_bytes(self) -> int:
+        """Size of its own ``/dev/shm``; 0 = it has the node's."""
+        return self.limiter.limits.shm_bytes if self.limiter and self.own_shm else 0
+
+
+async def spawn(program: EngineProgram, inside: Containment) -> Spawned:
+    """Start the engine in a cgroup of its own.
 
     Raises:
         GroupError: the cgroup cannot be made.
@@ -150,35 +158,40 @@ async def spawn(
     if shutil.which(program.argv[0]) is None:
         message = f"engine program {program.argv[0]} does not exist or may not be run"
         raise BadEngine(message)
-    account = account or Account()
-    variables = environment({**program.environment, **account.environment})
-    if spawner is not None:
-        with log.open("ab") as output:
-            done = spawner.spawn(name, program.argv, variables, output.fileno(), own_shm=own_shm)
-        leader = done[0].pid
-        return Spawned(done[0], freezer.group(name, leader), start_ticks(leader), done[1])
-    directory = freezer.prepare(name)
+    variables = environment({**program.environment, **inside.account.environment})
+    with inside.log.open("ab") as output:
+        if inside.spawner is None:
+            root, path = await _spawn(program, inside, variables, output.fileno())
+        else:
+            root, path = inside.spawner.spawn(
+                inside.name, program.argv, variables, output.fileno(), own_shm=inside.own_shm
+            )
+    group = inside.freezer.group(inside.name, root.pid)
+    return Spawned(root, group, start_ticks(root.pid), path)
+
+
+async def _spawn(
+    program: EngineProgram, inside: Containment, variables: dict[str, str], output: int
+) -> tuple[Root, str]:
+    """Start it as our own child; its process, and its cgroup as the kernel names it."""
+    freezer = inside.freezer
+    directory = freezer.prepare(inside.name)
     folders = [directory] if directory is not None else []
-    shm = 0
-    if limiter is not None:
-        folders += [folder for folder in limiter.prepare(name) if folder != directory]
-        shm = limiter.limits.shm_bytes if own_shm else 0
+    if inside.limiter is not None:
+        folders += [made for made in inside.limiter.prepare(inside.name) if made != directory]
     folders += [folder for folder in program.cgroups if folder not in folders]
     steps = [f"--procs={folder / 'cgroup.procs'}" for folder in folders]
-    steps += [f"--uid={account.uid}", f"--shm={shm}"]
-    argv = [sys.executable, "-I", "-S", enter.__file__, *steps, "--"]
-    with log.open("ab") as output:
-        root = await asyncio.create_subprocess_exec(
-            *argv,
-            *program.argv,
-            env=variables,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    path = "" if directory is None else await _joined(root, directory, freezer.driver)
-    return Spawned(root, freezer.group(name, root.pid), start_ticks(root.pid), path)
+    steps += [f"--uid={inside.account.uid}", f"--shm={inside.shm_bytes}"]
+    root = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", enter.__file__, *steps, "--"),
+        *program.argv,
+        env=variables,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+    )
+    return root, "" if directory is None else await _joined(root, directory, freezer.driver)
 
 
 async def _joined(root: asyncio.subprocess.Process, directory: Path, driver: str) -> str:
@@ -206,7 +219,7 @@ def shared_memory(pids: Iterable[int]) -> frozenset[Path]:
 
 
 def reap(pids: Iterable[int]) -> None:
-    """Collect dead members that were left to us: in a container the host is everybody's heir."""
+    """Collect dead members: in a container, orphans become children of the host."""
     for pid in pids:
         # 0 stands for a process of another pid namespace; others have another parent.
         if pid > 0:

@@ -1,0 +1,154 @@
+"""Puts together what the slots of a host share (``Site``), from the flags and what the node offers.
+
+A host that is root does everything itself, and first ends what an earlier host left behind. One
+without privileges is given a root helper, which has done that already and makes cgroups, users and
+processes in its place. Next step: ``main`` serves with what was put together here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose_agent.devices.driver import DeviceDriver
+from rose_agent.devices.driver_limit import SmiLimits
+from rose_agent.devices.errors import NoDevices
+from rose_agent.devices.opening import open_driver
+from rose_agent.devices.static import StaticDriver
+from rose_agent.devices.usage import meter_for
+from rose_agent.host.accounts import Accounts
+from rose_agent.host.arguments import limiter_of, limits_of
+from rose_agent.host.classes import LAUNCHERS
+from rose_agent.host.enforcer import Enforcer
+from rose_agent.host.freezers import Freezer, own_base
+from rose_agent.host.helper.client import HelpedAccounts, Helper
+from rose_agent.host.limits import Limiter
+from rose_agent.host.mps import MpsNode
+from rose_agent.host.repair import forget_slot, repair
+from rose_agent.host.sharing import Ways, free_leftovers, out_of_reach
+from rose_agent.host.site import Site
+from rose_agent.host.sizing import Sizer
+from rose_engines.rundir import RunDir, SlotDir
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a host finds on its node.
+
+    Attributes:
+        freezer: the way to stop trees here.
+        devices: the driver of the node's GPUs.
+        broken: why the driver that was asked for does not work; empty when it does.
+    """
+
+    arguments: argparse.Namespace
+    rundir: RunDir
+    freezer: Freezer
+    devices: DeviceDriver
+    broken: str
+
+    @classmethod
+    def by(cls, arguments: argparse.Namespace, freezer: Freezer) -> Found:
+        """Make the run directory and open the driver.
+
+        A host without its GPUs stays up, so that its capabilities can say what is wrong.
+
+        Raises:
+            OSError: the run directory cannot be made.
+        """
+        rundir = RunDir(arguments.rundir).create()
+        try:
+            devices, broken = open_driver(arguments.devices), ""
+        except NoDevices as error:
+            _log.error("%s", error)
+            devices, broken = StaticDriver.open(None), str(error)
+        return cls(arguments, rundir, freezer, devices, broken)
+
+    @property
+    def on_gpus(self) -> bool:
+        """Engines hold their memory on GPUs, not in the node's."""
+        return self.devices.name == "nvml"
+
+    def logs(self) -> Path:
+        """Folder of the engines' logs, made."""
+        folder = self.rundir.root / "logs"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder
+
+
+@dataclass(frozen=True)
+class Rights:
+    """How this host does what takes root: by itself, or through its helper.
+
+    Attributes:
+        ways: how engines can share GPUs.
+        limiter: holds engines to what they may take of the node.
+        accounts: users that engines run as.
+        forget: removes what a slot's engine left.
+        helper: starts engines in the host's place; None = the host does.
+    """
+
+    ways: Ways
+    limiter: Limiter
+    accounts: Accounts
+    forget: Callable[[SlotDir, bool], None] = forget_slot
+    helper: Helper | None = None
+
+    @classmethod
+    async def own(cls, found: Found) -> Rights:
+        """The host is root: end what an earlier host left, then see how engines can be held.
+
+        Raises:
+            NoLimits: a limit that was asked for cannot be set.
+        """
+        arguments, rundir, freezer = found.arguments, found.rundir, found.freezer
+        mps = MpsNode(arguments.mps_root, found.devices, arguments.mps_program.split())
+        limits = SmiLimits(lambda: own_base(2), freezer.prefix) if found.on_gpus else None
+        ways = Ways(mps, limits)
+        await asyncio.to_thread(free_leftovers, ways, rundir)
+        repaired = await asyncio.to_thread(repair, rundir, freezer)
+        if repaired:
+            _log.warning("ended %d engines of an earlier host", repaired)
+        limiter = limiter_of(arguments, freezer.prefix)
+        limiter.sweep()
+        accounts = Accounts(arguments.engine_uid)
+        accounts.open(rundir)
+        return cls(ways, limiter, accounts)
+
+    @classmethod
+    def helped(cls, found: Found, helper: Helper) -> Rights:
+        """The host is not root: the helper is, and has repaired."""
+        return cls(
+            Ways(MpsNode(None, found.devices), elastic=out_of_reach),
+            helper.limiter(limits_of(found.arguments)),
+            HelpedAccounts(helper, found.arguments.engine_uid),
+            helper.forget,
+            helper,
+        )
+
+
+def site_of(found: Found, rights: Rights) -> Site:
+    """What the slots of this host share; its enforcer has not been started."""
+    arguments, rundir = found.arguments, found.rundir
+    return Site(
+        models=arguments.models,
+        python=arguments.engine_python,
+        freezer=found.freezer,
+        enforcer=Enforcer(rundir.stop.exists, rundir.enforcer_bell),
+        launchers=LAUNCHERS,
+        logs=found.logs(),
+        dedicated=arguments.dedicated is not None,
+        meter=meter_for(found.devices),
+        sizer=Sizer(found.devices if found.on_gpus else None),
+        accounts=rights.accounts,
+        limiter=rights.limiter,
+        ways=rights.ways,
+        spawner=rights.helper,
+        forget=rights.forget,
+    )
