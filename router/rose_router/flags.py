@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +21,69 @@ from rose_wire.flags import add_log_level, amount, count, listener, share, token
 
 LOG = logging.getLogger(__name__)
 
+Add = Callable[..., object]
+"""``add_argument`` of a group."""
+
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """The flags, by what they are about."""
     defaults = Settings(lease="")
-    limits = defaults.limits
     flags = argparse.ArgumentParser(prog="rose router", description=__doc__)
-    add = flags.add_argument
-    add("--lease", required=True, type=_lease,
-        help="namespace/name; engines of another lease are refused")  # fmt: skip
-    add(
-        "--http-address", type=listener, default="0.0.0.0:8000", help="turns, /metrics, /healthz"
-    )  # the lease's URL
-    add(
-        "--attach-address", type=listener, default="0.0.0.0:7444", help="gRPC of engine owners"
-    )  # dialled from nodes
-    add("--token-file", type=Path, help="bearer token that engine owners must bring")
-    add("--turn-token-file", type=Path,
-        help="callers' bearer tokens, one per line; else $ROSE_TURN_TOKEN")  # fmt: skip
-    add("--http-tls-dir", type=Path,
-        help="folder with tls.crt and tls.key of the URL; without it plain text")  # fmt: skip
+    _about_the_lease(flags.add_argument_group("the lease and its model").add_argument, defaults)
+    _about_callers(flags.add_argument_group("callers").add_argument, defaults)
+    _about_owners(flags.add_argument_group("owners of engines").add_argument)
+    _about_placement(flags.add_argument_group("which engine gets a turn").add_argument, defaults)
+    _about_turns(flags.add_argument_group("patience and queue").add_argument, defaults)
+    _about_pushes(flags.add_argument_group("weights pushed by a trainer").add_argument, defaults)
+    _about_replicas(flags.add_argument_group("several replicas").add_argument)
     tls.add_flag(flags)
     tls.add_clients_flag(flags)
-    add("--max-staleness", type=count, default=1, help="publishes an engine may lag behind")
+    add_log_level(flags)
+    return flags
+
+
+def _about_the_lease(add: Add, defaults: Settings) -> None:
+    add("--lease", required=True, type=_lease,
+        help="namespace/name; engines of another lease are refused")  # fmt: skip
+    add("--model", default=defaults.model, help="name shown by /v1/models")
+    add("--tokenizer", type=Path, help="tokenizer.json or its folder; without: token ids only")
+    add("--tokenizers", type=Path,
+        help="folder with such a folder for each model; that of --model is taken")  # fmt: skip
+    add("--reported-gpus", type=count,
+        help="GPUs that /server_info names: the dedicated size of the job; without it one for each "
+        "engine of --dedicated, at least one")  # fmt: skip
+
+
+def _about_callers(add: Add, defaults: Settings) -> None:
+    limits = defaults.limits
+    add("--http-address", type=listener, default="0.0.0.0:8000",
+        help="the lease's URL: turns, /metrics, /healthz")  # fmt: skip
+    add("--http-tls-dir", type=Path,
+        help="folder with tls.crt and tls.key of the URL; without it plain text")  # fmt: skip
+    add("--turn-token-file", type=Path,
+        help="callers' bearer tokens, one per line; else $ROSE_TURN_TOKEN")  # fmt: skip
+    add("--max-body-bytes", type=count, default=defaults.max_body_bytes, help="largest request")
+    add("--max-connections", type=count, default=limits.connections, help="of callers, at a time")
+    add("--head-seconds", type=amount, default=limits.head_seconds,
+        help="a connection that sent no whole request head by then is closed")  # fmt: skip
+    add("--body-seconds", type=amount, default=limits.body_seconds,
+        help="a body that is not whole by then is answered with 408")  # fmt: skip
+    add("--write-seconds", type=amount, default=limits.write_seconds,
+        help="a caller that does not read an event by then is taken for gone")  # fmt: skip
+
+
+def _about_owners(add: Add) -> None:
+    add("--attach-address", type=listener, default="0.0.0.0:7444",
+        help="gRPC of engine owners, dialled from nodes")  # fmt: skip
+    add("--token-file", type=Path, help="bearer token that engine owners must bring")
+    add("--dedicated", action="append", default=[],
+        help="a dedicated engine that may attach; repeat; without it any may")  # fmt: skip
+
+
+def _about_placement(add: Add, defaults: Settings) -> None:
     add("--policy", choices=[name.value for name in PolicyName], default=PolicyName.JOINT.value,
         help="how an engine is chosen for a turn")  # fmt: skip
+    add("--max-staleness", type=count, default=1, help="publishes an engine may lag behind")
     add("--max-age", type=count,
         help="publishes after which a trajectory is too old to train on")  # fmt: skip
     add("--borrow-quota", type=share, default=defaults.policy.quota,
@@ -53,6 +92,24 @@ def parser() -> argparse.ArgumentParser:
         help="share of dedicated places kept for the longest trajectories")  # fmt: skip
     add("--explore", type=share, default=defaults.policy.explore,
         help="share of trajectories that begin on an engine drawn at random")  # fmt: skip
+
+
+def _about_turns(add: Add, defaults: Settings) -> None:
+    add("--pause-seconds", type=amount, default=defaults.patience.pause_seconds,
+        help="a turn on a closed gate moves elsewhere after this")  # fmt: skip
+    add("--stall-seconds", type=amount, default=defaults.patience.stall_seconds,
+        help="a turn on an open gate that says nothing moves after this")  # fmt: skip
+    add("--max-losses", type=count, default=defaults.max_losses,
+        help="engines a turn may lose before it ends with a typed abort")  # fmt: skip
+    add("--queue-limit", type=count, default=defaults.queue.most, help="turns that may wait")
+    add("--queue-seconds", type=amount, default=defaults.queue.seconds, help="longest wait")
+    add("--interval", type=count, default=defaults.interval,
+        help="tokens per event of an engine's stream when the caller does not stream")  # fmt: skip
+    add("--drain-seconds", type=amount, default=defaults.drain_seconds,
+        help="how long live turns may go on after SIGTERM")  # fmt: skip
+
+
+def _about_pushes(add: Add, defaults: Settings) -> None:
     add("--ingest-url", default="",
         help="of rose ingest, for trainers that push checkpoints; {namespace} and {lease} in it "
         "stand for the names in --lease")  # fmt: skip
@@ -63,8 +120,9 @@ def parser() -> argparse.ArgumentParser:
         help="longest wait for them; below the trainer's time-out")  # fmt: skip
     add("--hold-seconds", type=amount, default=defaults.quorum.hold_seconds,
         help="a trainer's pause that nobody ends is over after this")  # fmt: skip
-    add("--dedicated", action="append", default=[],
-        help="a dedicated engine that may attach; repeat; without it any may")  # fmt: skip
+
+
+def _about_replicas(add: Add) -> None:
     add("--replicas-dns", default="",
         help="name that resolves to every replica of this router (a headless Service), "
         "or several with commas")  # fmt: skip
@@ -76,35 +134,6 @@ def parser() -> argparse.ArgumentParser:
         help="where other replicas pass requests on with --peer-ca")  # fmt: skip
     add("--peer-name", default="",
         help="what replicas' certificates must name; else the first of --replicas-dns")  # fmt: skip
-    add("--model", default=defaults.model, help="name shown by /v1/models")
-    add("--reported-gpus", type=count,
-        help="GPUs that /server_info names: the dedicated size of the job; without it one for each "
-        "engine of --dedicated, at least one")  # fmt: skip
-    add("--tokenizer", type=Path, help="tokenizer.json or its folder; without: token ids only")
-    add("--tokenizers", type=Path,
-        help="folder with such a folder for each model; that of --model is taken")  # fmt: skip
-    add("--pause-seconds", type=amount, default=defaults.patience.pause_seconds,
-        help="a turn on a closed gate moves elsewhere after this")  # fmt: skip
-    add("--stall-seconds", type=amount, default=defaults.patience.stall_seconds,
-        help="a turn on an open gate that says nothing moves after this")  # fmt: skip
-    add("--queue-limit", type=count, default=defaults.queue.most, help="turns that may wait")
-    add("--queue-seconds", type=amount, default=defaults.queue.seconds, help="longest wait")
-    add("--interval", type=count, default=defaults.interval,
-        help="tokens per event of an engine's stream when the caller does not stream")  # fmt: skip
-    add("--max-losses", type=count, default=defaults.max_losses,
-        help="engines a turn may lose before it ends with a typed abort")  # fmt: skip
-    add("--max-body-bytes", type=count, default=defaults.max_body_bytes, help="largest request")
-    add("--max-connections", type=count, default=limits.connections, help="of callers, at a time")
-    add("--head-seconds", type=amount, default=limits.head_seconds,
-        help="a connection that sent no whole request head by then is closed")  # fmt: skip
-    add("--body-seconds", type=amount, default=limits.body_seconds,
-        help="a body that is not whole by then is answered with 408")  # fmt: skip
-    add("--write-seconds", type=amount, default=limits.write_seconds,
-        help="a caller that does not read an event by then is taken for gone")  # fmt: skip
-    add("--drain-seconds", type=amount, default=defaults.drain_seconds,
-        help="how long live turns may go on after SIGTERM")  # fmt: skip
-    add_log_level(flags)
-    return flags
 
 
 def _lease(text: str) -> str:

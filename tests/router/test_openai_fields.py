@@ -81,9 +81,11 @@ def test_a_format_that_is_none_is_refused(asked: object) -> None:
 )
 def test_what_would_have_to_be_ignored_is_refused_by_name(field: str) -> None:
     for ask in (completion, chatted):
-        with pytest.raises(InvalidTurn, match=field):
-            ask(**{field: 1})
-        ask(**{field: None})
+        for asked in (1, 0, ["x"]):
+            with pytest.raises(InvalidTurn, match=field):
+                ask(**{field: asked})
+        for nothing in (None, False, []):
+            ask(**{field: nothing})
     with pytest.raises(InvalidTurn, match=field):
         inference({field: 1})
 

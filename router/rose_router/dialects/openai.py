@@ -56,9 +56,14 @@ def refuse(*bodies: Mapping[str, Any]) -> None:
     """
     for body in bodies:
         for name in sorted(_REFUSED & body.keys()):
-            if body[name]:
+            if _asks(body[name]):
                 message = f"{name}: the router does not take it"
                 raise InvalidTurn(message)
+
+
+def _asks(value: object) -> bool:
+    """Whether the field asks for anything; a count of 0 does (``prompt_logprobs``)."""
+    return value is not False and value not in (None, "", [], {})
 
 
 def sampling_of(body: Mapping[str, Any], most: int) -> dict[str, Any]:
