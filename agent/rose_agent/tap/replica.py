@@ -1,4 +1,4 @@
-"""One followed replica: its sockets, its tracker, its health.
+"""One followed replica of the tap: its sockets, its tracker, its health.
 
 | condition | heartbeat says |
 |---|---|
@@ -6,7 +6,7 @@
 | segments dropped, queue not emptied, too many connections | ``lost_ns``: distrusted a while |
 | a socket lost its interface, or reading failed | ``problem``; reopened by the parser |
 
-Two questions, because every waking costs more than reading a dozen segments does:
+To be woken costs more than to read a dozen segments, so two things are chosen by what goes on:
 
 | requests under way | segments/s | what is read |
 |---|---|---|
@@ -22,19 +22,19 @@ Two questions, because every waking costs more than reading a dozen segments doe
 
 What a segment tells goes out when it is read, but for two things that change little at once, and
 that only keep a gate closed for longer: tokens after the first, and the end of a request beside
-which others are under way. Those wait for the next other event or heartbeat. Whoever paces by them
-decides as a period begins, and heartbeats come just before that and in the middle.
+which others are under way. Those wait for the next other event or heartbeat. The guard decides on
+them when a period begins, and heartbeats come just before that and in its middle. Next step:
+``packets`` decodes a segment, ``rose_core.telemetry.tracker`` follows requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 import time
 from collections.abc import Callable
 
-from rose_agent.tap import bpf, metrics, packets, sockets
+from rose_agent.tap import bpf, metrics, packets, sockets, stamps
 from rose_agent.tap.frames import Watch
 from rose_agent.tap.sockets import SAMPLE_RATE, Taps
 from rose_core.telemetry.events import Arrived, Ended, Health, Progress, TapEvent
@@ -45,8 +45,6 @@ _BLANK = memoryview(bytes(bpf.SNAP))
 _MOST_BEHIND = 64  # batches that a heartbeat reads to be up to date
 _REST_SECONDS = 0.02  # how late a first token may be told where tokens of others pass all the time
 _MUCH = 32  # segments at once from which the sockets' buffers should be emptied more often
-_STAMP = struct.Struct("qq")
-_BRACKETS, _TIGHT_NS = 5, 5_000
 # A connection that shows nothing for this long is given up. Long, because a request that waits in
 # a full queue shows nothing either, and forgetting it would open the gate.
 _SILENT_NS = 900_000_000_000
@@ -60,7 +58,7 @@ class Replica:
         taps: open sockets.
         addresses: of the namespace, as ``packets.decode`` wants them.
         number: gives the next request number.
-        sample_from: segments per second; 0 = never.
+        sample_from: segments per second from which tokens are sampled; 0 = never.
     """
 
     def __init__(
@@ -94,7 +92,7 @@ class Replica:
 
     @property
     def restless(self) -> bool:
-        """Heartbeats are wanted often: for its tokens, or because much gathers between two."""
+        """Frequent heartbeats are wanted: somebody paces by tokens, or much gathers between two."""
         return self.watch.closely or self._much
 
     @property
@@ -139,7 +137,7 @@ class Replica:
     # --- packets
 
     def _rung(self, taps: Taps) -> None:
-        """Something urgent has passed: the bell is silenced first, then everything is read."""
+        """Something urgent has passed: silence the bell, then read everything."""
         events: list[TapEvent] = []
         try:
             sockets.discard(taps.bell)
@@ -156,7 +154,7 @@ class Replica:
         self._pass_on(events)
 
     def _rest_a_while(self) -> None:
-        """Others' tokens: looked at one by one they would cost more than a late first token."""
+        """Only others' tokens came: rest, and tell a first token a little later."""
         if self._loop is not None and self._rest is None and not self.tracker.ends_unmarked:
             self._rest = self._loop.call_later(_REST_SECONDS, self._rested)
 
@@ -165,7 +163,7 @@ class Replica:
         self._adapt([])
 
     def _pass_on(self, events: list[TapEvent]) -> None:
-        """Tell what is urgent, and with it what waited."""
+        """Tell what is urgent together with what waited, or let these events wait too."""
         self._adapt(events)
         if self._urgent(events):
             self._tell([*self._waiting(), *events])
@@ -190,10 +188,10 @@ class Replica:
             for _ in range(_BATCH):
                 size, ancillary, _, origin = tap.recvmsg_into([self._buffer], 64)
                 self._used = max(self._used, size)
-                offset = clock_offset() if offset is None else offset
+                offset = stamps.clock_offset() if offset is None else offset
                 if origin[2] == sockets.PACKET_OUTGOING and origin[0] == "lo":
                     continue  # it comes in again
-                self._feed(bytes(self._buffer[:size]), _stamp(ancillary, offset), events)
+                self._feed(bytes(self._buffer[:size]), stamps.stamp(ancillary, offset), events)
         except BlockingIOError:
             return True
         except OSError as error:
@@ -202,7 +200,7 @@ class Replica:
         return False
 
     def _empty(self, tap: socket.socket, events: list[TapEvent]) -> bool:
-        """Read all that waits; False when there is no end to it."""
+        """Read everything that waits; False if it still had not ended after many batches."""
         return any(self._read(tap, events) for _ in range(_MOST_BEHIND))
 
     def _feed(self, packet: bytes, stamp_ns: int, events: list[TapEvent]) -> None:
@@ -218,7 +216,7 @@ class Replica:
     # --- heartbeat
 
     def beat(self) -> list[TapEvent]:
-        """Read what waits, check sockets and counters; the heartbeat is the last event."""
+        """Read what waits and check sockets and counters; the heartbeat is the last event."""
         now = time.monotonic_ns()
         events: list[TapEvent] = self._waiting()
         for taps in self._taps:
@@ -230,26 +228,27 @@ class Replica:
         self._check(now)
         self._measure(now, events)
         self._adapt(events)
-        ledger = self.tracker.ledger
-        events.append(
-            Health(
-                self.watch.replica,
-                now,
-                self.problem,
-                max(self._lost_ns, self.tracker.lost_ns),
-                self.tracker.opaque,
-                self.tracker.in_flight,
-                dict(ledger.counts),
-                self.tracker.packets,
-                ledger.seen,
-                ledger.finished,
-                ledger.unsure,
-            )
-        )
+        events.append(self._health(now))
         return events
 
+    def _health(self, now_ns: int) -> Health:
+        tracker, ledger = self.tracker, self.tracker.ledger
+        return Health(
+            self.watch.replica,
+            now_ns,
+            self.problem,
+            lost_ns=max(self._lost_ns, tracker.lost_ns),
+            opaque=tracker.opaque,
+            in_flight=tracker.in_flight,
+            counts=dict(ledger.counts),
+            packets=tracker.packets,
+            seen=ledger.seen,
+            finished=ledger.finished,
+            unsure=ledger.unsure,
+        )
+
     def _catch_up(self, tap: socket.socket, events: list[TapEvent], now_ns: int) -> None:
-        """Whatever had passed before this heartbeat is in its counts."""
+        """Read everything, so that whatever passed before this heartbeat is in its counts."""
         if not self._empty(tap, events):
             self._lost_ns = now_ns
 
@@ -298,13 +297,13 @@ class Replica:
         return busy and self.tracker.in_flight > 0 and not self.tracker.needs_every_segment
 
     def _needs_waking(self) -> bool:
-        """Whether to look at each segment as it comes: its time to be told may be now."""
+        """Whether to look at each segment as it comes, because it may be one to tell at once."""
         tracker = self.tracker
         first_soon = self.watch.closely and self._rest is None
         return tracker.ends_unmarked or (first_soon and tracker.needs_every_segment)
 
     def _switch(self, events: list[TapEvent]) -> None:
-        """Read the other sockets: they are emptied first, so that nothing lies between the two."""
+        """Change to the other sockets without losing or repeating a segment."""
         self._listen_no_more()
         for taps in self._taps:
             now, then = self._chosen(taps), taps.whole if self._sampled else taps.sampled
@@ -319,31 +318,3 @@ class Replica:
 
 def _nobody(_events: list[TapEvent]) -> None:
     return
-
-
-def clock_offset() -> int:
-    """Nanoseconds from the monotonic to the kernel's packet clock.
-
-    Whoever is put aside between the two readings is wrong by that long, and events then change
-    their order: the tightest of a few brackets counts.
-    """
-    best, offset = 1 << 62, 0
-    for _ in range(_BRACKETS):
-        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
-        if after - before < best:
-            best, offset = after - before, wall - (before + after) // 2
-        if best < _TIGHT_NS:
-            break
-    return offset
-
-
-def _stamp(ancillary: list[tuple[int, int, bytes]], offset_ns: int) -> int:
-    """Kernel's time of the packet on the monotonic clock; now when it makes no sense."""
-    now = time.monotonic_ns()
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == sockets.SO_TIMESTAMPNS:
-            seconds, nanoseconds = _STAMP.unpack_from(data)
-            stamp = int(seconds) * 1_000_000_000 + int(nanoseconds) - offset_ns
-            # A clock that was set between stamp and reading shows as a jump.
-            return stamp if now - 1_000_000_000 < stamp <= now else now
-    return now
