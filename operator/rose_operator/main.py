@@ -59,7 +59,8 @@ async def _run(settings: Settings) -> int:
         patience = httpx.Timeout(settings.lock_seconds / _LOCK_REQUESTS)
         lock_client = AsyncClient(field_manager=FIELD_MANAGER, timeout=patience)
     except ConfigError as error:
-        sys.stderr.write(f"rose operator: no cluster: {error}\n")
+        text = f"no cluster: {error}; run it in a pod, or set KUBECONFIG"
+        sys.stderr.write(f"rose operator: {text}\n")
         return 2
     try:
         return await Operator(settings, client, lock_client).run()

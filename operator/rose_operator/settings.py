@@ -16,7 +16,7 @@ from rose_operator import stores
 from rose_operator.errors import ConfigurationError
 from rose_operator.leader import RENEWALS
 from rose_operator.stores import Runs
-from rose_wire import certificates, flags, tls
+from rose_wire import certificates, flags, problems, tls
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def parse(argv: list[str]) -> Settings:
         identity=found.identity or _identity(),
         sync_address=found.sync_address,
         http_port=found.http_port,
-        engine_classes=frozenset(filter(None, found.engine_classes.split(","))),
+        engine_classes=_classes(found.engine_classes),
         token_secret=found.token_secret,
         tls_dir=_certificate(found.tls_dir, found.tls_client_ca),
         tls_client_ca=found.tls_client_ca,
@@ -191,6 +191,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _classes(text: str) -> frozenset[str]:
+    found = frozenset(filter(None, (name.strip() for name in text.split(","))))
+    if not found:
+        message = f"--engine-classes {text!r} names none; leases could get no engine"
+        raise ConfigurationError(message)
+    return found
+
+
 def _check_periods(found: argparse.Namespace) -> None:
     """Grants outlive a takeover: the successor waits for the Lease first, agents then ask it."""
     least = found.lock_seconds * (1 + 1 / RENEWALS) + 2 * found.sync_seconds
@@ -253,8 +261,8 @@ def _token(path: Path) -> str:
 def _mapping(path: Path) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        message = f"{path}: {getattr(error, 'strerror', None) or error}"
+    except problems.FILE_ERRORS as error:
+        message = f"{path}: {problems.of_file(error)}"
         raise ConfigurationError(message) from error
     if loaded is None:
         return {}

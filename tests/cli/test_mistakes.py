@@ -13,7 +13,40 @@ MISTAKES = {
         "status --kubeconfig {broken}",
         "{broken} is no kubeconfig",
     ),
-    "a kubeconfig that is a word": ("top --kubeconfig {word}", "set KUBECONFIG, or give"),
+    "a kubeconfig that is a word": (
+        "top --kubeconfig {word}",
+        "{word} is no kubeconfig (clusters, users or contexts are missing); set KUBECONFIG",
+    ),
+    "a context that is none": (
+        "status --kubeconfig {cluster} --context other",
+        "has no context 'other'; it has: here",
+    ),
+    "an API server that is not there": (
+        "status --kubeconfig {cluster}",
+        "https://127.0.0.1:1 cannot be reached",
+    ),
+    "a name with its namespace": (
+        "explain lease research/grpo --kubeconfig {cluster}",
+        "give --namespace research and grpo",
+    ),
+    "nothing to pause": ("pause", "name pools, or give --all"),
+    "everything and a pool": ("resume chat --all", "name pools, or give --all"),
+    "a sleeper without a driver": (
+        "sleeper --rundir {new} --devices static --static-gpus {word}",
+        "--static-gpus {word}: expected a YAML mapping, found str",
+    ),
+    "replicas that are none": (
+        "agent --node n --rundir {new} --devices static --static-replicas {broken}",
+        "--static-replicas {broken}: line 1 is no YAML",
+    ),
+    "stores that are no YAML": (
+        "operator --router-image i --token-file {word} --stores-file {broken}",
+        "{broken}: line 1 is no YAML",
+    ),
+    "no engine class": (
+        "operator --router-image i --token-file {word} --stores-file {stores} --engine-classes ,",
+        "names none",
+    ),
     "a token that is not there": (
         "agent --node n --rundir {new} --devices static --token-file {none}",
         "--token-file {none}: No such file",
@@ -114,12 +147,24 @@ MISTAKES = {
 }
 
 
+KUBECONFIG = """
+clusters: [{name: c, cluster: {server: "https://127.0.0.1:1"}}]
+users: [{name: u, user: {token: x}}]
+contexts: [{name: here, context: {cluster: c, user: u}}]
+current-context: here
+"""
+
+
 @pytest.fixture
 def places(short_dir: Path) -> Iterator[dict[str, Path]]:
     made = {name: short_dir / name for name in ("broken", "word", "new", "none", "empty")}
     made["broken"].write_text("a: [")
     made["word"].write_text("hello")
     made["empty"].touch()
+    made["stores"] = short_dir / "stores"
+    made["stores"].write_text("main: store.example:7446")
+    made["cluster"] = short_dir / "cluster"
+    made["cluster"].write_text(KUBECONFIG)
     yield made
     logging.getLogger().handlers.clear()
 

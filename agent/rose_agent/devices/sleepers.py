@@ -24,6 +24,7 @@ from urllib.parse import urlencode
 import aiohttp
 
 from rose_agent.devices.driver import DeviceDriver
+from rose_agent.devices.errors import DeviceError
 from rose_agent.devices.opening import open_driver
 from rose_agent.devices.sleeper import DeadMan, Record, Serving, end_tree, tree, vacated_page
 from rose_agent.devices.usage import meter_for
@@ -207,5 +208,9 @@ def main(argv: list[str]) -> int:
     """Run until told to end."""
     options = parser().parse_args(argv)
     logging.basicConfig(level=options.log_level, format="%(levelname)s %(name)s %(message)s")
-    asyncio.run(_run(options))
+    try:
+        asyncio.run(_run(options))
+    except (DeviceError, OSError) as error:
+        _log.error("%s", flags.complaint(error, argv))  # for people, no trace
+        return 1
     return 0

@@ -22,6 +22,7 @@ import yaml
 from rose_agent.devices.driver import Gpu, GpuProcess, Memory
 from rose_agent.devices.errors import NoDevices, QueryFailed, UnknownGpu
 from rose_core.devices.health import Vitals
+from rose_wire import problems
 
 # "The GPU has fallen off the bus": a fault that no program causes.
 _FALLEN_OFF = 79
@@ -131,5 +132,6 @@ class StaticDriver:
         try:
             content = yaml.safe_load(self._path.read_text()) or {}
             return StaticFile.model_validate(content)
-        except (OSError, yaml.YAMLError, pydantic.ValidationError) as error:
-            raise QueryFailed(f"static GPUs file {self._path}: {error}") from error
+        except problems.FILE_ERRORS as error:
+            message = f"--static-gpus {self._path}: {problems.of_file(error)}"
+            raise QueryFailed(message) from error

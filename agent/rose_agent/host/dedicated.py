@@ -26,7 +26,7 @@ from rose_core.identity import SlotKey
 from rose_core.wire.host import EngineState, EnsureEngine, HostStatusRequest
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_core.wire.sync import EngineSpec, WeightSource
-from rose_wire import flags
+from rose_wire import flags, problems
 from rose_wire.errors import WireError
 from rose_wire.rpc import connect, converse
 from rose_wire.services import ATTACH
@@ -74,8 +74,8 @@ class DedicatedFile(pydantic.BaseModel):
         """
         try:
             return cls.model_validate(yaml.safe_load(path.read_text()))
-        except (OSError, yaml.YAMLError, pydantic.ValidationError) as error:
-            raise BadEngine(f"dedicated engine file {path}: {error}") from error
+        except problems.FILE_ERRORS as error:
+            raise BadEngine(f"--dedicated {path}: {problems.of_file(error)}") from error
 
     def order(self) -> EnsureEngine:
         """The order to the host, with a fresh token for the data route."""

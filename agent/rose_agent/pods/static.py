@@ -28,6 +28,7 @@ import yaml
 from rose_agent.errors import BadConfiguration
 from rose_agent.pods.model import ServingPod
 from rose_core.wire.sync import PoolPolicy
+from rose_wire import problems
 
 _log = logging.getLogger(__name__)
 
@@ -102,8 +103,9 @@ class StaticPods:
     def _read(self) -> StaticReplicas:
         try:
             return StaticReplicas.model_validate(yaml.safe_load(self._path.read_text()) or {})
-        except (OSError, yaml.YAMLError, pydantic.ValidationError) as error:
-            raise BadConfiguration(f"static replicas file {self._path}: {error}") from error
+        except problems.FILE_ERRORS as error:
+            message = f"--static-replicas {self._path}: {problems.of_file(error)}"
+            raise BadConfiguration(message) from error
 
 
 def _pod(replica: StaticReplica) -> ServingPod:

@@ -34,6 +34,7 @@ from rose_core.api import GROUP, VERSION, RolloutLease, RolloutSlot, ServingPool
 
 KindT = TypeVar("KindT", bound=ServingPool | RolloutLease | RolloutSlot)
 _POLL_SECONDS = 0.3
+_NOT_ONE = "clusters, users or contexts are missing"
 _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 401, 403, 404
 _PLURALS: dict[type, str] = {
     ServingPool: "servingpools",
@@ -115,6 +116,9 @@ class Cluster:
 
     def get(self, kind: type[KindT], name: str) -> KindT:
         """One object of the namespace."""
+        if "/" in name:
+            namespace, _, own = name.partition("/")
+            raise CommandError(f"{name!r} is no name; give --namespace {namespace} and {own}")
         with self._placed():
             raw = dict(self._client.get(_resource(kind), name, namespace=self._required()))
         found = _parse(kind, raw)
@@ -175,7 +179,10 @@ class Cluster:
         except ApiError as error:
             raise _translate(error) from error
         except (httpx.HTTPError, LoadResourceError) as error:
-            message = f"the API server {self._server} cannot be reached: {error}"
+            message = (
+                f"the API server {self._server} cannot be reached: {error}; look at the network, "
+                "or give another --context"
+            )
             raise NoCluster(message) from error
 
 
@@ -184,9 +191,12 @@ def _config(path: str | None, context: str | None) -> SingleConfig:
         loaded = KubeConfig.from_file(path) if path else KubeConfig.from_env()
     except (yaml.YAMLError, AttributeError, TypeError, KeyError) as error:
         where = path or os.environ.get("KUBECONFIG") or "~/.kube/config"
-        summary = str(error).splitlines()[0]
+        summary = str(error).splitlines()[0] if isinstance(error, yaml.YAMLError) else _NOT_ONE
         message = f"{where} is no kubeconfig ({summary})"
         raise ConfigError(message) from error
+    if context is not None and context not in loaded.contexts:
+        known = ", ".join(sorted(loaded.contexts)) or "none"
+        raise ConfigError(f"the kubeconfig has no context {context!r}; it has: {known}")
     config = loaded.get(context)
     if config is None:
         raise ConfigError("the kubeconfig names no current context")

@@ -17,29 +17,30 @@ from rose_wire.flags import amount
 
 def main(argv: list[str]) -> int:
     """Set mode Paused, and wait until nothing is lent any more."""
-    given = _flags("pause", "take everything back from pools").parse_args(argv)
+    given = _given("pause", "take everything back from pools", argv)
     return run("pause", given, lambda cluster: _pause(cluster, given))
 
 
 def resume(argv: list[str]) -> int:
     """Go back to the mode before ``pause``."""
-    given = _flags("resume", "lend again, as before the pause").parse_args(argv)
+    given = _given("resume", "lend again, as before the pause", argv)
     return run("resume", given, lambda cluster: _resume(cluster, given))
 
 
-def _flags(name: str, text: str) -> argparse.ArgumentParser:
+def _given(name: str, text: str, argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(f"rose {name}", description=text, parents=[connection_flags()])
     parser.add_argument("pools", nargs="*", metavar="POOL", help="names of pools")
     parser.add_argument("--all", action="store_true", help="every pool of the namespace")
     if name == "pause":
         parser.add_argument("--no-wait", action="store_true", help="do not wait for the GPUs")
         parser.add_argument("--timeout", type=amount, default=120.0, help="seconds to wait")
-    return parser
+    given = parser.parse_args(argv)
+    if bool(given.pools) == given.all:
+        parser.error("name pools, or give --all")
+    return given
 
 
 def _chosen(cluster: Cluster, given: argparse.Namespace) -> list[ServingPool]:
-    if bool(given.pools) == given.all:
-        raise CommandError("name pools, or give --all")
     if given.all:
         if cluster.namespace is None:
             raise CommandError("-A would change pools of every owner; give --namespace")
