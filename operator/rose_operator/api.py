@@ -23,7 +23,7 @@ from lightkube.generic_resource import (
 from lightkube.types import PatchType
 
 from rose_core.api import GROUP, VERSION
-from rose_operator.errors import NOT_FOUND, ApiRefused, ApiUnavailable
+from rose_operator.errors import NOT_FOUND, ApiRefused, ApiUnavailable, NotLeader
 from rose_operator.metrics import API_FAILURES, API_WRITES
 from rose_operator.store import Raw
 
@@ -123,10 +123,18 @@ class Api:
     Args:
         client: a lightkube client for the cluster.
         namespace: where slots, routers and the leader Lease live.
+        may_write: the leader lock's word, asked whenever a write is about to be sent: one that was
+            told to come back later may find that another operator leads by then.
     """
 
-    def __init__(self, client: AsyncClient, namespace: str) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        namespace: str,
+        may_write: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._client = client
+        self._may_write = may_write
         self.namespace = namespace
 
     async def list(self, kind: Kind) -> tuple[list[Raw], int]:
@@ -172,7 +180,11 @@ class Api:
         return {"namespace": self.namespace, "labels": dict(MANAGED)}
 
     async def apply(self, kind: Kind, manifest: Raw) -> Raw:
-        """Create or change an object the operator owns."""
+        """Create or change an object the operator owns.
+
+        Raises:
+            NotLeader: the lead was lost before it could be sent; as for every other write.
+        """
         return await self._write(kind, "apply", lambda: self._patch(RESOURCES[kind], manifest))
 
     async def apply_status(self, kind: Kind, manifest: Raw) -> Raw:
@@ -235,6 +247,9 @@ class Api:
 
     async def _write(self, kind: Kind, verb: str, ask: Callable[[], Awaitable[Any]]) -> Raw:
         def counted() -> Awaitable[Any]:
+            if not self._may_write():
+                message = f"the leader Lease was lost before the {verb} of a {kind.value} was sent"
+                raise NotLeader(message)
             API_WRITES.labels(kind.value, verb).inc()
             return ask()
 

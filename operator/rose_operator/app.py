@@ -19,7 +19,8 @@ import datetime as dt
 import logging
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 
 from aiohttp import web
@@ -69,7 +70,7 @@ class Operator:
         self.settings = settings
         self.changed = asyncio.Event()
         self.stop = asyncio.Event()
-        self.api = Api(client, settings.namespace)
+        self.api = Api(client, settings.namespace, lambda: self.lock.may_write)
         self.asked = asyncio.Event()
         self.stores = {
             kind: Store(self.changed.set, *([self.asked.set] if kind in _ASKED_FOR else []))
@@ -193,42 +194,52 @@ class Operator:
         Returns:
             Exit code: 0 after a signal, 1 when another operator leads or a task has failed.
         """
-        credentials = server_credentials(self.settings.tls_dir, self.settings.tls_client_ca)
-        server = Server(token=self.settings.token, credentials=credentials)
-        service = self._sync_service()
-        server.unary(SYNC, service.sync)
-        server.server_stream(NOTICES, service.notices)
-        port = await server.start(self.settings.sync_address)
+        async with AsyncExitStack() as listening:
+            await self._listen(listening)
+            self._on_signals()
+            asked = await self._work()
+        return 0 if asked else 1
+
+    async def _listen(self, until: AsyncExitStack) -> None:
+        """Open every port; what is opened is closed with the stack, in reverse."""
+        syncing, sync_port = await self._syncing()
+        until.push_async_callback(syncing.stop)
         enrolling = await self._enrolling()
+        if enrolling is not None:
+            until.push_async_callback(enrolling.stop)
         runner, http_port = await self._pages()
-        _log.info("Sync on port %d, pages on port %d", port, http_port)
-        print(f"rose operator: sync={port} http={http_port}", flush=True)  # noqa: T201  # for whoever chose port 0
-        tasks = [
-            asyncio.create_task(self.renewing.run(), name="lock"),
-            asyncio.create_task(self.loop(), name="loop"),
-            asyncio.create_task(
-                watch_kinds(self.stores, self.settings.namespace, self.listings.soon),
-                name="kopf",
-            ),
-            *(
-                asyncio.create_task(watch_routers(self.api, self.stores, kind), name=kind.value)
-                for kind in (Kind.DEPLOYMENT, Kind.SERVICE)
-            ),
-            asyncio.create_task(self.listings.keep(), name="listings"),
-            asyncio.create_task(self.surroundings.keep_listing(self.api), name="surroundings"),
-            asyncio.create_task(self.surroundings.watch_cordons(self.api), name="cordons"),
-        ]
+        until.push_async_callback(runner.cleanup)
+        _log.info("Sync on port %d, pages on port %d", sync_port, http_port)
+        print(f"rose operator: sync={sync_port} http={http_port}", flush=True)  # noqa: T201  # for whoever chose port 0
+
+    async def _work(self) -> bool:
+        """Every task until a signal, or until one of them ends.
+
+        Returns:
+            Whether it ended because it was asked to.
+        """
+        tasks = self._tasks()
         stopped = asyncio.create_task(self.stop.wait(), name="stop")
-        self._on_signals()
         await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
         asked = self.stop.is_set() and self.lock.state is not State.DEPOSED
         self.stop.set()
         await self._end(tasks)
-        await server.stop()
-        if enrolling is not None:
-            await enrolling.stop()
-        await runner.cleanup()
-        return 0 if asked else 1
+        return asked
+
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        """The module's table, begun."""
+        kinds = watch_kinds(self.stores, self.settings.namespace, self.listings.soon)
+        work: dict[str, Coroutine[None, None, None]] = {
+            "lock": self.renewing.run(),
+            "loop": self.loop(),
+            "kopf": kinds,
+            "deployments": watch_routers(self.api, self.stores, Kind.DEPLOYMENT),
+            "services": watch_routers(self.api, self.stores, Kind.SERVICE),
+            "listings": self.listings.keep(),
+            "surroundings": self.surroundings.keep_listing(self.api),
+            "cordons": self.surroundings.watch_cordons(self.api),
+        }
+        return [asyncio.create_task(one, name=name) for name, one in work.items()]
 
     def _on_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -255,6 +266,14 @@ class Operator:
         port = await server.start(settings.enrol_address)
         _log.info("certificates of nodes on port %d", port)
         return server
+
+    async def _syncing(self) -> tuple[Server, int]:
+        credentials = server_credentials(self.settings.tls_dir, self.settings.tls_client_ca)
+        server = Server(token=self.settings.token, credentials=credentials)
+        service = self._sync_service()
+        server.unary(SYNC, service.sync)
+        server.server_stream(NOTICES, service.notices)
+        return server, await server.start(self.settings.sync_address)
 
     def _sync_service(self) -> SyncService:
         return SyncService(

@@ -1,11 +1,12 @@
-"""Events: transitions of the conditions that people wait for, and slots that were taken back."""
+"""Events: transitions of the conditions that people wait for, and slots that were taken back.
+
+Pure. Next step: ``telling`` writes them.
+"""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from datetime import datetime
-from typing import Protocol
 from uuid import uuid4
 
 from rose_core.api import Condition, ConditionType, RolloutLease, RolloutSlot, ServingPool
@@ -13,10 +14,8 @@ from rose_core.api.common import API_VERSION, ObjectMeta
 from rose_core.api.conditions import timestamp
 from rose_operator.admission import Refusal
 from rose_operator.api import FIELD_MANAGER, Kind
-from rose_operator.errors import OperatorError
 from rose_operator.store import Raw
 
-_log = logging.getLogger(__name__)
 Thing = ServingPool | RolloutLease | RolloutSlot
 
 _NEGATIVE = frozenset({ConditionType.RECLAIMING, ConditionType.PAUSED})
@@ -28,14 +27,7 @@ _TOLD = (
     ConditionType.READY,
 )
 _MOST_NAME = 200
-_MOST_MESSAGE = 1024
-
-
-class EventApi(Protocol):
-    """What Events need of the API server."""
-
-    async def create(self, kind: Kind, manifest: Raw) -> Raw:
-        """Create."""
+MOST_MESSAGE = 1024
 
 
 def news(changed: Iterable[Condition], thing: Thing) -> Condition | None:
@@ -109,7 +101,7 @@ def _event(
             "uid": metadata.uid,
         },
         "reason": reason,
-        "message": message[:_MOST_MESSAGE],
+        "message": message[:MOST_MESSAGE],
         "type": "Warning" if warning else "Normal",
         "source": {"component": FIELD_MANAGER},
         "reportingComponent": FIELD_MANAGER,
@@ -117,17 +109,3 @@ def _event(
         "lastTimestamp": when,
         "count": 1,
     }
-
-
-async def tell(event: Raw, api: EventApi) -> bool:
-    """Write an Event; losing it harms nobody.
-
-    Returns:
-        Whether it was written.
-    """
-    try:
-        await api.create(Kind.EVENT, event)
-    except OperatorError as error:
-        _log.warning("Event %s not written: %s", event["reason"], error)
-        return False
-    return True

@@ -18,6 +18,11 @@ API_FAILURES = Counter(
     ["why"],
     registry=REGISTRY,
 )
+EVENTS_LEFT_OUT = Counter(
+    "rose_operator_events_left_out",
+    "Events that were not written because their object had too many in a row.",
+    registry=REGISTRY,
+)
 WAITING_WRITES = Gauge(
     "rose_operator_waiting_writes",
     "Objects whose last write was refused and waits for its back-off.",

@@ -1,48 +1,43 @@
 """One reconcile pass: look, plan, write the differences.
 
-Order of the writes: slots (released, lent, deleted when vacated, following their lease), routers,
-statuses; inside a step several at a time (``writer``). A refused write concerns its own object;
-an API server that does not answer ends the pass, and the next one starts from what is there.
-Routers and statuses step back, but not for long, when somebody asks for something: the next pass
-lends first.
+Order of the writes: slots (``slot_writes``), routers (``router_writes``), statuses (``report``);
+inside a step several at a time (``writer``). A refused write concerns its own object; an API server
+that does not answer ends the pass, and the next one starts from what is there. Routers and statuses
+step back, but not for long, when somebody asks for something: the next pass lends first.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-
-from pydantic import ValidationError
+from dataclasses import dataclass, field
 
 from rose_core import lending
-from rose_core.api import Desired, Member, Reason, RolloutLease, RolloutSlot, ServingPool
-from rose_core.api.rolloutslot import Tier
-from rose_core.wire.sync import ReplicaReport
-from rose_operator import events, routers, slots
+from rose_core.api import Reason, RolloutLease, RolloutSlot, ServingPool
+from rose_operator import events
 from rose_operator.admission import Offer
 from rose_operator.api import Kind
 from rose_operator.backoff import Backoff
-from rose_operator.kept import Kept
 from rose_operator.loads import Loads
-from rose_operator.metrics import DECISIONS, PLAN_CPU_SECONDS, PLAN_SECONDS
+from rose_operator.metrics import PLAN_CPU_SECONDS, PLAN_SECONDS
 from rose_operator.notices import Notices
 from rose_operator.publishing import drop_node
 from rose_operator.reading import Reader
 from rose_operator.report import Reporter
+from rose_operator.router_writes import RouterWrites
 from rose_operator.settings import Settings
+from rose_operator.slot_writes import SlotWrites
 from rose_operator.snapshot import Knowledge, Snapshots
-from rose_operator.store import Raw, Store, key_of
+from rose_operator.store import Store, key_of
 from rose_operator.surroundings import Surroundings
 from rose_operator.telemetry import Telemetry
+from rose_operator.telling import Teller
 from rose_operator.toggles import Toggles
 from rose_operator.world import World, look, utc
-from rose_operator.writer import Write, WriteApi, Writer
+from rose_operator.writer import WriteApi, Writer
 
-_log = logging.getLogger(__name__)
 # Passes between two clean-ups of what is kept about objects.
 _KEEP_EVERY = 20
 # Questions that come all the time must not keep every status from being written.
@@ -85,7 +80,6 @@ class Reconciler:
         self._slots = Reader(RolloutSlot, self.stores[Kind.SLOT])
         self._known = Knowledge(self.surroundings, Loads(), Toggles())
         self._snapshots = Snapshots(self._known)
-        self._follow: Kept[Raw | None] = Kept()
         self._writer = Writer(
             self.api,
             self.stores,
@@ -94,6 +88,7 @@ class Reconciler:
             clock=self.clock,
             backoff=self.backoff,
         )
+        self._teller = Teller(self.api, self.clock)
         self._reporter = Reporter(
             self.settings,
             self.stores,
@@ -101,8 +96,18 @@ class Reconciler:
             loads=self._known.loads,
             writer=self._writer,
             api=self.api,
+            teller=self._teller,
         )
-        self._manifests: dict[str, tuple[object, tuple[tuple[Kind, Raw], ...]]] = {}
+        self._slot_writes = SlotWrites(
+            self._writer,
+            self.telemetry,
+            self.notices,
+            namespace=self.settings.namespace,
+            stale_seconds=self.policy.stale_seconds,
+            lapse_seconds=max(self.policy.forget_seconds, 2 * self.settings.grant_seconds),
+            clock=self.clock,
+        )
+        self._router_writes = RouterWrites(self._writer, self.stores, self.settings)
         self._passes = 0
         self._told_at = float("-inf")
 
@@ -148,18 +153,10 @@ class Reconciler:
         PLAN_CPU_SECONDS.observe(self.worked_seconds)
         self.memory = plan.memory
         run = self._writer.run
-        # Each of these concerns another slot: a loan never waits for a release of its own pass.
-        await run(
-            [
-                *self._release(world, plan),
-                *self._lend(world, plan),
-                *self._delete_vacated(world),
-                *self._update(world),
-            ]
-        )
+        await run(list(self._slot_writes.of(world, plan)))
         await self._tell_releases(world, plan)
         with self._working():
-            wanted = list(self._routers(world))
+            wanted = list(self._router_writes.of(world))
         await run(wanted, self._is_hurried)
         with self._working():
             after = world if self._revisions() == seen else self._look()
@@ -222,16 +219,7 @@ class Reconciler:
         }
         self._reporter.keep(keys)
         self._writer.keep(keys)
-        leases = self._leases.read().good
-        self._manifests = {key: made for key, made in self._manifests.items() if key in leases}
-
-    def _release(self, world: World, plan: lending.Plan) -> Iterator[Write]:
-        by_name = {slot.metadata.name: slot for slot in world.slots.good.values()}
-        for release in plan.releases:
-            slot = by_name[release.slot]
-            _log.info("release %s: %s (%s)", release.slot, release.reason, release.message)
-            DECISIONS.labels("release", release.reason).inc()
-            yield self._slot(slot.spec.member.node, slots.released(slot, release.reason))
+        self._router_writes.keep(self._leases.read().good)
 
     async def _tell_releases(self, world: World, plan: lending.Plan) -> None:
         """One Event per lease and reason."""
@@ -244,121 +232,4 @@ class Reconciler:
             if lease is not None and self.may_write():
                 names = [release.slot for release in releases]
                 event = events.of_releases(lease, reason, names, releases[0].message, world.now)
-                await events.tell(event, self.api)
-
-    def _delete_vacated(self, world: World) -> Iterator[Write]:
-        for slot in world.slots.good.values():
-            if slot.spec.desired is Desired.RELEASED and self._vacated(slot):
-                yield self._writer.delete(Kind.SLOT, slot.metadata.name)
-
-    def _vacated(self, slot: RolloutSlot) -> bool:
-        """Its node reports without it, or is silent for so long that its grant has lapsed."""
-        node = slot.spec.member.node
-        silence = self.telemetry.silence(node, self.clock())
-        if silence > self.policy.stale_seconds or node not in self.telemetry.nodes:
-            return silence > max(self.policy.forget_seconds, 2 * self.settings.grant_seconds)
-        return self.telemetry.slot(slot.metadata.uid, node) is None
-
-    def _update(self, world: World) -> Iterator[Write]:
-        """Slots follow their lease in engine and weights, and their pool in how GPUs are shared."""
-        self._follow.turn()
-        for key, lease in world.leases.good.items():
-            if key in world.refusals:
-                continue
-            for slot in world.slots_of(lease):
-                if slot.spec.desired is not Desired.LENT:
-                    continue
-                manifest = self._followed(slot, lease, world.pools.good.get(slot.spec.pool_ref.key))
-                if manifest is not None:
-                    yield self._slot(slot.spec.member.node, manifest)
-
-    def _followed(
-        self, slot: RolloutSlot, lease: RolloutLease, pool: ServingPool | None
-    ) -> Raw | None:
-        """What the slot should say after a change of lease or pool; None for nothing new."""
-        versions = lease.metadata.resource_version, pool and pool.metadata.resource_version
-        return self._follow.get(
-            slot.metadata.key, slot, versions, lambda: slots.updated(slot, lease, pool)
-        )
-
-    def _lend(self, world: World, plan: lending.Plan) -> Iterator[Write]:
-        found = {
-            report.pod_uid: (node, report)
-            for reports in world.reports.values()
-            for node, report in reports
-        }
-        for lend in plan.lends:
-            member = _read_member(*found[lend.replica])
-            if member is None:
-                continue
-            _log.info("lend %s on %s to %s", member.pod_name, member.node, lend.lease)
-            DECISIONS.labels("lend", Reason.QUALIFIES).inc()
-            lease = world.leases.good[lend.lease]
-            pool = world.pools.good[lease.spec.pool_ref.key]
-            tier = Tier.WHOLE if lend.whole else Tier.SHARED
-            manifest = slots.lent(lease, pool, member, self.settings.namespace, tier)
-            yield self._slot(member.node, manifest)
-
-    def _slot(self, node: str, manifest: Raw) -> Write:
-        """A slot's spec, and word to its node that there is something to ask for."""
-        write = self._writer.apply(Kind.SLOT, manifest)
-
-        async def run() -> None:
-            await write.run()
-            self.notices.tell([node])
-
-        return replace(write, run=run)
-
-    def _routers(self, world: World) -> Iterator[Write]:
-        """A router for every lease that was ever accepted and has not ended."""
-        wanted: set[str] = set()
-        for key, lease in world.leases.good.items():
-            refusal = world.refusals.get(key)
-            ended = refusal is not None and refusal.reason is Reason.LEASE_EXPIRED
-            if ended or (refusal is not None and not lease.status.router_url):
-                continue
-            for kind, manifest in self._router(lease):
-                wanted.add(manifest["metadata"]["name"])
-                if not routers.is_current(manifest, self.stores[kind].get(key_of(manifest))):
-                    yield self._writer.apply(kind, manifest)
-        # A lease that cannot be read keeps its router: nobody knows what it wants.
-        unreadable = {name for bad in world.leases.bad for name in _router_of(bad.raw)}
-        for kind in (Kind.DEPLOYMENT, Kind.SERVICE):
-            for raw in self.stores[kind].all():
-                name = raw["metadata"]["name"]
-                ours = routers.LEASE in (raw["metadata"].get("annotations") or {})
-                if ours and name not in wanted | unreadable:
-                    yield self._writer.delete(kind, name)
-
-    def _router(self, lease: RolloutLease) -> tuple[tuple[Kind, Raw], ...]:
-        """The manifests of a lease's router, made once per generation of the lease."""
-        key, made_for = lease.metadata.key, (lease.metadata.uid, lease.metadata.generation)
-        kept = self._manifests.get(key)
-        if kept is None or kept[0] != made_for:
-            made: tuple[tuple[Kind, Raw], ...] = (
-                (Kind.DEPLOYMENT, routers.deployment(lease, self.settings)),
-                (Kind.SERVICE, routers.service(lease, self.settings)),
-            )
-            if lease.spec.router.replicas > 1:
-                made += ((Kind.SERVICE, routers.replicas_service(lease, self.settings)),)
-            kept = self._manifests[key] = (made_for, made)
-        return kept[1]
-
-
-def _read_member(node: str, report: ReplicaReport) -> Member | None:
-    """The replica as a slot's member; None when the agent's words fit no object."""
-    try:
-        return Member(
-            node=node,
-            pod_name=report.pod_name,
-            pod_uid=report.pod_uid,
-            gpu_uuids=report.gpu_uuids,
-        )
-    except ValidationError as error:
-        _log.error("replica %s of node %s: %s", report.pod_name, node, error)
-        return None
-
-
-def _router_of(raw: Raw) -> tuple[str, str]:
-    name = routers.router_name(raw["metadata"]["namespace"], raw["metadata"]["name"])
-    return name, routers.replicas_name(name)
+                await self._teller.tell(event)

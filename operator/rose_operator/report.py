@@ -39,7 +39,7 @@ from rose_operator.admission import Unreadable
 from rose_operator.api import Kind
 from rose_operator.defer import Deferral
 from rose_operator.errors import NOT_FOUND, ApiRefused
-from rose_operator.events import Thing, news, of_condition, of_unreadable, tell
+from rose_operator.events import Thing, news, of_condition, of_unreadable
 from rose_operator.explaining import answer, asked, lease_summary, pool_summary
 from rose_operator.lease_status import lease_status
 from rose_operator.loads import Loads
@@ -48,6 +48,7 @@ from rose_operator.publishing import Publisher
 from rose_operator.settings import Settings
 from rose_operator.slot_status import slot_label, slot_report, slot_state, slot_status
 from rose_operator.store import Raw, Store, key_of
+from rose_operator.telling import Teller
 from rose_operator.world import World
 from rose_operator.writer import Write, WriteApi, Writer
 
@@ -76,6 +77,7 @@ class Reporter:
         loads: Loads,
         writer: Writer,
         api: WriteApi,
+        teller: Teller,
     ) -> None:
         self._settings = settings
         self._stores = stores
@@ -83,6 +85,7 @@ class Reporter:
         self._loads = loads
         self._writer = writer
         self._api = api
+        self._teller = teller
         self._totals_at: dict[str, float] = {}
         self._deferral = Deferral()
         self._publisher = Publisher()
@@ -100,6 +103,7 @@ class Reporter:
         self._deferral.keep(keys)
         self._same = {key: same for key, same in self._same.items() if key in keys}
         self._told = {key: told for key, told in self._told.items() if key in keys}
+        self._teller.keep(keys)
 
     def statuses(self, world: World, plan: Plan) -> Iterator[Write]:
         """One write for every status that is due; sets the metrics besides."""
@@ -234,7 +238,7 @@ class Reporter:
             self._totals_at[thing.metadata.uid] = world.monotonic
             told = news(transitions(thing.status.conditions, status.conditions), thing)
             if told is not None:
-                await tell(of_condition(kind, thing, told, world.now), self._api)
+                await self._teller.tell(of_condition(kind, thing, told, world.now))
 
         yield self._writer.status(kind, manifest, run)
 
@@ -271,7 +275,7 @@ class Reporter:
         key = f"{kind.value} {key_of(bad.raw)}"
         generation = int(bad.raw["metadata"].get("generation") or 0)
         event = of_unreadable(kind, bad.raw, bad.refusal, world.now)
-        if self._told.get(key) != generation and await tell(event, self._api):
+        if self._told.get(key) != generation and await self._teller.tell(event):
             self._told[key] = generation
 
 

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from rose_core.api import RolloutSlot
+from rose_core.api import Desired, RolloutSlot
 from rose_core.api.rolloutlease import LeaseSpec
-from rose_core.wire.sync import Grant
+from rose_core.wire.sync import Grant, SyncRequest
 from rose_operator.api import Kind
 from rose_operator.grants import grants_of
 from rose_operator.settings import Settings
 from tests.api.objects import LEASE
 from tests.operator.bench import SETTINGS, Bench
+from tests.operator.stub_agent import replica
 
 RUN: str = LEASE["spec"]["weights"]["run"]
 NAMESPACE: str = LEASE["metadata"]["namespace"]
@@ -108,3 +109,25 @@ async def test_two_operators_that_both_believe_to_lead_lend_no_gpu_twice() -> No
     alone = await borrowing(SETTINGS)
     assert gpus
     assert len(gpus) == len(set(gpus)) == len(slots(alone))
+
+
+async def test_two_operators_that_know_different_things_pass_a_limit_for_one_pass_at_most() -> None:
+    first = Bench()
+    first.pool(**{"spec.lending": {"maxReplicasPercent": 50, "minUnlentReplicas": 0}})
+    first.lease(spec__slots={"min": 1, "max": 2})
+    second = Bench(first.api)
+    for bench, emptiest in ((first, "a"), (second, "b")):
+        heard = tuple(replica("default/chat", name, kv=500 * (name != emptiest)) for name in "ab")
+        bench.telemetry.record(SyncRequest("n1", "t", 0, heard, ()), bench.now)
+        bench.read()
+    for bench in (first, second):  # each on what it knew before the other wrote
+        await bench.reconciler.run_pass()
+    assert len(lent(first)) == 2, "the one that no longer leads has lent besides"
+    await first.turn()
+    assert len(lent(first)) == 1
+    await second.turn(2)
+    assert len(lent(first)) == 1
+
+
+def lent(bench: Bench) -> list[RolloutSlot]:
+    return [slot for slot in slots(bench) if slot.spec.desired is Desired.LENT]

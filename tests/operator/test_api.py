@@ -1,22 +1,30 @@
 """What an answer of the API server means, whoever wrote it."""
 
+from collections.abc import Callable
+
 import httpx
 import pytest
 from lightkube import AsyncClient, SingleConfig
 from lightkube.config.models import Cluster, Context, User
 
 from rose_operator.api import Api, Kind
-from rose_operator.errors import ApiRefused, ApiUnavailable
+from rose_operator.errors import ApiRefused, ApiUnavailable, NotLeader
 from rose_operator.metrics import REGISTRY
 
 PLAIN = {"Content-Type": "text/plain; charset=utf-8"}
 
 
-def api(*answers: httpx.Response) -> Api:
+def api(
+    *answers: httpx.Response,
+    may_write: Callable[[], bool] = lambda: True,
+    asked: list[str] | None = None,
+) -> Api:
     """An API server that gives these answers in turn, the last one for ever."""
     queue = list(answers)
 
-    def answer(_request: httpx.Request) -> httpx.Response:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if asked is not None:
+            asked.append(request.method)
         return queue.pop(0) if len(queue) > 1 else queue[0]
 
     config = SingleConfig(
@@ -26,7 +34,7 @@ def api(*answers: httpx.Response) -> Api:
         user=User(),
     )
     client = AsyncClient(config=config, trust_env=False, transport=httpx.MockTransport(answer))
-    return Api(client, "rose-system")
+    return Api(client, "rose-system", may_write)
 
 
 async def test_overload_that_is_told_in_plain_text_is_waited_out() -> None:
@@ -38,6 +46,21 @@ async def test_overload_that_is_told_in_plain_text_is_waited_out() -> None:
     assert raw["metadata"]["name"] == "a"
     with pytest.raises(ApiUnavailable, match="429"):
         await api(busy).get(Kind.SLOT, "a")
+
+
+async def test_a_write_that_was_put_off_is_not_sent_when_another_leads_by_then() -> None:
+    waiting = httpx.Response(429, text="Too many requests", headers=PLAIN | {"Retry-After": "1"})
+    asked: list[str] = []
+    leads = iter([True, False])
+    server = api(waiting, may_write=lambda: next(leads), asked=asked)
+    with pytest.raises(NotLeader, match="before the apply of a RolloutSlot was sent"):
+        await server.apply(Kind.SLOT, {"metadata": {"name": "a", "namespace": "rose-system"}})
+    assert asked == ["PATCH"]
+
+
+async def test_whoever_does_not_lead_may_read() -> None:
+    found = httpx.Response(200, json={"metadata": {"name": "a", "namespace": "rose-system"}})
+    assert await api(found, may_write=lambda: False).get(Kind.SLOT, "a") is not None
 
 
 @pytest.mark.parametrize("code", [401, 403])

@@ -28,6 +28,26 @@ async def test_a_correct_world_is_written_once_and_a_restart_writes_nothing() ->
     assert bench.api.writes == []
 
 
+async def test_every_condition_is_there_from_the_first_visit_on_whatever_is_known() -> None:
+    early = Bench()
+    early.pool()
+    early.lease()
+    await early.turn()
+    pool = said(early, Kind.POOL, "default/chat")
+    assert pool["TelemetryFresh"] == pool["SignalVerified"] == pool["DeviceAccess"] == "Unknown"
+    lease = said(early, Kind.LEASE, "default/grpo")
+    assert lease["Granted"] == "False"
+    later = await running()
+    assert list(said(later, Kind.POOL, "default/chat")) == list(pool)
+    assert list(said(later, Kind.LEASE, "default/grpo")) == list(lease)
+
+
+def said(bench: Bench, kind: Kind, key: str) -> dict[str, str]:
+    """Status of every condition."""
+    conditions = bench.api.objects[kind, key]["status"]["conditions"]
+    return {one["type"]: one["status"] for one in conditions}
+
+
 async def test_after_a_restart_agents_are_awaited() -> None:
     bench = await running()
     bench.boot()
