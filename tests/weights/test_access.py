@@ -81,6 +81,25 @@ async def test_each_name_may_do_what_is_listed_and_nothing_else(tmp_path: Path) 
                     await anext(nobody.watch("run"))
 
 
+async def test_who_may_only_read_is_never_taken_for_the_trainer(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (authority, address):
+        trusted = caller(authority, "trainer")
+        async with (
+            WeightsWriter(address, credentials=trusted) as writer,
+            WeightsClient(address, credentials=trusted) as trainer,
+            WeightsClient(address, credentials=caller(authority, "reader")) as nameless,
+        ):
+            (found,) = await publish(writer, Model(seed=1), 1)
+            at = (found.version, found.digest)
+            with pytest.raises(Forbidden, match="may not publish"):
+                await nameless.compare(*at, (-9.0,), trainer=True)
+            await nameless.compare(*at, (-9.0,))
+            assert (await nameless.compare(*at, ())).trainer == ()
+            await trainer.compare(*at, (-1.0,), trainer=True)
+            await nameless.compare(*at, (-9.0,))
+            assert (await nameless.compare(*at, ())).trainer == (-1.0,)
+
+
 async def test_without_a_certificate_nobody_is_heard(tmp_path: Path) -> None:
     async with serving(tmp_path) as (authority, address):
         only_trusts = tls.client_credentials(authority.folder / "ca.crt")

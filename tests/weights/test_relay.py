@@ -14,7 +14,7 @@ from rose_core.delta import Manifest
 from rose_weights.blocks import Blocks
 from rose_weights.bundle import Bundle
 from rose_weights.client import WeightsClient
-from rose_weights.errors import UnknownRun
+from rose_weights.errors import Forbidden, UnknownRun
 from rose_weights.messages import FetchRequest
 from rose_weights.publishing import WeightsWriter
 from rose_weights.relay import KEEP_BYTES, Relay
@@ -67,6 +67,17 @@ async def relayed(
     await upstream.stop()
 
 
+@asynccontextmanager
+async def behind(upstream: str, folder: Path) -> AsyncIterator[str]:
+    """A relay whose store is another relay."""
+    channel = rpc.connect(upstream)
+    server = Server(token="inner")
+    Relay(channel, Blocks(folder), token="inner").bind(server)
+    yield f"127.0.0.1:{await server.start('127.0.0.1:0')}"
+    await server.stop(0)
+    await channel.close()
+
+
 async def pull(address: str, folder: Path, model: Model) -> None:
     async with WeightsClient(address, token="inner") as client:
         await client.pull("run", folder)
@@ -88,6 +99,24 @@ async def test_eight_receivers_cost_the_store_one_copy(
         )
         assert len(counting.blocks) == len(set(counting.blocks)) > 0
         assert 1 <= counting.plans <= 8
+
+
+async def test_a_relay_serves_what_it_holds_to_relays_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(seed=1)
+    counting = Counting(monkeypatch)
+    async with relayed(tmp_path) as (upstream, near, _), behind(near, tmp_path / "far") as far:
+        async with WeightsWriter(upstream.address, token="t") as writer:
+            found = await publish(writer, model, 3)
+        for number in range(2):
+            await pull(far, tmp_path / f"b{number}", model)
+        await pull(near, tmp_path / "b2", model)
+        assert len(counting.blocks) == len(set(counting.blocks)) > 0
+        async with WeightsClient(far, token="inner", holder="engine") as client:
+            assert await client.attested(found[-1].version, found[-1].digest)
+            head = await asyncio.wait_for(anext(client.watch("run")), DEADLINE)
+        assert head.version == found[-1].version
 
 
 async def test_what_is_kept_outlives_the_store_and_damage_is_healed(tmp_path: Path) -> None:
@@ -180,6 +209,19 @@ async def test_who_serves_what_is_passed_on(tmp_path: Path) -> None:
         assert not await client.attested(found.version, "0" * 32)
         assert await client.attested(found.version, found.digest)
         assert (await trainer.reached(found.version, 1, 0.0)).serving == ("engine",)
+
+
+async def test_nobody_behind_a_relay_speaks_as_the_trainer(tmp_path: Path) -> None:
+    async with (
+        relayed(tmp_path) as (upstream, address, _),
+        WeightsWriter(upstream.address, token="t") as writer,
+        WeightsClient(address, token="inner", holder="engine") as client,
+    ):
+        (found,) = await publish(writer, Model(seed=1), 1)
+        with pytest.raises(Forbidden, match="tells the store itself"):
+            await client.compare(found.version, found.digest, (-1.0,), trainer=True)
+        said = await client.compare(found.version, found.digest, (-1.0,))
+        assert (said.known, said.trainer) == (True, ())
 
 
 async def test_errors_of_the_store_pass_through(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from rose_core.delta import quorum
 from rose_core.delta.probe import PROMPT, Answer
@@ -23,10 +24,16 @@ REPORT_SECONDS = 180.0
 ANSWERED_VERSIONS = 64
 """Versions whose answers to the fixed prompt are remembered."""
 
-_TRAINER = ""
-
 LONGEST_SECONDS = 30.0
 """A caller that waits longer asks again."""
+
+
+@dataclass
+class _Said:
+    """Answers to the fixed prompt at one version; whoever may only read is never the trainer."""
+
+    trainer: Answer = ()
+    engines: dict[str, Answer] = field(default_factory=dict)
 
 
 class Following:
@@ -41,7 +48,7 @@ class Following:
         self._store = store
         self._clock = clock
         self._held: dict[tuple[str, str], tuple[float, WeightVersion]] = {}
-        self._answers: dict[WeightVersion, dict[str, Answer]] = {}
+        self._answers: dict[WeightVersion, _Said] = {}
         self._moved = asyncio.Event()
 
     async def attested(self, request: AttestedRequest) -> AttestedReply:
@@ -60,15 +67,21 @@ class Following:
 
     def _answered(self, request: AttestedRequest) -> AttestedReply:
         """Remember an answer to the fixed prompt; say what others answered."""
-        holder = _TRAINER if request.trainer else request.holder
-        said = self._answers.get(request.version, {})
+        said = self._answers.get(request.version, _Said())
         if request.answer:
-            said = self._answers.setdefault(request.version, {})
-            said[holder] = request.answer[: len(PROMPT)]
-            while len(self._answers) > ANSWERED_VERSIONS:
-                del self._answers[next(iter(self._answers))]
-        others = (answer for by, answer in said.items() if by not in {_TRAINER, holder})
-        return AttestedReply(True, said.get(_TRAINER, ()), tuple(others))
+            said = self._answers.setdefault(request.version, said)
+            self._remember(said, request)
+        others = (answer for by, answer in said.engines.items() if by != request.holder)
+        return AttestedReply(True, said.trainer, tuple(others))
+
+    def _remember(self, said: _Said, request: AttestedRequest) -> None:
+        answer = request.answer[: len(PROMPT)]
+        if request.trainer:
+            said.trainer = answer
+        else:
+            said.engines[request.holder] = answer
+        while len(self._answers) > ANSWERED_VERSIONS:
+            del self._answers[next(iter(self._answers))]
 
     async def reached(self, request: AwaitRequest) -> AwaitReply:
         """Answer when the quorum is met, or when time is up."""

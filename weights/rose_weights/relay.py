@@ -27,7 +27,7 @@ from rose_weights.access import Access
 from rose_weights.answers import answering, refusing
 from rose_weights.asking import ANSWER_SECONDS, ATTEMPTS, PLAN_SECONDS, understanding
 from rose_weights.blocks import Blocks
-from rose_weights.errors import Damaged, Incomplete, StoreFailed
+from rose_weights.errors import Damaged, Forbidden, Incomplete, StoreFailed
 from rose_weights.messages import (
     AttestedReply,
     AttestedRequest,
@@ -111,8 +111,11 @@ class Relay:
             yield head
 
     async def attested(self, request: AttestedRequest) -> AttestedReply:
-        """Passed on: the store counts who serves what."""
+        """Passed on: the store counts who serves what. A receiver cannot speak as the trainer."""
         self._may_read(request.version.run)
+        if request.trainer:
+            message = "a relay passes no trainer's word on; a trainer tells the store itself"
+            raise Forbidden(message)
         with understanding():
             return await rpc.call(
                 self._channel, ATTESTED, request, timeout=ANSWER_SECONDS, token=self._token
