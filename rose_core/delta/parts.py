@@ -99,8 +99,17 @@ class PartBuilder:
         self._blocks: list[BlockEntry] = []
         self.digests: dict[int, Digest] = {}
 
-    def add(self, number: int, box: Box, old: Bits | None, new: Bits) -> None:
+    def add(
+        self, number: int, box: Box, old: Bits | None, new: Bits, *, blocks: bool = True
+    ) -> None:
         """Add this rank's box of tensor ``number``; bits of the box, row-major.
+
+        Args:
+            number: of the tensor.
+            box: what this rank holds of it.
+            old: bits in the base; None when there is none.
+            new: bits in the target.
+            blocks: False only takes the digests of a state that has no base.
 
         Raises:
             ManifestError: the box cuts through a tile, or the bits are not the box's.
@@ -109,12 +118,15 @@ class PartBuilder:
         if new.dtype != tensor.kind.unsigned or new.size != box.elements:
             message = f"{tensor.name}: {new.size} elements of {new.dtype} for {box}"
             raise ManifestError(message)
-        width = box.column1 - box.column0
+        width, known = box.column1 - box.column0, self._known
         for tile in inside(tensor, box):
             where = tensor.tiling.box(tile)
             after = _cut(new, box, where, width)
-            before = None if old is None else _cut(old, box, where, width)
-            self._tile(number, tile, before, after)
+            if old is None or known is None:
+                self._dense(number, tile, after, blocks=blocks)
+            else:
+                before = _cut(old, box, where, width)
+                self._sparse(number, tile, known[tensor.first_tile + tile], (before, after))
 
     def add_found(self, number: int, box: Box, tiles: Iterable[FoundTile]) -> None:
         """Add this rank's box of tensor ``number``, compared with the base where it lies.
@@ -163,17 +175,20 @@ class PartBuilder:
             blocks=tuple(self._blocks),
         )
 
-    def _tile(self, number: int, tile: int, before: Bits | None, after: Bits) -> None:
+    def _dense(self, number: int, tile: int, after: Bits, *, blocks: bool) -> None:
         tensor = self._tensors[number]
         place = tensor.first_tile + tile
-        if before is None or self._known is None:
-            self.digests[place] = _digest(tensor, tensor.tiling.box(tile), after)
+        self.digests[place] = _digest(tensor, tensor.tiling.box(tile), after)
+        if blocks:
             self._keep(number, tile, encode_dense(after), len(after))
-            return
+
+    def _sparse(self, number: int, tile: int, known: Digest, states: tuple[Bits, Bits]) -> None:
+        tensor = self._tensors[number]
+        before, after = states
         found = compare(before, after, tensor.kind)
         where = tensor.tiling.flat(tile, found.indices)
         moved = digest_change(tensor.name, where, found.before, found.after)
-        self.digests[place] = self._known[place].plus(moved)
+        self.digests[tensor.first_tile + tile] = known.plus(moved)
         if len(found.indices):
             self._keep(number, tile, encode_found(found.changes, after), len(found.indices))
 

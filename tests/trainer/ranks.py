@@ -1,7 +1,8 @@
 """One rank of a sharded trainer: ``python -m tests.trainer.ranks ADDRESS OUT MODE`` under gloo.
 
-Trains nothing: moves bits of sharded tensors the same way on every rank and publishes them. Rank 0
-writes the full tensors of every version to ``OUT`` for the test to compare.
+Trains nothing: moves bits of sharded tensors the same way on every rank and publishes them, in mode
+``resume`` from the checkpoint of step 2 on. Rank 0 writes the full tensors of every version to
+``OUT`` for the test to compare.
 """
 
 from __future__ import annotations
@@ -39,6 +40,24 @@ def model(mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     }
 
 
+def move(state: dict[str, torch.Tensor], step: int) -> None:
+    """What a step does to the shards of this rank."""
+    for value in state.values():
+        local = value.to_local() if isinstance(value, DTensor) else value
+        flat = local.view(torch.int16 if local.dtype is torch.bfloat16 else torch.int32)
+        flat.view(-1)[step::37] += 1
+
+
+def loaded(path: Path, state: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """A checkpoint of whole tensors, placed as the state is."""
+    return {
+        name: distribute_tensor(whole, mesh, state[name].placements)
+        if isinstance(state[name], DTensor)
+        else whole
+        for name, whole in torch.load(path).items()
+    }
+
+
 def main(address: str, out: Path, mode: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -51,12 +70,11 @@ def main(address: str, out: Path, mode: str) -> None:
         patience_seconds=patience,
         compare_on="device" if mode == "in place" else "auto",
     ) as out_to:
-        for step in range(3):
-            if step:
-                for value in state.values():
-                    local = value.to_local() if isinstance(value, DTensor) else value
-                    flat = local.view(torch.int16 if local.dtype is torch.bfloat16 else torch.int32)
-                    flat.view(-1)[step::37] += 1
+        for step in (2, 3) if mode == "resume" else range(3):
+            if step == 2 and mode == "resume":
+                state = loaded(out / "2.pt", state, mesh)
+            elif step:
+                move(state, step)
             full = {
                 name: value.full_tensor() if isinstance(value, DTensor) else value
                 for name, value in state.items()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from rose_core.delta import Codec
 from rose_core.delta.quorum import check, reach
@@ -14,6 +16,7 @@ from rose_core.identity import WeightVersion
 from rose_trainer.errors import NotPublished, NotReached
 from rose_trainer.line import Published
 from rose_trainer.publisher import Publisher
+from rose_trainer.sharded import ShardedPublisher
 from rose_weights.client import WeightsClient
 from tests.trainer.test_publisher import RunningStore, running, small_model
 
@@ -26,6 +29,25 @@ def attest(store: RunningStore, holder: str, published: Published) -> None:
             assert await client.attested(published.version, published.digest)
 
     asyncio.run(say())
+
+
+def referred(store: RunningStore, published: Published) -> tuple[float, ...]:
+    """The trainer's answer to the fixed prompt, as an engine hears it."""
+
+    async def ask() -> tuple[float, ...]:
+        async with WeightsClient(store.address, token="t", holder="a") as client:
+            return (await client.compare(published.version, published.digest, ())).trainer
+
+    return asyncio.run(ask())
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process."""
+    rendezvous = f"file://{tmp_path / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def test_a_barrier_waits_until_enough_engines_attested_the_step(running: RunningStore) -> None:
@@ -51,6 +73,36 @@ def test_a_barrier_waits_until_enough_engines_attested_the_step(running: Running
             publisher.wait(12, 1)
         with pytest.raises(ValueError, match=r"quorum 1\.5"):
             publisher.wait(11, 1, quorum=1.5)
+
+
+def test_engines_are_told_what_the_trainer_computes(running: RunningStore) -> None:
+    model = small_model(1)
+    with Publisher(running.address, "run", token="t", source=lambda: model) as publisher:
+        done = publisher.wait(publisher.publish(10), 60)
+        assert referred(running, done) == ()
+        publisher.refer(10, [-1.5, -2.5])
+        assert referred(running, done) == (-1.5, -2.5)
+        with pytest.raises(NotPublished, match="step 12"):
+            publisher.refer(12, [-1.0])
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sharded_trainer_asks_and_tells_the_same(running: RunningStore) -> None:
+    model = small_model(1)
+    with ShardedPublisher(running.address, "run", token="t") as publisher:
+        first = publisher.publish(10, model)
+        attest(running, "a", first)
+        assert publisher.wait(10, 60, quorum=1) == publisher.wait(first.version) == first
+        with pytest.raises(NotReached, match="quorum=2"):
+            publisher.wait(10, 0.0, quorum=2)
+        with pytest.raises(NotPublished, match="step 11"):
+            publisher.wait(11)
+        publisher.refer(first.version, [-1.5])
+        assert referred(running, first) == (-1.5,)
+        model["model.norm.weight"][0] = 7.0
+        publisher.publish(11, model)
+        found = publisher.consume(str(first.version), most=0)
+        assert (found.age, found.fresh) == (1, False)
 
 
 def test_nobody_is_no_quorum() -> None:

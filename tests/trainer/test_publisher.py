@@ -18,9 +18,11 @@ from rose_trainer.errors import BadState, NotPublished, PublishFailed
 from rose_trainer.publisher import Publisher
 from rose_weights.bundle import Bundle
 from rose_weights.client import WeightsClient
-from rose_weights.errors import Fenced
+from rose_weights.errors import Fenced, StoreFailed
+from rose_weights.folder import Folder
 from rose_weights.messages import Description
 from rose_weights.service import WeightService
+from rose_weights.state import RunState
 from rose_weights.store import Store
 from rose_wire.rpc import Server
 from tests.weights.models import apply_bundle
@@ -161,6 +163,39 @@ def test_a_resumed_trainer_fences_the_old_one_and_continues_from_its_checkpoint(
     assert manifest.changes == 2
     apply_bundle(held, Bundle(tmp_path / "b"))
     assert np.array_equal(held["model.norm.weight"], bits_of(resumed)["model.norm.weight"])
+
+
+def test_a_manifest_that_rots_at_the_store_is_kept_again_with_the_next_publish(
+    running: RunningStore, tmp_path: Path
+) -> None:
+    model = small_model(1)
+    with Publisher(running.address, "run", token="t", source=lambda: model) as publisher:
+        first = publisher.wait(publisher.publish(0), 60)
+        kept = running.store.state("run").versions[-1]
+        path = Folder(tmp_path / "store").manifest_path("run", kept.manifest)
+        path.write_bytes(b"torn")
+        model["model.norm.weight"][0] = 7.0
+        last = publisher.wait(publisher.publish(1), 60)
+    assert last.changes == 1
+    manifest = running.pull(tmp_path / "b", first.version, first.digest)
+    assert (manifest.base, manifest.digest) == (first.version, last.digest)
+
+
+def test_a_store_whose_disk_is_full_is_asked_again(
+    running: RunningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = iter(["full", "full"])
+    opened = Store.open_incarnation
+
+    def refusing(store: Store, run: str, publisher: str) -> RunState:
+        if next(refusals, None):
+            raise StoreFailed("cannot open (run): No space left on device")
+        return opened(store, run, publisher)
+
+    monkeypatch.setattr(Store, "open_incarnation", refusing)
+    with Publisher(running.address, "run", token="t") as publisher:
+        assert publisher.incarnation == 1
+    assert next(refusals, None) is None
 
 
 def test_bad_tensors_are_refused_and_nothing_is_lost(running: RunningStore) -> None:

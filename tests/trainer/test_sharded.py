@@ -17,6 +17,8 @@ from rose_core.delta.parts import Owned, Part, PartBuilder, aligned, assemble
 from rose_core.identity import WeightVersion
 from rose_trainer.staging import bits_of
 from rose_weights.bundle import Bundle
+from rose_weights.parting import Outcome, Parts
+from rose_weights.store import Store
 from tests.trainer.test_publisher import RunningStore
 from tests.weights.models import apply_bundle
 from tests.weights.test_service import version
@@ -24,12 +26,14 @@ from tests.weights.test_service import version
 WORLD = 2
 
 
-def ranks(tmp_path: Path, address: str, mode: str) -> list[subprocess.Popen[str]]:
-    rendezvous = tmp_path / "rendezvous"
+def ranks(
+    tmp_path: Path, address: str, mode: str, world: int = WORLD
+) -> list[subprocess.Popen[str]]:
+    rendezvous = tmp_path / f"rendezvous-{mode.replace(' ', '-')}-{world}"
     program = (
         "import sys, torch.distributed as d, tests.trainer.ranks as r, functools; "
         f"r.dist.init_process_group = functools.partial(d.init_process_group, "
-        f"init_method='file://{rendezvous}', rank=int(sys.argv[4]), world_size={WORLD}); "
+        f"init_method='file://{rendezvous}', rank=int(sys.argv[4]), world_size={world}); "
         "r.main(sys.argv[1], r.Path(sys.argv[2]), sys.argv[3])"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -41,7 +45,7 @@ def ranks(tmp_path: Path, address: str, mode: str) -> list[subprocess.Popen[str]
             env=environment,
             text=True,
         )
-        for rank in range(WORLD)
+        for rank in range(world)
     ]
 
 
@@ -97,22 +101,58 @@ def test_shards_that_are_compared_where_they_lie_make_the_same_versions(
     processes = ranks(tmp_path, open_store.address, "in place")
     said = [process.communicate(timeout=120) for process in processes]
     assert open_store.store.state("run").head == version(2), said
-    first = held(open_store, tmp_path / "b")
-    whole = wanted(tmp_path / "2.pt")
-    assert first.keys() == whole.keys()
-    assert all(np.array_equal(first[name], whole[name]) for name in whole)
+    check(open_store, tmp_path, 2)
     open_store.close()
+
+
+@pytest.mark.slow
+def test_ranks_that_start_again_continue_what_they_published_and_others_send_it_in_full(
+    tmp_path: Path, open_store: RunningStore
+) -> None:
+    def run(mode: str, world: int) -> list[str]:
+        said = [
+            process.communicate(timeout=120)
+            for process in ranks(tmp_path, open_store.address, mode, world)
+        ]
+        assert all("Traceback" not in errors for _, errors in said), said
+        return [line for out, _ in said for line in out.splitlines()]
+
+    run("publish", WORLD)
+    resumed = run("resume", WORLD)
+    assert [line.split()[3] for line in resumed if " run@2.0 " in line] == ["0", "0"]
+    listed = {kept.version: kept for kept in open_store.store.state("run").versions}
+    again = listed[version(0, 2)]
+    assert (again.base, again.changes) == (version(2), 0)
+    assert 0 < listed[version(1, 2)].bytes < listed[version(0)].bytes / 5
+    check(open_store, tmp_path, 3)
+    # One rank cuts its vectors into other tiles than two: in full, and the run goes on.
+    run("resume", 1)
+    state = open_store.store.state("run")
+    alone = state.kept(version(0, 3))
+    assert alone is not None
+    assert (alone.base, alone.full, alone.digest) == (None, True, again.digest)
+    assert state.head == version(1, 3)
+    check(open_store, tmp_path, 3)
+    open_store.close()
+
+
+def check(store: RunningStore, tmp_path: Path, step: int) -> None:
+    """The head is what all ranks' tensors were at a step, bit for bit."""
+    found = held(store, tmp_path / f"bundle-{store.store.state('run').head}")
+    whole = wanted(tmp_path / f"{step}.pt")
+    assert found.keys() == whole.keys()
+    assert all(np.array_equal(found[name], whole[name]) for name in whole)
 
 
 SPEC = TensorSpec("w", "BF16", (10, 4))
 
 
-def part(rank: int, target: WeightVersion, bits: np.ndarray) -> Part:
+def part(rank: int, target: WeightVersion, bits: np.ndarray, *, blocks: bool = True) -> Part:
     """Rows 0-5 are rank 0's, the rest is rank 1's."""
     box = Box(0, 6, 0, 4) if rank == 0 else Box(6, 10, 0, 4)
     tensors = aligned([Owned(SPEC, box, (6, 4))])
     builder = PartBuilder(tensors, None, lambda _: None)
-    builder.add(0, box, None, bits[box.row0 * 4 : box.row1 * 4])
+    builder.add(0, box, None, bits[box.row0 * 4 : box.row1 * 4], blocks=blocks)
     return builder.finish(target, rank, WORLD)
 
 
@@ -135,3 +175,42 @@ def test_parts_that_contradict_each_other_are_refused() -> None:
         assemble([one, msgspec.structs.replace(twice, rank=1)], None)
     with pytest.raises(ManifestError, match="cuts through"):
         PartBuilder(one.tensors, None, lambda _: None).add(0, Box(0, 5, 0, 4), None, bits[:20])
+
+
+def ask(parts: Parts, rank: int, target: WeightVersion, bits: np.ndarray) -> Outcome | None:
+    """Whether a kept version is this state."""
+    data = msgspec.msgpack.encode(part(rank, target, bits, blocks=False))
+    head = version(0) if target.incarnation > 1 else None
+    return parts.add(data, head, continues=True)
+
+
+def test_a_state_that_is_kept_becomes_the_head_as_an_empty_delta(tmp_path: Path) -> None:
+    store, bits = Store(tmp_path), np.arange(40, dtype=np.uint16)
+    store.open_incarnation("run", "first")
+    both = [part(rank, version(0), bits, blocks=False) for rank in range(WORLD)]
+    store.commit(assemble(both, None).encode(), None)
+    store.open_incarnation("run", "second")
+    parts = Parts(store)
+    assert ask(parts, 0, version(0, 2), bits) is None
+    other = ask(parts, 1, version(0, 2), bits + 1)
+    assert other is not None
+    assert (other.kept, store.state("run").head) == (None, version(0))
+    found = ask(parts, 1, version(0, 2), bits)
+    assert found is not None
+    assert found.kept is not None
+    assert (found.kept.base, found.kept.bytes, found.by_this) == (version(0), 0, True)
+    again = ask(parts, 0, version(0, 2), bits)
+    assert again is not None
+    assert (again.kept, again.by_this) == (found.kept, False)
+
+
+def test_a_rank_that_asks_after_a_restart_hears_what_the_others_heard(tmp_path: Path) -> None:
+    """The store forgot its answer; another rank's blocks are on their way already."""
+    store, bits = Store(tmp_path), np.arange(40, dtype=np.uint16)
+    store.open_incarnation("run", "first")
+    parts = Parts(store)
+    data = msgspec.msgpack.encode(part(0, version(0), bits))
+    assert parts.add(data, None) is None
+    told = ask(parts, 1, version(0), bits)
+    assert told is not None
+    assert told.kept is None

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
 import numpy as np
 
-from rose_core.delta import BlockEntry, Builder, Manifest, TensorSpec, name_of, table
+from rose_core.delta import (
+    BlockEntry,
+    Builder,
+    Manifest,
+    TensorEntry,
+    TensorSpec,
+    name_of,
+    table,
+)
 from rose_core.delta.bits import Bits
 from rose_core.identity import WeightVersion
 from rose_weights.bundle import Bundle
@@ -22,11 +31,11 @@ SPECS = (
 
 
 class Model:
-    """Random bits under ``SPECS`` and the manifests of their changes."""
+    """Random bits under some specs and the manifests of their changes."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, specs: Sequence[TensorSpec] = SPECS) -> None:
         random = np.random.default_rng(seed)
-        self.tensors = table(SPECS)
+        self.tensors = table(specs)
         self.state: dict[str, Bits] = {
             tensor.name: random.integers(
                 0, 1 << (8 * tensor.kind.width), tensor.elements, np.uint64, endpoint=False
@@ -51,6 +60,13 @@ class Model:
             if whole_norm and name == "model.norm.weight":
                 bits[:] = random.integers(0, 65536, len(bits), np.uint16)
 
+    def cut_anew(self) -> None:
+        """Cut rows into half as many, as ranks do whose number has changed."""
+        self.tensors = renumbered(
+            msgspec.structs.replace(tensor, tile_rows=max(1, tensor.tile_rows // 2))
+            for tensor in self.tensors
+        )
+
     def full(self, run: str, incarnation: int) -> tuple[Manifest, dict[bytes, bytes]]:
         return self._build(WeightVersion(run, incarnation, 0), None)
 
@@ -72,6 +88,15 @@ class Model:
         self.on_base = builder.on_base(self.manifest)
         self.published = self.copy()
         return self.manifest, blocks
+
+
+def renumbered(tensors: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
+    """The table with every tensor's first tile behind the one before."""
+    found: list[TensorEntry] = []
+    for tensor in tensors:
+        first = found[-1].first_tile + found[-1].tiling.count if found else 0
+        found.append(msgspec.structs.replace(tensor, first_tile=first))
+    return tuple(found)
 
 
 def apply_manifest(

@@ -12,6 +12,7 @@ from rose_core.delta import Codec, Manifest
 from rose_weights import looking
 from rose_weights.bundle import Bundle
 from rose_weights.errors import BadManifest
+from rose_weights.folder import Folder
 from rose_weights.messages import CommitRequest, PlanRequest, VersionInfo
 from rose_weights.publishing import WeightsWriter
 from tests.weights.models import Model, apply_bundle
@@ -67,6 +68,17 @@ async def test_who_reads_them_gets_them_and_who_does_not_say_never_does(tmp_path
             apply_bundle(held, Bundle(folder))
             assert all(np.array_equal(held[name], bits) for name, bits in model.state.items())
         assert looking.verify(tmp_path / "s")[1]
+
+
+async def test_who_reads_them_gets_the_others_where_their_list_is_damaged(tmp_path: Path) -> None:
+    model = Model(seed=1)
+    async with connected(tmp_path / "s") as (running, writer, client):
+        first, _ = await published(writer, model, 2)
+        kept = running.store.state("run").versions[-1]
+        Folder(tmp_path / "s").manifest_path("run", kept.on_base).write_bytes(b"torn")
+        had, digest = first.version, first.digest
+        manifest, _ = await client.plan("run", have=had, digest=digest, codecs=EVERYTHING)
+        assert manifest.name == kept.manifest
 
 
 async def test_what_must_be_merged_is_made_of_the_others(tmp_path: Path) -> None:

@@ -99,6 +99,27 @@ def test_another_model_is_refused_by_name(store: Store) -> None:
         store.commit(fewer.encode(), version(0))
 
 
+def test_tiles_may_be_cut_anew_in_full_and_not_by_a_delta(store: Store) -> None:
+    model, manifests = published(store, 2)
+    store.open_incarnation("run", "other ranks")
+    model.cut_anew()
+    full, blocks = model.full("run", 2)
+    empty = msgspec.structs.replace(
+        full, base=version(1), base_digest=full.digest, base_tiles=full.tiles, blocks=()
+    )
+    with pytest.raises(BadManifest, match="other tiles than its base"):
+        publish(store, empty, {}, version(1))
+    publish(store, full, blocks, version(1))
+    planner = Planner(store)
+    assert planner.plan("run", version(1), manifests[1].digest)[0].blocks == ()
+    assert planner.plan("run", version(0), manifests[0].digest)[0].base is None
+    model.change(seed=9)
+    manifest, blocks = model.delta(version(1, 2))
+    publish(store, manifest, blocks, version(0, 2))
+    merged, _ = planner.plan("run", version(0, 2), full.digest)
+    assert (merged.base, merged.digest) == (version(0, 2), manifest.digest)
+
+
 def test_missing_blocks_are_named_and_nothing_changes(store: Store) -> None:
     store.open_incarnation("run", "test")
     manifest, blocks = Model(seed=1).full("run", 1)

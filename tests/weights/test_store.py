@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -23,7 +24,7 @@ from rose_weights.folder import Folder
 from rose_weights.planning import Planner
 from rose_weights.store import Store
 from tests.weights.faulty import Crash, FaultyDisk
-from tests.weights.models import Model
+from tests.weights.models import SPECS, Model
 from tests.weights.runs import (
     check_head,
     check_repeated,
@@ -121,6 +122,62 @@ def test_a_damaged_manifest_is_found(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(Damaged, match="cannot be read"):
         store.manifest(kept)
+
+
+def test_a_damaged_manifest_is_kept_again_by_whoever_published_it(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    model, manifests = published(store, 2)
+    path = Folder(tmp_path).manifest_path("run", manifests[1].name)
+    path.write_bytes(b"torn")
+    model.change(seed=9)
+    manifest, blocks = model.delta(version(2))
+    with pytest.raises(Damaged, match=r"manifest of run@1\.1"):
+        publish(store, manifest, blocks, version(1))
+    publish(store, manifests[1], {}, version(0))
+    assert store.state("run").head == version(1)
+    publish(store, manifest, blocks, version(1))
+    assert Planner(store).plan("run", version(0), manifests[0].digest)[0].digest == manifest.digest
+
+
+def test_a_full_version_needs_no_manifest_that_is_damaged(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    model, manifests = published(store, 2)
+    Folder(tmp_path).manifest_path("run", manifests[1].name).write_bytes(b"torn")
+    store.open_incarnation("run", "again")
+    other = Model(seed=1, specs=SPECS[:-1])
+    wrong, blocks = other.full("run", 2)
+    with pytest.raises(BadManifest, match="steps is missing"):
+        publish(store, wrong, blocks, version(1))
+    manifest, blocks = model.full("run", 2)
+    publish(store, manifest, blocks, version(1))
+    assert store.state("run").head == manifest.target
+
+
+def test_a_bit_that_flips_in_the_list_of_versions_is_never_believed(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    published(store, 2)
+    path = tmp_path / "runs" / "run" / "state.json"
+    kept, right = path.read_bytes(), store.state("run")
+    found = 0
+    for at in range(0, len(kept), 11):
+        flipped = bytearray(kept)
+        flipped[at] ^= 1
+        path.write_bytes(flipped)
+        try:
+            assert store.state("run") == right  # the name of a field that says what is usual
+        except Damaged:
+            found += 1
+    assert found > len(kept) // 11 * 0.7
+
+
+def test_a_list_that_an_earlier_release_wrote_is_read(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    published(store, 2)
+    path = tmp_path / "runs" / "run" / "state.json"
+    older = msgspec.json.decode(path.read_bytes())
+    assert len(older.pop("check")) == 64
+    path.write_bytes(msgspec.json.encode(older))
+    assert store.state("run").head == version(1)
 
 
 class TestPlanning:

@@ -7,8 +7,8 @@ replaced together, and only after the store has moved the head.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -16,6 +16,7 @@ from rose_core.delta import Builder, Manifest, TensorEntry, faults, name_of, tab
 from rose_core.identity import WeightVersion
 from rose_trainer import metrics
 from rose_trainer.staging import Taken
+from rose_weights.errors import BadManifest, Damaged
 from rose_weights.messages import Description, VersionInfo
 from rose_weights.publishing import WeightsWriter
 
@@ -62,6 +63,21 @@ class Job:
     taken: float
 
 
+@dataclass(frozen=True)
+class _Coded:
+    """A version ready to be sent.
+
+    Attributes:
+        smaller: the same one coded on its base, where that was asked for.
+        seconds: what comparing and encoding took.
+    """
+
+    manifest: Manifest
+    smaller: Manifest | None
+    blocks: dict[bytes, bytes]
+    seconds: float
+
+
 class Line:
     """Publishes jobs one after the other.
 
@@ -104,27 +120,51 @@ class Line:
         """
         blocks: dict[bytes, bytes] = {}
         began = time.monotonic()
-        manifest, smaller = self._encode(job, blocks)
+        coded = _Coded(*self._encode(job, blocks), blocks, time.monotonic() - began)
         encoded = time.monotonic()
         faults.at("publisher.encoded")
-        await self._writer.publish(
-            manifest,
-            blocks,
-            self._head,
-            on_base=smaller,
-            encode_seconds=encoded - began,
-            patience_seconds=self._patience,
-        )
+        manifest = await self._sent(job, coded)
         done = time.monotonic()
         faults.at("publisher.committed")
-        metrics.ENCODE_SECONDS.observe(encoded - began)
+        metrics.ENCODE_SECONDS.observe(coded.seconds)
         metrics.SEND_SECONDS.observe(done - encoded)
         metrics.CHANGED_RATIO.set(manifest.changes / max(manifest.elements, 1))
         metrics.BYTES.inc(manifest.block_bytes)
         metrics.VERSIONS.inc()
         free, self._before = self._before, job.snapshot
         self._head, self._manifest = manifest.target, manifest
-        return _published(job, manifest, done, encoded - began), free
+        return _published(job, manifest, done, coded.seconds), free
+
+    async def _sent(self, job: Job, coded: _Coded) -> Manifest:
+        """The manifest that the store has made the head.
+
+        Two refusals can be made good here. A first version that continues another one is sent in
+        full where that one was folded meanwhile, damaged, or cut into other tiles by a sharded
+        publisher. A damaged manifest of the version before is in our hands still.
+        """
+        try:
+            await self._send(coded)
+        except (BadManifest, Damaged) as error:
+            before = self._manifest
+            if before is not None and isinstance(error, Damaged):
+                await self._writer.restore(before)
+            elif before is None and coded.manifest.base is not None:
+                alone = self._alone(job, coded.blocks)
+                coded = replace(coded, manifest=alone, smaller=None)
+            else:
+                raise
+            await self._send(coded)
+        return coded.manifest
+
+    async def _send(self, coded: _Coded) -> None:
+        await self._writer.publish(
+            coded.manifest,
+            coded.blocks,
+            self._head,
+            on_base=coded.smaller,
+            encode_seconds=coded.seconds,
+            patience_seconds=self._patience,
+        )
 
     def _encode(self, job: Job, blocks: dict[bytes, bytes]) -> tuple[Manifest, Manifest | None]:
         """The version, and the same one coded on its base where that was asked for."""
@@ -145,13 +185,17 @@ class Line:
     def _first(self, job: Job, blocks: dict[bytes, bytes]) -> Manifest:
         self._tensors = table(job.snapshot.layout.specs)
         bare = self._bare(job)
-        same = _latest(self._known, bare.digest)
+        same = latest(self._known, bare.digest)
         if same is not None:
             return msgspec.structs.replace(
                 bare, base=same.version, base_digest=same.digest, base_tiles=bare.tiles
             )
+        return self._alone(job, blocks) if self._anchor else bare
+
+    def _alone(self, job: Job, blocks: dict[bytes, bytes]) -> Manifest:
+        """A version that needs no other: in full, or where that is not wanted its digests."""
         if not self._anchor:
-            return bare
+            return self._bare(job)
         builder = Builder(self._tensors, None, keeper(blocks), job.snapshot.layout.tied)
         for tensor in self._tensors:
             builder.add(None, job.snapshot.bits(tensor.name))
@@ -164,9 +208,9 @@ class Line:
         return builder.finish(job.version, job.step)
 
 
-def _latest(known: tuple[VersionInfo, ...], digest: str) -> VersionInfo | None:
+def latest(known: Iterable[VersionInfo], digest: str) -> VersionInfo | None:
     """The last kept version with this digest."""
-    return next((version for version in reversed(known) if version.digest == digest), None)
+    return next((version for version in reversed(tuple(known)) if version.digest == digest), None)
 
 
 def _published(job: Job, manifest: Manifest, done: float, encode_seconds: float) -> Published:

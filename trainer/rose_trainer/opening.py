@@ -1,8 +1,8 @@
 """A publisher's first words with the store: take the run over, or say why that cannot be.
 
-A trainer may start before its store, so a store that does not answer is asked again for a while;
-whoever waits is told at once, and what to look at when the time is up. Next step: ``publisher``
-and ``sharded`` publish as the incarnation that this opened.
+A trainer may start before its store, so a store that does not answer, or whose disk is full, is
+asked again for a while; whoever waits is told at once, and what to look at when the time is up.
+Next step: ``publisher`` and ``sharded`` publish as the incarnation that this opened.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import logging
 
 from rose_trainer.errors import PublishFailed
+from rose_weights.errors import StoreFailed
 from rose_weights.messages import Description
 from rose_weights.publishing import WeightsWriter
 from rose_wire.errors import Unavailable
@@ -38,7 +39,7 @@ async def open_run(
 
     Raises:
         PublishFailed: the store did not answer in that time.
-        WeightsError, Refused: the store's reason.
+        WeightsError, Refused: the store's reason; a full disk's after that time.
     """
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -47,15 +48,17 @@ async def open_run(
     while True:
         try:
             return await writer.open(run, name)
-        except Unavailable as error:
+        except (Unavailable, StoreFailed) as error:
             now = loop.time()
             if now >= began + patience:
+                if isinstance(error, StoreFailed):
+                    raise
                 raise PublishFailed(_unreachable(address, patience, error)) from error
             if now >= remind:
+                does = "cannot write" if isinstance(error, StoreFailed) else "does not answer"
                 left = began + patience - now
                 LOG.warning(
-                    "the store at %s does not answer, asked again for %.0f s: %s",
-                    *(address, left, error),
+                    "the store at %s %s, asked again for %.0f s: %s", address, does, left, error
                 )
                 remind = now + _REMIND_SECONDS
         await asyncio.sleep(_PAUSE_SECONDS)

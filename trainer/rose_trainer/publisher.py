@@ -39,13 +39,14 @@ from torch.utils.hooks import RemovableHandle
 
 from rose_core.delta import faults
 from rose_core.identity import WeightVersion, run_name
-from rose_trainer import barrier, metrics
+from rose_trainer import metrics
+from rose_trainer.audience import Audience
 from rose_trainer.errors import NotPublished, PublishFailed
 from rose_trainer.line import Job, Line, Published
 from rose_trainer.ondevice import Base, DeviceSnapshot, Place, Where, in_place
 from rose_trainer.opening import open_run
 from rose_trainer.staging import Layout, Snapshot, Taken, Tensors, pairs
-from rose_trainer.staleness import Consumed, Order
+from rose_trainer.staleness import Consumed
 from rose_weights.messages import Description
 from rose_weights.publishing import WeightsWriter
 
@@ -121,11 +122,10 @@ class Publisher:
         self._failure: BaseException | None = None
         self._opened: Description | None = None
         self._next = 0
-        self._steps: dict[int, WeightVersion] = {}
         self._thread = threading.Thread(target=self._work, name="rose-publisher", daemon=True)
         self._thread.start()
         self._await(lambda: self._opened is not None, None)
-        self._order = Order(self._known())
+        self._audience = Audience(address, token, self._known())
 
     def __enter__(self) -> Self:
         return self
@@ -180,8 +180,7 @@ class Publisher:
         faults.at("publisher.snapshot")
         version = WeightVersion(self._run, self.incarnation, self._next)
         self._next += 1
-        self._steps[step] = version
-        self._order.add(version)
+        self._audience.taken(version, step)
         stall = time.monotonic() - began
         metrics.STALL_SECONDS.observe(stall)
         metrics.WAITING.inc()
@@ -238,8 +237,7 @@ class Publisher:
             PublishFailed: it never will be.
         """
         began = time.monotonic()
-        if isinstance(version, int):
-            version = self._of_step(version)
+        version = self._audience.version_of(version)
         if version.incarnation != self.incarnation or not 0 <= version.sequence < self._next:
             message = f"{version} was not published by this publisher ({self._run}@..)"
             raise NotPublished(message)
@@ -248,7 +246,7 @@ class Publisher:
             raise NotPublished(message)
         if quorum is not None:
             left = None if timeout_seconds is None else timeout_seconds + began - time.monotonic()
-            barrier.reached(self._address, self._token, version, quorum, left)
+            self._audience.reached(version, quorum, left)
         return self._done[version]
 
     def refer(self, version: WeightVersion | int, logprobs: Sequence[float]) -> None:
@@ -256,17 +254,14 @@ class Publisher:
 
         Args:
             version: what ``publish`` returned, or the step it was given.
-            logprobs: of every token of ``PROBE_PROMPT`` but the first, after those before it.
+            logprobs: of every token of ``rose_core.delta.probe.PROMPT`` but the first, each after
+                those before it.
 
         Raises:
             NotPublished: not durable yet, or no longer kept.
             PublishFailed: the store cannot be told.
         """
-        durable = self.wait(version, 0.0)
-        told = (durable.version, durable.digest, tuple(map(float, logprobs)))
-        if not barrier.refer(self._address, self._token, *told):
-            message = f"{durable.version} is no longer kept"
-            raise NotPublished(message)
+        self._audience.refer(self.wait(version, 0.0), logprobs)
 
     def consume(self, version: WeightVersion | str, *, most: int | None = None) -> Consumed:
         """Say that a trajectory is used now; counts its age in publishes.
@@ -278,13 +273,7 @@ class Publisher:
         Raises:
             ValueError: the text is no version.
         """
-        parsed = WeightVersion.parse(version) if isinstance(version, str) else version
-        found = self._order.consume(parsed, most)
-        if found.age is not None:
-            metrics.CONSUMED_AGE.observe(found.age)
-        if not found.fresh:
-            metrics.STALE.inc()
-        return found
+        return self._audience.consume(version, most=most)
 
     def close(self, *, drain: bool = True) -> None:
         """End the publisher.
@@ -303,13 +292,6 @@ class Publisher:
     def _known(self) -> tuple[WeightVersion, ...]:
         """Versions that were published before this publisher."""
         return tuple(info.version for info in self._opened.versions) if self._opened else ()
-
-    def _of_step(self, step: int) -> WeightVersion:
-        version = self._steps.get(step)
-        if version is None:
-            message = f"step {step} was not published by this publisher"
-            raise NotPublished(message)
-        return version
 
     def _tensors(self, tensors: Tensors | None) -> Tensors:
         state = tensors

@@ -157,12 +157,15 @@ class PartRequest(msgspec.Struct, frozen=True):
         expected: the head the publisher believes in.
         seconds: answer by then at the latest.
         encode_seconds: what comparing and encoding took this rank; 0 = unknown.
+        continues: the part has digests alone: is the whole state a version that is kept? Then it
+            is the head as an empty delta, else nothing has changed and ``in_full`` says so.
     """
 
     part: bytes
     expected: WeightVersion | None
     seconds: float = 10.0
     encode_seconds: float = 0.0
+    continues: bool = False
 
 
 class PartReply(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -170,9 +173,11 @@ class PartReply(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         head: the version, once it is the head; None = other parts are missing still, ask again.
+        in_full: no kept version is this state; send it with its blocks.
     """
 
     head: VersionInfo | None = None
+    in_full: bool = False
 
 
 class AttestedRequest(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ gets those where the publisher sent them; whatever must be merged is made of the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 
 import msgspec
@@ -22,10 +23,12 @@ from rose_core.delta import Hop, LineageError, Manifest
 from rose_core.delta.codec import SELF_CONTAINED, Codec
 from rose_core.delta.lineage import Way, full_way, way
 from rose_core.identity import WeightVersion
-from rose_weights.errors import UnknownVersion
+from rose_weights.errors import Damaged, UnknownVersion
 from rose_weights.merging import Merger
 from rose_weights.state import Kept, RunState
 from rose_weights.store import Store
+
+LOG = logging.getLogger(__name__)
 
 
 class Planner:
@@ -67,7 +70,7 @@ class Planner:
             raise UnknownVersion(message)
         manifest, merged = self._answer(state, recognise(state, have, digest), target)
         if (manifest.base, merged) == (target.base, 1) and target.on_base and Codec.RICE in codecs:
-            manifest = self._store.on_base(target)
+            manifest = self._smaller(target) or manifest
         # Marks them as in use: retention leaves them alone while they are being fetched.
         self._store.blocks.mark(block.sha256 for block in manifest.blocks)
         return manifest, merged
@@ -75,6 +78,14 @@ class Planner:
     def cached_blocks(self) -> set[bytes]:
         """Blocks of cached merges, which retention must spare."""
         return self._merger.made()
+
+    def _smaller(self, target: Kept) -> Manifest | None:
+        """The version coded on its base; None where that manifest is damaged: the other will do."""
+        try:
+            return self._store.on_base(target)
+        except Damaged as error:
+            LOG.warning("%s is sent in its first form: %s", target.version, error)
+            return None
 
     def _answer(self, state: RunState, start: Kept | None, target: Kept) -> tuple[Manifest, int]:
         if start is not None:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import grpc
 import msgspec
@@ -20,7 +20,7 @@ from rose_core.delta import BlockEntry, Manifest, faults
 from rose_core.delta.parts import Part
 from rose_core.identity import WeightVersion
 from rose_weights.asking import promptly, understanding
-from rose_weights.errors import Incomplete, StoreFailed, from_text
+from rose_weights.errors import BadManifest, Incomplete, StoreFailed, from_text
 from rose_weights.messages import (
     CommitRequest,
     DescribeRequest,
@@ -36,6 +36,8 @@ from rose_wire import rpc
 from rose_wire.errors import Refused, Unavailable
 
 LOG = logging.getLogger(__name__)
+
+_ResultT = TypeVar("_ResultT")
 
 ANSWER_SECONDS = 60.0
 BLOCK_SECONDS = 120.0
@@ -141,6 +143,14 @@ class WeightsWriter:
 
         return await self._patiently(attempt, str(manifest.target), patience_seconds)
 
+    async def restore(self, manifest: Manifest) -> None:
+        """Have the store keep a published version's manifest again, which it says is damaged.
+
+        Raises:
+            WeightsError, Unavailable: as ``publish``; also when it was never published.
+        """
+        await self._commit(CommitRequest(manifest.encode(), None))
+
     async def publish_part(
         self,
         part: Part,
@@ -166,26 +176,73 @@ class WeightsWriter:
             Incomplete: other ranks' parts did not come in ``patience_seconds``.
             StoreFailed, Unavailable: still so after ``patience_seconds``.
         """
-        seconds = min(patience_seconds, ANSWER_SECONDS / 4)
-        request = PartRequest(msgspec.msgpack.encode(part), expected, seconds, encode_seconds)
+        request = self._request(part, expected, patience_seconds, encode_seconds)
 
         async def attempt() -> VersionInfo:
             await self._stage(part.blocks, blocks)
             faults.at("publisher.staged")
-            with understanding():
-                reply: PartReply = await rpc.call(
-                    self._channel, PART, request, timeout=ANSWER_SECONDS, token=self._token
-                )
+            reply = await self._together(part, request)
             if reply.head is None:
-                message = f"parts of other ranks of {part.target} have not arrived"
-                raise Incomplete(message)
+                message = f"the store has no {part.target} and asks for it in full"
+                raise BadManifest(message)
             return reply.head
 
         return await self._patiently(attempt, str(part.target), patience_seconds)
 
+    async def continue_part(
+        self, part: Part, expected: WeightVersion | None, *, patience_seconds: float = 300.0
+    ) -> VersionInfo | None:
+        """Ask, as one rank of all, whether a kept version is the state whose digests these are.
+
+        Args:
+            part: what this rank owns, without blocks.
+            expected: the head this publisher believes in.
+            patience_seconds: how long to go on while the store or another rank is away.
+
+        Returns:
+            The version, which is the head now as an empty delta; None = send it in full.
+
+        Raises:
+            WeightsError, Unavailable: as ``publish_part``.
+        """
+        request = self._request(part, expected, patience_seconds, continues=True)
+
+        async def attempt() -> VersionInfo | None:
+            return (await self._together(part, request)).head
+
+        return await self._patiently(attempt, str(part.target), patience_seconds)
+
+    @staticmethod
+    def _request(
+        part: Part,
+        expected: WeightVersion | None,
+        patience_seconds: float,
+        encode_seconds: float = 0.0,
+        *,
+        continues: bool = False,
+    ) -> PartRequest:
+        seconds = min(patience_seconds, ANSWER_SECONDS / 4)
+        data = msgspec.msgpack.encode(part)
+        return PartRequest(data, expected, seconds, encode_seconds, continues)
+
+    async def _together(self, part: Part, request: PartRequest) -> PartReply:
+        """What the store answers when the parts of all ranks are there.
+
+        Raises:
+            Incomplete: they did not come in time; ask again.
+        """
+        with understanding():
+            reply: PartReply = await rpc.call(
+                self._channel, PART, request, timeout=ANSWER_SECONDS, token=self._token
+            )
+        if reply.head is None and not reply.in_full:
+            message = f"parts of other ranks of {part.target} have not arrived"
+            raise Incomplete(message)
+        return reply
+
     async def _patiently(
-        self, attempt: Callable[[], Awaitable[VersionInfo]], what: str, patience_seconds: float
-    ) -> VersionInfo:
+        self, attempt: Callable[[], Awaitable[_ResultT]], what: str, patience_seconds: float
+    ) -> _ResultT:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience_seconds
         pause = 0.1

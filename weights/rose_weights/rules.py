@@ -60,6 +60,33 @@ def check_forms(manifest: Manifest, smaller: Manifest | None) -> None:
         raise BadManifest(message)
 
 
+def check_model(manifest: Manifest, before: Manifest) -> None:
+    """Whether a manifest describes the model of an earlier version, which may be its base.
+
+    A delta must cut tiles as its base does, since the two are merged. A full version may cut them
+    anew, as a trainer does that goes on with another number of ranks: no merge leads across it.
+
+    Raises:
+        BadManifest: it is another model, or cut otherwise than its base.
+    """
+    if (_model(before), before.tied) != (_model(manifest), manifest.tied):
+        message = (
+            f"{manifest.target} has other tensors than {before.target}: "
+            f"{difference(before, manifest)}; publish another model under another run"
+        )
+        raise BadManifest(message)
+    if manifest.base is not None and before.tensors != manifest.tensors:
+        message = (
+            f"{manifest.target} cuts its tensors into other tiles than its base {before.target}; "
+            f"publish it in full"
+        )
+        raise BadManifest(message)
+
+
+def _model(manifest: Manifest) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [(tensor.name, tensor.dtype, tensor.shape) for tensor in manifest.tensors]
+
+
 def summary(
     manifest: Manifest, smaller: Manifest | None = None, encode_seconds: float = 0.0
 ) -> Kept:
@@ -109,4 +136,4 @@ def difference(before: Manifest, after: Manifest) -> str:
     for name, was in old.items():
         if was != new[name]:
             return f"{name} was {was}, is {new[name]}"
-    return "their order, tiles or ties differ"
+    return "their order or ties differ"

@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from rose_core.delta import DeltaError, faults
+from rose_core.delta import faults
 from rose_weights import metrics, retention
 from rose_weights.access import Access, Right
 from rose_weights.answers import answering, description, info, kind_of, measure, refusing, run_of
@@ -70,6 +70,7 @@ from rose_weights.pieces import pack, together
 from rose_weights.planning import Planner
 from rose_weights.state import RunState
 from rose_weights.store import Store
+from rose_weights.tidying import Tidying
 from rose_wire.rpc import Server, peer
 
 STAGED_AHEAD = 16
@@ -84,6 +85,7 @@ class WeightService:
     Args:
         store: where versions are.
         window: versions kept behind the head.
+        grace_seconds: blocks younger than this are never swept.
         access: who may do what; by default everybody everything.
         clock: monotonic seconds.
     """
@@ -101,12 +103,10 @@ class WeightService:
         self._planner = Planner(store)
         self._parts = Parts(store)
         self._following = Following(store, clock)
-        self._window = window
-        self._grace = grace_seconds
         self._access = access or Access()
         self._leases = Leases(clock)
         self._moved = asyncio.Event()
-        self._tidying: asyncio.Task[None] | None = None
+        self._tidying = Tidying(store, self._planner, self._leases, window, grace_seconds)
 
     def bind(self, server: Server) -> None:
         """Offer every method on a server."""
@@ -264,10 +264,17 @@ class WeightService:
         while True:
             moved = self._moved
             outcome = await asyncio.to_thread(
-                self._parts.add, request.part, request.expected, request.encode_seconds
+                self._parts.add,
+                request.part,
+                request.expected,
+                request.encode_seconds,
+                continues=request.continues,
             )
             left = deadline - loop.time()
-            if outcome is not None:
+            if outcome is not None and outcome.kept is None:
+                self._wake()
+                return PartReply(in_full=True)
+            if outcome is not None and outcome.kept is not None:
                 if outcome.by_this:
                     self._published(outcome.state)
                 return PartReply(info(outcome.kept))
@@ -294,33 +301,18 @@ class WeightService:
         """A version is the head: tell who watches, and tidy up behind it."""
         kept = state.versions[-1]
         measure(state, kept)
+        self._wake()
+        self._tidying.soon(state.run)
+        return info(kept)
+
+    def _wake(self) -> None:
+        """Whoever watches or waits for other ranks looks again."""
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
-        if self._tidying is None or self._tidying.done():
-            self._tidying = asyncio.create_task(self._tidy(state.run))
-        return info(kept)
 
     async def close(self) -> None:
         """Wait for work in the background."""
-        if self._tidying is not None:
-            await self._tidying
-
-    async def _tidy(self, run: str) -> None:
-        try:
-            folded = await asyncio.to_thread(
-                retention.fold, self._store, run, window=self._window, leased=self._leases.held(run)
-            )
-            if not folded:
-                return
-            spare = await asyncio.to_thread(self._planner.cached_blocks)
-            freed = await asyncio.to_thread(
-                retention.sweep, self._store, spare=spare, grace_seconds=self._grace
-            )
-        except (WeightsError, DeltaError):
-            LOG.exception("run %s: old versions were not folded; they stay", run)
-            return
-        metrics.FREED_BYTES.inc(freed)
-        LOG.info("run %s: %d versions folded, %d bytes freed", run, folded, freed)
+        await self._tidying.close()
 
     async def _head(self, run: str) -> VersionInfo | None:
         try:

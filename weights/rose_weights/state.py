@@ -20,6 +20,8 @@ commits again.
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
 
 from rose_core.identity import WeightVersion
@@ -63,6 +65,7 @@ class RunState(msgspec.Struct, frozen=True):
         publisher: who opened it, for people.
         versions: kept versions, oldest first; the last one published is ``head``.
         head: None before the first publish.
+        check: SHA-256 of the rest, where it is kept; empty in memory.
     """
 
     run: str
@@ -70,6 +73,7 @@ class RunState(msgspec.Struct, frozen=True):
     publisher: str = ""
     versions: tuple[Kept, ...] = ()
     head: WeightVersion | None = None
+    check: str = ""
 
     def kept(self, version: WeightVersion | None) -> Kept | None:
         """The entry of a version, or None."""
@@ -78,7 +82,7 @@ class RunState(msgspec.Struct, frozen=True):
 
 def encode(state: RunState) -> bytes:
     """A state as it is kept."""
-    return msgspec.json.encode(state)
+    return msgspec.json.encode(msgspec.structs.replace(state, check=_sum(state)))
 
 
 def decode(data: bytes, where: str) -> RunState:
@@ -89,10 +93,19 @@ def decode(data: bytes, where: str) -> RunState:
         where: they were, for people.
 
     Raises:
-        Damaged: it is something else.
+        Damaged: it is something else, or a bit of it has changed since.
     """
     try:
-        return msgspec.json.decode(data, type=RunState)
+        found = msgspec.json.decode(data, type=RunState)
     except msgspec.MsgspecError as error:
         message = f"{where} is damaged: {error}; restore it from a backup"
         raise Damaged(message) from error
+    if found.check not in {"", _sum(found)}:  # stores of before wrote none
+        message = f"{where} is damaged: its content is not what it was; restore it from a backup"
+        raise Damaged(message)
+    return msgspec.structs.replace(found, check="")
+
+
+def _sum(state: RunState) -> str:
+    rest = msgspec.structs.replace(state, check="")
+    return hashlib.sha256(msgspec.json.encode(rest)).hexdigest()

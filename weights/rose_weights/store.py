@@ -12,6 +12,7 @@ Next step: ``planning`` answers "from what I have to what I want", ``retention``
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import TracebackType
 
@@ -30,7 +31,7 @@ from rose_weights.errors import (
 )
 from rose_weights.folder import Folder
 from rose_weights.places import Place
-from rose_weights.rules import check_commit, check_forms, difference, summary
+from rose_weights.rules import check_commit, check_forms, check_model, summary
 from rose_weights.state import Kept, RunState
 
 
@@ -143,7 +144,8 @@ class Store:
             encode_seconds: what comparing and encoding took; 0 = unknown.
 
         Returns:
-            The new state; also when the same commit has been done before (its answer was lost).
+            The new state; also when the same commit has been done before (its answer was lost, or
+            its manifest has been damaged since and is kept again).
 
         Raises:
             BadManifest: it breaks a rule.
@@ -158,6 +160,7 @@ class Store:
         def publish(state: RunState) -> RunState:
             kept = state.kept(manifest.target)
             if kept is not None and kept.manifest == manifest.name:
+                self._restore(kept, data)
                 return state
             check_commit(manifest, state, expected)
             check_forms(manifest, smaller)
@@ -241,25 +244,36 @@ class Store:
         self.blocks.sync(names)
 
     def _check_base(self, manifest: Manifest, state: RunState) -> None:
-        if manifest.base is not None:
-            kept = state.kept(manifest.base)
-            if kept is None:
-                message = f"{manifest.target} starts from {manifest.base}, which is not kept"
-                raise BadManifest(message)
-            if kept.digest != manifest.base_digest:
-                message = (
-                    f"{manifest.target} starts from {manifest.base} with digest "
-                    f"{manifest.base_digest}; published was {kept.digest}"
-                )
-                raise BadManifest(message)
-        if state.versions:
-            before = self.manifest(state.versions[-1])
-            if (before.tensors, before.tied) != (manifest.tensors, manifest.tied):
-                message = (
-                    f"{manifest.target} has other tensors than {before.target}: "
-                    f"{difference(before, manifest)}; publish another model under another run"
-                )
-                raise BadManifest(message)
+        if manifest.base is None:
+            before = self._newest(state)
+            if before is not None:
+                check_model(manifest, before)
+            return
+        kept = state.kept(manifest.base)
+        if kept is None:
+            message = f"{manifest.target} starts from {manifest.base}, which is not kept"
+            raise BadManifest(message)
+        if kept.digest != manifest.base_digest:
+            message = (
+                f"{manifest.target} starts from {manifest.base} with digest "
+                f"{manifest.base_digest}; published was {kept.digest}"
+            )
+            raise BadManifest(message)
+        check_model(manifest, self.manifest(kept))
+
+    def _newest(self, state: RunState) -> Manifest | None:
+        """The newest manifest that can still be read."""
+        for kept in reversed(state.versions):
+            with contextlib.suppress(Damaged):
+                return self.manifest(kept)
+        return None
+
+    def _restore(self, kept: Kept, data: bytes) -> None:
+        """Keep a listed manifest's bytes again where they have been damaged."""
+        try:
+            self.manifest(kept)
+        except Damaged:
+            self.place.write_manifest(kept.version.run, kept.manifest, data)
 
     def _decode(self, data: bytes) -> Manifest:
         try:
