@@ -22,7 +22,6 @@ from rose_agent.weightsync.decide import (
     SOFT_REASONS,
     Action,
     Engine,
-    Head,
     Progress,
     Step,
     decide,
@@ -32,6 +31,7 @@ from rose_agent.weightsync.decide import (
     succeeded,
 )
 from rose_agent.weightsync.errors import WrongAnswers, WrongDigest
+from rose_agent.weightsync.heads import Heads
 from rose_agent.weightsync.plugin import Plugin
 from rose_agent.weightsync.truth import Subject, TruthMeter
 from rose_core.delta import Manifest, faults
@@ -46,7 +46,6 @@ from rose_wire.errors import WireError
 
 _log = logging.getLogger(__name__)
 
-_RECONNECT_SECONDS = 1.0
 _HISTORY = 20
 # How often the store is told again what is served; it forgets after three times that.
 _REPORT_SECONDS = 60.0
@@ -90,9 +89,7 @@ class Follower:
         self._started_ns = engine_started_ns
         self._options = options
         self._plugin = Plugin(slot)
-        self._head: Head | None = None
-        self._encoded = ("", 0.0)
-        self._head_error = ""
+        self._heads = Heads(source, options.silence_seconds, self._told)
         self._news = asyncio.Event()
         self._progress = Progress()
         self._reported: tuple[float, str] = (0.0, "")
@@ -111,7 +108,7 @@ class Follower:
             holder=self._slot.uid,
             rest=self._plugin.gate.rest,
         )
-        watcher = asyncio.create_task(self._watch(store))
+        watcher = asyncio.create_task(self._heads.watch(store))
         try:
             while True:
                 self._news.clear()
@@ -134,7 +131,9 @@ class Follower:
         if complaint := self._truth.complaint():
             self._fail(WrongAnswers(complaint))
         now = self._options.clock()
-        step = decide(engine, self._head, self._progress, now, self._options.attest_every_seconds)
+        step = decide(
+            engine, self._heads.head, self._progress, now, self._options.attest_every_seconds
+        )
         self._write(engine, step.error)
         await self._report(store, now)
         self._truth.follow(store, self._served())
@@ -260,10 +259,10 @@ class Follower:
             confirm_seconds=max(0.0, took - pause),
             fenced_requests=committed.fenced_requests,
             merged=target.sequence - base.sequence if base is not None and same else None,
-            lag=lag(committed.version, self._head),
+            lag=lag(committed.version, self._heads.head),
             failures=self._failures,
             full=base is None,
-            encode_seconds=self._encode_seconds(committed.version),
+            encode_seconds=self._heads.encode_seconds(committed.version),
             retracted_requests=committed.retracted_requests,
             recomputed_tokens=committed.recomputed_tokens,
         )
@@ -272,10 +271,6 @@ class Follower:
             records.append(self._slot.folder / records.FILE, record)
         except OSError as error:
             _log.warning("%s: the commit was not recorded: %s", self._slot.uid, error)
-
-    def _encode_seconds(self, version: str) -> float | None:
-        head, seconds = self._encoded
-        return seconds if head == version and seconds else None
 
     async def _commit_when_open(self, version: str) -> Committed:
         """Commit what is staged; a gate that closes again and again costs only time."""
@@ -296,41 +291,8 @@ class Follower:
         _log.warning("%s: %s", self._slot.uid, error)
         self._progress = failed(self._progress, reason, str(error), self._options.clock())
 
-    async def _watch(self, store: WeightsClient) -> None:
-        """Keep the head known; a store that is away costs nothing but news."""
-        while True:
-            try:
-                description = await store.describe(self._source.run)
-                if description.head is None:
-                    self._tell(f"run {self._source.run} has no published version yet")
-                if await self._heads(store):
-                    continue
-                self._tell("the store ended the watch")
-            except (WeightsError, WireError) as error:
-                self._tell(f"weight store {self._source.endpoint}: {error}")
-            await asyncio.sleep(_RECONNECT_SECONDS)
-
-    async def _heads(self, store: WeightsClient) -> bool:
-        """Note every head that a watch brings; True when it has been silent and is to be renewed.
-
-        Between us and the store stands a relay, and between them what may lose a connection without
-        a word. A renewed watch begins with the head, so whatever was lost costs this silence.
-        """
-        async with contextlib.aclosing(store.watch(self._source.run)) as heads:
-            while True:
-                try:
-                    async with asyncio.timeout(self._options.silence_seconds):
-                        info = await anext(heads, None)
-                except TimeoutError:
-                    return True
-                if info is None:
-                    return False
-                self._head = Head(info.version, info.digest)
-                self._encoded = (str(info.version), info.encode_seconds)
-                self._tell("")
-
-    def _tell(self, error: str) -> None:
-        self._head_error = error
+    def _told(self) -> None:
+        """Something is new about the head."""
         self._write(None, "")
         self._news.set()
 
@@ -342,9 +304,9 @@ class Follower:
             version=known.version,
             digest=known.digest,
             attested=known.attested,
-            head=str(self._head.version) if self._head else "",
-            lag=lag(served, self._head),
-            error=error or self._progress.error or self._head_error,
+            head=self._heads.label,
+            lag=lag(served, self._heads.head),
+            error=error or self._progress.error or self._heads.error,
             history=self._history,
             engine_started_ns=self._started_ns,
             broken=engine is not None and engine.broken,
