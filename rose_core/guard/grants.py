@@ -60,6 +60,11 @@ class GrantBook:
             complete_replies=self.complete_replies + reply.complete,
         )
 
+    def is_alive(self, uid: str, now_s: float) -> bool:
+        """Whether the slot has a grant whose deadline lies ahead."""
+        held = self.held.get(uid)
+        return held is not None and now_s < held.deadline_s
+
     def alive(self, now_s: float) -> dict[str, Grant]:
         """Grants whose deadline lies ahead."""
         return {uid: h.grant for uid, h in self.held.items() if now_s < h.deadline_s}

@@ -108,6 +108,22 @@ def is_open(permit: Permit) -> bool:
     return permit.until_ns > 0
 
 
+async def test_the_end_of_a_call_steps_its_own_slot_and_is_told(
+    guard: tuple[Guard, Permit],
+) -> None:
+    made, permit = guard
+    told: list[str] = []
+    made.on_transition = lambda: told.append("soon")
+    made.changed("forgotten")
+    assert not is_open(permit)
+    made.changed(KEY.uid)
+    assert is_open(permit)
+    del made.replicas["pod"]
+    made.changed(KEY.uid)
+    assert not is_open(permit), "a slot whose replica has gone is looked at too"
+    assert told == ["soon"] * 3
+
+
 async def test_an_arrival_closes_the_permit_inside_the_call_that_hears_of_it(
     guard: tuple[Guard, Permit],
 ) -> None:

@@ -31,6 +31,8 @@ def test_the_deadline_counts_from_the_sending() -> None:
     book = GrantBook().take(reply(grant()), sent_s=100.0)
     assert set(book.alive(109.9)) == {"a"}
     assert book.alive(110.0) == {}
+    assert [book.is_alive("a", at) for at in (109.9, 110.0)] == [True, False]
+    assert not book.is_alive("b", 100.0)
 
 
 def test_a_renewal_never_shortens() -> None:

@@ -182,7 +182,22 @@ class Guard:
             self._step_replica(uid, now_ns, 0)
         for slot in self.slots.values():
             if slot.grant is None or slot.grant.pod_uid not in self.replicas:
-                slot.step(closed(self._absent()), now_ns, granted=self._granted(slot))
+                self._step_alone(slot, now_ns)
+
+    def _step_slot(self, uid: str) -> None:
+        """Step one slot; with eight replicas on a node the others cost seven times as much."""
+        slot = self.slots.get(uid)
+        if slot is None:
+            return  # it was forgotten meanwhile
+        now_ns = time.monotonic_ns()
+        if slot.grant is not None and slot.grant.pod_uid in self.replicas:
+            self._step_replica(slot.grant.pod_uid, now_ns, 0)
+        else:
+            self._step_alone(slot, now_ns)
+
+    def _step_alone(self, slot: Slot, now_ns: int) -> None:
+        """A slot whose replica is not there."""
+        slot.step(closed(self._absent()), now_ns, granted=self._granted(slot))
 
     def _absent(self) -> GateReason:
         """The gate of a replica that is not there: gone, or not looked for yet."""
@@ -223,7 +238,7 @@ class Guard:
 
     def _granted(self, slot: Slot) -> bool | None:
         now_s = time.monotonic()
-        if slot.grant is not None and slot.uid in self.grants.alive(now_s):
+        if slot.grant is not None and self.grants.is_alive(slot.uid, now_s):
             return True
         young = now_s - self._started_s < _ORPHAN_SECONDS
         unheard = not self.grants.complete_replies and slot.uid not in self.grants.held
@@ -280,9 +295,9 @@ class Guard:
         self._verdicts.pop(uid, None)
         self._again.forget(uid)
 
-    def changed(self) -> None:
-        """A call of a slot has ended: look, and let the operator hear of it."""
-        self.step_all()
+    def changed(self, slot: str) -> None:
+        """A call of this slot has ended: look at it, and let the operator hear of it."""
+        self._step_slot(slot)
         self.on_transition()
 
     # --- for the operator

@@ -18,6 +18,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -170,7 +171,7 @@ class Matching:
                 guard.host,
                 guard.recorder,
                 guard.settings.token,
-                guard.changed,
+                partial(guard.changed, uid),
             )
         for uid, slot in list(guard.slots.items()):
             slot.grant = alive.get(uid)
