@@ -19,6 +19,7 @@ def test_a_port_is_a_number_that_a_port_can_be() -> None:
 
 def test_a_listener_has_a_host_and_a_port() -> None:
     assert listener("[::]:8000") == "[::]:8000"
+    assert listener("unix:/run/s") == "unix:/run/s"
     for text in ("8000", ":8000", "host", "host:x"):
         with pytest.raises(argparse.ArgumentTypeError):
             listener(text)
@@ -32,6 +33,14 @@ def test_a_file_is_named_with_the_flag_that_named_it() -> None:
     assert complaint(missing, ["--folder", "/etc"]) == f"--folder {told}"
     assert complaint(missing, ["serve"]) == told
     assert complaint(ValueError("bad"), []) == "bad"
+
+
+def test_a_target_has_a_host_and_a_port_or_a_path() -> None:
+    for text in ("store:7446", "tls://store.example:7446", "unix:/run/s", "local:/run/s"):
+        assert flags.target(text) == text
+    for text in ("store", "7446", "tls://store", "tls://:1", "store:x", "unix:", ""):
+        with pytest.raises(argparse.ArgumentTypeError):
+            flags.target(text)
 
 
 @pytest.mark.parametrize(

@@ -97,14 +97,33 @@ def share(text: str) -> float:
 
 
 def listener(text: str) -> str:
-    """An address to listen on, ``host:port``.
+    """An address to listen on, ``host:port`` or ``unix:PATH``.
 
     Raises:
         argparse.ArgumentTypeError: it is none.
     """
+    if text.removeprefix("unix:") not in {"", text}:
+        return text
     host, _, number = text.rpartition(":")
     if not host:
         message = f"{text!r} is no address to listen on; expected HOST:PORT, such as 0.0.0.0:8000"
+        raise argparse.ArgumentTypeError(message)
+    port(number)
+    return text
+
+
+def target(text: str) -> str:
+    """An address to dial: ``host:port``, ``tls://`` before it for TLS, or a socket's path.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    scheme, _, path = text.partition(":")
+    if scheme in {"unix", "local"} and path:
+        return text
+    host, _, number = text.removeprefix("tls://").rpartition(":")
+    if not host:
+        message = f"{text!r} is no address to dial; expected HOST:PORT or tls://HOST:PORT"
         raise argparse.ArgumentTypeError(message)
     port(number)
     return text
