@@ -131,6 +131,10 @@ MISTAKES = {
         "weights serve --root {new} --address here",
         "'here' is no address to listen on",
     ),
+    "a store without a port": (
+        "weights relay --upstream store --root {new}",
+        "'store' is no address to dial; expected HOST:PORT",
+    ),
     "less room than none": (
         "weights relay --upstream a:1 --root {new} --keep-bytes -1",
         "'-1' is no count",

@@ -52,7 +52,9 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_log_level(serve)
     relay = verbs.add_parser("relay", help="serve another store's blocks to this cluster")
-    relay.add_argument("--upstream", required=True, help="host:port of the store")
+    relay.add_argument(
+        "--upstream", type=flags.target, required=True, help="host:port of the store"
+    )
     relay.add_argument("--upstream-token-file", type=Path, help="bearer token of the store")
     relay.add_argument("--root", type=Path, required=True, help="folder of the kept blocks")
     tls.add_flag(relay)
@@ -92,7 +94,9 @@ def _import_parser(parser_: argparse.ArgumentParser) -> None:
     parser_.add_argument("paths", type=Path, nargs="+")
     parser_.add_argument("--run", type=flags.run, required=True, help="name of the run")
     goal = parser_.add_mutually_exclusive_group(required=True)
-    goal.add_argument("--store", help="host:port to publish to, every path as a version")
+    goal.add_argument(
+        "--store", type=flags.target, help="host:port to publish to, every path as a version"
+    )
     goal.add_argument("--out", type=Path, help="folder for one bundle from the first to the last")
     parser_.add_argument("--token-file", type=Path, help="bearer token of the store")
 

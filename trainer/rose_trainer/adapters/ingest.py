@@ -32,7 +32,7 @@ from rose_core.identity import WeightVersion
 from rose_trainer.errors import BadState, NotPublished, PublishFailed
 from rose_trainer.publisher import Publisher
 from rose_wire.errors import Refused, Unavailable
-from rose_wire.flags import above_zero, amount, complaint, listener, run, token
+from rose_wire.flags import above_zero, amount, complaint, listener, run, target, token
 
 LOG = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
     """The flags."""
     flags = argparse.ArgumentParser(prog="rose ingest", description=__doc__)
     add = flags.add_argument
-    add("--store", required=True, help="host:port of rose weights serve")
+    add("--store", type=target, required=True, help="host:port of rose weights serve")
     add("--run", type=run, required=True, help="the run that is published")
     add("--token-file", type=Path, help="bearer token of the store")
     add("--root", type=Path, action="append", required=True, help="folder of checkpoints; repeat")
