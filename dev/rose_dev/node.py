@@ -7,9 +7,8 @@ States of the node, and what leads from one to the next:
        +---down/up-- Broken
 
 ``up`` on a running node only brings its image of ROSE up to date with the checkout; on a broken
-one, or on leftovers of a run that was killed, it clears them away and starts anew. Order: process 1
-with its namespaces (``sandbox``), etcd and API server while the runtime imports the images, then
-the rest at once.
+one, or on leftovers of a run that was killed, it clears them away and starts anew. Next step:
+``node_start`` has the order of a start, ``sandbox`` the namespaces and processes.
 """
 
 from __future__ import annotations
@@ -19,35 +18,21 @@ import json
 import os
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rose_dev import components, image, kwok, machinery, node_files
+from rose_dev import image, kwok, machinery
 from rose_dev.build import build
-from rose_dev.components import Layout
-from rose_dev.control_plane import write_certificates
 from rose_dev.errors import DevelopmentError, NotSupported, StartFailed
+from rose_dev.node_start import Say, Start
 from rose_dev.packages import install_packages
 from rose_dev.parts import CONTROL_PLANE, NODE, SCALE, cache_root
-from rose_dev.pki import Authority
-from rose_dev.place import (
-    FIRST,
-    HOST_ADDRESS,
-    NODE_ADDRESS,
-    NODE_NAME,
-    SECOND,
-    SERVICE_RANGE,
-    Place,
-    place,
-)
+from rose_dev.place import HOST_ADDRESS, NODE_NAME, Place, place
 from rose_dev.sandbox import Sandbox, sweep
 from rose_dev.second import SecondNode
 from rose_dev.shell import run, succeeds
-from rose_dev.waiting import wait_until
 
 COMPONENTS = (
     "containerd",
@@ -59,9 +44,6 @@ COMPONENTS = (
     "coredns",
     "kubelet",
 )
-_START_SECONDS = 180.0
-
-Say = Callable[[str], None]
 
 
 class Node:
@@ -107,7 +89,8 @@ class Node:
                 say(f"[cluster] runs already; KUBECONFIG={self.kubeconfig}")
                 return
             try:
-                self._start(gpus, say)
+                self._sweep()
+                Start(self, say).run(gpus)
             except DevelopmentError as error:
                 logs = self._keep_logs()
                 self._sweep()
@@ -130,7 +113,11 @@ class Node:
         """Whether every component runs and the API server says that the node is ready."""
         if not self.kubeconfig.exists() or not self.sandbox.alive():
             return False
-        return all(map(self.sandbox.running, COMPONENTS)) and self._node_ready()
+        return all(map(self.sandbox.running, COMPONENTS)) and self.ready()
+
+    def ready(self) -> bool:
+        """Whether the API server says that the node is ready."""
+        return self.agrees("wait", "--for=condition=Ready", f"node/{NODE_NAME}", "--timeout=1s")
 
     def components(self) -> dict[str, bool]:
         """Each component's name, and whether it runs."""
@@ -159,6 +146,10 @@ class Node:
         """
         command = [str(self.binaries()["kubectl"]), f"--kubeconfig={self.kubeconfig}", *arguments]
         return run(command, seconds=seconds, stdin=stdin.encode(), check=check).stdout
+
+    def agrees(self, *arguments: str) -> bool:
+        """Whether kubectl, run as the administrator, ends with exit code 0."""
+        return succeeds([self.binaries()["kubectl"], f"--kubeconfig={self.kubeconfig}", *arguments])
 
     def helm(self, *arguments: str, seconds: float = 180) -> str:
         """Run helm as the administrator and return what it printed.
@@ -217,34 +208,6 @@ class Node:
         for name in names:
             self.kubectl("wait", "--for=condition=Ready", f"node/{name}", "--timeout=60s")
 
-    def _start(self, gpus: int, say: Say) -> None:
-        began = time.monotonic()
-        step = Step(say)
-        self._sweep()
-        archives = [image.pause_archive(node_files.PAUSE_IMAGE), image.archive(say)]
-        step("images")
-        self.sandbox.open()
-        layout = self._write_files()
-        step("namespaces, network, certificates")
-        commands = self._commands(layout)
-        (self.place.run / "commands.json").write_text(json.dumps(commands))
-        with ThreadPoolExecutor(1) as aside:
-            imported = aside.submit(self._start_runtime, commands, archives)
-            self.sandbox.start("etcd", commands["etcd"])
-            self.sandbox.start("kube-apiserver", commands["kube-apiserver"])
-            wait_until(self._api_ready, "the API server is ready", seconds=_START_SECONDS)
-            step("API server")
-            self._start_rest(commands)
-            imported.result()
-            step("container runtime with images")
-        self.sandbox.start("kubelet", commands["kubelet"])
-        self.kubectl("apply", "--filename=-", stdin=node_files.dns_objects())
-        wait_until(self._node_ready, "the node is ready", seconds=_START_SECONDS)
-        wait_until(self._has_service_account, "service accounts", seconds=_START_SECONDS)
-        self.claim_gpus(NODE_NAME, gpus)
-        step("node ready")
-        say(f"[cluster] up in {time.monotonic() - began:.1f} s; KUBECONFIG={self.kubeconfig}")
-
     def _sweep(self) -> None:
         """The second node hangs on the first, so it goes first."""
         sweep(self.place.second())
@@ -257,74 +220,10 @@ class Node:
             shutil.copytree(self.place.logs, kept)
         return kept
 
-    def _write_files(self) -> Layout:
-        folder = self.place.run / "control-plane"
-        layout = Layout(folder, NODE_ADDRESS, 6443, 2379, 2380, SERVICE_RANGE, self.binaries())
-        authority = write_certificates(layout, node_files.api_hosts())
-        self._issue_node_certificates(authority, layout.server)
-        machinery.write_files(self.place, layout.pki)
-        texts = {
-            "Corefile": node_files.corefile(layout.pki),
-            "audit-policy.yaml": node_files.audit_policy(),
-        }
-        for name, text in texts.items():
-            (self.place.run / name).write_text(text)
-        shutil.copy(layout.pki / "admin.conf", self.kubeconfig)
-        return layout
-
-    def _issue_node_certificates(self, authority: Authority, server: str) -> None:
-        authority.issue("dns", "rose-dev-dns", "system:masters")
-        authority.kubeconfig("dns", server)
-        for seat in (FIRST, SECOND):
-            authority.issue(seat.name, f"system:node:{seat.name}", "system:nodes")
-            authority.kubeconfig(seat.name, server)
-            authority.issue(f"{seat.name}-serving", seat.name, hosts=[seat.name, seat.address])
-
-    def _commands(self, layout: Layout) -> dict[str, list[str]]:
-        run_directory, binaries = self.place.run, layout.binaries
-        audit = [
-            f"--audit-policy-file={run_directory / 'audit-policy.yaml'}",
-            f"--audit-log-path={self.place.audit}",
-        ]
-        return {
-            "etcd": components.etcd(layout),
-            "kube-apiserver": components.api_server(layout, audit),
-            "kube-controller-manager": components.controller_manager(layout, 10257),
-            "kube-scheduler": components.scheduler(layout, 10259),
-            "coredns": [str(binaries["coredns"]), "-conf", str(run_directory / "Corefile")],
-            **machinery.commands(self.place, layout.pki, binaries),
-        }
-
-    def _start_runtime(self, commands: dict[str, list[str]], archives: list[Path]) -> None:
-        machinery.start_runtime(self.sandbox, commands["containerd"])
-        pause, rose = archives
-        machinery.load(self.sandbox, pause)
-        machinery.load_once(self.sandbox, rose)
-
     def _sandboxes(self) -> list[Sandbox]:
         """Of the nodes that run."""
         second = self.second()
         return [self.sandbox, *([second.sandbox] if second.sandbox.alive() else [])]
-
-    def _start_rest(self, commands: dict[str, list[str]]) -> None:
-        for name in ("kube-controller-manager", "kube-scheduler", "kube-proxy", "coredns"):
-            self.sandbox.start(name, commands[name])
-
-    def _api_ready(self) -> bool:
-        self.sandbox.pid("etcd")
-        self.sandbox.pid("kube-apiserver")
-        return self._kubectl_succeeds("get", "--raw=/readyz")
-
-    def _node_ready(self) -> bool:
-        return self._kubectl_succeeds(
-            "wait", "--for=condition=Ready", f"node/{NODE_NAME}", "--timeout=1s"
-        )
-
-    def _has_service_account(self) -> bool:
-        return self._kubectl_succeeds("get", "serviceaccount", "default", "--namespace=default")
-
-    def _kubectl_succeeds(self, *arguments: str) -> bool:
-        return succeeds([self.binaries()["kubectl"], f"--kubeconfig={self.kubeconfig}", *arguments])
 
     @contextmanager
     def _lock(self, say: Say) -> Iterator[None]:
@@ -337,20 +236,6 @@ class Node:
                 say("[cluster] somebody else brings the node up or down; waiting")
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
-
-
-class Step:
-    """Says what took how long."""
-
-    def __init__(self, say: Say) -> None:
-        self._say = say
-        self._since = time.monotonic()
-
-    def __call__(self, name: str) -> None:
-        """The step ``name`` is done."""
-        now = time.monotonic()
-        self._say(f"[cluster]   {name}: {now - self._since:.1f} s")
-        self._since = now
 
 
 def can_run_node() -> bool:

@@ -1,0 +1,148 @@
+"""Starts the node's parts in the order in which they need each other.
+
+Process 1 with its namespaces (``sandbox``) comes first, then etcd and the API server while the
+container runtime imports the images, then the rest at once. Next step: ``components`` and
+``machinery`` have the command of each part.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rose_dev import components, image, machinery, node_files
+from rose_dev.components import Layout
+from rose_dev.control_plane import write_certificates
+from rose_dev.pki import Authority
+from rose_dev.place import FIRST, NODE_ADDRESS, NODE_NAME, SECOND, SERVICE_RANGE
+from rose_dev.waiting import wait_until
+
+if TYPE_CHECKING:
+    from rose_dev.node import Node
+
+_START_SECONDS = 180.0
+
+Say = Callable[[str], None]
+"""Takes one line per step."""
+
+
+class Start:
+    """One start of the node.
+
+    Args:
+        node: the node; nothing of it runs.
+        say: receives one line per step.
+    """
+
+    def __init__(self, node: Node, say: Say) -> None:
+        self._node, self._say = node, say
+
+    def run(self, gpus: int) -> None:
+        """Start everything, in order; nothing of an earlier run may be left.
+
+        Raises:
+            DevelopmentError: a part did not start.
+        """
+        node, place, say = self._node, self._node.place, self._say
+        began = time.monotonic()
+        step = Step(say)
+        archives = [image.pause_archive(node_files.PAUSE_IMAGE), image.archive(say)]
+        step("images")
+        node.sandbox.open()
+        layout = self._write_files()
+        step("namespaces, network, certificates")
+        commands = self._commands(layout)
+        (place.run / "commands.json").write_text(json.dumps(commands))
+        with ThreadPoolExecutor(1) as aside:
+            imported = aside.submit(self._start_runtime, commands, archives)
+            node.sandbox.start("etcd", commands["etcd"])
+            node.sandbox.start("kube-apiserver", commands["kube-apiserver"])
+            wait_until(self._api_ready, "the API server is ready", seconds=_START_SECONDS)
+            step("API server")
+            self._start_rest(commands)
+            imported.result()
+            step("container runtime with images")
+        node.sandbox.start("kubelet", commands["kubelet"])
+        node.kubectl("apply", "--filename=-", stdin=node_files.dns_objects())
+        wait_until(node.ready, "the node is ready", seconds=_START_SECONDS)
+        wait_until(self._has_service_account, "service accounts", seconds=_START_SECONDS)
+        node.claim_gpus(NODE_NAME, gpus)
+        step("node ready")
+        say(f"[cluster] up in {time.monotonic() - began:.1f} s; KUBECONFIG={node.kubeconfig}")
+
+    def _write_files(self) -> Layout:
+        folder = self._node.place.run / "control-plane"
+        layout = Layout(
+            folder, NODE_ADDRESS, 6443, 2379, 2380, SERVICE_RANGE, self._node.binaries()
+        )
+        authority = write_certificates(layout, node_files.api_hosts())
+        self._issue_node_certificates(authority, layout.server)
+        machinery.write_files(self._node.place, layout.pki)
+        texts = {
+            "Corefile": node_files.corefile(layout.pki),
+            "audit-policy.yaml": node_files.audit_policy(),
+        }
+        for name, text in texts.items():
+            (self._node.place.run / name).write_text(text)
+        shutil.copy(layout.pki / "admin.conf", self._node.kubeconfig)
+        return layout
+
+    def _issue_node_certificates(self, authority: Authority, server: str) -> None:
+        authority.issue("dns", "rose-dev-dns", "system:masters")
+        authority.kubeconfig("dns", server)
+        for seat in (FIRST, SECOND):
+            authority.issue(seat.name, f"system:node:{seat.name}", "system:nodes")
+            authority.kubeconfig(seat.name, server)
+            authority.issue(f"{seat.name}-serving", seat.name, hosts=[seat.name, seat.address])
+
+    def _commands(self, layout: Layout) -> dict[str, list[str]]:
+        run_directory, binaries = self._node.place.run, layout.binaries
+        audit = [
+            f"--audit-policy-file={run_directory / 'audit-policy.yaml'}",
+            f"--audit-log-path={self._node.place.audit}",
+        ]
+        return {
+            "etcd": components.etcd(layout),
+            "kube-apiserver": components.api_server(layout, audit),
+            "kube-controller-manager": components.controller_manager(layout, 10257),
+            "kube-scheduler": components.scheduler(layout, 10259),
+            "coredns": [str(binaries["coredns"]), "-conf", str(run_directory / "Corefile")],
+            **machinery.commands(self._node.place, layout.pki, binaries),
+        }
+
+    def _start_runtime(self, commands: dict[str, list[str]], archives: list[Path]) -> None:
+        machinery.start_runtime(self._node.sandbox, commands["containerd"])
+        pause, rose = archives
+        machinery.load(self._node.sandbox, pause)
+        machinery.load_once(self._node.sandbox, rose)
+
+    def _start_rest(self, commands: dict[str, list[str]]) -> None:
+        for name in ("kube-controller-manager", "kube-scheduler", "kube-proxy", "coredns"):
+            self._node.sandbox.start(name, commands[name])
+
+    def _api_ready(self) -> bool:
+        self._node.sandbox.pid("etcd")
+        self._node.sandbox.pid("kube-apiserver")
+        return self._node.agrees("get", "--raw=/readyz")
+
+    def _has_service_account(self) -> bool:
+        return self._node.agrees("get", "serviceaccount", "default", "--namespace=default")
+
+
+class Step:
+    """Says what took how long."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._since = time.monotonic()
+
+    def __call__(self, name: str) -> None:
+        """The step ``name`` is done."""
+        now = time.monotonic()
+        self._say(f"[cluster]   {name}: {now - self._since:.1f} s")
+        self._since = now
