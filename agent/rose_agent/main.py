@@ -75,16 +75,16 @@ def arguments() -> argparse.ArgumentParser:
     add("--kube-url", default="", help="API server outside a cluster")
     add("--kube-token-file", type=Path)
     add("--kube-ca-file", type=Path)
-    add("--settle-seconds", type=float, default=60.0, help="rest after a serving restart")
+    add("--settle-seconds", type=flags.amount, default=60.0, help="rest after a serving restart")
     add(
         "--calm-seconds",
-        type=float,
+        type=flags.amount,
         default=30.0,
         help="memory has to be plentiful for this long before rollouts get more of it again",
     )
     add(
         "--crossover-seconds",
-        type=float,
+        type=flags.amount,
         default=0.0,
         help="withhold lending in every second window of this length and compare; 0 = never",
     )
@@ -96,7 +96,10 @@ def main(argv: list[str]) -> int:
     """Run the guard, or look into a running one."""
     if argv and argv[0] in looks.LOOKS:
         return looks.main(argv[0], argv[1:])
-    options = arguments().parse_args(argv)
+    flags_of_guard = arguments()
+    if argv and not argv[0].startswith("-"):
+        flags_of_guard.error(f"no verb {argv[0]!r}; expected {', '.join(looks.LOOKS)}, or flags")
+    options = flags_of_guard.parse_args(argv)
     logging.basicConfig(level=options.log_level, format="%(levelname)s %(name)s %(message)s")
     try:
         asyncio.run(_run(options))

@@ -50,9 +50,10 @@ def html(found: Sequence[Statement]) -> str:
         "<th>break-even lent hour</th><th>opportunity cost</th></tr>"
     )
     style = (
-        "body{font:14px system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}"
-        "table{border-collapse:collapse}td,th{padding:.3rem .7rem;text-align:right}"
-        "td:first-child{text-align:left}tr{border-bottom:1px solid #c9d0d9}"
+        "body{font:14px system-ui;max-width:84rem;margin:2rem auto;padding:0 1rem}"
+        "table{border-collapse:collapse;font-size:13px}svg{max-width:60rem}"
+        "td,th{padding:.3rem .4rem;text-align:right}"
+        "td:first-child{text-align:left;white-space:nowrap}tr{border-bottom:1px solid #c9d0d9}"
     )
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>ROSE cost</title>"
