@@ -137,8 +137,8 @@ def _nodes(one: Result) -> str:
 
 
 def _affinity(one: Result) -> str:
-    """Prefill to decode on either kind of engine: which kind of work went where."""
-    shown = []
+    """Prefill to decode on either kind of engine: which kind of work went where, per derate."""
+    shown: dict[str, list[str]] = {}
     for row in one.rows:
         jobs = [job for outcome in _of(one, row) for job in outcome.jobs]
         lent, prompts = sum(o.borrowed_tokens for o in jobs), sum(o.prefilled_tokens for o in jobs)
@@ -146,13 +146,12 @@ def _affinity(one: Result) -> str:
         own = sum(o.tokens for o in jobs) - lent
         if own and lent:
             ratios = f"{(prompts - lent_prompts) / own:.1f} and {lent_prompts / lent:.1f}"
-            shown.append(f"`{row.regime}` {ratios}")
-    return (
-        "\nPrompt tokens computed per output token, on dedicated and on borrowed engines: "
-        f"{', '.join(shown)}.\n"
-        if shown
-        else ""
-    )
+            shown.setdefault(row.regime, []).append(ratios)
+    if not shown:
+        return ""
+    told = ", ".join(f"`{who}` {' / '.join(ratios)}" for who, ratios in shown.items())
+    head = "Prompt tokens computed per output token, on dedicated and on borrowed engines"
+    return f"\n{head}: {told}.\n"
 
 
 def _sensitivity(one: Result) -> str:
