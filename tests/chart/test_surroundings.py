@@ -25,6 +25,18 @@ pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not built: rose de
 # Monitoring.
 
 
+MONITORS = ("PodMonitor", "ServiceMonitor")
+
+
+def test_a_label_of_a_metric_is_not_replaced_by_that_of_the_scraped_pod() -> None:
+    """Else an alert about a serving pod (label ``pod``) would name the agent's pod."""
+    rendered = render(EVERYTHING)
+    specs = [item["spec"] for kind in MONITORS for item in rendered.all(kind)]
+    found = [one for s in specs for one in s.get("podMetricsEndpoints", s.get("endpoints"))]
+    assert len(found) > 5
+    assert all(endpoint["honorLabels"] is True for endpoint in found)
+
+
 def test_monitors_reach_every_port_that_serves_metrics() -> None:
     rendered = render(EVERYTHING)
     ports = {
