@@ -1,7 +1,8 @@
 """Does an engine compute what its version should? Log-probs of a fixed prompt, compared.
 
-A digest proves the weights' bits, not what becomes of them: a kernel that went wrong, a stale cache
-or a map of the layout that is wrong in the same way twice show only in what the engine computes.
+A digest proves the weights' bits, not what becomes of them: a kernel that went wrong, a setting of
+the model or a map of the layout that is wrong in the same way twice show only in what the engine
+computes. Keys cached for earlier requests are not among it: the prompt is always computed anew.
 So every engine is asked after each commit for the log-probs of the same few tokens, and its answer
 is compared with the trainer's at that version, else with those of other engines.
 
@@ -27,7 +28,10 @@ PROMPT: tuple[int, ...] = tuple((73 * place + 41) % 251 for place in range(24))
 """Token ids that every vocabulary has; what they mean does not matter."""
 
 LIMIT = 0.25
-"""Mean difference, in nats, beyond what arithmetic in another order explains in 16 bits."""
+"""Mean difference, in nats, that rounding in 16 bits cannot make; ``docs/decisions`` 0016."""
+
+NOTICE = 0.1
+"""Mean difference, in nats, from which people are told (``helm/rose/files/alerts.yaml``)."""
 
 Answer = tuple[float, ...]
 

@@ -1,10 +1,14 @@
 """Who is believed about the fixed prompt: the trainer, else most of the engines."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 
-from rose_core.delta.probe import PROMPT, Answer, Outcome, distance, judge
+from rose_core.delta.probe import LIMIT, NOTICE, PROMPT, Answer, Outcome, distance, judge
+
+ALERTS = Path(__file__).parents[2] / "helm/rose/files/alerts.yaml"
 
 GOOD: Answer = (-1.0, -2.0, -3.0)
 NEAR: Answer = (-1.01, -2.0, -2.98)
@@ -50,3 +54,8 @@ def test_the_trainer_decides_else_most_of_all_engines(
 def test_the_limit_is_the_callers() -> None:
     assert judge(NEAR, GOOD, [], limit=0.001).outcome is Outcome.WRONG
     assert judge(BAD, GOOD, [], limit=1.0).outcome is Outcome.RIGHT
+
+
+def test_people_are_told_before_an_engine_is_quarantined() -> None:
+    (told,) = re.findall(r"probe_difference_nats\) > ([0-9.]+)", ALERTS.read_text())
+    assert float(told) == NOTICE < LIMIT
