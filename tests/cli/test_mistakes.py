@@ -135,7 +135,7 @@ MISTAKES = {
         "weights relay --upstream store --root {new}",
         "'store' is no address to dial; expected HOST:PORT",
     ),
-    "a verb of the agent that is none": ("agent stopp", "no verb 'stopp'; expected report, trace"),
+    "a verb of the agent that is none": ("agent pause", "no verb 'pause'; expected report, trace"),
     "a rest below nothing": ("agent --node n --settle-seconds -3", "'-3' is no amount"),
     "less room than none": (
         "weights relay --upstream a:1 --root {new} --keep-bytes -1",
