@@ -8,11 +8,25 @@ from typing import TypeVar
 
 import numpy as np
 
-from rose_core.delta import Builder, Codec, Hop, Manifest, TensorSpec, compose, name_of, table
+from rose_core.delta import (
+    BlockEntry,
+    Builder,
+    Codec,
+    Hop,
+    Manifest,
+    TensorSpec,
+    check_block,
+    compose,
+    name_of,
+    table,
+)
+from rose_core.delta.batch import decode_batch
 from rose_core.delta.bits import Bits, number_format
-from rose_core.delta.codec import encode_on_base, encode_tile, find_changes
+from rose_core.delta.codec import encode_on_base, encode_tile, find_changes, step
 from rose_core.delta.digest import digest_run
 from rose_core.identity import WeightVersion
+from rose_engines.staging import groups
+from rose_engines.tensors import HostTensor
 from rose_weights.pieces import PIECE_BYTES
 
 _ResultT = TypeVar("_ResultT")
@@ -146,20 +160,29 @@ class Speeds:
 
 
 def decode_rate(chain: Chain, manifest: Manifest) -> float:
-    """Hash check, decode, base gather and absolute values, changes/s."""
+    """Hash check, decode, base gather, absolute values, changes/s; grouped as engines do it."""
+    old, entry = chain.states[0], manifest.tensors[0]
+    everything = HostTensor(entry.name, entry.dtype, entry.shape, old)
 
     def stage() -> int:
-        count = 0
-        for block in manifest.blocks:
-            base = None
-            if block.codec == Codec.RICE:
-                cut = manifest.tensors[block.tensor].tiling
-                base = cut.cut(chain.states[0], block.tile)
-            changes = manifest.read(block, chain.blocks[block.sha256], base)
-            where = manifest.positions(block, changes)
-            old = chain.states[0].take(where, mode="clip")  # as engines take it: checked before
-            count += len(changes.resolve(old, KIND))
-        return count
+        return sum(
+            len(_staged(chain, manifest, group, old))
+            for group in groups(entry, list(manifest.blocks), everything)
+        )
 
     seconds, count = best(stage)
     return count / seconds
+
+
+def _staged(chain: Chain, manifest: Manifest, group: list[BlockEntry], old: Bits) -> Bits:
+    """New bits of everything that a group of blocks changes."""
+    entry, read = manifest.tensors[0], [chain.blocks[block.sha256] for block in group]
+    first = group[0]
+    if first.codec == Codec.STEPS:
+        for block, data in zip(group, read, strict=True):
+            check_block(data, block.sha256)
+        batch = decode_batch(read, [block.tile for block in group], entry.tiling, KIND)
+        return step(old.take(batch.positions, mode="clip"), batch.steps, KIND)
+    changes = manifest.read(first, read[0], entry.tiling.cut(old, first.tile))
+    where = manifest.positions(first, changes)
+    return changes.resolve(old.take(where, mode="clip"), KIND)

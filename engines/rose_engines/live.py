@@ -1,8 +1,7 @@
-"""Live weights of an engine, seen in canonical coordinates, and how a bundle reaches them.
+"""Live weights of an engine, seen in canonical coordinates, and how a staged bundle gets there.
 
 Canonical means Hugging Face tensor name and flat index; whatever the engine fuses or pads is
-hidden behind ``LiveTensor``. A bundle is *staged* beside the serving engine: old and new bits of
-every changed element, checked against the manifest's tile digests. It is *committed* between two
+hidden behind ``LiveTensor``. What ``rose_engines.staging`` has staged is *committed* between two
 iterations, in time that grows with the changes alone: scatter and read back, or put the old bits
 back. Then it is *confirmed* beside the serving engine: the digests of the touched tensors are
 recomputed on the live weights. Next step: ``rose_engines.session`` says when each may happen.
@@ -10,46 +9,28 @@ recomputed on the live weights. Next step: ``rose_engines.session`` says when ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 
 import numpy as np
 
 from rose_core.delta import faults, rice
-from rose_core.delta.bits import Bits, Indices, number_format
+from rose_core.delta.batch import decode_batch
+from rose_core.delta.bits import number_format
 from rose_core.delta.codec import (
     SELF_CONTAINED,
-    Changes,
     Codec,
     decode_block,
     encode_on_base,
     encode_tile,
     find_changes,
+    step,
 )
-from rose_core.delta.digest import NOTHING, Digest, digest_at, digest_change, total
-from rose_core.delta.errors import BlockError, ManifestError
-from rose_core.delta.manifest import BlockEntry, Manifest, TensorEntry
+from rose_core.delta.digest import Digest, digest_change, total
+from rose_core.delta.manifest import Manifest
+from rose_core.delta.tiles import Tiling
 from rose_engines.errors import BrokenWeights, CommitRefused
-from rose_engines.tensors import HostTensor, Live, LiveTensor, Where, WholeTensor, host_tensors
-
-__all__ = [
-    "HostTensor",
-    "Live",
-    "LiveTensor",
-    "StagedUpdate",
-    "TileChange",
-    "Where",
-    "WholeTensor",
-    "commit",
-    "confirm",
-    "digest_live",
-    "host_tensors",
-    "readable",
-    "revert",
-    "stage",
-    "warm_up",
-]
+from rose_engines.staging import StagedUpdate
+from rose_engines.tensors import HostTensor, Live
 
 
 def digest_live(live: Live) -> Digest:
@@ -79,207 +60,14 @@ def warm_up(live: Live) -> None:
         new = old.copy()
         new[[3, 60]] = 1
         block, _ = encode_tile(old, new, kind, backend="numpy")
-        decode_block(block, kind, len(old)).resolve(old[[3, 60]], kind)
+        batch = decode_batch([block], [0], Tiling(1, len(old), 1, len(old)), kind)
+        moved = step(old[batch.positions], batch.steps, kind)
+        digest_change("warm-up", batch.positions, old[batch.positions], moved)
+        HostTensor("warm-up", word, old.shape, old).put(batch.positions, moved)
+        HostTensor("warm-up", word, old.shape, old).holds(batch.positions, moved)
         if Codec.RICE in readable(live) and kind.width <= rice.WIDEST:
             block = encode_on_base(old, find_changes(old, new, kind, "numpy"), kind, "numpy")
             decode_block(block, kind, len(old), base=old)
-
-
-@dataclass(frozen=True)
-class TileChange:
-    """Staged elements of one tile.
-
-    Attributes:
-        where: places in the live tensor.
-        old, new: bits before and after, in the order of ``where``.
-        moved: what this adds to the digest.
-    """
-
-    tensor: TensorEntry
-    where: Where
-    old: Bits
-    new: Bits
-    moved: Digest = NOTHING
-
-
-@dataclass(frozen=True)
-class StagedUpdate:
-    """A bundle ready to be committed; holds the undo log too.
-
-    Attributes:
-        current: digest of the live weights it was staged against.
-    """
-
-    manifest: Manifest
-    current: Digest
-    changes: tuple[TileChange, ...]
-
-    @property
-    def version(self) -> str:
-        """Label of the version this makes."""
-        return str(self.manifest.target)
-
-    @property
-    def staged_bytes(self) -> int:
-        """Memory of positions, old and new bits."""
-        return sum(
-            change.old.nbytes
-            + change.new.nbytes
-            + (0 if isinstance(change.where, slice) else change.where.nbytes)
-            for change in self.changes
-        )
-
-
-def read_manifest(bundle: Path) -> Manifest:
-    """The manifest of a bundle folder.
-
-    Raises:
-        CommitRefused: ``Corrupt``: missing, damaged or of another format.
-    """
-    try:
-        return Manifest.decode((bundle / "manifest.msgpack").read_bytes())
-    except OSError as error:
-        raise CommitRefused("Corrupt", f"no manifest in {bundle}: {error}") from error
-    except ManifestError as error:
-        raise CommitRefused("Corrupt", f"manifest of {bundle}: {error}") from error
-
-
-def stage(
-    bundle: Path, live: Live, current: Digest, rest: Callable[[], None] = lambda: None
-) -> StagedUpdate:
-    """Decode a bundle and check it against the live weights, touching nothing.
-
-    Args:
-        bundle: folder with ``manifest.msgpack`` and ``blocks/<sha256 hex>``.
-        live: the engine's weights; nobody else writes them meanwhile.
-        current: their attested digest.
-        rest: called after every tile; may take its time.
-
-    Raises:
-        CommitRefused: ``Layout``, ``WrongBase``, ``Corrupt`` or ``DigestMismatch``.
-    """
-    manifest = read_manifest(bundle)
-    check_layout(manifest, live)
-    if manifest.base is not None and manifest.base_digest != str(current):
-        raise CommitRefused(
-            "WrongBase",
-            f"{manifest.target} starts from {manifest.base} with digest {manifest.base_digest}; "
-            f"the engine holds {current}",
-        )
-    _check_untouched(manifest)
-    changes = []
-    for change in _stage_tiles(manifest, bundle / "blocks", live):
-        changes.append(change)
-        rest()
-    return StagedUpdate(manifest, current, tuple(changes))
-
-
-def check_layout(manifest: Manifest, live: Live) -> None:
-    """Refuse a model that is not the engine's, naming the first difference.
-
-    Raises:
-        CommitRefused: ``Layout``.
-    """
-    table = {entry.name: entry for entry in manifest.tensors}
-    missing = sorted(table.keys() ^ live.keys())
-    if missing:
-        owner = "the bundle" if missing[0] in table else "the engine"
-        raise CommitRefused(
-            "Layout", f"only {owner} has tensor {missing[0]!r} ({len(missing)} such names)"
-        )
-    for name, entry in table.items():
-        tensor = live[name]
-        if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
-            raise CommitRefused(
-                "Layout",
-                f"tensor {name!r} is {entry.dtype}{list(entry.shape)} in the bundle and "
-                f"{tensor.dtype}{list(tensor.shape)} in the engine",
-            )
-
-
-def _check_untouched(manifest: Manifest) -> None:
-    """Tiles without a block must keep their digest, or the manifest hides a change."""
-    if manifest.base is None:
-        return
-    touched = {manifest.tile_number(block) for block in manifest.blocks}
-    pairs = zip(manifest.base_tile_digests, manifest.tile_digests, strict=True)
-    for number, (before, after) in enumerate(pairs):
-        if number not in touched and before != after:
-            raise CommitRefused("Corrupt", f"tile {number} changes but no block says how")
-
-
-def _stage_tiles(manifest: Manifest, blocks: Path, live: Live) -> Iterator[TileChange]:
-    for block in manifest.blocks:
-        entry = manifest.tensors[block.tensor]
-        cut = entry.tiling
-        if not live[entry.name].touches(cut.box(block.tile), cut.columns):
-            continue  # another rank's
-        try:
-            data = (blocks / block.sha256.hex()).read_bytes()
-            base = _base_of(entry, block, live)
-            decoded = manifest.read(block, data, base)
-        except OSError as error:
-            raise CommitRefused("Corrupt", f"a block of {entry.name} is missing") from error
-        except BlockError as error:
-            raise CommitRefused("Corrupt", f"{entry.name}: {error}") from error
-        faults.at("engine.stage.tile")
-        positions = _positions(entry, block, decoded.indices)
-        where, kept = live[entry.name].own(positions)
-        old = live[entry.name].take(where)
-        new = _only(decoded, kept).resolve(old, number_format(entry.dtype))
-        named = _listed(positions)
-        moved = digest_change(entry.name, named if kept is None else named[kept], old, new)
-        if kept is None:
-            _check_tile(manifest, block, moved, digest_at(entry.name, named, old))
-        yield TileChange(entry, where, old, new, moved)
-
-
-def _listed(where: Where) -> Indices:
-    if isinstance(where, slice):
-        return np.arange(where.start, where.stop, dtype=np.int64)
-    return where
-
-
-def _check_tile(manifest: Manifest, block: BlockEntry, moved: Digest, old: Digest) -> None:
-    """What the tile will be is what the manifest says, before any weight is touched."""
-    number = manifest.tile_number(block)
-    before = manifest.base_tile_digests[number] if manifest.base is not None else old
-    if before.plus(moved) != manifest.tile_digests[number]:
-        name = manifest.tensors[block.tensor].name
-        raise CommitRefused(
-            "DigestMismatch", f"tile {block.tile} of {name} would not become what it should"
-        )
-
-
-def _only(changes: Changes, kept: Indices | None) -> Changes:
-    """The changes whose elements are held here."""
-    if kept is None:
-        return changes
-    steps, values = changes.steps, changes.values
-    return Changes(
-        kept,
-        steps[kept] if steps is not None else None,
-        values[kept] if values is not None else None,
-    )
-
-
-def _base_of(entry: TensorEntry, block: BlockEntry, live: Live) -> Bits | None:
-    """The tile's live bits, for a block that cannot be read without them."""
-    if block.codec != Codec.RICE:
-        return None
-    return live[entry.name].take(_positions(entry, block, None))
-
-
-def _positions(entry: TensorEntry, block: BlockEntry, local: Indices | None) -> Where:
-    """Where a block's elements lie in the flat tensor; a slice when they are contiguous."""
-    cut = entry.tiling
-    if local is not None:
-        return cut.flat(block.tile, local)
-    box = cut.box(block.tile)
-    if box.column1 - box.column0 == cut.columns:
-        first = box.row0 * cut.columns
-        return slice(first, first + box.elements)
-    return cut.flat(block.tile, np.arange(box.elements, dtype=np.int64))
 
 
 def commit(update: StagedUpdate, live: Live) -> Digest:
@@ -314,7 +102,7 @@ def scatter(update: StagedUpdate, live: Live) -> str | None:
     for change in update.changes:
         tensor = live[change.tensor.name]
         tensor.put(change.where, change.new)
-        if wrong is None and not np.array_equal(tensor.take(change.where), change.new):
+        if wrong is None and not tensor.holds(change.where, change.new):
             wrong = f"{change.tensor.name} did not keep what was written"
         faults.at("engine.commit.scatter")
     return wrong

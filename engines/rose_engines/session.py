@@ -29,17 +29,7 @@ from pathlib import Path
 from rose_core.delta.digest import Digest
 from rose_engines.device import Device
 from rose_engines.errors import BrokenWeights, CommitRefused
-from rose_engines.live import (
-    Live,
-    StagedUpdate,
-    commit,
-    confirm,
-    digest_live,
-    readable,
-    revert,
-    stage,
-    warm_up,
-)
+from rose_engines.live import commit, confirm, digest_live, readable, revert, warm_up
 from rose_engines.memory import EngineMemory
 from rose_engines.order import Handover, Order
 from rose_engines.pace import Pace
@@ -64,6 +54,8 @@ from rose_engines.sglang.control import (
     Staged,
     Status,
 )
+from rose_engines.staging import StagedUpdate, stage
+from rose_engines.tensors import Live
 
 log = logging.getLogger(__name__)
 

@@ -79,6 +79,10 @@ class Storage(Protocol):
         """Overwrite these elements."""
         ...
 
+    def holds(self, where: Where, bits: Bits) -> bool:
+        """Whether these elements are these bits."""
+        ...
+
     def span(self, first: int, end: int) -> Bits:
         """A run of elements in host memory: a view where possible, else a copy."""
         ...
@@ -176,7 +180,7 @@ class SlicedTensor:
             place = box.target_first + row * box.target_stride + column
             found = np.where(inside, place, found)
         kept = np.flatnonzero(found >= 0)
-        return found[kept], kept
+        return (found, None) if len(kept) == len(wanted) else (found[kept], kept)
 
     def touches(self, tile: TileBox, columns: int) -> bool:
         """Whether a tile of the tensor, seen as a matrix of so many columns, may have a part here.
@@ -194,6 +198,10 @@ class SlicedTensor:
     def put(self, where: Where, bits: Bits) -> None:
         """Overwrite elements at positions that ``own`` gave."""
         self.storage.put(where, bits)
+
+    def holds(self, where: Where, bits: Bits) -> bool:
+        """Whether elements at positions that ``own`` gave are these bits."""
+        return self.storage.holds(where, bits)
 
     def all_bits(self) -> Bits:
         """Every element held here, box by box."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from rose_core.delta.bits import Bits, Indices
 from rose_core.delta.digest import Digest, digest_run
+from rose_core.delta.kernels import kernels
 from rose_core.delta.tiles import Box
 
 Where = slice | Indices
@@ -34,6 +35,10 @@ class LiveTensor(Protocol):
 
     def put(self, where: Where, bits: Bits) -> None:
         """Overwrite these elements."""
+        ...
+
+    def holds(self, where: Where, bits: Bits) -> bool:
+        """Whether these elements are these bits, read from the live weights."""
         ...
 
     def all_bits(self) -> Bits:
@@ -97,7 +102,16 @@ class HostTensor(WholeTensor):
 
     def put(self, where: Where, bits: Bits) -> None:
         """Overwrite these elements."""
-        self.flat[where] = bits
+        if isinstance(where, slice):
+            self.flat[where] = bits
+        else:
+            kernels().put(self.flat, where, bits)
+
+    def holds(self, where: Where, bits: Bits) -> bool:
+        """Whether these elements are these bits."""
+        if isinstance(where, slice):
+            return np.array_equal(self.flat[where], bits)
+        return kernels().holds(self.flat, where, bits)
 
     def all_bits(self) -> Bits:
         """The storage itself."""

@@ -28,14 +28,7 @@ from rose_core.delta import faults
 from rose_core.delta.digest import Digest, total
 from rose_engines.board import Word
 from rose_engines.errors import BrokenWeights, CommitRefused
-from rose_engines.live import (
-    Live,
-    StagedUpdate,
-    first_wrong,
-    put_back,
-    scatter,
-    touched,
-)
+from rose_engines.live import first_wrong, put_back, scatter, touched
 from rose_engines.parts import Ranks, ask
 from rose_engines.session import WeightSession
 from rose_engines.sglang.calls import (
@@ -50,6 +43,8 @@ from rose_engines.sglang.calls import (
     Stage,
     Staged,
 )
+from rose_engines.staging import StagedUpdate
+from rose_engines.tensors import Live
 
 log = logging.getLogger(__name__)
 

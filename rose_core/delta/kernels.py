@@ -49,6 +49,8 @@ class Kernels:
         unpack: the inverse, None when the streams do not belong together.
         digest_run: (bits, first position, key) -> two lanes.
         digest_at: (positions, bits, key) -> two lanes.
+        put: (flat, positions, bits) overwrites; positions are known to be inside.
+        holds: (flat, positions, bits) -> whether they are there.
         classes: its own loops of exponent classes, where it has some.
     """
 
@@ -61,6 +63,8 @@ class Kernels:
     digest_run: Callable[[Bits, int, int], tuple[int, int]]
     digest_at: Callable[[Indices, Bits, int], tuple[int, int]]
     classes: ClassLoops | None = None
+    put: Callable[[Bits, Indices, Bits], None] = vectors.put
+    holds: Callable[[Bits, Indices, Bits], bool] = vectors.holds
 
 
 Backend = Literal["auto", "numba", "numpy"] | Kernels
@@ -125,7 +129,7 @@ class _Scratch(threading.local):
 
 
 def _compiled() -> Kernels:
-    compare_loop, steps_loop, move_loop, pack_loop, unpack_loop, run, at = (
+    compare_loop, steps_loop, move_loop, pack_loop, unpack_loop, run, at, put, differing = (
         compiled(loop)
         for loop in (
             loops.compare,
@@ -135,6 +139,8 @@ def _compiled() -> Kernels:
             loops.unpack,
             loops.digest_run,
             loops.digest_at,
+            loops.put,
+            loops.differing,
         )
     )
 
@@ -182,4 +188,18 @@ def _compiled() -> Kernels:
         low, high = at(indices, bits, np.uint64(key))
         return int(low), int(high)
 
-    return Kernels("numba", compare, steps_between, move, pack, unpack, digest_run, digest_at)
+    def holds(flat: Bits, where: Indices, bits: Bits) -> bool:
+        return not differing(flat, where, bits)
+
+    return Kernels(
+        "numba",
+        compare,
+        steps_between,
+        move,
+        pack,
+        unpack,
+        digest_run,
+        digest_at,
+        put=put,
+        holds=holds,
+    )

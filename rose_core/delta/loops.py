@@ -99,6 +99,20 @@ def move(old: Any, steps: Any, width_bits: int, new: Any) -> None:  # noqa: ANN4
         new[number] = value ^ (top if value & top else mask)
 
 
+def put(flat: Any, where: Any, bits: Any) -> None:  # noqa: ANN401
+    """Overwrite elements at positions that are known to be inside."""
+    for number in range(len(where)):
+        flat[np.uint64(where[number])] = bits[number]
+
+
+def differing(flat: Any, where: Any, bits: Any) -> Any:  # noqa: ANN401
+    """How many elements at these positions are not these bits."""
+    count = ZERO
+    for number in range(len(where)):
+        count += np.uint64(flat[np.uint64(where[number])] != bits[number])
+    return count
+
+
 def pack(  # noqa: PLR0917
     indices: Any,  # noqa: ANN401
     steps: Any,  # noqa: ANN401

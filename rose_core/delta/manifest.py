@@ -18,7 +18,7 @@ import numpy as np
 
 from rose_core.delta.bits import Bits, Indices, NumberFormat, number_format
 from rose_core.delta.codec import Changes, check_block, decode_block
-from rose_core.delta.digest import Digest, from_bytes, total
+from rose_core.delta.digest import Digest, from_bytes, total_of
 from rose_core.delta.errors import ManifestError
 from rose_core.delta.tiles import Tiling, as_matrix
 from rose_core.identity import WeightVersion
@@ -224,7 +224,7 @@ def check(manifest: Manifest) -> None:
         if len(table) != tiles * DIGEST_BYTES:
             message = f"{manifest.target}: {len(table)} bytes of {label} digests, {tiles} tiles"
             raise ManifestError(message)
-        if str(total(from_bytes(table))) != digest:
+        if str(total_of(table)) != digest:
             message = f"{manifest.target}: the {label} digest is not the sum of its tiles"
             raise ManifestError(message)
     _check_blocks(manifest, tiles)

@@ -24,6 +24,16 @@ def steps_between(old: Bits, new: Bits) -> Bits:
     return _ordered(new) - _ordered(old)
 
 
+def put(flat: Bits, where: Indices, bits: Bits) -> None:
+    """Overwrite elements; positions inside ``flat`` are the caller's to check."""
+    flat[where] = bits
+
+
+def holds(flat: Bits, where: Indices, bits: Bits) -> bool:
+    """Whether these elements are these bits."""
+    return np.array_equal(flat.take(where, mode="clip"), bits)
+
+
 def move(old: Bits, steps: Bits) -> Bits:
     """Move sign-magnitude values by ordered-integer steps."""
     return _unordered(_ordered(old) + steps)

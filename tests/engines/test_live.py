@@ -13,20 +13,10 @@ from rose_core.delta.digest import Digest, to_bytes, total
 from rose_core.delta.manifest import Manifest
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
-from rose_engines import live as module
 from rose_engines.errors import BrokenWeights, CommitRefused
-from rose_engines.live import (
-    HostTensor,
-    Live,
-    LiveTensor,
-    commit,
-    confirm,
-    digest_live,
-    host_tensors,
-    readable,
-    revert,
-    stage,
-)
+from rose_engines.live import commit, confirm, digest_live, readable, revert
+from rose_engines.staging import stage
+from rose_engines.tensors import HostTensor, Live, LiveTensor, Where, host_tensors
 
 V0, V1, V2 = (WeightVersion("run", 1, n) for n in range(3))
 
@@ -105,7 +95,9 @@ def test_full_bundle_needs_no_base(tmp_path: Path, old: State, sparse: State) ->
     assert equal(live, old)
 
 
-def test_deltas_chain(tmp_path: Path, old: State, sparse: State) -> None:
+def test_a_delta_is_committed_on_the_state_of_the_one_before(
+    tmp_path: Path, old: State, sparse: State
+) -> None:
     live = engine(old)
     write_bundle(tmp_path / "1", V1, sparse, (V0, old))
     write_bundle(tmp_path / "2", V2, old, (V1, sparse))
@@ -114,7 +106,9 @@ def test_deltas_chain(tmp_path: Path, old: State, sparse: State) -> None:
     assert equal(live, old)
 
 
-def test_wrong_base(tmp_path: Path, old: State, sparse: State) -> None:
+def test_a_delta_from_another_base_is_refused_with_both_versions(
+    tmp_path: Path, old: State, sparse: State
+) -> None:
     write_bundle(tmp_path / "b", V1, sparse, (V0, old))
     live = engine(sparse)
     with pytest.raises(CommitRefused, match=r"WrongBase.*run@1\.1 starts from run@1\.0"):
@@ -178,7 +172,7 @@ class Stubborn(HostTensor):
 
     lost = slice(0, 0)
 
-    def put(self, where: module.Where, bits: np.ndarray) -> None:
+    def put(self, where: Where, bits: np.ndarray) -> None:
         kept = self.flat[self.lost].copy()
         super().put(where, bits)
         self.flat[self.lost] = kept

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.live import LiveTensor
 from rose_engines.safetensors import StoredTensor
 from rose_engines.sglang import parameters
 from rose_engines.sglang.layout import derive, unplaced
 from rose_engines.sglang.parameters import DeviceTensor
 from rose_engines.slices import Box
+from rose_engines.tensors import LiveTensor
 
 LAYER = "model.layers.0."
 

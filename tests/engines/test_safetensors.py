@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rose_engines.errors import UnsupportedEngine
-from rose_engines.live import host_tensors
 from rose_engines.safetensors import read_checkpoint, read_file, write_file
+from rose_engines.tensors import host_tensors
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def header(**entry: object) -> bytes:
     ],
     ids=range(10),
 )
-def test_damaged_file(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_checkpoint_is_refused_by_its_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "m.safetensors").write_bytes(content)
     with pytest.raises(UnsupportedEngine, match=r"m\.safetensors"):
         read_checkpoint(tmp_path)

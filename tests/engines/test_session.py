@@ -10,7 +10,6 @@ import pytest
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
 from rose_engines.errors import BrokenWeights
-from rose_engines.live import Live, host_tensors
 from rose_engines.session import WeightSession
 from rose_engines.sglang.control import (
     Abort,
@@ -28,6 +27,7 @@ from rose_engines.sglang.control import (
     Staged,
     Status,
 )
+from rose_engines.tensors import Live, host_tensors
 
 V0, V1, V2 = (WeightVersion("run", 1, n) for n in range(3))
 
@@ -119,7 +119,9 @@ def status(engine: Engine) -> Status:
     return answer
 
 
-def test_stage_commit_attest(engine: Engine, bundle: Path) -> None:
+def test_a_staged_version_is_live_after_its_commit_and_attests_to_its_digest(
+    engine: Engine, bundle: Path
+) -> None:
     before = status(engine)
     staged = engine.session.handle(Stage(str(bundle)))
     assert isinstance(staged, Staged)
@@ -150,7 +152,7 @@ def test_commit_without_boundary_stays_staged(engine: Engine, bundle: Path) -> N
     assert isinstance(engine.session.handle(Commit(str(V1))), Committed)
 
 
-def test_commit_of_something_else(engine: Engine, bundle: Path) -> None:
+def test_a_version_that_is_not_staged_is_not_committed(engine: Engine, bundle: Path) -> None:
     refused = engine.session.handle(Commit(str(V1)))
     assert isinstance(refused, Refused)
     assert refused.reason == "NotStaged"
@@ -160,7 +162,7 @@ def test_commit_of_something_else(engine: Engine, bundle: Path) -> None:
     assert "run@1.1 is" in refused.message
 
 
-def test_abort_forgets(engine: Engine, bundle: Path) -> None:
+def test_an_aborted_stage_cannot_be_committed(engine: Engine, bundle: Path) -> None:
     engine.session.handle(Stage(str(bundle)))
     answer = engine.session.handle(Abort())
     assert isinstance(answer, Status)

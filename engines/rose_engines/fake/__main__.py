@@ -25,11 +25,11 @@ from rose_engines.fake.ranks import lead
 from rose_engines.fake.scheduler import FakeScheduler
 from rose_engines.fake.server import FakeServer
 from rose_engines.fake.sleep import FakeSleep
-from rose_engines.live import Live, host_tensors
 from rose_engines.permit import Permit
 from rose_engines.safetensors import read_checkpoint
 from rose_engines.session import WeightSession
 from rose_engines.sglang.control import ControlServer
+from rose_engines.tensors import Live, host_tensors
 from rose_engines.together import LeaderSession
 from rose_wire import faults
 

@@ -10,9 +10,9 @@ import mmap
 from collections.abc import Callable
 from pathlib import Path
 
-from rose_engines.live import Live
 from rose_engines.memory import PAGE, drop_pages
 from rose_engines.safetensors import read_checkpoint
+from rose_engines.tensors import Live
 
 
 class FakeMemory:

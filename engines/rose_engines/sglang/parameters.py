@@ -150,12 +150,24 @@ class DeviceTensor(WholeTensor):
         """Overwrite these elements; done when it returns."""
         import torch  # noqa: PLC0415  # only inside engines
 
+        self.flat[self._index(where)] = self._there(bits)
+        if self.flat.is_cuda:
+            torch.cuda.synchronize(self.flat.device)
+
+    def holds(self, where: Where, bits: Bits) -> bool:
+        """Whether these elements are these bits; compared on the device."""
+        import torch  # noqa: PLC0415  # only inside engines
+
+        return torch.equal(self.flat[self._index(where)], self._there(bits))
+
+    def _there(self, bits: Bits) -> torch.Tensor:
+        """Bits on the device, as the integers that ``flat`` holds."""
+        import torch  # noqa: PLC0415  # only inside engines
+
         signed = np.ascontiguousarray(bits)
         if signed.itemsize > 1:
             signed = signed.view(f"i{signed.itemsize}")
-        self.flat[self._index(where)] = torch.from_numpy(signed).to(self.flat.device)
-        if self.flat.is_cuda:
-            torch.cuda.synchronize(self.flat.device)
+        return torch.from_numpy(signed).to(self.flat.device)
 
     def all_bits(self) -> Bits:
         """A copy of every element in host memory."""
