@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.gap import loaders
@@ -47,8 +48,23 @@ async def rounds(engine: RealEngine, switches: Sequence[Switch], count: int) -> 
     return found
 
 
-def measure(size: str, count: int, shares: Sequence[float]) -> tuple[Gaps, int]:
-    """Gaps on one engine of this size, and its number of weights."""
+@dataclass(frozen=True)
+class Measured:
+    """What was found on one engine.
+
+    Attributes:
+        gaps: see ``rounds``.
+        parts: how long each part of our own switch took, ms; only the pause stops the engine.
+        weights: of the model.
+    """
+
+    gaps: Gaps
+    parts: Gaps
+    weights: int
+
+
+def measure(size: str, count: int, shares: Sequence[float]) -> Measured:
+    """Gaps on one engine of this size."""
     spec = EngineSpec("gap", "gap", context_tokens=4096, kv_tokens=4096, max_running=2)
     more = ("--custom-weight-loader", loaders.TENSORS, loaders.IMAGE)
     with (
@@ -56,17 +72,23 @@ def measure(size: str, count: int, shares: Sequence[float]) -> tuple[Gaps, int]:
         tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
         start_engine(Path(folder), SIZES[size], spec, more=more) as engine,
     ):
-        ours: list[Switch] = [Ours(engine, Path(folder), share) for share in shares]
+        ours = [Ours(engine, Path(folder), share) for share in shares]
         stock: list[Switch] = [
             kind(engine, Path(memory), SHARE) for kind in (TensorUpdate, ImageCopy, DiskUpdate)
         ]
-        return asyncio.run(rounds(engine, [*ours, *stock], count)), elements(engine.model)
+        gaps = asyncio.run(rounds(engine, [*ours, *stock], count))
+        return Measured(gaps, ours[-1].parts, elements(engine.model))
 
 
-def figures(size: str, gaps: Gaps) -> list[Figure]:
+def figures(size: str, measured: Measured) -> list[Figure]:
     """Medians, and ours against the others at the same share."""
+    gaps = measured.gaps
     found = [
         figure(f"{size}: {name}", statistics.median(all_), "ms") for name, all_ in gaps.items()
+    ]
+    found += [
+        figure(f"{size}: of ours, {name} took", statistics.median(all_), "ms")
+        for name, all_ in measured.parts.items()
     ]
     mine = statistics.median(gaps[f"ours, {SHARE:.3g} changed"])
     for name in (TensorUpdate.name, ImageCopy.name, DiskUpdate.name):
@@ -118,8 +140,9 @@ def main(argv: list[str] | None = None) -> int:
             weights[size] = SIZES[size].parameters
             shares.insert(1, _same_changes(weights[arguments.sizes[0]], weights[size]))
         sys.stdout.write(f"{size}\n")
-        gaps[size], weights[size] = measure(size, arguments.rounds, shares)
-        found += figures(size, gaps[size])
+        measured = measure(size, arguments.rounds, shares)
+        gaps[size], weights[size] = measured.gaps, measured.weights
+        found += figures(size, measured)
     found += growth(arguments.sizes, gaps, weights)
     note = f"one stream, {arguments.rounds} rounds there and back, {SHARE:.0%} changed, on CPU"
     record("gap", found, notes=(note,))

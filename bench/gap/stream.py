@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from rose_engines.sglang.client import SGLangClient
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 3000}
-_BEFORE, _AFTER = 8, 3
+_BEFORE, _AFTER = 16, 3
 _ids = itertools.count()
 
 
@@ -65,6 +65,9 @@ async def gap(client: SGLangClient, switch: Callable[[], Awaitable[None]]) -> fl
 def lost(times: Sequence[float], began: float, ended: float) -> float:
     """Seconds beyond the usual pace, over all intervals that the switch touches.
 
+    Tokens that come sooner than usual count against those that come later: otherwise a long switch
+    would be charged for the jitter of every token beside it.
+
     Args:
         times: arrivals of tokens.
         began: of the switch; the pace is that of the tokens before.
@@ -73,4 +76,4 @@ def lost(times: Sequence[float], began: float, ended: float) -> float:
     intervals = list(itertools.pairwise(times))
     pace = statistics.median(after - before for before, after in intervals if after <= began)
     touched = [(a, b) for a, b in intervals if b > began and a < ended]
-    return sum(max(0.0, after - before - pace) for before, after in touched)
+    return sum(after - before - pace for before, after in touched)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import pickle
 import shutil
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,16 +57,22 @@ class Ours:
         write_bundle(self._bundles[0], there, after, (here, before))
         write_bundle(self._bundles[1], here, before, (there, after))
         self._next = self._bundles[0]
+        self.parts: dict[str, list[float]] = {"staging": [], "pause": [], "confirming": []}
 
     async def prepare(self, *, there: bool) -> None:
         """Choose the bundle."""
         self._next = self._bundles[0 if there else 1]
 
     async def switch(self) -> None:
-        """Stage and commit."""
+        """Stage and commit; notes how long each part took."""
         async with await ControlClient.connect(self._control) as control:
             staged = await control.stage(self._next)
-            await control.commit(staged.version, 600.0)
+            began = time.monotonic()
+            committed = await control.commit(staged.version, 600.0)
+        pause = committed.pause_microseconds / 1e3
+        self.parts["staging"].append(1e3 * staged.seconds)
+        self.parts["pause"].append(pause)
+        self.parts["confirming"].append(1e3 * (time.monotonic() - began) - pause)
 
     def forget(self) -> None:
         """Nothing is held."""

@@ -29,6 +29,7 @@ def naming(path: Path) -> list[tuple[str, torch.Tensor]]:
 def test_time_beyond_the_usual_pace_is_what_a_switch_costs() -> None:
     assert lost([0, 1, 2, 3, 6, 7, 8], 2.5, 4) == pytest.approx(2)
     assert lost([0, 1, 2, 3, 4, 5], 2.5, 4) == 0
+    assert lost([0, 1, 2, 3, 4.5, 5], 2.5, 5) == pytest.approx(0)  # late once, early once
 
 
 def test_an_image_brings_every_parameter_back(tmp_path: Path) -> None:
