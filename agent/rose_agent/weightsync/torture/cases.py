@@ -29,12 +29,21 @@ _LATER = {
     "engine.commit.scatter": 5,
 }
 _FULL_DISK = (
+    "store.opened",
     "store.block",
     "store.commit.blocks",
     "store.commit.manifest",
+    "store.commit.head",
+    "store.fold.manifest",
+    "store.fold.list",
     "relay.block",
+    "relay.merged",
     "sync.block",
+    "sync.fetched",
+    "sync.bundle",
 )
+"""Every step at which something has just been written, or is about to be."""
+
 _STANDS_STILL = ("engine.commit.begin", "engine.commit.scatter", "engine.commit.checked")
 
 
@@ -67,9 +76,13 @@ SCRIPTED = (
     Case("store: flipped bits", about="every block of the head is damaged on the store's disk"),
     Case("relay: flipped bits", about="every block of the head is damaged on the relay's disk"),
     Case("relay: missing blocks", about="every block of the head is gone from the relay"),
+    Case("store: flipped manifest", about="the head's manifest is damaged on the store's disk"),
+    Case("store: flipped state", about="the run's list of versions is damaged at the store"),
     Case(
         "bundle: torn and reordered", about="half-written blocks and a manifest lie in the bundle"
     ),
+    Case("bundle: flipped bits", about="blocks of a whole bundle are damaged before it is staged"),
+    Case("engine: flipped weight", about="a bit of a live weight flips in the engine's memory"),
     Case("two publishers", about="a second one takes the run over; the first must stop"),
     Case("trainer rewound", about="the trainer starts again from an older step"),
     Case("gate closed", about="the gate closes before the commit and stays closed"),

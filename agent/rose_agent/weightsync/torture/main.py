@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from rose_agent.weightsync.torture import hands
+from rose_agent.weightsync.torture import damage, hands
 from rose_agent.weightsync.torture.cases import GATES, SCRIPTED, Case, enumerated
 from rose_agent.weightsync.torture.process import Violation, until
 from rose_agent.weightsync.torture.world import RUN, World, encode
@@ -193,65 +193,6 @@ def _fall_behind(world: World) -> None:
     asyncio.run(follow())
 
 
-def _damage(world: World, root: str, change: Callable[[Path], None]) -> str:
-    """Harm the newest version's blocks somewhere while nobody fetches them."""
-    before = world.weights.version
-    world["weight-sync"].kill()
-    world.publish()
-    world.durable()
-    if root == "relay":
-        _through(world)
-    files = list(world.blocks(root))
-    if not files:
-        raise Violation(f"the {root} holds no block of the head")
-    kept = {path: path.read_bytes() for path in files}
-    for path in files:
-        change(path)
-    world.restart("relay")  # what it has checked once it would not read again
-    world.restart("weight-sync")
-    if root == "store":
-        until(lambda: "block" in world.weights.error, "weight-sync says what is wrong")
-        served = world.look()
-        if served != before:
-            raise Violation(f"{served} is served instead of {before}")
-        for path, data in kept.items():  # what a publisher's next start or a backup brings back
-            path.write_bytes(data)
-        world.restart("store")
-        return f"served {served}"
-    return "fetched again"
-
-
-def _through(world: World) -> None:
-    async def pull() -> None:
-        async with WeightsClient(world.relay_address) as client:
-            versions = (await client.describe(RUN)).versions
-            before = versions[-2]
-            folder = world.folder / "other"
-            await client.pull(RUN, folder, have=before.version, digest=before.digest)
-            shutil.rmtree(folder)
-
-    asyncio.run(pull())
-
-
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(bytes(data))
-
-
-def _torn_bundle(world: World) -> str:
-    world["weight-sync"].kill()
-    folder = world.slot.bundles / "next"
-    (folder / "blocks").mkdir(parents=True, exist_ok=True)
-    world.publish()
-    world.durable()
-    for path in world.blocks("store"):  # every other block is there in half, the rest is missing
-        (folder / "blocks" / path.name).write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    (folder / "manifest.msgpack").write_bytes(b"torn")
-    world.restart("weight-sync")
-    return "torn bundle was made whole"
-
-
 def _two_publishers(world: World) -> str:
     first = world["publisher"]
     second = World._process(world, "publisher", " ".join(first.command))  # noqa: SLF001
@@ -301,10 +242,14 @@ def _everything(world: World) -> str:
 
 
 SCRIPTS: dict[str, Callable[[World], str]] = {
-    "store: flipped bits": lambda world: _damage(world, "store", _flip),
-    "relay: flipped bits": lambda world: _damage(world, "relay", _flip),
-    "relay: missing blocks": lambda world: _damage(world, "relay", Path.unlink),
-    "bundle: torn and reordered": _torn_bundle,
+    "store: flipped bits": lambda world: damage.blocks(world, "store", damage.flip),
+    "relay: flipped bits": lambda world: damage.blocks(world, "relay", damage.flip),
+    "relay: missing blocks": lambda world: damage.blocks(world, "relay", Path.unlink),
+    "store: flipped manifest": damage.manifest,
+    "store: flipped state": damage.state,
+    "bundle: torn and reordered": damage.torn_bundle,
+    "bundle: flipped bits": damage.flipped_bundle,
+    "engine: flipped weight": damage.rotten,
     "two publishers": _two_publishers,
     "trainer rewound": _rewound,
     "gate closed": _gate,

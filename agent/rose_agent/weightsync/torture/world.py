@@ -34,6 +34,7 @@ from rose_weights import synthetic
 from rose_weights.checkpoint import write_safetensors
 from rose_weights.client import WeightsClient
 from rose_weights.errors import WeightsError
+from rose_weights.state import decode
 from rose_wire.errors import WireError
 
 RUN = "torture"
@@ -235,6 +236,15 @@ class World:
         """Files of the head's blocks under the folder of the store or the relay."""
         names = {block.hex() for block in self._head_blocks()}
         return (path for path in (self.folder / root).rglob("*") if path.name in names)
+
+    def run_folder(self) -> Path:
+        """The run at the store."""
+        return self.folder / "store" / "runs" / RUN
+
+    def head_manifest(self) -> Path:
+        """The file of the newest version's manifest at the store."""
+        kept = decode((self.run_folder() / "state.json").read_bytes(), "state").versions[-1]
+        return self.run_folder() / "manifests" / kept.manifest
 
     def _agrees(self) -> bool:
         """What ``weights.json`` vouches for is what this process of the engine serves."""
