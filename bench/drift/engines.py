@@ -11,6 +11,7 @@ import torch
 from bench.drift.trained import State
 from rose_core.delta.probe import PROMPT, Answer
 from rose_core.identity import WeightVersion
+from rose_dev.engine_testing import State as Stored
 from rose_dev.engine_testing import start_engine, write_bundle
 from rose_dev.models import Recipe
 from rose_engines.sglang.client import SGLangClient
@@ -41,7 +42,7 @@ async def _ask(url: str, control: Path, bundle: Path, version: str) -> Answer:
     return found
 
 
-def _bits(state: State) -> dict[str, tuple[str, tuple[int, ...], object]]:
+def _bits(state: State) -> Stored:
     return {
         name: (
             "BF16",
