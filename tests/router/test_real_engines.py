@@ -7,12 +7,10 @@ import json
 import os
 import shutil
 import signal
-import string
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -27,7 +25,6 @@ from rose_dev.engine_environment import is_ready
 from rose_dev.engine_testing import RealEngine, start_engine
 from rose_dev.models import make_named
 from rose_dev.owners import Owner, owner
-from rose_dev.waiting import until
 from rose_engines.sglang.control import ControlClient
 from rose_router.config import Settings
 from rose_router.main import running
@@ -80,52 +77,6 @@ def request(**fields: object) -> dict[str, object]:
         "return_logprob": True,
         **fields,
     }
-
-
-async def test_a_stop_string_across_a_move_ends_the_turn_as_on_one_engine(
-    engines: list[RealEngine],
-) -> None:
-    """Letters alone are sampled, so that a string can be named that begins before the move."""
-    first, second = engines
-    letters = {str(ord(letter)): 1000.0 for letter in string.ascii_lowercase}
-    sampling = {"max_new_tokens": 120, "temperature": 0, "ignore_eos": True, "logit_bias": letters}
-    async with (
-        aiohttp.ClientSession(raise_for_status=True) as session,
-        running(Settings("team/grpo", attach_token="secret", tokenizer=first.model)) as router,
-        owner(router.attach_port, update_of(first, "first"), "secret") as leaving,
-    ):
-
-        async def ask(url: str, **fields: object) -> dict[str, Any]:
-            body = request(sampling_params={**sampling, **fields})
-            async with session.post(f"{url}/generate", json=body) as reply:
-                answer: dict[str, Any] = await reply.json()
-                return answer
-
-        begin, word = unique((await ask(second.url))["text"])
-        alone = await ask(second.url, stop=[word])
-        assert len(alone["output_ids"]) == begin + len(word)
-        await session.post(f"{first.url}/slow_down", json={"forward_sleep_time": 0.05})
-        url = f"http://127.0.0.1:{router.http_port}"
-        asked = asyncio.create_task(ask(url, stop=[word]))
-        live = router.service.ledger
-        await until(lambda: any(turn.leg and turn.leg.placed > begin + 2 for turn in live))
-        async with owner(router.attach_port, update_of(second, "second"), "secret"):
-            leaving.say(leaving=True)
-            moved = await asked
-        await session.post(f"{first.url}/slow_down", json={"forward_sleep_time": None})
-    assert begin < moved["meta_info"]["rose"]["moves"][0]["at_token"] < begin + len(word)
-    for name in ("output_ids", "text"):
-        assert moved[name] == alone[name]
-    assert moved["meta_info"]["finish_reason"] == alone["meta_info"]["finish_reason"]
-
-
-def unique(text: str, length: int = 24) -> tuple[int, str]:
-    """A part of the text that is nowhere before, and where it begins."""
-    for begin in range(10, len(text) - length):
-        word = text[begin : begin + length]
-        if text.find(word) == begin:
-            return begin, word
-    pytest.fail(f"the model repeats itself: {text!r}")
 
 
 async def test_a_killed_engine_is_not_noticed_by_the_caller(engines: list[RealEngine]) -> None:
