@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from bench.record import Figure, figure, record
-from bench.weights import links, memory, plane
+from bench.weights import example, links, memory, plane
 from bench.weights.generator import COLUMNS, ROWS, reference
 from bench.weights.ours import (
     Chain,
@@ -107,6 +107,17 @@ def real() -> Iterator[Figure]:
     yield figure("fetch over gRPC to disk", trained.stream_bytes_per_second / 1e9, "GB/s")
 
 
+def trained() -> Iterator[Figure]:
+    """The example trainer's own deltas, ours beside the others'."""
+    label = f"example GRPO, lr {example.RATE:.0e}"
+    sizes = example.measure()
+    yield figure(f"{label}: density", 100 * sizes.density, "%")
+    for name, size in sizes.peers.items():
+        yield figure(f"{label}: {name}", size, "B/change")
+    for name, size in zip(("v1", "v2"), sizes.ours, strict=True):
+        yield figure(f"{label}: ROSE {name}, all counted", size, "B/change")
+
+
 def processes() -> Iterator[Figure]:
     """Store, relay and receivers as processes."""
     with plane.scratch() as folder:
@@ -150,7 +161,7 @@ def main(argv: list[str]) -> int:
     """
     argparse.ArgumentParser(prog="bench.weights", description=__doc__).parse_args(argv)
     figures = [one for rate in AIMS for one in layouts(rate)]
-    figures += [*merging(), *real(), *processes()]
+    figures += [*merging(), *trained(), *real(), *processes()]
     notes = list(NOTES)
     if links.available():
         figures += limited_links()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench.record import figure, record, table
-from bench.weights import links, memory
+from bench.weights import example, links, memory
 from bench.weights.generator import Adam, to_bf16
 from bench.weights.ours import Chain, wire_bytes
 from bench.weights.peers import PEERS
@@ -57,6 +57,15 @@ def test_layouts_and_ours_are_counted_on_the_same_delta() -> None:
     assert wire_bytes(delta) / delta.changes < min(sizes.values())
     assert wire_bytes(delta) > delta.block_bytes + len(delta.encode())
     assert np.array_equal(chain.apply(delta, old), new)
+
+
+def test_the_examples_own_deltas_are_coded_by_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(example, "WARM", 1)
+    monkeypatch.setattr(example, "MEASURED", 1)
+    sizes = example.measure()
+    assert 0 < sizes.density < 1
+    assert max(sizes.ours) < min(sizes.peers.values())
+    assert sizes.peers["int32+bf16 (verl, vLLM)"] == 6
 
 
 @pytest.mark.skipif(not links.available(), reason="needs root, ip and tc")
