@@ -84,8 +84,9 @@ def test_what_would_have_to_be_ignored_is_refused_by_name(field: str) -> None:
         for asked in (1, 0, ["x"]):
             with pytest.raises(InvalidTurn, match=field):
                 ask(**{field: asked})
-        for nothing in (None, False, []):
+        for nothing in (None, False):
             ask(**{field: nothing})
+        ask(**{field: []})
     with pytest.raises(InvalidTurn, match=field):
         inference({field: 1})
 

@@ -50,12 +50,12 @@ def move(state: dict[str, torch.Tensor], step: int) -> None:
 
 def loaded(path: Path, state: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     """A checkpoint of whole tensors, placed as the state is."""
-    return {
-        name: distribute_tensor(whole, mesh, state[name].placements)
-        if isinstance(state[name], DTensor)
-        else whole
-        for name, whole in torch.load(path).items()
-    }
+    return {name: placed(whole, state[name], mesh) for name, whole in torch.load(path).items()}
+
+
+def placed(whole: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A whole tensor cut over the ranks as another one is."""
+    return distribute_tensor(whole, mesh, like.placements) if isinstance(like, DTensor) else whole
 
 
 def main(address: str, out: Path, mode: str) -> None:
