@@ -223,7 +223,7 @@ def test_an_absent_cluster_is_told_in_one_line(
     assert cli.main(["status", f"--kubeconfig={tmp_path / 'none'}"]) == 1
     assert "set KUBECONFIG" in capsys.readouterr().err
     assert cli.main(["status", f"--kubeconfig={config}", "--context=y"]) == 1
-    assert "Context 'y' not found" in capsys.readouterr().err
+    assert "has no context 'y'; it has: x" in capsys.readouterr().err
 
 
 class _Shelf:
