@@ -61,7 +61,8 @@ class Host:
 async def host_of_users(rundir: Path, models: Path, token: Path) -> AsyncIterator[Host]:
     """``rose engine-host --engine-uid``, where other users reach the engine environment."""
     folders = [engine_python().parents[1], models, engine_python().resolve().parents[1]]
-    folders += [Path(sys.base_prefix), Path(sys.prefix)]
+    # The checkout too: ROSE's packages are run from there, and it may lie in root's home.
+    folders += [Path(sys.base_prefix), Path(sys.prefix), Path(__file__).parents[2]]
     command = [sys.executable, "-I", opened.__file__]
     with tempfile.TemporaryDirectory(prefix="keep", dir="/tmp") as keep:
         command += [keep, *map(str, folders), "--", sys.executable, "-m", "rose_cli.main"]
