@@ -14,6 +14,7 @@ from rose_engines.sglang.client import SGLangClient
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 3000}
 _BEFORE, _AFTER = 16, 3
+_END_SECONDS = 20.0
 _ids = itertools.count()
 
 
@@ -49,7 +50,10 @@ async def running(client: SGLangClient) -> AsyncIterator[Stream]:
         yield stream
     finally:
         await client.abort(rid)
-        await reader
+        # SGLang once dropped an aborted stream without an end; what it says then is not measured.
+        await asyncio.wait({reader}, timeout=_END_SECONDS)
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
 
 
 async def gap(client: SGLangClient, switch: Callable[[], Awaitable[None]]) -> float:
