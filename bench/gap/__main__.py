@@ -35,16 +35,17 @@ Gaps = dict[str, list[float]]
 async def rounds(engine: RealEngine, switches: Sequence[Switch], count: int) -> Gaps:
     """Gaps in milliseconds by way; every round has each way once, in another order."""
     found: Gaps = defaultdict(list)
-    async with SGLangClient(engine.url) as client:
-        for number in range(count):
-            for place in range(len(switches)):
-                way = switches[(place + number) % len(switches)]
-                for there in (True, False):
-                    await way.prepare(there=there)
+    for number in range(count):
+        for place in range(len(switches)):
+            way = switches[(place + number) % len(switches)]
+            for there in (True, False):
+                await way.prepare(there=there)
+                # Preparing takes long enough for the engine to close a connection that is kept.
+                async with SGLangClient(engine.url) as client:
                     found[way.name].append(await gap(client, way.switch))
-                    way.forget()
-                sys.stdout.write(f"  round {number + 1}: {way.name}: {found[way.name][-2:]} ms\n")
-                sys.stdout.flush()
+                way.forget()
+            sys.stdout.write(f"  round {number + 1}: {way.name}: {found[way.name][-2:]} ms\n")
+            sys.stdout.flush()
     return found
 
 

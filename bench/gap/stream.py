@@ -18,12 +18,17 @@ _END_SECONDS = 20.0
 _ids = itertools.count()
 
 
+class StreamEnded(Exception):
+    """A stream ended before it had what was to be measured."""
+
+
 @dataclass
 class Stream:
     """Times at which tokens arrived, seconds of the monotonic clock."""
 
     times: list[float] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _ended: bool = False
 
     async def read(self, client: SGLangClient, rid: str) -> None:
         """Read until aborted."""
@@ -31,10 +36,22 @@ class Stream:
             self.times.append(time.monotonic())
             self._news.set()
 
+    def end(self) -> None:
+        """No token comes any more."""
+        self._ended = True
+        self._news.set()
+
     async def more(self, tokens: int) -> None:
-        """Wait for so many further tokens."""
+        """Wait for so many further tokens.
+
+        Raises:
+            StreamEnded: they never come.
+        """
         wanted = len(self.times) + tokens
         while len(self.times) < wanted:
+            if self._ended:
+                message = f"the stream ended after {len(self.times)} tokens; see the engine's log"
+                raise StreamEnded(message)
             self._news.clear()
             await self._news.wait()
 
@@ -45,15 +62,13 @@ async def running(client: SGLangClient) -> AsyncIterator[Stream]:
     rid = f"gap-{next(_ids):06d}."
     stream = Stream()
     reader = asyncio.create_task(stream.read(client, rid))
+    reader.add_done_callback(lambda _: stream.end())
     try:
         await stream.more(_BEFORE)
         yield stream
     finally:
         await client.abort(rid)
-        # SGLang once dropped an aborted stream without an end; what it says then is not measured.
-        await asyncio.wait({reader}, timeout=_END_SECONDS)
-        reader.cancel()
-        await asyncio.gather(reader, return_exceptions=True)
+        await asyncio.wait_for(reader, _END_SECONDS)
 
 
 async def gap(client: SGLangClient, switch: Callable[[], Awaitable[None]]) -> float:

@@ -1,5 +1,6 @@
 """What the benchmark of version switches counts, and what it runs inside the engine."""
 
+import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from bench.gap import loaders
-from bench.gap.stream import lost
+from bench.gap.stream import Stream, StreamEnded, lost
 
 
 class Model(torch.nn.Module):
@@ -30,6 +31,16 @@ def test_time_beyond_the_usual_pace_is_what_a_switch_costs() -> None:
     assert lost([0, 1, 2, 3, 6, 7, 8], 2.5, 4) == pytest.approx(2)
     assert lost([0, 1, 2, 3, 4, 5], 2.5, 4) == 0
     assert lost([0, 1, 2, 3, 4.5, 5], 2.5, 5) == pytest.approx(0)  # late once, early once
+
+
+@pytest.mark.asyncio
+async def test_nobody_waits_for_tokens_of_a_stream_that_has_ended() -> None:
+    stream = Stream([1.0, 2.0])
+    waiting = asyncio.create_task(stream.more(1))
+    await asyncio.sleep(0)
+    stream.end()
+    with pytest.raises(StreamEnded, match="after 2 tokens"):
+        await waiting
 
 
 def test_an_image_brings_every_parameter_back(tmp_path: Path) -> None:
