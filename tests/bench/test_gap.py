@@ -33,7 +33,6 @@ def test_time_beyond_the_usual_pace_is_what_a_switch_costs() -> None:
     assert lost([0, 1, 2, 3, 4.5, 5], 2.5, 5) == pytest.approx(0)  # late once, early once
 
 
-@pytest.mark.asyncio
 async def test_nobody_waits_for_tokens_of_a_stream_that_has_ended() -> None:
     stream = Stream([1.0, 2.0])
     waiting = asyncio.create_task(stream.more(1))
