@@ -178,11 +178,12 @@ def _staged(chain: Chain, manifest: Manifest, group: list[BlockEntry], old: Bits
     """New bits of everything that a group of blocks changes."""
     entry, read = manifest.tensors[0], [chain.blocks[block.sha256] for block in group]
     first = group[0]
-    if first.codec == Codec.STEPS:
+    if len(group) > 1:
         for block, data in zip(group, read, strict=True):
             check_block(data, block.sha256)
         batch = decode_batch(read, [block.tile for block in group], entry.tiling, KIND)
         return step(old.take(batch.positions, mode="clip"), batch.steps, KIND)
-    changes = manifest.read(first, read[0], entry.tiling.cut(old, first.tile))
+    base = entry.tiling.cut(old, first.tile) if first.codec == Codec.RICE else None
+    changes = manifest.read(first, read[0], base)
     where = manifest.positions(first, changes)
     return changes.resolve(old.take(where, mode="clip"), KIND)
