@@ -220,10 +220,10 @@ class _Stager:
         new = _only(changes, kept).resolve(old, entry.kind)
         named = _listed(positions)
         if kept is None:
-            self._check(group, ends, named, old, new)
+            moved = self._checked(group, ends, named, old, new)
         else:  # the others are another rank's: no tile can be checked before all have swapped
-            named = named[kept]
-        return Change(entry, where, old, new, digest_change(entry.name, named, old, new))
+            moved = digest_change(entry.name, named[kept], old, new)
+        return Change(entry, where, old, new, moved)
 
     def _decode(self, entry: TensorEntry, group: list[BlockEntry], tensor: LiveTensor) -> _Decoded:
         read = []
@@ -241,28 +241,30 @@ class _Stager:
         found = decode_block(read[0], entry.kind, elements, base=base)
         return _Decoded(_positions(entry, first, found.indices), found, (len(found),))
 
-    def _check(
+    def _checked(
         self,
         group: list[BlockEntry],
         ends: tuple[int, ...],
         named: Indices,
         old: Bits,
         new: Bits,
-    ) -> None:
-        """Every tile will be what the manifest says, before any weight is touched."""
+    ) -> Digest:
+        """What the group adds to the digest, once every tile will be what the manifest says."""
         manifest = self.manifest
         name = manifest.tensors[group[0].tensor].name
         based = manifest.base is not None
         # The digest is linear: without a base the new bits alone make the tile's digest.
         told = new.astype(np.uint64) - old.astype(np.uint64) if based else new
+        parts = []
         for block, (first, end) in zip(group, itertools.pairwise((0, *ends)), strict=True):
-            found = digest_at(name, named[first:end], told[first:end])
+            parts.append(digest_at(name, named[first:end], told[first:end]))
             number = manifest.tile_number(block)
-            after = manifest.base_tile_digests[number].plus(found) if based else found
+            after = manifest.base_tile_digests[number].plus(parts[-1]) if based else parts[-1]
             if after != manifest.tile_digests[number]:
                 raise CommitRefused(
                     "DigestMismatch", f"tile {block.tile} of {name} would not become what it should"
                 )
+        return total(parts) if based else digest_change(name, named, old, new)
 
 
 def _listed(where: Where) -> Indices:

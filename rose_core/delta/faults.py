@@ -37,7 +37,7 @@ STEPS: Mapping[str, str] = MappingProxyType(
         "sync.staged": "the engine has staged the bundle, no commit was asked for",
         "sync.committed": "the engine has committed, weights.json does not say so",
         "sync.attested": "the live digest was recomputed, weights.json does not say so",
-        "engine.stage.tile": "some tiles were decoded",
+        "engine.stage.tile": "some blocks were read, no weight was touched",
         "engine.commit.begin": "a commit was ordered, no weight was touched",
         "engine.commit.scatter": "some tiles hold the new weights, others the old ones",
         "engine.commit.checked": "all weights are new and checked, the label is old",

@@ -13,9 +13,10 @@ from rose_core.delta.digest import Digest, to_bytes, total
 from rose_core.delta.manifest import Manifest
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
+from rose_engines import staging
 from rose_engines.errors import BrokenWeights, CommitRefused
 from rose_engines.live import commit, confirm, digest_live, readable, revert
-from rose_engines.staging import stage
+from rose_engines.staging import groups, stage
 from rose_engines.tensors import HostTensor, Live, LiveTensor, Where, host_tensors
 
 V0, V1, V2 = (WeightVersion("run", 1, n) for n in range(3))
@@ -128,6 +129,36 @@ def test_flipped_bit_in_every_file(
         flip(path)
     assert equal(live, old)
     commit(stage(tmp_path / "b", live, digest_live(live)), live)
+
+
+@pytest.mark.parametrize("together", [1, 1 << 16])
+def test_a_tensor_is_put_in_at_once_however_its_blocks_were_decoded(
+    tmp_path: Path, old: State, sparse: State, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    """Small groups are joined; each change moves the digest by its own part."""
+    monkeypatch.setattr(staging, "MOST_TOGETHER", together)
+    manifest = write_bundle(tmp_path / "b", V1, sparse, (V0, old))
+    live = engine(old)
+    current = digest_live(live)
+    update = stage(tmp_path / "b", live, current)
+    names = [change.tensor.name for change in update.changes]
+    assert names == [entry.name for entry, _ in manifest.blocks_by_tensor()]
+    assert len(names) < len(manifest.blocks)
+    moved = total(change.moved for change in update.changes)
+    assert str(current.plus(moved)) == manifest.digest
+    commit(update, live)
+    assert equal(live, sparse)
+
+
+def test_large_blocks_are_decoded_alone_and_small_ones_together(
+    tmp_path: Path, old: State, sparse: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = write_bundle(tmp_path / "b", V1, sparse, (V0, old))
+    entry, blocks = max(manifest.blocks_by_tensor(), key=lambda found: len(found[1]))
+    tensor = engine(old)[entry.name]
+    assert [len(group) for group in groups(entry, blocks, tensor)] == [len(blocks)]
+    monkeypatch.setattr(staging, "ALONE", 1)
+    assert [len(group) for group in groups(entry, blocks, tensor)] == [1] * len(blocks)
 
 
 def test_missing_block_and_missing_manifest(tmp_path: Path, old: State, sparse: State) -> None:
