@@ -8,7 +8,8 @@ States of the node, and what leads from one to the next:
 
 ``up`` on a running node only brings its image of ROSE up to date with the checkout; on a broken
 one, or on leftovers of a run that was killed, it clears them away and starts anew. Next step:
-``node_start`` has the order of a start, ``sandbox`` the namespaces and processes.
+``node_start`` has the order of a start, ``cluster`` what a running one can be asked, ``sandbox``
+the namespaces and processes.
 """
 
 from __future__ import annotations
@@ -21,51 +22,24 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rose_dev import image, kwok, machinery
 from rose_dev.build import build
+from rose_dev.cluster import COMPONENTS, Cluster
 from rose_dev.errors import DevelopmentError, NotSupported, StartFailed
 from rose_dev.node_start import Say, Start
 from rose_dev.packages import install_packages
-from rose_dev.parts import CONTROL_PLANE, NODE, SCALE, cache_root
-from rose_dev.place import HOST_ADDRESS, NODE_NAME, Place, place
+from rose_dev.parts import SCALE, cache_root
+from rose_dev.place import Place, place
 from rose_dev.sandbox import Sandbox, sweep
 from rose_dev.second import SecondNode
-from rose_dev.shell import run, succeeds
-
-COMPONENTS = (
-    "containerd",
-    "etcd",
-    "kube-apiserver",
-    "kube-controller-manager",
-    "kube-scheduler",
-    "kube-proxy",
-    "coredns",
-    "kubelet",
-)
 
 
-class Node:
-    """The machine's node. Everything that ``rose dev`` does, for tests and the demo.
-
-    Attributes:
-        place: its folders.
-        host_address: address under which pods reach processes of this machine.
-        sandbox: its namespaces and processes.
-    """
-
-    host_address = HOST_ADDRESS
+class Node(Cluster):
+    """The machine's node. Everything that ``rose dev`` does, for tests and the demo."""
 
     def __init__(self, at: Place | None = None) -> None:
-        self.place = at or place()
-        self.sandbox = Sandbox(self.place)
-        self._binaries: dict[str, Path] = {}
-
-    @property
-    def kubeconfig(self) -> Path:
-        """Kubeconfig of the administrator."""
-        return self.place.kubeconfig
+        super().__init__(at or place())
 
     def up(self, *, gpus: int = 8, say: Say = print) -> None:
         """Bring the node up; a node that runs stays as it is, with a fresh image of ROSE.
@@ -80,7 +54,7 @@ class Node:
         """
         require_root()
         with self._lock(say):
-            self._binaries = build(CONTROL_PLANE + NODE, say)
+            self.build(say)
             install_packages(say)
             if self.healthy():
                 archive = image.archive(say)
@@ -109,16 +83,6 @@ class Node:
             self._sweep()
         say("[cluster] down")
 
-    def healthy(self) -> bool:
-        """Whether every component runs and the API server says that the node is ready."""
-        if not self.kubeconfig.exists() or not self.sandbox.alive():
-            return False
-        return all(map(self.sandbox.running, COMPONENTS)) and self.ready()
-
-    def ready(self) -> bool:
-        """Whether the API server says that the node is ready."""
-        return self.agrees("wait", "--for=condition=Ready", f"node/{NODE_NAME}", "--timeout=1s")
-
     def components(self) -> dict[str, bool]:
         """Each component's name, and whether it runs."""
         return {name: self.sandbox.running(name) for name in COMPONENTS}
@@ -132,41 +96,6 @@ class Node:
         commands = json.loads((self.place.run / "commands.json").read_text())
         self.sandbox.start(component, commands[component])
 
-    def root(self) -> Path:
-        """The node's file system: hostPath volumes are found below it."""
-        return self.sandbox.root()
-
-    def kubectl(
-        self, *arguments: str, stdin: str = "", check: bool = True, seconds: float = 60
-    ) -> str:
-        """Run kubectl as the administrator and return what it printed.
-
-        Raises:
-            CommandFailed: it failed (with ``check``) or took too long.
-        """
-        command = [str(self.binaries()["kubectl"]), f"--kubeconfig={self.kubeconfig}", *arguments]
-        return run(command, seconds=seconds, stdin=stdin.encode(), check=check).stdout
-
-    def agrees(self, *arguments: str) -> bool:
-        """Whether kubectl, run as the administrator, ends with exit code 0."""
-        return succeeds([self.binaries()["kubectl"], f"--kubeconfig={self.kubeconfig}", *arguments])
-
-    def helm(self, *arguments: str, seconds: float = 180) -> str:
-        """Run helm as the administrator and return what it printed.
-
-        Raises:
-            CommandFailed: it failed or took too long.
-        """
-        folder = self.place.run / "helm"
-        environment = {"PATH": os.environ.get("PATH", ""), "HOME": str(folder)}
-        command = [str(self.binaries()["helm"]), f"--kubeconfig={self.kubeconfig}", *arguments]
-        return run(command, seconds=seconds, env=environment).stdout
-
-    def asked(self) -> list[dict[str, Any]]:
-        """What service accounts have asked of the API server, as audit events, oldest first."""
-        path = self.root() / self.place.audit.relative_to("/")
-        return [json.loads(line) for line in path.read_text().splitlines()]
-
     def load(self, *archives: Path) -> None:
         """Import docker archives, so that pods can use them with ``imagePullPolicy: Never``.
 
@@ -177,24 +106,9 @@ class Node:
             for archive in archives:
                 machinery.load(sandbox, archive)
 
-    def claim_gpus(self, name: str, gpus: int) -> None:
-        """Write ``nvidia.com/gpu`` into a node's status, as a device plugin would."""
-        changes = [
-            {"op": "add", "path": f"/status/{field}/nvidia.com~1gpu", "value": str(gpus)}
-            for field in ("capacity", "allocatable")
-        ]
-        patch = ["patch", "node", name, "--subresource=status", "--type=json"]
-        self.kubectl(*patch, f"--patch={json.dumps(changes)}")
-
     def second(self) -> SecondNode:
         """The node beside this one, whether it runs or not."""
         return SecondNode(self)
-
-    def binaries(self) -> dict[str, Path]:
-        """The parts by name; those that are missing are built."""
-        if not self._binaries:
-            self._binaries = build(CONTROL_PLANE + NODE)
-        return self._binaries
 
     def add_kwok_nodes(self, count: int) -> None:
         """Stand nodes without machines beside the real one; they last as long as it does."""

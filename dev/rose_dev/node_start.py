@@ -13,17 +13,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rose_dev import components, image, machinery, node_files
+from rose_dev.cluster import Cluster
 from rose_dev.components import Layout
 from rose_dev.control_plane import write_certificates
 from rose_dev.pki import Authority
 from rose_dev.place import FIRST, NODE_ADDRESS, NODE_NAME, SECOND, SERVICE_RANGE
 from rose_dev.waiting import wait_until
-
-if TYPE_CHECKING:
-    from rose_dev.node import Node
 
 _START_SECONDS = 180.0
 
@@ -35,12 +32,12 @@ class Start:
     """One start of the node.
 
     Args:
-        node: the node; nothing of it runs.
+        cluster: nothing of it runs.
         say: receives one line per step.
     """
 
-    def __init__(self, node: Node, say: Say) -> None:
-        self._node, self._say = node, say
+    def __init__(self, cluster: Cluster, say: Say) -> None:
+        self._cluster, self._say = cluster, say
 
     def run(self, gpus: int) -> None:
         """Start everything, in order; nothing of an earlier run may be left.
@@ -48,48 +45,48 @@ class Start:
         Raises:
             DevelopmentError: a part did not start.
         """
-        node, place, say = self._node, self._node.place, self._say
+        cluster, place, say = self._cluster, self._cluster.place, self._say
         began = time.monotonic()
         step = Step(say)
         archives = [image.pause_archive(node_files.PAUSE_IMAGE), image.archive(say)]
         step("images")
-        node.sandbox.open()
+        cluster.sandbox.open()
         layout = self._write_files()
         step("namespaces, network, certificates")
         commands = self._commands(layout)
         (place.run / "commands.json").write_text(json.dumps(commands))
         with ThreadPoolExecutor(1) as aside:
             imported = aside.submit(self._start_runtime, commands, archives)
-            node.sandbox.start("etcd", commands["etcd"])
-            node.sandbox.start("kube-apiserver", commands["kube-apiserver"])
+            cluster.sandbox.start("etcd", commands["etcd"])
+            cluster.sandbox.start("kube-apiserver", commands["kube-apiserver"])
             wait_until(self._api_ready, "the API server is ready", seconds=_START_SECONDS)
             step("API server")
             self._start_rest(commands)
             imported.result()
             step("container runtime with images")
-        node.sandbox.start("kubelet", commands["kubelet"])
-        node.kubectl("apply", "--filename=-", stdin=node_files.dns_objects())
-        wait_until(node.ready, "the node is ready", seconds=_START_SECONDS)
+        cluster.sandbox.start("kubelet", commands["kubelet"])
+        cluster.kubectl("apply", "--filename=-", stdin=node_files.dns_objects())
+        wait_until(cluster.ready, "the node is ready", seconds=_START_SECONDS)
         wait_until(self._has_service_account, "service accounts", seconds=_START_SECONDS)
-        node.claim_gpus(NODE_NAME, gpus)
+        cluster.claim_gpus(NODE_NAME, gpus)
         step("node ready")
-        say(f"[cluster] up in {time.monotonic() - began:.1f} s; KUBECONFIG={node.kubeconfig}")
+        say(f"[cluster] up in {time.monotonic() - began:.1f} s; KUBECONFIG={cluster.kubeconfig}")
 
     def _write_files(self) -> Layout:
-        folder = self._node.place.run / "control-plane"
+        folder = self._cluster.place.run / "control-plane"
         layout = Layout(
-            folder, NODE_ADDRESS, 6443, 2379, 2380, SERVICE_RANGE, self._node.binaries()
+            folder, NODE_ADDRESS, 6443, 2379, 2380, SERVICE_RANGE, self._cluster.binaries()
         )
         authority = write_certificates(layout, node_files.api_hosts())
         self._issue_node_certificates(authority, layout.server)
-        machinery.write_files(self._node.place, layout.pki)
+        machinery.write_files(self._cluster.place, layout.pki)
         texts = {
             "Corefile": node_files.corefile(layout.pki),
             "audit-policy.yaml": node_files.audit_policy(),
         }
         for name, text in texts.items():
-            (self._node.place.run / name).write_text(text)
-        shutil.copy(layout.pki / "admin.conf", self._node.kubeconfig)
+            (self._cluster.place.run / name).write_text(text)
+        shutil.copy(layout.pki / "admin.conf", self._cluster.kubeconfig)
         return layout
 
     def _issue_node_certificates(self, authority: Authority, server: str) -> None:
@@ -101,10 +98,10 @@ class Start:
             authority.issue(f"{seat.name}-serving", seat.name, hosts=[seat.name, seat.address])
 
     def _commands(self, layout: Layout) -> dict[str, list[str]]:
-        run_directory, binaries = self._node.place.run, layout.binaries
+        run_directory, binaries = self._cluster.place.run, layout.binaries
         audit = [
             f"--audit-policy-file={run_directory / 'audit-policy.yaml'}",
-            f"--audit-log-path={self._node.place.audit}",
+            f"--audit-log-path={self._cluster.place.audit}",
         ]
         return {
             "etcd": components.etcd(layout),
@@ -112,26 +109,26 @@ class Start:
             "kube-controller-manager": components.controller_manager(layout, 10257),
             "kube-scheduler": components.scheduler(layout, 10259),
             "coredns": [str(binaries["coredns"]), "-conf", str(run_directory / "Corefile")],
-            **machinery.commands(self._node.place, layout.pki, binaries),
+            **machinery.commands(self._cluster.place, layout.pki, binaries),
         }
 
     def _start_runtime(self, commands: dict[str, list[str]], archives: list[Path]) -> None:
-        machinery.start_runtime(self._node.sandbox, commands["containerd"])
+        machinery.start_runtime(self._cluster.sandbox, commands["containerd"])
         pause, rose = archives
-        machinery.load(self._node.sandbox, pause)
-        machinery.load_once(self._node.sandbox, rose)
+        machinery.load(self._cluster.sandbox, pause)
+        machinery.load_once(self._cluster.sandbox, rose)
 
     def _start_rest(self, commands: dict[str, list[str]]) -> None:
         for name in ("kube-controller-manager", "kube-scheduler", "kube-proxy", "coredns"):
-            self._node.sandbox.start(name, commands[name])
+            self._cluster.sandbox.start(name, commands[name])
 
     def _api_ready(self) -> bool:
-        self._node.sandbox.pid("etcd")
-        self._node.sandbox.pid("kube-apiserver")
-        return self._node.agrees("get", "--raw=/readyz")
+        self._cluster.sandbox.pid("etcd")
+        self._cluster.sandbox.pid("kube-apiserver")
+        return self._cluster.agrees("get", "--raw=/readyz")
 
     def _has_service_account(self) -> bool:
-        return self._node.agrees("get", "serviceaccount", "default", "--namespace=default")
+        return self._cluster.agrees("get", "serviceaccount", "default", "--namespace=default")
 
 
 class Step:

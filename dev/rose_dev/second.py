@@ -7,20 +7,15 @@ control plane. Its network hangs on the first node's (``place`` has the addresse
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rose_dev import image, machinery, node_files
+from rose_dev.cluster import Cluster
 from rose_dev.errors import StartFailed
 from rose_dev.machinery import START_SECONDS
 from rose_dev.sandbox import Sandbox, sweep
 from rose_dev.waiting import wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rose_dev.node import Node
-
 
 COMPONENTS = ("containerd", "kubelet", "kube-proxy")
 
@@ -33,7 +28,7 @@ class SecondNode:
         sandbox: its namespaces and processes.
     """
 
-    def __init__(self, first: Node) -> None:
+    def __init__(self, first: Cluster) -> None:
         self._first = first
         self.place = first.place.second()
         self.name = self.place.seat.name

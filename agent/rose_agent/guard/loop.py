@@ -33,6 +33,7 @@ from rose_agent.guard.again import Again
 from rose_agent.guard.blackbox import BlackBox
 from rose_agent.guard.hostlink import HostLink
 from rose_agent.guard.matching import Matching
+from rose_agent.guard.neighbours import Neighbours
 from rose_agent.guard.pools import Pools
 from rose_agent.guard.pulse import Pulse
 from rose_agent.guard.recorder import Recorder
@@ -82,8 +83,6 @@ class Guard:
         self.recorder = Recorder()
         self.blackbox = BlackBox(rundir.root / "flight", self.recorder)
         self.pools = Pools()
-        self.replicas: dict[str, Replica] = {}
-        self.slots: dict[str, Slot] = {}
         self.host = HostLink(rundir.host_socket, self.step_all)
         self.tap = TapLink(rundir.tap_socket, self)
         self.schedule = Schedule(settings.crossover_seconds)
@@ -96,13 +95,28 @@ class Guard:
         self._saved = saved
         self.policies: tuple[PoolPolicy, ...] = saved.pools
         self.grants = GrantBook(highest_term=saved.highest_term)
-        self.matching = Matching(self, session, self._exited)
+        self.matching = Matching(self, self._neighbours(), session, self._exited)
+        self.replicas, self.slots = self.matching.replicas, self.matching.slots
         self._verdicts: dict[str, Verdict] = {}
         self._again = Again(self._step_again)
         self._stop_pressed, self._stop_button = False, str(rundir.stop)
         self._ticked_ns = time.monotonic_ns()
         self._matched_s = 0.0
         self._pulse = Pulse(self._tick, TICK_SECONDS)
+
+    def _neighbours(self) -> Neighbours:
+        return Neighbours(
+            rundir=self.rundir,
+            settings=self.settings,
+            recorder=self.recorder,
+            blackbox=self.blackbox,
+            pools=self.pools,
+            schedule=self.schedule,
+            devices=self.devices,
+            whole=self.whole,
+            host=self.host,
+            tap=self.tap,
+        )
 
     # --- events
 

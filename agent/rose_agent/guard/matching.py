@@ -19,12 +19,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import aiohttp
 
 from rose_agent.guard import metrics
 from rose_agent.guard.gpus import look_at
+from rose_agent.guard.neighbours import Neighbours
 from rose_agent.guard.outcomes import Outcomes
 from rose_agent.guard.replica import Replica
 from rose_agent.guard.slot import Slot
@@ -32,31 +33,63 @@ from rose_agent.pods.kubernetes import KubernetesPods
 from rose_agent.pods.model import PodSource, ServingPod
 from rose_agent.pods.processes import Watcher
 from rose_agent.signals.feed import load_source
+from rose_core.guard.grants import GrantBook
 from rose_core.wire.host import EngineState
 from rose_core.wire.sync import PoolPolicy, SignalSource
 
-if TYPE_CHECKING:
-    from rose_agent.guard.loop import Guard
-
 _log = logging.getLogger(__name__)
 _MISMATCH_NS = 2_000_000_000
+
+
+class Owner(Protocol):
+    """Who steps the replicas and slots that are made here, and knows what should be.
+
+    Attributes:
+        pods: where pods are found; None before that is known.
+        policies: the operator's pools.
+        grants: the operator's grants.
+    """
+
+    pods: PodSource | None
+    policies: tuple[PoolPolicy, ...]
+    grants: GrantBook
+
+    def gone(self, replica: Replica, what: str) -> None:
+        """Serving has ended there, or was started again."""
+
+    def forget(self, uid: str) -> None:
+        """The replica is gone."""
+
+    def changed(self, slot: str) -> None:
+        """A call of this slot has ended."""
 
 
 class Matching:
     """Makes and forgets the guard's replicas and slots.
 
     Args:
-        guard: whose they are.
+        owner: whose they are.
+        around: what they are made of and reported to.
         session: HTTP session for engine figures.
         exited: called with the pid of a serving process that has ended.
+
+    Attributes:
+        replicas: by uid of the pod.
+        slots: by uid.
     """
 
     def __init__(
-        self, guard: Guard, session: aiohttp.ClientSession, exited: Callable[[int], None]
+        self,
+        owner: Owner,
+        around: Neighbours,
+        session: aiohttp.ClientSession,
+        exited: Callable[[int], None],
     ) -> None:
+        self.replicas: dict[str, Replica] = {}
+        self.slots: dict[str, Slot] = {}
         self.pollers: dict[str, asyncio.Task[None]] = {}
         self.done = False
-        self._guard, self._session = guard, session
+        self._owner, self._around, self._session = owner, around, session
         self._watcher = Watcher(exited)
         self._history: set[str] = set()
         self._wall_offset_s = time.time() - time.monotonic()
@@ -69,67 +102,65 @@ class Matching:
 
     def match(self, *, stop_pressed: bool) -> None:
         """Bring both in line with what exists, once the pods are known."""
-        guard = self._guard
-        if guard.pods is None:
+        owner, around = self._owner, self._around
+        if owner.pods is None:
             return
-        pods = guard.pods.pods(guard.policies)
-        if not guard.pods.synced:
+        pods = owner.pods.pods(owner.policies)
+        if not owner.pods.synced:
             return
-        by_pool = {policy.pool: policy for policy in guard.policies}
-        for uid in set(guard.replicas) - set(pods):
+        by_pool = {policy.pool: policy for policy in owner.policies}
+        for uid in set(self.replicas) - set(pods):
             self._forget_replica(uid)
         for uid, pod in pods.items():
-            self._match_pod(guard.pods, uid, pod, by_pool[pod.pool])
-        self._watch(guard.pods, pods)
+            self._match_pod(owner.pods, uid, pod, by_pool[pod.pool])
+        self._watch(owner.pods, pods)
         self.done = True
         self._watcher.watch(pid for pod in pods.values() for pid in pod.pids)
-        guard.pools.match(guard.policies)
+        around.pools.match(owner.policies)
         self._match_slots()
-        look_at(guard.devices, guard.replicas, guard.slots)
-        guard.whole.match(guard.replicas, guard.grants, stop=stop_pressed)
+        look_at(around.devices, self.replicas, self.slots)
+        around.whole.match(self.replicas, owner.grants, stop=stop_pressed)
 
     def _watch(self, source: PodSource, pods: Mapping[str, ServingPod]) -> None:
         """Tell the tap what to follow, and forget the requests of replicas it no longer follows."""
-        guard = self._guard
         watched = {
-            uid: guard.replicas[uid].watch()
+            uid: self.replicas[uid].watch()
             for uid, pod in pods.items()
-            if SignalSource.WIRE_TAP in guard.replicas[uid].policy.allowed_signals
+            if SignalSource.WIRE_TAP in self.replicas[uid].policy.allowed_signals
             and (pod.pid or not isinstance(source, KubernetesPods))
         }
-        guard.tap.watch(watched)
-        for uid, replica in guard.replicas.items():
+        self._around.tap.watch(watched)
+        for uid, replica in self.replicas.items():
             if uid not in watched and (replica.book.health is not None or replica.book.live):
                 replica.forget(time.monotonic_ns())
 
     def _match_pod(self, pods: PodSource, uid: str, pod: ServingPod, policy: PoolPolicy) -> None:
-        guard = self._guard
-        replica = guard.replicas.get(uid) or self._found(uid, pod, policy)
+        replica = self.replicas.get(uid) or self._found(uid, pod, policy)
         if replica.pod.instance and replica.pod.instance != pod.instance:
-            guard.gone(replica, "serving-restart")
+            self._owner.gone(replica, "serving-restart")
         replica.update(pod, policy)
-        replica.lent = any(s.serves(uid) for s in guard.slots.values())
-        replica.maybe_back(guard.settings.settle_seconds)
+        replica.lent = any(s.serves(uid) for s in self.slots.values())
+        replica.maybe_back(self._around.settings.settle_seconds)
         replica.settled = self.settled(pod)
         if replica.snapshot is None:
             pid = pods.scheduler(uid) if isinstance(pods, KubernetesPods) else 0
             replica.snapshot = load_source(pod, pid)
         differs = replica.book.mismatched_since_ns
         if differs and time.monotonic_ns() - differs > _MISMATCH_NS:
-            guard.tap.resync()
+            self._around.tap.resync()
 
     def _found(self, uid: str, pod: ServingPod, policy: PoolPolicy) -> Replica:
-        guard = self._guard
-        pool, breach = guard.pools.state(pod.pool), guard.blackbox.breach
+        around = self._around
+        pool, breach = around.pools.state(pod.pool), around.blackbox.breach
         replica = Replica.create(
             pod,
             policy,
-            outcomes=Outcomes(pod.name, pool, guard.recorder, breach, time.monotonic_ns()),
-            schedule=guard.schedule,
-            gate=guard.settings.gate,
+            outcomes=Outcomes(pod.name, pool, around.recorder, breach, time.monotonic_ns()),
+            schedule=around.schedule,
+            gate=around.settings.gate,
             session=self._session,
         )
-        guard.replicas[uid] = replica
+        self.replicas[uid] = replica
         self.pollers[uid] = asyncio.create_task(replica.run())
         _log.info("guarding %s/%s of pool %s", pod.namespace, pod.name, pod.pool)
         return replica
@@ -140,14 +171,13 @@ class Matching:
             return True
         # The wall clock as it was at our start: its jumps neither settle a pod nor unsettle it.
         wall_s = time.monotonic() + self._wall_offset_s
-        return wall_s - pod.ready_since_s >= self._guard.settings.settle_seconds
+        return wall_s - pod.ready_since_s >= self._around.settings.settle_seconds
 
     def _forget_replica(self, uid: str) -> None:
-        guard = self._guard
-        replica = guard.replicas.pop(uid)
-        guard.devices.forget(uid)
-        guard.whole.forget(uid)
-        guard.forget(uid)
+        replica = self.replicas.pop(uid)
+        self._around.devices.forget(uid)
+        self._around.whole.forget(uid)
+        self._owner.forget(uid)
         poller = self.pollers.pop(uid, None)
         if poller is not None:
             poller.cancel()
@@ -158,25 +188,25 @@ class Matching:
                 gauge.remove(replica.pod.name)
 
     def _match_slots(self) -> None:
-        guard = self._guard
-        alive = guard.grants.alive(time.monotonic())
+        owner, around = self._owner, self._around
+        alive = owner.grants.alive(time.monotonic())
         self._history -= set(alive)
-        listed = {uid for uid, e in guard.host.engines.items() if e.state is not EngineState.GONE}
+        listed = {uid for uid, e in around.host.engines.items() if e.state is not EngineState.GONE}
         self._history -= listed
-        known = {folder.uid for folder in guard.rundir.lent_slots()} | listed
+        known = {folder.uid for folder in around.rundir.lent_slots()} | listed
         # A folder without an engine is only history: looked at once, then passed over.
-        for uid in (known | set(alive)) - set(guard.slots) - self._history:
-            guard.slots[uid] = Slot(
-                guard.rundir.slot(uid),
-                guard.host,
-                guard.recorder,
-                guard.settings.token,
-                partial(guard.changed, uid),
+        for uid in (known | set(alive)) - set(self.slots) - self._history:
+            self.slots[uid] = Slot(
+                around.rundir.slot(uid),
+                around.host,
+                around.recorder,
+                around.settings.token,
+                partial(owner.changed, uid),
             )
-        for uid, slot in list(guard.slots.items()):
+        for uid, slot in list(self.slots.items()):
             slot.grant = alive.get(uid)
             if slot.vanished and uid not in alive:
-                del guard.slots[uid]
+                del self.slots[uid]
                 self._history.add(uid)
                 task = asyncio.create_task(slot.detach())
                 task.add_done_callback(_nothing)

@@ -1,0 +1,120 @@
+"""The node's cluster as its administrator sees it: kubectl, helm, the audit log.
+
+Whether any of it runs is not known here. Next step: ``node`` brings it up and down, ``node_start``
+has the order of a start, ``second`` a node beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rose_dev.build import build
+from rose_dev.parts import CONTROL_PLANE, NODE
+from rose_dev.place import HOST_ADDRESS, NODE_NAME, Place
+from rose_dev.sandbox import Sandbox
+from rose_dev.shell import run, succeeds
+
+COMPONENTS = (
+    "containerd",
+    "etcd",
+    "kube-apiserver",
+    "kube-controller-manager",
+    "kube-scheduler",
+    "kube-proxy",
+    "coredns",
+    "kubelet",
+)
+
+
+class Cluster:
+    """The machine's cluster.
+
+    Attributes:
+        place: folders of its first node.
+        host_address: address under which pods reach processes of this machine.
+        sandbox: namespaces and processes of its first node.
+    """
+
+    host_address = HOST_ADDRESS
+
+    def __init__(self, at: Place) -> None:
+        self.place = at
+        self.sandbox = Sandbox(at)
+        self._binaries: dict[str, Path] = {}
+
+    @property
+    def kubeconfig(self) -> Path:
+        """Kubeconfig of the administrator."""
+        return self.place.kubeconfig
+
+    def healthy(self) -> bool:
+        """Whether every component runs and the API server says that the node is ready."""
+        if not self.kubeconfig.exists() or not self.sandbox.alive():
+            return False
+        return all(map(self.sandbox.running, COMPONENTS)) and self.ready()
+
+    def ready(self) -> bool:
+        """Whether the API server says that the node is ready."""
+        return self.agrees("wait", "--for=condition=Ready", f"node/{NODE_NAME}", "--timeout=1s")
+
+    def root(self) -> Path:
+        """The node's file system: hostPath volumes are found below it."""
+        return self.sandbox.root()
+
+    def kubectl(
+        self, *arguments: str, stdin: str = "", check: bool = True, seconds: float = 60
+    ) -> str:
+        """Run kubectl as the administrator and return what it printed.
+
+        Raises:
+            CommandFailed: it failed (with ``check``) or took too long.
+        """
+        command = [str(self.binaries()["kubectl"]), f"--kubeconfig={self.kubeconfig}", *arguments]
+        return run(command, seconds=seconds, stdin=stdin.encode(), check=check).stdout
+
+    def agrees(self, *arguments: str) -> bool:
+        """Whether kubectl, run as the administrator, ends with exit code 0."""
+        return succeeds([self.binaries()["kubectl"], f"--kubeconfig={self.kubeconfig}", *arguments])
+
+    def helm(self, *arguments: str, seconds: float = 180) -> str:
+        """Run helm as the administrator and return what it printed.
+
+        Raises:
+            CommandFailed: it failed or took too long.
+        """
+        folder = self.place.run / "helm"
+        environment = {"PATH": os.environ.get("PATH", ""), "HOME": str(folder)}
+        command = [str(self.binaries()["helm"]), f"--kubeconfig={self.kubeconfig}", *arguments]
+        return run(command, seconds=seconds, env=environment).stdout
+
+    def asked(self) -> list[dict[str, Any]]:
+        """What service accounts have asked of the API server, as audit events, oldest first."""
+        path = self.root() / self.place.audit.relative_to("/")
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def claim_gpus(self, name: str, gpus: int) -> None:
+        """Write ``nvidia.com/gpu`` into a node's status, as a device plugin would."""
+        changes = [
+            {"op": "add", "path": f"/status/{field}/nvidia.com~1gpu", "value": str(gpus)}
+            for field in ("capacity", "allocatable")
+        ]
+        patch = ["patch", "node", name, "--subresource=status", "--type=json"]
+        self.kubectl(*patch, f"--patch={json.dumps(changes)}")
+
+    def build(self, say: Callable[[str], None] = print) -> None:
+        """Build the parts that are missing.
+
+        Raises:
+            DevelopmentError: one could not be built.
+        """
+        self._binaries = build(CONTROL_PLANE + NODE, say)
+
+    def binaries(self) -> dict[str, Path]:
+        """The parts by name; those that are missing are built."""
+        if not self._binaries:
+            self.build()
+        return self._binaries
