@@ -74,6 +74,8 @@ def impossible_fleet(told: FleetScenario) -> Iterator[tuple[Where, str]]:
     jobs, count = told.jobs, sum(one.count for one in told.services)
     if jobs.count * jobs.leases > count:
         yield ("jobs", "leases"), f"{jobs.count * jobs.leases} leases, but {count} services"
+    if jobs.job.awaits_weights:
+        yield ("jobs", "job", "awaits_weights"), "a fleet's bins know no time between versions"
     for index, one in enumerate(told.services):
         if not one.service.load.trace:
             yield ("services", index, "service", "load"), "a fleet's services need a trace"

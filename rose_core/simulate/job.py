@@ -11,6 +11,10 @@ Which ones: in the order in which they finished, as trainers do, or the oldest f
 (``rollouts.consumption``). The bound on starts is AReaL's. With tail batching the
 groups are started, put off and taken by ``rollouts.rounds`` instead; a group that is put off is
 sampled anew in its long round, and what it has written is discarded.
+
+A trainer that *awaits* its weights starts groups only when its dedicated engines have what it
+published; one that does not starts them in the second in which it publishes, and engines that are
+two seconds behind make them one version older than they need be.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from rose_core.simulate.workload import Episode, group
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What a job is; ``surplus`` None = no tail batching; ``oldest_first`` or as they finish."""
+    """What a job is; fields as of ``scenario.RolloutJob``."""
 
     members: int
     batch: int
@@ -39,6 +43,7 @@ class JobFacts:
     gap_scale: float = 1.0
     surplus: float | None = None
     oldest_first: bool = False
+    awaits_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +107,14 @@ class Job:
         self._groups = self._drawn_ever = self._turns = self._born = self._in_gap = 0
         self._ready: list[Group] = []
         self._under_way: dict[int, int] = {}  # group -> version it began with
-        self._training = False
+        self._training = self._awaiting = False
         self._step_ns = 0
         self.counts = JobCounts()
 
     def start(self) -> None:
         """Start as many groups as the bound allows, or as the round asks for."""
+        if self._awaiting:
+            return
         if self._rounds is not None:
             self._start_round(self._rounds)
             return
@@ -256,9 +263,16 @@ class Job:
         self.counts.steps += 1
         self.counts.step_s.append((now - self._step_ns) / SECOND)
         self._step_ns = now
+        self._awaiting = self._facts.awaits_weights
         self._publish(self.version)
         self._train()
         if self._rounds is not None:
+            self.start()
+
+    def has_weights(self, version: int) -> None:
+        """The dedicated engines have a version; another may have been published since."""
+        if self._awaiting and version == self.version:
+            self._awaiting = False
             self.start()
 
 

@@ -110,6 +110,8 @@ def _job(
             "oldest_first",
             "tail batching has an order of its own: leave one of them out",
         )
+    if job.awaits_weights and not job.dedicated:
+        yield "awaits_weights", "there are no dedicated engines to wait for"
     if job.borrowed:
         yield from _borrowing(job, services)
 

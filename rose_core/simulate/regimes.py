@@ -13,18 +13,21 @@
 | ``rose-paper`` | once | the paper's slack rule | paper's | begun anew | fifo |
 | ``rose-paper-tap`` | once | ours | paper's | begun anew | fifo |
 | ``rose-paper-keep`` | once | the paper's slack rule | paper's | continued | fifo |
+| ``rose-paper-oldest`` | once | the paper's slack rule | paper's | begun anew | oldest first |
+| ``rose-paper-queue`` | once | the paper's slack rule | paper's | begun anew | ours |
 | ``ours-ladder`` | planner | ours | paper's | continued | fifo |
 | ``ours`` | planner | ours | ours | continued | ours |
 | ``clairvoyant`` | planner | stops at once, traceless | ours, true lengths | continued | ours |
 
-*ours* in the queue is ``rollouts.dispatch``: a full home is waited for, old trajectories first.
+*ours* in the queue is ``rollouts.dispatch``: a full home is waited for, KV pools are not
+overflowed, and old trajectories go first. *Oldest first* takes over the last of these alone.
 ``whole.py`` has the loans of whole replicas, ``paper.py`` the paper's parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from rose_core.rollouts.placement import PolicyName
@@ -57,7 +60,9 @@ class Rules:
 
     Attributes:
         keeps: the tokens of a cut turn are kept.
-        waits: turns wait for a full home; otherwise first come, first served.
+        waits: turns wait for a full home, old trajectories first; otherwise first come, first
+            served.
+        oldest_first: without ``waits``, old trajectories go first.
         stall_s: a turn leaves an engine that was shut for so long; None = production's patience.
         least_loan_s: a whole replica is not called back earlier, unless serving is in need.
     """
@@ -72,6 +77,7 @@ class Rules:
     yielding: bool = False
     newest_only: bool = False
     least_loan_s: float = 0.0
+    oldest_first: bool = False
 
 
 _LADDER = PolicyName.ROSE_PAPER
@@ -97,6 +103,8 @@ RULES: Mapping[Regime, Rules] = {
     Regime.ROSE_PAPER: _paper(GateKind.PAPER, keeps=False),
     Regime.ROSE_PAPER_TAP: _paper(GateKind.GUARD, keeps=False),
     Regime.ROSE_PAPER_KEEP: _paper(GateKind.PAPER, keeps=True),
+    Regime.ROSE_PAPER_OLDEST: replace(_paper(GateKind.PAPER, keeps=False), oldest_first=True),
+    Regime.ROSE_PAPER_QUEUE: replace(_paper(GateKind.PAPER, keeps=False), waits=True),
     Regime.OURS_LADDER: Rules(placement=_LADDER, waits=False),
     Regime.OURS: Rules(),
     Regime.CLAIRVOYANT: Rules(gate=GateKind.OPEN, knows_lengths=True, yielding=True),

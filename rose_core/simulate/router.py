@@ -37,12 +37,14 @@ class Manners:
         waits: production's order: a full home is waited for, old trajectories go first.
         stall_s: a turn leaves an engine that was closed for so long; None = production's.
         knows_lengths: placement is told the true output length.
+        oldest_first: without ``waits``, old trajectories go first; otherwise turns as they came.
     """
 
     keeps: bool = True
     waits: bool = True
     stall_s: float | None = None
     knows_lengths: bool = False
+    oldest_first: bool = False
 
 
 class Router:
@@ -173,7 +175,8 @@ class Router:
         insort(self._queue, turn, key=self._rank)
 
     def _rank(self, turn: Turn) -> tuple[bool, int, int]:
-        return rank(turn.held > 0, 0, turn.born if self._manners.waits else turn.number)
+        by_age = self._manners.waits or self._manners.oldest_first
+        return rank(turn.held > 0, 0, turn.born if by_age else turn.number)
 
     def drain(self) -> None:
         """Place what waits, until nothing more can be placed now."""

@@ -31,6 +31,8 @@ class Regime(StrEnum):
     ROSE_PAPER = "rose-paper"
     ROSE_PAPER_TAP = "rose-paper-tap"
     ROSE_PAPER_KEEP = "rose-paper-keep"
+    ROSE_PAPER_OLDEST = "rose-paper-oldest"
+    ROSE_PAPER_QUEUE = "rose-paper-queue"
     OURS_LADDER = "ours-ladder"
     OURS = "ours"
     CLAIRVOYANT = "clairvoyant"
@@ -129,6 +131,9 @@ class RolloutJob(Strict):
             batch, as a share of it; None = off.
         oldest_first: the trainer takes the oldest groups and waits for those whose last chance it
             is (``rollouts.consumption``); otherwise those that finished first.
+        awaits_weights: new groups begin when the dedicated engines have what was published
+            (``dedicated_s`` of the link later); otherwise in the second of the publish, on weights
+            of the version before.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
@@ -147,6 +152,7 @@ class RolloutJob(Strict):
     gap_scale: Annotated[float, Field(ge=0)] = 1.0
     surplus: Annotated[float, Field(ge=0, le=4)] | None = None
     oldest_first: bool = False
+    awaits_weights: bool = False
 
 
 class Link(Strict):

@@ -168,7 +168,13 @@ class World:
             self.clock,
             job.name,
             Policy(max_staleness=staleness, name=rules.placement, **told),
-            Manners(rules.keeps, rules.waits, rules.stall_s, rules.knows_lengths),
+            Manners(
+                rules.keeps,
+                rules.waits,
+                rules.stall_s,
+                rules.knows_lengths,
+                rules.oldest_first,
+            ),
             random.Random(f"{self.seed}/{job.name}/dice"),  # noqa: S311  # a model's randomness
         )
         self.routers[job.name] = router
@@ -192,6 +198,7 @@ class World:
             job.gap_scale,
             job.surplus,
             job.oldest_first,
+            job.awaits_weights,
         )
         one = Job(
             self.clock,
@@ -271,6 +278,9 @@ class World:
                     self.scenario.link.dedicated_s,
                     partial(router.version, engine.name, version),
                 )
+        if job.awaits_weights:
+            has = partial(self.jobs[job.name].has_weights, version)
+            self.clock.after(self.scenario.link.dedicated_s, has)
         for replica in self.replicas:
             if replica.job is job and isinstance(replica.gate, PaperGate):
                 replica.gate.next_step()

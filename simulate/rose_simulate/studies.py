@@ -37,6 +37,12 @@ ATTRIBUTION = (
     Regime.OURS,
     Regime.CLAIRVOYANT,
 )
+PARTS = (
+    Regime.FIXED_LADDER,
+    *ATTRIBUTION[:-1],
+    Regime.ROSE_PAPER_OLDEST,
+    Regime.ROSE_PAPER_QUEUE,
+)
 PEERS = (
     Regime.UNGUARDED,
     Regime.STATIC_SPLIT,
@@ -142,6 +148,19 @@ STUDIES: Mapping[str, Study] = {
         ("normal",),
         "The paper's rules with one part exchanged at a time.",
         ATTRIBUTION,
+    ),
+    "waits": Study(
+        "a trainer that waits for its engines",
+        ("waits", "waits-stress"),
+        "Conversation and code load when new groups begin once the dedicated engines have the "
+        "weights, two seconds after the publish, in place of in its second.",
+        MAIN,
+    ),
+    "parts": Study(
+        "what the difference is made of when the trainer waits",
+        ("waits",),
+        "The paper's rules with one part exchanged at a time, its queue's order among them.",
+        PARTS,
     ),
     "memory": Study(
         "a cap that fits the borrowed memory",

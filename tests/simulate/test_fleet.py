@@ -195,6 +195,7 @@ def test_every_derate_and_seed_is_run_and_paired(
         ("leases: 2", "leases: 3", "jobs.leases: 60 leases, but 50 services"),
         ("tpot_ms: 150", "tpot_ms: 5", "services.0.service.tpot_ms: is not above"),
         ("borrowed: 100", "borrowed: 900", "jobs.job.borrowed: jobs borrow 900 replicas"),
+        ("staleness: 1", "awaits_weights: true", "jobs.job.awaits_weights: a fleet's bins"),
     ],
 )
 def test_impossible_fleets_are_refused(tmp_path: Path, old: str, new: str, reason: str) -> None:

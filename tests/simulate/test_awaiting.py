@@ -1,0 +1,142 @@
+"""A trainer that waits for its engines, and the orders in which the paper's rules may queue."""
+
+import random
+from dataclasses import asdict, dataclass
+
+import pytest
+
+from rose_core.rollouts.placement import Policy, PolicyName
+from rose_core.simulate.batch import BatchEngine
+from rose_core.simulate.clock import SECOND, Clock
+from rose_core.simulate.costs import costs
+from rose_core.simulate.possible import impossible
+from rose_core.simulate.regimes import RULES
+from rose_core.simulate.router import Manners, Router
+from rose_core.simulate.scenario import Link, Regime, Scenario
+from rose_core.simulate.turns import Engine, Turn
+from rose_core.simulate.world import World
+from rose_core.wire.routing import EngineKind
+from rose_simulate.reading import read_scenario
+from rose_simulate.studies import SCENARIOS
+from tests.simulate.worlds import MATERIAL, scenario
+
+END_S = 90
+SLOW_S = 6  # from a publish to dedicated engines that have it
+
+
+def told(*, awaits: bool, **changes: object) -> Scenario:
+    plain = scenario(seconds=END_S, link=Link(dedicated_s=SLOW_S))
+    job = plain.jobs[0].model_copy(update={"awaits_weights": awaits} | changes)
+    return plain.model_copy(update={"jobs": (job,)})
+
+
+@dataclass
+class Seen:
+    """What a run showed at its looks: drawn while the engines had old weights, and with new."""
+
+    behind: int = 0
+    level: int = 0
+    publishes: int = 0
+
+
+def watched(one: Scenario) -> Seen:
+    """Trajectories drawn, told apart by whether the dedicated engine had the trainer's version."""
+    world, seen = World(one, RULES[Regime.OURS], 1, MATERIAL), Seen()
+    router, job = world.routers["grpo"], world.jobs["grpo"]
+    before = 0
+    for tenth in range(1, 10 * END_S):
+        world.clock.run(tenth * SECOND // 10)
+        own = [e for e in router.engines.values() if e.kind is EngineKind.DEDICATED]
+        started, before = job.counts.started - before, job.counts.started
+        if any(engine.version != job.version for engine in own):
+            seen.behind += started
+        else:
+            seen.level += started
+    seen.publishes = job.version
+    return seen
+
+
+def test_a_trainer_that_awaits_draws_nothing_while_its_engines_have_old_weights() -> None:
+    seen = watched(told(awaits=True))
+    assert seen.publishes > 2
+    assert seen.behind == 0
+    assert seen.level > told(awaits=True).jobs[0].group * 4, "it goes on after each publish"
+
+
+def test_a_trainer_that_does_not_await_draws_in_the_second_of_the_publish() -> None:
+    assert watched(told(awaits=False)).behind > 0
+
+
+def test_tail_batching_opens_its_rounds_when_the_engines_have_the_weights() -> None:
+    rounds = {"staleness": 0, "batch_groups": 2, "surplus": 0.5}
+    hasty, waiting = (watched(told(awaits=awaits, **rounds)) for awaits in (False, True))
+    assert hasty.behind > 0
+    assert waiting.behind == 0
+    assert waiting.publishes > 2
+
+
+def test_the_papers_rules_drop_fewer_groups_where_the_trainer_awaits() -> None:
+    def dropped(*, awaits: bool) -> int:
+        world = World(told(awaits=awaits), RULES[Regime.ROSE_PAPER], 1, MATERIAL)
+        world.clock.run(END_S * SECOND)
+        return world.jobs["grpo"].counts.dropped
+
+    assert dropped(awaits=True) < dropped(awaits=False)
+
+
+def test_nobody_to_wait_for_is_refused() -> None:
+    one = told(awaits=True, dedicated=0).model_copy(update={"regimes": (Regime.OURS,)})
+    assert (("jobs", 0, "awaits_weights"), "there are no dedicated engines to wait for") in list(
+        impossible(one)
+    )
+
+
+@pytest.mark.parametrize(("usual", "name"), [("normal", "waits"), ("stress", "waits-stress")])
+def test_the_scenarios_of_the_study_differ_in_the_trainer_alone(usual: str, name: str) -> None:
+    hasty, waiting = (read_scenario(SCENARIOS / f"{one}.yaml") for one in (usual, name))
+    assert isinstance(hasty, Scenario)
+    job = hasty.jobs[0]
+    assert not job.awaits_weights
+    jobs = (job.model_copy(update={"awaits_weights": True}),)
+    assert hasty.model_copy(update={"name": name, "jobs": jobs}) == waiting
+
+
+class Places:
+    """A router of the paper's placement with one engine of one place; in which order turns go."""
+
+    def __init__(self, *, oldest_first: bool) -> None:
+        policy = Policy(name=PolicyName.ROSE_PAPER)
+        manners = Manners(waits=False, oldest_first=oldest_first)
+        self.clock, self.ended = Clock(), list[str]()
+        self.router = Router(self.clock, "run", policy, manners, random.Random(0))
+        batch = BatchEngine(self.clock, costs("H100", "Qwen3-8B", 0.5), 100_000, lambda: None)
+        one = Engine("one", EngineKind.DEDICATED, batch, 0, gate_open=True, cap=1)
+        self.router.attach(one)
+
+    def come(self, session: str, *, born: int, number: int) -> None:
+        turn = Turn(session, 100, 5, number, lambda: self.ended.append(session), born=born)
+        self.router.submit(turn)
+
+
+@pytest.mark.parametrize(
+    ("oldest_first", "order"),
+    [(False, ["first", "young", "old"]), (True, ["first", "old", "young"])],
+)
+def test_turns_of_old_trajectories_go_first_where_the_order_says_so(
+    *, oldest_first: bool, order: list[str]
+) -> None:
+    places = Places(oldest_first=oldest_first)
+    places.come("first", born=9, number=1)
+    places.come("young", born=8, number=2)
+    places.come("old", born=2, number=3)
+    places.clock.run(10 * SECOND)
+    assert places.ended == order
+
+
+@pytest.mark.parametrize(
+    ("regime", "part"),
+    [(Regime.ROSE_PAPER_OLDEST, "oldest_first"), (Regime.ROSE_PAPER_QUEUE, "waits")],
+)
+def test_the_queue_is_all_that_is_exchanged_of_the_papers_rules(regime: Regime, part: str) -> None:
+    paper, other = asdict(RULES[Regime.ROSE_PAPER]), asdict(RULES[regime])
+    assert {name for name in paper if paper[name] != other[name]} == {part}
