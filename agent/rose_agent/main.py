@@ -2,7 +2,7 @@
 
 It needs the tap and the engine host on the same run directory, the operator for grants and the API
 server for pods, and protects serving without any of them. Next step: ``guard.loop`` is the guard;
-``looks`` has the verbs for people (``rose agent report``, ``trace``, ``stop``, ``resume``).
+``node_verbs`` has the verbs for people (``rose agent report``, ``trace``, ``stop``, ``resume``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 from aiohttp import web
 
-from rose_agent import looks
+from rose_agent import node_verbs
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.errors import DeviceError
 from rose_agent.devices.opening import open_driver
@@ -94,11 +94,13 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Run the guard, or look into a running one."""
-    if argv and argv[0] in looks.LOOKS:
-        return looks.main(argv[0], argv[1:])
+    if argv and argv[0] in node_verbs.LOOKS:
+        return node_verbs.main(argv[0], argv[1:])
     flags_of_guard = arguments()
     if argv and not argv[0].startswith("-"):
-        flags_of_guard.error(f"no verb {argv[0]!r}; expected {', '.join(looks.LOOKS)}, or flags")
+        flags_of_guard.error(
+            f"no verb {argv[0]!r}; expected {', '.join(node_verbs.LOOKS)}, or flags"
+        )
     options = flags_of_guard.parse_args(argv)
     logging.basicConfig(level=options.log_level, format="%(levelname)s %(name)s %(message)s")
     try:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from bench.guard.load import Served
 from bench.guard.rollouts import Rollouts
-from rose_engines.bell import ring
+from rose_engines.doorbell import ring
 from rose_engines.permit import Permit
 
 _TICK_SECONDS = 0.004

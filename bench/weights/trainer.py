@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from rose_trainer.line import Published
+from rose_trainer.lineage import Published
 from rose_trainer.publisher import Publisher
 from rose_weights.client import WeightsClient
 from rose_weights.service import WeightService

@@ -39,7 +39,9 @@ VERBS: dict[str, Verb] = {
     "agent": Verb("rose_agent.main", "guard the serving replicas of this node", "agent"),
     "sleeper": Verb("rose_agent.devices.sleepers", "wake serving engines of this node", "agent"),
     "tap": Verb("rose_agent.tap.main", "watch serving traffic of this node", "agent"),
-    "engine-host": Verb("rose_agent.host.begin", "run rollout engines on this node", "agent"),
+    "engine-host": Verb(
+        "rose_agent.host.privilege_split", "run rollout engines on this node", "agent"
+    ),
     "vacate": Verb("rose_agent.vacate", "wait until no rollout engine holds the GPUs", "agent"),
     "mps": Verb("rose_agent.devices.mps_verb", "run the MPS daemon of one GPU", "agent"),
     "weight-sync": Verb("rose_agent.weightsync.main", "bring weights to this node", "weights"),

@@ -1,7 +1,7 @@
 """The ranks of one engine: which part of every tensor each holds, and how they reach each other.
 
 What ranks say about their parts is checked here: together they hold every element once or as copies
-that agree. Next step: ``together`` stages, swaps and votes over them.
+that agree. Next step: ``multi_rank`` stages, swaps and votes over them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from rose_core.delta.digest import Digest, total
-from rose_engines.board import Board
 from rose_engines.errors import CommitRefused, UnsupportedEngine
+from rose_engines.rank_board import Board
 from rose_engines.sglang.calls import LENGTH, Answer, Call, answers, frame
 
 Part = tuple[tuple[int, int, int, int], ...]

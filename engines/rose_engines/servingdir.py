@@ -20,7 +20,7 @@ import msgspec
 
 
 class SleepOrder(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``order``: one replica.
+    """``handover``: one replica.
 
     Attributes:
         processes: (pid, start ticks) of serving's processes; a pid alone may be another's later.

@@ -29,9 +29,9 @@ from pathlib import Path
 from rose_core.delta.digest import Digest
 from rose_engines.device import Device
 from rose_engines.errors import BrokenWeights, CommitRefused
+from rose_engines.handover import Handover, Order
 from rose_engines.live import commit, confirm, digest_live, readable, revert, warm_up
 from rose_engines.memory import EngineMemory
-from rose_engines.order import Handover, Order
 from rose_engines.pace import Pace
 from rose_engines.safetensors import write_file
 from rose_engines.sglang.control import (

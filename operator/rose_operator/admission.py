@@ -17,8 +17,8 @@ from rose_core.api import PoolMode, Reason, RolloutLease, RolloutSlot, ServingPo
 from rose_core.api.arguments import refusals
 from rose_core.api.poollending import AutoscalerCheck
 from rose_core.lending.autoscalers import Autoscaler
-from rose_operator.store import Raw
-from rose_operator.stores import Runs, may_follow
+from rose_operator.object_cache import Raw
+from rose_operator.weight_stores import Runs, may_follow
 
 KindT = TypeVar("KindT", ServingPool, RolloutLease, RolloutSlot)
 

@@ -25,7 +25,7 @@ from lightkube.types import PatchType
 from rose_core.api import GROUP, VERSION
 from rose_operator.errors import NOT_FOUND, ApiRefused, ApiUnavailable, NotLeader
 from rose_operator.metrics import API_FAILURES, API_WRITES
-from rose_operator.store import Raw
+from rose_operator.object_cache import Raw
 
 FIELD_MANAGER = "rose-operator"
 MANAGED = {"app.kubernetes.io/managed-by": FIELD_MANAGER}

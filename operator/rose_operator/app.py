@@ -30,16 +30,16 @@ from rose_core.lending import Policy
 from rose_operator import metrics
 from rose_operator.api import Api, Kind
 from rose_operator.backoff import Growing
+from rose_operator.cluster_facts import Surroundings
 from rose_operator.enrolment import Authority, Enrolment
 from rose_operator.errors import ApiUnavailable, NotLeader, OperatorError
 from rose_operator.leader import LeaderLock, State
-from rose_operator.listings import Listings
+from rose_operator.lock_renewal import Renewing
 from rose_operator.notices import Notices
+from rose_operator.object_cache import Store
 from rose_operator.reconcile import Reconciler
-from rose_operator.renewing import Renewing
+from rose_operator.relist import Listings
 from rose_operator.settings import Settings
-from rose_operator.store import Store
-from rose_operator.surroundings import Surroundings
 from rose_operator.sync import SyncService
 from rose_operator.telemetry import Telemetry
 from rose_operator.watches import watch_kinds, watch_routers

@@ -8,7 +8,7 @@
 | the message asks for N | compared, else refused |
 
 Then the authority signs the request for ``system:node:N``. Every replica can: nothing is kept.
-Next step: ``callers`` reads the name when the agent calls.
+Next step: ``authorization`` reads the name when the agent calls.
 """
 
 from __future__ import annotations

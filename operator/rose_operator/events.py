@@ -1,6 +1,6 @@
 """Events: transitions of the conditions that people wait for, and slots that were taken back.
 
-Pure. Next step: ``telling`` writes them.
+Pure. Next step: ``event_limits`` writes them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rose_core.api.common import API_VERSION, ObjectMeta
 from rose_core.api.conditions import timestamp
 from rose_operator.admission import Refusal
 from rose_operator.api import FIELD_MANAGER, Kind
-from rose_operator.store import Raw
+from rose_operator.object_cache import Raw
 
 Thing = ServingPool | RolloutLease | RolloutSlot
 

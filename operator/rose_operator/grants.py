@@ -19,7 +19,7 @@ from rose_core.wire.sync import (
 )
 from rose_operator.routers import attach_address, router_name
 from rose_operator.settings import Settings
-from rose_operator.stores import may_follow
+from rose_operator.weight_stores import may_follow
 
 
 def grants_of(

@@ -31,7 +31,7 @@ from typing import Protocol
 from rose_operator.api import Kind
 from rose_operator.errors import UNAUTHORIZED, ApiRefused, ApiUnavailable
 from rose_operator.metrics import LAPSES, LEADER_STATE, TERM
-from rose_operator.store import Raw
+from rose_operator.object_cache import Raw
 
 LOCK_NAME = "rose-operator"
 _MARGIN = 0.2

@@ -20,21 +20,21 @@ from rose_operator import events
 from rose_operator.admission import Offer
 from rose_operator.api import Kind
 from rose_operator.backoff import Backoff
-from rose_operator.loads import Loads
+from rose_operator.cluster_facts import Surroundings
+from rose_operator.event_limits import Teller
+from rose_operator.load_history import Loads
 from rose_operator.metrics import PLAN_CPU_SECONDS, PLAN_SECONDS
 from rose_operator.notices import Notices
-from rose_operator.publishing import drop_node
-from rose_operator.reading import Reader
+from rose_operator.object_cache import Store, key_of
+from rose_operator.pass_metrics import drop_node
 from rose_operator.report import Reporter
 from rose_operator.router_writes import RouterWrites
 from rose_operator.settings import Settings
 from rose_operator.slot_writes import SlotWrites
 from rose_operator.snapshot import Knowledge, Snapshots
-from rose_operator.store import Store, key_of
-from rose_operator.surroundings import Surroundings
 from rose_operator.telemetry import Telemetry
-from rose_operator.telling import Teller
-from rose_operator.toggles import Toggles
+from rose_operator.toggle_costs import Toggles
+from rose_operator.typed_objects import Reader
 from rose_operator.world import World, look, utc
 from rose_operator.writer import WriteApi, Writer
 

@@ -39,16 +39,16 @@ from rose_operator.admission import Unreadable
 from rose_operator.api import Kind
 from rose_operator.defer import Deferral
 from rose_operator.errors import NOT_FOUND, ApiRefused
+from rose_operator.event_limits import Teller
 from rose_operator.events import Thing, news, of_condition, of_unreadable
-from rose_operator.explaining import answer, asked, lease_summary, pool_summary
+from rose_operator.explain_requests import answer, asked, lease_summary, pool_summary
 from rose_operator.lease_status import lease_status
-from rose_operator.loads import Loads
+from rose_operator.load_history import Loads
+from rose_operator.object_cache import Raw, Store, key_of
+from rose_operator.pass_metrics import Publisher
 from rose_operator.pool_status import pool_status
-from rose_operator.publishing import Publisher
 from rose_operator.settings import Settings
 from rose_operator.slot_status import slot_label, slot_report, slot_state, slot_status
-from rose_operator.store import Raw, Store, key_of
-from rose_operator.telling import Teller
 from rose_operator.world import World
 from rose_operator.writer import Write, WriteApi, Writer
 

@@ -18,8 +18,8 @@ from rose_core.api import Reason, RolloutLease
 from rose_operator import routers
 from rose_operator.admission import Refusal
 from rose_operator.api import Kind
+from rose_operator.object_cache import Raw, Store, key_of
 from rose_operator.settings import Settings
-from rose_operator.store import Raw, Store, key_of
 from rose_operator.world import World
 from rose_operator.writer import Write, Writer
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from rose_core.api import GROUP, RolloutLease
 from rose_operator.api import MANAGED
+from rose_operator.object_cache import Raw
 from rose_operator.settings import Settings
-from rose_operator.store import Raw
 from rose_wire import tls
 
 HASH = f"{GROUP}/manifest-hash"

@@ -12,10 +12,10 @@ from uuid import uuid4
 
 import yaml
 
-from rose_operator import stores
+from rose_operator import weight_stores
 from rose_operator.errors import ConfigurationError
 from rose_operator.leader import RENEWALS
-from rose_operator.stores import Runs
+from rose_operator.weight_stores import Runs
 from rose_wire import certificates, flags, problems, tls
 
 
@@ -85,7 +85,7 @@ def parse(argv: list[str]) -> Settings:
     """
     found = _parser().parse_args(argv)
     _check_periods(found)
-    addresses, runs = stores.read(found.stores_file, _mapping(found.stores_file))
+    addresses, runs = weight_stores.read(found.stores_file, _mapping(found.stores_file))
     return Settings(
         namespace=found.namespace,
         router_image=found.router_image,

@@ -25,10 +25,10 @@ from rose_core.api.rolloutslot import Tier
 from rose_core.wire.sync import ReplicaReport
 from rose_operator import slots
 from rose_operator.api import Kind
-from rose_operator.kept import Kept
+from rose_operator.memo import Kept
 from rose_operator.metrics import DECISIONS
 from rose_operator.notices import Notices
-from rose_operator.store import Raw
+from rose_operator.object_cache import Raw
 from rose_operator.telemetry import Telemetry
 from rose_operator.world import World
 from rose_operator.writer import Write, Writer

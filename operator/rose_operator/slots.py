@@ -23,7 +23,7 @@ from rose_core.api.rolloutslot import (
     Tier,
 )
 from rose_core.api.servingpool import Compute
-from rose_operator.store import Raw
+from rose_operator.object_cache import Raw
 
 _NAME_LIMIT = 63
 

@@ -1,6 +1,6 @@
 """The world as the planner wants it: ``snapshot(world, ...)``, pure.
 
-``Snapshots`` gives the same, pass after pass, at the cost of what has changed (``kept``).
+``Snapshots`` gives the same, pass after pass, at the cost of what has changed (``memo``).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rose_core.devices.capabilities import Capability
 from rose_core.wire.sync import ReplicaReport
 from rose_operator import capabilities
 from rose_operator.admission import created, expiry
-from rose_operator.kept import Kept
-from rose_operator.loads import Loads
+from rose_operator.cluster_facts import Surroundings
+from rose_operator.load_history import Loads
+from rose_operator.memo import Kept
 from rose_operator.protection import misses_objective
-from rose_operator.surroundings import Surroundings
 from rose_operator.telemetry import Node
-from rose_operator.toggles import Toggles
+from rose_operator.toggle_costs import Toggles
 from rose_operator.world import World
 
 _DAYS = list(Day)

@@ -16,16 +16,16 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from rose_core.api import RolloutSlot, ServingPool
 from rose_core.wire.sync import Notice, NoticeRequest, PoolPolicy, SyncReply, SyncRequest
-from rose_operator import callers
+from rose_operator import authorization
 from rose_operator.api import Kind
 from rose_operator.grants import grants_of, policy_of
 from rose_operator.leader import LeaderLock
 from rose_operator.metrics import GRANTS, LISTENERS, SYNCS
 from rose_operator.notices import Notices
-from rose_operator.reading import Reader
+from rose_operator.object_cache import Store
 from rose_operator.settings import Settings
-from rose_operator.store import Store
 from rose_operator.telemetry import Telemetry
+from rose_operator.typed_objects import Reader
 from rose_wire.rpc import peer
 
 _log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class SyncService:
         Raises:
             Refused: the caller's certificate names another node.
         """
-        callers.check(request.node, peer(), demanded=self._settings.tls_client_ca is not None)
+        authorization.check(request.node, peer(), demanded=self._settings.tls_client_ca is not None)
         if request.node not in self._telemetry.nodes:
             _log.info("agent of node %s (%s) dialled in", request.node, request.agent_version)
         if self._telemetry.record(request, self._clock()):
@@ -90,7 +90,7 @@ class SyncService:
         Raises:
             Refused: the caller's certificate names another node.
         """
-        callers.check(request.node, peer(), demanded=self._settings.tls_client_ca is not None)
+        authorization.check(request.node, peer(), demanded=self._settings.tls_client_ca is not None)
         LISTENERS.inc()
         try:
             async for notice in self._notices.follow(request):

@@ -19,7 +19,7 @@ import kopf
 from rose_core.api import GROUP, VERSION
 from rose_operator.api import Api, Kind
 from rose_operator.errors import OperatorError
-from rose_operator.store import Raw, Store
+from rose_operator.object_cache import Raw, Store
 
 _log = logging.getLogger(__name__)
 _PLURALS = {Kind.POOL: "servingpools", Kind.LEASE: "rolloutleases", Kind.SLOT: "rolloutslots"}

@@ -14,7 +14,7 @@ from rose_core.api import Desired, RolloutLease, RolloutSlot, ServingPool
 from rose_core.api.rolloutslot import Tier
 from rose_core.wire.sync import ReplicaReport
 from rose_operator.admission import Offer, Parsed, Refusal, lease_refusal, pool_refusal
-from rose_operator.surroundings import Surroundings
+from rose_operator.cluster_facts import Surroundings
 from rose_operator.telemetry import Telemetry
 
 

@@ -23,7 +23,7 @@ from rose_operator.api import Kind
 from rose_operator.backoff import Backoff
 from rose_operator.errors import ApiRefused, NotLeader, OperatorError
 from rose_operator.metrics import WAITING_WRITES
-from rose_operator.store import Raw, Store, key_of
+from rose_operator.object_cache import Raw, Store, key_of
 
 _log = logging.getLogger(__name__)
 # The API server shares its own limits among clients; this many at once is a quarter of a default.

@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rose_core.rollouts.logprobs import SCALE, semantics
 from rose_core.rollouts.spans import Kv, Span
 from rose_core.rollouts.stops import trimmed
 from rose_core.rollouts.transcript import PER_TOKEN
 from rose_router.text import Tokenizer
 from rose_router.turn import Shown, Turn
 
-LOGPROB_SEMANTICS = "log_softmax(logits / temperature) before top-k, top-p and min-p"
-
 # Facts about one leg that would be wrong for a turn of several, or that the router answers itself.
 _OWN = frozenset(
     {"id", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "e2e_latency"}
     | {"weight_version", "weight_versions", "output_token_logprobs_length"}
-    | {"input_token_logprobs", "input_top_logprobs", *PER_TOKEN}
+    | {"input_token_logprobs", "input_top_logprobs", SCALE, *PER_TOKEN}
 )
 
 
@@ -47,7 +46,11 @@ def rose_json(turn: Turn, spans: Sequence[Span]) -> dict[str, Any]:
         "kv": Kv.MIXED if any(s.kv is Kv.MIXED for s in spans) else Kv.OWN,
         "queue_seconds": round(turn.queue_seconds, 6),
         "exact_text": turn.transcript.exact_text,
-        "logprob_semantics": LOGPROB_SEMANTICS,
+        "logprob_semantics": semantics(
+            [(leg.offset, leg.meta.get(SCALE, "")) for leg in legs if leg.placed],
+            spans[-1].end if spans else 0,
+            turn.logprob_terms,
+        ),
     }
 
 

@@ -14,8 +14,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
+from rose_core.rollouts.logprobs import Terms, terms_of
 from rose_core.rollouts.placement import TurnView
 from rose_core.rollouts.spans import Span, covers, cut, joined, shifted
 from rose_core.rollouts.transcript import Leg, Transcript
@@ -105,6 +107,11 @@ class Turn:
         if not spans:
             return None
         return self.labels.get(spans[-1].version, spans[-1].version)
+
+    @cached_property
+    def logprob_terms(self) -> Terms:
+        """What the request itself makes of its log-probs; asked for in every event."""
+        return terms_of(self.request.sampling, self.request.passed)
 
     @property
     def held(self) -> int:

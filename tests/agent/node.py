@@ -25,7 +25,7 @@ import psutil
 import yaml
 from safetensors.numpy import save_file
 
-from rose_agent import looks
+from rose_agent import node_verbs
 from rose_core.identity import GrantKey, SlotKey
 from rose_core.telemetry.dialects import samples
 from rose_core.wire.sync import (
@@ -246,10 +246,12 @@ class Node:
         return read_json(self.rundir.slot(SLOT.uid).engine, EngineFile)
 
     async def report(self) -> dict[str, Any]:
-        return await looks.fetch(self.rundir.root, "/report")
+        return await node_verbs.fetch(self.rundir.root, "/report")
 
     async def trace(self) -> list[dict[str, Any]]:
-        entries: list[dict[str, Any]] = (await looks.fetch(self.rundir.root, "/trace"))["entries"]
+        entries: list[dict[str, Any]] = (await node_verbs.fetch(self.rundir.root, "/trace"))[
+            "entries"
+        ]
         return entries
 
     async def slot(self) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from rose_agent import looks
 from rose_agent import main as agent
+from rose_agent import node_verbs
 from rose_agent.devices.static import StaticDriver
 from rose_agent.guard.loop import Guard, Settings
 from rose_engines.rundir import RunDir
@@ -77,6 +77,6 @@ async def test_metrics_can_be_closed_to_all_but_the_scraper(pages: Pages) -> Non
 async def test_the_nodes_root_reads_them_on_the_socket(pages: Pages) -> None:
     path = pages.rundir / "agent.sock"
     assert path.stat().st_mode & 0o777 == 0o600
-    found = await looks.fetch(pages.rundir, "/report")
+    found = await node_verbs.fetch(pages.rundir, "/report")
     assert found["node"] == "n1"
-    assert json.dumps(await looks.fetch(pages.rundir, "/trace"))
+    assert json.dumps(await node_verbs.fetch(pages.rundir, "/trace"))

@@ -16,7 +16,7 @@ from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import write_bundle
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.safetensors import read_checkpoint
-from rose_engines.sglang import kv, loading, plugin, spans
+from rose_engines.sglang import kv, loading, logprobs, plugin, spans
 from rose_engines.sglang.arguments import FALLBACK_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
 from rose_engines.sglang.control import Commit, ControlClient, Stage
 from rose_engines.sglang.plugin import SchedulerPlugin
@@ -115,6 +115,12 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Hooks:
     accumulator = types.SimpleNamespace(accept=lambda: None)
     output._GenerationStreamAccumulator = accumulator  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, streamer, output)
+    replies, _, told = logprobs.TARGET.rpartition(".")
+    writing = types.ModuleType(replies)
+    setattr(writing, told, lambda *_: None)
+    for name in (replies.rpartition(".")[0], replies):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, replies, writing)
     monkeypatch.setitem(sys.modules, REGISTRY, registry)
     monkeypatch.setitem(sys.modules, SCHEDULER, module)
     monkeypatch.setattr(plugin, "_registered", [])
@@ -139,6 +145,7 @@ def test_registering_places_exactly_these_hooks(
         (plugin.ADMISSION, "before"),
         (kv.ABORT, "before"),
         (spans.TARGET, "around"),
+        (logprobs.TARGET, "before"),
     ]
     assert plugin.registered()
 

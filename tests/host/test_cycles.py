@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rose_agent.host import body, freezers, main
+from rose_agent.host import engine_process, freezers, main
 from rose_agent.host.accounts import Accounts
 from rose_agent.host.engine_host import GONE_KEPT
 from rose_agent.host.launchers import EngineOrder, EngineProgram
@@ -87,7 +87,7 @@ async def loan(host: main.Running, rundir: Path, uid: str) -> None:
 async def test_two_hundred_loans_leave_nothing_with_the_host(
     rundir: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(body, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(engine_process, "_POLL_SECONDS", 0.01)
     freezer = freezers.detect("auto", scope=str(rundir))
     async with running(rundir, models, freezer) as host:
         site = host.host._site  # what the flags would have made of it

@@ -14,7 +14,7 @@ from rose_agent.host.errors import GroupError
 from rose_agent.host.groups import wait_for
 from rose_core.guard.standstill import Patience
 from rose_core.wire.host import Holder
-from rose_engines.bell import Listener, ring
+from rose_engines.doorbell import Listener, ring
 from rose_engines.permit import Permit
 
 RUNNING, STOPPING, STOPPED = TreeState.RUNNING, TreeState.STOPPING, TreeState.STOPPED

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from rose_agent.host import enter, freezers
+from rose_agent.host import exec_engine, freezers
 from rose_agent.host.errors import GroupError, NoFreezer
 from rose_agent.host.groups import SignalGroup, V1Group, V2Group, end, wait_for
 from rose_agent.host.mounts import locate, parse_membership, parse_mountinfo
@@ -41,7 +41,7 @@ class Tree:
         join = [] if directory is None else ["--procs", str(directory / "cgroup.procs")]
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-I", "-S", enter.__file__, *join, "--"),
+                *(sys.executable, "-I", "-S", exec_engine.__file__, *join, "--"),
                 *(sys.executable, "-c", COUNTER, str(folder / "count")),
             ],
             start_new_session=True,
@@ -137,7 +137,7 @@ def test_an_engine_is_the_first_to_die_and_gains_nothing(tmp_path: Path) -> None
         f"open({str(report)!r},'w').write(o+' '+str(resource.getrlimit(4)[0])+' '"
         "+next(l.split()[1] for l in s.splitlines() if l.startswith('NoNewPrivs')))"
     )
-    command = [sys.executable, "-I", "-S", enter.__file__, "--", sys.executable, "-c", script]
+    command = [sys.executable, "-I", "-S", exec_engine.__file__, "--", sys.executable, "-c", script]
     subprocess.run(command, check=True, timeout=60)
     assert report.read_text() == "1000 0 1"
 

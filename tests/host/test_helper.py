@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.host import begin, freezers, process
+from rose_agent.host import freezers, privilege_split, process
 from rose_agent.host.accounts import COUNT, Account, Accounts
 from rose_agent.host.arguments import limiter_of, limits_of, parser
 from rose_agent.host.errors import GroupError, HostError
 from rose_agent.host.freezers import Freezer
 from rose_agent.host.groups import end, wait_for
 from rose_agent.host.helper.client import HelpedAccounts, Helper
-from rose_agent.host.helper.words import Forget, Move, Quota, Reap, Release, Spawn, Steer, Take
+from rose_agent.host.helper.messages import Forget, Move, Quota, Reap, Release, Spawn, Steer, Take
 from rose_agent.host.launchers import EngineProgram
 from rose_agent.host.limits import Limiter
 from rose_agent.host.repair import forget_slot
@@ -46,7 +46,7 @@ def arguments(rundir: Path, python: Path, *more: str) -> list[str]:
 
 
 def begun(rundir: Path, python: Path, *more: str) -> Helper:
-    return Helper(*begin.begin(arguments(rundir, python, *more)))
+    return Helper(*privilege_split.begin(arguments(rundir, python, *more)))
 
 
 def direct(parsed: argparse.Namespace) -> Hands:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rose_agent.host import enter, process
+from rose_agent.host import exec_engine, process
 from rose_agent.host.groups import wait_for
 from rose_agent.host.lifecycle import backoff_seconds
 
@@ -93,7 +93,17 @@ def test_dead_heirs_are_collected() -> None:
 
 
 def test_a_user_of_its_own_can_be_given() -> None:
-    command = [sys.executable, "-I", "-S", enter.__file__, "--uid", "4711", "--", "/bin/sh", "-c"]
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        exec_engine.__file__,
+        "--uid",
+        "4711",
+        "--",
+        "/bin/sh",
+        "-c",
+    ]
     result = subprocess.run(
         [*command, "id -u; id -g; id -G"], capture_output=True, text=True, timeout=60, check=False
     )
@@ -107,7 +117,7 @@ def test_a_program_that_cannot_be_entered_is_not_started_halfway(tmp_path: Path)
         sys.executable,
         "-I",
         "-S",
-        enter.__file__,
+        exec_engine.__file__,
         "--procs",
         str(tmp_path / "no" / "procs"),
     ]

@@ -7,9 +7,9 @@ from rose_core.identity import SlotKey
 from rose_core.lending import Policy
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_operator.api import Kind
+from rose_operator.object_cache import Store
 from rose_operator.reconcile import Reconciler
 from rose_operator.settings import Settings
-from rose_operator.store import Store
 from rose_operator.telemetry import Telemetry
 from tests.api.objects import LEASE, POOL, changed
 from tests.operator.fake_api import FakeApi

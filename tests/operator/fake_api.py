@@ -7,7 +7,7 @@ from typing import Any
 
 from rose_operator.api import Kind
 from rose_operator.errors import ApiRefused, ApiUnavailable
-from rose_operator.store import Raw
+from rose_operator.object_cache import Raw
 
 
 class FakeApi:

@@ -11,14 +11,14 @@ from rose_core.lending import Memory, Policy, plan
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_operator.admission import Offer
 from rose_operator.api import Kind
-from rose_operator.kept import Kept
-from rose_operator.loads import Loads
-from rose_operator.reading import Reader
+from rose_operator.cluster_facts import Surroundings
+from rose_operator.load_history import Loads
+from rose_operator.memo import Kept
+from rose_operator.object_cache import Store
 from rose_operator.snapshot import Knowledge, Snapshots, snapshot
-from rose_operator.store import Store
-from rose_operator.surroundings import Surroundings
 from rose_operator.telemetry import Telemetry
-from rose_operator.toggles import Toggles
+from rose_operator.toggle_costs import Toggles
+from rose_operator.typed_objects import Reader
 from rose_operator.world import World, look, utc
 from tests.api.objects import LEASE, POOL, SLOT, changed
 from tests.operator.stub_agent import replica

@@ -10,16 +10,16 @@ import pytest
 from rose_core.api import RolloutLease, RolloutSlot, ServingPool
 from rose_core.identity import SlotKey
 from rose_core.wire.sync import NoticeRequest, SlotReport, SlotState, SyncRequest
-from rose_operator import surroundings
+from rose_operator import cluster_facts
 from rose_operator.api import Kind
+from rose_operator.cluster_facts import Surroundings, zones
 from rose_operator.errors import ApiRefused
-from rose_operator.loads import Loads
+from rose_operator.load_history import Loads
 from rose_operator.notices import Notices
-from rose_operator.reading import Reader
-from rose_operator.store import Store
-from rose_operator.surroundings import Surroundings, zones
+from rose_operator.object_cache import Store
 from rose_operator.telemetry import Telemetry
-from rose_operator.toggles import Toggles
+from rose_operator.toggle_costs import Toggles
+from rose_operator.typed_objects import Reader
 from tests.api.objects import LEASE, POOL, SLOT, changed
 from tests.operator.stub_agent import replica
 
@@ -183,7 +183,7 @@ class CordonApi:
 async def test_a_watch_of_cordons_that_is_told_410_begins_anew_and_one_without_rights_rests(
     monkeypatch: pytest.MonkeyPatch, code: int, seen: frozenset[str]
 ) -> None:
-    monkeypatch.setattr(surroundings, "_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(cluster_facts, "_AGAIN_SECONDS", 0.0)
     around, api = Surroundings(), CordonApi(code)
     following = asyncio.create_task(around.watch_cordons(api))  # type: ignore[arg-type]
     await api.watched.wait()

@@ -6,7 +6,7 @@ from rose_operator.api import Kind
 from rose_operator.errors import ApiRefused, ApiUnavailable
 from rose_operator.leader import LOCK_NAME, LeaderLock, Record, State, Step, decide
 from rose_operator.metrics import REGISTRY
-from rose_operator.store import Raw
+from rose_operator.object_cache import Raw
 from tests.operator.fake_api import FakeApi
 
 MINE, OTHER = "me", "other"

@@ -10,7 +10,7 @@ from rose_core.api import RolloutLease
 from rose_operator import routers
 from rose_operator.errors import ConfigurationError
 from rose_operator.settings import Settings, parse
-from rose_operator.stores import may_follow
+from rose_operator.weight_stores import may_follow
 from rose_router.flags import parser as router_parser
 from tests.api.objects import LEASE, changed
 from tests.operator.bench import SETTINGS

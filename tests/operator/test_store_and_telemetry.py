@@ -4,7 +4,7 @@ from typing import Any
 
 from rose_core.identity import SlotKey
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
-from rose_operator.store import Store
+from rose_operator.object_cache import Store
 from rose_operator.telemetry import Telemetry
 from tests.operator.stub_agent import replica
 

@@ -9,7 +9,7 @@ from rose_operator.api import Kind
 from rose_operator.backoff import Backoff, Growing
 from rose_operator.defer import Deferral
 from rose_operator.errors import ApiRefused, ApiUnavailable, NotLeader
-from rose_operator.store import Store
+from rose_operator.object_cache import Store
 from rose_operator.writer import Write, Writer
 from tests.operator.fake_api import FakeApi
 

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from rose_core.rollouts.logprobs import Scale
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.owners import Owner, owner
 from rose_engines.fake.scheduler import FakeScheduler
@@ -58,12 +59,15 @@ class Stage:
         name: str = "a",
         kind: EngineKind = EngineKind.BORROWED,
         token_seconds: float = 0.002,
+        scale: str = Scale.TEMPERATURE.value,
         **update: Any,  # noqa: ANN401  # fields of EngineUpdate
     ) -> Fake:
         """Start a fake engine and attach it."""
         scheduler = FakeScheduler(WeightSession({}, VERSION), token_seconds=token_seconds)
         runner = web.AppRunner(
-            FakeServer(scheduler).application(), handler_cancellation=True, shutdown_timeout=0.1
+            FakeServer(scheduler, scale=scale).application(),
+            handler_cancellation=True,
+            shutdown_timeout=0.1,
         )
         await runner.setup()
         self._stack.push_async_callback(runner.cleanup)

@@ -59,7 +59,7 @@ async def test_generate_answers_as_sglang_does_with_versions_for_every_token(sta
     assert meta["rose"]["borrowed"] is True
     assert meta["rose"]["engines"] == [{"engine": "a", "kind": "Borrowed", "tokens": 12}]
     assert meta["rose"]["moves"] == []
-    assert "temperature" in meta["rose"]["logprob_semantics"]
+    assert "unknown" not in meta["rose"]["logprob_semantics"]
 
 
 async def test_a_stream_is_cumulative_and_ends_with_the_whole_answer(stage: Make) -> None:

@@ -14,7 +14,7 @@ from rose_core.delta import Codec
 from rose_core.delta.quorum import check, reach
 from rose_core.identity import WeightVersion
 from rose_trainer.errors import NotPublished, NotReached
-from rose_trainer.line import Published
+from rose_trainer.lineage import Published
 from rose_trainer.publisher import Publisher
 from rose_trainer.sharded import ShardedPublisher
 from rose_weights.client import WeightsClient

@@ -133,7 +133,7 @@ def test_a_store_that_does_not_answer_is_named_while_it_is_asked_and_at_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     flags = ["--store", "127.0.0.1:1", "--run", "run", "--patience-seconds", "1"]
-    with caplog.at_level("WARNING", "rose_trainer.opening"):
+    with caplog.at_level("WARNING", "rose_trainer.takeover"):
         assert main([*flags, "--root", str(tmp_path)]) == 1
     assert "the store at 127.0.0.1:1 does not answer, asked again" in caplog.text
     said = capsys.readouterr().err

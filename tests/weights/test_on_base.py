@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rose_core.delta import Codec, Manifest
-from rose_weights import looking
+from rose_weights import inspection
 from rose_weights.bundle import Bundle
 from rose_weights.errors import BadManifest
 from rose_weights.folder import Folder
@@ -67,7 +67,7 @@ async def test_who_reads_them_gets_them_and_who_does_not_say_never_does(tmp_path
             held = {name: bits.copy() for name, bits in before.items()}
             apply_bundle(held, Bundle(folder))
             assert all(np.array_equal(held[name], bits) for name, bits in model.state.items())
-        assert looking.verify(tmp_path / "s")[1]
+        assert inspection.verify(tmp_path / "s")[1]
 
 
 async def test_who_reads_them_gets_the_others_where_their_list_is_damaged(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ async def test_folding_keeps_what_is_still_listed_and_drops_the_rest(tmp_path: P
         assert Codec.RICE in codecs(manifest)
         for block in manifest.blocks:
             running.store.blocks.get(block.sha256)
-        assert looking.verify(tmp_path)[1]
+        assert inspection.verify(tmp_path)[1]
 
 
 async def test_a_version_that_could_not_be_merged_is_refused(tmp_path: Path) -> None:

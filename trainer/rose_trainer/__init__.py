@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rose_trainer.line import Published
+    from rose_trainer.lineage import Published
     from rose_trainer.publisher import Publisher
     from rose_trainer.quantised import BlockFp8
     from rose_trainer.sharded import ShardedPublisher
@@ -20,7 +20,7 @@ __all__ = ["BlockFp8", "Consumed", "Published", "Publisher", "ShardedPublisher"]
 _MODULES = {
     "BlockFp8": "rose_trainer.quantised",
     "Consumed": "rose_trainer.staleness",
-    "Published": "rose_trainer.line",
+    "Published": "rose_trainer.lineage",
     "Publisher": "rose_trainer.publisher",
     "ShardedPublisher": "rose_trainer.sharded",
 }

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from rose_core.identity import WeightVersion
 from rose_trainer import barrier, metrics
 from rose_trainer.errors import NotPublished
-from rose_trainer.line import Published
+from rose_trainer.lineage import Published
 from rose_trainer.staleness import Consumed, Order
 
 

@@ -42,11 +42,11 @@ from rose_core.identity import WeightVersion, run_name
 from rose_trainer import metrics
 from rose_trainer.audience import Audience
 from rose_trainer.errors import NotPublished, PublishFailed
-from rose_trainer.line import Job, Line, Published
+from rose_trainer.lineage import Job, Line, Published
 from rose_trainer.ondevice import Base, DeviceSnapshot, Place, Where, in_place
-from rose_trainer.opening import open_run
 from rose_trainer.staging import Layout, Snapshot, Taken, Tensors, pairs
 from rose_trainer.staleness import Consumed
+from rose_trainer.takeover import open_run
 from rose_weights.messages import Description
 from rose_weights.publishing import WeightsWriter
 

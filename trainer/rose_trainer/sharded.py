@@ -35,12 +35,12 @@ from rose_core.identity import WeightVersion, run_name
 from rose_trainer import metrics
 from rose_trainer.audience import Audience
 from rose_trainer.errors import NotPublished, PublishFailed
-from rose_trainer.line import Published, keeper
+from rose_trainer.lineage import Published, keeper
 from rose_trainer.ondevice import Base, DeviceShards, Place, Where, in_place
-from rose_trainer.opening import open_run
 from rose_trainer.shards import Shard, ShardSnapshot, TakenShards, shards_of
 from rose_trainer.staging import Tensors, pairs
 from rose_trainer.staleness import Consumed
+from rose_trainer.takeover import open_run
 from rose_weights.errors import WeightsError
 from rose_weights.messages import Description, VersionInfo
 from rose_weights.publishing import WeightsWriter

@@ -21,10 +21,10 @@ from datetime import UTC, datetime, timedelta
 from typing import NoReturn
 
 from rose_core.delta import name_of
+from rose_weights.backends import Change
 from rose_weights.blocks import NAME_BYTES
 from rose_weights.errors import Damaged, Incomplete, Outrun, StoreFailed
 from rose_weights.objects import Objects
-from rose_weights.places import Change
 from rose_weights.retention import GRACE_SECONDS
 from rose_weights.state import RunState, decode, encode
 

@@ -19,8 +19,8 @@ import grpc
 from rose_core.delta import DeltaError, Manifest, faults
 from rose_core.delta.codec import SELF_CONTAINED
 from rose_core.identity import WeightVersion
-from rose_weights.asking import ANSWER_SECONDS, PLAN_SECONDS, understanding
 from rose_weights.bundle import Bundle
+from rose_weights.call_policy import ANSWER_SECONDS, PLAN_SECONDS, understanding
 from rose_weights.errors import Damaged
 from rose_weights.fetching import CONNECTIONS, Fetcher
 from rose_weights.messages import (

@@ -16,8 +16,8 @@ from typing import TypeVar
 import grpc.aio
 
 from rose_core.delta import BlockEntry, Manifest, faults
-from rose_weights.asking import ATTEMPTS, understanding
 from rose_weights.bundle import Bundle
+from rose_weights.call_policy import ATTEMPTS, understanding
 from rose_weights.errors import Damaged, WeightsError
 from rose_weights.messages import FetchRequest
 from rose_weights.methods import FETCH

@@ -12,9 +12,9 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from rose_weights.backends import Change
 from rose_weights.blocks import Blocks
 from rose_weights.disk import Disk
-from rose_weights.places import Change
 from rose_weights.state import RunState, decode, encode
 
 

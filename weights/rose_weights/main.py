@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from rose_core.delta import DeltaError
-from rose_weights import importing, looking, metrics
+from rose_weights import importing, inspection, metrics
 from rose_weights.access import Access
 from rose_weights.blocks import Blocks
 from rose_weights.deltadirs import CHECKSUMS
 from rose_weights.errors import StoreFailed, WeightsError
-from rose_weights.opening import open_store
+from rose_weights.open_store import open_store
 from rose_weights.relay import KEEP_BYTES, Relay
 from rose_weights.retention import WINDOW
 from rose_weights.service import WeightService
@@ -135,15 +135,15 @@ def main(argv: list[str]) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> tuple[str, bool]:
-    return looking.inspect(arguments.path, arguments.run), True
+    return inspection.inspect(arguments.path, arguments.run), True
 
 
 def _verify(arguments: argparse.Namespace) -> tuple[str, bool]:
-    return looking.verify(arguments.path, arguments.base)
+    return inspection.verify(arguments.path, arguments.base)
 
 
 def _diff(arguments: argparse.Namespace) -> tuple[str, bool]:
-    return looking.diff(arguments.old, arguments.new), True
+    return inspection.diff(arguments.old, arguments.new), True
 
 
 def _import(arguments: argparse.Namespace) -> tuple[str, bool]:

@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from rose_core.delta import BlockEntry, BlockError, Hop, Manifest, compose
+from rose_weights.backends import Held
 from rose_weights.errors import Damaged
-from rose_weights.places import Held
 
 CACHED = 64
 

@@ -19,7 +19,7 @@ import msgspec
 from rose_core.delta import BlockEntry, Manifest, faults
 from rose_core.delta.parts import Part
 from rose_core.identity import WeightVersion
-from rose_weights.asking import promptly, understanding
+from rose_weights.call_policy import promptly, understanding
 from rose_weights.errors import BadManifest, Incomplete, StoreFailed, from_text
 from rose_weights.messages import (
     CommitRequest,

@@ -4,7 +4,7 @@ A relay answers what receivers ask (describe, watch, plan, fetch) from the store
 blocks on its own disk. Blocks are named by their content, so nothing it keeps can be out of date.
 Of several receivers that want the same block or the same plan at the same time one asks the store,
 the others wait for it. Receivers that are several versions behind get one delta merged from what is
-here (``nearby``). Publishing is not offered here.
+here (``relay_plans``). Publishing is not offered here.
 
 | block | next | when |
 |---|---|---|
@@ -24,9 +24,8 @@ import grpc.aio
 from rose_core.delta import DeltaError, Manifest, faults
 from rose_weights import metrics
 from rose_weights.access import Access
-from rose_weights.answers import answering, refusing
-from rose_weights.asking import ANSWER_SECONDS, ATTEMPTS, PLAN_SECONDS, understanding
 from rose_weights.blocks import Blocks
+from rose_weights.call_policy import ANSWER_SECONDS, ATTEMPTS, PLAN_SECONDS, understanding
 from rose_weights.errors import Damaged, Forbidden, Incomplete, StoreFailed
 from rose_weights.messages import (
     AttestedReply,
@@ -40,8 +39,9 @@ from rose_weights.messages import (
     WatchRequest,
 )
 from rose_weights.methods import ATTESTED, DESCRIBE, FETCH, PLAN, WATCH
-from rose_weights.nearby import Nearby
 from rose_weights.pieces import AHEAD_BYTES, PIECE_BYTES, Unpacker, pack
+from rose_weights.relay_plans import Nearby
+from rose_weights.responses import answering, refusing
 from rose_wire import rpc
 from rose_wire.rpc import Server, peer
 

@@ -28,9 +28,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from rose_core.delta import faults
 from rose_weights import metrics, retention
 from rose_weights.access import Access, Right
-from rose_weights.answers import answering, description, info, kind_of, measure, refusing, run_of
+from rose_weights.attestations import LONGEST_SECONDS, Following
 from rose_weights.errors import UnknownRun, WeightsError, as_text
-from rose_weights.following import LONGEST_SECONDS, Following
+from rose_weights.janitor import Tidying
 from rose_weights.leases import Leases
 from rose_weights.messages import (
     AttestedReply,
@@ -65,12 +65,12 @@ from rose_weights.methods import (
     PUT,
     WATCH,
 )
-from rose_weights.parting import Parts, run_of_part
 from rose_weights.pieces import pack, together
 from rose_weights.planning import Planner
+from rose_weights.responses import answering, description, info, kind_of, measure, refusing, run_of
+from rose_weights.sharded_parts import Parts, run_of_part
 from rose_weights.state import RunState
 from rose_weights.store import Store
-from rose_weights.tidying import Tidying
 from rose_wire.rpc import Server, peer
 
 STAGED_AHEAD = 16

@@ -21,6 +21,7 @@ import msgspec
 from rose_core.delta import DeltaError, Manifest, faults
 from rose_core.delta.lineage import Link
 from rose_core.identity import WeightVersion, run_name
+from rose_weights.backends import Place
 from rose_weights.disk import Disk
 from rose_weights.errors import (
     BadManifest,
@@ -30,7 +31,6 @@ from rose_weights.errors import (
     UnknownRun,
 )
 from rose_weights.folder import Folder
-from rose_weights.places import Place
 from rose_weights.rules import check_commit, check_forms, check_model, summary
 from rose_weights.state import Kept, RunState
 

@@ -5,7 +5,7 @@
 - ``outcomes``: what finished requests teach: predictor, margin, meters, error budget, breaker;
   ``pools``: what the replicas of a pool share of that.
 - ``matching``: makes replicas and slots for the pods and grants that exist.
-- ``pulse``: the tick. ``again``: timers for verdicts that change by themselves.
+- ``ticker``: the tick. ``timers``: timers for verdicts that change by themselves.
 - ``slot``: one slot: permit, engine host calls, router stream. ``hold``, ``calls``, ``permit``,
   ``routerlink``, ``totals``, ``history``: its parts.
 - ``whole``: replicas that are lent whole. ``gpus``: what the node's GPUs can give.

@@ -23,7 +23,7 @@ from rose_core.wire.host import (
     SetDormant,
     StopEngine,
 )
-from rose_engines import bell
+from rose_engines import doorbell
 from rose_engines.rundir import RunDir
 from rose_wire import rpc
 from rose_wire.errors import WireError
@@ -61,7 +61,7 @@ class HostLink:
 
     def ring(self) -> None:
         """A permit has been opened or closed: the host's enforcer looks now."""
-        bell.ring(self._bell)
+        doorbell.ring(self._bell)
 
     def ask_soon(self) -> None:
         """Ask for the status without waiting for the next turn."""

@@ -29,18 +29,18 @@ import aiohttp
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.watch import DeviceWatch
 from rose_agent.guard import metrics, report, state
-from rose_agent.guard.again import Again
 from rose_agent.guard.blackbox import BlackBox
 from rose_agent.guard.hostlink import HostLink
 from rose_agent.guard.matching import Matching
 from rose_agent.guard.neighbours import Neighbours
 from rose_agent.guard.pools import Pools
-from rose_agent.guard.pulse import Pulse
 from rose_agent.guard.recorder import Recorder
 from rose_agent.guard.replica import Replica
 from rose_agent.guard.settings import Settings
 from rose_agent.guard.slot import Slot
 from rose_agent.guard.taplink import TapLink
+from rose_agent.guard.ticker import Pulse
+from rose_agent.guard.timers import Again
 from rose_agent.guard.whole import WholeReplicas
 from rose_agent.pods.model import PodSource
 from rose_core.guard.crossover import Schedule

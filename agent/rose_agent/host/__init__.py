@@ -2,10 +2,10 @@
 
 - ``main``: ``rose engine-host``; read this first. ``assembly``: what its slots share.
 - ``engine_host``: the slots. ``twins``: a slot's engines. ``lifecycle``: one of them.
-- ``body``, ``process``, ``launchers``, ``classes``: what is run, and how it is contained.
+- ``engine_process``, ``process``, ``launchers``, ``classes``: what is run, and how it is contained.
 - ``enforcer``, ``enforcement``: stop an engine whose permit lapses. ``groups``, ``freezers``: how.
-- ``accounts``, ``limits``, ``courtesy``: its user, and what it may take of the node.
-- ``sharing``, ``mps``, ``steered``, ``elastic``, ``sizing``, ``dormancy``: its GPU and memory.
+- ``accounts``, ``limits``, ``cpu_courtesy``: its user, and what it may take of the node.
+- ``sharing``, ``mps``, ``mps_trees``, ``elastic``, ``sizing``, ``dormancy``: its GPU and memory.
 - ``proxy``, ``tokens``: the data route. ``dedicated``: an engine without a guard.
 - ``repair``: leftovers of an earlier host. ``vacancy``: who may still hold a GPU.
 - ``helper``: the small process that stays root for a host that is not.

@@ -30,7 +30,7 @@ from rose_agent.host.groups import ProcessGroup
 from rose_core.guard.standstill import Patience
 from rose_core.wire.host import Holder
 from rose_core.wire.reasons import HostReason
-from rose_engines.bell import Listener, ring
+from rose_engines.doorbell import Listener, ring
 from rose_engines.permit import Permit
 
 _log = logging.getLogger(__name__)

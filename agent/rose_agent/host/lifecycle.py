@@ -13,7 +13,8 @@
 | any      | ``end``                            | Stopping -> Gone                            |
 
 Time in which the engine was stopped does not count towards the start limit.
-Next step: ``body`` is the engine's process tree, ``engine_host`` keeps one of these per slot.
+Next step: ``engine_process`` is the engine's process tree, ``engine_host`` keeps one
+of these per slot.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ import msgspec
 
 from rose_agent.devices.usage import MemoryMeter
 from rose_agent.host import metrics, process
-from rose_agent.host.body import Body
 from rose_agent.host.dormancy import Rest
 from rose_agent.host.enforcement import TreeState
 from rose_agent.host.enforcer import Watched
+from rose_agent.host.engine_process import Body
 from rose_agent.host.errors import BadEngine, BrokenEngine, HostError
 from rose_agent.host.sharing import Sharing, room_of
 from rose_agent.host.site import Site
@@ -102,7 +103,7 @@ class EngineLife:
 
     @property
     def key(self) -> str:
-        """The key that the engine's own port asks for (``rose_engines.doors``)."""
+        """The key that the engine's own port asks for (``rose_engines.exposed_routes``)."""
         return self._body.key
 
     def start(self) -> None:

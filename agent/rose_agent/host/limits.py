@@ -5,7 +5,7 @@
 | memory | ``memory.max``, ``memory.oom.group`` | ``memory.limit_in_bytes`` | it is killed |
 | processes | ``pids.max`` | ``pids.max`` | ``fork`` fails, the engine alone suffers |
 | cores | ``cpu.max`` | ``cpu.cfs_quota_us`` | it waits |
-| shared memory | its own ``/dev/shm`` (``enter``), counted as memory | the same | writes fail |
+| shared memory | its own ``/dev/shm`` (``exec_engine``), as memory | the same | writes fail |
 
 Each controller is used where it is: a machine may have v1 and v2 beside each other. In v2 a cgroup
 with processes cannot hand controllers down, so the host first moves into a leaf of its own. A limit
@@ -42,7 +42,7 @@ class Limits:
     """0 = no limit.
 
     Attributes:
-        busy_cpu_percent: of a core, while serving is busy (``courtesy``).
+        busy_cpu_percent: of a core, while serving is busy (``cpu_courtesy``).
     """
 
     memory_bytes: int = 0

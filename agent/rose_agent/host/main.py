@@ -25,7 +25,7 @@ from rose_agent.host import dedicated, vacancy
 from rose_agent.host.arguments import parser
 from rose_agent.host.assembly import Found, Rights, site_of
 from rose_agent.host.capabilities import Capabilities
-from rose_agent.host.courtesy import Courtesy
+from rose_agent.host.cpu_courtesy import Courtesy
 from rose_agent.host.enforcer import Enforcer
 from rose_agent.host.engine_host import EngineHost
 from rose_agent.host.errors import HostError

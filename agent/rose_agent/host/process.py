@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from rose_agent.host import enter
+from rose_agent.host import exec_engine
 from rose_agent.host.accounts import Account
 from rose_agent.host.errors import BadEngine
 from rose_agent.host.freezers import Freezer
@@ -183,7 +183,7 @@ async def _spawn(
     steps = [f"--procs={folder / 'cgroup.procs'}" for folder in folders]
     steps += [f"--uid={inside.account.uid}", f"--shm={inside.shm_bytes}"]
     root = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", enter.__file__, *steps, "--"),
+        *(sys.executable, "-I", "-S", exec_engine.__file__, *steps, "--"),
         *program.argv,
         env=variables,
         stdin=asyncio.subprocess.DEVNULL,

@@ -2,7 +2,8 @@
 
 ``POST /slots/<uid>/generate``, ``/v1/completions`` and ``/abort_request`` pass with the slot's
 bearer token; everything else is 404, so the engine's admin routes are out of reach; on the node
-they are closed by the engine itself (``rose_engines.doors``), which the proxy alone has the key to.
+they are closed by the engine itself (``rose_engines.exposed_routes``), to which the proxy alone
+has the key.
 Bytes are passed on as they come, in both directions of time: a stopped engine simply sends none,
 and the caller's connection stays open until it goes on.
 

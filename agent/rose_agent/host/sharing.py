@@ -11,11 +11,11 @@ With plain time-slicing there is nothing to check.
 | while it serves | the server is not in FAULT | ended, started again when it no longer is |
 | while it serves | with ``Elastic``, it holds no more than its limit | ended |
 | while it serves | its processes hold no more than it was made for (``hold``) | ended |
-| before it is killed | its processes leave the server (``steered``) | killed after two seconds |
+| before it is killed | its processes leave the server (``mps_trees``) | killed after two seconds |
 
 Effects are checked, not answers: with a wrong pipe directory a process silently gets the whole GPU,
 and a limit that was set in the wrong cgroup limits nobody. Next step: ``mps``, ``elastic`` and
-``steered`` do the work.
+``mps_trees`` do the work.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from rose_agent.host.elastic import environment as elastic_environment
 from rose_agent.host.errors import BadEngine, BrokenEngine, NoMemory, NotShared
 from rose_agent.host.launchers import EngineProgram
 from rose_agent.host.mps import MpsNode
+from rose_agent.host.mps_trees import ClientGroup, SteeredGroup, ask
 from rose_agent.host.process import Spawned
 from rose_agent.host.repair import find_group
-from rose_agent.host.steered import ClientGroup, SteeredGroup, ask
 from rose_core.devices.memory import Lendable, limit_refusal, overrun
 from rose_core.devices.mps import Client, Finding
 from rose_core.wire.host import EnsureEngine

@@ -33,7 +33,7 @@ from rose_agent.weightsync.decide import (
 from rose_agent.weightsync.errors import WrongAnswers, WrongDigest
 from rose_agent.weightsync.heads import Heads
 from rose_agent.weightsync.plugin import Plugin
-from rose_agent.weightsync.truth import Subject, TruthMeter
+from rose_agent.weightsync.probe import Subject, TruthMeter
 from rose_core.delta import Manifest, faults
 from rose_core.delta.probe import LIMIT
 from rose_core.wire.sync import WeightSource

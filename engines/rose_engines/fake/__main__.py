@@ -16,7 +16,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from rose_engines.doors import KEY_VARIABLE
+from rose_engines.exposed_routes import KEY_VARIABLE
 from rose_engines.fake import kvcached
 from rose_engines.fake.device import connect
 from rose_engines.fake.elastic import ElasticScheduler, add_flush
@@ -25,12 +25,12 @@ from rose_engines.fake.ranks import lead
 from rose_engines.fake.scheduler import FakeScheduler
 from rose_engines.fake.server import FakeServer
 from rose_engines.fake.sleep import FakeSleep
+from rose_engines.multi_rank import LeaderSession
 from rose_engines.permit import Permit
 from rose_engines.safetensors import read_checkpoint
 from rose_engines.session import WeightSession
 from rose_engines.sglang.control import ControlServer
 from rose_engines.tensors import Live, host_tensors
-from rose_engines.together import LeaderSession
 from rose_wire import faults
 
 

@@ -5,7 +5,8 @@ POST /abort_request    by id prefix, or everything
 POST /slow_down        {"forward_sleep_time": seconds per iteration, null = back to normal}
 GET  /model_info  /v1/loads  /metrics  /health  /ready
 
-With a key only the routes of ``rose_engines.doors`` are there, as in SGLang under the engine host.
+With a key only the routes of ``rose_engines.exposed_routes`` are there, as in SGLang under the
+engine host.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from rose_engines import doors
+from rose_core.rollouts.logprobs import SCALE, Scale
+from rose_engines import exposed_routes
 from rose_engines.fake.model import prompt_logprobs
 from rose_engines.fake.scheduler import FakeRequest, FakeScheduler
 
@@ -47,20 +49,34 @@ def _at_the_door(key: str) -> Middleware:
     @web.middleware
     async def refuse(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "")
-        status = doors.refusal(request.method, request.path, given, key)
+        status = exposed_routes.refusal(request.method, request.path, given, key)
         return web.Response(status=status) if status else await handler(request)
 
     return refuse
 
 
 class FakeServer:
-    """Serves a ``FakeScheduler`` over HTTP; ``application()`` goes into any aiohttp runner."""
+    """Serves a ``FakeScheduler`` over HTTP; ``application()`` goes into any aiohttp runner.
 
-    def __init__(self, scheduler: FakeScheduler, model: str = "fake", key: str = "") -> None:
+    Args:
+        scheduler: whose requests they are.
+        model: its name.
+        key: see ``rose_engines.exposed_routes``.
+        scale: what it says of its log-probs (``rose_core.rollouts.logprobs``).
+    """
+
+    def __init__(
+        self,
+        scheduler: FakeScheduler,
+        model: str = "fake",
+        key: str = "",
+        scale: str = Scale.TEMPERATURE.value,
+    ) -> None:
         self._scheduler = scheduler
         self._model = model
         self._key = key
         self._normal_seconds = scheduler.token_seconds
+        self._scale = scale
 
     def application(self) -> web.Application:
         """The aiohttp application; the engine loop lives as long as it does."""
@@ -157,6 +173,7 @@ class FakeServer:
             "completion_tokens": len(request.output),
             "cached_tokens": 0,
             "weight_version": version,
+            SCALE: self._scale,
         }
         meta["weight_versions"] = [
             {"version": name, "start": start, "end": end} for name, start, end in request.spans

@@ -5,7 +5,7 @@ a GPU machine has by itself: SGLang's switch for its CPU engine, which the sched
 inherits, and the stand-in for the CUDA kernels on PYTHONPATH. When the environment names a permit
 or a control socket, the launcher refuses to start an engine in which ROSE's plugin did not load:
 an engine that could not be stopped must not run. When the environment names a key, only the routes
-of ``rose_engines.doors`` are there. Next step: ``plugin``.
+of ``rose_engines.exposed_routes`` are there. Next step: ``plugin``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import os
 import sys
 
-from rose_engines.doors import KEY_VARIABLE, Doors
+from rose_engines.exposed_routes import KEY_VARIABLE, Doors
 from rose_engines.sglang.arguments import PERMIT_VARIABLE, SOCKET_VARIABLE
 
 

@@ -6,13 +6,14 @@ methods of the scheduler, by the framework's own registry:
 - before ``Scheduler.ingest_requests``, the first step of every iteration: wait for the permit, then
   carry out a pending commit. Only rank 0 decides: with several ranks the others wait for the
   request broadcast that follows, so all stop at the same iteration; that they change their weights
-  at the same one is the work of ``rose_engines.together``. Requests and aborts
+  at the same one is the work of ``rose_engines.multi_rank``. Requests and aborts
   that arrived during a stop are taken in before the next token is computed. While the engine waits,
   it can let go of its memory (``memory``); it then waits until it was activated again.
 - before ``Scheduler.handle_generate_request``: put version and commit count into the request's
   prefix-cache key, so that no request reuses KV that older weights computed.
 
-A third hook tells the version spans of unfinished requests too (``spans``).
+A third hook tells the version spans of unfinished requests too (``spans``), a fourth what the
+log-probs are (``logprobs``).
 
 Whatever is not as expected ends the process with a clear reason: an engine whose stop or weights
 cannot be trusted must not run. Next step: ``gate``, ``parameters``, ``rose_engines.session``.
@@ -31,9 +32,10 @@ from typing import Any
 
 from rose_engines.device import of_torch
 from rose_engines.errors import BrokenWeights, UnsupportedEngine
+from rose_engines.multi_rank import LeaderSession, MemberSession
 from rose_engines.permit import BadPermit
 from rose_engines.session import WeightSession
-from rose_engines.sglang import kv, loading, memory, ranks, spans
+from rose_engines.sglang import kv, loading, logprobs, memory, ranks, spans
 from rose_engines.sglang.arguments import (
     FALLBACK_VARIABLE,
     KV_VARIABLE,
@@ -43,7 +45,6 @@ from rose_engines.sglang.arguments import (
 from rose_engines.sglang.control import ControlServer
 from rose_engines.sglang.gate import POLL_SECONDS, PermitGate
 from rose_engines.sglang.ranks import rank_of, socket_of
-from rose_engines.together import LeaderSession, MemberSession
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ _NEEDED = (
     BOUNDARY,
     ADMISSION,
     spans.TARGET,
+    logprobs.TARGET,
     "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
     "sglang.srt.managers.scheduler.Scheduler.collect_inflight_reqs",
     *memory.NEEDED,
@@ -91,6 +93,7 @@ def register() -> None:
     HookRegistry.register(ADMISSION, hooks.before_request, HookType.BEFORE)
     HookRegistry.register(kv.ABORT, hooks.before_abort, HookType.BEFORE)
     HookRegistry.register(spans.TARGET, spans.around_accept, HookType.AROUND)
+    HookRegistry.register(logprobs.TARGET, logprobs.Teller().before_versions, HookType.BEFORE)
     if os.environ.get("SGLANG_USE_CPU_ENGINE"):
         HookRegistry.register(ranks.CUDA_ONLY, ranks.NoCommunicator, HookType.REPLACE)
     _registered.append(hooks)

@@ -2,7 +2,7 @@
 
 ``read_live`` is this rank's part of the model in canonical coordinates; ``join`` meets the other
 ranks once, over SGLang's own process group, tells them which part lies here and opens the board on
-which all later commits are made. Next step: ``layout``, ``rose_engines.together``.
+which all later commits are made. Next step: ``layout``, ``rose_engines.multi_rank``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rose_engines.board import Board
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.parts import Part, Ranks, check_parts
+from rose_engines.rank_board import Board
 from rose_engines.safetensors import read_checkpoint
 from rose_engines.slices import SlicedTensor
 from rose_engines.tensors import Live, LiveTensor

@@ -29,7 +29,7 @@ from rose_agent.host.accounts import Account, Accounts
 from rose_agent.host.errors import GroupError, HostError
 from rose_agent.host.freezers import Freezer
 from rose_agent.host.groups import ProcessGroup, wait_for
-from rose_agent.host.helper.words import (
+from rose_agent.host.helper.messages import (
     LARGEST,
     Answer,
     Close,

@@ -26,11 +26,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rose_agent.host.accounts import COUNT
-from rose_agent.host.enter import become
 from rose_agent.host.errors import BadEngine, GroupError
+from rose_agent.host.exec_engine import become
 from rose_agent.host.freezers import Freezer
 from rose_agent.host.groups import ProcessGroup
-from rose_agent.host.helper.words import (
+from rose_agent.host.helper.messages import (
     NAME,
     Answer,
     Close,

@@ -25,8 +25,8 @@ from rose_agent.host.arguments import limiter_of, parser
 from rose_agent.host.errors import BadEngine, GroupError, HostError
 from rose_agent.host.freezers import Freezer, detect
 from rose_agent.host.groups import ProcessGroup, end
+from rose_agent.host.helper.messages import LARGEST, Answer, Ready, Request
 from rose_agent.host.helper.rights import Rights
-from rose_agent.host.helper.words import LARGEST, Answer, Ready, Request
 from rose_agent.host.repair import leftovers
 from rose_engines.rundir import RunDir
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from rose_agent.weightsync.torture import damage, hands
+from rose_agent.weightsync.torture import contention, damage
 from rose_agent.weightsync.torture.cases import GATES, SCRIPTED, Case, enumerated
 from rose_agent.weightsync.torture.process import Violation, until
 from rose_agent.weightsync.torture.world import RUN, World, encode
@@ -254,14 +254,16 @@ SCRIPTS: dict[str, Callable[[World], str]] = {
     "trainer rewound": _rewound,
     "gate closed": _gate,
     "everything at once": _everything,
-    "clock jumps": hands.clock_jumps,
-    "second hand": hands.second_hand,
-    "partition in mid-block": hands.partition,
-    "rank votes late": hands.rank_late,
-    "rank never answers": hands.rank_never,
-    "rank dies while staging": hands.rank_dies,
+    "clock jumps": contention.clock_jumps,
+    "second hand": contention.second_hand,
+    "partition in mid-block": contention.partition,
+    "rank votes late": contention.rank_late,
+    "rank never answers": contention.rank_never,
+    "rank dies while staging": contention.rank_dies,
     **{
-        case.name: functools.partial(hands.gate_closes_at, process=case.process, fault=case.fault)
+        case.name: functools.partial(
+            contention.gate_closes_at, process=case.process, fault=case.fault
+        )
         for case in GATES
     },
 }

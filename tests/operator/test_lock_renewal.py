@@ -8,8 +8,8 @@ import pytest
 
 from rose_operator.api import Kind
 from rose_operator.leader import LOCK_NAME, LeaderLock, State
-from rose_operator.renewing import Renewing
-from rose_operator.store import Raw
+from rose_operator.lock_renewal import Renewing
+from rose_operator.object_cache import Raw
 from tests.operator.fake_api import FakeApi
 
 

@@ -9,7 +9,7 @@ says; ``change`` replaces a run's state only if nobody else replaced it since it
 | ``folder.Folder`` | under a lock on a file | after ``sync`` |
 | ``bucket.Bucket`` | by a conditional put on the state's entity tag | when ``put`` returns |
 
-Next step: ``opening`` makes a place of what ``--root`` says.
+Next step: ``open_store`` makes a place of what ``--root`` says.
 """
 
 from __future__ import annotations

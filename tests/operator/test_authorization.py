@@ -8,7 +8,7 @@ import pytest
 
 from rose_core.wire.sync import NoticeRequest, SyncReply, SyncRequest
 from rose_dev.pki import Authority
-from rose_operator.callers import check
+from rose_operator.authorization import check
 from rose_operator.errors import ConfigurationError
 from rose_operator.leader import LeaderLock
 from rose_operator.settings import parse

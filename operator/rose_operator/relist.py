@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from rose_operator.api import Api, Kind
 from rose_operator.errors import OperatorError
-from rose_operator.store import Store
+from rose_operator.object_cache import Store
 from rose_operator.watches import list_all
 
 _log = logging.getLogger(__name__)

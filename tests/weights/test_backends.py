@@ -24,7 +24,7 @@ from rose_weights.errors import (
     UnknownRun,
 )
 from rose_weights.objects import Objects
-from rose_weights.opening import open_store
+from rose_weights.open_store import open_store
 from rose_weights.planning import Planner
 from rose_weights.retention import fold, sweep
 from rose_weights.store import Store

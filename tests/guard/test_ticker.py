@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rose_agent.guard.pulse import Pulse
+from rose_agent.guard.ticker import Pulse
 
 pytestmark = pytest.mark.looptime
 

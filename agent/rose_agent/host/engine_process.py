@@ -3,7 +3,8 @@
 An engine that is restarted gets a new tree in the same ``Body``; between two trees it is empty.
 What belongs to a tree and must not outlive it is here: its cgroup, its user, its record in
 ``engine.json``, its weights' attestation, its snapshots in shared memory, and the key that its own
-port asks for. Next step: ``lifecycle`` decides when, ``process`` and ``enter`` do the spawning.
+port asks for. Next step: ``lifecycle`` decides when, ``process`` and ``exec_engine`` do the
+spawning.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rose_agent.host.launchers import EngineOrder, EngineProgram, launcher_for, 
 from rose_agent.host.sharing import Sharing
 from rose_agent.host.site import Site
 from rose_core.wire.host import EnsureEngine
-from rose_engines.doors import KEY_VARIABLE
+from rose_engines.exposed_routes import KEY_VARIABLE
 from rose_engines.rundir import EngineFile, SlotDir, write_json
 from rose_wire.ports import free_port
 

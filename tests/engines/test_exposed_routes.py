@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rose_engines.doors import Doors, refusal
+from rose_engines.exposed_routes import Doors, refusal
 
 KEY = "key-of-this-process"
 

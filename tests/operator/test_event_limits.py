@@ -5,10 +5,10 @@ from datetime import UTC, datetime
 from rose_core.api import Condition, RolloutLease
 from rose_operator.api import Kind
 from rose_operator.errors import ApiRefused
+from rose_operator.event_limits import BURST, REFILL_SECONDS, Teller
 from rose_operator.events import MOST_MESSAGE, of_condition
 from rose_operator.metrics import REGISTRY
-from rose_operator.store import Raw
-from rose_operator.telling import BURST, REFILL_SECONDS, Teller
+from rose_operator.object_cache import Raw
 from tests.api.objects import LEASE, changed
 from tests.operator.fake_api import FakeApi
 

@@ -10,7 +10,7 @@ ever locked. Words and their edges:
     rank     Scattered | Failed --> Kept                     (after Commit)
                                 --> Undone | Broken          (after Undo)
 
-Next step: ``rose_engines.together`` is the protocol on top.
+Next step: ``rose_engines.multi_rank`` is the protocol on top.
 """
 
 from __future__ import annotations

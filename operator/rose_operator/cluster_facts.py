@@ -15,7 +15,7 @@ from rose_core.lending.autoscalers import Autoscaler, conflicting
 from rose_operator.api import Api, Kind
 from rose_operator.errors import ApiRefused, OperatorError
 from rose_operator.metrics import READABLE
-from rose_operator.store import Raw
+from rose_operator.object_cache import Raw
 
 _log = logging.getLogger(__name__)
 ZONE = "topology.kubernetes.io/zone"

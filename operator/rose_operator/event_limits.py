@@ -21,7 +21,7 @@ from rose_operator.api import Kind
 from rose_operator.errors import OperatorError
 from rose_operator.events import MOST_MESSAGE
 from rose_operator.metrics import EVENTS_LEFT_OUT
-from rose_operator.store import Raw
+from rose_operator.object_cache import Raw
 
 _log = logging.getLogger(__name__)
 BURST = 25

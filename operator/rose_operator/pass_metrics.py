@@ -12,7 +12,7 @@ from rose_core.api import LeaseStatus, RolloutLease
 from rose_core.lending import Plan
 from rose_core.wire.sync import ReplicaReport
 from rose_operator import metrics
-from rose_operator.loads import Loads
+from rose_operator.load_history import Loads
 from rose_operator.world import World
 
 _PERMILLE = 1000

@@ -1,7 +1,7 @@
 """The weight session of an engine over several ranks: all change between the same two iterations.
 
 Every rank stages its own part (``rose_engines.slices``); the leader, rank 0, takes the calls and
-passes staging and attestation on to the others' control sockets. A commit uses the ``board`` alone.
+passes staging and attestation on to their control sockets. A commit uses ``rank_board`` alone.
 The leader plans it one boundary ahead: the requests that it broadcasts in between take every rank
 past that plan, so all of them stop at the same boundary, where
 
@@ -26,10 +26,10 @@ import msgspec
 
 from rose_core.delta import faults
 from rose_core.delta.digest import Digest, total
-from rose_engines.board import Word
 from rose_engines.errors import BrokenWeights, CommitRefused
 from rose_engines.live import first_wrong, put_back, scatter, touched
 from rose_engines.parts import Ranks, ask
+from rose_engines.rank_board import Word
 from rose_engines.session import WeightSession
 from rose_engines.sglang.calls import (
     Abort,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rose_agent.host import freezers
-from rose_agent.host.courtesy import Courtesy, Engine, is_busy_quota
+from rose_agent.host.cpu_courtesy import Courtesy, Engine, is_busy_quota
 from rose_agent.host.enforcement import TreeState
 from rose_agent.host.errors import GroupError
 from rose_agent.host.lifecycle import EngineLife

@@ -11,10 +11,11 @@ import pytest
 
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
-from rose_engines.board import Board, Word
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.live import digest_live
+from rose_engines.multi_rank import LeaderSession, MemberSession, RankSession
 from rose_engines.parts import Part, Ranks, check_parts
+from rose_engines.rank_board import Board, Word
 from rose_engines.safetensors import StoredTensor
 from rose_engines.sglang.calls import (
     Abort,
@@ -32,7 +33,6 @@ from rose_engines.sglang.control import ControlServer
 from rose_engines.sglang.ranks import parts_of
 from rose_engines.slices import Box, SlicedTensor
 from rose_engines.tensors import HostTensor, Live
-from rose_engines.together import LeaderSession, MemberSession, RankSession
 
 V0, V1, V2 = (WeightVersion("run", 1, n) for n in range(3))
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Generic
 
 from rose_operator.admission import KindT, Parsed, Unreadable, parse_one
-from rose_operator.store import Raw, Store, key_of, version_of
+from rose_operator.object_cache import Raw, Store, key_of, version_of
 
 
 class Reader(Generic[KindT]):

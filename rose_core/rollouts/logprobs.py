@@ -1,0 +1,110 @@
+"""Which distribution a turn's log-probs belong to, in words by which replies can be compared.
+
+An engine says in every event whether it divided by the temperature (``SCALE``; ROSE's plugin makes
+SGLang say it); the request says the rest. Read off SGLang 0.5.23: bias, penalties and grammars have
+changed the logits by then, top-k, top-p and min-p have not, and temperature 0 counts as 1.
+
+| an engine says | its log-probs |
+|---|---|
+| ``temperature`` | ``log_softmax(logits / temperature)`` |
+| ``original`` | ``log_softmax(logits)`` (``SGLANG_RETURN_ORIGINAL_LOGPROB``) |
+| anything else, or nothing | ``unknown`` |
+
+Legs whose engines differ are told apart token by token (``mixed``), never averaged into one word.
+Next step: ``rose_router.replies`` puts it into every reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from rose_core.rollouts.splice import REQUEST, SAMPLING, Row
+
+SCALE = "logprob_scale"
+"""The field of an event's ``meta_info`` in which an engine says it."""
+
+NONE = "none: no tokens"
+UNKNOWN = "unknown"
+_GREEDY = 1e-6
+_UNFILTERED = "top-k, top-p and min-p"
+# What has changed the logits before anything is made of them.
+_SAMPLING = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens")
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+_REQUEST = ("custom_logit_processor",)
+
+
+class Scale(StrEnum):
+    """What an engine divides its logits by."""
+
+    TEMPERATURE = "temperature"
+    ORIGINAL = "original"
+
+
+_SCALES = frozenset(Scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a request's own parameters make of its log-probs.
+
+    Attributes:
+        temperature: by which tokens are sampled; 1 for a greedy turn, as the engine has it.
+        changes: parameters that have changed the logits.
+    """
+
+    temperature: float = 1.0
+    changes: tuple[str, ...] = ()
+
+    def formula(self, scale: str) -> str:
+        """How an engine of that scale computes them."""
+        if scale not in _SCALES:
+            return UNKNOWN
+        if self.temperature == 1:
+            text = f"log_softmax(logits) before {_UNFILTERED}"
+        elif scale == Scale.TEMPERATURE:
+            text = f"log_softmax(logits / {self.temperature:g}) before {_UNFILTERED}"
+        else:
+            text = f"log_softmax(logits) before temperature {self.temperature:g}, {_UNFILTERED}"
+        return f"{text}; logits after {', '.join(self.changes)}" if self.changes else text
+
+
+def terms_of(sampling: Mapping[str, Any], request: Mapping[str, Any]) -> Terms:
+    """The terms of a turn.
+
+    Args:
+        sampling: its sampling parameters.
+        request: fields beside them.
+    """
+    given = sampling.get("temperature")
+    known = isinstance(given, int | float) and given >= _GREEDY
+    changes = [name for name in (*_SAMPLING, *_GRAMMARS) if _asks(sampling, name, SAMPLING[name])]
+    changes += ["logit_bias"] if sampling.get("logit_bias") else []
+    changes += [name for name in _REQUEST if _asks(request, name, REQUEST[name])]
+    return Terms(float(given) if known and given is not None else 1.0, tuple(sorted(changes)))
+
+
+def _asks(given: Mapping[str, Any], name: str, row: Row) -> bool:
+    value = given.get(name)
+    return bool(value) and value not in row.neutral
+
+
+def semantics(legs: Sequence[tuple[int, str]], tokens: int, terms: Terms) -> str:
+    """What the log-probs of a turn are.
+
+    Args:
+        legs: for every leg that gave tokens the turn's token it began at, and its ``SCALE``.
+        tokens: of the turn.
+        terms: the request's.
+    """
+    parts: list[tuple[int, str]] = []
+    ends = (*(start for start, _ in legs[1:]), tokens)
+    for (start, scale), end in zip(legs, ends, strict=False):
+        text = terms.formula(scale)
+        if end > start and (not parts or parts[-1][1] != text):
+            parts.append((start, text))
+    if len(parts) > 1:
+        return "mixed: " + "; ".join(f"from token {start}: {text}" for start, text in parts)
+    return parts[0][1] if parts else NONE

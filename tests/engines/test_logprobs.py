@@ -1,0 +1,39 @@
+"""An engine says by its own setting whether its log-probs are scaled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose_core.rollouts.logprobs import SCALE
+from rose_engines.sglang.arguments import Launch, environment
+from rose_engines.sglang.logprobs import ORIGINAL_VARIABLE, Teller
+
+
+def said() -> str:
+    meta: dict[str, Any] = {"id": "a"}
+    Teller().before_versions(meta, [], num_output_tokens=3)
+    return str(meta[SCALE])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("1", "original"), ("True", "original"), ("0", "temperature"), ("", "temperature")],
+)
+def test_it_says_what_its_sampler_does(
+    value: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ORIGINAL_VARIABLE, value)
+    assert said() == expected
+
+
+def test_without_the_variable_they_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ORIGINAL_VARIABLE, raising=False)
+    assert said() == "temperature"
+
+
+def test_an_engine_host_starts_all_its_engines_with_the_same_scale(tmp_path: Path) -> None:
+    launch = Launch(python=tmp_path, model=tmp_path, port=1)
+    assert ORIGINAL_VARIABLE not in environment(launch, {ORIGINAL_VARIABLE: "1"})

@@ -1,0 +1,74 @@
+"""What a reply says of its log-probs follows from what engines say and the request asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rose_core.rollouts.logprobs import NONE, UNKNOWN, Scale, Terms, semantics, terms_of
+
+SCALED, RAW = Scale.TEMPERATURE.value, Scale.ORIGINAL.value
+HALF = Terms(0.5)
+
+
+def test_the_temperature_stands_where_the_engine_used_it() -> None:
+    assert semantics([(0, SCALED)], 9, HALF).startswith("log_softmax(logits / 0.5) before top-k")
+    assert semantics([(0, RAW)], 9, HALF).startswith("log_softmax(logits) before temperature 0.5")
+
+
+@pytest.mark.parametrize("temperature", [None, 0, 0.0, 1e-9, 1, 1.0])
+def test_without_a_temperature_to_divide_by_both_kinds_of_engine_say_the_same(
+    temperature: float | None,
+) -> None:
+    terms = terms_of({"temperature": temperature}, {})
+    assert semantics([(0, SCALED)], 4, terms) == semantics([(0, RAW)], 4, terms)
+    assert "mixed" not in semantics([(0, SCALED), (2, RAW)], 4, terms)
+
+
+def test_legs_that_differ_are_told_apart_by_token() -> None:
+    said = semantics([(0, SCALED), (3, RAW), (5, RAW), (8, "")], 10, HALF)
+    kind, *parts = said.replace("mixed: ", "mixed; ").split("; ")
+    assert kind == "mixed"
+    assert [part.partition(": ")[0] for part in parts] == [
+        "from token 0",
+        "from token 3",
+        "from token 8",
+    ]
+    assert parts[2].endswith(UNKNOWN)
+
+
+def test_a_leg_that_gave_nothing_has_no_say() -> None:
+    assert semantics([(0, SCALED), (4, RAW), (4, SCALED)], 9, HALF) == HALF.formula(SCALED)
+    assert semantics([(0, SCALED), (9, RAW)], 9, HALF) == HALF.formula(SCALED)
+    assert semantics([], 0, HALF) == NONE
+
+
+@pytest.mark.parametrize("said", ["", "processed"])
+def test_an_engine_that_does_not_say_is_unknown(said: str) -> None:
+    assert semantics([(0, said)], 4, Terms()) == UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("sampling", "request_fields", "named"),
+    [
+        ({"logit_bias": {"5": 1.0}}, {}, "logit_bias"),
+        ({"repetition_penalty": 1.1}, {}, "repetition_penalty"),
+        ({"min_new_tokens": 3, "regex": "a+"}, {}, "min_new_tokens, regex"),
+        ({}, {"custom_logit_processor": "p"}, "custom_logit_processor"),
+    ],
+)
+def test_what_changed_the_logits_is_named(
+    sampling: dict[str, Any], request_fields: dict[str, Any], named: str
+) -> None:
+    terms = terms_of(sampling, request_fields)
+    assert semantics([(0, SCALED)], 4, terms).endswith(f"; logits after {named}")
+
+
+def test_parameters_that_ask_for_nothing_are_not_named() -> None:
+    neutral: dict[str, Any] = {"repetition_penalty": 1, "frequency_penalty": 0.0, "logit_bias": {}}
+    assert terms_of(neutral | {"min_new_tokens": 0, "json_schema": None}, {}) == Terms()
+
+
+def test_a_temperature_that_is_no_number_is_left_to_the_engine_to_refuse() -> None:
+    assert terms_of({"temperature": "hot"}, {}) == Terms()
