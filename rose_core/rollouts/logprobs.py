@@ -6,7 +6,7 @@ changed the logits by then, top-k, top-p and min-p have not, and temperature 0 c
 
 | an engine says | its log-probs |
 |---|---|
-| ``temperature`` | ``log_softmax(logits / temperature)`` |
+| ``temperature`` | ``log_softmax(logits / temperature)``; with top-k 1 ``unknown`` |
 | ``original`` | ``log_softmax(logits)`` (``SGLANG_RETURN_ORIGINAL_LOGPROB``) |
 | anything else, or nothing | ``unknown`` |
 
@@ -53,10 +53,12 @@ class Terms:
     Attributes:
         temperature: by which tokens are sampled; 1 for a greedy turn, as the engine has it.
         changes: parameters that have changed the logits.
+        only_best: top-k is 1. SGLang leaves the temperature out where all turns of a batch are so.
     """
 
     temperature: float = 1.0
     changes: tuple[str, ...] = ()
+    only_best: bool = False
 
     def formula(self, scale: str) -> str:
         """How an engine of that scale computes them."""
@@ -64,6 +66,8 @@ class Terms:
             return UNKNOWN
         if self.temperature == 1:
             text = f"log_softmax(logits) before {_UNFILTERED}"
+        elif scale == Scale.TEMPERATURE and self.only_best:
+            return UNKNOWN
         elif scale == Scale.TEMPERATURE:
             text = f"log_softmax(logits / {self.temperature:g}) before {_UNFILTERED}"
         else:
@@ -83,7 +87,8 @@ def terms_of(sampling: Mapping[str, Any], request: Mapping[str, Any]) -> Terms:
     changes = [name for name in (*_SAMPLING, *_GRAMMARS) if _asks(sampling, name, SAMPLING[name])]
     changes += ["logit_bias"] if sampling.get("logit_bias") else []
     changes += [name for name in _REQUEST if _asks(request, name, REQUEST[name])]
-    return Terms(float(given) if known and given is not None else 1.0, tuple(sorted(changes)))
+    temperature = float(given) if known and given is not None else 1.0
+    return Terms(temperature, tuple(sorted(changes)), sampling.get("top_k") == 1)
 
 
 def _asks(given: Mapping[str, Any], name: str, row: Row) -> bool:
@@ -99,6 +104,9 @@ def semantics(legs: Sequence[tuple[int, str]], tokens: int, terms: Terms) -> str
         tokens: of the turn.
         terms: the request's.
     """
+    if len(legs) == 1:  # the usual case, asked in every event of every stream
+        start, scale = legs[0]
+        return terms.formula(scale) if tokens > start else NONE
     parts: list[tuple[int, str]] = []
     ends = (*(start for start, _ in legs[1:]), tokens)
     for (start, scale), end in zip(legs, ends, strict=False):

@@ -65,6 +65,13 @@ def test_what_changed_the_logits_is_named(
     assert semantics([(0, SCALED)], 4, terms).endswith(f"; logits after {named}")
 
 
+def test_with_top_k_1_it_depends_on_the_batch_so_it_is_unknown() -> None:
+    terms = terms_of({"temperature": 0.5, "top_k": 1}, {})
+    assert semantics([(0, SCALED)], 4, terms) == UNKNOWN
+    assert semantics([(0, RAW)], 4, terms) == HALF.formula(RAW)
+    assert semantics([(0, SCALED)], 4, terms_of({"top_k": 1}, {})) == Terms().formula(SCALED)
+
+
 def test_parameters_that_ask_for_nothing_are_not_named() -> None:
     neutral: dict[str, Any] = {"repetition_penalty": 1, "frequency_penalty": 0.0, "logit_bias": {}}
     assert terms_of(neutral | {"min_new_tokens": 0, "json_schema": None}, {}) == Terms()

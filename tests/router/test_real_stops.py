@@ -1,0 +1,186 @@
+"""A stop string of a turn that leaves a real SGLang in the middle of it, and what log-probs are.
+
+SGLang holds back tokens that may belong to a stop string, so what the router has seen says nothing
+about how far the engine is: the engine is asked for the keys it holds. It tells its last tokens
+when it aborts the turn; when it is taken back, it tells nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from rose_core.wire.routing import EngineKind, EngineUpdate
+from rose_dev.engine_environment import is_ready
+from rose_dev.engine_testing import RealEngine, start_engine
+from rose_dev.owners import Owner, owner
+from rose_dev.waiting import until
+from rose_router.config import Settings
+from rose_router.main import Running, running
+from rose_router.text import Tokenizer
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.asyncio]
+
+VERSION = "run@1.0"
+PROMPT = [5, 17, 42, 99, 7]
+MOST = 60
+BEGIN, END = 20, 44  # the tokens whose text is the stop string
+MIDDLE = 30
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
+    """One SGLang; the router knows it by two names, which makes the legs of a turn two requests."""
+    if not is_ready():
+        pytest.fail("no engine environment; run `make engine`")
+    with start_engine(tmp_path_factory.mktemp("stops"), version=VERSION) as started:
+        yield started
+
+
+@dataclass
+class Lease:
+    """A router before the engine.
+
+    Attributes:
+        first: who speaks for the engine under its first name; the second is closed until opened.
+    """
+
+    router: Running
+    http: aiohttp.ClientSession
+    engine: RealEngine
+    first: Owner
+    second: Owner
+
+    async def ask(self, **sampling: object) -> Any:  # noqa: ANN401  # JSON
+        given = {"max_new_tokens": MOST, "temperature": 0, "ignore_eos": True, **sampling}
+        body = {"input_ids": PROMPT, "sampling_params": given, "return_logprob": True}
+        body["top_logprobs_num"] = 2
+        return await self.post(f"http://127.0.0.1:{self.router.http_port}/generate", body)
+
+    async def post(self, url: str, body: object) -> Any:  # noqa: ANN401  # JSON
+        async with self.http.post(url, json=body) as reply:
+            return json.loads(await reply.text() or "null")
+
+    async def computed(self) -> int:
+        """Output tokens whose keys the engine holds: one less than it has sampled."""
+        async with self.http.get(f"{self.engine.url}/v1/loads") as reply:
+            (load,) = (await reply.json())["loads"]
+        return int(load["num_used_tokens"]) - len(PROMPT)
+
+    async def until_computed(self, tokens: int) -> None:
+        async with asyncio.timeout(60):
+            while await self.computed() < tokens:  # noqa: ASYNC110  # another process
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def lease(engine: RealEngine) -> AsyncIterator[Lease]:
+    settings = Settings(lease="team/grpo", attach_token="secret", tokenizer=engine.model)
+    said = EngineUpdate(
+        engine="first",
+        kind=EngineKind.BORROWED,
+        lease="team/grpo",
+        url=engine.url,
+        gate_open=True,
+        cap=4,
+        version=VERSION,
+    )
+    other = msgspec.structs.replace(said, engine="second", gate_open=False)
+    async with (
+        aiohttp.ClientSession(raise_for_status=True) as http,
+        running(settings) as router,
+        owner(router.attach_port, said, "secret") as first,
+        owner(router.attach_port, other, "secret") as second,
+    ):
+        await until(lambda: len(router.service.fleet) == 2)
+        yield Lease(router, http, engine, first, second)
+
+
+@asynccontextmanager
+async def slowly(lease: Lease) -> AsyncIterator[None]:
+    """Slow enough that the engine is still inside the string when it is stopped there."""
+    await lease.post(f"{lease.engine.url}/slow_down", {"forward_sleep_time": 0.1})
+    try:
+        yield
+    finally:
+        await lease.post(f"{lease.engine.url}/slow_down", {"forward_sleep_time": None})
+
+
+async def aborted(lease: Lease) -> None:
+    """The engine ends the turn by itself and tells what it has held back."""
+    lease.first.say(gate_open=False)
+    lease.second.say(gate_open=True)
+    await lease.post(f"{lease.engine.url}/abort_request", {"abort_all": True})
+
+
+async def taken_back(lease: Lease) -> None:
+    """The engine leaves the lease; what it has held back is lost."""
+    lease.second.say(gate_open=True)
+    lease.first.say(gate_open=False, leaving=True)
+
+
+@pytest.mark.parametrize(
+    ("leave", "reason", "at_token"),
+    [
+        (aborted, "Aborted", range(BEGIN + 1, END)),
+        (taken_back, "Revoked", range(1, BEGIN + 1)),
+    ],
+)
+async def test_a_turn_that_leaves_inside_its_stop_string_ends_as_if_it_had_stayed(
+    lease: Lease,
+    leave: Callable[[Lease], Awaitable[None]],
+    reason: str,
+    at_token: range,
+) -> None:
+    whole = (await lease.ask())["output_ids"]
+    stop = Tokenizer(lease.engine.model).decode(whole[BEGIN:END], skip_special=False)
+    stayed = await lease.ask(stop=stop)
+    assert stayed["meta_info"]["rose"]["moves"] == []
+    assert stayed["output_ids"] == whole[:END]
+    async with slowly(lease):
+        asked = asyncio.create_task(lease.ask(stop=stop))
+        await lease.until_computed(MIDDLE)
+        # Stopped between two tokens: where it stands does not depend on how fast we are.
+        lease.engine.holder.close()
+        stands = await lease.computed()
+        await leave(lease)
+        lease.engine.holder.open()
+        moved = await asked
+    assert BEGIN < stands < END
+    rose = moved["meta_info"]["rose"]
+    assert [move["reason"] for move in rose["moves"]] == [reason]
+    assert rose["moves"][0]["at_token"] in at_token
+    assert [leg["engine"] for leg in rose["engines"]] == ["first", "second"]
+    assert moved["output_ids"] == stayed["output_ids"]
+    assert moved["text"] == stayed["text"]
+    assert moved["meta_info"]["finish_reason"] == stayed["meta_info"]["finish_reason"]
+    told = [entry[1] for entry in moved["meta_info"]["output_token_logprobs"]]
+    assert told == stayed["output_ids"]
+
+
+async def test_log_probs_are_what_the_reply_says_they_are(lease: Lease) -> None:
+    plain = await lease.ask(max_new_tokens=1)
+    scaled = await lease.ask(max_new_tokens=1, temperature=0.5, sampling_seed=1)
+    best = await lease.ask(max_new_tokens=1, temperature=0.5, top_k=1)
+
+    def gap(answer: Any) -> float:  # noqa: ANN401  # JSON
+        (first, second, *_) = answer["meta_info"]["output_top_logprobs"][0]
+        return float(first[0] - second[0])
+
+    def semantics(answer: Any) -> str:  # noqa: ANN401  # JSON
+        return str(answer["meta_info"]["rose"]["logprob_semantics"])
+
+    assert semantics(plain).startswith("log_softmax(logits) before top-k")
+    assert semantics(scaled).startswith("log_softmax(logits / 0.5) before top-k")
+    assert gap(scaled) == pytest.approx(gap(plain) / 0.5, rel=0.01)
+    # The same parameters but for top-k: nobody told SGLang to leave the temperature out.
+    assert gap(best) == pytest.approx(gap(plain), rel=0.01)
+    assert semantics(best) == "unknown"
