@@ -104,7 +104,6 @@ REQUEST: Mapping[str, Row] = {
     "custom_logit_processor": Row(Rule.DEDICATED, (None, ""), "it may keep a state"),
     "return_hidden_states": Row(Rule.DEDICATED, (None, False), "held tokens become prompt"),
     "return_routed_experts": Row(Rule.DEDICATED, (None, False), "held tokens become prompt"),
-    "return_sampling_mask": Row(Rule.DEDICATED, (None, False), "not kept token by token yet"),
     "session_params": Row(Rule.DEDICATED, (None, {}), "the session lives in one engine"),
     "input_embeds": Row(Rule.REFUSED, (None,), "a turn is continued from its token ids"),
     "image_data": Row(Rule.REFUSED, (None, [], ""), "a turn is continued from its token ids"),

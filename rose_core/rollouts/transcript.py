@@ -23,7 +23,10 @@ from rose_core.rollouts.versions import parse
 from rose_core.wire.routing import EngineKind
 
 # Lists that an engine returns with one entry per output token.
-PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+PER_TOKEN = (
+    *("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"),
+    *("output_token_sampling_mask", "output_token_sampling_logprobs"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from rose_router.turn import Shown, Turn
 _OWN = frozenset(
     {"id", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "e2e_latency"}
     | {"weight_version", "weight_versions", "output_token_logprobs_length"}
+    | {"output_token_sampling_mask_length"}
     | {"input_token_logprobs", "input_top_logprobs", SCALE, *PER_TOKEN}
 )
 
@@ -93,6 +94,8 @@ def _meta(turn: Turn, shown: Shown) -> dict[str, Any]:
     if turn.request.passed.get("return_logprob"):
         # Callers that asked for them read them before they look at the finish reason.
         meta.setdefault("output_token_logprobs", [])
+    if "output_token_sampling_mask" in shown.per_token:
+        meta["output_token_sampling_mask_length"] = len(shown.tokens)
     if "output_token_logprobs" in shown.per_token:
         meta["output_token_logprobs_length"] = len(shown.tokens)
     return meta

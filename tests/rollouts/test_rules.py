@@ -45,6 +45,12 @@ def test_stop_strings_move_where_somebody_looks_for_them() -> None:
     assert splice.dedicated_because({"stop": []}, {}) == ()
 
 
+def test_what_comes_token_by_token_moves_and_what_comes_at_the_end_does_not() -> None:
+    assert splice.dedicated_because({}, {"return_sampling_mask": True}) == ()
+    (reason,) = splice.dedicated_because({}, {"return_routed_experts": True})
+    assert "prompt" in reason
+
+
 def test_a_parameter_nobody_knows_is_not_moved() -> None:
     assert splice.dedicated_because({"dry_multiplier": 2}, {}) != ()
     assert splice.dedicated_because({"dry_multiplier": None}, {}) == ()

@@ -1,4 +1,4 @@
-"""A stop string of a turn that leaves a real SGLang in the middle of it, and what log-probs are.
+"""A turn leaves a real SGLang in the middle of a stop string, and keeps what came with its tokens.
 
 SGLang holds back tokens that may belong to a stop string, so what the router has seen says nothing
 about how far the engine is: the engine is asked for the keys it holds. It tells its last tokens
@@ -59,10 +59,11 @@ class Lease:
     first: Owner
     second: Owner
 
-    async def ask(self, **sampling: object) -> Any:  # noqa: ANN401  # JSON
+    async def ask(self, *more: str, **sampling: object) -> Any:  # noqa: ANN401  # JSON
+        """Send a turn; ``more`` are fields that are true."""
         given = {"max_new_tokens": MOST, "temperature": 0, "ignore_eos": True, **sampling}
-        body = {"input_ids": PROMPT, "sampling_params": given, "return_logprob": True}
-        body["top_logprobs_num"] = 2
+        body: dict[str, object] = {"input_ids": PROMPT, "sampling_params": given}
+        body |= {"return_logprob": True, "top_logprobs_num": 2, **dict.fromkeys(more, True)}
         return await self.post(f"http://127.0.0.1:{self.router.http_port}/generate", body)
 
     async def post(self, url: str, body: object) -> Any:  # noqa: ANN401  # JSON
@@ -164,6 +165,27 @@ async def test_a_turn_that_leaves_inside_its_stop_string_ends_as_if_it_had_staye
     assert moved["meta_info"]["finish_reason"] == stayed["meta_info"]["finish_reason"]
     told = [entry[1] for entry in moved["meta_info"]["output_token_logprobs"]]
     assert told == stayed["output_ids"]
+
+
+async def test_the_distribution_that_was_sampled_from_is_kept_over_a_move(lease: Lease) -> None:
+    """``return_sampling_mask``: what top-k and top-p left, and the log-probs under it."""
+    async with slowly(lease):
+        asked = asyncio.create_task(
+            lease.ask("return_sampling_mask", temperature=5.0, top_k=8, top_p=0.9)
+        )
+        await lease.until_computed(MIDDLE)
+        await aborted(lease)
+        meta = (await asked)["meta_info"]
+    assert len(meta["rose"]["moves"]) == 1
+    before = [entry[0] for entry in meta["output_token_logprobs"]]
+    tokens = [entry[1] for entry in meta["output_token_logprobs"]]
+    left, after = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
+    assert len(tokens) == len(left) == len(after) == MOST
+    assert all(token in those for token, those in zip(tokens, left, strict=True))
+    # Of fewer tokens each is likelier: so much that the rest adds up to one.
+    assert all(kept >= all_ - 1e-4 for kept, all_ in zip(after, before, strict=True))
+    assert any(kept > all_ + 0.01 for kept, all_ in zip(after, before, strict=True))
+    assert meta["output_token_sampling_mask_length"] == MOST
 
 
 async def test_log_probs_are_what_the_reply_says_they_are(lease: Lease) -> None:
