@@ -38,10 +38,12 @@ ATTRIBUTION = (
     Regime.CLAIRVOYANT,
 )
 PARTS = (
-    Regime.FIXED_LADDER,
-    *ATTRIBUTION[:-1],
+    Regime.ROSE_PAPER,
+    Regime.ROSE_PAPER_TAP,
     Regime.ROSE_PAPER_OLDEST,
     Regime.ROSE_PAPER_QUEUE,
+    Regime.OURS_LADDER,
+    Regime.OURS,
 )
 PEERS = (
     Regime.UNGUARDED,
