@@ -49,6 +49,7 @@ NOT_SIMULATED = {
     "rose_core.rollouts.errors": "requests are well-formed here",
     "rose_core.rollouts.fairness": "a lease serves one job here",
     "rose_core.rollouts.inclusion": "counted from fates, in bench/rollouts",
+    "rose_core.rollouts.logprobs": "tokens have no content here",
     "rose_core.rollouts.prefixes": "trajectories have names here",
     "rose_core.rollouts.quorum": "dedicated engines all take a version after link.dedicated_s",
     "rose_core.rollouts.replicas": "one router per job",
