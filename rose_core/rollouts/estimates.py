@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import msgspec
+
 _LEAST_MOVE = 0.5  # of turns in flight; a smaller change says nothing about what a turn costs
 _SLOPE_WEIGHT = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
+class Speed(msgspec.Struct, frozen=True, gc=False):
     """How fast an engine works.
 
     A step takes longer the more turns share it, and an engine that has emptied shows no step at
@@ -56,7 +57,7 @@ class Speed:
             if abs(more) >= _LEAST_MOVE:
                 spread += _SLOPE_WEIGHT * (more * more - spread)
                 joint += _SLOPE_WEIGHT * (more * change - joint)
-        # Made for every token of every turn: ``replace`` would cost more than reading its event.
+        # Made for every token of every turn: a dataclass would cost more than reading its event.
         step = self.step_seconds + weight * change
         return Speed(step, self.prefill_seconds_per_token, usual, spread, joint)
 

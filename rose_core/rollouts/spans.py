@@ -12,8 +12,10 @@ so may all tokens of an engine that reuses keys over commits (``kvPolicy: Reuse`
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from enum import StrEnum
+
+import msgspec
+from msgspec.structs import replace
 
 UNKNOWN = "unknown"
 
@@ -25,8 +27,7 @@ class Kv(StrEnum):
     MIXED = "mixed"
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True, gc=False):
     """Output tokens ``start`` to ``end`` (exclusive) were sampled by ``version``."""
 
     version: str

@@ -14,8 +14,10 @@ Next step: ``splice`` says what the request of the next leg looks like.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from rose_core.rollouts.errors import BrokenStream
 from rose_core.rollouts.spans import Span, cut, joined, normal, shifted
@@ -29,8 +31,7 @@ PER_TOKEN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StreamEvent:
+class StreamEvent(msgspec.Struct, frozen=True, gc=False):
     """One event of an engine's stream, cumulative or incremental.
 
     Attributes:
@@ -45,12 +46,12 @@ class StreamEvent:
 
     ids: Sequence[int]
     count: int
-    per_token: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    per_token: Mapping[str, Sequence[Any]] = msgspec.field(default_factory=dict)
     text: str | None = None
     finish: Mapping[str, Any] | None = None
     spans: Sequence[tuple[str, int, int]] | None = None
     label: str = ""
-    meta: Mapping[str, Any] = field(default_factory=dict)
+    meta: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
     @property
     def aborted(self) -> bool:
@@ -193,10 +194,11 @@ class Leg:
         if spans is None and event.finish is not None and event.label == self.version:
             # Labels only grow: one that is the same at both ends held all the time between.
             spans = [(self.version, 0, event.count)]
-        if spans is None or not all(
-            version == self.version or parse(version) for version, *_ in spans
-        ):
-            return  # a label that is no version of ours was attested by nobody
+        if spans is None:
+            return
+        for span in spans:
+            if span[0] != self.version and not parse(span[0]):
+                return  # a label that is no version of ours was attested by nobody
         found = normal(spans, self.version, len(self.ids), reused=self.reused)
         if found:
             self.spans, self.placed, self.placed_text = found, len(self.ids), self._text

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -19,18 +18,9 @@ from rose_router.dialects.asking import Ask
 from rose_router.dialects.common import Hints, encoded, read_body, token_ids
 from rose_router.errors import BadRequest, TurnLost
 from rose_router.service import Service, random_rid
+from rose_router.streaming import Events, Stream
 from rose_router.text import Tokenizer
 from rose_router.turn import State, Turn, typed_abort
-
-# Whoever has taken everything before can be written so much without waiting (half of what asyncio
-# buffers), and no timer is needed.
-_SMALL = 32 * 1024
-
-
-class _Events(web.StreamResponse):
-    """A stream whose head travels with its first event, in one write."""
-
-    _send_headers_immediately = False
 
 
 class Answering:
@@ -144,54 +134,18 @@ class Answering:
                 self._service.leave(turn)
 
     async def _stream(
-        self,
-        request: web.Request,
-        turn: Turn,
-        events: Callable[[Turn], AsyncIterator[dict[str, Any]]],
+        self, request: web.Request, turn: Turn, events: Callable[[Turn], Events]
     ) -> web.StreamResponse:
         # The status is decided by the first thing there is to say.
         while not turn.over and not turn.first_token_at:
             await turn.changed.wait()
         _raise_if_all_failed([turn])
-        response = _Events(headers={"Content-Type": "text/event-stream"})
-        try:
-            await response.prepare(request)
-            await self._write(request, response, turn, events(turn))
-        except (ConnectionResetError, TimeoutError):
-            # The caller hung up, or does not read; its turn ends with the request.
-            if request.transport is not None:
-                request.transport.abort()
-        return response
+        limit = self._service.settings.limits.write_seconds
+        return await Stream(request, turn, events(turn), limit).run()
 
-    async def _write(
-        self,
-        request: web.Request,
-        response: web.StreamResponse,
-        turn: Turn,
-        events: AsyncIterator[dict[str, Any]],
-    ) -> None:
-        last = b""
-        async for event in events:
-            line = b"data: " + msgspec.json.encode(event) + b"\n\n"
-            if turn.over:
-                last += line  # nothing more is waited for: the end goes out in one piece
-            else:
-                await self._send(request, line, response.write)
-        await self._send(request, last + b"data: [DONE]\n\n", response.write_eof)
-
-    async def _send(
-        self, request: web.Request, line: bytes, write: Callable[[bytes], Awaitable[None]]
-    ) -> None:
-        if len(line) > _SMALL or _behind(request.transport):
-            async with asyncio.timeout(self._service.settings.limits.write_seconds):
-                await write(line)
-        else:
-            await write(line)
-
-    async def _sglang_events(self, turn: Turn) -> AsyncIterator[dict[str, Any]]:
+    def _sglang_events(self, turn: Turn) -> Events:
         while not turn.over:
             yield replies.sglang(turn, self._tokenizer)
-            await turn.changed.wait()
         yield self._sglang_answer(turn)
 
     def _sglang_answer(self, turn: Turn) -> dict[str, Any]:
@@ -199,22 +153,14 @@ class Answering:
         return replies.sglang(turn, self._tokenizer)
 
 
-def _behind(transport: asyncio.Transport | None) -> bool:
-    """Whether the caller has not taken yet what was written before."""
-    return transport is not None and transport.get_write_buffer_size() > 0
-
-
-async def _vllm_events(turn: Turn) -> AsyncIterator[dict[str, Any]]:
-    tokens = 0
-    while True:
+def _vllm_events(turn: Turn) -> Events:
+    tokens, over = 0, False
+    while not over:
         over = turn.over
         typed_abort(turn)
         choice = replies.vllm_choice(turn, 0, tokens)
         tokens += len(choice["token_ids"])
         yield {"request_id": turn.request.rid, "choices": [choice]}
-        if over:
-            return
-        await turn.changed.wait()
 
 
 def _vllm_answer(turns: list[Turn]) -> dict[str, Any]:

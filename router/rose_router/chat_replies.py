@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rose_router import replies
 from rose_router.dialects import chat
+from rose_router.streaming import Events
 from rose_router.text import Tokenizer
 from rose_router.turn import Shown, Turn, typed_abort
 
@@ -33,10 +34,11 @@ class ChatReplies:
         body["usage"] = replies.usage(turns)
         return body
 
-    async def events(self, turn: Turn) -> AsyncIterator[dict[str, Any]]:
+    def events(self, turn: Turn) -> Events:
         """Pieces as they come; calls of tools whole, at the end."""
         tokens = words = 0
-        while True:
+        over = False
+        while not over:
             over = turn.over
             typed_abort(turn)
             shown = turn.shown()
@@ -53,9 +55,6 @@ class ChatReplies:
             tokens, words = len(shown.tokens), max(words, len(text))
             piece = self._frame(turn, "chat.completion.chunk", [choice])
             yield piece | ({"usage": replies.usage([turn])} if over else {})
-            if over:
-                return
-            await turn.changed.wait()
 
     def _choice(self, turn: Turn, index: int) -> dict[str, Any]:
         shown = turn.shown()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rose_router import replies
+from rose_router.streaming import Events
 from rose_router.text import Tokenizer
 from rose_router.turn import Turn, typed_abort
 
@@ -33,19 +34,17 @@ class CompletionReplies:
             choices.append(replies.openai_choice(turn, index, self._tokenizer))
         return self._frame(turns[0], choices) | {"usage": replies.usage(turns)}
 
-    async def events(self, turn: Turn) -> AsyncIterator[dict[str, Any]]:
+    def events(self, turn: Turn) -> Events:
         """Pieces as they come; they add up to the answer."""
         tokens = text = 0
-        while True:
+        over = False
+        while not over:
             over = turn.over
             typed_abort(turn)
             choice = replies.openai_choice(turn, 0, self._tokenizer, tokens, text)
             tokens += len(choice["token_ids"])
             text += len(choice["text"])
             yield self._frame(turn, [choice])
-            if over:
-                break
-            await turn.changed.wait()
         if self._with_usage:
             yield self._frame(turn, []) | {"usage": replies.usage([turn])}
 

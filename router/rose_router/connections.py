@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import ssl
+from collections.abc import Callable
 from enum import StrEnum
 from typing import cast
 from urllib.parse import urlsplit
@@ -29,6 +30,9 @@ END_SECONDS = 1.0
 CONNECT_SECONDS = 5.0
 # An engine that is read more slowly than it writes is made to wait at so many bytes.
 _MOST_BYTES = 1 << 20
+
+Take = Callable[[bytes], bool]
+"""Takes a piece of a body; false when no more is wanted."""
 
 
 class Stage(StrEnum):
@@ -70,7 +74,8 @@ class Connection(asyncio.Protocol):
         self._size = 0
         self._whole = False
         self._reusable = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[bool] | None = None
+        self._take: Take | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     # --- the caller's side
@@ -104,6 +109,27 @@ class Connection(asyncio.Protocol):
             if self._whole:
                 return b""
             await self._news()
+        return self._come()
+
+    async def each(self, take: Take) -> None:
+        """Hand on what comes, in the moment in which it does, until the end of the message.
+
+        Args:
+            take: false when no more is wanted; what it raises is raised here.
+
+        Raises:
+            ConnectionResetError: the connection ended before the message did.
+        """
+        more = self._handed(take)
+        while more:
+            more = await self._news(take)
+
+    def _handed(self, take: Take) -> bool:
+        """Whether more will come and is wanted, after all that has come."""
+        wanted = take(self._come()) if self._chunks else True
+        return wanted and not self._whole
+
+    def _come(self) -> bytes:
         data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
         self._chunks.clear()
         if self._size > _MOST_BYTES and self._transport is not None:
@@ -130,19 +156,27 @@ class Connection(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.abort()
 
-    async def _news(self) -> None:
+    async def _news(self, take: Take | None = None) -> bool:
         if self.stage is Stage.LOST:
             message = "the connection ended before the answer did"
             raise ConnectionResetError(message)
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter, self._take = asyncio.get_running_loop().create_future(), take
         try:
-            await self._waiter
+            return await self._waiter
         finally:
-            self._waiter = None
+            self._waiter = self._take = None
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, take = self._waiter, self._take
+        if waiter is None or waiter.done():
+            return
+        try:
+            if take is None or self.stage is Stage.LOST:
+                waiter.set_result(True)
+            elif not self._handed(take):
+                waiter.set_result(False)
+        except Exception as error:  # noqa: BLE001  # the waiter's own, not the connection's
+            waiter.set_exception(error)
 
     def _rest(self) -> None:
         if not self._reusable:

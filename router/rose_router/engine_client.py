@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ _NOBODY = frozenset({404, 410, 502})
 _ABORT_SECONDS = 2.0
 _MOST_ERROR = 65536
 # What may stand in a head that we write ourselves: a line end would begin a header of its own.
+_decode = msgspec.json.Decoder().decode
 _VISIBLE = re.compile(r"[\x21-\x7e]*")
 
 
@@ -51,11 +52,15 @@ class Target:
         return "" if host and known else f"url: expected http(s)://host:port, got {self.url:.100}"
 
 
+Take = Callable[[Iterable[StreamEvent]], bool]
+"""Takes events that came together; false when no more is wanted."""
+
+
 class EngineClient(Protocol):
     """How the router reaches engines; tests put engines of their own behind it."""
 
-    def stream(self, target: Target, body: Mapping[str, Any]) -> AsyncGenerator[StreamEvent, None]:
-        """Send one leg and yield its events; see ``HttpEngineClient.stream``."""
+    async def stream(self, target: Target, body: Mapping[str, Any], take: Take) -> None:
+        """Send one leg and hand its events on; see ``HttpEngineClient.stream``."""
         ...
 
     async def abort(self, target: Target, rid: str) -> bool:
@@ -73,10 +78,11 @@ class HttpEngineClient:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
 
-    async def stream(
-        self, target: Target, body: Mapping[str, Any]
-    ) -> AsyncGenerator[StreamEvent, None]:
-        """Send one leg and yield its events, the last with a finish reason.
+    async def stream(self, target: Target, body: Mapping[str, Any], take: Take) -> None:
+        """Send one leg and hand its events on, in the moment in which they come.
+
+        Returns when the last event has been taken, the one with a finish reason, or no more is
+        wanted. What ``take`` raises ends the leg and is raised here.
 
         Raises:
             EngineRefused: the engine says that the request is wrong.
@@ -86,23 +92,19 @@ class HttpEngineClient:
             connection = await self._ask(target, "/generate", msgspec.json.encode(body))
             try:
                 await _check_status(connection)
-                rest = b""
-                while chunk := await connection.chunk():
-                    frames, rest = _frames(rest + chunk if rest else chunk)
-                    for frame in frames:
-                        event = read_event(frame)
-                        yield event
-                        if event.finish is not None:
-                            connection.leave()
-                            return
+                events = _Events(take)
+                await connection.each(events.feed)
+                if events.ended:
+                    connection.leave()
             finally:
                 if connection.stage is Stage.ANSWERING:
                     connection.hang_up()
         except (OSError, TimeoutError) as error:
             message = f"{type(error).__name__}: {error}"
             raise LegLost(message) from error
-        message = "the stream ended without a finish reason"
-        raise LegLost(message)
+        if events.wanted:
+            message = "the stream ended without a finish reason"
+            raise LegLost(message)
 
     async def abort(self, target: Target, rid: str) -> bool:
         """Ask the engine to end a leg.
@@ -176,11 +178,37 @@ def _error_text(text: str) -> str:
     return str(found.get("message", found)) if isinstance(found, dict) else str(found)
 
 
-def _frames(data: bytes) -> tuple[list[bytes], bytes]:
-    """The events that are whole, and what of the next one has come."""
-    *frames, rest = data.split(b"\n\n")
-    payloads = [frame[len(_DATA) :].strip() for frame in frames if frame.startswith(_DATA)]
-    return [payload for payload in payloads if payload != _DONE], rest
+class _Events:
+    """A stream's bytes as events.
+
+    Attributes:
+        ended: the engine has said its last.
+        wanted: whoever takes them wants more.
+    """
+
+    def __init__(self, take: Take) -> None:
+        self._take = take
+        self._rest = b""
+        self.ended = False
+        self.wanted = True
+
+    def feed(self, data: bytes) -> bool:
+        """Hand on the events that are whole now; false when nothing more is to come."""
+        *frames, self._rest = (self._rest + data if self._rest else data).split(b"\n\n")
+        if frames:
+            self.wanted = self._take(self._read(frames)) and not self.ended
+        return self.wanted
+
+    def _read(self, frames: list[bytes]) -> Iterator[StreamEvent]:
+        for frame in frames:
+            payload = frame[len(_DATA) :].strip() if frame.startswith(_DATA) else _DONE
+            if payload == _DONE:
+                continue
+            event = read_event(payload)
+            self.ended = event.finish is not None
+            yield event
+            if self.ended:
+                return
 
 
 def read_event(payload: bytes) -> StreamEvent:
@@ -191,20 +219,20 @@ def read_event(payload: bytes) -> StreamEvent:
         LegLost: it is no event.
     """
     try:
-        body: Any = msgspec.json.decode(payload)
+        body: Any = _decode(payload)
         if "error" in body and "meta_info" not in body:
             _refuse(body["error"])
         meta: dict[str, Any] = body["meta_info"]
         spans = meta.get("weight_versions")
         return StreamEvent(
-            ids=body.get("output_ids") or (),
-            count=meta["completion_tokens"],
-            per_token={name: meta[name] for name in PER_TOKEN if meta.get(name)},
-            text=body.get("text"),
-            finish=meta.get("finish_reason"),
-            spans=None if spans is None else [(s["version"], s["start"], s["end"]) for s in spans],
-            label=meta.get("weight_version") or "",
-            meta=meta,
+            body.get("output_ids") or (),
+            meta["completion_tokens"],
+            {name: meta[name] for name in PER_TOKEN if meta.get(name)},
+            body.get("text"),
+            meta.get("finish_reason"),
+            None if spans is None else [(s["version"], s["start"], s["end"]) for s in spans],
+            meta.get("weight_version") or "",
+            meta,
         )
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
         message = f"not an event of SGLang: {type(error).__name__}: {error}: {payload[:200]!r}"

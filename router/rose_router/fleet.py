@@ -32,19 +32,31 @@ class Signal:
     def __init__(self) -> None:
         # Each has a future of its own: shielding a common one would cost every token a round more
         # of the loop. In order, so that runs under virtual time repeat.
-        self._waiting: dict[asyncio.Future[None], None] = {}
+        self._waiting: dict[asyncio.Future[None], Callable[[], bool] | None] = {}
 
     def fire(self) -> None:
-        """Wake all who wait now."""
+        """Wake all who wait now, but for those who deal with it asleep."""
         waiting, self._waiting = self._waiting, {}
-        for future in waiting:
-            if not future.done():
+        for future, asleep in waiting.items():
+            if future.done():
+                continue
+            try:
+                if asleep is not None and asleep():
+                    self._waiting[future] = asleep
+                    continue
+            except Exception as error:  # noqa: BLE001  # the waiter's own, not of whoever fires
+                future.set_exception(error)
+            else:
                 future.set_result(None)
 
-    async def wait(self) -> None:
-        """Sleep until the next ``fire``."""
+    async def wait(self, asleep: Callable[[], bool] | None = None) -> None:
+        """Sleep until the next ``fire``.
+
+        Args:
+            asleep: called at every fire; true = dealt with, sleep on. Its errors come out here.
+        """
         future = asyncio.get_running_loop().create_future()
-        self._waiting[future] = None
+        self._waiting[future] = asleep
         try:
             await future
         finally:

@@ -14,7 +14,7 @@ from rose_core.rollouts.spans import Kv, Span
 from rose_core.rollouts.stops import trimmed
 from rose_core.rollouts.transcript import PER_TOKEN
 from rose_router.text import Tokenizer
-from rose_router.turn import Shown, Turn
+from rose_router.turn import Moved, Shown, Turn
 
 # Facts about one leg that would be wrong for a turn of several, or that the router answers itself.
 _OWN = frozenset(
@@ -27,32 +27,37 @@ _OWN = frozenset(
 
 def spans_json(spans: Sequence[Span], labels: Mapping[str, str]) -> list[dict[str, Any]]:
     """Ordered spans as they stand in replies; ``label`` where the trainer has its own name."""
-    return [
-        {"version": s.version, "start": s.start, "end": s.end, "kv": s.kv}
-        | ({"label": labels[s.version]} if s.version in labels else {})
-        for s in spans
+    told: list[dict[str, Any]] = [
+        {"version": s.version, "start": s.start, "end": s.end, "kv": s.kv} for s in spans
     ]
+    if labels:
+        for one in told:
+            if one["version"] in labels:
+                one["label"] = labels[one["version"]]
+    return told
 
 
 def rose_json(turn: Turn, spans: Sequence[Span]) -> dict[str, Any]:
-    """What only the router knows."""
-    legs = [*turn.transcript.legs, *([turn.leg] if turn.leg else [])]
+    """What only the router knows; made for every event of every stream."""
+    legs = turn.transcript.legs
+    if turn.leg is not None:
+        legs = [*legs, turn.leg]
+    scales = [(leg.offset, leg.meta.get(SCALE, "")) for leg in legs if leg.placed]
+    own = all([span.kv is Kv.OWN for span in spans])  # noqa: C419  # a generator costs twice that
     return {
         "borrowed": turn.borrowed,
         "engines": [{"engine": leg.engine, "kind": leg.kind, "tokens": leg.placed} for leg in legs],
-        "moves": [
-            {"reason": m.reason, "engine": m.engine, "at_token": m.at_token} for m in turn.moves
-        ],
+        "moves": turn.moves and [_move(moved) for moved in turn.moves],
         "redone_tokens": turn.redone_tokens,
-        "kv": Kv.MIXED if any(s.kv is Kv.MIXED for s in spans) else Kv.OWN,
+        "kv": Kv.OWN if own else Kv.MIXED,
         "queue_seconds": round(turn.queue_seconds, 6),
         "exact_text": turn.transcript.exact_text,
-        "logprob_semantics": semantics(
-            [(leg.offset, leg.meta.get(SCALE, "")) for leg in legs if leg.placed],
-            spans[-1].end if spans else 0,
-            turn.logprob_terms,
-        ),
+        "logprob_semantics": semantics(scales, spans[-1].end if spans else 0, turn.logprob_terms),
     }
+
+
+def _move(moved: Moved) -> dict[str, Any]:
+    return {"reason": moved.reason, "engine": moved.engine, "at_token": moved.at_token}
 
 
 def text_of(turn: Turn, shown: Shown, tokenizer: Tokenizer | None) -> str:
@@ -76,14 +81,15 @@ def sglang(turn: Turn, tokenizer: Tokenizer | None, shown: Shown | None = None) 
 
 
 def _meta(turn: Turn, shown: Shown) -> dict[str, Any]:
-    meta: dict[str, Any] = {k: v for k, v in turn.last_meta.items() if k not in _OWN}
-    meta |= turn.prompt_meta
-    meta |= shown.per_token
-    meta |= {
-        "id": turn.request.rid,
+    count, asked = len(shown.tokens), turn.request
+    meta: dict[str, Any] = {
+        **_engine_meta(turn),
+        **turn.prompt_meta,
+        **shown.per_token,
+        "id": asked.rid,
         "finish_reason": turn.finish,
-        "prompt_tokens": len(turn.request.prompt),
-        "completion_tokens": len(shown.tokens),
+        "prompt_tokens": len(asked.prompt),
+        "completion_tokens": count,
         "cached_tokens": turn.prompt_meta.get("cached_tokens", 0),
         "weight_version": turn.version_label(shown.spans),
         "weight_versions": spans_json(shown.spans, turn.labels),
@@ -91,14 +97,20 @@ def _meta(turn: Turn, shown: Shown) -> dict[str, Any]:
     }
     if turn.over:
         meta["e2e_latency"] = round(turn.ended - turn.began, 6)
-    if turn.request.passed.get("return_logprob"):
-        # Callers that asked for them read them before they look at the finish reason.
-        meta.setdefault("output_token_logprobs", [])
     if "output_token_sampling_mask" in shown.per_token:
-        meta["output_token_sampling_mask_length"] = len(shown.tokens)
+        meta["output_token_sampling_mask_length"] = count
     if "output_token_logprobs" in shown.per_token:
-        meta["output_token_logprobs_length"] = len(shown.tokens)
+        meta["output_token_logprobs_length"] = count
+    elif asked.passed.get("return_logprob"):
+        # Callers that asked for them read them before they look at the finish reason.
+        meta["output_token_logprobs"] = []
     return meta
+
+
+def _engine_meta(turn: Turn) -> Mapping[str, Any]:
+    """What the engine of the last leg that ended said, where it is true of the whole turn."""
+    last = turn.last_meta
+    return {name: last[name] for name in last if name not in _OWN} if last else last
 
 
 def finish_word(finish: Mapping[str, Any] | None) -> str | None:

@@ -17,8 +17,7 @@ from rose_core.rollouts.errors import BrokenStream, RolloutError
 from rose_core.rollouts.placement import TurnView
 from rose_core.rollouts.prefixes import Prefixes
 from rose_core.rollouts.prospects import Prospects
-from rose_core.rollouts.stops import Crossing
-from rose_core.rollouts.transcript import Leg, StreamEvent
+from rose_core.rollouts.transcript import Leg
 from rose_core.rollouts.watch import Move
 from rose_router import metrics
 from rose_router.config import Settings
@@ -27,6 +26,7 @@ from rose_router.errors import EngineRefused, LegLost, RouterError, TurnLost
 from rose_router.fences import Fences
 from rose_router.fleet import Clock, Engine, Fleet, LiveLeg
 from rose_router.ledger import Ledger
+from rose_router.leg_reader import LegReader
 from rose_router.sessions import Home, Sessions
 from rose_router.turn import Moved, State, Turn
 from rose_router.waiting import WaitingRoom
@@ -35,7 +35,6 @@ LOG = logging.getLogger(__name__)
 
 # Moves that say nothing against the engine or the turn: they do not count as losses.
 _ORDERLY = frozenset({Move.REVOKED, Move.PAUSED, Move.CAP_CUT})
-_PROMPT_META = ("prompt_tokens", "cached_tokens", "input_token_logprobs", "input_top_logprobs")
 _MOST_MOVES = 64
 
 
@@ -193,43 +192,9 @@ class TurnRunner:
     async def _read(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> None:
         target = Target(engine.update.url, engine.update.token)
         body = turn.request.leg_body(turn.transcript.context, turn.held, leg.rid, leg.version)
-        stream, crossing = self._client.stream(target, body), _crossing(turn)
-        async for event in stream:
-            now = self._clock()
-            placed = leg.placed
-            new = leg.take(event)
-            self._learn(engine, handle, event, new, now)
-            engine.answered()
-            handle.last_event, handle.tokens = now, len(leg.ids)
-            if leg.offset == 0:
-                kept = {name: event.meta[name] for name in _PROMPT_META if name in event.meta}
-                turn.prompt_meta.update(kept)
-            stopped = crossing is not None and _stopped(leg, crossing)
-            if leg.placed > placed:
-                self._note_first(turn, now)
-                turn.changed.fire()
-            if stopped:
-                await stream.aclose()
-                return
+        reader = LegReader(turn, engine, leg, handle, fleet=self._fleet, clock=self._clock)
+        await self._client.stream(target, body, reader.take)
         _raise_refusal(leg)
-
-    def _note_first(self, turn: Turn, now: float) -> None:
-        if not turn.first_token_at:
-            turn.first_token_at = now
-            metrics.FIRST_TOKEN_SECONDS.observe(now - turn.began)
-
-    def _learn(
-        self, engine: Engine, handle: LiveLeg, event: StreamEvent, new: int, now: float
-    ) -> None:
-        if not new or engine.gate_since > handle.last_event:
-            return  # the gap holds a pause of the gate
-        if handle.tokens:
-            step = (now - handle.last_event) / new
-            self._fleet.saw(engine, lambda speed: speed.saw_step(step, live=engine.reserved))
-            return
-        uncached = event.meta.get("prompt_tokens", 0) - event.meta.get("cached_tokens", 0)
-        waited = now - handle.began
-        self._fleet.saw(engine, lambda speed: speed.saw_first_token(waited, uncached))
 
     def _fold(self, turn: Turn, engine: Engine, leg: Leg) -> None:
         if not leg.ended:
@@ -299,21 +264,6 @@ class TurnRunner:
             self._abort(turn, reason, str(error), status)
         else:
             turn.state, turn.error = State.FAILED, error
-
-
-def _crossing(turn: Turn) -> Crossing | None:
-    """Who looks for stop strings that the next leg's engine cannot see whole."""
-    stops = turn.request.stops
-    return Crossing(stops, turn.transcript.tokens) if stops is not None and turn.held else None
-
-
-def _stopped(leg: Leg, crossing: Crossing) -> bool:
-    """Whether a stop string has ended the turn; the leg then ends with it."""
-    found = crossing.match(leg.ids)
-    if found is None or leg.placed < found.count:
-        return False
-    leg.end(found.count, found.finish)
-    return True
 
 
 def _raise_refusal(leg: Leg) -> None:

@@ -17,6 +17,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
+import msgspec
+
 from rose_core.rollouts.logprobs import Terms, terms_of
 from rose_core.rollouts.placement import TurnView
 from rose_core.rollouts.spans import Span, covers, cut, joined, shifted
@@ -45,8 +47,7 @@ class Moved:
     at_token: int
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
+class Shown(msgspec.Struct, frozen=True, gc=False):
     """What may be shown of a turn: only tokens whose version is known."""
 
     tokens: list[int]
@@ -121,7 +122,8 @@ class Turn:
     @property
     def borrowed(self) -> bool:
         """A borrowed engine gave at least one token."""
-        return any(leg.placed and leg.kind is EngineKind.BORROWED for leg in self.transcript.legs)
+        legs = self.transcript.legs
+        return bool(legs) and any(leg.placed and leg.kind is EngineKind.BORROWED for leg in legs)
 
     def view(self, home: str, cached: int, usual_tokens: float) -> TurnView:
         """For placement.
@@ -149,7 +151,7 @@ class Turn:
         if leg is None or not leg.placed:
             return Shown(held.tokens, held.per_token, held.spans, held.text)
         exact = self.request.pin.exact
-        until = leg.allowed(str(exact) if exact else "")
+        until = leg.allowed(str(exact)) if exact else leg.placed
         per_token = {
             name: held.per_token.get(name, []) + values[:until]
             for name, values in leg.per_token.items()

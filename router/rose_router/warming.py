@@ -8,7 +8,7 @@ keeps finished turns for as long as it may warm them, which is shorter than the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -16,6 +16,7 @@ from rose_core.rollouts.dispatch import Scene
 from rose_core.rollouts.errors import BrokenStream
 from rose_core.rollouts.guards import Outlook
 from rose_core.rollouts.placement import Policy, PolicyName, TurnView
+from rose_core.rollouts.transcript import StreamEvent
 from rose_core.rollouts.warming import LOOK_SECONDS, Bound, Ended, Resting, Returns, to_warm
 from rose_router import metrics
 from rose_router.engine_client import EngineClient, Target
@@ -206,8 +207,9 @@ class Warmer:
         try:
             body = _prefill(rest.turn, rid, version)
             target = Target(engine.update.url, engine.update.token)
-            async for event in self._client.stream(target, body):
-                whole = event.finish is not None and event.finish.get("type") != "abort"
+            last = _Last()
+            await self._client.stream(target, body, last.take)
+            whole = last.whole
         except (LegLost, EngineRefused, BrokenStream):
             metrics.WARMED.labels(Ended.STOPPED).inc()
         finally:
@@ -222,6 +224,22 @@ class Warmer:
             residents.ended(engine.name, request.session, rest.context, self._clock())
             self._sessions.settle(name, Home(engine.name, rest.context, version))
             rest.warm = engine.name
+
+
+class _Last:
+    """What of a prefill's events is of interest.
+
+    Attributes:
+        whole: the last one said that it was done.
+    """
+
+    whole = False
+
+    def take(self, events: Iterable[StreamEvent]) -> bool:
+        """Look at some; true, as all are wanted."""
+        for event in events:
+            self.whole = event.finish is not None and not event.aborted
+        return True
 
 
 def _comes_back(turn: Turn) -> bool:

@@ -151,7 +151,7 @@ def test_a_turn_that_lost_many_engines_runs_where_nobody_takes_it_back() -> None
 
 def test_a_trajectory_that_may_end_late_prefers_the_engine_that_is_always_open() -> None:
     shaky = replace(LENT, hazard=Hazard(open_seconds=100, closed_seconds=100))
-    busy = replace(OURS, live=5, speed=replace(Speed(), prefill_seconds_per_token=0.01))
+    busy = replace(OURS, live=5, speed=Speed(prefill_seconds_per_token=0.01))
     turn = replace(TURN, tail_tokens=5000)
     assert chosen(turn, busy, shaky) == "lent"
     assert chosen(replace(turn, budget_seconds=120), busy, shaky) == "ours"

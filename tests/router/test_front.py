@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from rose_core.rollouts.transcript import StreamEvent
 from rose_dev.pki import Authority
 from rose_dev.waiting import until
 from rose_router.bearer import Tokens
@@ -206,7 +207,14 @@ class HalfDead:
 
 
 async def last_of(client: HttpEngineClient, target: Target) -> object:
-    return [event async for event in client.stream(target, {})][-1].finish
+    seen: list[StreamEvent] = []
+
+    def take(events: Iterable[StreamEvent]) -> bool:
+        seen.extend(events)
+        return True
+
+    await client.stream(target, {}, take)
+    return seen[-1].finish
 
 
 async def test_a_request_that_found_its_kept_connection_dead_is_sent_once_more() -> None:

@@ -7,7 +7,7 @@ which ``-joined`` holds an event that SGLang made of two. All are of the same pr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from rose_core.rollouts.spans import Span
-from rose_core.rollouts.transcript import Leg
+from rose_core.rollouts.transcript import Leg, StreamEvent
 from rose_core.wire.routing import EngineKind
 from rose_engines.sglang.client import SGLangClient
 from rose_router.connections import Connections
@@ -62,11 +62,16 @@ async def test_every_shape_gives_each_token_once_with_its_own_log_prob(name: str
     recording = RECORDINGS[name]
     ids, logprobs, text = said(recording)
     leg = Leg("e", EngineKind.BORROWED, "r", VERSION, 0)
-    connections = Connections()
-    async with playing(recording) as url:
-        async for event in HttpEngineClient(connections).stream(Target(url), {}):
+
+    def take(events: Iterable[StreamEvent]) -> bool:
+        for event in events:
             leg.take(event)
             assert leg.placed == len(leg.ids)  # the plugin's spans are in every event
+        return True
+
+    connections = Connections()
+    async with playing(recording) as url:
+        await HttpEngineClient(connections).stream(Target(url), {}, take)
     connections.close()
     pairs = leg.per_token["output_token_logprobs"]
     assert leg.ids == ids

@@ -49,5 +49,5 @@ async def test_a_target_that_cannot_be_is_never_dialled() -> None:
     client = HttpEngineClient(Connections())
     target = Target("http://127.0.0.1:9", "a\r\nb")
     with pytest.raises(LegLost, match="token: expected visible ASCII"):
-        await anext(aiter(client.stream(target, {})))
+        await client.stream(target, {}, lambda _: True)
     assert await client.abort(target, "x")

@@ -7,9 +7,9 @@ a lost, doubled or wrongly labelled token is a different token, and ``judge`` fi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from rose_core.rollouts.transcript import StreamEvent
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_engines.fake.model import Prefix, continuation
 from rose_router.config import Settings
-from rose_router.engine_client import Target
+from rose_router.engine_client import Take, Target
 from rose_router.errors import LegLost
 from rose_router.request import TurnRequest
 from rose_router.service import Service
@@ -129,7 +129,13 @@ class SimClient:
     def __init__(self, engines: dict[str, SimEngine]) -> None:
         self._engines = engines
 
-    async def stream(
+    async def stream(self, target: Target, body: Mapping[str, Any], take: Take) -> None:
+        async with contextlib.aclosing(self._events(target, body)) as events:
+            async for event in events:
+                if not take([event]):
+                    return
+
+    async def _events(
         self, target: Target, body: Mapping[str, Any]
     ) -> AsyncGenerator[StreamEvent, None]:
         engine = self._engines[target.url.removeprefix("sim://")]
@@ -254,7 +260,7 @@ def judge_whole(turn: Turn) -> None:
     judge(turn)
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def world(*engines: SimEngine, **settings: Any) -> AsyncIterator[World]:  # noqa: ANN401  # of Settings
     """A running service with these engines attached."""
     known: dict[str, SimEngine] = {}

@@ -1,0 +1,126 @@
+"""Streams to callers: written where the tokens are read, whole for callers that read late."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+import pytest
+
+from rose_dev.waiting import until
+from rose_router.fleet import Signal
+from rose_router.front import Limits
+from tests.router.conftest import Stage
+from tests.router.test_connections import END, HEAD, asked, engine
+
+Make = Callable[..., AbstractAsyncContextManager[Stage]]
+
+
+# --- from an engine to a caller without a task in between
+
+
+async def test_a_waiter_that_deals_with_it_asleep_is_told_of_every_fire_and_not_woken() -> None:
+    signal, told = Signal(), list[int]()
+
+    def asleep() -> bool:
+        told.append(len(told))
+        return len(told) < 3
+
+    waiting = asyncio.create_task(signal.wait(asleep))
+    await asyncio.sleep(0)
+    for count in (1, 2, 3):
+        signal.fire()
+        assert len(told) == count  # in the moment of the fire
+        await asyncio.sleep(0)
+        assert waiting.done() is (count == 3)
+    signal.fire()
+    assert len(told) == 3
+
+
+async def test_what_goes_wrong_asleep_is_the_waiters_and_not_of_whoever_fires() -> None:
+    signal = Signal()
+    broken = asyncio.create_task(signal.wait(lambda: bool(1 / 0)))
+    fine = asyncio.create_task(signal.wait())
+    await asyncio.sleep(0)
+    signal.fire()
+    await fine
+    with pytest.raises(ZeroDivisionError):
+        await broken
+
+
+async def test_pieces_are_handed_on_as_they_come_and_until_no_more_is_wanted() -> None:
+    taken: list[bytes] = []
+
+    async def pieces(writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD)
+        for piece in (b"one", b"two", b"end"):
+            writer.write(b"3\r\n%b\r\n" % piece)
+            await until(lambda piece=piece: taken[-1:] == [piece])  # type: ignore[misc]
+        writer.write(END)
+
+    def take(data: bytes, until: bytes = b"") -> bool:
+        taken.append(data)
+        return data != until
+
+    async with engine(pieces) as (_, connections, place):
+        connection = await asked(connections, place)
+        await connection.each(take)
+        assert taken == [b"one", b"two", b"end"]
+        connection.leave()
+        again = await asked(connections, place)
+        await again.each(lambda data: take(data, until=b"two"))
+        assert taken[3:] == [b"one", b"two"]
+        again.hang_up()
+
+
+async def test_what_taking_a_piece_raises_comes_out_where_it_is_awaited() -> None:
+    async def piece(writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD)
+        await writer.drain()
+        await asyncio.sleep(0)
+        writer.write(b"1\r\nx\r\n")
+
+    async with engine(piece) as (_, connections, place):
+        connection = await asked(connections, place)
+        with pytest.raises(ZeroDivisionError):
+            await connection.each(lambda _: bool(1 / 0))
+        connection.hang_up()
+
+
+# --- callers
+
+
+async def test_a_turn_that_ends_while_its_caller_does_not_read_is_whole_once_it_does(
+    stage: Make,
+) -> None:
+    async with stage(limits=Limits(write_seconds=60)) as s:
+        await s.engine(token_seconds=0.0002)
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port, limit=1)
+        body = b'{"input_ids":[1],"stream":true,"return_logprob":true,'
+        body += b'"sampling_params":{"max_new_tokens":800,"ignore_eos":true}}'
+        head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        writer.write(head + body)
+        await until(lambda: s.router.service.ledger.totals.turns == 1)
+        reply = b""
+        while not reply.endswith(END):
+            piece = await asyncio.wait_for(reader.read(65536), 30)
+            assert piece
+            reply += piece
+        assert b'"completion_tokens":800' in reply
+        assert b"data: [DONE]" in reply
+        writer.close()
+
+
+async def test_a_caller_of_http_1_0_gets_its_stream_without_chunks(stage: Make) -> None:
+    async with stage() as s:
+        await s.engine(token_seconds=0.0005)
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
+        body = b'{"input_ids":[1],"stream":true,"sampling_params":{"max_new_tokens":20}}'
+        writer.write(b"POST /generate HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        head, _, events = (await asyncio.wait_for(reader.read(), 30)).partition(b"\r\n\r\n")
+        assert b"chunked" not in head.lower()
+        lines = events.split(b"\n\n")
+        assert all(line.startswith(b"data: ") for line in lines if line)
+        assert lines[-2:] == [b"data: [DONE]", b""]
+        writer.close()
