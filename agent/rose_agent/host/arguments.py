@@ -12,11 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from rose_agent.devices.mps import PROGRAM
-from rose_agent.host.errors import NoLimits
+from rose_agent.host.accounts import COUNT
+from rose_agent.host.errors import BadInput, NoLimits
 from rose_agent.host.limits import LEAST_BUSY_PERCENT, PROCESSES, Limiter, Limits
 from rose_wire import flags
 
 _log = logging.getLogger(__name__)
+# The last number is no user: the kernel reads it as "unchanged".
+_LAST_USER = 2**32 - 2
 _ABOUT = """Run rollout engines on this node.
 
 On SIGTERM: nothing new is started, requests in flight may end within --drain-seconds, then every
@@ -85,6 +88,38 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--token-file", type=Path, help="the install's bearer token")
     flags.add_log_level(made)
     return made
+
+
+def check_users(arguments: argparse.Namespace) -> None:
+    """Refuse users that do not go together.
+
+    Raises:
+        BadInput: says which.
+    """
+    first, host = arguments.engine_uid, arguments.host_uid
+    for flag, last in (("--engine-uid", first + COUNT - 1), ("--host-uid", host)):
+        if last > _LAST_USER:
+            raise BadInput(f"{flag}: there is no user {last}; the last is {_LAST_USER}")
+    if not host:
+        return
+    if not first:
+        raise BadInput(
+            f"--host-uid {host} needs --engine-uid: engines must be other users than their host"
+        )
+    if arguments.mps_root is not None:
+        raise BadInput(
+            "--host-uid cannot be together with --mps-root: MPS clients are ended by root; leave "
+            "one of them out"
+        )
+    if host in range(first, first + COUNT):
+        raise BadInput(
+            f"--host-uid {host} is one of the engines' users, {first} to {first + COUNT - 1}; "
+            "choose one outside"
+        )
+    if not arguments.engine_python.is_absolute():
+        raise BadInput(
+            f"--engine-python {arguments.engine_python} is no absolute path, which --host-uid needs"
+        )
 
 
 def limits_of(arguments: argparse.Namespace) -> Limits:

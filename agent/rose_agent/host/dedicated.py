@@ -11,22 +11,15 @@ import argparse
 import asyncio
 import contextlib
 import logging
-import secrets
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import grpc.aio
-import pydantic
-import pydantic.alias_generators
-import yaml
 
+from rose_agent.host.dedicated_file import DedicatedFile
 from rose_agent.host.engine_host import EngineHost
-from rose_agent.host.errors import BadEngine
-from rose_core.identity import SlotKey
 from rose_core.wire.host import EngineState, EnsureEngine, HostStatusRequest
 from rose_core.wire.routing import EngineKind, EngineUpdate
-from rose_core.wire.sync import EngineSpec, WeightSource
-from rose_wire import flags, problems
+from rose_wire import flags
 from rose_wire.errors import WireError
 from rose_wire.rpc import connect, converse
 from rose_wire.services import ATTACH
@@ -37,63 +30,6 @@ _log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.1
 _SEND_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
-
-
-class DedicatedFile(pydantic.BaseModel):
-    """The file of ``--dedicated``.
-
-    Attributes:
-        name: unique name of the engine at the router.
-        cap: most turns in flight; ``maxRunning`` when 0.
-        weight_endpoint: ``host:port`` of the weight store or relay.
-    """
-
-    model_config = pydantic.ConfigDict(
-        extra="forbid", alias_generator=pydantic.alias_generators.to_camel, populate_by_name=True
-    )
-
-    name: str = pydantic.Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
-    engine_class: str
-    model: str
-    run: str
-    weight_endpoint: str
-    arguments: dict[str, str] = {}
-    context_tokens: int = pydantic.Field(default=4096, gt=0)
-    kv_tokens: int = pydantic.Field(default=16384, gt=0)
-    max_running: int = pydantic.Field(default=8, gt=0)
-    max_staleness: int = pydantic.Field(default=1, ge=0)
-    cap: int = pydantic.Field(default=0, ge=0)
-    gpu_uuids: tuple[str, ...] = ()
-
-    @classmethod
-    def load(cls, path: Path) -> DedicatedFile:
-        """Read the file.
-
-        Raises:
-            BadEngine: it is missing or wrong; says where.
-        """
-        try:
-            return cls.model_validate(yaml.safe_load(path.read_text()))
-        except problems.FILE_ERRORS as error:
-            raise BadEngine(f"--dedicated {path}: {problems.of_file(error)}") from error
-
-    def order(self) -> EnsureEngine:
-        """The order to the host, with a fresh token for the data route."""
-        return EnsureEngine(
-            slot=SlotKey(self.name, 1),
-            slot_name=self.name,
-            engine=EngineSpec(
-                engine_class=self.engine_class,
-                model=self.model,
-                arguments=self.arguments,
-                context_tokens=self.context_tokens,
-                kv_tokens=self.kv_tokens,
-                max_running=self.max_running,
-            ),
-            weights=WeightSource(self.weight_endpoint, self.run, self.max_staleness),
-            gpu_uuids=self.gpu_uuids,
-            token=secrets.token_urlsafe(24),
-        )
 
 
 class Attachment:
@@ -175,11 +111,9 @@ async def begin(arguments: argparse.Namespace, host: EngineHost) -> Attachment:
     """Order the engine of ``--dedicated`` and attach it.
 
     Raises:
-        BadEngine: the file or the other arguments are wrong.
+        BadInput: the file is wrong.
         Refused: the host cannot run it.
     """
-    if not arguments.router or not arguments.lease:
-        raise BadEngine("--dedicated needs --router HOST:PORT and --lease NAMESPACE/NAME")
     file = DedicatedFile.load(arguments.dedicated)
     order = file.order()
     await host.ensure(order)

@@ -4,6 +4,7 @@ HostError
 ├── GroupError          a process group could not be made, stopped, continued or ended
 ├── NoFreezer           the asked-for way to stop a tree is not available on this machine
 ├── NoLimits            an asked-for limit of engines cannot be set on this machine
+├── BadInput            a flag, or a file that it names, is wrong: the verb ends with code 2
 ├── BadEngine           the slot's engine cannot be started as asked; trying again does not help
 ├── NotShared           its GPU cannot be shared as the pool asks now; tried again later
 ├── NoMemory            its GPU has too little free memory now; tried again later
@@ -37,6 +38,10 @@ class NoFreezer(HostError):
 
 class NoLimits(HostError):
     """An asked-for limit of engines cannot be set on this machine; says which."""
+
+
+class BadInput(HostError):
+    """A flag of the verb, or a file that it names, is wrong; says which and what to do."""
 
 
 class BadEngine(HostError):

@@ -16,12 +16,13 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Coroutine
 from dataclasses import dataclass
 
 from aiohttp import web
 
 from rose_agent.devices.errors import DeviceError
-from rose_agent.host import dedicated, vacancy
+from rose_agent.host import dedicated, inputs, vacancy
 from rose_agent.host.arguments import parser
 from rose_agent.host.assembly import Found, Rights, site_of
 from rose_agent.host.capabilities import Capabilities
@@ -70,6 +71,7 @@ class Running:
         """
         self.host.drain()
         self.looking.cancel()
+        await asyncio.wait({self.looking})
         await self.proxy.drained(drain_seconds)
         ended = await self.host.shut_down(_KILL_SECONDS)
         await self.proxy.stop()
@@ -99,10 +101,13 @@ async def start(
     host = EngineHost(found.rundir, site)
     able = await _capabilities(found, rights)
     host.capabilities = lambda: able.said
-    proxy, data_port = await _data_route(host, site, arguments)
-    server = await _socket(host, found.rundir)
-    site.enforcer.start()
-    pages, http_port = await _pages(host, site.enforcer, arguments.http_port)
+    async with contextlib.AsyncExitStack() as undo:
+        proxy, data_port = await _data_route(host, site, arguments, undo)
+        server = await _socket(host, found.rundir, undo)
+        undo.callback(site.enforcer.stop)
+        site.enforcer.start()
+        pages, http_port = await _pages(host, site.enforcer, arguments.http_port)
+        undo.pop_all()  # from here on ``Running.stop`` ends them
     looking = asyncio.gather(able.keep(), Courtesy(site.limiter).keep(host.engines))
     return Running(host, proxy, site.enforcer, server, pages, looking, data_port, http_port)
 
@@ -123,19 +128,21 @@ async def _capabilities(found: Found, rights: Rights) -> Capabilities:
 
 
 async def _data_route(
-    host: EngineHost, site: Site, arguments: argparse.Namespace
+    host: EngineHost, site: Site, arguments: argparse.Namespace, undo: contextlib.AsyncExitStack
 ) -> tuple[DataProxy, int]:
     """The way from routers to the engines, and its port."""
     proxy = DataProxy(host.target)
+    undo.push_async_callback(proxy.stop)
     site.cut = proxy.cut
     port = await proxy.start(arguments.data_bind or arguments.data_host, arguments.data_port)
     host.endpoint = f"http://{arguments.data_host}:{port}"
     return proxy, port
 
 
-async def _socket(host: EngineHost, rundir: RunDir) -> Server:
+async def _socket(host: EngineHost, rundir: RunDir, undo: contextlib.AsyncExitStack) -> Server:
     """``host.sock``, which only our own user may open."""
     server = Server()
+    undo.push_async_callback(server.stop)
     host.bind(server)
     rundir.host_socket.unlink(missing_ok=True)
     await server.start(f"local:{rundir.host_socket}")
@@ -167,12 +174,15 @@ async def serve(
     Returns:
         Exit code.
     """
-    running = await start(arguments, freezer, helper)
     stop = asyncio.Event()
     if helper is not None:
         asyncio.get_running_loop().add_reader(helper.pidfd, _alone, freezer)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    running = await _unless(stop, start(arguments, freezer, helper))
+    if running is None:
+        _log.info("told to end while starting: no engine was started")
+        return 0
     _log.info("ready: data route on port %d, pages on %d", running.data_port, running.http_port)
     attached = None
     if arguments.dedicated is not None:
@@ -185,6 +195,17 @@ async def serve(
     if attached is not None:
         await attached.leave()
     return 0 if await running.stop(arguments.drain_seconds) else 1
+
+
+async def _unless(stop: asyncio.Event, starting: Coroutine[None, None, Running]) -> Running | None:
+    """What was started; None when the word to end came first, and what had begun is undone."""
+    begun, told = asyncio.create_task(starting), asyncio.create_task(stop.wait())
+    await asyncio.wait({begun, told}, return_when=asyncio.FIRST_COMPLETED)
+    told.cancel()
+    if not begun.done():
+        begun.cancel()
+        await asyncio.wait({begun})
+    return None if begun.cancelled() else begun.result()
 
 
 def _alone(freezer: Freezer) -> None:
@@ -217,6 +238,9 @@ def main(
         level=arguments.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
     sys.setswitchinterval(_SWITCH_SECONDS)
+    if problem := inputs.problem(arguments, argv):
+        sys.stderr.write(f"rose engine-host: {problem}\n")
+        return 2
     try:
         if connection is not None:
             helper = Helper(*connection)
@@ -225,9 +249,6 @@ def main(
         if arguments.thaw_all:
             _log.info("thawed %d trees", thaw_all(RunDir(arguments.rundir), freezer))
             return 0
-        if arguments.models is None:
-            sys.stderr.write("rose engine-host: --models is needed\n")
-            return 2
         return asyncio.run(serve(arguments, freezer))
     except (HostError, WireError, DeviceError, OSError, ValueError) as error:
         sys.stderr.write(f"rose engine-host: {flags.complaint(error, argv)}\n")

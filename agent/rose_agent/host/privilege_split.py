@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
-from rose_agent.host.arguments import parser
 from rose_agent.tap.kernel import keep_capabilities
 
 _PR_CAPBSET_DROP = 24
@@ -25,16 +25,39 @@ def main(argv: list[str]) -> int:
     """Entry of the verb ``rose engine-host``.
 
     Returns:
-        The host's exit code.
+        The host's exit code; 2 when what was given is wrong.
     """
+    signal.signal(signal.SIGTERM, _leave)  # before all that takes long, imports included
+    from rose_agent.host import inputs  # noqa: PLC0415
+    from rose_agent.host.arguments import parser  # noqa: PLC0415
+
     arguments = parser().parse_args(argv)
-    helper = None
-    if arguments.host_uid and os.geteuid() == 0 and not arguments.thaw_all:
-        helper = begin(argv)
-        lower(arguments.host_uid)
+    if problem := inputs.problem(arguments, argv):
+        sys.stderr.write(f"rose engine-host: {problem}\n")
+        return 2
+    if not arguments.host_uid or os.geteuid() != 0 or arguments.thaw_all:
+        return _host(argv, None)
+    helper = begin(argv)
+    lower(arguments.host_uid)
+    try:
+        return _host(argv, helper)
+    except ImportError as error:
+        sys.stderr.write(
+            f"rose engine-host: user {arguments.host_uid} of --host-uid cannot load {error.name}; "
+            f"install ROSE and its Python where every user can read them, not in {sys.prefix}\n"
+        )
+        return 1
+
+
+def _host(argv: list[str], helper: tuple[socket.socket, subprocess.Popen[bytes]] | None) -> int:
     from rose_agent.host import main as host  # noqa: PLC0415  # only now: nothing of it was root
 
     return host.main(argv, helper)
+
+
+def _leave(_number: int, _frame: object) -> None:
+    """Told to end before the host listens for it; a first process would not even hear it."""
+    raise SystemExit(0)
 
 
 def begin(argv: list[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from rose_agent.host.accounts import COUNT
-from rose_agent.host.arguments import limiter_of, parser
+from rose_agent.host.arguments import check_users, limiter_of, parser
 from rose_agent.host.errors import BadEngine, GroupError, HostError
 from rose_agent.host.freezers import Freezer, detect
 from rose_agent.host.groups import ProcessGroup, end
@@ -53,12 +53,17 @@ def main(argv: list[str]) -> int:
         try:
             rights = prepare(arguments)
         except (HostError, OSError, ValueError) as error:
-            host.send(msgspec.msgpack.encode(Ready(refusal=str(error))))
+            _say(host, Ready(refusal=str(error)))
             return 1
-        host.send(msgspec.msgpack.encode(_ready(rights)))
+        _say(host, _ready(rights))
         obey(host, rights)
         rights.kill_all()
     return 0
+
+
+def _say(host: socket.socket, word: Ready) -> None:
+    with contextlib.suppress(BrokenPipeError):  # it has ended meanwhile: the next read says so
+        host.send(msgspec.msgpack.encode(word))
 
 
 def prepare(arguments: argparse.Namespace) -> Rights:
@@ -67,12 +72,7 @@ def prepare(arguments: argparse.Namespace) -> Rights:
     Raises:
         HostError, OSError, ValueError: it cannot be; says why.
     """
-    if not arguments.engine_uid or arguments.mps_root is not None:
-        raise ValueError("--host-uid needs --engine-uid, and cannot be together with --mps-root")
-    if arguments.host_uid in range(arguments.engine_uid, arguments.engine_uid + COUNT):
-        raise ValueError(f"--host-uid {arguments.host_uid} is one of the engines' users")
-    if not arguments.engine_python.is_absolute():
-        raise ValueError(f"--engine-python {arguments.engine_python} is no absolute path")
+    check_users(arguments)
     rundir = RunDir(arguments.rundir).create()
     freezer = detect(arguments.cgroup, scope=str(arguments.rundir.resolve()))
     limiter = limiter_of(arguments, freezer.prefix)
