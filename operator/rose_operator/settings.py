@@ -248,14 +248,10 @@ def _certificate(folder: Path | None, clients: Path | None) -> Path | None:
 
 def _token(path: Path) -> str:
     try:
-        token = path.read_text().strip()
+        return flags.token(path)
     except OSError as error:
         message = f"--token-file {path}: {error.strerror}"
         raise ConfigurationError(message) from error
-    if not token:
-        message = f"--token-file {path} is empty; it must hold the installation's bearer token"
-        raise ConfigurationError(message)
-    return token
 
 
 def _mapping(path: Path) -> dict[str, Any]:

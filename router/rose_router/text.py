@@ -37,7 +37,11 @@ class Tokenizer:
             message = f"{file}: no such tokenizer; --tokenizer wants a tokenizer.json or its folder"
             raise BadRequest("NoTokenizer", message)
         self._folder = file.parent
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            message = f"{file} is no tokenizer.json: {error}"
+            raise BadRequest("NoTokenizer", message) from error
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Text to token ids, by default with the special tokens the tokenizer adds by itself."""

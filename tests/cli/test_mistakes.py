@@ -1,6 +1,7 @@
 """What people get wrong is told in a line: what, where, what to do; never a traceback."""
 
 import logging
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,26 @@ MISTAKES = {
     "a kubeconfig that is a word": (
         "top --kubeconfig {word}",
         "{word} is no kubeconfig (clusters, users or contexts are missing); set KUBECONFIG",
+    ),
+    "a kubeconfig that is no text": (
+        "status --kubeconfig {binary}",
+        "{binary} is no kubeconfig",
+    ),
+    "a guard's token that is no text": (
+        "agent --node n --rundir {new} --devices static --token-file {binary}",
+        "--token-file {binary}: holds no text",
+    ),
+    "an operator's token that is no text": (
+        "operator --router-image i --token-file {binary} --stores-file {stores}",
+        "--token-file {binary}: holds no text",
+    ),
+    "an operator's empty token": (
+        "operator --router-image i --token-file {empty} --stores-file {stores}",
+        "--token-file {empty}: holds no token",
+    ),
+    "a tokenizer that is none": (
+        "router --lease a/b --tokenizer {word}",
+        "{word} is no tokenizer.json: expected value",
     ),
     "a context that is none": (
         "status --kubeconfig {cluster} --context other",
@@ -163,15 +184,18 @@ current-context: here
 
 @pytest.fixture
 def places(short_dir: Path) -> Iterator[dict[str, Path]]:
-    made = {name: short_dir / name for name in ("broken", "word", "new", "none", "empty")}
+    made = {name: short_dir / name for name in ("broken", "word", "new", "none", "empty", "binary")}
     made["broken"].write_text("a: [")
     made["word"].write_text("hello")
     made["empty"].touch()
+    made["binary"].write_bytes(b"\xff\xfe\x00\x80")
     made["stores"] = short_dir / "stores"
     made["stores"].write_text("main: store.example:7446")
     made["cluster"] = short_dir / "cluster"
     made["cluster"].write_text(KUBECONFIG)
+    before = signal.getsignal(signal.SIGTERM)
     yield made
+    signal.signal(signal.SIGTERM, before)
     logging.getLogger().handlers.clear()
 
 

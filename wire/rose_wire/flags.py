@@ -149,7 +149,11 @@ def token(path: Path | None) -> str:
     """
     if path is None:
         return ""
-    found = path.read_text().strip()
+    try:
+        found = path.read_text().strip()
+    except UnicodeDecodeError as error:
+        reason = "holds no text; write the token into it as it is"
+        raise OSError(errno.EINVAL, reason, str(path)) from error
     if not found:
         reason = "holds no token; write one into it, or leave the flag out"
         raise OSError(errno.EINVAL, reason, str(path))

@@ -189,7 +189,7 @@ class Cluster:
 def _config(path: str | None, context: str | None) -> SingleConfig:
     try:
         loaded = KubeConfig.from_file(path) if path else KubeConfig.from_env()
-    except (yaml.YAMLError, AttributeError, TypeError, KeyError) as error:
+    except (yaml.YAMLError, AttributeError, TypeError, KeyError, ValueError) as error:
         where = path or os.environ.get("KUBECONFIG") or "~/.kube/config"
         summary = str(error).splitlines()[0] if isinstance(error, yaml.YAMLError) else _NOT_ONE
         message = f"{where} is no kubeconfig ({summary})"
