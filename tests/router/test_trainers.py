@@ -1,7 +1,7 @@
 """The exact calls of trainers that push weights, replayed against a lease of fake engines.
 
 Each replay does what the trainer's own client does, in its order and with its bodies, and checks
-what that client checks.
+what that client checks (``replays``; ``READ_FROM`` there names the commits).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,13 +17,7 @@ from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from tests.router.conftest import VERSION, Stage
 from tests.router.pushing import PROMPT, FakeIngest, Make, generate, json_of, ok
-
-# What the calls were read from; look there again when these are old.
-READ_FROM = {
-    "slime": "THUDM/slime 624b824a8, 2026-08-21",
-    "AReaL": "inclusionAI/AReaL 4aef98d8d, 2026-05-21",
-    "prime-rl": "PrimeIntellect-ai/prime-rl 559b44772, 2026-08-21",
-}
+from tests.router.replays import AReaL, PrimeRl
 
 
 async def abort_until_idle(s: Stage, url: str) -> int:
@@ -112,60 +105,18 @@ async def test_slime_pushes_full_checkpoints_by_configuration_alone(
 async def test_areal_is_given_its_partial_tokens_and_goes_on_from_them(
     stage: Make, ingest: FakeIngest, tmp_path: Path
 ) -> None:
-    """AREAL_LLM_SERVER_ADDRS is ours; weight update mode ``disk``."""
     async with stage(ingest_url=ingest.url) as s:
         ours = await s.engine("ours", kind=EngineKind.DEDICATED, token_seconds=0.005)
         ingest.engines = [ours]
-        await ok(s.http.get(s.url + "/health"))
+        areal = AReaL(s.http, s.url, PROMPT)
+        await ok(areal.get("/health"))
         paused = asyncio.Event()
         paused.set()
-
-        async def agenerate(most: int) -> tuple[list[int], list[str]]:
-            # areal/engine/sglang_remote.py: loops until a real stop, keeping partial tokens
-            sample = {
-                "top_p": 1.0,
-                "top_k": -1,
-                "max_new_tokens": most,
-                "temperature": 1.0,
-                "stop_token_ids": [],
-                "ignore_eos": False,
-                "skip_special_tokens": True,
-                "frequency_penalty": 0.0,
-            }
-            body: dict[str, Any] = {
-                "input_ids": list(PROMPT),
-                "image_data": None,
-                "sampling_params": sample,
-                "return_logprob": True,
-                "stream": False,
-            }
-            out: list[int] = []
-            versions: list[str] = []
-            stop = None
-            while stop not in {"stop", "tool_calls", "length"} and len(out) < most:
-                await paused.wait()
-                result = await json_of(s.post("/generate", body))
-                meta = result["meta_info"]
-                stop = meta["finish_reason"]["type"]
-                new = [x[1] for x in meta["output_token_logprobs"]]
-                out += new
-                for span in meta["weight_versions"]:
-                    versions += [span["version"]] * (span["end"] - span["start"])
-                body["input_ids"] += new
-                sample["max_new_tokens"] = int(sample["max_new_tokens"]) - len(new)  # type: ignore[call-overload]
-            return out, versions
-
-        asked = asyncio.create_task(agenerate(200))
+        asked = asyncio.create_task(areal.generates(200, paused))
         await until(lambda: any(len(one.output) > 20 for one in ours.scheduler.running))
-        paused.clear()
-        await ok(s.post("/pause_generation", {}))
         folder = tmp_path / "update"
         folder.mkdir()
-        body = {"model_path": str(folder), "abort_all_requests": True}
-        await json_of(s.post("/update_weights_from_disk", body))
-        shutil.rmtree(folder)
-        await ok(s.post("/continue_generation", {}))
-        paused.set()
+        await areal.updates(folder, paused)
         out, versions = await asked
     cut = versions.index("run@1.1")
     assert cut > 20
@@ -176,35 +127,19 @@ async def test_areal_is_given_its_partial_tokens_and_goes_on_from_them(
 async def test_prime_rl_updates_in_flight_by_configuration_alone(
     stage: Make, ingest: FakeIngest, tmp_path: Path
 ) -> None:
-    """base_url = admin_base_url = ours; filesystem broadcast."""
     async with stage(ingest_url=ingest.url, model="policy") as s:
         ours = await s.engine("ours", kind=EngineKind.DEDICATED, token_seconds=0.005)
         ingest.engines = [ours]
-        # src/prime_rl/utils/client.py
-        await ok(s.http.get(s.url + "/health"))
-        models = (await json_of(s.http.get(s.url + "/v1/models")))["data"]
-        assert any(model["id"] == "policy" for model in models)
-        body = {
-            "model": "policy",
-            "token_ids": PROMPT,
-            "cache_salt": "0",
-            "sampling_params": {"max_tokens": 150, "temperature": 1.0, "logprobs": 0},
-        }
-        headers = {"X-Session-ID": "trajectory-1"}
-        running = asyncio.create_task(
-            json_of(s.post("/inference/v1/generate", body, headers=headers))
-        )
+        prime = PrimeRl(s.http, s.url, PROMPT)
+        await prime.starts("policy")
+        running = asyncio.create_task(prime.generates("policy", 150))
         await until(lambda: any(len(one.output) > 5 for one in ours.scheduler.running))
-        keep = {"mode": "keep", "clear_cache": "false"}
-        async with s.http.post(s.url + "/pause", params=keep) as reply:
-            assert reply.status == 200
+        await prime.pauses()
         late = asyncio.create_task(json_of(generate(s, 3)))
         await until(lambda: len(s.router.service.room) == 1)
-        (tmp_path / "NCCL_READY").touch()  # whatever the transport
-        await json_of(s.post("/update_weights", {"weight_dir": str(tmp_path)}))
+        await prime.updates(tmp_path)
         assert not late.done()
-        async with s.http.post(s.url + "/resume") as reply:
-            assert reply.status == 200
+        await prime.resumes()
         answer = await running
         assert (await late)["meta_info"]["weight_version"] == "run@1.1"
     choice = answer["choices"][0]
