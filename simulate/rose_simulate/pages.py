@@ -22,6 +22,7 @@ from rose_simulate.study import PRICES, Result, Row
 # Studies whose scenarios differ in one thing.
 _ACROSS = frozenset({"agents", "attention", "freshness", "tail", "mps"})
 _KINDS = frozenset({"mixed"})  # studies in which dedicated and borrowed devices differ
+_GATES = frozenset({"waits"})  # studies that compare at equal harm to serving
 _ORDER = ("fixed", "rose-paper", "ours")
 
 
@@ -96,6 +97,7 @@ def _events(name: str, one: Result, made: Page) -> None:
     made.text += "".join(_row(row, papers.get(row.derate)) for row in one.rows)
     made.text += _recovered(one) + _nodes(one)
     made.text += _affinity(one) if name in _KINDS else ""
+    made.text += _same_gate(one) if name in _GATES else ""
     made.text += _sensitivity(one)
     bars = [
         Bar(f"{row.regime}, {row.derate:g}", *_ends(row.against_paper), colour=_colour(row.regime))
@@ -152,6 +154,18 @@ def _affinity(one: Result) -> str:
     told = ", ".join(f"`{who}` {' / '.join(ratios)}" for who, ratios in shown.items())
     head = "Prompt tokens computed per output token, on dedicated and on borrowed engines"
     return f"\n{head}: {told}.\n"
+
+
+def _same_gate(one: Result) -> str:
+    """Production against the paper's rules behind production's gate: equal harm to serving."""
+    tap = {row.derate: row for row in one.rows if row.regime == Regime.ROSE_PAPER_TAP}
+    found = [
+        _ratio(_of(one, row), _of(one, tap[row.derate]), _useful)
+        for row in one.rows
+        if row.regime == Regime.OURS and row.derate in tap
+    ]
+    head = "Useful tokens, `ours` x `rose-paper-tap`, whose gate is the same"
+    return f"\n{head}: {' / '.join(found)}.\n" if found else ""
 
 
 def _sensitivity(one: Result) -> str:

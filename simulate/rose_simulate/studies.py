@@ -37,7 +37,7 @@ ATTRIBUTION = (
     Regime.OURS,
     Regime.CLAIRVOYANT,
 )
-PARTS = (
+WAITS = (
     Regime.ROSE_PAPER,
     Regime.ROSE_PAPER_TAP,
     Regime.ROSE_PAPER_OLDEST,
@@ -153,16 +153,17 @@ STUDIES: Mapping[str, Study] = {
     ),
     "waits": Study(
         "a trainer that waits for its engines",
-        ("waits", "waits-stress"),
-        "Conversation and code load when new groups begin once the dedicated engines have the "
-        "weights, two seconds after the publish, in place of in its second.",
-        MAIN,
-    ),
-    "parts": Study(
-        "what the difference is made of when the trainer waits",
         ("waits",),
-        "The paper's rules with one part exchanged at a time, its queue's order among them.",
-        PARTS,
+        "The conversation load when new groups begin once the dedicated engines have the weights, "
+        "two seconds after the publish, in place of in its second; and the paper's rules with one "
+        "part exchanged at a time, the order of the queue among them.",
+        WAITS,
+    ),
+    "waits-stress": Study(
+        "the same in the code load",
+        ("waits-stress",),
+        "Bursts of 26 times the mean, with a trainer that waits for its engines.",
+        MAIN,
     ),
     "memory": Study(
         "a cap that fits the borrowed memory",

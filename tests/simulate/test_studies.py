@@ -46,6 +46,15 @@ def test_a_page_says_which_kind_of_work_went_to_which_kind_of_engine() -> None:
     assert "Prompt tokens computed" not in page("x", "(x)", "Says.", (found,)).text
 
 
+def test_a_page_compares_production_with_the_papers_rules_behind_the_same_gate() -> None:
+    regimes = (Regime.FIXED, Regime.ROSE_PAPER_TAP, Regime.OURS)
+    found = study(scenario(seeds=(1,), regimes=regimes), MATERIAL, [0.5], lambda _one: None)
+    tokens = {one.regime: one.useful_tokens_per_s for one in found.outcomes}
+    ratio = tokens[Regime.OURS] / tokens[Regime.ROSE_PAPER_TAP]
+    assert f"whose gate is the same: {ratio:.2f}.\n" in page("waits", "", "", (found,)).text
+    assert "whose gate is the same" not in page("x", "", "", (found,)).text
+
+
 def test_a_page_says_how_many_nodes_were_lost() -> None:
     nodes = Nodes(gpus=2, fail_every_s=40, back_s=10)
     told = scenario(seeds=(1, 2), regimes=(Regime.FIXED, Regime.OURS), nodes=nodes)
