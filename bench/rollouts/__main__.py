@@ -1,4 +1,4 @@
-"""Makespan by policy, distance to a clairvoyant bound, inclusion by stratum, all borrowed gone."""
+"""Makespan by policy and where it went, distance to a bound, inclusion, all borrowed gone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from bench.record import Figure, figure, record
+from bench.rollouts import spent
 from bench.rollouts.steps import (
     POLICIES,
     Found,
@@ -24,6 +25,7 @@ from rose_core.simulate.world import Material
 from rose_simulate.reading import read_material, read_scenario
 
 FOLDER = Path(__file__).parent
+TAKEN_APART = ("joint", "rose-paper", "rose-paper + keeping")
 DEGENERATE = ("long-to-borrowed", "late-to-borrowed")
 _PATIENCE = 6.0  # the slowest pool may take so many times as long for the same steps
 NOTES = (
@@ -31,6 +33,8 @@ NOTES = (
     "requests, episodes and gates are the same for every policy",
     "rose-paper: the published order, cut turns begun anew after 2 s; parameters cited in "
     "rose_core/simulate/paper.py, taken before any run",
+    "bound: the longest trajectory of each step, were it alone on an engine that is never shut; "
+    "the parts of a step are of the trajectory that ends it",
     "reward of an episode is drawn by its name: the traces hold no answers",
     "inclusion: both pools run for as many steps of training, because in equal time the slower one "
     "makes too few for anything to grow too old; alone = production's policy, nothing borrowed",
@@ -67,9 +71,15 @@ def makespans(seeds: list[int], names: list[str], steps: int) -> list[Figure]:
         if any(len(one.makespans) < steps for one in found):
             sys.exit(f"{name} makes fewer than {steps} steps in {told.seconds:.0f} s")
         means[name] = [statistics.fmean(one.makespans[:steps]) for one in found]
+        apart = [_steps(told, one, steps) for one in found]
+        bound = [statistics.fmean(step.bound for step in one) for one in apart]
         redone = statistics.fmean(one.redone_share for one in found)
         rows.append(figure(f"makespan, {name}", statistics.fmean(means[name]), "s"))
         rows.append(figure(f"redone tokens, {name}", 100 * redone, "%"))
+        rows += _parts(name, apart) if name in TAKEN_APART else []
+        if name == "joint":
+            rows.append(figure("makespan, bound", statistics.fmean(bound), "s"))
+            rows.append(figure("joint / bound", paired_ratio(means[name], bound).mean, "ratio"))
         sys.stderr.write(f"{name}: done\n")
     for name in names:
         if name == "joint":
@@ -81,6 +91,18 @@ def makespans(seeds: list[int], names: list[str], steps: int) -> list[Figure]:
             rows.append(figure(f"{name} / joint, low", ratio.low, "ratio"))
             rows.append(figure(f"{name} / joint, high", ratio.high, "ratio"))
     return rows
+
+
+def _steps(told: Scenario, one: Found, steps: int) -> list[spent.Step]:
+    return spent.steps(one.lives, one.makespans[:steps], told.jobs[0].train_s)
+
+
+def _parts(name: str, apart: list[list[spent.Step]]) -> list[Figure]:
+    lasts = [step.last for steps in apart for step in steps]
+    return [
+        figure(f"of it, {name}: {part}", statistics.fmean(getattr(one, part) for one in lasts), "s")
+        for part in spent.PARTS
+    ]
 
 
 def inclusion(seeds: list[int], few: list[int]) -> list[Figure]:

@@ -11,11 +11,14 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
+from bench.rollouts.spent import Life, Observed
 from rose_core.rollouts.inclusion import Interval, newcombe, wilson
 from rose_core.rollouts.placement import PolicyName
 from rose_core.rollouts.shares import length_bucket
 from rose_core.simulate.clock import SECOND
+from rose_core.simulate.costs import costs
 from rose_core.simulate.job import Fate
 from rose_core.simulate.paper import STALL_S
 from rose_core.simulate.regimes import RULES, Rules
@@ -50,6 +53,7 @@ class Found:
         fates: of every trajectory that a trainer took or dropped.
         begun, ended, inside: trajectories; what is neither ended nor inside was lost.
         correlations: of pool and stratum, by dimension; empty for rules that remember nothing.
+        lives: what became of the time of every trajectory (``spent``).
     """
 
     makespans: tuple[float, ...]
@@ -60,6 +64,7 @@ class Found:
     dropped: int
     redone_share: float
     correlations: Mapping[str, float]
+    lives: Mapping[str, Life]
 
     @property
     def lost(self) -> int:
@@ -79,8 +84,10 @@ def simulate(
         material: traces.
         steps: stop once so many steps of training were made; None = at the scenario's end.
     """
-    world = World(scenario, rules, seed, material)
-    told = scenario.jobs[0]
+    told, lives = scenario.jobs[0], dict[str, Life]()
+    alone = costs(told.device, told.model, scenario.derate, attention=scenario.prefill_attention)
+    observed = partial(Observed, costs=alone, lives=lives)
+    world = World(scenario, rules, seed, material, observed)
     job, router = world.jobs[told.name], world.routers[told.name]
     counts = job.counts
     end = scenario.warmup_s + scenario.seconds
@@ -98,6 +105,7 @@ def simulate(
         dropped=counts.dropped,
         redone_share=router.counts.redone_tokens / max(1, router.counts.tokens),
         correlations=router.prospects.inclusion.correlations(),
+        lives=lives,
     )
 
 

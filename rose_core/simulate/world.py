@@ -7,7 +7,7 @@ regime sees the same requests and the same episodes.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -35,6 +35,8 @@ _DEDICATED_MEMORY = 0.9
 _USUAL_CONTEXT = 12_000
 _LOOK_S = 10.0  # the paper's choice of GPUs needs some recent KV use
 
+MakeRouter = Callable[[Clock, str, Policy, Manners, random.Random], Router]
+
 
 @dataclass(frozen=True)
 class Material:
@@ -53,11 +55,19 @@ class World:
         rules: of the regime.
         seed: of requests and episodes.
         material: traces.
+        make_router: of a job; whoever wants to watch one gives a router that keeps a record.
     """
 
-    def __init__(self, scenario: Scenario, rules: Rules, seed: int, material: Material) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        rules: Rules,
+        seed: int,
+        material: Material,
+        make_router: MakeRouter = Router,
+    ) -> None:
         self.scenario, self.seed, self.material = scenario, seed, material
-        self.rules = rules
+        self.rules, self._make_router = rules, make_router
         self.clock = Clock()
         self.replicas: list[Replica] = []
         self._by_service: dict[str, list[Replica]] = {}
@@ -164,7 +174,7 @@ class World:
     def _job(self, job: RolloutJob) -> None:
         rules, told = self.rules, self.scenario.placement.model_dump()
         staleness = 0 if rules.newest_only else job.staleness
-        router = Router(
+        router = self._make_router(
             self.clock,
             job.name,
             Policy(max_staleness=staleness, name=rules.placement, **told),
