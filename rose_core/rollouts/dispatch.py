@@ -20,8 +20,9 @@ loses more than twice the better of the two; turns behind it that leave no keys 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.guards import NOTHING_KNOWN
@@ -62,8 +63,7 @@ class Waiting(Protocol):
 Chosen = tuple[int, Placement]
 
 
-@dataclass(frozen=True)
-class Scene:
+class Scene(msgspec.Struct, frozen=True, gc=False):
     """What the choice is made from.
 
     Attributes:

@@ -20,7 +20,8 @@ Next: ``policies``. ``shares`` and ``vanish`` make the ``Outlook``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from rose_core.rollouts.scoring import seconds
 from rose_core.rollouts.versions import older
@@ -30,8 +31,7 @@ from rose_core.wire.routing import EngineKind
 _AT_HOME = 0.5  # share of the context that must be cached at home for home to count
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
+class Outlook(msgspec.Struct, frozen=True, gc=False):
     """What is known of all trajectories together.
 
     Attributes:
@@ -44,7 +44,7 @@ class Outlook:
     """
 
     borrowed_share: float = 0.0
-    stratum_share: Mapping[str, float] = field(default_factory=dict)
+    stratum_share: Mapping[str, float] = msgspec.field(default_factory=dict)
     safe: bool = True
     dice: float = 1.0
     swapping: bool = False
@@ -53,8 +53,7 @@ class Outlook:
 NOTHING_KNOWN = Outlook()
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(msgspec.Struct, frozen=True, gc=False):
     """One decision.
 
     Attributes:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.filters import alike, obstacle
@@ -66,8 +67,7 @@ def place(
     return among(turn, sort_out(turn, engines, head, policy, now), policy, outlook)
 
 
-@dataclass(frozen=True, slots=True)
-class Sorted:
+class Sorted(msgspec.Struct, frozen=True, gc=False):
     """Engines by whether they can take a turn.
 
     Attributes:

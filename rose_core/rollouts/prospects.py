@@ -16,7 +16,9 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.freshness import Cadence, budget_seconds

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from rose_core.rollouts.errors import BrokenStream, RolloutError
 from rose_core.rollouts.placement import TurnView

@@ -13,7 +13,9 @@ import asyncio
 import itertools
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from rose_core.rollouts import versions
 from rose_core.rollouts.admission import Queue, has_room, rank, retry_after

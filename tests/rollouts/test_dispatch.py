@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
+from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.dispatch import Scene, next_turn

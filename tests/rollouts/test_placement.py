@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
+from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.estimates import Hazard, Speed
@@ -134,7 +133,7 @@ def test_a_prefill_counts_for_every_turn_that_stands_still_meanwhile() -> None:
     turn = TurnView(context=2000, expected=10)
     assert stall(turn, busy) == pytest.approx(3 * 2.0)
     # A faster engine with turns on it loses against a slower one that is idle.
-    idle = replace(GOOD, name="idle", speed=structs.replace(speed, prefill_seconds_per_token=0.002))
+    idle = replace(GOOD, name="idle", speed=replace(speed, prefill_seconds_per_token=0.002))
     chosen = place(turn, [busy, idle], HEAD, POLICY, NOW)
     assert isinstance(chosen, Placement)
     assert chosen.engine == "idle"
@@ -150,7 +149,7 @@ def test_a_home_that_cannot_take_the_turn_is_left() -> None:
 
 def test_a_small_gain_is_not_worth_a_move() -> None:
     speed = Speed(step_seconds=0.01, prefill_seconds_per_token=0.001)
-    home = replace(GOOD, name="home", speed=structs.replace(speed, step_seconds=0.0335))
+    home = replace(GOOD, name="home", speed=replace(speed, step_seconds=0.0335))
     other = replace(GOOD, name="other", speed=speed)
     # Leaving costs 1 s of prefill once; the other engine saves 1.2 s of decoding: less than 1.5 s.
     turn = TurnView(context=1000, expected=50, home="home", cached=1000)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import statistics
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.freshness import Cadence, budget_seconds
@@ -111,7 +112,7 @@ def test_dedicated_engines_must_be_able_to_finish_everything_in_time() -> None:
     one = Work(context=0, rest_tokens=1000, budget_seconds=30.0)  # 20 s alone
     assert survives([one] * 8, [OURS, LENT])
     assert not survives([one] * 16, [OURS, LENT])
-    assert survives([replace(one, budget_seconds=math.inf)] * 1000, [OURS])
+    assert survives([dataclasses.replace(one, budget_seconds=math.inf)] * 1000, [OURS])
 
 
 def test_the_earliest_deadline_is_served_first() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 
 import pytest
+from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.dispatch import Scene
@@ -63,7 +64,7 @@ def test_a_trajectory_whose_home_is_gone_is_warmed_where_it_would_go() -> None:
 )
 def test_so_is_one_whose_home_lost_its_keys_or_is_shut_for_long(change: dict[str, object]) -> None:
     shut = replace(HOME, gate_open="shut_since" not in change)
-    rest = replace(REST, **change)  # type: ignore[arg-type]
+    rest = dataclasses.replace(REST, **change)  # type: ignore[arg-type]
     found = asked([rest], [shut, OTHER])
     assert [one.name for one in found] == ["t"]
     assert found[0].engine != "home" or shut.gate_open
@@ -71,14 +72,14 @@ def test_so_is_one_whose_home_lost_its_keys_or_is_shut_for_long(change: dict[str
 
 @pytest.mark.parametrize("change", [{}, {"shut_since": NOW - 1.0}], ids=str)
 def test_a_home_that_is_there_or_shut_for_a_moment_is_kept(change: dict[str, object]) -> None:
-    assert asked([replace(REST, **change)], [HOME, OTHER]) == ()  # type: ignore[arg-type]
+    assert asked([dataclasses.replace(REST, **change)], [HOME, OTHER]) == ()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "change", [{"times": Bound().times}, {"context": Bound().least_tokens - 1}], ids=str
 )
 def test_what_is_not_worth_it_is_left_alone(change: dict[str, object]) -> None:
-    assert asked([replace(REST, **change)], [OTHER]) == ()  # type: ignore[arg-type]
+    assert asked([dataclasses.replace(REST, **change)], [OTHER]) == ()  # type: ignore[arg-type]
 
 
 def test_nothing_is_warmed_while_a_turn_waits() -> None:
@@ -93,7 +94,7 @@ def test_an_engine_beside_busy_serving_is_left_alone() -> None:
 
 
 def test_an_engine_warms_one_at_a_time_and_the_newest_goes_first() -> None:
-    older = replace(REST, name="older", since=NOW - 3.0)
+    older = dataclasses.replace(REST, name="older", since=NOW - 3.0)
     assert asked([older, REST], [OTHER]) == (Warm("t", "other"),)
     assert asked([REST], [OTHER], warming=frozenset({"other"})) == ()
 
