@@ -7,36 +7,38 @@ sampled it; an engine that stands by itself says what it ought to be.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import aiohttp
-import msgspec
 import pytest
-from aiohttp import web
-from safetensors.torch import load_file
+import torch
 
-from rose_core.wire.routing import EngineKind
 from rose_dev.engine_environment import is_ready
 from rose_dev.engine_testing import RealEngine, start_engine
-from rose_dev.owners import owner
 from rose_dev.waiting import until
-from rose_router.config import Settings
-from rose_router.main import Running, running
-from rose_trainer.adapters.ingest import Ingest
+from rose_trainer.adapters import skyrl, verl
+from rose_trainer.adapters.turns import Turns
 from rose_trainer.publisher import Publisher
-from tests.router.pushing import json_of
+from tests.router.pushing import json_of, ok
+from tests.router.real_fleet import (
+    GREEDY,
+    MOST,
+    PUSHED,
+    SETTINGS,
+    Fleet,
+    fleet_of,
+    pushed_to,
+    slow_down,
+    weights_of,
+)
 from tests.router.replays import AReaL, PrimeRl
-from tests.router.test_real_engines import PROMPT, VERSION, follow, update_of, write_changed
+from tests.router.test_real_engines import PROMPT, VERSION, write_changed
+from tests.router.test_skyrl import WeightChunk, installed
+from tests.router.test_verl import Actors, TokenOutput, get
 from tests.trainer.test_publisher import RunningStore
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.asyncio]
-
-MOST = 120
-PUSHED = "run@1.1"
-GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -47,90 +49,19 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
         yield started
 
 
-@dataclass
-class Fleet:
-    """A lease of one dedicated engine that follows a store, and ``rose ingest`` before it."""
-
-    router: Running
-    http: aiohttp.ClientSession
-    engine: RealEngine
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.router.http_port}"
-
-    async def alone(self, prompt: list[int], most: int) -> list[int]:
-        """What the engine's weights make of a prompt, the router not asked."""
-        sampling = {"max_new_tokens": most, **GREEDY}
-        body = {"input_ids": prompt, "sampling_params": sampling}
-        answer = await json_of(self.http.post(f"{self.engine.url}/generate", json=body))
-        tokens: list[int] = answer["output_ids"]
-        return tokens
-
-    def written(self) -> int:
-        """Tokens of the turn that runs."""
-        legs = [leg for one in self.router.service.fleet for leg in one.legs.values()]
-        return sum(leg.tokens for leg in legs)
-
-    async def judge(self, out: list[int], versions: list[str], base: list[int]) -> None:
-        """Every token is one that its own version samples after those before it."""
-        cut = versions.index(PUSHED)
-        assert versions == [VERSION] * cut + [PUSHED] * (MOST - cut)
-        assert cut > 0
-        assert out[:cut] == base[:cut]
-        assert out[cut:] == await self.alone([*PROMPT, *out[:cut]], MOST - cut)
-        assert out != base
-
-
-@asynccontextmanager
-async def fleet_of(engine: RealEngine, folder: Path) -> AsyncIterator[Fleet]:
-    """Everything between a trainer's push and the engine."""
-    async with AsyncExitStack() as stack:
-        store = RunningStore(folder / "store")
-        stack.callback(store.close)
-        publisher = stack.enter_context(Publisher(store.address, "run", token="t"))
-        model = await asyncio.to_thread(load_file, engine.model / "model.safetensors")
-        await asyncio.to_thread(publisher.wait, publisher.publish(0, model), 60)
-        runner = web.AppRunner(Ingest(publisher, [folder]).application())
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        address = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        settings = Settings(
-            lease="team/grpo", model="policy", attach_token="secret", ingest_url=address
-        )
-        http = await stack.enter_async_context(aiohttp.ClientSession())
-        router = await stack.enter_async_context(running(settings))
-        said = msgspec.structs.replace(
-            update_of(engine, "ours"), kind=EngineKind.DEDICATED, version=""
-        )
-        ours = await stack.enter_async_context(owner(router.attach_port, said, "secret"))
-        following = asyncio.create_task(follow(engine, store, ours, folder / "bundles"))
-        fleet = Fleet(router, http, engine)
-        try:
-            # Answered once the engine holds the version that the store has.
-            await json_of(http.post(f"{fleet.url}/generate", json=warm_up()))
-            yield fleet
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-            await slow_down(http, engine, None)
-
-
-def warm_up() -> dict[str, object]:
-    return {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
-
-
-async def slow_down(http: aiohttp.ClientSession, engine: RealEngine, seconds: float | None) -> None:
-    await http.post(f"{engine.url}/slow_down", json={"forward_sleep_time": seconds})
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RunningStore]:
+    made = RunningStore(tmp_path / "store")
+    yield made
+    made.close()
 
 
 async def test_areal_goes_on_from_its_partial_tokens_with_the_weights_it_pushed(
-    engine: RealEngine, tmp_path: Path
+    engine: RealEngine, store: RunningStore, tmp_path: Path
 ) -> None:
     checkpoint = tmp_path / "update"
     await asyncio.to_thread(write_changed, engine.model, checkpoint)
-    async with fleet_of(engine, tmp_path) as fleet:
+    async with pushed_to(engine, store, tmp_path) as fleet:
         base = await fleet.alone(PROMPT, MOST)
         await slow_down(fleet.http, engine, 0.1)
         areal = AReaL(fleet.http, fleet.url, PROMPT, GREEDY)
@@ -145,11 +76,11 @@ async def test_areal_goes_on_from_its_partial_tokens_with_the_weights_it_pushed(
 
 
 async def test_prime_rl_changes_the_weights_under_a_turn_that_runs(
-    engine: RealEngine, tmp_path: Path
+    engine: RealEngine, store: RunningStore, tmp_path: Path
 ) -> None:
     checkpoint = tmp_path / "step_1"
     await asyncio.to_thread(write_changed, engine.model, checkpoint)
-    async with fleet_of(engine, tmp_path) as fleet:
+    async with pushed_to(engine, store, tmp_path) as fleet:
         base = await fleet.alone(PROMPT, MOST)
         # The turn must not be over before the weights have come.
         await slow_down(fleet.http, engine, 0.5)
@@ -167,3 +98,79 @@ async def test_prime_rl_changes_the_weights_under_a_turn_that_runs(
         await fleet.judge(choice["token_ids"], versions, base)
     assert choice["rose"]["moves"] == []
     assert [span["kv"] for span in spans] == ["own", "mixed"]
+
+
+class RealActors(Actors):
+    """verl's actors with the model itself: its own weights first, the changed ones after that."""
+
+    def __init__(self, fleet: Fleet, store: RunningStore, steps: dict[int, Path]) -> None:
+        super().__init__(fleet.url, lambda: Publisher(store.address, "run", token="t"))
+        self._steps = steps
+
+    def per_tensor(self, value: float) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights_of(self._steps[int(value)]).items()
+        self.drained += 1
+
+
+async def test_verl_publishes_from_its_actors_under_a_turn_that_runs(
+    engine: RealEngine, store: RunningStore, tmp_path: Path
+) -> None:
+    await asyncio.to_thread(write_changed, engine.model, tmp_path / "changed")
+    async with fleet_of(engine, store, tmp_path, SETTINGS) as fleet:
+        actors = RealActors(fleet, store, {5: engine.model, 9: tmp_path / "changed"})
+        await asyncio.to_thread(verl.published, actors, 5, get)
+        await fleet.ready()
+        base = await fleet.alone(PROMPT, MOST)
+        await slow_down(fleet.http, engine, 0.5)
+        client = verl.Client(Turns(fleet.url), TokenOutput, prompt_length=16, response_length=24)
+        sampling = {**GREEDY, "top_p": 1.0, "top_k": -1, "logprobs": True, "max_tokens": 60}
+        asked = asyncio.create_task(
+            client.generate("trajectory-1", prompt_ids=PROMPT, sampling_params=sampling)
+        )
+        await until(lambda: fleet.written() > 4)
+        await asyncio.to_thread(verl.published, actors, 9, get)
+        await fleet.until_version(PUSHED)
+        await slow_down(fleet.http, engine, None)
+        output = await asked
+        spans = output.extra_fields["weight_versions"]
+        versions = [s["version"] for s in spans for _ in range(s["end"] - s["start"])]
+        await fleet.judge(output.token_ids, versions, base)
+        await client._turns.close()
+        for one in actors.engines:
+            await asyncio.to_thread(one.close)
+    assert len(output.token_ids) == len(output.log_probs or ()) == 60
+    assert [output.extra_fields[f"{word}_global_steps"] for word in ("min", "max")] == [5, 9]
+
+
+async def test_skyrl_sends_chunks_and_samples_from_the_last(
+    engine: RealEngine, store: RunningStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await asyncio.to_thread(write_changed, engine.model, tmp_path / "changed")
+    async with fleet_of(engine, store, tmp_path, SETTINGS) as fleet:
+        monkeypatch.setenv("ROSE_ROUTER_URL", fleet.url)
+        own = staticmethod(lambda: Publisher(store.address, "run", token="t"))
+        monkeypatch.setattr(skyrl.Strategy, "publisher", own)
+        strategy = installed(monkeypatch)
+        info = strategy.create_init_info(None, inference_world_size=1)
+        sender = strategy.create_sender(init_info=info, inference_client=None)
+        answers: list[Any] = []
+        for folder in (engine.model, tmp_path / "changed"):
+            paused = {"mode": "keep", "clear_cache": "false"}
+            await ok(fleet.http.post(f"{fleet.url}/pause", params=paused))
+            chunks = [WeightChunk([name], [one]) for name, one in weights_of(folder).items()]
+            await sender.send_chunks(iter(chunks), weight_metadata={"names": []})
+            await ok(fleet.http.post(f"{fleet.url}/resume"))
+            await fleet.until_version(f"run@1.{len(answers)}")
+            answers.append(await skyrls_turn(fleet))
+            assert answers[-1]["token_ids"] == await fleet.alone(PROMPT, 20)
+        await asyncio.to_thread(sender.teardown)
+    assert answers[0]["token_ids"] != answers[1]["token_ids"]
+    assert [span["label"] for one in answers for span in one["weight_versions"]] == ["0", "1"]
+
+
+async def skyrls_turn(fleet: Fleet) -> Any:  # noqa: ANN401  # JSON
+    sampling = {"max_tokens": 20, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "logprobs": 1, **GREEDY}
+    body = {"sampling_params": sampling, "model": "policy", "token_ids": PROMPT, "cache_salt": "1"}
+    url, headers = f"{fleet.url}/inference/v1/generate", {"X-Session-ID": "t-1"}
+    (choice,) = (await json_of(fleet.http.post(url, json=body, headers=headers)))["choices"]
+    return choice
