@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
+import uvloop
+
 from bench.record import Figure, figure, record
 from bench.router.load import Result, quantile, turns
 from bench.router.routes import Route, has_sglang_router, rose, sglang_router, stub
@@ -75,15 +77,19 @@ async def throughput(given: argparse.Namespace) -> list[Figure]:
 
 
 async def _at_once(routes: Sequence[Route], given: argparse.Namespace) -> tuple[float, float]:
-    """Turns per second, and processor seconds per turn, of routes that share the callers."""
+    """Turns per second, and processor seconds per turn, of routes with as many callers each.
+
+    On two cores two routers, callers and stub do not do twice the turns of one; what two processes
+    cost each other shows in the processor time of a turn. Each has the callers that one alone has:
+    with fewer it would find less to do whenever it looks, and that costs more per turn.
+    """
     burnt = sum(route.cpu_seconds() for route in routes)
-    share = 1 / len(routes)
     results = await asyncio.gather(
         *(
             turns(
                 route.url,
-                count=round(given.turns * share),
-                at_once=round(32 * share),
+                count=given.turns,
+                at_once=32,
                 tokens=8,
                 prompt=given.prompt,
                 stream=False,
@@ -221,7 +227,8 @@ async def run(given: argparse.Namespace) -> list[Figure]:
 def main() -> int:
     """Measure and report."""
     given = flags().parse_args()
-    figures = asyncio.run(run(given))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        figures = runner.run(run(given))
     notes = [
         f"{given.streams} streams, starts spread evenly, {given.stream_tokens} tokens each, "
         f"one per {given.token_seconds * 1000:.0f} ms, prompts of {given.prompt} tokens"

@@ -34,8 +34,13 @@ class Route:
     pid: int = 0
 
     def cpu_seconds(self) -> float:
-        """Processor time that the process has used."""
-        return sum(psutil.Process(self.pid).cpu_times()[:2]) if self.pid else 0.0
+        """Processor time that the process has used; to the nanosecond where the kernel says."""
+        if not self.pid:
+            return 0.0
+        tasks = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
+        fine = sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+        # Elsewhere in steps of 10 ms, and 600 turns of a lean router are over in six of them.
+        return fine or sum(psutil.Process(self.pid).cpu_times()[:2])
 
     def resident_bytes(self) -> int:
         """Memory of the process."""
