@@ -59,11 +59,16 @@ def arguments() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--node", required=True, help="this node's name")
     add("--rundir", type=Path, default=Path("/run/rose"))
-    add("--operator", default="", help="HOST:PORT of the operator; empty = none, nothing is lent")
+    add(
+        "--operator",
+        type=lambda text: flags.target(text) if text else "",
+        default="",
+        help="HOST:PORT of the operator; empty = none, nothing is lent",
+    )
     add("--token-file", type=Path, help="the installation's bearer token")
     add(
         "--enrol",
-        default="",
+        type=flags.target,
         help="tls://HOST:PORT of the operator; asks for this node's certificate",
     )
     add("--identity-token-file", type=Path, help="the pod's own token, the proof for --enrol")
@@ -72,7 +77,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--devices", choices=["static", "nvml"], default="nvml")
     add("--static-gpus", type=Path)
     add("--static-replicas", type=Path, help="serving replicas from a file, without Kubernetes")
-    add("--kube-url", default="", help="API server outside a cluster")
+    add("--kube-url", type=flags.web, help="API server outside a cluster")
     add("--kube-token-file", type=Path)
     add("--kube-ca-file", type=Path)
     add("--settle-seconds", type=flags.amount, default=60.0, help="rest after a serving restart")
@@ -182,6 +187,7 @@ def _identity(options: argparse.Namespace) -> Identity | None:
         raise BadConfiguration(
             f"--enrol needs --identity-token-file, and {tls.IDENTITY} to name a folder"
         )
+    flags.token(options.identity_token_file)
     from rose_agent.identity import Identity  # noqa: PLC0415  # 9 MB, needed by few
 
     return Identity(options.node, options.enrol, options.identity_token_file, Path(folder))
@@ -199,6 +205,9 @@ def _pods(options: argparse.Namespace, guard: Guard, devices: DeviceDriver) -> P
     if options.kube_url:
         if options.kube_token_file is None:
             raise BadConfiguration("--kube-url needs --kube-token-file")
+        flags.token(options.kube_token_file)
+        if options.kube_ca_file is not None:
+            tls.check_authority(options.kube_ca_file)
         access = Access(options.kube_url, options.kube_token_file, options.kube_ca_file)
     else:
         access = Access.in_cluster()

@@ -13,6 +13,7 @@ free. 1: they were not by the deadline; the message names who holds them. 2: wro
 from __future__ import annotations
 
 import argparse
+import http.client
 import os
 import sys
 import time
@@ -56,7 +57,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="rose vacate", description="Wait until no rollout engine holds this pod's GPUs."
     )
-    made.add_argument("--url", default=_DEFAULT_URL, help="the engine host's pages on this node")
+    made.add_argument(
+        "--url", type=flags.web, default=_DEFAULT_URL, help="the engine host's pages on this node"
+    )
     made.add_argument("--gpus", help="comma-separated UUIDs (default: NVIDIA_VISIBLE_DEVICES)")
     made.add_argument("--deadline-seconds", type=flags.amount, default=300.0)
     made.add_argument("--poll-seconds", type=flags.amount, default=1.0)
@@ -98,7 +101,7 @@ def ask(wish: Wish) -> Vacancy:
     try:
         with urllib.request.urlopen(url, timeout=_ANSWER_SECONDS) as answer:  # noqa: S310  # checked
             return msgspec.json.decode(answer.read(), type=Vacancy)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
         raise _NoAnswer(f"no engine host answers at {wish.url}: {error}") from error
 
 

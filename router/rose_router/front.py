@@ -26,6 +26,7 @@ from typing import cast
 from aiohttp import web
 
 from rose_router import metrics
+from rose_wire import tls
 from rose_wire.tls import CERTIFICATE, KEY
 
 HEAD_BYTES = 16 * 1024
@@ -185,6 +186,7 @@ class Certificate:
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         if trust is not None:
             self.context.verify_mode = ssl.CERT_REQUIRED
+        tls.check_pair(folder)
         self._load()
 
     def refresh(self) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,42 @@ MISTAKES = {
     "a tokenizer that is none": (
         "router --lease a/b --tokenizer {word}",
         "{word} is no tokenizer.json: expected value",
+    ),
+    "a certificate that is none": (
+        "router --lease a/b --tls-dir {pair}",
+        "--tls-dir {pair}/tls.crt: holds no certificate in PEM that tls.key beside it is the key",
+    ),
+    "a URL's certificate that is none": (
+        "router --lease a/b --http-tls-dir {pair} --http-address 127.0.0.1:0"
+        " --attach-address 127.0.0.1:0",
+        "--http-tls-dir {pair}/tls.crt: holds no certificate in PEM",
+    ),
+    "a store's certificate that is none": (
+        "weights serve --root {new} --address 127.0.0.1:0 --tls-dir {pair}",
+        "{pair}/tls.crt: holds no certificate in PEM",
+    ),
+    "an API server's authority that is none": (
+        "agent --node n --rundir {new} --devices static --http-port 0 --kube-url https://a:1"
+        " --kube-token-file {stores} --kube-ca-file {word}",
+        "--kube-ca-file {word}: holds no certificate in PEM",
+    ),
+    "an API server that is no web address": (
+        "agent --node n --kube-url here",
+        "'here' is no web address; expected http://HOST:PORT",
+    ),
+    "an operator without a port": (
+        "agent --node n --operator here",
+        "'here' is no address to dial",
+    ),
+    "brackets that are not closed": ("weights serve --root {new} --address [::1:5", "[::1:5"),
+    "a host's pages that are no web address": (
+        "vacate --url http://[::1:5",
+        "is no web address; expected http://HOST:PORT",
+    ),
+    "a daemon's folder that is a file": ("mps --gpu GPU-1 --root {word}", "--root {word}/GPU-1"),
+    "a relay's taken port": (
+        "weights relay --upstream a:1 --root {new} --address 127.0.0.1:0 --http-port {taken}",
+        "address already in use",
     ),
     "a context that is none": (
         "status --kubeconfig {cluster} --context other",
@@ -193,6 +230,10 @@ def places(short_dir: Path) -> Iterator[dict[str, Path]]:
     made["stores"].write_text("main: store.example:7446")
     made["cluster"] = short_dir / "cluster"
     made["cluster"].write_text(KUBECONFIG)
+    made["pair"] = short_dir / "pair"
+    made["pair"].mkdir()
+    for name in ("tls.crt", "tls.key"):
+        (made["pair"] / name).write_text("hello")
     before = signal.getsignal(signal.SIGTERM)
     yield made
     signal.signal(signal.SIGTERM, before)
@@ -206,11 +247,13 @@ def test_a_mistake_is_told_in_a_line(
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    words, wanted = (text.format(**places) for text in MISTAKES[case])
-    try:
-        code = cli.main(words.split())
-    except SystemExit as stop:  # argparse's own
-        code = int(stop.code or 0)
+    with socket.create_server(("0.0.0.0", 0)) as held:
+        named = {**places, "taken": held.getsockname()[1]}
+        words, wanted = (text.format(**named) for text in MISTAKES[case])
+        try:
+            code = cli.main(words.split())
+        except SystemExit as stop:  # argparse's own
+            code = int(stop.code or 0)
     said = capfd.readouterr().err + caplog.text
     assert code in {1, 2}
     assert wanted in said

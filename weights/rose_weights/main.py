@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
@@ -198,19 +199,19 @@ async def serve(arguments: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    port = await server.start(arguments.address)
-    pages, http_port = await observability.serve(
-        metrics.REGISTRY,
-        host="0.0.0.0",  # noqa: S104  # scraped from other nodes
-        port=arguments.http_port,
-    )
-    LOG.info("%s %s: gRPC port %d, HTTP port %d", arguments.verb, arguments.root, port, http_port)
-    try:
+    async with contextlib.AsyncExitStack() as undo:
+        undo.push_async_callback(close)
+        undo.push_async_callback(server.stop)
+        port = await server.start(arguments.address)
+        pages, http_port = await observability.serve(
+            metrics.REGISTRY,
+            host="0.0.0.0",  # noqa: S104  # scraped from other nodes
+            port=arguments.http_port,
+        )
+        undo.push_async_callback(pages.cleanup)
+        where = (arguments.verb, arguments.root, port, http_port)
+        LOG.info("%s %s: gRPC port %d, HTTP port %d", *where)
         await stop.wait()
-    finally:
-        await server.stop()
-        await close()
-        await pages.cleanup()
 
 
 def _writable(folder: Path) -> None:

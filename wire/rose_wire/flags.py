@@ -7,6 +7,7 @@ import errno
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rose_core.identity import run_name
 
@@ -105,7 +106,7 @@ def listener(text: str) -> str:
     if text.removeprefix("unix:") not in {"", text}:
         return text
     host, _, number = text.rpartition(":")
-    if not host:
+    if not _is_host(host):
         message = f"{text!r} is no address to listen on; expected HOST:PORT, such as 0.0.0.0:8000"
         raise argparse.ArgumentTypeError(message)
     port(number)
@@ -122,11 +123,34 @@ def target(text: str) -> str:
     if scheme in {"unix", "local"} and path:
         return text
     host, _, number = text.removeprefix("tls://").rpartition(":")
-    if not host:
+    if not _is_host(host):
         message = f"{text!r} is no address to dial; expected HOST:PORT or tls://HOST:PORT"
         raise argparse.ArgumentTypeError(message)
     port(number)
     return text
+
+
+def web(text: str) -> str:
+    """A web address, ``http://HOST:PORT`` or ``https://...``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    message = f"{text!r} is no web address; expected http://HOST:PORT or https://HOST:PORT"
+    try:
+        found = urlsplit(text)
+        found.port  # noqa: B018  # reading it checks it
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(message) from error
+    if found.scheme not in {"http", "https"} or not found.hostname:
+        raise argparse.ArgumentTypeError(message)
+    return text
+
+
+def _is_host(text: str) -> bool:
+    """A name or an address; brackets, as IPv6 has them, stand around all of it."""
+    inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    return bool(inner) and not set("[]/") & set(inner)
 
 
 def run(text: str) -> str:

@@ -151,7 +151,7 @@ class Server:
             else:
                 port = int(server.add_secure_port(address, self._credentials))
         except RuntimeError as error:
-            message = f"cannot listen on {address}: {error}"
+            message = f"cannot listen on {address}: {str(error).partition('; set GRPC')[0]}"
             raise Unavailable(message) from error
         await server.start()
         return port

@@ -14,7 +14,9 @@ names, and ``rpc.peer`` says who it is.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,14 +67,43 @@ def server_credentials(
             )
         return None
     first = _read(folder)
+    check_pair(folder)
     roots = None
     if clients is not None:
+        check_authority(clients)
         roots = b"\n".join(file.read_bytes() for file in (clients, *more))
     return grpc.dynamic_ssl_server_credentials(
         _configuration(first, roots),
         _renewals(folder, first, roots),
         require_client_authentication=roots is not None,
     )
+
+
+def check_pair(folder: Path) -> None:
+    """Refuse a folder whose certificate and key do not go together; gRPC would not say why.
+
+    Raises:
+        OSError: says which file and what it should hold.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(folder / CERTIFICATE, folder / KEY, password="")
+    except ssl.SSLError as error:
+        reason = f"holds no certificate in PEM that {KEY} beside it is the key of"
+        raise OSError(errno.EINVAL, reason, str(folder / CERTIFICATE)) from error
+
+
+def check_authority(file: Path) -> None:
+    """Refuse a file without an authority's certificate.
+
+    Raises:
+        OSError: it cannot be read, or holds none.
+    """
+    text = file.read_bytes()
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=text.decode())
+    except (ssl.SSLError, ValueError) as error:
+        raise OSError(errno.EINVAL, "holds no certificate in PEM", str(file)) from error
 
 
 def client_credentials(

@@ -19,7 +19,7 @@ from rose_agent.devices.errors import DeviceError, MpsError
 from rose_agent.devices.mps import MULTI_USER, PROGRAM, MpsControl, Pipes
 from rose_agent.devices.mps_tasks import Question, check, end
 from rose_agent.devices.opening import open_driver
-from rose_wire.flags import add_log_level
+from rose_wire.flags import add_log_level, complaint
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
         sys.stderr.write(f"rose mps: {error.filename}: no such program; --program names it\n")
         return 1
     except (MpsError, OSError) as error:
-        sys.stderr.write(f"rose mps: {error}\n")
+        sys.stderr.write(f"rose mps: {complaint(error, argv)}\n")
         return 1
 
 
