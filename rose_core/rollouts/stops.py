@@ -88,6 +88,23 @@ class Crossing:
         return Match(len(new), word) if word is not None else None
 
 
+def sure(text: str, words: Sequence[str]) -> str:
+    """The text of a turn that goes on, without an end that may become one of the strings.
+
+    An engine does so for what it wrote itself; after a move its text begins in the middle.
+    """
+    most = max(
+        (
+            length
+            for word in words
+            for length in range(1, min(len(word), len(text)) + 1)
+            if text.endswith(word[:length])
+        ),
+        default=0,
+    )
+    return text[: len(text) - most]
+
+
 def trimmed(text: str, finish: Mapping[str, Any] | None, *, keep: bool) -> str:
     """The text of a turn without the string that ended it, as an engine shows it.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rose_core.rollouts.logprobs import SCALE, semantics
 from rose_core.rollouts.spans import Kv, Span
-from rose_core.rollouts.stops import trimmed
+from rose_core.rollouts.stops import sure, trimmed
 from rose_core.rollouts.transcript import PER_TOKEN
 from rose_router.text import Tokenizer
 from rose_router.turn import Moved, Shown, Turn
@@ -61,12 +61,24 @@ def _move(moved: Moved) -> dict[str, Any]:
 
 
 def text_of(turn: Turn, shown: Shown, tokenizer: Tokenizer | None) -> str:
-    """The output as text: the engines' own, or decoded anew when a cut made theirs inexact."""
+    """The output as text: the engines' own, or decoded anew when a cut made theirs inexact.
+
+    While the turn goes on, what later tokens may change is left out, as engines leave it out.
+    """
     if turn.transcript.exact_text or tokenizer is None:
-        return shown.text
+        text = shown.text
+    else:
+        text = _decoded(turn, shown, tokenizer)
+    stops = turn.request.stops
+    return text if stops is None or turn.over else sure(text, stops.words)
+
+
+def _decoded(turn: Turn, shown: Shown, tokenizer: Tokenizer) -> str:
     sampling = turn.request.sampling
     skip = sampling.get("skip_special_tokens", True)
     text = tokenizer.decode(shown.tokens, skip_special=bool(skip))
+    if not turn.over:
+        text = text.rstrip("\ufffd")  # a character that is not whole yet
     return trimmed(text, turn.finish, keep=bool(sampling.get("no_stop_trim")))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rose_core.rollouts.stops import Crossing, Match, Stops, trimmed
+from rose_core.rollouts.stops import Crossing, Match, Stops, sure, trimmed
 
 PIECES = ["a", "b", "ab", "</", "end", ">", " ", "</end>", "\n"]
 
@@ -83,3 +83,20 @@ def test_the_string_is_left_out_of_the_text_as_the_engine_leaves_it_out(
     finish: dict[str, object] | None, keep: bool, expected: str
 ) -> None:
     assert trimmed("so </end> and", finish, keep=keep) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("so", "so"),
+        ("so <", "so "),
+        ("so </end", "so "),
+        ("so </end>", "so "),
+        ("so </end or", "so </end or"),
+        ("so \n<", "so \n"),
+        ("so \n", "so "),
+        ("", ""),
+    ],
+)
+def test_what_may_become_a_string_is_not_shown_before_it_is_sure(text: str, expected: str) -> None:
+    assert sure(text, ("</end>", "\n\n")) == expected

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import cast
 
 import pytest
 import tokenizers
@@ -15,9 +16,12 @@ from rose_core.rollouts.stops import Stops
 from rose_core.wire.routing import EngineKind
 from rose_dev.waiting import until as sooner
 from rose_engines.fake.model import continuation
+from rose_router.replies import text_of
+from rose_router.text import Tokenizer
+from rose_router.turn import Turn
 from tests.router.conftest import VERSION, Fake, Stage
 from tests.router.pushing import json_of
-from tests.router.world import SimEngine, V, judge, over, started, until, world
+from tests.router.world import SimEngine, V, World, judge, over, started, until, world
 
 Make = Callable[..., AbstractAsyncContextManager[Stage]]
 PROMPT = (3, 1, 4)
@@ -50,6 +54,42 @@ async def test_it_ends_with_the_token_that_completes_it_and_the_engine_is_stoppe
         # One that tells versions in every event need not write to its end.
         await until(lambda: not second.runs or bool(second.aborted) is tells)
         assert (second.tokens_made < 22) is tells
+
+
+class Letters:
+    """A tokenizer of one letter for every token, as the engines of this world show them."""
+
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        assert skip_special
+        return "".join(map(chr, tokens))
+
+
+@pytest.mark.asyncio
+@pytest.mark.looptime
+async def test_a_stream_never_shows_what_may_still_become_the_string() -> None:
+    letters = cast("Tokenizer", Letters())
+    whole = continuation(PROMPT, 30, V(0))
+    word = letters.decode(whole[3:8])
+    first, second = SimEngine("a"), SimEngine("b")
+    seen: list[str] = []
+    async with world(first) as w:
+        turn = w.ask(
+            30, prompt=PROMPT, sampling={"stop": word}, stops=Stops((word,), 6, letters.decode)
+        )
+        moving = asyncio.create_task(moved(w, turn, first, second))
+        while not turn.over:
+            await turn.changed.wait()
+            seen.append(text_of(turn, turn.shown(), letters))
+        await moving
+    assert 3 < turn.moves[0].at_token < 8
+    assert seen[-1] == letters.decode(whole[:3])
+    assert all(seen[-1].startswith(one) for one in seen)
+
+
+async def moved(w: World, turn: Turn, first: SimEngine, second: SimEngine) -> None:
+    await started(turn)
+    w.attach(second)
+    w.kill(first)
 
 
 @pytest.mark.asyncio
