@@ -46,6 +46,8 @@ def _joint(case: Case) -> EngineView | None:
 
 def cheapest(turn: TurnView, able: Sequence[EngineView], policy: Policy) -> EngineView:
     """The least cost; home unless leaving it gains ``move_margin`` of the re-prefill on top."""
+    if len(able) == 1:
+        return able[0]
     costs = {engine.name: cost(turn, engine, policy) for engine in able}
     best = min(able, key=lambda engine: (costs[engine.name], engine.name))
     home = _home(turn, able)

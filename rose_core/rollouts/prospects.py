@@ -111,6 +111,7 @@ class Prospects:
         self._deadline = deadline
         self._most = most
         self._trajectories: OrderedDict[str, Trajectory] = OrderedDict()
+        self._live: dict[str, Trajectory] = {}  # those with turns in flight; few of all remembered
         self._cadence = Cadence()
         self._safe: tuple[float, bool] = (-math.inf, True)
         self.lengths = Lengths()
@@ -145,6 +146,7 @@ class Prospects:
         self._trajectories.move_to_end(name)
         known.turns += 1
         known.live += 1
+        self._live[name] = known
         known.context, known.seen = context, now
         if known.live == 1:
             return known.born
@@ -191,6 +193,8 @@ class Prospects:
         known = self._trajectories.get(name)
         if known is not None:
             known.live = max(0, known.live - 1)
+            if not known.live:
+                self._live.pop(name, None)
             known.tokens += tokens
             known.moves += moves
             known.context, known.seen = context, now
@@ -208,7 +212,7 @@ class Prospects:
         Returns:
             What was counted; ``None`` when the trajectory is not known here (any more).
         """
-        known = self._trajectories.pop(name, None)
+        known = self._pop(name)
         if known is None:
             return None
         if not known.over:
@@ -221,7 +225,7 @@ class Prospects:
 
     def forget(self, name: str) -> None:
         """The trainer has withdrawn the trajectory; how long it would have become is not known."""
-        self._trajectories.pop(name, None)
+        self._pop(name)
 
     def outlook(
         self, engines: Callable[[], Sequence[EngineView]], dice: float, now: float
@@ -250,10 +254,14 @@ class Prospects:
             self._forget(next(iter(self._trajectories)))
 
     def _forget(self, name: str) -> None:
-        known = self._trajectories.pop(name)
-        if not known.over:
+        known = self._pop(name)
+        if known is not None and not known.over:
             self.lengths.finished(known.group, known.tokens)
         self.forgotten += 1
+
+    def _pop(self, name: str) -> Trajectory | None:
+        self._live.pop(name, None)
+        return self._trajectories.pop(name, None)
 
     def _budget(self, known: Trajectory, now: float) -> float:
         by_age = budget_seconds(known.began_with, known.deadline.publishes, self._cadence, now)
@@ -270,7 +278,7 @@ class Prospects:
 
     def _work(self, now: float) -> list[Work]:
         """What is in flight and has a deadline: the rest comes after it, and is never too late."""
-        live = ((one, self._budget(one, now)) for one in self._trajectories.values() if one.live)
+        live = [(one, self._budget(one, now)) for one in self._live.values()]
         return [
             Work(one.context, self.lengths.rest(one.group, one.tokens).median, budget)
             for one, budget in live

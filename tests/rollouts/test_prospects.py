@@ -267,3 +267,19 @@ def test_the_outlook_says_when_a_loss_of_all_borrowed_engines_could_not_be_made_
     for number in range(20):
         memory.turn_begins(str(number), Hint(), 100_000, 0.0)
     assert not memory.outlook(lambda: [OURS], 1.0, 5.0).safe
+
+
+@pytest.mark.parametrize("end", ["ended", "concluded", "forgotten"])
+def test_what_is_no_more_in_flight_does_not_count_for_the_outlook(end: str) -> None:
+    memory = Prospects(Deadline(seconds=4))
+    for name in ("a", "b"):
+        memory.turn_begins(name, Hint(), 50_000, 0.0)  # 5 s of prefill
+    assert not memory.outlook(lambda: [OURS], 1.0, 0.0).safe
+    for name in ("a", "b"):
+        if end == "ended":
+            memory.turn_ended(name, 1, 10, 0.5)
+        elif end == "concluded":
+            memory.concluded(name, trained=True)
+        else:
+            memory.forget(name)
+    assert memory.outlook(lambda: [OURS], 1.0, 1.0).safe

@@ -32,7 +32,12 @@ HINTS = (
 )
 
 _MOST_ID = 2**31 - 1
-_Prompt = tuple[Annotated[int, msgspec.Meta(ge=0, le=_MOST_ID)], ...]
+
+
+class _Prompt(msgspec.Struct, array_like=True):
+    """Of one field: msgspec looks a plain type up anew at every use, and a struct only once."""
+
+    ids: tuple[Annotated[int, msgspec.Meta(ge=0, le=_MOST_ID)], ...]
 
 
 async def read_body(request: web.Request) -> dict[str, Any]:
@@ -72,7 +77,7 @@ def token_ids(value: object, field: str) -> tuple[int, ...]:
         message = f"{field}: expected a list of token ids with at least one entry"
         raise InvalidTurn(message)
     try:
-        return msgspec.convert(value, _Prompt)
+        return msgspec.convert((value,), _Prompt).ids
     except msgspec.ValidationError as error:
         message = f"{field}: every token id must be a whole number from 0 to {_MOST_ID}"
         raise InvalidTurn(message) from error
