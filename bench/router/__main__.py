@@ -18,7 +18,7 @@ import uvloop
 
 from bench.record import Figure, figure, record
 from bench.router.load import Result, quantile, turns
-from bench.router.routes import Route, has_sglang_router, rose, sglang_router, stub
+from bench.router.routes import Route, has_sglang_router, passer, rose, sglang_router, stub
 
 _ADDED_MS = {50: 2.0, 99: 8.0}
 
@@ -167,6 +167,7 @@ async def latency(given: argparse.Namespace) -> list[Figure]:
     async with AsyncExitStack() as stack:
         engine = stack.enter_context(stub(given.token_seconds, cumulative=given.cumulative))
         routes = await _routes(stack, engine, given)
+        routes["bytes passed on"] = stack.enter_context(passer(engine))
         found: dict[str, list[Result]] = {name: [] for name in routes}
         for _ in range(given.stream_rounds):
             for name, route in routes.items():

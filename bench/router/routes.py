@@ -67,9 +67,21 @@ def stub(token_seconds: float, *, cumulative: bool = False) -> Iterator[str]:
     """A stub engine; its URL."""
     command = [sys.executable, "-m", "bench.router.stub", f"--token-seconds={token_seconds}"]
     with process(*command, *(["--cumulative"] if cumulative else []), speaks=True) as child:
-        if child.stdout is None:
-            raise RuntimeError("no pipe to the stub")
-        yield child.stdout.readline().strip()
+        yield _said(child)
+
+
+@contextmanager
+def passer(engine: str) -> Iterator[Route]:
+    """A proxy in Python that only passes bytes on."""
+    command = [sys.executable, "-m", "bench.router.passer", engine]
+    with process(*command, speaks=True) as child:
+        yield Route(_said(child), child.pid)
+
+
+def _said(child: subprocess.Popen[str]) -> str:
+    if child.stdout is None:
+        raise RuntimeError("no pipe to the child")
+    return child.stdout.readline().strip()
 
 
 def _answers(url: str) -> bool:
