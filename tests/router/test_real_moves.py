@@ -61,10 +61,22 @@ class Lease:
 
     async def ask(self, *more: str, **sampling: object) -> Any:  # noqa: ANN401  # JSON
         """Send a turn; ``more`` are fields that are true."""
+        return await self.post(self.url, self.body(*more, **sampling))
+
+    async def shown(self, **sampling: object) -> list[Any]:
+        """What a caller that streams sees, event by event."""
+        async with self.http.post(self.url, json=self.body("stream", **sampling)) as reply:
+            lines = [line async for line in reply.content if line.startswith(b"data: {")]
+        return [json.loads(line[6:]) for line in lines]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.router.http_port}/generate"
+
+    def body(self, *more: str, **sampling: object) -> dict[str, object]:
         given = {"max_new_tokens": MOST, "temperature": 0, "ignore_eos": True, **sampling}
         body: dict[str, object] = {"input_ids": PROMPT, "sampling_params": given}
-        body |= {"return_logprob": True, "top_logprobs_num": 2, **dict.fromkeys(more, True)}
-        return await self.post(f"http://127.0.0.1:{self.router.http_port}/generate", body)
+        return body | {"return_logprob": True, "top_logprobs_num": 2, **dict.fromkeys(more, True)}
 
     async def post(self, url: str, body: object) -> Any:  # noqa: ANN401  # JSON
         async with self.http.post(url, json=body) as reply:
@@ -147,15 +159,16 @@ async def test_a_turn_that_leaves_inside_its_stop_string_ends_as_if_it_had_staye
     assert stayed["meta_info"]["rose"]["moves"] == []
     assert stayed["output_ids"] == whole[:END]
     async with slowly(lease):
-        asked = asyncio.create_task(lease.ask(stop=stop))
+        asked = asyncio.create_task(lease.shown(stop=stop))
         await lease.until_computed(MIDDLE)
         # Stopped between two tokens: where it stands does not depend on how fast we are.
         lease.engine.holder.close()
         stands = await lease.computed()
         await leave(lease)
         lease.engine.holder.open()
-        moved = await asked
+        shown = await asked
     assert BEGIN < stands < END
+    moved = shown[-1]
     rose = moved["meta_info"]["rose"]
     assert [move["reason"] for move in rose["moves"]] == [reason]
     assert rose["moves"][0]["at_token"] in at_token
@@ -163,6 +176,7 @@ async def test_a_turn_that_leaves_inside_its_stop_string_ends_as_if_it_had_staye
     assert moved["output_ids"] == stayed["output_ids"]
     assert moved["text"] == stayed["text"]
     assert moved["meta_info"]["finish_reason"] == stayed["meta_info"]["finish_reason"]
+    assert all(moved["text"].startswith(event["text"]) for event in shown)
     told = [entry[1] for entry in moved["meta_info"]["output_token_logprobs"]]
     assert told == stayed["output_ids"]
 
