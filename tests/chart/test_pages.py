@@ -67,6 +67,32 @@ def test_every_value_that_a_page_sets_is_one_of_the_chart() -> None:
     assert [one for one in sorted(found) if not known(one[1])] == []
 
 
+ROOM = re.compile(
+    r"^\| [^|]+ \| [^|]+ \| ([^|,]+), ([^|]+) \| (.*?) ?\| `([\w.]+\.resources)` \|$", re.MULTILINE
+)
+
+
+def test_the_table_of_room_says_what_the_pods_ask_for() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    rows = ROOM.findall((ROOT / "docs" / "install.md").read_text())
+    assert {path for *_, path in rows} == set(resources(values))
+    for cpu, memory, limit, path in rows:
+        found = resources(values)[path]
+        assert found["requests"] == {"cpu": cpu, "memory": memory}, path
+        assert found.get("limits", {}).get("memory", "") == limit, path
+
+
+def resources(values: Object, before: str = "") -> dict[str, Object]:
+    """Every value called ``resources``, by its path."""
+    found: dict[str, Object] = {}
+    for key, value in values.items():
+        if key == "resources":
+            found[before + key] = value
+        elif isinstance(value, dict):
+            found |= resources(value, f"{before}{key}.")
+    return found
+
+
 @cache
 def every_test() -> frozenset[str]:
     """Names of every test."""
