@@ -46,8 +46,6 @@ def test_the_chart_has_the_version_of_the_code() -> None:
 def test_every_object_of_a_full_installation_carries_the_recommended_labels() -> None:
     rendered = render({**EVERYTHING, "commonLabels": {"team": "serving"}})
     for item in rendered.objects:
-        if item["kind"] == "CustomResourceDefinition":
-            continue
         labels = item["metadata"]["labels"]
         assert labels["app.kubernetes.io/part-of"] == "rose", item["metadata"]["name"]
         assert labels["team"] == "serving"
@@ -64,11 +62,23 @@ def test_every_container_is_bounded_and_its_root_read_only() -> None:
 
 
 def test_pods_get_the_labels_and_annotations_that_were_asked_for() -> None:
-    values = {"podLabels": {"cost": "a"}, "podAnnotations": {"mesh": "off"}}
-    for kind, name in (("Deployment", "rose-operator"), ("DaemonSet", "rose-agent")):
-        metadata = render(values).one(kind, name)["spec"]["template"]["metadata"]
-        assert metadata["labels"]["cost"] == "a"
-        assert metadata["annotations"]["mesh"] == "off"
+    values = {**EVERYTHING, "podLabels": {"cost": "a"}, "podAnnotations": {"mesh": "off"}}
+    made = render(values)
+    workloads = [one for kind in ("Deployment", "DaemonSet", "Job") for one in made.all(kind)]
+    pods = [*(one["spec"]["template"] for one in workloads), *made.all("Pod")]
+    assert len(pods) > len(made.all("DaemonSet"))
+    for pod in pods:
+        assert pod["metadata"]["labels"]["cost"] == "a"
+        assert pod["metadata"]["annotations"]["mesh"] == "off"
+
+
+def test_pods_get_the_priority_that_was_asked_for() -> None:
+    values: Object = {"operator": {"priorityClassName": "a"}, "agent": {"priorityClassName": "b"}}
+    values["relay"] = {"enabled": True, "upstream": "store:1", "priorityClassName": "c"}
+    made = render(values)
+    assert pod(made, "Deployment", "rose-operator")["priorityClassName"] == "a"
+    assert pod(made, "DaemonSet", "rose-agent")["priorityClassName"] == "b"
+    assert pod(made, "Deployment", "rose-relay")["priorityClassName"] == "c"
 
 
 def test_further_objects_are_passed_on() -> None:
