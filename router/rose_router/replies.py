@@ -7,8 +7,10 @@ sampled again, provenance of the keys and values, and what the log-probs mean.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from rose_core.rollouts.detokenize import IncrementalDetokenizer
 from rose_core.rollouts.logprobs import SCALE, semantics
 from rose_core.rollouts.spans import Kv, Span
 from rose_core.rollouts.stops import sure, trimmed
@@ -75,11 +77,13 @@ def text_of(turn: Turn, shown: Shown, tokenizer: Tokenizer | None) -> str:
 
 def _decoded(turn: Turn, shown: Shown, tokenizer: Tokenizer) -> str:
     sampling = turn.request.sampling
-    skip = sampling.get("skip_special_tokens", True)
-    text = tokenizer.decode(shown.tokens, skip_special=bool(skip))
-    if not turn.over:
-        text = text.rstrip("\ufffd")  # a character that is not whole yet
-    return trimmed(text, turn.finish, keep=bool(sampling.get("no_stop_trim")))
+    decode = partial(tokenizer.decode, skip_special=bool(sampling.get("skip_special_tokens", True)))
+    if turn.over:
+        text = decode(shown.tokens)
+        return trimmed(text, turn.finish, keep=bool(sampling.get("no_stop_trim")))
+    if turn.detokenizer is None:
+        turn.detokenizer = IncrementalDetokenizer(decode)
+    return turn.detokenizer.text(shown.tokens)
 
 
 def sglang(turn: Turn, tokenizer: Tokenizer | None, shown: Shown | None = None) -> dict[str, Any]:

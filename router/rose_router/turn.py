@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from rose_core.rollouts.detokenize import IncrementalDetokenizer
 from rose_core.rollouts.logprobs import Terms, terms_of
 from rose_core.rollouts.placement import TurnView
 from rose_core.rollouts.spans import Span, covers, cut, joined, shifted
@@ -66,6 +67,7 @@ class Turn:
         finish: SGLang's finish reason once it is done.
         error: why it failed.
         labels: the trainer's own names of weight versions.
+        detokenizer: makes the text of a turn that moved, while it goes on.
         changed: fires whenever there is more to show.
         listeners: callers waiting for it; when the last one leaves, it is aborted.
     """
@@ -86,6 +88,7 @@ class Turn:
     prompt_meta: dict[str, Any] = field(default_factory=dict)
     last_meta: Mapping[str, Any] = field(default_factory=dict)
     moves: list[Moved] = field(default_factory=list)
+    detokenizer: IncrementalDetokenizer | None = None
     redone_tokens: int = 0
     losses: int = 0
     listeners: int = 0
