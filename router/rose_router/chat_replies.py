@@ -18,7 +18,7 @@ class ChatReplies:
 
     Args:
         model: name to show.
-        tokenizer: for words after a cut, and for the words of single tokens.
+        tokenizer: for words after a cut.
         body: the request.
     """
 
