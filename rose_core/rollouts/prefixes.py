@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 BLOCK = 16  # tokens; a trajectory whose output is shorter is not recognized
 _SIZE = 8  # bytes of a key that say how many tokens it stands for
+_ID = array("I").itemsize
 
 
 class Prefixes:
@@ -42,7 +43,9 @@ class Prefixes:
         whole = len(context) // BLOCK * BLOCK
         if whole <= prompt:
             return
-        key = _hash(context[:whole])
+        key = next(_hashes(context, [whole]), None)
+        if key is None:
+            return
         if key not in self._names:
             self._sizes[whole] += 1
         self._names[key] = name
@@ -67,19 +70,20 @@ class Prefixes:
         return found
 
 
-def _hash(tokens: Sequence[int]) -> bytes:
-    *_, key = _hashes(tokens, [len(tokens)])
-    return key
-
-
 def _hashes(tokens: Sequence[int], sizes: Sequence[int]) -> Iterator[bytes]:
-    """The size and hash of the first so many tokens, for each of the sizes from small to large."""
+    """The size and hash of the first so many tokens, for each of the sizes from small to large.
+
+    Of tokens that are no ids of any model, negative ones for instance, there is none.
+    """
     if not sizes:
         return
-    raw = memoryview(array("q", tokens)).cast("B")
+    try:
+        raw = memoryview(array("I", tokens)).cast("B")  # made at a quarter of what signed ones cost
+    except OverflowError:
+        return
     running = hashlib.blake2b(digest_size=16)
     start = 0
     for size in sizes:
-        running.update(raw[start : size * 8])
-        start = size * 8
+        running.update(raw[start : size * _ID])
+        start = size * _ID
         yield size.to_bytes(_SIZE) + running.copy().digest()

@@ -37,3 +37,12 @@ def test_memory_is_bounded() -> None:
         prefixes.note(str(number), [number] * 32, prompt=1)
     assert len(prefixes) == 3
     assert prefixes.find([9] * 40) == "9"
+
+
+def test_what_no_model_has_as_an_id_is_not_recognized_and_does_no_harm() -> None:
+    prefixes = Prefixes()
+    for wrong in (-1, 2**40):
+        prefixes.note("a", [wrong] * 32, 8)
+        assert prefixes.find([wrong] * 64) == ""
+    prefixes.note("a", [2**31 - 1] * 32, 8)
+    assert prefixes.find([2**31 - 1] * 64) == "a"
