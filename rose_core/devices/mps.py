@@ -82,11 +82,13 @@ class MpsSeen:
         servers: None = no daemon answers.
         compute_mode: of the GPU; None = unknown.
         serving_pids: processes of the serving pod on this GPU.
+        silence: why no daemon answers, where that is known.
     """
 
     servers: tuple[Server, ...] | None
     compute_mode: str | None
     serving_pids: frozenset[int]
+    silence: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,10 @@ class Finding:
 def may_share(seen: MpsSeen, engine_uid: int) -> Finding:
     """Whether an engine of this user may become a client beside serving."""
     if seen.servers is None:
-        text = "no MPS control daemon answers for this GPU; run `rose mps` (chart: mps.enabled)"
+        why = f" ({seen.silence})" if seen.silence else ""
+        text = (
+            f"no MPS control daemon answers for this GPU{why}; run `rose mps` (chart: mps.enabled)"
+        )
         return Finding(MpsRefusal.UNAVAILABLE, text)
     if is_faulty(seen.servers):
         text = "the MPS server is in FAULT; restart the serving pod, every client has to leave"

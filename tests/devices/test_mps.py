@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,9 @@ from rose_core.devices.mps import (
     next_end_step,
 )
 
+# An answer is a new process of the stand-in: on a busy machine that takes seconds, and a daemon
+# that is late counts as none.
+PATIENCE = 120.0
 SERVER = Server(100, ServerState.ACTIVE, 0, frozenset({11, 22}), multi_user=True)
 SEEN = MpsSeen((SERVER,), "ExclusiveProcess", frozenset({11}))
 
@@ -149,12 +153,12 @@ def daemon(pipes: Pipes, request: pytest.FixtureRequest) -> Iterator[Daemon]:
     program = [sys.executable, "-m", "rose_agent.devices.fake_mps"]
     command = [sys.executable, "-m", "rose_cli.main", "mps", "--gpu", "GPU-a"]
     command += ["--root", str(pipes.root), "--program", " ".join(program)]
-    command += ["--protocol", str(request.param)]
+    command += ["--protocol", str(request.param), "--answer-seconds", str(PATIENCE)]
     process = subprocess.Popen(command)
     place = pipes.pipe / "control"
     try:
         assert wait_for(place.exists, 30.0)
-        yield Daemon(MpsControl(pipes, program), lambda line: fake_mps.send(place, line))
+        yield Daemon(MpsControl(pipes, program, PATIENCE), lambda line: fake_mps.send(place, line))
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
@@ -212,6 +216,7 @@ def test_a_driver_without_compute_mode_is_no_exclusive_mode(
     root = daemon.control._pipes.root  # where the fixture put it
     flags = ["--gpu", "GPU-a", "--root", str(root), "--check", "--serving", "4711"]
     program = f"{sys.executable} -m rose_agent.devices.fake_mps"
+    flags += ["--answer-seconds", str(PATIENCE)]
     assert main([*flags, "--devices", "static", "--program", program]) == 1
     assert capsys.readouterr().out.startswith("MpsNotExclusive: compute mode is unknown")
 
@@ -266,6 +271,22 @@ def test_commands_that_the_daemon_does_not_know_are_errors(daemon: Daemon) -> No
         daemon.control.ask("get_client_list 1")
     with pytest.raises(MpsError, match="Invalid argument"):
         daemon.control.ask("terminate_client")
+
+
+@pytest.mark.parametrize("daemon", [2], indirect=True)
+def test_a_caller_that_gave_up_takes_nobody_elses_daemon_away(daemon: Daemon) -> None:
+    for _ in range(3):
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(str(daemon.control._pipes.pipe / "control"))
+            caller.sendall(b"get_default_active_thread_percentage\n")
+    assert daemon.control.servers() == ()
+
+
+def test_a_daemon_that_is_late_counts_as_none_and_the_check_says_so(pipes: Pipes) -> None:
+    late = MpsControl(pipes, ["/bin/sleep", "600"], answer_seconds=0.1)
+    found = check(late, Question(serving=4711), lambda: "ExclusiveProcess")
+    assert found.refusal is MpsRefusal.UNAVAILABLE
+    assert "get_server_list: no answer within 0.1 s" in found.message
 
 
 def test_no_daemon_is_an_error_that_says_so(pipes: Pipes) -> None:

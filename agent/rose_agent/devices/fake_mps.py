@@ -185,14 +185,18 @@ def serve(place: Path, *, multi_user: bool, protocol: int = 2) -> int:
         making.replace(place)
         while not daemon.ended:
             connection, _ = listener.accept()
-            with connection, connection.makefile("rw") as stream:
-                for line in stream:
-                    stream.write(daemon.answer(line.strip()))
-                    stream.flush()
-                    connection.shutdown(socket.SHUT_WR)
-                    break
+            # Who gave up waiting takes nobody else's daemon away.
+            with contextlib.suppress(ConnectionError), connection:
+                _reply(daemon, connection)
     place.unlink(missing_ok=True)
     return 0
+
+
+def _reply(daemon: FakeDaemon, connection: socket.socket) -> None:
+    with connection.makefile() as stream:
+        line = stream.readline()
+    if line:
+        connection.sendall(daemon.answer(line.strip()).encode())
 
 
 def send(place: Path, line: str) -> str:

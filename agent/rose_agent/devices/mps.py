@@ -24,7 +24,7 @@ from rose_core.devices.mps import Server, ServerState
 PROGRAM = "nvidia-cuda-mps-control"
 MULTI_USER = "-multiuser-server"
 PID_FILE = "nvidia-cuda-mps-control.pid"
-_ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 5.0
 _NUMBER = re.compile(r"^\d+$")
 
 
@@ -71,11 +71,18 @@ class MpsControl:
     Args:
         pipes: its directories.
         program: the control program and arguments that come before its own.
+        answer_seconds: longest time of an answer; a daemon that takes longer counts as none.
     """
 
-    def __init__(self, pipes: Pipes, program: Sequence[str] = (PROGRAM,)) -> None:
+    def __init__(
+        self,
+        pipes: Pipes,
+        program: Sequence[str] = (PROGRAM,),
+        answer_seconds: float = ANSWER_SECONDS,
+    ) -> None:
         self._pipes = pipes
         self._program = tuple(program)
+        self._answer_seconds = answer_seconds
 
     @property
     def protocol(self) -> int:
@@ -104,10 +111,14 @@ class MpsControl:
                 env=self._pipes.environment(os.environ),
                 capture_output=True,
                 text=True,
-                timeout=_ANSWER_SECONDS,
+                timeout=self._answer_seconds,
                 check=False,
             )
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except subprocess.TimeoutExpired as error:
+            limit = f"{self._answer_seconds:g} s"
+            message = f"MPS of {self._pipes.gpu}: {asked}: no answer within {limit}"
+            raise MpsError(message) from error
+        except OSError as error:
             raise MpsError(f"MPS of {self._pipes.gpu}: {asked}: {error}") from error
         lines = tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
         said = " ".join((*lines, done.stderr.strip())).strip()

@@ -53,12 +53,16 @@ def check(
 ) -> Finding:
     """Ask the daemon and the driver, and decide."""
     servers: tuple[Server, ...] | None = None
-    with contextlib.suppress(MpsError):
+    silence = ""
+    try:
         servers = control.servers()
+    except MpsError as error:
+        silence = str(error)
     mode = None
     with contextlib.suppress(DeviceError):
         mode = compute_mode()
-    found = may_share(MpsSeen(servers, mode, frozenset({question.serving})), question.engine_uid)
+    seen = MpsSeen(servers, mode, frozenset({question.serving}), silence)
+    found = may_share(seen, question.engine_uid)
     if found.server is None or question.client is None:
         return found
     client = Client(frozenset({question.client}), question.seen)

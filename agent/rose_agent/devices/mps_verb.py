@@ -16,10 +16,10 @@ from pathlib import Path
 
 from rose_agent.devices import mps3
 from rose_agent.devices.errors import DeviceError, MpsError
-from rose_agent.devices.mps import MULTI_USER, PROGRAM, MpsControl, Pipes
+from rose_agent.devices.mps import ANSWER_SECONDS, MULTI_USER, PROGRAM, MpsControl, Pipes
 from rose_agent.devices.mps_tasks import Question, check, end
 from rose_agent.devices.opening import open_driver
-from rose_wire.flags import add_log_level, complaint
+from rose_wire.flags import above_zero, add_log_level, complaint
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +34,12 @@ def parser() -> argparse.ArgumentParser:
     add("--root", type=Path, default=Path("/run/rose-mps"), help="pipe directories")
     add("--program", default=PROGRAM, help="the control program")
     add("--protocol", type=int, choices=[2, 3], default=2, help="3 needs a driver from r615 on")
+    add(
+        "--answer-seconds",
+        type=above_zero,
+        default=ANSWER_SECONDS,
+        help="a daemon that takes longer to answer counts as none",
+    )
     add("--check", action="store_true", help="say whether an engine may share the GPU now")
     add("--serving", type=int, default=0, metavar="PID", help="with --check: serving's process")
     add("--engine-uid", type=int, default=0, help="with --check: the engine's user")
@@ -57,7 +63,7 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=arguments.log_level, format="%(levelname)s %(name)s %(message)s")
     try:
         pipes = Pipes(arguments.root, arguments.gpu)
-        control = MpsControl(pipes, arguments.program.split())
+        control = MpsControl(pipes, arguments.program.split(), arguments.answer_seconds)
         if arguments.check:
             return _check(arguments, control)
         if arguments.end is not None:
