@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 from rose_core.rollouts.splice import REQUEST, SAMPLING, Row
@@ -60,6 +61,7 @@ class Terms:
     changes: tuple[str, ...] = ()
     only_best: bool = False
 
+    @lru_cache(maxsize=1024)  # noqa: B019  # asked for at every event; terms are few and small
     def formula(self, scale: str) -> str:
         """How an engine of that scale computes them."""
         if scale not in _SCALES:
@@ -107,6 +109,8 @@ def semantics(legs: Sequence[tuple[int, str]], tokens: int, terms: Terms) -> str
     if len(legs) == 1:  # the usual case, asked in every event of every stream
         start, scale = legs[0]
         return terms.formula(scale) if tokens > start else NONE
+    if len(legs) == 1 and tokens > legs[0][0]:
+        return terms.formula(legs[0][1])
     parts: list[tuple[int, str]] = []
     ends = (*(start for start, _ in legs[1:]), tokens)
     for (start, scale), end in zip(legs, ends, strict=False):
