@@ -163,6 +163,12 @@ capabilities:
   add: {{ toJson . }}
 {{- end }}
 
+{{/* The same with the runtime's filter of system calls; engines' own containers go without, because it forbids what binds memory to a socket. */}}
+{{- define "rose.confined" -}}
+{{ include "rose.capabilities" . }}
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
 {{/* No rights at all. */}}
 {{- define "rose.restricted" -}}
 allowPrivilegeEscalation: false
