@@ -17,7 +17,7 @@ from rose_router.config import Settings
 from rose_router.front import Limits
 from rose_router.peers import Link, by_dns
 from rose_wire import tls
-from rose_wire.flags import add_log_level, amount, count, listener, share, token
+from rose_wire.flags import add_log_level, amount, count, listener, share, token, web
 
 LOG = logging.getLogger(__name__)
 
@@ -189,11 +189,14 @@ def _ingest(url: str, lease: str) -> str:
     """The URL with the lease's names in it, so that one flag serves the routers of all leases.
 
     Raises:
-        ValueError: something else stands between its braces.
+        ValueError: something else stands between its braces, or it is no web address.
     """
     namespace, _, name = lease.partition("/")
     try:
-        return url.rstrip("/").format(namespace=namespace, lease=name)
+        made = url.rstrip("/").format(namespace=namespace, lease=name)
+        return made and web(made)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"--ingest-url: {error}") from error
     except (KeyError, IndexError, ValueError, AttributeError) as error:
         message = f"--ingest-url: {url!r} may hold {{namespace}} and {{lease}} between braces only"
         raise ValueError(message) from error

@@ -70,6 +70,14 @@ MISTAKES = {
         "vacate --url http://[::1:5",
         "is no web address; expected http://HOST:PORT",
     ),
+    "a sleeper's page that is no web address": (
+        "sleeper --rundir {new} --vacated-url here",
+        "'here' is no web address",
+    ),
+    "an ingest that is no web address": (
+        "router --lease a/b --ingest-url here",
+        "--ingest-url: 'here' is no web address; expected http://HOST:PORT",
+    ),
     "a daemon's folder that is a file": ("mps --gpu GPU-1 --root {word}", "--root {word}/GPU-1"),
     "a relay's taken port": (
         "weights relay --upstream a:1 --root {new} --address 127.0.0.1:0 --http-port {taken}",

@@ -186,7 +186,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rundir", type=Path, default=Path("/run/rose"))
     made.add_argument("--devices", choices=["static", "nvml"], default="nvml")
     made.add_argument("--static-gpus", type=Path)
-    made.add_argument("--vacated-url", default="", help="the engine host's page /vacated")
+    made.add_argument(
+        "--vacated-url",
+        type=lambda text: text and flags.web(text),
+        default="",
+        help="the engine host's page /vacated",
+    )
     flags.add_log_level(made)
     return made
 
