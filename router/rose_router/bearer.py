@@ -87,7 +87,10 @@ class Tokens:
 
     def _read(self, file: Path) -> None:
         changed = file.stat().st_mtime_ns
-        lines = [line.split() for line in file.read_text().splitlines() if line.strip()]
+        try:
+            lines = [line.split() for line in file.read_text().splitlines() if line.strip()]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} holds no text; write one token per line") from error
         if not lines:
             message = f"{file} holds no token; write one per line"
             raise ValueError(message)

@@ -70,6 +70,19 @@ MISTAKES = {
         "vacate --url http://[::1:5",
         "is no web address; expected http://HOST:PORT",
     ),
+    "callers' tokens that are no text": (
+        "router --lease a/b --turn-token-file {binary}",
+        "{binary} holds no text; write one token per line",
+    ),
+    "stores that are no text": (
+        "operator --router-image i --token-file {stores} --stores-file {binary}",
+        "{binary}: holds no text",
+    ),
+    "an address of the data route that nobody has": (
+        "engine-host --models {pair} --rundir {new} --cgroup signals --http-port 0 --data-port 0"
+        " --data-host nowhere.invalid",
+        "--data-host nowhere.invalid: cannot listen on port 0 there",
+    ),
     "a sleeper's page that is no web address": (
         "sleeper --rundir {new} --vacated-url here",
         "'here' is no web address",

@@ -48,4 +48,4 @@ def test_a_file_that_is_not_there_or_no_text_is_told_in_a_line(tmp_path: Path) -
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(problems.FILE_ERRORS) as undecoded:
         (tmp_path / "binary").read_text(encoding="utf-8")
-    assert "can't decode" in problems.of_file(undecoded.value)
+    assert problems.of_file(undecoded.value).startswith("holds no text: byte 0")

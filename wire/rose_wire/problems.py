@@ -18,6 +18,8 @@ def of_file(error: Exception) -> str:
     """One of ``FILE_ERRORS`` as a line without the file's name."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
+    if isinstance(error, UnicodeDecodeError):
+        return f"holds no text: byte {error.start} is none of UTF-8"
     if isinstance(error, pydantic.ValidationError):
         return _of_model(error)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:

@@ -134,7 +134,12 @@ async def _data_route(
     proxy = DataProxy(host.target)
     undo.push_async_callback(proxy.stop)
     site.cut = proxy.cut
-    port = await proxy.start(arguments.data_bind or arguments.data_host, arguments.data_port)
+    place = arguments.data_bind or arguments.data_host
+    try:
+        port = await proxy.start(place, arguments.data_port)
+    except OSError as error:
+        reason = f"cannot listen on port {arguments.data_port} there: {error.strerror}"
+        raise OSError(error.errno, reason, place) from error
     host.endpoint = f"http://{arguments.data_host}:{port}"
     return proxy, port
 
