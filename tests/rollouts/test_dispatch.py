@@ -57,7 +57,7 @@ def test_it_moves_once_it_has_waited_as_long_as_the_move_costs() -> None:
 
 @pytest.mark.parametrize("change", [{"leaving": True}, {"version": WeightVersion("run", 0, 1)}])
 def test_a_home_that_will_not_take_it_again_is_not_waited_for(change: dict[str, object]) -> None:
-    gone = replace(HOME, **change)  # type: ignore[arg-type]
+    gone = replace(HOME, **change)
     chosen, _ = next_turn([Waiter(resident())], scene([gone, OTHER]))
     assert chosen is not None
     assert chosen[1].engine == "other"

@@ -50,8 +50,8 @@ def broken(*words: Obstacle) -> tuple[TurnView, EngineView]:
     engine, turn = GOOD, TURN
     for word in words:
         of_engine, of_turn = BROKEN[word]
-        engine = replace(engine, **of_engine)  # type: ignore[arg-type]
-        turn = replace(turn, **of_turn)  # type: ignore[arg-type]
+        engine = replace(engine, **of_engine)
+        turn = replace(turn, **of_turn)
     return turn, engine
 
 
