@@ -46,6 +46,7 @@ NOT_SIMULATED = {
     "rose_core.guard.whole": "no replica is put to sleep here; a lent one shares its GPUs",
     "rose_core.lending.autoscalers": "scenarios have no autoscaler",
     "rose_core.lending.forecast": "the planner's forecast needs days of load",
+    "rose_core.rollouts.detokenize": "tokens have no text here",
     "rose_core.rollouts.errors": "requests are well-formed here",
     "rose_core.rollouts.fairness": "a lease serves one job here",
     "rose_core.rollouts.inclusion": "counted from fates, in bench/rollouts",
