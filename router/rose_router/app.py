@@ -25,14 +25,14 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from rose_core.rollouts.errors import InvalidTurn, RolloutError
-from rose_router import bearer, faces, metrics, pages, trajectories, virtual
-from rose_router.answering import Answering
+from rose_router import bearer, facade, metrics, pages, trajectories, virtual
 from rose_router.barrier import Barrier
 from rose_router.dialects.common import BODY_SECONDS
 from rose_router.errors import REASON, EngineRefused, RouterError
-from rose_router.front import Doors
+from rose_router.handlers import Answering
+from rose_router.listener import Doors
 from rose_router.service import Service
-from rose_router.text import Tokenizer
+from rose_router.tokenization import Tokenizer
 from rose_wire.observability import pages as process_pages
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -69,7 +69,7 @@ def create(
     answering = Answering(service, tokenizer)
     app.add_routes(process_pages(metrics.REGISTRY))
     app.add_routes(pages.routes(service))
-    app.add_routes(faces.routes(service))
+    app.add_routes(facade.routes(service))
     if barrier is not None:
         app.add_routes(virtual.routes(service, barrier, tell))
     app.add_routes(trajectories.routes(service.prospects))

@@ -25,7 +25,7 @@ from rose_core.rollouts.quorum import Quorum, missing
 from rose_router import metrics
 from rose_router.errors import BadRequest, Overloaded
 from rose_router.fleet import Clock, Fleet
-from rose_router.waiting import WaitingRoom
+from rose_router.turn_queue import WaitingRoom
 
 LOG = logging.getLogger(__name__)
 _MOST_LABELS = 4096

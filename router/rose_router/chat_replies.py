@@ -9,7 +9,7 @@ from typing import Any
 from rose_router import replies
 from rose_router.dialects import chat
 from rose_router.streaming import Events
-from rose_router.text import Tokenizer
+from rose_router.tokenization import Tokenizer
 from rose_router.turn import Shown, Turn, typed_abort
 
 

@@ -9,7 +9,7 @@ from rose_core.rollouts.admission import Queue
 from rose_core.rollouts.placement import Policy
 from rose_core.rollouts.quorum import Quorum
 from rose_core.rollouts.watch import Patience
-from rose_router.front import Limits
+from rose_router.listener import Limits
 from rose_router.peers import Link, Resolve
 
 

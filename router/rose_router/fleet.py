@@ -5,7 +5,7 @@
     open/closed --leaving--> leaving --stream ends--> (unknown)
 
 Each update replaces the one before. A second stream for the same name takes over; the end of the
-first no longer closes anything. Next step: ``waiting`` chooses among ``views()``.
+first no longer closes anything. Next step: ``turn_queue`` chooses among ``views()``.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ from rose_router.connections import Connections
 from rose_router.engine_client import EngineClient, HttpEngineClient
 from rose_router.errors import BadRequest
 from rose_router.flags import parser, settings
-from rose_router.front import HEAD_BYTES, Doors, listening
+from rose_router.listener import HEAD_BYTES, Doors, listening
 from rose_router.peers import Peers
 from rose_router.service import Service
-from rose_router.text import Tokenizer
+from rose_router.tokenization import Tokenizer
 from rose_wire import tls
 from rose_wire.errors import Unavailable
 from rose_wire.flags import complaint

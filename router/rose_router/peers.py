@@ -8,7 +8,7 @@ replica that dies takes its live turns along, whose callers ask again; the rest 
 
 With a ``Link`` both go over TLS on which each side shows a certificate of the installation.
 
-Next: ``forward`` is the HTTP side, ``pulse`` notices those that hang.
+Next: ``forward`` is the HTTP side, ``peer_health`` notices those that hang.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from rose_core.rollouts.replicas import home_of, part_of_cap
 from rose_core.wire.routing import EngineUpdate
 from rose_router import metrics
 from rose_router.fleet import Engine, Fleet
-from rose_router.front import Certificate
-from rose_router.pulse import BEAT_SECONDS, Pulse
+from rose_router.listener import Certificate
+from rose_router.peer_health import BEAT_SECONDS, Pulse
 from rose_wire import tls
 from rose_wire.errors import Refused, Unavailable
 from rose_wire.rpc import connect, converse

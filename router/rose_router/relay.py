@@ -5,7 +5,7 @@
 | before its answer is whole, or before the first byte of a stream | the turn from another replica |
 | in the middle of a stream | an event ``{"error": ...}`` of code 503, then a cut connection |
 
-One that hangs counts as dead once ``pulse`` says so.
+One that hangs counts as dead once ``peer_health`` says so.
 
 A turn that is tried again is sampled anew: nobody has seen a token of the first try, and the engine
 of the lost replica sees its caller hang up. A stream that has begun cannot be taken back.

@@ -15,7 +15,7 @@ from rose_core.rollouts.logprobs import SCALE, semantics
 from rose_core.rollouts.spans import Kv, Span
 from rose_core.rollouts.stops import sure, trimmed
 from rose_core.rollouts.transcript import PER_TOKEN
-from rose_router.text import Tokenizer
+from rose_router.tokenization import Tokenizer
 from rose_router.turn import Moved, Shown, Turn
 
 # Facts about one leg that would be wrong for a turn of several, or that the router answers itself.

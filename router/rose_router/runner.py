@@ -30,7 +30,7 @@ from rose_router.ledger import Ledger
 from rose_router.leg_reader import LegReader
 from rose_router.sessions import Home, Sessions
 from rose_router.turn import Moved, State, Turn
-from rose_router.waiting import WaitingRoom
+from rose_router.turn_queue import WaitingRoom
 
 LOG = logging.getLogger(__name__)
 

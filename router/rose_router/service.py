@@ -30,7 +30,7 @@ from rose_router.request import TurnRequest
 from rose_router.runner import TurnRunner
 from rose_router.supervisor import Supervisor
 from rose_router.turn import Turn
-from rose_router.waiting import WaitingRoom
+from rose_router.turn_queue import WaitingRoom
 from rose_router.warming import Warmer
 
 _NUMBERS = itertools.count(secrets.randbits(32))

@@ -14,7 +14,7 @@ from rose_core.wire.routing import EngineKind
 from rose_router import metrics
 from rose_router.fences import Fences
 from rose_router.fleet import Clock, Engine, Fleet, LiveLeg
-from rose_router.waiting import WaitingRoom
+from rose_router.turn_queue import WaitingRoom
 
 TICK_SECONDS = 0.25
 

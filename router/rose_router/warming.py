@@ -27,7 +27,7 @@ from rose_router.fences import Fences
 from rose_router.fleet import Clock, Engine, Fleet
 from rose_router.sessions import Home, Sessions
 from rose_router.turn import State, Turn
-from rose_router.waiting import WaitingRoom
+from rose_router.turn_queue import WaitingRoom
 
 _MOST_ASKED = 256  # trajectories looked at in one go, the newest; a look must not hold up streams
 

@@ -15,7 +15,7 @@ import pytest
 from rose_core.rollouts.replicas import home_of
 from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
-from rose_router import attach, peers, pulse
+from rose_router import attach, peer_health, peers
 from rose_router.peers import Peer
 from tests.router.conftest import LEASE, VERSION, Stage
 from tests.router.test_http import PROMPT, ask
@@ -69,7 +69,7 @@ async def hanging(said: bytes) -> AsyncIterator[str]:
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas are asked, and given up, at once."""
     monkeypatch.setattr(peers, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(pulse, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(peer_health, "ANSWER_SECONDS", 0.1)
 
 
 @asynccontextmanager
@@ -162,7 +162,7 @@ async def test_a_silent_replica_is_asked_on_and_comes_back() -> None:
     async def ask(_name: str) -> bool:
         return answers
 
-    found = pulse.Pulse(ask)
+    found = peer_health.Pulse(ask)
     await found.beat(["two"])
     assert not found.silent("two")  # one question may be lost
     await found.beat(["two"])

@@ -21,11 +21,11 @@ import pytest
 
 from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
-from rose_router.text import Tokenizer
+from rose_router.tokenization import Tokenizer
 from rose_trainer.adapters import skyrl
 from rose_trainer.publisher import Publisher
 from tests.router.conftest import VERSION, Fake, Stage
-from tests.router.test_faces import model  # noqa: F401  # a fixture
+from tests.router.test_facade import model  # noqa: F401  # a fixture
 from tests.router.test_skyrl import PROMPT, chunks, installed
 from tests.router.test_verl import follow, pace
 from tests.trainer.test_publisher import RunningStore

@@ -17,7 +17,7 @@ from rose_core.wire.routing import EngineKind
 from rose_dev.waiting import until as sooner
 from rose_engines.fake.model import continuation
 from rose_router.replies import text_of
-from rose_router.text import Tokenizer
+from rose_router.tokenization import Tokenizer
 from rose_router.turn import Turn
 from tests.router.conftest import VERSION, Fake, Stage
 from tests.router.pushing import json_of

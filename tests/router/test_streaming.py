@@ -10,7 +10,7 @@ import pytest
 
 from rose_dev.waiting import until
 from rose_router.fleet import Signal
-from rose_router.front import Limits
+from rose_router.listener import Limits
 from tests.router.conftest import Stage
 from tests.router.test_connections import END, HEAD, asked, engine
 

@@ -16,9 +16,9 @@ from typing import Any
 from rose_core.rollouts.errors import InvalidTurn
 from rose_router.conversation import begun, messages_of
 from rose_router.dialects import openai
-from rose_router.dialects.asking import MOST_ANSWERS, Ask, Terms, streamed
 from rose_router.dialects.common import Hints, caller_rid, priority, token_ids, whole_number
-from rose_router.text import Tokenizer
+from rose_router.dialects.terms import MOST_ANSWERS, Ask, Terms, streamed
+from rose_router.tokenization import Tokenizer
 
 TOOL_BEGINS = "<tool_call>"
 _TOOL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)

@@ -13,7 +13,7 @@ from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.prospects import Deadline, Hint
 from rose_core.rollouts.versions import Pin, read_pin
 from rose_router.errors import BadRequest, SlowCaller
-from rose_router.text import Tokenizer
+from rose_router.tokenization import Tokenizer
 
 # Header names of the trainers' session keys, first match wins.
 SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key", "X-Rose-Session")

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_router.dialects.asking import MOST_ANSWERS, Ask, Terms, streamed
 from rose_router.dialects.common import (
     Hints,
     caller_rid,
@@ -19,8 +18,9 @@ from rose_router.dialects.common import (
     token_ids,
     whole_number,
 )
+from rose_router.dialects.terms import MOST_ANSWERS, Ask, Terms, streamed
 from rose_router.request import TurnRequest
-from rose_router.text import Tokenizer
+from rose_router.tokenization import Tokenizer
 
 # Read here; everything else of a request is passed on.
 _OWN = frozenset(

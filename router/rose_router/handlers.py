@@ -14,12 +14,12 @@ from rose_router.bearer import JOB
 from rose_router.chat_replies import ChatReplies
 from rose_router.completion_replies import CompletionReplies
 from rose_router.dialects import chat, completions, sglang, vllm
-from rose_router.dialects.asking import Ask
 from rose_router.dialects.common import Hints, encoded, read_body, token_ids
+from rose_router.dialects.terms import Ask
 from rose_router.errors import BadRequest, TurnLost
 from rose_router.service import Service, random_rid
 from rose_router.streaming import Events, Stream
-from rose_router.text import Tokenizer
+from rose_router.tokenization import Tokenizer
 from rose_router.turn import State, Turn, typed_abort
 
 

@@ -11,7 +11,7 @@ from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.stops import Stops
 from rose_router.dialects.common import Hints, whole_number
 from rose_router.request import TurnRequest
-from rose_router.text import Tokenizer
+from rose_router.tokenization import Tokenizer
 
 MOST_ANSWERS = 4096
 

@@ -20,7 +20,7 @@ from rose_dev.waiting import until
 from rose_router.bearer import Tokens
 from rose_router.connections import Connections
 from rose_router.engine_client import HttpEngineClient, Target
-from rose_router.front import Limits
+from rose_router.listener import Limits
 from tests.router.conftest import Stage
 from tests.router.test_http import ask
 from tests.wire.test_tls import issue

@@ -20,7 +20,7 @@ from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from rose_router.dialects import chat
 from rose_router.dialects.common import Hints, deadline
-from rose_router.text import Tokenizer
+from rose_router.tokenization import Tokenizer
 from tests.router.conftest import VERSION, Fake, Stage
 from tests.router.test_http import events
 
