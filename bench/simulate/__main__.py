@@ -30,6 +30,9 @@ MODEL = "Qwen3-14B"
 SATURATED = ((4000, 200, 9218), (32_000, 100, 8299))
 """Tokens of prompts and of answers, and all of them per second, as published for ``MODEL``."""
 STUDIES = ("normal", "stress", "correlated", "storm")
+"""Where the aims are judged: trainers that wait for their engines, and synchronous steps."""
+AIM = 1.15
+"""Of production's useful tokens over the paper's."""
 
 
 def calibration() -> list[Figure]:
@@ -89,20 +92,20 @@ def headline(name: str, row: Row) -> list[Figure]:
     most = 0.0 if ours else None
     rows = [figure(f"{head}: added violations", row.added_violations, "requests", at_most=most)]
     rows += _ratio(f"{head}: x fixed pool", row.throughput, None)
-    rows += _ratio(f"{head}: x rose-paper", row.against_paper, 1.15 if ours else None)
+    rows += _ratio(f"{head}: x rose-paper", row.against_paper, AIM if ours else None)
     if row.recovery_s is not None:
         rows.append(figure(f"{head}: median time to recover", row.recovery_s, "s"))
     return rows
 
 
 def _ratio(name: str, ratio: Interval | None, aim: float | None) -> list[Figure]:
+    """Met or missed only where the whole interval says so."""
     if ratio is None:
         return []
-    rows = [figure(name, ratio.mean, "ratio", at_least=aim)]
+    ends = None
     if ratio.low is not None and ratio.high is not None:
-        rows.append(figure(f"{name}, low", ratio.low, "ratio"))
-        rows.append(figure(f"{name}, high", ratio.high, "ratio"))
-    return rows
+        ends = ratio.low, ratio.high
+    return [figure(name, ratio.mean, "ratio", at_least=aim, interval=ends)]
 
 
 def events_scenario(path: Path) -> Scenario:

@@ -133,7 +133,7 @@ class RolloutJob(Strict):
             is (``rollouts.consumption``); otherwise those that finished first.
         awaits_weights: new groups begin when the dedicated engines have what was published
             (``dedicated_s`` of the link later); otherwise in the second of the publish, on weights
-            of the version before.
+            of the version before, which favours production (study ``eager``).
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]

@@ -20,9 +20,9 @@ from rose_simulate.fleets import FleetResult, against
 from rose_simulate.study import PRICES, Result, Row
 
 # Studies whose scenarios differ in one thing.
-_ACROSS = frozenset({"agents", "attention", "freshness", "tail", "mps"})
+_ACROSS = frozenset({"agents", "attention", "eager", "freshness", "tail", "mps"})
 _KINDS = frozenset({"mixed"})  # studies in which dedicated and borrowed devices differ
-_GATES = frozenset({"waits"})  # studies that compare at equal harm to serving
+_GATES = frozenset({"attribution"})  # studies that compare at equal harm to serving
 _ORDER = ("fixed", "rose-paper", "ours")
 
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 
 import pytest
 
+from bench.simulate.__main__ import STUDIES as JUDGED
 from rose_core.rollouts.placement import Policy, PolicyName
 from rose_core.simulate.batch import BatchEngine
 from rose_core.simulate.clock import SECOND, Clock
@@ -12,12 +13,12 @@ from rose_core.simulate.costs import costs
 from rose_core.simulate.possible import impossible
 from rose_core.simulate.regimes import RULES
 from rose_core.simulate.router import Manners, Router
-from rose_core.simulate.scenario import Link, Regime, Scenario
+from rose_core.simulate.scenario import Link, Regime, RolloutJob, Scenario
 from rose_core.simulate.turns import Engine, Turn
 from rose_core.simulate.world import World
 from rose_core.wire.routing import EngineKind
 from rose_simulate.reading import read_scenario
-from rose_simulate.studies import SCENARIOS
+from rose_simulate.studies import SCENARIOS, STUDIES
 from tests.simulate.worlds import MATERIAL, scenario
 
 END_S = 90
@@ -91,14 +92,28 @@ def test_nobody_to_wait_for_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize(("usual", "name"), [("normal", "waits"), ("stress", "waits-stress")])
-def test_the_scenarios_of_the_study_differ_in_the_trainer_alone(usual: str, name: str) -> None:
-    hasty, waiting = (read_scenario(SCENARIOS / f"{one}.yaml") for one in (usual, name))
-    assert isinstance(hasty, Scenario)
-    job = hasty.jobs[0]
-    assert not job.awaits_weights
-    jobs = (job.model_copy(update={"awaits_weights": True}),)
-    assert hasty.model_copy(update={"name": name, "jobs": jobs}) == waiting
+def overlapping(name: str) -> list[RolloutJob]:
+    """Jobs whose steps overlap; none in a fleet, whose bins know no time between versions."""
+    told = read_scenario(SCENARIOS / f"{name}.yaml")
+    return [one for one in told.jobs if one.staleness] if isinstance(told, Scenario) else []
+
+
+def test_every_study_but_one_is_fair_to_rules_that_begin_groups_on_any_engine() -> None:
+    names = {name for study in STUDIES.values() for name in study.scenarios}
+    hasty = {name for name in names for job in overlapping(name) if not job.awaits_weights}
+    assert hasty == {"eager"}
+    assert sum(map(len, map(overlapping, names))) > len(hasty)
+
+
+def test_the_aim_is_judged_only_where_the_trainer_waits_or_steps_are_synchronous() -> None:
+    assert set(JUDGED) <= {path.stem for path in SCENARIOS.glob("*.yaml")} - {"eager"}
+
+
+def test_the_contrast_differs_from_the_conversation_load_in_the_trainer_alone() -> None:
+    usual, hasty = (read_scenario(SCENARIOS / f"{one}.yaml") for one in ("normal", "eager"))
+    assert isinstance(usual, Scenario)
+    jobs = (usual.jobs[0].model_copy(update={"awaits_weights": False}),)
+    assert usual.model_copy(update={"name": "eager", "jobs": jobs}) == hasty
 
 
 class Places:

@@ -51,7 +51,7 @@ def test_a_page_compares_production_with_the_papers_rules_behind_the_same_gate()
     found = study(scenario(seeds=(1,), regimes=regimes), MATERIAL, [0.5], lambda _one: None)
     tokens = {one.regime: one.useful_tokens_per_s for one in found.outcomes}
     ratio = tokens[Regime.OURS] / tokens[Regime.ROSE_PAPER_TAP]
-    assert f"whose gate is the same: {ratio:.2f}.\n" in page("waits", "", "", (found,)).text
+    assert f"whose gate is the same: {ratio:.2f}.\n" in page("attribution", "", "", (found,)).text
     assert "whose gate is the same" not in page("x", "", "", (found,)).text
 
 
