@@ -59,7 +59,7 @@ def test_settings_from_files(tmp_path: Path) -> None:
         ("main: {address: 'a:1', runs: {a: b}}\n", "t", "expected NAMESPACE"),
         ("main: {runs: {}}\n", "t", "expected host:port"),
         ("{", "t", "stores.yaml"),
-        ("main: a:1\n", " \n", "is empty"),
+        ("main: a:1\n", " \n", "holds no token"),
     ],
 )
 def test_wrong_files_are_named(tmp_path: Path, stores: str, token: str, text: str) -> None:
