@@ -30,7 +30,7 @@ MODEL = "Qwen3-14B"
 SATURATED = ((4000, 200, 9218), (32_000, 100, 8299))
 """Tokens of prompts and of answers, and all of them per second, as published for ``MODEL``."""
 STUDIES = ("normal", "stress", "correlated", "storm")
-"""Where the aims are judged: trainers that wait for their engines, and synchronous steps."""
+"""Where the aims are judged; their trainers wait for their engines."""
 AIM = 1.15
 """Of production's useful tokens over the paper's."""
 

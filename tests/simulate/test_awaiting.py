@@ -22,6 +22,8 @@ from rose_simulate.studies import SCENARIOS, STUDIES
 from tests.simulate.worlds import MATERIAL, scenario
 
 END_S = 90
+# Marked in docs/studies.md: not run again since trainers wait.
+NOT_YET = {"freshness-0", "table1-8b-short", "tail-off", "tail-on"}
 SLOW_S = 6  # from a publish to dedicated engines that have it
 
 
@@ -92,28 +94,28 @@ def test_nobody_to_wait_for_is_refused() -> None:
     )
 
 
-def overlapping(name: str) -> list[RolloutJob]:
-    """Jobs whose steps overlap; none in a fleet, whose bins know no time between versions."""
+def jobs(name: str) -> tuple[RolloutJob, ...]:
+    """Of a scenario; none of a fleet, whose bins know no time between versions."""
     told = read_scenario(SCENARIOS / f"{name}.yaml")
-    return [one for one in told.jobs if one.staleness] if isinstance(told, Scenario) else []
+    return told.jobs if isinstance(told, Scenario) else ()
 
 
-def test_every_study_but_one_is_fair_to_rules_that_begin_groups_on_any_engine() -> None:
+def test_studies_but_the_marked_ones_are_fair_to_rules_that_begin_groups_on_any_engine() -> None:
     names = {name for study in STUDIES.values() for name in study.scenarios}
-    hasty = {name for name in names for job in overlapping(name) if not job.awaits_weights}
-    assert hasty == {"eager"}
-    assert sum(map(len, map(overlapping, names))) > len(hasty)
+    hasty = {name for name in names for job in jobs(name) if not job.awaits_weights}
+    assert hasty == {"eager"} | NOT_YET
+    assert sum(map(len, map(jobs, names))) > len(hasty)
 
 
-def test_the_aim_is_judged_only_where_the_trainer_waits_or_steps_are_synchronous() -> None:
-    assert set(JUDGED) <= {path.stem for path in SCENARIOS.glob("*.yaml")} - {"eager"}
+def test_the_aim_is_judged_only_where_the_trainer_waits() -> None:
+    assert set(JUDGED) <= {path.stem for path in SCENARIOS.glob("*.yaml")} - {"eager"} - NOT_YET
 
 
 def test_the_contrast_differs_from_the_conversation_load_in_the_trainer_alone() -> None:
     usual, hasty = (read_scenario(SCENARIOS / f"{one}.yaml") for one in ("normal", "eager"))
     assert isinstance(usual, Scenario)
-    jobs = (usual.jobs[0].model_copy(update={"awaits_weights": False}),)
-    assert usual.model_copy(update={"name": "eager", "jobs": jobs}) == hasty
+    job = usual.jobs[0].model_copy(update={"awaits_weights": False})
+    assert usual.model_copy(update={"name": "eager", "jobs": (job,)}) == hasty
 
 
 class Places:
