@@ -109,8 +109,6 @@ def semantics(legs: Sequence[tuple[int, str]], tokens: int, terms: Terms) -> str
     if len(legs) == 1:  # the usual case, asked in every event of every stream
         start, scale = legs[0]
         return terms.formula(scale) if tokens > start else NONE
-    if len(legs) == 1 and tokens > legs[0][0]:
-        return terms.formula(legs[0][1])
     parts: list[tuple[int, str]] = []
     ends = (*(start for start, _ in legs[1:]), tokens)
     for (start, scale), end in zip(legs, ends, strict=False):

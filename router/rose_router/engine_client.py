@@ -26,8 +26,8 @@ _DONE = b"[DONE]"
 _NOBODY = frozenset({404, 410, 502})
 _ABORT_SECONDS = 2.0
 _MOST_ERROR = 65536
-# What may stand in a head that we write ourselves: a line end would begin a header of its own.
 _decode = msgspec.json.Decoder().decode
+# What may stand in a head that we write ourselves: a line end would begin a header of its own.
 _VISIBLE = re.compile(r"[\x21-\x7e]*")
 
 
