@@ -16,7 +16,12 @@ from rose_dev.control_plane import ControlPlane
 if TYPE_CHECKING:
     from lightkube import Client
 
-pytest_plugins = ["rose_dev.testing", "rose_dev.engine_testing", "rose_dev.kernel_cache"]
+pytest_plugins = [
+    "rose_dev.testing",
+    "rose_dev.engine_testing",
+    "rose_dev.gpu.testing",
+    "rose_dev.kernel_cache",
+]
 
 # Without this, pytest-asyncio asks Python 3.11 for "the current loop", which makes one that nobody
 # closes; its ResourceWarning would fail a random test.
