@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -20,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 from aiohttp import web
 
 from rose_agent import node_verbs
@@ -34,6 +34,8 @@ from rose_agent.metrics import REGISTRY
 from rose_agent.pods.kubernetes import Access, KubernetesPods
 from rose_agent.pods.model import PodSource
 from rose_agent.pods.static import StaticPods
+from rose_agent.signals import confined
+from rose_agent.signals.reader import ConfinedReaders
 from rose_agent.sync import OperatorLink
 from rose_core.devices.memory import BudgetLimits
 from rose_engines.rundir import RunDir
@@ -108,15 +110,17 @@ def main(argv: list[str]) -> int:
         )
     options = flags_of_guard.parse_args(argv)
     logging.basicConfig(level=options.log_level, format="%(levelname)s %(name)s %(message)s")
+    # Before a thread, a loop or a driver's library exists: none of them survives a fork.
+    factory = confined.start()
     try:
-        asyncio.run(_run(options))
+        asyncio.run(_run(options, factory))
     except (AgentError, DeviceError, OSError) as error:
         _log.error("%s", flags.complaint(error, argv))  # for people, no trace
         return 1
     return 0
 
 
-async def _run(options: argparse.Namespace) -> None:
+async def _run(options: argparse.Namespace, factory: socket.socket) -> None:
     """Guard until SIGTERM or SIGINT, or until a part fails."""
     try:
         rundir = RunDir(options.rundir).create()
@@ -124,14 +128,15 @@ async def _run(options: argparse.Namespace) -> None:
         raise BadConfiguration(f"--rundir: {error}") from error
     settings = _settings(options)
     devices = open_driver(options.devices, options.static_gpus)
-    async with aiohttp.ClientSession() as session, AsyncExitStack() as stack:
+    readers = ConfinedReaders(factory)
+    async with AsyncExitStack() as stack:
         stack.callback(devices.close)
-        guard = Guard(rundir, settings, devices, session)
+        guard = Guard(rundir, settings, devices, readers)
         guard.pods = _pods(options, guard, devices)
         operator = _operator(options, guard) if options.operator else []
         for runner in await _serve(guard, options):
             stack.push_async_callback(runner.cleanup)
-        parts = (guard.run, guard.pods.run, *operator)
+        parts = (guard.run, guard.pods.run, readers.run, *operator)
         tasks = [asyncio.create_task(part()) for part in parts]
         stack.push_async_callback(_ended, tasks)
         await _until_told(tasks)

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from rose_agent.pods.model import ServingPod
-from rose_agent.signals.feed import Feed, load_source
-from rose_agent.signals.snapshot import Snapshot
+from rose_agent.signals.feed import Feed
 from rose_agent.signals.zmtp import Subscription
 from rose_core.telemetry.dialects import Figures
 from rose_dev.engine_environment import engine_python, is_ready
@@ -122,11 +121,3 @@ async def test_a_feed_that_fell_silent_is_unknown() -> None:
         feed._figures, feed._heard = Figures(running=0, waiting=0), -10.0
         assert feed.read() == Figures()
         feed.close()
-
-
-async def test_a_pod_that_names_a_feed_is_read_through_it() -> None:
-    offered = load_source(pod(feed_port=5558), scheduler=42)
-    assert isinstance(offered, Feed)
-    offered.close()
-    assert isinstance(load_source(pod(), scheduler=42), Snapshot)
-    assert load_source(pod(), scheduler=0) is None

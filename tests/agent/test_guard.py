@@ -17,6 +17,7 @@ from rose_agent.devices.static import StaticDriver
 from rose_agent.guard.loop import Guard, Settings
 from rose_agent.guard.slot import Slot
 from rose_agent.pods.static import StaticPods
+from rose_agent.signals.reader import DirectReaders
 from rose_core.guard.gate import GateLimits, Verdict
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slack import Slack
@@ -79,7 +80,7 @@ async def guard(short_dir: Path) -> AsyncIterator[tuple[Guard, Permit]]:
     replicas.write_text(yaml.safe_dump({"replicas": [entry]}))
     async with aiohttp.ClientSession() as session:
         settings = Settings("node", "", gate=GateLimits(reopen_ns=0))
-        made = Guard(rundir, settings, StaticDriver(None), session)
+        made = Guard(rundir, settings, StaticDriver(None), DirectReaders(session))
         made.pods = StaticPods(replicas)
         made.on_reply(SyncReply(1, True, (GRANT,), (POLICY,)), time.monotonic())
         made.host.engines = {KEY.uid: EngineStatus(KEY, EngineState.SERVING)}

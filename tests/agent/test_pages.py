@@ -13,6 +13,7 @@ from rose_agent import main as agent
 from rose_agent import node_verbs
 from rose_agent.devices.static import StaticDriver
 from rose_agent.guard.loop import Guard, Settings
+from rose_agent.signals.reader import DirectReaders
 from rose_engines.rundir import RunDir
 from rose_wire.plainpages import METRICS_TOKEN
 
@@ -39,7 +40,7 @@ async def pages(
     monkeypatch.setenv(METRICS_TOKEN, metrics_token)
     async with aiohttp.ClientSession() as session:
         rundir = RunDir(short_dir).create()
-        guard = Guard(rundir, Settings("n1", token), StaticDriver(None), session)
+        guard = Guard(rundir, Settings("n1", token), StaticDriver(None), DirectReaders(session))
         options = argparse.Namespace(http_host="127.0.0.1", http_port=0, node="n1")
         runners = await agent._serve(guard, options)
         host, port = runners[0].addresses[0]

@@ -15,6 +15,7 @@ from rose_agent.guard.replica import Replica
 from rose_agent.guard.report import replica_report
 from rose_agent.metrics import REGISTRY
 from rose_agent.pods.model import ServingPod
+from rose_agent.signals.reader import DirectReaders
 from rose_core.guard.crossover import Schedule
 from rose_core.guard.gate import GateLimits, closed
 from rose_core.guard.reasons import GateReason
@@ -39,7 +40,7 @@ async def replica() -> AsyncIterator[Replica]:
             outcomes=Outcomes("pod", Pools().state(POOL), Recorder(), lambda _: None, 0),
             schedule=Schedule(0.0),
             gate=GateLimits(),
-            session=session,
+            readers=DirectReaders(session),
         )
         made.book.began_ns = 0
         yield made

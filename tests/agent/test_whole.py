@@ -23,6 +23,7 @@ from rose_agent.devices.static import StaticDriver
 from rose_agent.devices.usage import ResidentMeter
 from rose_agent.guard.loop import Guard, Settings
 from rose_agent.pods.static import StaticPods
+from rose_agent.signals.reader import DirectReaders
 from rose_core.guard.gate import GateLimits
 from rose_core.guard.whole import Phase
 from rose_core.identity import SlotKey
@@ -158,7 +159,7 @@ async def node(folder: Path, feature: str = "on") -> AsyncIterator[Node]:
     drain.mkdir(parents=True)  # what the kubelet makes of the owner's mount
     async with aiohttp.ClientSession() as session, engine_host() as page:
         settings = Settings("node", "", gate=GateLimits(reopen_ns=0))
-        guard = Guard(rundir, settings, StaticDriver(None), session)
+        guard = Guard(rundir, settings, StaticDriver(None), DirectReaders(session))
         made = Node(guard, permit, engine, folder, port, vacated_url=page)
         made.write_pod()
         guard.pods = StaticPods(folder / "replicas.yaml")

@@ -19,7 +19,7 @@ import psutil
 
 from bench.guard.node import Bench
 from bench.guard.serving import SERVING, Serving
-from rose_agent.signals.snapshot import Snapshot, mapped
+from rose_agent.signals.snapshot import Snapshot, open_snapshot
 from rose_core.telemetry.dialects import LOADS
 from tests.telemetry.older import older
 
@@ -41,11 +41,10 @@ def _plain(page: str) -> str:
 def _memory(process: int) -> bytes | None:
     """The load snapshot of the server's scheduler."""
     for child in psutil.Process(process).children(recursive=True):
-        if mapped(Path(f"/proc/{child.pid}/maps").read_text()):
-            snapshot = Snapshot(child.pid)
-            snapshot.read()
-            memory = snapshot._memory
-            held = bytes(memory[:]) if memory is not None else b""
+        descriptor = open_snapshot(child.pid)
+        if descriptor is not None:
+            snapshot = Snapshot(descriptor)
+            held = snapshot.raw()
             snapshot.close()
             return held[: 16 + int.from_bytes(held[12:16], "little")]
     return None

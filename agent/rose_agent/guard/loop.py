@@ -24,8 +24,6 @@ import os
 import time
 from collections.abc import Callable
 
-import aiohttp
-
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.watch import DeviceWatch
 from rose_agent.guard import metrics, report, state
@@ -43,6 +41,7 @@ from rose_agent.guard.ticker import Pulse
 from rose_agent.guard.timers import Again
 from rose_agent.guard.whole import WholeReplicas
 from rose_agent.pods.model import PodSource
+from rose_agent.signals.reader import Readers
 from rose_core.guard.crossover import Schedule
 from rose_core.guard.gate import Verdict, closed, judge
 from rose_core.guard.grants import GrantBook
@@ -68,7 +67,7 @@ class Guard:
         rundir: the node's run directory.
         settings: see ``Settings``.
         devices: GPUs of the node.
-        session: HTTP session for engine figures.
+        readers: of what serving pods say about themselves.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Guard:
         rundir: RunDir,
         settings: Settings,
         devices: DeviceDriver,
-        session: aiohttp.ClientSession,
+        readers: Readers,
     ) -> None:
         self.rundir = rundir
         self.settings = settings
@@ -95,7 +94,7 @@ class Guard:
         self._saved = saved
         self.policies: tuple[PoolPolicy, ...] = saved.pools
         self.grants = GrantBook(highest_term=saved.highest_term)
-        self.matching = Matching(self, self._neighbours(), session, self._exited)
+        self.matching = Matching(self, self._neighbours(), readers, self._exited)
         self.replicas, self.slots = self.matching.replicas, self.matching.slots
         self._verdicts: dict[str, Verdict] = {}
         self._again = Again(self._step_again)

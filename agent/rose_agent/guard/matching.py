@@ -21,8 +21,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
-import aiohttp
-
 from rose_agent.guard import metrics
 from rose_agent.guard.gpus import look_at
 from rose_agent.guard.neighbours import Neighbours
@@ -32,7 +30,7 @@ from rose_agent.guard.slot import Slot
 from rose_agent.pods.kubernetes import KubernetesPods
 from rose_agent.pods.model import PodSource, ServingPod
 from rose_agent.pods.processes import Watcher
-from rose_agent.signals.feed import load_source
+from rose_agent.signals.reader import Readers
 from rose_core.guard.grants import GrantBook
 from rose_core.wire.host import EngineState
 from rose_core.wire.sync import PoolPolicy, SignalSource
@@ -70,7 +68,7 @@ class Matching:
     Args:
         owner: whose they are.
         around: what they are made of and reported to.
-        session: HTTP session for engine figures.
+        readers: of what serving pods say about themselves.
         exited: called with the pid of a serving process that has ended.
 
     Attributes:
@@ -82,14 +80,14 @@ class Matching:
         self,
         owner: Owner,
         around: Neighbours,
-        session: aiohttp.ClientSession,
+        readers: Readers,
         exited: Callable[[int], None],
     ) -> None:
         self.replicas: dict[str, Replica] = {}
         self.slots: dict[str, Slot] = {}
         self.pollers: dict[str, asyncio.Task[None]] = {}
         self.done = False
-        self._owner, self._around, self._session = owner, around, session
+        self._owner, self._around, self._readers = owner, around, readers
         self._watcher = Watcher(exited)
         self._history: set[str] = set()
         self._wall_offset_s = time.time() - time.monotonic()
@@ -98,6 +96,8 @@ class Matching:
         """End the pollers."""
         for task in self.pollers.values():
             task.cancel()
+        for replica in self.replicas.values():
+            replica.reader.close()
         self._watcher.close()
 
     def match(self, *, stop_pressed: bool) -> None:
@@ -141,10 +141,9 @@ class Matching:
         replica.update(pod, policy)
         replica.lent = any(s.serves(uid) for s in self.slots.values())
         replica.maybe_back(self._around.settings.settle_seconds)
-        replica.settled = self.settled(pod)
-        if replica.snapshot is None:
-            pid = pods.scheduler(uid) if isinstance(pods, KubernetesPods) else 0
-            replica.snapshot = load_source(pod, pid)
+        replica.settled = self.settled(pod) and replica.reader.machines is not None
+        if isinstance(pods, KubernetesPods):
+            replica.reader.follow(pods.scheduler(uid))
         differs = replica.book.mismatched_since_ns
         if differs and time.monotonic_ns() - differs > _MISMATCH_NS:
             self._around.tap.resync()
@@ -158,7 +157,7 @@ class Matching:
             outcomes=Outcomes(pod.name, pool, around.recorder, breach, time.monotonic_ns()),
             schedule=around.schedule,
             gate=around.settings.gate,
-            session=self._session,
+            readers=self._readers,
         )
         self.replicas[uid] = replica
         self.pollers[uid] = asyncio.create_task(replica.run())
@@ -181,8 +180,7 @@ class Matching:
         poller = self.pollers.pop(uid, None)
         if poller is not None:
             poller.cancel()
-        if replica.snapshot is not None:
-            replica.snapshot.close()
+        replica.reader.close()
         for gauge in (metrics.SIGNAL_KNOWN, metrics.VERIFIED):
             with contextlib.suppress(KeyError):
                 gauge.remove(replica.pod.name)

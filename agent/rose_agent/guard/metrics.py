@@ -21,6 +21,11 @@ STOP_SECONDS = Histogram(
     buckets=_FAST,
     registry=REGISTRY,
 )
+READER_ENDS = Counter(
+    "rose_guard_reader_ends",
+    "Processes that read a serving replica and ended while it was there; each is started anew.",
+    registry=REGISTRY,
+)
 GATE_OPEN = Gauge(
     "rose_guard_gate_open", "1 while the slot's gate is open.", ["slot"], registry=REGISTRY
 )

@@ -11,15 +11,12 @@ import contextlib
 import time
 from dataclasses import dataclass, field
 
-import aiohttp
-
 from rose_agent.devices.watch import View
 from rose_agent.guard import metrics
 from rose_agent.guard.outcomes import Outcomes
 from rose_agent.pods.model import ServingPod
 from rose_agent.signals import verify
-from rose_agent.signals.feed import LoadSource
-from rose_agent.signals.http import EngineReader
+from rose_agent.signals.reader import Reader, Readers
 from rose_agent.tap.frames import Watch
 from rose_core.guard.crossover import RELATIVE, Schedule
 from rose_core.guard.gate import GateLimits, ReplicaFacts
@@ -58,8 +55,7 @@ class Replica:
     limits: Limits
     book: Book
     gaps: Gaps
-    reader: EngineReader
-    snapshot: LoadSource | None = None
+    reader: Reader
     readings: dict[SignalSource, Reading] = field(default_factory=dict)
     verification: Verification = field(default_factory=Verification)
     gone: bool = False
@@ -82,19 +78,21 @@ class Replica:
         outcomes: Outcomes,
         schedule: Schedule,
         gate: GateLimits,
-        session: aiohttp.ClientSession,
+        readers: Readers,
     ) -> Replica:
         """Begin to follow a replica that has just been found."""
-        reader = EngineReader(session, pod.url, policy.engine)
+        reader = readers.of(pod, policy.engine)
         now_ns = time.monotonic_ns()
         gaps = Gaps(now_ns, reopen_ns=gate.reopen_ns, window_ns=gate.regime_ns)
         return cls(pod, policy, outcomes, schedule, Limits(), Book(now_ns), gaps, reader)
 
     def update(self, pod: ServingPod, policy: PoolPolicy) -> None:
         """Take the present state of the pod and the policy of its pool."""
-        if pod.address != self.pod.address or policy.engine != self.policy.engine:
-            self.reader.aim(pod.url, policy.engine)
+        moved = pod.address != self.pod.address or policy.engine != self.policy.engine
+        if moved:
             self.verification = Verification()
+        if moved or pod.pids != self.pod.pids:
+            self.reader.aim(pod, policy.engine)
         self.pod, self.policy = pod, policy
 
     def watch(self) -> Watch:
@@ -118,6 +116,11 @@ class Replica:
             and self.view is not None
             and self.view.lendable.bytes == 0
         )
+
+    @property
+    def group_size(self) -> int:
+        """Pods that are one replica: as their controller or engine says, the larger counts."""
+        return max(self.pod.group_size, self.reader.machines or 1)
 
     def signal(self, now_ns: int) -> ServingSignal:
         """What all sources together say about the requests under way."""
@@ -237,12 +240,12 @@ class Replica:
     async def snapshots(self) -> None:
         """Read the load snapshot where there is one; often only where it decides alone."""
         while True:
-            if self.snapshot is not None:
-                figures = self.snapshot.read()
-                if figures.running is not None:
-                    self.note_figures(SignalSource.LOAD_SNAPSHOT, figures, time.monotonic_ns())
+            figures = self.reader.snapshot()
+            if figures.running is not None:
+                self.note_figures(SignalSource.LOAD_SNAPSHOT, figures, time.monotonic_ns())
             tapped = self.lasting_source(time.monotonic_ns()) is SignalSource.WIRE_TAP
-            await asyncio.sleep(1.0 if self.snapshot is None else 0.2 if tapped else 0.02)
+            self.reader.watch(0.2 if tapped else 0.02)
+            await asyncio.sleep(1.0 if figures.running is None else 0.2 if tapped else 0.02)
 
     async def run(self) -> None:
         """Read every polled source until cancelled."""

@@ -112,7 +112,7 @@ def replica_report(
     """One serving replica."""
     signal = replica.signal(now_ns)
     pod, counters = replica.pod, replica.outcomes.counters
-    spans = Reason.MULTI_NODE_REPLICA if pod.group_size > 1 else None
+    spans = Reason.MULTI_NODE_REPLICA if replica.group_size > 1 else None
     refusal = word or spans or _REFUSALS.get(verdict.reason)
     source = replica.lasting_source(now_ns)
     if refusal is None and source is None and signal.doubt is not None:

@@ -146,7 +146,7 @@ class KubernetesPods:
             pids=tuple(sorted(f.pid for f in serving)),
             gpu_uuids=gpus,
             feed_port=_port(annotations.get(FEED_ANNOTATION, "")),
-            group_size=_group_size(annotations.get(GROUP_SIZE_ANNOTATION, ""), found),
+            group_size=_group_size(annotations.get(GROUP_SIZE_ANNOTATION, "")),
         )
 
     def scheduler(self, uid: str) -> int:
@@ -260,10 +260,9 @@ def _port(text: str) -> int:
     return int(text) if text.isdecimal() and int(text) < 65536 else 0
 
 
-def _group_size(written: str, found: Sequence[Found]) -> int:
-    """Pods that are one replica, as their controller or their engine says; the larger counts."""
-    size = int(written) if written.isdecimal() else 1
-    return max([size, *(process.machines for process in found)])
+def _group_size(written: str) -> int:
+    """Pods that are one replica, as their controller says."""
+    return int(written) if written.isdecimal() and len(written) < 7 else 1
 
 
 def _instance(status: Json) -> str:

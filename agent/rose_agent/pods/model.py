@@ -25,7 +25,7 @@ class ServingPod:
         interfaces: to tap; empty = all.
         gpu_uuids: GPUs it uses.
         feed_port: where its engine publishes its load (``signals.feed``), 0 = nowhere.
-        group_size: pods that are one replica together, this one included.
+        group_size: pods that are one replica together, as their controller says.
     """
 
     uid: str

@@ -2,9 +2,9 @@
 
 A pod's processes carry its UID and the container's id in ``/proc/PID/cgroup``, below whatever the
 runtime and the cgroup driver put around them. Processes vanish between listing and reading; that
-is ordinary. Environment and command line are not trusted (setproctitle overwrites them), except
-for two questions: which process is SGLang's scheduler, and whether the engine was started as one of
-several machines, which can only forbid lending.
+is ordinary. Only what the kernel itself holds is read here: a command line is the process's own
+memory, so ``rose_agent.signals.confined`` reads it. The name (``comm``) is the process's own word,
+which is asked for one thing: which one is SGLang's scheduler, whose load snapshot is read.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-# How SGLang and vLLM are told over how many machines one engine stretches.
-_MACHINES = re.compile(rb"--nnodes[ =](\d{1,6})\b")
+# ``sglang::scheduler``, as the kernel cuts it off.
+_SCHEDULER = "sglang::schedul"
 # Looks at a process that is of no pod of ours, before it counts as a stranger.
 _SURE = 2
 COMPLETE_EVERY = 15
@@ -31,14 +30,12 @@ class Found:
     Attributes:
         first: it is pid 1 of its container, and not the sandbox's pause process.
         scheduler: it is SGLang's scheduler.
-        machines: over how many its engine stretches, as its command line says.
     """
 
     pid: int
     container: str
     first: bool
     scheduler: bool
-    machines: int = 1
 
 
 class Processes:
@@ -97,7 +94,7 @@ class Processes:
 
 
 def _describe(folder: Path, cgroup: str) -> Found:
-    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").strip()
+    name = (folder / "comm").read_text(errors="replace").strip()
     inner = next(
         (
             line.split()[-1]
@@ -109,9 +106,8 @@ def _describe(folder: Path, cgroup: str) -> Found:
     return Found(
         int(folder.name),
         container_id(cgroup),
-        first=inner == "1" and not command.endswith(b"pause"),
-        scheduler=command.startswith(b"sglang::scheduler"),
-        machines=max(map(int, _MACHINES.findall(command)), default=1),
+        first=inner == "1" and name != "pause",
+        scheduler=name == _SCHEDULER,
     )
 
 

@@ -10,10 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Protocol
 
-from rose_agent.pods.model import ServingPod
-from rose_agent.signals.snapshot import Snapshot
 from rose_agent.signals.zmtp import Subscription
 from rose_core.telemetry.dialects import Figures, sglang_feed
 
@@ -21,23 +18,6 @@ _log = logging.getLogger(__name__)
 _TOPIC = b"load"
 _SILENT_SECONDS = 1.5  # its heartbeat comes every second
 _RETRY_SECONDS = 1.0
-
-
-class LoadSource(Protocol):
-    """The engine's own snapshot of its load, however it is reached."""
-
-    def read(self) -> Figures:
-        """Current figures; unknown when there are none."""
-
-    def close(self) -> None:
-        """Let go of it."""
-
-
-def load_source(pod: ServingPod, scheduler: int) -> LoadSource | None:
-    """The feed a pod offers, else the shared memory of its ``scheduler`` (pid, 0 = not visible)."""
-    if pod.feed_port and pod.address:
-        return Feed(pod.address, pod.feed_port)
-    return Snapshot(scheduler) if scheduler else None
 
 
 class Feed:

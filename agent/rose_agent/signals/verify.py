@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Protocol
 
-from rose_agent.signals.http import EngineReader
 from rose_core.telemetry.book import Book
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import Health
@@ -24,8 +24,17 @@ _LOOK_SECONDS = 0.02
 _SCRAPE = "/metrics"
 
 
+class Scraper(Protocol):
+    """Reads an engine's ``/metrics``, and counts how often it was answered."""
+
+    scrapes: int
+
+    async def metrics(self) -> Figures | None:
+        """Figures of the page, None when nobody answered."""
+
+
 async def compare(
-    reader: EngineReader, book: Book, before: Verification
+    reader: Scraper, book: Book, before: Verification
 ) -> tuple[Verification, Figures | None] | None:
     """Compare once.
 

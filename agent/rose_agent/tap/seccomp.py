@@ -26,6 +26,8 @@ _MACHINES = {
 }
 OPENER = frozenset({socket.AF_UNIX, socket.AF_PACKET, socket.AF_NETLINK})
 PARSER = frozenset({socket.AF_UNIX})
+# Readers of serving pods (``rose_agent.signals.confined``) speak HTTP and ZMTP with them.
+READER = frozenset({socket.AF_UNIX, socket.AF_INET, socket.AF_INET6})
 
 
 def program(families: frozenset[int], machine: str) -> bytes:
@@ -58,4 +60,4 @@ def confine(families: frozenset[int]) -> None:
     try:
         kernel.forbid(program(families, platform.machine()))
     except (KeyError, OSError) as error:
-        _log.warning("the tap's system calls stay unfiltered: %r", error)
+        _log.warning("system calls stay unfiltered: %r", error)
