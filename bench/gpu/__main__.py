@@ -117,7 +117,7 @@ def _with_mps(plan: Plan, driver: DeviceDriver, gpu: Gpu) -> dict[str, Any]:
         raise MpsError(f"there is no {program[0]}")
 
     def beside(check: Callable[[Daemon], Any]) -> Any:  # noqa: ANN401  # any result
-        with daemon(gpu.uuid, program) as made:
+        with daemon(program) as made:
             return check(made)
 
     whole = driver.multiprocessors(gpu.uuid)

@@ -139,15 +139,15 @@ class Daemon:
 
 
 @contextlib.contextmanager
-def daemon(uuid: str, program: tuple[str, ...]) -> Iterator[Daemon]:
-    """``nvidia-cuda-mps-control`` for one GPU, ended afterwards.
+def daemon(program: tuple[str, ...]) -> Iterator[Daemon]:
+    """``nvidia-cuda-mps-control``, ended afterwards.
 
     Raises:
         OSError: there is no such program.
         MpsError: it does not answer.
     """
     folder = Path(tempfile.mkdtemp(prefix="mps", dir="/tmp"))
-    pipes = Pipes(folder, uuid).create()
+    pipes = Pipes(folder).create()
     process = subprocess.Popen([*program, "-f"], env=pipes.environment(os.environ))
     try:
         made = Daemon(pipes, MpsControl(pipes, program))

@@ -43,7 +43,7 @@ VERBS: dict[str, Verb] = {
         "rose_agent.host.privilege_split", "run rollout engines on this node", "agent"
     ),
     "vacate": Verb("rose_agent.vacate", "wait until no rollout engine holds the GPUs", "agent"),
-    "mps": Verb("rose_agent.devices.mps_verb", "run the MPS daemon of one GPU", "agent"),
+    "mps": Verb("rose_agent.devices.mps_verb", "run the MPS daemon of a node", "agent"),
     "weight-sync": Verb("rose_agent.weightsync.main", "bring weights to this node", "weights"),
     "router": Verb("rose_router.main", "serve a lease's URL to trainers", "router"),
     "weights": Verb("rose_weights.main", "serve, inspect, verify and compare weights", "weights"),

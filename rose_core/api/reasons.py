@@ -66,7 +66,6 @@ class Reason(StrEnum):
     DEVICE_ACCESS = "DeviceAccess"
     MPS_UNAVAILABLE = "MpsUnavailable"
     MPS_FAULT = "MpsFault"
-    MPS_NOT_EXCLUSIVE = "MpsNotExclusive"
     MPS_SERVING_OUTSIDE = "MpsServingOutside"
     MPS_WRONG_USER = "MpsWrongUser"
     DRIVER_LIMIT_UNAVAILABLE = "DriverLimitUnavailable"
@@ -170,9 +169,8 @@ MEANING: dict[Reason, str] = {
     Reason.GPU_IN_USE: "a GPU of the replica is lent already or not yet vacated",
     Reason.INSUFFICIENT_MEMORY: "too little device memory may be lent",
     Reason.DEVICE_ACCESS: "the engine host cannot use the replica's GPUs",
-    Reason.MPS_UNAVAILABLE: "`compute: MPS`: no MPS daemon answers for the replica's GPU",
-    Reason.MPS_FAULT: "the GPU's MPS server is in FAULT; every client has to leave first",
-    Reason.MPS_NOT_EXCLUSIVE: "the GPU's compute mode is not EXCLUSIVE_PROCESS",
+    Reason.MPS_UNAVAILABLE: "`compute: MPS`: no MPS daemon of driver 550 or later answers there",
+    Reason.MPS_FAULT: "the MPS server is in FAULT; every client on that GPU has to leave first",
     Reason.MPS_SERVING_OUTSIDE: "serving is no client of the daemon: its owner has not opted in",
     Reason.MPS_WRONG_USER: "the MPS server cannot be seen to serve the engine's user",
     Reason.DRIVER_LIMIT_UNAVAILABLE: "`memoryLimit: Driver`: the driver sets no limits here",
@@ -247,7 +245,6 @@ REPLICA_REFUSALS = frozenset(
         Reason.DEVICE_ACCESS,
         Reason.MPS_UNAVAILABLE,
         Reason.MPS_FAULT,
-        Reason.MPS_NOT_EXCLUSIVE,
         Reason.MPS_SERVING_OUTSIDE,
         Reason.MPS_WRONG_USER,
         Reason.DRIVER_LIMIT_UNAVAILABLE,

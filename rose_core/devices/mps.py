@@ -6,9 +6,8 @@ may start, first rule first:
 
 | refusal | when |
 |---|---|
-| ``MpsUnavailable`` | no control daemon answers in the GPU's pipe directory |
-| ``MpsFault`` | the server is in FAULT: a client crashed the GPU for all; all must leave first |
-| ``MpsNotExclusive`` | compute mode is not EXCLUSIVE_PROCESS: a client may miss the pipe unseen |
+| ``MpsUnavailable`` | no daemon answers in the pipe directory, or one too old to tell a FAULT |
+| ``MpsFault`` | a server is in FAULT: a client crashed a GPU for all on it; they leave first |
 | ``MpsServingOutside`` | no serving process is a client: the owner has not opted in |
 | ``MpsWrongUser`` | the server is another user's, or cannot be seen to serve every user |
 
@@ -41,7 +40,6 @@ class MpsRefusal(StrEnum):
     NONE = ""
     UNAVAILABLE = "MpsUnavailable"
     FAULT = "MpsFault"
-    NOT_EXCLUSIVE = "MpsNotExclusive"
     SERVING_OUTSIDE = "MpsServingOutside"
     WRONG_USER = "MpsWrongUser"
     NOT_A_CLIENT = "MpsNotAClient"
@@ -76,17 +74,15 @@ class Server:
 
 @dataclass(frozen=True)
 class MpsSeen:
-    """A GPU's MPS as it was found.
+    """A node's MPS as it was found.
 
     Attributes:
         servers: None = no daemon answers.
-        compute_mode: of the GPU; None = unknown.
-        serving_pids: processes of the serving pod on this GPU.
+        serving_pids: processes of the serving pod.
         silence: why no daemon answers, where that is known.
     """
 
     servers: tuple[Server, ...] | None
-    compute_mode: str | None
     serving_pids: frozenset[int]
     silence: str = ""
 
@@ -104,26 +100,20 @@ def may_share(seen: MpsSeen, engine_uid: int) -> Finding:
     """Whether an engine of this user may become a client beside serving."""
     if seen.servers is None:
         why = f" ({seen.silence})" if seen.silence else ""
-        text = (
-            f"no MPS control daemon answers for this GPU{why}; run `rose mps` (chart: mps.enabled)"
-        )
+        text = f"no MPS control daemon answers here{why}; run `rose mps` (chart: mps.enabled)"
         return Finding(MpsRefusal.UNAVAILABLE, text)
     if is_faulty(seen.servers):
-        text = "the MPS server is in FAULT; restart the serving pod, every client has to leave"
+        text = "the MPS server is in FAULT; restart serving, every client on that GPU has to leave"
         return Finding(MpsRefusal.FAULT, text)
-    if seen.compute_mode != "ExclusiveProcess":
-        mode = seen.compute_mode or "unknown"
-        text = f"compute mode is {mode}; set EXCLUSIVE_PROCESS so that nothing runs beside MPS"
-        return Finding(MpsRefusal.NOT_EXCLUSIVE, text)
     shared = [server for server in seen.servers if server.clients & seen.serving_pids]
     if not shared:
-        text = "serving is no client of this daemon; mount its pipe directory into the serving pod"
+        text = "serving is no client of the node's daemon; mount its directory into the serving pod"
         return Finding(MpsRefusal.SERVING_OUTSIDE, text)
     return _admits(shared[0], engine_uid)
 
 
 def is_faulty(servers: Sequence[Server]) -> bool:
-    """A client has crashed the GPU for all of them."""
+    """A client has crashed a GPU for all that share it; a server does not say which GPU."""
     return any(server.state is ServerState.FAULT for server in servers)
 
 
@@ -133,8 +123,8 @@ def _admits(server: Server, engine_uid: int) -> Finding:
         return Finding(server=server)
     mode = "cannot be seen to serve" if server.multi_user is None else "does not serve"
     text = (
-        f"server {server.pid} of user {server.uid} {mode} user {engine_uid}; start its daemon as "
-        "root with -multiuser-server, as `rose mps` does"
+        f"server {server.pid} of user {server.uid} {mode} user {engine_uid}, whose processes would "
+        "wait until serving ends; it takes a daemon that knows -multiuser-server, started as root"
     )
     return Finding(MpsRefusal.WRONG_USER, text)
 

@@ -37,7 +37,6 @@ class HostReason(StrEnum):
     DRIVER_LIMIT_UNAVAILABLE = "DriverLimitUnavailable"
     MPS_UNAVAILABLE = "MpsUnavailable"
     MPS_FAULT = "MpsFault"
-    MPS_NOT_EXCLUSIVE = "MpsNotExclusive"
     MPS_SERVING_OUTSIDE = "MpsServingOutside"
     MPS_WRONG_USER = "MpsWrongUser"
     MPS_NOT_A_CLIENT = "MpsNotAClient"
@@ -76,9 +75,8 @@ HOST_MEANING: dict[HostReason, str] = {
     HostReason.INSUFFICIENT_MEMORY: "its GPU has too little free memory, or too little is lent",
     HostReason.ELASTIC_UNAVAILABLE: "kvcached is missing, or its pool is not the ordered one",
     HostReason.DRIVER_LIMIT_UNAVAILABLE: "the driver sets no memory limit, or it does not hold",
-    HostReason.MPS_UNAVAILABLE: "no MPS daemon answers for its GPU",
-    HostReason.MPS_FAULT: "the MPS server is in FAULT; every client has to leave first",
-    HostReason.MPS_NOT_EXCLUSIVE: "the GPU's compute mode is not EXCLUSIVE_PROCESS",
+    HostReason.MPS_UNAVAILABLE: "no MPS daemon of driver 550 or later answers on its node",
+    HostReason.MPS_FAULT: "the MPS server is in FAULT; every client on that GPU has to leave first",
     HostReason.MPS_SERVING_OUTSIDE: "serving is no client of the daemon",
     HostReason.MPS_WRONG_USER: "the MPS server cannot be seen to serve the engine's user",
     HostReason.MPS_NOT_A_CLIENT: "the MPS server does not list it: it has the whole GPU",

@@ -195,11 +195,11 @@ def test_scripts_in_hooks_need_nothing_but_python(name: str) -> None:
 
 def test_mps_daemons_are_off_until_asked_for_and_replaced_by_hand() -> None:
     assert "rose-mps" not in {item["metadata"]["name"] for item in render(LENDING).objects}
-    rendered = render({**LENDING, "mps": {"enabled": True, "gpusPerNode": 2}})
+    rendered = render({**LENDING, "mps": {"enabled": True}})
     daemons = rendered.one("DaemonSet", "rose-mps")["spec"]
     assert daemons["updateStrategy"] == {"type": "OnDelete"}
-    containers = daemons["template"]["spec"]["containers"]
-    assert [item["args"] for item in containers] == [["0", "/run/rose-mps"], ["1", "/run/rose-mps"]]
+    (daemon,) = daemons["template"]["spec"]["containers"]
+    assert daemon["args"] == ["--root=/run/rose-mps"]
     with pytest.raises(CommandFailed, match=r"needs lending\.enabled"):
         Rendered({"mps": {"enabled": True}})
 
@@ -209,9 +209,14 @@ def test_engine_hosts_reach_the_daemons_only_where_there_are_some() -> None:
     assert "hostPID" not in plain
     rendered = render({**LENDING, "mps": {"enabled": True}})
     pod = rendered.one("DaemonSet", "rose-engine-host")["spec"]["template"]["spec"]
-    assert (pod["hostPID"], pod["hostIPC"]) == (True, True)
+    assert pod["hostPID"] is True
+    assert "hostIPC" not in pod
     (host,) = [item for item in pod["containers"] if item["name"] == "engine-host"]
     assert "--mps-root=/run/rose-mps" in host["args"]
-    mounts = {item["name"]: item["mountPath"] for item in host["volumeMounts"]}
-    assert mounts["pipes"] == "/run/rose-mps"
-    assert "/dev/shm" not in mounts.values(), "clients and server share the node's"
+    (daemon,) = rendered.one("DaemonSet", "rose-mps")["spec"]["template"]["spec"]["containers"]
+    for container in (host, daemon):
+        assert {
+            item["mountPath"]: item.get("subPath", "")
+            for item in container["volumeMounts"]
+            if item["name"] == "mps"
+        } == {"/run/rose-mps": "", "/dev/shm": "shm"}, "clients and server share memory there"

@@ -91,7 +91,7 @@ MISTAKES = {
         "router --lease a/b --ingest-url here",
         "--ingest-url: 'here' is no web address; expected http://HOST:PORT",
     ),
-    "a daemon's folder that is a file": ("mps --gpu GPU-1 --root {word}", "--root {word}/GPU-1"),
+    "a daemon's folder that is a file": ("mps --root {word}", "--root {word}"),
     "a relay's taken port": (
         "weights relay --upstream a:1 --root {new} --address 127.0.0.1:0 --http-port {taken}",
         "address already in use",
@@ -171,9 +171,9 @@ MISTAKES = {
     "a share above all": ("router --lease a/b --explore 7", "'7' is no share"),
     "an amount that is none": ("router --lease a/b --pause-seconds soon", "'soon' is no amount"),
     "a window below nothing": ("weights serve --root {new} --window -3", "'-3' is no count"),
-    "a daemon's level": ("mps --gpu GPU-1 --log-level loud", "choose from 'DEBUG'"),
+    "a daemon's level": ("mps --log-level loud", "choose from 'DEBUG'"),
     "a daemon that is not there": (
-        "mps --gpu GPU-1 --program {none} --root {new}",
+        "mps --program {none} --root {new}",
         "{none}: no such program; --program names it",
     ),
     "an operator's port": (

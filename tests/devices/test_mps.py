@@ -1,6 +1,6 @@
 """MPS: what must be true before a GPU is shared, and the daemon's grammar on the stand-in.
 
-Where NVIDIA's daemon is installed, the same contract runs on it.
+``test_real_mps`` holds NVIDIA's own daemons to the same contract.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 
 from rose_agent.devices import fake_mps, mps3
 from rose_agent.devices.errors import MpsError
-from rose_agent.devices.mps import PROGRAM, MpsControl, Pipes
+from rose_agent.devices.mps import MpsControl, Pipes
 from rose_agent.devices.mps_tasks import Question, check, end
 from rose_agent.devices.mps_verb import main
 from rose_agent.host.groups import wait_for
@@ -42,7 +42,7 @@ from rose_core.devices.mps import (
 # that is late counts as none.
 PATIENCE = 120.0
 SERVER = Server(100, ServerState.ACTIVE, 0, frozenset({11, 22}), multi_user=True)
-SEEN = MpsSeen((SERVER,), "ExclusiveProcess", frozenset({11}))
+SEEN = MpsSeen((SERVER,), frozenset({11}))
 
 
 def test_a_gpu_whose_owner_opted_in_may_be_shared() -> None:
@@ -54,8 +54,6 @@ def test_a_gpu_whose_owner_opted_in_may_be_shared() -> None:
     [
         (replace(SEEN, servers=None), MpsRefusal.UNAVAILABLE),
         (replace(SEEN, servers=(replace(SERVER, state=ServerState.FAULT),)), MpsRefusal.FAULT),
-        (replace(SEEN, compute_mode="Default"), MpsRefusal.NOT_EXCLUSIVE),
-        (replace(SEEN, compute_mode=None), MpsRefusal.NOT_EXCLUSIVE),
         (replace(SEEN, serving_pids=frozenset({33})), MpsRefusal.SERVING_OUTSIDE),
         (replace(SEEN, servers=()), MpsRefusal.SERVING_OUTSIDE),
         (replace(SEEN, servers=(replace(SERVER, multi_user=False),)), MpsRefusal.WRONG_USER),
@@ -143,7 +141,7 @@ class Daemon:
 @pytest.fixture
 def pipes() -> Iterator[Pipes]:
     folder = Path(tempfile.mkdtemp(prefix="mps", dir="/tmp"))
-    yield Pipes(folder, "GPU-a").create()
+    yield Pipes(folder).create()
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -151,7 +149,7 @@ def pipes() -> Iterator[Pipes]:
 def daemon(pipes: Pipes, request: pytest.FixtureRequest) -> Iterator[Daemon]:
     """The stand-in, run as ``rose mps`` runs it, in both grammars."""
     program = [sys.executable, "-m", "rose_agent.devices.fake_mps"]
-    command = [sys.executable, "-m", "rose_cli.main", "mps", "--gpu", "GPU-a"]
+    command = [sys.executable, "-m", "rose_cli.main", "mps"]
     command += ["--root", str(pipes.root), "--program", " ".join(program)]
     command += ["--protocol", str(request.param), "--answer-seconds", str(PATIENCE)]
     process = subprocess.Popen(command)
@@ -185,23 +183,20 @@ def test_a_fault_lasts_until_every_client_has_left(daemon: Daemon) -> None:
     daemon.tell("fake_fault")
     (server,) = daemon.control.servers()
     assert server.state is ServerState.FAULT
-    seen = MpsSeen((server,), "ExclusiveProcess", frozenset({4711}))
+    seen = MpsSeen((server,), frozenset({4711}))
     assert may_share(seen, 0).refusal is MpsRefusal.FAULT
     daemon.tell("fake_leave 4711")
     assert daemon.control.servers()[0].state is ServerState.ACTIVE
 
 
-def test_a_check_asks_daemon_and_driver_and_says_the_first_thing_that_is_wrong(
-    daemon: Daemon,
-) -> None:
-    def asked(question: Question, mode: str = "ExclusiveProcess") -> MpsRefusal:
-        return check(daemon.control, question, lambda: mode).refusal
+def test_a_check_asks_the_daemon_and_says_the_first_thing_that_is_wrong(daemon: Daemon) -> None:
+    def asked(question: Question) -> MpsRefusal:
+        return check(daemon.control, question).refusal
 
     serving = Question(serving=4711, engine_uid=os.geteuid())
     assert asked(serving) is MpsRefusal.SERVING_OUTSIDE
     daemon.tell("fake_connect 4711")
     assert asked(serving) is MpsRefusal.NONE
-    assert asked(serving, "Default") is MpsRefusal.NOT_EXCLUSIVE
     engine = replace(serving, client=4712, seen=40, whole=132)
     assert asked(engine) is MpsRefusal.NOT_A_CLIENT
     daemon.tell("fake_connect 4712 30")
@@ -209,16 +204,18 @@ def test_a_check_asks_daemon_and_driver_and_says_the_first_thing_that_is_wrong(
     assert asked(replace(engine, seen=132)) is MpsRefusal.SHARE_NOT_GIVEN
 
 
-def test_a_driver_without_compute_mode_is_no_exclusive_mode(
+def test_the_verb_says_what_is_missing_and_then_that_nothing_is(
     daemon: Daemon, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    daemon.tell("fake_connect 4711")
     root = daemon.control._pipes.root  # where the fixture put it
-    flags = ["--gpu", "GPU-a", "--root", str(root), "--check", "--serving", "4711"]
-    program = f"{sys.executable} -m rose_agent.devices.fake_mps"
-    flags += ["--answer-seconds", str(PATIENCE)]
-    assert main([*flags, "--devices", "static", "--program", program]) == 1
-    assert capsys.readouterr().out.startswith("MpsNotExclusive: compute mode is unknown")
+    flags = ["--root", str(root), "--check", "--serving", "4711"]
+    flags += ["--program", f"{sys.executable} -m rose_agent.devices.fake_mps"]
+    flags += ["--answer-seconds", str(PATIENCE), "--engine-uid", str(os.geteuid())]
+    assert main(flags) == 1
+    assert capsys.readouterr().out.startswith("MpsServingOutside: ")
+    daemon.tell("fake_connect 4711")
+    assert main(flags) == 0
+    assert capsys.readouterr().out == "ok\n"
 
 
 def test_a_client_loses_its_server_before_it_is_killed(daemon: Daemon) -> None:
@@ -276,7 +273,7 @@ def test_commands_that_the_daemon_does_not_know_are_errors(daemon: Daemon) -> No
 @pytest.mark.parametrize("daemon", [2], indirect=True)
 def test_a_caller_that_gave_up_takes_nobody_elses_daemon_away(daemon: Daemon) -> None:
     for _ in range(3):
-        with socket.socket(socket.AF_UNIX) as caller:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
             caller.connect(str(daemon.control._pipes.pipe / "control"))
             caller.sendall(b"get_default_active_thread_percentage\n")
     assert daemon.control.servers() == ()
@@ -284,7 +281,7 @@ def test_a_caller_that_gave_up_takes_nobody_elses_daemon_away(daemon: Daemon) ->
 
 def test_a_daemon_that_is_late_counts_as_none_and_the_check_says_so(pipes: Pipes) -> None:
     late = MpsControl(pipes, ["/bin/sleep", "600"], answer_seconds=0.1)
-    found = check(late, Question(serving=4711), lambda: "ExclusiveProcess")
+    found = check(late, Question(serving=4711))
     assert found.refusal is MpsRefusal.UNAVAILABLE
     assert "get_server_list: no answer within 0.1 s" in found.message
 
@@ -297,13 +294,17 @@ def test_no_daemon_is_an_error_that_says_so(pipes: Pipes) -> None:
         MpsControl(pipes, ["/no-such-program"]).servers()
 
 
-@pytest.mark.skipif(shutil.which(PROGRAM) is None, reason="needs NVIDIA's MPS and a GPU")
-def test_the_real_daemon_answers_the_same_commands(pipes: Pipes) -> None:
-    environment = pipes.environment(os.environ)
-    subprocess.run([PROGRAM, "-d"], env=environment, check=True, timeout=30)
-    control = MpsControl(pipes)
+def test_a_daemon_that_was_killed_is_not_taken_for_one_that_runs(pipes: Pipes) -> None:
+    program = [sys.executable, "-m", "rose_agent.devices.fake_mps"]
+    killed = subprocess.Popen([*program, "-f", "-p", "3"], env=pipes.environment(os.environ))
+    control = MpsControl(pipes, program, PATIENCE)
     try:
-        assert control.servers() == ()
-        assert float(control.ask("get_default_active_thread_percentage")[0]) == 100.0
+        assert wait_for((pipes.pipe / "control").exists, 30.0)
+        assert control.protocol == 3
     finally:
-        control.quit()
+        killed.kill()
+        killed.wait()
+    assert (pipes.pipe / "control").exists()
+    assert control.protocol == 2
+    with pytest.raises(MpsError, match="Cannot find MPS control daemon"):
+        control.servers()

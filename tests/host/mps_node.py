@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from rose_agent.devices import fake_mps
-from rose_agent.devices.fake_nvml import FakeGpu, FakeMemory, FakeNvml
+from rose_agent.devices.fake_nvml import FakeGpu, FakeMemory, FakeNvml, FakeProcess
 from rose_agent.devices.mps import MpsControl, Pipes
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.devices.owners import Owner
@@ -75,17 +75,19 @@ class Node:
 
 
 @contextlib.contextmanager
-def node(mode: int = 3) -> Iterator[Node]:
+def node() -> Iterator[Node]:
     """The daemon as ``rose mps`` runs it, and a process that stands for serving."""
     folder = Path(tempfile.mkdtemp(prefix="mps", dir="/tmp"))
     folder.chmod(0o755)
-    pipes = Pipes(folder, GPU).create()
-    command = [sys.executable, "-m", "rose_cli.main", "mps", "--gpu", GPU]
+    pipes = Pipes(folder).create()
+    command = [sys.executable, "-m", "rose_cli.main", "mps"]
     command += ["--root", str(folder), "--program", " ".join(PROGRAM)]
     daemon, serving = subprocess.Popen(command), subprocess.Popen(["/bin/sleep", "600"])
     try:
         assert wait_for((pipes.pipe / "control").exists, 30.0)
-        yield Node(pipes, FakeGpu(GPU, FakeMemory(80 * GIB, 0), compute_mode=mode), serving.pid)
+        gpu = FakeGpu(GPU, FakeMemory(80 * GIB, 0))
+        gpu.mps_clients.append(FakeProcess(serving.pid, 40 * GIB))
+        yield Node(pipes, gpu, serving.pid)
     finally:
         serving.kill()
         serving.wait()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import psutil
 import pytest
 
@@ -62,7 +63,7 @@ async def test_an_engine_is_admitted_once_serving_has_opted_in_and_leaves_before
         with guarding(rundir):
             await host.host.ensure(shared_order())
             refused = await failed(host, "MpsServingOutside")
-            assert "mount its pipe directory" in refused.message
+            assert "mount its directory" in refused.message
             assert gpu_node.clients() == frozenset()
             gpu_node.opt_in()
             status = await serving(host)
@@ -75,6 +76,18 @@ async def test_an_engine_is_admitted_once_serving_has_opted_in_and_leaves_before
         assert gpu_node.terminated() == set(status.pids)
         assert gpu_node.clients() == frozenset()
         assert gpu_node.serving in gpu_node.control.servers()[0].clients
+
+
+async def test_an_engine_of_a_replica_with_several_gpus_is_a_client_of_the_one_daemon(
+    rundir: Path, models: Path, gpu_node: Node
+) -> None:
+    gpu_node.opt_in()
+    whole = msgspec.structs.replace(shared_order(), gpu_uuids=(GPU, "GPU-b"))
+    async with hosting(rundir, models, gpu_node) as host:
+        with guarding(rundir):
+            await host.host.ensure(whole)
+            status = await serving(host)
+            assert gpu_node.clients() == set(status.pids)
 
 
 async def test_a_client_rests_at_its_permit_and_is_never_frozen(
@@ -189,10 +202,10 @@ async def test_what_the_node_can_share_is_said_with_the_reason(
     }
     assert "--devices nvml" in able.said["DriverMemoryLimit"]
     assert "build the engine image with it" in able.said["ElasticMemory"]
-    gpu_node.gpu.compute_mode = 0
+    gpu_node.gpu.mps_clients.clear()
     able.files = (Path("/dev/no-such-device"),)
     await able.look()
-    assert able.said[f"MPS/{GPU}"].startswith("MpsNotExclusive: ")
+    assert able.said[f"MPS/{GPU}"].startswith("MpsServingOutside: "), "on another GPU of the node"
     assert "/dev/no-such-device" in able.said["DeviceAccess"]
 
 

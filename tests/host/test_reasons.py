@@ -65,7 +65,6 @@ def test_a_word_of_guard_host_and_operator_means_one_thing() -> None:
         "DriverLimitUnavailable",
         "MpsUnavailable",
         "MpsFault",
-        "MpsNotExclusive",
         "MpsServingOutside",
         "MpsWrongUser",
     }

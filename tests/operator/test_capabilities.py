@@ -35,14 +35,14 @@ async def wanting(said: dict[str, str], **spec: object) -> Bench:
 
 
 async def test_a_node_without_mps_lends_nothing_of_a_pool_that_asks_for_it() -> None:
-    text = "MpsNotExclusive: compute mode is Default; set EXCLUSIVE_PROCESS"
+    text = "MpsServingOutside: serving is no client; mount its directory"
     bench = await wanting({**READY, "MPS/GPU-a": text}, compute="MPS")
     assert bench.slots() == []
     found = conditions(bench)
     assert found["Accepted"]["status"] == "True"
-    assert found["ComputeAvailable"]["reason"] == "MpsNotExclusive"
+    assert found["ComputeAvailable"]["reason"] == "MpsServingOutside"
     assert "n1" in found["ComputeAvailable"]["message"]
-    assert "set EXCLUSIVE_PROCESS" in found["ComputeAvailable"]["message"]
+    assert "mount its directory" in found["ComputeAvailable"]["message"]
     assert found["DeviceAccess"]["status"] == "True"
     assert found["MemoryAvailable"]["status"] == "True"
     report(bench, READY)

@@ -1,6 +1,7 @@
 """A stand-in for ``nvidia-cuda-mps-control``: same invocation, same commands, no GPU.
 
     -f [-multiuser-server] run the daemon in the foreground, on ``control`` in the pipe directory
+    --help                 names the options
     (commands on stdin)    send each line to the daemon and print what it answers
 
 What a real server learns from its clients is told here by commands that NVIDIA's has not:
@@ -23,7 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rose_agent.devices import fake_mps3, mps3
-from rose_agent.devices.mps import MULTI_USER, PID_FILE
+from rose_agent.devices.mps import MULTI_USER
+
+_MOST = 1 << 16  # bytes of a command or an answer: each is one packet
 
 
 def _place() -> Path:
@@ -70,7 +73,7 @@ class FakeDaemon:
             return f"{fake_mps3.answer(self, [command, *words])}\n"
         handler = getattr(self, f"do_{command}", None)
         if handler is None:
-            return f"Unknown command: {command}, please type help for usage\n"
+            return f'Unknown command "{command}"\n'
         try:
             text: str = handler(*words)
         except (TypeError, ValueError):
@@ -174,8 +177,7 @@ def serve(place: Path, *, multi_user: bool, protocol: int = 2) -> int:
     """Answer until told to quit."""
     daemon = FakeDaemon(multi_user=multi_user, protocol=protocol)
     place.unlink(missing_ok=True)
-    place.with_name(PID_FILE).write_text(f"{daemon.pid}\n")
-    with socket.socket(socket.AF_UNIX) as listener:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         # Bound under another name and renamed: a client sees either nothing or a listener.
         making = place.with_name(".control")
         making.unlink(missing_ok=True)
@@ -193,19 +195,17 @@ def serve(place: Path, *, multi_user: bool, protocol: int = 2) -> int:
 
 
 def _reply(daemon: FakeDaemon, connection: socket.socket) -> None:
-    with connection.makefile() as stream:
-        line = stream.readline()
+    line = connection.recv(_MOST).decode()
     if line:
         connection.sendall(daemon.answer(line.strip()).encode())
 
 
 def send(place: Path, line: str) -> str:
     """One command to the daemon behind ``place``."""
-    with socket.socket(socket.AF_UNIX) as connection:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(str(place))
         connection.sendall(f"{line}\n".encode())
-        with connection.makefile() as stream:
-            return stream.read()
+        return connection.recv(_MOST).decode()
 
 
 def main(argv: list[str]) -> int:
@@ -215,6 +215,9 @@ def main(argv: list[str]) -> int:
         Exit code.
     """
     place = _place()
+    if argv == ["--help"]:
+        sys.stdout.write(f"[-f] [{MULTI_USER}] [-p 3 [{mps3.MULTI_USER[1]}]]\n")
+        return 0
     if argv[:1] == ["-f"]:
         multi_user = MULTI_USER in argv or any(flag in argv for flag in mps3.MULTI_USER)
         return serve(place, multi_user=multi_user, protocol=3 if mps3.speaks(argv) else 2)

@@ -1,6 +1,6 @@
-"""What people and scripts do with a running MPS daemon: check a GPU, end one client.
+"""What people and scripts do with a running MPS daemon: check it, end one client.
 
-``rose mps --gpu UUID --check`` answers whether an engine may share the GPU now, by the decisions of
+``rose mps --check`` answers whether an engine may share serving's GPU now, by the decisions of
 ``rose_core``; with ``--client`` also whether that process got its share. ``--end PID`` ends it
 in the only safe order: ``terminate_client``, wait until the server has let go, SIGKILL.
 """
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rose_agent.devices.errors import DeviceError, MpsError
+from rose_agent.devices.errors import MpsError
 from rose_agent.devices.mps import MpsControl
 from rose_core.devices.mps import (
     Client,
@@ -48,20 +48,15 @@ class Question:
     share_percent: int = 30
 
 
-def check(
-    control: MpsControl, question: Question, compute_mode: Callable[[], str | None]
-) -> Finding:
-    """Ask the daemon and the driver, and decide."""
+def check(control: MpsControl, question: Question) -> Finding:
+    """Ask the daemon, and decide."""
     servers: tuple[Server, ...] | None = None
     silence = ""
     try:
         servers = control.servers()
     except MpsError as error:
         silence = str(error)
-    mode = None
-    with contextlib.suppress(DeviceError):
-        mode = compute_mode()
-    seen = MpsSeen(servers, mode, frozenset({question.serving}), silence)
+    seen = MpsSeen(servers, frozenset({question.serving}), silence)
     found = may_share(seen, question.engine_uid)
     if found.server is None or question.client is None:
         return found

@@ -1,4 +1,4 @@
-"""``rose mps``: run the MPS control daemon of one GPU, check it, or end one of its clients.
+"""``rose mps``: run the node's MPS control daemon, check it, or end one of its clients.
 
 Without ``--check`` or ``--end`` the daemon runs in the foreground until SIGTERM, for a DaemonSet
 that is replaced by hand: its end is the end of every client, serving included.
@@ -15,10 +15,17 @@ import sys
 from pathlib import Path
 
 from rose_agent.devices import mps3
-from rose_agent.devices.errors import DeviceError, MpsError
-from rose_agent.devices.mps import ANSWER_SECONDS, MULTI_USER, PROGRAM, MpsControl, Pipes
+from rose_agent.devices.errors import MpsError
+from rose_agent.devices.mps import (
+    ANSWER_SECONDS,
+    MULTI_USER,
+    PROGRAM,
+    ROOT,
+    MpsControl,
+    Pipes,
+    knows,
+)
 from rose_agent.devices.mps_tasks import Question, check, end
-from rose_agent.devices.opening import open_driver
 from rose_wire.flags import above_zero, add_log_level, complaint
 
 _log = logging.getLogger(__name__)
@@ -27,11 +34,10 @@ _log = logging.getLogger(__name__)
 def parser() -> argparse.ArgumentParser:
     """The verb's arguments."""
     made = argparse.ArgumentParser(
-        prog="rose mps", description="Run the MPS control daemon of one GPU in the foreground."
+        prog="rose mps", description="Run the node's MPS control daemon in the foreground."
     )
     add = made.add_argument
-    add("--gpu", required=True, help="its UUID, GPU-...")
-    add("--root", type=Path, default=Path("/run/rose-mps"), help="pipe directories")
+    add("--root", type=Path, default=ROOT, help="folder of its pipe, log and shared memory")
     add("--program", default=PROGRAM, help="the control program")
     add("--protocol", type=int, choices=[2, 3], default=2, help="3 needs a driver from r615 on")
     add(
@@ -40,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         default=ANSWER_SECONDS,
         help="a daemon that takes longer to answer counts as none",
     )
-    add("--check", action="store_true", help="say whether an engine may share the GPU now")
+    add("--check", action="store_true", help="say whether an engine may share a GPU now")
     add("--serving", type=int, default=0, metavar="PID", help="with --check: serving's process")
     add("--engine-uid", type=int, default=0, help="with --check: the engine's user")
     add("--client", type=int, metavar="PID", help="with --check: did this engine get its share?")
@@ -48,7 +54,6 @@ def parser() -> argparse.ArgumentParser:
     add("--of", type=int, default=0, help="with --client: multiprocessors of the GPU")
     add("--share", type=int, default=30, help="with --client: percent it was started with")
     add("--end", type=int, metavar="PID", help="terminate this client, then kill it")
-    add("--devices", choices=["nvml", "static"], default="nvml", help="who knows the compute mode")
     add_log_level(made)
     return made
 
@@ -62,7 +67,7 @@ def main(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
     logging.basicConfig(level=arguments.log_level, format="%(levelname)s %(name)s %(message)s")
     try:
-        pipes = Pipes(arguments.root, arguments.gpu)
+        pipes = Pipes(arguments.root)
         control = MpsControl(pipes, arguments.program.split(), arguments.answer_seconds)
         if arguments.check:
             return _check(arguments, control)
@@ -87,36 +92,37 @@ def _check(arguments: argparse.Namespace, control: MpsControl) -> int:
         arguments.share,
     )
 
-    def compute_mode() -> str | None:
-        driver = open_driver(arguments.devices)
-        try:
-            return driver.compute_mode(arguments.gpu)
-        finally:
-            driver.close()
-
-    found = check(control, question, compute_mode)
+    found = check(control, question)
     sys.stdout.write(f"{found.refusal.value}: {found.message}\n" if found.refusal else "ok\n")
     return 1 if found.refusal else 0
 
 
 def _run(program: list[str], pipes: Pipes, control: MpsControl, protocol: int) -> int:
     # Serving and each engine are different users; only root may start a server for all of them.
-    many = MULTI_USER if protocol == 2 else mps3.MULTI_USER[0]
+    many = MULTI_USER if protocol == 2 else mps3.MULTI_USER[1]
     mode = [] if protocol == 2 else [*mps3.PROTOCOL]
-    mode += [many] if os.geteuid() == 0 else []
+    if os.geteuid() == 0 and knows(program, many):
+        mode += [many]
+    else:
+        _log.warning("this daemon serves one user at a time: engines must be serving's user")
     daemon = subprocess.Popen(  # the program is the platform's
         [*program, "-f", *mode], env=pipes.environment(os.environ)
     )
+    ordered = False
 
     def stop(_number: int, _frame: object) -> None:
         # Clients first lose their server in an orderly way; a killed daemon would leave it behind.
+        nonlocal ordered
+        ordered = True
         try:
             control.quit()
-        except DeviceError as error:
+        except MpsError as error:
             _log.warning("%s", error)
             daemon.terminate()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    _log.info("MPS of %s: pipe directory %s", pipes.gpu, pipes.pipe)
-    return daemon.wait()
+    _log.info("MPS: pipe directory %s", pipes.pipe)
+    code = daemon.wait()
+    # Ends with 1 when a server had to be forced, which is no failure of an order to end.
+    return 0 if ordered else code

@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--engine-shm-mib", type=flags.count, default=0, help="own /dev/shm; 0 = shared"
     )
-    made.add_argument("--mps-root", type=Path, help="pipe directories of the MPS daemons")
+    made.add_argument("--mps-root", type=Path, help="folder of the MPS daemon")
     made.add_argument("--mps-program", default=PROGRAM, help="the MPS control program")
     made.add_argument("--drain-seconds", type=flags.amount, default=5.0)
     made.add_argument("--thaw-all", action="store_true", help="let every engine go on, then exit")

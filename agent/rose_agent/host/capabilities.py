@@ -132,7 +132,10 @@ class Capabilities:
 
     def _mps(self, gpus: tuple[str, ...]) -> Mapping[str, str]:
         mps = self.ways.mps
-        found = {gpu: mps.may_share(gpu, self.uid or os.geteuid()) for gpu in gpus or ("",)}
+        found = {
+            gpu: mps.may_share([gpu] if gpu else (), self.uid or os.geteuid())
+            for gpu in gpus or ("",)
+        }
         said = {gpu: _word(one.refusal.value, one.message) for gpu, one in found.items()}
         if "" in said or mps.root is None:
             return {Capability.MPS.value: next(iter(said.values()))}

@@ -1,4 +1,4 @@
-"""MPS of this node as the engine host uses it: ask a GPU's daemon, check, end clients through it.
+"""MPS of this node as the engine host uses it: ask the daemon, check, end clients through it.
 
 Decisions are ``rose_core.devices.mps``; this gathers what they are made of. A process is serving's
 when its cgroup names the serving pod, so the host must see the node's processes (``hostPID``).
@@ -40,11 +40,11 @@ _NO_ROOT = "this engine host was started without --mps-root (chart: mps.enabled)
 
 @dataclass(frozen=True)
 class MpsNode:
-    """The MPS daemons of a node's GPUs.
+    """The MPS daemon of the node.
 
     Attributes:
-        root: folder of their pipes; None = there are none.
-        driver: knows compute modes and multiprocessors.
+        root: folder of its directories; None = there is none.
+        driver: knows who is on a GPU, and its multiprocessors.
         program: the control program and arguments that come before its own.
         owner: whose a process is.
     """
@@ -54,81 +54,84 @@ class MpsNode:
     program: Sequence[str] = (PROGRAM,)
     owner: Callable[[int], Owner | None] = owner_of
 
-    def environment(self, gpu: str, percent: int) -> Mapping[str, str]:
-        """What makes a process a limited client of this GPU's server."""
-        pipes = self._pipes(gpu)
+    def environment(self, percent: int) -> Mapping[str, str]:
+        """What makes a process a limited client of the daemon's server."""
+        pipes = self._pipes()
         return client_environment(str(pipes.pipe), str(pipes.log), percent)
 
-    def may_share(self, gpu: str, engine_uid: int, pod_uid: str = "") -> Finding:
+    def may_share(self, gpus: Collection[str], engine_uid: int, pod_uid: str = "") -> Finding:
         """Whether an engine of this user may start beside serving.
 
         Args:
-            gpu: the GPU's uuid.
+            gpus: uuids; serving must be on one of them where no pod is named.
             engine_uid: user that the engine will be.
             pod_uid: the serving pod; empty = any pod that is no engine's.
         """
         if self.root is None:
             return Finding(MpsRefusal.UNAVAILABLE, _NO_ROOT)
-        servers = self.servers(gpu)
-        clients = frozenset[int]().union(*(one.clients for one in servers or ()))
+        try:
+            servers = self._control().servers()
+        except MpsError as error:
+            return may_share(MpsSeen(None, frozenset(), str(error)), engine_uid)
+        clients = frozenset[int]().union(*(one.clients for one in servers))
         serving = frozenset(pid for pid in clients if self._serves(pid, pod_uid))
-        return may_share(MpsSeen(servers, self._mode(gpu), serving), engine_uid)
+        if not pod_uid:
+            serving &= self._on(gpus, serving)
+        return may_share(MpsSeen(servers, serving), engine_uid)
 
     def is_limited(self, gpu: str, client: Client, percent: int) -> Finding:
-        """Whether an engine that started has got its share and no more."""
-        servers = self.servers(gpu) or ()
+        """Whether an engine that started has got its share of its first GPU and no more."""
+        servers = self.servers() or ()
         ours = next((one for one in servers if one.clients & client.pids), None)
         server = ours or next(iter(servers), None)
         if server is None:
             return Finding(MpsRefusal.UNAVAILABLE, "the MPS server is gone")
         return is_limited(client, server, self._whole(gpu), percent)
 
-    def is_faulty(self, gpu: str) -> bool:
-        """The GPU's server is in FAULT; no answer is no fault."""
-        return is_faulty(self.servers(gpu) or ())
+    def is_faulty(self) -> bool:
+        """A server is in FAULT; no answer is no fault."""
+        return is_faulty(self.servers() or ())
 
-    def let_go(self, gpu: str, pids: Collection[int]) -> None:
-        """End these processes' work on the GPU, so that they are safe to kill.
+    def let_go(self, pids: Collection[int]) -> None:
+        """End these processes' work on their GPUs, so that they are safe to kill.
 
         Waits until the server lists none of them, at most as long as the decision allows.
         """
         began, ordered = time.monotonic(), set[int]()
         while True:
-            listed = [(one, pid) for one in self.servers(gpu) or () for pid in one.clients]
+            listed = [(one, pid) for one in self.servers() or () for pid in one.clients]
             ours = [(server, pid) for server, pid in listed if pid in pids]
             waited_s = time.monotonic() - began
-            steps = [self._step(gpu, server, pid, ordered, waited_s) for server, pid in ours]
+            steps = [self._step(server, pid, ordered, waited_s) for server, pid in ours]
             if all(step is EndStep.KILL for step in steps):
                 return
             time.sleep(_POLL_SECONDS)
 
-    def _step(
-        self, gpu: str, server: Server, pid: int, ordered: set[int], waited_s: float
-    ) -> EndStep:
+    def _step(self, server: Server, pid: int, ordered: set[int], waited_s: float) -> EndStep:
         step = next_end_step(listed=True, ordered=pid in ordered, waited_s=waited_s)
         if step is EndStep.TERMINATE:
             ordered.add(pid)
             try:
-                self._control(gpu).terminate(server.pid, pid)
+                self._control().terminate(server.pid, pid)
             except MpsError as error:  # it may have left between the two questions
                 _log.info("%s", error)
         return step
 
-    def servers(self, gpu: str) -> tuple[Server, ...] | None:
+    def servers(self) -> tuple[Server, ...] | None:
         """The daemon's servers; None when no daemon answers."""
         if self.root is None:
             return None
         try:
-            return self._control(gpu).servers()
+            return self._control().servers()
         except MpsError as error:
             _log.info("%s", error)
             return None
 
-    def _pipes(self, gpu: str) -> Pipes:
-        return Pipes(self.root or Path("/nonexistent"), gpu)
+    def _pipes(self) -> Pipes:
+        return Pipes(self.root or Path("/nonexistent"))
 
-    def _control(self, gpu: str) -> MpsControl:
-        return MpsControl(self._pipes(gpu), self.program)
+    def _control(self) -> MpsControl:
+        return MpsControl(self._pipes(), self.program)
 
     def _serves(self, pid: int, pod_uid: str) -> bool:
         owner = self.owner(pid)
@@ -136,10 +139,17 @@ class MpsNode:
             return False
         return owner.pod == pod_uid if pod_uid else bool(owner.pod)
 
-    def _mode(self, gpu: str) -> str | None:
-        with contextlib.suppress(DeviceError):
-            return self.driver.compute_mode(gpu) if self.driver is not None else None
-        return None
+    def _on(self, gpus: Collection[str], pids: frozenset[int]) -> frozenset[int]:
+        """Those that use one of the GPUs; all where the driver cannot know."""
+        found = set[int]()
+        for gpu in gpus:
+            listed = None
+            with contextlib.suppress(DeviceError):
+                listed = self.driver.processes(gpu) if self.driver is not None else None
+            if listed is None:
+                return pids
+            found |= {process.pid for process in listed}
+        return pids & found if gpus else pids
 
     def _whole(self, gpu: str) -> int | None:
         with contextlib.suppress(DeviceError):

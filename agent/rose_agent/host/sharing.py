@@ -157,7 +157,7 @@ class Sharing:
         Raises:
             NotShared: not now; says what to do.
             NoMemory: it needs more than may be lent.
-            BadEngine: it asks for more than one GPU, or its size is not known.
+            BadEngine: its size is not known.
         """
         self._check_room(program)
         self._program, self._overrun = program, ""
@@ -169,13 +169,12 @@ class Sharing:
             folder = await asyncio.to_thread(self._set_limit, program, name)
             program = replace(program, cgroups=(*program.cgroups, folder))
         if self.by_mps:
-            gpu = self._gpu()
             finding = await asyncio.to_thread(
-                self._ways.mps.may_share, gpu, uid, self._order.pod_uid or "-"
+                self._ways.mps.may_share, self._order.gpu_uuids, uid, self._order.pod_uid or "-"
             )
             if finding.refusal:
                 raise NotShared(HostReason(finding.refusal), finding.message)
-            share = self._ways.mps.environment(gpu, self._terms.percent)
+            share = self._ways.mps.environment(self._terms.percent)
             program = replace(program, environment={**program.environment, **share})
         return program
 
@@ -231,8 +230,8 @@ class Sharing:
         if not self.by_mps or time.monotonic() - self._looked_s < _LOOK_SECONDS:
             return
         self._looked_s = time.monotonic()
-        if await asyncio.to_thread(self._ways.mps.is_faulty, self._gpu()):
-            text = "the MPS server is in FAULT: a client has crashed the GPU for all of them"
+        if await asyncio.to_thread(self._ways.mps.is_faulty):
+            text = "an MPS server is in FAULT: a client has crashed a GPU for all that share it"
             raise BrokenEngine(text, HostReason.MPS_FAULT)
 
     def ended(self) -> None:
@@ -246,10 +245,11 @@ class Sharing:
             self._folder = None
 
     def _limited(self, client: Client) -> Finding:
-        return self._ways.mps.is_limited(self._gpu(), client, self._terms.percent)
+        first = next(iter(self._order.gpu_uuids), "")
+        return self._ways.mps.is_limited(first, client, self._terms.percent)
 
     def _let_go(self, pids: Collection[int]) -> None:
-        self._ways.mps.let_go(self._gpu(), pids)
+        self._ways.mps.let_go(pids)
 
     def _check_room(self, program: EngineProgram) -> None:
         room = self.room
@@ -259,11 +259,6 @@ class Sharing:
         refusal = room.refusal(needed)
         if refusal:
             raise NoMemory(refusal)
-
-    def _gpu(self) -> str:
-        if len(self._order.gpu_uuids) != 1:
-            raise BadEngine(f"MPS shares one GPU per engine, not {len(self._order.gpu_uuids)}")
-        return self._order.gpu_uuids[0]
 
     def _set_limit(self, program: EngineProgram, name: str) -> Path:
         if self._ways.limits is None:
@@ -303,5 +298,4 @@ def free_leftovers(ways: Ways, rundir: RunDir) -> None:
         if order is None or record is None or order.engine.sharing.compute != "MPS":
             continue
         tree = find_group(record)
-        for gpu in order.gpu_uuids:
-            ways.mps.let_go(gpu, tree.pids() if tree is not None else ())
+        ways.mps.let_go(tree.pids() if tree is not None else ())

@@ -18,6 +18,7 @@ from rose_engines.device import Device
 
 _STEP = 2
 _SECONDS = 5.0
+_MOST = 1 << 16
 
 
 def connect(multiprocessors: int, memory_bytes: int, environment: Mapping[str, str]) -> Device:
@@ -41,12 +42,11 @@ def connect(multiprocessors: int, memory_bytes: int, environment: Mapping[str, s
 
 
 def _tell(control: Path, line: str) -> str:
-    with socket.socket(socket.AF_UNIX) as connection:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(_SECONDS)
         connection.connect(str(control))
         connection.sendall(f"{line}\n".encode())
-        with connection.makefile() as stream:
-            return stream.read().strip()
+        return connection.recv(_MOST).decode().strip()
 
 
 def _limit(environment: Mapping[str, str]) -> int:
