@@ -26,7 +26,7 @@ from aiohttp import web
 from rose_agent import node_verbs
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.errors import DeviceError
-from rose_agent.devices.opening import open_driver
+from rose_agent.devices.opening import open_or_idle
 from rose_agent.errors import AgentError, BadConfiguration
 from rose_agent.guard.inspect import inspection
 from rose_agent.guard.loop import Guard, Settings
@@ -127,7 +127,7 @@ async def _run(options: argparse.Namespace, factory: socket.socket) -> None:
     except ValueError as error:
         raise BadConfiguration(f"--rundir: {error}") from error
     settings = _settings(options)
-    devices = open_driver(options.devices, options.static_gpus)
+    devices = open_or_idle(options.devices, options.static_gpus)
     readers = ConfinedReaders(factory)
     async with AsyncExitStack() as stack:
         stack.callback(devices.close)

@@ -88,6 +88,7 @@ class Guard:
         self.pods: PodSource | None = None
         self.on_transition: Callable[[], None] = _nothing
         self.devices = DeviceWatch(devices, limits=settings.budget)
+        self.no_devices = ""  # why NVML does not answer here
         self.whole = WholeReplicas(rundir.root, self.recorder)
         self._started_s = time.monotonic()
         saved = state.load(rundir.guard)
@@ -320,6 +321,10 @@ class Guard:
         """Whether a report is whole: one that lacks a pod says that the pod is gone."""
         return self.matching.done or not self.policies
 
+    def on_no_devices(self, text: str) -> None:
+        """NVML does not answer here; the text says why."""
+        self.no_devices = text
+
     def request(self) -> SyncRequest:
         """The next ``Sync`` request."""
         return report.sync_request(
@@ -328,7 +333,7 @@ class Guard:
             [(r, self._verdicts.get(uid)) for uid, r in self.replicas.items()],
             self.slots.values(),
             host_alive=self.host.alive(time.monotonic_ns()),
-            capabilities=self.host.capabilities,
+            capabilities=report.capabilities(self.host.capabilities, self.no_devices),
             sleepless=self.whole.refusal,
         )
 

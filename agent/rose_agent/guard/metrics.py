@@ -26,6 +26,12 @@ READER_ENDS = Counter(
     "Processes that read a serving replica and ended while it was there; each is started anew.",
     registry=REGISTRY,
 )
+DEVICE_ACCESS = Gauge(
+    "rose_guard_device_access",
+    "1 for what the guard found of the node's GPUs: Found, NoGpu, NoDriver, NoAccess, NvmlFails.",
+    ["state"],
+    registry=REGISTRY,
+)
 GATE_OPEN = Gauge(
     "rose_guard_gate_open", "1 while the slot's gate is open.", ["slot"], registry=REGISTRY
 )

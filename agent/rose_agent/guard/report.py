@@ -11,6 +11,7 @@ from rose_agent.guard.metrics import OBSERVED
 from rose_agent.guard.replica import Replica
 from rose_agent.guard.slot import Slot
 from rose_core.api.reasons import Reason
+from rose_core.devices.capabilities import Capability
 from rose_core.guard.gate import Verdict, closed
 from rose_core.guard.ladder import Rung
 from rose_core.guard.reasons import GateReason
@@ -73,6 +74,14 @@ def sync_request(
             "EngineHost": "" if host_alive else "the engine host does not answer",
         },
     )
+
+
+def capabilities(host: Mapping[str, str], no_devices: str) -> dict[str, str]:
+    """What the host says, with the guard's own word where the guard sees no GPUs."""
+    own = host.get(Capability.DEVICE_ACCESS.value, "")
+    if not no_devices or own:
+        return dict(host)
+    return {**host, Capability.DEVICE_ACCESS.value: f"{Reason.DEVICE_ACCESS.value}: {no_devices}"}
 
 
 @functools.cache

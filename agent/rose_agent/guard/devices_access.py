@@ -1,0 +1,73 @@
+"""Keeps an eye on whether this container reaches the node's GPUs, and says what it found.
+
+``rose_agent.devices.access`` has the table of what can be found. What changes it is the container
+itself, so the guard ends, and the kubelet starts a new one: engines that run are adopted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from rose_agent.devices import access
+from rose_agent.devices.driver import DeviceDriver
+from rose_agent.devices.errors import DeviceError, NoDevices
+from rose_agent.devices.opening import open_driver
+from rose_agent.errors import AccessChanged
+from rose_agent.guard.metrics import DEVICE_ACCESS
+
+_log = logging.getLogger(__name__)
+PERIOD_SECONDS = 10.0
+
+
+async def keep(tell: Callable[[str], None], driver: DeviceDriver) -> None:
+    """Say what was found, then look until something has changed.
+
+    Args:
+        tell: takes the word why there are no GPUs, and the reason.
+        driver: the one that was opened.
+
+    Raises:
+        AccessChanged: a driver has appeared, or the device files have been taken away.
+    """
+    if isinstance(driver, access.AbsentDriver):
+        found = driver.diagnosis
+        text = f"{found.word.value}: {found.text}"
+        tell(text)
+        DEVICE_ACCESS.labels(state=found.word.value).set(1)
+        _log.warning("idle, no GPU is watched: %s", text)
+        await _until_a_driver_appears()
+    elif driver.name == "nvml":
+        DEVICE_ACCESS.labels(state="Found").set(1)
+        try:
+            _log.info("GPUs found: %d", len(await asyncio.to_thread(driver.gpus)))
+        except DeviceError as error:
+            _log.warning("GPUs: %s", error)
+        await _until_access_is_lost()
+
+
+async def _until_a_driver_appears() -> None:
+    while True:
+        await asyncio.sleep(PERIOD_SECONDS)
+        try:
+            found = await asyncio.to_thread(open_driver, "nvml")
+        except NoDevices:
+            continue
+        found.close()
+        raise AccessChanged("a driver has appeared on this node; starting anew with it")
+
+
+async def _until_access_is_lost() -> None:
+    """A hook's devices are lost; those of the container's own specification never are."""
+    if access.denied():
+        return  # it was never let in, and NVML answers all the same: nothing to wait for
+    while True:
+        await asyncio.sleep(PERIOD_SECONDS)
+        lost = await asyncio.to_thread(access.denied)
+        if lost:
+            names = ", ".join(map(str, lost))
+            raise AccessChanged(
+                f"AccessLost: this container may not open {names} any more (a systemctl "
+                "daemon-reload does that where a hook has shown the GPUs); starting anew"
+            )

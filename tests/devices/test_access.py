@@ -1,0 +1,149 @@
+"""What a node's GPUs look like from a container, and what a guard does where it is shown none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rose_agent.devices.access import (
+    DRIVER_ROOT,
+    LIBRARY,
+    AbsentDriver,
+    Missing,
+    denied,
+    diagnose,
+    library_folder,
+)
+from rose_agent.devices.errors import UnknownGpu
+from rose_agent.devices.opening import open_or_idle
+from rose_agent.devices.static import StaticDriver
+from rose_agent.guard import devices_access, report
+from rose_dev.gpu.library import library
+from rose_dev.gpu.state import State
+
+needs_none = pytest.mark.skipif(
+    Path("/proc/driver/nvidia/version").exists(), reason="this machine has a driver of NVIDIA's"
+)
+GPU, SWITCH = "0x030200", "0x068000"
+
+
+def node(root: Path, *devices: tuple[str, str], driver: str = "") -> Path:
+    """A file system with PCI devices (vendor, class) and perhaps a loaded kernel driver."""
+    for number, (vendor, kind) in enumerate(devices):
+        folder = root / f"sys/bus/pci/devices/0000:{number:02}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "class").write_text(f"{kind}\n")
+    if driver:
+        (root / "proc/driver/nvidia").mkdir(parents=True)
+        (root / "proc/driver/nvidia/version").write_text(f"{driver}\nGCC version: 12\n")
+    return root
+
+
+def test_a_node_without_gpus_is_told_from_one_without_a_driver(tmp_path: Path) -> None:
+    bare = node(tmp_path / "bare", ("0x8086", GPU), ("0x10de", SWITCH))
+    assert diagnose("said", bare, {}).word is Missing.NO_GPU
+    driverless = diagnose("said", node(tmp_path / "new", ("0x10de", GPU), ("0x10de", GPU)), {})
+    assert driverless.word is Missing.NO_DRIVER
+    assert driverless.text.startswith("2 NVIDIA devices")
+
+
+def test_a_container_that_is_not_shown_the_driver_says_which_way_was_chosen(tmp_path: Path) -> None:
+    root = node(tmp_path, ("0x10de", GPU), driver="NVRM version: 550.163.01")
+    found = diagnose("said", root, {"ROSE_GPU_ACCESS": "RuntimeClass"})
+    assert found.word is Missing.NO_ACCESS
+    assert "550.163.01" in found.text
+    assert "gpus.access RuntimeClass" in found.text
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu/nvidia/current", "usr/lib64"],
+)
+def test_the_library_is_found_in_every_known_layout(tmp_path: Path, layout: str) -> None:
+    assert library_folder(tmp_path) is None
+    (tmp_path / layout).mkdir(parents=True)
+    (tmp_path / layout / LIBRARY).touch()
+    assert library_folder(tmp_path) == tmp_path / layout
+
+
+def test_a_device_file_that_is_missing_or_only_broken_is_not_denied(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    assert denied([tmp_path / "plain", tmp_path / "none"]) == ()
+
+
+@needs_none
+def test_a_guard_without_nvml_is_idle_and_knows_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DRIVER_ROOT, raising=False)
+    driver = open_or_idle("nvml")
+    assert isinstance(driver, AbsentDriver)
+    assert driver.gpus() == ()
+    assert driver.name == "nvml"  # as with NVML, what is not listed is not lent
+    with pytest.raises(UnknownGpu):
+        driver.memory("GPU-a")
+
+
+_IDLE = """
+import asyncio, contextlib, sys
+from rose_agent.devices.opening import open_or_idle
+from rose_agent.errors import AccessChanged
+from rose_agent.guard import devices_access
+
+devices_access.PERIOD_SECONDS = 0.05
+driver = open_or_idle("nvml")
+
+async def main():
+    try:
+        await asyncio.wait_for(devices_access.keep(print, driver), 20)
+    except AccessChanged as error:
+        print(f"ended: {error}")
+
+print(len(driver.gpus()), flush=True)
+if not driver.gpus():
+    asyncio.run(main())
+"""
+
+
+@needs_none
+def test_the_driver_of_a_mounted_root_is_used_and_one_that_comes_later_is_noticed(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "driver"
+    environment = {**os.environ, DRIVER_ROOT: str(root), "LD_LIBRARY_PATH": ""}
+    command = [sys.executable, "-c", _IDLE]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as idle:
+        assert idle.stdout is not None
+        assert idle.stdout.readline() == "0\n"
+        assert idle.stdout.readline().startswith(("NoGpu: ", "NoDriver: "))
+        install(root)
+        assert "a driver has appeared" in idle.stdout.readline()
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert again.stdout == "8\n"
+
+
+def install(root: Path) -> None:
+    """The NVML library and its state, as a driver's installation would bring them, at once."""
+    made = root.with_name("made") / "usr/lib64"
+    made.mkdir(parents=True)
+    (made / LIBRARY).write_bytes(library().read_bytes())
+    State.create(made / "nvml.state", "h100x8").close()
+    made.parents[1].rename(root)
+
+
+def test_the_guards_word_reaches_the_operator_and_the_hosts_comes_first() -> None:
+    said = report.capabilities({}, "NoAccess: no library")
+    assert said == {"DeviceAccess": "DeviceAccess: NoAccess: no library"}
+    assert report.capabilities({"DeviceAccess": ""}, "") == {"DeviceAccess": ""}
+    host = {"DeviceAccess": "DeviceAccess: engines cannot open /dev/nvidia-uvm"}
+    assert report.capabilities(host, "NoAccess: no library") == host
+
+
+async def test_a_guard_that_sees_its_gpus_goes_on(tmp_path: Path) -> None:
+    said: list[str] = []
+    await asyncio.wait_for(devices_access.keep(said.append, StaticDriver(tmp_path / "none")), 5)
+    assert said == []
