@@ -16,7 +16,7 @@ LANE := -v -n 1 --dist loadfile
 
 .PHONY: help venv engine vllm cluster demo test test-engines test-cluster unit check format generate docs crds clean \
 	bench-guard bench-deaths bench-faults bench-dormancy bench-engines bench-gap bench-tap bench-weights bench-router \
-	bench-operator bench-simulate bench-rollouts torture fire gpu-check trl skyrl
+	bench-operator bench-simulate bench-rollouts torture fire fuzz gpu-check trl skyrl
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -52,6 +52,7 @@ demo: engine cluster  ## the main job on real parts; ARGS=--help lists the knobs
 test test-engines test-cluster: AGAIN := --reruns 1 --only-rerun ".*" --hypothesis-profile=ci
 test: check unit engine cluster  ## everything that CI runs
 	$(CONTAINED) --limit 2400 $(MAKE) --no-print-directory -j 2 test-engines test-cluster
+	$(MAKE) --no-print-directory fuzz ARGS="--seconds 3"
 
 # Side by side: Kubernetes mostly waits while an engine computes. One worker each, which a hung test
 # ends without ending the run, so that each lane starts what its tests share once.
@@ -137,6 +138,12 @@ trl: venv  ## TRL itself trains through a router and a store, on this CPU; an en
 skyrl: venv  ## SkyRL's own client drives a router; the package alone, without what its trainer needs
 	@test -d $(ROSE_CACHE)/skyrl || $(UV) pip install -q --no-deps --target $(ROSE_CACHE)/skyrl skyrl==0.3.0
 	PYTHONPATH=$(ROSE_CACHE)/skyrl $(BIN)/pytest -v -n 0 tests/router/test_skyrl_client.py $(ARGS)
+
+# In an extra of its own: only Linux on x86 has wheels of the fuzzer.
+fuzz: venv  ## bytes of hostile serving pods, made by a coverage-guided fuzzer; ARGS="--seconds 600"
+	@if VIRTUAL_ENV=$(abspath $(VENV)) $(UV) pip install -q -c constraints.txt -e '.[fuzz]'; then \
+		$(RUN)/python -m tests.fuzz.run $(ARGS); \
+	else echo "SKIPPED fuzz: atheris cannot be had here; make unit tries its corpus"; fi
 
 torture: venv  ## kill every process of the weight plane at every step; prints the matrix
 	$(RUN)/rose weights torture $(ARGS)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 
@@ -76,6 +75,10 @@ def _declared(text: str, family: str) -> dict[str, int] | None:
     return {} if f"# TYPE {family} counter" in text else None
 
 
+_GARBAGE = (msgspec.MsgspecError, KeyError, TypeError, ValueError, OverflowError, RecursionError)
+"""What reading a page raises that is none: missing, of another type, endless, nested too deep."""
+
+
 def _whole(value: float) -> int | None:
     return int(value) if 0 <= value < 2**53 else None
 
@@ -88,15 +91,18 @@ def sglang_metrics(text: str) -> Figures:
         if name == "sglang:http_requests_total":
             requests = {} if requests is None else requests
             path = labels.get("endpoint", "")
+            count = _whole(value)
+            if count is None:
+                return Figures()  # no counter is negative, endless or no number
             if generates(labels.get("method", "POST"), path):
-                requests[path] = requests.get(path, 0) + int(value)
+                requests[path] = requests.get(path, 0) + count
         elif labels.get("priority", "") == "" and name.startswith("sglang:"):
             gauges[name[7:]] = gauges.get(name[7:], 0.0) + value
     figures = _figures(gauges, requests, "num_running_reqs", "num_queue_reqs", "token_usage")
-    if requests is None and "num_requests_total" in gauges:
+    ended = _whole(gauges.get("num_requests_total", -1))
+    if requests is None and ended is not None:
         # Without HTTP counters (older servers): this one moves when a request ends.
-        ended = {"/generate": int(gauges["num_requests_total"])}
-        return replace(figures, requests=ended, at_arrival=False)
+        return replace(figures, requests={"/generate": ended}, at_arrival=False)
     return figures
 
 
@@ -108,8 +114,11 @@ def vllm_metrics(text: str) -> Figures:
         if name == "http_requests_total":
             requests = {} if requests is None else requests
             path = labels.get("handler", "")
+            count = _whole(value)
+            if count is None:
+                return Figures()  # no counter is negative, endless or no number
             if generates(labels.get("method", "POST"), path):
-                requests[path] = requests.get(path, 0) + int(value)
+                requests[path] = requests.get(path, 0) + count
         elif name.startswith("vllm:"):
             gauges[name[5:]] = gauges.get(name[5:], 0.0) + value
     older = "kv_cache_usage_perc" not in gauges
@@ -130,9 +139,9 @@ def _figures(
 
     share = gauges.get(usage)
     activity = tuple(
-        int(gauges[name])
+        count
         for name in ("generation_tokens_total", "prompt_tokens_total", "realtime_tokens_total")
-        if name in gauges
+        if (count := whole(name)) is not None
     )
     return Figures(
         running=whole(running),
@@ -152,7 +161,7 @@ def sglang_loads(body: bytes) -> Figures:
     try:
         loads = msgspec.json.decode(body)["loads"]
         return _add([_load(entry, complete=True) for entry in loads])
-    except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+    except _GARBAGE:
         return Figures()
 
 
@@ -165,7 +174,7 @@ def sglang_snapshot(memory: bytes) -> Figures:
         (length,) = _SNAPSHOT_LENGTH.unpack_from(memory, 12)
         entry = msgspec.msgpack.decode(memory[16 : 16 + length])
         return _load(entry, complete="max_total_num_tokens" not in entry)
-    except (struct.error, msgspec.MsgspecError, KeyError, TypeError, ValueError):
+    except (struct.error, *_GARBAGE):
         return Figures()
 
 
@@ -191,7 +200,7 @@ def sglang_feed(message: bytes) -> Figures:
     """One message of SGLang's load feed; garbage gives unknown figures."""
     try:
         stat = _stat.decode(message)
-    except (msgspec.MsgspecError, ValueError):
+    except _GARBAGE:
         return Figures()
     if min(stat.running, stat.waiting, stat.used, stat.prefilled) < 0:
         return Figures()
@@ -208,7 +217,7 @@ def vllm_load(body: bytes) -> Figures:
     """VLLM's ``/load``: HTTP requests under way, if the server was told to count them."""
     try:
         under_way = msgspec.json.decode(body)["server_load"]
-    except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+    except _GARBAGE:
         return Figures()
     if type(under_way) is not int or under_way < 0:
         return Figures()
@@ -219,8 +228,14 @@ LOADS = {"SGLang": ("/v1/loads", sglang_loads), "VLLM": ("/load", vllm_load)}
 """Path and reader of the load page by the pool's engine kind."""
 
 
-def _load(entry: dict[str, Any], *, complete: bool) -> Figures:
-    """One rank's load; an incomplete one (``complete`` False) leaves out what is zero."""
+def _load(entry: object, *, complete: bool) -> Figures:
+    """One rank's load; an incomplete one (``complete`` False) leaves out what is zero.
+
+    Raises:
+        KeyError, TypeError, ValueError, OverflowError: it is no load.
+    """
+    if not isinstance(entry, dict):
+        raise TypeError(type(entry))
     if complete:
         running, waiting = entry["num_running_reqs"], entry["num_waiting_reqs"]
     else:

@@ -10,11 +10,13 @@ Next step: ``tracker`` pairs requests with responses.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum, auto
 
 _MAX_HEAD = 64 * 1024
 _TAIL = b"0\r\n\r\n"
+_CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
 
 
 class LengthBody:
@@ -82,11 +84,12 @@ class ChunkedBody:
         if self._trailer:
             self.done = not line
             return
-        try:
-            size = int(line.split(b";", 1)[0], 16)
-        except ValueError:
+        digits = line.split(b";", 1)[0].strip()
+        # ``int`` would take signs, prefixes and underscores, too.
+        if not _CHUNK_SIZE.fullmatch(digits):
             self.lost = True
             return
+        size = int(digits, 16)
         if size == 0:
             self._trailer = True
         else:
@@ -126,6 +129,15 @@ class Head:
     stream: bool
 
 
+# More digits than 2**63 has; ``int`` itself refuses text of thousands of digits.
+_MOST_DIGITS = 18
+
+
+def decimal(text: str) -> int | None:
+    """A number as HTTP writes one (RFC 9110): ASCII digits alone, and no more than fit."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else None
+
+
 def parse_head(block: bytes) -> Head | None:
     """Read start line and headers (without the empty line); None when it is no HTTP/1 head."""
     lines = block.split(b"\r\n")
@@ -138,10 +150,9 @@ def parse_head(block: bytes) -> Head | None:
         name, _, value = line.partition(b":")
         key = name.strip().lower()
         if key == b"content-length":
-            text = value.strip()
-            if not text.isdigit():
+            length = decimal(value.strip().decode("latin-1"))
+            if length is None:
                 return None
-            length = int(text)
         elif key == b"transfer-encoding":
             chunked = b"chunked" in value.lower()
         elif key == b"content-type":

@@ -29,6 +29,7 @@ from rose_core.telemetry.h2frames import (
     FrameReader,
     Kind,
 )
+from rose_core.telemetry.http1 import decimal
 from rose_core.telemetry.ledger import Ledger, Request
 from rose_core.telemetry.segments import Piece
 
@@ -170,8 +171,8 @@ class Http2:
             return  # trailers
         # Without HPACK: what has no body is taken for a GET of the quiet root.
         method, path = ("GET", "/") if bare else ("POST", UNREAD_PATH)
-        size = headers.get("content-length", "")
-        length = int(size) if size.isdigit() else 0 if bare else -1
+        size = decimal(headers.get("content-length", ""))
+        length = size if size is not None else 0 if bare else -1
         self._ledger.know(
             stream.request, headers.get(":method", method), headers.get(":path", path), length
         )
@@ -208,9 +209,9 @@ class Http2:
         self._streams[number] = _Stream(request)
 
     def _answer(self, stream: _Stream, headers: dict[str, str]) -> None:
-        status = headers.get(":status", "")
-        if status.isdigit() and not status.startswith("1"):
-            stream.request.status = int(status)
+        status = decimal(headers.get(":status", ""))
+        if status is not None and status >= 200:
+            stream.request.status = status
         stream.grpc = stream.grpc or headers.get("content-type", "").startswith("application/grpc")
 
     def _data(self, stream: _Stream, frame: Frame, time_ns: int) -> None:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from rose_core.telemetry.events import How
-from rose_core.telemetry.http1 import Mark, MarkKind, Reader
+from rose_core.telemetry.http1 import Mark, MarkKind, Reader, decimal
 from rose_core.telemetry.ledger import Ledger, Request
 from rose_core.telemetry.segments import Piece
 
@@ -107,7 +107,7 @@ class Plain:
             return
         request = self._open[0]
         if mark.kind is MarkKind.HEAD and mark.head:
-            request.status = int(mark.head.second) if mark.head.second.isdigit() else 0
+            request.status = decimal(mark.head.second) or 0
             self.garbled = self.garbled or request.status == 101
         elif mark.kind is MarkKind.DATA:
             self._ledger.body(request, mark.data, time_ns)

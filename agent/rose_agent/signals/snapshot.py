@@ -32,9 +32,9 @@ _LARGEST_MAPS = 8 * 1024 * 1024
 def mapped(maps: str) -> str | None:
     """Path of the snapshot in a ``/proc/PID/maps`` text; None when there is none."""
     for line in maps.splitlines():
-        if _NAME in line and "(deleted)" not in line:
-            parts = line.split(maxsplit=5)
-            return parts[5] if len(parts) == 6 else None
+        parts = line.split(maxsplit=5)
+        if len(parts) == 6 and _NAME in parts[5] and "(deleted)" not in parts[5]:
+            return parts[5]
     return None
 
 

@@ -34,9 +34,7 @@ def decode(
     Returns:
         None when it is no TCP segment of the port here.
     """
-    if len(packet) < 40:
-        return None
-    version = packet[0] >> 4
+    version = packet[0] >> 4 if len(packet) >= 40 else 0
     if version == 4:
         head, protocol = (packet[0] & 0x0F) * 4, packet[9]
         total = int.from_bytes(packet[2:4]) or len(packet)
@@ -44,7 +42,7 @@ def decode(
     elif version == 6:
         head, protocol = 40, packet[6]
         if protocol == _HOP_BY_HOP:
-            head, protocol = 48, packet[40]
+            head, protocol = 48, packet[40] if len(packet) >= 48 else _HOP_BY_HOP
         total = (int.from_bytes(packet[4:6]) or len(packet) - 40) + 40
         source_address, target_address = packet[8:24], packet[24:40]
     else:
