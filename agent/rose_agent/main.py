@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -24,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from rose_agent import node_verbs
-from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.errors import DeviceError
 from rose_agent.devices.opening import open_or_idle
 from rose_agent.errors import AgentError, BadConfiguration
@@ -132,7 +130,7 @@ async def _run(options: argparse.Namespace, factory: socket.socket) -> None:
     async with AsyncExitStack() as stack:
         stack.callback(devices.close)
         guard = Guard(rundir, settings, devices, readers)
-        guard.pods = _pods(options, guard, devices)
+        guard.pods = _pods(options, guard)
         operator = _operator(options, guard) if options.operator else []
         for runner in await _serve(guard, options):
             stack.push_async_callback(runner.cleanup)
@@ -204,7 +202,7 @@ async def _linked(link: OperatorLink, identity: Identity) -> None:
     await link.run()
 
 
-def _pods(options: argparse.Namespace, guard: Guard, devices: DeviceDriver) -> PodSource:
+def _pods(options: argparse.Namespace, guard: Guard) -> PodSource:
     if options.static_replicas:
         return StaticPods(options.static_replicas)
     if options.kube_url:
@@ -217,28 +215,17 @@ def _pods(options: argparse.Namespace, guard: Guard, devices: DeviceDriver) -> P
     else:
         access = Access.in_cluster()
     return KubernetesPods(
-        access, options.node, guard.match, partial(_gpus_of, devices), partial(_any_gpu, devices)
+        access,
+        options.node,
+        guard.match,
+        guard.devices.used_by,
+        partial(_any_gpu, guard, options.devices),
     )
 
 
-def _gpus_of(devices: DeviceDriver, pids: tuple[int, ...]) -> tuple[str, ...]:
-    """GPUs on which one of these processes holds memory."""
-    members, found = set(pids), []
-    with contextlib.suppress(DeviceError):
-        for gpu in devices.gpus():
-            users = devices.processes(gpu.uuid) or ()
-            if any(process.pid in members for process in users):
-                found.append(gpu.uuid)
-    return tuple(found)
-
-
-def _any_gpu(devices: DeviceDriver) -> tuple[str, ...]:
+def _any_gpu(guard: Guard, driver: str) -> tuple[str, ...]:
     """GPUs that pods are paired with by age: those of a driver that knows no processes."""
-    if devices.name != "static":
-        return ()
-    with contextlib.suppress(DeviceError):
-        return tuple(gpu.uuid for gpu in devices.gpus())
-    return ()
+    return tuple(gpu.uuid for gpu in guard.devices.gpus) if driver == "static" else ()
 
 
 async def _serve(guard: Guard, options: argparse.Namespace) -> list[web.AppRunner]:

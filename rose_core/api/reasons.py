@@ -72,6 +72,7 @@ class Reason(StrEnum):
     ELASTIC_UNAVAILABLE = "ElasticUnavailable"
     DEVICE_UNKNOWN = "DeviceUnknown"
     MIG_ENABLED = "MigEnabled"
+    VIRTUAL_GPU = "VirtualGpu"
     XID_ERROR = "XidError"
     ECC_ERRORS = "EccErrors"
     THERMAL_THROTTLING = "ThermalThrottling"
@@ -176,6 +177,7 @@ MEANING: dict[Reason, str] = {
     Reason.DRIVER_LIMIT_UNAVAILABLE: "`memoryLimit: Driver`: the driver sets no limits here",
     Reason.ELASTIC_UNAVAILABLE: "`memorySource: Elastic`: kvcached is missing or does not work",
     Reason.DEVICE_UNKNOWN: "the device driver does not tell about the replica's GPU",
+    Reason.VIRTUAL_GPU: "the GPU is a vGPU, or is shared out as vGPUs; only whole GPUs are lent",
     Reason.MIG_ENABLED: "the GPU is cut into slices; only whole GPUs are lent",
     Reason.XID_ERROR: "the driver reported a fault of the GPU; it needs a reset",
     Reason.ECC_ERRORS: "the GPU has uncorrected memory errors or rows that wait to be replaced",
@@ -251,6 +253,7 @@ REPLICA_REFUSALS = frozenset(
         Reason.ELASTIC_UNAVAILABLE,
         Reason.DEVICE_UNKNOWN,
         Reason.MIG_ENABLED,
+        Reason.VIRTUAL_GPU,
         Reason.XID_ERROR,
         Reason.ECC_ERRORS,
         Reason.THERMAL_THROTTLING,

@@ -3,8 +3,9 @@
 | refusal | when | ends |
 |---|---|---|
 | ``DeviceUnknown`` | the driver did not answer | with the next answer |
-| ``MigEnabled`` | the GPU is cut into slices: a slice's figures are not those of the GPU | never |
-| ``XidError`` | the driver reported a fault of the device | with the agent's restart |
+| ``MigEnabled`` | the GPU is cut into slices, whose figures are not those of the GPU | with it |
+| ``VirtualGpu`` | it is a share of a GPU, or is shared out to virtual machines (vGPU) | never |
+| ``XidError`` | the driver reported a fault of the device | with its reset, the agent's restart |
 | ``EccErrors`` | uncorrected memory errors, or rows that wait to be replaced | with a reset |
 | ``ThermalThrottling`` | the GPU lowers its clocks because it is hot | 60 s after the last sign |
 | ``NotVacated`` | an engine that should be gone has a process on it (``devices.watch``) | with it |
@@ -31,6 +32,7 @@ class DeviceRefusal(StrEnum):
     NONE = ""
     UNKNOWN = "DeviceUnknown"
     MIG = "MigEnabled"
+    VIRTUAL = "VirtualGpu"
     XID = "XidError"
     ECC = "EccErrors"
     THERMAL = "ThermalThrottling"
@@ -38,12 +40,20 @@ class DeviceRefusal(StrEnum):
     NOT_VACATED = "NotVacated"
 
 
+class Virtualization(StrEnum):
+    """How a GPU is virtual; one that a machine has for itself (passthrough) is not."""
+
+    GUEST = "guest"
+    HOST = "host"
+
+
 @dataclass(frozen=True)
 class Vitals:
     """What the driver says about a GPU's health; ``None`` = it does not say.
 
     Attributes:
-        mig: the GPU is cut into slices.
+        mig: the GPU is cut into slices; ``mig_ends``: its next reset ends that.
+        virtualization: the GPU is shared with or by other machines.
         uncorrected_errors: memory errors since the driver was loaded.
         remap_pending: rows of memory wait for a reset to be replaced.
         thermal: the clocks are lowered because of heat.
@@ -53,6 +63,8 @@ class Vitals:
     """
 
     mig: bool = False
+    mig_ends: bool = False
+    virtualization: Virtualization | None = None
     uncorrected_errors: int | None = None
     remap_pending: bool | None = None
     thermal: bool | None = None
@@ -115,7 +127,8 @@ def assess(before: Fitness, vitals: Vitals | None, limits: FitnessLimits, now_s:
 def _lasting(vitals: Vitals, limits: FitnessLimits, now_s: float) -> Fitness | None:
     counted = [xid for xid in vitals.xids if limits.shared_faults or xid not in PROGRAM_XIDS]
     rules = (
-        (vitals.mig, DeviceRefusal.MIG, "MIG is enabled; only whole GPUs are lent"),
+        (vitals.mig, DeviceRefusal.MIG, _mig(vitals)),
+        (vitals.virtualization, DeviceRefusal.VIRTUAL, _virtual(vitals)),
         (counted, DeviceRefusal.XID, f"the driver reported Xid {_list(counted)}; reset the GPU"),
         (
             vitals.uncorrected_errors,
@@ -148,6 +161,17 @@ def _passing(
         return None
     text = f"the GPU draws {watts:.0f} W, the pool allows {limits.max_power_watts} W"
     return Fitness(DeviceRefusal.POWER, text, now_s)
+
+
+def _mig(vitals: Vitals) -> str:
+    ends = " (switched off from its next reset on)" if vitals.mig_ends else ""
+    return f"MIG is enabled{ends}; only whole GPUs are lent"
+
+
+def _virtual(vitals: Vitals) -> str:
+    if vitals.virtualization is Virtualization.GUEST:
+        return "it is a vGPU: other virtual machines compute on the same GPU; pass it through whole"
+    return "it is shared out to virtual machines as vGPUs; only whole GPUs are lent"
 
 
 def _list(xids: list[int]) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from rose_agent.devices.fake_nvml import FakeGpu, FakeMemory, FakeNvml, FakeProcess
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.devices.owners import Owner
 from rose_agent.devices.watch import DeviceWatch
@@ -18,6 +17,7 @@ from rose_core.identity import SlotKey
 from rose_core.wire.host import EngineState, EngineStatus
 from rose_core.wire.reasons import HostReason
 from rose_core.wire.sync import PoolPolicy
+from rose_dev.gpu.state import GpuProcess, State
 
 GIB = 1 << 30
 SLOT = SlotKey("slot-1", 1)
@@ -46,17 +46,23 @@ class Slot:
 class Node:
     """One GPU of 80 GiB with serving and an engine on it."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, nvml: State, source: str) -> None:
         self.now = 1000.0
-        self.gpu = FakeGpu("GPU-a", FakeMemory(80 * GIB, 40 * GIB))
-        self.gpu.processes = [FakeProcess(11, 30 * GIB), FakeProcess(22, 10 * GIB)]
+        nvml.raw.gpu_count = 1
+        (self.gpu,) = nvml.gpus
+        self.gpu.raw.memory_total = 80 * GIB
+        self.serving(30, 40)
         owners = {11: Owner(pod="pod"), 22: Owner("slot-1", "host")}
-        driver = NvmlDriver.open(FakeNvml([self.gpu]))
-        self.watch = DeviceWatch(driver, lambda: self.now, owners.get)
+        self.watch = DeviceWatch(NvmlDriver.open(), lambda: self.now, owners.get)
         policy = PoolPolicy("ns/pool", "Lend", {}, 1, memory_source=source)
         self.replica: Any = SimpleNamespace(
-            policy=policy, pod=SimpleNamespace(gpu_uuids=("GPU-a",)), view=None
+            policy=policy, pod=SimpleNamespace(gpu_uuids=(self.gpu.uuid,)), view=None
         )
+
+    def serving(self, gib: int, used: int, engine: int | None = 10 * GIB) -> None:
+        """What serving holds beside the engine, and what the GPU uses in all."""
+        self.gpu.set_processes([GpuProcess(11, gib * GIB), GpuProcess(22, engine)])
+        self.gpu.raw.memory_used = used * GIB
 
     def look(self, slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("rose_agent.guard.report.kv_permille", lambda *_: None)
@@ -70,9 +76,9 @@ def status(state: EngineState = EngineState.SERVING, **more: object) -> EngineSt
 
 
 def test_the_budget_of_elastic_memory_is_told_until_the_host_holds_to_it(
-    monkeypatch: pytest.MonkeyPatch,
+    nvml: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node, slot = Node("Elastic"), Slot(status(kv_permille=500))
+    node, slot = Node(nvml, "Elastic"), Slot(status(kv_permille=500))
     node.look(slot, monkeypatch)
     assert slot.told == [(LEAST, 10 * GIB)], "an elastic engine begins with the least"
     slot.status = status(kv_permille=LEAST)
@@ -83,38 +89,42 @@ def test_the_budget_of_elastic_memory_is_told_until_the_host_holds_to_it(
         node.look(slot, monkeypatch)
     assert LEAST < slot.budget.permille < 500
     assert slot.told[-1][0] == slot.budget.permille
-    node.gpu.memory.used = 75 * GIB
+    node.gpu.raw.memory_used = 75 * GIB
     before = slot.budget.permille
     node.look(slot, monkeypatch)
     assert slot.told[-1][0] == max(LEAST, before // 2), "halved at once"
-    node.gpu.memory.used = 79 * GIB
+    node.gpu.raw.memory_used = 79 * GIB
     node.look(slot, monkeypatch)
     assert slot.told[-1][0] == 0
 
 
-def test_engines_that_are_not_elastic_hear_of_no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    node, slot = Node("Reserved"), Slot(status())
-    node.gpu.memory.used = 75 * GIB
+def test_engines_that_are_not_elastic_hear_of_no_budget(
+    nvml: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, slot = Node(nvml, "Reserved"), Slot(status())
+    node.gpu.raw.memory_used = 75 * GIB
     node.look(slot, monkeypatch)
     assert (slot.told, slot.budget.permille) == ([], 500)
 
 
-def test_an_engine_that_holds_more_than_its_size_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    node, slot = Node("Reserved"), Slot(status(device_bytes=10 * GIB))
+def test_an_engine_that_holds_more_than_its_size_is_named(
+    nvml: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, slot = Node(nvml, "Reserved"), Slot(status(device_bytes=10 * GIB))
     node.look(slot, monkeypatch)
     assert slot.told == []
     slot.status = status(device_bytes=10 * GIB - 1)
     node.look(slot, monkeypatch)
     assert slot.told == [(1000, 10 * GIB)]
-    node.gpu.processes[1] = FakeProcess(22, None)
+    node.serving(30, 40, engine=None)
     node.look(slot, monkeypatch)
     assert len(slot.told) == 1, "a figure that is missing accuses nobody"
 
 
 def test_a_slot_tells_its_room_again_only_while_its_engine_is_refused_for_it(
-    monkeypatch: pytest.MonkeyPatch,
+    nvml: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node, slot = Node("Reserved"), Slot(status())
+    node, slot = Node(nvml, "Reserved"), Slot(status())
     node.look(slot, monkeypatch)
     assert slot.room is not None
     assert (slot.room.bytes, slot.renewed) == (34 * GIB, 0)
@@ -124,16 +134,14 @@ def test_a_slot_tells_its_room_again_only_while_its_engine_is_refused_for_it(
 
 
 def test_what_serving_used_hours_ago_counts_for_reserved_memory_alone(
-    monkeypatch: pytest.MonkeyPatch,
+    nvml: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rooms = {}
     for source in ("Reserved", "Elastic"):
-        node, slot = Node(source), Slot(status())
-        node.gpu.processes[0] = FakeProcess(11, 60 * GIB)
-        node.gpu.memory.used = 70 * GIB
+        node, slot = Node(nvml, source), Slot(status())
+        node.serving(60, 70)
         node.look(slot, monkeypatch)
-        node.gpu.processes[0] = FakeProcess(11, 30 * GIB)
-        node.gpu.memory.used = 40 * GIB
+        node.serving(30, 40)
         node.now += 7200.0
         node.look(slot, monkeypatch)
         assert slot.room is not None

@@ -1,15 +1,18 @@
-"""What the guard learns of its GPUs, on the stand-in for NVML."""
+"""What the guard learns of its GPUs, through NVML's C ABI."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
 
-from rose_agent.devices.fake_nvml import FakeGpu, FakeMemory, FakeNvml, FakeProcess
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.devices.owners import Owner, owner_of, parse
 from rose_agent.devices.watch import STALE_SECONDS, DeviceWatch, Lent, Terms, View
+from rose_dev.gpu.state import DRIVER_NOT_LOADED, NOT_SUPPORTED, State
+from rose_dev.waiting import until
 
 GIB = 1 << 30
 POD = "53099174-d551-433b-9350-adf44bee898e"
@@ -39,30 +42,45 @@ def test_a_process_that_is_gone_is_unknown(tmp_path: Path) -> None:
 
 
 class Node:
-    """One GPU with a serving process, and whoever joins it."""
+    """GPUs of 80 GiB, serving on the first of them, and whoever joins it."""
 
-    def __init__(self) -> None:
-        self.gpu = FakeGpu("GPU-a", FakeMemory(80 * GIB, 40 * GIB))
-        self.gpu.processes = [FakeProcess(11, 40 * GIB)]
-        self.library = FakeNvml([self.gpu])
+    def __init__(self, nvml: State) -> None:
+        self.nvml, self.gpu = nvml, nvml.gpus[0]
+        for gpu in nvml.gpus:
+            gpu.raw.memory_total, gpu.raw.memory_used = 80 * GIB, 0
+        self.gpu.start(11, 40 * GIB)
         self.owners = {11: Owner(pod=POD)}
         self.now = 1000.0
-        self.watch = DeviceWatch(NvmlDriver.open(self.library), lambda: self.now, self.owners.get)
+        self.watch = DeviceWatch(NvmlDriver.open(), lambda: self.now, self.owners.get)
 
     def engine(self, size: int, slot: str = "slot-1", pid: int = 22) -> None:
-        self.gpu.processes.append(FakeProcess(pid, size))
-        self.gpu.memory.used += size
+        self.gpu.start(pid, size)
         self.owners[pid] = Owner(slot, "host")
 
-    def look(self, lent: Lent | None = None, terms: Terms | None = None) -> View:
+    def read(self) -> None:
         for uuid, reading in self.watch.read().items():
             self.watch.take(uuid, reading)
-        return self.watch.look("pod", ("GPU-a",), terms or Terms(), lent or Lent(), None)
+
+    def look(self, lent: Lent | None = None, terms: Terms | None = None, gpus: int = 1) -> View:
+        self.read()
+        return self.see(tuple(gpu.uuid for gpu in self.nvml.gpus[:gpus]), lent, terms)
+
+    def see_alone(self, uuid: str) -> int:
+        self.read()
+        room = self.see((uuid,)).lendable.bytes
+        assert room is not None
+        return room
+
+    def see(
+        self, uuids: tuple[str, ...], lent: Lent | None = None, terms: Terms | None = None
+    ) -> View:
+        """Without reading anew."""
+        return self.watch.look("pod", uuids, terms or Terms(), lent or Lent(), None)
 
 
 @pytest.fixture
-def node() -> Node:
-    return Node()
+def node(nvml: State) -> Node:
+    return Node(nvml)
 
 
 def test_what_an_engine_holds_is_not_servings_use(node: Node) -> None:
@@ -80,10 +98,8 @@ def test_the_residue_of_a_dormant_engine_is_charged(node: Node) -> None:
 def test_without_process_lists_servings_use_is_learned_only_while_nothing_is_lent(
     node: Node,
 ) -> None:
-    node.library.unsupported = {
-        "nvmlDeviceGetComputeRunningProcesses",
-        "nvmlDeviceGetMPSComputeRunningProcesses",
-    }
+    for kind in ("Compute", "MPSCompute"):
+        node.nvml.fail(f"nvmlDeviceGet{kind}RunningProcesses_v3", NOT_SUPPORTED)
     lent = Lent(frozenset({"slot-1"}))
     assert node.look(lent).lendable.bytes is None
     assert node.look().lendable.bytes == 24 * GIB
@@ -100,37 +116,148 @@ def test_an_engine_that_should_be_gone_means_the_gpu_was_not_vacated(node: Node)
 
 
 def test_an_unfit_gpu_is_refused_with_its_word(node: Node) -> None:
-    node.gpu.mig = True
+    node.gpu.raw.mig_current = 1
     assert node.look().refusal == "MigEnabled"
 
 
 def test_a_gpu_that_draws_too_much_is_refused(node: Node) -> None:
+    node.gpu.raw.power_milliwatts = 300_000
+    assert node.look(terms=Terms(max_power_watts=350)).refusal == ""
     assert node.look(terms=Terms(max_power_watts=250)).refusal == "PowerLimit"
-    assert Node().look(terms=Terms(max_power_watts=350)).refusal == ""
 
 
 def test_figures_that_are_old_are_unknown(node: Node) -> None:
     assert node.look().refusal == ""
     node.now += STALE_SECONDS
-    view = node.watch.look("pod", ("GPU-a",), Terms(), Lent(), None)
+    view = node.see((node.gpu.uuid,))
     assert (view.refusal, view.lendable.bytes) == ("DeviceUnknown", None)
+    assert "10 s old" in view.message
 
 
 def test_a_driver_that_fails_makes_everything_unknown(node: Node) -> None:
     node.look()
-    node.library.fail["nvmlDeviceGetMemoryInfo"] = node.library.NVML_ERROR_GPU_IS_LOST
-    node.now += STALE_SECONDS
-    assert node.look().refusal == "DeviceUnknown"
+    node.nvml.fail("nvmlDeviceGetMemoryInfo", DRIVER_NOT_LOADED)
+    view = node.look()
+    assert view.refusal == "DeviceUnknown"
+    assert "Driver Not Loaded" in view.message
 
 
-def test_a_gpu_nobody_lists_is_unknown(node: Node) -> None:
-    view = node.watch.look("pod", ("GPU-z",), Terms(), Lent(), None)
+def test_a_gpu_nobody_lists_is_unknown_with_the_number_of_those_that_are(node: Node) -> None:
+    node.read()
+    view = node.see(("GPU-z",))
     assert (view.refusal, view.lendable.bytes) == ("DeviceUnknown", None)
+    assert "no GPU GPU-z among the 8" in view.message
 
 
 def test_little_free_memory_is_pressure(node: Node) -> None:
     node.engine(38 * GIB)
     assert node.look(Lent(frozenset({"slot-1"}))).budget.pressure
     node.watch.forget("pod")
-    node.gpu.memory.used = 40 * GIB
+    node.gpu.raw.memory_used = 40 * GIB
     assert not node.look(Lent(frozenset({"slot-1"}))).budget.pressure
+
+
+# --- several GPUs
+
+
+def test_one_lost_gpu_takes_out_itself_and_nothing_else(node: Node) -> None:
+    node.read()
+    lost, uuids = node.nvml.gpus[3], [gpu.uuid for gpu in node.nvml.gpus]
+    lost.lose()
+    for _ in range(30):
+        node.now += 1.0
+        node.read()
+    found = {uuid: node.see((uuid,)).refusal for uuid in uuids}
+    assert found == {uuid: "DeviceUnknown" if uuid == lost.uuid else "" for uuid in uuids}
+    assert "lost" in node.see((lost.uuid,)).message
+    assert node.see(tuple(uuids)).refusal == "DeviceUnknown", "a replica of all eight is out"
+    node.nvml.gpus[7].fault(48)
+    node.read()
+    assert node.see((uuids[7],)).refusal == "XidError", "the others' faults are still heard"
+    lost.recover()
+    for _ in range(31):
+        node.now += 1.0
+        node.read()
+    assert node.see((lost.uuid,)).refusal == ""
+
+
+def test_a_gpu_that_does_not_answer_is_asked_less_often(node: Node) -> None:
+    node.nvml.fail("nvmlDeviceGetComputeRunningProcesses_v3", 999)
+    node.nvml.forget_calls()
+    for _ in range(100):
+        node.now += 1.0
+        node.read()
+    asked = node.nvml.calls()["nvmlDeviceGetComputeRunningProcesses_v3"]
+    assert asked <= 8 * 9, "after 1, 2, 4, 8, 16 and then every 30 seconds"
+
+
+def test_the_driver_may_be_loaded_anew_under_a_running_guard(node: Node) -> None:
+    assert node.look().refusal == ""
+    node.nvml.unload_driver()
+    node.now += STALE_SECONDS
+    assert node.look().refusal == "DeviceUnknown"
+    node.nvml.load_driver()
+    node.now += STALE_SECONDS
+    assert node.look().refusal == ""
+
+
+def test_of_several_gpus_the_tightest_says_what_may_be_lent(node: Node) -> None:
+    """An engine takes its memory on one of them; the sum would give away that one's headroom."""
+    for gpu, used in zip(node.nvml.gpus[1:], (60, 10, 10, 10, 10, 10, 10), strict=True):
+        gpu.start(11, used * GIB)
+    alone = {gpu.uuid: node.see_alone(gpu.uuid) for gpu in node.nvml.gpus}
+    together = node.look(gpus=8)
+    assert together.lendable.bytes == min(alone.values()) == alone[node.nvml.gpus[1].uuid]
+    assert node.nvml.gpus[1].uuid in together.lendable.message
+
+
+def test_an_engine_is_held_to_its_size_on_each_gpu(node: Node) -> None:
+    node.engine(10 * GIB)
+    node.nvml.gpus[1].start(22, 2 * GIB)
+    view = node.look(Lent(frozenset({"slot-1"})), gpus=2)
+    assert view.held == {"slot-1": 10 * GIB}
+
+
+# --- who asks the driver, and who waits for it
+
+
+async def test_only_the_reader_asks_the_driver(node: Node) -> None:
+    uuids = tuple(gpu.uuid for gpu in node.nvml.gpus)
+    node.read()
+    node.nvml.forget_calls()
+    for _ in range(100):
+        for uuid in uuids:
+            node.see((uuid,))
+        node.see(uuids)
+        node.watch.used_by((11, 22))
+        assert node.watch.gpus
+    assert node.nvml.calls() == {}
+
+
+async def test_nobody_waits_for_a_driver_that_answers_slowly(node: Node) -> None:
+    """If a look asked the driver, there would be fewer looks than calls."""
+    uuids = tuple(gpu.uuid for gpu in node.nvml.gpus)
+    node.nvml.delay(0.1)
+    node.nvml.forget_calls()
+    reader = asyncio.create_task(node.watch.run())
+    await until(lambda: node.nvml.total_calls > 0)
+    looks = 0
+    while not node.watch.used_by((11,)):  # until the first GPU has been read
+        for uuid in uuids:
+            node.see((uuid,))
+            looks += 1
+        await asyncio.sleep(0)
+    assert looks > node.nvml.total_calls
+    assert node.see((uuids[0],)).refusal == ""
+    assert node.see((uuids[7],)).refusal == "DeviceUnknown", "the last one is still to be read"
+    node.nvml.delay(0.0)
+    reader.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await reader
+
+
+def test_a_pods_gpus_are_those_that_its_processes_are_on(node: Node) -> None:
+    node.nvml.gpus[5].start(12, GIB)
+    node.read()
+    assert node.watch.used_by((11, 12)) == (node.gpu.uuid, node.nvml.gpus[5].uuid)
+    assert node.watch.used_by((99,)) == ()

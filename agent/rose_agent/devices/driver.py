@@ -19,12 +19,14 @@ class Gpu:
         uuid: stable name, ``GPU-...``.
         index: number on this node.
         memory_bytes: total device memory.
+        minor: number of its device file, by which some allocate it; None = unknown.
     """
 
     uuid: str
     index: int
     name: str
     memory_bytes: int
+    minor: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,19 @@ class GpuProcess:
     used_bytes: int | None
 
 
+@dataclass(frozen=True)
+class DriverVersion:
+    """What is installed on the node.
+
+    Attributes:
+        driver: as NVIDIA numbers it, ``550.163.01``.
+        cuda: newest CUDA that it runs, major and minor.
+    """
+
+    driver: str
+    cuda: tuple[int, int]
+
+
 class DeviceDriver(Protocol):
     """Access to the GPUs of this node."""
 
@@ -56,7 +71,17 @@ class DeviceDriver(Protocol):
         """``nvml`` or ``static``."""
 
     def gpus(self) -> tuple[Gpu, ...]:
-        """Every GPU, by index.
+        """Every GPU, by index; one that answered before and does not now is among them.
+
+        Raises:
+            QueryFailed: the driver did not answer.
+        """
+
+    def silent(self) -> tuple[str, ...]:
+        """GPUs that are there and have never answered, for people; as of the last ``gpus``."""
+
+    def version(self) -> DriverVersion | None:
+        """Of the driver; None when there is none, as without GPUs.
 
         Raises:
             QueryFailed: the driver did not answer.

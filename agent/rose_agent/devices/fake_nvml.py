@@ -74,6 +74,7 @@ class FakeNvml:
     NVML_ERROR_NOT_FOUND = 6
     NVML_ERROR_DRIVER_NOT_LOADED = 9
     NVML_ERROR_TIMEOUT = 10
+    NVML_ERROR_FUNCTION_NOT_FOUND = 13
     NVML_ERROR_GPU_IS_LOST = 15
     NVML_DEVICE_MIG_ENABLE = 1
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
@@ -178,6 +179,26 @@ class FakeNvml:
         """Corrected, uncorrected, pending, failed."""
         self._check("nvmlDeviceGetRemappedRows")
         return [0, 0, int(gpu.remap_pending), 0]
+
+    def nvmlDeviceGetVirtualizationMode(self, gpu: FakeGpu) -> int:  # noqa: ARG002, N802
+        """Bare metal."""
+        self._check("nvmlDeviceGetVirtualizationMode")
+        return 0
+
+    def nvmlDeviceGetMinorNumber(self, gpu: FakeGpu) -> int:  # noqa: N802
+        """That of ``/dev/nvidiaN``."""
+        self._check("nvmlDeviceGetMinorNumber")
+        return self.devices.index(gpu)
+
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+        """The driver."""
+        self._check("nvmlSystemGetDriverVersion")
+        return "550.163.01"
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:  # noqa: N802
+        """12.4."""
+        self._check("nvmlSystemGetCudaDriverVersion_v2")
+        return 12_040
 
     def nvmlDeviceGetComputeMode(self, gpu: FakeGpu) -> int:  # noqa: N802
         """0 default, 2 prohibited, 3 exclusive process."""

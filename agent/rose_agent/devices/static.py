@@ -19,7 +19,7 @@ from typing import Literal
 import pydantic
 import yaml
 
-from rose_agent.devices.driver import Gpu, GpuProcess, Memory
+from rose_agent.devices.driver import DriverVersion, Gpu, GpuProcess, Memory
 from rose_agent.devices.errors import NoDevices, QueryFailed, UnknownGpu
 from rose_core.devices.health import Vitals
 from rose_wire import problems
@@ -85,6 +85,14 @@ class StaticDriver:
             Gpu(gpu.uuid, index, gpu.name, gpu.memory_bytes)
             for index, gpu in enumerate(self._read().gpus)
         )
+
+    def silent(self) -> tuple[str, ...]:
+        """None: a file has a name for each."""
+        return ()
+
+    def version(self) -> DriverVersion | None:
+        """None: a file is no driver."""
+        return None
 
     def memory(self, uuid: str) -> Memory:
         """What the file says; unknown when it does not say."""

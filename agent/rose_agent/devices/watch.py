@@ -1,8 +1,10 @@
 """What the guard knows about its GPUs: read in the background, judged by ``rose_core.devices``.
 
-The driver is asked once a second in a thread, because a GPU that is falling off the bus answers
-after seconds and the guard's loop must not wait for it; figures older than ``STALE_SECONDS`` count
-as unknown. ``look`` is called by the guard for each replica and waits for nothing:
+The driver is asked once a second by one thread of its own, and by nothing else in the guard: a GPU
+that is falling off the bus answers after seconds, and the guard's loop must not wait for it. Each
+GPU's figures count from the moment they are there, and are unknown when they are older than
+``STALE_SECONDS``. A GPU that did not answer is asked less often, so it does not make the figures of
+the others old. ``look`` is called by the guard for each replica and waits for nothing:
 
 - health (``health``): an unfit GPU is not lent, with the word why;
 - who holds memory (``owners``): a process of an engine whose slot is not here any more means that
@@ -15,10 +17,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from rose_agent.devices.driver import DeviceDriver, GpuProcess, Memory
+from rose_agent.devices.driver import DeviceDriver, Gpu, GpuProcess, Memory
 from rose_agent.devices.errors import DeviceError
 from rose_agent.devices.owners import Owner, owner_of
 from rose_core.devices.health import DeviceRefusal, Fitness, FitnessLimits, Vitals, assess
@@ -37,6 +41,9 @@ _log = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 1.0
 STALE_SECONDS = 10.0
+# How long a GPU that did not answer is left alone: doubled each time, up to the second figure. One
+# that hangs takes the reader's time from all others.
+_AGAIN_SECONDS, _AGAIN_MOST_SECONDS = 1.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ class Reading:
 
     Attributes:
         owners: pid -> whose it is, of ``processes``.
+        problem: why the driver did not describe it; empty when it did.
     """
 
     read_s: float
@@ -52,6 +60,7 @@ class Reading:
     vitals: Vitals | None = None
     processes: tuple[GpuProcess, ...] | None = None
     owners: dict[int, Owner] = field(default_factory=dict)
+    problem: str = ""
 
     def held_by_engines(self) -> int | None:
         """Bytes that rollout engines hold; None when the driver cannot tell whose memory it is."""
@@ -118,8 +127,9 @@ class View:
 
     Attributes:
         refusal: closed word, empty when nothing speaks against lending.
-        lendable: sum over the GPUs; its bytes are None when one of them is unknown.
-        held: slot -> bytes that its engine's processes hold, as far as the driver tells.
+        lendable: on each of the GPUs, so that of the tightest one; None when one is unknown.
+        held: slot -> most bytes that its engine's processes hold on one of the GPUs, as far as the
+            driver tells.
     """
 
     refusal: str
@@ -127,6 +137,14 @@ class View:
     lendable: Lendable
     budget: Budget
     held: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Rest:
+    """When a GPU that did not answer is asked again."""
+
+    until_s: float
+    seconds: float
 
 
 @dataclass
@@ -140,7 +158,7 @@ class DeviceWatch:
     """The GPUs of a node.
 
     Args:
-        driver: asked in a thread of its own.
+        driver: asked by the reader's thread alone.
         clock: monotonic seconds.
         owner: whose a process is.
         limits: when budgets are cut and grow.
@@ -158,37 +176,81 @@ class DeviceWatch:
         self._owner = owner
         self._gpus: dict[str, _Gpu] = {}
         self._budgets: dict[str, Budget] = {}
+        self._rests: dict[str, _Rest] = {}
+        self._listed: tuple[Gpu, ...] = ()
+        self._silent: tuple[str, ...] = ()
         self._limits = limits or BudgetLimits()
         # A static file tells of serving alone, and need not name every GPU.
         self._counts_engines = driver.name != "static"
 
     async def run(self) -> None:
         """Read until cancelled."""
-        while True:
-            for uuid, reading in (await asyncio.to_thread(self.read)).items():
-                self.take(uuid, reading)
-            await asyncio.sleep(PERIOD_SECONDS)
+        loop = asyncio.get_running_loop()
+        reader = ThreadPoolExecutor(1, "gpus")
+        try:
+            while True:
+                for gpu in await loop.run_in_executor(reader, self.survey):
+                    reading = await loop.run_in_executor(reader, self.ask, gpu.uuid)
+                    if reading is not None:
+                        self.take(gpu.uuid, reading)
+                await asyncio.sleep(PERIOD_SECONDS)
+        finally:
+            # A call that hangs in the driver must not hold up the guard's end.
+            reader.shutdown(wait=False, cancel_futures=True)
 
     def read(self) -> dict[str, Reading]:
         """Ask the driver about every GPU; may take as long as the driver does."""
+        asked = {gpu.uuid: self.ask(gpu.uuid) for gpu in self.survey()}
+        return {uuid: reading for uuid, reading in asked.items() if reading is not None}
+
+    def survey(self) -> tuple[Gpu, ...]:
+        """Ask the driver which GPUs there are."""
         try:
-            uuids = [gpu.uuid for gpu in self._driver.gpus()]
+            self._listed = self._driver.gpus()
         except DeviceError as error:
             _log.warning("GPUs: %s", error)
-            return {}
-        return {uuid: self._read(uuid) for uuid in uuids}
+            return ()
+        if self._silent != self._driver.silent():
+            self._silent = self._driver.silent()
+            _log.warning("GPUs that do not answer: %s", "; ".join(self._silent) or "none any more")
+        return self._listed
 
-    def _read(self, uuid: str) -> Reading:
+    def ask(self, uuid: str) -> Reading | None:
+        """Ask the driver about one GPU; None while it is left alone."""
         now_s = self._clock()
+        rest = self._rests.get(uuid)
+        if rest is not None and now_s < rest.until_s:
+            return None
         try:
             processes = self._driver.processes(uuid)
             owners = {p.pid: self._owner(p.pid) for p in processes or ()}
             known = {pid: owner for pid, owner in owners.items() if owner is not None}
             memory, vitals = self._driver.memory(uuid), self._driver.vitals(uuid)
         except DeviceError as error:
-            _log.warning("GPU %s: %s", uuid, error)
-            return Reading(now_s)
+            seconds = _AGAIN_SECONDS if rest is None else 2 * rest.seconds
+            seconds = min(seconds, _AGAIN_MOST_SECONDS)
+            self._rests[uuid] = _Rest(self._clock() + seconds, seconds)
+            _log.warning("GPU %s: %s; asked again in %.0f s", uuid, error, seconds)
+            return Reading(now_s, problem=str(error))
+        self._rests.pop(uuid, None)
         return Reading(now_s, memory, vitals, processes, known)
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """As the driver listed them last, by index."""
+        return self._listed
+
+    def used_by(self, pids: Iterable[int]) -> tuple[str, ...]:
+        """GPUs on which one of these processes holds memory, as last read."""
+        members = frozenset(pids)
+        now_s = self._clock()
+        return tuple(
+            gpu.uuid
+            for gpu in self._listed
+            if (known := self._gpus.get(gpu.uuid)) is not None
+            and now_s - known.reading.read_s < STALE_SECONDS
+            and any(process.pid in members for process in known.reading.processes or ())
+        )
 
     def take(self, uuid: str, reading: Reading) -> None:
         """Use a reading from now on."""
@@ -210,37 +272,57 @@ class DeviceWatch:
             lent: what is there beside serving.
             kv_permille: use of serving's KV pool.
         """
-        now_s = self._clock()
+        now_s, uuids = self._clock(), tuple(uuids)
         gpus = [self._gpus.get(uuid) for uuid in uuids]
-        fitness = [self._judge(gpu, terms, lent, now_s) for gpu in gpus]
+        fitness = [
+            self._judge(uuid, gpu, terms, lent, now_s)
+            for uuid, gpu in zip(uuids, gpus, strict=True)
+        ]
         unfit = next((one for one in fitness if one.refusal), Fitness())
-        sums = [self._lendable(gpu, terms, lent, now_s) for gpu in gpus]
+        room = {
+            uuid: self._lendable(gpu, terms, lent, now_s)
+            for uuid, gpu in zip(uuids, gpus, strict=True)
+        }
         seen = self._seen(gpus, terms, lent, kv_permille, now_s)
         seen = replace(seen, step=lent.step if terms.regrow_next_step else None)
         first = Budget(self._limits.least_permille) if terms.elastic else Budget()
         budget = steer(self._budgets.get(key, first), seen, self._limits, now_s)
         self._budgets[key] = budget
         held = _held(gpus, now_s)
-        return View(unfit.refusal.value, unfit.message, _together(sums), budget, held)
+        return View(unfit.refusal.value, unfit.message, _tightest(room), budget, held)
 
     def forget(self, key: str) -> None:
         """The replica is gone."""
         self._budgets.pop(key, None)
 
-    def _judge(self, gpu: _Gpu | None, terms: Terms, lent: Lent, now_s: float) -> Fitness:
+    def _judge(
+        self, uuid: str, gpu: _Gpu | None, terms: Terms, lent: Lent, now_s: float
+    ) -> Fitness:
         if gpu is None and not self._counts_engines:
             return Fitness()
         if gpu is None:
-            return Fitness(DeviceRefusal.UNKNOWN, "the device driver lists no such GPU", now_s)
-        fresh = now_s - gpu.reading.read_s < STALE_SECONDS
+            return Fitness(DeviceRefusal.UNKNOWN, self._absence(uuid), now_s)
+        reading = gpu.reading
+        age_s = now_s - reading.read_s
         limits = FitnessLimits(terms.max_power_watts, terms.shared_faults)
-        gpu.fitness = assess(gpu.fitness, gpu.reading.vitals if fresh else None, limits, now_s)
-        left = gpu.reading.engines() - lent.slots if fresh else frozenset[str]()
+        if reading.problem or age_s >= STALE_SECONDS:
+            gpu.fitness = assess(gpu.fitness, None, limits, now_s)
+            why = reading.problem or f"its last answer is {age_s:.0f} s old"
+            return replace(gpu.fitness, message=f"GPU {uuid} does not answer: {why}")
+        gpu.fitness = assess(gpu.fitness, reading.vitals, limits, now_s)
+        left = reading.engines() - lent.slots
         if gpu.fitness.fit and left:
             names = ", ".join(sorted(left))
             text = f"engines that should be gone have processes on the GPU: {names}"
             return Fitness(DeviceRefusal.NOT_VACATED, text, now_s)
         return gpu.fitness
+
+    def _absence(self, uuid: str) -> str:
+        """Why nothing is known of a GPU."""
+        if not self._listed:
+            return f"GPU {uuid}: the device driver has listed no GPU yet"
+        text = f"no GPU {uuid} among the {len(self._listed)} that the device driver lists"
+        return f"{text}; {'; '.join(self._silent)}" if self._silent else text
 
     def _lendable(self, gpu: _Gpu | None, terms: Terms, lent: Lent, now_s: float) -> Lendable:
         if gpu is None or now_s - gpu.reading.read_s >= STALE_SECONDS:
@@ -276,21 +358,35 @@ class DeviceWatch:
 
 def _held(gpus: list[_Gpu | None], now_s: float) -> dict[str, int]:
     """What each slot's engine holds; a slot of which a figure is missing is left out."""
-    held: dict[str, int | None] = {}
+    most: dict[str, int] = {}
+    unknown: set[str] = set()
     for gpu in gpus:
         if gpu is None or now_s - gpu.reading.read_s >= STALE_SECONDS:
             continue
+        held: Counter[str] = Counter()
         for process in gpu.reading.processes or ():
             owner = gpu.reading.owners.get(process.pid)
             if owner is None or not owner.slot:
                 continue
-            before, now = held.get(owner.slot, 0), process.used_bytes
-            held[owner.slot] = None if before is None or now is None else before + now
-    return {slot: size for slot, size in held.items() if size is not None}
+            if process.used_bytes is None:
+                unknown.add(owner.slot)
+            held[owner.slot] += process.used_bytes or 0
+        most |= {slot: max(size, most.get(slot, 0)) for slot, size in held.items()}
+    return {slot: size for slot, size in most.items() if slot not in unknown}
 
 
-def _together(sums: list[Lendable]) -> Lendable:
-    if not sums or any(one.bytes is None for one in sums):
-        unknown = next((one.message for one in sums if one.bytes is None), "no GPU is known")
-        return Lendable(None, unknown)
-    return Lendable(sum(one.bytes or 0 for one in sums), "; ".join(one.message for one in sums))
+def _tightest(each: Mapping[str, Lendable]) -> Lendable:
+    """What may be lent on every one of the GPUs: an engine takes its memory on each that it has.
+
+    Not their sum: an engine of one GPU would be admitted by what the others have left, and take
+    the headroom of its own.
+    """
+    if not each:
+        return Lendable(None, "no GPU is known")
+    unknown = next((one for one in each.values() if one.bytes is None), None)
+    if unknown is not None:
+        return unknown
+    uuid, least = min(each.items(), key=lambda pair: pair[1].bytes or 0)
+    if len(each) == 1:
+        return least
+    return replace(least, message=f"the tightest of {len(each)} GPUs, {uuid}: {least.message}")
