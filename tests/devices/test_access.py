@@ -47,15 +47,16 @@ def node(root: Path, *devices: tuple[str, str], driver: str = "") -> Path:
 
 def test_a_node_without_gpus_is_told_from_one_without_a_driver(tmp_path: Path) -> None:
     bare = node(tmp_path / "bare", ("0x8086", GPU), ("0x10de", SWITCH))
-    assert diagnose("said", bare, {}).word is Missing.NO_GPU
-    driverless = diagnose("said", node(tmp_path / "new", ("0x10de", GPU), ("0x10de", GPU)), {})
+    assert diagnose("said", bare, {}, lambda: False).word is Missing.NO_GPU
+    new = node(tmp_path / "new", ("0x10de", GPU), ("0x10de", GPU))
+    driverless = diagnose("said", new, {}, lambda: False)
     assert driverless.word is Missing.NO_DRIVER
     assert driverless.text.startswith("2 NVIDIA devices")
 
 
 def test_a_container_that_is_not_shown_the_driver_says_which_way_was_chosen(tmp_path: Path) -> None:
     root = node(tmp_path, ("0x10de", GPU), driver="NVRM version: 550.163.01")
-    found = diagnose("said", root, {"ROSE_GPU_ACCESS": "RuntimeClass"})
+    found = diagnose("said", root, {"ROSE_GPU_ACCESS": "RuntimeClass"}, lambda: False)
     assert found.word is Missing.NO_ACCESS
     assert "550.163.01" in found.text
     assert "gpus.access RuntimeClass" in found.text

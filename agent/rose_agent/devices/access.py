@@ -23,7 +23,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -107,8 +107,20 @@ def load_library(environment: Mapping[str, str] = os.environ) -> Path | None:
     return folder / LIBRARY
 
 
+def loads() -> bool:
+    """Whether this process can load NVIDIA's library."""
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError:
+        return False
+    return True
+
+
 def diagnose(
-    said: str, root: Path = Path("/"), environment: Mapping[str, str] = os.environ
+    said: str,
+    root: Path = Path("/"),
+    environment: Mapping[str, str] = os.environ,
+    there: Callable[[], bool] = loads,
 ) -> Diagnosis:
     """Why NVML did not open.
 
@@ -116,10 +128,11 @@ def diagnose(
         said: what NVML or its bindings said.
         root: of the file system in which the node's devices are looked for.
         environment: of this process.
+        there: whether the library itself is here.
     """
     mode = environment.get(ACCESS, "")
     where = f" (gpus.access {mode})" if mode else ""
-    if _loads():
+    if there():
         return Diagnosis(Missing.NVML_FAILS, f"{said}{where}")
     count = len(list(_gpus_on_bus(root)))
     version = _first_line(root / "proc/driver/nvidia/version")
@@ -146,14 +159,6 @@ def _errno_of_opening(path: Path) -> int:
     except OSError as error:
         return error.errno or 0
     return 0
-
-
-def _loads() -> bool:
-    try:
-        ctypes.CDLL(LIBRARY)
-    except OSError:
-        return False
-    return True
 
 
 def _gpus_on_bus(root: Path) -> Iterable[Path]:
