@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from rose_core.api import Desired, RolloutSlot, ServingPool
 from rose_core.api.rolloutslot import SlotSharing, Tier
-from rose_core.api.servingpool import Compute
+from rose_core.api.servingpool import Compute, PoolSpec
 from rose_core.api.wholereplica import WholeReplica
 from rose_core.identity import GrantKey, SlotKey
 from rose_core.wire.sync import (
@@ -111,8 +111,16 @@ def policy_of(pool: ServingPool) -> PoolPolicy:
         max_power_watts=spec.lending.max_power_watts or 0,
         compute=spec.compute,
         memory_source=spec.memory_source,
+        max_compute_percent=_time_percent(spec),
         sleep=None if spec.whole_replica is None else _sleep(spec.whole_replica),
     )
+
+
+def _time_percent(spec: PoolSpec) -> int:
+    """The owner's limit where the guard has to keep it; all of the time is no limit."""
+    if spec.compute is Compute.MPS or spec.max_compute_percent in {None, 100}:
+        return 0
+    return spec.max_compute_percent or 0
 
 
 def _sleep(spec: WholeReplica) -> SleepTerms:

@@ -22,7 +22,7 @@ from rose_core.api.rolloutslot import (
     SlotWeights,
     Tier,
 )
-from rose_core.api.servingpool import Compute
+from rose_core.api.servingpool import MPS_PERCENT, Compute
 from rose_operator.object_cache import Raw
 
 _NAME_LIMIT = 63
@@ -95,7 +95,7 @@ def _sharing(pool: ServingPool) -> SlotSharing:
     if spec.compute is not Compute.MPS:
         return shared
     shares = {
-        "compute_percent": spec.max_compute_percent,
+        "compute_percent": spec.max_compute_percent or MPS_PERCENT,
         "busy_compute_percent": spec.busy_compute_percent,
     }
     return shared.model_copy(update=shares)

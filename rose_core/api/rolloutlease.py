@@ -132,6 +132,11 @@ class LeaseSpec(ApiModel):
             "contextTokens must not exceed kvTokens: one turn must fit into the KV pool",
             ".contextTokens",
         ),
+        Rule(
+            "self.gpusPerSlot == 1",
+            "gpusPerSlot must be 1: a slot has one GPU in this version",
+            ".gpusPerSlot",
+        ),
     )
 
     pool_ref: PoolReference = Field(description="The pool to borrow from.")
@@ -146,7 +151,7 @@ class LeaseSpec(ApiModel):
     )
     slots: Slots = Field(default=Slots(), description="How many slots.")
     gpus_per_slot: int = Field(
-        default=1, ge=1, le=8, description="GPUs of one slot; above 1 is refused by name."
+        default=1, ge=1, le=8, description="GPUs of one slot; 1 is all that this version lends."
     )
     priority: int = Field(
         default=0, ge=-1000, le=1000, description="Higher is served first; then the older lease."

@@ -16,6 +16,9 @@ from rose_core.api.poolstatus import PoolStatus
 from rose_core.api.wholereplica import WHOLE_REPLICA_RULES, WholeReplica
 from rose_core.wire.sync import SignalSource
 
+MPS_PERCENT = 30
+"""Share of the multiprocessors where the owner names none: serving keeps most of them."""
+
 LabelValue = Annotated[str, Field(max_length=63)]
 
 
@@ -113,9 +116,15 @@ class PoolSpec(ApiModel):
             ".busyComputePercent",
         ),
         Rule(
-            "!has(self.busyComputePercent) || self.busyComputePercent < self.maxComputePercent",
+            "!has(self.busyComputePercent) || self.busyComputePercent < "
+            "(has(self.maxComputePercent) ? self.maxComputePercent : 30)",
             "busyComputePercent must be smaller than maxComputePercent",
             ".busyComputePercent",
+        ),
+        Rule(
+            "self.compute != 'MPS' || !has(self.maxComputePercent) || self.maxComputePercent <= 90",
+            "maxComputePercent must not exceed 90 with compute MPS: serving needs a share too",
+            ".maxComputePercent",
         ),
         *WHOLE_REPLICA_RULES,
     )
@@ -145,11 +154,12 @@ class PoolSpec(ApiModel):
         default=Compute.TIME_SLICE,
         description="TimeSlice: separate fault domains. MPS: serving is a client of the daemon.",
     )
-    max_compute_percent: int = Field(
-        default=30,
+    max_compute_percent: int | None = Field(
+        default=None,
         ge=1,
-        le=90,
-        description="Most of a GPU's compute that rollouts get, percent; with MPS its share.",
+        le=100,
+        description="Most of a GPU's compute that rollouts get beside awake serving, percent. "
+        "TimeSlice: of any second, unset = 100. MPS: of the multiprocessors, unset = 30, most 90.",
     )
     busy_compute_percent: int | None = Field(
         default=None,

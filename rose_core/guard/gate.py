@@ -5,6 +5,7 @@
 | bursty | usable idle gaps (``regime``) | closed from arrival to ``reopen`` after the last end |
 | never idle | usable idle share below ``on_off_share``, a limit given | a share of each period |
 | saturated | a slack is not positive | closed |
+| capped | the owner's share of this second is used up (``compute``) | closed until it is not |
 
 Unknown is never open. ``judge`` is called on every event, every tick and at ``Verdict.again_ns``,
 and keeps nothing. Next step: ``slot`` makes orders of the verdict.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from rose_core.guard.compute import Compute
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slack import Objective, Slack, measure
@@ -52,6 +54,7 @@ class ReplicaFacts:
         device_unfit: one of its GPUs is not fit to be lent (``rose_core.devices.health``).
         idle_share: recent share of time that was idle and usable (``regime.Gaps``).
         cool_down_ns: emptiness before opening, learned (``regime``); None = ``reopen_ns``.
+        compute: what rollouts have had of the GPU lately, and the owner's limit on it.
     """
 
     signal: ServingSignal
@@ -66,6 +69,7 @@ class ReplicaFacts:
     withheld: bool = False
     idle_share: float = 1.0
     cool_down_ns: int | None = None
+    compute: Compute = field(default_factory=Compute)
     objective: Objective = field(default_factory=Objective)
     predictor: Predictor = field(default_factory=Predictor)
 
@@ -100,7 +104,19 @@ def judge(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> Verdict:
     if barred is not None:
         return closed(barred)
     verdict = (_idle if facts.signal.running == 0 else _busy)(facts, limits, now_ns)
-    return bounded(verdict, facts.signal)
+    return bounded(_capped(verdict, facts.compute, now_ns), facts.signal)
+
+
+def _capped(verdict: Verdict, compute: Compute, now_ns: int) -> Verdict:
+    """The verdict inside the owner's share of the GPU's time."""
+    if not (verdict.open and compute.percent):
+        return verdict
+    left = compute.left_ns(now_ns)
+    if left <= 0:
+        share, again = compute.percent / 100, compute.again_ns(now_ns)
+        return Verdict(False, GateReason.COMPUTE_LIMIT, 0, share, again, verdict.slack)
+    until = now_ns + left
+    return replace(verdict, until_ns=min(verdict.until_ns or until, until))
 
 
 def bounded(verdict: Verdict, signal: ServingSignal) -> Verdict:

@@ -41,6 +41,7 @@ class GateReason(StrEnum):
     NO_PREFILL_SLACK = "NoPrefillSlack"
     NO_DECODE_SLACK = "NoDecodeSlack"
     COOL_DOWN = "CoolDown"
+    COMPUTE_LIMIT = "ComputeLimit"
 
 
 def slot_word(word: str) -> str:
@@ -53,6 +54,10 @@ def slot_word(word: str) -> str:
 
 
 _GATE_WORDS = frozenset(reason.value for reason in GateReason)
+
+PACED = frozenset({GateReason.SLACK, GateReason.COMPUTE_LIMIT})
+"""Closed with these the gate only pauses for a moment: the permit alone stops the engine, routers
+go on sending turns."""
 
 VACATING = frozenset(
     {

@@ -7,7 +7,7 @@
 | Starting | host does not list it yet | Starting | Ensure again every 2 s |
 | Starting, Present | engine listed, gate open | Present | Let go, Extend |
 | Starting, Present | engine listed, gate closed | Present | Close, Hold, Freeze; Kill (computing) |
-| Starting, Present | engine listed, duty pause | Present | Close (the permit alone paces it) |
+| Starting, Present | engine listed, a pause (`PACED`) | Present | Close (the permit paces it) |
 | Present | host's heartbeat stale | Present | Close, Freeze; after 15 s Kill |
 | Present | memory pressure | Present | Close, Hold, Dormant; after 5 s -> Releasing |
 | Present | dormant, gate open | Present | Let go, then Extend, Activate until it serves |
@@ -25,7 +25,7 @@ from enum import StrEnum
 
 from rose_core.guard.gate import Verdict
 from rose_core.guard.ladder import Action, LadderLimits, Order, Rung
-from rose_core.guard.reasons import VACATING, GateReason
+from rose_core.guard.reasons import PACED, VACATING, GateReason
 from rose_core.guard.standstill import Patience, disobeys
 from rose_core.wire.host import EngineState
 
@@ -48,6 +48,7 @@ STARTABLE = frozenset(
         GateReason.NO_PREFILL_SLACK,
         GateReason.NO_DECODE_SLACK,
         GateReason.COOL_DOWN,
+        GateReason.COMPUTE_LIMIT,
         GateReason.WITHHELD,
     }
 )
@@ -257,7 +258,7 @@ def _with_engine(state: SlotMachine, now: _Now) -> Step:
         return (state, (Action(Order.CLOSE, reason), Action(Order.ENSURE, reason)))
     if now.seen.verdict.open and now.seen.granted:
         return _open(state, now)
-    if reason is GateReason.SLACK:  # the pause of a duty cycle
+    if reason in PACED:
         return (state, (Action(Order.CLOSE, reason),))
     return _close(state, now)
 

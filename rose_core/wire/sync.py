@@ -132,6 +132,8 @@ class PoolPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
         max_power_watts: most that a lent GPU may draw, 0 when the pool names none.
         compute: ``TimeSlice`` or ``MPS``; clients of one MPS server share their faults.
         memory_source: ``Reserved`` or ``Elastic``; engines of the latter begin with little.
+        max_compute_percent: most of a GPU's time that permits may stand open, 0 = no limit of the
+            owner's (with MPS the driver keeps a share instead, ``Sharing``).
         sleep: how replicas are put to sleep, None = never.
     """
 
@@ -150,6 +152,7 @@ class PoolPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
     max_power_watts: int = 0
     compute: str = "TimeSlice"
     memory_source: str = "Reserved"
+    max_compute_percent: int = 0
     sleep: SleepTerms | None = None
 
 

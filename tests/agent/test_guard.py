@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -155,6 +156,25 @@ async def test_the_right_to_compute_moves_to_the_other_engine_through_a_closed_p
     assert made.slots[KEY.uid].computing(permit.until_ns - 1), "lent, whichever engine it is"
     made.on_tap_lost(time.monotonic_ns())
     assert permit.until_ns == 0
+
+
+async def test_the_owners_share_of_a_second_closes_the_permit_of_an_idle_replica(
+    guard: tuple[Guard, Permit],
+) -> None:
+    made, permit = guard
+    limited = msgspec.structs.replace(POLICY, max_compute_percent=30)
+    made.on_reply(SyncReply(1, True, (GRANT,), (limited,)), time.monotonic())
+    assert is_open(permit)
+    now = time.monotonic_ns()
+    assert permit.until_ns <= now + 300_000_000, "never further than what is left"
+    spent = ((now - 300_000_000, now),)
+    made.replicas["pod"].compute = replace(made.replicas["pod"].compute, spans=spent)
+    permit.close_now()
+    made.step_all()
+    assert not is_open(permit)
+    slot = made.slots[KEY.uid]
+    assert slot.verdict.reason is GateReason.COMPUTE_LIMIT
+    assert slot.gate_open, "a pause of a moment: routers go on sending turns"
 
 
 async def test_a_lost_tap_closes(guard: tuple[Guard, Permit]) -> None:

@@ -42,6 +42,14 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec.compute": "MPS", "spec.maxComputePercent": 50, "spec.busyComputePercent": 49},
         {"spec.compute": "MPS", "spec.maxComputePercent": 50, "spec.busyComputePercent": 50},
     ),
+    ("ServingPool", "maxComputePercent must not exceed 90 with compute MPS"): (
+        {"spec.maxComputePercent": 91},
+        {"spec.compute": "MPS", "spec.maxComputePercent": 91},
+    ),
+    ("RolloutLease", "gpusPerSlot must be 1"): (
+        {"spec.gpusPerSlot": 1},
+        {"spec.gpusPerSlot": 2},
+    ),
     ("ServingPool", "startTime and endTime must differ"): (
         {"spec.lending": {"timeWindows": [NIGHT]}},
         {"spec.lending": {"timeWindows": [{"startTime": "06:00", "endTime": "06:00"}]}},

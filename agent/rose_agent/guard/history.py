@@ -14,7 +14,7 @@ from rose_agent.guard.hold import Stopped
 from rose_agent.guard.recorder import Recorder
 from rose_core.guard.gate import Verdict
 from rose_core.guard.ladder import Action, Rung
-from rose_core.guard.reasons import GateReason
+from rose_core.guard.reasons import PACED, GateReason
 from rose_core.wire.host import EngineState, EngineStatus
 
 
@@ -34,7 +34,7 @@ class History:
         """The gate's verdict; only a change of position or reason is noted."""
         if before.reason is verdict.reason and before.open == verdict.open:
             return
-        paced = before.reason is GateReason.SLACK and verdict.reason is GateReason.SLACK
+        paced = before.reason is verdict.reason and verdict.reason in PACED
         if not paced:
             metrics.GATE_CHANGES.labels(verdict.reason.value).inc()
         metrics.GATE_OPEN.labels(self._name()).set(verdict.open)

@@ -223,7 +223,7 @@ class Guard:
         facts = replica.facts(now_ns, stop_pressed=self._stop_pressed)
         verdict = self._verdicts[uid] = judge(facts, self.settings.gate, now_ns)
         replica.note_known(known=facts.signal.doubt is None)
-        until_ns, counters = 0, replica.outcomes.counters
+        until_ns, permitted_ns, counters = 0, 0, replica.outcomes.counters
         for slot in self.slots.values():
             if slot.grant is not None and slot.grant.pod_uid == uid:
                 own = self.whole.judge(uid, facts) if slot.grant.whole else verdict
@@ -231,7 +231,10 @@ class Guard:
                 slot.totals.beside(counters.finished, counters.exposed)
                 if slot.computing(now_ns):
                     until_ns = max(until_ns, own.until_ns or now_ns + _TICK_NS)
+                    if not slot.grant.whole:
+                        permitted_ns = max(permitted_ns, slot.permitted_until_ns)
         replica.outcomes.open_time.note(until_ns, now_ns)
+        replica.note_compute(permitted_ns, now_ns)
         if not self._resting():
             self._pulse.stir()
         self._again.look(uid, self._due(verdict), now_ns)

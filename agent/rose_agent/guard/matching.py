@@ -181,7 +181,7 @@ class Matching:
         if poller is not None:
             poller.cancel()
         replica.reader.close()
-        for gauge in (metrics.SIGNAL_KNOWN, metrics.VERIFIED):
+        for gauge in (metrics.SIGNAL_KNOWN, metrics.VERIFIED, metrics.COMPUTE_SHARE):
             with contextlib.suppress(KeyError):
                 gauge.remove(replica.pod.name)
 

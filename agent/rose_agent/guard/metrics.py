@@ -107,6 +107,12 @@ TPOT_SECONDS = Histogram(
     buckets=tuple(b / 10 for b in _LATENCY),
     registry=REGISTRY,
 )
+COMPUTE_SHARE = Gauge(
+    "rose_guard_compute_share",
+    "Share of the last second in which rollouts could compute, for pools with maxComputePercent.",
+    ["pod"],
+    registry=REGISTRY,
+)
 SIGNAL_KNOWN = Gauge(
     "rose_guard_signal_known",
     "1 while the replica's state is known, 0 while it is unknown (gate closed).",

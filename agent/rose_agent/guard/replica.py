@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rose_agent.devices.watch import View
 from rose_agent.guard import metrics
@@ -18,6 +18,7 @@ from rose_agent.pods.model import ServingPod
 from rose_agent.signals import verify
 from rose_agent.signals.reader import Reader, Readers
 from rose_agent.tap.frames import Watch
+from rose_core.guard.compute import Compute
 from rose_core.guard.crossover import RELATIVE, Schedule
 from rose_core.guard.gate import GateLimits, ReplicaFacts
 from rose_core.guard.regime import Gaps
@@ -46,6 +47,7 @@ class Replica:
         view: its GPUs, as last looked at.
         shown: whether the metrics say that the state is known.
         closely: lending may be paced by tokens, so the tap reports them sooner.
+        compute: what rollouts have had of its GPUs lately, against the owner's limit.
     """
 
     pod: ServingPod
@@ -68,6 +70,7 @@ class Replica:
     view: View | None = None
     shown: bool | None = None
     closely: bool = False
+    compute: Compute = field(default_factory=Compute)
 
     @classmethod
     def create(
@@ -107,6 +110,17 @@ class Replica:
         if known is not self.shown:
             self.shown = known
             metrics.SIGNAL_KNOWN.labels(self.pod.name).set(known)
+
+    def note_compute(self, until_ns: int, now_ns: int) -> None:
+        """A permit beside serving that is awake is open from now until then; 0 = none is."""
+        if self.policy.max_compute_percent:
+            self.compute = self._limited().opened(until_ns, now_ns)
+            metrics.COMPUTE_SHARE.labels(self.pod.name).set(self.compute.share(now_ns))
+
+    def _limited(self) -> Compute:
+        percent = self.policy.max_compute_percent
+        same = self.compute.percent == percent
+        return self.compute if same else replace(self.compute, percent=percent)
 
     @property
     def full(self) -> bool:
@@ -169,6 +183,7 @@ class Replica:
             withheld=self.lent and self.windows.withheld(now_ns / 1e9),
             idle_share=self.gaps.share(now_ns),
             cool_down_ns=self.gaps.cool_down_ns,
+            compute=self._limited(),
             objective=self.outcomes.objective(self.policy),
             predictor=self.outcomes.predictor,
         )

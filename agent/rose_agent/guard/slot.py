@@ -29,7 +29,7 @@ from rose_core.devices.memory import Budget, Lendable
 from rose_core.guard import lanes
 from rose_core.guard.gate import Verdict
 from rose_core.guard.ladder import Action, LadderLimits, Order, Rung
-from rose_core.guard.reasons import GateReason
+from rose_core.guard.reasons import PACED, GateReason
 from rose_core.guard.slot import EngineSeen, Phase, SlotMachine, SlotSeen, decide
 from rose_core.identity import SlotKey
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, Holder
@@ -255,6 +255,12 @@ class Slot:
         permit = self._permit.mapped
         return permit is not None and permit.is_open_for_any(now_ns)
 
+    @property
+    def permitted_until_ns(self) -> int:
+        """The end of its permit; 0 = closed."""
+        permit = self._permit.mapped
+        return 0 if permit is None else permit.until_ns
+
     def _note(self, seen: SlotSeen, now_ns: int) -> None:
         verdict = seen.verdict if seen.granted else Verdict(False, GateReason.NOT_GRANTED)
         self._history.gate(self.verdict, verdict, now_ns)
@@ -273,7 +279,7 @@ class Slot:
     def gate_open(self) -> bool:
         """Turns may be sent: open, or paced inside a control period."""
         reason = self.verdict.reason
-        position = self.verdict.open or reason is GateReason.SLACK
+        position = self.verdict.open or reason in PACED
         return position and self.machine.rung is Rung.NONE
 
     def _tell_router(self) -> None:
