@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 
-from rose_core.rollouts.placement import Policy
+from rose_core.rollouts.terms import Policies
 from rose_core.simulate.clock import SECOND, Clock
 from rose_core.simulate.costs import Costs, pairs, time_of
 from rose_core.simulate.router import Manners, Router
@@ -92,14 +92,14 @@ class Observed(Router):
         self,
         clock: Clock,
         run: str,
-        policy: Policy,
+        policies: Policies,
         manners: Manners,
         draw: random.Random,
         *,
         costs: Costs,
         lives: dict[str, Life],
     ) -> None:
-        super().__init__(clock, run, policy, manners, draw)
+        super().__init__(clock, run, policies, manners, draw)
         self._costs, self._lives = costs, lives
         self._shut_s: dict[str, float] = {}  # of each engine, until its gate moved last
         self._shut_before: dict[Leg, float] = {}

@@ -229,7 +229,7 @@ def _replicas(lease: RolloutLease, settings: Settings) -> list[str]:
 
 
 def _arguments(lease: RolloutLease, settings: Settings) -> list[str]:
-    oldest = lease.spec.router.max_age_versions
+    stale, oldest = lease.spec.weights.max_staleness_versions, lease.spec.router.max_age_versions
     return [
         f"--lease={lease.metadata.key}",
         *_demand(lease, settings),
@@ -238,12 +238,12 @@ def _arguments(lease: RolloutLease, settings: Settings) -> list[str]:
         f"--attach-address=0.0.0.0:{ATTACH_PORT}",
         f"--token-file={_TOKEN_FOLDER}/token",
         *([f"--turn-token-file={_TURNS_FOLDER}/token"] if settings.turn_secrets else []),
-        f"--max-staleness={lease.spec.weights.max_staleness_versions}",
+        f"--max-staleness={stale}",
+        f"--max-age={stale if oldest is None else oldest}",
         f"--model={lease.spec.model.name}",
         f"--queue-limit={lease.spec.router.queue_limit}",
         f"--queue-seconds={lease.spec.router.queue_timeout_seconds}",
         f"--policy={lease.spec.router.policy.value}",
-        *([] if oldest is None else [f"--max-age={oldest}"]),
         *(f"--dedicated={name}" for name in lease.spec.dedicated_engines),
     ]
 

@@ -110,7 +110,8 @@ class RouterSettings(ApiModel):
         default=None,
         ge=0,
         le=1000,
-        description="Publishes after which a trajectory is too old to train on; unset = never.",
+        description="Publishes after which a trajectory is too old to train on; unset = as many as "
+        "weights.maxStalenessVersions.",
     )
     replicas: int = Field(
         default=1,

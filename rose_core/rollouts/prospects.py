@@ -108,7 +108,7 @@ class Prospects:
     """
 
     def __init__(self, deadline: Deadline = NO_DEADLINE, most: int = 65536) -> None:
-        self._deadline = deadline
+        self.deadline = deadline
         self._most = most
         self._trajectories: OrderedDict[str, Trajectory] = OrderedDict()
         self._live: dict[str, Trajectory] = {}  # those with turns in flight; few of all remembered
@@ -137,7 +137,7 @@ class Prospects:
         """
         known = self._trajectories.get(name)
         if known is None:
-            deadline = hint.deadline or self._deadline
+            deadline = hint.deadline or self.deadline
             self._born += 1
             known = Trajectory(hint.group, self._born, now, self._cadence.head, deadline, now)
             known.turns = max(0, hint.turn - 1)

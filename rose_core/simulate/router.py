@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 from rose_core.rollouts.admission import rank
 from rose_core.rollouts.dispatch import next_turn
-from rose_core.rollouts.placement import EngineView, Placement, Policy, PolicyName, place
-from rose_core.rollouts.prospects import Deadline, Hint, Prospects
+from rose_core.rollouts.placement import EngineView, Placement, PolicyName, place
+from rose_core.rollouts.prospects import Hint
 from rose_core.rollouts.residency import Residents
-from rose_core.rollouts.watch import LegView, Patience, judge
+from rose_core.rollouts.terms import Policies
+from rose_core.rollouts.watch import LegView, judge
 from rose_core.simulate.batch import Sequence
 from rose_core.simulate.clock import SECOND, Clock, Event
 from rose_core.simulate.sight import Known, Sight
@@ -35,14 +36,12 @@ class Manners:
     Attributes:
         keeps: tokens of a cut turn are kept.
         waits: production's order: a full home is waited for, old trajectories go first.
-        stall_s: a turn leaves an engine that was closed for so long; None = production's.
         knows_lengths: placement is told the true output length.
         oldest_first: without ``waits``, old trajectories go first; otherwise turns as they came.
     """
 
     keeps: bool = True
     waits: bool = True
-    stall_s: float | None = None
     knows_lengths: bool = False
     oldest_first: bool = False
 
@@ -51,16 +50,17 @@ class Router:
     """The router of one job."""
 
     def __init__(
-        self, clock: Clock, run: str, policy: Policy, manners: Manners, draw: random.Random
+        self, clock: Clock, run: str, policies: Policies, manners: Manners, draw: random.Random
     ) -> None:
-        self._clock, self._policy, self._manners, self._draw = clock, policy, manners, draw
-        stall = manners.stall_s
-        self._patience = Patience() if stall is None else Patience(pause_seconds=stall)
+        self._clock, self._manners, self._draw = clock, manners, draw
+        self.policies = policies
+        policy, self._patience = policies.placement, policies.patience
+        self._policy = policy
         self.engines: dict[str, Engine] = {}
         self._queue: list[Turn] = []
         self._again: Event | None = None
         self.counts = Counts()
-        self.prospects = Prospects(Deadline(publishes=policy.max_staleness))
+        self.prospects = policies.memory()
         self._residents = Residents()
         known = Known(self.engines, self.prospects, self._residents)
         self._sight = Sight(clock, run, policy, known, knows_lengths=manners.knows_lengths)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from rose_core.rollouts.placement import Policy
+from rose_core.rollouts.terms import LeaseTerms, Policies, policies_of
+from rose_core.rollouts.watch import Patience
 from rose_core.simulate.balancer import Balancer
 from rose_core.simulate.batch import BatchEngine, Sequence
 from rose_core.simulate.clock import SECOND, Clock
@@ -35,7 +37,7 @@ _DEDICATED_MEMORY = 0.9
 _USUAL_CONTEXT = 12_000
 _LOOK_S = 10.0  # the paper's choice of GPUs needs some recent KV use
 
-MakeRouter = Callable[[Clock, str, Policy, Manners, random.Random], Router]
+MakeRouter = Callable[[Clock, str, Policies, Manners, random.Random], Router]
 
 
 @dataclass(frozen=True)
@@ -172,16 +174,19 @@ class World:
         self._balancer.retry()
 
     def _job(self, job: RolloutJob) -> None:
-        rules, told = self.rules, self.scenario.placement.model_dump()
-        staleness = 0 if rules.newest_only else job.staleness
+        rules, tuning = self.rules, Policy(**self.scenario.placement.model_dump())
+        terms = LeaseTerms(
+            max_staleness=0 if rules.newest_only else job.staleness, placement=rules.placement
+        )
+        stall = rules.stall_s
+        patience = Patience() if stall is None else Patience(pause_seconds=stall)
         router = self._make_router(
             self.clock,
             job.name,
-            Policy(max_staleness=staleness, name=rules.placement, **told),
+            policies_of(terms, tuning, patience),
             Manners(
                 rules.keeps,
                 rules.waits,
-                rules.stall_s,
                 rules.knows_lengths,
                 rules.oldest_first,
             ),

@@ -8,6 +8,7 @@ from pathlib import Path
 from rose_core.rollouts.admission import Queue
 from rose_core.rollouts.placement import Policy
 from rose_core.rollouts.quorum import Quorum
+from rose_core.rollouts.terms import LeaseTerms, Policies, policies_of
 from rose_core.rollouts.watch import Patience
 from rose_router.listener import Limits
 from rose_router.peers import Link, Resolve
@@ -41,7 +42,8 @@ class Settings:
         replica: this replica's name, where there are several.
         replicas: finds all of them.
         link: how they prove themselves to each other; without it they speak plain text.
-        max_age: publishes after which a trajectory is too old to train on; ``None`` = never.
+        terms: what the lease says of placement; ``policies`` is made of them.
+        tuning: the platform's knobs of placement.
     """
 
     lease: str
@@ -68,7 +70,12 @@ class Settings:
     replica: str = ""
     replicas: Resolve | None = None
     link: Link | None = None
-    max_age: int | None = None
-    policy: Policy = field(default_factory=Policy)
+    terms: LeaseTerms = field(default_factory=LeaseTerms)
+    tuning: Policy = field(default_factory=Policy)
     patience: Patience = field(default_factory=Patience)
     queue: Queue = field(default_factory=Queue)
+
+    @property
+    def policies(self) -> Policies:
+        """What this router decides with."""
+        return policies_of(self.terms, self.tuning, self.patience)

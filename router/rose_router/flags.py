@@ -12,6 +12,7 @@ from typing import Any
 from rose_core.rollouts.admission import Queue
 from rose_core.rollouts.placement import Policy, PolicyName
 from rose_core.rollouts.quorum import Quorum
+from rose_core.rollouts.terms import LeaseTerms
 from rose_core.rollouts.watch import Patience
 from rose_router.config import Settings
 from rose_router.listener import Limits
@@ -85,12 +86,13 @@ def _about_placement(add: Add, defaults: Settings) -> None:
         help="how an engine is chosen for a turn")  # fmt: skip
     add("--max-staleness", type=count, default=1, help="publishes an engine may lag behind")
     add("--max-age", type=count,
-        help="publishes after which a trajectory is too old to train on")  # fmt: skip
-    add("--borrow-quota", type=share, default=defaults.policy.quota,
+        help="publishes after which a trajectory is too old to train on; "
+        "without it as many as --max-staleness")  # fmt: skip
+    add("--borrow-quota", type=share, default=defaults.tuning.quota,
         help="how far the borrowed share of a stratum may be from that of all")  # fmt: skip
-    add("--tail-reserve", type=share, default=defaults.policy.reserve,
+    add("--tail-reserve", type=share, default=defaults.tuning.reserve,
         help="share of dedicated places kept for the longest trajectories")  # fmt: skip
-    add("--explore", type=share, default=defaults.policy.explore,
+    add("--explore", type=share, default=defaults.tuning.explore,
         help="share of trajectories that begin on an engine drawn at random")  # fmt: skip
 
 
@@ -169,17 +171,11 @@ def settings(flags: argparse.Namespace) -> Settings:
         reported_gpus=flags.reported_gpus or max(1, len(flags.dedicated)),
         dedicated=frozenset(flags.dedicated),
         **_replicas(flags),
-        max_age=flags.max_age,
         ingest_url=_ingest(flags.ingest_url, flags.lease),
         ingest_token=token(flags.ingest_token_file),
         quorum=Quorum(_count(flags.quorum), flags.quorum_seconds, flags.hold_seconds),
-        policy=Policy(
-            max_staleness=flags.max_staleness,
-            name=PolicyName(flags.policy),
-            quota=flags.borrow_quota,
-            reserve=flags.tail_reserve,
-            explore=flags.explore,
-        ),
+        terms=LeaseTerms(flags.max_staleness, flags.max_age, PolicyName(flags.policy)),
+        tuning=Policy(quota=flags.borrow_quota, reserve=flags.tail_reserve, explore=flags.explore),
         patience=Patience(flags.pause_seconds, flags.stall_seconds),
         queue=Queue(flags.queue_limit, flags.queue_seconds),
     )

@@ -17,7 +17,6 @@ from rose_core.rollouts import versions
 from rose_core.rollouts.errors import UnknownVersion
 from rose_core.rollouts.guards import Outlook
 from rose_core.rollouts.prefixes import Prefixes
-from rose_core.rollouts.prospects import Deadline, Prospects
 from rose_core.rollouts.transcript import Transcript
 from rose_core.wire.routing import EngineKind
 from rose_router.config import Settings
@@ -68,12 +67,13 @@ class Service:
         self.settings = settings
         self.clock = clock
         self._dice = dice
-        self.fleet = Fleet(clock, settings.patience.pause_seconds)
+        self.policies = policies = settings.policies
+        self.fleet = Fleet(clock, policies.patience.pause_seconds)
         self.ledger = Ledger(settings.replay_seconds)
         self.prefixes = Prefixes()
-        self.prospects = Prospects(Deadline(publishes=settings.max_age))
+        self.prospects = policies.memory()
         self.room = WaitingRoom(
-            self.fleet, settings.policy, settings.queue, clock, outlook=self._outlook
+            self.fleet, policies.placement, settings.queue, clock, outlook=self._outlook
         )
         self.room.finish_rate = self._finish_rate
         self.draining = False
@@ -95,13 +95,13 @@ class Service:
             self.fleet,
             self.room,
             self._fences,
-            settings.patience,
+            policies.patience,
             self.prospects,
             forget_seconds=settings.forget_seconds,
             clock=clock,
         )
         self._warmer = Warmer(
-            settings.policy,
+            policies.placement,
             self.fleet,
             self.room,
             fences=self._fences,

@@ -21,7 +21,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from rose_core.rollouts.admission import Queue
-from rose_core.rollouts.placement import Policy
+from rose_core.rollouts.terms import LeaseTerms
 from rose_core.wire.routing import EngineKind
 from rose_router.errors import Conflict
 from rose_router.turn import State, Turn
@@ -178,7 +178,7 @@ async def burn(chance: random.Random, *, commits: bool) -> None:
             made = world(
                 *engines,
                 max_losses=1000,
-                policy=Policy(max_staleness=3),
+                terms=LeaseTerms(max_staleness=3),
                 queue=Queue(seconds=1000),
             )
             worlds.append(await stack.enter_async_context(made))

@@ -78,7 +78,7 @@ async def test_flags_become_settings(tmp_path: Path) -> None:
     )
     made = settings(given)
     assert (made.lease, made.attach_token) == ("a/b", "secret")
-    assert made.policy.max_staleness == 3
+    assert made.policies.placement.max_staleness == 3
     assert made.patience.pause_seconds == 2.5
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.admission import Queue
-from rose_core.rollouts.placement import Policy
+from rose_core.rollouts.terms import LeaseTerms
 from rose_core.rollouts.versions import Pin
 from rose_core.rollouts.watch import Move
 from rose_core.wire.routing import EngineKind
@@ -35,7 +35,7 @@ BORROWED, DEDICATED = EngineKind.BORROWED, EngineKind.DEDICATED
 
 async def test_only_fresh_attested_engines_get_turns() -> None:
     old, new, naked = SimEngine("old"), SimEngine("new", version=V(2)), SimEngine("x", version="")
-    async with world(old, naked, new, policy=Policy(max_staleness=1)) as w:
+    async with world(old, naked, new, terms=LeaseTerms(max_staleness=1)) as w:
         turns = [w.ask(5) for _ in range(6)]
         for turn in turns:
             await over(turn)
@@ -44,7 +44,7 @@ async def test_only_fresh_attested_engines_get_turns() -> None:
 
 async def test_the_head_named_by_an_owner_counts_for_staleness() -> None:
     engine = SimEngine("a")
-    async with world(engine, policy=Policy(max_staleness=1)) as w:
+    async with world(engine, terms=LeaseTerms(max_staleness=1)) as w:
         w.tell(engine, head=V(2))
         turn = w.ask(5)
         await asyncio.sleep(60)

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 import pytest
 
 from bench.simulate.__main__ import STUDIES as JUDGED
-from rose_core.rollouts.placement import Policy, PolicyName
+from rose_core.rollouts.placement import PolicyName
+from rose_core.rollouts.terms import LeaseTerms, policies_of
 from rose_core.simulate.batch import BatchEngine
 from rose_core.simulate.clock import SECOND, Clock
 from rose_core.simulate.costs import costs
@@ -122,10 +123,10 @@ class Places:
     """A router of the paper's placement with one engine of one place; in which order turns go."""
 
     def __init__(self, *, oldest_first: bool) -> None:
-        policy = Policy(name=PolicyName.ROSE_PAPER)
+        policies = policies_of(LeaseTerms(placement=PolicyName.ROSE_PAPER))
         manners = Manners(waits=False, oldest_first=oldest_first)
         self.clock, self.ended = Clock(), list[str]()
-        self.router = Router(self.clock, "run", policy, manners, random.Random(0))
+        self.router = Router(self.clock, "run", policies, manners, random.Random(0))
         batch = BatchEngine(self.clock, costs("H100", "Qwen3-8B", 0.5), 100_000, lambda: None)
         one = Engine("one", EngineKind.DEDICATED, batch, 0, gate_open=True, cap=1)
         self.router.attach(one)
