@@ -12,6 +12,7 @@ absent and look again. The layout:
     slots/<uid>/permit            rose_engines.permit
     slots/<uid>/engine.json       EngineFile, written by the engine host
     slots/<uid>/own/plugin.sock   control socket of the plugin inside the engine
+    slots/<uid>/own/activity      what an engine on a GPU does, for those who would freeze it
     slots/<uid>/weights.json      WeightsFile, written by weight-sync
     slots/<uid>/bundles/          staged weight bundles
     slots/<uid>.busy/             the same of the slot's second engine, its permit linked
@@ -146,6 +147,11 @@ class SlotDir:
     def plugin_socket(self) -> Path:
         """Control socket of the plugin inside the engine."""
         return self.own / "plugin.sock"
+
+    @property
+    def activity(self) -> Path:
+        """What an engine on a GPU says it does (``rose_engines.activity``)."""
+        return self.own / "activity"
 
     @property
     def own(self) -> Path:

@@ -69,7 +69,7 @@ HOST_MEANING: dict[HostReason, str] = {
     HostReason.REPLACED: "an order of a higher generation took its place",
     HostReason.HOST_ENDING: "the engine host itself ends",
     HostReason.ORPHAN: "an earlier engine host left it behind",
-    HostReason.DID_NOT_STOP: "it went on computing although it had to stand still",
+    HostReason.DID_NOT_STOP: "it went on computing, or starting, although it had to stand still",
     HostReason.START_FAILED: "it could not be started, or never became ready; tried again",
     HostReason.BAD_ENGINE: "it cannot be started as ordered; a new order is needed",
     HostReason.INSUFFICIENT_MEMORY: "its GPU has too little free memory, or too little is lent",

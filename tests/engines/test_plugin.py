@@ -18,11 +18,13 @@ from rose_engines.errors import UnsupportedEngine
 from rose_engines.safetensors import read_checkpoint
 from rose_engines.sglang import kv, loading, logprobs, plugin, spans
 from rose_engines.sglang.arguments import FALLBACK_VARIABLE, PERMIT_VARIABLE, SOCKET_VARIABLE
+from rose_engines.sglang.checkpoints import Checkpoints
 from rose_engines.sglang.control import Commit, ControlClient, Stage
 from rose_engines.sglang.plugin import SchedulerPlugin
 
 SCHEDULER = "sglang.srt.managers.scheduler"
 REGISTRY = "sglang.srt.plugins.hook_registry"
+SILENT = Checkpoints(None, None)
 
 
 @dataclass
@@ -183,7 +185,7 @@ def test_unsupported_engines_end(
     vars(scheduler)[change] = True
     vars(scheduler.server_args)[change] = 2
     with pytest.raises(UnsupportedEngine):
-        SchedulerPlugin(None, tmp_path / "s").before_iteration(scheduler)
+        SchedulerPlugin(None, tmp_path / "s", SILENT).before_iteration(scheduler)
     assert reason in capsys.readouterr().err
 
 
@@ -191,13 +193,13 @@ def test_no_permit_no_engine(
     tmp_path: Path, scheduler: Scheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(FileNotFoundError):
-        SchedulerPlugin(tmp_path / "permit", None).before_iteration(scheduler)
+        SchedulerPlugin(tmp_path / "permit", None, SILENT).before_iteration(scheduler)
     assert "permit" in capsys.readouterr().err
 
 
 async def test_commit_moves_labels_and_cache_keys(tmp_path: Path, scheduler: Scheduler) -> None:
     """Running requests keep their key, waiting and new ones get the new weights' key."""
-    hooks = SchedulerPlugin(None, tmp_path / "plugin.sock")
+    hooks = SchedulerPlugin(None, tmp_path / "plugin.sock", SILENT)
     hooks.before_iteration(scheduler)
     running, waiting = Request("lora"), Request()
     for request in (running, waiting):
@@ -247,14 +249,14 @@ def test_a_refused_layout_says_how_to_fall_back_and_does_when_told(
     monkeypatch.setattr(loading, "read_live", refuse)
     monkeypatch.delenv(FALLBACK_VARIABLE, raising=False)
     with pytest.raises(UnsupportedEngine, match="ROSE_LAYOUT_FALLBACK=disk"):
-        SchedulerPlugin(None, tmp_path / "s").before_iteration(scheduler)
+        SchedulerPlugin(None, tmp_path / "s", SILENT).before_iteration(scheduler)
     assert "loader computes 'norm'" in capsys.readouterr().err
     monkeypatch.setenv(FALLBACK_VARIABLE, "disk")
     with pytest.raises(UnsupportedEngine, match="no update_weights_from_disk"):
-        SchedulerPlugin(None, tmp_path / "s").before_iteration(scheduler)
+        SchedulerPlugin(None, tmp_path / "s", SILENT).before_iteration(scheduler)
     updater = types.SimpleNamespace(update_weights_from_disk=lambda _: None)
     scheduler.weight_updater = updater  # type: ignore[attr-defined]
-    hooks = SchedulerPlugin(None, tmp_path / "s")
+    hooks = SchedulerPlugin(None, tmp_path / "s", SILENT)
     hooks.before_iteration(scheduler)
     assert hooks._session is not None
     assert hooks._session.status().attests == "Copy"

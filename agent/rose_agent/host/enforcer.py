@@ -27,6 +27,7 @@ from rose_agent.host import metrics
 from rose_agent.host.enforcement import Action, Tree, TreeState, Wish, decide, late
 from rose_agent.host.errors import GroupError
 from rose_agent.host.groups import ProcessGroup
+from rose_core.guard.freezing import Activity
 from rose_core.guard.standstill import Patience
 from rose_core.wire.host import Holder
 from rose_core.wire.reasons import HostReason
@@ -53,10 +54,19 @@ class Watched:
         name: for the log.
         permit: mapped writable.
         own_permit: True when the host itself holds the permit open (dedicated engines).
+        activity: asks what the engine says it does.
     """
 
-    def __init__(self, name: str, permit: Permit, *, own_permit: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        permit: Permit,
+        *,
+        own_permit: bool = False,
+        activity: Callable[[], Activity] = lambda: Activity.UNTOLD,
+    ) -> None:
         self.name = name
+        self._activity = activity
         self._permit = permit
         self._own_permit = own_permit
         self._lock = threading.RLock()
@@ -166,7 +176,8 @@ class Watched:
             self._decide(group, may_run, now_ns)
 
     def _decide(self, group: ProcessGroup, may_run: bool, now_ns: int) -> None:
-        frozen = self._tree.state is not TreeState.RUNNING and not may_run and group.frozen()
+        unfrozen = self._tree.state in {TreeState.RUNNING, TreeState.ASKED}
+        frozen = not unfrozen and not may_run and group.frozen()
         cpu_ns = group.cpu_ns() if late(self._tree, PATIENCE, now_ns) else None
         tree, action = decide(
             self._tree,
@@ -175,7 +186,11 @@ class Watched:
             now_ns=now_ns,
             patience=PATIENCE,
             cpu_ns=cpu_ns,
+            activity=Activity.UNTOLD if may_run else self._activity(),
         )
+        begun = {TreeState.ASKED, TreeState.STOPPING}
+        if tree.state in begun and self._tree.state not in begun:
+            self._ordered, self._killing = time.perf_counter(), False
         try:
             self._act(group, action)
         except GroupError as error:
@@ -189,7 +204,6 @@ class Watched:
 
     def _act(self, group: ProcessGroup, action: Action) -> None:
         if action is Action.FREEZE:
-            self._ordered, self._killing = time.perf_counter(), False
             group.freeze()
         elif action is Action.THAW:
             group.thaw()

@@ -113,6 +113,7 @@ class Body:
         # The new process has base weights: what was attested before is void.
         self._folder.weights.unlink(missing_ok=True)
         self._folder.plugin_socket.unlink(missing_ok=True)
+        self._folder.activity.unlink(missing_ok=True)
         self.started_ns = time.monotonic_ns()
         self._members = None
         account = self._site.accounts.take(self._folder)

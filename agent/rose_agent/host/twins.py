@@ -28,8 +28,10 @@ from rose_agent.host.enforcer import Watched
 from rose_agent.host.lifecycle import EngineLife
 from rose_agent.host.site import Site
 from rose_core.devices.memory import overrun
+from rose_core.guard.freezing import Activity
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, Holder
 from rose_core.wire.reasons import HostReason
+from rose_engines import activity
 from rose_engines.permit import BUSY_LANE, FIRST_LANE, Permit
 from rose_engines.rundir import SlotDir, write_json
 
@@ -154,7 +156,12 @@ class Twins:
     def _make(self, order: EnsureEngine, folder: SlotDir) -> EngineLife:
         write_json(folder.slot, msgspec.to_builtins(order))
         permit = Permit.attach(folder.permit)
-        watched = Watched(order.slot_name, permit, own_permit=self._site.dedicated)
+        watched = Watched(
+            order.slot_name,
+            permit,
+            own_permit=self._site.dedicated,
+            activity=lambda: Activity(activity.read(folder.activity)),
+        )
         return EngineLife(order, folder, self._site, watched, self._changed)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import rose_engines
 from rose_core.wire.sync import EngineSpec
+from rose_engines import activity
 from rose_engines.errors import ArgumentRefused
 
 PERMIT_VARIABLE = "ROSE_PERMIT"
@@ -82,6 +83,7 @@ class Launch:
         quiet_log: only warnings in the engine's log.
         ranks: devices that one engine is spread over (tensor parallelism).
         kv_policy: ``Keep``, ``Recompute`` or ``Reuse`` (``rose_engines.sglang.kv``).
+        activity: where it says what it does, before anybody freezes it; None = it does not.
     """
 
     python: Path
@@ -97,6 +99,7 @@ class Launch:
     quiet_log: bool = False
     ranks: int = 1
     kv_policy: str = "Keep"
+    activity: Path | None = None
 
     @property
     def plugged(self) -> bool:
@@ -195,6 +198,8 @@ def environment(launch: Launch, inherited: Mapping[str, str], threads: int = 1) 
         chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(launch.ranks)))
     if launch.permit is not None:
         chosen[PERMIT_VARIABLE] = str(launch.permit)
+    if launch.activity is not None:
+        chosen[activity.VARIABLE] = str(launch.activity)
     if launch.plugin_socket is not None:
         chosen[SOCKET_VARIABLE] = str(launch.plugin_socket)
         chosen[KV_VARIABLE] = launch.kv_policy

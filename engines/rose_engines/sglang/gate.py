@@ -49,17 +49,25 @@ class PermitGate:
         """Whether computing is allowed now."""
         return self._permit.is_open(self._clock())
 
-    def wait(self, meanwhile: Callable[[], None] = lambda: None) -> float:
+    def wait(
+        self,
+        meanwhile: Callable[[], None] = lambda: None,
+        *,
+        resting: Callable[[bool], None] = lambda _: None,
+    ) -> float:
         """Return when the permit is open; seconds waited.
 
         Args:
             meanwhile: called at every look; it must compute nothing.
+            resting: told True before each sleep, and False after it.
         """
         if self.is_open():
             return 0.0
         started = looked = self._clock()
         while not self.is_open():
+            resting(True)
             self._sleep(POLL_SECONDS)
+            resting(False)
             meanwhile()
             if self._clock() - looked > _REATTACH_SECONDS * 1e9:
                 looked = self._clock()

@@ -42,6 +42,7 @@ from rose_engines.sglang.arguments import (
     PERMIT_VARIABLE,
     SOCKET_VARIABLE,
 )
+from rose_engines.sglang.checkpoints import BEGINNING, PIECES, WEIGHTS, Checkpoints
 from rose_engines.sglang.control import ControlServer
 from rose_engines.sglang.gate import POLL_SECONDS, PermitGate
 from rose_engines.sglang.ranks import rank_of, socket_of
@@ -88,12 +89,20 @@ def register() -> None:
     if missing:
         _tell(f"this SGLang has no {missing[0]}; the plugin supports 0.5.23")
         raise SystemExit(3)
-    hooks = SchedulerPlugin(Path(permit) if permit else None, Path(control) if control else None)
+    checkpoints = Checkpoints.asked()
+    hooks = SchedulerPlugin(
+        Path(permit) if permit else None, Path(control) if control else None, checkpoints
+    )
     HookRegistry.register(BOUNDARY, hooks.before_iteration, HookType.BEFORE)
     HookRegistry.register(ADMISSION, hooks.before_request, HookType.BEFORE)
     HookRegistry.register(kv.ABORT, hooks.before_abort, HookType.BEFORE)
     HookRegistry.register(spans.TARGET, spans.around_accept, HookType.AROUND)
     HookRegistry.register(logprobs.TARGET, logprobs.Teller().before_versions, HookType.BEFORE)
+    if checkpoints.wanted:
+        HookRegistry.register(BEGINNING, checkpoints.begin, HookType.BEFORE)
+        HookRegistry.register(WEIGHTS, checkpoints.around_weights, HookType.AROUND)
+        for piece in filter(_exists, PIECES):
+            HookRegistry.register(piece, checkpoints.pass_by, HookType.BEFORE)
     if os.environ.get("SGLANG_USE_CPU_ENGINE"):
         HookRegistry.register(ranks.CUDA_ONLY, ranks.NoCommunicator, HookType.REPLACE)
     _registered.append(hooks)
@@ -118,11 +127,13 @@ class SchedulerPlugin:
     Args:
         permit: permit file, None = compute always.
         control: control socket, None = weights stay as they are.
+        checkpoints: says what this process does, to whoever might freeze it.
     """
 
-    def __init__(self, permit: Path | None, control: Path | None) -> None:
+    def __init__(self, permit: Path | None, control: Path | None, checkpoints: Checkpoints) -> None:
         self._permit_path = permit
         self._control_path = control
+        self._checkpoints = checkpoints
         self._gate: PermitGate | None = None
         self._session: WeightSession | None = None
         self._started = False
@@ -157,13 +168,19 @@ class SchedulerPlugin:
             if session.broken:
                 raise BrokenWeights("an undo failed; this engine ends so that it starts afresh")
         elif self._leader and self._gate is not None:
-            self._gate.wait()
+            self._gate.wait(resting=self._say)
+        self._checkpoints.iterate()
+
+    def _say(self, resting: bool) -> None:
+        """Tell whoever might freeze it; where it looks after orders it may work in the driver."""
+        (self._checkpoints.rest if resting else self._checkpoints.iterate)()
 
     def _pass(self, session: WeightSession) -> None:
         """Rest while the permit is closed; behind it, a boundary."""
         session.at_rest()
         if self._gate is not None:
-            self._gate.wait(session.at_rest)
+            self._gate.wait(session.at_rest, resting=self._say)
+        self._checkpoints.iterate()
         session.at_boundary()
 
     def before_request(self, _: object, request: Any, *__: object, **___: object) -> None:  # noqa: ANN401

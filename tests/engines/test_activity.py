@@ -1,0 +1,113 @@
+"""The file in which an engine says what it does, and readers that trust nothing about it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rose_core.guard.freezing import Activity
+from rose_engines import activity
+from rose_engines.activity import ITERATING, RESTING, SIZE, STARTING, Board, read
+from rose_engines.permit import Permit
+from rose_engines.sglang.checkpoints import Checkpoints
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "activity"
+
+
+def test_the_numbers_are_those_of_the_decision() -> None:
+    assert (STARTING, ITERATING, RESTING) == (
+        Activity.STARTING,
+        Activity.ITERATING,
+        Activity.RESTING,
+    )
+
+
+def test_what_a_rank_says_is_read(path: Path) -> None:
+    assert read(path) == 0
+    board = Board(path)
+    assert read(path) == STARTING
+    board.say(RESTING)
+    assert read(path) == RESTING
+
+
+def test_the_least_restful_rank_counts(path: Path) -> None:
+    first, second = Board(path), Board(path)
+    first.say(RESTING)
+    assert read(path) == STARTING
+    second.say(ITERATING)
+    assert read(path) == ITERATING
+    second.say(RESTING)
+    assert read(path) == RESTING
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"x", b"x" * SIZE, activity.MAGIC + b"\xff" * (SIZE - 8), b"\0" * (2 * SIZE)]
+)
+def test_a_file_that_is_not_understood_says_nothing(path: Path, text: bytes) -> None:
+    path.write_bytes(text)
+    assert read(path) == 0
+
+
+def test_a_reader_follows_no_link_and_waits_for_no_pipe(path: Path, tmp_path: Path) -> None:
+    Board(tmp_path / "other").say(RESTING)
+    path.symlink_to(tmp_path / "other")
+    assert read(path) == 0
+    path.unlink()
+    os.mkfifo(path)
+    assert read(path) == 0
+
+
+def test_a_file_that_shrinks_under_its_reader_says_nothing(path: Path) -> None:
+    Board(path)
+    os.truncate(path, 8)
+    assert read(path) == 0
+
+
+def test_a_start_waits_at_its_checkpoint_and_says_that_it_rests(path: Path, tmp_path: Path) -> None:
+    permit = Permit.create(tmp_path / "permit")
+    checkpoints = Checkpoints(path, tmp_path / "permit")
+    begun = threading.Thread(target=checkpoints.begin)
+    begun.start()
+    _until(path, RESTING)
+    permit.extend(_far())
+    begun.join(60)
+    assert read(path) == STARTING
+    loaded: list[int] = []
+    weights = checkpoints.around_weights(lambda: iter(range(3)))
+    loaded.append(next(weights))
+    permit.close_now()
+    rest = threading.Thread(target=lambda: loaded.extend(weights))
+    rest.start()
+    _until(path, RESTING)
+    assert loaded == [0]
+    permit.extend(_far())
+    rest.join(60)
+    assert (loaded, read(path)) == ([0, 1, 2], STARTING)
+
+
+def test_where_nobody_asked_nothing_is_written_and_nothing_waits(tmp_path: Path) -> None:
+    Permit.create(tmp_path / "permit")
+    silent = Checkpoints(None, tmp_path / "permit")
+    silent.begin()
+    assert list(silent.around_weights(lambda: iter([1, 2]))) == [1, 2]
+    silent.rest()
+    assert [one.name for one in tmp_path.iterdir()] == ["permit"]
+
+
+def _far() -> int:
+    return time.monotonic_ns() + 9_000_000_000
+
+
+def _until(path: Path, word: int) -> None:
+    for _ in range(60_000):
+        if read(path) == word:
+            return
+        threading.Event().wait(0.001)
+    raise AssertionError(f"{path} never says {word}")

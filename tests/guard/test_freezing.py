@@ -1,0 +1,39 @@
+"""When a tree is frozen, and when it is left to come to rest: the table of ``freezing``."""
+
+from __future__ import annotations
+
+import pytest
+
+from rose_core.guard.freezing import Activity, Grace, Step, next_step
+from rose_core.guard.ladder import LadderLimits
+
+GRACE = Grace(iteration_ns=100, start_ns=1000)
+
+
+@pytest.mark.parametrize(
+    ("activity", "stopped_ns", "hurried", "expected"),
+    [
+        (Activity.UNTOLD, 0, False, Step.FREEZE),
+        (Activity.RESTING, 0, False, Step.FREEZE),
+        (Activity.ITERATING, 99, False, Step.WAIT),
+        (Activity.ITERATING, 100, False, Step.FREEZE),
+        (Activity.ITERATING, 0, True, Step.FREEZE),
+        (Activity.STARTING, 999, False, Step.WAIT),
+        (Activity.STARTING, 999, True, Step.WAIT),
+        (Activity.STARTING, 1000, False, Step.END),
+        (Activity.STARTING, 1000, True, Step.END),
+    ],
+)
+def test_every_row_of_the_table(
+    activity: Activity, stopped_ns: int, hurried: bool, expected: Step
+) -> None:
+    assert next_step(activity, stopped_ns, GRACE, hurried=hurried) is expected
+
+
+def test_the_host_ends_a_start_that_does_not_rest_before_the_guard_loses_patience() -> None:
+    limits = LadderLimits()
+    assert Grace().start_ns < limits.hold_ns + limits.freeze_ns
+
+
+def test_a_hold_is_confirmed_before_the_guard_freezes_the_tree_itself() -> None:
+    assert Grace().iteration_ns < LadderLimits().hold_ns
