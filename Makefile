@@ -14,7 +14,7 @@ RUN := $(CONTAINED) $(BIN)
 ARGS ?=
 LANE := -v -n 1 --dist loadfile
 
-.PHONY: help venv engine vllm cluster demo test test-engines test-cluster unit check format generate docs crds clean \
+.PHONY: help venv engine vllm cluster demo test test-engines test-cluster test-gpu-node unit check format generate docs crds clean \
 	bench-guard bench-deaths bench-faults bench-dormancy bench-engines bench-gap bench-tap bench-weights bench-router \
 	bench-operator bench-simulate bench-rollouts torture fire fuzz gpu-check trl skyrl
 
@@ -40,7 +40,7 @@ engine: venv  ## the environment of the real SGLang engine (cached)
 vllm: venv  ## the environment of a real vLLM on CPU, as another serving engine (cached)
 	@$(BIN)/python -m rose_dev.vllm_environment
 
-cluster: venv  ## the parts of the one-node Kubernetes (cached; about 9 minutes the first time)
+cluster: venv  ## the parts of the one-node Kubernetes (cached; about 12 minutes the first time)
 	@$(BIN)/rose dev build
 
 demo: engine cluster  ## the main job on real parts; ARGS=--help lists the knobs
@@ -61,6 +61,9 @@ test-engines:
 
 test-cluster:
 	$(BIN)/pytest $(LANE) -m cluster $(AGAIN) $(ARGS)
+
+test-gpu-node: cluster  ## the chart on a node with eight GPUs that are not there (part of test-cluster)
+	$(CONTAINED) $(BIN)/pytest -v -n 0 tests/gpu_node $(ARGS)
 
 unit: venv  ## what needs neither engine nor cluster
 	$(CONTAINED) --limit 1500 $(BIN)/pytest -n 2 --dist loadfile -m "not engine and not cluster" $(AGAIN) $(ARGS)

@@ -23,7 +23,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from rose_dev.errors import BuildFailed, CommandFailed
-from rose_dev.parts import EVERYTHING, KUBERNETES, Part, bin_directory, cache_root, find
+from rose_dev.parts import (
+    EVERYTHING,
+    KUBERNETES,
+    Part,
+    bin_directory,
+    cache_root,
+    find,
+    place_of,
+)
 from rose_dev.shell import run
 
 _FLAGS = "-mod=mod -buildvcs=false"
@@ -151,15 +159,23 @@ def _kubernetes_workspace() -> Path:
 
 
 def _build_one(part: Part, workspace: Path | None) -> None:
-    target = bin_directory() / part.name
+    target = place_of(part)
     scratch = target.parent / f".making-{part.name}"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     if part.in_kubernetes:
         command = ["go", "build", "-ldflags", link_flags(), "-o", f"{scratch}/", part.package]
         run(command, seconds=_BUILD_SECONDS, env=_environment(), cwd=workspace)
+    elif part.source is not None:
+        module = scratch.with_name(f".module-{part.name}")
+        shutil.rmtree(module, ignore_errors=True)
+        shutil.copytree(part.source, module)
+        (module / "go.mod.txt").rename(module / "go.mod")
+        command = ["go", "build", "-o", f"{scratch}/", part.package]
+        run(command, seconds=_BUILD_SECONDS, env=_environment(), cwd=module)
+        shutil.rmtree(module)
     else:
-        command = ["go", "install", f"{part.package}@{part.version}"]
+        command = ["go", "install", "-ldflags", part.link, f"{part.package}@{part.version}"]
         environment = _environment(GOBIN=str(scratch))
         run(command, seconds=_BUILD_SECONDS, env=environment, cwd=cache_root())
     # Go names a binary after its folder; etcd's is called server.

@@ -10,11 +10,14 @@ import shutil
 from pathlib import Path
 
 from rose_dev import node_files
+from rose_dev.parts import GPU_NODE, place_of
 from rose_dev.place import Place
 from rose_dev.sandbox import Sandbox
 from rose_dev.waiting import wait_until
 
 START_SECONDS = 180.0
+CONTAINERD_2 = next(part for part in GPU_NODE if part.name == "containerd")
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def write_files(place: Place, pki: Path) -> None:
@@ -31,10 +34,16 @@ def write_files(place: Place, pki: Path) -> None:
         (place.run / name).write_text(text)
 
 
-def commands(place: Place, pki: Path, binaries: dict[str, Path]) -> dict[str, list[str]]:
-    """Command lines of the three by name."""
+def commands(
+    place: Place, pki: Path, binaries: dict[str, Path], *, gpus: bool = False
+) -> dict[str, list[str]]:
+    """Command lines of the three by name; with ``gpus`` of the container runtime that has CDI."""
     run, data, seat = place.run, place.data, place.seat
-    containerd = shutil.which("containerd") or "/usr/bin/containerd"
+    containerd = [shutil.which("containerd") or "/usr/bin/containerd"]
+    if gpus:
+        # It starts the shim that it finds first.
+        own = place_of(CONTAINERD_2)
+        containerd = ["env", f"PATH={own.parent}:{_SYSTEM_PATH}", str(own)]
     kubelet = [
         str(binaries["kubelet"]),
         f"--config={run / 'kubelet.yaml'}",
@@ -45,7 +54,7 @@ def commands(place: Place, pki: Path, binaries: dict[str, Path]) -> dict[str, li
         f"--node-ip={seat.address}",
     ]
     return {
-        "containerd": [containerd, "--config", str(run / "containerd.toml")],
+        "containerd": [*containerd, "--config", str(run / "containerd.toml")],
         "kube-proxy": [str(binaries["kube-proxy"]), f"--config={run / 'kube-proxy.yaml'}"],
         "kubelet": kubelet,
     }
@@ -84,4 +93,6 @@ def load_once(sandbox: Sandbox, archive: Path) -> None:
 
 
 def _ctr(sandbox: Sandbox) -> list[str]:
-    return ["ctr", "--address", str(sandbox.place.containerd), "--namespace", "k8s.io"]
+    with_gpus = (sandbox.place.run / "gpus.json").exists()
+    client = str(place_of(CONTAINERD_2).with_name("ctr")) if with_gpus else "ctr"
+    return [client, "--address", str(sandbox.place.containerd), "--namespace", "k8s.io"]

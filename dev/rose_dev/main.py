@@ -20,6 +20,9 @@ from rose_dev.build import build
 from rose_dev.dashboards.asking import last
 from rose_dev.dashboards.render import picture
 from rose_dev.errors import DevelopmentError
+from rose_dev.gpu.profiles import PROFILES
+from rose_dev.gpu_node.failures import ACTIONS, act
+from rose_dev.gpu_node.starting import DRIVERS, ask_smi, state_of
 from rose_dev.kwok import ANNOTATION
 from rose_dev.node import Node, can_run_node
 from rose_dev.packages import install_packages, missing_packages
@@ -41,7 +44,20 @@ def _parser() -> argparse.ArgumentParser:
         "--control-plane", action="store_true", help="only etcd, the API server and kubectl"
     )
     up = verbs.add_parser("up", help="start the node")
-    up.add_argument("--gpus", type=count, default=8, help="nvidia.com/gpu the node claims")
+    up.add_argument(
+        "--gpus",
+        type=_gpus,
+        metavar="MACHINE",
+        help=f"{', '.join(PROFILES)}: GPUs behind NVIDIA's own programs; a number: claims",
+    )
+    up.add_argument(
+        "--driver", type=int, choices=DRIVERS, default=DRIVERS[0], help="NVIDIA's, of a MACHINE"
+    )
+    failing = verbs.add_parser("gpu", help="let a GPU of a MACHINE fail, and be well again")
+    failing.add_argument("action", choices=[*ACTIONS, "show"])
+    failing.add_argument(
+        "words", nargs=argparse.REMAINDER, metavar="WORD", help="which GPU, then a figure"
+    )
     verbs.add_parser("second", help="start a second real node beside the running one")
     verbs.add_parser("down", help="end the node, or what is left of one")
     verbs.add_parser("status", help="show what runs")
@@ -56,6 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     kubectl = verbs.add_parser("kubectl", help="run kubectl against the node")
     kubectl.add_argument("arguments", nargs=argparse.REMAINDER)
     return parser
+
+
+def _gpus(text: str) -> int | str:
+    """A machine's name, or a number."""
+    return text if text in PROFILES else count(text)
 
 
 def _existing_cluster() -> str:
@@ -80,7 +101,7 @@ def _up(options: argparse.Namespace) -> int:
     if existing := _existing_cluster():
         _say(f"[cluster] no root on Linux: using the cluster of KUBECONFIG={existing}")
         return 0
-    Node().up(gpus=options.gpus, say=_say)
+    Node().up(gpus=options.gpus, driver=options.driver, say=_say)
     return 0
 
 
@@ -130,6 +151,16 @@ def _running() -> Node:
     return node
 
 
+def _gpu(options: argparse.Namespace) -> int:
+    node = _running()
+    if options.action == "show":
+        _say(ask_smi(node, *options.words))
+        return 0
+    with state_of(node) as state:
+        _say(f"[gpus] {act(state, options.action, options.words)}")
+    return 0
+
+
 def _second(_options: argparse.Namespace) -> int:
     _running().second().up(say=_say)
     return 0
@@ -165,6 +196,7 @@ _VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "up": _up,
     "down": _down,
     "status": _status,
+    "gpu": _gpu,
     "second": _second,
     "load": _load,
     "nodes": _nodes,

@@ -6,10 +6,10 @@ States of the node, and what leads from one to the next:
        ^              | a component dies
        +---down/up-- Broken
 
-``up`` on a running node only brings its image of ROSE up to date with the checkout; on a broken
-one, or on leftovers of a run that was killed, it clears them away and starts anew. Next step:
-``node_start`` has the order of a start, ``cluster`` what a running one can be asked, ``sandbox``
-the namespaces and processes.
+``up`` on a running node only brings its image of ROSE up to date with the checkout; on one with
+other GPUs, on a broken one, and on leftovers of a run that was killed, it clears them away and
+starts anew. Next step: ``node_start`` has the order of a start, ``cluster`` what a running one can
+be asked, ``sandbox`` the namespaces and processes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ from rose_dev import image, kwok, machinery
 from rose_dev.build import build
 from rose_dev.cluster import COMPONENTS, Cluster
 from rose_dev.errors import DevelopmentError, NotSupported, StartFailed
+from rose_dev.gpu_node import starting as gpu_node
+from rose_dev.gpu_node.starting import DRIVERS, profile_of
 from rose_dev.node_start import Say, Start
 from rose_dev.packages import install_packages
 from rose_dev.parts import SCALE, cache_root
 from rose_dev.place import Place, place
 from rose_dev.sandbox import Sandbox, sweep
 from rose_dev.second import SecondNode
+
+_CLAIMED = 8
 
 
 class Node(Cluster):
@@ -41,11 +45,16 @@ class Node(Cluster):
     def __init__(self, at: Place | None = None) -> None:
         super().__init__(at or place())
 
-    def up(self, *, gpus: int = 8, say: Say = print) -> None:
+    def up(
+        self, *, gpus: int | str | None = None, driver: int = DRIVERS[0], say: Say = print
+    ) -> None:
         """Bring the node up; a node that runs stays as it is, with a fresh image of ROSE.
 
         Args:
-            gpus: how many ``nvidia.com/gpu`` the node claims to have.
+            gpus: how many ``nvidia.com/gpu`` the node claims to have, or a machine of
+                ``rose_dev.gpu.profiles``, whose GPUs NVIDIA's own programs can see; None = what
+                runs will do, else a claim.
+            driver: branch of NVIDIA's driver, of such a machine.
             say: receives one line per step.
 
         Raises:
@@ -56,7 +65,7 @@ class Node(Cluster):
         with self._lock(say):
             self.build(say)
             install_packages(say)
-            if self.healthy():
+            if self.healthy() and (gpus is None or _machine(gpus) == profile_of(self)):
                 archive = image.archive(say)
                 for sandbox in self._sandboxes():
                     machinery.load_once(sandbox, archive)
@@ -64,7 +73,7 @@ class Node(Cluster):
                 return
             try:
                 self._sweep()
-                Start(self, say).run(gpus)
+                Start(self, say).run(_CLAIMED if gpus is None else gpus, driver)
             except DevelopmentError as error:
                 logs = self._keep_logs()
                 self._sweep()
@@ -85,7 +94,8 @@ class Node(Cluster):
 
     def components(self) -> dict[str, bool]:
         """Each component's name, and whether it runs."""
-        return {name: self.sandbox.running(name) for name in COMPONENTS}
+        plugins = gpu_node.COMPONENTS if profile_of(self) else ()
+        return {name: self.sandbox.running(name) for name in (*COMPONENTS, *plugins)}
 
     def kill(self, component: str) -> None:
         """Kill a component as a crash would; ``restart`` brings it back."""
@@ -150,6 +160,11 @@ class Node(Cluster):
                 say("[cluster] somebody else brings the node up or down; waiting")
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+
+def _machine(gpus: int | str) -> str:
+    """Its name; empty for GPUs that are only claimed."""
+    return gpus if isinstance(gpus, str) else ""
 
 
 def can_run_node() -> bool:

@@ -18,6 +18,7 @@ from rose_dev import components, image, machinery, node_files
 from rose_dev.cluster import Cluster
 from rose_dev.components import Layout
 from rose_dev.control_plane import write_certificates
+from rose_dev.gpu_node.starting import DRIVERS, GpuNode
 from rose_dev.pki import Authority
 from rose_dev.place import FIRST, NODE_ADDRESS, NODE_NAME, SECOND, SERVICE_RANGE
 from rose_dev.waiting import wait_until
@@ -38,9 +39,14 @@ class Start:
 
     def __init__(self, cluster: Cluster, say: Say) -> None:
         self._cluster, self._say = cluster, say
+        self._gpus: GpuNode | None = None
 
-    def run(self, gpus: int) -> None:
+    def run(self, gpus: int | str, driver: int = DRIVERS[0]) -> None:
         """Start everything, in order; nothing of an earlier run may be left.
+
+        Args:
+            gpus: how many the node claims to have, or the machine that it is.
+            driver: branch of NVIDIA's driver, of such a machine.
 
         Raises:
             DevelopmentError: a part did not start.
@@ -50,9 +56,13 @@ class Start:
         step = Step(say)
         archives = [image.pause_archive(node_files.PAUSE_IMAGE), image.archive(say)]
         step("images")
+        self._gpus = GpuNode(cluster, gpus, driver) if isinstance(gpus, str) else None
         cluster.sandbox.open()
         layout = self._write_files()
         step("namespaces, network, certificates")
+        if self._gpus is not None:
+            self._gpus.prepare(say)
+            step(f"driver of {self._gpus.profile}, CDI")
         commands = self._commands(layout)
         (place.run / "commands.json").write_text(json.dumps(commands))
         with ThreadPoolExecutor(1) as aside:
@@ -68,8 +78,12 @@ class Start:
         cluster.kubectl("apply", "--filename=-", stdin=node_files.dns_objects())
         wait_until(cluster.ready, "the node is ready", seconds=_START_SECONDS)
         wait_until(self._has_service_account, "service accounts", seconds=_START_SECONDS)
-        cluster.claim_gpus(NODE_NAME, gpus)
+        if isinstance(gpus, int):
+            cluster.claim_gpus(NODE_NAME, gpus)
         step("node ready")
+        if self._gpus is not None:
+            self._gpus.join()
+            step("device plugin, NRI plugin, runtime classes")
         say(f"[cluster] up in {time.monotonic() - began:.1f} s; KUBECONFIG={cluster.kubeconfig}")
 
     def _write_files(self) -> Layout:
@@ -109,7 +123,10 @@ class Start:
             "kube-controller-manager": components.controller_manager(layout, 10257),
             "kube-scheduler": components.scheduler(layout, 10259),
             "coredns": [str(binaries["coredns"]), "-conf", str(run_directory / "Corefile")],
-            **machinery.commands(self._cluster.place, layout.pki, binaries),
+            **machinery.commands(
+                self._cluster.place, layout.pki, binaries, gpus=self._gpus is not None
+            ),
+            **(self._gpus.commands() if self._gpus is not None else {}),
         }
 
     def _start_runtime(self, commands: dict[str, list[str]], archives: list[Path]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,8 @@ ETCD = "v3.6.8"
 KWOK = "v0.8.0"
 HELM = "v3.22.0"
 COREDNS = "v1.15.0"
+CONTAINERD = "v2.2.9"
+TOOLKIT = "v1.20.1"
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Part:
         version: module version; shown, and used by ``go install``.
         in_kubernetes: built inside Kubernetes' own module graph, else by ``go install``.
         on_path: a binary of this name on PATH will do.
+        link: linker flags, with ``go install``.
+        source: folder of a module of our own, instead of a published one.
     """
 
     name: str
@@ -35,6 +40,8 @@ class Part:
     version: str
     in_kubernetes: bool = True
     on_path: bool = False
+    link: str = ""
+    source: Path | None = None
 
 
 def _kubernetes(name: str, *, on_path: bool = False) -> Part:
@@ -61,7 +68,42 @@ NODE = (
 SCALE = (Part("kwok", "sigs.k8s.io/kwok/cmd/kwok", KWOK, in_kubernetes=False),)
 """Nodes without machines, for tests of many."""
 
-EVERYTHING = CONTROL_PLANE + NODE + SCALE
+
+def _containerd(name: str) -> Part:
+    module = "github.com/containerd/containerd/v2"
+    link = f"-s -w -X {module}/version.Version={CONTAINERD}"
+    return Part(name, f"{module}/cmd/{name}", CONTAINERD, in_kubernetes=False, link=link)
+
+
+def _toolkit(name: str) -> Part:
+    package = f"github.com/NVIDIA/nvidia-container-toolkit/cmd/{name}"
+    return Part(name, package, TOOLKIT, in_kubernetes=False)
+
+
+_GPU_SOURCES = Path(__file__).with_name("gpu_node") / "go"
+
+
+def _own(name: str) -> Part:
+    """Of our own module; its version is what it says, so that a change is built anew."""
+    text = b"".join(path.read_bytes() for path in sorted(_GPU_SOURCES.rglob("*")) if path.is_file())
+    return Part(
+        name, f"./{name}", f"{zlib.crc32(text):08x}", in_kubernetes=False, source=_GPU_SOURCES
+    )
+
+
+GPU_NODE = (
+    _containerd("containerd"),
+    _containerd("containerd-shim-runc-v2"),
+    _containerd("ctr"),
+    _toolkit("nvidia-ctk"),
+    _toolkit("nvidia-cdi-hook"),
+    _toolkit("nvidia-container-runtime"),
+    _own("device-plugin"),
+    _own("nri-plugin"),
+)
+"""What a node with GPUs needs besides: a container runtime with CDI and NRI, NVIDIA's toolkit."""
+
+EVERYTHING = CONTROL_PLANE + NODE + SCALE + GPU_NODE
 
 
 def cache_root() -> Path:
@@ -74,9 +116,20 @@ def bin_directory() -> Path:
     return cache_root() / "kube" / KUBERNETES / "bin"
 
 
+def place_of(part: Part) -> Path:
+    """Where its binary is kept; what is not of Kubernetes' release has its own version's folder."""
+    if part.version in {CONTAINERD, TOOLKIT} or part.source is not None:
+        return cache_root() / "gpu-node" / f"{CONTAINERD}-{TOOLKIT}" / _versioned(part)
+    return bin_directory() / part.name
+
+
+def _versioned(part: Part) -> str:
+    return part.name if part.source is None else f"{part.version}/{part.name}"
+
+
 def find(part: Part) -> Path | None:
     """The part's binary, or None when it has to be built."""
-    candidates = [bin_directory() / part.name]
+    candidates = [place_of(part)]
     assets = os.environ.get("KUBEBUILDER_ASSETS")
     if assets:
         candidates.insert(0, Path(assets) / part.name)

@@ -3,7 +3,8 @@
 ``control_plane`` is the API server alone (no root). ``node`` is the whole one-node Kubernetes, in
 place of which an existing cluster is never taken: tests break things. Both are shared by every test
 of the session, so tests make namespaces of their own. A node that a killed session left behind is
-replaced; a node that a person brought up is used and left running.
+replaced; a node that a person brought up is used and left running. ``gpu_node`` is the node with
+GPUs, for which a node without is replaced, and the other way round.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ import pytest
 
 from rose_dev.control_plane import ControlPlane
 from rose_dev.errors import DevelopmentError, NotSupported
+from rose_dev.gpu_node.starting import profile_of
 from rose_dev.node import Node, require_root
 
 _TURN_SECONDS = 240.0
+_CLAIMED = 8
+MACHINE = "h100x8"
+"""The node of ``gpu_node``."""
 
 
 @pytest.fixture(scope="session")
@@ -46,9 +51,9 @@ class NodeSession:
         if left_behind:
             self.node.down()
 
-    def ensure(self) -> Node:
-        """The node, up: a test before may have ended it."""
-        self.node.up()
+    def ensure(self, gpus: int | str | None = None) -> Node:
+        """The node, up: a test before may have ended it, or wanted other GPUs."""
+        self.node.up(gpus=_CLAIMED if gpus is None and self.ours else gpus)
         if self.ours:
             self._owner.write_text(f"tests, process {os.getpid()}\n")
         return self.node
@@ -81,6 +86,14 @@ def node_session() -> Iterator[NodeSession]:
 def node(node_session: NodeSession) -> Node:
     """The one-node Kubernetes, up and ready, with ROSE's image ``localhost/rose:dev``."""
     return node_session.ensure()
+
+
+@pytest.fixture
+def gpu_node(node_session: NodeSession) -> Node:
+    """The same with eight GPUs behind NVIDIA's own programs (``rose_dev.gpu_node``)."""
+    if not node_session.ours and profile_of(node_session.node) != MACHINE:
+        pytest.skip(f"a node of yours is up with other GPUs than {MACHINE}")
+    return node_session.ensure(MACHINE)
 
 
 def _take(handle: int, lock: Path) -> None:
