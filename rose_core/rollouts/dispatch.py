@@ -145,6 +145,7 @@ def _has_room(engine: EngineView, now: float) -> bool:
     return (
         engine.gate_open
         and engine.live < engine.cap
+        and (not engine.kept or not engine.live)
         and not engine.leaving
         and not engine.fencing
         and engine.backing_off_until <= now

@@ -2,6 +2,7 @@
 
 RolloutError
 ├── InvalidTurn       the request is wrong in itself; names the field
+│   └── UnsafeTurn    it asks of an engine what no engine may be asked; names the field
 ├── UnknownVersion    the request is pinned to a version nobody has announced
 ├── VersionGone       the pinned version exists no more on any engine
 ├── InvalidRound      tail batching was asked for what its states do not allow
@@ -16,6 +17,10 @@ class RolloutError(Exception):
 
 class InvalidTurn(RolloutError):
     """The request is wrong in itself; trying the same again does not help."""
+
+
+class UnsafeTurn(InvalidTurn):
+    """An engine is not known to bear it: an unknown field, or a value out of its bounds."""
 
 
 class UnknownVersion(RolloutError):

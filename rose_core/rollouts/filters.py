@@ -13,7 +13,9 @@ def obstacle(
 ) -> Obstacle | None:
     """Why this engine cannot take this turn now, ``None`` when it can; what lasts longest first."""
     return (
-        _never(turn, engine) or _with_these_weights(turn, engine, head, policy) or _now(engine, now)
+        _never(turn, engine)
+        or _with_these_weights(turn, engine, head, policy)
+        or _now(turn, engine, now)
     )
 
 
@@ -36,14 +38,16 @@ def _with_these_weights(
     return Obstacle.STALE if _stale(version, head, turn.pin, policy) else None
 
 
-def _now(engine: EngineView, now: float) -> Obstacle | None:
+def _now(turn: TurnView, engine: EngineView, now: float) -> Obstacle | None:
     if not engine.gate_open:
         return Obstacle.GATE_CLOSED
     if engine.backing_off_until > now:
         return Obstacle.BACKING_OFF
     if engine.fencing:
         return Obstacle.FENCING
-    return Obstacle.FULL if engine.live >= engine.cap else None
+    full = engine.live >= engine.cap
+    crowded = engine.live > 0 if turn.alone else engine.kept
+    return Obstacle.FULL if full or crowded else None
 
 
 def _stale(version: WeightVersion, head: WeightVersion, pin: Pin, policy: Policy) -> bool:
@@ -54,4 +58,4 @@ def _stale(version: WeightVersion, head: WeightVersion, pin: Pin, policy: Policy
 
 def alike(turn: TurnView) -> tuple[object, ...]:
     """What the filters ask of a turn: with equal answers, the same engines can take it."""
-    return (turn.dedicated_only, turn.pin, turn.avoid)
+    return (turn.dedicated_only, turn.pin, turn.avoid, turn.alone)

@@ -9,9 +9,10 @@ SGLang 0.5.23 (its penalties look at output tokens only; its seeded sampler is k
 | carried | temperature, top_p, top_k, min_p, stop_token_ids, logit_bias, seed, ... | as they are |
 | adjusted | max_new_tokens, min_new_tokens | less the tokens held |
 | emulated | stop strings | looked for across the cut (``stops``), where there is a tokenizer |
-| dedicated | penalties, stop patterns, grammars, processors, unknown ones | never moved |
+| dedicated | penalties, stop patterns, grammars | never moved |
 | split | n | n turns of their own |
-| refused | beam_width | by name |
+| refused | beam_width, processors (they are code) | by name |
+| unknown | | never sent: ``fields`` is the allow-list |
 
 A parameter at its neutral value is as good as absent. A turn with a *dedicated* parameter, or one
 that nobody emulates for it, runs on dedicated engines only; if its engine is lost after the first
@@ -94,25 +95,26 @@ SAMPLING: Mapping[str, Row] = {
     "ebnf": Row(Rule.DEDICATED, (None,), _GRAMMAR),
     "structural_tag": Row(Rule.DEDICATED, (None,), _GRAMMAR),
     "watermark": Row(Rule.DEDICATED, (None, {}), _COUNTS),
-    "custom_params": Row(Rule.DEDICATED, (None, {}), "belongs to a processor with its own state"),
+    "custom_params": Row(Rule.CARRIED),  # never sent: ``fields``
     "n": Row(Rule.SPLIT, (None, 1)),
     "beam_width": Row(Rule.REFUSED, (None, 1), "beams cannot be streamed token by token"),
 }
 
-# Fields of the request beside ``sampling_params``; those not named here are carried.
+_IDS_ONLY = "a turn is continued from its token ids"
+
+# Fields of the request beside ``sampling_params``; others that ``fields`` admits are carried.
 REQUEST: Mapping[str, Row] = {
-    "custom_logit_processor": Row(Rule.DEDICATED, (None, ""), "it may keep a state"),
+    "custom_logit_processor": Row(Rule.REFUSED, (None, "", []), "it is code"),
     "return_hidden_states": Row(Rule.DEDICATED, (None, False), "held tokens become prompt"),
     "return_routed_experts": Row(Rule.DEDICATED, (None, False), "held tokens become prompt"),
-    "session_params": Row(Rule.DEDICATED, (None, {}), "the session lives in one engine"),
-    "input_embeds": Row(Rule.REFUSED, (None,), "a turn is continued from its token ids"),
-    "image_data": Row(Rule.REFUSED, (None, [], ""), "a turn is continued from its token ids"),
-    "audio_data": Row(Rule.REFUSED, (None, [], ""), "a turn is continued from its token ids"),
-    "video_data": Row(Rule.REFUSED, (None, [], ""), "a turn is continued from its token ids"),
+    "session_params": Row(Rule.REFUSED, (None, {}), "the session would live in one engine"),
+    "lora_path": Row(Rule.REFUSED, (None, "", []), "adapters are not served"),
+    "input_embeds": Row(Rule.REFUSED, (None,), _IDS_ONLY),
+    "image_data": Row(Rule.REFUSED, (None, [], ""), _IDS_ONLY),
+    "audio_data": Row(Rule.REFUSED, (None, [], ""), _IDS_ONLY),
+    "video_data": Row(Rule.REFUSED, (None, [], ""), _IDS_ONLY),
     "background": Row(Rule.REFUSED, (None, False), "a turn ends with its caller"),
 }
-
-_UNKNOWN = Row(Rule.DEDICATED, (None,), "the router does not know it")
 
 
 def dedicated_because(
@@ -121,7 +123,7 @@ def dedicated_because(
     """Why the turn may run on dedicated engines only; empty when it may move.
 
     Args:
-        sampling: the turn's sampling parameters.
+        sampling: the turn's sampling parameters; those not named above are ``fields``' to refuse.
         request: fields beside them.
         emulated: parameters that somebody stands in for after a move.
 
@@ -129,9 +131,9 @@ def dedicated_because(
         InvalidTurn: a parameter is refused; the message names it.
     """
     reasons = [
-        _standing(name, value, SAMPLING.get(name, _UNKNOWN))
-        for name, value in sampling.items()
-        if name not in emulated
+        _standing(name, sampling[name], row)
+        for name, row in SAMPLING.items()
+        if name in sampling and name not in emulated
     ]
     reasons += [
         _standing(name, request[name], row) for name, row in REQUEST.items() if name in request

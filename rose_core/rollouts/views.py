@@ -47,6 +47,7 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
         version: attested on its live weights; ``None`` when there is none.
         live: turns in flight there, by the router's own count.
         fencing: aborts of old legs that it has not taken yet; no turn before that.
+        kept: it is kept for, or runs, a turn that must be alone (``suspects``).
         backing_off_until: after a refusal or a loss, in seconds of the router's clock.
     """
 
@@ -58,6 +59,7 @@ class EngineView(msgspec.Struct, frozen=True, gc=False):
     live: int = 0
     leaving: bool = False
     fencing: bool = False
+    kept: bool = False
     backing_off_until: float = 0.0
     speed: Speed = msgspec.field(default_factory=Speed)
     hazard: Hazard = msgspec.field(default_factory=Hazard)
@@ -80,6 +82,7 @@ class TurnView(msgspec.Struct, frozen=True, gc=False):
         stratum: group of trajectories that ought to meet borrowed engines equally often; empty =
             not counted.
         tail: likely to be among the last of its batch.
+        alone: it may have ended an engine: no other turn may run beside it.
         from_version: tokens of an older version would make the trajectory too old sooner; None =
             no bound of age, or nothing known.
     """
@@ -100,11 +103,12 @@ class TurnView(msgspec.Struct, frozen=True, gc=False):
     stratum: str = ""
     tail: bool = False
     from_version: WeightVersion | None = None
+    alone: bool = False
 
     @property
     def alike(self) -> tuple[object, ...]:
         """Where no engine takes one turn, none is likely to take another of the same."""
-        run_on = (self.dedicated_only, self.pin, self.avoid, self.losses)
+        run_on = (self.dedicated_only, self.pin, self.avoid, self.losses, self.alone)
         left = max(-1.0, min(self.budget_seconds, 600.0) // 30)
         return (*run_on, self.begins, self.tail, self.stratum, left, self.from_version)
 

@@ -128,6 +128,7 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
         released_bytes: memory it let go of and takes back when it is activated.
         lanes: with two engines in the slot, which of them serve (``rose_engines.permit``); the
             rest of the status speaks of the one that is permitted.
+        vocabulary: tokens that its model knows; 0 = unknown.
         device_bytes: what it takes of its GPU at most; 0 = not known.
         kv_permille: the budget that its elastic KV memory is held to; None = it is not elastic.
         kv_held_bytes: memory of that kind that it holds; None = unknown, or not elastic.
@@ -149,6 +150,7 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     residue_bytes: int | None = None
     released_bytes: int = 0
     lanes: tuple[int, ...] | None = None
+    vocabulary: int = 0
     device_bytes: int = 0
     kv_permille: int | None = None
     kv_held_bytes: int | None = None

@@ -11,6 +11,10 @@ from enum import StrEnum
 
 import msgspec
 
+UNSENT = "Unsent"
+"""Type of a data route's 502 where the engine's process took no connection: it never saw the
+request, so it did not end because of it."""
+
 
 class EngineKind(StrEnum):
     """Whether an engine may be taken back at any moment."""
@@ -32,6 +36,8 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
         head: newest version the weight plane has announced at the engine's side; empty = unknown.
             The router measures staleness against the newest head or version it has heard of.
         kv_tokens: size of the KV pool in tokens; 0 = unknown, then it is never taken for full.
+        vocabulary: tokens that the engine's model knows; 0 = unknown. A larger id would end it.
+        context_tokens: of prompt and answer together; 0 = unknown.
         reuses_kv: later turns may attend to keys that older weights computed (``kvPolicy: Reuse``).
         relayed: passed on by another replica of the router, not said by the owner itself.
         leaving: the engine will not come back; continue its turns elsewhere now.
@@ -49,6 +55,8 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: str = ""
     head: str = ""
     kv_tokens: int = 0
+    vocabulary: int = 0
+    context_tokens: int = 0
     reuses_kv: bool = False
     relayed: bool = False
     leaving: bool = False

@@ -24,7 +24,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from rose_core.rollouts.errors import InvalidTurn, RolloutError
+from rose_core.rollouts.errors import InvalidTurn, RolloutError, UnsafeTurn
 from rose_router import bearer, facade, metrics, pages, trajectories, virtual
 from rose_router.barrier import Barrier
 from rose_router.dialects.common import BODY_SECONDS
@@ -115,7 +115,8 @@ def classify(error: Exception) -> tuple[int, str, int]:
     if isinstance(error, RouterError):
         return error.status, error.reason, error.retry_after
     if isinstance(error, InvalidTurn):
-        return 400, "InvalidTurn", 0
+        # After a 422 no client asks again.
+        return 422 if isinstance(error, UnsafeTurn) else 400, type(error).__name__, 0
     if isinstance(error, RolloutError):
         return 409, type(error).__name__, 1
     if isinstance(error, EngineRefused):

@@ -1,7 +1,7 @@
 """Speaks SGLang's ``/generate`` and ``/abort_request`` to an engine's data route.
 
 Always streamed. An event that cannot be read, a status other than 200 and an end without a last
-event are a ``LegLost``; only a 400 is the request's own fault.
+event are a ``LegLost``; a 4xx is the request's own fault, and a 500 may be (``doubtful``).
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 
 from rose_core.rollouts.transcript import PER_TOKEN, StreamEvent
+from rose_core.wire.routing import UNSENT
 from rose_router.connections import Connection, Connections, Stage, place_of
 from rose_router.errors import EngineRefused, LegLost, Unreachable
 
@@ -24,6 +25,8 @@ _DATA = b"data:"
 _DONE = b"[DONE]"
 # Statuses by which a gateway says that nobody is behind it: nothing is left to abort there.
 _NOBODY = frozenset({404, 410, 502})
+# Statuses that say something of the engine or its host at this moment, and not of the request.
+_PASSING = frozenset({401, 403, 408, 429, 503, 504}) | _NOBODY
 _ABORT_SECONDS = 2.0
 _MOST_ERROR = 65536
 _decode = msgspec.json.Decoder().decode
@@ -101,7 +104,7 @@ class HttpEngineClient:
                     connection.hang_up()
         except (OSError, TimeoutError) as error:
             message = f"{type(error).__name__}: {error}"
-            raise LegLost(message) from error
+            raise LegLost(message, unsent=isinstance(error, Unreachable)) from error
         if events.wanted:
             message = "the stream ended without a finish reason"
             raise LegLost(message)
@@ -152,10 +155,9 @@ async def _check_status(connection: Connection) -> None:
     if connection.status == 200:
         return
     text = (await _beginning(connection)).decode(errors="replace")[:500]
-    if connection.status == 400:
-        raise EngineRefused(_error_text(text))
-    message = f"HTTP {connection.status}: {text}"
-    raise LegLost(message, refused=True)
+    if connection.status == 502:  # its host found it gone, before or after it saw the request
+        raise LegLost(f"HTTP 502: {text}", unsent=_error_type(text) == UNSENT)
+    _refuse(connection.status, _error_text(text))
 
 
 async def _beginning(connection: Connection) -> bytes:
@@ -176,6 +178,15 @@ def _error_text(text: str) -> str:
         return text
     found: Any = body.get("error", body) if isinstance(body, dict) else body
     return str(found.get("message", found)) if isinstance(found, dict) else str(found)
+
+
+def _error_type(text: str) -> str:
+    try:
+        body = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return ""
+    found: Any = body.get("error") if isinstance(body, dict) else None
+    return str(found.get("type", "")) if isinstance(found, dict) else ""
 
 
 class _Events:
@@ -221,7 +232,7 @@ def read_event(payload: bytes) -> StreamEvent:
     try:
         body: Any = _decode(payload)
         if "error" in body and "meta_info" not in body:
-            _refuse(body["error"])
+            _refuse_by(body["error"])
         meta: dict[str, Any] = body["meta_info"]
         spans = meta.get("weight_versions")
         return StreamEvent(
@@ -239,9 +250,19 @@ def read_event(payload: bytes) -> StreamEvent:
         raise LegLost(message) from error
 
 
-def _refuse(error: Any) -> None:  # noqa: ANN401  # whatever JSON the engine sent
+def _refuse_by(error: Any) -> None:  # noqa: ANN401  # whatever JSON the engine sent
     code = error.get("code") if isinstance(error, dict) else None
     text = str(error.get("message", error)) if isinstance(error, dict) else str(error)
-    if code == 400:
+    _refuse(code if isinstance(code, int) else 500, text)
+
+
+def _refuse(status: int, text: str) -> NoReturn:
+    """Raise what a status other than 200 means.
+
+    Raises:
+        EngineRefused: the request is wrong.
+        LegLost: the engine or its host cannot take it now, or failed at it.
+    """
+    if 400 <= status < 500 and status not in _PASSING:
         raise EngineRefused(text)
-    raise LegLost(text, refused=True)
+    raise LegLost(f"HTTP {status}: {text}", refused=True, doubtful=status not in _PASSING)

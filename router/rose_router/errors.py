@@ -3,7 +3,8 @@
 RouterError                 status, reason (closed word), retry_after
 ├── BadRequest      400     wrong in itself, names the field
 ├── NotAllowed      401     bearer token missing or wrong
-├── Conflict        409     pinned version unknown, duplicate id with another body, not spliceable
+├── Conflict        409     pinned version unknown, duplicate id with another body
+├── Unprocessable   422     not spliceable, ended engines: asking again does not help
 ├── SlowCaller      408     the body did not come in time
 ├── Busy            429     the queue is full; Retry-After says when to try again
 ├── NotHere         501     asks for what only a single engine could do
@@ -53,6 +54,12 @@ class Conflict(RouterError):
     status = 409
 
 
+class Unprocessable(RouterError):
+    """What is asked is understood and will not be done; clients ask after a 409 or 503 again."""
+
+    status = 422
+
+
 class SlowCaller(RouterError):
     """The body did not come in time."""
 
@@ -88,11 +95,17 @@ class LegLost(Exception):
 
     Args:
         refused: the engine answered and would not take the request now.
+        doubtful: it failed at it in a way that may be the request's own; a canary tells.
+        unsent: its process has never seen the request.
     """
 
-    def __init__(self, message: str, *, refused: bool = False) -> None:
+    def __init__(
+        self, message: str, *, refused: bool = False, doubtful: bool = False, unsent: bool = False
+    ) -> None:
         super().__init__(message)
         self.refused = refused
+        self.doubtful = doubtful
+        self.unsent = unsent
 
 
 class EngineRefused(Exception):

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from rose_core.identity import WeightVersion
 from rose_core.rollouts import versions
 from rose_core.rollouts.estimates import Hazard, Speed
+from rose_core.rollouts.fields import Bounds, least
 from rose_core.rollouts.placement import EngineView
 from rose_core.rollouts.residency import Residents
+from rose_core.rollouts.suspects import suspects
 from rose_core.rollouts.watch import Move
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_router import metrics
@@ -94,6 +96,9 @@ class Engine:
         fences: request ids whose abort the engine has not taken yet.
         reserved: turns placed here, in flight or about to be.
         part: this replica's part of a cap.
+        kept: it takes no other turn until one that must be alone has come.
+        solo: that one runs there.
+        died_with: legs of its last death, and those of them that may have caused it.
     """
 
     update: EngineUpdate
@@ -111,6 +116,26 @@ class Engine:
     turns: int = 0
     tokens: int = 0
     part: Callable[[int], int] = lambda cap: cap
+    kept: bool = False
+    solo: bool = False
+    died_with: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+
+    @property
+    def bounds(self) -> Bounds:
+        """What it is known to bear."""
+        return Bounds(self.update.vocabulary, self.update.context_tokens)
+
+    def suspects(self, rid: str) -> frozenset[str]:
+        """The legs that may have ended its process, which has just lost the leg ``rid``.
+
+        All of its legs are lost together, and each of them asks; what stands when the first does
+        holds for all.
+        """
+        with_it, blamed = self.died_with
+        if rid not in with_it:
+            blamed = suspects({leg.rid: leg.tokens for leg in self.legs.values()})
+            self.died_with = (frozenset(self.legs), blamed)
+        return blamed
 
     @property
     def cap(self) -> int:
@@ -143,6 +168,7 @@ class Engine:
             live=self.reserved,
             leaving=self.update.leaving,
             fencing=bool(self.fences),
+            kept=self.kept or self.solo,
             backing_off_until=self.backing_off_until,
             speed=self.speed or usual,
             hazard=self.hazard,
@@ -203,6 +229,10 @@ class Fleet:
         """Learn the speed of one engine, and from it what to expect of those not seen yet."""
         engine.speed = learn(engine.speed or self.usual)
         self.usual = learn(self.usual)
+
+    def bounds(self) -> Bounds:
+        """What every engine attached is known to bear."""
+        return least(engine.bounds for engine in self._engines.values())
 
     def has_room(self) -> bool:
         """Whether any engine is open and below its cap."""

@@ -50,6 +50,7 @@ class LegReader:
             return all(self._took(event, now) for event in events)
         finally:
             if self._leg.placed > before:
+                self._clear()
                 self._note_first(now)
                 self._turn.changed.fire()
 
@@ -63,6 +64,15 @@ class LegReader:
             meta, kept = event.meta, self._turn.prompt_meta
             kept.update([(name, meta[name]) for name in _PROMPT_META if name in meta])
         return self._crossing is None or not _stopped(leg, self._crossing)
+
+    def _clear(self) -> None:
+        """Tokens came where an engine had died before: others may run beside the turn again."""
+        record = self._turn.record
+        if record.must_be_alone():
+            record.wrote(self._turn.held + self._leg.placed)
+            if not record.must_be_alone():
+                self._engine.solo = False
+                self._fleet.changed.fire()
 
     def _note_first(self, now: float) -> None:
         turn = self._turn

@@ -36,6 +36,12 @@ REPREFILLED = Counter(
     "Tokens of context that a move made another engine prefill.",
     registry=REGISTRY,
 )
+SUSPECTS = Counter(
+    "rose_router_suspect_turns",
+    "Turns that may have ended an engine's process: run alone the next time, or refused.",
+    ["outcome"],
+    registry=REGISTRY,
+)
 WARMED = Counter(
     "rose_router_warmed",
     "Prefixes sent to their trajectory's next home while its tool ran, by what came of it.",

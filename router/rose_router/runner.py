@@ -18,12 +18,13 @@ from rose_core.rollouts.errors import BrokenStream, RolloutError
 from rose_core.rollouts.placement import TurnView
 from rose_core.rollouts.prefixes import Prefixes
 from rose_core.rollouts.prospects import Prospects
+from rose_core.rollouts.suspects import GATE_SECONDS
 from rose_core.rollouts.transcript import Leg
 from rose_core.rollouts.watch import Move
 from rose_router import metrics
 from rose_router.config import Settings
 from rose_router.engine_client import EngineClient, Target
-from rose_router.errors import EngineRefused, LegLost, RouterError, TurnLost
+from rose_router.errors import EngineRefused, LegLost, RouterError, TurnLost, Unprocessable
 from rose_router.fences import Fences
 from rose_router.fleet import Clock, Engine, Fleet, LiveLeg
 from rose_router.ledger import Ledger
@@ -37,6 +38,8 @@ LOG = logging.getLogger(__name__)
 # Moves that say nothing against the engine or the turn: they do not count as losses.
 _ORDERLY = frozenset({Move.REVOKED, Move.PAUSED, Move.CAP_CUT})
 _MOST_MOVES = 64
+CANARY_SECONDS = 2.0
+"""An engine that computes answers one token sooner, and whoever waits for it waits for this."""
 
 
 class TurnRunner:
@@ -128,6 +131,7 @@ class TurnRunner:
         try:
             if not engine.gate_open or engine.version is None:
                 return  # it closed while this turn woke up
+            turn.check_bounds(engine.bounds)
             move = await self._leg(turn, engine)
         finally:
             context = len(turn.transcript.prompt) + turn.held
@@ -175,7 +179,7 @@ class TurnRunner:
     async def _outcome(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> Move:
         """Why reading the leg ended, if it was not by its last event."""
         try:
-            await self._read(turn, engine, leg, handle)
+            return await self._judged(turn, engine, leg, handle)
         except asyncio.CancelledError:
             # One of its cancellations is the verdict's; any other ends the turn.
             if handle.verdict is None or (handle.task is not None and handle.task.uncancel()):
@@ -183,12 +187,72 @@ class TurnRunner:
             if handle.verdict is Move.STALLED:
                 engine.failed(self._clock())
             return handle.verdict
-        except (LegLost, BrokenStream) as error:
+
+    async def _judged(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> Move:
+        """Read the leg; whose fault it is when that ends early."""
+        try:
+            await self._read(turn, engine, leg, handle)
+        except BrokenStream as error:
             LOG.info("leg %s on %s: %s", leg.rid, engine.name, error)
-            engine.failed(self._clock())
-            refused = isinstance(error, LegLost) and error.refused
-            return Move.REFUSED if refused else Move.LOST
-        return Move.ABORTED if leg.aborted else Move.UNPLACED
+        except LegLost as error:
+            LOG.info("leg %s on %s: %s", leg.rid, engine.name, error)
+            if error.refused:
+                return await self._refused(engine, leg, error)
+            if not error.unsent:
+                await self._lost(turn, engine, leg)
+        else:
+            return Move.ABORTED if leg.aborted else Move.UNPLACED
+        engine.failed(self._clock())
+        return Move.LOST
+
+    async def _refused(self, engine: Engine, leg: Leg, error: LegLost) -> Move:
+        """The engine answered, and not with tokens.
+
+        Raises:
+            EngineRefused: it answers others: the request is at fault, not the engine.
+        """
+        if error.doubtful and not leg.placed and await self._answers(engine):
+            raise EngineRefused(str(error)) from error
+        engine.failed(self._clock())
+        return Move.REFUSED
+
+    async def _lost(self, turn: Turn, engine: Engine, leg: Leg) -> None:
+        """The connection is gone: if the process is too, this turn may be why.
+
+        Raises:
+            Unprocessable: it was so the time before, when it ran alone.
+        """
+        blamed = engine.suspects(leg.rid)  # before anything is awaited: the others leave, too
+        shut = not engine.gate_open and self._clock() - engine.gate_since > GATE_SECONDS
+        if shut or engine.update.leaving or await self._answers(engine):
+            return
+        held = turn.held + leg.placed
+        if turn.record.saw_death(suspected=leg.rid in blamed, held=held):
+            metrics.SUSPECTS.labels("refused").inc()
+            message = (
+                f"two engines ended while this turn ran on them, the last {engine.name}, where it "
+                "ran alone; it is not tried on a third. Look at what it asks for"
+            )
+            raise Unprocessable("EndsEngines", message)
+        if turn.record.must_be_alone():
+            metrics.SUSPECTS.labels("isolated").inc()
+            LOG.warning("turn %s may have ended %s; it goes on alone", leg.rid, engine.name)
+
+    async def _answers(self, engine: Engine) -> bool:
+        """Whether the engine computes another request: one token, asked for the least there is."""
+        canary = {
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
+            "stream": True,
+            "rid": self._new_rid(),
+        }
+        target = Target(engine.update.url, engine.update.token)
+        try:
+            async with asyncio.timeout(CANARY_SECONDS):
+                await self._client.stream(target, canary, lambda events: bool(list(events)))
+        except (LegLost, EngineRefused, BrokenStream, TimeoutError):
+            return False
+        return True
 
     async def _read(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> None:
         target = Target(engine.update.url, engine.update.token)
@@ -272,6 +336,13 @@ def _raise_refusal(leg: Leg) -> None:
 
     Raises:
         EngineRefused: it did.
+        LegLost: it failed at it, which may be the request's fault.
     """
-    if leg.aborted and leg.finish is not None and leg.finish.get("status_code") == 400:
-        raise EngineRefused(str(leg.finish.get("message", "the engine refused the request")))
+    status = leg.finish.get("status_code") if leg.aborted and leg.finish is not None else None
+    if leg.finish is None or not isinstance(status, int) or leg.placed:
+        return
+    text = str(leg.finish.get("message", "the engine refused the request"))
+    if 400 <= status < 500:
+        raise EngineRefused(text)
+    if status == 500:
+        raise LegLost(text, refused=True, doubtful=True)

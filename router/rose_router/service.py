@@ -21,7 +21,7 @@ from rose_core.rollouts.transcript import Transcript
 from rose_core.wire.routing import EngineKind
 from rose_router.config import Settings
 from rose_router.engine_client import EngineClient
-from rose_router.errors import Conflict, Overloaded
+from rose_router.errors import Conflict, Overloaded, Unprocessable
 from rose_router.fences import Fences
 from rose_router.fleet import Clock, Fleet
 from rose_router.ledger import Ledger
@@ -146,7 +146,9 @@ class Service:
             The turn; the caller counts as a listener and must ``leave``.
 
         Raises:
-            Conflict: pinned version unknown, duplicate id, not spliceable here.
+            Conflict: pinned version unknown, duplicate id.
+            Unprocessable: not spliceable here.
+            UnsafeTurn: no engine attached could bear it.
             Overloaded: draining.
         """
         if self.draining:
@@ -158,6 +160,7 @@ class Service:
                 request = request.but(session=found)
             self._check(request)
             turn = Turn(request, self.clock(), Transcript(request.prompt), labels=self.labels)
+            turn.check_bounds(self.fleet.bounds())
             self.ledger.open(turn)
             turn.born = self.prospects.turn_begins(
                 request.trajectory, request.hint, len(request.prompt), turn.began
@@ -227,7 +230,7 @@ class Service:
         if request.dedicated_because and not self._may_have_dedicated():
             why = "; ".join(request.dedicated_because)
             message = f"no dedicated engine is attached, and the turn could not move: {why}"
-            raise Conflict("NotSpliceable", message)
+            raise Unprocessable("NotSpliceable", message)
 
     def _may_have_dedicated(self) -> bool:
         kinds = {engine.kind for engine in self.fleet}

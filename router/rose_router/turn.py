@@ -20,9 +20,11 @@ from typing import Any
 import msgspec
 
 from rose_core.rollouts.detokenize import IncrementalDetokenizer
+from rose_core.rollouts.fields import Bounds, check_within
 from rose_core.rollouts.logprobs import Terms, terms_of
 from rose_core.rollouts.placement import TurnView
 from rose_core.rollouts.spans import Span, covers, cut, joined, shifted
+from rose_core.rollouts.suspects import Record
 from rose_core.rollouts.transcript import Leg, Transcript
 from rose_core.rollouts.watch import Move
 from rose_core.wire.routing import EngineKind
@@ -66,6 +68,8 @@ class Turn:
         born: what it ranks by among turns of its job; smaller goes first.
         finish: SGLang's finish reason once it is done.
         error: why it failed.
+        record: what is known against it (``suspects``).
+        checked: the bounds that it is known to keep.
         labels: the trainer's own names of weight versions.
         detokenizer: makes the text of a turn that moved, while it goes on.
         changed: fires whenever there is more to show.
@@ -91,6 +95,8 @@ class Turn:
     detokenizer: IncrementalDetokenizer | None = None
     redone_tokens: int = 0
     losses: int = 0
+    record: Record = field(default_factory=Record)
+    checked: Bounds | None = None
     listeners: int = 0
     abort_message: str = ""
     changed: Signal = field(default_factory=Signal)
@@ -146,6 +152,7 @@ class Turn:
             home=home,
             cached=cached,
             losses=self.losses,
+            alone=self.record.must_be_alone(),
         )
 
     def shown(self) -> Shown:
@@ -164,6 +171,17 @@ class Turn:
             spans = joined((*held.spans, *shifted(cut(spans, until), leg.offset)))
         text = leg.placed_text if until == leg.placed else ""
         return Shown(held.tokens + leg.ids[:until], per_token, spans, held.text + text)
+
+    def check_bounds(self, bounds: Bounds) -> None:
+        """Refuse to run where the turn would end the engine.
+
+        Raises:
+            UnsafeTurn: it would.
+        """
+        if bounds != self.checked:
+            request = self.request
+            check_within(request.prompt, request.sampling, request.passed, bounds)
+            self.checked = bounds
 
     def check(self) -> None:
         """The promise of a finished turn.

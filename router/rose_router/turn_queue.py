@@ -30,8 +30,10 @@ from rose_core.rollouts.placement import (
     PolicyName,
     TurnView,
     Wait,
+    obstacle,
     place,
 )
+from rose_core.wire.routing import EngineKind
 from rose_router import metrics
 from rose_router.errors import Busy, Overloaded
 from rose_router.fleet import Clock, Engine, Fleet
@@ -199,6 +201,7 @@ class WaitingRoom:
 
     def _back(self, engine: Engine, session: str = "", tokens: int = 0) -> None:
         engine.reserved -= 1
+        engine.solo = False  # who must be alone was the only one
         self._fleet.residents.ended(engine.name, session, tokens, self._clock())
         self.pump()
 
@@ -206,6 +209,7 @@ class WaitingRoom:
         """Try those who wait; returns at once while every engine is full."""
         if not self._waiting or self.held or not self._fleet.has_room():
             return
+        self._keep_one_free()
         if self._policy.name is PolicyName.JOINT:
             self._dispatch()
         else:
@@ -215,6 +219,7 @@ class WaitingRoom:
         """Try those who wait in rank order, and note what stands in their way."""
         if self.held:
             return
+        self._keep_one_free()
         if self._policy.name is PolicyName.JOINT:
             self._dispatch()
         blocked: dict[tuple[object, ...], Obstacle] = {}
@@ -230,6 +235,27 @@ class WaitingRoom:
                 self._give(waiter, chosen)
         self._waiting = [waiter for waiter in self._waiting if not waiter.future.done()]
         metrics.QUEUED.set(len(self._waiting))
+
+    def _keep_one_free(self) -> None:
+        """Keep one engine free for a turn that must be alone, as long as one waits for it.
+
+        Never more than one: the others serve everybody else meanwhile.
+        """
+        first = next((one.view for one in self._waiting if one.view.alone), None)
+        able = [] if first is None else [e for e in self._fleet if self._could(first, e)]
+        kept = min(
+            able,
+            key=lambda e: (not e.solo, not e.kept, e.kind is EngineKind.BORROWED, e.reserved),
+            default=None,
+        )
+        for engine in self._fleet:
+            engine.kept = engine is kept
+
+    def _could(self, view: TurnView, engine: Engine) -> bool:
+        """Whether nothing but other turns stands in the way."""
+        seen = engine.view(self._fleet.usual)
+        word = obstacle(view, seen, self._fleet.head, self._policy, self._clock())
+        return word is None or word is Obstacle.FULL
 
     def _dispatch(self) -> None:
         again: float | None = None
@@ -275,6 +301,7 @@ class WaitingRoom:
             raise RuntimeError(message)
         engine.reserved += 1
         view = waiter.view
+        engine.solo = view.alone
         at_home = view.cached if view.home == engine.name else 0
         self._shares.given(waiter.job, work(view.context - at_home, view.expected))
         needed = view.context + view.expected

@@ -13,12 +13,28 @@ from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.host.classes import LAUNCHERS
 from rose_agent.host.errors import BadEngine, NoMemory
 from rose_agent.host.launchers import EngineOrder
-from rose_agent.host.sizing import FIXED_BYTES, Sizer, engine_size
+from rose_agent.host.sizing import FIXED_BYTES, Sizer, engine_size, vocabulary
 from rose_core.wire.sync import EngineSpec
 from rose_engines.rundir import RunDir
 
 GIB = 1 << 30
 SPEC = EngineSpec("sglang", "model", kv_tokens=1 << 16)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ('{"vocab_size": 500}', 500),
+        ('{"text_config": {"vocab_size": 400}}', 400),
+        ("{}", 0),
+        ("[", 0),
+    ],
+)
+def test_how_many_tokens_a_model_knows_is_read_from_its_folder(
+    tmp_path: Path, config: str, words: int
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert vocabulary(tmp_path) == words
 
 
 @pytest.fixture

@@ -51,11 +51,6 @@ def test_what_comes_token_by_token_moves_and_what_comes_at_the_end_does_not() ->
     assert "prompt" in reason
 
 
-def test_a_parameter_nobody_knows_is_not_moved() -> None:
-    assert splice.dedicated_because({"dry_multiplier": 2}, {}) != ()
-    assert splice.dedicated_because({"dry_multiplier": None}, {}) == ()
-
-
 @pytest.mark.parametrize(
     ("sampling", "request_fields"),
     [({"beam_width": 4}, {}), ({}, {"input_embeds": [[1.0]]}), ({}, {"background": True})],

@@ -222,7 +222,19 @@ MALFORMED: list[tuple[str, object, int, str]] = [
     ("/generate", ask(priority="high"), 400, "priority"),
     ("/generate", ask(sampling_params={"min_new_tokens": 500}), 400, "min_new_tokens"),
     ("/generate", ask(sampling_params={"max_new_tokens": True}), 400, "max_new_tokens"),
-    ("/generate", ask(sampling_params={"stop": "x"}), 409, "stop: may match"),
+    ("/generate", ask(sampling_params={"stop": "x"}), 422, "stop: may match"),
+    (
+        "/generate",
+        ask(sampling_params={"dry_multiplier": 2}),
+        422,
+        "sampling_params.dry_multiplier",
+    ),
+    ("/generate", ask(positional_embed_overrides={"a": 1}), 422, "positional_embed_overrides"),
+    ("/generate", ask(http_worker_ipc="/x"), 422, "http_worker_ipc"),
+    ("/generate", ask(logprob_start_len=-5), 422, "logprob_start_len"),
+    ("/generate", ask(top_logprobs_num=100_000), 422, "top_logprobs_num"),
+    ("/generate", ask(custom_logit_processor="gASV"), 400, "custom_logit_processor: it is code"),
+    ("/v1/completions", {"prompt": PROMPT, "logprobs": 1000}, 422, "top_logprobs_num"),
     ("/generate", ask(rose={"min_version": "run@1.9"}), 409, "run@1.9"),
     ("/generate", ask(rose={"version": "other@1.0"}), 409, "other@1.0"),
     ("/v1/completions", {"prompt": "text"}, 400, "no tokenizer"),
@@ -264,7 +276,9 @@ async def test_what_the_engine_finds_wrong_goes_to_the_caller_and_is_not_retried
 ) -> None:
     async with stage() as s:
         engine = await s.engine()
-        body = ask(sampling_params={"max_new_tokens": 4, "stop_token_ids": 7})
+        body = ask(
+            sampling_params={"max_new_tokens": 4, "stop_token_ids": [7]}, logprob_start_len=10**6
+        )
         async with s.post("/generate", body) as reply:
             answer = await reply.json()
             assert reply.status == 400

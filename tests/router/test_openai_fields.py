@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.errors import InvalidTurn, UnsafeTurn
 from rose_router.dialects import chat, completions, vllm
 from rose_router.request import TurnRequest
 from tests.router.conftest import Stage
@@ -44,7 +44,7 @@ def inference(sampling: dict[str, Any], **body: Any) -> TurnRequest:  # noqa: AN
         ("guided_json", {"type": "object"}, "json_schema", '{"type": "object"}'),
         ("guided_regex", "a+", "regex", "a+"),
         ("stop_regex", "a+", "stop_regex", "a+"),
-        ("custom_params", {"a": 1}, "custom_params", {"a": 1}),
+        ("custom_params", {"return_top_p_token_ids": True}, "custom_params", None),  # slime's
         ("response_format", {"type": "json_object"}, "json_schema", '{"type": "object"}'),
         ("response_format", {"type": "text"}, "json_schema", None),
         (
@@ -91,18 +91,23 @@ def test_what_would_have_to_be_ignored_is_refused_by_name(field: str) -> None:
         inference({field: 1})
 
 
-def test_a_field_nobody_here_knows_goes_to_the_engine_as_it_is() -> None:
-    new = {"return_novelty": True}
-    assert completion(**new).passed["return_novelty"] is True
-    assert chatted(**new).passed["return_novelty"] is True
-    assert inference({}, **new).passed["return_novelty"] is True
+def test_a_field_nobody_here_knows_reaches_no_engine_and_is_refused_by_name() -> None:
+    for ask in (completion, chatted, lambda **new: inference({}, **new)):
+        with pytest.raises(UnsafeTurn, match="bootstrap_host"):
+            ask(bootstrap_host="10.0.0.1")
+        assert ask(bootstrap_host=None).passed == {}  # asks for nothing
 
 
-def test_a_parameter_nobody_here_knows_is_asked_of_a_dedicated_engine() -> None:
-    turn = inference({"thinking_token_budget": 9, "n": 1, "detokenize": False, "skip": False})
-    assert turn.sampling["thinking_token_budget"] == 9
-    assert [why.split(":")[0] for why in turn.dedicated_because] == ["thinking_token_budget"]
-    assert "skip" not in turn.sampling  # asks for nothing
+def test_a_parameter_nobody_here_knows_is_refused_by_name() -> None:
+    with pytest.raises(UnsafeTurn, match="thinking_token_budget"):
+        inference({"thinking_token_budget": 9})
+    turn = inference({"n": 1, "detokenize": False, "skip": False})
+    assert turn.sampling.keys() == {"max_new_tokens"}
+
+
+def test_what_prime_rl_says_with_every_further_turn_is_no_reason_to_refuse_it() -> None:
+    turn = inference({"routed_experts_prompt_start": 17})
+    assert (turn.dedicated_because, turn.passed) == ((), {})
 
 
 def test_what_says_nothing_of_the_answer_does_not_reach_the_engine() -> None:

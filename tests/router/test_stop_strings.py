@@ -145,7 +145,7 @@ async def test_without_a_tokenizer_or_with_a_string_too_long_they_are_not_moved(
         await s.engine("lent")
         body = {"prompt": list(PROMPT), "max_tokens": 5, "stop": stop}
         async with s.post("/v1/completions", body) as reply:
-            assert reply.status == 409
+            assert reply.status == 422
             assert "stop: " in (await reply.json())["message"]
         await s.engine("ours", kind=EngineKind.DEDICATED)
         async with s.post("/v1/completions", body) as reply:

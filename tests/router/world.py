@@ -63,6 +63,8 @@ class SimEngine:
         incremental: events hold only what is new.
         reuses_kv: it may begin a leg on keys of older weights.
         stop_at: tokens after which it finishes with a stop token; 0 = never.
+        dies_of: a token in the prompt that ends its process as it is prefilled; -1 = none.
+        fails_at: a token in the prompt that it answers with an error of its own; -1 = none.
         linger: seconds for which the connection stays open after the last event.
         seen: every request it was sent.
     """
@@ -80,6 +82,9 @@ class SimEngine:
     incremental: bool = False
     reuses_kv: bool = False
     stop_at: int = 0
+    vocabulary: int = 0
+    dies_of: int = -1
+    fails_at: int = -1
     linger: float = 0.0
     seen: list[Mapping[str, Any]] = field(default_factory=list)
     runs: dict[str, Run] = field(default_factory=dict)
@@ -98,6 +103,7 @@ class SimEngine:
             digest="d",
             head=head,
             reuses_kv=self.reuses_kv,
+            vocabulary=self.vocabulary,
             leaving=self.leaving,
         )
 
@@ -140,13 +146,17 @@ class SimClient:
     ) -> AsyncGenerator[StreamEvent, None]:
         engine = self._engines[target.url.removeprefix("sim://")]
         if not engine.alive:
-            raise LegLost("connection refused")
+            raise LegLost("connection refused", unsent=True)
         engine.seen.append(body)
+        if engine.fails_at in body["input_ids"]:
+            raise LegLost("HTTP 500", refused=True, doubtful=True)
         run = Run(Prefix(body["input_ids"]), body["sampling_params"]["max_new_tokens"])
         assert body["rid"] not in engine.runs
         engine.runs[body["rid"]] = run
         while run.finish is None:
             await asyncio.sleep(engine.token_seconds)
+            if engine.dies_of in body["input_ids"]:
+                engine.alive = False
             if not engine.alive:
                 raise LegLost("connection reset")
             if engine.frozen:

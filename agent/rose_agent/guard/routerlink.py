@@ -70,6 +70,8 @@ def update_of(
         gate_open=gate_open and serving,
         cap=cap,
         kv_tokens=grant.engine.kv_tokens,
+        vocabulary=status.vocabulary if status else 0,
+        context_tokens=grant.engine.context_tokens,
         reuses_kv=grant.engine.kv_policy == "Reuse",
         version=status.version if status and serving else "",
         digest=status.digest if status and serving else "",

@@ -72,6 +72,8 @@ class Attachment:
             gate_open=serving and not stopped and not self._leaving.is_set(),
             cap=self._file.cap or self._file.max_running,
             kv_tokens=self._file.kv_tokens,
+            vocabulary=ours.vocabulary if ours is not None else 0,
+            context_tokens=self._order.engine.context_tokens,
             version=ours.version if ours is not None else "",
             digest=ours.digest if ours is not None else "",
             head=ours.head if ours is not None else "",

@@ -27,6 +27,7 @@ from rose_agent.host.groups import ProcessGroup, end
 from rose_agent.host.launchers import EngineOrder, EngineProgram, launcher_for, resolve_model
 from rose_agent.host.sharing import Sharing
 from rose_agent.host.site import Site
+from rose_agent.host.sizing import vocabulary
 from rose_core.wire.host import EnsureEngine
 from rose_engines.exposed_routes import KEY_VARIABLE
 from rose_engines.rundir import EngineFile, SlotDir, write_json
@@ -53,6 +54,7 @@ class Body:
         self.port = 0
         self.key = ""
         self.started_ns = 0
+        self.vocabulary = 0
         self._order = order
         self._folder = folder
         self._site = site
@@ -97,6 +99,7 @@ class Body:
         launcher = launcher_for(spec.engine_class, self._site.launchers)
         model = resolve_model(self._site.models, spec.model)
         self.port = free_port()
+        self.vocabulary = vocabulary(model)
         order = EngineOrder(
             *(spec, self._folder, model, self._site.python, self.port),
             gpu_uuids=self._order.gpu_uuids,

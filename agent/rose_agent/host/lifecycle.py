@@ -133,6 +133,7 @@ class EngineLife:
             can_dormant=self.rest.possible,
             residue_bytes=self.rest.residue_bytes,
             released_bytes=self.rest.released_bytes,
+            vocabulary=self._body.vocabulary if serving else 0,
             device_bytes=self.device_bytes,
             kv_permille=elastic.permille if elastic is not None else None,
             kv_held_bytes=elastic.held_bytes if elastic is not None else None,

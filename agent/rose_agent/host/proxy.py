@@ -28,6 +28,7 @@ from aiohttp import web
 
 from rose_agent.host import metrics
 from rose_agent.host.tokens import TokenCount
+from rose_core.wire.routing import UNSENT
 
 _log = logging.getLogger(__name__)
 
@@ -90,9 +91,10 @@ class _CallerLost(Exception):
     """The caller has hung up."""
 
 
-def _problem(status: int, message: str, **headers: str) -> web.Response:
+def _problem(status: int, message: str, kind: str = "", **headers: str) -> web.Response:
     metrics.PROXY_REQUESTS.labels(outcome=str(status)).inc()
-    return web.json_response({"error": {"message": message}}, status=status, headers=headers)
+    error = {"message": message, "type": kind} if kind else {"message": message}
+    return web.json_response({"error": error}, status=status, headers=headers)
 
 
 class DataProxy:
@@ -215,7 +217,9 @@ class DataProxy:
         except aiohttp.ClientError as error:
             finished = True
             _log.info("engine of %s lost: %s", request.path, error)
-            return _problem(502, f"the engine did not answer: {type(error).__name__}")
+            # A router must know whether the engine can have died of this request.
+            kind = UNSENT if isinstance(error, aiohttp.ClientConnectorError) else ""
+            return _problem(502, f"the engine did not answer: {type(error).__name__}", kind)
         else:
             return reply
         finally:

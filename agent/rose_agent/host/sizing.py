@@ -43,6 +43,23 @@ class _Shape(msgspec.Struct):
     head_dim: int | None = None
 
 
+class _Words(msgspec.Struct):
+    """The part of ``config.json`` that the embedding is made of."""
+
+    vocab_size: int | None = None
+    text_config: _Words | None = None
+
+
+def vocabulary(model: Path) -> int:
+    """Rows of the model's embedding: ids of tokens are below it; 0 = its folder does not say."""
+    try:
+        words = msgspec.json.decode((model / "config.json").read_bytes(), type=_Words)
+    except (OSError, msgspec.MsgspecError):
+        return 0
+    inner = words.text_config.vocab_size if words.text_config is not None else None
+    return words.vocab_size or inner or 0
+
+
 def engine_size(model: Path, spec: EngineSpec) -> EngineSize:
     """Size of an engine.
 

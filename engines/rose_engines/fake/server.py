@@ -136,6 +136,8 @@ class FakeServer:
         most = int(sampling.get("max_new_tokens", 128))
         if most < 0:
             raise ValueError(f"max_new_tokens is {most}")
+        if (body.get("logprob_start_len") or 0) > len(prompt):
+            raise ValueError("logprob_start_len lies beyond the prompt")
         return FakeRequest(
             rid=body.get("rid") or self._scheduler.new_name(),
             prompt=prompt,

@@ -19,6 +19,18 @@ from rose_router.tokenization import Tokenizer
 SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key", "X-Rose-Session")
 SESSION_FIELDS = ("session_id", "routing_key")
 
+# Said about a request and not about its answer: read here or nowhere, and never sent on.
+WITHOUT_EFFECT = frozenset(
+    {"model", "user", "metadata", "store", "service_tier", "prediction", "verbosity"}
+    | {"safety_identifier", "prompt_cache_key", "prompt_cache_retention", "conversation_id"}
+    | {"log_metrics", "no_logs", "custom_labels", "return_cached_tokens_details"}
+    | {"return_meta_info", "return_spec_tokens_details", "return_bytes", "received_time"}
+    | {"external_trace_header", "separate_reasoning", "stream_reasoning"}
+    # vLLM's and prime-rl's: where routed experts begin that were not asked for, what a cache does.
+    | {"routed_experts_prompt_start", "routed_experts_start_len", "skip_reading_prefix_cache"}
+    | {"flat_logprobs", "detokenize", "output_kind", "skip_clone", "kv_transfer_params"}
+)
+
 BODY_SECONDS = web.AppKey("body_seconds", float)
 HINTS = (
     "session",

@@ -6,7 +6,8 @@
 | another name of one (``seed``, ``min_tokens``, ``guided_json``, ...) | there, by SGLang's name |
 | what would change the answer and has no counterpart | back: refused by name |
 | the router's own, or without effect on an answer (``user``, ``metadata``, ...) | no further |
-| any other | to the engine as it is |
+| SGLang's other fields | to the engine, if they are on the list (``rose_core.rollouts.fields``) |
+| any other | back: refused by name |
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.splice import SAMPLING
-from rose_router.dialects.common import SESSION_FIELDS, whole_number
+from rose_router.dialects.common import SESSION_FIELDS, WITHOUT_EFFECT, whole_number
 
 _RENAMED: Mapping[str, str] = {
     "min_tokens": "min_new_tokens",
@@ -44,7 +45,7 @@ _OURS = frozenset(
     | {"add_special_tokens", "add_generation_prompt", "continue_final_message"}
     | {"chat_template_kwargs", "reasoning_effort", "tools", "tool_choice", "parallel_tool_calls"}
     | {"response_format", "cache_salt", "extra_key", "priority", "rose", *SESSION_FIELDS}
-    | {"user", "metadata", "store", "service_tier", "detokenize", "output_kind"}
+    | WITHOUT_EFFECT
 )
 
 
@@ -112,7 +113,7 @@ def _grammar(asked: object) -> dict[str, Any]:
 
 
 def passed_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that go to the engine as they are, and the caller's part of the cache's key."""
+    """Fields beside the sampling parameters, and the caller's part of the cache's key."""
     taken = _OURS | _REFUSED | _SAME | _RENAMED.keys()
     passed = {n: value for n, value in body.items() if n not in taken and value is not None}
     key = "".join(str(body[name]) for name in ("cache_salt", "extra_key") if body.get(name))
@@ -120,9 +121,9 @@ def passed_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of vLLM's ``sampling_params`` that nobody here knows: the engine may."""
+    """Parameters of vLLM's ``sampling_params`` that nobody here knows, to be refused by name."""
     known = _OURS | _REFUSED | _SAME | _RENAMED.keys()
-    return {name: value for name, value in sampling.items() if name not in known and value}
+    return {name: value for name, value in sampling.items() if name not in known and _asks(value)}
 
 
 def logprobs_of(body: Mapping[str, Any]) -> dict[str, Any]:

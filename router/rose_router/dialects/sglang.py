@@ -1,6 +1,7 @@
 """SGLang's ``POST /generate``: one prompt, a batch, ``n`` answers each, plain or streamed.
 
-Fields that the router does not use go to the engine as they are. Several answers become turns of
+Fields that the router does not use go to the engine if they are on the list
+(``rose_core.rollouts.fields``). Several answers become turns of
 their own; their order in the reply is SGLang's (all answers of the first prompt first).
 """
 
@@ -11,6 +12,7 @@ from typing import Any
 
 from rose_core.rollouts.errors import InvalidTurn
 from rose_router.dialects.common import (
+    WITHOUT_EFFECT,
     Hints,
     caller_rid,
     encoded,
@@ -22,14 +24,15 @@ from rose_router.dialects.terms import MOST_ANSWERS, Ask, Terms, streamed
 from rose_router.request import TurnRequest
 from rose_router.tokenization import Tokenizer
 
-# Read here; everything else of a request is passed on.
+# Read here; everything else of a request asks something of the engine.
 _OWN = frozenset(
     {"input_ids", "text", "rid", "sampling_params", "stream", "rose"}
     | {"session_id", "routing_key", "priority"}
+    | WITHOUT_EFFECT
 )
 # Fields that may hold one value per prompt of a batch.
 _PER_PROMPT = frozenset(
-    {"return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "extra_key"}
+    {"return_logprob", "logprob_start_len", "top_logprobs_num", "extra_key"}
     | {"lora_path", "custom_logit_processor", "return_hidden_states"}
 )
 
@@ -103,13 +106,16 @@ def _passed(body: Mapping[str, Any], index: int | None) -> dict[str, Any]:
     passed = {name: value for name, value in body.items() if name not in _OWN}
     if index is None:
         return passed
-    for name in _PER_PROMPT & passed.keys():
+    lists = {name for name in _PER_PROMPT & passed.keys() if isinstance(passed[name], list)}
+    asked = passed.get("token_ids_logprob")  # of one prompt it is a list already
+    if isinstance(asked, list) and asked and (asked[0] is None or isinstance(asked[0], list)):
+        lists.add("token_ids_logprob")
+    for name in lists:
         value = passed[name]
-        if isinstance(value, list):
-            if index >= len(value):
-                message = f"{name}: {len(value)} entries, and a prompt number {index}"
-                raise InvalidTurn(message)
-            passed[name] = value[index]
+        if index >= len(value):
+            message = f"{name}: {len(value)} entries, and a prompt number {index}"
+            raise InvalidTurn(message)
+        passed[name] = value[index]
     return passed
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rose_core.rollouts import splice
+from rose_core.rollouts import fields, splice
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.stops import Stops
 from rose_router.dialects.common import Hints, whole_number
@@ -36,12 +36,12 @@ class Terms:
     Args:
         hints: what the caller says beside the turn.
         sampling: SGLang's ``sampling_params``.
-        passed: fields that go to the engine as they are.
+        passed: fields beside it that ask something of the engine.
         priority: higher waits shorter.
         tokenizer: for stop strings; without it turns that have some are not moved.
 
     Raises:
-        InvalidTurn: the parameters are wrong; names the field.
+        InvalidTurn: the parameters are wrong, or not on the list; names the field.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Terms:
     ) -> None:
         # What would go wrong only when the turn is continued is refused now.
         whole_number(sampling, "min_new_tokens", 0, most=splice.most_tokens(sampling))
-        self._hints, self._sampling, self._passed = hints, sampling, passed
-        self._priority = priority
         self._stops = _stops(sampling, tokenizer)
         emulated = ("stop",) if self._stops else ()
         self._because = splice.dedicated_because(sampling, passed, emulated)
+        self._sampling, self._passed = fields.admitted(sampling, passed)
+        self._hints, self._priority = hints, priority
 
     def turn(
         self,

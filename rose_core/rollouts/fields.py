@@ -1,0 +1,259 @@
+"""Which fields of a request may reach an engine, and within which bounds: an allow-list.
+
+An engine takes whatever the router sends it. One token id beyond the vocabulary ends SGLang's
+scheduler, and the router would carry the turn on to the next engine: one request could end all
+engines of a lease. So nothing passes that is not named here, with a value that the engine is known
+to bear. Read off SGLang 0.5.23, whose own checks cover the rest (``SamplingParams.verify``).
+
+| what | where it ends an engine | bound |
+|---|---|---|
+| ids of prompt, stops, biases, log-probs | an index beyond a table | the vocabulary |
+| ``top_logprobs_num`` | ``topk`` of more than there are | the vocabulary, ``MOST_TOP`` |
+| ``logprob_start_len`` | an assertion of the scheduler | at least -1 |
+| prompt | KV pages that do not exist | less than the context |
+| a value of another type | wherever it is used first | the type |
+
+``splice`` says what of these survives a move. Next step: ``rose_router.dialects`` asks ``admitted``
+as it reads a request; the router asks ``check_within`` before a leg begins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rose_core.rollouts.errors import UnsafeTurn
+from rose_core.rollouts.splice import REQUEST, SAMPLING, Row, Rule
+
+MOST_TOP = 4096
+"""Log-probs of alternatives for a token: more is a table of the vocabulary, in every event."""
+UNKNOWN_TOP = 128
+"""The same where nobody has said the vocabulary's size: no model's is smaller than its bytes'."""
+_MOST_IDS = 4096  # stop ids, biases: SGLang pads them to a rectangle of the batch
+_MOST_TEXT = 65536  # a grammar; longer ones keep the engine's compiler busy for minutes
+_MOST_WORDS = 64  # stop strings and patterns, each looked for at every token
+_INT64 = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What is known of the engines that a turn may run on; 0 = unknown, and then not checked.
+
+    Attributes:
+        vocabulary: rows of the embedding: ids are below it.
+        context: tokens of prompt and answer together.
+    """
+
+    vocabulary: int = 0
+    context: int = 0
+
+
+NOTHING_SAID = Bounds()
+
+
+def least(known: Iterable[Bounds]) -> Bounds:
+    """Bounds that hold on every engine; what nobody has said stays unknown."""
+    found = list(known)
+    return Bounds(
+        min((one.vocabulary for one in found if one.vocabulary), default=0),
+        min((one.context for one in found if one.context), default=0),
+    )
+
+
+Check = Callable[[Any], bool]
+
+
+def _whole(low: int, high: int) -> Check:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def _number(value: object) -> bool:
+    return type(value) in {int, float} and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _text(most: int) -> Check:
+    return lambda value: isinstance(value, str) and len(value) <= most
+
+
+def _words(value: object) -> bool:
+    few = _text(4096)
+    return few(value) or (
+        isinstance(value, list) and len(value) <= _MOST_WORDS and all(map(few, value))
+    )
+
+
+def _ids(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= _MOST_IDS
+        and all(type(one) is int and 0 <= one < 2**31 for one in value)
+    )
+
+
+def _bias(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and len(value) <= _MOST_IDS
+        and all(isinstance(key, str) and key.isdecimal() and len(key) < 11 for key in value)
+        and all(map(_number, value.values()))
+    )
+
+
+def _small(value: object) -> bool:
+    """An object of plain values."""
+    plain = (str, int, float, bool, type(None))
+    return (
+        isinstance(value, dict)
+        and len(value) <= _MOST_WORDS
+        and all(isinstance(one, plain) for one in value.values())
+    )
+
+
+_COUNT = (_whole(0, 2**31 - 1), "a whole number of at least 0")
+_SWITCH = (_flag, "true or false")
+_NUMBER = (_number, "a number")
+_GRAMMAR = (_text(_MOST_TEXT), f"text of at most {_MOST_TEXT} characters")
+_STRINGS = (_words, f"text or a list of at most {_MOST_WORDS} texts")
+_IDS = (_ids, f"a list of at most {_MOST_IDS} token ids")
+
+_SAMPLING: Mapping[str, tuple[Check, str]] = {
+    **dict.fromkeys(
+        ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty"), _NUMBER
+    ),
+    "repetition_penalty": _NUMBER,
+    "top_k": (_whole(-1, 2**31 - 1), "a whole number of at least -1"),
+    "max_new_tokens": _COUNT,
+    "min_new_tokens": _COUNT,
+    "n": _COUNT,
+    "stop_token_ids": _IDS,
+    "logit_bias": (_bias, "an object of token ids and numbers"),
+    "sampling_seed": (_whole(-_INT64, _INT64 - 1), "a whole number of 64 bits"),
+    "stream_interval": (_whole(1, 1024), "a whole number from 1 to 1024"),
+    **dict.fromkeys(
+        (
+            "ignore_eos",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "no_stop_trim",
+        ),
+        _SWITCH,
+    ),
+    **dict.fromkeys(("stop", "stop_regex"), _STRINGS),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), _GRAMMAR),
+    "watermark": (_small, "an object of plain values"),
+}
+# Read by custom processors only, and those are refused (they are code). slime sends
+# ``custom_params`` with every ``top_p`` below 1.
+_UNREAD = frozenset({"custom_params"})
+
+REQUEST_FIELDS: Mapping[str, tuple[Check, str]] = {
+    "return_logprob": _SWITCH,
+    "logprob_start_len": (_whole(-1, 2**31 - 1), "a whole number of at least -1"),
+    "top_logprobs_num": (_whole(0, MOST_TOP), f"a whole number from 0 to {MOST_TOP}"),
+    "token_ids_logprob": _IDS,
+    "return_text_in_logprobs": _SWITCH,
+    "return_sampling_mask": _SWITCH,
+    "sampling_logprobs_mode": (lambda value: value in {"selected", "support"}, "selected, support"),
+    "return_prompt_token_ids": _SWITCH,
+    "return_hidden_states": (lambda value: _flag(value) or value == "last", "true, false or last"),
+    "return_routed_experts": _SWITCH,
+    "extra_key": (_text(512), "text of at most 512 characters"),
+}
+"""Fields beside the sampling parameters that go to the engine."""
+
+
+def admitted(
+    sampling: Mapping[str, Any], request: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What of a request may be sent; nothing passes that is not on the list.
+
+    Args:
+        sampling: SGLang's ``sampling_params``.
+        request: fields beside them.
+
+    Returns:
+        Both without what asks for nothing, and without what no engine reads.
+
+    Raises:
+        UnsafeTurn: a field is unknown, or its value is none that an engine bears; names it.
+    """
+    asked = {
+        name: value
+        for name, value in sampling.items()
+        if value is not None and name not in _UNREAD and not _neutral(SAMPLING.get(name), value)
+    }
+    for name, value in asked.items():
+        _admit(f"sampling_params.{name}", _SAMPLING.get(name), value)
+    beside = {
+        name: value
+        for name, value in request.items()
+        if value is not None and not _neutral(REQUEST.get(name), value)
+    }
+    for name, value in beside.items():
+        _admit(name, REQUEST_FIELDS.get(name), value)
+    return asked, beside
+
+
+def _neutral(row: Row | None, value: object) -> bool:
+    return row is not None and row.rule is not Rule.CARRIED and value in row.neutral
+
+
+def _admit(name: str, rule: tuple[Check, str] | None, value: object) -> None:
+    if rule is None:
+        message = f"{name}: no field that an engine may be sent; leave it out"
+        raise UnsafeTurn(message)
+    if not rule[0](value):
+        message = f"{name}: expected {rule[1]}, got {value!r:.100}"
+        raise UnsafeTurn(message)
+
+
+def check_within(
+    prompt: Sequence[int], sampling: Mapping[str, Any], request: Mapping[str, Any], bounds: Bounds
+) -> None:
+    """Whether the engines can bear the turn at all.
+
+    Args:
+        prompt: token ids, none below 0.
+        sampling: as ``admitted`` has let it through.
+        request: likewise.
+        bounds: of the engines.
+
+    Raises:
+        UnsafeTurn: they cannot; says what was asked for and what there is.
+    """
+    _check_ids(prompt, sampling, request, bounds.vocabulary)
+    top = request.get("top_logprobs_num") or 0
+    most = min(bounds.vocabulary, MOST_TOP) if bounds.vocabulary else UNKNOWN_TOP
+    if top > most:
+        message = f"top_logprobs_num: at most {most} with these engines, got {top}"
+        raise UnsafeTurn(message)
+    if bounds.context and len(prompt) >= bounds.context:
+        message = (
+            f"the prompt has {len(prompt)} tokens, and the context {bounds.context}: it must leave "
+            "room for an answer (spec.contextTokens of the lease)"
+        )
+        raise UnsafeTurn(message)
+
+
+def _check_ids(
+    prompt: Sequence[int], sampling: Mapping[str, Any], request: Mapping[str, Any], size: int
+) -> None:
+    if not size:
+        return
+    asked: tuple[tuple[str, Iterable[int]], ...] = (
+        ("prompt", prompt),
+        ("stop_token_ids", sampling.get("stop_token_ids") or ()),
+        ("logit_bias", map(int, sampling.get("logit_bias") or ())),
+        ("token_ids_logprob", request.get("token_ids_logprob") or ()),
+    )
+    for name, ids in asked:
+        highest = max(ids, default=0)
+        if highest >= size:
+            message = f"{name}: token id {highest}, and the model's vocabulary has {size} tokens"
+            raise UnsafeTurn(message)

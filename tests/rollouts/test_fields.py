@@ -1,0 +1,117 @@
+"""Nothing reaches an engine that is not on the list, or that it is known not to bear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rose_core.rollouts.errors import UnsafeTurn
+from rose_core.rollouts.fields import (
+    MOST_TOP,
+    NOTHING_SAID,
+    Bounds,
+    admitted,
+    check_within,
+    least,
+)
+
+SMALL = Bounds(vocabulary=500, context=64)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", float("inf")),
+        ("temperature", True),
+        ("top_k", 0.5),
+        ("stop_token_ids", 7),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", list(range(5000))),
+        ("logit_bias", {"-3": 1.0}),
+        ("logit_bias", {"3": "much"}),
+        ("sampling_seed", 2**63),
+        ("ignore_eos", "yes"),
+        ("stop", ["x"] * 100),
+        ("regex", "a" * 100_000),
+        ("stream_interval", 0),
+        ("is_normalized", True),
+        ("stop_strs", ["x"]),
+    ],
+)
+def test_a_sampling_parameter_of_another_kind_is_refused_by_name(field: str, value: Any) -> None:  # noqa: ANN401  # JSON
+    with pytest.raises(UnsafeTurn, match=rf"sampling_params\.{field}"):
+        admitted({field: value}, {})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logprob_start_len", -5),
+        ("top_logprobs_num", MOST_TOP + 1),
+        ("top_logprobs_num", "all"),
+        ("token_ids_logprob", ["x"]),
+        ("return_hidden_states", "first"),
+        ("extra_key", "x" * 1000),
+        ("positional_embed_overrides", {"a": 1}),
+        ("bootstrap_room", 1),
+        ("routed_dp_rank", 3),
+        ("kv_hints", {}),
+        ("lora_id", "x"),
+    ],
+)
+def test_a_field_of_another_kind_is_refused_by_name(field: str, value: Any) -> None:  # noqa: ANN401  # JSON
+    with pytest.raises(UnsafeTurn, match=field):
+        admitted({}, {field: value})
+
+
+def test_what_asks_for_nothing_is_not_sent() -> None:
+    nothing: dict[str, Any] = {
+        "image_data": None,
+        "lora_path": "",
+        "session_params": {},
+        "novel": None,
+    }
+    assert admitted({"custom_params": {"a": 1}, "stop": "", "seeds": None}, nothing) == ({}, {})
+
+
+def test_neutral_values_that_an_engine_knows_are_sent_as_they_are() -> None:
+    sampling = {"temperature": 0.7, "top_p": 1, "top_k": -1, "stop_token_ids": [], "n": 2}
+    request = {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": 0}
+    assert admitted(sampling, request)[0].keys() >= {"temperature", "top_p", "top_k"}
+    assert admitted(sampling, request)[1] == request
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "request_fields", "field"),
+    [
+        ([1, 500], {}, {}, "prompt"),
+        ([1], {"stop_token_ids": [2, 500]}, {}, "stop_token_ids"),
+        ([1], {"logit_bias": {"2": 1.0, "500": 1.0}}, {}, "logit_bias"),
+        ([1], {}, {"token_ids_logprob": [500]}, "token_ids_logprob"),
+        ([1], {}, {"top_logprobs_num": 501}, "top_logprobs_num"),
+        ([1] * 64, {}, {}, "context"),
+    ],
+)
+def test_what_lies_beyond_the_model_is_refused(
+    prompt: list[int], sampling: dict[str, Any], request_fields: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(UnsafeTurn, match=field):
+        check_within(prompt, sampling, request_fields, SMALL)
+
+
+def test_the_last_token_and_the_last_place_are_within_the_model() -> None:
+    sampling = {"stop_token_ids": [499], "logit_bias": {"499": 1.0}}
+    check_within([499] * 63, sampling, {"top_logprobs_num": 500}, SMALL)
+
+
+def test_where_nobody_has_said_the_vocabulary_only_few_alternatives_are_asked_for() -> None:
+    check_within([2**30], {}, {"top_logprobs_num": 128}, NOTHING_SAID)
+    with pytest.raises(UnsafeTurn, match="top_logprobs_num"):
+        check_within([1], {}, {"top_logprobs_num": 129}, NOTHING_SAID)
+
+
+def test_bounds_of_several_engines_are_those_that_hold_on_all() -> None:
+    assert least([Bounds(0, 64), Bounds(500, 0), Bounds(400, 128)]) == Bounds(400, 64)
+    assert least([]) == NOTHING_SAID
