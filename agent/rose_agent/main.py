@@ -109,12 +109,12 @@ def main(argv: list[str]) -> int:
     options = flags_of_guard.parse_args(argv)
     logging.basicConfig(level=options.log_level, format="%(levelname)s %(name)s %(message)s")
     # Before a thread, a loop or a driver's library exists: none of them survives a fork.
-    factory = confined.start()
-    try:
-        asyncio.run(_run(options, factory))
-    except (AgentError, DeviceError, OSError) as error:
-        _log.error("%s", flags.complaint(error, argv))  # for people, no trace
-        return 1
+    with confined.start() as factory:
+        try:
+            asyncio.run(_run(options, factory))
+        except (AgentError, DeviceError, OSError) as error:
+            _log.error("%s", flags.complaint(error, argv))  # for people, no trace
+            return 1
     return 0
 
 

@@ -20,6 +20,7 @@ from rose_demo.pieces import (
     SYSTEM,
     Engines,
     Object,
+    credentials_volume,
     deployment,
     mounts,
     token_volume,
@@ -33,6 +34,7 @@ _SHARED: list[Object] = [
     {"name": "run", "mountPath": "/run/rose"},
     {"name": "scratch", "mountPath": "/tmp"},  # noqa: S108  # the pod's own
     {"name": "token", "mountPath": "/token", "readOnly": True},
+    {"name": "credentials", "mountPath": "/credentials", "readOnly": True},
 ]
 
 
@@ -105,7 +107,7 @@ def _sync(engines: Engines, paths: list[dict[str, str]]) -> Object:
         "image": IMAGE,
         "imagePullPolicy": "Never",
         "command": ["rose", "weight-sync"],
-        "args": ["--token-file=/token/token"],
+        "args": ["--store-token-file=/credentials/token"],
         "env": variables({"NUMBA_CACHE_DIR": "/tmp/numba"}),  # noqa: S108  # the pod's own
         "volumeMounts": [
             *_SHARED,
@@ -122,4 +124,5 @@ def _own_volumes() -> list[Object]:
         {"name": "config", "configMap": {"name": DEDICATED}},
         {"name": "tls", "secret": {"secretName": "rose-tls", "items": authority}},
         token_volume(),
+        credentials_volume("token"),
     ]

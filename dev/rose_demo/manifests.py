@@ -9,6 +9,7 @@ from __future__ import annotations
 from rose_core.wire.sync import EngineSpec
 from rose_demo.options import Options
 from rose_demo.pieces import (
+    CREDENTIALS,
     DEDICATED,
     ENGINE_CLASS,
     LEASE,
@@ -22,9 +23,9 @@ from rose_demo.pieces import (
     SYSTEM,
     Engines,
     Object,
+    credentials_volume,
     deployment,
     mounts,
-    token_volume,
     variables,
     volumes,
 )
@@ -54,6 +55,7 @@ def chart_values(options: Options, engines: Engines) -> Object:
         },
         # What is measured is serving; a second operator would only stand by.
         "operator": {"replicas": 1},
+        "storeCredentialSecret": CREDENTIALS,
         "stores": [{"name": "main", "address": f"rose-weights.{SYSTEM}.svc:{STORE_PORT}"}],
         "lending": {"enabled": True},
         "agent": {
@@ -118,13 +120,23 @@ def serving(engines: Engines) -> Object:
     return deployment("chat", SERVING, pod, replicas=2)
 
 
+def credentials(tenants: bytes, cluster: str) -> Object:
+    """What the store and its readers mount: the file of tenants, the cluster's own credential."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": CREDENTIALS, "namespace": SYSTEM},
+        "stringData": {"tenants": tenants.decode(), "token": cluster},
+    }
+
+
 def store() -> list[Object]:
     """The weight store and its Service."""
     container = {
         "name": "store",
         "image": IMAGE,
         "imagePullPolicy": "Never",
-        "command": ["rose", "weights", "serve", "--root=/store", "--token-file=/token/token"],
+        "command": ["rose", "weights", "serve", "--root=/store", "--tenants=/credentials/tenants"],
         "readinessProbe": {
             "httpGet": {"path": "/healthz", "port": 9105},
             "periodSeconds": 2,
@@ -133,14 +145,14 @@ def store() -> list[Object]:
         "env": variables({"NUMBA_CACHE_DIR": "/store/.numba"}),
         "volumeMounts": [
             {"name": "store", "mountPath": "/store"},
-            {"name": "token", "mountPath": "/token", "readOnly": True},
+            {"name": "credentials", "mountPath": "/credentials", "readOnly": True},
         ],
     }
     pod = {
         "terminationGracePeriodSeconds": 2,
         "automountServiceAccountToken": False,
         "containers": [container],
-        "volumes": [{"name": "store", "emptyDir": {}}, token_volume()],
+        "volumes": [{"name": "store", "emptyDir": {}}, credentials_volume("tenants")],
     }
     service = {
         "apiVersion": "v1",

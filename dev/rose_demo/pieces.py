@@ -82,6 +82,16 @@ def volumes(paths: list[dict[str, str]]) -> list[Object]:
     return [{"name": f"path-{i}", "hostPath": dict(path)} for i, path in enumerate(paths)]
 
 
+CREDENTIALS = "rose-store-credentials"
+"""Secret of the weight store: its file of tenants, and the serving cluster's own credential."""
+
+
+def credentials_volume(*keys: str) -> Object:
+    """These keys of ``CREDENTIALS`` as a volume."""
+    items = [{"key": key, "path": key} for key in keys]
+    return {"name": "credentials", "secret": {"secretName": CREDENTIALS, "items": items}}
+
+
 def token_volume() -> Object:
     """The installation's bearer token as a volume."""
     return {"name": "token", "secret": {"secretName": "rose-token"}}

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import base64
 import functools
 import json
 import time
@@ -43,6 +42,7 @@ from rose_dev.image import checkout
 from rose_dev.models import make_named
 from rose_dev.node import Node
 from rose_dev.sandbox import marked
+from rose_weights import tenants
 
 Say = Callable[[str], None]
 
@@ -143,7 +143,7 @@ class Stack:
         place = ["--namespace", SYSTEM, "--create-namespace"]
         self.node.helm("install", "rose", chart, *place, "--values", str(values))
         self.step("ROSE installed with helm")
-        self._apply(manifests.store())
+        self._apply([self._grant_tenants(), *manifests.store()])
         self._apply([manifests.pool(self.options), manifests.lease(self.options, self.engines)])
         self._apply(dedicated(self.options, self.engines))
         self.step("replicas, store, dedicated engine, pool and lease applied")
@@ -201,15 +201,22 @@ class Stack:
         host, agent = (self._component(name).uid for name in ("engine-host", "agent"))
         return self._member()["podUid"], host, agent
 
+    def _grant_tenants(self) -> Object:
+        """Who may use the store: the team publishes its run, the serving cluster reads it."""
+        file, run = self._scratch / "tenants.json", manifests.RUN
+        team = tenants.grant(file, "research", publish=(run,), read=(run,))
+        cluster = tenants.grant(file, "serving-cluster", read=(run,))
+        self._credential.touch(mode=0o600)
+        self._credential.write_text(team + "\n")
+        return manifests.credentials(file.read_bytes(), cluster)
+
+    @property
+    def _credential(self) -> Path:
+        return self._scratch / "store-credential"
+
     def token_file(self) -> Path:
-        """The installation's bearer token, in a file that only we can read."""
-        secret = json.loads(
-            self._kubectl("get", "secret", "rose-token", "-n", SYSTEM, "-o", "json")
-        )
-        path = self._scratch / "token"
-        path.touch(mode=0o600)
-        path.write_bytes(base64.b64decode(secret["data"]["token"]))
-        return path
+        """The RL team's credential of the weight store, in a file that only we can read."""
+        return self._credential
 
     def story(self) -> str:
         """What a user sees of the three kinds now."""

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from rose_dev.control_plane import ControlPlane
+from rose_weights import tenants
 from tests.agent.node import SLOT, Node, node, tap_refusal
 from tests.api.installed import install
 from tests.faults import doors
@@ -44,6 +45,13 @@ class Fleet:
             self.words[name] = secrets.token_hex(16)
             path.write_text(self.words[name] + "\n")
         return str(path)
+
+    def tenants(self) -> Path:
+        """A store's file of tenants; the credential of its one tenant is the secret ``store``."""
+        path = self.node.root / "tenants.json"
+        self.words["store"] = tenants.grant(path, "team", publish=("*",), read=("*",))
+        (self.node.root / "store.secret").write_text(self.words["store"])
+        return path
 
     def engines(self) -> set[int]:
         return {process.pid for process in self.node.engine_processes()}
@@ -80,9 +88,7 @@ async def fleet(root: Path) -> AsyncIterator[Fleet]:
         anywhere = ("--http-port=0", "--log-level=DEBUG")
         await made.start("sync", "weight-sync", run, mine, *anywhere)
         place = (f"--root={root / 'store'}", "--address=127.0.0.1:0", *anywhere)
-        await made.start(
-            "store", "weights", "serve", *place, f"--token-file={made.secret('store')}"
-        )
+        await made.start("store", "weights", "serve", *place, f"--tenants={made.tenants()}")
         store = made.port("store", "gRPC port ")
         place = (f"--root={root / 'relay'}", "--address=127.0.0.1:0", *anywhere)
         upstream = (f"--upstream={store}", f"--upstream-token-file={made.secret('store')}")

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from rose_dev.pki import Authority
-from rose_weights.access import Access, Rights
+from rose_weights.access import OPEN, Access, Rights
 from rose_weights.blocks import Blocks
 from rose_weights.client import WeightsClient
 from rose_weights.errors import Forbidden
@@ -162,6 +162,8 @@ def test_a_file_that_says_nothing_is_refused_by_name(
     assert "does not say who may do what" in capsys.readouterr().err
     path.write_text(json.dumps({"trainer": {"publish": ["grpo*"]}}))
     Access.load(path).check(["trainer"], "publish", "grpo-2")
-    Access().check([], "publish", "anything")
+    Access(OPEN).check([], "publish", "anything")
+    with pytest.raises(Forbidden, match="a caller without a name"):
+        Access().check([], "read", "anything")
     assert main(["serve", "--root", str(tmp_path / "s"), "--tls-client-ca", str(path)]) == 1
     assert "--tls-dir" in capsys.readouterr().err

@@ -15,6 +15,7 @@ import aiohttp
 import numpy as np
 import pytest
 
+from rose_weights import tenants
 from rose_weights.blocks import Blocks
 from rose_weights.checkpoint import Checkpoint
 from rose_weights.client import WeightsClient
@@ -161,8 +162,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_serving(
 
 
 async def test_serving_until_a_signal(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("secret\n")
+    file = tmp_path / "tenants.json"
+    credential = tenants.grant(file, "team", publish=("run",), read=("run",))
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -175,8 +176,8 @@ async def test_serving_until_a_signal(tmp_path: Path) -> None:
         "127.0.0.1:0",
         "--http-port",
         "0",
-        "--token-file",
-        str(token),
+        "--tenants",
+        str(file),
         stderr=subprocess.PIPE,
     )
     try:
@@ -185,7 +186,7 @@ async def test_serving_until_a_signal(tmp_path: Path) -> None:
         grpc_port, http_port = (
             int(word.strip(",\n")) for word in line.split() if word[0].isdigit()
         )
-        async with WeightsWriter(f"127.0.0.1:{grpc_port}", token="secret") as writer:
+        async with WeightsWriter(f"127.0.0.1:{grpc_port}", token=credential) as writer:
             found = await publish(writer, Model(seed=1), 2)
         async with aiohttp.ClientSession() as session:
             async with session.get(f"http://127.0.0.1:{http_port}/metrics") as answer:

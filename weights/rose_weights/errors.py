@@ -8,7 +8,8 @@ WeightsError
 ├── Incomplete        a manifest lists blocks the store does not have; send them and try again
 ├── BadManifest       a manifest the store does not accept
 ├── StoreFailed       the store's disk is full or broken; the head has not moved
-├── Forbidden         the caller's certificate does not allow it
+├── Forbidden         who the caller is does not allow it
+├── BadTenants        the file of tenants is none, or lacks the one that was asked for
 ├── Outrun            somebody else wrote an object of a bucket first; the store reads it again
 └── Damaged           bytes on disk or from the wire are not what their name says
 """
@@ -96,3 +97,7 @@ def from_text(text: str) -> WeightsError | None:
         if found >= 0:
             return kind(text[found + len(word) + 3 :])
     return None
+
+
+class BadTenants(WeightsError):
+    """The file of tenants is none, or lacks the tenant or credential that was asked for."""

@@ -14,14 +14,16 @@ from pathlib import Path
 
 from rose_core.delta import DeltaError
 from rose_weights import importing, inspection, metrics
-from rose_weights.access import Access
+from rose_weights.access import OPEN, Access
 from rose_weights.blocks import Blocks
 from rose_weights.deltadirs import CHECKSUMS
 from rose_weights.errors import StoreFailed, WeightsError
+from rose_weights.identification import Identification
 from rose_weights.open_store import open_store
 from rose_weights.relay import KEEP_BYTES, Relay
 from rose_weights.retention import WINDOW
 from rose_weights.service import WeightService
+from rose_weights.tenants import Tenants
 from rose_wire import faults, flags, memory, observability, rpc, tls
 from rose_wire.errors import WireError
 from rose_wire.rpc import Server
@@ -44,10 +46,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--http-port", type=flags.port, default=9105, help="metrics and health; 0 = any"
     )
-    serve.add_argument("--token-file", type=Path, help="bearer token every caller must show")
-    tls.add_flag(serve)
-    tls.add_clients_flag(serve)
-    serve.add_argument("--access", type=Path, help="JSON: certificate name -> runs it may use")
+    _caller_flags(serve)
     serve.add_argument(
         "--window", type=flags.count, default=WINDOW, help="versions kept behind the head"
     )
@@ -58,9 +57,7 @@ def parser() -> argparse.ArgumentParser:
     )
     relay.add_argument("--upstream-token-file", type=Path, help="bearer token of the store")
     relay.add_argument("--root", type=Path, required=True, help="folder of the kept blocks")
-    tls.add_flag(relay)
-    tls.add_clients_flag(relay)
-    relay.add_argument("--access", type=Path, help="JSON: certificate name -> runs it may read")
+    _caller_flags(relay)
     relay.add_argument(
         "--keep-bytes", type=flags.count, default=KEEP_BYTES, help="what it may hold"
     )
@@ -70,7 +67,6 @@ def parser() -> argparse.ArgumentParser:
     relay.add_argument(
         "--http-port", type=flags.port, default=9105, help="metrics and health; 0 = any"
     )
-    relay.add_argument("--token-file", type=Path, help="bearer token every caller must show")
     flags.add_log_level(relay)
     inspect = verbs.add_parser("inspect", help="show a store, a bundle or a manifest")
     inspect.add_argument("path", help="folder, file, or s3://bucket/prefix")
@@ -85,6 +81,30 @@ def parser() -> argparse.ArgumentParser:
     _import_parser(verbs.add_parser("import", help="publish checkpoints and delta directories"))
     _export_parser(verbs.add_parser("export", help="write a bundle as a weight_vNNNNNN directory"))
     return top
+
+
+def _caller_flags(parser_: argparse.ArgumentParser) -> None:
+    """Who may call: deny by default."""
+    parser_.add_argument(
+        "--tenants", type=Path, help="who may publish and read which runs: rose tenant grant"
+    )
+    parser_.add_argument(
+        "--token-file",
+        type=Path,
+        help="the installation's own bearer token: who shows it reads every run, publishes none",
+    )
+    parser_.add_argument(
+        "--service-account-keys",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="keys of a cluster (kubectl get --raw /openid/v1/jwks), whose service accounts "
+        "--tenants may name; repeatable",
+    )
+    tls.add_flag(parser_)
+    tls.add_clients_flag(parser_)
+    parser_.add_argument("--access", type=Path, help="JSON: certificate name -> runs it may use")
 
 
 def _import_parser(parser_: argparse.ArgumentParser) -> None:
@@ -189,12 +209,10 @@ async def serve(arguments: argparse.Namespace) -> None:
     faults.arm()
     memory.keep_freed(KEPT_BYTES)
     credentials = tls.server_credentials(arguments.tls_dir, arguments.tls_client_ca)
-    server = Server(token=flags.token(arguments.token_file), credentials=credentials)
-    close = (
-        _bind_relay(server, arguments) if arguments.verb == "relay" else _bind(server, arguments)
-    )
-    if arguments.token_file is None and arguments.tls_client_ca is None:
-        LOG.warning("no --token-file, no --tls-client-ca: whoever reaches the port is served")
+    identify, access = _callers(arguments)
+    server = Server(identify=identify, credentials=credentials)
+    bind = _bind_relay if arguments.verb == "relay" else _bind
+    close = bind(server, arguments, access)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -214,6 +232,42 @@ async def serve(arguments: argparse.Namespace) -> None:
         await stop.wait()
 
 
+def _callers(arguments: argparse.Namespace) -> tuple[Identification | None, Access]:
+    """Who is let in, and what they may do.
+
+    Raises:
+        ValueError: nobody was named, and not only this machine reaches the port.
+        BadTenants: the file of tenants is none.
+    """
+    tenants = Tenants(arguments.tenants) if arguments.tenants is not None else None
+    token = flags.token(arguments.token_file)
+    if tenants is None and not token and arguments.access is None:
+        if arguments.tls_client_ca is None and _is_loopback(arguments.address):
+            LOG.warning("only this machine reaches %s: all its users may do all", arguments.address)
+            return None, Access(OPEN)
+        raise ValueError(
+            f"nobody may do anything at {arguments.address} yet: give --tenants FILE and let "
+            "`rose tenant grant NAME --publish RUN --tenants FILE` write it, or --access with "
+            "--tls-client-ca; an address on 127.0.0.1 asks for neither"
+        )
+    if arguments.service_account_keys and tenants is None:
+        raise ValueError("--service-account-keys needs --tenants, which says what accounts may do")
+    access = (
+        Access(tenants=tenants)
+        if arguments.access is None
+        else Access.load(arguments.access, tenants)
+    )
+    # Behind --tls-client-ca every caller has proven a name already.
+    certified = arguments.tls_client_ca is not None
+    keys = arguments.service_account_keys
+    return Identification(tenants, token, keys, anonymous=certified), access
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    return host == "localhost" or host.startswith("127.") or host == "::1"
+
+
 def _writable(folder: Path) -> None:
     """Refuse a folder that nothing can be kept in, before anything is promised.
 
@@ -229,16 +283,20 @@ def _writable(folder: Path) -> None:
         raise StoreFailed(message) from error
 
 
-def _bind(server: Server, arguments: argparse.Namespace) -> Callable[[], Awaitable[None]]:
+def _bind(
+    server: Server, arguments: argparse.Namespace, access: Access
+) -> Callable[[], Awaitable[None]]:
     store = open_store(arguments.root)
     if "://" not in arguments.root:
         _writable(Path(arguments.root))
-    service = WeightService(store, window=arguments.window, access=Access.load(arguments.access))
+    service = WeightService(store, window=arguments.window, access=access)
     service.bind(server)
     return service.close
 
 
-def _bind_relay(server: Server, arguments: argparse.Namespace) -> Callable[[], Awaitable[None]]:
+def _bind_relay(
+    server: Server, arguments: argparse.Namespace, access: Access
+) -> Callable[[], Awaitable[None]]:
     _writable(arguments.root)
     channel = rpc.connect(arguments.upstream)
     relay = Relay(
@@ -246,7 +304,7 @@ def _bind_relay(server: Server, arguments: argparse.Namespace) -> Callable[[], A
         Blocks(arguments.root / "blocks"),
         token=flags.token(arguments.upstream_token_file),
         keep_bytes=arguments.keep_bytes,
-        access=Access.load(arguments.access),
+        access=access,
     )
     relay.bind(server)
 

@@ -20,10 +20,11 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 import grpc.aio
+import msgspec
 
 from rose_core.delta import DeltaError, Manifest, faults
 from rose_weights import metrics
-from rose_weights.access import Access
+from rose_weights.access import OPEN, Access
 from rose_weights.blocks import Blocks
 from rose_weights.call_policy import ANSWER_SECONDS, ATTEMPTS, PLAN_SECONDS, understanding
 from rose_weights.errors import Damaged, Forbidden, Incomplete, StoreFailed
@@ -62,7 +63,7 @@ class Relay:
         blocks: the folder.
         token: the store's bearer token.
         keep_bytes: what the folder may hold before the longest unused blocks go.
-        access: who may read what; by default everybody everything.
+        access: who may read what; by default everybody everything, as nobody else gets in.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Relay:
         self._blocks = blocks
         self._token = token
         self._keep = keep_bytes
-        self._access = access or Access()
+        self._access = access or Access(OPEN)
         self._sizes: dict[bytes, int] = {}
         self._coming: dict[bytes, asyncio.Future[None]] = {}
         self._plans: dict[tuple[object, ...], asyncio.Task[PlanReply]] = {}
@@ -95,7 +96,9 @@ class Relay:
     async def describe(self, request: DescribeRequest) -> Description:
         """What the store says."""
         self._may_read(request.run or None)
-        return await self._describe(request)
+        found, names = await self._describe(request), peer()
+        readable = tuple(run for run in found.runs if self._access.allows(names, "read", run))
+        return msgspec.structs.replace(found, runs=readable)
 
     async def _describe(self, request: DescribeRequest) -> Description:
         with understanding():

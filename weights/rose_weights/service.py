@@ -27,6 +27,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from rose_core.delta import faults
 from rose_weights import metrics, retention
+from rose_weights.access import OPEN as EVERYTHING
 from rose_weights.access import Access, Right
 from rose_weights.attestations import LONGEST_SECONDS, Following
 from rose_weights.errors import UnknownRun, WeightsError, as_text
@@ -86,7 +87,7 @@ class WeightService:
         store: where versions are.
         window: versions kept behind the head.
         grace_seconds: blocks younger than this are never swept.
-        access: who may do what; by default everybody everything.
+        access: who may do what; by default everybody everything, as nobody else gets in.
         clock: monotonic seconds.
     """
 
@@ -103,7 +104,7 @@ class WeightService:
         self._planner = Planner(store)
         self._parts = Parts(store)
         self._following = Following(store, clock)
-        self._access = access or Access()
+        self._access = access or Access(EVERYTHING)
         self._leases = Leases(clock)
         self._moved = asyncio.Event()
         self._tidying = Tidying(store, self._planner, self._leases, window, grace_seconds)
@@ -126,7 +127,10 @@ class WeightService:
         """Runs, or one run."""
         self._may("read", request.run or None)
         if not request.run:
-            return Description(runs=tuple(await asyncio.to_thread(self._store.runs)))
+            names, runs = peer(), await asyncio.to_thread(self._store.runs)
+            return Description(
+                runs=tuple(run for run in runs if self._access.allows(names, "read", run))
+            )
         return description(await asyncio.to_thread(self._store.state, request.run))
 
     async def watch(self, request: WatchRequest) -> AsyncIterator[VersionInfo]:
@@ -137,6 +141,7 @@ class WeightService:
         while True:
             moved = self._moved  # taken before reading, so that no publish is missed
             with refusing():
+                self._may("read", request.run)  # again: a credential may have been revoked since
                 head = await self._head(request.run)
             if head is not None and head != shown:
                 yield head

@@ -24,17 +24,32 @@ from rose_wire.bearer import is_bearer
 from rose_wire.errors import MalformedMessage, Refused, Unavailable, WireError
 from rose_wire.method import OPTIONS, Method, ReplyT, RequestT, decode, encode
 
+Identify = Callable[[str, tuple[str, ...]], tuple[str, ...] | None]
+"""From an ``Authorization`` header and the names in a certificate to a caller's names; None: no."""
+
 _peer: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("peer", default=())
 
 
 def peer() -> tuple[str, ...]:
-    """Names in the certificate of whom a handler is answering; empty without one."""
+    """Names of whom a handler is answering: in its certificate, or as ``Identify`` says."""
     return _peer.get()
 
 
-def _greet(context: grpc.aio.ServicerContext) -> None:
+async def _greet(context: grpc.aio.ServicerContext, identify: Identify | None) -> None:
+    """Learn who calls, for ``peer``; who is nobody is refused."""
     found = context.peer_identities() or ()
-    _peer.set(tuple(name.decode(errors="replace") for name in found))
+    names = tuple(name.decode(errors="replace") for name in found)
+    if identify is not None:
+        metadata = dict(context.invocation_metadata() or ())
+        known = identify(str(metadata.get("authorization", "")), names)
+        if known is None:
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "no credential, or one that was revoked, has expired, or is not of this store",
+            )
+            return
+        names = known
+    _peer.set(names)
 
 
 def _refusing(error: Exception) -> tuple[grpc.StatusCode, str]:
@@ -52,13 +67,18 @@ class Server:
 
     Args:
         token: when given, every call must carry ``authorization: Bearer <token>``.
+        identify: instead of it, says who each caller is.
         credentials: TLS; without it the port is plain text.
     """
 
     def __init__(
-        self, *, token: str = "", credentials: grpc.ServerCredentials | None = None
+        self,
+        *,
+        token: str = "",
+        identify: Identify | None = None,
+        credentials: grpc.ServerCredentials | None = None,
     ) -> None:
-        self._token, self._credentials = token, credentials
+        self._token, self._identify, self._credentials = token, identify, credentials
         self._handlers: list[grpc.GenericRpcHandler] = []
         self._plain: dict[str, local.Handler] = {}
         self._server: grpc.aio.Server | local.Server | None = None
@@ -71,7 +91,7 @@ class Server:
         """Answer one message with one message."""
 
         async def answer(frame: bytes, context: grpc.aio.ServicerContext) -> bytes:
-            _greet(context)
+            await _greet(context, self._identify)
             try:
                 return encode(await handler(decode(method.request, frame)))
             except WireError as error:
@@ -92,7 +112,7 @@ class Server:
         """Answer one message with many."""
 
         async def answer(frame: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-            _greet(context)
+            await _greet(context, self._identify)
             try:
                 async for reply in handler(decode(method.request, frame)):
                     yield encode(reply)
@@ -111,7 +131,7 @@ class Server:
         async def answer(
             frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext
         ) -> AsyncIterator[bytes]:
-            _greet(context)
+            await _greet(context, self._identify)
 
             async def requests() -> AsyncIterator[RequestT]:
                 async for frame in frames:
@@ -136,7 +156,7 @@ class Server:
             ValueError: ``local:`` with a token or TLS, which it does not ask for.
         """
         if address.startswith(local.SCHEME):
-            if self._token or self._credentials is not None:
+            if self._token or self._identify or self._credentials is not None:
                 raise ValueError(f"{address} is guarded by the socket's mode alone")
             self._server = beside = local.Server(self._plain)
             await beside.start(Path(address.removeprefix(local.SCHEME)))

@@ -58,7 +58,9 @@ class Options:
     """What all followers share.
 
     Attributes:
-        token: bearer token of the store.
+        token: bearer token of the installation, for its relay.
+        relay: ``host:port`` of the installation's relay; empty = there is none.
+        store_token: what every other store is shown.
         attest_every_seconds: recompute the live digest that often.
         probe_limit: mean difference of the fixed prompt's log-probs, in nats, from which an engine
             is quarantined; 0 = it is not asked.
@@ -66,10 +68,16 @@ class Options:
     """
 
     token: str = ""
+    relay: str = ""
+    store_token: str = ""
     attest_every_seconds: float = 600.0
     probe_limit: float = LIMIT
     silence_seconds: float = 30.0
     clock: Callable[[], float] = time.monotonic
+
+    def token_for(self, endpoint: str) -> str:
+        """What to show there: the installation's token never leaves the cluster."""
+        return self.token if self.relay and endpoint == self.relay else self.store_token
 
 
 class Follower:
@@ -104,7 +112,7 @@ class Follower:
         """Follow until cancelled."""
         store = WeightsClient(
             self._source.endpoint,
-            token=self._options.token,
+            token=self._options.token_for(self._source.endpoint),
             holder=self._slot.uid,
             rest=self._plugin.gate.rest,
         )

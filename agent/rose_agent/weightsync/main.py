@@ -92,7 +92,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--http-port", type=flags.port, default=9104, help="metrics and health; 0 = any"
     )
-    made.add_argument("--token-file", type=Path, help="bearer token of the weight store")
+    made.add_argument(
+        "--token-file", type=Path, help="the installation's bearer token, shown to --relay alone"
+    )
+    made.add_argument("--relay", type=flags.target, help="host:port of the installation's relay")
+    made.add_argument(
+        "--store-token-file", type=Path, help="credential of this cluster (rose tenant grant)"
+    )
     made.add_argument(
         "--attest-seconds", type=flags.amount, default=600.0, help="0 = once per engine"
     )
@@ -116,6 +122,8 @@ async def serve(arguments: argparse.Namespace) -> int:
     faults.arm()
     options = Options(
         token=flags.token(arguments.token_file),
+        relay=arguments.relay or "",
+        store_token=flags.token(arguments.store_token_file),
         attest_every_seconds=arguments.attest_seconds,
         probe_limit=arguments.probe_limit,
     )

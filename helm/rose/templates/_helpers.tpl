@@ -41,6 +41,10 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 {{ include "rose.image" (dict "root" . "component" "weights" "image" .Values.weightsImage) }}
 {{- end }}
 
+{{- define "rose.relay" -}}
+{{ printf "%srose-relay.%s.svc:7446" (include "rose.scheme" .) .Release.Namespace }}
+{{- end }}
+
 {{- define "rose.tokenSecret" -}}
 {{ .Values.token.existingSecret | default "rose-token" }}
 {{- end }}
