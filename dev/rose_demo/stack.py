@@ -30,6 +30,7 @@ from rose_demo.pieces import (
     LEASE,
     RESEARCH,
     ROUTER,
+    RUN,
     SERVING,
     SERVING_PORT,
     STORE_PORT,
@@ -203,7 +204,7 @@ class Stack:
 
     def _grant_tenants(self) -> Object:
         """Who may use the store: the team publishes its run, the serving cluster reads it."""
-        file, run = self._scratch / "tenants.json", manifests.RUN
+        file, run = self._scratch / "tenants.json", RUN
         team = tenants.grant(file, "research", publish=(run,), read=(run,))
         cluster = tenants.grant(file, "serving-cluster", read=(run,))
         self._credential.touch(mode=0o600)

@@ -320,7 +320,7 @@ def test_a_credential_can_be_written_where_only_its_owner_reads(path: Path, tmp_
 # --- the store's flags: deny by default
 
 
-def serve(*words: str) -> object:
+def serve(*words: str) -> tuple[Identification | None, Access]:
     return _callers(parser().parse_args(["serve", "--root", "r", *words]))
 
 
@@ -333,7 +333,7 @@ def test_a_store_that_others_reach_wants_to_know_who_may(tmp_path: Path) -> None
     token.write_text("word")
     with pytest.raises(ValueError, match="needs --tenants"):
         serve("--token-file", str(token), "--service-account-keys", str(token))
-    identify, access = serve("--address", "127.0.0.1:0")  # type: ignore[misc]
+    identify, access = serve("--address", "127.0.0.1:0")
     assert identify is None
     assert access.allows((), "publish", "any")
 
@@ -341,7 +341,8 @@ def test_a_store_that_others_reach_wants_to_know_who_may(tmp_path: Path) -> None
 def test_the_installations_token_alone_publishes_nothing(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("word")
-    identify, access = serve("--token-file", str(token))  # type: ignore[misc]
-    names = identify("Bearer word", ())
+    identify, access = serve("--token-file", str(token))
+    assert identify is not None
+    names = identify("Bearer word", ()) or ()
     assert access.allows(names, "read", "any")
     assert not access.allows(names, "publish", "any")
