@@ -212,6 +212,11 @@ class RunDir:
         return self.root / "guard.json"
 
     @property
+    def footprints(self) -> Path:
+        """What engines of each kind were seen to hold of their GPU."""
+        return self.root / "footprints"
+
+    @property
     def slots(self) -> Path:
         """Folder of all slots."""
         return self.root / "slots"

@@ -15,6 +15,7 @@ import numpy as np
 
 from rose_core.delta.bits import Bits, number_format
 from rose_core.delta.errors import ManifestError
+from rose_core.devices.model_size import Stored
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.tensors import LiveTensor
 
@@ -58,6 +59,31 @@ def read_file(path: Path) -> Iterator[tuple[str, StoredTensor]]:
                 raise UnsupportedEngine(f"{path}: the header's offsets of {name!r} are wrong")
             yield name, (entry["dtype"], shape, _bits(body[start:end], kind.unsigned))
     except (ValueError, KeyError, TypeError, AttributeError, ManifestError) as error:
+        raise UnsupportedEngine(f"{path}: its header is damaged: {error}") from error
+
+
+def list_tensors(folder: Path) -> tuple[Stored, ...]:
+    """Name, type and shape of every tensor of a model folder, from the files' headers alone.
+
+    Raises:
+        UnsupportedEngine: a file is damaged.
+        OSError: a file cannot be read.
+    """
+    return tuple(one for file in sorted(folder.glob("*.safetensors")) for one in _listed(file))
+
+
+def _listed(path: Path) -> Iterator[Stored]:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if not 0 < size <= _LARGEST_HEADER:
+            raise UnsupportedEngine(f"{path} is no safetensors file")
+        text = file.read(size)
+    try:
+        for name, entry in json.loads(text).items():
+            if name != "__metadata__":
+                shape = tuple(int(length) for length in entry["shape"])
+                yield Stored(name, str(entry["dtype"]), shape)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnsupportedEngine(f"{path}: its header is damaged: {error}") from error
 
 

@@ -106,6 +106,7 @@ def policy_of(pool: ServingPool) -> PoolPolicy:
         percentile=spec.slo.percentile if spec.slo else 99,
         max_increase_percent=spec.max_latency_increase_percent or 0,
         allowed_signals=tuple(spec.allowed_signals),
+        memory_headroom_gib=spec.lending.memory_headroom_gib,
         memory_headroom_percent=spec.lending.memory_headroom_percent,
         memory_regrow=spec.lending.memory_regrow,
         max_power_watts=spec.lending.max_power_watts or 0,

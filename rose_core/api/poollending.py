@@ -121,6 +121,12 @@ class Lending(ApiModel):
             "maxReplicasPerNode says nothing while maxReplicasPercent is 0: nothing is lent",
             ".maxReplicasPerNode",
         ),
+        Rule(
+            "!has(self.memoryHeadroomGiB) || !has(self.memoryHeadroomPercent)",
+            "give memoryHeadroomGiB or memoryHeadroomPercent, not both; without either it follows "
+            "from how the serving engine holds its memory",
+            ".memoryHeadroomPercent",
+        ),
     )
 
     max_replicas_percent: int = Field(
@@ -164,11 +170,20 @@ class Lending(ApiModel):
         default=AutoscalerCheck.ENFORCE,
         description="Enforce: an autoscaler of serving on figures of whole GPUs forbids lending.",
     )
-    memory_headroom_percent: int = Field(
-        default=20,
+    memory_headroom_gib: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        alias="memoryHeadroomGiB",
+        description="Device memory kept free on each GPU above serving's highest use, GiB. Absent "
+        "means 3 beside a static pool (4 in the first day, 6 in the first hour that it is watched) "
+        "and 20 percent beside an elastic one.",
+    )
+    memory_headroom_percent: int | None = Field(
+        default=None,
         ge=0,
         le=90,
-        description="Device memory kept free above serving's highest use, percent of the total.",
+        description="The same as a share of the GPU, percent; in place of memoryHeadroomGiB.",
     )
     memory_regrow: Regrow = Field(
         default=Regrow.COOL_DOWN,

@@ -1,11 +1,20 @@
-"""How much of a GPU's memory may be lent, and when what was lent is taken back.
+"""How much of a GPU's memory may be lent, what an engine takes of it, and when it is taken back.
 
 Lendable memory is what serving has never needed:
 
     lendable = total - highest use of serving - headroom - residue of dormant engines
 
-An engine that needs more than that is refused with the figures. While it runs, the memory that is
-free and serving's own KV use decide how much of its budget it may use:
+It is worked out per GPU and never summed: an engine takes its memory on one GPU. The headroom
+follows from how serving holds its memory (``Headroom``):
+
+| serving's pool | headroom | why |
+|---|---|---|
+| static (SGLang, vLLM) | 3 GiB; 4 in the first day, 6 in the first hour | ``STATIC_HEADROOM`` |
+| elastic (kvcached) | 20 % of the GPU | it may grow by its whole KV cache at any moment |
+| as the owner says | that, from the first moment | their word counts |
+
+An engine that needs more than is lendable is refused with the figures. While it runs, the memory
+that is free and serving's own KV use decide how much of its budget it may use:
 
 | seen | budget | memory |
 |---|---|---|
@@ -21,13 +30,16 @@ small, and what serving used lately stands in for what it used in a day, since a
 the least of the cache is given back by degrees.
 
 Pressure ends when what is free covers the headroom and what the engine would take again, and has
-done so for ``calm_seconds``. Next step: ``rose_agent.devices.watch`` reads the figures.
+done so for ``calm_seconds``. Next step: ``rose_agent.devices.watch`` reads the figures,
+``model_size`` tells weights and KV of a model, ``footprint`` what an engine takes besides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+
+GIB = 1 << 30
 
 WHOLE = 1000
 
@@ -60,6 +72,10 @@ class HighWater:
         """The highest; None before the first figure."""
         return max((top for _, top in self.buckets), default=None)
 
+    def watched_s(self, now_s: float) -> float | None:
+        """For how long figures have come; None before the first."""
+        return None if self.since_s is None else now_s - self.since_s
+
     def lately(self, now_s: float, window_s: float = 900.0) -> int | None:
         """The highest of a shorter window; None without a figure in it."""
         oldest = int((now_s - window_s) // self.bucket_s)
@@ -86,43 +102,108 @@ class Lendable:
             return ""
         short = needed - self.bytes
         return (
-            f"the engine needs {_gib(needed)}, {_gib(short)} more than may be lent: {self.message}"
+            f"the engine needs {in_gib(needed)}, {in_gib(short)} more than may be lent: "
+            f"{self.message}"
         )
 
 
+# Kept free beside a static pool, by how long serving has been watched. Its engine took weights, KV
+# pool and graphs when it started, and the highest use of a day contains what its batches need at
+# most. What may still come is small: a kernel that is loaded late, a segment of the allocator, a
+# buffer of a collective; 3 GiB is several times all of them. Until a full batch was seen its peak
+# is missing from the figure: SGLang's estimate for a batch of 2048 tokens is 3 GiB more.
+STATIC_HEADROOM = ((86_400.0, 3 * GIB), (3_600.0, 4 * GIB), (0.0, 6 * GIB))
+# Of the GPU, beside an elastic pool: what the ROSE paper keeps inside its executor.
+ELASTIC_HEADROOM_PERCENT = 20
+
+
+@dataclass(frozen=True)
+class Headroom:
+    """What is kept free above serving's highest use.
+
+    Attributes:
+        gib: as the owner says, GiB; ``percent``: of the GPU. Both None = by the kind of pool.
+        elastic: serving's pool grows and shrinks while it runs.
+    """
+
+    gib: int | None = None
+    percent: int | None = None
+    elastic: bool = False
+
+    def kept(self, total: int) -> int:
+        """Kept at all times, bytes; budgets are cut by it."""
+        return self.before_lending(total, STATIC_HEADROOM[0][0])
+
+    def before_lending(self, total: int, watched_s: float | None) -> int:
+        """Kept when memory is lent anew, bytes.
+
+        Args:
+            total: the GPU's memory, bytes.
+            watched_s: how long serving's use has been watched; None = not yet.
+        """
+        if self.gib is not None:
+            return self.gib * GIB
+        if self.percent is not None or self.elastic:
+            percent = ELASTIC_HEADROOM_PERCENT if self.percent is None else self.percent
+            return total * percent // 100
+        watched = watched_s or 0.0
+        return next(kept for since, kept in STATIC_HEADROOM if watched >= since)
+
+
 def lendable(
-    total: int | None, high_water: int | None, headroom_percent: int, residues: Iterable[int] = ()
+    total: int | None,
+    high_water: int | None,
+    headroom: Headroom,
+    watched_s: float | None = None,
+    residues: Iterable[int] = (),
 ) -> Lendable:
     """What may be lent of a GPU.
 
     Args:
         total: the GPU's memory, bytes.
         high_water: the most that serving was seen to use, bytes.
-        headroom_percent: of the total, kept for serving's bursts.
+        headroom: kept for what serving has not used yet.
+        watched_s: for how long it was watched.
         residues: bytes that dormant engines of other slots still hold.
     """
     if total is None or high_water is None:
         return Lendable(None, "the device driver does not tell how much memory serving uses")
-    headroom = total * headroom_percent // 100
+    kept = headroom.before_lending(total, watched_s)
     held = sum(residues)
-    left = max(0, total - high_water - headroom - held)
+    left = max(0, total - high_water - kept - held)
+    later = kept - headroom.kept(total)
     message = (
-        f"{_gib(total)} in all, serving used up to {_gib(high_water)}, headroom {_gib(headroom)}"
-        f"{f', dormant engines hold {_gib(held)}' if held else ''}: {_gib(left)} may be lent"
+        f"{in_gib(total)} in all, serving used up to {in_gib(high_water)}, headroom {in_gib(kept)}"
+        f"{f' ({in_gib(later)} less once serving was watched for a day)' if later else ''}"
+        f"{f', dormant engines hold {in_gib(held)}' if held else ''}: {in_gib(left)} may be lent"
     )
     return Lendable(left, message)
 
 
+# Below this there is room for nobody: context, graphs and one chunk's activations take as much
+# before the first weight (``footprint.estimate``).
+LEAST_ENGINE_BYTES = 4 * GIB
+
+# A CUDA context with torch's kernels, before the first tensor; SGLang reads the free memory after
+# it was made. Less is usual (0.4 to 0.7 GiB); a fraction that is a little too large does no harm.
+CONTEXT_BYTES = 1 * GIB
+# How far a model may turn out larger than its files say (tests hold ``model_size`` to it).
+WEIGHTS_TOLERANCE_PERCENT = 5
+# Rounding of the fraction, pages, padding slots of the pools.
+_POOL_MARGIN = GIB // 4
+
+
 @dataclass(frozen=True)
 class EngineSize:
-    """What an engine takes; all bytes but ``kv_tokens``.
+    """What an engine takes of each of its GPUs; all bytes but ``kv_tokens``.
 
     Attributes:
         weights: of the model as it is loaded.
         kv_per_token: of the KV cache, all layers.
-        fixed: context, graphs, workspaces.
+        fixed: context, graphs, workspaces (``footprint``).
         first_permille: of the KV cache that it takes at its start; elastic engines begin small.
         kv_bundle: smallest piece in which an elastic KV cache comes and goes.
+        state: pools that do not grow with the tokens: states of linear attention, image caches.
     """
 
     weights: int
@@ -131,6 +212,7 @@ class EngineSize:
     fixed: int
     first_permille: int = WHOLE
     kv_bundle: int = 0
+    state: int = 0
 
     @property
     def kv(self) -> int:
@@ -140,17 +222,28 @@ class EngineSize:
     @property
     def start(self) -> int:
         """What must be there when it starts."""
-        return self.weights + self.kv * self.first_permille // WHOLE + self.fixed
+        return self.weights + self.kv * self.first_permille // WHOLE + self.state + self.fixed
 
     @property
     def total(self) -> int:
         """Everything together."""
-        return self.weights + self.kv_per_token * self.kv_tokens + self.fixed
+        return self.weights + self.kv + self.state + self.fixed
 
-    def fraction(self, device_bytes: int) -> float:
-        """Share of the device for weights and KV, rounded up to a thousandth."""
-        share = (self.weights + self.kv_per_token * self.kv_tokens) / device_bytes
-        return min(1.0, -(-int(share * 1_000_000) // 1000) / 1000)
+    def fraction(self, free: int) -> float:
+        """SGLang's ``--mem-fraction-static`` where this much memory is free before it starts.
+
+        SGLang takes it of the memory that is *free* when it loads, not of the whole GPU:
+
+            pools = free after the weights - (1 - fraction) * free before the weights
+
+        The KV pool itself is bounded by ``--max-total-tokens``, so the fraction is rounded up: too
+        large, the pool is still the one that was promised; too small, SGLang builds a smaller one
+        or ends with "Loaded weights leave no GPU memory for the KV cache".
+        """
+        before = max(1, free - min(CONTEXT_BYTES, self.fixed))
+        spare = self.weights * WEIGHTS_TOLERANCE_PERCENT // 100 + _POOL_MARGIN
+        thousandths = -(-1000 * (self.weights + self.kv + self.state + spare) // before)
+        return min(1000, thousandths) / 1000
 
 
 @dataclass(frozen=True)
@@ -279,7 +372,7 @@ def overrun(size: int, held: int | None) -> str:
     """
     if not size or held is None or held <= size:
         return ""
-    return f"the engine holds {_gib(held)} of its GPU and was made for {_gib(size)}"
+    return f"the engine holds {in_gib(held)} of its GPU and was made for {in_gib(size)}"
 
 
 def limit_refusal(limit: int, total: int | None) -> str:
@@ -294,10 +387,11 @@ def limit_refusal(limit: int, total: int | None) -> str:
     if total <= limit:
         return ""
     return (
-        f"the engine sees {_gib(total)} although the driver limits it to {_gib(limit)}: its cgroup "
-        "is not the one that was limited, or the kernel hands dmem down to another one"
+        f"the engine sees {in_gib(total)} although the driver limits it to {in_gib(limit)}: its "
+        "cgroup is not the one that was limited, or the kernel hands dmem down to another one"
     )
 
 
-def _gib(size: int) -> str:
+def in_gib(size: int) -> str:
+    """Bytes for people."""
     return f"{size / (1 << 30):.1f} GiB"

@@ -130,6 +130,7 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
             rest of the status speaks of the one that is permitted.
         vocabulary: tokens that its model knows; 0 = unknown.
         device_bytes: what it takes of its GPU at most; 0 = not known.
+        measuring: the host wants to know what its processes hold (``LimitMemory``), to remember it.
         kv_permille: the budget that its elastic KV memory is held to; None = it is not elastic.
         kv_held_bytes: memory of that kind that it holds; None = unknown, or not elastic.
     """
@@ -152,6 +153,7 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     lanes: tuple[int, ...] | None = None
     vocabulary: int = 0
     device_bytes: int = 0
+    measuring: bool = False
     kv_permille: int | None = None
     kv_held_bytes: int | None = None
     weight_bytes: int = 0

@@ -128,6 +128,8 @@ class PoolPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
         ttft_milliseconds, tpot_milliseconds: SLO, 0 when the pool names none.
         max_increase_percent: allowed increase of latency by lending, 0 when not given.
         allowed_signals: sources the owner permits, best first.
+        memory_headroom_gib, memory_headroom_percent: as the owner says; both None = by the kind of
+            serving's pool (``rose_core.devices.memory.Headroom``).
         memory_regrow: ``CoolDown`` or ``NextStep``, after a budget was cut.
         max_power_watts: most that a lent GPU may draw, 0 when the pool names none.
         compute: ``TimeSlice`` or ``MPS``; clients of one MPS server share their faults.
@@ -147,7 +149,8 @@ class PoolPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
     percentile: int = 99
     max_increase_percent: int = 0
     allowed_signals: tuple[SignalSource, ...] = tuple(SignalSource)
-    memory_headroom_percent: int = 20
+    memory_headroom_gib: int | None = None
+    memory_headroom_percent: int | None = None
     memory_regrow: str = "CoolDown"
     max_power_watts: int = 0
     compute: str = "TimeSlice"

@@ -54,7 +54,9 @@ class Node:
         self.serving(30, 40)
         owners = {11: Owner(pod="pod"), 22: Owner("slot-1", "host")}
         self.watch = DeviceWatch(NvmlDriver.open(), lambda: self.now, owners.get)
-        policy = PoolPolicy("ns/pool", "Lend", {}, 1, memory_source=source)
+        policy = PoolPolicy(
+            *("ns/pool", "Lend", {}, 1), memory_source=source, memory_headroom_percent=20
+        )
         self.replica: Any = SimpleNamespace(
             policy=policy, pod=SimpleNamespace(gpu_uuids=(self.gpu.uuid,)), view=None
         )

@@ -74,6 +74,10 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec.wholeReplica": TROUGH, "spec.lending": BY_DAY, "spec.memorySource": "Reserved"},
         {"spec.wholeReplica": TROUGH, "spec.lending": BY_DAY, "spec.memorySource": "Elastic"},
     ),
+    ("ServingPool", "give memoryHeadroomGiB or memoryHeadroomPercent, not both"): (
+        {"spec.lending": {"memoryHeadroomGiB": 4}},
+        {"spec.lending": {"memoryHeadroomGiB": 4, "memoryHeadroomPercent": 20}},
+    ),
     ("RolloutLease", "slots.min must not exceed slots.max"): (
         {"spec.slots": {"min": 2, "max": 2}},
         {"spec.slots": {"min": 3, "max": 2}},
@@ -230,7 +234,7 @@ def test_a_bound(client: Client, kind: str, changes: dict[str, Any], text: str) 
 def test_defaults_come_from_the_schema(client: Client) -> None:
     pool = created(client, "ServingPool", {})["spec"]
     assert pool["mode"] == "Observe"
-    assert pool["lending"]["memoryHeadroomPercent"] == 20
+    assert not {"memoryHeadroomGiB", "memoryHeadroomPercent"} & set(pool["lending"])
     assert pool["maxComputePercent"] == 30
     assert pool["lending"]["spread"] == "LeastUsed"
     assert pool["lending"]["breaker"] == {"cooldownSeconds": 600, "whenOpen": "Hold"}

@@ -11,6 +11,7 @@ from rose_core.devices.memory import (
     Budget,
     BudgetLimits,
     EngineSize,
+    Headroom,
     HighWater,
     MemorySeen,
     lendable,
@@ -19,13 +20,14 @@ from rose_core.devices.memory import (
 
 GIB = 1 << 30
 LIMITS = BudgetLimits()
+FIFTH = Headroom(percent=20)
 CALM = MemorySeen(free=30 * GIB, headroom=16 * GIB, serving_kv_permille=300)
 TIGHT_KV = MemorySeen(free=30 * GIB, headroom=16 * GIB, serving_kv_permille=900)
 SHORT = MemorySeen(free=3 * GIB, headroom=16 * GIB)
 
 
 def test_lendable_is_what_serving_has_never_used_less_the_headroom() -> None:
-    found = lendable(80 * GIB, 40 * GIB, 20, [2 * GIB])
+    found = lendable(80 * GIB, 40 * GIB, FIFTH, residues=[2 * GIB])
     assert found.bytes == 22 * GIB
     assert found.message == (
         "80.0 GiB in all, serving used up to 40.0 GiB, headroom 16.0 GiB, dormant engines hold "
@@ -34,18 +36,18 @@ def test_lendable_is_what_serving_has_never_used_less_the_headroom() -> None:
 
 
 def test_a_gpu_that_serving_fills_lends_nothing() -> None:
-    assert lendable(80 * GIB, 76 * GIB, 20).bytes == 0
+    assert lendable(80 * GIB, 76 * GIB, FIFTH).bytes == 0
 
 
 @pytest.mark.parametrize(("total", "high"), [(None, 1), (1, None)])
 def test_unknown_is_not_lendable(total: int | None, high: int | None) -> None:
-    found = lendable(total, high, 20)
+    found = lendable(total, high, FIFTH)
     assert found.bytes is None
     assert found.refusal(0) == found.message
 
 
 def test_an_engine_that_does_not_fit_is_refused_with_the_figures() -> None:
-    found = lendable(80 * GIB, 40 * GIB, 20)
+    found = lendable(80 * GIB, 40 * GIB, FIFTH)
     assert found.refusal(24 * GIB) == ""
     assert found.refusal(25 * GIB).startswith(
         "the engine needs 25.0 GiB, 1.0 GiB more than may be lent: 80.0 GiB in all"
@@ -55,7 +57,8 @@ def test_an_engine_that_does_not_fit_is_refused_with_the_figures() -> None:
 def test_an_engines_size_is_weights_cache_and_what_every_process_costs() -> None:
     size = EngineSize(weights=16 * GIB, kv_per_token=1 << 17, kv_tokens=1 << 16, fixed=2 * GIB)
     assert size.total == 26 * GIB
-    assert size.fraction(80 * GIB) == 0.3
+    assert size.fraction(41 * GIB) == pytest.approx((24 + 16 * 0.05 + 0.25) / 40, abs=0.001)
+    assert size.fraction(1) == 1.0
 
 
 def test_the_high_water_is_kept_for_a_window_and_then_forgotten() -> None:

@@ -11,10 +11,12 @@ import pytest
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.devices.owners import Owner, owner_of, parse
 from rose_agent.devices.watch import STALE_SECONDS, DeviceWatch, Lent, Terms, View
+from rose_core.devices.memory import Headroom
 from rose_dev.gpu.state import DRIVER_NOT_LOADED, NOT_SUPPORTED, State
 from rose_dev.waiting import until
 
 GIB = 1 << 30
+FIFTH = Terms(headroom=Headroom(percent=20))
 POD = "53099174-d551-433b-9350-adf44bee898e"
 V1 = f"6:freezer:/kubepods/burstable/pod{POD}/79/rose-0a1b2c3d-slot-1\n0::/\n"
 V2 = f"0::/kubepods.slice/kubepods-pod{POD.replace('-', '_')}.slice/cri-79.scope\n"
@@ -75,7 +77,7 @@ class Node:
         self, uuids: tuple[str, ...], lent: Lent | None = None, terms: Terms | None = None
     ) -> View:
         """Without reading anew."""
-        return self.watch.look("pod", uuids, terms or Terms(), lent or Lent(), None)
+        return self.watch.look("pod", uuids, terms or FIFTH, lent or Lent(), None)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from rose_core.devices.memory import lendable, overrun
+from rose_core.devices.memory import Headroom, lendable, overrun
 from rose_core.wire.host import EngineState, EnsureEngine, LimitMemory
 from rose_core.wire.sync import Sharing
 from tests.host.helpers import guarding, order, running, serving, status_of
@@ -71,7 +71,7 @@ def test_unknown_is_no_overrun() -> None:
 
 
 def test_a_refusal_names_every_part_of_the_sum() -> None:
-    room = lendable(80 * GIB, 40 * GIB, 20, (2 * GIB,))
+    room = lendable(80 * GIB, 40 * GIB, Headroom(percent=20), residues=(2 * GIB,))
     assert room.bytes == (80 - 40 - 16 - 2) * GIB
     said = room.refusal(24 * GIB)
     for figure in ("24.0 GiB", "2.0 GiB more", "80.0 GiB in all", "40.0 GiB", "16.0 GiB", "22.0"):

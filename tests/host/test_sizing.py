@@ -1,4 +1,4 @@
-"""An engine on a GPU: its size, its fraction of the device, and what is too little."""
+"""An engine on a GPU: its size, its fraction of the free memory, and what is too little."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rose_agent.devices.fake_nvml import FakeGpu, FakeMemory, FakeNvml
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.host.classes import LAUNCHERS
 from rose_agent.host.errors import BadEngine, NoMemory
+from rose_agent.host.footprints import Footprints
 from rose_agent.host.launchers import EngineOrder
-from rose_agent.host.sizing import FIXED_BYTES, Sizer, engine_size, vocabulary
-from rose_core.wire.sync import EngineSpec
+from rose_agent.host.sizing import Sizer, engine_size, vocabulary
+from rose_core.devices.footprint import MARGIN_BYTES, Footprint, estimate
+from rose_core.wire.sync import EngineSpec, Sharing
 from rose_engines.rundir import RunDir
 
 GIB = 1 << 30
+ESTIMATE = estimate({}, 8, latent=False)
 SPEC = EngineSpec("sglang", "model", kv_tokens=1 << 16)
 
 
@@ -43,14 +47,18 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     shape = {
+        "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "hidden_size": 4096,
     }
     (folder / "config.json").write_text(json.dumps(shape))
+    entry = {"dtype": "BF16", "shape": [2 << 10, 1 << 20], "data_offsets": [0, 4 * GIB]}
+    header = json.dumps({"model.layers.0.mlp.up_proj.weight": entry}).encode()
     with (folder / "model.safetensors").open("wb") as file:
-        file.truncate(4 * GIB)
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 4 * GIB)
     return folder
 
 
@@ -62,15 +70,17 @@ def order(model: Path, used: int) -> EngineOrder:
 
 
 def test_an_engines_size_comes_from_its_model_and_its_tokens(model: Path) -> None:
-    size = engine_size(model, SPEC)
-    assert (size.weights, size.kv_per_token, size.fixed) == (4 * GIB, 128 << 10, FIXED_BYTES)
-    assert size.total == 12 * GIB + FIXED_BYTES
+    size = engine_size(model, SPEC, Footprints()).size
+    assert (size.weights, size.kv_per_token, size.fixed) == (4 * GIB, 128 << 10, ESTIMATE)
+    assert size.total == 12 * GIB + ESTIMATE
 
 
-def test_the_engine_is_told_its_fraction_its_gpu_and_to_save_memory(model: Path) -> None:
+def test_the_engine_is_told_its_share_of_the_free_memory_and_its_gpu(model: Path) -> None:
+    """40 GiB are free and 1 of them becomes its context: 4 + 8 and what may be off, of 39."""
     program = LAUNCHERS["sglang"](order(model, 40 * GIB))
     flags = dict(zip(program.argv, program.argv[1:], strict=False))
-    assert flags["--mem-fraction-static"] == "0.15"
+    assert float(flags["--mem-fraction-static"]) == pytest.approx(12.45 / 39, abs=0.001)
+    assert flags["--cuda-graph-max-bs-decode"] == flags["--max-running-requests"]
     assert flags["--max-total-tokens"] == str(1 << 16)
     assert flags["--device"] == "cuda"
     assert "--enable-memory-saver" in program.argv
@@ -78,27 +88,60 @@ def test_the_engine_is_told_its_fraction_its_gpu_and_to_save_memory(model: Path)
 
 
 def test_too_little_memory_is_refused_with_the_figures(model: Path) -> None:
-    with pytest.raises(NoMemory, match=r"needs 15360 MiB .* has 10240 MiB free of 81920"):
+    with pytest.raises(NoMemory, match=r"needs 17.1 GiB .* has 10.0 GiB free of 80.0 GiB"):
         LAUNCHERS["sglang"](order(model, 70 * GIB))
 
 
 def test_a_model_without_a_shape_is_refused_by_name(model: Path) -> None:
     (model / "config.json").write_text("{}")
-    with pytest.raises(BadEngine, match="model model: its size cannot be told"):
-        engine_size(model, SPEC)
+    with pytest.raises(BadEngine, match="model model: its size cannot be told: architectures is"):
+        engine_size(model, SPEC, Footprints())
+
+
+def test_a_damaged_file_of_weights_is_refused_by_name(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(BadEngine, match=r"model\.safetensors"):
+        engine_size(model, SPEC, Footprints())
 
 
 def test_a_gpu_engine_needs_a_gpu(model: Path) -> None:
     with pytest.raises(BadEngine, match="--devices nvml"):
-        Sizer().claim("slot-1", engine_size(model, SPEC), ("GPU-a",))
+        Sizer().claim("slot-1", engine_size(model, SPEC, Footprints()).size, ("GPU-a",))
 
 
 def test_engines_that_start_together_do_not_count_on_the_same_memory(model: Path) -> None:
-    made = order(model, 60 * GIB)  # 20 GiB are free, and an engine takes 15
+    made = order(model, 60 * GIB)  # 20 GiB are free, and an engine takes 17
     LAUNCHERS["sglang"](made)
     twin = replace(made, slot=made.slot.twin)
-    with pytest.raises(NoMemory, match="15360 promised to engines that start"):
+    with pytest.raises(NoMemory, match=r"17\.1 GiB promised to engines that start"):
         LAUNCHERS["sglang"](twin)
     LAUNCHERS["sglang"](made)  # a start that is tried again counts once
     made.sizer.settle(made.slot.uid)
     LAUNCHERS["sglang"](twin)
+
+
+def test_where_the_driver_limits_it_the_share_is_of_the_limit(model: Path) -> None:
+    """The engine then sees its own size as the whole GPU."""
+    made = order(model, 0)
+    limit = msgspec.structs.replace(SPEC, sharing=Sharing(memory_limit="Driver"))
+    limited = replace(made, spec=limit)
+    open_ = LAUNCHERS["sglang"](made).argv
+    closed = LAUNCHERS["sglang"](limited).argv
+    share = [float(argv[argv.index("--mem-fraction-static") + 1]) for argv in (open_, closed)]
+    size = engine_size(model, SPEC, Footprints()).size
+    assert share == [size.fraction(80 * GIB), size.fraction(size.total)]
+    assert (share[0] < 0.2, share[1] > 0.7) == (True, True)
+
+
+def test_what_was_measured_takes_the_place_of_the_estimate(model: Path, tmp_path: Path) -> None:
+    footprints = Footprints(tmp_path / "footprints")
+    first = engine_size(model, SPEC, footprints)
+    footprints.remember(first.kind, Footprint(2 * GIB))
+    after_a_restart = Footprints(tmp_path / "footprints")
+    assert engine_size(model, SPEC, after_a_restart).size.fixed == 2 * GIB + MARGIN_BYTES
+    for other in (
+        engine_size(model, SPEC, after_a_restart, gpu="another card"),
+        engine_size(model, SPEC, after_a_restart, version="another version"),
+        engine_size(model, msgspec.structs.replace(SPEC, kv_tokens=1), after_a_restart),
+    ):
+        assert other.size.fixed == ESTIMATE, "another kind is measured for itself"

@@ -29,6 +29,7 @@ from rose_core.devices.health import DeviceRefusal, Fitness, FitnessLimits, Vita
 from rose_core.devices.memory import (
     Budget,
     BudgetLimits,
+    Headroom,
     HighWater,
     Lendable,
     MemorySeen,
@@ -103,7 +104,7 @@ class Lent:
 class Terms:
     """What the pool says about its GPUs."""
 
-    headroom_percent: int = 20
+    headroom: Headroom = field(default_factory=Headroom)
     max_power_watts: int = 0
     shared_faults: bool = False
     regrow_next_step: bool = False
@@ -113,7 +114,11 @@ class Terms:
     def of(cls, policy: PoolPolicy) -> Terms:
         """The part of the policy that concerns GPUs."""
         return cls(
-            policy.memory_headroom_percent,
+            Headroom(
+                policy.memory_headroom_gib,
+                policy.memory_headroom_percent,
+                policy.memory_source == "Elastic",
+            ),
             policy.max_power_watts,
             policy.compute == "MPS",
             policy.memory_regrow == "NextStep",
@@ -326,7 +331,7 @@ class DeviceWatch:
 
     def _lendable(self, gpu: _Gpu | None, terms: Terms, lent: Lent, now_s: float) -> Lendable:
         if gpu is None or now_s - gpu.reading.read_s >= STALE_SECONDS:
-            return lendable(None, None, terms.headroom_percent)
+            return lendable(None, None, terms.headroom)
         memory, engines = gpu.reading.memory, gpu.reading.held_by_engines()
         if memory is not None and memory.used_bytes is not None:
             if engines is not None:
@@ -335,7 +340,8 @@ class DeviceWatch:
                 gpu.high_water = gpu.high_water.saw(memory.used_bytes, now_s)
         total = memory.total_bytes if memory is not None else None
         highest = gpu.high_water.lately(now_s) if terms.elastic else gpu.high_water.bytes
-        return lendable(total, highest, terms.headroom_percent, lent.residues)
+        watched_s = gpu.high_water.watched_s(now_s)
+        return lendable(total, highest, terms.headroom, watched_s, lent.residues)
 
     @staticmethod
     def _seen(
@@ -348,7 +354,7 @@ class DeviceWatch:
             fresh = gpu is not None and now_s - gpu.reading.read_s < STALE_SECONDS
             if memory is None or memory.used_bytes is None or not fresh:
                 return MemorySeen(None, 0, kv_permille, lent.released)
-            headroom = memory.total_bytes * terms.headroom_percent // 100
+            headroom = terms.headroom.kept(memory.total_bytes)
             free.append((memory.total_bytes - memory.used_bytes, headroom))
         if not free:
             return MemorySeen(None, 0, kv_permille, lent.released)

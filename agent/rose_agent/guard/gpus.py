@@ -2,8 +2,9 @@
 
 The engine host knows how large an engine is and decides whether it fits. The guard tells it the
 free room with the order, and again while an engine is refused for lack of room. The guard also sees
-which process holds how much memory: it reports an engine that has outgrown its size to the host,
-which ends it. Next step: ``rose_agent.devices.watch`` reads the driver.
+which process holds how much memory: it reports to the host what an engine holds whose kind is being
+measured, and an engine that has outgrown its size; the host remembers the one and ends the other.
+Next step: ``rose_agent.devices.watch`` reads the driver.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def _tell(slot: Slot, view: View) -> None:
         return
     held, wanted = view.held.get(slot.uid), view.budget.permille
     changed = status.kv_permille is not None and status.kv_permille != wanted
-    if changed or overrun(status.device_bytes, held):
+    followed = status.measuring and held is not None
+    if changed or followed or overrun(status.device_bytes, held):
         slot.limit_memory(wanted, held)
     if status.state is EngineState.FAILED and status.reason is HostReason.INSUFFICIENT_MEMORY:
         slot.renew_room()

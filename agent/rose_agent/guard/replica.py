@@ -18,6 +18,7 @@ from rose_agent.pods.model import ServingPod
 from rose_agent.signals import verify
 from rose_agent.signals.reader import Reader, Readers
 from rose_agent.tap.frames import Watch
+from rose_core.devices.memory import LEAST_ENGINE_BYTES
 from rose_core.guard.compute import Compute
 from rose_core.guard.crossover import RELATIVE, Schedule
 from rose_core.guard.gate import GateLimits, ReplicaFacts
@@ -124,11 +125,12 @@ class Replica:
 
     @property
     def full(self) -> bool:
-        """It has no memory to lend, and its owner allows it to sleep instead."""
+        """It has no memory that an engine could use, and its owner allows it to sleep instead."""
         return (
             self.policy.sleep is not None
             and self.view is not None
-            and self.view.lendable.bytes == 0
+            and self.view.lendable.bytes is not None
+            and self.view.lendable.bytes < LEAST_ENGINE_BYTES
         )
 
     @property

@@ -24,6 +24,7 @@ from rose_agent.host.accounts import Accounts
 from rose_agent.host.arguments import limiter_of, limits_of
 from rose_agent.host.classes import LAUNCHERS
 from rose_agent.host.enforcer import Enforcer
+from rose_agent.host.footprints import Footprints
 from rose_agent.host.freezers import Freezer, own_base
 from rose_agent.host.helper.client import HelpedAccounts, Helper
 from rose_agent.host.limits import Limiter
@@ -145,7 +146,7 @@ def site_of(found: Found, rights: Rights) -> Site:
         logs=found.logs(),
         dedicated=arguments.dedicated is not None,
         meter=meter_for(found.devices),
-        sizer=Sizer(found.devices if found.on_gpus else None),
+        sizer=Sizer(found.devices if found.on_gpus else None, Footprints(rundir.footprints)),
         accounts=rights.accounts,
         limiter=rights.limiter,
         ways=rights.ways,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from rose_agent.host.launchers import EngineOrder, EngineProgram, Launcher
-from rose_agent.host.sizing import engine_size
 from rose_core.devices.elastic import FIRST_PERMILLE
 from rose_core.devices.memory import WHOLE
+from rose_core.devices.model_size import WINDOW_PERMILLE
 from rose_engines.sglang.arguments import Launch, command, environment
 
 # Cheap, and no part of the engine's own work.
@@ -46,8 +46,10 @@ def sglang(order: EngineOrder) -> EngineProgram:
         NoMemory: the GPUs have too little free memory now.
         BadEngine: no GPU was granted, or the model's size cannot be told.
     """
-    size = engine_size(order.model, order.spec)
-    fraction = order.sizer.claim(order.slot.uid, size, order.gpu_uuids)
+    sized = order.sizer.size(order.model, order.spec, order.python, order.gpu_uuids)
+    size, running = sized.size, order.spec.max_running
+    limited = order.spec.sharing.memory_limit == "Driver"
+    fraction = order.sizer.claim(order.slot.uid, size, order.gpu_uuids, limited=limited)
     launch = Launch(
         python=order.python,
         model=order.model,
@@ -58,6 +60,8 @@ def sglang(order: EngineOrder) -> EngineProgram:
         activity=order.slot.activity,
         device="cuda",
         memory_fraction=fraction,
+        state_slots=sized.shape.state_slots(running),
+        window_permille=WINDOW_PERMILLE if sized.shape.windowed else 0,
     )
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(order.gpu_uuids)}
     return EngineProgram(
@@ -66,6 +70,8 @@ def sglang(order: EngineOrder) -> EngineProgram:
         ready_path=_READY,
         device_bytes=size.total,
         start_bytes=size.start,
+        size=size,
+        kind=sized.kind,
         kv_bytes=size.kv,
         kv_bundle=size.kv_bundle,
     )

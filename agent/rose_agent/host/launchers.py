@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rose_agent.host.errors import BadEngine
 from rose_agent.host.sizing import Sizer
+from rose_core.devices.memory import EngineSize
 from rose_core.wire.sync import EngineSpec
 from rose_engines.rundir import SlotDir
 
@@ -51,6 +52,8 @@ class EngineProgram:
         ready_path: answers 200 once the engine can serve.
         device_bytes: what it takes of its GPU at most; 0 = not known.
         start_bytes: what must be there when it starts; 0 = all of it.
+        size: what that consists of, where it is an engine whose footprint is measured.
+        kind: name under which its footprint is remembered.
         kv_bytes, kv_bundle: its KV cache, and the piece in which an elastic one comes and goes.
         cgroups: folders that it joins besides those of its limits.
     """
@@ -60,6 +63,8 @@ class EngineProgram:
     ready_path: str = "/ready"
     device_bytes: int = 0
     start_bytes: int = 0
+    size: EngineSize | None = None
+    kind: str = ""
     kv_bytes: int = 0
     kv_bundle: int = 0
     cgroups: tuple[Path, ...] = ()

@@ -84,7 +84,8 @@ class EngineLife:
         self._failures = 0
         self._ending: tuple[HostReason, str] | None = None
         self._sharing = Sharing(
-            site.ways, order, folder.plugin_socket, lambda: (self.url, self.key)
+            *(site.ways, order, folder.plugin_socket, lambda: (self.url, self.key)),
+            footprints=site.sizer.footprints,
         )
         self._sharing.room = room_of(order)
         self._body = Body(order, folder, site, watched, self._sharing)
@@ -135,6 +136,7 @@ class EngineLife:
             released_bytes=self.rest.released_bytes,
             vocabulary=self._body.vocabulary if serving else 0,
             device_bytes=self.device_bytes,
+            measuring=self._sharing.measuring,
             kv_permille=elastic.permille if elastic is not None else None,
             kv_held_bytes=elastic.held_bytes if elastic is not None else None,
         )

@@ -10,7 +10,7 @@ With plain time-slicing there is nothing to check.
 | it is ready | with ``Elastic``, its KV pool is kvcached's (``elastic``) | ended |
 | while it serves | the server is not in FAULT | ended, started again when it no longer is |
 | while it serves | with ``Elastic``, it holds no more than its limit | ended |
-| while it serves | its processes hold no more than it was made for (``hold``) | ended |
+| while it serves | its processes hold no more than it was made for (``footprint``) | ended |
 | before it is killed | its processes leave the server (``mps_trees``) | killed after two seconds |
 
 Effects are checked, not answers: with a wrong pipe directory a process silently gets the whole GPU,
@@ -37,12 +37,14 @@ from rose_agent.host import metrics
 from rose_agent.host.elastic import Elastic
 from rose_agent.host.elastic import environment as elastic_environment
 from rose_agent.host.errors import BadEngine, BrokenEngine, NoMemory, NotShared
+from rose_agent.host.footprints import Footprints
 from rose_agent.host.launchers import EngineProgram
 from rose_agent.host.mps import MpsNode
 from rose_agent.host.mps_trees import ClientGroup, SteeredGroup, ask
 from rose_agent.host.process import Spawned
 from rose_agent.host.repair import find_group
-from rose_core.devices.memory import Lendable, limit_refusal, overrun
+from rose_core.devices.footprint import judge
+from rose_core.devices.memory import EngineSize, Lendable, limit_refusal, overrun
 from rose_core.devices.mps import Client, Finding
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.reasons import HostReason
@@ -105,6 +107,7 @@ class Sharing:
         order: the engine's; its GPU, its pod and how it shares do not change.
         control: control socket of the plugin inside.
         door: where the engine listens, and the key that its port asks for.
+        footprints: where what it is seen to hold is remembered.
         room: what serving leaves; None = nobody has worked it out. May change between starts.
     """
 
@@ -114,6 +117,7 @@ class Sharing:
         order: EnsureEngine,
         control: Path,
         door: Callable[[], tuple[str, str]] = lambda: ("", ""),
+        footprints: Footprints | None = None,
     ) -> None:
         self.room: Lendable | None = None
         self._ways = ways
@@ -122,6 +126,9 @@ class Sharing:
         self._terms = order.engine.sharing
         self._program = EngineProgram(())
         self._overrun = ""
+        self._footprints = footprints or Footprints()
+        self._size: EngineSize | None = None
+        self._ready_s: float | None = None
         # One segment for each process tree: a slot's second engine has a folder of its own.
         self._segment = segment_name(control)
         self.elastic: Elastic | None = None
@@ -144,7 +151,15 @@ class Sharing:
     @property
     def device_bytes(self) -> int:
         """What it takes of its GPU at most; 0 = not known."""
-        return self._program.device_bytes
+        return self._size.total if self._size is not None else self._program.device_bytes
+
+    @property
+    def measuring(self) -> bool:
+        """What it holds is still followed, to remember it for engines of its kind."""
+        if self._size is None or self._ready_s is None:
+            return False
+        known = self._footprints.find(self._program.kind)
+        return known is None or not known.settled
 
     async def admit(self, program: EngineProgram, uid: int, name: str) -> EngineProgram:
         """The program as it may be started now, with what it has to join.
@@ -161,6 +176,7 @@ class Sharing:
         """
         self._check_room(program)
         self._program, self._overrun = program, ""
+        self._size, self._ready_s = program.size, None
         if self.elastic is not None:
             self.elastic.prepare(uid)
             own = elastic_environment(self._segment)
@@ -198,6 +214,7 @@ class Sharing:
         """
         if self.elastic is not None:
             await self.elastic.verify(self._program.kv_bytes, self._program.kv_bundle)
+        self._ready_s = time.monotonic()
         if not self.by_mps and not self._limit:
             return
         seen = await self._status()
@@ -211,7 +228,16 @@ class Sharing:
 
     def hold(self, held: int | None) -> None:
         """Note how much the driver says the processes hold; too much ends the engine."""
-        self._overrun = overrun(self.device_bytes, held)
+        if self._size is None or self._ready_s is None:
+            self._overrun = overrun(self.device_bytes, held)
+            return
+        kind, served_s = self._program.kind, time.monotonic() - self._ready_s
+        room = self.room.bytes if self.room is not None else None
+        known = self._footprints.find(kind)
+        found = judge(known, self._size, held, room, served_s=served_s)
+        self._size, self._overrun = found.size, found.refusal
+        if found.footprint is not None:
+            self._footprints.remember(kind, found.footprint)
 
     async def check(self, *, running: bool = True) -> None:
         """Check, while it serves, that it keeps to its limits; asks the server once a second.

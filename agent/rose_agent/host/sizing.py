@@ -1,11 +1,13 @@
 """How much device memory an engine takes, and whether it is there: asked before it starts.
 
 An engine of a GPU class gets an explicit KV pool (the lease's tokens) and the fraction of the
-device that weights and pool make, so that it never sizes itself by what happens to be free. Sizes
-come from the model's folder: the weights' files, and the shape in ``config.json``. Too little free
-memory is a failure with the figures that is tried again, because serving may need less later. An
-elastic engine needs its weights and the least of its cache; its fraction is that of the whole,
-since it has addresses for all of it from the start.
+*free* memory that weights and pools make (``EngineSize.fraction``), so that it never sizes itself
+by what happens to be free. Sizes come from the model's folder: the headers of its files and its
+``config.json`` (``rose_core.devices.model_size``), and what the engine takes besides from what
+engines of its kind were seen to hold on this node (``footprints``). Too little free memory is a
+failure with the figures that is tried again, because serving may need less later. An elastic
+engine needs its weights and the least of its cache; its fraction is that of the whole, since it
+has addresses for all of it from the start.
 
 An engine that starts has not taken its memory yet, so what it was promised counts as taken until
 it serves or is gone: two engines that start together (a slot's pair, two slots) never both count
@@ -24,23 +26,28 @@ from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.errors import DeviceError
 from rose_agent.host.elastic import PAGE_BYTES
 from rose_agent.host.errors import BadEngine, NoMemory
+from rose_agent.host.footprints import Footprints, engine_version, kind_of
 from rose_core.devices.elastic import FIRST_PERMILLE
-from rose_core.devices.memory import WHOLE, EngineSize
+from rose_core.devices.footprint import estimate, promised
+from rose_core.devices.memory import WHOLE, EngineSize, in_gib
+from rose_core.devices.model_size import CacheShape, Unsizable, cache_shape, weight_bytes
 from rose_core.wire.sync import EngineSpec
-
-# Context, workspaces and graphs of an engine on a GPU.
-FIXED_BYTES = 3 << 30
-_KV_BYTES = 2  # bfloat16, the only type the allow-list passes
+from rose_engines.errors import UnsupportedEngine
+from rose_engines.safetensors import list_tensors
 
 
-class _Shape(msgspec.Struct):
-    """The part of ``config.json`` that a KV cache is made of."""
+@dataclass(frozen=True)
+class Sized:
+    """An engine's size, and what it follows from.
 
-    num_hidden_layers: int
-    num_attention_heads: int
-    hidden_size: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    Attributes:
+        shape: of the model's caches.
+        kind: name under which its footprint is remembered.
+    """
+
+    size: EngineSize
+    shape: CacheShape
+    kind: str
 
 
 class _Words(msgspec.Struct):
@@ -60,23 +67,40 @@ def vocabulary(model: Path) -> int:
     return words.vocab_size or inner or 0
 
 
-def engine_size(model: Path, spec: EngineSpec) -> EngineSize:
+def engine_size(
+    model: Path, spec: EngineSpec, footprints: Footprints, *, version: str = "", gpu: str = ""
+) -> Sized:
     """Size of an engine.
 
+    Args:
+        model: its folder.
+        spec: how it is run.
+        footprints: what such engines were seen to hold.
+        version: of the engine's program.
+        gpu: product name of its GPU.
+
     Raises:
-        BadEngine: the model's folder does not say.
+        BadEngine: the model's folder does not say, or names what cannot be sized.
     """
     try:
-        shape = msgspec.json.decode((model / "config.json").read_bytes(), type=_Shape)
-        weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    except (OSError, msgspec.MsgspecError) as error:
+        text = (model / "config.json").read_bytes()
+        config = msgspec.json.decode(text, type=dict[str, object])
+        shape = cache_shape(config)
+        weights = weight_bytes(config, list_tensors(model))
+    except (OSError, msgspec.MsgspecError, UnsupportedEngine, Unsizable) as error:
         raise BadEngine(f"model {model.name}: its size cannot be told: {error}") from error
-    heads = shape.num_key_value_heads or shape.num_attention_heads
-    width = shape.head_dim or shape.hidden_size // shape.num_attention_heads
-    per_token = 2 * shape.num_hidden_layers * heads * width * _KV_BYTES
-    first = FIRST_PERMILLE if spec.sharing.memory_source == "Elastic" else WHOLE
-    bundle = 2 * shape.num_hidden_layers * PAGE_BYTES
-    return EngineSize(weights, per_token, spec.kv_tokens, FIXED_BYTES, first, bundle)
+    kind = kind_of(spec, text, version, gpu)
+    estimated = estimate(spec.arguments, spec.max_running, latent=shape.latent)
+    size = EngineSize(
+        weights=weights,
+        kv_per_token=shape.per_token,
+        kv_tokens=spec.kv_tokens,
+        fixed=promised(footprints.find(kind), estimated),
+        first_permille=FIRST_PERMILLE if spec.sharing.memory_source == "Elastic" else WHOLE,
+        kv_bundle=2 * shape.layers * PAGE_BYTES,
+        state=shape.state_bytes(spec.max_running),
+    )
+    return Sized(size, shape, kind)
 
 
 @dataclass(frozen=True)
@@ -85,22 +109,44 @@ class Sizer:
 
     Attributes:
         driver: None on machines without GPUs; then nothing is refused.
+        footprints: what engines were seen to hold on this node.
         promised: engine -> the GPUs it starts on, and bytes on each.
     """
 
     driver: DeviceDriver | None = None
+    footprints: Footprints = field(default_factory=Footprints)
     promised: dict[str, tuple[frozenset[str], int]] = field(default_factory=dict)
 
-    def claim(self, engine: str, size: EngineSize, gpu_uuids: Sequence[str]) -> float:
+    def size(self, model: Path, spec: EngineSpec, python: Path, gpu_uuids: Sequence[str]) -> Sized:
+        """Size of an engine on these GPUs.
+
+        Raises:
+            BadEngine: it cannot be told, or no GPU was named.
+            NoMemory: the driver does not say what GPU it is.
+        """
+        if self.driver is None or not gpu_uuids:
+            raise BadEngine("an engine on a GPU needs --devices nvml and a GPU of the grant")
+        try:
+            names = {gpu.uuid: gpu.name for gpu in self.driver.gpus()}
+        except DeviceError as error:
+            raise NoMemory(f"GPU {gpu_uuids[0]}: {error}") from error
+        name = names.get(gpu_uuids[0], "")
+        version = engine_version(python)
+        return engine_size(model, spec, self.footprints, version=version, gpu=name)
+
+    def claim(
+        self, engine: str, size: EngineSize, gpu_uuids: Sequence[str], *, limited: bool = False
+    ) -> float:
         """Promise the engine its memory.
 
         Args:
             engine: whose start it is; ``settle`` ends the promise, another claim replaces it.
             size: what it takes on each GPU.
             gpu_uuids: those of its grant.
+            limited: the driver shows it no more memory than its size.
 
         Returns:
-            Share of each GPU for weights and KV pool.
+            Share of the free memory for weights and pools (``--mem-fraction-static``).
 
         Raises:
             NoMemory: one of the GPUs has too little free memory, or does not say.
@@ -109,15 +155,16 @@ class Sizer:
         self.settle(engine)
         if self.driver is None or not gpu_uuids:
             raise BadEngine("an engine on a GPU needs --devices nvml and a GPU of the grant")
-        fraction = max(self._fraction(self.driver, size, uuid) for uuid in gpu_uuids)
+        free = min(self._free(self.driver, size, uuid) for uuid in gpu_uuids)
         self.promised[engine] = (frozenset(gpu_uuids), size.start)
-        return fraction
+        return size.fraction(min(free, size.total) if limited else free)
 
     def settle(self, engine: str) -> None:
         """The engine serves, so the driver counts its memory, or it is gone."""
         self.promised.pop(engine, None)
 
-    def _fraction(self, driver: DeviceDriver, size: EngineSize, uuid: str) -> float:
+    def _free(self, driver: DeviceDriver, size: EngineSize, uuid: str) -> int:
+        """What the engine will find free, at least."""
         try:
             memory = driver.memory(uuid)
         except DeviceError as error:
@@ -127,10 +174,12 @@ class Sizer:
         free = memory.total_bytes - memory.used_bytes
         promised = sum(taken for gpus, taken in self.promised.values() if uuid in gpus)
         if size.start > free - promised:
-            starting = f", {promised >> 20} promised to engines that start" if promised else ""
+            starting = f", {in_gib(promised)} promised to engines that start" if promised else ""
+            first = size.kv * size.first_permille // WHOLE
+            state = f", states {in_gib(size.state)}" if size.state else ""
             raise NoMemory(
-                f"the engine needs {size.start >> 20} MiB (weights {size.weights >> 20}, "
-                f"KV {size.kv * size.first_permille // WHOLE >> 20}, fixed {size.fixed >> 20}); "
-                f"GPU {uuid} has {free >> 20} MiB free of {memory.total_bytes >> 20}{starting}"
+                f"the engine needs {in_gib(size.start)} (weights {in_gib(size.weights)}, "
+                f"KV {in_gib(first)}{state}, fixed {in_gib(size.fixed)}); "
+                f"GPU {uuid} has {in_gib(free)} free of {in_gib(memory.total_bytes)}{starting}"
             )
-        return size.fraction(memory.total_bytes)
+        return free - promised

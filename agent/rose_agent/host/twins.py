@@ -103,9 +103,13 @@ class Twins:
 
     def limit_memory(self, permille: int | None, held: int | None) -> None:
         """Set the budget of elastic memory of each; ``held`` is what they hold together."""
-        over = overrun(sum(life.device_bytes for life in self.lives), held)
+        together = sum(life.device_bytes for life in self.lives)
+        alone = len(self._lives) == 1
         for life in self.lives:
-            life.limit_memory(permille, held if over else None)
+            # Of two nobody knows which holds what: only what is too much together is anyone's.
+            beside = together - life.device_bytes
+            over = held is not None and (alone or bool(overrun(together, held)))
+            life.limit_memory(permille, held - beside if over and held is not None else None)
 
     def status(self, endpoint: str) -> EngineStatus:
         """The slot's status: that of the engine which the permit names, with sums over both."""
@@ -122,6 +126,7 @@ class Twins:
             restarts=sum(one.restarts for one in every),
             can_dormant=False,
             device_bytes=sum(one.device_bytes for one in every),
+            measuring=False,
             lanes=tuple(serving),
         )
 

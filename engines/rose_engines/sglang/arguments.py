@@ -79,7 +79,9 @@ class Launch:
         permit: permit file, None = runs without one (serving engines).
         plugin_socket: control socket, None = no plugin.
         device: ``cpu`` or ``cuda``.
-        memory_fraction: share of the device the engine may use for weights and KV.
+        memory_fraction: share of the memory that is free when it loads for weights and pools.
+        state_slots: of a hybrid model's state pool; 0 = it has none.
+        window_permille: tokens of the pool of sliding windows; 0 = it has none.
         quiet_log: only warnings in the engine's log.
         ranks: devices that one engine is spread over (tensor parallelism).
         kv_policy: ``Keep``, ``Recompute`` or ``Reuse`` (``rose_engines.sglang.kv``).
@@ -95,6 +97,8 @@ class Launch:
     plugin_socket: Path | None = None
     device: str = "cpu"
     memory_fraction: float = 0.2
+    state_slots: int = 0
+    window_permille: int = 0
     served_name: str = ""
     quiet_log: bool = False
     ranks: int = 1
@@ -163,6 +167,14 @@ def command(spec: EngineSpec, launch: Launch) -> list[str]:
         own["incremental-streaming-output"] = ""
     if launch.ranks > 1:
         own["tp-size"] = str(launch.ranks)
+    if launch.state_slots:
+        # Else the pool of states takes a share of whatever is free.
+        own["max-mamba-cache-size"] = str(launch.state_slots)
+    if launch.window_permille:
+        own["swa-full-tokens-ratio"] = str(launch.window_permille / 1000)
+    if launch.device == "cuda":
+        # Never more requests run, and each size of a batch costs memory and time at the start.
+        own["cuda-graph-max-bs-decode"] = str(spec.max_running)
     if launch.device == "cpu":
         own["attention-backend"] = "torch_native"
     elif launch.plugged:
