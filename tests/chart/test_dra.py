@@ -9,7 +9,7 @@ from rose_dev.errors import CommandFailed
 from tests.chart.rendering import HELM, LENDING, Object, Rendered, render
 
 pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not built: rose dev build")
-DRA: Object = {**LENDING, "dra": {"enabled": True}}
+DRA: Object = {**LENDING, "gpus": {"access": "DRA"}}
 WORKLOADS = {"rose-agent": "guard", "rose-engine-host": "engine-host"}
 
 
@@ -35,8 +35,13 @@ def test_those_that_see_gpus_claim_them_and_keep_their_resources(workload: str) 
     assert container["resources"] == {**plain["resources"], "claims": [{"name": "gpus"}]}
 
 
+def test_the_older_switch_means_the_same() -> None:
+    older = Rendered({**LENDING, "dra": {"enabled": True}})
+    assert older.all("ResourceClaimTemplate") == render(DRA).all("ResourceClaimTemplate")
+
+
 def test_a_template_of_ones_own_takes_the_place_of_the_charts() -> None:
-    rendered = render({**LENDING, "dra": {"enabled": True, "existingTemplate": "mine"}})
+    rendered = render({**DRA, "dra": {"existingTemplate": "mine"}})
     assert rendered.all("ResourceClaimTemplate") == []
     pod = rendered.one("DaemonSet", "rose-agent")["spec"]["template"]["spec"]
     assert pod["resourceClaims"] == [{"name": "gpus", "resourceClaimTemplateName": "mine"}]

@@ -195,18 +195,14 @@ fsGroup: 65532
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
-{{/* Probes of a process that serves /healthz; argument: name of the port. */}}
+{{/* Probes of a process that serves /healthz: {root, port (its name)}. */}}
 {{- define "rose.probes" -}}
 startupProbe:
-  httpGet: {path: /healthz, port: {{ . }}}
-  periodSeconds: 2
-  timeoutSeconds: 5
-  failureThreshold: 60
+  httpGet: {path: /healthz, port: {{ .port }}}
+  {{- toYaml .root.Values.probes.startup | nindent 2 }}
 livenessProbe:
-  httpGet: {path: /healthz, port: {{ . }}}
-  periodSeconds: 10
-  timeoutSeconds: 5
-  failureThreshold: 6
+  httpGet: {path: /healthz, port: {{ .port }}}
+  {{- toYaml .root.Values.probes.liveness | nindent 2 }}
 {{- end }}
 
 {{/* Placement of pods; argument: a component's values. */}}
@@ -234,19 +230,166 @@ affinity:
 {{- join "," (uniq $classes) -}}
 {{- end }}
 
-{{/* With DRA: the pod's claim on the node's GPUs. */}}
-{{- define "rose.claims" -}}
-{{- if .Values.dra.enabled -}}
+{{/* How containers are shown GPUs: None, Auto or a mode of gpus.access; looked up once a rendering. */}}
+{{- define "rose.gpuAccess" -}}
+{{- if not (hasKey .Values "resolved") }}{{ $_ := set .Values "resolved" dict }}{{ end }}
+{{- if not (hasKey .Values.resolved "access") }}
+{{- $_ := set .Values.resolved "access" (include "rose.findGpuAccess" . | trim) }}
+{{- end }}
+{{- .Values.resolved.access }}
+{{- end }}
+
+{{/* The first that fits; what a mere rendering looks up is not there. */}}
+{{- define "rose.findGpuAccess" -}}
+{{- if ne .Values.agent.devices "nvml" }}None
+{{- else if ne .Values.gpus.access "Auto" }}{{ .Values.gpus.access }}
+{{- else if .Values.dra.enabled }}DRA
+{{- else if or .Values.agent.runtimeClassName (lookup "node.k8s.io/v1" "RuntimeClass" "" (include "rose.runtimeClass" .)) }}RuntimeClass
+{{- else if include "rose.hasNriPlugin" . }}NRI
+{{- else if include "rose.hasGpuDeviceClass" . }}DRA
+{{- else if include "rose.hasNodeLabelled" (dict "labels" (list "cloud.google.com/gke-accelerator")) }}HostPath
+{{- else }}Auto
+{{- end }}
+{{- end }}
+
+{{- define "rose.runtimeClass" -}}
+{{ .Values.gpus.runtimeClassName | default "nvidia" }}
+{{- end }}
+
+{{/* The GPU operator's policy says whether its toolkit injects by NRI. */}}
+{{- define "rose.hasNriPlugin" -}}
+{{- if .Capabilities.APIVersions.Has "nvidia.com/v1/ClusterPolicy" }}
+{{- range (lookup "nvidia.com/v1" "ClusterPolicy" "" "").items }}
+{{- if dig "cdi" "nriPluginEnabled" false .spec }}true{{ end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* A driver that does dynamic resource allocation, and a namespace that may claim admin access. */}}
+{{- define "rose.hasGpuDeviceClass" -}}
+{{- if .Capabilities.APIVersions.Has "resource.k8s.io/v1/DeviceClass" }}
+{{- if lookup "resource.k8s.io/v1" "DeviceClass" "" .Values.dra.deviceClassName }}
+{{- $own := lookup "v1" "Namespace" "" .Release.Namespace }}
+{{- if eq (dig "metadata" "labels" "resource.kubernetes.io/admin-access" "" $own) "true" }}true{{ end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Not empty when a node has one of these labels; argument: dict "labels" LIST. */}}
+{{- define "rose.hasNodeLabelled" -}}
+{{- $found := dict }}
+{{- $labels := .labels }}
+{{- range (lookup "v1" "Node" "" "").items }}
+{{- range $label := keys (.metadata.labels | default dict) }}
+{{- if has $label $labels }}{{ $_ := set $found "any" true }}{{ end }}
+{{- end }}
+{{- end }}
+{{- if $found }}true{{ end }}
+{{- end }}
+
+{{/* Not empty when agents go to labelled nodes alone. */}}
+{{- define "rose.labelledNodes" -}}
+{{- if not (hasKey .Values "resolved") }}{{ $_ := set .Values "resolved" dict }}{{ end }}
+{{- if not (hasKey .Values.resolved "labelled") }}
+{{- $access := include "rose.gpuAccess" . }}
+{{- $labelled := eq .Values.gpus.nodes "Labelled" }}
+{{- if and (eq .Values.gpus.nodes "Auto") (ne $access "None") }}
+{{- $labelled = or (has $access (list "RuntimeClass" "CDI")) (include "rose.hasNodeLabelled" (dict "labels" .Values.gpus.nodeLabels)) }}
+{{- end }}
+{{- $_ := set .Values.resolved "labelled" (ternary "true" "" (not (empty $labelled))) }}
+{{- end }}
+{{- .Values.resolved.labelled }}
+{{- end }}
+
+{{/* Affinity of what runs on GPU nodes: {root, avoid (node expressions that must hold as well)}. */}}
+{{- define "rose.affinity" -}}
+{{- $affinity := deepCopy .root.Values.affinity }}
+{{- $avoid := .avoid | default list }}
+{{- if not (hasKey $affinity "nodeAffinity") }}
+{{- $terms := list }}
+{{- if include "rose.labelledNodes" .root }}
+{{- range .root.Values.gpus.nodeLabels }}
+{{- $terms = append $terms (dict "matchExpressions" (prepend $avoid (dict "key" . "operator" "Exists"))) }}
+{{- end }}
+{{- else if $avoid }}
+{{- $terms = list (dict "matchExpressions" $avoid) }}
+{{- end }}
+{{- if $terms }}
+{{- $_ := set $affinity "nodeAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (dict "nodeSelectorTerms" $terms)) }}
+{{- end }}
+{{- else if $avoid }}
+{{- fail "affinity.nodeAffinity and engineHost.variants exclude each other: variants need node expressions of their own; use nodeSelector or gpus.nodeLabels" }}
+{{- end }}
+{{- with $affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* Of a pod that sees GPUs: class and claims: {root, class (one of its own)}. */}}
+{{- define "rose.gpuPod" -}}
+{{- $access := include "rose.gpuAccess" .root }}
+{{- if .class }}
+runtimeClassName: {{ .class }}
+{{- else if has $access (list "RuntimeClass" "CDI") }}
+runtimeClassName: {{ include "rose.runtimeClass" .root }}
+{{- end }}
+{{- if eq $access "DRA" }}
 resourceClaims:
   - name: gpus
-    resourceClaimTemplateName: {{ .Values.dra.existingTemplate | default "rose-gpus" }}
+    resourceClaimTemplateName: {{ .root.Values.dra.existingTemplate | default "rose-gpus" }}
 {{- end }}
+{{- end }}
+
+{{/* Annotations by which NVIDIA's NRI plugin knows the containers: {root, containers}. */}}
+{{- define "rose.gpuAnnotations" -}}
+{{- if has (include "rose.gpuAccess" .root) (list "Auto" "NRI") }}
+{{- $device := .root.Values.gpus.cdiDevice }}
+{{- range .containers }}
+nvidia.cdi.k8s.io/container.{{ . }}: {{ $device }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Environment of a container that sees GPUs. */}}
+{{- define "rose.gpuEnv" -}}
+{{- $access := include "rose.gpuAccess" . }}
+{{- if ne $access "None" }}
+- {name: ROSE_GPU_ACCESS, value: {{ $access }}}
+{{- if has $access (list "Auto" "RuntimeClass") }}
+- {name: NVIDIA_VISIBLE_DEVICES, value: all}
+- {name: NVIDIA_DRIVER_CAPABILITIES, value: "compute,utility"}
+{{- else if eq $access "CDI" }}
+- {name: NVIDIA_VISIBLE_DEVICES, value: {{ .Values.gpus.cdiDevice | quote }}}
+{{- else if eq $access "HostPath" }}
+- {name: ROSE_DRIVER_ROOT, value: /usr/local/nvidia}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The driver, where no runtime brings it; CUDA images look below /usr/local/nvidia by themselves. */}}
+{{- define "rose.gpuMounts" -}}
+{{- if eq (include "rose.gpuAccess" .) "HostPath" }}
+- {name: driver, mountPath: /usr/local/nvidia, readOnly: true, mountPropagation: HostToContainer}
+{{- end }}
+{{- end }}
+
+{{- define "rose.gpuVolumes" -}}
+{{- if eq (include "rose.gpuAccess" .) "HostPath" }}
+- name: driver
+  hostPath: {path: {{ .Values.gpus.driverRoot }}, type: DirectoryOrCreate}
+{{- end }}
+{{- end }}
+
+{{/* Without a runtime that shows the GPUs, only a privileged container may open their files. */}}
+{{- define "rose.gpuPrivileged" -}}
+{{- if eq (include "rose.gpuAccess" .) "HostPath" }}true{{ end }}
 {{- end }}
 
 {{/* Resources of a container that sees GPUs: {root, resources}. */}}
 {{- define "rose.resources" -}}
 {{- toYaml .resources }}
-{{- if .root.Values.dra.enabled }}
+{{- if eq (include "rose.gpuAccess" .root) "DRA" }}
 claims:
   - name: gpus
 {{- end }}
