@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from typing import Any
 
 import pytest
 import yaml
@@ -220,3 +221,29 @@ def test_engine_hosts_reach_the_daemons_only_where_there_are_some() -> None:
             for item in container["volumeMounts"]
             if item["name"] == "mps"
         } == {"/run/rose-mps": "", "/dev/shm": "shm"}, "clients and server share memory there"
+
+
+def alerts_of(**given: object) -> dict[str, dict[str, Any]]:
+    """The chart's alerts by name, with these values of ``monitoring.prometheusRule``."""
+    rendered = render({"monitoring": {**MONITORING, "prometheusRule": {"enabled": True, **given}}})
+    groups = rendered.one("PrometheusRule", "rose")["spec"]["groups"]
+    return {rule["alert"]: rule for group in groups for rule in group["rules"]}
+
+
+def test_alerts_can_be_left_out_changed_and_linked_elsewhere() -> None:
+    changed = alerts_of(
+        disabled=["RoseReclaimSlow"],
+        overrides={"RoseTurnsWait": {"for": "1h", "labels": {"severity": "critical"}}},
+        runbookUrl="https://wiki.example/rose/",
+    )
+    assert set(alerts_of()) - set(changed) == {"RoseReclaimSlow"}
+    waits = changed["RoseTurnsWait"]
+    assert (waits["for"], waits["labels"]) == ("1h", {"severity": "critical"})
+    assert waits["annotations"]["runbook_url"] == "https://wiki.example/rose/RoseTurnsWait/"
+
+
+@pytest.mark.parametrize("key", ["disabled", "overrides"])
+def test_an_alert_that_is_not_there_is_refused_by_name(key: str) -> None:
+    given = {"disabled": ["RoseTypo"], "overrides": {"RoseTypo": {}}}
+    with pytest.raises(CommandFailed, match='the chart has no alert "RoseTypo"'):
+        alerts_of(**{key: given[key]})

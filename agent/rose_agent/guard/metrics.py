@@ -75,6 +75,18 @@ SERVING_REQUESTS = Counter(
     ["pool", "met"],
     registry=REGISTRY,
 )
+EXPOSED_MISSES = Counter(
+    "rose_guard_serving_exposed_misses",
+    "Finished serving requests that missed the pool's SLO and had met an open gate.",
+    ["pool"],
+    registry=REGISTRY,
+)
+ALLOWED_MISSES = Gauge(
+    "rose_guard_serving_allowed_misses_ratio",
+    "Share of a pool's requests that its objective allows to miss: 1 - slo.percentile / 100.",
+    ["pool"],
+    registry=REGISTRY,
+)
 BREAKER_TRIPS = Counter(
     "rose_guard_breaker_trips",
     "Times a pool's breaker has opened, by cause (error-budget, latency-increase).",

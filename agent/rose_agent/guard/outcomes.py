@@ -175,6 +175,7 @@ class Outcomes:
         self.counters.slow += met.slow
         self.counters.exposed += met.slow and met.exposed
         metrics.SERVING_REQUESTS.labels(policy.pool, "false" if met.slow else "true").inc()
+        metrics.EXPOSED_MISSES.labels(policy.pool).inc(met.slow and met.exposed)
         pool = self.pool
         if met.used and pool.spend(met, policy.percentile, now_ns):
             burn = pool.burn.burn(policy.percentile, pool.limits.long_ns, now_ns)

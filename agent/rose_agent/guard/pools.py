@@ -49,9 +49,11 @@ class Pools:
         percentiles = {policy.pool: policy.percentile for policy in policies}
         for name in set(self._states) - set(percentiles):
             del self._states[name]
-            with contextlib.suppress(KeyError):
-                metrics.ERROR_BUDGET_BURN.remove(name)
+            for gauge in (metrics.ERROR_BUDGET_BURN, metrics.ALLOWED_MISSES):
+                with contextlib.suppress(KeyError):
+                    gauge.remove(name)
         for name, pool in self._states.items():
+            metrics.ALLOWED_MISSES.labels(name).set(1 - percentiles[name] / 100)
             burn = pool.burn.burn(percentiles[name], pool.limits.long_ns, now_ns)
             if burn.rate is not None:
                 metrics.ERROR_BUDGET_BURN.labels(name).set(burn.rate)
