@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from rose_agent.guard import metrics
-from rose_core.wire.routing import EngineUpdate, RouterNote
+from rose_core.wire.routing import EngineUpdate
 from rose_wire import rpc
 from rose_wire.errors import WireError
 from rose_wire.services import ATTACH
@@ -36,7 +36,6 @@ class Attachment:
         self._token = token
         self._update: EngineUpdate | None = None
         self._changed = asyncio.Event()
-        self.note = RouterNote()
 
     def set(self, update: EngineUpdate) -> None:
         """Send this as soon as possible; an equal update is not sent again."""
@@ -56,10 +55,9 @@ class Attachment:
         try:
             while True:
                 try:
-                    async for note in rpc.converse(
+                    async for _ in rpc.converse(
                         channel, ATTACH, self._updates(), token=self._token
                     ):
-                        self.note = note
                         attempt = 0
                     outcome = "ended"
                 except WireError as error:

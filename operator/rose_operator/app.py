@@ -5,6 +5,7 @@
 | lock | renews the leader Lease every third of its duration, on a thread of its own |
 | watches | feed the stores (kopf for the three kinds, our own for routers) |
 | listings | full listings beside the passes, for what watches do not tell |
+| demand | asks the leases' routers what turns they have, while this operator leads |
 | surroundings | nodes' zones and cordons, autoscalers of serving; all optional |
 | loop | one pass when something changed, and every ``plan_seconds`` |
 | Sync server | answers agents from memory |
@@ -26,11 +27,13 @@ from dataclasses import replace
 from aiohttp import web
 from lightkube import AsyncClient
 
+from rose_core.api import RolloutLease
 from rose_core.lending import Policy
 from rose_operator import metrics
 from rose_operator.api import Api, Kind
 from rose_operator.backoff import Growing
 from rose_operator.cluster_facts import Surroundings
+from rose_operator.demand import Demands
 from rose_operator.enrolment import Authority, Enrolment
 from rose_operator.errors import ApiUnavailable, NotLeader, OperatorError
 from rose_operator.leader import LeaderLock, State
@@ -39,9 +42,11 @@ from rose_operator.notices import Notices
 from rose_operator.object_cache import Store
 from rose_operator.reconcile import Reconciler
 from rose_operator.relist import Listings
+from rose_operator.routers import is_ready, router_name
 from rose_operator.settings import Settings
 from rose_operator.sync import SyncService
 from rose_operator.telemetry import Telemetry
+from rose_operator.typed_objects import Reader
 from rose_operator.watches import watch_kinds, watch_routers
 from rose_wire.observability import pages
 from rose_wire.rpc import Server
@@ -93,6 +98,10 @@ class Operator:
             clock=time.monotonic,
             stuck_seconds=settings.lock_seconds,
         )
+        self._lease_reader = Reader(RolloutLease, self.stores[Kind.LEASE])
+        self.demands = Demands(
+            settings, self._asked_leases, clock=time.monotonic, wake=self.changed.set
+        )
         self.reconciler = Reconciler(
             settings,
             self.api,
@@ -112,6 +121,7 @@ class Operator:
             surroundings=self.surroundings,
             notices=self.notices,
             hurry=self.asked.is_set,
+            demand=self.demands.of,
         )
         self._outage = Growing(0.5, 15.0)
         self._turned_at = self.started
@@ -160,6 +170,21 @@ class Operator:
         with metrics.PASS_SECONDS.time():
             await self.reconciler.run_pass()
         metrics.LAST_PASS.set_to_current_time()
+
+    def _asked_leases(self) -> list[RolloutLease]:
+        """Leases whose router is there to be asked."""
+        if not self.lock.may_write:
+            return []
+        deployments = self.stores[Kind.DEPLOYMENT]
+        return [
+            lease
+            for lease in self._lease_reader.read().good.values()
+            if is_ready(deployments.get(self._router_of(lease)))
+        ]
+
+    def _router_of(self, lease: RolloutLease) -> str:
+        name = router_name(lease.metadata.namespace, lease.metadata.name)
+        return f"{self.settings.namespace}/{name}"
 
     def _warming(self) -> bool:
         """Judge nobody before the agents had time to come back: a restart must change nothing."""
@@ -237,6 +262,7 @@ class Operator:
             "services": watch_routers(self.api, self.stores, Kind.SERVICE),
             "listings": self.listings.keep(),
             "surroundings": self.surroundings.keep_listing(self.api),
+            "demand": self.demands.run(),
             "cordons": self.surroundings.watch_cordons(self.api),
         }
         return [asyncio.create_task(one, name=name) for name, one in work.items()]

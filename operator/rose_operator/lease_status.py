@@ -68,10 +68,13 @@ def _lease_ready(
     least = max(1, lease.spec.slots.min)
     if refusal is not None:
         return Statement(_C.READY, False, refusal.reason, refusal.message)
-    if outcome.granted < least:
+    idle = outcome.reason is _R.IDLE
+    if outcome.granted < least and not idle:
         return Statement(_C.READY, False, outcome.reason, outcome.message)
     if not router_ready:
         return Statement(_C.READY, False, _R.ROUTER_NOT_READY, "the router has no ready pod")
+    if idle:  # turns are taken and wait for the slots that they bring back
+        return Statement(_C.READY, True, outcome.reason, outcome.message)
     if running < least:
         text = f"{running} of {outcome.granted} granted slots run"
         return Statement(_C.READY, False, _R.SLOTS_NOT_READY, text)
@@ -81,7 +84,7 @@ def _lease_ready(
 def _lease_granted(lease: RolloutLease, refusal: Refusal | None, outcome: Outcome) -> Statement:
     if refusal is not None:
         return Statement(_C.GRANTED, False, refusal.reason)
-    enough = outcome.granted >= max(1, lease.spec.slots.min)
+    enough = outcome.reason is _R.IDLE or outcome.granted >= max(1, lease.spec.slots.min)
     return Statement(_C.GRANTED, enough, outcome.reason, outcome.message)
 
 

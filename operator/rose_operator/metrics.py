@@ -125,6 +125,18 @@ SLOTS = Gauge(
     ["lease", "what"],
     registry=REGISTRY,
 )
+UNWANTED_GPUS = Gauge(
+    "rose_pool_unwanted_gpus",
+    "GPUs of a pool that could be lent now and that no lease wants.",
+    ["pool"],
+    registry=REGISTRY,
+)
+UNWANTED_SECONDS = Counter(
+    "rose_pool_unwanted_gpu_seconds",
+    "GPU time that could have been lent and that no lease wanted.",
+    ["pool"],
+    registry=REGISTRY,
+)
 HARVESTED_TOKENS = Gauge(
     "rose_lease_harvested_tokens",
     "Output tokens that borrowed engines made for the lease since it was applied.",

@@ -13,9 +13,11 @@ from rose_core.lending import Plan
 from rose_core.wire.sync import ReplicaReport
 from rose_operator import metrics
 from rose_operator.load_history import Loads
+from rose_operator.pool_status import unwanted_gpus
 from rose_operator.world import World
 
 _PERMILLE = 1000
+_LONGEST_SECONDS = 60.0
 
 
 class Publisher:
@@ -26,6 +28,7 @@ class Publisher:
     """
 
     def __init__(self) -> None:
+        self._published_at: float | None = None
         self._before: dict[tuple[Gauge, tuple[str, ...]], Gauge] = {}
         self._now: dict[tuple[Gauge, tuple[str, ...]], Gauge] = {}
 
@@ -38,7 +41,11 @@ class Publisher:
             self._set(metrics.REFUSALS, 1, key, refusal.reason)
         for key, refusal in world.pool_refusals.items():
             self._set(metrics.POOL_REFUSALS, 1, key, refusal.reason)
+        passed = self._passed(world.monotonic)
         for key, one in world.pools.good.items():
+            unwanted = unwanted_gpus(one, world, plan)
+            self._set(metrics.UNWANTED_GPUS, unwanted, key)
+            metrics.UNWANTED_SECONDS.labels(key).inc(unwanted * passed)
             self._serving(key, [report for _, report in world.reports_of(key)])
             coming = loads.outlook(key, one.spec.lending.forecast, world.now.timestamp())
             if coming is not None:
@@ -58,6 +65,11 @@ class Publisher:
         for gauge, labels in self._before.keys() - self._now.keys():
             gauge.remove(*labels)
         self._before, self._now = self._now, {}
+
+    def _passed(self, now: float) -> float:
+        """Seconds since the last publication; a longer silence is not counted as time seen."""
+        before, self._published_at = self._published_at, now
+        return 0.0 if before is None else min(now - before, _LONGEST_SECONDS)
 
     def _serving(self, pool: str, reports: list[ReplicaReport]) -> None:
         running = [r.running_requests for r in reports if r.running_requests is not None]

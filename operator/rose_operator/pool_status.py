@@ -62,10 +62,17 @@ def pool_status(
         replicas=len(reports),
         qualified_replicas=qualified,
         lent_replicas=len(lent),
+        unwanted_gpus=unwanted_gpus(pool, world, plan),
         asleep_replicas=world.asleep_in.get(pool.metadata.key, 0),
         load=load,
         explanation=explanation,
     )
+
+
+def unwanted_gpus(pool: ServingPool, world: World, plan: Plan) -> int:
+    """GPUs of the pool that could be lent now and that no lease wants; 0 where nothing is lent."""
+    lends = pool.spec.mode is PoolMode.LEND and pool.metadata.key not in world.pool_refusals
+    return plan.unwanted.get(pool.metadata.key, 0) if lends else 0
 
 
 def _pool_statements(

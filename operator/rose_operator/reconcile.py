@@ -53,6 +53,7 @@ class Reconciler:
         memory: the planner's; lost with the process, which only delays loans.
         remembered: pool key -> replicas it had when the operator started.
         hurry: whether a lease or pool has been asked for since the pass began.
+        demand: what the router of a lease says of its turns, by the lease's key.
         worked_seconds: processor time of the last pass, without its writes.
     """
 
@@ -73,12 +74,13 @@ class Reconciler:
     surroundings: Surroundings = field(default_factory=Surroundings)
     notices: Notices = field(default_factory=Notices)
     backoff: Backoff = field(default_factory=Backoff)
+    demand: Callable[[str], lending.Demand | None] = lambda _: None
 
     def __post_init__(self) -> None:
         self._pools = Reader(ServingPool, self.stores[Kind.POOL])
         self._leases = Reader(RolloutLease, self.stores[Kind.LEASE])
         self._slots = Reader(RolloutSlot, self.stores[Kind.SLOT])
-        self._known = Knowledge(self.surroundings, Loads(), Toggles())
+        self._known = Knowledge(self.surroundings, Loads(), Toggles(), self.demand)
         self._snapshots = Snapshots(self._known)
         self._writer = Writer(
             self.api,

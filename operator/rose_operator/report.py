@@ -297,7 +297,11 @@ def _patience(thing: Thing, status: Status) -> float:
         return 0.0
     if status.observed_generation != thing.status.observed_generation:
         return _GENERATION_SECONDS
-    figures = status.model_copy(update={"conditions": thing.status.conditions}) != thing.status
+    late: dict[str, object] = {"conditions": thing.status.conditions}
+    if isinstance(status, PoolStatus) and isinstance(thing.status, PoolStatus):
+        # It follows every loan by a pass; on its own it would double the writes of pools.
+        late["unwanted_gpus"] = thing.status.unwanted_gpus
+    figures = status.model_copy(update=late) != thing.status
     return _JOIN_SECONDS if changed or figures else _MESSAGE_SECONDS
 
 

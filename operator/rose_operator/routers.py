@@ -214,7 +214,8 @@ def _demand(lease: RolloutLease, settings: Settings) -> list[str]:
     """Agents must show their node's certificate; a dedicated engine elsewhere has none."""
     if not settings.router_client_ca or lease.spec.dedicated_engines:
         return []
-    return [f"--tls-client-ca={settings.router_client_ca}"]
+    operator = [f"--operator-ca={settings.router_peer_ca}"] if settings.router_peer_ca else []
+    return [f"--tls-client-ca={settings.router_client_ca}", *operator]
 
 
 def _replicas(lease: RolloutLease, settings: Settings) -> list[str]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -40,6 +40,7 @@ class Knowledge:
     surroundings: Surroundings
     loads: Loads
     toggles: Toggles
+    demand: Callable[[str], lending.Demand | None] = lambda _: None
 
 
 def snapshot(
@@ -120,7 +121,9 @@ class Snapshots:
         reason = None if refusal is None else refusal.reason
         toggle = self._known.toggles.seconds(lease.metadata.uid)
         values = reason, toggle
-        return self._leases.get(key, lease, values, lambda: _lease(lease, reason, toggle))
+        made = self._leases.get(key, lease, values, lambda: _lease(lease, reason, toggle))
+        asked = self._known.demand(key)  # its ages move all the time
+        return made if asked is None else replace(made, demand=asked)
 
     def _slot(self, slot: RolloutSlot) -> lending.Slot:
         running = self._known.toggles.has_run(slot.metadata.uid)
@@ -225,6 +228,8 @@ def _lease(lease: RolloutLease, refusal: Reason | None, toggle: float | None) ->
         preempts=lease.spec.preemption_policy is PreemptionPolicy.PREEMPT_LOWER_PRIORITY,
         ends_at=end.timestamp() if end else None,
         toggle_seconds=toggle,
+        turns_per_slot=lease.spec.max_trajectories_per_slot,
+        idle_seconds=float(lease.spec.slots.idle_seconds),
     )
 
 

@@ -30,6 +30,12 @@ class PoolStatus(StatusBase):
         default=0, ge=0, le=100_000, description="Replicas that may be lent or are."
     )
     lent_replicas: int = Field(default=0, ge=0, le=100_000, description="Replicas lent now.")
+    unwanted_gpus: int = Field(
+        default=0,
+        ge=0,
+        le=1_000_000,
+        description="GPUs that could be lent now and that no lease wants.",
+    )
     asleep_replicas: int = Field(
         default=0, ge=0, le=100_000, description="Replicas that drain, sleep or wake for a loan."
     )

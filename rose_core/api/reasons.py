@@ -48,6 +48,8 @@ class Reason(StrEnum):
     SOME_SLOTS_GRANTED = "SomeSlotsGranted"
     NO_REPLICA_QUALIFIES = "NoReplicaQualifies"
     NO_SLOTS_WANTED = "NoSlotsWanted"
+    IDLE = "Idle"
+    FEWER_WANTED = "FewerWanted"
     # A replica is not lent.
     QUALIFIES = "Qualifies"
     LENT = "Lent"
@@ -150,10 +152,12 @@ MEANING: dict[Reason, str] = {
     Reason.RUN_NOT_ALLOWED: "the platform does not let this namespace follow `weights.run`",
     Reason.GPUS_PER_SLOT_NOT_SUPPORTED: "`gpusPerSlot` above 1 is refused in this version",
     Reason.LEASE_EXPIRED: "`lifetimeSeconds` have passed since the lease was made",
-    Reason.ALL_SLOTS_GRANTED: "`slots.max` slots are granted",
-    Reason.SOME_SLOTS_GRANTED: "at least `slots.min`, fewer than `slots.max` are granted",
+    Reason.ALL_SLOTS_GRANTED: "`slots.max` slots are wanted and granted",
+    Reason.SOME_SLOTS_GRANTED: "at least `slots.min`, fewer than are wanted",
     Reason.NO_REPLICA_QUALIFIES: "fewer than `slots.min` are granted; the message counts why",
     Reason.NO_SLOTS_WANTED: "`slots.max` is 0",
+    Reason.IDLE: "no turn for `slots.idleSeconds`; turns, or the next step, bring the slots back",
+    Reason.FEWER_WANTED: "the lease has all slots that its turns can use, fewer than `slots.max`",
     Reason.QUALIFIES: "the replica may be lent",
     Reason.LENT: "the replica is lent to the named lease",
     Reason.REPLICA_NOT_READY: "the serving pod is not Ready",

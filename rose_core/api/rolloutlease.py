@@ -69,6 +69,13 @@ class Slots(ApiModel):
 
     min: int = Field(default=1, ge=0, le=1024, description="Below this the lease is not Ready.")
     max: int = Field(default=1, ge=0, le=1024, description="Most slots the lease holds.")
+    idle_seconds: int = Field(
+        default=90,
+        ge=10,
+        le=604_800,
+        description="Without a turn for so long all slots go back, until turns or the next step "
+        "come. About what a slot takes to start.",
+    )
 
 
 class Weights(ApiModel):
@@ -260,7 +267,9 @@ class LeaseStatus(StatusBase):
         alias="routerURL",
         description="The one URL that turns are sent to.",
     )
-    slots_wanted: int = Field(default=0, ge=0, le=1024, description="Slots the lease may get.")
+    slots_wanted: int = Field(
+        default=0, ge=0, le=1024, description="Slots that its turns can use now, at most slots.max."
+    )
     slots_granted: int = Field(default=0, ge=0, le=1024, description="Slots it holds.")
     slots_ready: int = Field(
         default=0, ge=0, le=1024, description="Slots whose engine runs attested weights."

@@ -14,6 +14,7 @@
 from rose_core.lending.answers import Lend, Outcome, Plan, Release, Verdict
 from rose_core.lending.facts import (
     Breaker,
+    Demand,
     Lease,
     Memory,
     Outlook,
@@ -29,6 +30,7 @@ from rose_core.lending.plan import plan
 
 __all__ = [
     "Breaker",
+    "Demand",
     "Lease",
     "Lend",
     "Memory",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rose_core.api.reasons import Reason
 from rose_core.lending.facts import Memory
@@ -64,6 +64,7 @@ class Plan:
         verdicts: replica uid -> whether it may be lent.
         outcomes: lease key -> what it has.
         members: pool key -> verdict of every replica of it, loans included.
+        unwanted: pool key -> GPUs of replicas that could be lent now and that no lease wants.
     """
 
     lends: tuple[Lend, ...]
@@ -72,3 +73,4 @@ class Plan:
     outcomes: Mapping[str, Outcome]
     memory: Memory
     members: Mapping[str, tuple[Verdict, ...]]
+    unwanted: Mapping[str, int] = field(default_factory=dict)

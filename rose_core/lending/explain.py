@@ -99,10 +99,12 @@ def _outcome(
 
 def _summary(world: World, lease: Lease, granted: int, counted: str) -> tuple[Reason, str]:
     head = f"{granted} of {lease.max_slots} slots"
+    if lease.reduced is not None:
+        head = f"{head}, because {lease.reduced_text}"
     if lease.max_slots == 0:
-        return Reason.NO_SLOTS_WANTED, "slots.max is 0"
+        return lease.reduced or Reason.NO_SLOTS_WANTED, lease.reduced_text or "slots.max is 0"
     if granted >= lease.max_slots:
-        return Reason.ALL_SLOTS_GRANTED, head
+        return lease.reduced or Reason.ALL_SLOTS_GRANTED, head
     own = _own_cause(world, lease, granted)
     text = f"{head}; {own[1]}; {counted}" if own else f"{head}; {counted}"
     if granted >= max(1, lease.min_slots):

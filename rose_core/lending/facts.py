@@ -28,6 +28,10 @@ class Policy:
         toggle_seconds: what a loan costs before it gives anything (engine start, weights), until
             the lease's own loans have shown it.
         borrow_gain: a loan must be expected to last this many times its cost.
+        deaf_seconds: what a router said longer ago says nothing about demand.
+        first_seconds: a lease without any turn yet holds its slots for so long: a trainer starts.
+        ready_seconds: what lies between a wish for slots and the start of their engines: a look at
+            the router, a pass, a node's Sync.
     """
 
     stale_seconds: float = 15.0
@@ -40,6 +44,9 @@ class Policy:
     rebalance_seconds: float = 600.0
     toggle_seconds: float = 60.0
     borrow_gain: float = 2.0
+    deaf_seconds: float = 60.0
+    first_seconds: float = 600.0
+    ready_seconds: float = 15.0
 
 
 @dataclass(frozen=True)
@@ -167,6 +174,31 @@ class Replica:
 
 
 @dataclass(frozen=True)
+class Demand:
+    """What a lease's router says of its turns, over all replicas of it (``demand``).
+
+    Attributes:
+        turns: most live and waiting at once, lately; 0 when there is none now or lately.
+        usual_turns: the same, in a usual step.
+        dedicated_turns: how many of them its dedicated engines carry half full.
+        idle_seconds: since the last turn, None before the first.
+        published_seconds: since a version came after the last turn; None when none has.
+        expected_seconds: until the next turns, None when nothing says.
+        up_seconds: since the router (the oldest of its replicas) was started.
+        age_seconds: how long ago the router was heard.
+    """
+
+    turns: int
+    usual_turns: int = 0
+    dedicated_turns: int = 0
+    idle_seconds: float | None = None
+    published_seconds: float | None = None
+    expected_seconds: float | None = None
+    up_seconds: float = 0.0
+    age_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Lease:
     """What an RL team asks for; ``refusal`` is admission's word (the lease is not accepted).
 
@@ -175,6 +207,10 @@ class Lease:
         preempts: its minimum may take slots of weaker leases.
         ends_at: when it expires, None for never.
         toggle_seconds: what its loans have cost until they ran, None before the first.
+        demand: what its router says; None = not heard.
+        turns_per_slot: turns that one slot takes at a time.
+        idle_seconds: how long slots are held without a turn.
+        reduced, reduced_text: why ``demand`` has made ``max_slots`` smaller than the spec's.
     """
 
     key: str
@@ -189,6 +225,11 @@ class Lease:
     preempts: bool = True
     ends_at: float | None = None
     toggle_seconds: float | None = None
+    demand: Demand | None = None
+    turns_per_slot: int = 8
+    idle_seconds: float = 90.0
+    reduced: Reason | None = None
+    reduced_text: str = ""
 
     @property
     def rank(self) -> tuple[int, float, str]:

@@ -38,6 +38,22 @@ def make_loans(world: World) -> None:
                 _lend_in(world, pool, worthy, whole=True)
 
 
+def unwanted(world: World) -> dict[str, int]:
+    """Pool key -> GPUs that could be lent now and that no lease wants, after all loans."""
+    return {pool.key: _unwanted_in(world, pool) for pool in world.snapshot.pools}
+
+
+def _unwanted_in(world: World, pool: Pool) -> int:
+    if blocked(world, pool) is not None:
+        return 0
+    left = sorted(
+        len(replica.gpus)
+        for replica in world.free(pool.key)
+        if world.unrested(replica) is None and refusal(world, pool, replica) is None
+    )
+    return sum(left[: max(0, world.room(pool))])
+
+
 def worth(world: World, pool: Pool, lease: Lease) -> bool:
     """The borrow gate."""
     return not not_worth(lease, pool, world.policy, world.now)

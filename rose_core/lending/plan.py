@@ -2,10 +2,12 @@
 
 One pass, from a snapshot:
 
+0. bound every lease by what its turns need (``demand``);
 1. judge every replica, remember since when it qualifies (``qualify``, ``world``);
 2. release slots whose reason to exist is gone: lease, pool, window, breaker, replica, stop button,
-   cordon, a sleeper that the coming load needs, limits, a lease that shrank, a second slot on a
-   GPU, a stronger lease below its minimum, an equal lease below its share (``release``, ``whole``);
+   cordon, a sleeper that the coming load needs, limits, a lease that shrank or has no turns, a
+   second slot on a GPU, a stronger lease below its minimum, an equal lease below its share
+   (``release``, ``whole``);
 3. lend free, settled replicas to the lease that is next by minimum, priority and weight, least used
    replica of the least used place first, within the limits of ``radius`` (``loan``, ``shares``);
 4. say for every lease what it has and why not more (``explain``).
@@ -17,9 +19,10 @@ start and a weight transfer.
 from __future__ import annotations
 
 from rose_core.lending.answers import Plan
+from rose_core.lending.demand import by_demand
 from rose_core.lending.explain import member_verdicts, outcomes
 from rose_core.lending.facts import Snapshot
-from rose_core.lending.loan import make_loans
+from rose_core.lending.loan import make_loans, unwanted
 from rose_core.lending.release import release_slots
 from rose_core.lending.world import World
 
@@ -31,7 +34,7 @@ def plan(snapshot: Snapshot, now: float) -> Plan:
         snapshot: what is known; must be complete (every lease, pool and slot).
         now: seconds since the epoch.
     """
-    world = World(snapshot, now)
+    world = World(by_demand(snapshot, now), now)
     release_slots(world)
     make_loans(world)
     members = member_verdicts(world)
@@ -42,4 +45,5 @@ def plan(snapshot: Snapshot, now: float) -> Plan:
         outcomes=outcomes(world, members),
         memory=world.memory,
         members=members,
+        unwanted=unwanted(world),
     )

@@ -122,8 +122,8 @@ def _above_lease_maximum(world: World) -> None:
     by_lease = _by(world.held(), lambda slot: slot.lease)
     for lease in world.snapshot.leases:
         mine = by_lease.get(lease.key, [])
-        text = f"slots.max is {lease.max_slots}"
-        _shrink(world, mine, lease.max_slots, Reason.LEASE_SHRUNK, text)
+        text = lease.reduced_text or f"slots.max is {lease.max_slots}"
+        _shrink(world, mine, lease.max_slots, lease.reduced or Reason.LEASE_SHRUNK, text)
         pool = world.pools.get(lease.pool)
         if pool is not None and pool.per_lease_percent < 100:
             kept = [slot for slot in mine if slot.name not in world.releases]

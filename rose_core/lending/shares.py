@@ -1,4 +1,4 @@
-"""How the leases of a pool share what may be lent.
+"""How the leases of a pool share what may be lent: weighted max-min fairness over wanted slots.
 
 Three rules, in this order; each slot goes to the lease that the rules name next:
 
@@ -6,7 +6,12 @@ Three rules, in this order; each slot goes to the lease that the rules name next
 2. a higher priority takes all it wants before a lower one gets more than its minimum;
 3. inside a priority, by weight: the lease with the fewest slots per weight is next.
 
-``order`` is what loans follow; ``targets`` is the same order played through for all slots of the
+Rule 3 is progressive filling (Bertsekas and Gallager, "Data Networks", 6.5.2): nobody gets more
+than he wants (``demand``), and nobody's share can grow but at the cost of one that is smaller per
+weight. A slot is all that a lease is given, so this is also what dominant resource fairness (Ghodsi
+et al., 2011) comes to.
+
+``place`` is what loans follow; ``targets`` is the same order played through for all slots of the
 pool at once: what every lease is entitled to, from which rebalancing and explanations follow.
 """
 

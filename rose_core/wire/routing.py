@@ -63,12 +63,49 @@ class EngineUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RouterNote(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The router's side of the stream, at most once a second.
+    """The router's side of the stream, once a second: it lives.
+
+    What it wants it tells the operator (``DemandNote``), also when no engine is attached.
+    """
+
+
+class DemandRequest(msgspec.Struct, frozen=True):
+    """The operator asks the router of a lease to say what turns it has, for as long as it listens.
 
     Attributes:
-        live_turns: turns in flight on this engine.
-        queued_turns: turns waiting for any engine of the lease.
+        lease: ``namespace/name``; the router of another lease refuses.
+    """
+
+    lease: str
+
+
+class DemandNote(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Turns of one replica of a lease's router, at once after a change and every few seconds.
+
+    Ages are seconds at the moment of sending.
+
+    Attributes:
+        live_turns: in flight on engines.
+        queued_turns: waiting for an engine.
+        waiting_tokens: prompt and output tokens of those that wait.
+        peak_turns: most live and waiting at once in the last minute.
+        usual_turns: the same, in a usual step.
+        dedicated_turns: turns that its open dedicated engines carry half full.
+        phase: of the trainer, as its turns and publishes tell (``rose_core.rollouts.rhythm``).
+        idle_seconds: since the last turn, None before the first.
+        published_seconds: since a version came after the last turn; None when none has.
+        expected_seconds: until the next turns are expected; None when nothing says.
+        up_seconds: since the replica was started.
     """
 
     live_turns: int = 0
     queued_turns: int = 0
+    waiting_tokens: int = 0
+    peak_turns: int = 0
+    usual_turns: int = 0
+    dedicated_turns: int = 0
+    phase: str = "Unknown"
+    idle_seconds: float | None = None
+    published_seconds: float | None = None
+    expected_seconds: float | None = None
+    up_seconds: float = 0.0

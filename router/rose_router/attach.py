@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 from rose_core.wire.routing import EngineKind, EngineUpdate, RouterNote
 from rose_router.engine_client import Target
@@ -31,7 +31,6 @@ class Attachments:
     Args:
         fleet: the engines.
         lease: the only lease whose engines may attach.
-        queued: number of turns waiting, for the notes.
         dedicated: names of the dedicated engines that may attach; empty = any.
     """
 
@@ -39,12 +38,10 @@ class Attachments:
         self,
         fleet: Fleet,
         lease: str,
-        queued: Callable[[], int],
         dedicated: frozenset[str] = frozenset(),
     ) -> None:
         self._fleet = fleet
         self._lease = lease
-        self._queued = queued
         self._dedicated = dedicated
         self._streams = itertools.count(1)
 
@@ -64,7 +61,7 @@ class Attachments:
         reader = asyncio.create_task(self._read(updates, stream, names))
         try:
             while not reader.done():
-                yield self._note(names)
+                yield RouterNote()
                 await asyncio.wait({reader}, timeout=NOTE_SECONDS)
             await reader
         except TimeoutError:
@@ -104,8 +101,3 @@ class Attachments:
                 LOG.info("engine %s (%s) attached", update.engine, update.kind)
             names.add(update.engine)
             self._fleet.apply(update, stream)
-
-    def _note(self, names: set[str]) -> RouterNote:
-        engines = [self._fleet.get(name) for name in names]
-        live = sum(len(engine.legs) for engine in engines if engine is not None)
-        return RouterNote(live_turns=live, queued_turns=self._queued())

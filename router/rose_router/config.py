@@ -28,6 +28,7 @@ class Settings:
         limits: what callers may take.
         tls_dir: certificate of the port for engine owners; None = plain text.
         tls_client_ca: authority of the certificates that they then must have.
+        operator_ca: authority of the operator's certificate, which is as good there.
         max_body_bytes: largest request.
         interval: tokens per event of engines' streams for callers who do not stream: fewer events
             cost engine and router less; a killed engine takes at most so many unseen tokens along.
@@ -56,6 +57,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     tls_dir: Path | None = None
     tls_client_ca: Path | None = None
+    operator_ca: Path | None = None
     max_body_bytes: int = 16 * 1024 * 1024
     interval: int = 4
     max_losses: int = 10

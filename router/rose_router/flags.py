@@ -39,6 +39,11 @@ def parser() -> argparse.ArgumentParser:
     _about_replicas(flags.add_argument_group("several replicas").add_argument)
     tls.add_flag(flags)
     tls.add_clients_flag(flags)
+    flags.add_argument(
+        "--operator-ca",
+        type=Path,
+        help="authority of the operator's certificate, good beside that of --tls-client-ca",
+    )
     add_log_level(flags)
     return flags
 
@@ -159,6 +164,7 @@ def settings(flags: argparse.Namespace) -> Settings:
         attach_token=token(flags.token_file),
         tls_dir=flags.tls_dir,
         tls_client_ca=flags.tls_client_ca,
+        operator_ca=flags.operator_ca,
         turn_token_file=flags.turn_token_file,
         http_tls_dir=flags.http_tls_dir,
         limits=Limits(

@@ -22,6 +22,7 @@ from rose_router.attach import Attachments
 from rose_router.barrier import Barrier, HttpIngest
 from rose_router.config import Settings
 from rose_router.connections import Connections
+from rose_router.demand import Asked
 from rose_router.engine_client import EngineClient, HttpEngineClient
 from rose_router.errors import BadRequest
 from rose_router.flags import parser, settings
@@ -103,13 +104,14 @@ async def running(
     ):
         connections = Connections()
         service = Service(config, client or HttpEngineClient(connections))
-        replicas = (config.link.authority,) if config.link else ()
+        installation = config.link.authority if config.link else config.operator_ca
+        replicas = (installation,) if installation else ()
         credentials = tls.server_credentials(config.tls_dir, config.tls_client_ca, *replicas)
         server = Server(token=config.attach_token, credentials=credentials)
-        attachments = Attachments(
-            service.fleet, config.lease, lambda: len(service.room), config.dedicated
-        )
+        attachments = Attachments(service.fleet, config.lease, config.dedicated)
         attachments.serve_on(server)
+        asked = Asked(service)
+        asked.serve_on(server)
         doors = Doors(config.limits)
         barrier = Barrier(
             service.fleet,
@@ -139,6 +141,7 @@ async def running(
             raise RuntimeError("aiohttp made no server")
         try:
             await service.start()
+            looking = asyncio.create_task(asked.run())
             async with (
                 listening(runner.server, doors, http_address, config.http_tls_dir) as port,
                 _listening_to_peers(runner.server, doors, peer_address, config) as peer_port,
@@ -149,6 +152,7 @@ async def running(
                 yield Running(service, port, attach_port, peer_port)
                 await service.drain()
         finally:
+            looking.cancel()
             if peers:
                 await peers.close()
             await service.close()

@@ -80,6 +80,13 @@ FIRST_TOKEN_SECONDS = Histogram(
 )
 LIVE = Gauge("rose_router_live_turns", "Turns in flight on engines.", ["kind"], registry=REGISTRY)
 QUEUED = Gauge("rose_router_queued_turns", "Turns waiting for an engine.", registry=REGISTRY)
+PHASE = Gauge(
+    "rose_router_trainer_phase",
+    "1 for what the trainer does as far as its turns and publishes tell: Generating, Training, "
+    "Silent, Unknown.",
+    ["phase"],
+    registry=REGISTRY,
+)
 ENGINES = Gauge(
     "rose_router_engines",
     "Engines attached, by kind and whether the gate is open.",

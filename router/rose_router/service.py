@@ -44,6 +44,10 @@ def random_rid() -> str:
     return f"{_PROCESS}{next(_NUMBERS):016x}"
 
 
+def _nothing() -> None:
+    return
+
+
 class Service:
     """A lease's router.
 
@@ -53,6 +57,9 @@ class Service:
         clock: monotonic seconds.
         new_rid: makes ids of legs, all of one length.
         dice: random numbers from 0 to 1, for exploration.
+
+    Attributes:
+        on_turn: called when a turn begins.
     """
 
     def __init__(
@@ -78,6 +85,7 @@ class Service:
         self.room.finish_rate = self._finish_rate
         self.draining = False
         self.labels: dict[str, str] = {}
+        self.on_turn: Callable[[], None] = _nothing
         self._fences = Fences(self.fleet, client)
         self._runner = TurnRunner(
             settings,
@@ -162,6 +170,7 @@ class Service:
             turn = Turn(request, self.clock(), Transcript(request.prompt), labels=self.labels)
             turn.check_bounds(self.fleet.bounds())
             self.ledger.open(turn)
+            self.on_turn()
             turn.born = self.prospects.turn_begins(
                 request.trajectory, request.hint, len(request.prompt), turn.began
             )

@@ -90,6 +90,11 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens that the waiting turns bring with them."""
+        return sum(waiter.view.context for waiter in self._waiting)
+
     def hold(self) -> None:
         """Begin no turn until ``release``; the time does not count as waiting."""
         self.held = True

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from rose_core.identity import SlotKey
-from rose_core.lending import Policy
+from rose_core.lending import Demand, Policy
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_operator.api import Kind
 from rose_operator.object_cache import Store
@@ -33,6 +33,7 @@ class Bench:
         self.settings = settings
         self.now = 0.0
         self.leads = True
+        self.demand: dict[str, Demand] = {}
         self.boot()
 
     def boot(self) -> None:
@@ -48,6 +49,7 @@ class Bench:
             clock=lambda: self.now,
             wall=lambda: START + self.now,
             policy=replace(Policy(), settle_seconds=0.0, cool_seconds=0.0, toggle_seconds=0.0),
+            demand=self.demand.get,
         )
         self.read()
         self.reconciler.remember_pools()

@@ -7,6 +7,7 @@
 | ``ENSURE``, ``STOP``, ``HOLD``, | guard | engine host | Unix socket on the node |
 | ``DORMANT``, ``LIMIT``, ``STATUS`` | | | |
 | ``ATTACH`` | guard, dedicated engine host | router | Service of the lease's router |
+| ``DEMAND`` | operator | router | the same; each replica where there are several |
 
 The weight plane's methods stand in ``rose_weights.methods``.
 """
@@ -23,7 +24,7 @@ from rose_core.wire.host import (
     SetDormant,
     StopEngine,
 )
-from rose_core.wire.routing import EngineUpdate, RouterNote
+from rose_core.wire.routing import DemandNote, DemandRequest, EngineUpdate, RouterNote
 from rose_core.wire.sync import Notice, NoticeRequest, SyncReply, SyncRequest
 from rose_wire.rpc import Method
 
@@ -39,3 +40,4 @@ LIMIT = Method("rose.v1.EngineHost", "Limit", LimitMemory, EngineStatus)
 STATUS = Method("rose.v1.EngineHost", "Status", HostStatusRequest, HostStatus)
 
 ATTACH = Method("rose.v1.Router", "Attach", EngineUpdate, RouterNote)
+DEMAND = Method("rose.v1.Router", "Demand", DemandRequest, DemandNote)

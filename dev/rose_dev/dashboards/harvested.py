@@ -92,6 +92,22 @@ DASHBOARD = Dashboard(
             "Turns",
             (
                 Panel(
+                    "GPUs that no lease wants",
+                    "Could be lent now, but every lease has what its turns can use.",
+                    "short",
+                    {"sum by (pool) (rose_pool_unwanted_gpus{$here})": "{{pool}}"},
+                    stacked=True,
+                ),
+                Panel(
+                    "GPU-hours that no lease wanted",
+                    "Over the last day.",
+                    "h",
+                    {
+                        "sum by (pool) (increase(rose_pool_unwanted_gpu_seconds_total"
+                        "{$here}[24h])) / 3600": "{{pool}}"
+                    },
+                ),
+                Panel(
                     "Tokens to trainers",
                     "Output tokens that routers hold and return, by the kind of engine.",
                     "short",
