@@ -256,3 +256,9 @@ def uninstall(node: Node) -> None:
     assert left.split() == []
     assert field(node, "rolloutlease", "grpo", RESEARCH, "{.metadata.name}") == "grpo"
     assert field(node, "servingpool", "chat", SERVING, "{.metadata.name}") == "chat"
+    ready = "{.status.conditions[?(@.type=='Ready')].reason}"
+    granted = "{.status.slotsGranted} {.status.slotsReady} {.status.routerURL}"
+    assert field(node, "rolloutlease", "grpo", RESEARCH, ready) == "Uninstalled"
+    assert field(node, "rolloutlease", "grpo", RESEARCH, granted).split() == ["0", "0"]
+    assert field(node, "servingpool", "chat", SERVING, ready) == "Uninstalled"
+    assert field(node, "servingpool", "chat", SERVING, "{.status.lentReplicas}") == "0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import runpy
 from typing import Any
 
 import pytest
@@ -174,6 +175,29 @@ def test_uninstalling_gives_everything_back_first() -> None:
     assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-delete"
     assert job["spec"]["activeDeadlineSeconds"] == 180
     assert render({"uninstall": {"giveBack": False}}).all("Job") == []
+
+
+def test_the_last_status_speaks_of_nothing_that_is_gone() -> None:
+    corrected = runpy.run_path(str(CHART / "files/give_back.py"))["corrected"]
+    before = {
+        "slotsGranted": 2,
+        "slotsReady": 0,
+        "routerURL": "http://router",
+        "conditions": [
+            {"type": "Ready", "status": "True", "reason": "SlotsReady", "observedGeneration": 3},
+            {"type": "Accepted", "status": "True", "reason": "Accepted"},
+            {"type": "Granted", "status": "False", "reason": "NoReplicaQualifies"},
+        ],
+    }
+    after = corrected(before, "2026-11-23T00:00:00Z")
+    ready, accepted, granted = after.pop("conditions")
+    assert after == {"slotsGranted": 0, "routerURL": ""}
+    assert (ready["status"], ready["reason"], ready["observedGeneration"]) == (
+        "False",
+        "Uninstalled",
+        3,
+    )
+    assert [accepted, granted] == before["conditions"][1:]
 
 
 @pytest.mark.parametrize("name", ["give_back", "smoke", "await_kinds"])

@@ -5,6 +5,7 @@
 | scale the operator to zero | nobody grants; what is granted lapses on the nodes' own clocks |
 | wait until no engine host has an engine | the GPUs are serving's alone |
 | delete slots, routers | nothing is left that the operator alone would have removed |
+| correct the status of pools and leases | nobody reads of slots, GPUs or a URL that are gone |
 
 It fails, and with it the uninstallation, while an engine is still there: say what holds it.
 """
@@ -22,6 +23,10 @@ from typing import Any
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 API = "https://kubernetes.default.svc"
+KINDS = "/apis/rose-gpu.dev/v1alpha1"
+# What a reader would take for a promise; the other conditions say what was found, not what is.
+WITHDRAWN = ("Ready", "Granted", "WeightsSynced", "ServingProtected", "TelemetryFresh")
+COUNTS = ("lentReplicas", "qualifiedReplicas", "unwantedGpus", "slotsGranted", "slotsReady")
 MANAGED = "labelSelector=app.kubernetes.io/managed-by%3Drose-operator"
 OPERATOR = "labelSelector=app.kubernetes.io/name%3Drose-operator"
 HOSTS = "labelSelector=rose-gpu.dev/engine-host%3Dtrue"
@@ -100,11 +105,38 @@ def wait(what: str, deadline: float, pending: Any) -> None:  # noqa: ANN401  # a
     sys.stdout.write(f"{what}: none\n")
 
 
+def corrected(status: dict[str, Any], now: str) -> dict[str, Any]:
+    """The status of a pool or lease once ROSE is gone: nothing is lent, and it says why."""
+    gone = {"status": "False", "reason": "Uninstalled", "message": "ROSE has been uninstalled"}
+    conditions = [
+        condition
+        if condition["type"] not in WITHDRAWN or condition["status"] == "False"
+        else {**condition, **gone, "lastTransitionTime": now}
+        for condition in status.get("conditions", [])
+    ]
+    counts = {name: 0 for name in COUNTS if status.get(name)}
+    url = {"routerURL": ""} if status.get("routerURL") else {}
+    return {"conditions": conditions, **counts, **url}
+
+
+def correct_statuses() -> None:
+    """Write what is true from now on; an object that cannot be written keeps its old words."""
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    for plural in ("servingpools", "rolloutleases"):
+        for item in ask(f"{KINDS}/{plural}").get("items", []):
+            meta, status = item["metadata"], item.get("status", {})
+            where = f"{KINDS}/namespaces/{meta['namespace']}/{plural}/{meta['name']}"
+            try:
+                ask(f"{where}/status", "PATCH", {"status": corrected(status, now)})
+            except urllib.error.HTTPError as error:
+                sys.stdout.write(f"status of {meta['namespace']}/{meta['name']}: {error}\n")
+
+
 def main(namespace: str, seconds: float) -> None:
     """Give everything back."""
     deadline = time.monotonic() + seconds
     core, apps = f"/api/v1/namespaces/{namespace}", f"/apis/apps/v1/namespaces/{namespace}"
-    slots = f"/apis/rose-gpu.dev/v1alpha1/namespaces/{namespace}/rolloutslots"
+    slots = f"{KINDS}/namespaces/{namespace}/rolloutslots"
     scale = f"{apps}/deployments/rose-operator/scale"
     ask(scale, "PATCH", {"spec": {"replicas": 0}})
     wait("operators", deadline, lambda: names(f"{core}/pods?{OPERATOR}"))
@@ -114,6 +146,7 @@ def main(namespace: str, seconds: float) -> None:
     for collection in (f"{apps}/deployments", f"{core}/services"):
         for name in names(f"{collection}?{MANAGED}"):
             ask(f"{collection}/{name}?propagationPolicy=Background", "DELETE")
+    correct_statuses()
     sys.stdout.write("slots and routers are gone; pools and leases stay\n")
 
 
