@@ -29,8 +29,10 @@ from rose_agent.errors import AgentError, BadConfiguration
 from rose_agent.guard.inspect import inspection
 from rose_agent.guard.loop import Guard, Settings
 from rose_agent.metrics import REGISTRY
+from rose_agent.pods.claims import Claims, KubeletClaims, WrittenClaims, known, own_namespace
 from rose_agent.pods.kubernetes import Access, KubernetesPods
 from rose_agent.pods.model import PodSource
+from rose_agent.pods.podresources import SOCKET, PodResources
 from rose_agent.pods.static import StaticPods
 from rose_agent.signals import confined
 from rose_agent.signals.reader import ConfinedReaders
@@ -76,6 +78,17 @@ def arguments() -> argparse.ArgumentParser:
     add("--http-port", type=flags.port, default=9101, help="0 = any")
     add("--devices", choices=["static", "nvml"], default="nvml")
     add("--static-gpus", type=Path)
+    add(
+        "--pod-resources",
+        type=Path,
+        default=SOCKET,
+        help="the kubelet's socket that says which pod has which GPU",
+    )
+    add(
+        "--platform-namespaces",
+        default="",
+        help="NAME,NAME: pods there may use GPUs without owning them (monitors); ROSE's own is one",
+    )
     add("--static-replicas", type=Path, help="serving replicas from a file, without Kubernetes")
     add("--kube-url", type=flags.web, help="API server outside a cluster")
     add("--kube-token-file", type=Path)
@@ -214,18 +227,14 @@ def _pods(options: argparse.Namespace, guard: Guard) -> PodSource:
         access = Access(options.kube_url, options.kube_token_file, options.kube_ca_file)
     else:
         access = Access.in_cluster()
-    return KubernetesPods(
-        access,
-        options.node,
-        guard.match,
-        guard.devices.used_by,
-        partial(_any_gpu, guard, options.devices),
-    )
-
-
-def _any_gpu(guard: Guard, driver: str) -> tuple[str, ...]:
-    """GPUs that pods are paired with by age: those of a driver that knows no processes."""
-    return tuple(gpu.uuid for gpu in guard.devices.gpus) if driver == "static" else ()
+    devices = guard.devices
+    if options.devices == "static":
+        claims: Claims = WrittenClaims(lambda: [gpu.uuid for gpu in devices.gpus])
+        return KubernetesPods(access, options.node, guard.match, claims)
+    platform = own_namespace() | frozenset(filter(None, options.platform_namespaces.split(",")))
+    kubelet = PodResources(options.pod_resources, guard.match)
+    claims = KubeletClaims(kubelet, lambda: known(devices.gpus), devices.used_by, platform)
+    return KubernetesPods(access, options.node, guard.match, claims, platform)
 
 
 async def _serve(guard: Guard, options: argparse.Namespace) -> list[web.AppRunner]:

@@ -8,6 +8,7 @@ the same for all of them:
 |---|---|---|---|
 | ``DeviceAccess`` | every node's engine host reaches its GPUs | one does not | nobody reports |
 | ``ComputeAvailable`` | ``compute`` works on every node | one cannot; names it | nobody reports |
+| ``OwnershipProven`` | the kubelet allocated each replica's GPUs | told otherwise | not yet |
 | ``MemoryAvailable`` | ``memorySource`` and ``memoryLimit`` work | one cannot | nobody reports |
 """
 
@@ -25,6 +26,7 @@ from rose_core.devices.capabilities import (
     first_missing,
     memory_needs,
 )
+from rose_core.devices.ownership import Proof
 from rose_core.wire.sync import ReplicaReport
 from rose_operator.world import World
 
@@ -38,7 +40,7 @@ def needs(pool: ServingPool) -> tuple[Capability, ...]:
 
 
 def statements(pool: ServingPool, world: World) -> list[Statement]:
-    """The pool's three conditions."""
+    """The pool's four conditions."""
     spec = pool.spec
     asked = (
         (ConditionType.DEVICE_ACCESS, ()),
@@ -46,7 +48,27 @@ def statements(pool: ServingPool, world: World) -> list[Statement]:
         (ConditionType.MEMORY_AVAILABLE, memory_needs(spec.memory_source, spec.memory_limit)),
     )
     reports = world.reports_of(pool.metadata.key)
-    return [_statement(kind, wanted, world, reports) for kind, wanted in asked]
+    available = [_statement(kind, wanted, world, reports) for kind, wanted in asked]
+    return [*available, _ownership(world, reports)]
+
+
+def _ownership(world: World, reports: Sequence[tuple[str, ReplicaReport]]) -> Statement:
+    """False does not stop lending: what a process list shows is still checked on every look."""
+    kind = ConditionType.OWNERSHIP_PROVEN
+    if not reports:
+        return Statement(kind, None, Reason.NO_REPLICAS, "no agent reports a replica")
+    weak = [one for one in reports if one[1].gpu_proof not in {Proof.NONE, Proof.ALLOCATED}]
+    if weak:
+        nodes = sorted({node for node, _ in weak})
+        known = world.telemetry.nodes.get(nodes[0])
+        said = known.request.capabilities if known is not None else {}
+        why = said.get(Capability.OWNERSHIP.value, "told by other means than its kubelet")
+        names = ", ".join(nodes[:_MOST_NAMED])
+        text = f"{len(weak)} of {len(reports)} replicas ({names}): {why}"
+        return Statement(kind, False, Reason.WEAKLY_PROVEN, text)
+    if all(report.gpu_proof == Proof.ALLOCATED for _, report in reports):
+        return Statement(kind, True, Reason.ALL_ALLOCATED)
+    return Statement(kind, None, Reason.NOT_OBSERVED_YET, "some agents do not say it yet")
 
 
 def _statement(

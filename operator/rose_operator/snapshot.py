@@ -17,6 +17,7 @@ from rose_core.api.rolloutlease import PreemptionPolicy
 from rose_core.api.rolloutslot import Tier
 from rose_core.api.wholereplica import WholeReplica
 from rose_core.devices.capabilities import Capability
+from rose_core.devices.ownership import Proof
 from rose_core.wire.sync import ReplicaReport
 from rose_operator import capabilities
 from rose_operator.admission import created, expiry
@@ -295,7 +296,8 @@ def _replica(
         verified=report.verified,
         kv_permille=used,
         refusal=replica_refusal(lacks.word if lacks else report.refusal),
-        refusal_text=lacks.text if lacks else report.refusal,
+        refusal_text=lacks.text if lacks else report.refusal_text or report.refusal,
+        proven=report.gpu_proof == Proof.ALLOCATED,
         occupied=place.occupied is None or report.pod_uid in place.occupied,
         zone=place.zone,
         cordoned=place.cordoned,

@@ -171,7 +171,9 @@ def _essence(request: SyncRequest) -> object:
             r.signal,
             r.verified,
             r.refusal,
+            r.refusal_text,
             r.gpu_uuids,
+            r.gpu_proof,
         )
         for r in request.replicas
     )

@@ -18,6 +18,7 @@ class ConditionType(StrEnum):
     DEVICE_ACCESS = "DeviceAccess"
     COMPUTE_AVAILABLE = "ComputeAvailable"
     MEMORY_AVAILABLE = "MemoryAvailable"
+    OWNERSHIP_PROVEN = "OwnershipProven"
     RECLAIMING = "Reclaiming"
     PAUSED = "Paused"
 
@@ -62,6 +63,10 @@ class Reason(StrEnum):
     KV_USE_TOO_HIGH = "KVUseTooHigh"
     MULTI_NODE_REPLICA = "MultiNodeReplica"
     SPANS_REPLICAS = "SpansReplicas"
+    GPU_NOT_OWNED = "GpuNotOwned"
+    GPU_CONTESTED = "GpuContested"
+    SHARED_GPU = "SharedGpu"
+    FOREIGN_PROCESS = "ForeignProcess"
     NO_GPU = "NoGPU"
     GPU_IN_USE = "GPUInUse"
     INSUFFICIENT_MEMORY = "InsufficientMemory"
@@ -119,6 +124,8 @@ class Reason(StrEnum):
     WITHIN_OBJECTIVE = "WithinObjective"
     OBJECTIVE_MISSED = "ObjectiveMissed"
     NO_OBJECTIVE = "NoObjective"
+    ALL_ALLOCATED = "AllAllocated"
+    WEAKLY_PROVEN = "WeaklyProven"
     # Slots and what runs in them.
     GRANT_ISSUED = "GrantIssued"
     AGENT_SILENT = "AgentSilent"
@@ -169,7 +176,11 @@ MEANING: dict[Reason, str] = {
     Reason.KV_USE_TOO_HIGH: "recent KV use leaves no room",
     Reason.MULTI_NODE_REPLICA: "the serving replica is several pods (a LeaderWorkerSet of more "
     "than one, an engine with `--nnodes`), or several nodes report it",
-    Reason.SPANS_REPLICAS: "the GPU is shared by several serving replicas",
+    Reason.SPANS_REPLICAS: "the GPU is allocated to several serving replicas",
+    Reason.GPU_NOT_OWNED: "the GPU that the replica names is allocated to another pod",
+    Reason.GPU_CONTESTED: "several replicas name the same GPU, and nobody proves whose it is",
+    Reason.SHARED_GPU: "the GPU is allocated in shares, or to several pods; it has no one owner",
+    Reason.FOREIGN_PROCESS: "somebody who does not own the GPU computes on it; the text says who",
     Reason.NO_GPU: "the agent found no GPU of this replica",
     Reason.GPU_IN_USE: "a GPU of the replica is lent already or not yet vacated",
     Reason.INSUFFICIENT_MEMORY: "too little device memory may be lent",
@@ -225,6 +236,8 @@ MEANING: dict[Reason, str] = {
     Reason.WITHIN_OBJECTIVE: "slow requests stay inside the objective's percentile",
     Reason.OBJECTIVE_MISSED: "more requests were slow than the objective's percentile allows",
     Reason.NO_OBJECTIVE: "the pool names no absolute objective",
+    Reason.ALL_ALLOCATED: "the kubelet says of every replica which GPUs are its own",
+    Reason.WEAKLY_PROVEN: "some replicas' GPUs are told by process lists or by hand",
     Reason.GRANT_ISSUED: "the node's agent has reported the slot under a valid grant",
     Reason.AGENT_SILENT: "the node's agent does not report; its grant lapses",
     Reason.ENGINE_STARTING: "the engine or its weights are on their way",
@@ -245,6 +258,8 @@ REPLICA_REFUSALS = frozenset(
     {
         Reason.MULTI_NODE_REPLICA,
         Reason.SPANS_REPLICAS,
+        Reason.SHARED_GPU,
+        Reason.FOREIGN_PROCESS,
         Reason.NO_GPU,
         Reason.GPU_IN_USE,
         Reason.INSUFFICIENT_MEMORY,

@@ -10,6 +10,7 @@ engine host that is too old to say so cannot do it.
 | ``DeviceAccess`` | every pool; missing only when the host says so | ``DeviceAccess`` |
 | ``MPS`` | ``compute: MPS`` | one of ``rose_core.devices.mps.MpsRefusal`` |
 | ``DriverMemoryLimit`` | ``memoryLimit: Driver`` | ``DriverLimitUnavailable`` |
+| ``GpuOwnership`` | nobody: a weaker proof lends too, and is said | - |
 | ``ElasticMemory`` | ``memorySource: Elastic`` | ``ElasticUnavailable`` |
 """
 
@@ -27,6 +28,7 @@ class Capability(StrEnum):
     MPS = "MPS"
     DRIVER_LIMIT = "DriverMemoryLimit"
     ELASTIC = "ElasticMemory"
+    OWNERSHIP = "GpuOwnership"
 
 
 _UNSPOKEN = {

@@ -8,6 +8,8 @@
 | ``XidError`` | the driver reported a fault of the device | with its reset, the agent's restart |
 | ``EccErrors`` | uncorrected memory errors, or rows that wait to be replaced | with a reset |
 | ``ThermalThrottling`` | the GPU lowers its clocks because it is hot | 60 s after the last sign |
+| ``SharedGpu``, ``NoGPU`` | it is not the pod's alone, or not at all (``ownership``) | with that |
+| ``ForeignProcess`` | somebody else computes on it (``ownership``) | with them |
 | ``NotVacated`` | an engine that should be gone has a process on it (``devices.watch``) | with it |
 | ``PowerLimit`` | it draws more than the pool's ``maxPowerWatts`` | 60 s below 95 % of that |
 
@@ -38,6 +40,9 @@ class DeviceRefusal(StrEnum):
     THERMAL = "ThermalThrottling"
     POWER = "PowerLimit"
     NOT_VACATED = "NotVacated"
+    SHARED = "SharedGpu"
+    FOREIGN = "ForeignProcess"
+    NO_GPU = "NoGPU"
 
 
 class Virtualization(StrEnum):

@@ -148,6 +148,7 @@ class Replica:
         occupied: the agent still reports a slot here that is not gone.
         zone: of the node, empty when unknown.
         cordoned: the node is marked unschedulable: somebody is about to drain it.
+        proven: the kubelet has allocated the GPUs to it.
     """
 
     uid: str
@@ -166,6 +167,7 @@ class Replica:
     zone: str = ""
     cordoned: bool = False
     stale: bool = False
+    proven: bool = False
 
     @property
     def devices(self) -> frozenset[str]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from itertools import chain
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 
 from rose_core.api.reasons import MEANING, Reason
 from rose_core.lending.answers import Verdict
 from rose_core.lending.facts import Policy, Pool, Replica
 from rose_core.wire.sync import SignalSource
 
+# A claim that nobody proves ends no loan, whoever makes it: else naming a GPU would be enough.
+_KEEPING = frozenset({Reason.QUALIFIES, Reason.KV_USE_TOO_HIGH, Reason.GPU_CONTESTED})
 # What an agent says of a GPU that carries our own slot is no reason to take the slot back.
 _OWN_DOING = frozenset({Reason.GPU_IN_USE, Reason.INSUFFICIENT_MEMORY, Reason.COOLING_DOWN})
 
@@ -122,7 +123,7 @@ def verdict(replica: Replica, pool: Pool, policy: Policy) -> Verdict:
 
 def still_fit(found: Verdict) -> bool:
     """Whether a replica with this verdict may keep the slot it has."""
-    return found.reason in {Reason.QUALIFIES, Reason.KV_USE_TOO_HIGH} or found.reason in _OWN_DOING
+    return found.reason in _KEEPING or found.reason in _OWN_DOING
 
 
 def still_asleep(found: Verdict) -> bool:
@@ -130,7 +131,42 @@ def still_asleep(found: Verdict) -> bool:
     return still_fit(found) or found.reason is Reason.REPLICA_NOT_READY
 
 
-def shared_gpus(replicas: tuple[Replica, ...]) -> frozenset[str]:
-    """GPUs that more than one replica names."""
-    counts = Counter(chain.from_iterable(replica.devices for replica in replicas))
-    return frozenset(gpu for gpu, count in counts.items() if count > 1)
+def contests(replicas: tuple[Replica, ...]) -> dict[str, Verdict]:
+    """What becomes of replicas that name the same GPU, by uid.
+
+    | proven owners | the owner | the others |
+    |---|---|---|
+    | one | as if nobody else named it | ``GpuNotOwned``: nothing is lent, slots are taken back |
+    | several | ``SpansReplicas``: the same | ``GpuNotOwned`` |
+    | none | | ``GpuContested``: nothing is lent, slots that exist stay |
+    """
+    claims: dict[str, list[Replica]] = defaultdict(list)
+    for replica in replicas:
+        for gpu in replica.devices:
+            claims[gpu].append(replica)
+    found: dict[str, Verdict] = {}
+    for claimants in claims.values():
+        if len(claimants) > 1:
+            for one, word in _contest(claimants):
+                # Of several contests the one that takes slots back counts.
+                before = found.get(one.uid)
+                if word is not None and (before is None or still_fit(before)):
+                    found[one.uid] = word
+    return found
+
+
+def _contest(claimants: list[Replica]) -> Iterator[tuple[Replica, Verdict | None]]:
+    owners = [one for one in claimants if one.proven]
+    names = ", ".join(sorted(one.name for one in owners or claimants))
+    for one in claimants:
+        if not owners:
+            text = f"{names} name the same GPU, and nobody proves whose it is"
+            yield one, Verdict(one.name, Reason.GPU_CONTESTED, text)
+        elif not one.proven:
+            text = f"the GPU that it names is allocated to {names}"
+            yield one, Verdict(one.name, Reason.GPU_NOT_OWNED, text)
+        elif len(owners) > 1:
+            text = f"the GPU is allocated to {names}"
+            yield one, Verdict(one.name, Reason.SPANS_REPLICAS, text)
+        else:
+            yield one, None

@@ -13,7 +13,7 @@ from rose_core.api.reasons import Reason
 from rose_core.lending.answers import Lend, Release, Verdict
 from rose_core.lending.facts import Lease, Memory, Pool, Replica, Slot, Snapshot
 from rose_core.lending.limits import Limit, limit, most_lent
-from rose_core.lending.qualify import shared_gpus, still_asleep, still_fit, verdict
+from rose_core.lending.qualify import contests, still_asleep, still_fit, verdict
 
 _MINUTE = 60.0
 
@@ -44,16 +44,20 @@ class World:
         self.memory = self._remember()
 
     def _judge(self) -> dict[str, Verdict]:
-        shared = shared_gpus(self.snapshot.replicas)
-        return {uid: self._judge_one(replica, shared) for uid, replica in self.replicas.items()}
+        contested = contests(self.snapshot.replicas)
+        return {
+            uid: self._judge_one(replica, contested.get(uid))
+            for uid, replica in self.replicas.items()
+        }
 
-    def _judge_one(self, replica: Replica, shared: frozenset[str]) -> Verdict:
+    def _judge_one(self, replica: Replica, contested: Verdict | None) -> Verdict:
         pool = self.pools.get(replica.pool)
         if pool is None:
             return Verdict(replica.name, Reason.UNKNOWN_POOL, f"pool {replica.pool}")
-        if not shared.isdisjoint(replica.devices):
-            return Verdict(replica.name, Reason.SPANS_REPLICAS, "a GPU serves two replicas")
-        return verdict(replica, pool, self.policy)
+        if contested is not None and not still_fit(contested):
+            return contested
+        own = verdict(replica, pool, self.policy)
+        return contested if contested is not None and still_fit(own) else own
 
     def _index(self) -> None:
         staying = [slot for slot in self.snapshot.slots if not slot.released]

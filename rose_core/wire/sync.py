@@ -51,7 +51,9 @@ class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
         refusal: closed reason why nothing may be lent here now (``docs/api.md``), or empty.
         kv_used_permille: KV pool in use, thousandths.
         busy_permille: share of the last report window with a request in flight, thousandths.
-        lendable_bytes: device memory that may be lent.
+        refusal_text: the reason with its names and numbers; empty = what the word means.
+        gpu_proof: on whose word the GPUs are the replica's (``rose_core.devices.ownership.Proof``).
+        lendable_bytes: device memory that may be lent, of each of the GPUs.
         requests_total, slow_requests_total: finished requests and those above the pool's SLO.
     """
 
@@ -65,6 +67,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
     signal: SignalSource | None = None
     verified: bool | None = None
     refusal: str = ""
+    refusal_text: str = ""
+    gpu_proof: str = ""
     running_requests: int | None = None
     kv_used_permille: int | None = None
     busy_permille: int | None = None

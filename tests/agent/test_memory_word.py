@@ -12,7 +12,9 @@ from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.devices.owners import Owner
 from rose_agent.devices.watch import DeviceWatch
 from rose_agent.guard import gpus
+from rose_agent.pods.model import Residents
 from rose_core.devices.memory import Budget, Lendable
+from rose_core.devices.ownership import Claim, Proof
 from rose_core.identity import SlotKey
 from rose_core.wire.host import EngineState, EngineStatus
 from rose_core.wire.reasons import HostReason
@@ -54,12 +56,11 @@ class Node:
         self.serving(30, 40)
         owners = {11: Owner(pod="pod"), 22: Owner("slot-1", "host")}
         self.watch = DeviceWatch(NvmlDriver.open(), lambda: self.now, owners.get)
+        pod = SimpleNamespace(claim=Claim((self.gpu.uuid,), Proof.ALLOCATED), pids=())
         policy = PoolPolicy(
             *("ns/pool", "Lend", {}, 1), memory_source=source, memory_headroom_percent=20
         )
-        self.replica: Any = SimpleNamespace(
-            policy=policy, pod=SimpleNamespace(gpu_uuids=(self.gpu.uuid,)), view=None
-        )
+        self.replica: Any = SimpleNamespace(policy=policy, pod=pod, view=None)
 
     def serving(self, gib: int, used: int, engine: int | None = 10 * GIB) -> None:
         """What serving holds beside the engine, and what the GPU uses in all."""
@@ -70,7 +71,7 @@ class Node:
         monkeypatch.setattr("rose_agent.guard.report.kv_permille", lambda *_: None)
         for uuid, reading in self.watch.read().items():
             self.watch.take(uuid, reading)
-        gpus.look_at(self.watch, {"pod": self.replica}, {"slot-1": slot})  # type: ignore[dict-item]
+        gpus.look_at(self.watch, {"pod": self.replica}, {"slot-1": slot}, Residents())  # type: ignore[dict-item]
 
 
 def status(state: EngineState = EngineState.SERVING, **more: object) -> EngineStatus:

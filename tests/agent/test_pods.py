@@ -16,6 +16,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rose_agent.errors import BadConfiguration
+from rose_agent.pods.claims import WrittenClaims
 from rose_agent.pods.kubernetes import Access, KubernetesPods
 from rose_agent.pods.processes import COMPLETE_EVERY, Processes, Watcher, container_id
 from rose_agent.pods.static import StaticPods
@@ -85,7 +86,7 @@ async def api(tmp_path: Path) -> AsyncIterator[tuple[FakeApi, KubernetesPods]]:
     token = tmp_path / "token"
     token.write_text("secret\n")
     access = Access(str(server.make_url("")).rstrip("/"), token, None)
-    pods = KubernetesPods(access, "node-1", lambda: None, lambda _: (), lambda: ("GPU-0", "GPU-1"))
+    pods = KubernetesPods(access, "node-1", lambda: None, WrittenClaims(lambda: ("GPU-0", "GPU-1")))
     running = asyncio.create_task(pods.run())
     yield fake, pods
     running.cancel()

@@ -37,13 +37,23 @@ def test_the_default_observes_and_runs_nothing_on_gpus() -> None:
         assert "privileged: true" not in yaml.safe_dump(item)
 
 
-def test_observing_needs_no_capability_and_nothing_of_the_node_but_its_own_folder() -> None:
+def test_observing_needs_no_capability_and_little_of_the_node() -> None:
+    """Its own folder, and the kubelet's word which pod has which GPU."""
     pod = render().one("DaemonSet", "rose-agent")["spec"]["template"]["spec"]
     assert [item["name"] for item in pod["containers"]] == ["guard"]
     rights = pod["containers"][0]["securityContext"]["capabilities"]
     assert (rights["drop"], rights["add"]) == (["ALL"], [])
     paths = [volume["hostPath"]["path"] for volume in pod["volumes"] if "hostPath" in volume]
-    assert paths == ["/run/rose"]
+    assert paths == ["/run/rose", "/var/lib/kubelet/pod-resources"]
+    (asked,) = (
+        one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "pod-resources"
+    )
+    assert asked["readOnly"] is True
+
+
+def test_without_a_real_driver_the_kubelet_is_not_asked() -> None:
+    static = render({"agent": {"devices": "static"}}).one("DaemonSet", "rose-agent")
+    assert "pod-resources" not in yaml.safe_dump(static)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,14 @@ from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.devices.owners import Owner, owner_of, parse
 from rose_agent.devices.watch import STALE_SECONDS, DeviceWatch, Lent, Terms, View
 from rose_core.devices.memory import Headroom
+from rose_core.devices.ownership import Claim, Party, Proof
 from rose_dev.gpu.state import DRIVER_NOT_LOADED, NOT_SUPPORTED, State
 from rose_dev.waiting import until
 
 GIB = 1 << 30
 FIFTH = Terms(headroom=Headroom(percent=20))
 POD = "53099174-d551-433b-9350-adf44bee898e"
+OTHER, HOST = POD.replace("5", "6"), POD.replace("5", "7")
 V1 = f"6:freezer:/kubepods/burstable/pod{POD}/79/rose-0a1b2c3d-slot-1\n0::/\n"
 V2 = f"0::/kubepods.slice/kubepods-pod{POD.replace('-', '_')}.slice/cri-79.scope\n"
 
@@ -52,12 +54,19 @@ class Node:
             gpu.raw.memory_total, gpu.raw.memory_used = 80 * GIB, 0
         self.gpu.start(11, 40 * GIB)
         self.owners = {11: Owner(pod=POD)}
+        self.commands: dict[int, str] = {}
+        self.names = {POD: "chat/serving", OTHER: "evil/bait", HOST: "rose-system/host"}
         self.now = 1000.0
-        self.watch = DeviceWatch(NvmlDriver.open(), lambda: self.now, self.owners.get)
+        self.watch = DeviceWatch(
+            NvmlDriver.open(),
+            lambda: self.now,
+            self.owners.get,
+            lambda pid: self.commands.get(pid, "python"),
+        )
 
     def engine(self, size: int, slot: str = "slot-1", pid: int = 22) -> None:
         self.gpu.start(pid, size)
-        self.owners[pid] = Owner(slot, "host")
+        self.owners[pid] = Owner(slot, HOST)
 
     def read(self) -> None:
         for uuid, reading in self.watch.read().items():
@@ -77,7 +86,9 @@ class Node:
         self, uuids: tuple[str, ...], lent: Lent | None = None, terms: Terms | None = None
     ) -> View:
         """Without reading anew."""
-        return self.watch.look("pod", uuids, terms or FIFTH, lent or Lent(), None)
+        claim = Claim(uuids, Proof.ALLOCATED)
+        party = Party(POD, names=self.names, platform=frozenset({HOST}), proof=claim.proof)
+        return self.watch.look(claim, party, terms or FIFTH, lent or Lent(), None)
 
 
 @pytest.fixture
@@ -133,7 +144,7 @@ def test_figures_that_are_old_are_unknown(node: Node) -> None:
     node.now += STALE_SECONDS
     view = node.see((node.gpu.uuid,))
     assert (view.refusal, view.lendable.bytes) == ("DeviceUnknown", None)
-    assert "10 s old" in view.message
+    assert "older than 10 s" in view.message
 
 
 def test_a_driver_that_fails_makes_everything_unknown(node: Node) -> None:
@@ -154,7 +165,7 @@ def test_a_gpu_nobody_lists_is_unknown_with_the_number_of_those_that_are(node: N
 def test_little_free_memory_is_pressure(node: Node) -> None:
     node.engine(38 * GIB)
     assert node.look(Lent(frozenset({"slot-1"}))).budget.pressure
-    node.watch.forget("pod")
+    node.watch.forget(POD)
     node.gpu.raw.memory_used = 40 * GIB
     assert not node.look(Lent(frozenset({"slot-1"}))).budget.pressure
 
@@ -218,6 +229,55 @@ def test_an_engine_is_held_to_its_size_on_each_gpu(node: Node) -> None:
     node.nvml.gpus[1].start(22, 2 * GIB)
     view = node.look(Lent(frozenset({"slot-1"})), gpus=2)
     assert view.held == {"slot-1": 10 * GIB}
+
+
+# --- whose the GPU is
+
+
+def test_a_process_of_another_pod_refuses_the_loan_by_the_pods_name(node: Node) -> None:
+    node.gpu.start(33, GIB)
+    node.owners[33] = Owner(pod=OTHER)
+    view = node.look()
+    assert view.refusal == "ForeignProcess"
+    assert "pod evil/bait (process 33)" in view.message
+    node.gpu.end(33)
+    assert node.look().refusal == ""
+
+
+def test_a_gpu_that_only_somebody_else_uses_is_not_its_owners_to_lend(node: Node) -> None:
+    node.gpu.end(11)
+    node.gpu.start(33, GIB)
+    node.owners[33] = Owner(pod=OTHER)
+    assert node.look().refusal == "ForeignProcess"
+
+
+def test_the_platforms_own_processes_are_no_strangers(node: Node) -> None:
+    node.gpu.start(33, GIB)
+    node.owners[33] = Owner(pod=HOST)
+    assert node.look().refusal == ""
+
+
+def test_a_process_of_no_pod_is_named_by_its_command(node: Node) -> None:
+    node.gpu.start(33, GIB)
+    node.owners[33], node.commands[33] = Owner(), "miner"
+    assert "process 33 (miner)" in node.look().message
+    node.commands[33] = "nvidia-cuda-mps"
+    assert node.look().refusal == "ForeignProcess"
+
+
+def test_a_process_that_cannot_be_seen_refuses_once_it_stays(node: Node) -> None:
+    node.gpu.start(33, GIB)
+    assert node.look().refusal == "", "it may have ended just now"
+    view = node.look()
+    assert view.refusal == "ForeignProcess"
+    assert "cannot be seen" in view.message
+
+
+def test_a_claim_that_is_refused_closes_the_gate(node: Node) -> None:
+    node.read()
+    claim = Claim((node.gpu.uuid,), Proof.ALLOCATED, "SharedGpu", "also allocated to a/b")
+    view = node.watch.look(claim, Party(POD), Terms(), Lent(), None)
+    assert (view.refusal, view.message) == ("SharedGpu", "also allocated to a/b")
 
 
 # --- who asks the driver, and who waits for it

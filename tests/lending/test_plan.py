@@ -73,7 +73,57 @@ def test_one_gpu_of_two_replicas_is_not_lent() -> None:
     both = [replica("a", gpus=("G",), node="n"), replica("b", gpus=("G",), node="n")]
     done = plan(world(both, [lease("x")]), NOW)
     assert done.lends == ()
-    assert {one.reason for one in done.verdicts.values()} == {Reason.SPANS_REPLICAS}
+    assert {one.reason for one in done.verdicts.values()} == {Reason.GPU_CONTESTED}
+
+
+def test_a_gpu_that_the_kubelet_gave_to_two_replicas_is_taken_back() -> None:
+    both = [replica(name, gpus=("G",), node="n", proven=True) for name in "ab"]
+    one = lease("x")
+    held = slot(one, both[0])
+    snapshot = world(both, [one], [held], memory=Memory(unfit_since={held.uid: NOW - 1000}))
+    done = plan(snapshot, NOW)
+    assert {found.reason for found in done.verdicts.values()} == {Reason.SPANS_REPLICAS}
+    assert released(snapshot) == {held.name: Reason.SPANS_REPLICAS}
+
+
+def test_a_contested_gpu_stays_with_its_proven_owner() -> None:
+    owner = replica("a", gpus=("G",), node="n", proven=True)
+    thief = replica("b", gpus=("G",), node="n", pool="s/evil")
+    pools = [pool(), pool(key="s/evil")]
+    evil = lease("evil", pool="s/evil", priority=1000)
+    snapshot = world([owner, thief], [lease("x"), evil], pools=pools)
+    assert lent(snapshot) == [("r/x", "a")]
+    verdict = plan(snapshot, NOW).verdicts["b"]
+    assert verdict.reason is Reason.GPU_NOT_OWNED
+    assert "s/a" in verdict.message
+
+
+def test_naming_a_lent_gpu_takes_back_no_slot_and_lends_none() -> None:
+    """Neither where the owner is proven nor where nobody is."""
+    for proven in (True, False):
+        owner = replica("a", gpus=("G",), node="n", proven=proven)
+        thief = replica("b", gpus=("G",), node="n", pool="s/evil")
+        pools, one = [pool(), pool(key="s/evil")], lease("x")
+        evil = lease("evil", pool="s/evil", priority=1000)
+        snapshot = world([owner, thief], [one, evil], [slot(one, owner)], pools=pools)
+        later = NOW + 10_000
+        assert (lent(snapshot, later), released(snapshot, later)) == ([], {})
+
+
+def test_a_contest_does_not_hide_that_a_replica_is_unfit() -> None:
+    both = [replica(name, gpus=("G",), node="n", refusal=Reason.XID_ERROR) for name in "ab"]
+    done = plan(world(both, [lease("x")]), NOW)
+    assert {found.reason for found in done.verdicts.values()} == {Reason.XID_ERROR}
+
+
+def test_an_unproven_owner_of_a_slot_loses_it_to_the_proven_one() -> None:
+    thief = replica("b", gpus=("G",), node="n")
+    owner = replica("a", gpus=("G",), node="n", proven=True)
+    one = lease("x")
+    held = slot(one, thief)
+    long = Memory(unfit_since={held.uid: NOW - 1000})
+    snapshot = world([owner, thief], [one], [held], memory=long)
+    assert released(snapshot) == {held.name: Reason.GPU_NOT_OWNED}
 
 
 def test_gpus_of_two_nodes_may_have_one_name() -> None:

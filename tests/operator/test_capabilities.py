@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from rose_core.wire.sync import Sharing, SyncRequest
 from rose_operator.api import Kind
 from rose_operator.leader import LeaderLock
 from tests.operator.bench import Bench
 from tests.operator.stub_agent import replica
+from tests.operator.test_decisions import ask as ask_why
 from tests.operator.test_sync import ask
 
 READY = {"DeviceAccess": "", "MPS/GPU-a": "", "DriverMemoryLimit": ""}
@@ -92,6 +95,54 @@ async def test_an_engine_host_that_cannot_reach_its_gpus_is_named() -> None:
     found = conditions(bench)["DeviceAccess"]
     assert (found["status"], found["reason"]) == ("False", "DeviceAccess")
     assert "/dev/nvidia-uvm" in found["message"]
+
+
+async def proofs(*found: str, said: str = "") -> dict[str, Any]:
+    bench = Bench()
+    bench.pool()
+    replicas = tuple(
+        msgspec.structs.replace(replica("default/chat", f"r{number}"), gpu_proof=proof)
+        for number, proof in enumerate(found)
+    )
+    capabilities = {"GpuOwnership": said} if said else {}
+    bench.telemetry.record(SyncRequest("n1", "t", 0, replicas, (), capabilities), bench.now)
+    await bench.turn(2)
+    condition = conditions(bench)["OwnershipProven"]
+    assert conditions(bench)["Ready"]["status"] == "True"
+    return condition
+
+
+async def test_a_pool_whose_gpus_the_kubelet_has_allocated_says_so() -> None:
+    found = await proofs("Allocated", "Allocated")
+    assert (found["status"], found["reason"]) == ("True", "AllAllocated")
+
+
+async def test_gpus_that_are_told_by_process_lists_are_called_weakly_proven() -> None:
+    said = "there is no kubelet.sock; GPUs are told by process lists, which proves less"
+    found = await proofs("Allocated", "Processes", said=said)
+    assert (found["status"], found["reason"]) == ("False", "WeaklyProven")
+    assert "1 of 2 replicas (n1)" in found["message"]
+    assert said in found["message"]
+
+
+async def test_an_agent_that_does_not_speak_of_ownership_leaves_it_unknown() -> None:
+    assert (await proofs("Allocated", ""))["status"] == "Unknown"
+
+
+async def test_who_uses_a_gpu_that_is_not_his_is_named_to_its_owner() -> None:
+    text = "GPU GPU-a is used by pod evil/bait (process 33) as well"
+    bench = Bench()
+    bench.pool()
+    bench.lease()
+    ask_why(bench, Kind.POOL, "chat", "why")
+    one = msgspec.structs.replace(
+        replica("default/chat", "a"), refusal="ForeignProcess", refusal_text=text
+    )
+    bench.telemetry.record(SyncRequest("n1", "t", 0, (one,), (), READY), bench.now)
+    await bench.turn(3)
+    assert bench.slots() == []
+    status = bench.api.objects[Kind.POOL, "default/chat"]["status"]
+    assert text in str(status["explanation"])
 
 
 async def test_what_an_older_engine_host_does_not_speak_of_is_not_there() -> None:

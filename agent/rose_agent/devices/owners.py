@@ -45,3 +45,11 @@ def owner_of(pid: int, proc: Path = Path("/proc")) -> Owner | None:
         return parse((proc / str(pid) / "cgroup").read_text())
     except OSError:
         return None
+
+
+def command_of(pid: int, proc: Path = Path("/proc")) -> str:
+    """A process's name as the kernel has it; empty when it is gone."""
+    try:
+        return (proc / str(pid) / "comm").read_text(errors="replace").strip()
+    except OSError:
+        return ""

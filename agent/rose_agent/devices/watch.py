@@ -6,6 +6,7 @@ GPU's figures count from the moment they are there, and are unknown when they ar
 ``STALE_SECONDS``. A GPU that did not answer is asked less often, so it does not make the figures of
 the others old. ``look`` is called by the guard for each replica and waits for nothing:
 
+- ownership (``rose_core.devices.ownership``): whose the GPU is, and who else computes there;
 - health (``health``): an unfit GPU is not lent, with the word why;
 - who holds memory (``owners``): a process of an engine whose slot is not here any more means that
   the GPU was not vacated (``NotVacated``), which is what rung 5 promises;
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from rose_agent.devices.driver import DeviceDriver, Gpu, GpuProcess, Memory
 from rose_agent.devices.errors import DeviceError
-from rose_agent.devices.owners import Owner, owner_of
+from rose_agent.devices.owners import Owner, command_of, owner_of
 from rose_core.devices.health import DeviceRefusal, Fitness, FitnessLimits, Vitals, assess
 from rose_core.devices.memory import (
     Budget,
@@ -36,6 +37,7 @@ from rose_core.devices.memory import (
     lendable,
     steer,
 )
+from rose_core.devices.ownership import Claim, OnGpu, Party, stranger
 from rose_core.wire.sync import PoolPolicy
 
 _log = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class Reading:
 
     Attributes:
         owners: pid -> whose it is, of ``processes``.
+        commands: pid -> its name, of those that belong to no pod.
         problem: why the driver did not describe it; empty when it did.
     """
 
@@ -61,6 +64,7 @@ class Reading:
     vitals: Vitals | None = None
     processes: tuple[GpuProcess, ...] | None = None
     owners: dict[int, Owner] = field(default_factory=dict)
+    commands: dict[int, str] = field(default_factory=dict)
     problem: str = ""
 
     def held_by_engines(self) -> int | None:
@@ -77,6 +81,18 @@ class Reading:
                     return None
                 held += process.used_bytes
         return held
+
+    @property
+    def unseen(self) -> frozenset[int]:
+        """Processes whose owner was not to be seen."""
+        return frozenset(p.pid for p in self.processes or () if p.pid not in self.owners)
+
+    def present(self, pid: int) -> OnGpu:
+        """One of its processes, as its owner is judged."""
+        owner = self.owners.get(pid)
+        if owner is None:
+            return OnGpu(pid, seen=False)
+        return OnGpu(pid, owner.slot, owner.pod, command=self.commands.get(pid, ""))
 
     def engines(self) -> frozenset[str]:
         """Slots whose engines have a process on the GPU."""
@@ -155,6 +171,8 @@ class _Rest:
 @dataclass
 class _Gpu:
     reading: Reading
+    unseen: frozenset[int] = frozenset()
+    """Processes whose owner was not to be seen in the reading before either."""
     fitness: Fitness = field(default_factory=Fitness)
     high_water: HighWater = field(default_factory=HighWater)
 
@@ -166,6 +184,7 @@ class DeviceWatch:
         driver: asked by the reader's thread alone.
         clock: monotonic seconds.
         owner: whose a process is.
+        command: its name.
         limits: when budgets are cut and grow.
     """
 
@@ -174,11 +193,13 @@ class DeviceWatch:
         driver: DeviceDriver,
         clock: Callable[[], float] = time.monotonic,
         owner: Callable[[int], Owner | None] = owner_of,
+        command: Callable[[int], str] = command_of,
         limits: BudgetLimits | None = None,
     ) -> None:
         self._driver = driver
         self._clock = clock
         self._owner = owner
+        self._command = command
         self._gpus: dict[str, _Gpu] = {}
         self._budgets: dict[str, Budget] = {}
         self._rests: dict[str, _Rest] = {}
@@ -238,7 +259,8 @@ class DeviceWatch:
             _log.warning("GPU %s: %s; asked again in %.0f s", uuid, error, seconds)
             return Reading(now_s, problem=str(error))
         self._rests.pop(uuid, None)
-        return Reading(now_s, memory, vitals, processes, known)
+        commands = {pid: self._command(pid) for pid, owner in known.items() if not owner.pod}
+        return Reading(now_s, memory, vitals, processes, known, commands)
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
@@ -263,26 +285,27 @@ class DeviceWatch:
         if known is None:
             self._gpus[uuid] = _Gpu(reading)
         else:
+            known.unseen = known.reading.unseen
             known.reading = reading
 
     def look(
-        self, key: str, uuids: Iterable[str], terms: Terms, lent: Lent, kv_permille: int | None
+        self, claim: Claim, party: Party, terms: Terms, lent: Lent, kv_permille: int | None
     ) -> View:
         """A replica's GPUs now.
 
         Args:
-            key: the replica, by its pod's uid; its budget is remembered under it.
-            uuids: its GPUs.
+            claim: which they are, and whether they are its own.
+            party: who may be on them; the replica's budget is remembered under its pod's uid.
             terms: of its pool.
             lent: what is there beside serving.
             kv_permille: use of serving's KV pool.
         """
-        now_s, uuids = self._clock(), tuple(uuids)
+        now_s, uuids, key = self._clock(), claim.gpus, party.pod
         gpus = [self._gpus.get(uuid) for uuid in uuids]
-        fitness = [
-            self._judge(uuid, gpu, terms, lent, now_s)
-            for uuid, gpu in zip(uuids, gpus, strict=True)
-        ]
+        fitness = [Fitness(DeviceRefusal(claim.refusal), claim.message)]
+        for uuid, gpu in zip(uuids, gpus, strict=True):
+            fitness.append(_trespass(uuid, gpu, party, now_s))
+            fitness.append(self._judge(uuid, gpu, terms, lent, now_s))
         unfit = next((one for one in fitness if one.refusal), Fitness())
         room = {
             uuid: self._lendable(gpu, terms, lent, now_s)
@@ -312,7 +335,7 @@ class DeviceWatch:
         limits = FitnessLimits(terms.max_power_watts, terms.shared_faults)
         if reading.problem or age_s >= STALE_SECONDS:
             gpu.fitness = assess(gpu.fitness, None, limits, now_s)
-            why = reading.problem or f"its last answer is {age_s:.0f} s old"
+            why = reading.problem or f"its last answer is older than {STALE_SECONDS:.0f} s"
             return replace(gpu.fitness, message=f"GPU {uuid} does not answer: {why}")
         gpu.fitness = assess(gpu.fitness, reading.vitals, limits, now_s)
         left = reading.engines() - lent.slots
@@ -360,6 +383,25 @@ class DeviceWatch:
             return MemorySeen(None, 0, kv_permille, lent.released)
         least = min(free, key=lambda pair: pair[0] - pair[1])
         return MemorySeen(*least, kv_permille, lent.released)
+
+
+def _trespass(uuid: str, gpu: _Gpu | None, party: Party, now_s: float) -> Fitness:
+    """Somebody who does not own the GPU and is no engine of ours computes on it.
+
+    A process that has just ended, or has not been put into its cgroup yet, is not to be seen for a
+    moment; one that stays so is somebody.
+    """
+    if gpu is None or now_s - gpu.reading.read_s >= STALE_SECONDS:
+        return Fitness()
+    reading = gpu.reading
+    passing = reading.unseen - gpu.unseen
+    asked = (p.pid for p in reading.processes or () if p.pid not in passing)
+    found = [name for pid in asked if (name := stranger(reading.present(pid), party))]
+    if not found:
+        return Fitness()
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    text = f"GPU {uuid} is used by {found[0]}{more} as well"
+    return Fitness(DeviceRefusal.FOREIGN, text, now_s)
 
 
 def _held(gpus: list[_Gpu | None], now_s: float) -> dict[str, int]:

@@ -16,13 +16,18 @@ from rose_agent.devices.watch import DeviceWatch, Lent, Terms, View
 from rose_agent.guard import report
 from rose_agent.guard.replica import Replica
 from rose_agent.guard.slot import Slot
+from rose_agent.pods.model import Residents
 from rose_core.devices.memory import overrun
+from rose_core.devices.ownership import Party
 from rose_core.wire.host import EngineState
 from rose_core.wire.reasons import HostReason
 
 
 def look_at(
-    devices: DeviceWatch, replicas: Mapping[str, Replica], slots: Mapping[str, Slot]
+    devices: DeviceWatch,
+    replicas: Mapping[str, Replica],
+    slots: Mapping[str, Slot],
+    residents: Residents,
 ) -> None:
     """Give every replica the view of its GPUs, and its slots their budget."""
     for uid, replica in replicas.items():
@@ -36,7 +41,16 @@ def look_at(
         )
         terms = Terms.of(replica.policy)
         kv_permille = report.kv_permille(replica, time.monotonic_ns())
-        replica.view = devices.look(uid, replica.pod.gpu_uuids, terms, lent, kv_permille)
+        claim = replica.pod.claim
+        party = Party(
+            uid,
+            frozenset(replica.pod.pids),
+            residents.names,
+            residents.platform,
+            claim.proof,
+            terms.shared_faults,
+        )
+        replica.view = devices.look(claim, party, terms, lent, kv_permille)
         for slot in beside:
             _tell(slot, replica.view)
 

@@ -336,7 +336,11 @@ class Guard:
             [(r, self._verdicts.get(uid)) for uid, r in self.replicas.items()],
             self.slots.values(),
             host_alive=self.host.alive(time.monotonic_ns()),
-            capabilities=report.capabilities(self.host.capabilities, self.no_devices),
+            capabilities=report.capabilities(
+                self.host.capabilities,
+                self.no_devices,
+                self.pods.weakness if self.pods is not None else "",
+            ),
             sleepless=self.whole.refusal,
         )
 

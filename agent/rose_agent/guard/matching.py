@@ -118,7 +118,7 @@ class Matching:
         self._watcher.watch(pid for pod in pods.values() for pid in pod.pids)
         around.pools.match(owner.policies)
         self._match_slots()
-        look_at(around.devices, self.replicas, self.slots)
+        look_at(around.devices, self.replicas, self.slots, owner.pods.residents)
         around.whole.match(self.replicas, owner.grants, stop=stop_pressed)
 
     def _watch(self, source: PodSource, pods: Mapping[str, ServingPod]) -> None:

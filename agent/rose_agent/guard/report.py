@@ -12,6 +12,7 @@ from rose_agent.guard.replica import Replica
 from rose_agent.guard.slot import Slot
 from rose_core.api.reasons import Reason
 from rose_core.devices.capabilities import Capability
+from rose_core.devices.health import DeviceRefusal
 from rose_core.guard.gate import Verdict, closed
 from rose_core.guard.ladder import Rung
 from rose_core.guard.reasons import GateReason
@@ -36,6 +37,8 @@ _DOUBTS: dict[Doubt, Reason] = {
     Doubt.UNVERIFIED: Reason.SIGNAL_NOT_VERIFIED,
     Doubt.CONTRADICTED: Reason.SIGNAL_NOT_VERIFIED,
 }
+# Words whose texts hold no figure that moves: degrees and watts would be news in every report.
+_STEADY = frozenset(DeviceRefusal) - {DeviceRefusal.THERMAL, DeviceRefusal.POWER}
 _FRESH_NS = 10_000_000_000
 
 
@@ -76,12 +79,14 @@ def sync_request(
     )
 
 
-def capabilities(host: Mapping[str, str], no_devices: str) -> dict[str, str]:
-    """What the host says, with the guard's own word where the guard sees no GPUs."""
-    own = host.get(Capability.DEVICE_ACCESS.value, "")
-    if not no_devices or own:
-        return dict(host)
-    return {**host, Capability.DEVICE_ACCESS.value: f"{Reason.DEVICE_ACCESS.value}: {no_devices}"}
+def capabilities(host: Mapping[str, str], no_devices: str, weakness: str = "") -> dict[str, str]:
+    """What the host says, with the guard's own words: no GPUs are seen, or not whose they are."""
+    said = dict(host)
+    if weakness:
+        said[Capability.OWNERSHIP.value] = weakness
+    if no_devices and not host.get(Capability.DEVICE_ACCESS.value, ""):
+        said[Capability.DEVICE_ACCESS.value] = f"{Reason.DEVICE_ACCESS.value}: {no_devices}"
+    return said
 
 
 @functools.cache
@@ -128,11 +133,11 @@ def replica_report(
         refusal = _DOUBTS[signal.doubt]
     if refusal is None and not host_alive:
         refusal = Reason.ENGINE_HOST_UNAVAILABLE
-    if refusal is None and not pod.gpu_uuids:
-        refusal = Reason.NO_GPU
-    view = replica.view
+    view, text = replica.view, ""
     if refusal is None and view is not None and view.refusal:
-        refusal = Reason(view.refusal)
+        refusal, text = Reason(view.refusal), view.message if view.refusal in _STEADY else ""
+    if refusal is None and not pod.gpu_uuids:
+        refusal, text = Reason.NO_GPU, pod.claim.message
     if refusal is None and replica.full:
         refusal = Reason.INSUFFICIENT_MEMORY
     return ReplicaReport(
@@ -141,11 +146,13 @@ def replica_report(
         pod_name=pod.name,
         pod_uid=pod.uid,
         gpu_uuids=pod.gpu_uuids,
+        gpu_proof=pod.claim.proof.value,
         ready=pod.ready,
         stopped=verdict.reason is GateReason.STOP_REQUESTED,
         signal=source,
         verified=replica.verification.verified,
         refusal=refusal.value if refusal else "",
+        refusal_text=text,
         running_requests=signal.running,
         kv_used_permille=kv_permille(replica, now_ns),
         busy_permille=_busy_permille(replica, signal.source, now_ns),

@@ -23,14 +23,14 @@ import msgspec
 
 from rose_agent.errors import ApiUnreachable, BadConfiguration
 from rose_agent.guard import metrics
-from rose_agent.pods.model import ServingPod
+from rose_agent.pods.claims import GPU_ANNOTATION, Asked, Claims
+from rose_agent.pods.model import Residents, ServingPod
 from rose_agent.pods.processes import Found, Processes
 from rose_core.wire.sync import PoolPolicy
 
 _log = logging.getLogger(__name__)
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 STOP_ANNOTATION = "rose-gpu.dev/stop"
-GPU_ANNOTATION = "rose-gpu.dev/gpus"
 FEED_ANNOTATION = "rose-gpu.dev/load-feed-port"
 # What LeaderWorkerSet writes on every pod of a group: how many pods the group has.
 GROUP_SIZE_ANNOTATION = "leaderworkerset.sigs.k8s.io/size"
@@ -72,8 +72,8 @@ class KubernetesPods:
         access: the API server.
         node: this node's name.
         on_change: called when a pod changed.
-        gpus: GPUs of a pod by its processes, for drivers that know them.
-        all_gpus: every GPU of the node, in order, for drivers that do not.
+        claims: which GPUs a pod has.
+        platform: namespaces of the platform's own pods.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class KubernetesPods:
         access: Access,
         node: str,
         on_change: Callable[[], None],
-        gpus: Callable[[tuple[int, ...]], tuple[str, ...]],
-        all_gpus: Callable[[], tuple[str, ...]],
+        claims: Claims,
+        platform: frozenset[str] = frozenset(),
     ) -> None:
         self._access = access
         self._node = node
         self._on_change = on_change
-        self._gpus = gpus
-        self._all_gpus = all_gpus
+        self._claims = claims
+        self._platform = platform
         self._pods: dict[str, Json] = {}
         self._processes = Processes()
         self._found: dict[str, list[Found]] = {}
@@ -112,23 +112,42 @@ class KubernetesPods:
         if now - self._scanned > _SCAN_SECONDS or set(chosen) - set(self._found):
             self._scanned = now
             self._found = self._processes.scan(chosen)
-        spread = self._spread(sorted(chosen, key=lambda uid: _age(chosen[uid][0])))
+        by_age = sorted(chosen, key=lambda uid: _age(chosen[uid][0]))
+        ended = frozenset(_name(pod) for pod in self._pods.values() if _has_ended(pod))
         return {
-            uid: self._describe(pod, policy, spread.get(uid, ()))
+            uid: self._describe(pod, policy, by_age.index(uid), ended)
             for uid, (pod, policy) in chosen.items()
         }
 
-    def _spread(self, uids: list[str]) -> dict[str, tuple[str, ...]]:
-        """One GPU for each pod in order of age, where nobody can know better."""
-        return {uid: (gpu,) for uid, gpu in zip(uids, self._all_gpus(), strict=False)}
+    @property
+    def residents(self) -> Residents:
+        """All pods of the node, those of no pool included."""
+        names = {uid: _name(pod) for uid, pod in self._pods.items()}
+        platform = frozenset(
+            uid for uid, pod in self._pods.items() if pod["metadata"]["namespace"] in self._platform
+        )
+        return Residents(names, platform)
 
-    def _describe(self, pod: Json, policy: PoolPolicy, spread: tuple[str, ...]) -> ServingPod:
+    @property
+    def weakness(self) -> str:
+        """Why it is less than proven which GPUs are whose; empty when it is proven."""
+        return self._claims.weakness
+
+    def _describe(
+        self, pod: Json, policy: PoolPolicy, older: int, ended: frozenset[str]
+    ) -> ServingPod:
         meta, status = pod["metadata"], pod.get("status", {})
         found = self._found.get(meta["uid"], [])
         serving = [f for f in found if f.first or f.scheduler]
         annotations = meta.get("annotations") or {}
-        written = tuple(filter(None, annotations.get(GPU_ANNOTATION, "").split(",")))
-        gpus = written or self._gpus(tuple(f.pid for f in found)) or spread
+        asked = Asked(
+            meta["namespace"],
+            meta["name"],
+            annotations.get(GPU_ANNOTATION, ""),
+            older,
+            tuple(f.pid for f in found),
+            ended,
+        )
         ready, since = _ready(status)
         return ServingPod(
             uid=meta["uid"],
@@ -144,7 +163,7 @@ class KubernetesPods:
             stopped=annotations.get(STOP_ANNOTATION, "").lower() == "true",
             pid=serving[0].pid if serving else 0,
             pids=tuple(sorted(f.pid for f in serving)),
-            gpu_uuids=gpus,
+            claim=self._claims.of(asked),
             feed_port=_port(annotations.get(FEED_ANNOTATION, "")),
             group_size=_group_size(annotations.get(GROUP_SIZE_ANNOTATION, "")),
         )
@@ -156,7 +175,10 @@ class KubernetesPods:
     # --- list and watch
 
     async def run(self) -> None:
-        """List and watch until cancelled."""
+        """List and watch, and keep the pods' GPUs known, until cancelled."""
+        await asyncio.gather(self._claims.run(), self._follow())
+
+    async def _follow(self) -> None:
         context = ssl.create_default_context(
             cafile=str(self._access.ca_file) if self._access.ca_file else None
         )
@@ -230,7 +252,7 @@ class KubernetesPods:
 
 def _policy_of(pod: Json, policies: Sequence[PoolPolicy]) -> PoolPolicy | None:
     meta = pod["metadata"]
-    if pod.get("status", {}).get("phase") in {"Succeeded", "Failed"}:
+    if _has_ended(pod):
         return None
     labels = meta.get("labels") or {}
     for policy in policies:
@@ -238,6 +260,14 @@ def _policy_of(pod: Json, policies: Sequence[PoolPolicy]) -> PoolPolicy | None:
         if same and policy.labels and policy.labels.items() <= labels.items():
             return policy
     return None
+
+
+def _has_ended(pod: Json) -> bool:
+    return pod.get("status", {}).get("phase") in {"Succeeded", "Failed"}
+
+
+def _name(pod: Json) -> str:
+    return f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
 
 
 def _ready(status: Json) -> tuple[bool, float]:

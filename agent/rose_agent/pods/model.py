@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from rose_core.devices.ownership import Claim
 from rose_core.wire.sync import PoolPolicy
 
 
@@ -23,7 +24,7 @@ class ServingPod:
         pid: a process inside the pod, 0 = the agent's own network namespace.
         pids: serving processes whose end means that serving has gone.
         interfaces: to tap; empty = all.
-        gpu_uuids: GPUs it uses.
+        claim: its GPUs, and on whose word they are its own.
         feed_port: where its engine publishes its load (``signals.feed``), 0 = nowhere.
         group_size: pods that are one replica together, as their controller says.
     """
@@ -42,9 +43,14 @@ class ServingPod:
     pid: int = 0
     pids: tuple[int, ...] = ()
     interfaces: tuple[str, ...] = ()
-    gpu_uuids: tuple[str, ...] = ()
+    claim: Claim = field(default_factory=Claim)
     feed_port: int = 0
     group_size: int = 1
+
+    @property
+    def gpu_uuids(self) -> tuple[str, ...]:
+        """GPUs it uses."""
+        return self.claim.gpus
 
     @property
     def url(self) -> str:
@@ -53,12 +59,33 @@ class ServingPod:
         return f"http://{host}:{self.port}"
 
 
+@dataclass(frozen=True)
+class Residents:
+    """Every pod of the node, by uid.
+
+    Attributes:
+        names: ``namespace/name``.
+        platform: those of ROSE's own namespace, and of others that the platform has named.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    platform: frozenset[str] = frozenset()
+
+
 class PodSource(Protocol):
     """Where pods come from."""
 
     @property
     def synced(self) -> bool:
         """The source has seen every pod at least once; before that, absence says nothing."""
+
+    @property
+    def residents(self) -> Residents:
+        """All pods of the node, those of no pool included."""
+
+    @property
+    def weakness(self) -> str:
+        """Why it is less than proven which GPUs are whose; empty when it is proven."""
 
     def pods(self, policies: Sequence[PoolPolicy]) -> dict[str, ServingPod]:
         """Serving pods of these pools by uid."""

@@ -26,7 +26,8 @@ import pydantic
 import yaml
 
 from rose_agent.errors import BadConfiguration
-from rose_agent.pods.model import ServingPod
+from rose_agent.pods.model import Residents, ServingPod
+from rose_core.devices.ownership import Claim, Proof
 from rose_core.wire.sync import PoolPolicy
 from rose_wire import problems
 
@@ -77,6 +78,16 @@ class StaticPods:
         """A file is always complete."""
         return True
 
+    @property
+    def residents(self) -> Residents:
+        """A file knows no others."""
+        return Residents()
+
+    @property
+    def weakness(self) -> str:
+        """Whoever wrote the file has the node."""
+        return "replicas and their GPUs are taken from a file of the node (--static-replicas)"
+
     def pods(self, policies: Sequence[PoolPolicy]) -> dict[str, ServingPod]:
         """Replicas of the known pools; a file that cannot be read now keeps its last content."""
         stamp = self._look()
@@ -122,6 +133,6 @@ def _pod(replica: StaticReplica) -> ServingPod:
         pid=replica.pid,
         pids=replica.pids,
         interfaces=replica.interfaces,
-        gpu_uuids=replica.gpus,
+        claim=Claim(replica.gpus, Proof.WRITTEN),
         feed_port=replica.feed_port,
     )

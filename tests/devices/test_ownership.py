@@ -1,0 +1,165 @@
+"""Whose a GPU is: what kubelets call devices, who shares them, who trespasses."""
+
+from __future__ import annotations
+
+import pytest
+
+from rose_core.devices.ownership import (
+    DRA_DRIVER,
+    Allocation,
+    Claim,
+    Device,
+    Known,
+    OnGpu,
+    Part,
+    Party,
+    Proof,
+    claim,
+    find,
+    stranger,
+)
+
+A, B = "GPU-38e410e6-8951-5c30-a62d-4cc6f2689ea8", "GPU-427319c6-49af-56ee-959f-c9d23263d261"
+# The second GPU's device file has another number than its index.
+GPUS = (Known(A, 0, 0), Known(B, 1, 5))
+GPU = "nvidia.com/gpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "uuid", "part"),
+    [
+        (Device(GPU, A), A, Part.WHOLE),
+        (Device("acme.example/h100", A), A, Part.WHOLE),
+        (Device(GPU, "1"), B, Part.WHOLE),
+        (Device(GPU, "nvidia5"), B, Part.WHOLE),
+        (Device(DRA_DRIVER, "gpu-5"), B, Part.WHOLE),
+        (Device("dra.acme.example", "dev7", (f"acme.example/gpu={A}",)), A, Part.WHOLE),
+        (Device(GPU, "GPU-a"), "GPU-a", Part.WHOLE),
+        (Device(f"{GPU}.shared", f"{A}::3"), A, Part.SHARE),
+        (Device(GPU, "1::0"), B, Part.SHARE),
+        (Device(GPU, "nvidia5/vgpu1"), B, Part.SHARE),
+        (Device("nvidia.com/mig-1g.10gb", f"MIG-{A}"), "", Part.SLICE),
+        (Device(GPU, "nvidia0/gi3"), "", Part.SLICE),
+        (Device(DRA_DRIVER, "gpu-0-mig-1g.10gb-19-0"), "", Part.SLICE),
+        (Device(GPU, "nvidia9"), "", Part.WHOLE),
+        (Device(GPU, "9"), "", Part.WHOLE),
+    ],
+)
+def test_a_device_is_found_by_what_its_plugin_calls_it(
+    device: Device, uuid: str, part: Part
+) -> None:
+    found = find(device, GPUS)
+    assert found is not None
+    assert (found.uuid, found.part) == (uuid, part)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        Device("rdma.example/hca", "1"),
+        Device("rdma.example/hca", "nvidia0"),
+        Device("dra.net.example", "gpu-0"),
+        Device("nvidia.com/nvswitch", "nvidia-nvswitch0"),
+    ],
+)
+def test_other_devices_are_no_gpus(device: Device) -> None:
+    assert find(device, GPUS) is None
+
+
+def pod(name: str, *devices: Device, namespace: str = "chat") -> Allocation:
+    return Allocation(namespace, name, devices)
+
+
+def test_several_gpus_of_a_pod_are_its_own() -> None:
+    serving = pod("serving", Device(GPU, A), Device("rdma.example/hca", "1"), Device(GPU, B))
+    assert claim("chat", "serving", [serving], GPUS) == Claim((A, B), Proof.ALLOCATED)
+
+
+def test_a_gpu_given_out_in_shares_is_refused_by_name() -> None:
+    each = [pod("a", Device(GPU, f"{A}::0")), pod("b", Device(GPU, f"{A}::1"))]
+    found = claim("chat", "a", each, GPUS)
+    assert found.refusal == "SharedGpu"
+    assert "chat/b" in found.message
+    alone = claim("chat", "a", each[:1], GPUS)
+    assert alone.refusal == "SharedGpu", "the other shares may be given out at any moment"
+
+
+def test_a_gpu_of_two_pods_is_refused_for_both_by_name() -> None:
+    each = [pod("a", Device(DRA_DRIVER, "gpu-0")), pod("b", Device(GPU, A))]
+    for name, other in (("a", "chat/b"), ("b", "chat/a")):
+        found = claim("chat", name, each, GPUS)
+        assert (found.gpus, found.refusal) == ((A,), "SharedGpu")
+        assert other in found.message
+
+
+def test_the_platforms_administrative_claims_share_nothing() -> None:
+    """Those of DRA's admin access look like any other to the kubelet."""
+    guard = pod("rose-agent", Device(DRA_DRIVER, "gpu-0"), namespace="rose-system")
+    each = [pod("a", Device(GPU, A)), guard]
+    assert claim("chat", "a", each, GPUS, frozenset({"rose-system"})).refusal == ""
+    assert claim("chat", "a", each, GPUS).refusal == "SharedGpu"
+
+
+def test_a_slice_is_refused_with_its_name() -> None:
+    found = claim("chat", "a", [pod("a", Device("nvidia.com/mig-1g.10gb", "MIG-1"))], GPUS)
+    assert found.refusal == "MigEnabled"
+    assert "MIG-1" in found.message
+
+
+def test_a_gpu_that_the_driver_does_not_list_is_unknown_with_numbers() -> None:
+    found = claim("chat", "a", [pod("a", Device(GPU, "nvidia7"))], GPUS)
+    assert (found.gpus, found.refusal) == ((), "DeviceUnknown")
+    assert "nvidia7" in found.message
+    assert "2 GPUs" in found.message
+
+
+# --- strangers
+
+PARTY = Party(
+    pod="own",
+    pids=frozenset({4}),
+    names={"own": "chat/a", "evil": "evil/bait", "host": "rose-system/engine-host"},
+    platform=frozenset({"host"}),
+    proof=Proof.ALLOCATED,
+)
+
+
+@pytest.mark.parametrize(
+    "process",
+    [
+        OnGpu(4),
+        OnGpu(9, pod="own"),
+        OnGpu(9, pod="host"),
+        OnGpu(9, slot="slot-1", pod="host"),
+        OnGpu(9, slot="slot-1"),
+    ],
+)
+def test_the_replica_the_platform_and_our_engines_are_no_strangers(process: OnGpu) -> None:
+    assert stranger(process, PARTY) == ""
+
+
+@pytest.mark.parametrize(
+    ("process", "named"),
+    [
+        (OnGpu(9, pod="evil"), "pod evil/bait (process 9)"),
+        (OnGpu(9, pod="gone"), "pod gone (process 9)"),
+        (OnGpu(9, slot="slot-1", pod="evil"), "pod evil/bait"),
+        (OnGpu(9, command="miner"), "process 9 (miner)"),
+        (OnGpu(9, seen=False), "cannot be seen"),
+        (OnGpu(9, command="nvidia-cuda-mps-server"), "belongs to no pod"),
+    ],
+)
+def test_everybody_else_is_named(process: OnGpu, named: str) -> None:
+    assert named in stranger(process, PARTY)
+
+
+def test_the_mps_server_of_a_node_serves_pools_that_share_by_it() -> None:
+    server = OnGpu(9, command="nvidia-cuda-mps-server")
+    assert stranger(server, Party("own", mps=True)) == ""
+    pretender = OnGpu(9, pod="evil", command="nvidia-cuda-mps-server")
+    assert stranger(pretender, Party("own", names=PARTY.names, mps=True)) != ""
+
+
+def test_a_replica_from_a_file_may_share_its_gpu_with_processes_of_no_pod() -> None:
+    assert stranger(OnGpu(9), Party("own", proof=Proof.WRITTEN)) == ""
+    assert stranger(OnGpu(9, pod="evil"), Party("own", proof=Proof.WRITTEN)) != ""
