@@ -217,7 +217,8 @@ async def test_what_the_operator_is_told(guard: tuple[Guard, Permit]) -> None:
     assert (replica.verified, replica.gpu_uuids) == (True, ("GPU-0",))
     (slot,) = request.slots
     assert (slot.slot, slot.state.value, slot.gate_open) == (KEY, "Syncing", True)
-    assert request.capabilities == {"EngineHost": ""}
+    assert request.capabilities["EngineHost"] == ""
+    assert "--static-replicas" in request.capabilities["GpuOwnership"]
 
 
 async def test_a_pool_that_pauses_gives_everything_back(guard: tuple[Guard, Permit]) -> None:
