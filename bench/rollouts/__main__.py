@@ -137,7 +137,8 @@ def _inclusion(
             rows.append(figure(head, 100 * gap.value, "points"))
             rows.append(figure(f"{head}, low", 100 * gap.low, "points"))
             rows.append(figure(f"{head}, high", 100 * gap.high, "points"))
-            rows.append(figure(f"{head}, trajectories", ours[dimension, stratum][1], ""))
+            rows.append(figure(f"{head}, trajectories", ours[dimension, stratum].count, ""))
+            rows.append(figure(f"{head}, groups", ours[dimension, stratum].groups, ""))
         worst = max(max(abs(gap.low), abs(gap.high)) for gap in found.values())
         aim = 2.0 if (name, order) == ("joint", "oldest first") else None
         title = f"inclusion, {order}: {name}, farthest end"

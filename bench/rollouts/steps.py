@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from bench.rollouts.spent import Life, Observed
-from rose_core.rollouts.inclusion import Interval, newcombe, wilson
+from rose_core.rollouts.inclusion import Clustered, Interval, newcombe
 from rose_core.rollouts.placement import PolicyName
 from rose_core.rollouts.shares import length_bucket
 from rose_core.simulate.clock import SECOND
@@ -128,11 +128,11 @@ def reward(session: str, tokens: int, seed: int) -> bool:
     return random.Random(f"{seed}/{session}/reward").random() < chance
 
 
-Strata = dict[tuple[str, str], list[int]]
+Strata = dict[tuple[str, str], Clustered]
 
 
 def strata(found: Found, seed: int, into: Strata) -> None:
-    """Count (trained, all) by length, reward and staleness."""
+    """Count what was trained on by length, reward and staleness, by group."""
     for fate in found.fates:
         right = reward(fate.session, fate.tokens, seed)
         keys = (
@@ -141,14 +141,13 @@ def strata(found: Found, seed: int, into: Strata) -> None:
             ("staleness", str(fate.stale)),
         )
         for key in keys:
-            cell = into.setdefault(key, [0, 0])
-            cell[0] += fate.trained
-            cell[1] += 1
+            group = f"{seed}/{fate.session.partition('.')[0]}"
+            into.setdefault(key, Clustered()).add(group, hit=fate.trained)
 
 
 def gaps(ours: Strata, alone: Strata) -> dict[tuple[str, str], Interval]:
     """Difference of the share trained, by stratum that both have, with its 95 % interval."""
     return {
-        key: newcombe(wilson(*ours[key]), wilson(*alone[key]))
+        key: newcombe(ours[key].share(), alone[key].share())
         for key in sorted(ours.keys() & alone.keys())
     }

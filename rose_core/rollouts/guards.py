@@ -3,10 +3,12 @@
 A score alone sends the longest turns, or those about to be too old, to whatever engine is free, and
 free is what is borrowed. Then a reclaim hits one sort of work more than another, and the batch is
 biased. The guards narrow the choice; they never leave a turn without an engine that it could have,
-with one exception: a turn that must not be risked waits for a dedicated engine that is merely full.
+with one exception: a turn that must not be risked, or is of the control arm, waits for a dedicated
+engine that is merely full.
 
 | guard | narrows to | unless |
 |---|---|---|
+| its group is of the control arm (``inclusion``) | dedicated | none is attached |
 | too many losses | dedicated | none has room |
 | trajectory begins while a loss of all borrowed engines could not be made good | dedicated | |
 | last chance: the time left is shorter than one turn on a borrowed engine | dedicated | |
@@ -87,7 +89,7 @@ def narrowed(case: Case) -> Sequence[EngineView]:
         Some of ``able``; empty when the turn must wait for a dedicated engine.
     """
     turn, able, policy = case.turn, _young(case), case.policy
-    if _must_be_safe(case):
+    if turn.control or _must_be_safe(case):
         safe = dedicated(able)
         return safe if safe or dedicated(case.full) else able
     if turn.losses >= policy.losses:

@@ -4,11 +4,14 @@ Turns come one by one; whether a turn should risk a borrowed engine depends on t
 belong to, on its siblings and on everything else in flight. This is that memory:
 
     begins --turns placed and ended--> lives --concluded by the trainer--> counted
-                                             --silent for too long-------> forgotten, length kept
+                                             --silent for too long-------> lost, length kept
                                              --its caller says so--------> over, length kept
+                                             --idle, see ``inference``---> over (inferred)
+    over (inferred) --another turn of it--> lives, and the inference was a mistake
 
 Lengths come from ``lengths``, time left from ``freshness``, quotas from ``shares``, the question
-what a loss of all borrowed engines would do from ``vanish``; ``inclusion`` counts how it ended.
+what a loss of all borrowed engines would do from ``vanish``; ``inclusion`` counts how it ended,
+and assigns groups to the arms it compares. Who names neither groups nor ends has them inferred.
 """
 
 from __future__ import annotations
@@ -23,7 +26,14 @@ from msgspec.structs import replace
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.freshness import Cadence, budget_seconds
 from rose_core.rollouts.guards import Outlook
-from rose_core.rollouts.inclusion import Inclusion, Outcome
+from rose_core.rollouts.inclusion import Arm, Fate, Inclusion, Outcome, assigned
+from rose_core.rollouts.inference import (
+    LEAST_IDLE_AFTER_PUBLISH_SECONDS,
+    Groups,
+    Idle,
+    Pauses,
+    is_over,
+)
 from rose_core.rollouts.lengths import Lengths
 from rose_core.rollouts.shares import Shares, stratum
 from rose_core.rollouts.vanish import Work, survives
@@ -33,6 +43,7 @@ from rose_core.wire.routing import EngineKind
 
 SILENT_SECONDS = 1800.0
 _SAFE_SECONDS = 1.0  # how long an answer of ``vanish`` is good for
+_INFER_SECONDS = 1.0  # between two looks for trajectories that are over
 _SWAP_SECONDS = 10.0  # after a publish, engines with the new weights are worth waiting for so long
 
 
@@ -80,7 +91,12 @@ class Trajectory:
         live: turns of it in flight or waiting.
         since_move: turns since it last left a home by choice.
         moves: engines that its turns left before their end.
-        over: its length is known already, although the trainer has not said what became of it.
+        over: no turn of it is expected, although the trainer has not said what became of it.
+        inferred: nobody has said that it is over.
+        learned: siblings know its length.
+        arm: what its group was assigned to.
+        ended, ended_at: when its last turn ended, and how many publishes had been seen then;
+            -1 before any has.
     """
 
     group: str
@@ -97,6 +113,11 @@ class Trajectory:
     since_move: int = 1_000_000
     moves: int = 0
     over: bool = False
+    inferred: bool = False
+    learned: bool = False
+    arm: Arm = Arm.ANY
+    ended: float = 0.0
+    ended_at: int = -1
 
 
 class Prospects:
@@ -105,11 +126,20 @@ class Prospects:
     Args:
         deadline: for trajectories whose caller names none.
         most: trajectories remembered; a forgotten one counts as beginning anew.
+        control: share of groups that run on dedicated engines alone, for ``inclusion``.
+
+    Attributes:
+        inclusion: of what the trainer reported, and of what it never did.
+        in_time: of trajectories whose end was inferred: whether they ended before the deadline,
+            which is the most that can be known where nobody reports.
+        inferred_ends, mistaken_ends: ends inferred, and those that another turn has disproved.
     """
 
-    def __init__(self, deadline: Deadline = NO_DEADLINE, most: int = 65536) -> None:
+    def __init__(
+        self, deadline: Deadline = NO_DEADLINE, most: int = 65536, *, control: float = 0.0
+    ) -> None:
         self.deadline = deadline
-        self._most = most
+        self._most, self._control = most, control
         self._trajectories: OrderedDict[str, Trajectory] = OrderedDict()
         self._live: dict[str, Trajectory] = {}  # those with turns in flight; few of all remembered
         self._cadence = Cadence()
@@ -117,7 +147,13 @@ class Prospects:
         self.lengths = Lengths()
         self.shares = Shares()
         self.inclusion = Inclusion()
-        self.forgotten = 0
+        self.in_time = Inclusion()
+        self.groups = Groups()
+        self._pauses = Pauses()
+        self._idle: OrderedDict[str, Trajectory] = OrderedDict()  # by when their last turn ended
+        self._publishes = 0
+        self._inferred_at = -math.inf
+        self.forgotten = self.inferred_ends = self.mistaken_ends = 0
         self._born = 0
 
     def __len__(self) -> int:
@@ -125,10 +161,28 @@ class Prospects:
 
     def saw_head(self, head: WeightVersion | None, now: float) -> None:
         """The newest version is this one."""
-        self._cadence = self._cadence.saw(head, now)
+        before, self._cadence = self._cadence.head, self._cadence.saw(head, now)
+        self._publishes += before is not None and self._cadence.head != before
 
-    def turn_begins(self, name: str, hint: Hint, context: int, now: float) -> int:
+    def turn_begins(
+        self,
+        name: str,
+        hint: Hint,
+        context: int,
+        now: float,
+        *,
+        prompt: Sequence[int] | None = None,
+        job: str = "",
+    ) -> int:
         """A turn of the trajectory has come.
+
+        Args:
+            name: the trajectory's.
+            hint: what its caller says of it.
+            context: tokens of the turn's prompt.
+            now: seconds.
+            prompt: the tokens; where the caller names no group, equal ones make one.
+            job: whose it is.
 
         Returns:
             What it ranks by: the number of its trajectory in order of beginning. A turn that comes
@@ -139,11 +193,16 @@ class Prospects:
         if known is None:
             deadline = hint.deadline or self.deadline
             self._born += 1
-            known = Trajectory(hint.group, self._born, now, self._cadence.head, deadline, now)
+            group = hint.group or self._inferred_group(prompt, job, deadline, now)
+            known = Trajectory(group, self._born, now, self._cadence.head, deadline, now)
+            known.arm = assigned(group or name, self._control)
             known.turns = max(0, hint.turn - 1)
             self._trajectories[name] = known
             self._make_room()
         self._trajectories.move_to_end(name)
+        self._idle.pop(name, None)
+        if known.ended_at >= 0 and not known.live:
+            self._came_back(known, now)
         known.turns += 1
         known.live += 1
         self._live[name] = known
@@ -175,6 +234,7 @@ class Prospects:
             stratum=self._stratum(known),
             tail=rest.in_tail,
             from_version=None if known.deadline.publishes is None else known.began_with,
+            control=known.arm is Arm.CONTROL,
         )
 
     def placed(self, name: str, kind: EngineKind, *, left_home: bool) -> None:
@@ -195,6 +255,9 @@ class Prospects:
             known.live = max(0, known.live - 1)
             if not known.live:
                 self._live.pop(name, None)
+                known.ended, known.ended_at = now, self._publishes
+                self._idle[name] = known
+                self._idle.move_to_end(name)
             known.tokens += tokens
             known.moves += moves
             known.context, known.seen = context, now
@@ -202,9 +265,29 @@ class Prospects:
     def over(self, name: str) -> None:
         """No more turns of it will come; siblings learn from its length before it is trained on."""
         known = self._trajectories.get(name)
-        if known is not None and not known.over and not known.live:
-            known.over = True
-            self.lengths.finished(known.group, known.tokens)
+        if known is not None and not known.live and (not known.over or known.inferred):
+            known.over, known.inferred = True, False
+            self._idle.pop(name, None)
+            self._learn(known)
+
+    def infer_ends(self, now: float) -> int:
+        """Take trajectories that have been idle for too long for over; their number."""
+        if now - self._inferred_at < _INFER_SECONDS:
+            return 0
+        self._inferred_at, pause = now, self._pauses.usual()
+        ended: list[tuple[str, Trajectory]] = []
+        for name, known in self._idle.items():
+            if now - known.ended < LEAST_IDLE_AFTER_PUBLISH_SECONDS:
+                break  # so were all after it
+            if is_over(Idle(known.ended, known.ended_at < self._publishes), pause, now):
+                ended.append((name, known))
+        for name, known in ended:
+            del self._idle[name]
+            known.over = known.inferred = True
+            self._learn(known)
+            self.in_time.add(self._outcome(name, known, self._in_time(known), None))
+        self.inferred_ends += len(ended)
+        return len(ended)
 
     def concluded(self, name: str, *, trained: bool, reward: float | None = None) -> Outcome | None:
         """The trainer says what became of it.
@@ -215,11 +298,9 @@ class Prospects:
         known = self._pop(name)
         if known is None:
             return None
-        if not known.over:
-            self.lengths.finished(known.group, known.tokens)
-        head, began = self._cadence.head, known.began_with
-        stale = lag(began, head) if began and head else None
-        outcome = Outcome(trained, known.borrowed, known.tokens, reward, stale, known.moves)
+        self._learn(known)
+        fate = Fate.TRAINED if trained else Fate.DROPPED
+        outcome = self._outcome(name, known, fate, reward)
         self.inclusion.add(outcome)
         return outcome
 
@@ -255,12 +336,58 @@ class Prospects:
 
     def _forget(self, name: str) -> None:
         known = self._pop(name)
-        if known is not None and not known.over:
-            self.lengths.finished(known.group, known.tokens)
+        if known is not None:
+            self._learn(known)
+            self.inclusion.add(self._outcome(name, known, Fate.LOST, None))
         self.forgotten += 1
+
+    def _learn(self, known: Trajectory) -> None:
+        """Its length is known, to its siblings as well; once."""
+        if not known.learned:
+            known.learned = True
+            self.lengths.finished(known.group, known.tokens)
+
+    def _outcome(self, name: str, known: Trajectory, fate: Fate, reward: float | None) -> Outcome:
+        return Outcome(
+            fate,
+            known.arm,
+            known.group or name,
+            known.tokens,
+            known.borrowed,
+            reward,
+            self._stale(known),
+            known.moves,
+        )
+
+    def _stale(self, known: Trajectory) -> int | None:
+        head, began = self._cadence.head, known.began_with
+        return lag(began, head) if began and head else None
+
+    def _in_time(self, known: Trajectory) -> Fate:
+        """Whether its last turn ended before its deadline, as far as publishes tell."""
+        stale, most = self._stale(known), known.deadline.publishes
+        if most is None or known.began_with is None:
+            return Fate.TRAINED
+        since = self._publishes - known.ended_at  # that came when it was over already
+        return Fate.TRAINED if stale is not None and stale - since <= most else Fate.DROPPED
+
+    def _inferred_group(
+        self, prompt: Sequence[int] | None, job: str, deadline: Deadline, now: float
+    ) -> str:
+        if prompt is None:
+            return ""
+        most = 1 if deadline.publishes is None else deadline.publishes
+        return self.groups.of(prompt, job, self._publishes, now, most)
+
+    def _came_back(self, known: Trajectory, now: float) -> None:
+        self._pauses.saw(now - known.ended)
+        if known.over:
+            self.mistaken_ends += known.inferred
+            known.over = known.inferred = False
 
     def _pop(self, name: str) -> Trajectory | None:
         self._live.pop(name, None)
+        self._idle.pop(name, None)
         return self._trajectories.pop(name, None)
 
     def _budget(self, known: Trajectory, now: float) -> float:

@@ -55,7 +55,9 @@ class Policies:
 
     def memory(self) -> Prospects:
         """An empty memory of trajectories under these policies."""
-        return Prospects(self.deadline)
+        # Only this rule keeps to an arm; under another, groups would be assigned to nothing.
+        control = self.placement.control if self.placement.name is PolicyName.JOINT else 0.0
+        return Prospects(self.deadline, control=control)
 
 
 def policies_of(

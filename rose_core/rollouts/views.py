@@ -104,13 +104,22 @@ class TurnView(msgspec.Struct, frozen=True, gc=False):
     tail: bool = False
     from_version: WeightVersion | None = None
     alone: bool = False
+    control: bool = False
 
     @property
     def alike(self) -> tuple[object, ...]:
         """Where no engine takes one turn, none is likely to take another of the same."""
         run_on = (self.dedicated_only, self.pin, self.avoid, self.losses, self.alone)
         left = max(-1.0, min(self.budget_seconds, 600.0) // 30)
-        return (*run_on, self.begins, self.tail, self.stratum, left, self.from_version)
+        return (
+            *run_on,
+            self.begins,
+            self.tail,
+            self.stratum,
+            left,
+            self.from_version,
+            self.control,
+        )
 
 
 class PolicyName(StrEnum):
@@ -143,6 +152,8 @@ class Policy:
         losses: engines a turn may lose before it runs on dedicated ones while there are any.
         explore: share of beginning trajectories that are placed at random, so that what is
             learned of engines does not only come from where they were expected to be good.
+        control: share of groups that run on dedicated engines alone while there are any, so that
+            ``inclusion`` can say what borrowing does to the others.
     """
 
     max_staleness: int = 1
@@ -157,6 +168,7 @@ class Policy:
     reserve: float = 0.125
     losses: int = 3
     explore: float = 0.02
+    control: float = 0.05
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):

@@ -154,6 +154,7 @@ class Router:
         self.counts.turns += 1
         if self._sight.remembers:
             now = self._clock.now_s
+            self.prospects.infer_ends(now)
             self.prospects.turn_begins(turn.session, Hint(turn.group), turn.context, now)
         self.warmer.comes(turn)
         self._wait(turn)

@@ -99,6 +99,8 @@ def _about_placement(add: Add, defaults: Settings) -> None:
         help="share of dedicated places kept for the longest trajectories")  # fmt: skip
     add("--explore", type=share, default=defaults.tuning.explore,
         help="share of trajectories that begin on an engine drawn at random")  # fmt: skip
+    add("--control-share", type=share, default=defaults.tuning.control,
+        help="share of groups that run on dedicated engines alone, for the bias meter")  # fmt: skip
 
 
 def _about_turns(add: Add, defaults: Settings) -> None:
@@ -181,7 +183,12 @@ def settings(flags: argparse.Namespace) -> Settings:
         ingest_token=token(flags.ingest_token_file),
         quorum=Quorum(_count(flags.quorum), flags.quorum_seconds, flags.hold_seconds),
         terms=LeaseTerms(flags.max_staleness, flags.max_age, PolicyName(flags.policy)),
-        tuning=Policy(quota=flags.borrow_quota, reserve=flags.tail_reserve, explore=flags.explore),
+        tuning=Policy(
+            quota=flags.borrow_quota,
+            reserve=flags.tail_reserve,
+            explore=flags.explore,
+            control=flags.control_share,
+        ),
         patience=Patience(flags.pause_seconds, flags.stall_seconds),
         queue=Queue(flags.queue_limit, flags.queue_seconds),
     )

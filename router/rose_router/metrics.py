@@ -113,8 +113,8 @@ BORROWED_SHARE = Gauge(
 )
 INCLUSION_GAP = Gauge(
     "rose_router_inclusion_gap",
-    "Share trained on with borrowed engines less the share with dedicated ones alone, by stratum;"
-    " bound is value, low or high (95 percent).",
+    "Share trained on of groups that may borrow less that of groups drawn to run on dedicated"
+    " engines alone, by stratum; bound is value, low or high (95 percent, what is lost at worst).",
     ["dimension", "stratum", "bound"],
     registry=REGISTRY,
 )

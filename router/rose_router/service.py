@@ -172,7 +172,12 @@ class Service:
             self.ledger.open(turn)
             self.on_turn()
             turn.born = self.prospects.turn_begins(
-                request.trajectory, request.hint, len(request.prompt), turn.began
+                request.trajectory,
+                request.hint,
+                len(request.prompt),
+                turn.began,
+                prompt=request.prompt,
+                job=request.job,
             )
             self._warmer.comes(turn)
             turn.task = asyncio.create_task(self._runner.run(turn))

@@ -66,6 +66,7 @@ class Supervisor:
         now = self._clock()
         self._fleet.forget(self._forget_seconds)
         self._prospects.saw_head(self._fleet.head, now)
+        self._prospects.infer_ends(now)
         self._prospects.forget_silent(now)
         spare = sum(
             max(0, engine.cap - engine.reserved) for engine in self._fleet if engine.gate_open

@@ -1,6 +1,8 @@
 """``/trajectories``: the trainer says what it trained on and dropped; the bias meter answers.
 
-    POST {"trained": ["key", ...], "dropped": [...], "rewards": {"key": 1.0}}
+    POST {"trained": ["key", ...], "dropped": [...], "withdrawn": [...], "rewards": {"key": 1.0}}
+
+What was withdrawn (a run that ends, a member that nobody needed) is neither and is not counted.
 
 Keys are session keys (the request id of a turn without session), of the caller's own job where
 several share the lease. Next: ``rose_core.rollouts``'
@@ -17,7 +19,7 @@ import msgspec
 from aiohttp import web
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_core.rollouts.inclusion import Interval, Row
+from rose_core.rollouts.inclusion import Cell, Inclusion, Interval, Row
 from rose_core.rollouts.prospects import Prospects
 from rose_router import metrics
 from rose_router.bearer import JOB
@@ -42,6 +44,8 @@ def routes(prospects: Prospects) -> list[web.RouteDef]:
                 else:
                     kind = "borrowed" if outcome.borrowed else "dedicated"
                     metrics.CONCLUDED.labels(word, kind).inc()
+        for name in _names(body, "withdrawn"):
+            prospects.forget(named(job, name))
         show(prospects)
         return _json({"unknown": unknown})
 
@@ -58,7 +62,13 @@ def meter_json(prospects: Prospects) -> dict[str, Any]:
         "forgotten": prospects.forgotten,
         "borrowed_share": {"all": prospects.shares.overall, **prospects.shares.by_stratum()},
         "pool_correlation": prospects.inclusion.correlations(),
-        "inclusion": [_row(row) for row in prospects.inclusion.rows()],
+        "inclusion": _rows(prospects.inclusion),
+        "inferred": {
+            "ends": prospects.inferred_ends,
+            "mistaken_ends": prospects.mistaken_ends,
+            "joined_a_group": prospects.groups.joined,
+            "in_time": _rows(prospects.in_time),
+        },
     }
 
 
@@ -71,15 +81,25 @@ def show(prospects: Prospects) -> None:
                 metrics.INCLUSION_GAP.labels(*labels).set(getattr(row.gap, bound))
 
 
+def _rows(meter: Inclusion) -> list[dict[str, Any]]:
+    return [_row(row) for row in meter.rows()]
+
+
 def _row(row: Row) -> dict[str, Any]:
     return {
         "dimension": row.dimension,
         "stratum": row.stratum,
-        "borrowed": _interval(row.borrowed) | {"count": row.counts[0]},
-        "dedicated": _interval(row.dedicated) | {"count": row.counts[1]},
+        "any": _cell(row.any),
+        "dedicated": _cell(row.dedicated),
         "gap": _interval(row.gap),
+        "judged": row.judged,
         "biased": row.biased,
     }
+
+
+def _cell(cell: Cell) -> dict[str, Any]:
+    counts = {name: getattr(cell, name) for name in ("trained", "dropped", "lost", "groups")}
+    return _interval(cell.share()) | counts
 
 
 def _interval(interval: Interval) -> dict[str, Any]:

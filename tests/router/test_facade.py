@@ -14,6 +14,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.inclusion import Arm, assigned
+from rose_core.rollouts.placement import Policy
 from rose_core.rollouts.prospects import Deadline
 from rose_core.wire.routing import EngineKind
 from rose_dev.waiting import until
@@ -196,11 +198,14 @@ async def test_turns_without_a_key_stay_together_by_their_prefix(stage: Make) ->
 
 # --- the bias meter
 
+GROUP = "of the arm that may borrow"
+
 
 async def test_the_trainers_report_shows_in_the_meter(stage: Make) -> None:
     async with stage() as s:
         await s.engine()
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4}, "session_id": "t"}
+        body |= {"rose": {"group": GROUP}}
         async with s.post("/generate", body) as reply:
             assert reply.status == 200
         report = {"trained": ["t", "stranger"], "rewards": {"t": 1.0}}
@@ -208,8 +213,10 @@ async def test_the_trainers_report_shows_in_the_meter(stage: Make) -> None:
             assert await reply.json() == {"unknown": ["stranger"]}
         meter = await s.get("/trajectories")
     rows = {(row["dimension"], row["stratum"]): row for row in meter["inclusion"]}
-    assert rows["length", "<1k"]["borrowed"]["count"] == 1
-    assert rows["reward", "above 0"]["borrowed"]["value"] == 1.0
+    arm = {Arm.ANY: "any", Arm.CONTROL: "dedicated"}[assigned(GROUP, Policy().control)]
+    assert rows["length", "<1k"][arm]["trained"] == 1
+    assert rows["reward", "above 0"][arm]["value"] == 1.0
+    assert rows["all", "all"][arm]["groups"] == 1
     assert rows["staleness", "0"]["gap"]["value"] is None
     assert meter["pool_correlation"] == {}  # of one trajectory there is none
 
@@ -218,6 +225,7 @@ async def test_engines_that_a_trajectory_lost_count_in_the_meter(stage: Make) ->
     async with stage() as s:
         fakes = {name: await s.engine(name, token_seconds=0.01) for name in "ab"}
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 200}, "session_id": "t"}
+        body |= {"rose": {"group": GROUP}}
         running = asyncio.create_task(asyncio.wait_for(whole(s, body), 60))
         await until(lambda: any(len(one.output) for one in running_on(fakes)))
         await next(one for one in fakes.values() if one.scheduler.running).die()
@@ -226,7 +234,7 @@ async def test_engines_that_a_trajectory_lost_count_in_the_meter(stage: Make) ->
             assert reply.status == 200
         rows = (await s.get("/trajectories"))["inclusion"]
     (row,) = (row for row in rows if row["dimension"] == "moves")
-    assert (row["stratum"], row["borrowed"]["count"], row["borrowed"]["value"]) == ("1", 1, 0.0)
+    assert (row["stratum"], row["any"]["dropped"], row["any"]["value"]) == ("1", 1, 0.0)
 
 
 def running_on(fakes: dict[str, Fake]) -> list[Any]:
