@@ -197,7 +197,7 @@ def test_the_last_status_speaks_of_nothing_that_is_gone() -> None:
         "Uninstalled",
         3,
     )
-    assert [accepted, granted] == before["conditions"][1:]
+    assert [accepted, granted] == before["conditions"][1:]  # type: ignore[index]  # JSON
 
 
 @pytest.mark.parametrize("name", ["give_back", "smoke", "await_kinds"])

@@ -41,6 +41,7 @@ SHELLS = {
     "trainer/rose_trainer/rounds.py": ("rose_core.rollouts.rounds",),
 }
 NOT_SIMULATED = {
+    "rose_core.guard.freezing": "an engine stops in the given time, and holds no driver's lock",
     "rose_core.guard.grants": "leader terms: one planner, no network in between",
     "rose_core.guard.lanes": "a slot has one engine here; two shares are for MPS",
     "rose_core.guard.whole": "no replica is put to sleep here; a lent one shares its GPUs",
@@ -49,14 +50,17 @@ NOT_SIMULATED = {
     "rose_core.rollouts.detokenize": "tokens have no text here",
     "rose_core.rollouts.errors": "requests are well-formed here",
     "rose_core.rollouts.fairness": "a lease serves one job here",
+    "rose_core.rollouts.fields": "requests are well-formed here",
     "rose_core.rollouts.inclusion": "counted from fates, in bench/rollouts",
     "rose_core.rollouts.logprobs": "tokens have no content here",
     "rose_core.rollouts.prefixes": "trajectories have names here",
     "rose_core.rollouts.quorum": "dedicated engines all take a version after link.dedicated_s",
     "rose_core.rollouts.replicas": "one router per job",
+    "rose_core.rollouts.rhythm": "a job holds its slots: what it would give back is not simulated",
     "rose_core.rollouts.spans": "tokens have no content here",
     "rose_core.rollouts.splice": "no request has parameters",
     "rose_core.rollouts.stops": "tokens have no text here",
+    "rose_core.rollouts.suspects": "no request ends an engine here",
     "rose_core.rollouts.transcript": "tokens have no content here",
     "rose_core.rollouts.versions": "no turn is pinned",
 }
