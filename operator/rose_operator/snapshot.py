@@ -229,6 +229,7 @@ def _lease(lease: RolloutLease, refusal: Reason | None, toggle: float | None) ->
         preempts=lease.spec.preemption_policy is PreemptionPolicy.PREEMPT_LOWER_PRIORITY,
         ends_at=end.timestamp() if end else None,
         toggle_seconds=toggle,
+        suspended=lease.spec.suspend,
         turns_per_slot=lease.spec.max_trajectories_per_slot,
         idle_seconds=float(lease.spec.slots.idle_seconds),
     )

@@ -49,6 +49,7 @@ class Reason(StrEnum):
     SOME_SLOTS_GRANTED = "SomeSlotsGranted"
     NO_REPLICA_QUALIFIES = "NoReplicaQualifies"
     NO_SLOTS_WANTED = "NoSlotsWanted"
+    SUSPENDED = "Suspended"
     IDLE = "Idle"
     FEWER_WANTED = "FewerWanted"
     # A replica is not lent.
@@ -163,6 +164,7 @@ MEANING: dict[Reason, str] = {
     Reason.SOME_SLOTS_GRANTED: "at least `slots.min`, fewer than are wanted",
     Reason.NO_REPLICA_QUALIFIES: "fewer than `slots.min` are granted; the message counts why",
     Reason.NO_SLOTS_WANTED: "`slots.max` is 0",
+    Reason.SUSPENDED: "`spec.suspend` is true",
     Reason.IDLE: "no turn for `slots.idleSeconds`; turns, or the next step, bring the slots back",
     Reason.FEWER_WANTED: "the lease has all slots that its turns can use, fewer than `slots.max`",
     Reason.QUALIFIES: "the replica may be lent",

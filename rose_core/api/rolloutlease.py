@@ -174,6 +174,10 @@ class LeaseSpec(ApiModel):
         default=PreemptionPolicy.PREEMPT_LOWER_PRIORITY,
         description="Whether slots.min may be taken from leases of lower priority.",
     )
+    suspend: bool = Field(
+        default=False,
+        description="Give every slot back and take none while it is true; the URL stays.",
+    )
     lifetime_seconds: int | None = Field(
         default=None,
         ge=60,

@@ -67,6 +67,8 @@ def _bounded(lease: Lease, held: int, policy: Policy, now: float) -> Lease:
 
 def want(lease: Lease, held: int, policy: Policy, now: float) -> Want:
     """Slots that the lease wants when it holds that many."""
+    if lease.suspended:
+        return Want(0, Reason.SUSPENDED, "spec.suspend is true")
     asked = lease.demand
     if asked is None or asked.age_seconds > policy.deaf_seconds:
         return Want(lease.max_slots)

@@ -212,6 +212,7 @@ class Lease:
         demand: what its router says; None = not heard.
         turns_per_slot: turns that one slot takes at a time.
         idle_seconds: how long slots are held without a turn.
+        suspended: its team wants nothing for now.
         reduced, reduced_text: why ``demand`` has made ``max_slots`` smaller than the spec's.
     """
 
@@ -230,6 +231,7 @@ class Lease:
     demand: Demand | None = None
     turns_per_slot: int = 8
     idle_seconds: float = 90.0
+    suspended: bool = False
     reduced: Reason | None = None
     reduced_text: str = ""
 

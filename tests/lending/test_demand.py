@@ -77,6 +77,12 @@ def test_a_router_that_was_started_again_costs_a_pausing_trainer_nothing() -> No
     assert slots(EIGHT, held=5, turns=0, idle_seconds=None, up_seconds=20.0) == 5
 
 
+def test_a_suspended_lease_wants_nothing_whatever_waits_for_it() -> None:
+    suspended = replace(EIGHT, min_slots=2, suspended=True)
+    asked = want(replace(suspended, demand=Demand(turns=64)), 4, Policy(), NOW)
+    assert (asked.slots, asked.reason) == (0, Reason.SUSPENDED)
+
+
 def test_slots_come_back_before_the_next_step_begins() -> None:
     start = replace(EIGHT, toggle_seconds=40.0)
     for expected, wanted in ((100.0, 0), (56.0, 0), (55.0, 4), (0.0, 4)):
@@ -110,6 +116,13 @@ def test_the_planner_takes_back_every_slot_of_an_idle_lease_and_says_why() -> No
     assert len(released(snapshot)) == 4
     outcome = plan(snapshot, NOW).outcomes["r/a"]
     assert (outcome.wanted, outcome.reason) == (0, Reason.IDLE)
+
+
+def test_the_planner_takes_back_every_slot_of_a_suspended_lease() -> None:
+    rests = lease("a", max_slots=4, min_slots=1, suspended=True, demand=Demand(64))
+    snapshot = world(FOUR, [rests], [slot(rests, one) for one in FOUR])
+    assert list(released(snapshot).values()) == [Reason.SUSPENDED] * 4
+    assert plan(snapshot, NOW).outcomes["r/a"].reason is Reason.SUSPENDED
 
 
 def test_turns_that_wait_bring_the_first_slot_of_a_lease_without_any() -> None:

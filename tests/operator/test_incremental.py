@@ -45,6 +45,7 @@ LEASES = st.fixed_dictionaries(
         "spec.priority": st.integers(0, 2),
         "spec.slots": st.sampled_from([{"min": 0, "max": 1}, {"min": 1, "max": 3}]),
         "spec.weights.storeName": st.sampled_from(["main", "elsewhere"]),
+        "spec.suspend": st.sampled_from([..., True]),
         "spec.lifetimeSeconds": st.sampled_from([..., 3660]),
     }
 )

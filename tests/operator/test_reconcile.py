@@ -278,6 +278,21 @@ async def test_an_expired_lease_gives_everything_back() -> None:
     assert bench.api.all(Kind.DEPLOYMENT) == []
 
 
+async def test_a_suspended_lease_gives_its_slots_back_and_keeps_its_url() -> None:
+    bench = await running()
+    bench.lease(spec__suspend=True)
+    for _ in range(3):
+        bench.report()
+        await bench.turn()
+    assert bench.reason() == Reason.SUSPENDED
+    assert bench.slots() == []
+    assert len(bench.api.all(Kind.DEPLOYMENT)) == 1
+    bench.lease()
+    bench.report()
+    await bench.turn()
+    assert len(bench.slots()) == 1
+
+
 async def test_reclaims_come_along_with_a_transition_and_are_no_transition() -> None:
     bench = await running()
     (slot,) = bench.slots()
