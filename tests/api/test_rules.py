@@ -235,7 +235,7 @@ def test_defaults_come_from_the_schema(client: Client) -> None:
     pool = created(client, "ServingPool", {})["spec"]
     assert pool["mode"] == "Observe"
     assert not {"memoryHeadroomGiB", "memoryHeadroomPercent"} & set(pool["lending"])
-    assert pool["maxComputePercent"] == 30
+    assert "maxComputePercent" not in pool, "its default hangs on how the GPU is shared"
     assert pool["lending"]["spread"] == "LeastUsed"
     assert pool["lending"]["breaker"] == {"cooldownSeconds": 600, "whenOpen": "Hold"}
     assert "forecast" not in pool["lending"]
