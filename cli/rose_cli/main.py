@@ -59,8 +59,11 @@ VERBS: dict[str, Verb] = {
 }
 
 
-# A second word that is another room's: the library ``rose_weights`` knows no shell.
+# A second word with a module of its own; the library ``rose_weights`` knows no shell.
 SUBVERBS: dict[tuple[str, str], Verb] = {
+    ("advise", "memory"): Verb(
+        "rose_simulate.advise_memory", "say what serving's memory setting would lend", "dev"
+    ),
     ("weights", "commits"): Verb(
         "rose_agent.weightsync.records", "say what each commit carried and took", "agent"
     ),

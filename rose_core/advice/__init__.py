@@ -3,6 +3,8 @@
 - ``telemetry``: rows and Prometheus answers as one series of loads; what is wrong with them.
 - ``estimate``: lendable GPU-hours and exposed requests, with intervals.
 - ``recommend``: the limits to begin with, as a ServingPool.
+- ``memory``: what serving's memory setting makes lendable, and its price.
 
-``docs/advisor.md`` derives every figure. The shell, which reads files, is ``rose_simulate.advise``.
+``docs/advisor.md`` derives every figure. The shell, which reads files, is ``rose_simulate.advise``
+and ``rose_simulate.advise_memory``.
 """

@@ -2,6 +2,7 @@
 
 Reads what ``rose_core.advice.telemetry`` describes: CSV or JSON rows, or an answer of Prometheus.
 Prints the options with intervals, what is not known, and the ServingPool; touches nothing.
+``rose advise memory`` answers for the GPUs' memory (``advise_memory``).
 """
 
 from __future__ import annotations
