@@ -8,6 +8,7 @@ absent and look again. The layout:
     host.sock  tap.sock           sockets of engine host and wire tap
     stop                          while it exists nothing of ROSE computes on this node
     guard.json                    highest term and pool policies last heard
+    footprints/KIND.json          what engines of a kind were seen to hold of their GPU
     slots/<uid>/slot.json         the order for the slot (EnsureEngine)
     slots/<uid>/permit            rose_engines.permit
     slots/<uid>/engine.json       EngineFile, written by the engine host

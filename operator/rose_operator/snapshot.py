@@ -299,6 +299,7 @@ def _replica(
         refusal=replica_refusal(lacks.word if lacks else report.refusal),
         refusal_text=lacks.text if lacks else report.refusal_text or report.refusal,
         proven=report.gpu_proof == Proof.ALLOCATED,
+        memory=report.lendable_text,
         occupied=place.occupied is None or report.pod_uid in place.occupied,
         zone=place.zone,
         cordoned=place.cordoned,

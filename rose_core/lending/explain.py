@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rose_core.api.reasons import Reason
 from rose_core.lending.answers import Outcome, Verdict
@@ -28,11 +29,22 @@ def member_verdicts(world: World) -> Members:
 def _of_pool(world: World, pool: Pool, lent: Mapping[str, str]) -> tuple[Verdict, ...]:
     stop = blocked(world, pool)
     return tuple(
-        Verdict(replica.name, Reason.LENT, f"to {lent[replica.uid]}")
-        if replica.uid in lent
-        else _unlent(world, pool, replica, stop)
+        _with_memory(
+            Verdict(replica.name, Reason.LENT, f"to {lent[replica.uid]}")
+            if replica.uid in lent
+            else _unlent(world, pool, replica, stop),
+            replica,
+        )
         for replica in world.members.get(pool.key, ())
     )
+
+
+def _with_memory(found: Verdict, replica: Replica) -> Verdict:
+    """What may be lent of its GPUs, where that is what the reader will ask next."""
+    asked = found.reason in {Reason.LENT, Reason.QUALIFIES, Reason.INSUFFICIENT_MEMORY}
+    if not asked or not replica.memory:
+        return found
+    return replace(found, message=f"{found.message}; memory: {replica.memory}")
 
 
 def _unlent(world: World, pool: Pool, replica: Replica, stop: Cause | None) -> Verdict:

@@ -149,6 +149,7 @@ class Replica:
         zone: of the node, empty when unknown.
         cordoned: the node is marked unschedulable: somebody is about to drain it.
         proven: the kubelet has allocated the GPUs to it.
+        memory: what may be lent of each of its GPUs, as a sum in figures; for people alone.
     """
 
     uid: str
@@ -168,6 +169,7 @@ class Replica:
     cordoned: bool = False
     stale: bool = False
     proven: bool = False
+    memory: str = ""
 
     @property
     def devices(self) -> frozenset[str]:

@@ -54,6 +54,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
         refusal_text: the reason with its names and numbers; empty = what the word means.
         gpu_proof: on whose word the GPUs are the replica's (``rose_core.devices.ownership.Proof``).
         lendable_bytes: device memory that may be lent, of each of the GPUs.
+        lendable_text: that sum in figures, for people.
         requests_total, slow_requests_total: finished requests and those above the pool's SLO.
     """
 
@@ -73,6 +74,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_used_permille: int | None = None
     busy_permille: int | None = None
     lendable_bytes: int | None = None
+    lendable_text: str = ""
     requests_total: int = 0
     slow_requests_total: int = 0
 

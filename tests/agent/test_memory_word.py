@@ -150,3 +150,14 @@ def test_what_serving_used_hours_ago_counts_for_reserved_memory_alone(
         assert slot.room is not None
         rooms[source] = slot.room.bytes
     assert rooms == {"Reserved": 4 * GIB, "Elastic": 34 * GIB}
+
+
+def test_what_an_engine_holds_is_told_while_its_kind_is_measured(
+    nvml: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, slot = Node(nvml, "Reserved"), Slot(status(device_bytes=12 * GIB, measuring=True))
+    node.look(slot, monkeypatch)
+    assert slot.told == [(1000, 10 * GIB)]
+    slot.status = status(device_bytes=12 * GIB)
+    node.look(slot, monkeypatch)
+    assert len(slot.told) == 1

@@ -307,3 +307,10 @@ def test_time_windows_may_cross_midnight() -> None:
         held = world([a], [one], [slot(one, a)], pools=[pool(windows=(night,))])
         expected = {} if is_open else {slot(one, a).name: Reason.OUTSIDE_TIME_WINDOW}
         assert released(held, now) == expected
+
+
+def test_an_explanation_says_what_may_be_lent_of_a_replicas_memory() -> None:
+    text = "79.6 GiB in all, serving used up to 55.7 GiB, headroom 3.0 GiB: 20.9 GiB may be lent"
+    member = replica("a", memory=text)
+    (found,) = plan(world([member], []), NOW).members["s/chat"]
+    assert found.message == f"KV use 100 permille; memory: {text}"

@@ -157,6 +157,7 @@ def replica_report(
         kv_used_permille=kv_permille(replica, now_ns),
         busy_permille=_busy_permille(replica, signal.source, now_ns),
         lendable_bytes=view.lendable.bytes if view is not None else None,
+        lendable_text=view.lendable.message if view is not None else "",
         requests_total=counters.finished,
         slow_requests_total=counters.slow,
     )
