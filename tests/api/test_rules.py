@@ -240,7 +240,7 @@ def test_defaults_come_from_the_schema(client: Client) -> None:
     assert pool["lending"]["breaker"] == {"cooldownSeconds": 600, "whenOpen": "Hold"}
     assert "forecast" not in pool["lending"]
     lease = created(client, "RolloutLease", {})["spec"]
-    assert lease["slots"] == {"min": 1, "max": 1}
+    assert lease["slots"] == {"min": 1, "max": 1, "idleSeconds": 90}
     assert lease["weights"]["kvPolicy"] == "Keep"
     assert (lease["weight"], lease["preemptionPolicy"]) == (1, "PreemptLowerPriority")
 
