@@ -36,7 +36,7 @@ from rose_engines.device_stage import ahead
 from rose_trainer.device_diff import Band, Found, Region, bands, differences
 from rose_trainer.errors import BadState
 from rose_trainer.shards import Shard
-from rose_trainer.staging import Layout, Tensors, pairs
+from rose_trainer.staging import Layout, Tensors, held, pairs, place_of, refuse_shared
 
 Place = Literal["host", "device"]
 """Where the state before lies."""
@@ -257,12 +257,35 @@ def integers(flat: torch.Tensor) -> torch.Tensor:
 def _checked(layout: Layout, tensors: Tensors) -> list[tuple[TensorSpec, torch.Tensor]]:
     """The tensors of the layout without tied ones, before anything is touched."""
     found = []
-    for name, tensor in pairs(tensors):
+    alive = list(pairs(tensors))
+    if not held(tensors):
+        refuse_shared(alive)
+    firsts: dict[str, torch.Tensor] = {}
+    ties = []
+    for name, tensor in alive:
         spec = layout.check(name, tensor)
         if spec is not None:
             found.append((spec, tensor))
+            firsts[name] = tensor
+        else:
+            ties.append((name, tensor))
     missing = {spec.name for spec in layout.specs} - {spec.name for spec, _ in found}
     if missing:
         message = f"{len(missing)} tensors are missing, first {min(missing)}"
         raise BadState(message)
+    for name, tensor in ties:
+        first = firsts[layout.tied[name]]
+        if place_of(tensor) != place_of(first) and not _equal(layout, tensor, first):
+            raise layout.parted(name)
     return found
+
+
+def _equal(layout: Layout, one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors would be published with the same bits."""
+    if one.shape != other.shape or layout.target(one) != layout.target(other):
+        return False
+    mine, theirs = (
+        integers(tensor.detach().to(layout.target(tensor)).contiguous().reshape(-1))
+        for tensor in (one, other)
+    )
+    return torch.equal(mine, theirs.to(mine.device))

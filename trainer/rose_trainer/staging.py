@@ -1,13 +1,18 @@
 """Snapshots of a model's tensors in host memory, as bit patterns.
 
 A ``Snapshot`` owns one buffer per tensor and is used again and again: taking one copies the
-tensors, nothing else, so the trainer stands still for one copy of the model. Tied tensors (one
-storage under several names) are taken once.
+tensors, nothing else, so the trainer stands still for one copy of the model.
+
+Tied tensors (one storage under several names) are found at the first take and copied once. Every
+take looks at them again: names that have parted are refused, because the run's readers would go on
+to give both the bits of one. An iterator's tensors are not all alive at once, and storage that
+comes twice may be a tie or a buffer used again for the next bucket: the first take refuses it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import ItemsView, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -46,22 +51,28 @@ class Layout:
     Args:
         tensors: the model's tensors, all alive at once (ties are seen by their storage).
         dtype: when given, floating-point tensors are cast to it as they are copied.
+        streamed: they came out of an iterator, which may have used one buffer for several.
 
     Raises:
         BadState: a tensor that cannot be published.
     """
 
     def __init__(
-        self, tensors: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
+        self,
+        tensors: Sequence[tuple[str, torch.Tensor]],
+        dtype: torch.dtype | None = None,
+        *,
+        streamed: bool = False,
     ) -> None:
+        if streamed:
+            refuse_shared(tensors)
         self.dtype = dtype
         self.tied: dict[str, str] = {}
         specs: dict[str, TensorSpec] = {}
         storages: dict[tuple[object, ...], str] = {}
         for name, tensor in tensors:
             _check(name, tensor)
-            place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
-            first = storages.setdefault(place, name) if tensor.numel() else name
+            first = storages.setdefault(place_of(tensor), name) if tensor.numel() else name
             if first != name:
                 self.tied[name] = first
                 continue
@@ -91,6 +102,14 @@ class Layout:
             message = f"{name} is {found[1:]}, was {spec[1:] if spec else 'not there'} at first"
             raise BadState(message)
         return spec
+
+    def parted(self, name: str) -> BadState:
+        """What is wrong with a tied name that has other bits than the tensor it was tied to."""
+        return BadState(
+            f"{name} was tied to {self.tied[name]} when this publisher began, and differs from it "
+            "now: readers would give both the same bits. Tie them again, or publish from a new "
+            "Publisher whose first state has them apart"
+        )
 
     def target(self, tensor: torch.Tensor) -> torch.dtype:
         """Element type the tensor is published in."""
@@ -136,20 +155,35 @@ class Snapshot:
         """
         missing = {spec.name for spec in self.layout.specs}
         devices: set[torch.device] = set()
+        places: dict[str, object] = {}
+        ties: list[tuple[str, torch.Tensor]] = []
+        streamed = not held(tensors)
         self._since, self._changed = since, {}
         for name, tensor in pairs(tensors):
             spec = self.layout.check(name, tensor)
             if spec is not None:
                 missing.discard(name)
+                places[name] = None if streamed else place_of(tensor)
                 if not self._cast(name, tensor):
                     self._copy(name, tensor)
                 devices.add(tensor.device)
+            else:  # of an iterator, it may be overwritten by whatever comes next
+                ties.append((name, tensor.detach().clone() if streamed else tensor))
         if missing:
             message = f"{len(missing)} tensors are missing, first {min(missing)}"
             raise BadState(message)
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
+        for name, tensor in ties:
+            if place_of(tensor) != places[self.layout.tied[name]]:
+                self._check_tie(name, tensor)
+
+    def _check_tie(self, name: str, tensor: torch.Tensor) -> None:
+        kept = self._buffers[self.layout.tied[name]]
+        mine = tensor.detach().to(device="cpu", dtype=kept.dtype).contiguous()
+        if mine.shape != kept.shape or not np.array_equal(bits_of(mine), bits_of(kept)):
+            raise self.layout.parted(name)
 
     def bits(self, name: str) -> Bits:
         """A tensor's bits, flat; a view of the buffer."""
@@ -185,6 +219,41 @@ def bits_of(buffer: torch.Tensor) -> Bits:
     """A contiguous host tensor's bits, flat; a view."""
     flat = buffer.view(_SIGNED[buffer.element_size()]).reshape(-1).numpy()
     return flat.view(np.dtype(f"u{buffer.element_size()}"))
+
+
+def held(tensors: Tensors) -> bool:
+    """Whether whoever passes the tensors holds them all at once."""
+    return isinstance(tensors, Mapping | Sequence | ItemsView)
+
+
+def place_of(tensor: torch.Tensor) -> object:
+    """Where a tensor lies; tensors alive at once that have the same are one."""
+    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+
+
+def refuse_shared(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse tensors that share memory: out of an iterator nobody can tell what that means.
+
+    Raises:
+        BadState: two of them do; names both.
+    """
+    ends: list[tuple[str, int, int, str]] = []
+    for name, tensor in tensors:
+        _check(name, tensor)
+        if tensor.numel():
+            reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            begin = tensor.data_ptr()
+            end = begin + (reach + 1) * tensor.element_size()
+            ends.append((str(tensor.device), begin, end, name))
+    ends.sort()
+    for (device, _, end, first), (other, begin, _, second) in itertools.pairwise(ends):
+        if device == other and begin < end:
+            message = (
+                f"{first} and {second} came out of an iterator with the same memory: tied, or a "
+                "buffer that the next tensor overwrites. Pass a mapping such as state_dict() or a "
+                "list where they are tied; give each tensor memory of its own where they are not"
+            )
+            raise BadState(message)
 
 
 def pairs(tensors: Tensors) -> Iterable[tuple[str, torch.Tensor]]:
