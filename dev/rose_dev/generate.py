@@ -165,7 +165,7 @@ def _arguments_section() -> str:
         "| argument | value |",
         "|---|---|",
     ]
-    lines += [f"| `{name}` | `{_cell(value.pattern)}` |" for name, value in ALLOWED.items()]
+    lines += [f"| `{name}` | {_cell(argument.takes)} |" for name, argument in ALLOWED.items()]
     return "\n".join([*lines, ""])
 
 

@@ -1,44 +1,82 @@
-"""Engine arguments an RL team may set.
+"""Engine arguments that an RL team may set: the only list of them.
 
 An engine runs on a serving node, so nothing passes that names a path, a host, a plugin or code:
-only numbers, switches and words from lists. Memory, ports, weights, the model and parallelism are
-the platform's, set by the engine host.
+only numbers, switches and words from lists. Memory, ports, weights, the model, parallelism and what
+the stop rests on (one iteration at a time) are the platform's, set by the engine host.
+
+The API server refuses names that are not here (a CEL rule of the kind is made from this table), the
+operator refuses values, and the engine host asks again before it starts anything: a node trusts
+nobody's word. ``docs/api.md`` is generated from it. Every name is one of SGLang 0.5.23's.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-
-_BOOLEAN = re.compile(r"^(|true|false)$")
-_INTEGER = re.compile(r"^\d{1,9}$")
-_NUMBER = re.compile(r"^\d{1,4}(\.\d{1,6})?$")
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 
-def _words(*words: str) -> re.Pattern[str]:
-    return re.compile("^(" + "|".join(map(re.escape, words)) + ")$")
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """What one argument takes.
+
+    Attributes:
+        takes: for people.
+        check: whether a value is one of those; must refuse spaces and dashes at the beginning.
+    """
+
+    takes: str
+    check: Callable[[str], bool]
 
 
-ALLOWED: dict[str, re.Pattern[str]] = {
-    "attention-backend": _words("flashinfer", "fa3", "fa4", "triton", "torch_native", "intel_amx"),
-    "chunked-prefill-size": _INTEGER,
-    "cuda-graph-max-bs": _INTEGER,
-    "disable-cuda-graph": _BOOLEAN,
-    "disable-overlap-schedule": _BOOLEAN,
-    "disable-radix-cache": _BOOLEAN,
-    "dtype": _words("auto", "half", "float16", "bfloat16", "float32"),
-    "enable-deterministic-inference": _BOOLEAN,
-    "enable-fp32-lm-head": _BOOLEAN,
+def _whole(low: int, high: int) -> Argument:
+    def check(text: str) -> bool:
+        return text.isascii() and text.isdigit() and len(text) < 12 and low <= int(text) <= high
+
+    return Argument(f"{low} to {high}", check)
+
+
+def _words(*words: str) -> Argument:
+    return Argument(", ".join(words), lambda text: text in words)
+
+
+def _name(what: str) -> Argument:
+    pattern = re.compile(r"[a-z0-9_][a-z0-9_-]{0,31}")
+    return Argument(what, lambda text: pattern.fullmatch(text) is not None)
+
+
+def _share(text: str) -> bool:
+    return re.fullmatch(r"0(\.\d{1,6})?|1(\.0{1,6})?", text) is not None
+
+
+_SWITCH = Argument("nothing, or true", lambda text: text in {"", "true"})
+
+ALLOWED: Mapping[str, Argument] = {
+    "attention-backend": _words("torch_native", "triton", "flashinfer", "fa3", "intel_amx"),
+    "chunked-prefill-size": _whole(16, 65536),
+    "disable-cuda-graph": _SWITCH,
+    "disable-radix-cache": _SWITCH,
+    # No 32 bits: an engine's size is told from the files of its weights.
+    "dtype": _words("auto", "bfloat16", "float16"),
+    "enable-deterministic-inference": _SWITCH,
+    "enable-fp32-lm-head": _SWITCH,
+    "enable-mixed-chunk": _SWITCH,
     "grammar-backend": _words("xgrammar", "outlines", "llguidance", "none"),
-    "kv-cache-dtype": _words("auto", "fp8_e4m3", "fp8_e5m2", "bf16"),
-    "page-size": _INTEGER,
-    "random-seed": _INTEGER,
-    "sampling-backend": _words("flashinfer", "pytorch"),
-    "schedule-conservativeness": _NUMBER,
+    # The KV pool's size is told from 16 bits, and computed anew with other keys it samples others.
+    "kv-cache-dtype": _words("auto", "bf16", "bfloat16"),
+    "max-prefill-tokens": _whole(16, 1 << 20),
+    "max-queued-requests": _whole(1, 1 << 20),
+    "random-seed": _whole(0, 1 << 31),
+    "reasoning-parser": _name("a parser's name"),
+    "sampling-backend": _words("pytorch", "flashinfer"),
+    # Above 1 is slower and safer, below 1 the other way; what ROSE sizes holds for up to 1.
+    "schedule-conservativeness": Argument("0 to 1", _share),
     "schedule-policy": _words("lpm", "fcfs", "lof", "random", "dfs-weight"),
-    "triton-attention-num-kv-splits": _INTEGER,
+    "stream-interval": _whole(1, 64),
+    "tool-call-parser": _name("a parser's name"),
+    "triton-attention-num-kv-splits": _whole(1, 64),
 }
-"""Argument name without its dashes -> what its value must match; an empty value is a switch."""
+"""Argument name without its dashes -> what it takes."""
 
 
 def refusals(arguments: Mapping[str, str]) -> tuple[str, ...]:
@@ -51,9 +89,9 @@ def refusals(arguments: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _refusal(name: str, value: str) -> str | None:
-    pattern = ALLOWED.get(name)
-    if pattern is None:
-        return f"engine argument {name!r} is not on the allow-list"
-    if not pattern.fullmatch(value):
-        return f"engine argument {name!r} does not take {value!r}; it must match {pattern.pattern}"
+    argument = ALLOWED.get(name)
+    if argument is None:
+        return f"engine argument {name!r} is not allowed; allowed are {', '.join(sorted(ALLOWED))}"
+    if not argument.check(value):
+        return f"engine argument {name!r} does not take {value!r}; it takes {argument.takes}"
     return None

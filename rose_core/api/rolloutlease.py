@@ -11,6 +11,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from rose_core.api.arguments import ALLOWED
 from rose_core.api.common import (
     MODEL_NAME,
     SET_LIST,
@@ -135,6 +136,11 @@ class LeaseSpec(ApiModel):
         _immutable("poolRef"),
         _immutable("model"),
         _immutable("engineClass"),
+        Rule(
+            f"self.engineArguments.all(name, name in {sorted(ALLOWED)})",
+            "engineArguments has a name that is not on the allow-list (docs/api.md)",
+            ".engineArguments",
+        ),
         Rule(
             "self.contextTokens <= self.kvTokens",
             "contextTokens must not exceed kvTokens: one turn must fit into the KV pool",

@@ -46,6 +46,10 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec.maxComputePercent": 91},
         {"spec.compute": "MPS", "spec.maxComputePercent": 91},
     ),
+    ("RolloutLease", "engineArguments has a name that is not on the allow-list"): (
+        {"spec.engineArguments": {"dtype": "bfloat16", "disable-radix-cache": ""}},
+        {"spec.engineArguments": {"dtype": "bfloat16", "model-path": "/etc"}},
+    ),
     ("RolloutLease", "gpusPerSlot must be 1"): (
         {"spec.gpusPerSlot": 1},
         {"spec.gpusPerSlot": 2},

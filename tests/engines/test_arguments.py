@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from rose_core.api.arguments import ALLOWED
 from rose_core.wire.sync import EngineSpec
 from rose_engines.errors import ArgumentRefused
 from rose_engines.sglang.arguments import (
-    ALLOWED,
     Launch,
     check_arguments,
     command,

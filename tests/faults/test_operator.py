@@ -225,7 +225,7 @@ def test_a_refused_write_is_tried_less_and_less_and_stops_nobody(scene: Scene) -
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "pool": ({"spec.poolRef.name": "nobody"}, "UnknownPool"),
     "class": ({"spec.engineClass": "other"}, "UnknownEngineClass"),
-    "argument": ({"spec.engineArguments": {"model-path": "/etc"}}, "ArgumentNotAllowed"),
+    "argument": ({"spec.engineArguments": {"dtype": "float8"}}, "ArgumentNotAllowed"),
     "store": ({"spec.weights.storeName": "elsewhere"}, "UnknownStore"),
     "gpus": ({"spec.gpusPerSlot": 2}, "GpusPerSlotNotSupported"),
     # What an API server lets in whose kinds are older, or were loosened for a while.

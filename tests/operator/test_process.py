@@ -268,7 +268,7 @@ BAD_LEASES: dict[str, tuple[dict[str, Any], str]] = {
     "paused": ({"spec.poolRef.name": "paused"}, "PoolNotLending"),
     "foreign": ({"spec.poolRef.name": "foreign"}, "NamespaceNotAllowed"),
     "mps": ({"spec.poolRef.name": "mps"}, "NoReplicaQualifies"),
-    "argument": ({"spec.engineArguments": {"model-path": "/etc"}}, "ArgumentNotAllowed"),
+    "argument": ({"spec.engineArguments": {"dtype": "float8"}}, "ArgumentNotAllowed"),
     "store": ({"spec.weights.storeName": "elsewhere"}, "UnknownStore"),
     "class": ({"spec.engineClass": "other"}, "UnknownEngineClass"),
     "gpus": ({"spec.gpusPerSlot": 2}, "GpusPerSlotNotSupported"),

@@ -1,18 +1,19 @@
 """Engine specification -> command line and environment of SGLang; pure, with an allow-list.
 
-RL teams name engine arguments in their lease. Only arguments in ``ALLOWED`` pass, each with a check
-of its value; everything that could load code, open files, change memory sizes, expose admin routes
-or weaken the stop stays ROSE's own decision. Next step: ``launch`` runs the command.
+RL teams name engine arguments in their lease. Only those of ``rose_core.api.arguments`` pass;
+everything that could load code, open files, change memory sizes, expose admin routes or weaken the
+stop stays ROSE's own decision. Next step: ``launch`` runs the command.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import rose_engines
+from rose_core.api.arguments import refusals
 from rose_core.wire.sync import EngineSpec
 from rose_engines import activity
 from rose_engines.errors import ArgumentRefused
@@ -33,39 +34,6 @@ _INHERITED = re.compile(
     r"^(PATH|HOME|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|XDG_CACHE_HOME|CUDA_.*|NVIDIA_.*|NCCL_.*"
     r"|ROSE_LAYOUT_FALLBACK)$"
 )
-
-
-def _integer(low: int, high: int) -> Callable[[str], bool]:
-    return lambda text: text.isascii() and text.isdigit() and low <= int(text) <= high
-
-
-def _fraction(text: str) -> bool:
-    return re.fullmatch(r"(0(\.\d+)?|1(\.0+)?)", text) is not None
-
-
-def _one_of(*words: str) -> Callable[[str], bool]:
-    return lambda text: text in words
-
-
-_flag = _one_of("", "true")
-
-ALLOWED: dict[str, Callable[[str], bool]] = {
-    "attention-backend": _one_of("torch_native", "triton", "flashinfer", "fa3", "intel_amx"),
-    "chunked-prefill-size": _integer(16, 65536),
-    "disable-radix-cache": _flag,
-    "enable-mixed-chunk": _flag,
-    "kv-cache-dtype": _one_of("auto", "bf16", "bfloat16"),
-    "max-prefill-tokens": _integer(16, 1 << 20),
-    "max-queued-requests": _integer(1, 1 << 20),
-    "random-seed": _integer(0, 1 << 31),
-    "reasoning-parser": lambda text: re.fullmatch(r"[a-z0-9_-]{1,32}", text) is not None,
-    "sampling-backend": _one_of("pytorch", "flashinfer"),
-    "schedule-conservativeness": _fraction,
-    "schedule-policy": _one_of("lpm", "fcfs", "lof", "random", "dfs-weight"),
-    "stream-interval": _integer(1, 64),
-    "tool-call-parser": lambda text: re.fullmatch(r"[a-z0-9_-]{1,32}", text) is not None,
-    "tp-size": _integer(1, 64),
-}
 
 
 @dataclass(frozen=True)
@@ -112,24 +80,14 @@ class Launch:
 
 
 def check_arguments(arguments: Mapping[str, str]) -> None:
-    """Refuse arguments outside the allow-list; the operator and the engine host both ask.
+    """Refuse arguments outside the allow-list, whatever the operator has let through.
 
     Raises:
-        ArgumentRefused: names the first argument that may not pass, and why.
+        ArgumentRefused: names the arguments that may not pass, and why.
     """
-    for name, value in sorted(arguments.items()):
-        allowed = ALLOWED.get(name)
-        if allowed is None:
-            raise ArgumentRefused(
-                f"engine argument {name!r} is not allowed; allowed are: {', '.join(ALLOWED)}"
-            )
-        if not allowed(value):
-            raise ArgumentRefused(f"engine argument {name!r} may not be {value!r}")
-        if name == "tp-size" and value != "1":
-            raise ArgumentRefused(
-                "engine argument 'tp-size' must be 1: a slot has one GPU, and the platform alone "
-                "says over how many devices an engine is spread"
-            )
+    sentences = refusals(arguments)
+    if sentences:
+        raise ArgumentRefused("; ".join(sentences))
 
 
 def command(spec: EngineSpec, launch: Launch) -> list[str]:

@@ -1,0 +1,48 @@
+"""API, operator and engine host let the same engine arguments pass, and the sample's among them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rose_core.api import RolloutLease
+from rose_core.api.arguments import ALLOWED, refusals
+from rose_core.api.rolloutlease import LeaseSpec
+from rose_core.wire.sync import EngineSpec
+from rose_engines.errors import ArgumentRefused
+from rose_engines.sglang.arguments import Launch, command
+
+SAMPLE = Path(__file__).parents[2] / "crds" / "samples" / "rolloutlease.yaml"
+LAUNCH = Launch(Path("/venv/bin/python"), Path("/models/m"), 4000)
+
+VALUES = ("", "true", "false", "0", "1", "0.5", "1.5", "64", "65536", "70000", "auto", "bfloat16")
+VALUES += ("float32", "fa3", "fa4", "fp8_e4m3", "lpm", "xgrammar", "none", "qwen3", "pytorch", "-1")
+
+
+def passes_host(arguments: dict[str, str]) -> bool:
+    try:
+        command(EngineSpec("sglang", "m", arguments), LAUNCH)
+    except ArgumentRefused:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", [*ALLOWED, "page-size", "tp-size", "trust-remote-code"])
+def test_what_the_operator_accepts_the_engine_host_starts_and_nothing_else(name: str) -> None:
+    verdicts = {value: not refusals({name: value}) for value in VALUES}
+    assert {value: passes_host({name: value}) for value in VALUES} == verdicts
+    assert any(verdicts.values()) is (name in ALLOWED)
+
+
+def test_the_api_server_knows_the_same_names() -> None:
+    (rule,) = [one for one in LeaseSpec.rules if "engineArguments" in one.expression]
+    assert all(f"'{name}'" in rule.expression for name in ALLOWED)
+    assert rule.expression.count("'") == 2 * len(ALLOWED)
+
+
+def test_the_host_starts_what_the_sample_lease_asks_for() -> None:
+    lease = RolloutLease.model_validate(yaml.safe_load(SAMPLE.read_text()))
+    assert lease.spec.engine_arguments
+    assert passes_host(dict(lease.spec.engine_arguments))
