@@ -21,9 +21,12 @@ import aiohttp
 
 from bench.fire.callers import MOST_TOKENS, PROMPTS, Callers, prompt_of
 from bench.fire.deeds import Fire
-from bench.fire.engines import start_real, start_stub
+from bench.fire.engines import MODEL, start_real, start_stub
 from bench.fire.fleet import Lease, lease
+from bench.fire.poison import poisoned
 from bench.record import Figure, figure, record
+from rose_agent.host.sizing import vocabulary
+from rose_dev.models import make_named
 
 _SETTLE_SECONDS = 20
 
@@ -90,6 +93,8 @@ async def burn(given: argparse.Namespace) -> list[Burnt]:
             if real:
                 made = lease("fire/real", Path(name) / "real", start_real, given.real)
                 burning = await stack.enter_async_context(made)
+                burning.vocabulary = vocabulary(make_named(MODEL))
+                await asyncio.gather(*(burning.attach(one) for one in burning.engines))
                 burning.reference = await reference(burning)
                 chance = random.Random(given.seed * 10 + 9)
                 # Starting a real engine takes half a minute.
@@ -132,6 +137,8 @@ async def _one(made: Lease, plan: Plan, chance: random.Random) -> Burnt:
     burnt.redone = totals["redone_tokens"]
     if totals["turns"] != out.begun or totals["failed_turns"]:
         burnt.wrong.append(f"{out.begun} turns were begun, the router ended {totals}")
+    if made.vocabulary:
+        burnt.wrong += await poisoned(made.http, made.url, made.word, made.ended)
     return burnt
 
 

@@ -28,6 +28,7 @@ class Lease:
     Attributes:
         word: bearer token of its callers; another lease has another.
         head: number of the newest version.
+        vocabulary: of its engines' model; 0 = stubs, which take any id.
         reference: what an undisturbed engine answers to each prompt; empty for stubs.
     """
 
@@ -41,6 +42,7 @@ class Lease:
     stack: AsyncExitStack
     engines: list[Engine] = field(default_factory=list)
     head: int = 0
+    vocabulary: int = 0
     reference: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     @property
@@ -58,6 +60,7 @@ class Lease:
             url=engine.url,
             gate_open=True,
             cap=engine.cap,
+            vocabulary=self.vocabulary,
             version=version_of(self.run, self.head),
             head=version_of(self.run, self.head),
         )
@@ -87,6 +90,11 @@ class Lease:
         async with self.http.get(self.url + path, headers=headers) as reply:
             reply.raise_for_status()
             return await reply.json()
+
+    def ended(self) -> list[str]:
+        """Names of the engines whose process is gone, and nobody has ended it here."""
+        made = [(one.name, one.process) for one in self.engines if one.process is not None]
+        return [name for name, process in made if process.process.poll() is not None]
 
     def resident_bytes(self) -> int:
         """Memory of the router."""

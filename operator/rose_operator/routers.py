@@ -25,6 +25,9 @@ PEER_PORT = 7445
 _TOKEN_FOLDER = "/var/run/rose/token"  # noqa: S105  # a mount path
 _TURNS_FOLDER = "/var/run/rose/turns"
 _NAME_LIMIT = 63
+# A router refuses what would not fit (``rose_router.memory``); the limit is for what it does not
+# foresee. An installation's template may set another one, and the router reads its own.
+_MEMORY = "2Gi"
 _POD_IP = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 
 
@@ -193,7 +196,10 @@ def _container(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
             "timeoutSeconds": 5,
             "failureThreshold": 6,
         },
-        "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
+        "resources": {
+            "requests": {"cpu": "100m", "memory": "128Mi"},
+            "limits": {"memory": _MEMORY},
+        },
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
@@ -239,6 +245,7 @@ def _arguments(lease: RolloutLease, settings: Settings) -> list[str]:
         f"--attach-address=0.0.0.0:{ATTACH_PORT}",
         f"--token-file={_TOKEN_FOLDER}/token",
         *([f"--turn-token-file={_TURNS_FOLDER}/token"] if settings.turn_secrets else []),
+        f"--context-tokens={lease.spec.context_tokens}",
         f"--max-staleness={stale}",
         f"--max-age={stale if oldest is None else oldest}",
         f"--model={lease.spec.model.name}",

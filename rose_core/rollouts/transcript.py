@@ -241,7 +241,7 @@ class Transcript:
     __slots__ = ("exact_text", "legs", "per_token", "prompt", "spans", "text", "tokens")
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self.prompt = list(prompt)
+        self.prompt = prompt  # answers to the same prompt share it
         self.tokens: list[int] = []
         self.per_token: dict[str, list[Any]] = {}
         self.spans: tuple[Span, ...] = ()
@@ -271,7 +271,7 @@ class Transcript:
     @property
     def context(self) -> list[int]:
         """The prompt of the next leg."""
-        return self.prompt + self.tokens
+        return [*self.prompt, *self.tokens]
 
     @property
     def kinds(self) -> tuple[EngineKind, ...]:

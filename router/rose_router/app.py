@@ -25,12 +25,13 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from rose_core.rollouts.errors import InvalidTurn, RolloutError, UnsafeTurn
-from rose_router import bearer, facade, metrics, pages, trajectories, virtual
+from rose_router import bearer, facade, memory, metrics, pages, trajectories, virtual
 from rose_router.barrier import Barrier
 from rose_router.dialects.common import BODY_SECONDS
 from rose_router.errors import REASON, EngineRefused, RouterError
 from rose_router.handlers import Answering
 from rose_router.listener import Doors
+from rose_router.memory import Memory, limit_of_process
 from rose_router.service import Service
 from rose_router.tokenization import Tokenizer
 from rose_wire.observability import pages as process_pages
@@ -56,12 +57,16 @@ def create(
     settings = service.settings
     tokens = bearer.Tokens(settings.turn_token_file, settings.turn_token)
     doors = Doors(settings.limits) if doors is None else doors
+    room = Memory(settings.memory_bytes or limit_of_process())
+    if tokenizer is not None:
+        tokenizer.most_text = room.most_text
     app = web.Application(
         client_max_size=settings.max_body_bytes,
         middlewares=[
             _counted(doors),
             _errors_as_json,
             bearer.middleware(tokens),
+            memory.middleware(room, settings.max_body_bytes),
             *([forwarding] if forwarding else []),
         ],
     )

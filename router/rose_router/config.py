@@ -30,6 +30,8 @@ class Settings:
         tls_client_ca: authority of the certificates that they then must have.
         operator_ca: authority of the operator's certificate, which is as good there.
         max_body_bytes: largest request.
+        memory_bytes: what the process may have; 0 = what its cgroup says.
+        context_tokens: of prompt and answer together, as the lease says; 0 = as engines say.
         interval: tokens per event of engines' streams for callers who do not stream: fewer events
             cost engine and router less; a killed engine takes at most so many unseen tokens along.
         max_losses: engines a turn may lose before it ends with a typed abort.
@@ -59,6 +61,8 @@ class Settings:
     tls_client_ca: Path | None = None
     operator_ca: Path | None = None
     max_body_bytes: int = 16 * 1024 * 1024
+    memory_bytes: int = 0
+    context_tokens: int = 0
     interval: int = 4
     max_losses: int = 10
     forget_seconds: float = 60.0

@@ -4,6 +4,7 @@ RouterError                 status, reason (closed word), retry_after
 ├── BadRequest      400     wrong in itself, names the field
 ├── NotAllowed      401     bearer token missing or wrong
 ├── Conflict        409     pinned version unknown, duplicate id with another body
+├── TooLarge        413     would not fit into the router's memory
 ├── Unprocessable   422     not spliceable, ended engines: asking again does not help
 ├── SlowCaller      408     the body did not come in time
 ├── Busy            429     the queue is full; Retry-After says when to try again
@@ -52,6 +53,12 @@ class Conflict(RouterError):
     """The request cannot be met as things stand."""
 
     status = 409
+
+
+class TooLarge(RouterError):
+    """It would not fit into the router's memory, whatever else there is."""
+
+    status = 413
 
 
 class Unprocessable(RouterError):

@@ -52,6 +52,9 @@ def _about_the_lease(add: Add, defaults: Settings) -> None:
     add("--lease", required=True, type=_lease,
         help="namespace/name; engines of another lease are refused")  # fmt: skip
     add("--model", default=defaults.model, help="name shown by /v1/models")
+    add("--context-tokens", type=count, default=defaults.context_tokens,
+        help="tokens of prompt and answer together; longer prompts are refused. 0 = as engines "
+        "report")  # fmt: skip
     add("--tokenizer", type=Path, help="tokenizer.json or its folder; without: token ids only")
     add("--tokenizers", type=Path,
         help="folder with such a folder for each model; that of --model is taken")  # fmt: skip
@@ -69,6 +72,9 @@ def _about_callers(add: Add, defaults: Settings) -> None:
     add("--turn-token-file", type=Path,
         help="callers' bearer tokens, one per line; else $ROSE_TURN_TOKEN")  # fmt: skip
     add("--max-body-bytes", type=count, default=defaults.max_body_bytes, help="largest request")
+    add("--memory-bytes", type=count, default=defaults.memory_bytes,
+        help="memory that the process may have; 0 = the limit of its cgroup. Requests beyond a "
+        "half of it are refused")  # fmt: skip
     add("--max-connections", type=count, default=limits.connections, help="of callers, at a time")
     add("--head-seconds", type=amount, default=limits.head_seconds,
         help="a connection that sent no whole request head by then is closed")  # fmt: skip
@@ -173,6 +179,8 @@ def settings(flags: argparse.Namespace) -> Settings:
             flags.max_connections, flags.head_seconds, flags.body_seconds, flags.write_seconds
         ),
         max_body_bytes=flags.max_body_bytes,
+        memory_bytes=flags.memory_bytes,
+        context_tokens=flags.context_tokens,
         interval=max(1, flags.interval),
         max_losses=flags.max_losses,
         drain_seconds=flags.drain_seconds,

@@ -17,6 +17,7 @@ from rose_router.dialects import chat, completions, sglang, vllm
 from rose_router.dialects.common import Hints, encoded, read_body, token_ids
 from rose_router.dialects.terms import Ask
 from rose_router.errors import BadRequest, TurnLost
+from rose_router.memory import ROOM, held_by
 from rose_router.service import Service, random_rid
 from rose_router.streaming import Events, Stream
 from rose_router.tokenization import Tokenizer
@@ -39,7 +40,7 @@ class Answering:
         """SGLang's ``/generate``."""
         body = await read_body(request)
         ask = sglang.read(body, request.headers, self._tokenizer, random_rid)
-        with self._turns(ask, request.get(JOB, "")) as turns:
+        with self._turns(request, ask) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], self._sglang_events)
             await _all_over(turns)
@@ -53,7 +54,7 @@ class Answering:
         ask = completions.read(body, request.headers, self._tokenizer, random_rid)
         model = self._service.settings.model
         replies = CompletionReplies(model, self._tokenizer, usage=ask.usage)
-        with self._turns(ask, request.get(JOB, "")) as turns:
+        with self._turns(request, ask) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], replies.events)
             await _all_over(turns)
@@ -65,7 +66,7 @@ class Answering:
         body = await read_body(request)
         ask = chat.read(body, request.headers, self._tokenizer, random_rid)
         replies = ChatReplies(self._service.settings.model, self._tokenizer, body)
-        with self._turns(ask, request.get(JOB, "")) as turns:
+        with self._turns(request, ask) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], replies.events)
             await _all_over(turns)
@@ -99,7 +100,7 @@ class Answering:
         """VLLM's ``/inference/v1/generate``."""
         body = await read_body(request)
         ask = vllm.read(body, request.headers, self._tokenizer, random_rid)
-        with self._turns(ask, request.get(JOB, "")) as turns:
+        with self._turns(request, ask) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], _vllm_events)
             await _all_over(turns)
@@ -120,9 +121,13 @@ class Answering:
         return web.Response()
 
     @contextlib.contextmanager
-    def _turns(self, ask: Ask, job: str = "") -> Iterator[list[Turn]]:
-        """The turns asked for; ``job`` is what the caller's token says of whose they are."""
+    def _turns(self, request: web.Request, ask: Ask) -> Iterator[list[Turn]]:
+        """The turns asked for, of the job that the caller's token names."""
+        job = request.get(JOB, "")
         turns: list[Turn] = []
+        if (room := request.get(ROOM)) is not None:
+            room.becomes(held_by(ask.turns))
+        self._service.admit(ask.turns)
         interval = 1 if ask.stream else self._service.settings.interval
         try:
             for one in ask.turns:

@@ -57,6 +57,11 @@ REFUSED = Counter(
     ["reason"],
     registry=REGISTRY,
 )
+MEMORY_TAKEN = Gauge(
+    "rose_router_request_bytes",
+    "Memory that is counted for the requests under way.",
+    registry=REGISTRY,
+)
 CONNECTIONS = Gauge(
     "rose_router_connections", "Connections of callers that are open.", registry=REGISTRY
 )

@@ -11,10 +11,11 @@ import random
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rose_core.rollouts import versions
 from rose_core.rollouts.errors import UnknownVersion
+from rose_core.rollouts.fields import Bounds, check_within, least
 from rose_core.rollouts.guards import Outlook
 from rose_core.rollouts.prefixes import Prefixes
 from rose_core.rollouts.transcript import Transcript
@@ -168,7 +169,7 @@ class Service:
                 request = request.but(session=found)
             self._check(request)
             turn = Turn(request, self.clock(), Transcript(request.prompt), labels=self.labels)
-            turn.check_bounds(self.fleet.bounds())
+            turn.check_bounds(self.bounds())
             self.ledger.open(turn)
             self.on_turn()
             turn.born = self.prospects.turn_begins(
@@ -184,6 +185,25 @@ class Service:
             turn.task.add_done_callback(lambda _: self._over(turn))
         turn.listeners += 1
         return turn
+
+    def admit(self, requests: Sequence[TurnRequest]) -> None:
+        """Refuse a request's turns before anything is made for them.
+
+        Raises:
+            Busy: they do not fit into the queue.
+            UnsafeTurn: no engine attached could bear one of them.
+        """
+        self.room.check_room(requests[0].job, len(requests))
+        bounds, seen = self.bounds(), None
+        for request in requests:
+            if request.prompt is not seen:  # answers to one prompt have all in common
+                seen = request.prompt
+                check_within(request.prompt, request.sampling, request.passed, bounds)
+
+    def bounds(self) -> Bounds:
+        """What a turn must keep to run on the engines of this lease."""
+        lease = Bounds(context=self.settings.context_tokens)
+        return least((lease, self.fleet.bounds()))
 
     def leave(self, turn: Turn) -> None:
         """A caller no longer listens; nobody listening ends the turn."""

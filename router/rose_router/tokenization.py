@@ -7,6 +7,7 @@ tokenizer); ``templates`` runs it on what ``conversation`` made of the caller's 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,6 +38,7 @@ class Tokenizer:
             message = f"{file}: no such tokenizer; --tokenizer wants a tokenizer.json or its folder"
             raise BadRequest("NoTokenizer", message)
         self._folder = file.parent
+        self.most_text = sys.maxsize
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower
@@ -44,7 +46,14 @@ class Tokenizer:
             raise BadRequest("NoTokenizer", message) from error
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Text to token ids, by default with the special tokens the tokenizer adds by itself."""
+        """Text to token ids, by default with the special tokens the tokenizer adds by itself.
+
+        Raises:
+            BadRequest: the text is too long to be tokenized in the memory there is.
+        """
+        if len(text) > self.most_text:
+            message = f"{len(text)} characters of text, and {self.most_text} are taken at a time"
+            raise BadRequest("TooLong", message)
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:

@@ -108,17 +108,24 @@ class WaitingRoom:
         """Whether some engine, ``without`` those, could take the turn now."""
         return isinstance(self._choose(replace(view, avoid=without)), Placement)
 
-    def check_room(self, job: str = "") -> None:
-        """Refuse a new turn of the job while the queue is full.
+    def check_room(self, job: str = "", more: int = 1) -> None:
+        """Refuse new turns of the job while the queue is full, or would be with them.
+
+        Args:
+            job: whose they are.
+            more: how many; those that an engine could take at once do not wait.
 
         Raises:
             Busy: it is.
         """
-        if has_room(len(self._waiting), self._queue):
+        places = sum(max(0, e.cap - e.reserved) for e in self._fleet if e.gate_open)
+        beside = max(0, more - 1 - places)
+        if has_room(len(self._waiting) + beside, self._queue):
             return
         mine = sum(one.job == job for one in self._waiting)
         jobs = len({job, *(one.job for one in self._waiting)})
-        if has_room(len(self._waiting), self._queue, mine=mine, jobs=jobs):
+        waiting = len(self._waiting) + beside
+        if has_room(waiting, self._queue, mine=mine + beside, jobs=jobs):
             return
         whose = f", {mine} of them of job {job}" if job else ""
         message = (

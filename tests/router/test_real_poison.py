@@ -1,0 +1,38 @@
+"""No request of the matrix ends an engine: real SGLang, and the router as it runs in production."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+
+from bench.fire.poison import poisoned
+from rose_agent.host.sizing import vocabulary
+from rose_core.wire.routing import EngineKind
+from rose_dev.engine_testing import start_engine
+from rose_dev.owners import owner
+from rose_router.config import Settings
+from rose_router.main import running
+from tests.host.real import needed_model
+from tests.router.test_real_engines import VERSION, update_of
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize("kind", list(EngineKind))
+async def test_no_request_of_the_matrix_ends_an_engine(tmp_path: Path, kind: EngineKind) -> None:
+    model = needed_model()
+    with start_engine(tmp_path, model.name, version=VERSION) as engine:
+        said = msgspec.structs.replace(
+            update_of(engine, "only"), kind=kind, vocabulary=vocabulary(model)
+        )
+        async with (
+            aiohttp.ClientSession() as http,
+            running(Settings(lease="team/grpo", attach_token="secret")) as router,
+            owner(router.attach_port, said, "secret"),
+        ):
+            url = f"http://127.0.0.1:{router.http_port}"
+            dead = lambda: [] if engine.process.poll() is None else ["only"]  # noqa: E731
+            assert await poisoned(http, url, "", dead) == []
