@@ -91,10 +91,9 @@ async def burn(given: argparse.Namespace) -> list[Burnt]:
                 chance = random.Random(given.seed * 10 + number)
                 work.append(_one(made_lease, Plan(turns, given.at_once), chance))
             if real:
-                made = lease("fire/real", Path(name) / "real", start_real, given.real)
+                words = vocabulary(make_named(MODEL))
+                made = lease("fire/real", Path(name) / "real", start_real, given.real, words)
                 burning = await stack.enter_async_context(made)
-                burning.vocabulary = vocabulary(make_named(MODEL))
-                await asyncio.gather(*(burning.attach(one) for one in burning.engines))
                 burning.reference = await reference(burning)
                 chance = random.Random(given.seed * 10 + 9)
                 # Starting a real engine takes half a minute.

@@ -126,7 +126,9 @@ def _written(folder: Path, word: str) -> Path:
 
 
 @asynccontextmanager
-async def lease(name: str, folder: Path, start: Start, engines: int) -> AsyncIterator[Lease]:
+async def lease(
+    name: str, folder: Path, start: Start, engines: int, vocabulary: int = 0
+) -> AsyncIterator[Lease]:
     """Start a router and its engines, the first of them dedicated; all are gone afterwards."""
     word = f"word-of-{name}"
     token = _written(folder, word)
@@ -152,6 +154,7 @@ async def lease(name: str, folder: Path, start: Start, engines: int) -> AsyncIte
                 Bundles(folder / "bundles", name.replace("/", "-")),
                 session,
                 AsyncExitStack(),
+                vocabulary=vocabulary,
             )
             try:
                 await _fill(made, folder, start, engines)
