@@ -226,7 +226,7 @@ def held(tensors: Tensors) -> bool:
     return isinstance(tensors, Mapping | Sequence | ItemsView)
 
 
-def place_of(tensor: torch.Tensor) -> object:
+def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """Where a tensor lies; tensors alive at once that have the same are one."""
     return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
 
