@@ -17,8 +17,11 @@ from rose_engines.sglang.arguments import Launch, command
 SAMPLE = Path(__file__).parents[2] / "crds" / "samples" / "rolloutlease.yaml"
 LAUNCH = Launch(Path("/venv/bin/python"), Path("/models/m"), 4000)
 
-VALUES: tuple[str, ...] = ("", "true", "false", "0", "1", "0.5", "1.5", "64", "65536", "70000", "auto", "bfloat16")
-VALUES += ("float32", "fa3", "fa4", "fp8_e4m3", "lpm", "xgrammar", "none", "qwen3", "pytorch", "-1")
+VALUES = (
+    *("", "true", "false", "0", "1", "0.5", "1.5", "64", "65536", "70000", "-1"),
+    *("auto", "bfloat16", "float32", "fa3", "fa4", "fp8_e4m3", "lpm", "xgrammar", "none"),
+    *("qwen3", "pytorch"),
+)
 
 
 def passes_host(arguments: dict[str, str]) -> bool:
