@@ -70,6 +70,7 @@ def sample(
             for what in ("tokens", "turns")
         },
         redone_tokens=_whole(theirs, "rose_router_redone_tokens_total", ""),
+        undelivered_tokens=_whole(theirs, "rose_router_undelivered_tokens_total", ""),
         refused=_whole(theirs, "rose_router_refused_total", ""),
         open_s=None if ours is None else ours.get(("rose_guard_open_seconds_total", "")),
         versions={str(e["engine"]): str(e["version"]) for e in attached if e["version"]},
@@ -140,6 +141,12 @@ class Collector:
         text = await self._text(f"{self.guard}/trace")
         entries: list[dict[str, Any]] = [] if text is None else msgspec.json.decode(text)["entries"]
         return entries
+
+    async def inclusion(self) -> dict[str, Any]:
+        """The router's bias meter; empty when it does not answer."""
+        text = await self._text(f"{self.router}/trajectories")
+        found: dict[str, Any] = {} if text is None else msgspec.json.decode(text)
+        return found
 
     async def _text(self, url: str) -> str | None:
         try:

@@ -132,6 +132,7 @@ class Measurement:
     requests: list[Request] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     training: list[dict[str, Any]] = field(default_factory=list)
+    inclusion: dict[str, Any] = field(default_factory=dict)
     story: str = ""
 
     def read(self, load: Lines, progress: Lines) -> None:
@@ -177,6 +178,7 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
         seen.read(*lines)
         seen.samples.append(await collector.look())
         record = await collector.flight_record()
+        seen.inclusion = await collector.inclusion()
     (out / "flight-record.json").write_bytes(msgspec.json.encode(record))
     return _recording(stack, seen, record, int(collector.origin * 1e9))
 
@@ -214,6 +216,7 @@ def _recording(
         gate=gate_intervals(record, origin_ns, end_ns) if record else (),
         stops_s=stop_seconds(record, origin_ns),
         training=tuple(seen.training),
+        inclusion=seen.inclusion,
         story=seen.story or stack.story(),
         notes=notes() | lateness(seen.requests),
     )

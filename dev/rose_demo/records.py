@@ -6,6 +6,7 @@ Times are seconds of one monotonic clock, counted from the start of the measurem
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -56,6 +57,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
         withheld: the guard is in a crossover window in which it lends nothing.
         borrowed_tokens, dedicated_tokens: totals of output tokens by kind of engine.
         borrowed_turns, dedicated_turns: totals of finished turns by kind of engine.
+        undelivered_tokens: of turns whose caller had hung up.
         open_s: total time the gate has been open, from the guard's own counter.
         versions: attested version by engine.
         lag: most publishes an attached engine is behind the head.
@@ -69,6 +71,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     borrowed_turns: int | None = None
     dedicated_turns: int | None = None
     redone_tokens: int | None = None
+    undelivered_tokens: int | None = None
     refused: int | None = None
     open_s: float | None = None
     versions: dict[str, str] = {}
@@ -96,6 +99,8 @@ class Recording(msgspec.Struct, frozen=True):
         gate: intervals in which the gate was open, from the guard's flight recorder; empty when it
             could not be read, then the samples speak.
         stops_s: from a live request's first segment until every rollout thread stood still.
+        inclusion: the router's bias meter at the end, ``GET /trajectories``; empty when it did not
+            answer.
         training: records of the trainer's progress file, in order.
         story: what ``kubectl get servpool,rlease,rslot`` said during the run.
         notes: facts of the machine and the versions, name -> value.
@@ -107,5 +112,6 @@ class Recording(msgspec.Struct, frozen=True):
     gate: tuple[tuple[float, float], ...] = ()
     stops_s: tuple[float, ...] = ()
     training: tuple[dict[str, object], ...] = ()
+    inclusion: dict[str, Any] = {}
     story: str = ""
     notes: dict[str, str] = {}

@@ -37,8 +37,8 @@ HARM_TOLERANCE = 1.10
 MISMATCH_LIMIT = 1e-3
 """KL per token (k3) between engine and trainer at the same version: rounding of bfloat16 stays
 below 1e-4, a wrong tensor or a stale key is far above."""
-TOKENS_IN_FLIGHT = 0.05
-"""Share by which the router's token count may lead the trainer's: turns in flight at the end."""
+LEAST_GROUPS = 5
+"""Groups that an arm of the bias meter needs before anything is said of it."""
 
 
 class Word(StrEnum):
@@ -186,6 +186,14 @@ def _slo_check(recording: Recording, attainments: Mapping[str, Attainment]) -> C
 
 
 def _harm_check(comparison: Comparison) -> Check:
+    """Harm is slower in lent windows *and* beyond the control: both are asked, one rule.
+
+    | lent / withheld | beyond the control | word |
+    |---|---|---|
+    | not proven above the tolerance | at most the tolerance | KEPT |
+    | proven above it | proven above it | BROKEN |
+    | anything else | | UNPROVEN |
+    """
     name = f"{comparison.latency.upper()} p{comparison.quantile * 100:.0f}"
     if comparison.ratio is None or comparison.excess is None:
         text = f"{name}: too few pairs for an interval ({comparison.pairs} of the lent replica)"
@@ -194,11 +202,12 @@ def _harm_check(comparison: Comparison) -> Check:
         f"{name} of {comparison.pairs} pairs: lent / withheld {show(comparison.ratio)}, control "
         f"replica {show(comparison.control)}, beyond the control {show(comparison.excess)}"
     )
-    if min(comparison.ratio.low, comparison.excess.value) <= HARM_TOLERANCE:
+    ratio, excess = comparison.ratio, comparison.excess
+    if ratio.low <= HARM_TOLERANCE and excess.value <= HARM_TOLERANCE:
         return Check(Word.KEPT, text)
-    if comparison.excess.low > HARM_TOLERANCE:
+    if ratio.low > HARM_TOLERANCE and excess.low > HARM_TOLERANCE:
         return Check(Word.BROKEN, text)
-    return Check(Word.UNPROVEN, text + "; slower while lent, the control too noisy to tell why")
+    return Check(Word.UNPROVEN, text + "; only one of the two shows it: too noisy to tell why")
 
 
 def show(value: Estimate | None) -> str:
@@ -216,6 +225,7 @@ def honesty_checks(recording: Recording) -> list[Check]:
     return [
         _mismatch_check(recording.training),
         _token_check(recording),
+        _inclusion_check(recording.inclusion),
         *_end_checks(recording.training),
     ]
 
@@ -237,15 +247,44 @@ def _mismatch_check(training: Sequence[Mapping[str, Any]]) -> Check:
 
 
 def _token_check(recording: Recording) -> Check:
+    """Every token that the router counted is one that the trainer had, or one that is named."""
     ends = of_event(recording.training, "end")
     counts = [growth(recording.samples, f"{kind}_tokens") for kind in ("borrowed", "dedicated")]
-    if not ends or "tokens" not in ends[-1] or None in counts:
+    undelivered = growth(recording.samples, "undelivered_tokens")
+    if not ends or "tokens" not in ends[-1] or None in counts or undelivered is None:
         return Check(Word.UNPROVEN, "token counts of trainer or router are missing")
     received, counted = int(ends[-1]["tokens"]), int(sum(count or 0 for count in counts))
-    text = f"trainer received {received} tokens, router counted {counted}"
-    spare = max(counted * TOKENS_IN_FLIGHT, 2048)
-    good = received <= counted + spare and counted <= received + spare
-    return Check(Word.KEPT if good else Word.BROKEN, text + " (turns in flight at the ends)")
+    cut, left = int(ends[-1].get("cut_tokens", 0)), int(undelivered)
+    text = (
+        f"router counted {counted} tokens; trainer received {received} in whole turns and {cut} in "
+        f"cut ones, {left} were of turns in flight that it left at its end"
+    )
+    if counted == received + cut + left:
+        return Check(Word.KEPT, text)
+    return Check(Word.BROKEN, text + f": {counted - received - cut - left:+d} unaccounted for")
+
+
+def _inclusion_check(meter: Mapping[str, Any]) -> Check:
+    """No stratum that is judged is trained on more or less often because it may borrow."""
+    rows = {(row["dimension"], row["stratum"]): row for row in meter.get("inclusion", ())}
+    whole = rows.get(("all", "all"))
+    if whole is None:
+        return Check(
+            Word.UNPROVEN, "the router's bias meter is empty: the trainer reported nothing"
+        )
+    groups = whole["any"]["groups"], whole["dedicated"]["groups"]
+    gap, lost = whole["gap"], whole["any"]["lost"] + whole["dedicated"]["lost"]
+    text = f"bias meter: {groups[0]} groups that may borrow, {groups[1]} on dedicated engines alone"
+    if min(groups) < LEAST_GROUPS or gap["value"] is None:
+        return Check(Word.UNPROVEN, f"{text}; {LEAST_GROUPS} of each are needed")
+    text += (
+        f"; share trained on differs by {gap['value']:+.1%} [{gap['low']:+.1%}, {gap['high']:+.1%}]"
+        f", {lost} trajectories without a report"
+    )
+    biased = [f"{one} {other}" for (one, other), row in rows.items() if row["biased"]]
+    if biased:
+        return Check(Word.BROKEN, f"{text}; biased: {', '.join(biased)}")
+    return Check(Word.KEPT, text)
 
 
 def _end_checks(training: Sequence[Mapping[str, Any]]) -> list[Check]:

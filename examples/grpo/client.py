@@ -23,6 +23,7 @@ from examples.grpo.errors import MalformedReply, OutOfTime, TurnRefused
 _RETRIED = frozenset({409, 429, 500, 502, 503, 504})
 _LONGEST_PAUSE_SECONDS = 5.0
 _HINT_SECONDS = 5.0
+_REPORTS = 3
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,20 @@ class Turn:
 
 @dataclass
 class Counters:
-    """What happened on the way, for the progress lines."""
+    """What happened on the way, for the progress lines.
+
+    Attributes:
+        cut, cut_tokens: replies that were cut, and what they held; asked for again from the start.
+        unreported: reports of what became of trajectories that never reached the router.
+    """
 
     turns: int = 0
     tokens: int = 0
     retries: int = 0
     unreachable: int = 0
     cut: int = 0
+    cut_tokens: int = 0
+    unreported: int = 0
 
 
 def parse_reply(body: Mapping[str, Any]) -> Turn | None:
@@ -137,6 +145,7 @@ class LeaseClient:
     deadline: float
     clock: Callable[[], float] = time.monotonic
     counters: Counters = field(default_factory=Counters)
+    leaving: bool = False
 
     async def turn(
         self, prompt: Sequence[int], *, session_key: str, max_tokens: int, group: str = ""
@@ -155,6 +164,9 @@ class LeaseClient:
             OutOfTime: the deadline came first.
             MalformedReply: a 200 that is no complete turn.
         """
+        if self.leaving:
+            message = "the run ends: no new turn begins"
+            raise OutOfTime(message)
         started, attempt = self.clock(), 0
         body = _request(prompt, max_tokens)
         keys = {"X-Session-ID": session_key} | ({"X-Rose-Group": group} if group else {})
@@ -178,6 +190,40 @@ class LeaseClient:
             async with self.session.post(url, params={"session_id": session_key}, timeout=patience):
                 pass
 
+    async def report(
+        self,
+        trained: Mapping[str, float] | None = None,
+        dropped: Mapping[str, float] | None = None,
+        withdrawn: Sequence[str] = (),
+    ) -> None:
+        """Say what became of trajectories: the router's bias meter knows by nothing else.
+
+        Args:
+            trained: session keys and rewards of those trained on.
+            dropped: the same of those that were too old or of unknown version.
+            withdrawn: keys of those that nobody needs any more.
+        """
+        said = {
+            "trained": list(trained or ()),
+            "dropped": list(dropped or ()),
+            "withdrawn": list(withdrawn),
+            "rewards": {**(trained or {}), **(dropped or {})},
+        }
+        if not (trained or dropped or withdrawn):
+            return
+        patience = aiohttp.ClientTimeout(total=_HINT_SECONDS)
+        for attempt in range(_REPORTS):
+            try:
+                async with self.session.post(
+                    self.url.rstrip("/") + "/trajectories", json=said, timeout=patience
+                ) as reply:
+                    if reply.status == 200:
+                        return
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                pass  # counted below when no attempt came through
+            await asyncio.sleep(pause_before_retry(attempt, None))
+        self.counters.unreported += 1
+
     async def _attempt(
         self, body: Mapping[str, object], keys: Mapping[str, str], attempt: int
     ) -> tuple[Turn | None, float]:
@@ -198,12 +244,14 @@ class LeaseClient:
                 if reply.status >= 300:
                     message = f"{self.url}: {reply.status}: {(await reply.text())[:500]}"
                     raise TurnRefused(message)
-                turn = parse_reply(await reply.json())
+                answer = await reply.json()
+                turn, cut = parse_reply(answer), len(answer.get("output_ids") or ())
         except (aiohttp.ClientError, TimeoutError, OSError):
             self.counters.unreachable += self.clock() < self.deadline
             return None, pause_before_retry(attempt, None)
         if turn is None:
             self.counters.cut += 1
+            self.counters.cut_tokens += cut
         return turn, pause_before_retry(attempt, None)
 
 

@@ -25,6 +25,9 @@ from examples.grpo.errors import OutOfTime
 from examples.grpo.task import ANSWER_TOKENS, TURNS, Task, draw
 from rose_core.identity import WeightVersion
 
+_LEAVE_SECONDS = 20.0
+"""For turns in flight when the run ends: their tokens are then counted on both sides."""
+
 
 @dataclass(frozen=True)
 class Trajectory:
@@ -34,6 +37,7 @@ class Trajectory:
         context: all token ids, prompts, answers and observations in order.
         turns: the sampled turns; ``starts`` says where each begins in ``context``.
         rewards: one per turn.
+        key: its session key.
     """
 
     task: Task
@@ -41,6 +45,7 @@ class Trajectory:
     starts: tuple[int, ...]
     turns: tuple[Turn, ...]
     rewards: tuple[float, ...]
+    key: str = ""
 
     @property
     def reward(self) -> float:
@@ -103,7 +108,7 @@ async def play(client: LeaseClient, task: Task, key: str, group: str = "") -> Tr
         if number + 1 < TURNS:
             context += task.observation(number, turn.tokens)
     await client.finished(key)
-    return Trajectory(task, tuple(context), tuple(starts), tuple(turns), tuple(rewards))
+    return Trajectory(task, tuple(context), tuple(starts), tuple(turns), tuple(rewards), key)
 
 
 @dataclass
@@ -149,6 +154,8 @@ class Sampler:
         self._ready: deque[Group] = deque()
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
+        self._open: set[str] = set()
+        self._stale: dict[str, float] = {}
         self.statistics = SamplerStatistics()
 
     def fill(self) -> None:
@@ -176,8 +183,27 @@ class Sampler:
             self._changed.clear()
             await self._changed.wait()
 
+    async def report(self, groups: Sequence[Group]) -> None:
+        """Say that these groups are trained on, and which were too old for it since the last time.
+
+        The router compares the two by where trajectories ran: its bias meter.
+        """
+        trained = {member.key: member.reward for group in groups for member in group}
+        dropped, self._stale = self._stale, {}
+        self._open -= trained.keys() | dropped.keys()
+        await self._client.report(trained, dropped)
+
     async def close(self) -> None:
-        """End everything in flight."""
+        """End everything in flight: turns that run end, none begins; the rest is withdrawn."""
+        self._client.leaving = True
+        if self._in_flight:
+            await asyncio.wait(self._in_flight, timeout=_LEAVE_SECONDS)
+        await self._cancel()
+        dropped, self._stale = self._stale, {}
+        await self._client.report(dropped=dropped, withdrawn=sorted(self._open - dropped.keys()))
+        self._open.clear()
+
+    async def _cancel(self) -> None:
         for task in self._in_flight:
             task.cancel()
         await asyncio.gather(*self._in_flight, return_exceptions=True)
@@ -185,6 +211,12 @@ class Sampler:
     def _drop_stale(self) -> None:
         head = self._head()
         kept = [group for group in self._ready if fresh(group, head, self._bound)]
+        self._stale |= {
+            member.key: member.reward
+            for group in self._ready
+            if group not in kept
+            for member in group
+        }
         self.statistics.dropped_groups += len(self._ready) - len(kept)
         self._ready = deque(kept)
 
@@ -192,10 +224,9 @@ class Sampler:
         number = self.statistics.groups
         self.statistics.groups += 1
         group = f"group-{number:06d}"
-        plays = (
-            play(self._client, task, f"{group}-{member:03d}.", group)
-            for member in range(self._group_size)
-        )
+        keys = [f"{group}-{member:03d}." for member in range(self._group_size)]
+        self._open.update(keys)
+        plays = (play(self._client, task, key, group) for key in keys)
         members = await asyncio.gather(*plays)
         self._ready.append(tuple(members))
 

@@ -96,6 +96,7 @@ async def _until_over(run: Run, sampler: Sampler, stop: asyncio.Event, deadline:
 async def _steps(run: Run, sampler: Sampler) -> None:
     while True:
         groups = list(await sampler.take())
+        await sampler.report(groups)
         # Shielded: a step in its thread cannot be stopped half-way, so it is waited for.
         await _to_thread(lambda taken=groups: run.learn(taken))  # type: ignore[misc]
         await _to_thread(lambda: run.evaluate_when_due(time.monotonic()))

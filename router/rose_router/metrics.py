@@ -20,6 +20,11 @@ TOKENS = Counter(
     ["kind"],
     registry=REGISTRY,
 )
+UNDELIVERED = Counter(
+    "rose_router_undelivered_tokens",
+    "Output tokens of turns whose callers had hung up when they ended; part of the above.",
+    registry=REGISTRY,
+)
 MOVES = Counter(
     "rose_router_moves",
     "Turns that left an engine before their end, by reason.",

@@ -20,6 +20,7 @@ from rose_core.rollouts.guards import Outlook
 from rose_core.rollouts.prefixes import Prefixes
 from rose_core.rollouts.transcript import Transcript
 from rose_core.wire.routing import EngineKind
+from rose_router import metrics
 from rose_router.config import Settings
 from rose_router.engine_client import EngineClient
 from rose_router.errors import Conflict, Overloaded, Unprocessable
@@ -281,6 +282,8 @@ class Service:
     def _over(self, turn: Turn) -> None:
         self._ends.append(self.clock())
         self._warmer.ends(turn)
+        if not turn.listeners:
+            metrics.UNDELIVERED.inc(turn.held)
 
     def _outlook(self) -> Outlook:
         return self.prospects.outlook(self.fleet.views, self._dice(), self.clock())

@@ -38,6 +38,7 @@ def samples(seconds: float = 240.0, window: float = 20.0) -> tuple[Sample, ...]:
                 borrowed_turns=borrowed // 8,
                 dedicated_turns=150 * step // 8,
                 redone_tokens=0,
+                undelivered_tokens=0,
                 refused=0,
                 open_s=opened,
                 versions={"slot-1": f"grpo@1.{step // 4}", "dedicated-0": f"grpo@1.{step // 4}"},
@@ -127,6 +128,18 @@ def training(tokens: int | None = None) -> tuple[dict[str, Any], ...]:
     return tuple(rows)
 
 
+def inclusion(
+    gap: float = 0.0, control_groups: int = 15, *, biased: bool = False
+) -> dict[str, Any]:
+    """The router's bias meter."""
+    arms = {"any": 280, "dedicated": control_groups}
+    row = {arm: {"groups": groups, "lost": 0, "value": 1.0} for arm, groups in arms.items()}
+    interval = {"value": gap, "low": gap - 0.1, "high": gap + 0.1}
+    strata = (("all", "all"), ("length", "<1k"))
+    rows = [{"dimension": one, "stratum": other} for one, other in strata]
+    return {"inclusion": [row | which | {"gap": interval, "biased": biased} for which in rows]}
+
+
 def mismatch(k3: float = 2e-5) -> dict[str, Any]:
     figures = {"tokens": 9000, "invalid": 0, "k1": 0.0, "k3": k3, "largest": 0.02, "clipped": 0.0}
     return {"event": "mismatch", "seconds": 215.0, **figures}
@@ -154,6 +167,7 @@ def recording(**changes: object) -> Recording:
         "requests": requests(),
         "samples": samples(),
         "training": training(),
+        "inclusion": inclusion(),
         "story": "NAMESPACE  NAME  MODE\nserving    chat  Lend",
         "notes": {"cores": "2"},
     }

@@ -3,6 +3,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from rose_demo.records import Sample
 from rose_demo.statistics import Estimate
@@ -26,25 +27,30 @@ def test_proven_harm_breaks_serving_first(synthetic: ModuleType) -> None:
     assert findings.exit_code == 1
 
 
-def test_a_slow_machine_does_not_break_it(synthetic: ModuleType) -> None:
+def test_a_slow_machine_does_not_break_it_and_proves_nothing(synthetic: ModuleType) -> None:
     findings = judge(synthetic.recording(requests=synthetic.requests(machine=1.5)))
-    assert words(findings)["Serving first"] is Word.KEPT
+    assert words(findings)["Serving first"] is Word.UNPROVEN
+
+
+SLOWER, AS_FAST, LOUD = Estimate(1.46, 1.25, 1.84), Estimate(1.02, 0.9, 1.2), Estimate(1.4, 0.8, 2)
 
 
 @pytest.mark.parametrize(
-    ("excess", "word"),
+    ("ratio", "excess", "word"),
     [
-        (Estimate(1.43, 1.2, 2.2), Word.BROKEN),
-        (Estimate(1.43, 0.8, 2.2), Word.UNPROVEN),
-        (Estimate(1.02, 0.8, 2.2), Word.KEPT),
+        (SLOWER, SLOWER, Word.BROKEN),
+        (SLOWER, LOUD, Word.UNPROVEN),
+        (SLOWER, AS_FAST, Word.UNPROVEN),
+        (AS_FAST, SLOWER, Word.UNPROVEN),
+        (AS_FAST, AS_FAST, Word.KEPT),
     ],
 )
-def test_slower_while_lent_is_kept_only_when_the_control_explains_it(
-    synthetic: ModuleType, excess: Estimate, word: Word
+def test_harm_is_judged_by_both_ratios_and_kept_only_where_neither_shows_it(
+    synthetic: ModuleType, ratio: Estimate, excess: Estimate, word: Word
 ) -> None:
     recording = synthetic.recording()
     findings = judge(recording)
-    slower = replace(findings.comparisons[0], ratio=Estimate(1.46, 1.25, 1.84), excess=excess)
+    slower = replace(findings.comparisons[0], ratio=ratio, excess=excess)
     _, harm, *_ = serving_checks(recording, [slower], findings.attainments)
     assert harm.word is word
 
@@ -87,6 +93,7 @@ def replaced(records: tuple[dict[str, Any], ...], event: str, **fields: object) 
         ("mismatch", {"invalid": 3}),
         ("end", {"reason": "MalformedReply: no log-probs"}),
         ("end", {"tokens": 10}),
+        ("end", {"cut_tokens": 1}),
     ],
 )
 def test_wrong_tokens_break_exactness(
@@ -96,6 +103,38 @@ def test_wrong_tokens_break_exactness(
     findings = judge(synthetic.recording(training=training))
     assert words(findings)["Exact and honest"] is Word.BROKEN
     assert words(findings)["Serving first"] is Word.KEPT
+
+
+def test_tokens_that_were_in_flight_at_the_end_are_counted_one_by_one(
+    synthetic: ModuleType,
+) -> None:
+    samples = synthetic.samples()
+    total = (samples[-1].borrowed_tokens or 0) + (samples[-1].dedicated_tokens or 0)
+    left = (*samples[:-1], structs.replace(samples[-1], undelivered_tokens=7))
+    for received, word in ((total - 7, Word.KEPT), (total, Word.BROKEN), (total - 8, Word.BROKEN)):
+        training = synthetic.training(tokens=received)
+        findings = judge(synthetic.recording(samples=left, training=training))
+        assert words(findings)["Exact and honest"] is word
+
+
+@pytest.mark.parametrize(
+    ("meter", "word"),
+    [
+        ({}, Word.UNPROVEN),
+        ({"inclusion": []}, Word.UNPROVEN),
+        ({"groups": 4}, Word.UNPROVEN),
+        ({"biased": True, "gap": -0.3}, Word.BROKEN),
+    ],
+)
+def test_the_bias_meter_is_one_of_the_verdicts(
+    synthetic: ModuleType, meter: dict[str, Any], word: Word
+) -> None:
+    if "groups" in meter:
+        meter = synthetic.inclusion(control_groups=meter["groups"])
+    elif "biased" in meter:
+        meter = synthetic.inclusion(**meter)
+    findings = judge(synthetic.recording(inclusion=meter))
+    assert words(findings)["Exact and honest"] is word
 
 
 @pytest.mark.parametrize("fields", [{"learned": False}, {"control_flat": False}])

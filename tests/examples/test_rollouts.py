@@ -1,5 +1,5 @@
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -62,6 +62,16 @@ class FakeClient:
     prompts: list[list[int]] = field(default_factory=list)
     groups: set[str] = field(default_factory=set)
     over: list[str] = field(default_factory=list)
+    leaving: bool = False
+    reports: list[tuple[list[str], list[str], list[str]]] = field(default_factory=list)
+
+    async def report(
+        self,
+        trained: Mapping[str, float] | None = None,
+        dropped: Mapping[str, float] | None = None,
+        withdrawn: Sequence[str] = (),
+    ) -> None:
+        self.reports.append((sorted(trained or {}), sorted(dropped or {}), list(withdrawn)))
 
     async def finished(self, session_key: str) -> None:
         self.over.append(session_key)
@@ -69,6 +79,8 @@ class FakeClient:
     async def turn(
         self, prompt: Sequence[int], *, session_key: str, max_tokens: int, group: str = ""
     ) -> Turn:
+        if self.leaving:
+            raise OutOfTime("leaving")
         self.groups.add(group)
         self.live += 1
         self.most_live = max(self.most_live, self.live)
@@ -114,6 +126,26 @@ async def test_groups_come_whole_and_concurrency_is_bounded() -> None:
     assert client.most_live <= 4 * 2
     assert {"group-000000", "group-000001", "group-000002"} <= client.groups
     assert {"group-000000-000.", "group-000000-001."} <= set(client.over)
+
+
+async def test_every_trajectory_that_began_is_reported_once_when_the_run_ends() -> None:
+    version = [WeightVersion("grpo", 1, 0)]
+    client = FakeClient()
+    source = sampler(client, lambda: version[0])
+    await source.report(await source.take())
+    await source.take()  # finished, and not said to be trained on
+    version[0] = WeightVersion("grpo", 1, 9)
+    client.label = "grpo@1.9"
+    await source.report(await source.take())
+    await source.close()
+    trained, dropped, withdrawn = (
+        [key for report in client.reports for key in report[kind]] for kind in range(3)
+    )
+    said = [*trained, *dropped, *withdrawn]
+    assert len(said) == len(set(said))
+    assert set(client.over) <= set(said)
+    assert len(trained) == 12
+    assert dropped, "groups of version 0 were too old for version 9"
 
 
 async def test_no_finished_group_is_lost() -> None:

@@ -39,6 +39,7 @@ class FakeLease:
         self.done: list[Published] = []
         self.status = status
         self._refuse_share = refuse_share
+        self.reports: list[dict[str, list[str]]] = []
         self._random = random.Random(0)
         self._generator = torch.Generator().manual_seed(0)
 
@@ -76,6 +77,10 @@ class FakeLease:
         }
         return web.json_response({"output_ids": tokens, "meta_info": meta})
 
+    async def report(self, request: web.Request) -> web.Response:
+        self.reports.append(await request.json())
+        return web.json_response({"unknown": []})
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -85,6 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def run(lease: FakeLease, settings: Settings, out: Path) -> list[dict[str, object]]:
     app = web.Application()
     app.router.add_post("/generate", lease.generate)
+    app.router.add_post("/trajectories", lease.report)
     async with TestServer(app) as server:
         with Progress(out, echo=None) as progress:
             await train(settings, str(server.make_url("/")), lease, progress, lease.stop)
@@ -107,6 +113,10 @@ async def test_a_run_steps_publishes_evaluates_and_ends_when_told(
     assert len(steps) >= 3
     assert all(0.0 <= float(str(step["staleness_max"])) <= 3.0 for step in steps)
     assert len(by_event["publish"]) == len(steps) + 1
+    trained = [key for report in lease.reports for key in report["trained"]]
+    assert len(trained) == len(set(trained)) >= len(steps)
+    assert lease.reports[-1]["withdrawn"], "what was in flight at the end is said too"
+    assert by_event["end"][-1]["unreported"] == 0
     end = by_event["end"][-1]
     assert end["reason"] == "stopped"
     assert int(str(end["tokens"])) > 0
