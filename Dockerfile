@@ -3,8 +3,8 @@
 #   docker build --target operator -t rose-operator .
 #   docker build --target engine --build-arg ENGINE_BASE=lmsysorg/sglang:v0.5.23 -t rose-engine .
 #
-# BASE is any image with Python >= 3.11, venv and pip. ENGINE_BASE is an image of the rollout engine; ROSE
-# joins its Python without touching its packages.
+# BASE is any image with Python >= 3.11, venv and pip. ENGINE_BASE is an image of the rollout engine, whose
+# Python and packages stay as they are (docs/engine-image.md).
 ARG BASE=python:3.11-slim-bookworm
 ARG ENGINE_BASE=lmsysorg/sglang:v0.5.23
 
@@ -68,13 +68,22 @@ COPY --from=weights-environment /opt/rose /opt/rose
 ENV PATH=/opt/rose/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 NUMBA_CACHE_DIR=/tmp/numba
 ENTRYPOINT ["rose", "weights"]
 
-# Engine host beside an engine: ROSE's packages and what they need go into a virtual environment
-# that also sees the engine's packages.
+# Engine host beside an engine. The host has an environment of its own, which sees nothing of the base's;
+# the engine runs with the base's Python, which finds a folder of ROSE's packages on its path and nothing
+# that they need: SGLang brings that, in the versions that it pins.
 FROM ${ENGINE_BASE} AS engine
 COPY --from=source /source /source
-RUN python3 -m venv --system-site-packages --without-pip /opt/rose \
- && python3 -m pip --python /opt/rose/bin/python install --no-cache-dir -c /source/constraints.txt "/source[agent,weights,engine]" \
+RUN python3 -m venv --without-pip /opt/rose \
+ && python3 -m pip --python /opt/rose/bin/python install --no-cache-dir -c /source/constraints.txt "/source[agent,weights]" \
+ && python3 -m pip install --no-cache-dir --no-compile --no-deps --target /opt/rose/packages /source \
+ && rm -rf /opt/rose/packages/bin \
+ && printf '#!/bin/sh\nexec %s "$@"\n' "$(command -v python3)" > /opt/rose/engine-python \
+ && chmod 755 /opt/rose/engine-python \
+ && cp -r /source/engines/kernels /opt/rose/kernels \
+ && chmod -R a+rX,go-w /opt/rose/kernels \
+ && seq 64000 64999 | sed 's|.*|rose-engine-&:x:&:&::/nonexistent:/usr/sbin/nologin|' >> /etc/passwd \
  && /opt/rose/bin/python -m rose_dev.sbom > /opt/rose/sbom.json \
  && rm -rf /source
-ENV PATH=/opt/rose/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin PYTHONUNBUFFERED=1
+# The base's own entries stay: nvcc, ptxas and ninja are in some of them.
+ENV PATH=/opt/rose/bin:${PATH} PYTHONUNBUFFERED=1
 ENTRYPOINT ["rose", "engine-host"]

@@ -72,6 +72,7 @@ class Reason(StrEnum):
     GPU_IN_USE = "GPUInUse"
     INSUFFICIENT_MEMORY = "InsufficientMemory"
     DEVICE_ACCESS = "DeviceAccess"
+    DRIVER_TOO_OLD = "DriverTooOld"
     MPS_UNAVAILABLE = "MpsUnavailable"
     MPS_FAULT = "MpsFault"
     MPS_SERVING_OUTSIDE = "MpsServingOutside"
@@ -187,6 +188,7 @@ MEANING: dict[Reason, str] = {
     Reason.GPU_IN_USE: "a GPU of the replica is lent already or not yet vacated",
     Reason.INSUFFICIENT_MEMORY: "too little device memory may be lent",
     Reason.DEVICE_ACCESS: "the engine host cannot use the replica's GPUs",
+    Reason.DRIVER_TOO_OLD: "the node's driver does not run the CUDA of the engine image",
     Reason.MPS_UNAVAILABLE: "`compute: MPS`: no MPS daemon of driver 550 or later answers there",
     Reason.MPS_FAULT: "the MPS server is in FAULT; every client on that GPU has to leave first",
     Reason.MPS_SERVING_OUTSIDE: "serving is no client of the daemon: its owner has not opted in",
@@ -266,6 +268,7 @@ REPLICA_REFUSALS = frozenset(
         Reason.GPU_IN_USE,
         Reason.INSUFFICIENT_MEMORY,
         Reason.DEVICE_ACCESS,
+        Reason.DRIVER_TOO_OLD,
         Reason.MPS_UNAVAILABLE,
         Reason.MPS_FAULT,
         Reason.MPS_SERVING_OUTSIDE,

@@ -7,7 +7,7 @@ engine host that is too old to say so cannot do it.
 
 | capability | asked for by | word when it is missing |
 |---|---|---|
-| ``DeviceAccess`` | every pool; missing only when the host says so | ``DeviceAccess`` |
+| ``DeviceAccess`` | every pool; missing only when the host says so | it, or ``DriverTooOld`` |
 | ``MPS`` | ``compute: MPS`` | one of ``rose_core.devices.mps.MpsRefusal`` |
 | ``DriverMemoryLimit`` | ``memoryLimit: Driver`` | ``DriverLimitUnavailable`` |
 | ``GpuOwnership`` | nobody: a weaker proof lends too, and is said | - |

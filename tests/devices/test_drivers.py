@@ -194,7 +194,7 @@ def test_nvml_says_which_driver_it_is_of(nvml: State) -> None:
     assert nvml.gpus
     version = open_driver("nvml").version()
     assert version is not None
-    assert (version.driver, version.cuda) == ("550.163.01", (12, 4))
+    assert (version.driver, version.cuda) == ("580.95.05", (13, 0))
 
 
 # --- a GPU that is lost, and a driver that is

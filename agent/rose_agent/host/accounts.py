@@ -15,8 +15,9 @@ an engine may reach of the run directory:
 With a root helper (``helper``) ``own`` has the host's group and mode 02770, so that it reaches the
 control socket, and the run directory is root's with mode 01771. ``weights.json`` is 0644.
 
-Home and temporary files are a folder of its own too, which goes with the engine. Without a first
-user engines run as the host does.
+Home and temporary files are a folder of its own too, which goes with the engine; compiled kernels
+are another, which stays as long as the slot (``kernel_caches``). Without a first user engines run
+as the host does.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rose_agent.host import kernel_caches
 from rose_agent.host.errors import BadEngine
 from rose_engines.rundir import RunDir, SlotDir
 
@@ -39,18 +41,26 @@ class Account:
 
     Attributes:
         uid: user and group; 0 = the host's own.
-        home: folder for its caches and temporary files; None = the host's.
+        home: folder for its temporary files; None = the host's.
+        kernels: folder for its compiled kernels; None = the host's.
     """
 
     uid: int = 0
     home: Path | None = None
+    kernels: Path | None = None
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that lead it to its own folder."""
+        """Variables that lead it to its own folders, and its name.
+
+        Libraries ask for a name without looking whether there is one, and the user has no entry
+        in ``/etc/passwd`` where an image of another maker runs.
+        """
         if self.home is None:
             return {}
-        return {name: str(self.home) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME")}
+        own = {name: str(self.home) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME")}
+        own |= dict.fromkeys(("USER", "LOGNAME"), f"rose-engine-{self.uid}")
+        return own | (kernel_caches.environment(self.kernels) if self.kernels else {})
 
 
 @dataclass
@@ -93,7 +103,11 @@ class Accounts:
         home = Path(tempfile.mkdtemp(prefix="rose-engine-"))
         os.chown(home, uid, uid)
         _give(slot, uid)
-        account = self._taken[slot.uid] = Account(uid, home)
+        slots = slot.folder.parent
+        root = kernel_caches.root_of(slots)
+        kernel_caches.prune([folder.name for folder in slots.iterdir()], root)
+        kernels = kernel_caches.open_for(slot.uid, uid, root)
+        account = self._taken[slot.uid] = Account(uid, home, kernels)
         return account
 
     def release(self, slot: SlotDir) -> None:
@@ -101,6 +115,7 @@ class Accounts:
         account = self._taken.pop(slot.uid, None)
         if account is not None and account.home is not None:
             shutil.rmtree(account.home, ignore_errors=True)
+            kernel_caches.close(slot.uid, kernel_caches.root_of(slot.folder.parent))
 
 
 def _give(slot: SlotDir, uid: int) -> None:

@@ -27,12 +27,23 @@ tree is killed, which thaws it where that is needed. --thaw-all is for a preStop
 """
 
 
+def engine_python(prefix: Path = Path(sys.prefix)) -> Path:
+    """What the engine image runs engines with; our own Python where there is no such image."""
+    named = prefix / "engine-python"
+    return named if named.exists() else Path(sys.executable)
+
+
 def parser() -> argparse.ArgumentParser:
     """The verb's arguments."""
     made = argparse.ArgumentParser(prog="rose engine-host", description=_ABOUT)
     made.add_argument("--rundir", type=Path, default=Path("/run/rose"))
     made.add_argument("--models", type=Path, help="folder with the node's models")
-    made.add_argument("--engine-python", type=Path, default=Path(sys.executable))
+    made.add_argument(
+        "--engine-python",
+        type=Path,
+        default=engine_python(),
+        help="Python with the engine's packages; by default the engine image's own",
+    )
     made.add_argument("--data-host", default="127.0.0.1", help="address routers can reach")
     made.add_argument("--data-bind", default="", help="address to listen on (default: data-host)")
     made.add_argument("--data-port", type=flags.port, default=30800, help="0 = any")

@@ -2,7 +2,7 @@
 
 | capability | works when |
 |---|---|
-| ``DeviceAccess`` | the driver lists GPUs, and the users of engines may open their device files |
+| ``DeviceAccess`` | the driver lists GPUs, engines may open their files, and their CUDA runs |
 | ``MPS``, per GPU | a daemon answers and ``rose_core.devices.mps.may_share`` says yes |
 | ``DriverMemoryLimit`` | the driver answers for our own cgroup |
 | ``ElasticMemory`` | engines have GPUs, and ``kvcached`` is in their environment and hooked in |
@@ -24,6 +24,7 @@ from pathlib import Path
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.errors import DeviceError
 from rose_agent.host.sharing import APART, Ways
+from rose_core.devices import drivers
 from rose_core.devices.capabilities import Capability, gpu_key
 
 _log = logging.getLogger(__name__)
@@ -43,6 +44,16 @@ if not list(root.glob("kvcached*.pth")):
     raise SystemExit(f"no kvcached_autopatch.pth in {root}: engines would not be patched")
 import kvcached.vmm_ops
 """
+# What the engines' torch was built for, without importing it.
+_CUDA = """
+import importlib.util, pathlib, re
+found = importlib.util.find_spec("torch")
+text = (pathlib.Path(found.origin).parent / "version.py").read_text() if found else ""
+match = re.search(r"^cuda\\b[^=]*= '(\\d+)\\.(\\d+)'", text, re.MULTILINE)
+print(*match.groups() if match else "")
+"""
+# Where NVIDIA's packages cuda-compat-* put the newer driver's library.
+_COMPAT = Path("/usr/local/cuda/compat/libcuda.so.1")
 # What a CUDA process opens besides its GPU's own file.
 _FILES = (Path("/dev/nvidiactl"), Path("/dev/nvidia-uvm"))
 _HOW = (
@@ -63,6 +74,7 @@ class Capabilities:
         python: Python of the engine environment.
         apart: the host is not root.
         files: device files that every engine opens.
+        compat: the library of the CUDA compatibility package, where it is installed.
         said: the last answer.
     """
 
@@ -73,8 +85,11 @@ class Capabilities:
     broken: str = ""
     apart: bool = False
     files: tuple[Path, ...] = _FILES
+    compat: Path = _COMPAT
     said: dict[str, str] = field(default_factory=dict)
     _elastic: str | None = None
+    _cuda: tuple[int, int] | None = None
+    _cuda_asked: bool = False
 
     async def keep(self) -> None:
         """Look again every ten seconds until cancelled."""
@@ -94,7 +109,8 @@ class Capabilities:
         first = gpus[0] if gpus else ""
         access = self._access(gpus)
         return {
-            Capability.DEVICE_ACCESS.value: _word("DeviceAccess", access),
+            Capability.DEVICE_ACCESS.value: _word("DeviceAccess", access)
+            or _word("DriverTooOld", self._driver_refusal()),
             Capability.ELASTIC.value: _word("ElasticUnavailable", self._kvcached()),
             Capability.DRIVER_LIMIT.value: _word("DriverLimitUnavailable", self._limit(first)),
             **self._mps(gpus),
@@ -118,6 +134,19 @@ class Capabilities:
             return f"the driver lists no GPU; {_HOW}"
         closed = [str(path) for path in self.files if not self._opens(path)]
         return f"engines cannot open {', '.join(closed)}; {_HOW}" if closed else ""
+
+    def _driver_refusal(self) -> str:
+        if self.driver is None or self.driver.name != "nvml":
+            return ""
+        if not self._cuda_asked:  # an image does not change under a running host
+            self._cuda, self._cuda_asked = built_for(self.python), True
+        try:
+            found = self.driver.version()
+        except DeviceError:
+            return ""  # what does not answer is said by the GPUs themselves
+        return drivers.refusal(
+            found.driver if found is not None else None, self._cuda, compat=self.compat.exists()
+        )
 
     def _opens(self, path: Path) -> bool:
         """Whether an engine may read and write the file: everybody may, or it is its user's."""
@@ -172,6 +201,23 @@ class Capabilities:
             return ""
         last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
         return f"{self.python} cannot use kvcached ({last[0]}); build the engine image with it"
+
+
+def built_for(python: Path) -> tuple[int, int] | None:
+    """The CUDA that a Python's torch was built for; None when it has none, or cannot be asked."""
+    try:
+        done = subprocess.run(  # the platform's own Python
+            [python, "-c", _CUDA],
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        _log.warning("%s: its CUDA is not known: %s", python, error)
+        return None
+    numbers = done.stdout.split()
+    return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 else None
 
 
 def _word(word: str, text: str) -> str:

@@ -30,8 +30,9 @@ class Profile:
     capability: tuple[int, int] = (9, 0)
     cores: int = 16_896
     multiprocessors: int = 132
-    driver: str = "550.163.01"
-    cuda: int = 12_040
+    # Older ones do not run the CUDA 13 of the rollout engine (``rose_core.devices.drivers``).
+    driver: str = "580.95.05"
+    cuda: int = 13_000
 
     def with_driver(self, version: str) -> Profile:
         """The same GPUs under another driver; CUDA is the version that came with it."""

@@ -8,6 +8,7 @@ stop stays ROSE's own decision. Next step: ``launch`` runs the command.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ KV_VARIABLE = "ROSE_KV_POLICY"
 # it ends; ``disk`` = it loads patched checkpoints; ``disk-always`` = so whatever its layout.
 FALLBACK_VARIABLE = "ROSE_LAYOUT_FALLBACK"
 
+# Made by the image: a copy of ROSE's packages, and nothing that they need.
+OWN_PACKAGES = Path(sys.prefix) / "packages"
 _PATHS = Path(__file__).with_name("paths")
 # An engine may be stopped for hours; SGLang's watchdog counts wall clock and would kill it.
 _WATCHDOG_SECONDS = 30 * 24 * 3600
@@ -179,9 +182,10 @@ def environment(launch: Launch, inherited: Mapping[str, str], threads: int = 1) 
 def python_path(launch: Launch) -> tuple[Path, ...]:
     """Folders in front of the engine's own packages.
 
-    ROSE's packages come from the checkout, or from the image's folder of nothing else; where they
-    are installed (a site-packages folder), the engine's environment must have rose-gpu installed
-    itself, because a foreign site-packages on the path would replace the engine's libraries.
+    ROSE's packages come from the checkout, or from the image's folder of nothing else. A foreign
+    site-packages on the path would replace the engine's libraries; so where ROSE is installed in
+    one, its copy in ``packages`` beside the environment is taken, and where there is none, the
+    engine's environment must have rose-gpu installed itself.
     """
     folders = [_PATHS / "cpu"] if launch.device == "cpu" else []
     folders += [_PATHS / "plugin"] if launch.plugged else []
@@ -190,4 +194,6 @@ def python_path(launch: Launch) -> tuple[Path, ...]:
         folders += [engines, engines.parent]
     elif engines.name not in {"site-packages", "dist-packages"}:
         folders.append(engines)
+    elif (OWN_PACKAGES / "rose_engines").is_dir():
+        folders.append(OWN_PACKAGES)
     return tuple(folders)

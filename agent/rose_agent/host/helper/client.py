@@ -25,6 +25,7 @@ from pathlib import Path
 
 import msgspec
 
+from rose_agent.host import kernel_caches
 from rose_agent.host.accounts import Account, Accounts
 from rose_agent.host.errors import GroupError, HostError
 from rose_agent.host.freezers import Freezer
@@ -264,7 +265,9 @@ class HelpedAccounts(Accounts):
             GroupError: all are taken.
         """
         answer, _ = self._helper.ask(Take(slot.uid))
-        return Account(answer.uid, Path(answer.home))
+        return Account(
+            answer.uid, Path(answer.home), kernel_caches.root_of(slot.folder.parent) / slot.uid
+        )
 
     def release(self, slot: SlotDir) -> None:
         """The engine has ended: its user and its folder go."""

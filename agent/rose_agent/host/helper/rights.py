@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rose_agent.host import kernel_caches
 from rose_agent.host.accounts import COUNT
 from rose_agent.host.errors import BadEngine, GroupError
 from rose_agent.host.exec_engine import become
@@ -143,8 +144,14 @@ class Rights:
             self._give(name, uid)
             home = tempfile.mkdtemp(prefix="rose-engine-")
             os.chown(home, uid, uid)
+            root = self._kernels()
+            kernel_caches.prune(os.listdir(self.slots), root)  # noqa: PTH208  # an open folder
+            kernel_caches.open_for(name, uid, root)
             known = self._engines[name] = _Engine(uid, home)
         return Answer(uid=known.uid, home=known.home)
+
+    def _kernels(self) -> Path:
+        return kernel_caches.root_of(Path(f"/proc/self/fd/{self.slots}").readlink())
 
     def _give(self, name: str, uid: int) -> None:
         """``accounts`` has the table; the control socket's folder is open to the host's group."""
@@ -168,6 +175,7 @@ class Rights:
         if engine.pid:
             raise BadEngine(f"the engine {name} has not ended")
         shutil.rmtree(engine.home, ignore_errors=True)
+        kernel_caches.close(name, self._kernels())
         del self._engines[name]
 
     # --- a process

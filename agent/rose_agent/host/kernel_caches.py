@@ -1,0 +1,125 @@
+"""Compiled kernels of engines: baked into the image, laid over by a private folder per slot.
+
+SGLang and the libraries below it compile kernels when they are first needed, with nvcc, Triton,
+CuTe and DeepGEMM, and keep them in folders that variables name. Without a cache that is minutes of
+compiler and GPU beside serving at every start. A folder that engines of several teams could write
+would let one run its code in another's process. So:
+
+| folder | owner, mode | lives |
+|---|---|---|
+| ``BAKED``, part of the engine image | root, nobody writes | with the image |
+| ``ROOT/<host>/<slot uid>``, engine alive | the engine's user, 0700 | as long as the slot |
+| the same between two engines of the slot | root, 0700 | " |
+
+A slot belongs to one lease, so a restarted engine finds what it has compiled and no other engine
+ever does. A fresh folder begins as a copy of what is baked: files that are only read are links,
+what a build system appends to is copied, locks are left out. An engine replaces a link by a file
+of its own. Next step: ``accounts`` opens and closes it with the engine's user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+BAKED = Path("/opt/rose/kernels")
+# Below the host's scratch, which is a disk and not the node's memory.
+ROOT = Path(tempfile.gettempdir()) / "rose-kernels"
+FOLDERS = {
+    "SGLANG_CACHE_DIR": "sglang",
+    "SGLANG_DG_CACHE_DIR": "deep-gemm",
+    "DG_JIT_CACHE_DIR": "deep-gemm",
+    "TRITON_CACHE_DIR": "triton",
+    "TVM_FFI_CACHE_DIR": "tvm-ffi",
+    "TILELANG_CACHE_DIR": "tilelang",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",
+    "CUTE_DSL_CACHE_DIR": "cute-dsl",
+    "QUACK_CACHE_DIR": "quack",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TORCH_EXTENSIONS_DIR": "torch-extensions",
+    "CUDA_CACHE_PATH": "cuda",
+    "NUMBA_CACHE_DIR": "numba",
+}
+"""The variable that names each cache, and its folder. SGLang's own covers what its JIT compiles."""
+
+# Read as they are, and large; whatever else there is may be appended to in place.
+_READ_ONLY = frozenset(
+    {".so", ".cubin", ".fatbin", ".ptx", ".o", ".hsaco", ".ttir", ".ttgir", ".llir", ".mlir"}
+)
+_LOCKS = frozenset({".lock"})
+
+
+def root_of(slots: Path) -> Path:
+    """Where the host of this run directory keeps them: hosts of one machine share its scratch."""
+    return ROOT / hashlib.sha256(str(slots.resolve()).encode()).hexdigest()[:16]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Variables that lead an engine to its folder."""
+    return {name: str(folder / part) for name, part in FOLDERS.items()}
+
+
+def open_for(slot_uid: str, uid: int, root: Path, baked: Path = BAKED) -> Path:
+    """A slot's folder, the engine's user its owner; made from what is baked where it is new.
+
+    Raises:
+        OSError: it cannot be made, or somebody else made it.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    for place in (root.parent, root):
+        if place.is_symlink() or place.stat().st_uid != os.geteuid():
+            raise PermissionError(f"{place} is not the engine host's")
+        place.chmod(0o711)
+    folder = root / slot_uid
+    if not folder.is_dir():
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=root) as made:
+            draft = Path(made) / "cache"
+            draft.mkdir(mode=0o700)
+            if baked.is_dir():
+                _lay(baked, draft)
+            draft.rename(folder)
+    _give(folder, uid)
+    return folder
+
+
+def close(slot_uid: str, root: Path) -> None:
+    """The engine has ended: nobody enters its folder until the slot's next one."""
+    with contextlib.suppress(FileNotFoundError):
+        _own(root / slot_uid, os.geteuid())
+
+
+def prune(living: Collection[str], root: Path) -> None:
+    """Remove the folders of slots that are no more."""
+    for folder in root.glob("*"):
+        if folder.name not in living:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lay(source: Path, target: Path) -> None:
+    for entry in sorted(source.iterdir()):
+        place = target / entry.name
+        if entry.is_dir() and not entry.is_symlink():
+            place.mkdir(mode=0o700)
+            _lay(entry, place)
+        elif entry.suffix in _READ_ONLY:
+            place.symlink_to(entry)
+        elif entry.suffix not in _LOCKS:
+            shutil.copy2(entry, place)
+
+
+def _give(folder: Path, uid: int) -> None:
+    """Change the owner of everything; links themselves, never what they lead to."""
+    for parent, folders, files in os.walk(folder, followlinks=False):
+        for name in (*folders, *files):
+            os.chown(Path(parent) / name, uid, uid, follow_symlinks=False)
+    _own(folder, uid)  # last: from here on the engine's user may enter
+
+
+def _own(folder: Path, uid: int) -> None:
+    os.chown(folder, uid, uid, follow_symlinks=False)

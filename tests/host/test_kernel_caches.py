@@ -1,0 +1,132 @@
+"""Compiled kernels: baked ones are found, own ones are kept, nobody else's are reached."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rose_agent.host import kernel_caches
+from rose_agent.host.accounts import Account, Accounts
+from rose_engines.rundir import RunDir
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="giving users needs root")
+FIRST = 42_500
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    """Root of the private folders, and what is baked."""
+    baked = tmp_path / "baked"
+    (baked / "sglang/jit").mkdir(parents=True)
+    (baked / "sglang/jit/gemm.so").write_bytes(b"kernel")
+    (baked / "sglang/jit/.ninja_log").write_text("# ninja log v5\n")
+    (baked / "sglang/jit/build.lock").touch()
+    return tmp_path / "scratch" / "host", baked
+
+
+def test_an_engine_begins_with_what_is_baked_and_writes_beside_it(
+    places: tuple[Path, Path],
+) -> None:
+    root, baked = places
+    folder = kernel_caches.open_for("slot-1", FIRST, root, baked)
+    kernel, log = folder / "sglang/jit/gemm.so", folder / "sglang/jit/.ninja_log"
+    assert kernel.read_bytes() == b"kernel"
+    assert kernel.is_symlink()
+    assert not log.is_symlink()
+    assert not (folder / "sglang/jit/build.lock").exists()
+    log.write_text("more")
+    kernel.unlink()
+    kernel.write_bytes(b"own")
+    assert (baked / "sglang/jit/gemm.so").read_bytes() == b"kernel"
+    assert (baked / "sglang/jit/.ninja_log").read_text().startswith("# ninja")
+
+
+def test_what_it_compiled_is_there_for_the_slots_next_engine_whoever_that_is(
+    places: tuple[Path, Path],
+) -> None:
+    root, baked = places
+    folder = kernel_caches.open_for("slot-1", FIRST, root, baked)
+    (folder / "triton").mkdir()
+    (folder / "triton/own.cubin").write_bytes(b"own")
+    kernel_caches.close("slot-1", root)
+    again = kernel_caches.open_for("slot-1", FIRST + 7, root, baked)
+    assert (again / "triton/own.cubin").read_bytes() == b"own"
+    assert {path.lstat().st_uid for path in again.rglob("*")} == {FIRST + 7}
+
+
+def test_between_two_engines_and_beside_another_nobody_enters_it(
+    places: tuple[Path, Path],
+) -> None:
+    root, baked = places
+    folder = kernel_caches.open_for("slot-1", FIRST, root, baked)
+    assert (folder.stat().st_uid, stat.S_IMODE(folder.stat().st_mode)) == (FIRST, 0o700)
+    kernel_caches.close("slot-1", root)
+    assert (folder.stat().st_uid, stat.S_IMODE(folder.stat().st_mode)) == (0, 0o700)
+
+
+def test_a_link_in_it_gives_nothing_else_away(places: tuple[Path, Path], tmp_path: Path) -> None:
+    root, baked = places
+    folder = kernel_caches.open_for("slot-1", FIRST, root, baked)
+    secret = tmp_path / "secret"
+    secret.touch()
+    (folder / "link").symlink_to(secret)
+    (folder / "folder").symlink_to(tmp_path)
+    kernel_caches.open_for("slot-1", FIRST + 1, root, baked)
+    assert secret.stat().st_uid == 0
+
+
+def test_the_folders_of_slots_that_are_gone_are_removed(places: tuple[Path, Path]) -> None:
+    root, baked = places
+    for slot in ("old", "new"):
+        kernel_caches.open_for(slot, FIRST, root, baked)
+    kernel_caches.prune(["new"], root)
+    assert [folder.name for folder in root.iterdir()] == ["new"]
+
+
+def test_a_root_that_somebody_else_made_is_refused(places: tuple[Path, Path]) -> None:
+    root, baked = places
+    root.mkdir(parents=True)
+    os.chown(root, FIRST, FIRST)
+    with pytest.raises(PermissionError, match="not the engine host's"):
+        kernel_caches.open_for("slot-1", FIRST, root, baked)
+
+
+@pytest.fixture
+def node() -> Iterator[RunDir]:
+    with tempfile.TemporaryDirectory(prefix="rose", dir="/tmp") as folder:
+        yield RunDir(Path(folder)).create()
+
+
+def test_an_account_has_a_name_and_every_cache_in_its_own_folder(node: RunDir) -> None:
+    """Without a name getpass.getuser fails, without the folders every start compiles anew."""
+    accounts, slot = Accounts(FIRST), node.slot("slot-1").create()
+    account = accounts.take(slot)
+    made = account.environment
+    assert made["USER"] == made["LOGNAME"] == f"rose-engine-{FIRST}"
+    assert account.kernels is not None
+    assert {made[name].startswith(str(account.kernels)) for name in kernel_caches.FOLDERS} == {True}
+    (account.kernels / "mark").touch()
+    accounts.release(slot)
+    again = accounts.take(slot)
+    assert again.kernels == account.kernels
+    assert (account.kernels / "mark").exists()
+    accounts.release(slot)
+
+
+def test_two_slots_share_no_folder(node: RunDir) -> None:
+    accounts = Accounts(FIRST)
+    first, second = (accounts.take(node.slot(name).create()) for name in ("a", "b"))
+    assert first.kernels is not None
+    assert second.kernels is not None
+    assert first.kernels != second.kernels
+    for name in ("a", "b"):
+        accounts.release(node.slot(name))
+
+
+def test_an_engine_of_the_hosts_own_user_has_the_hosts_caches() -> None:
+    assert Account().environment == {}
