@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.guard.results import Results
-from rose_core.guard.crossover import quantile
+from rose_core.stats import quantile
 from rose_demo.plots import Chart, cumulative
 
 _COLOURS = {

@@ -18,7 +18,7 @@ from bench.guard.measured import Window
 from bench.guard.results import Results
 from bench.guard.windows import GUARDED, SEARCHED, SHARES, WITHOUT
 from bench.record import Figure, figure
-from rose_core.guard.crossover import quantile
+from rose_core.stats import quantile
 
 # Name, which latency, quantile, aim of ours / alone on bursty loads.
 LATENCIES = (

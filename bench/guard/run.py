@@ -27,7 +27,7 @@ from bench.guard.results import Crash, Results
 from bench.guard.rollouts import Rollouts
 from bench.guard.windows import Goal, Runner
 from bench.record import FOLDER
-from rose_core.guard.crossover import quantile
+from rose_core.stats import quantile
 
 _PROBE_SECONDS = 2.5
 _PATIENCE_SECONDS = 180.0

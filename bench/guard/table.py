@@ -9,7 +9,7 @@ from bench.guard.explain import Line
 from bench.guard.report import LATENCIES
 from bench.guard.results import Results
 from bench.guard.windows import WITHOUT
-from rose_core.guard.crossover import quantile
+from rose_core.stats import quantile
 
 
 def table(results: Results) -> str:

@@ -3,7 +3,8 @@
 Every policy meets the same requests, episodes and gates (production's guard decides them from
 serving alone); they differ in where a turn is placed, in what becomes of a cut turn, and, for
 ``joint``, in production's order of the queue. ``rose-paper`` is the paper's rules as published,
-with its patience of 2 s; ``rose-paper + keeping`` continues cut turns, to tell the two apart.
+with its patience of 2 s, in both readings of its placement; ``... + keeping`` continues cut
+turns, to tell the two apart.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from bench.rollouts.spent import Life, Observed
-from rose_core.rollouts.inclusion import Clustered, Interval, newcombe
 from rose_core.rollouts.placement import PolicyName
 from rose_core.rollouts.shares import length_bucket
 from rose_core.simulate.clock import SECOND
@@ -24,6 +24,7 @@ from rose_core.simulate.paper import STALL_S
 from rose_core.simulate.regimes import RULES, Rules
 from rose_core.simulate.scenario import Failure, Regime, Scenario
 from rose_core.simulate.world import Material, World
+from rose_core.stats import Clustered, Share, newcombe
 
 _LOOK_S = 10.0
 _OURS = RULES[Regime.OURS]
@@ -34,6 +35,8 @@ POLICIES: Mapping[str, Rules] = {
     "joint": _OURS,
     "rose-paper": replace(_PAPER, keeps=False),
     "rose-paper + keeping": _PAPER,
+    "rose-paper-dedicated": replace(_PAPER, placement=PolicyName.ROSE_PAPER_DEDICATED, keeps=False),
+    "rose-paper-dedicated + keeping": replace(_PAPER, placement=PolicyName.ROSE_PAPER_DEDICATED),
     "cache-aware": replace(_FIFO, placement=PolicyName.CACHE_AWARE),
     "least-loaded": replace(_FIFO, placement=PolicyName.LEAST_LOADED),
     "fixed": replace(_FIFO, placement=PolicyName.FIXED),
@@ -145,7 +148,7 @@ def strata(found: Found, seed: int, into: Strata) -> None:
             into.setdefault(key, Clustered()).add(group, hit=fate.trained)
 
 
-def gaps(ours: Strata, alone: Strata) -> dict[tuple[str, str], Interval]:
+def gaps(ours: Strata, alone: Strata) -> dict[tuple[str, str], Share]:
     """Difference of the share trained, by stratum that both have, with its 95 % interval."""
     return {
         key: newcombe(ours[key].share(), alone[key].share())

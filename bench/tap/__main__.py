@@ -21,7 +21,7 @@ from bench.record import Figure, figure, record
 from bench.tap.against import against
 from bench.tap.traffic import Order, Seen
 from bench.tap.watcher import Watched, watching
-from rose_core.guard.crossover import quantile
+from rose_core.stats import quantile
 from rose_core.telemetry.book import Finished
 from rose_core.telemetry.dialects import METRICS
 from rose_core.telemetry.events import How

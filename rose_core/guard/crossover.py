@@ -21,6 +21,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from rose_core.stats import quantile
+
 SAMPLE_FLOOR = 30
 _NORMAL = 1.645  # two-sided 90 %
 
@@ -60,16 +62,6 @@ class Ratio:
     high: float | None
     lent: int
     withheld: int
-
-
-def quantile(values: list[float], q: float) -> float:
-    """Quantile by linear interpolation; ``values`` must not be empty."""
-    ordered = sorted(values)
-    position = q * (len(ordered) - 1)
-    index = int(position)
-    rest = position - index
-    upper = ordered[min(index + 1, len(ordered) - 1)]
-    return ordered[index] * (1 - rest) + upper * rest
 
 
 def floor(q: float) -> int:

@@ -27,17 +27,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rose_core.rollouts.shares import length_bucket, length_buckets
+from rose_core.stats import Clustered, Share, newcombe
 
 TOLERANCE = 0.02
-_Z = 1.959964
-_STUDENT = (12.706, 4.303)  # 97.5 % quantiles with one and two degrees of freedom
-_MOST_GROUPS = 4096  # that may still grow; one that comes back later counts as another
 _ORDER = {
     "length": length_buckets(),
     "reward": ("0 or less", "above 0"),
@@ -67,95 +64,6 @@ def assigned(group: str, share: float) -> Arm:
     digest = hashlib.blake2b(group.encode(errors="surrogatepass"), digest_size=8, person=b"arm")
     drawn = int.from_bytes(digest.digest()) / 2**64
     return Arm.CONTROL if drawn < share else Arm.ANY
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A share or difference with its bounds."""
-
-    value: float
-    low: float
-    high: float
-
-
-def wilson(hits: float, count: float) -> Interval:
-    """The share ``hits / count`` with its 95 % interval; of nothing everything is possible."""
-    if not count:
-        return Interval(math.nan, 0.0, 1.0)
-    share, z2 = hits / count, _Z * _Z
-    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
-    spread = _Z / (1 + z2 / count)
-    spread *= math.sqrt(share * (1 - share) / count + z2 / (4 * count * count))
-    return Interval(share, max(0.0, middle - spread), min(1.0, middle + spread))
-
-
-def newcombe(one: Interval, other: Interval) -> Interval:
-    """``one - other`` with its 95 % interval, from the intervals of two independent shares."""
-    gap = one.value - other.value
-    if math.isnan(gap):
-        return Interval(math.nan, one.low - other.high, one.high - other.low)
-    low = math.hypot(one.value - one.low, other.high - other.value)
-    high = math.hypot(one.high - one.value, other.value - other.low)
-    return Interval(gap, gap - low, gap + high)
-
-
-def student(freedom: int) -> float:
-    """97.5 % quantile of Student's t, to 1 % (from 3 degrees on by Fisher's expansion)."""
-    if freedom <= len(_STUDENT):
-        return _STUDENT[freedom - 1]
-    z = _Z
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return math.fsum(term / float(freedom) ** power for power, term in enumerate(terms))
-
-
-class Clustered:
-    """A share of members that come in groups; members of a group count by how alike they are.
-
-    Args:
-        most: groups that may still grow.
-    """
-
-    def __init__(self, most: int = _MOST_GROUPS) -> None:
-        self.hits = self.count = self.groups = 0
-        self._most = most
-        self._open: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        self._hits2 = self._both = self._counts2 = 0
-
-    def add(self, group: str, *, hit: bool) -> None:
-        """One member."""
-        hits, count = self._open.pop(group, (0, 0))
-        self.groups += not count
-        self._hits2 += (2 * hits + 1) * hit
-        self._both += (hits + hit) * (count + 1) - hits * count
-        self._counts2 += 2 * count + 1
-        self.hits, self.count = self.hits + hit, self.count + 1
-        self._open[group] = (hits + hit, count + 1)
-        if len(self._open) > self._most:
-            self._open.popitem(last=False)
-
-    def share(self) -> Interval:
-        """With its 95 % interval; one group alone says nothing of others."""
-        if not self.count:
-            return wilson(0, 0)
-        share = self.hits / self.count
-        if self.groups < 2:
-            return Interval(share, 0.0, 1.0)
-        size = self._effective(share) * (_Z / student(self.groups - 1)) ** 2
-        return wilson(share * size, size)
-
-    def _effective(self, share: float) -> float:
-        """How many independent members would say as much."""
-        alone = share * (1 - share) * self.count
-        spread = self._hits2 - 2 * share * self._both + share * share * self._counts2
-        spread *= self.groups / (self.groups - 1)
-        if alone <= 0:  # all alike: nothing shows how much siblings resemble; taken for copies
-            return self.count * self.count / self._counts2
-        return min(float(self.count), self.count * alone / spread) if spread > 0 else self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,17 +134,17 @@ class Cell:
         """Groups with a member here."""
         return self._least.groups
 
-    def share(self) -> Interval:
+    def share(self) -> Share:
         """Share trained of those known; its ends count what is lost as dropped, or as trained."""
         known = self._known.share()
-        return Interval(known.value, self._least.share().low, self._most.share().high)
+        return Share(known.value, self._least.share().low, self._most.share().high)
 
-    def less(self, other: Cell) -> Interval:
+    def less(self, other: Cell) -> Share:
         """The gap to another cell; its ends suppose the worst of what is lost in both."""
         known = newcombe(self._known.share(), other._known.share())
         least = newcombe(self._least.share(), other._most.share())
         most = newcombe(self._most.share(), other._least.share())
-        return Interval(known.value, least.low, most.high)
+        return Share(known.value, least.low, most.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +155,7 @@ class Row:
     stratum: str
     any: Cell
     dedicated: Cell
-    gap: Interval
+    gap: Share
 
     @property
     def judged(self) -> bool:

@@ -4,12 +4,16 @@
 |---|---|
 | ``joint`` | guards narrow the choice, then the least cost; home unless leaving it gains a margin |
 | ``rose-paper`` | the last engine, else the least loaded borrowed one, else the least loaded |
+| ``rose-paper-dedicated`` | the last engine, else the least loaded of ours, else of all |
 | ``cache-aware`` | home while enough is cached there and loads are even, else the fewest turns |
 | ``least-loaded`` | the smallest share of its places taken |
 | ``fixed`` | dedicated engines only, least cost: what a job has without borrowing |
 | ``long-to-borrowed`` | degenerate, for comparison: the tail goes to borrowed engines |
 | ``late-to-borrowed`` | degenerate, for comparison: what is about to be too old goes there |
 
+The ROSE paper's order is known from secondary notes only, and they disagree: one has borrowed
+engines first, two have dedicated ones first. Both readings stand here; ``simulate.paper`` has
+the sources.
 ``cache-aware`` has the thresholds of sglang-router's policy of that name.
 """
 
@@ -62,6 +66,10 @@ def _rose_paper(case: Case) -> EngineView | None:
     return _home(case.turn, case.able) or _least_of(borrowed(case.able) or case.able)
 
 
+def _rose_paper_dedicated(case: Case) -> EngineView | None:
+    return _home(case.turn, case.able) or _least_of(dedicated(case.able) or case.able)
+
+
 def _cache_aware(case: Case) -> EngineView | None:
     turn, able = case.turn, case.able
     loads = [engine.live for engine in (*able, *case.full)]
@@ -107,6 +115,7 @@ def _least_of(able: Sequence[EngineView]) -> EngineView:
 RULES: Mapping[PolicyName, Rule] = {
     PolicyName.JOINT: _joint,
     PolicyName.ROSE_PAPER: _rose_paper,
+    PolicyName.ROSE_PAPER_DEDICATED: _rose_paper_dedicated,
     PolicyName.CACHE_AWARE: _cache_aware,
     PolicyName.LEAST_LOADED: _least_loaded,
     PolicyName.FIXED: _fixed,

@@ -127,6 +127,7 @@ class PolicyName(StrEnum):
 
     JOINT = "joint"
     ROSE_PAPER = "rose-paper"
+    ROSE_PAPER_DEDICATED = "rose-paper-dedicated"
     CACHE_AWARE = "cache-aware"
     LEAST_LOADED = "least-loaded"
     FIXED = "fixed"

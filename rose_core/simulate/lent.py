@@ -62,7 +62,9 @@ class Replica:
         gpus = service.gpus_per_replica
         pays = scenario.prefill_attention
         own = costs(service.device, service.model, scenario.derate, gpus, attention=pays)
-        pool = kv_tokens(service.device, service.model, service.serving_memory_share, gpus)
+        spare = service.rollout_memory_share if rules.whole_memory else 0.0
+        share = min(1.0, service.serving_memory_share + spare)
+        pool = kv_tokens(service.device, service.model, share, gpus)
         self.serving = BatchEngine(clock, own, pool, self.device.update)
         self.device.serving = self.serving
         once = rules.lends is Lends.ONCE  # the paper's engines lie dormant on every replica

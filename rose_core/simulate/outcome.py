@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Sequence as Rows
 
 import msgspec
 
-from rose_core.guard.crossover import quantile
+from rose_core.stats import Interval, paired_ratio, quantile
 
-# Two-sided 95 % quantiles of Student's t for 1 to 10 degrees of freedom.
-_T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+__all__ = ("Interval", "JobOutcome", "Outcome", "ServingOutcome", "paired_ratio", "percentile_ms")
 
 
 class ServingOutcome(msgspec.Struct, frozen=True):
@@ -19,7 +16,10 @@ class ServingOutcome(msgspec.Struct, frozen=True):
 
     Attributes:
         added_violations: requests that violate here and do not in the serving-alone run.
-        unfinished: still under way at the end.
+        unfinished: still under way at the end; late if past their limit by then.
+        ttft_paired: median over requests of TTFT here / TTFT alone; None = nothing to pair.
+        slower_5, slower_25: share of the requests whose TTFT is longer than alone by more than
+            5 %, 25 %.
         allowed_hundredths: violations that the SLO allows; see ``accounting.ledger``.
     """
 
@@ -27,12 +27,16 @@ class ServingOutcome(msgspec.Struct, frozen=True):
     requests: int
     unfinished: int
     ttft_p50: float
+    ttft_p90: float
     ttft_p99: float
     tpot_p99: float
     violations: int
     added_violations: int
     busy_share: float
     allowed_hundredths: int = 0
+    ttft_paired: float | None = None
+    slower_5: float | None = None
+    slower_25: float | None = None
 
 
 class JobOutcome(msgspec.Struct, frozen=True):
@@ -75,6 +79,7 @@ class Outcome(msgspec.Struct, frozen=True):
         recoveries_s: after each burst, seconds until nine tenths of the gates that were open before
             it are open again.
         node_failures: nodes that went off.
+        slowdown: of serving while both compute (``Interference``).
         restarted: serving requests that began anew because their node went.
     """
 
@@ -94,6 +99,7 @@ class Outcome(msgspec.Struct, frozen=True):
     recoveries_s: tuple[float, ...] = ()
     node_failures: int = 0
     restarted: int = 0
+    slowdown: float = 2.0
 
     @property
     def useful_tokens_per_s(self) -> float:
@@ -104,33 +110,6 @@ class Outcome(msgspec.Struct, frozen=True):
     def added_violations(self) -> int:
         """Over all services."""
         return sum(service.added_violations for service in self.services)
-
-
-class Interval(msgspec.Struct, frozen=True):
-    """A mean with its 95 % interval; the ends are None with a single pair."""
-
-    mean: float
-    low: float | None
-    high: float | None
-    pairs: int
-
-
-def paired_ratio(ours: Rows[float], others: Rows[float]) -> Interval:
-    """Geometric mean of ``ours / others`` of paired seeds, Student's interval of the log.
-
-    Raises:
-        ValueError: the lists differ in length, are empty or hold a value that is not positive.
-    """
-    if len(ours) != len(others) or not ours or min(*ours, *others) <= 0:
-        message = f"pairs of positive values expected, got {list(ours)} and {list(others)}"
-        raise ValueError(message)
-    logs = [math.log(a / b) for a, b in zip(ours, others, strict=True)]
-    mean = statistics.fmean(logs)
-    if len(logs) == 1:
-        return Interval(math.exp(mean), None, None, 1)
-    t = _T95[min(len(logs) - 2, len(_T95) - 1)]
-    half = t * statistics.stdev(logs) / math.sqrt(len(logs))
-    return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
 
 
 def percentile_ms(values: Rows[float], q: float) -> float:

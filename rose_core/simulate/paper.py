@@ -1,9 +1,20 @@
-"""The rules that the ROSE paper (arXiv 2605.06534 v2) publishes, as a baseline.
+"""The rules of the ROSE paper (arXiv 2605.06534 v2), as a baseline.
 
-Parameters were taken from the paper before any run and are not tuned. Nothing of ours is in here.
-Where the paper is silent, the choice that favours it was made: its offline profiles predict exactly
-what the simulated engine costs alone, and its co-serving executor sees a request without delay.
-Not modelled: shared KV pages (serving's pool is as large as in every other regime).
+The paper itself was not at hand: its abstract and secondary notes on it were. Each figure bears the
+mark of where it comes from. None was tuned, and nothing of ours is in here.
+
+| mark | means |
+|---|---|
+| [notes] | several notes agree |
+| [one note] | a single secondary note says so |
+| [inferred] | no source has it; it is our reading |
+
+The order of placement is [one note] for borrowed engines first (``rose-paper``) and [two other
+notes] for dedicated ones first (``rose-paper-dedicated``): a comparison shows both. The order of
+the queue is [inferred]. Where the notes are silent the choice that favours the paper was made: its
+offline profiles predict exactly what the engine costs alone, and its executor sees a request
+without delay. **One thing does not favour it**: its elastic KV pages are not modelled, so its
+rollouts have the fixed share of the memory that every regime has.
 """
 
 from __future__ import annotations
@@ -15,19 +26,19 @@ from rose_core.simulate.costs import Costs, pairs
 from rose_core.simulate.device import Device
 from rose_core.simulate.gates import Gate, Host, ServingRequest
 
-# Section 4.1: dual-SLO admission at each scheduler tick; the tick is one engine iteration.
+# [notes] section 4.1: dual-SLO admission at each scheduler tick. [inferred]: how long a tick is.
 TICK_S = 0.010
-# Section 4.1: the non-preemptible quantum of a rollout prefill, tokens.
+# [one note] section 4.1: the non-preemptible quantum of a rollout prefill, tokens.
 QUANTUM = 512
-# Section 4.1: watermark of serving's KV use, inside the headroom of 20 %.
+# [notes] section 4.1: a watermark inside the headroom of 20 %. [inferred]: its value.
 HIGH_WATERMARK = 0.8
-# Section 4.1: emergency cut divides the rollout budget by 2 in one go until the next step.
+# [notes] section 4.1: emergency cut divides the rollout budget by 2 in one go until the next step.
 CUT = 2
-# Section 4.3: most trajectories per GPU (Qwen3, 32k context).
+# [one note] section 4.3: most trajectories per GPU (Qwen3, 32k context).
 CAP = 16
-# Section 4.1: the rollout model lies dormant on the replica and is activated within this.
+# [one note] section 4.1: the rollout model lies dormant there and is activated within this.
 ACTIVATION_S = 5.0
-# Section 4.3: an engine without a token for so long is left, and its turn begins anew.
+# [one note] section 4.3: an engine without a token for so long is left, and its turn begins anew.
 STALL_S = 2.0
 
 

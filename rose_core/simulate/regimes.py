@@ -4,6 +4,7 @@
 |---|---|---|---|---|---|
 | ``fixed`` | nothing | | ours | | ours |
 | ``fixed-ladder`` | nothing | | paper's | | fifo |
+| ``full-memory`` | nothing; serving has the memory kept for rollouts too | | ours | | ours |
 | ``unguarded`` | planner | always open | ours | continued | ours |
 | ``static-split`` | once | always open; memory is divided | paper's | begun anew | fifo |
 | ``on-off`` | planner | polled; open after seconds of idleness | ours | continued | ours |
@@ -11,6 +12,7 @@
 | ``spot`` | whole replicas (RLBoost) | open while lent | least loaded | continued | fifo |
 | ``polled`` | planner | ours, fed by polls alone | ours | continued | ours |
 | ``rose-paper`` | once | the paper's slack rule | paper's | begun anew | fifo |
+| ``rose-paper-dedicated`` | once | the paper's slack rule | dedicated first | begun anew | fifo |
 | ``rose-paper-tap`` | once | ours | paper's | begun anew | fifo |
 | ``rose-paper-keep`` | once | the paper's slack rule | paper's | continued | fifo |
 | ``rose-paper-oldest`` | once | the paper's slack rule | paper's | begun anew | oldest first |
@@ -64,6 +66,7 @@ class Rules:
             served.
         oldest_first: without ``waits``, old trajectories go first.
         stall_s: a turn leaves an engine that was shut for so long; None = production's patience.
+        whole_memory: serving has the rollouts' share of the memory too.
         least_loan_s: a whole replica is not called back earlier, unless serving is in need.
     """
 
@@ -78,6 +81,7 @@ class Rules:
     newest_only: bool = False
     least_loan_s: float = 0.0
     oldest_first: bool = False
+    whole_memory: bool = False
 
 
 _LADDER = PolicyName.ROSE_PAPER
@@ -90,6 +94,7 @@ def _paper(gate: GateKind, *, keeps: bool, lends: Lends = Lends.ONCE) -> Rules:
 RULES: Mapping[Regime, Rules] = {
     Regime.FIXED: Rules(lends=Lends.NOTHING),
     Regime.FIXED_LADDER: Rules(lends=Lends.NOTHING, placement=_LADDER, waits=False),
+    Regime.FULL_MEMORY: Rules(lends=Lends.NOTHING, whole_memory=True),
     Regime.UNGUARDED: Rules(gate=GateKind.OPEN),
     Regime.STATIC_SPLIT: _paper(GateKind.OPEN, keeps=False),
     Regime.ON_OFF: Rules(gate=GateKind.ON_OFF),
@@ -101,6 +106,9 @@ RULES: Mapping[Regime, Rules] = {
     ),
     Regime.POLLED: Rules(gate=GateKind.POLLED),
     Regime.ROSE_PAPER: _paper(GateKind.PAPER, keeps=False),
+    Regime.ROSE_PAPER_DEDICATED: replace(
+        _paper(GateKind.PAPER, keeps=False), placement=PolicyName.ROSE_PAPER_DEDICATED
+    ),
     Regime.ROSE_PAPER_TAP: _paper(GateKind.GUARD, keeps=False),
     Regime.ROSE_PAPER_KEEP: _paper(GateKind.PAPER, keeps=True),
     Regime.ROSE_PAPER_OLDEST: replace(_paper(GateKind.PAPER, keeps=False), oldest_first=True),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
+
 from rose_core.accounting.ledger import (
     GpuTime,
     Ledger,
@@ -19,14 +21,29 @@ from rose_core.simulate.recovery import recoveries
 from rose_core.simulate.regimes import RULES
 from rose_core.simulate.scenario import Regime, Scenario, Service
 from rose_core.simulate.world import Material, World
+from rose_core.stats import quantile
 from rose_core.wire.routing import EngineKind
 
-Violations = dict[str, frozenset[int]]
+
+class Served(msgspec.Struct, frozen=True):
+    """A service's requests by number.
+
+    Attributes:
+        late: that violate the SLO.
+        ttft_s: of those that have a first token.
+    """
+
+    late: frozenset[int]
+    ttft_s: dict[int, float]
+
+
+Alone = dict[str, Served]
+"""By service, what became of its requests with nothing lent; empty when this is that run."""
 
 
 def run(
-    scenario: Scenario, regime: Regime, seed: int, material: Material, alone: Violations
-) -> tuple[Outcome, Violations]:
+    scenario: Scenario, regime: Regime, seed: int, material: Material, alone: Alone
+) -> tuple[Outcome, Alone]:
     """One run.
 
     Args:
@@ -34,10 +51,10 @@ def run(
         regime: who decides.
         seed: of requests and episodes.
         material: traces.
-        alone: service -> requests that violate when nothing is lent; empty when this is that run.
+        alone: see there.
 
     Returns:
-        The outcome, and its own violations.
+        The outcome, and what became of its own requests.
     """
     world = World(scenario, RULES[regime], seed, material)
     events, before = 0, Counter[str]()
@@ -47,8 +64,10 @@ def run(
     events += world.clock.run(round((scenario.warmup_s + scenario.seconds) * SECOND))
     counted = _counts(world) - before
     measured = {name: _measured(found, scenario) for name, found in world.requests.items()}
-    violations = {
-        service.name: _violations(measured[service.name], service) for service in scenario.services
+    now_ns = world.clock.now_ns
+    served = {
+        service.name: _served(measured[service.name], service, now_ns)
+        for service in scenario.services
     }
     engines = [engine for router in world.routers.values() for engine in router.engines.values()]
     outcome = Outcome(
@@ -61,14 +80,14 @@ def run(
                 world,
                 service,
                 measured[service.name],
-                violations[service.name],
+                served[service.name],
                 alone.get(service.name),
             )
             for service in scenario.services
         ),
         jobs=tuple(_job(job.name, counted, scenario.seconds) for job in scenario.jobs),
         dedicated_held_ms=round(
-            sum(job.dedicated * job.gpus_per_engine for job in scenario.jobs)
+            sum(job.dedicated * job.gpus_per_engine + job.trainer_gpus for job in scenario.jobs)
             * scenario.seconds
             * 1000
         ),
@@ -81,8 +100,9 @@ def run(
         recoveries_s=tuple(recoveries(world, scenario)),
         node_failures=counted["node_failures"],
         restarted=counted["restarted"],
+        slowdown=scenario.interference.serving_slowdown,
     )
-    return outcome, violations
+    return outcome, served
 
 
 def _measured(requests: list[ServingRequest], scenario: Scenario) -> list[ServingRequest]:
@@ -100,24 +120,32 @@ def _gpu_ms(world: World, *, shared: bool) -> int:
     )
 
 
-def _violations(requests: list[ServingRequest], service: Service) -> frozenset[int]:
-    return frozenset(
-        one.number
-        for one in requests
-        if one.ended_ns
-        and (one.ttft_s * 1e3 > service.ttft_ms or one.tpot_s * 1e3 > service.tpot_ms)
+def _served(requests: list[ServingRequest], service: Service, now_ns: int) -> Served:
+    return Served(
+        frozenset(one.number for one in requests if _is_late(one, service, now_ns)),
+        {one.number: one.ttft_s for one in requests if one.first_ns},
     )
+
+
+def _is_late(one: ServingRequest, service: Service, now_ns: int) -> bool:
+    """Whether it violates the SLO; one that is not done, if it does so whatever comes next."""
+    if not one.first_ns:
+        return (now_ns - one.arrived_ns) / 1e6 > service.ttft_ms
+    until = one.ended_ns or now_ns
+    tpot_ms = (until - one.first_ns) / 1e6 / max(1, one.output - 1)
+    return one.ttft_s * 1e3 > service.ttft_ms or tpot_ms > service.tpot_ms
 
 
 def _serving(
     world: World,
     service: Service,
     requests: list[ServingRequest],
-    violations: frozenset[int],
-    alone: frozenset[int] | None,
+    served: Served,
+    alone: Served | None,
 ) -> ServingOutcome:
     ended = [one for one in requests if one.ended_ns]
-    ttft = [one.ttft_s for one in ended]
+    ttft = [one.ttft_s for one in requests if one.first_ns]
+    ratios = [] if alone is None else _paired(served, alone)
     tpot = [one.tpot_s for one in ended if one.output > 1]
     mine = [one for one in world.replicas if one.service is service]
     return ServingOutcome(
@@ -125,15 +153,29 @@ def _serving(
         requests=len(requests),
         unfinished=len(requests) - len(ended),
         ttft_p50=percentile_ms(ttft, 0.5),
+        ttft_p90=percentile_ms(ttft, 0.9),
         ttft_p99=percentile_ms(ttft, 0.99),
         tpot_p99=percentile_ms(tpot, 0.99),
-        violations=len(violations),
-        added_violations=0 if alone is None else len(violations - alone),
+        violations=len(served.late),
+        added_violations=0 if alone is None else len(served.late - alone.late),
         busy_share=sum(one.serving.busy_ns for one in mine)
         / max(1, len(mine))
         / world.clock.now_ns,
         allowed_hundredths=allowed_hundredths(len(requests), service.percentile),
+        ttft_paired=quantile(ratios, 0.5) if ratios else None,
+        slower_5=_above(ratios, 1.05),
+        slower_25=_above(ratios, 1.25),
     )
+
+
+def _paired(served: Served, alone: Served) -> list[float]:
+    """TTFT here / alone, of every request that has both."""
+    both = served.ttft_s.keys() & alone.ttft_s.keys()
+    return [served.ttft_s[n] / alone.ttft_s[n] for n in sorted(both) if alone.ttft_s[n] > 0]
+
+
+def _above(ratios: list[float], limit: float) -> float | None:
+    return sum(one > limit for one in ratios) / len(ratios) if ratios else None
 
 
 def _counts(world: World) -> Counter[str]:

@@ -22,6 +22,7 @@ class Regime(StrEnum):
 
     FIXED = "fixed"
     FIXED_LADDER = "fixed-ladder"
+    FULL_MEMORY = "full-memory"
     UNGUARDED = "unguarded"
     STATIC_SPLIT = "static-split"
     ON_OFF = "on-off"
@@ -29,6 +30,7 @@ class Regime(StrEnum):
     SPOT = "spot"
     POLLED = "polled"
     ROSE_PAPER = "rose-paper"
+    ROSE_PAPER_DEDICATED = "rose-paper-dedicated"
     ROSE_PAPER_TAP = "rose-paper-tap"
     ROSE_PAPER_KEEP = "rose-paper-keep"
     ROSE_PAPER_OLDEST = "rose-paper-oldest"
@@ -38,7 +40,7 @@ class Regime(StrEnum):
     CLAIRVOYANT = "clairvoyant"
 
 
-USUAL = (Regime.FIXED, Regime.ROSE_PAPER, Regime.OURS)
+USUAL = (Regime.FIXED, Regime.ROSE_PAPER, Regime.ROSE_PAPER_DEDICATED, Regime.OURS)
 
 
 class Strict(BaseModel):
@@ -117,6 +119,7 @@ class RolloutJob(Strict):
         borrowed: most replicas that it borrows at once.
         borrows_from: the service that lends.
         gpus_per_engine: tensor parallelism; as many as the lender's ``gpus_per_replica``.
+        trainer_gpus: GPUs that the trainer holds; they cost what dedicated ones cost.
         group: trajectories of one prompt.
         batch_groups: groups that one training step takes.
         staleness: publishes that a trajectory may lag behind when it is trained on; 0 =
@@ -143,6 +146,7 @@ class RolloutJob(Strict):
     borrowed: Annotated[int, Field(ge=0, le=4096)]
     borrows_from: str = ""
     gpus_per_engine: Annotated[int, Field(ge=1, le=8)] = 1
+    trainer_gpus: Annotated[int, Field(ge=0, le=4096)] = 0
     group: Count = 8
     batch_groups: Count = 8
     staleness: Annotated[int, Field(ge=0, le=64)] = 1
@@ -281,7 +285,8 @@ class Scenario(Strict):
         jobs: what borrows.
         link: how weights travel.
         interference: what co-running costs.
-        prefill_attention: prefill pays for attention to what is before it too (``costs``).
+        prefill_attention: prefill pays for attention to what is before it too (``costs``), as
+            published speeds of long prompts show that it does.
         delays: of the control path.
         placement: knobs of it.
         nodes: which machines there are, and how they fail.
@@ -300,7 +305,7 @@ class Scenario(Strict):
     jobs: Annotated[tuple[RolloutJob, ...], Field(min_length=1)]
     link: Link = Link()
     interference: Interference = Interference()
-    prefill_attention: bool = False
+    prefill_attention: bool = True
     delays: Delays = Delays()
     placement: Placement = Placement()
     nodes: Nodes = Nodes()

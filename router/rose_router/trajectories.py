@@ -19,8 +19,9 @@ import msgspec
 from aiohttp import web
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_core.rollouts.inclusion import Cell, Inclusion, Interval, Row
+from rose_core.rollouts.inclusion import Cell, Inclusion, Row
 from rose_core.rollouts.prospects import Prospects
+from rose_core.stats import Share
 from rose_router import metrics
 from rose_router.bearer import JOB
 from rose_router.dialects.common import Hints, read_body
@@ -102,7 +103,7 @@ def _cell(cell: Cell) -> dict[str, Any]:
     return _interval(cell.share()) | counts
 
 
-def _interval(interval: Interval) -> dict[str, Any]:
+def _interval(interval: Share) -> dict[str, Any]:
     value = None if math.isnan(interval.value) else interval.value
     return {"value": value, "low": interval.low, "high": interval.high}
 

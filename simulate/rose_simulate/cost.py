@@ -97,19 +97,19 @@ def _of_result(path: Path, content: dict[str, Any], prices: Prices) -> list[Stat
         message = f"{path}: is no result of this version of rose simulate: {error}"
         raise CostError(message) from error
     found: list[Statement] = []
-    for derate in dict.fromkeys(row.derate for row in result.rows):
+    for derate, slowdown in dict.fromkeys((row.derate, row.slowdown) for row in result.rows):
         sums = {
             row.regime: total(
                 ledger(one)
                 for one in result.outcomes
-                if (one.regime, one.derate) == (row.regime, derate)
+                if (one.regime, one.derate, one.slowdown) == (row.regime, derate, slowdown)
             )
             for row in result.rows
-            if row.derate == derate
+            if (row.derate, row.slowdown) == (derate, slowdown)
         }
         base = sums.get(Regime.FIXED.value)
         for regime, used in sums.items():
-            name = f"{result.scenario}, {regime}, derate {derate:g}"
+            name = f"{result.scenario}, {regime}, derate {derate:g}, x{slowdown:g}"
             alone = None if regime == Regime.FIXED.value else base
             found.append(statement(name, used, prices, alone))
     return found

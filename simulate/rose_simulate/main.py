@@ -1,7 +1,9 @@
 """``rose simulate SCENARIO.yaml``: runs a scenario, prints its table, writes ``OUT/NAME.json``.
 
 ``rose simulate study NAME`` runs one of the documented studies (``studies``), ``rose simulate
-calibrate FILE ...`` holds out one load level of the guard's benchmark (``calibrate``).
+calibrate FILE ...`` holds out one load level of the guard's benchmark (``calibrate``), ``rose
+simulate frontier`` grows bursts until serving alone breaks and ``rose simulate slots`` lends one
+slot after another (``sweeps``).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from rose_core.simulate.fleet_scenario import FleetScenario
 from rose_core.simulate.outcome import Outcome
 from rose_core.simulate.scenario import Regime, Scenario
 from rose_core.simulate.world import Material
-from rose_simulate import calibrate, studies
+from rose_simulate import calibrate, studies, sweeps
 from rose_simulate.fleets import FleetResult, fleet_table, run_fleet
 from rose_simulate.overrides import changed
 from rose_simulate.reading import read_material, read_scenario
@@ -29,6 +31,8 @@ from rose_simulate.timings import measured
 OTHERS: Mapping[str, Callable[[list[str]], int]] = {
     "study": studies.main,
     "calibrate": calibrate.main,
+    "frontier": sweeps.frontier,
+    "slots": sweeps.slots,
 }
 
 

@@ -17,13 +17,13 @@ from rose_core.simulate.outcome import Interval, Outcome, paired_ratio
 from rose_core.simulate.run import ledger
 from rose_core.simulate.scenario import Regime
 from rose_simulate.fleets import FleetResult, against
-from rose_simulate.study import PRICES, Result, Row
+from rose_simulate.study import PRICES, Result, Row, per_violation
 
 # Studies whose scenarios differ in one thing.
 _ACROSS = frozenset({"agents", "attention", "eager", "freshness", "tail", "mps"})
 _KINDS = frozenset({"mixed"})  # studies in which dedicated and borrowed devices differ
 _GATES = frozenset({"attribution"})  # studies that compare at equal harm to serving
-_ORDER = ("fixed", "rose-paper", "ours")
+_ORDER = ("fixed", "rose-paper", "rose-paper-dedicated", "ours")
 
 
 @dataclass
@@ -55,20 +55,30 @@ def _across(found: Sequence[Result], made: Page) -> None:
     first = found[0]
     made.text += (
         f"\n## Relative to {first.scenario}\n\nPaired by seed, with 95 % intervals.\n\n"
-        "| scenario | derate | regime | useful tok/s, x | accepted, x |\n|---|---|---|---|---|\n"
+        "| scenario | derate, slower | regime | useful tok/s, x | accepted, x |\n"
+        "|---|---|---|---|---|\n"
     )
     for other in found[1:]:
         for row in other.rows:
-            ours, base = (_of(one, row) for one in (other, first))
+            ours, base = _of(other, row), _of(first, _cell(first, row))
             if len(ours) == len(base) and ours:
                 made.text += (
-                    f"| {other.scenario} | {row.derate:g} | `{row.regime}` "
+                    f"| {other.scenario} | {row.derate:g}, {row.slowdown:g} | `{row.regime}` "
                     f"| {_ratio(ours, base, _useful)} | {_ratio(ours, base, _accepted)} |\n"
                 )
 
 
+def _cell(first: Result, row: Row) -> Row:
+    """The row's place in another scenario, which may have other factors: then its largest one."""
+    factors = {one.slowdown for one in first.rows}
+    if row.slowdown in factors:
+        return row
+    return msgspec.structs.replace(row, slowdown=max(factors))
+
+
 def _of(result: Result, row: Row) -> list[Outcome]:
-    return [one for one in result.outcomes if (one.regime, one.derate) == (row.regime, row.derate)]
+    cell = (row.regime, row.derate, row.slowdown)
+    return [one for one in result.outcomes if (one.regime, one.derate, one.slowdown) == cell]
 
 
 def _useful(one: Outcome) -> float:
@@ -89,25 +99,29 @@ def _events(name: str, one: Result, made: Page) -> None:
     made.text += (
         f"\n## {one.scenario}\n\n{one.seconds:g} s counted, seeds {seeds}. Ratios are paired by "
         "seed, with 95 % intervals.\n\n"
-        "| derate | regime | useful tok/s | x fixed | x `rose-paper` | accepted, x `rose-paper` "
-        "| added violations | TTFT, TPOT p99 x alone | dropped | redone | cost | break-even |\n"
+        "| derate | slower | regime | useful tok/s | x fixed | x `rose-paper` "
+        "| x best of the paper's | accepted | dropped | redone | cost | break-even |\n"
         "|---|---|---|---|---|---|---|---|---|---|---|---|\n"
     )
-    papers = {row.derate: row.accepted for row in one.rows if row.regime == Regime.ROSE_PAPER}
-    made.text += "".join(_row(row, papers.get(row.derate)) for row in one.rows)
+    made.text += "".join(map(_row, one.rows))
+    made.text += _harm(one) + _unpaid(one)
     made.text += _recovered(one) + _nodes(one)
     made.text += _affinity(one) if name in _KINDS else ""
     made.text += _same_gate(one) if name in _GATES else ""
     made.text += _sensitivity(one)
     bars = [
-        Bar(f"{row.regime}, {row.derate:g}", *_ends(row.against_paper), colour=_colour(row.regime))
+        Bar(
+            f"{row.regime}, {row.derate:g}, {row.slowdown:g}",
+            *_ends(row.against_best or row.against_paper),
+            colour=_colour(row.regime),
+        )
         for row in one.rows
-        if row.against_paper is not None
+        if (row.against_best or row.against_paper) is not None
     ]
     if bars:
         file = f"{name}-{one.scenario}.svg"
-        title = f"{one.scenario}: useful tokens, x rose-paper (95 %)"
-        made.plots[file] = intervals(title, bars, unit="x rose-paper", reference=1.0)
+        title = f"{one.scenario}: useful tokens, x the paper's rules at their best (95 %)"
+        made.plots[file] = intervals(title, bars, unit="x the paper's rules", reference=1.0)
         made.text += f"\n![{title}]({file})\n"
 
 
@@ -158,11 +172,13 @@ def _affinity(one: Result) -> str:
 
 def _same_gate(one: Result) -> str:
     """Production against the paper's rules behind production's gate: equal harm to serving."""
-    tap = {row.derate: row for row in one.rows if row.regime == Regime.ROSE_PAPER_TAP}
+    tap = {
+        (row.derate, row.slowdown): row for row in one.rows if row.regime == Regime.ROSE_PAPER_TAP
+    }
     found = [
-        _ratio(_of(one, row), _of(one, tap[row.derate]), _useful)
+        _ratio(_of(one, row), _of(one, tap[row.derate, row.slowdown]), _useful)
         for row in one.rows
-        if row.regime == Regime.OURS and row.derate in tap
+        if row.regime == Regime.OURS and (row.derate, row.slowdown) in tap
     ]
     head = "Useful tokens, `ours` x `rose-paper-tap`, whose gate is the same"
     return f"\n{head}: {' / '.join(found)}.\n" if found else ""
@@ -179,28 +195,67 @@ def _sensitivity(one: Result) -> str:
             continue
         costs = statement(row.regime, used, PRICES).sensitivity
         cells = " | ".join("" if cost is None else f"{cost / alone:.2f}" for _, cost in costs)
-        lines_.append(f"| {row.derate:g} | `{row.regime}` | {cells} |\n")
+        lines_.append(f"| {row.derate:g} | {row.slowdown:g} | `{row.regime}` | {cells} |\n")
     if not lines_:
         return ""
     shares = " | ".join(f"{share:g}" for share in SWEEP)
     return (
         "\nCost per accepted trajectory, x dedicated-only, by the price of a lent hour "
-        f"(dedicated = 1):\n\n| derate | regime | {shares} |\n|---|---|{'---|' * len(SWEEP)}\n"
-        + "".join(lines_)
+        f"(dedicated = 1):\n\n| derate | slower | regime | {shares} |\n"
+        f"|---|---|---|{'---|' * len(SWEEP)}\n" + "".join(lines_)
     )
 
 
-def _row(row: Row, paper: int | None) -> str:
-    accepted = f"{row.accepted}, {row.accepted / paper:.2f}" if paper else str(row.accepted)
-    latency = f"{_times(row.ttft_p99_ratio)}, {_times(row.tpot_p99_ratio)}"
+def _row(row: Row) -> str:
     cost = "" if row.cost_per_accepted is None else f"{1000 * row.cost_per_accepted:.2f}"
     even = "" if row.break_even is None else f"{row.break_even:.2f}"
+    best = _shown(row.against_best)
     return (
-        f"| {row.derate:g} | `{row.regime}` | {row.useful_tokens_per_s:.0f} "
-        f"| {_shown(row.throughput)} | {_shown(row.against_paper)} | {accepted} "
-        f"| {row.added_violations} of {row.requests} | {latency} | {row.dropped_share:.1%} "
+        f"| {row.derate:g} | {row.slowdown:g} | `{row.regime}` | {row.useful_tokens_per_s:.0f} "
+        f"| {_shown(row.throughput)} | {_shown(row.against_paper)} "
+        f"| {f'{best}, `{row.best}`' if best else ''} | {row.accepted} | {row.dropped_share:.1%} "
         f"| {row.redone_share:.1%} | {cost} | {even} |\n"
     )
+
+
+def _harm(one: Result) -> str:
+    """What serving feels: quantiles relative to serving alone, and request by request."""
+    head = (
+        "\nWhat serving feels, relative to serving alone. *Paired*: median over requests of TTFT "
+        "here / alone. *Won*: dedicated GPU-hours that would have given as many more useful tokens "
+        "than the fixed pool; the last column is that for each added violation.\n\n"
+        "| derate | slower | regime | TTFT p50, p90, p99 | TPOT p99 | paired | slower by > 5 %, "
+        "> 25 % of requests | added violations | GPU-hours won | per violation |\n"
+        "|---|---|---|---|---|---|---|---|---|---|\n"
+    )
+    return head + "".join(
+        f"| {row.derate:g} | {row.slowdown:g} | `{row.regime}` | {_times(row.ttft_p50_ratio)}, "
+        f"{_times(row.ttft_p90_ratio)}, {_times(row.ttft_p99_ratio)} "
+        f"| {_times(row.tpot_p99_ratio)} | {_times(row.ttft_paired)} "
+        f"| {_share(row.slower_5)}, {_share(row.slower_25)} "
+        f"| {row.added_violations} of {row.requests} "
+        f"| {'' if row.gpu_hours is None else f'{row.gpu_hours:.1f}'} | {per_violation(row)} |\n"
+        for row in one.rows
+        if row.regime != Regime.FIXED
+    )
+
+
+def _unpaid(one: Result) -> str:
+    """The regimes that lend and whose gain over the fixed pool is not shown."""
+    found = [
+        f"`{row.regime}` ({row.derate:g}, {row.slowdown:g})"
+        for row in one.rows
+        if row.throughput is not None
+        and any(o.borrowed_held_ms for o in _of(one, row))
+        and (row.throughput.low is None or row.throughput.low <= 1)
+    ]
+    if not found:
+        return ""
+    return f"\nNo gain over the fixed pool is shown for: {', '.join(found)}.\n"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
 
 
 def _fleet(name: str, one: FleetResult, made: Page) -> None:

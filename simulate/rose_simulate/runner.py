@@ -21,13 +21,14 @@ import msgspec
 
 import rose_core
 from rose_core.simulate.outcome import Outcome
-from rose_core.simulate.run import Violations, run
+from rose_core.simulate.regimes import RULES, Lends
+from rose_core.simulate.run import Alone, run
 from rose_core.simulate.scenario import Regime, Scenario
 from rose_core.simulate.world import Material
 
 _NOT_OF_A_RUN: Final = {"name", "seeds", "regimes"}
 
-Found = tuple[Outcome, Violations]
+Found = tuple[Outcome, Alone]
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,10 @@ class Case:
         return (Regime.FIXED, *others)
 
     def key(self, regime: Regime) -> str:
-        """What the result depends on."""
-        return f"{self.seed}/{regime}/{self.scenario.model_dump_json(exclude=_NOT_OF_A_RUN)}"
+        """What the result depends on: what co-running costs is nothing to who never co-runs."""
+        idle = {"interference"} if RULES[regime].lends is Lends.NOTHING else set[str]()
+        told = self.scenario.model_dump_json(exclude=_NOT_OF_A_RUN | idle)
+        return f"{self.seed}/{regime}/{told}"
 
 
 class Runner:
@@ -75,7 +78,13 @@ class Runner:
                 progress(found[0])
             if future is None:
                 self._known |= _run(case, material, self._part(case), progress, self._kept)
-            answers.append([self._known[case.key(regime)][0] for regime in case.regimes])
+            slowdown = case.scenario.interference.serving_slowdown
+            answers.append(
+                [
+                    msgspec.structs.replace(self._known[case.key(regime)][0], slowdown=slowdown)
+                    for regime in case.regimes
+                ]
+            )
         return answers
 
     def _part(self, case: Case) -> dict[str, Found]:
@@ -102,7 +111,7 @@ def _run(
     kept: Path | None,
 ) -> dict[str, Found]:
     """What is not known of the case."""
-    alone: Violations = {}
+    alone: Alone = {}
     made: dict[str, Found] = {}
     for regime in case.regimes:
         key = case.key(regime)

@@ -18,7 +18,7 @@ from rose_core.simulate.errors import SimulationError
 from rose_core.simulate.fleet import FleetOutcome
 from rose_core.simulate.fleet_scenario import FleetScenario
 from rose_core.simulate.outcome import Outcome
-from rose_core.simulate.scenario import Regime
+from rose_core.simulate.scenario import Interference, Regime
 from rose_simulate.fleets import FleetResult, run_fleet
 from rose_simulate.overrides import changed
 from rose_simulate.pages import page
@@ -28,9 +28,17 @@ from rose_simulate.study import Result, study
 
 SCENARIOS = Path(__file__).parents[1] / "scenarios"
 DERATES = (0.4, 0.5, 0.7)
-MAIN = (Regime.FIXED, Regime.ROSE_PAPER, Regime.OURS)
+BAND = (
+    Interference(serving_slowdown=1.15, rollout_slowdown=1.3),
+    Interference(serving_slowdown=1.4, rollout_slowdown=1.4),
+    Interference(serving_slowdown=2.0, rollout_slowdown=2.0),
+)
+"""What co-running costs has not been measured on a GPU: from near the paper's own Table 1 to taking
+turns. Headlines hold where they hold over all of it."""
+MAIN = (Regime.FIXED, Regime.ROSE_PAPER, Regime.ROSE_PAPER_DEDICATED, Regime.OURS)
 ATTRIBUTION = (
     Regime.ROSE_PAPER,
+    Regime.ROSE_PAPER_DEDICATED,
     Regime.ROSE_PAPER_TAP,
     Regime.ROSE_PAPER_KEEP,
     Regime.ROSE_PAPER_OLDEST,
@@ -47,6 +55,7 @@ PEERS = (
     Regime.SPOT,
     Regime.POLLED,
     Regime.ROSE_PAPER,
+    Regime.ROSE_PAPER_DEDICATED,
     Regime.OURS,
 )
 
@@ -59,6 +68,7 @@ class Study:
         scenarios: names of files.
         regimes: empty = those of the scenario.
         derates: what is shown at one may not hold at another; empty = the scenario's alone.
+        band: what co-running costs; empty = the scenario's alone.
         says: what the study is for, for the page.
     """
 
@@ -67,6 +77,7 @@ class Study:
     says: str
     regimes: tuple[Regime, ...] = ()
     derates: tuple[float, ...] = DERATES
+    band: tuple[Interference, ...] = BAND
 
 
 STUDIES: Mapping[str, Study] = {
@@ -82,6 +93,30 @@ STUDIES: Mapping[str, Study] = {
         ("correlated",),
         "The worst case, once a minute, with the time until rollouts are back.",
         (*MAIN, Regime.UNGUARDED),
+    ),
+    "tight": Study(
+        "a tight SLO",
+        ("tight",),
+        "The conversation load, whose SLO is 1.5 times what serving alone takes at its 99th "
+        "percentile.",
+        (*MAIN, Regime.UNGUARDED),
+    ),
+    "capacity": Study(
+        "capacity binds",
+        ("capacity",),
+        "The conversation load and a batch of 1,024 trajectories, so that every engine always has "
+        "work: elsewhere the trainer's supply binds, and no rule of placement can show a "
+        "difference.",
+        MAIN,
+    ),
+    "reserve": Study(
+        "what the reserve costs serving",
+        ("normal", "stress", "tight"),
+        "Serving with the memory that lending keeps free for rollouts, beside serving without it. "
+        "Requests of services have no prefix cache here, so what a smaller pool costs one is not "
+        "in it.",
+        (Regime.FIXED, Regime.FULL_MEMORY),
+        band=(),
     ),
     "storm": Study(
         "(d) engines die inside a long tail",
@@ -105,10 +140,10 @@ STUDIES: Mapping[str, Study] = {
         (*MAIN, Regime.UNGUARDED),
     ),
     "attention": Study(
-        "prefill that pays for attention",
-        ("normal", "normal-attention"),
-        "The conversation load when prefill also pays for attention to what is before it, which "
-        "the cost model leaves out elsewhere and published speeds of long prompts show.",
+        "prefill that does not pay for attention",
+        ("normal", "normal-no-attention"),
+        "The conversation load when prefill pays nothing for attention to what is before it, as "
+        "the default was before; published speeds of long prompts show that it does.",
         MAIN,
     ),
     "agents": Study(
@@ -136,7 +171,13 @@ STUDIES: Mapping[str, Study] = {
         "(f) H100 and H200 in one job",
         ("mixed",),
         "Dedicated H200, borrowed H100: same compute, less bandwidth.",
-        (Regime.FIXED, Regime.ROSE_PAPER, Regime.OURS_LADDER, Regime.OURS),
+        (
+            Regime.FIXED,
+            Regime.ROSE_PAPER,
+            Regime.ROSE_PAPER_DEDICATED,
+            Regime.OURS_LADDER,
+            Regime.OURS,
+        ),
     ),
     "fleet": Study("(h) 10,000 GPUs", ("fleet",), "50 services, 20 jobs, one hour, in bins."),
     "attribution": Study(
@@ -172,7 +213,13 @@ STUDIES: Mapping[str, Study] = {
         "Pool sizes, models, cap and SLOs of the paper, fixed before any run. Added afterwards: "
         "`table1-8b-kv`, no more turns on a borrowed engine than its KV pool holds, and "
         "`table1-8b-short`, contexts a quarter as long, as a game's are shorter than an agent's.",
-        (Regime.FIXED_LADDER, Regime.STATIC_SPLIT, Regime.ROSE_PAPER, Regime.OURS),
+        (
+            Regime.FIXED_LADDER,
+            Regime.STATIC_SPLIT,
+            Regime.ROSE_PAPER,
+            Regime.ROSE_PAPER_DEDICATED,
+            Regime.OURS,
+        ),
     ),
 }
 
@@ -200,14 +247,20 @@ def _run(
     if isinstance(told, FleetScenario):
         return run_fleet(told, material, lambda one: _progress(told.name, one), derates)
     name = told.name
-    return study(told, material, derates, lambda one: _progress(name, one), runner)
+    asked = [
+        Interference(serving_slowdown=serving, rollout_slowdown=rollout)
+        for serving, rollout in options.slower or ()
+    ]
+    band = asked or (chosen.band if told.interference == Interference() else ())
+    return study(told, material, derates, lambda one: _progress(name, one), runner, band=band)
 
 
 def _flags(options: argparse.Namespace) -> str:
     """What was asked for beside the study's own, as it is typed."""
     asked = {"derate": options.derate or (), "seeds": options.seeds or ()}
     asked["seconds"] = (options.seconds,) if options.seconds else ()
-    return "".join(
+    shown = "".join(f" --slower {s:g} {r:g}" for s, r in options.slower or ())
+    return shown + "".join(
         f" --{name} {' '.join(f'{value:g}' for value in values)}"
         for name, values in asked.items()
         if values
@@ -227,6 +280,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seeds", type=int, nargs="+", help="instead of the scenario's")
     made.add_argument("--derate", type=float, nargs="+", help="instead of the study's")
     made.add_argument("--seconds", type=float, help="instead of the scenario's")
+    made.add_argument(
+        "--slower",
+        type=float,
+        nargs=2,
+        action="append",
+        metavar=("SERVING", "ROLLOUTS"),
+        help="factors of time while both compute, instead of the study's; may be repeated",
+    )
     made.add_argument("--scenarios", type=Path, default=SCENARIOS)
     made.add_argument("--out", type=Path, default=Path("out") / "simulate")
     made.add_argument("--pages", type=Path, help="write the page and its plots there")

@@ -13,7 +13,7 @@ import msgspec
 from rose_core.accounting.cost import Prices, break_even_lent_hour, per_accepted
 from rose_core.simulate.outcome import Interval, Outcome, paired_ratio
 from rose_core.simulate.run import ledger
-from rose_core.simulate.scenario import Regime, Scenario
+from rose_core.simulate.scenario import Interference, Regime, Scenario
 from rose_core.simulate.world import Material
 from rose_simulate.runner import Case, Runner
 
@@ -22,12 +22,24 @@ from rose_simulate.runner import Case, Runner
 PRICES = Prices(dedicated_hour=1_000_000, lent_hour=0)
 
 
+READINGS = (Regime.ROSE_PAPER, Regime.ROSE_PAPER_DEDICATED)
+"""The two readings of the paper's placement; see ``rose_core.simulate.paper``."""
+
+
 class Row(msgspec.Struct, frozen=True):
     """One regime at one derate, over all seeds.
 
     Attributes:
         throughput: useful tokens per second relative to the fixed pool, paired by seed.
         against_paper: the same, relative to ``rose-paper``.
+        against_best: the same, relative to the better reading of the paper's placement, which is
+            ``best``; None where either of the two was not run.
+        slowdown: of serving while both compute.
+        ttft_paired, slower_5, slower_25: see ``ServingOutcome``; means over seeds, of the worst
+            service.
+        gpu_hours: dedicated GPU-hours that would have given the useful tokens won over the fixed
+            pool; per_violation: of them, for each request that lending made late; None where it
+            made none late.
         dropped_share: of the trajectories that ended, how many were too old to train on.
         recovery_s: median over bursts; None where the scenario has none.
         cost_per_accepted: dedicated GPU-hours, lent hours being free.
@@ -45,11 +57,21 @@ class Row(msgspec.Struct, frozen=True):
     recovery_s: float | None
     added_violations: int
     requests: int
+    ttft_p50_ratio: float | None
+    ttft_p90_ratio: float | None
     ttft_p99_ratio: float | None
     tpot_p99_ratio: float | None
     redone_share: float
     cost_per_accepted: float | None
     break_even: float | None
+    slowdown: float = 2.0
+    against_best: Interval | None = None
+    best: str | None = None
+    ttft_paired: float | None = None
+    slower_5: float | None = None
+    slower_25: float | None = None
+    gpu_hours: float | None = None
+    per_violation: float | None = None
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -68,28 +90,31 @@ def study(
     derates: Sequence[float],
     progress: Callable[[Outcome], None],
     runner: Runner | None = None,
+    *,
+    band: Sequence[Interference] = (),
 ) -> Result:
     """Run everything the scenario names; ``runner`` None = here, one run after the other."""
-    cases = [
-        Case(scenario.model_copy(update={"derate": derate}), seed)
+    cells = [
+        scenario.model_copy(update={"derate": derate, "interference": interference})
         for derate in derates
-        for seed in scenario.seeds
+        for interference in band or (scenario.interference,)
     ]
+    cases = [Case(cell, seed) for cell in cells for seed in scenario.seeds]
     answers = (runner or Runner()).run(cases, material, progress)
     outcomes: list[Outcome] = []
     rows: list[Row] = []
-    for derate in derates:
+    for cell in cells:
         found: dict[str, list[Outcome]] = {}
         for case, ones in zip(cases, answers, strict=True):
-            if case.scenario.derate == derate:
+            if case.scenario is cell:
                 for one in ones:
                     found.setdefault(one.regime, []).append(one)
-        rows += [_row(regime, ones, found) for regime, ones in found.items()]
+        rows += [_row(regime, ones, found, cell) for regime, ones in found.items()]
         outcomes += [one for ones in found.values() for one in ones]
     return Result(scenario.name, scenario.seconds, scenario.seeds, tuple(rows), tuple(outcomes))
 
 
-def _row(regime: str, ones: list[Outcome], found: dict[str, list[Outcome]]) -> Row:
+def _row(regime: str, ones: list[Outcome], found: dict[str, list[Outcome]], cell: Scenario) -> Row:
     fixed = found[Regime.FIXED]
     whole, base = (
         sum(map(ledger, ones[1:]), ledger(ones[0])),
@@ -101,6 +126,8 @@ def _row(regime: str, ones: list[Outcome], found: dict[str, list[Outcome]]) -> R
     recovered = [seconds for one in ones for seconds in one.recoveries_s]
     even = break_even_lent_hour(whole, base, PRICES)
     price = per_accepted(whole, PRICES)
+    best = _better(found)
+    won, added = _won(ones, fixed, cell), sum(one.added_violations for one in ones)
     return Row(
         regime=regime,
         derate=ones[0].derate,
@@ -110,14 +137,55 @@ def _row(regime: str, ones: list[Outcome], found: dict[str, list[Outcome]]) -> R
         accepted=whole.trajectories.accepted,
         dropped_share=dropped / max(1, dropped + whole.trajectories.accepted),
         recovery_s=statistics.median(recovered) if recovered else None,
-        added_violations=sum(one.added_violations for one in ones),
+        added_violations=added,
         requests=sum(service.requests for one in ones for service in one.services),
+        ttft_p50_ratio=_latency(ones, fixed, "ttft_p50"),
+        ttft_p90_ratio=_latency(ones, fixed, "ttft_p90"),
         ttft_p99_ratio=_latency(ones, fixed, "ttft_p99"),
         tpot_p99_ratio=_latency(ones, fixed, "tpot_p99"),
         redone_share=redone / max(1, tokens),
         cost_per_accepted=None if price is None else price / PRICES.dedicated_hour,
         break_even=None if even is None else even / PRICES.dedicated_hour,
+        slowdown=ones[0].slowdown,
+        against_best=None if best is None else _ratio(ones, found[best]),
+        best=best,
+        ttft_paired=_worst(ones, "ttft_paired"),
+        slower_5=_worst(ones, "slower_5"),
+        slower_25=_worst(ones, "slower_25"),
+        gpu_hours=None if ones is fixed else won,
+        per_violation=won / added if added and ones is not fixed else None,
     )
+
+
+def _better(found: dict[str, list[Outcome]]) -> str | None:
+    """The reading of the paper's placement that gives more useful tokens; the best is compared."""
+    if not all(one in found for one in READINGS):
+        return None
+    return max(READINGS, key=lambda one: sum(o.useful_tokens_per_s for o in found[one])).value
+
+
+def _won(ones: list[Outcome], fixed: list[Outcome], cell: Scenario) -> float:
+    """Dedicated GPU-hours that the useful tokens won over the fixed pool stand for.
+
+    A dedicated GPU gives what one of the fixed pool gives, so the pool's own waiting is in it.
+    """
+    hours = sum(one.seconds for one in ones) / 3600
+    gpus = sum(job.dedicated * job.gpus_per_engine for job in cell.jobs)
+    base = sum(one.useful_tokens_per_s for one in fixed)
+    ours = sum(one.useful_tokens_per_s for one in ones)
+    return gpus * hours * (ours / base - 1) if base else 0.0
+
+
+def _worst(ones: list[Outcome], field: str) -> float | None:
+    """The worst service's mean over seeds; None where a run was compared with nothing."""
+    means: list[float] = []
+    for index in range(len(ones[0].services)):
+        values: list[float] = [
+            value for one in ones if (value := getattr(one.services[index], field)) is not None
+        ]
+        if values:
+            means.append(sum(values) / len(values))
+    return max(means) if means else None
 
 
 def _ratio(ones: list[Outcome], others: list[Outcome]) -> Interval | None:
@@ -143,21 +211,32 @@ def _latency(ones: list[Outcome], fixed: list[Outcome], field: str) -> float | N
 def table(result: Result) -> str:
     """The rows as text."""
     head = (
-        "derate  regime            useful tok/s  x fixed [95 %]         x rose-paper [95 %]    "
-        "added viol.    TTFT p99  TPOT p99  redone  break-even"
+        "derate  slower  regime                useful tok/s  x fixed [95 %]         "
+        "x paper's best [95 %]  added viol.    TTFT p50, p90, p99     TPOT p99  "
+        "slower >5%, >25%  redone  break-even  GPU-h won, per violation"
     )
     return "\n".join([head, *map(_line, result.rows)])
 
 
 def _line(row: Row) -> str:
     added = f"{row.added_violations}/{row.requests}"
+    ttft = " ".join(map(_times, (row.ttft_p50_ratio, row.ttft_p90_ratio, row.ttft_p99_ratio)))
+    slower = ", ".join(
+        "-" if one is None else f"{one:.0%}" for one in (row.slower_5, row.slower_25)
+    )
+    won = "-" if row.gpu_hours is None else f"{row.gpu_hours:.1f}, {per_violation(row)}"
     even = "-" if row.break_even is None else f"{row.break_even:.2f}"
     return (
-        f"{row.derate:<7.2g} {row.regime:<17} {row.useful_tokens_per_s:>12.0f}  "
-        f"{_shown(row.throughput):<22} {_shown(row.against_paper):<22} {added:<14} "
-        f"{_times(row.ttft_p99_ratio):<9} {_times(row.tpot_p99_ratio):<9} "
-        f"{row.redone_share:<7.1%} {even}"
+        f"{row.derate:<7.2g} {row.slowdown:<7g} {row.regime:<21} "
+        f"{row.useful_tokens_per_s:>12.0f}  {_shown(row.throughput):<22} "
+        f"{_shown(row.against_best or row.against_paper):<22} {added:<14} {ttft:<22} "
+        f"{_times(row.tpot_p99_ratio):<9} {slower:<17} {row.redone_share:<7.1%} {even:<11} {won}"
     )
+
+
+def per_violation(row: Row) -> str:
+    """GPU-hours won for each request that lending made late, in words."""
+    return "none late" if row.per_violation is None else f"{row.per_violation:.2f}"
 
 
 def _shown(interval: Interval | None) -> str:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose_core.guard.crossover import quantile
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.slack import Objective
+from rose_core.stats import quantile
 from tests.guard.closed_loop import Guarded, Machine, World, fixed
 
 SECONDS = 40

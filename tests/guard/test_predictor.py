@@ -16,7 +16,6 @@ from rose_core.guard.crossover import (
     compare,
     floor,
     judge,
-    quantile,
 )
 from rose_core.guard.predictor import Predictor, Profile
 from rose_core.guard.slack import Objective, duty, measure
@@ -126,12 +125,6 @@ def test_windows_alternate() -> None:
     assert not Schedule(0.0).withheld(12345.0)
     share = sum(RELATIVE.withheld(t) for t in range(1000)) / 1000
     assert share == 0.1, "a relative limit costs a tenth of the time"
-
-
-def test_a_quantile_between_two_values_is_interpolated() -> None:
-    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
-    assert quantile([1.0, 2.0], 0.75) == 1.75
-    assert quantile([5.0], 0.99) == 5.0
 
 
 def test_no_ratio_below_the_floor() -> None:

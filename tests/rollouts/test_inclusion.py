@@ -9,15 +9,13 @@ import pytest
 
 from rose_core.rollouts.inclusion import (
     Arm,
-    Clustered,
     Fate,
     Inclusion,
     Outcome,
     Row,
     assigned,
-    student,
-    wilson,
 )
+from rose_core.stats import Clustered, student, wilson
 
 
 def _row(meter: Inclusion, dimension: str = "all", stratum: str = "all") -> Row:

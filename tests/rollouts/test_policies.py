@@ -50,6 +50,13 @@ def test_the_papers_rule_stays_then_borrows_then_takes_the_least_loaded() -> Non
     assert chosen(TURN, OURS, name=rule) == "ours"
 
 
+def test_the_other_reading_of_the_paper_stays_then_takes_its_own_then_borrows() -> None:
+    rule = PolicyName.ROSE_PAPER_DEDICATED
+    assert chosen(replace(TURN, home="lent"), OURS, LENT, name=rule) == "lent"
+    assert chosen(TURN, replace(OURS, live=7), LENT, name=rule) == "ours"
+    assert chosen(TURN, replace(OURS, live=8), LENT, name=rule) == "lent"
+
+
 def test_cache_aware_stays_while_enough_is_cached_and_loads_are_even() -> None:
     rule = PolicyName.CACHE_AWARE
     warm = replace(TURN, home="lent", cached=50)

@@ -27,10 +27,10 @@ def test_every_regime_of_a_result_becomes_a_statement_with_plots(
     page, found = tmp_path / "page.html", tmp_path / "found.json"
     assert main([str(path), "--html", str(page), "--json", str(found)]) == 0
     shown = capsys.readouterr().out
-    assert "small, ours, derate 0.5" in shown
+    assert "small, ours, derate 0.5, x2" in shown
     assert page.read_text().count("<svg") == 2
     names = [one["name"] for one in json.loads(found.read_bytes())]
-    assert names == ["small, fixed, derate 0.5", "small, ours, derate 0.5"]
+    assert names == ["small, fixed, derate 0.5, x2", "small, ours, derate 0.5, x2"]
     serving = [one["ledger"]["serving"] for one in json.loads(found.read_bytes())]
     assert all(one["allowed_hundredths"] == one["requests"] > 0 for one in serving)  # the 99th
 

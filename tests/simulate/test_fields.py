@@ -27,7 +27,7 @@ def test_every_part_of_a_scenario_has_its_section() -> None:
         "| `percentile` | integer, >= 50, <= 99 | `99` | share of the requests",
         "| `seconds` | number, > 0, <= 1209600 | required | that are counted. |",
         "| `burst_every_s` | number, > 0 |  | from one burst to the next",
-        "| `regimes` | list of name | `[fixed, rose-paper, ours]` |",
+        "| `regimes` | list of name | `[fixed, rose-paper, rose-paper-dedicated, ours]` |",
         "| `kind` | `engine`, `gone`, `guard`, `link`, `node` | required |",
     ],
 )

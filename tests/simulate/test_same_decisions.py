@@ -41,6 +41,7 @@ SHELLS = {
     "trainer/rose_trainer/rounds.py": ("rose_core.rollouts.rounds",),
 }
 NOT_SIMULATED = {
+    "rose_core.guard.crossover": "serving alone is a run of its own here, no window is withheld",
     "rose_core.guard.freezing": "an engine stops in the given time, and holds no driver's lock",
     "rose_core.guard.grants": "leader terms: one planner, no network in between",
     "rose_core.guard.lanes": "a slot has one engine here; two shares are for MPS",

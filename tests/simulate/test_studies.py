@@ -25,11 +25,11 @@ def test_a_page_compares_with_the_paper_and_equal_results_give_equal_pages() -> 
     made, again = (page("x", "(x)", "Says.", (found,), " --derate 0.5") for _ in range(2))
     assert made == again
     assert "`rose simulate study x --derate 0.5`" in made.text
-    assert "| 0.5 | `ours` |" in made.text
+    assert "| 0.5 | 2 | `ours` |" in made.text
     assert "small: useful tokens" in made.plots["x-small.svg"]
     assert made.text == again.text
-    assert "| derate | regime | 0 | 0.25 | 0.5 | 0.75 | 1 |" in made.text
-    costs = made.text.split("by the price of a lent hour")[1].split("| 0.5 | `ours` | ")[1]
+    assert "| derate | slower | regime | 0 | 0.25 | 0.5 | 0.75 | 1 |" in made.text
+    costs = made.text.split("by the price of a lent hour")[1].split("| 0.5 | 2 | `ours` | ")[1]
     shown = [float(cell) for cell in costs.split("\n")[0].rstrip(" |").split(" | ")]
     assert shown == sorted(shown)
     assert shown[0] < shown[-1]

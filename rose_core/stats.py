@@ -1,0 +1,154 @@
+"""Intervals and quantiles: one place for what benchmarks, simulator and guard say of samples.
+
+| figure | from | interval |
+|---|---|---|
+| quantile | values | none; linear interpolation (type 7 of Hyndman and Fan, numpy's default) |
+| ratio of paired values | logs of the ratios | Student's t, 95 % |
+| share | k of n | Wilson, 95 % |
+| share of members that come in groups | k of n by group | Wilson's with the effective size, 95 % |
+| difference of two shares | their intervals | Newcombe 1998, 95 % |
+
+Members of a group resemble each other, so n members say less than n independent ones. The effective
+size is n over the design effect (Kish 1965), which the spread between groups tells; where no group
+differs (all kept, or all lost) nothing tells it, and members are taken for copies. It is corrected
+for few groups as Korn and Graubard (1998) do.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+Z95 = 1.959964
+_STUDENT = (12.706, 4.303)  # 97.5 % quantiles with one and two degrees of freedom
+_MOST_GROUPS = 4096  # that may still grow; one that comes back later counts as another
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """A mean with its 95 % interval; the ends are None with a single pair."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    pairs: int
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """Quantile by linear interpolation; ``values`` must not be empty."""
+    ordered = sorted(values)
+    position = q * (len(ordered) - 1)
+    index = int(position)
+    rest = position - index
+    upper = ordered[min(index + 1, len(ordered) - 1)]
+    return ordered[index] * (1 - rest) + upper * rest
+
+
+def paired_ratio(ours: Sequence[float], others: Sequence[float]) -> Interval:
+    """Geometric mean of ``ours / others`` of paired seeds, Student's interval of the log.
+
+    Raises:
+        ValueError: the lists differ in length, are empty or hold a value that is not positive.
+    """
+    if len(ours) != len(others) or not ours or min(*ours, *others) <= 0:
+        message = f"pairs of positive values expected, got {list(ours)} and {list(others)}"
+        raise ValueError(message)
+    logs = [math.log(a / b) for a, b in zip(ours, others, strict=True)]
+    mean = statistics.fmean(logs)
+    if len(logs) == 1:
+        return Interval(math.exp(mean), None, None, 1)
+    half = student(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A share or difference with its bounds."""
+
+    value: float
+    low: float
+    high: float
+
+
+def wilson(hits: float, count: float) -> Share:
+    """The share ``hits / count`` with its 95 % interval; of nothing everything is possible."""
+    if not count:
+        return Share(math.nan, 0.0, 1.0)
+    share, z2 = hits / count, Z95 * Z95
+    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
+    spread = Z95 / (1 + z2 / count)
+    spread *= math.sqrt(share * (1 - share) / count + z2 / (4 * count * count))
+    return Share(share, max(0.0, middle - spread), min(1.0, middle + spread))
+
+
+def newcombe(one: Share, other: Share) -> Share:
+    """``one - other`` with its 95 % interval, from the intervals of two independent shares."""
+    gap = one.value - other.value
+    if math.isnan(gap):
+        return Share(math.nan, one.low - other.high, one.high - other.low)
+    low = math.hypot(one.value - one.low, other.high - other.value)
+    high = math.hypot(one.high - one.value, other.value - other.low)
+    return Share(gap, gap - low, gap + high)
+
+
+def student(freedom: int) -> float:
+    """97.5 % quantile of Student's t, to 1 % (from 3 degrees on by Fisher's expansion)."""
+    if freedom <= len(_STUDENT):
+        return _STUDENT[freedom - 1]
+    z = Z95
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return math.fsum(term / float(freedom) ** power for power, term in enumerate(terms))
+
+
+class Clustered:
+    """A share of members that come in groups; members of a group count by how alike they are.
+
+    Args:
+        most: groups that may still grow.
+    """
+
+    def __init__(self, most: int = _MOST_GROUPS) -> None:
+        self.hits = self.count = self.groups = 0
+        self._most = most
+        self._open: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._hits2 = self._both = self._counts2 = 0
+
+    def add(self, group: str, *, hit: bool) -> None:
+        """One member."""
+        hits, count = self._open.pop(group, (0, 0))
+        self.groups += not count
+        self._hits2 += (2 * hits + 1) * hit
+        self._both += (hits + hit) * (count + 1) - hits * count
+        self._counts2 += 2 * count + 1
+        self.hits, self.count = self.hits + hit, self.count + 1
+        self._open[group] = (hits + hit, count + 1)
+        if len(self._open) > self._most:
+            self._open.popitem(last=False)
+
+    def share(self) -> Share:
+        """With its 95 % interval; one group alone says nothing of others."""
+        if not self.count:
+            return wilson(0, 0)
+        share = self.hits / self.count
+        if self.groups < 2:
+            return Share(share, 0.0, 1.0)
+        size = self._effective(share) * (Z95 / student(self.groups - 1)) ** 2
+        return wilson(share * size, size)
+
+    def _effective(self, share: float) -> float:
+        """How many independent members would say as much."""
+        alone = share * (1 - share) * self.count
+        spread = self._hits2 - 2 * share * self._both + share * share * self._counts2
+        spread *= self.groups / (self.groups - 1)
+        if alone <= 0:  # all alike: nothing shows how much siblings resemble; taken for copies
+            return self.count * self.count / self._counts2
+        return min(float(self.count), self.count * alone / spread) if spread > 0 else self.count

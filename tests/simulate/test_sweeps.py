@@ -1,0 +1,59 @@
+"""Bursts that grow, and slots lent one after another."""
+
+from pathlib import Path
+
+import pytest
+
+from rose_core.simulate.outcome import Outcome
+from rose_core.simulate.scenario import Load, Regime
+from rose_simulate.main import main
+from rose_simulate.runner import Runner
+from rose_simulate.studies import SCENARIOS
+from rose_simulate.sweeps import bursts, frontier_table, loans, slots_table
+from tests.simulate.worlds import MATERIAL, scenario
+
+
+def quiet(_one: Outcome) -> None:
+    """Progress is of no interest here."""
+
+
+def test_larger_bursts_are_late_alone_and_the_frontier_says_so() -> None:
+    plain = scenario(seconds=40, regimes=(Regime.FIXED, Regime.OURS, Regime.UNGUARDED))
+    load = Load(burst_every_s=20, burst_size=1)
+    told = plain.model_copy(
+        update={"services": (plain.services[0].model_copy(update={"load": load}),)}
+    )
+    small, large = bursts(told, MATERIAL, [(3, 500), (240, 4000)], Runner(), quiet)
+    assert (small.late, small.added["ours"]) == (0, 0)
+    assert large.late > 0
+    assert large.requests == 80 * small.requests
+    assert large.worst_ms["fixed"] > small.worst_ms["fixed"]
+    assert f"| 240 x 4000 | {large.late} of {large.requests} (" in frontier_table([small, large])
+
+
+def test_each_slot_more_is_told_what_it_brings_in_dedicated_engines() -> None:
+    found = loans(scenario(), MATERIAL, [0, 1, 2], Runner(), quiet)
+    assert [one.slots for one in found] == [0, 1, 2]
+    assert (found[0].engines, found[0].marginal, found[0].open_hours) == (0.0, None, 0.0)
+    assert sum(one.marginal or 0.0 for one in found) == pytest.approx(found[2].engines)
+    assert found[1].open_hours < found[2].open_hours
+    assert "| 2 | " in slots_table(found)
+
+
+def test_a_fleet_has_no_frontier(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["frontier", str(SCENARIOS / "fleet.yaml")]) == 2
+    assert "is a fleet" in capsys.readouterr().err
+
+
+def test_the_command_writes_what_it_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (SCENARIOS / "correlated.yaml").read_text().replace("warmup_s: 300", "warmup_s: 5")
+    text = text.replace("traces/", f"{SCENARIOS}/traces/").replace("replicas: 8", "replicas: 2")
+    text = text.replace("borrowed: 8", "borrowed: 2").replace("dedicated: 4", "dedicated: 1")
+    path = tmp_path / "small.yaml"
+    path.write_text(text)
+    arguments = ["frontier", str(path), "--seconds", "40", "--seeds", "1", "--out", str(tmp_path)]
+    assert main([*arguments, "--sizes", "4", "--prompts", "300"]) == 0
+    assert "| 4 x 300 | 0 of " in capsys.readouterr().out
+    assert (tmp_path / "frontier-correlated.json").exists()
