@@ -92,7 +92,10 @@ def headline(name: str, row: Row) -> list[Figure]:
     most = 0.0 if ours else None
     rows = [figure(f"{head}: added violations", row.added_violations, "requests", at_most=most)]
     rows += _ratio(f"{head}: x fixed pool", row.throughput, None)
-    rows += _ratio(f"{head}: x rose-paper", row.against_paper, AIM if ours else None)
+    best = row.against_best or row.against_paper
+    rows += _ratio(f"{head}: x rose-paper at its best", best, AIM if ours else None)
+    if row.ttft_paired is not None:
+        rows.append(figure(f"{head}: TTFT x alone, median over requests", row.ttft_paired, "ratio"))
     if row.recovery_s is not None:
         rows.append(figure(f"{head}: median time to recover", row.recovery_s, "s"))
     return rows

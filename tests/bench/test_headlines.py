@@ -23,6 +23,8 @@ def row(regime: Regime, low: float, high: float, *, added: int = 0) -> Row:
         recovery_s=None,
         added_violations=added,
         requests=100,
+        ttft_p50_ratio=1.0,
+        ttft_p90_ratio=1.0,
         ttft_p99_ratio=1.0,
         tpot_p99_ratio=1.0,
         redone_share=0.0,
@@ -42,7 +44,7 @@ def verdicts(one: Row) -> dict[str, bool | None]:
 def test_the_gain_over_the_paper_is_met_or_missed_only_where_its_interval_says_so(
     low: float, high: float, *, met: bool | None
 ) -> None:
-    assert verdicts(row(Regime.OURS, low, high))["x rose-paper"] is met
+    assert verdicts(row(Regime.OURS, low, high))["x rose-paper at its best"] is met
 
 
 def test_a_violation_that_production_adds_misses_its_aim() -> None:
