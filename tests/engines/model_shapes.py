@@ -281,3 +281,31 @@ SHAPES: dict[str, Shape] = {
         swiglu_limit=7.0,
     ),
 }
+
+# FP8 by blocks, as DeepSeek and Qwen publish it.
+SHAPES["qwen3-fp8"] = SHAPES["qwen3"] | {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+}
+
+_SMALL = {
+    "num_hidden_layers": 8,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "num_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 1024,
+    "max_position_embeddings": 256,
+}
+# The same architectures, small; those whose other sizes follow from these are left as they are.
+for _name in ("llama", "llama-tied", "qwen2", "qwen3", "qwen3-moe", "mistral", "qwen3-next"):
+    _shape_of = SHAPES[_name]
+    SHAPES[f"{_name}-small"] = _shape_of | {
+        key: value for key, value in _SMALL.items() if key in _shape_of
+    }

@@ -80,12 +80,19 @@ def checkpoint_of(folder: str) -> list[tuple[str, str, list[int]]]:
     text = json.loads((Path(folder) / "config.json").read_bytes())
     name = text["architectures"][0]
     config = transformers.AutoConfig.from_pretrained(folder)
+    config.quantization_config = None
     with torch.device("meta"):
         model = getattr(transformers, name)._from_config(config, torch_dtype=torch.bfloat16)
-    return [
-        (key, _WORDS[tensor.dtype], list(tensor.shape))
-        for key, tensor in model.state_dict().items()
-    ]
+    stored = []
+    for key, tensor in model.state_dict().items():
+        word, shape = _WORDS[tensor.dtype], list(tensor.shape)
+        if "quantization_config" in text and key.endswith("_proj.weight"):
+            # As published: a byte for each weight, a scale for each block of 128 by 128.
+            blocks = [-(-length // 128) for length in shape]
+            stored.append((f"{key}_scale_inv", "F32", blocks))
+            word = "F8_E4M3"
+        stored.append((key, word, shape))
+    return stored
 
 
 def configurator(config: Any, model: torch.nn.Module) -> Any:
