@@ -25,6 +25,7 @@ daemon shows as one that is not listed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime as dt
 import importlib
 import importlib.util
@@ -35,7 +36,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,11 @@ from bench.gpu.checks import Plan
 from bench.gpu.processes import Daemon, daemon
 from rose_agent.devices.driver import DeviceDriver, Gpu
 from rose_agent.devices.errors import DeviceError, MpsError, NoDevices
-from rose_agent.devices.fake_nvml import FakeGpu, FakeMemory, FakeNvml
 from rose_agent.devices.mps import PROGRAM
 from rose_agent.devices.nvml import NvmlDriver
+from rose_dev.errors import DevelopmentError
+from rose_dev.gpu.library import preloaded
+from rose_dev.gpu.state import State
 
 RESULTS = Path(__file__).parents[1] / "results"
 _FAKE_MPS = (sys.executable, "-m", "rose_agent.devices.fake_mps")
@@ -168,17 +171,26 @@ def write(result: Mapping[str, Any], results: Path) -> Path:
     return path
 
 
-def _devices() -> tuple[DeviceDriver, Any, str]:
-    """The driver, its library, and why it is the stand-in; empty on a GPU."""
+def _devices() -> tuple[DeviceDriver | None, str]:
+    """The driver of a GPU, or why there is none."""
     try:
         driver = NvmlDriver.open()
-        if driver.gpus():
-            return driver, importlib.import_module("pynvml"), ""
-        why = "the driver lists no GPU"
+        return (driver, "") if driver.gpus() else (None, "the driver lists no GPU")
     except (NoDevices, DeviceError) as error:
-        why = str(error)
-    library = FakeNvml([FakeGpu("GPU-fake", FakeMemory(80 << 30, 0))])
-    return NvmlDriver.open(library), library, why
+        return None, str(error)
+
+
+@contextlib.contextmanager
+def _stand_in() -> Iterator[DeviceDriver]:
+    """A driver without a GPU: NVML's C ABI over a state file.
+
+    Raises:
+        DevelopmentError: its library cannot be built here.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        state = Path(folder) / "nvml.state"
+        with State.create(state, "h100x2"), preloaded(state):
+            yield NvmlDriver.open()
 
 
 def main(argv: list[str]) -> int:
@@ -192,32 +204,38 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=3.0, help="of each window")
     parser.add_argument("--rehearse", action="store_true", help="on stand-ins; keeps nothing")
     words = parser.parse_args(argv)
-    driver, library, why = _devices()
-    if why and not words.rehearse:
+    driver, why = _devices()
+    if driver is not None:
+        gpu = driver.gpus()[0]
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu.uuid  # of every process that is started
+        result = _measure(Plan(fake=False, seconds=words.seconds), driver, gpu)
+        sys.stdout.write(f"written to {write(result, words.results)}\n")
+        return 0
+    if not words.rehearse:
         sys.stderr.write(
             f"gpu-check needs an NVIDIA GPU with its driver, torch and nvidia-ml-py: {why}. "
             "`make gpu-check ARGS=--rehearse` tries every check on stand-ins.\n"
         )
         return 1
-    gpu = driver.gpus()[0]
-    plan = Plan(fake=bool(why), seconds=words.seconds)
-    if why:
-        sys.stdout.write(f"no GPU here ({why}): trying checks and report on the stand-ins\n")
-        plan = replace(plan, seconds=min(0.1, words.seconds), stops=2, cycles=2, lends=2)
-    else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu.uuid  # of every process that is started
-    result = {
+    sys.stdout.write(f"no GPU here ({why}): trying checks and report on the stand-ins\n")
+    plan = Plan(fake=True, seconds=min(0.1, words.seconds))
+    try:
+        with _stand_in() as driver, tempfile.TemporaryDirectory() as folder:
+            quick = replace(plan, stops=2, cycles=2, lends=2)
+            write(_measure(quick, driver, driver.gpus()[0]), Path(folder))
+    except DevelopmentError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write("everything ran; no figure of this run means anything, none is kept\n")
+    return 0
+
+
+def _measure(plan: Plan, driver: DeviceDriver, gpu: Gpu) -> dict[str, Any]:
+    return {
         "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d"),
-        "machine": machine(driver, gpu, library),
+        "machine": machine(driver, gpu, importlib.import_module("pynvml")),
         "checks": run(plan, driver, gpu),
     }
-    if why:
-        with tempfile.TemporaryDirectory() as folder:
-            write(result, Path(folder))
-        sys.stdout.write("everything ran; no figure of this run means anything, none is kept\n")
-        return 0
-    sys.stdout.write(f"written to {write(result, words.results)}\n")
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 
 from rose_agent.devices import fake_mps
-from rose_agent.devices.fake_nvml import FakeGpu, FakeMemory, FakeNvml, FakeProcess
 from rose_agent.devices.mps import MpsControl, Pipes
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.devices.owners import Owner
@@ -24,6 +23,10 @@ from rose_agent.host.mps import MpsNode
 from rose_agent.host.sharing import Ways
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import Sharing
+from rose_dev.gpu import layout
+from rose_dev.gpu.library import preloaded
+from rose_dev.gpu.state import State, StateGpu
+from rose_dev.gpu.testing import require
 from tests.host.helpers import order
 
 GPU = "GPU-a"
@@ -38,14 +41,13 @@ class Node:
     """The stand-ins, and what the tests tell them."""
 
     pipes: Pipes
-    gpu: FakeGpu
+    gpu: StateGpu
     serving: int
 
     @property
     def ways(self) -> Ways:
         """As the host's flags would make them."""
-        driver = NvmlDriver.open(FakeNvml([self.gpu]))
-        return Ways(MpsNode(self.pipes.root, driver, PROGRAM, self.owner))
+        return Ways(MpsNode(self.pipes.root, NvmlDriver.open(), PROGRAM, self.owner))
 
     @property
     def control(self) -> MpsControl:
@@ -77,6 +79,7 @@ class Node:
 @contextlib.contextmanager
 def node() -> Iterator[Node]:
     """The daemon as ``rose mps`` runs it, and a process that stands for serving."""
+    require()
     folder = Path(tempfile.mkdtemp(prefix="mps", dir="/tmp"))
     folder.chmod(0o755)
     pipes = Pipes(folder).create()
@@ -85,9 +88,12 @@ def node() -> Iterator[Node]:
     daemon, serving = subprocess.Popen(command), subprocess.Popen(["/bin/sleep", "600"])
     try:
         assert wait_for((pipes.pipe / "control").exists, 30.0)
-        gpu = FakeGpu(GPU, FakeMemory(80 * GIB, 0))
-        gpu.mps_clients.append(FakeProcess(serving.pid, 40 * GIB))
-        yield Node(pipes, gpu, serving.pid)
+        with State.create(folder / "nvml.state", "h100x2") as nvml, preloaded(nvml.path):
+            nvml.raw.gpu_count = 1
+            (gpu,) = nvml.gpus
+            gpu.raw.uuid, gpu.raw.memory_total = GPU.encode(), 80 * GIB
+            gpu.start(serving.pid, 40 * GIB, layout.MPS)
+            yield Node(pipes, gpu, serving.pid)
     finally:
         serving.kill()
         serving.wait()

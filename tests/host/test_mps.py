@@ -202,7 +202,7 @@ async def test_what_the_node_can_share_is_said_with_the_reason(
     }
     assert "--devices nvml" in able.said["DriverMemoryLimit"]
     assert "build the engine image with it" in able.said["ElasticMemory"]
-    gpu_node.gpu.mps_clients.clear()
+    gpu_node.gpu.end(gpu_node.serving)
     able.files = (Path("/dev/no-such-device"),)
     await able.look()
     assert able.said[f"MPS/{GPU}"].startswith("MpsServingOutside: "), "on another GPU of the node"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from rose_agent.devices.fake_nvml import FakeGpu, FakeMemory, FakeNvml
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.host.classes import LAUNCHERS
 from rose_agent.host.errors import BadEngine, NoMemory
@@ -18,6 +18,8 @@ from rose_agent.host.launchers import EngineOrder
 from rose_agent.host.sizing import Sizer, engine_size, vocabulary
 from rose_core.devices.footprint import MARGIN_BYTES, Footprint, estimate
 from rose_core.wire.sync import EngineSpec, Sharing
+from rose_dev.gpu.library import STATE
+from rose_dev.gpu.state import State
 from rose_engines.rundir import RunDir
 
 GIB = 1 << 30
@@ -39,6 +41,14 @@ def test_how_many_tokens_a_model_knows_is_read_from_its_folder(
 ) -> None:
     (tmp_path / "config.json").write_text(config)
     assert vocabulary(tmp_path) == words
+
+
+@pytest.fixture(autouse=True)
+def gpu(nvml: State) -> None:
+    """One of 80 GiB; ``order`` sets how much of it is in use."""
+    nvml.raw.gpu_count = 1
+    raw = nvml.gpus[0].raw
+    raw.uuid, raw.memory_total = b"GPU-a", 80 * GIB
 
 
 @pytest.fixture
@@ -63,8 +73,9 @@ def model(tmp_path: Path) -> Path:
 
 
 def order(model: Path, used: int) -> EngineOrder:
-    gpu = FakeGpu("GPU-a", FakeMemory(80 * GIB, used))
-    sizer = Sizer(NvmlDriver.open(FakeNvml([gpu])))
+    with State.open(Path(os.environ[STATE])) as nvml:
+        nvml.gpu("GPU-a").raw.memory_used = used
+    sizer = Sizer(NvmlDriver.open())
     slot = RunDir(model.parent).slot("slot-1")
     return EngineOrder(SPEC, slot, model, Path("/python"), 1234, ("GPU-a",), sizer)
 

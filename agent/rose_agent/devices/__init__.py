@@ -1,6 +1,6 @@
 """What GPUs this node has and who uses them, behind one interface.
 
 ``driver`` is the interface; ``nvml`` asks NVIDIA's library, ``static`` reads a file (machines
-without GPU), ``fake_nvml`` stands in for the library itself so that the NVML driver is tested
-everywhere. All drivers pass the same contract test.
+without GPU). Both pass the same contract test; ``rose_dev.gpu`` is a library for the first where
+there is no GPU.
 """

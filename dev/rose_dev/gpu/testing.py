@@ -15,12 +15,17 @@ from rose_dev.gpu.library import library, preloaded
 from rose_dev.gpu.state import State
 
 
-@pytest.fixture
-def nvml(tmp_path: Path) -> Iterator[State]:
-    """The state behind this process's NVML; changed at will, gone with the test."""
+def require() -> None:
+    """Skip the test, with the reason, where the library cannot be built."""
     try:
         library()
     except NotSupported as error:
         pytest.skip(f"NVML library: {error}")
+
+
+@pytest.fixture
+def nvml(tmp_path: Path) -> Iterator[State]:
+    """The state behind this process's NVML; changed at will, gone with the test."""
+    require()
     with State.create(tmp_path / "nvml.state", seed="test") as state, preloaded(state.path):
         yield state
