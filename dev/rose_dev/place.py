@@ -94,6 +94,11 @@ class Place:
         return self.logs / "audit.jsonl"
 
     @property
+    def pod_resources(self) -> Path:
+        """Folder of the kubelet's socket that says which pod has which GPU."""
+        return self.data / "kubelet" / "pod-resources"
+
+    @property
     def containerd(self) -> Path:
         """Socket of the container runtime."""
         return self.run / "containerd.sock"
