@@ -7,10 +7,11 @@ the operator owns alone: status of its kinds, slots, routers.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import httpx
 from lightkube import ApiError, AsyncClient
@@ -220,6 +221,23 @@ class Api:
         answered = _plain(await self._ask(lambda: self._client.create(review)))
         status: Raw = answered.get("status") or {}
         return status
+
+    async def signing_keys(self) -> str:
+        """The public keys of this cluster's service accounts, as a JSON Web Key Set.
+
+        Every service account may read them (ClusterRole system:service-account-issuer-discovery).
+        """
+        # lightkube's public methods know resources only, and these are none.
+        http = cast("httpx.AsyncClient", self._client._client._client)  # noqa: SLF001
+
+        async def ask() -> bytes:
+            reply = await http.get("/openid/v1/jwks")
+            reply.raise_for_status()
+            return bytes(reply.content)
+
+        found = json.loads(await self._ask(ask))
+        keys = sorted(found["keys"], key=lambda key: str(key.get("kid")))
+        return json.dumps({"keys": keys}, sort_keys=True)
 
     async def get(self, kind: Kind, name: str) -> Raw | None:
         """One object of ROSE's namespace, None when there is none."""

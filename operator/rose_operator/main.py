@@ -6,14 +6,15 @@ import asyncio
 import gc
 import logging
 import sys
+from dataclasses import replace
 
 import httpx
 from lightkube import AsyncClient
 from lightkube.core.exceptions import ConfigError
 
-from rose_operator.api import FIELD_MANAGER
+from rose_operator.api import FIELD_MANAGER, Api
 from rose_operator.app import Operator
-from rose_operator.errors import ConfigurationError
+from rose_operator.errors import ApiRefused, ApiUnavailable, ConfigurationError
 from rose_operator.settings import Settings, parse
 
 # So many requests that get no answer fit into the duration of the Lease.
@@ -24,7 +25,8 @@ def main(argv: list[str]) -> int:
     """Run the operator until a signal.
 
     Returns:
-        0 after a signal, 1 when another operator took the lead, 2 when a flag is wrong.
+        0 after a signal, 1 when another operator took the lead or the API server does not give the
+        keys of its service accounts, 2 when a flag is wrong.
     """
     try:
         settings = parse(argv)
@@ -63,6 +65,12 @@ async def _run(settings: Settings) -> int:
         sys.stderr.write(f"rose operator: {text}\n")
         return 2
     try:
+        if settings.router_accounts:
+            keys = await Api(client, settings.namespace).signing_keys()
+            settings = replace(settings, account_keys=keys)
         return await Operator(settings, client, lock_client).run()
+    except (ApiRefused, ApiUnavailable) as error:
+        sys.stderr.write(f"rose operator: keys of the service accounts: {error}\n")
+        return 1
     finally:
         await client.close()

@@ -185,7 +185,7 @@ def _container(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
             {"name": "attach", "containerPort": ATTACH_PORT},
             *([{"name": "peer", "containerPort": PEER_PORT}] if several else []),
         ],
-        **({"env": [_POD_IP]} if several else {}),
+        **({"env": env} if (env := _environment(settings, several=several)) else {}),
         "readinessProbe": {
             "httpGet": {"path": "/healthz", "port": "http"},
             "periodSeconds": 2,
@@ -214,6 +214,11 @@ def _container(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
             ),
         ],
     }
+
+
+def _environment(settings: Settings, *, several: bool) -> list[dict[str, Any]]:
+    keys = {"name": "ROSE_ACCOUNT_KEYS", "value": settings.account_keys}  # public ones
+    return [*([_POD_IP] if several else []), *([keys] if settings.router_accounts else [])]
 
 
 def _demand(lease: RolloutLease, settings: Settings) -> list[str]:

@@ -27,6 +27,9 @@ class Settings:
         namespace: ROSE's own namespace: slots, routers, the leader Lease.
         stores: weight store name -> ``host:port`` that nodes dial.
         runs: of stores that keep teams apart, which namespace may follow which runs.
+        router_accounts: service accounts of a lease's namespace may call its router, and nobody
+            without a token may.
+        account_keys: with which this cluster signs their tokens.
         turn_secrets: each router takes its callers' tokens from a Secret of its own.
         engine_classes: engine builds the installation offers.
         grant_seconds: TTL of a grant; ``offline_seconds`` bounds renewal without the API server.
@@ -60,6 +63,8 @@ class Settings:
     router_peer_ca: str = ""
     runs: dict[str, Runs] = field(default_factory=dict)
     turn_secrets: bool = False
+    router_accounts: bool = False
+    account_keys: str = ""
     router_service_account: str = "rose-router"
     router_template: dict[str, Any] = field(default_factory=dict)
     plan_seconds: float = 5.0
@@ -92,6 +97,7 @@ def parse(argv: list[str]) -> Settings:
         stores=addresses,
         runs=runs,
         turn_secrets=found.turn_secrets,
+        router_accounts=found.router_accounts,
         token=_token(found.token_file),
         identity=found.identity or _identity(),
         sync_address=found.sync_address,
@@ -133,6 +139,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--router-template", type=Path, help="YAML merged into the routers' pod spec")
     add("--turn-secrets", action="store_true",
         help="each router asks callers for a token of the Secret ROUTER-turns")  # fmt: skip
+    add("--router-accounts", action="store_true",
+        help="routers ask callers for a token of a service account of the lease's "
+        "namespace")  # fmt: skip
     add("--router-service-account", default="rose-router")
     add("--stores-file", type=Path, required=True, help="YAML: store name -> host:port")
     add("--engine-classes", default="sglang", help="engine builds, comma separated")

@@ -55,7 +55,12 @@ def create(
         ValueError: it holds none.
     """
     settings = service.settings
-    tokens = bearer.Tokens(settings.turn_token_file, settings.turn_token)
+    tokens = bearer.Tokens(
+        settings.turn_token_file,
+        settings.turn_token,
+        accounts=settings.accounts,
+        lease=settings.lease,
+    )
     doors = Doors(settings.limits) if doors is None else doors
     room = Memory(settings.memory_bytes or limit_of_process())
     if tokenizer is not None:

@@ -4,32 +4,77 @@ The file holds one token per line and is read again when it has changed, so a to
 writing the new one beside the old one, moving the callers, and removing the old one. A line may
 begin with the name of a job: then the token's turns are that job's, which no hint can change, and
 it ends no other job's turns.
+
+Where the router knows the keys of its cluster, service accounts of the lease's namespace are
+believed too, and nothing has to be handed out: the token is signed for this lease alone.
+
+| audience of the token | opens |
+|---|---|
+| ``rose-lease/NAMESPACE/NAME`` | everything: the trainer's |
+| ``rose-turns/NAMESPACE/NAME`` | turns, and no route of ``CONTROL``: for agents' harnesses |
+
+Who changes what concerns all turns of the lease is written down (``rose_router.access``).
 """
 
 from __future__ import annotations
 
 import hmac
+import logging
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from rose_router.errors import NotAllowed
+from rose_router.errors import Forbidden, NotAllowed
+from rose_wire.service_accounts import ServiceAccounts
 
 ENVIRONMENT = "ROSE_TURN_TOKEN"
 JOB = web.RequestKey("job", str)
 """Key of a request under which the job of its token is found."""
 
+CALLER = web.RequestKey("caller", str)
+"""Key of a request under which its caller's name is found."""
+LIMITED = web.RequestKey("limited", bool)
+"""True where the caller's token is for turns only."""
+ACCESS = logging.getLogger("rose_router.access")
+
 _LOOK_SECONDS = 2.0
+_MOST_KNOWN = 4096
+_KNOWN_SECONDS = 60.0
+"""A token that was good is asked about again after this: a signature costs as much as a turn."""
+
+# What concerns the turns of all callers, or shows them.
+CONTROL = frozenset(
+    {"/pause_generation", "/pause", "/continue_generation", "/resume", "/pull_weights", "/labels"}
+    | {"/update_weights_from_disk", "/update_weights", "/init_weight_transfer_engine"}
+    | {"/trajectories", "/turns", "/engines"}
+)
+_WRITTEN_DOWN = (CONTROL | {"/abort_request"}) - {"/trajectories", "/init_weight_transfer_engine"}
 
 # Probes and scrapers bring no token; these pages say nothing about turns.
 OPEN_PATHS = frozenset(
     {"/metrics", "/healthz", "/health", "/health_generate", "/ready"}
     | {"/ping", "/liveness", "/readiness"}
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls.
+
+    Attributes:
+        job: whose turns these are; empty = the lease's.
+        limited: may ask for turns, and for nothing that concerns those of others.
+    """
+
+    name: str
+    job: str = ""
+    limited: bool = False
 
 
 class Tokens:
@@ -40,13 +85,25 @@ class Tokens:
             asked.
         given: a token beside the file's.
 
+        accounts: whose service accounts are believed; ``None`` = nobody's.
+        lease: ``namespace/name``, for the audiences of their tokens.
+
     Raises:
         OSError: the file cannot be read.
         ValueError: it is there but holds no token; then nobody could call, or anybody.
     """
 
-    def __init__(self, file: Path | None = None, given: str = "") -> None:
+    def __init__(
+        self,
+        file: Path | None = None,
+        given: str = "",
+        *,
+        accounts: ServiceAccounts | None = None,
+        lease: str = "",
+    ) -> None:
         self._file = file
+        self._accounts, self._lease = accounts, lease
+        self._known: dict[str, tuple[float, Caller]] = {}
         self._fixed = [given] if given else []
         if file is None and os.environ.get(ENVIRONMENT):
             self._fixed.append(os.environ[ENVIRONMENT])
@@ -59,11 +116,38 @@ class Tokens:
     @property
     def asked(self) -> bool:
         """Whether callers must bring one."""
-        return bool(self._tokens)
+        return bool(self._tokens) or self._accounts is not None
 
     def good(self, authorization: str) -> bool:
         """Whether this ``Authorization`` header is one of them."""
         return self.job_of(authorization) is not None
+
+    def caller_of(self, authorization: str) -> Caller | None:
+        """Who shows this ``Authorization`` header; ``None``: nobody known."""
+        job = self.job_of(authorization)
+        if job is not None:
+            return Caller(f"job {job}" if job else "token", job)
+        scheme, _, token = authorization.partition(" ")
+        if self._accounts is None or scheme.lower() != "bearer":
+            return None
+        return self._account(self._accounts, token.strip())
+
+    def _account(self, accounts: ServiceAccounts, token: str) -> Caller | None:
+        now = time.monotonic()
+        seen, caller = self._known.get(token, (-math.inf, None))
+        if caller is not None and now - seen < _KNOWN_SECONDS:
+            return caller
+        self._known.pop(token, None)
+        for word in ("lease", "turns"):
+            account = accounts.account_of(token, f"rose-{word}/{self._lease}")
+            # Another namespace could ask for this audience as well: it is the lease's that counts.
+            if account.partition("/")[0] == self._lease.partition("/")[0] != "":
+                made = Caller(f"serviceaccount {account}", "", limited=word == "turns")
+                while len(self._known) >= _MOST_KNOWN:
+                    del self._known[next(iter(self._known))]
+                self._known[token] = (now, made)
+                return made
+        return None
 
     def job_of(self, authorization: str) -> str | None:
         """The job that this ``Authorization`` header names, empty for none; ``None``: no token."""
@@ -111,12 +195,26 @@ def middleware(tokens: Tokens) -> Middleware:
     async def check(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
+        caller = Caller("anybody")
         if tokens.asked and request.path not in OPEN_PATHS:
-            job = tokens.job_of(request.headers.get("Authorization", ""))
-            if job is None:
+            found = tokens.caller_of(request.headers.get("Authorization", ""))
+            if found is None:
                 message = "bearer token missing or wrong; send Authorization: Bearer TOKEN"
                 raise NotAllowed("NotAllowed", message)
-            request[JOB] = job
-        return await handler(request)
+            caller = found
+            request[JOB] = caller.job
+        if caller.limited and request.path in CONTROL:
+            message = f"{request.path}: this token is for turns only; the trainer's may"
+            raise Forbidden("TurnsOnly", message)
+        request[LIMITED] = caller.limited
+        if request.method != "POST" or request.path not in _WRITTEN_DOWN:
+            return await handler(request)
+        outcome = "failed"
+        try:
+            reply = await handler(request)
+            outcome = str(reply.status)
+            return reply
+        finally:
+            ACCESS.info("%s by %s from %s: %s", request.path, caller.name, request.remote, outcome)
 
     return check

@@ -12,6 +12,7 @@ from rose_core.rollouts.terms import LeaseTerms, Policies, policies_of
 from rose_core.rollouts.watch import Patience
 from rose_router.listener import Limits
 from rose_router.peers import Link, Resolve
+from rose_wire.service_accounts import ServiceAccounts
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Settings:
         tokenizer: folder or file of a ``tokenizer.json``; without it only token ids are taken.
         attach_token: bearer token of engine owners.
         turn_token, turn_token_file: bearer tokens of callers; without both none is asked.
+        accounts: whose service accounts may call, beside those tokens.
         http_tls_dir: certificate and key of the lease's URL; without it the port is plain text.
         limits: what callers may take.
         tls_dir: certificate of the port for engine owners; None = plain text.
@@ -55,6 +57,7 @@ class Settings:
     attach_token: str = ""
     turn_token: str = ""
     turn_token_file: Path | None = None
+    accounts: ServiceAccounts | None = None
     http_tls_dir: Path | None = None
     limits: Limits = field(default_factory=Limits)
     tls_dir: Path | None = None

@@ -3,6 +3,7 @@
 RouterError                 status, reason (closed word), retry_after
 ├── BadRequest      400     wrong in itself, names the field
 ├── NotAllowed      401     bearer token missing or wrong
+├── Forbidden       403     the token is for turns only
 ├── Conflict        409     pinned version unknown, duplicate id with another body
 ├── TooLarge        413     would not fit into the router's memory
 ├── Unprocessable   422     not spliceable, ended engines: asking again does not help
@@ -47,6 +48,12 @@ class NotAllowed(RouterError):
     """The bearer token is missing or wrong."""
 
     status = 401
+
+
+class Forbidden(RouterError):
+    """The caller is known, and may not do this."""
+
+    status = 403
 
 
 class Conflict(RouterError):

@@ -19,8 +19,11 @@ from rose_router.listener import Limits
 from rose_router.peers import Link, by_dns
 from rose_wire import tls
 from rose_wire.flags import add_log_level, amount, count, listener, share, token, web
+from rose_wire.service_accounts import ServiceAccounts
 
 LOG = logging.getLogger(__name__)
+
+ACCOUNT_KEYS = "ROSE_ACCOUNT_KEYS"
 
 Add = Callable[..., object]
 """``add_argument`` of a group."""
@@ -71,6 +74,10 @@ def _about_callers(add: Add, defaults: Settings) -> None:
         help="folder with tls.crt and tls.key of the URL; without it plain text")  # fmt: skip
     add("--turn-token-file", type=Path,
         help="callers' bearer tokens, one per line; else $ROSE_TURN_TOKEN")  # fmt: skip
+    add("--account-keys", type=Path, action="append", default=[],
+        help="JSON Web Key Set of a cluster, whose service accounts of the lease's namespace may "
+        "call with a token for the audience rose-lease/NAMESPACE/NAME (all) or rose-turns/... "
+        "(turns); repeat; else $ROSE_ACCOUNT_KEYS holds one")  # fmt: skip
     add("--max-body-bytes", type=count, default=defaults.max_body_bytes, help="largest request")
     add("--memory-bytes", type=count, default=defaults.memory_bytes,
         help="memory that the process may have; 0 = the limit of its cgroup. Requests beyond a "
@@ -174,6 +181,7 @@ def settings(flags: argparse.Namespace) -> Settings:
         tls_client_ca=flags.tls_client_ca,
         operator_ca=flags.operator_ca,
         turn_token_file=flags.turn_token_file,
+        accounts=_accounts(flags.account_keys),
         http_tls_dir=flags.http_tls_dir,
         limits=Limits(
             flags.max_connections, flags.head_seconds, flags.body_seconds, flags.write_seconds
@@ -200,6 +208,18 @@ def settings(flags: argparse.Namespace) -> Settings:
         patience=Patience(flags.pause_seconds, flags.stall_seconds),
         queue=Queue(flags.queue_limit, flags.queue_seconds),
     )
+
+
+def _accounts(files: list[Path]) -> ServiceAccounts | None:
+    """Whose service accounts may call; ``None`` where no keys are given: nobody is asked for it.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: one holds no keys.
+    """
+    given = os.environ.get(ACCOUNT_KEYS, "")
+    sets = [file.read_bytes() for file in files] + ([given.encode()] if given else [])
+    return ServiceAccounts(sets) if sets else None
 
 
 def _ingest(url: str, lease: str) -> str:

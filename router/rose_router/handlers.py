@@ -10,13 +10,13 @@ import msgspec
 from aiohttp import web
 
 from rose_router import replies
-from rose_router.bearer import JOB
+from rose_router.bearer import JOB, LIMITED
 from rose_router.chat_replies import ChatReplies
 from rose_router.completion_replies import CompletionReplies
 from rose_router.dialects import chat, completions, sglang, vllm
 from rose_router.dialects.common import Hints, encoded, read_body, token_ids
 from rose_router.dialects.terms import Ask
-from rose_router.errors import BadRequest, TurnLost
+from rose_router.errors import BadRequest, Forbidden, TurnLost
 from rose_router.memory import ROOM, held_by
 from rose_router.service import Service, random_rid
 from rose_router.streaming import Events, Stream
@@ -111,6 +111,8 @@ class Answering:
         """SGLang's ``/abort_request``: by exact id, or everything of this lease."""
         body = await read_body(request)
         job = request.get(JOB, "") or Hints(body, request.headers).job
+        if body.get("abort_all") and request.get(LIMITED):
+            raise Forbidden("TurnsOnly", "abort_all: this token is for turns only; give a rid")
         if body.get("abort_all"):
             self._service.abort_all(job)
         elif isinstance(body.get("rid"), str):

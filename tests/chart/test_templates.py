@@ -347,8 +347,17 @@ def test_runs_of_teams_are_kept_apart_by_the_list_of_stores() -> None:
     runs = {"team-a": ["a-*"]}
     store = {"name": "main", "address": "a:1", "runs": runs}
     relay = {"enabled": True, "upstream": "s:1", "storeName": "relay", "runs": runs}
-    rendered = render({"stores": [store], "relay": relay, "router": {"turnSecrets": True}})
+    rendered = render(
+        {
+            "stores": [store],
+            "relay": relay,
+            "router": {"turnSecrets": True, "serviceAccounts": True},
+        }
+    )
     found = yaml.safe_load(rendered.one("ConfigMap", "rose-config")["data"]["stores.yaml"])
     assert found["main"] == {"address": "a:1", "runs": runs}
     assert found["relay"]["runs"] == runs
+    assert (
+        "--router-accounts" in rendered.container("Deployment", "rose-operator", "operator")["args"]
+    )
     assert "--turn-secrets" in rendered.container("Deployment", "rose-operator", "operator")["args"]

@@ -27,6 +27,7 @@ from rose_operator.settings import Settings, parse
 from rose_wire import certificates, tls
 from rose_wire.errors import Refused, Unavailable
 from rose_wire.rpc import call, connect
+from rose_wire.service_accounts import ServiceAccounts
 from rose_wire.services import SYNC
 from tests.api.objects import LEASE, changed
 from tests.operator.bench import SETTINGS
@@ -187,6 +188,32 @@ async def test_a_real_api_server_says_which_node_a_token_is_from(
     finally:
         await client.close()
     plane.kubectl("delete", f"namespace/{namespace}", f"node/{node}", "--wait=false")
+
+
+@pytest.mark.cluster
+async def test_routers_believe_the_service_accounts_of_a_real_api_server(cluster: Cluster) -> None:
+    namespace = f"callers-{uuid4().hex[:8]}"
+    plane = cluster.plane
+    plane.kubectl("create", "namespace", namespace)
+    plane.kubectl("create", "serviceaccount", "trainer", f"--namespace={namespace}")
+    make = ("create", "token", "trainer", f"--namespace={namespace}")
+    audience = f"rose-lease/{namespace}/grpo"
+    token = plane.kubectl(*make, f"--audience={audience}").strip()
+    config = KubeConfig.from_file(str(plane.kubeconfig)).get()
+    client = AsyncClient(config=config, trust_env=False)
+    try:
+        keys = await Api(client, namespace).signing_keys()
+    finally:
+        await client.close()
+    lease = RolloutLease.model_validate(LEASE)
+    asking = replace(SETTINGS, router_accounts=True, account_keys=keys)
+    (container,) = deployment(lease, asking)["spec"]["template"]["spec"]["containers"]
+    (given,) = [one["value"] for one in container["env"] if one["name"] == "ROSE_ACCOUNT_KEYS"]
+    accounts = ServiceAccounts([given.encode()])
+    assert accounts.account_of(token, audience) == f"{namespace}/trainer"
+    assert accounts.account_of(token, "rose-lease/other/grpo") == ""
+    assert accounts.account_of(plane.kubectl(*make).strip(), audience) == ""
+    plane.kubectl("delete", f"namespace/{namespace}", "--wait=false")
 
 
 def test_routers_ask_agents_for_certificates_unless_engines_elsewhere_have_none() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from bench.fire.poison import poisoned
 from rose_agent.host.sizing import vocabulary
+from rose_core.rollouts.admission import Queue
 from rose_core.wire.routing import EngineKind
 from rose_dev.engine_testing import start_engine
 from rose_dev.owners import owner
@@ -30,7 +31,9 @@ async def test_no_request_of_the_matrix_ends_an_engine(tmp_path: Path, kind: Eng
         )
         async with (
             aiohttp.ClientSession() as http,
-            running(Settings(lease="team/grpo", attach_token="secret")) as router,
+            running(
+                Settings(lease="team/grpo", attach_token="secret", queue=Queue(seconds=20))
+            ) as router,
             owner(router.attach_port, said, "secret"),
         ):
             url = f"http://127.0.0.1:{router.http_port}"

@@ -10,15 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import jwt
-import msgspec
-
 from rose_weights.tenants import INSTALLATION, Tenants
 from rose_wire.bearer import is_bearer
+from rose_wire.service_accounts import ServiceAccounts
 
 AUDIENCE = "rose-weights"
-_ALGORITHMS = ("RS256", "ES256", "ES384", "ES512")
-_ACCOUNT = "system:serviceaccount:"
 # Names that only this module gives; a certificate that bears one proves nothing by it.
 _OURS = ("tenant:", "serviceaccount:", INSTALLATION)
 
@@ -46,7 +42,7 @@ class Identification:
         anonymous: bool = False,
     ) -> None:
         self._tenants, self._token, self._anonymous = tenants, token, anonymous
-        self._keys = {key.key_id: key for path in keys for key in _keys_of(path)}
+        self._accounts = ServiceAccounts(path.read_bytes() for path in keys)
 
     def __call__(self, header: str, certificate: tuple[str, ...]) -> tuple[str, ...] | None:
         """Names of a caller; None refuses it.
@@ -64,31 +60,5 @@ class Identification:
         tenant = self._tenants.tenant_of(credential) if self._tenants is not None else ""
         if tenant:
             return (f"tenant:{tenant}", *shown)
-        account = self._account_of(credential)
+        account = self._accounts.account_of(credential, AUDIENCE)
         return (f"serviceaccount:{account}", *shown) if account else None
-
-    def _account_of(self, token: str) -> str:
-        """``NAMESPACE/NAME`` of a service account's token; empty if it is none, or not for us."""
-        if not self._keys:
-            return ""
-        try:
-            key = self._keys[jwt.get_unverified_header(token).get("kid")]
-            claims = jwt.decode(
-                token,
-                key.key,
-                algorithms=_ALGORITHMS,
-                audience=AUDIENCE,
-                options={"require": ["exp", "sub", "aud"]},
-            )
-        except (jwt.InvalidTokenError, KeyError):
-            return ""
-        subject = str(claims["sub"])
-        namespace, _, name = subject.removeprefix(_ACCOUNT).partition(":")
-        return f"{namespace}/{name}" if subject.startswith(_ACCOUNT) and name else ""
-
-
-def _keys_of(path: Path) -> list[jwt.PyJWK]:
-    try:
-        return jwt.PyJWKSet.from_dict(msgspec.json.decode(path.read_bytes())).keys
-    except (jwt.PyJWKSetError, jwt.PyJWKError, msgspec.MsgspecError, AttributeError) as error:
-        raise ValueError(f"{path} is no JSON Web Key Set: {error}") from error

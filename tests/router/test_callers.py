@@ -1,0 +1,91 @@
+"""Service accounts call with tokens for one lease; a harness's token opens turns and no more."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+import jwt
+import msgspec
+import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from rose_router.bearer import CONTROL
+from rose_wire.service_accounts import ServiceAccounts
+from tests.router.conftest import Stage
+
+Make = Callable[..., AbstractAsyncContextManager[Stage]]
+KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+LEASE, TURNS = "rose-lease/team/grpo", "rose-turns/team/grpo"
+ASK = {"input_ids": [3, 1, 4], "sampling_params": {"max_new_tokens": 2}}
+
+
+def keys() -> ServiceAccounts:
+    public = jwt.algorithms.RSAAlgorithm.to_jwk(KEY.public_key(), as_dict=True)
+    return ServiceAccounts([msgspec.json.encode({"keys": [{**public, "kid": "k", "use": "sig"}]})])
+
+
+def bearer(
+    audience: str = LEASE, account: str = "team:trainer", **claims: object
+) -> dict[str, str]:
+    said = {
+        "sub": f"system:serviceaccount:{account}",
+        "aud": [audience],
+        "exp": int(time.time()) + 60,
+    }
+    token = jwt.encode({**said, **claims}, KEY, "RS256", headers={"kid": "k"})
+    return {"Authorization": f"Bearer {token}"}
+
+
+@pytest.mark.parametrize("audience", [LEASE, TURNS])
+async def test_a_service_account_of_the_leases_namespace_may_ask_for_turns(
+    stage: Make, audience: str
+) -> None:
+    async with stage(accounts=keys()) as s:
+        await s.engine()
+        async with s.post("/generate", ASK, headers=bearer(audience)) as reply:
+            assert reply.status == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        bearer("rose-lease/team/other"),
+        bearer("rose-weights"),
+        bearer(account="rival:trainer"),
+        bearer(exp=1),
+        {"Authorization": "Bearer x.y.z"},
+    ],
+)
+async def test_nobody_else_is_heard(stage: Make, headers: dict[str, str]) -> None:
+    async with stage(accounts=keys()) as s:
+        await s.engine()
+        async with s.post("/generate", ASK, headers=headers) as reply:
+            assert reply.status == 401
+
+
+async def test_a_token_for_turns_opens_no_route_that_concerns_all_turns(stage: Make) -> None:
+    async with stage(accounts=keys()) as s:
+        for path in sorted(CONTROL):
+            async with s.post(path, {}, headers=bearer(TURNS)) as reply:
+                assert reply.status == 403, path
+        async with s.post("/abort_request", {"abort_all": True}, headers=bearer(TURNS)) as reply:
+            assert reply.status == 403
+        async with s.post("/abort_request", {"rid": "mine"}, headers=bearer(TURNS)) as reply:
+            assert reply.status == 200
+
+
+async def test_who_changes_what_concerns_all_turns_is_written_down(
+    stage: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rose_router.access")
+    async with stage(accounts=keys()) as s:
+        async with s.post("/pause_generation", {"mode": "keep"}, headers=bearer()) as reply:
+            assert reply.status == 200
+        async with s.post("/continue_generation", {}, headers=bearer(TURNS)) as reply:
+            assert reply.status == 403
+    (line,) = [one.getMessage() for one in caplog.records if one.name == "rose_router.access"]
+    assert line == "/pause_generation by serviceaccount team/trainer from 127.0.0.1: 200"
