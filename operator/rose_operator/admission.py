@@ -110,12 +110,26 @@ def lease_refusal(
     now: datetime,
 ) -> Refusal | None:
     """Why the lease is not accepted, or None; ``refused`` says why pools are not, by key."""
-    key = lease.spec.pool_ref.key
+    told = [
+        _pool_says_no(lease, ref.key, pools.get(ref.key), refused.get(ref.key))
+        for ref in lease.spec.pools
+    ]
     return (
         _contradicts_itself(lease)
         or _expired(lease, now)
         or _not_offered(lease, offer)
-        or _pool_says_no(lease, pools.get(key), refused.get(key))
+        or (None if None in told else told[0])
+    )
+
+
+def lending_pools(
+    lease: RolloutLease, pools: Mapping[str, ServingPool], refused: Mapping[str, Refusal]
+) -> tuple[str, ...]:
+    """Keys of the pools that lend to the lease, in its order."""
+    return tuple(
+        ref.key
+        for ref in lease.spec.pools
+        if _pool_says_no(lease, ref.key, pools.get(ref.key), refused.get(ref.key)) is None
     )
 
 
@@ -177,10 +191,10 @@ def _not_theirs(lease: RolloutLease, offer: Offer) -> Refusal | None:
 
 
 def _pool_says_no(
-    lease: RolloutLease, pool: ServingPool | None, refused: Refusal | None
+    lease: RolloutLease, key: str, pool: ServingPool | None, refused: Refusal | None
 ) -> Refusal | None:
     if pool is None:
-        text = f"there is no pool {lease.spec.pool_ref.key} (kubectl get servpool -A)"
+        text = f"there is no pool {key} (kubectl get servpool -A)"
         return Refusal(Reason.UNKNOWN_POOL, text)
     borrowers = pool.spec.lending.borrower_namespaces or (pool.metadata.namespace,)
     if lease.metadata.namespace not in borrowers:

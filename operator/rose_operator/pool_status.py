@@ -63,10 +63,16 @@ def pool_status(
         qualified_replicas=qualified,
         lent_replicas=len(lent),
         unwanted_gpus=unwanted_gpus(pool, world, plan),
+        device_classes=_classes(reports),
         asleep_replicas=world.asleep_in.get(pool.metadata.key, 0),
         load=load,
         explanation=explanation,
     )
+
+
+def _classes(reports: Reports) -> tuple[str, ...]:
+    found = {report.device_class for _, report in reports if report.device_class}
+    return tuple(sorted(word[:63] for word in found)[:64])
 
 
 def unwanted_gpus(pool: ServingPool, world: World, plan: Plan) -> int:

@@ -91,7 +91,7 @@ class SlotWrites:
             _log.info("lend %s on %s to %s", member.pod_name, member.node, lend.lease)
             DECISIONS.labels("lend", Reason.QUALIFIES).inc()
             lease = world.leases.good[lend.lease]
-            pool = world.pools.good[lease.spec.pool_ref.key]
+            pool = world.pools.good[found[lend.replica][1].pool]
             tier = Tier.WHOLE if lend.whole else Tier.SHARED
             yield self._apply(member.node, slots.lent(lease, pool, member, self._namespace, tier))
 

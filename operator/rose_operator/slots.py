@@ -14,7 +14,7 @@ from rose_core.api import (
     ServingPool,
     SlotSpec,
 )
-from rose_core.api.common import API_VERSION
+from rose_core.api.common import API_VERSION, PoolReference
 from rose_core.api.rolloutslot import (
     LeaseReference,
     SlotEngine,
@@ -47,7 +47,7 @@ def lent(
         lease_ref=LeaseReference(
             namespace=lease.metadata.namespace, name=lease.metadata.name, uid=lease.metadata.uid
         ),
-        pool_ref=lease.spec.pool_ref,
+        pool_ref=PoolReference(namespace=pool.metadata.namespace, name=pool.metadata.name),
         members=(member,),
         tier=tier,
         engine=_engine(lease),

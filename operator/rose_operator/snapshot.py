@@ -20,7 +20,7 @@ from rose_core.devices.capabilities import Capability
 from rose_core.devices.ownership import Proof
 from rose_core.wire.sync import ReplicaReport
 from rose_operator import capabilities
-from rose_operator.admission import created, expiry
+from rose_operator.admission import created, expiry, lending_pools
 from rose_operator.cluster_facts import Surroundings
 from rose_operator.load_history import Loads
 from rose_operator.memo import Kept
@@ -121,8 +121,9 @@ class Snapshots:
         refusal = world.refusals.get(key)
         reason = None if refusal is None else refusal.reason
         toggle = self._known.toggles.seconds(lease.metadata.uid)
-        values = reason, toggle
-        made = self._leases.get(key, lease, values, lambda: _lease(lease, reason, toggle))
+        pools = lending_pools(lease, world.pools.good, world.pool_refusals)
+        values = reason, toggle, pools
+        made = self._leases.get(key, lease, values, lambda: _lease(lease, reason, toggle, pools))
         asked = self._known.demand(key)  # its ages move all the time
         return made if asked is None else replace(made, demand=asked)
 
@@ -214,12 +215,14 @@ def _minute(clock: str) -> int:
     return int(hours) * 60 + int(minutes)
 
 
-def _lease(lease: RolloutLease, refusal: Reason | None, toggle: float | None) -> lending.Lease:
+def _lease(
+    lease: RolloutLease, refusal: Reason | None, toggle: float | None, pools: tuple[str, ...]
+) -> lending.Lease:
     end = expiry(lease)
     return lending.Lease(
         key=lease.metadata.key,
         uid=lease.metadata.uid,
-        pool=lease.spec.pool_ref.key,
+        pool=pools[0] if pools else lease.spec.pool_ref.key,
         priority=lease.spec.priority,
         created=created(lease).timestamp(),
         min_slots=lease.spec.slots.min,
@@ -230,6 +233,8 @@ def _lease(lease: RolloutLease, refusal: Reason | None, toggle: float | None) ->
         ends_at=end.timestamp() if end else None,
         toggle_seconds=toggle,
         suspended=lease.spec.suspend,
+        more_pools=pools[1:],
+        device_classes=frozenset(lease.spec.device_classes),
         turns_per_slot=lease.spec.max_trajectories_per_slot,
         idle_seconds=float(lease.spec.slots.idle_seconds),
     )
@@ -303,6 +308,7 @@ def _replica(
         occupied=place.occupied is None or report.pod_uid in place.occupied,
         zone=place.zone,
         cordoned=place.cordoned,
+        device_class=report.device_class,
         stale=place.stale,
     )
 

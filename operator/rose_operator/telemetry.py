@@ -174,6 +174,7 @@ def _essence(request: SyncRequest) -> object:
             r.refusal_text,
             r.gpu_uuids,
             r.gpu_proof,
+            r.device_class,
         )
         for r in request.replicas
     )

@@ -36,6 +36,12 @@ class PoolStatus(StatusBase):
         le=1_000_000,
         description="GPUs that could be lent now and that no lease wants.",
     )
+    device_classes: tuple[Annotated[str, Field(max_length=63)], ...] = Field(
+        default=(),
+        max_length=64,
+        description="Kinds of GPU that its replicas have, as leases may name them.",
+        json_schema_extra=ATOMIC_LIST,
+    )
     asleep_replicas: int = Field(
         default=0, ge=0, le=100_000, description="Replicas that drain, sleep or wake for a loan."
     )

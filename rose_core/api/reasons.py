@@ -70,6 +70,7 @@ class Reason(StrEnum):
     FOREIGN_PROCESS = "ForeignProcess"
     NO_GPU = "NoGPU"
     GPU_IN_USE = "GPUInUse"
+    OTHER_DEVICE_CLASS = "OtherDeviceClass"
     INSUFFICIENT_MEMORY = "InsufficientMemory"
     DEVICE_ACCESS = "DeviceAccess"
     DRIVER_TOO_OLD = "DriverTooOld"
@@ -186,6 +187,7 @@ MEANING: dict[Reason, str] = {
     Reason.FOREIGN_PROCESS: "somebody who does not own the GPU computes on it; the text says who",
     Reason.NO_GPU: "the agent found no GPU of this replica",
     Reason.GPU_IN_USE: "a GPU of the replica is lent already or not yet vacated",
+    Reason.OTHER_DEVICE_CLASS: "the replica's GPU is none of the lease's `deviceClasses`",
     Reason.INSUFFICIENT_MEMORY: "too little device memory may be lent",
     Reason.DEVICE_ACCESS: "the engine host cannot use the replica's GPUs",
     Reason.DRIVER_TOO_OLD: "the node's driver does not run the CUDA of the engine image",

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from rose_core.api.arguments import ALLOWED
 from rose_core.api.common import (
+    ATOMIC_LIST,
     MODEL_NAME,
     SET_LIST,
     ApiModel,
@@ -134,6 +135,13 @@ class LeaseSpec(ApiModel):
 
     rules = (
         _immutable("poolRef"),
+        _immutable("poolRefs"),
+        Rule(
+            "!self.poolRefs.exists(one, one.namespace == self.poolRef.namespace && "
+            "one.name == self.poolRef.name)",
+            "poolRefs must name other pools than poolRef",
+            ".poolRefs",
+        ),
         _immutable("model"),
         _immutable("engineClass"),
         Rule(
@@ -154,6 +162,19 @@ class LeaseSpec(ApiModel):
     )
 
     pool_ref: PoolReference = Field(description="The pool to borrow from.")
+    pool_refs: tuple[PoolReference, ...] = Field(
+        default=(),
+        max_length=8,
+        description="More pools to borrow from, say of other GPUs; slots are those of all.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+    device_classes: tuple[LabelName, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Kinds of GPU to take, as status.deviceClasses of pools names them; empty = "
+        "any.",
+        json_schema_extra=SET_LIST,
+    )
     model: Model = Field(description="Which model the rollout engines run.")
     engine_class: LabelName = Field(
         default="sglang", description="Engine build, by the name the platform gave it."
@@ -209,6 +230,11 @@ class LeaseSpec(ApiModel):
     router: RouterSettings = Field(
         default=RouterSettings(), description="Settings of the lease's router."
     )
+
+    @property
+    def pools(self) -> tuple[PoolReference, ...]:
+        """Every pool to borrow from."""
+        return (self.pool_ref, *self.pool_refs)
 
 
 class SlotTotals(ApiModel):

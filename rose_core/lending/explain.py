@@ -10,9 +10,8 @@ from rose_core.api.reasons import Reason
 from rose_core.lending.answers import Outcome, Verdict
 from rose_core.lending.facts import Lease, Pool, Replica
 from rose_core.lending.gate import not_worth
-from rose_core.lending.loan import most_slots
+from rose_core.lending.loan import pool_shares
 from rose_core.lending.radius import Cause, blocked, closed, refusal
-from rose_core.lending.shares import targets
 from rose_core.lending.whole import refused
 from rose_core.lending.world import World
 
@@ -75,23 +74,45 @@ def outcomes(world: World, members: Members) -> dict[str, Outcome]:
     shares = _shares(world)
     return {
         lease.key: _outcome(
-            world, lease, members.get(lease.pool, ()), counted.get(lease.pool, _NONE), shares
+            world,
+            lease,
+            tuple(found for key in lease.pools for found in _for(world, lease, members, key)),
+            "; ".join(counted.get(key, _NONE) for key in lease.pools),
+            shares,
         )
         for lease in world.snapshot.leases
     }
+
+
+def _for(world: World, lease: Lease, members: Members, pool: str) -> tuple[Verdict, ...]:
+    """A pool's verdicts as this lease should read them."""
+    found = members.get(pool, ())
+    if not lease.device_classes:
+        return found
+    kinds = {replica.name: replica for replica in world.members.get(pool, ())}
+    return tuple(
+        one
+        if one.reason is not Reason.QUALIFIES or lease.takes(kinds[one.replica])
+        else Verdict(
+            one.replica,
+            Reason.OTHER_DEVICE_CLASS,
+            f"its GPU is {kinds[one.replica].device_class or 'of an unknown class'}",
+        )
+        for one in found
+    )
 
 
 def _shares(world: World) -> dict[str, int]:
     """What each lease is entitled to of the slots its pool has now and could still make."""
     leases: dict[str, list[Lease]] = defaultdict(list)
     for lease in world.snapshot.leases:
-        leases[lease.pool].append(lease)
-    found: dict[str, int] = {}
+        for key in lease.pools:
+            leases[key].append(lease)
+    found: Counter[str] = Counter()
     for pool in world.snapshot.pools:
         mine = leases.get(pool.key, [])
         more = max(0, min(world.room(pool), len(world.free(pool.key))))
-        caps = {one.key: most_slots(world, pool, one) for one in mine}
-        found |= targets(mine, world.held_in(pool.key) + more, caps)
+        found.update(pool_shares(world, pool, mine, world.held_in(pool.key) + more))
     return found
 
 
@@ -117,18 +138,21 @@ def _summary(world: World, lease: Lease, granted: int, counted: str) -> tuple[Re
         return lease.reduced or Reason.NO_SLOTS_WANTED, lease.reduced_text or "slots.max is 0"
     if granted >= lease.max_slots:
         return lease.reduced or Reason.ALL_SLOTS_GRANTED, head
-    own = _own_cause(world, lease, granted)
+    own = _own_cause(world, lease)
     text = f"{head}; {own[1]}; {counted}" if own else f"{head}; {counted}"
     if granted >= max(1, lease.min_slots):
         return Reason.SOME_SLOTS_GRANTED, text
     return own[0] if own else Reason.NO_REPLICA_QUALIFIES, text
 
 
-def _own_cause(world: World, lease: Lease, granted: int) -> Cause | None:
-    """Why this lease gets no more although another one of the pool might."""
-    pool = world.pools.get(lease.pool)
-    if pool is None:
-        return None
+def _own_cause(world: World, lease: Lease) -> Cause | None:
+    """Why this lease gets no more although another one of its pools might."""
+    pools = [world.pools[key] for key in lease.pools if key in world.pools]
+    causes = [_cause_in(world, pool, lease) for pool in pools]
+    return causes[0] if causes and all(causes) else None
+
+
+def _cause_in(world: World, pool: Pool, lease: Lease) -> Cause | None:
     shut = closed(world, pool)
     if shut is not None:
         return shut
@@ -136,7 +160,7 @@ def _own_cause(world: World, lease: Lease, granted: int) -> Cause | None:
     if text:
         return Reason.NOT_WORTHWHILE, text
     cap = world.lease_cap(pool)
-    if granted >= cap:
+    if world.coming_in(lease, pool.key) >= cap:
         text = f"maxReplicasPerLeasePercent {pool.per_lease_percent} allows {cap}"
         return Reason.LEASE_LIMIT_REACHED, text
     return None

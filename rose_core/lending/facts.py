@@ -150,6 +150,7 @@ class Replica:
         cordoned: the node is marked unschedulable: somebody is about to drain it.
         proven: the kubelet has allocated the GPUs to it.
         memory: what may be lent of each of its GPUs, as a sum in figures; for people alone.
+        device_class: of its GPUs, empty when unknown.
     """
 
     uid: str
@@ -170,6 +171,7 @@ class Replica:
     stale: bool = False
     proven: bool = False
     memory: str = ""
+    device_class: str = ""
 
     @property
     def devices(self) -> frozenset[str]:
@@ -212,6 +214,8 @@ class Lease:
         ends_at: when it expires, None for never.
         toggle_seconds: what its loans have cost until they ran, None before the first.
         demand: what its router says; None = not heard.
+        more_pools: others that it borrows from, besides ``pool``.
+        device_classes: of GPUs that it takes, empty = any.
         turns_per_slot: turns that one slot takes at a time.
         idle_seconds: how long slots are held without a turn.
         suspended: its team wants nothing for now.
@@ -231,11 +235,22 @@ class Lease:
     ends_at: float | None = None
     toggle_seconds: float | None = None
     demand: Demand | None = None
+    more_pools: tuple[str, ...] = ()
+    device_classes: frozenset[str] = frozenset()
     turns_per_slot: int = 8
     idle_seconds: float = 90.0
     suspended: bool = False
     reduced: Reason | None = None
     reduced_text: str = ""
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Every pool that it borrows from."""
+        return (self.pool, *self.more_pools)
+
+    def takes(self, replica: Replica) -> bool:
+        """Whether the replica's GPUs are of a class that it asks for; unknown is none."""
+        return not self.device_classes or replica.device_class in self.device_classes
 
     @property
     def rank(self) -> tuple[int, float, str]:

@@ -11,24 +11,30 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
 from rose_core.api.poollending import Spread
 from rose_core.lending.facts import Lease, Pool, Replica
 from rose_core.lending.gate import not_worth
 from rose_core.lending.radius import blocked, refusal
-from rose_core.lending.shares import place
+from rose_core.lending.shares import place, targets
 from rose_core.lending.whole import refused
 from rose_core.lending.world import World
 
 _UNKNOWN_KV = 1001
+
+Place = tuple[str, str]
+Entry = tuple[int, tuple[int, str], Place]
 
 
 def make_loans(world: World) -> None:
     """Lend in every pool that is open."""
     asking: dict[str, list[Lease]] = defaultdict(list)
     for lease in world.snapshot.leases:
-        if lease.refusal is None and lease.pool in world.pools:
-            asking[lease.pool].append(lease)
+        if lease.refusal is None:
+            for key in lease.pools:
+                if key in world.pools:
+                    asking[key].append(lease)
     for key, leases in asking.items():
         pool = world.pools[key]
         if blocked(world, pool) is None:
@@ -60,15 +66,25 @@ def worth(world: World, pool: Pool, lease: Lease) -> bool:
 
 
 def most_slots(world: World, pool: Pool, lease: Lease) -> int:
-    """Most slots the lease may hold."""
-    return min(lease.max_slots, world.lease_cap(pool))
+    """Most slots of this pool that the lease may hold beside those it has of others."""
+    mine = max(0, lease.max_slots - world.elsewhere(lease, pool.key))
+    return min(mine, world.lease_cap(pool))
+
+
+def pool_shares(world: World, pool: Pool, leases: Iterable[Lease], slots: int) -> dict[str, int]:
+    """Lease key -> slots of this pool that it is entitled to when the pool lends so many."""
+    here = [
+        replace(one, min_slots=max(0, one.min_slots - world.elsewhere(one, pool.key)))
+        for one in leases
+    ]
+    return targets(here, slots, {one.key: most_slots(world, pool, one) for one in here})
 
 
 def _lend_in(world: World, pool: Pool, leases: list[Lease], *, whole: bool) -> None:
     queue = [
         place(one, world.coming(one))
         for one in leases
-        if world.coming(one) < most_slots(world, pool, one)
+        if world.coming_in(one, pool.key) < most_slots(world, pool, one)
     ]
     heapq.heapify(queue)
     if not queue:
@@ -77,45 +93,60 @@ def _lend_in(world: World, pool: Pool, leases: list[Lease], *, whole: bool) -> N
     while queue and blocked(world, pool) is None:
         if whole and refused(world, pool) is not None:
             return
-        replica = shelf.take()
-        if replica is None:
-            return
         lease = world.leases[heapq.heappop(queue)[-1]]
+        replica = shelf.take(lease)
+        if replica is None:
+            continue  # another one may take other classes of devices
         world.lend(lease, replica, whole=whole)
-        if world.coming(lease) < most_slots(world, pool, lease):
+        if world.coming_in(lease, pool.key) < most_slots(world, pool, lease):
             heapq.heappush(queue, place(lease, world.coming(lease)))
 
 
 class _Shelf:
-    """Replicas that may be lent now, best first."""
+    """Replicas that may be lent now, best first; those of each device class on their own."""
 
     def __init__(self, world: World, pool: Pool, replicas: Iterable[Replica]) -> None:
         self._world, self._pool = world, pool
-        self._places: dict[str, list[tuple[int, str]]] = defaultdict(list)
+        self._places: dict[Place, list[tuple[int, str]]] = defaultdict(list)
         for replica in replicas:
             if world.unrested(replica) is None:
-                self._places[_place(replica, pool.spread)].append(_preference(replica))
+                place = replica.device_class, _place(replica, pool.spread)
+                self._places[place].append(_preference(replica))
         for found in self._places.values():
             heapq.heapify(found)
-        self._queue = [self._entry(name) for name in self._places]
-        heapq.heapify(self._queue)
+        self._queues: dict[str, list[Entry]] = defaultdict(list)
+        for place in self._places:
+            self._queues[place[0]].append(self._entry(place))
+        for queue in self._queues.values():
+            heapq.heapify(queue)
 
-    def take(self) -> Replica | None:
-        """The next replica, None when there is none."""
-        while self._queue:
-            _, _, name = heapq.heappop(self._queue)
-            _, uid = heapq.heappop(self._places[name])
-            replica = self._world.replicas[uid]
-            allowed = refusal(self._world, self._pool, replica) is None
-            if self._places[name]:
-                heapq.heappush(self._queue, self._entry(name, coming=allowed))
-            if allowed:
-                return replica
-        return None
+    def take(self, lease: Lease) -> Replica | None:
+        """The next replica that the lease takes, None when there is none."""
+        while True:
+            able = [
+                queue
+                for kind, queue in self._queues.items()
+                if queue and (not lease.device_classes or kind in lease.device_classes)
+            ]
+            if not able:
+                return None
+            found = self._next(min(able, key=lambda queue: queue[0]))
+            if found is not None:
+                return found
 
-    def _entry(self, name: str, *, coming: bool = False) -> tuple[int, tuple[int, str], str]:
-        lent = self._world.lent_on[self._pool.key, name] + coming if name else 0
-        return lent, self._places[name][0], name
+    def _next(self, queue: list[Entry]) -> Replica | None:
+        """The first replica of the queue; None when the pool's limits forbid it."""
+        _, _, place = heapq.heappop(queue)
+        _, uid = heapq.heappop(self._places[place])
+        replica = self._world.replicas[uid]
+        allowed = refusal(self._world, self._pool, replica) is None
+        if self._places[place]:
+            heapq.heappush(queue, self._entry(place, coming=allowed))
+        return replica if allowed else None
+
+    def _entry(self, place: Place, *, coming: bool = False) -> Entry:
+        lent = self._world.lent_on[self._pool.key, place[1]] + coming if place[1] else 0
+        return lent, self._places[place][0], place
 
 
 def _place(replica: Replica, spread: Spread) -> str:

@@ -12,14 +12,14 @@ from typing import TypeVar
 from rose_core.api.reasons import Reason
 from rose_core.lending.facts import Lease, Pool, Slot
 from rose_core.lending.limits import is_open, limit
-from rose_core.lending.loan import most_slots, worth
+from rose_core.lending.loan import pool_shares, worth
 from rose_core.lending.qualify import SLEEP_ENDED
 from rose_core.lending.radius import closed, most_in_zone, zone_name
-from rose_core.lending.shares import targets
 from rose_core.lending.whole import return_sleepers
 from rose_core.lending.world import World
 
 ThingT = TypeVar("ThingT")
+KeyT = TypeVar("KeyT")
 
 
 def release_slots(world: World) -> None:
@@ -39,13 +39,20 @@ def release_slots(world: World) -> None:
 
 def _lost_cause(world: World, slot: Slot) -> tuple[Reason, str] | None:
     lease = world.leases.get(slot.lease)
-    pool = world.pools.get(slot.pool)
     if lease is None or lease.uid != slot.lease_uid:
         return Reason.LEASE_DELETED, f"lease {slot.lease} is gone"
     if lease.refusal is not None:
         return lease.refusal, f"lease {slot.lease} is not accepted"
+    pool = world.pools.get(slot.pool)
     if pool is None:
         return Reason.UNKNOWN_POOL, f"pool {slot.pool} is gone"
+    return _shut_out(world, slot, lease, pool)
+
+
+def _shut_out(world: World, slot: Slot, lease: Lease, pool: Pool) -> tuple[Reason, str] | None:
+    """The pool does not lend to the lease, or to nobody just now."""
+    if slot.pool not in lease.pools:
+        return Reason.POOL_NOT_LENDING, f"pool {slot.pool} does not lend to lease {slot.lease}"
     if not is_open(pool, world.now):
         return Reason.OUTSIDE_TIME_WINDOW, "no time window of the pool is open"
     if pool.breaker.returns and world.broken(pool):
@@ -124,55 +131,67 @@ def _above_lease_maximum(world: World) -> None:
         mine = by_lease.get(lease.key, [])
         text = lease.reduced_text or f"slots.max is {lease.max_slots}"
         _shrink(world, mine, lease.max_slots, lease.reduced or Reason.LEASE_SHRUNK, text)
-        pool = world.pools.get(lease.pool)
-        if pool is not None and pool.per_lease_percent < 100:
-            kept = [slot for slot in mine if slot.name not in world.releases]
-            cap = world.lease_cap(pool)
-            text = f"maxReplicasPerLeasePercent {pool.per_lease_percent} allows {cap}"
-            _shrink(world, kept, cap, Reason.LEASE_LIMIT_REACHED, text)
+        kept = [slot for slot in mine if slot.name not in world.releases]
+        for key, slots in _by(kept, lambda slot: slot.pool).items():
+            pool = world.pools.get(key)
+            if pool is not None and pool.per_lease_percent < 100:
+                cap = world.lease_cap(pool)
+                text = f"maxReplicasPerLeasePercent {pool.per_lease_percent} allows {cap}"
+                _shrink(world, slots, cap, Reason.LEASE_LIMIT_REACHED, text)
 
 
 def _preempt(world: World, leaving: set[str]) -> None:
-    """A lease below its minimum takes one slot at a time from a weaker lease of its pool."""
+    """A lease below its minimum takes one slot at a time from a weaker lease of its pools."""
     held = _by(world.held(), lambda slot: slot.pool)
     weakest = {key: world.weakest_first(slots) for key, slots in held.items()}
     for lease in sorted(world.leases.values(), key=lambda lease: lease.rank):
-        pool = world.pools.get(lease.pool)
-        if pool is None or not lease.preempts or lease.pool in leaving:
+        pools = [world.pools[key] for key in lease.pools if key in world.pools]
+        if not pools or not lease.preempts or not leaving.isdisjoint(lease.pools):
             continue
-        if not _waits(world, pool, lease, lease.min_slots):
+        lacks = world.coming(lease) < lease.min_slots
+        if not lacks or not all(_waits(world, pool, lease) for pool in pools):
             continue
-        for slot in weakest.get(lease.pool, ()):
+        for slot in (slot for pool in pools for slot in weakest.get(pool.key, ())):
             weaker = world.leases[slot.lease].priority < lease.priority
             settled = world.now - slot.created >= world.policy.preempt_after_seconds
-            if weaker and settled:
+            if weaker and settled and _takes(world, lease, slot):
                 world.release(slot, Reason.PREEMPTED, f"lease {lease.key} lacks its minimum")
-                leaving.add(lease.pool)
+                leaving.add(slot.pool)
                 break
 
 
-def _waits(world: World, pool: Pool, lease: Lease, wanted: int) -> bool:
-    """Whether the lease lacks slots that only another lease could give."""
-    if lease.refusal is not None or world.coming(lease) >= wanted:
+def _waits(world: World, pool: Pool, lease: Lease) -> bool:
+    """Whether only another lease could give this one a slot of the pool."""
+    if lease.refusal is not None:
         return False
     if closed(world, pool) is not None or not worth(world, pool, lease):
         return False
-    return world.room(pool) <= 0 or not world.free(pool.key)
+    return world.room(pool) <= 0 or not any(map(lease.takes, world.free(pool.key)))
+
+
+def _takes(world: World, lease: Lease, slot: Slot) -> bool:
+    """Whether the lease could use what the slot gives up."""
+    replica = world.replicas.get(slot.replica)
+    return not lease.device_classes or (replica is not None and lease.takes(replica))
 
 
 def _rebalance(world: World, leaving: set[str]) -> None:
     """In a full pool, a lease below its share takes one slot at a time from one above its own."""
-    leases = _by(world.snapshot.leases, lambda lease: lease.pool)
-    slots = _by(world.held(), lambda slot: slot.lease)
+    leases: dict[str, list[Lease]] = defaultdict(list)
+    for lease in world.snapshot.leases:
+        for key in lease.pools:
+            leases[key].append(lease)
+    slots = _by(world.held(), lambda slot: (slot.pool, slot.lease))
     for pool in world.snapshot.pools:
         asking = [one for one in leases.get(pool.key, []) if worth(world, pool, one)]
         if pool.key in leaving or len(asking) < 2:
             continue
-        caps = {one.key: most_slots(world, pool, one) for one in asking}
-        share = targets(asking, world.held_in(pool.key), caps)
+        share = pool_shares(world, pool, asking, world.held_in(pool.key))
         for lease in sorted(asking, key=lambda one: one.rank):
-            if _waits(world, pool, lease, share.get(lease.key, 0)):
-                victim = _most_above(world, lease, asking, share, slots)
+            lacks = world.coming_in(lease, pool.key) < share.get(lease.key, 0)
+            if lacks and _waits(world, pool, lease):
+                mine = {one.key: slots.get((pool.key, one.key), []) for one in asking}
+                victim = _most_above(world, lease, asking, share, mine)
                 if victim is not None:
                     text = f"lease {lease.key} has fewer slots than its weight entitles it to"
                     world.release(victim, Reason.REBALANCED, text)
@@ -186,9 +205,9 @@ def _most_above(
     share: dict[str, int],
     slots: dict[str, list[Slot]],
 ) -> Slot | None:
-    """The slot that an equal lease can spare most easily."""
+    """The slot of the pool that an equal lease can spare most easily."""
     above = [
-        (world.coming(one) - share.get(one.key, 0), one.rank, one)
+        (len(slots[one.key]) - share.get(one.key, 0), one.rank, one)
         for one in asking
         if one.priority == lease.priority and one.refusal is None
     ]
@@ -196,8 +215,8 @@ def _most_above(
         if excess <= 0:
             return None
         old = world.now - world.policy.rebalance_seconds
-        for slot in world.weakest_first(slots.get(one.key, [])):
-            if slot.created <= old:
+        for slot in world.weakest_first(slots[one.key]):
+            if slot.created <= old and _takes(world, lease, slot):
                 return slot
     return None
 
@@ -209,8 +228,8 @@ def _leaving(world: World) -> set[str]:
     }
 
 
-def _by(things: Iterable[ThingT], key: Callable[[ThingT], str]) -> dict[str, list[ThingT]]:
-    found: dict[str, list[ThingT]] = defaultdict(list)
+def _by(things: Iterable[ThingT], key: Callable[[ThingT], KeyT]) -> dict[KeyT, list[ThingT]]:
+    found: dict[KeyT, list[ThingT]] = defaultdict(list)
     for thing in things:
         found[key(thing)].append(thing)
     return found

@@ -66,6 +66,7 @@ class World:
         }
         self._held_by_lease = Counter(slot.lease for slot in staying)
         self._held_by_pool = Counter(slot.pool for slot in staying)
+        self._held_there = Counter((slot.lease, slot.pool) for slot in staying)
         self._lent_by_pool = Counter(slot.pool for slot in self.snapshot.slots)
         self.lent_on: Counter[tuple[str, str]] = Counter()
         for slot in self.snapshot.slots:
@@ -168,6 +169,14 @@ class World:
         """Replicas of the pool that may be lent by putting them to sleep, and only so."""
         return list(self._full[pool].values())
 
+    def coming_in(self, lease: Lease, pool: str) -> int:
+        """Slots of this pool that the lease has after this pass so far."""
+        return self._held_there[lease.key, pool]
+
+    def elsewhere(self, lease: Lease, pool: str) -> int:
+        """Slots of other pools that the lease has after this pass so far."""
+        return self.coming(lease) - self.coming_in(lease, pool)
+
     def sleepers(self, pool: str) -> frozenset[str]:
         """Replicas of the pool that are lent whole, leaving ones included."""
         return frozenset(self._sleepers[pool])
@@ -229,6 +238,7 @@ class World:
         del self._held[slot.name]
         self._held_by_lease[slot.lease] -= 1
         self._held_by_pool[slot.pool] -= 1
+        self._held_there[slot.lease, slot.pool] -= 1
 
     def lend(self, lease: Lease, replica: Replica, *, whole: bool = False) -> None:
         """Make a slot."""
@@ -238,6 +248,7 @@ class World:
             self._sleepers[pool].add(replica.uid)
         self._held_by_lease[lease.key] += 1
         self._held_by_pool[pool] += 1
+        self._held_there[lease.key, pool] += 1
         self._lent_by_pool[pool] += 1
         self._count(pool, replica.node, replica, 1)
         del (self._full if whole else self._free)[pool][replica.uid]

@@ -55,6 +55,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
         gpu_proof: on whose word the GPUs are the replica's (``rose_core.devices.ownership.Proof``).
         lendable_bytes: device memory that may be lent, of each of the GPUs.
         lendable_text: that sum in figures, for people.
+        device_class: of its GPUs (``rose_core.devices.classes``), empty when unknown.
         requests_total, slow_requests_total: finished requests and those above the pool's SLO.
     """
 
@@ -75,6 +76,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
     busy_permille: int | None = None
     lendable_bytes: int | None = None
     lendable_text: str = ""
+    device_class: str = ""
     requests_total: int = 0
     slow_requests_total: int = 0
 

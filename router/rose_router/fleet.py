@@ -202,6 +202,7 @@ class Fleet:
         self.residents = Residents()
         self._part: Callable[[int], int] = lambda cap: cap
         self.usual = Speed()
+        self.by_class: dict[str, Speed] = {}
         self.changed = Signal()
 
     def __iter__(self) -> Iterator[Engine]:
@@ -223,11 +224,20 @@ class Fleet:
 
     def views(self) -> list[EngineView]:
         """All engines, for placement."""
-        return [engine.view(self.usual) for engine in self._engines.values()]
+        return [engine.view(self.expected(engine)) for engine in self._engines.values()]
+
+    def expected(self, engine: Engine) -> Speed:
+        """What to expect of an engine not seen working yet: what its class does, else all."""
+        return self.by_class.get(engine.update.device_class, self.usual)
 
     def saw(self, engine: Engine, learn: Callable[[Speed], Speed]) -> None:
         """Learn the speed of one engine, and from it what to expect of those not seen yet."""
-        engine.speed = learn(engine.speed or self.usual)
+        engine.speed = learn(engine.speed or self.expected(engine))
+        kind = engine.update.device_class
+        if kind:
+            found = self.by_class[kind] = learn(self.by_class.get(kind, self.usual))
+            metrics.CLASS_STEP_SECONDS.labels(kind).set(found.step_seconds)
+            metrics.CLASS_PREFILL_SECONDS.labels(kind).set(found.prefill_seconds_per_token)
         self.usual = learn(self.usual)
 
     def bounds(self) -> Bounds:

@@ -82,13 +82,18 @@ class LegReader:
 
     def _learn(self, event: StreamEvent, new: int, now: float) -> None:
         engine, handle = self._engine, self._handle
+        kind = engine.update.device_class
+        uncached = event.meta.get("prompt_tokens", 0) - event.meta.get("cached_tokens", 0)
+        if new and kind:
+            metrics.CLASS_TOKENS.labels(kind, "written").inc(new)
+            if not handle.tokens:
+                metrics.CLASS_TOKENS.labels(kind, "read").inc(max(0, uncached))
         if not new or engine.gate_since > handle.last_event:
             return  # the gap holds a pause of the gate
         if handle.tokens:
             step, live = (now - handle.last_event) / new, engine.reserved
             self._fleet.saw(engine, lambda speed: speed.saw_step(step, live=live))
             return
-        uncached = event.meta.get("prompt_tokens", 0) - event.meta.get("cached_tokens", 0)
         waited = now - handle.began
         self._fleet.saw(engine, lambda speed: speed.saw_first_token(waited, uncached))
 

@@ -25,6 +25,24 @@ UNDELIVERED = Counter(
     "Output tokens of turns whose callers had hung up when they ended; part of the above.",
     registry=REGISTRY,
 )
+CLASS_TOKENS = Counter(
+    "rose_router_class_tokens",
+    "Tokens by the device class of the engine: read (prompt, not cached) and written (output).",
+    ["device", "what"],
+    registry=REGISTRY,
+)
+CLASS_STEP_SECONDS = Gauge(
+    "rose_router_class_step_seconds",
+    "Time between two tokens of a turn on engines of a device class, as measured lately.",
+    ["device"],
+    registry=REGISTRY,
+)
+CLASS_PREFILL_SECONDS = Gauge(
+    "rose_router_class_prefill_seconds",
+    "Time per prompt token that is not cached, on engines of a device class.",
+    ["device"],
+    registry=REGISTRY,
+)
 MOVES = Counter(
     "rose_router_moves",
     "Turns that left an engine before their end, by reason.",

@@ -81,6 +81,7 @@ def _engine(service: Service, engine: Engine) -> dict[str, Any]:
         "engine": engine.name,
         "kind": engine.kind.value,
         "pool": engine.update.pool,
+        "device_class": engine.update.device_class,
         "url": engine.update.url,
         "attached": engine.detached_at is None,
         "leaving": engine.update.leaving,
@@ -93,6 +94,9 @@ def _engine(service: Service, engine: Engine) -> dict[str, Any]:
         "turns": engine.turns,
         "tokens": engine.tokens,
         "step_milliseconds": round(engine.speed.step_seconds * 1000, 3) if engine.speed else None,
+        "prefill_milliseconds_per_token": (
+            round(engine.speed.prefill_seconds_per_token * 1000, 4) if engine.speed else None
+        ),
         "open_share": round(engine.hazard.open_share, 4),
         "reclaims_per_minute": round(engine.hazard.per_second * 60, 3),
         "pending_aborts": len(engine.fences),

@@ -50,6 +50,10 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec.engineArguments": {"dtype": "bfloat16", "disable-radix-cache": ""}},
         {"spec.engineArguments": {"dtype": "bfloat16", "model-path": "/etc"}},
     ),
+    ("RolloutLease", "poolRefs must name other pools than poolRef"): (
+        {"spec.poolRefs": [{"namespace": "default", "name": "other"}]},
+        {"spec.poolRefs": [{"namespace": "default", "name": "chat"}]},
+    ),
     ("RolloutLease", "gpusPerSlot must be 1"): (
         {"spec.gpusPerSlot": 1},
         {"spec.gpusPerSlot": 2},
@@ -105,6 +109,10 @@ TRANSITION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
     ("RolloutLease", "poolRef cannot change"): (
         {"spec": {"priority": 7}},
         {"spec": {"poolRef": {"name": "other"}}},
+    ),
+    ("RolloutLease", "poolRefs cannot change"): (
+        {"spec": {"priority": 8}},
+        {"spec": {"poolRefs": [{"namespace": "default", "name": "other"}]}},
     ),
     ("RolloutLease", "model cannot change"): (
         {"spec": {"slots": {"max": 3}}},

@@ -166,6 +166,7 @@ def test_a_lease_becomes_turns(installed: Node, tmp_path: Path) -> None:
     two_answer_as_one(node, service(node), tokens_at)
     upgrade_and_roll_back(node)
     every_right_is_used(node)
+    idle_slots_go_and_turns_bring_them_back(node)
     uninstall(node)
 
 
@@ -247,6 +248,40 @@ def kept(node: Node) -> dict[str, str]:
         "slot": field(node, "rolloutslot", slot.partition("/")[2], SYSTEM, generation),
         "lease": field(node, "rolloutlease", "grpo", RESEARCH, generation),
     }
+
+
+def idle_slots_go_and_turns_bring_them_back(node: Node) -> None:
+    """To zero without turns, and from zero with the first one, which waits for its engine."""
+    patch = json.dumps({"spec": {"slots": {"idleSeconds": 10}}})
+    where = (f"--namespace={RESEARCH}", "--type=merge", f"--patch={patch}")
+    node.kubectl("patch", "rolloutlease", "grpo", *where)
+    wait_until(lambda: slots(node) == [], "the slot goes back", seconds=SECONDS, pause=1.0)
+    wait_until(lambda: sizes(node) == "0 0 0", "nothing is wanted", seconds=SECONDS, pause=1.0)
+    assert reason(node) == "Idle"
+    assert condition(node, "Ready") == "True", "it takes turns"
+    wait_until(lambda: answered(node), "a turn is answered", seconds=SECONDS, pause=1.0)
+    wait_until(lambda: sizes(node) == "1 1 1", "it is there again", seconds=SECONDS, pause=1.0)
+
+
+def answered(node: Node) -> bool:
+    """Whether a turn got its tokens before its caller lost patience."""
+    with contextlib.suppress(OSError):
+        return len(turn(node)) == 8
+    return False
+
+
+def slots(node: Node) -> list[str]:
+    return node.kubectl("get", "rslot", f"--namespace={SYSTEM}", "--output=name").split()
+
+
+def sizes(node: Node) -> str:
+    path = "{.status.slotsWanted} {.status.slotsGranted} {.status.slotsReady}"
+    return field(node, "rolloutlease", "grpo", RESEARCH, path)
+
+
+def reason(node: Node) -> str:
+    path = '{.status.conditions[?(@.type=="Ready")].reason}'
+    return field(node, "rolloutlease", "grpo", RESEARCH, path)
 
 
 def uninstall(node: Node) -> None:

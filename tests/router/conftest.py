@@ -59,11 +59,16 @@ class Stage:
         name: str = "a",
         kind: EngineKind = EngineKind.BORROWED,
         token_seconds: float = 0.002,
+        prefill_token_seconds: float = 0.0,
         scale: str = Scale.TEMPERATURE.value,
         **update: Any,  # noqa: ANN401  # fields of EngineUpdate
     ) -> Fake:
         """Start a fake engine and attach it."""
-        scheduler = FakeScheduler(WeightSession({}, VERSION), token_seconds=token_seconds)
+        scheduler = FakeScheduler(
+            WeightSession({}, VERSION),
+            token_seconds=token_seconds,
+            prefill_token_seconds=prefill_token_seconds,
+        )
         runner = web.AppRunner(
             FakeServer(scheduler, scale=scale).application(),
             handler_cancellation=True,

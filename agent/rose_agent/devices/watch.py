@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from rose_agent.devices.driver import DeviceDriver, Gpu, GpuProcess, Memory
 from rose_agent.devices.errors import DeviceError
 from rose_agent.devices.owners import Owner, command_of, owner_of
+from rose_core.devices.classes import class_of_all
 from rose_core.devices.health import DeviceRefusal, Fitness, FitnessLimits, Vitals, assess
 from rose_core.devices.memory import (
     Budget,
@@ -151,6 +152,7 @@ class View:
         lendable: on each of the GPUs, so that of the tightest one; None when one is unknown.
         held: slot -> most bytes that its engine's processes hold on one of the GPUs, as far as the
             driver tells.
+        device_class: of its GPUs, empty when unknown (``rose_core.devices.classes``).
     """
 
     refusal: str
@@ -158,6 +160,7 @@ class View:
     lendable: Lendable
     budget: Budget
     held: Mapping[str, int] = field(default_factory=dict)
+    device_class: str = ""
 
 
 @dataclass
@@ -317,7 +320,9 @@ class DeviceWatch:
         budget = steer(self._budgets.get(key, first), seen, self._limits, now_s)
         self._budgets[key] = budget
         held = _held(gpus, now_s)
-        return View(unfit.refusal.value, unfit.message, _tightest(room), budget, held)
+        names = {gpu.uuid: gpu.name for gpu in self._listed}
+        kind = class_of_all(names.get(uuid, "") for uuid in uuids)
+        return View(unfit.refusal.value, unfit.message, _tightest(room), budget, held, kind)
 
     def forget(self, key: str) -> None:
         """The replica is gone."""

@@ -57,6 +57,7 @@ def look_at(
 
 def _tell(slot: Slot, view: View) -> None:
     slot.budget, slot.room = view.budget, view.lendable
+    slot.device_class = view.device_class
     status = slot.status
     if status is None:
         return

@@ -57,6 +57,7 @@ def update_of(
     gate_open: bool,
     leaving: bool,
     cap: int,
+    device_class: str = "",
 ) -> EngineUpdate:
     """How the engine of a grant stands; ``token`` is what the router shows to the engine."""
     serving = status is not None and status.state is EngineState.SERVING
@@ -69,6 +70,7 @@ def update_of(
         pool=grant.pool,
         gate_open=gate_open and serving,
         cap=cap,
+        device_class=device_class,
         kv_tokens=grant.engine.kv_tokens,
         vocabulary=status.vocabulary if status else 0,
         context_tokens=grant.engine.context_tokens,

@@ -66,6 +66,7 @@ class Slot:
         self.totals = Totals(last_ns=time.monotonic_ns())
         self.message = ""
         self.budget = Budget()
+        self.device_class = ""
         self.room = self._told_room = Lendable(None, "")
         self._host = host
         self._history = History(recorder, lambda: self.name)
@@ -296,6 +297,7 @@ class Slot:
                 gate_open=self.gate_open,
                 leaving=self.machine.phase is Phase.RELEASING,
                 cap=self.budget.cap(grant.max_concurrent_turns),
+                device_class=self.device_class,
             )
             self._router.tell(grant.router, update)
 

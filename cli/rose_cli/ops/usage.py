@@ -64,10 +64,17 @@ def usages(
         beside: by lease, what only the trainer knows.
     """
     found = [
-        _usage(lease, pools.get(lease.spec.pool_ref.key), asked, beside.get(lease.metadata.key))
+        _usage(lease, _payee(lease, pools), asked, beside.get(lease.metadata.key))
         for lease in leases
     ]
     return sorted(found, key=lambda one: (-one.ledger.borrowed.held_milliseconds, one.lease))
+
+
+def _payee(lease: RolloutLease, pools: Mapping[str, ServingPool]) -> ServingPool | None:
+    """Whose price and objective count; None for pools of several prices, which add up nowhere."""
+    found = [pools.get(ref.key) for ref in lease.spec.pools]
+    prices = {pool and pool.spec.lending.price_per_gpu_hour_micros for pool in found}
+    return found[0] if len(prices) == 1 else None
 
 
 def _usage(
