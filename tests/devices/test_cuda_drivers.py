@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.devices.fake_nvml import FakeGpu, FakeMemory, FakeNvml
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.host.capabilities import Capabilities, built_for
 from rose_agent.host.sharing import Ways
 from rose_core.api.reasons import Reason
 from rose_core.devices.capabilities import first_missing
 from rose_core.devices.drivers import refusal
+from rose_dev.gpu.state import State
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,13 @@ def test_a_torch_for_no_gpu_has_no_cuda(tmp_path: Path) -> None:
 
 
 async def test_a_driver_that_is_too_old_keeps_the_planner_from_lending_and_says_why(
-    tmp_path: Path,
+    tmp_path: Path, nvml: State
 ) -> None:
     """SGLang 0.5.23 is CUDA 13: on driver 550 every engine would end at its start, for ever."""
-    nvml = FakeNvml([FakeGpu("GPU-a", FakeMemory(80 << 30, 0))])
+    nvml.raw.gpu_count, nvml.gpus[0].raw.uuid = 1, b"GPU-a"
+    nvml.raw.driver_version = b"550.163.01"
     python = python_with(tmp_path, "cuda: Optional[str] = '13.0'\n")
-    host = Capabilities(Ways(), NvmlDriver.open(nvml), 0, python, files=())
+    host = Capabilities(Ways(), NvmlDriver.open(), 0, python, files=())
     host.compat = tmp_path / "no-such-library"
     await host.look()
     missing = first_missing(host.said, (), ("GPU-a",))
