@@ -16,7 +16,7 @@ LANE := -v -n 1 --dist loadfile
 
 .PHONY: help venv engine vllm cluster demo test test-engines test-cluster test-gpu-node unit check format generate docs crds clean \
 	bench-guard bench-deaths bench-faults bench-dormancy bench-engines bench-gap bench-tap bench-weights bench-router \
-	bench-operator bench-simulate bench-rollouts torture fire fuzz gpu-check trl skyrl
+	bench-operator bench-simulate bench-rollouts torture fire fuzz gpu-check gpu-pack trl skyrl
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -127,8 +127,11 @@ bench-rollouts: venv  ## policies of placement on one step of work
 bench-simulate: venv  ## figures of the simulator: studies, speed, determinism
 	$(RUN)/python -m bench.simulate $(ARGS)
 
-gpu-check: venv  ## what a GPU does when rollouts share it; ARGS=--rehearse tries every check without one
+gpu-check: venv  ## what a GPU says about the promises; ARGS="--run 1", --only a,b; --rehearse without one
 	$(RUN)/python -m bench.gpu $(ARGS)
+
+gpu-pack: venv  ## the check with all its wheels, in pieces, for a GPU machine without a network
+	$(BIN)/python -m bench.gpu.pack $(ARGS)
 
 fire: venv  ## 10,000 turns while engines die, pause, leave and change weights; ARGS="--real 2" adds SGLang
 	$(RUN)/python -m bench.fire $(ARGS)

@@ -1,8 +1,15 @@
-"""``make gpu-check``: run every check on the first GPU, write ``bench/results/GPU/DATE.json``.
+"""``make gpu-check``: what the first GPU says about the three promises, in two runs.
+
+``suite`` has the checks of the two runs (``--run 1``, ``--run 2``), each shorter than ten minutes:
+NVML's cost, footprint, resident, stop, storm, killed; corun, commit, digest, saver. ``aims`` holds
+their figures against the promises and says what a missed aim refutes. The result lies under
+``bench/results/GPU/DATE-RUN.json``, figures as a list of name, value, unit, aim, met. It needs
+torch and nvidia-ml-py; ``make gpu-pack`` packs them for a machine without a network.
+
+``--extra`` runs the longer checks below, without a bound, and keeps ``DATE-extra.json``:
 
 | check | says |
 |---|---|
-| stop | last kernel of a rollout after the order: frozen, and paused between two steps |
 | time slicing | serving's step beside rollouts of growing batches |
 | mps | the same beside shares of 20, 30 and 50 %, with the multiprocessors that each sees |
 | priority | the same beside the largest share, at serving's priority and below it |
@@ -41,7 +48,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.gpu import checks
+from bench.gpu import aims, checks, suite
+from bench.gpu.beside import Scale
 from bench.gpu.checks import Plan
 from bench.gpu.processes import Daemon, daemon
 from rose_agent.devices.driver import DeviceDriver, Gpu
@@ -91,8 +99,6 @@ def run(plan: Plan, driver: DeviceDriver, gpu: Gpu) -> dict[str, Any]:
         return driver.memory(gpu.uuid).used_bytes
 
     parts: Mapping[str, Callable[[], Any]] = {
-        "stop_freeze_ms": lambda: checks.stop_latency(plan, "freeze"),
-        "stop_pause_ms": lambda: checks.stop_latency(plan, "pause"),
         "alone_ms": lambda: checks.alone(plan),
         "time_slicing_ms": lambda: checks.time_slicing(plan),
         "memory": lambda: checks.memory(plan, used),
@@ -162,11 +168,15 @@ def _module(name: str) -> Any:  # noqa: ANN401  # a module
 
 
 def write(result: Mapping[str, Any], results: Path) -> Path:
-    """``RESULTS/GPU/DATE.json``."""
-    name = re.sub(r"[^a-z0-9]+", "-", str(result["machine"]["gpu"]).lower()).strip("-")
+    """``RESULTS/GPU/DATE-RUN.json``; the GPU by its model, as ``h200``."""
+    name = (
+        re.sub(r"[^a-z0-9]+", "-", str(result["machine"]["gpu"]).lower())
+        .strip("-")
+        .removeprefix("nvidia-")
+    )
     folder = results / name
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{result['date']}.json"
+    path = folder / f"{result['date']}-{result['run']}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
 
@@ -202,15 +212,22 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench.gpu", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each window")
-    parser.add_argument("--rehearse", action="store_true", help="on stand-ins; keeps nothing")
+    parser.add_argument(
+        *("--rehearse", "--tiny"), action="store_true", help="small, on the CPU; keeps nothing"
+    )
+    parser.add_argument("--run", type=int, choices=[1, 2], help="one of the two; both by default")
+    parser.add_argument("--only", default="", help=f"some of {', '.join(suite.CHECKS)}")
+    parser.add_argument("--limit", type=float, default=suite.BOUND_SECONDS, help="of a run, s")
+    parser.add_argument("--extra", action="store_true", help="the longer checks instead")
     words = parser.parse_args(argv)
+    try:
+        suite.chosen(words.only, words.run)
+    except ValueError as error:
+        parser.error(str(error))
     driver, why = _devices()
     if driver is not None:
-        gpu = driver.gpus()[0]
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu.uuid  # of every process that is started
-        result = _measure(Plan(fake=False, seconds=words.seconds), driver, gpu)
-        sys.stdout.write(f"written to {write(result, words.results)}\n")
-        return 0
+        os.environ["CUDA_VISIBLE_DEVICES"] = driver.gpus()[0].uuid  # of every process
+        return _measure(words, driver, rehearse=words.rehearse)
     if not words.rehearse:
         sys.stderr.write(
             f"gpu-check needs an NVIDIA GPU with its driver, torch and nvidia-ml-py: {why}. "
@@ -218,24 +235,69 @@ def main(argv: list[str]) -> int:
         )
         return 1
     sys.stdout.write(f"no GPU here ({why}): trying checks and report on the stand-ins\n")
-    plan = Plan(fake=True, seconds=min(0.1, words.seconds))
     try:
-        with _stand_in() as driver, tempfile.TemporaryDirectory() as folder:
-            quick = replace(plan, stops=2, cycles=2, lends=2)
-            write(_measure(quick, driver, driver.gpus()[0]), Path(folder))
+        with _stand_in() as driver:
+            return _measure(words, driver, rehearse=True)
     except DevelopmentError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    sys.stdout.write("everything ran; no figure of this run means anything, none is kept\n")
-    return 0
 
 
-def _measure(plan: Plan, driver: DeviceDriver, gpu: Gpu) -> dict[str, Any]:
-    return {
+def _measure(words: argparse.Namespace, driver: DeviceDriver, *, rehearse: bool) -> int:
+    """The suite, or the longer checks; returns the exit code."""
+    gpu = driver.gpus()[0]
+    about = {
         "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d"),
         "machine": machine(driver, gpu, importlib.import_module("pynvml")),
-        "checks": run(plan, driver, gpu),
     }
+    if not words.extra:
+        runs = [words.run] if words.run else ["only"] if words.only else [1, 2]
+        results = [_judge(words, run, about, rehearse=rehearse) for run in runs]
+        return _keep(results, words.results, rehearse=rehearse)
+    plan = Plan(fake=rehearse, seconds=words.seconds)
+    if rehearse:
+        plan = replace(plan, seconds=min(0.1, words.seconds), cycles=2, lends=2)
+    result = {**about, "run": "extra", "checks": run(plan, driver, gpu)}
+    return _keep([result], words.results, rehearse=rehearse)
+
+
+def _judge(
+    words: argparse.Namespace, run: int | str, about: Mapping[str, Any], *, rehearse: bool
+) -> dict[str, Any]:
+    """One run of the suite."""
+    names = suite.chosen(words.only, run if isinstance(run, int) else None)
+
+    def measure(check: suite.Check) -> list[tuple[str, float, str]]:
+        sys.stdout.write(f"{check.name} (at most {check.budget_s:.0f} s)\n")
+        sys.stdout.flush()
+        return check.measure(Scale.rehearsal()) if rehearse else suite.apart(check)
+
+    outcome = suite.carry_out(names, measure, words.limit)
+    figures = aims.judged(outcome.measured)
+    said = aims.verdicts(figures, names)
+    rows = [*aims.lines(figures, said), *(f"{k}: not run: {v}" for k, v in outcome.not_run.items())]
+    sys.stdout.write("".join(f"{row}\n" for row in rows))
+    return {
+        **about,
+        "run": run,
+        "figures": [figure.as_dict() for figure in figures],
+        "verdicts": said,
+        "not_run": outcome.not_run,
+        "seconds": outcome.seconds,
+    }
+
+
+def _keep(results: list[dict[str, Any]], place: Path, *, rehearse: bool) -> int:
+    """Write what a GPU has said; 1 when a check of a run did not run."""
+    if rehearse:
+        with tempfile.TemporaryDirectory() as folder:
+            for result in results:
+                write(result, Path(folder))
+        sys.stdout.write("a rehearsal: no figure of it means anything, none is kept\n")
+    else:
+        for result in results:
+            sys.stdout.write(f"written to {write(result, place)}\n")
+    return 1 if any(result.get("not_run") for result in results) else 0
 
 
 if __name__ == "__main__":

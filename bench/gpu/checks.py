@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import signal
 import statistics
 import subprocess
 import time
@@ -31,7 +30,6 @@ class Plan:
 
     Attributes:
         seconds: of each window of steps.
-        stops: of each kind.
         cycles: of taking memory and giving it back.
         gib: memory of such a cycle.
         lends: cycles of lending KV memory and taking it back.
@@ -39,7 +37,6 @@ class Plan:
 
     fake: bool
     seconds: float = 3.0
-    stops: int = 20
     cycles: int = 5
     gib: int = 8
     lends: int = 200
@@ -63,32 +60,6 @@ def step_ms(steps: Sequence[tuple[int, int]]) -> dict[str, float | int]:
     """Lengths of steps as they followed each other, waiting included, milliseconds."""
     ends = [end for end, _ in steps]
     return spread([(after - before) / 1e6 for before, after in itertools.pairwise(ends)])
-
-
-def _hold(one: Worker, how: str) -> Callable[[], None]:
-    """Stop it; returns how it goes on."""
-    if how == "freeze":
-        one.process.send_signal(signal.SIGSTOP)
-        return lambda: one.process.send_signal(signal.SIGCONT)
-    one.tell("pause")
-    return lambda: one.tell("run")
-
-
-def stop_latency(plan: Plan, how: str) -> dict[str, float | int]:
-    """From the order to the end of the last step, milliseconds; ``freeze`` or ``pause``."""
-    found = []
-    with worker(fake=plan.fake) as rollout:
-        rollout.tell("run")
-        for _ in range(plan.stops):
-            rollout.steps(0.2)
-            ordered_ns = time.monotonic_ns()
-            go_on = _hold(rollout, how)
-            time.sleep(0.3)
-            resumed_ns = time.monotonic_ns()
-            go_on()
-            ends = [end for end, _ in rollout.ask("take") if end < resumed_ns]
-            found.append(max(0, max(ends, default=ordered_ns) - ordered_ns) / 1e6)
-    return spread(found)
 
 
 def alone(plan: Plan) -> dict[str, float | int]:

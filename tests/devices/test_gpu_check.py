@@ -5,16 +5,32 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 
 from bench.gpu.__main__ import main, write
+from bench.gpu.aims import AIMS, judged, verdicts
+from bench.gpu.beside import Measured
 from bench.gpu.checks import spread, step_ms
+from bench.gpu.commits import MODELS, shapes
+from bench.gpu.pack import pack, split
+from bench.gpu.suite import BOUND_SECONDS, CHECKS, Check, carry_out, chosen
 
 ROOT = Path(__file__).parents[2]
 # Nothing of these is on a machine that has torch and nvidia-ml-py alone.
-ABSENT = ("msgspec", "pydantic", "yaml", "aiohttp", "grpc", "psutil", "prometheus_client", "sglang")
+ABSENT = (
+    "msgspec",
+    "zstandard",
+    "pydantic",
+    "yaml",
+    "aiohttp",
+    "grpc",
+    "psutil",
+    "prometheus_client",
+    "sglang",
+)
 
 
 def test_steps_are_measured_from_end_to_end_so_that_waiting_counts() -> None:
@@ -24,23 +40,111 @@ def test_steps_are_measured_from_end_to_end_so_that_waiting_counts() -> None:
 
 
 def test_a_result_lies_under_its_gpu_and_date(tmp_path: Path) -> None:
-    path = write({"date": "2026-01-31", "machine": {"gpu": "NVIDIA H200 (SXM)"}}, tmp_path)
-    assert path == tmp_path / "nvidia-h200-sxm" / "2026-01-31.json"
+    path = write({"date": "2026-01-31", "run": 1, "machine": {"gpu": "NVIDIA H200"}}, tmp_path)
+    assert path == tmp_path / "h200" / "2026-01-31-1.json"
     assert json.loads(path.read_text())["date"] == "2026-01-31"
 
 
 def test_it_needs_nothing_that_a_bare_gpu_machine_lacks() -> None:
     code = f"import sys; sys.modules |= dict.fromkeys({ABSENT!r}); import bench.gpu.__main__, "
+    code += "bench.gpu.commits, "
     code += "bench.gpu.worker, rose_agent.devices.fake_mps"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
 
 
+def test_commits_have_the_tensors_of_the_real_models() -> None:
+    assert [sum(1 for _ in shapes(name, tiny=False)) for name in MODELS] == [399, 18_867]
+
+
 @pytest.mark.slow
-def test_without_a_gpu_every_check_runs_and_no_figure_is_kept(
+@pytest.mark.timeout(900)
+def test_every_check_of_both_runs_rehearses_without_a_gpu_and_no_figure_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--rehearse", "--results", str(tmp_path), "--seconds", "0.02"]) == 0
+    assert main(["--rehearse", "--results", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "not run" not in said
+    assert {aim.name for aim in AIMS if aim.name not in said} == set()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missed_aim_refutes_its_promise_and_says_what_falls() -> None:
+    figures = judged([("commit.8B.as_today", 300.0, "ms"), ("commit.8B.tensors", 399, "count")])
+    assert [(one.aim, one.met) for one in figures] == [("<= 50 ms", False), (None, None)]
+    said = verdicts(figures, ["commit"])["useful"]
+    assert said["verdict"] == "refuted"
+    assert "0014" in str(said["missed"])
+
+
+def test_what_was_not_measured_leaves_a_promise_unknown() -> None:
+    assert verdicts([], list(CHECKS))["serving first"]["verdict"] == "unknown"
+    assert verdicts([], [])["useful"]["verdict"] == "unknown"
+    whole = judged([(aim.name, aim.most, aim.unit) for aim in AIMS])
+    assert {one["verdict"] for one in verdicts(whole, list(CHECKS)).values()} == {"kept"}
+
+
+def test_each_aim_belongs_to_a_check_that_there_is() -> None:
+    assert {aim.check for aim in AIMS} <= set(CHECKS)
+    assert all(aim.refutes for aim in AIMS)
+
+
+def test_both_runs_fit_into_their_bound() -> None:
+    for run in (1, 2):
+        assert sum(one.budget_s for one in CHECKS.values() if one.run == run) <= BOUND_SECONDS < 600
+
+
+def test_a_check_that_no_longer_fits_is_not_begun_and_one_that_fails_takes_no_other_along() -> None:
+    now = [0.0]
+
+    def measure(check: Check) -> Measured:
+        now[0] += 100
+        if check.name == "footprint":
+            raise OSError("no such thing")
+        return [(f"{check.name}.x", 1.0, "ms")]
+
+    names = ["nvml", "footprint", "resident", "stop"]
+    outcome = carry_out(names, measure, bound_s=400, clock=lambda: now[0])
+    assert [name for name, _, _ in outcome.measured] == ["nvml.x", "resident.x"]
+    assert set(outcome.not_run) == {"footprint", "stop"}
+    assert "do not fit" in outcome.not_run["stop"]
+
+
+def test_an_unknown_check_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ValueError, match="no check odd; there are nvml"):
+        chosen("odd,stop", None)
+    assert chosen("stop,nvml", None) == ["nvml", "stop"]
+    assert "stop" not in chosen("", 2)
+
+
+def test_a_pack_is_in_pieces_that_give_the_whole_again(tmp_path: Path) -> None:
+    whole = bytes(range(256)) * 1000
+    pieces = split([whole[:100_000], whole[100_000:]], tmp_path, piece_bytes=70_000)
+    assert [piece.stat().st_size for piece in pieces] == [70_000, 70_000, 70_000, 46_000]
+    assert b"".join(piece.read_bytes() for piece in pieces) == whole
+
+
+def test_a_pack_holds_wheels_code_and_sums(tmp_path: Path) -> None:
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels/torch-1-py3-none-any.whl").write_bytes(b"wheel")
+    pieces = pack(tmp_path / "out", tmp_path / "wheels")
+    joined = tmp_path / "joined.tar"
+    joined.write_bytes(b"".join(piece.read_bytes() for piece in pieces))
+    with tarfile.open(joined) as whole:
+        names = set(whole.getnames())
+    assert {"wheels/torch-1-py3-none-any.whl", "bench/gpu/suite.py"} <= names
+    assert not [name for name in names if "__pycache__" in name]
+    command = ["sha256sum", "--check", "--quiet", "SHA256SUMS"]
+    assert subprocess.run(command, cwd=tmp_path / "out", check=False).returncode == 0
+    with pytest.raises(FileExistsError):
+        pack(tmp_path / "out", tmp_path / "wheels")
+
+
+@pytest.mark.slow
+def test_without_a_gpu_every_longer_check_runs_and_no_figure_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--rehearse", "--extra", "--results", str(tmp_path), "--seconds", "0.02"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("no GPU here (")
     assert "not_run" not in said

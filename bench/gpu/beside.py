@@ -1,0 +1,395 @@
+"""What a GPU that is shared does to serving when its neighbour rests, computes, is stopped, dies.
+
+Two processes of ``stepper``: one stands for serving, one for a rollout engine. Serving runs during
+every stop, because that is when a stop matters. torch and nvidia-ml-py are all it needs; figures
+that take NVML are left out where there is none. Each check returns (name, value, unit).
+Next step: ``aims`` says what the figures are held against.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import json
+import queue
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.stepper import Step
+
+Measured = list[tuple[str, float, str]]
+_ROOT = Path(__file__).parents[2]
+_STOPS = ("decode1", "decode32", "prefill512", "prefill512_32k")
+_GRACE_SECONDS = 0.02
+_ANSWER_SECONDS = 120.0
+_NEWCOMER = "import torch; torch.zeros(1, device='{}').sum().item()"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is done.
+
+    Attributes:
+        device: ``cuda``, or ``cpu`` to rehearse.
+        seconds: of each window.
+        stops: of each kind and way.
+    """
+
+    device: str = "cuda"
+    seconds: float = 3.0
+    stops: int = 12
+    storm_seconds: float = 45.0
+
+    @property
+    def gpu(self) -> bool:
+        """Figures mean something."""
+        return self.device == "cuda"
+
+    @classmethod
+    def rehearsal(cls) -> Scale:
+        """As little as tries every order once."""
+        return cls("cpu", seconds=0.05, stops=1, storm_seconds=0.3)
+
+
+class Neighbour:
+    """One ``stepper``."""
+
+    def __init__(self, scale: Scale, kinds: Sequence[str]) -> None:
+        flags = ["--device", scale.device, "--kinds", ",".join(kinds)]
+        flags += [] if scale.gpu else ["--tiny"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.gpu.stepper", *flags],
+            cwd=_ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        if self._process.stdin is None or self._process.stdout is None:
+            raise OSError("no pipe to the worker")
+        self._orders, self._said = self._process.stdin, self._process.stdout
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read_all, daemon=True).start()
+        self.hello = self._read()
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
+    def tell(self, line: str) -> None:
+        """An order without an answer."""
+        self._orders.write(f"{line}\n")
+        self._orders.flush()
+
+    def ask(self, line: str) -> Any:  # noqa: ANN401  # plain values
+        """An order with one.
+
+        Raises:
+            EOFError: the process has ended, or does not answer.
+        """
+        self.tell(line)
+        return self._read()
+
+    def freeze(self) -> None:
+        """Every thread of it, wherever it stands."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """As rung 5 does; returns when the process is gone."""
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> None:
+        """In order where it can."""
+        with contextlib.suppress(OSError):
+            self.thaw()
+            self.tell("quit")
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        for stream in (self._orders, self._said):
+            with contextlib.suppress(OSError):
+                stream.close()
+
+    def _read_all(self) -> None:
+        with contextlib.suppress(ValueError):  # closed at its end
+            for line in self._said:
+                self._lines.put(line)
+        self._lines.put("")
+
+    def _read(self) -> Any:  # noqa: ANN401
+        try:
+            line = self._lines.get(timeout=_ANSWER_SECONDS)
+        except queue.Empty as error:
+            raise EOFError("a worker does not answer") from error
+        if not line:
+            raise EOFError("a worker has ended")
+        return json.loads(line)
+
+
+@contextlib.contextmanager
+def neighbour(scale: Scale, *kinds: str) -> Iterator[Neighbour]:
+    """A worker that ends with the block."""
+    made = Neighbour(scale, kinds)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that so many do not exceed; of at least one."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def lengths(steps: Sequence[Step]) -> list[float]:
+    """Milliseconds on the GPU."""
+    return [step[2] for step in steps]
+
+
+def periods(steps: Sequence[Step]) -> list[float]:
+    """Milliseconds from end to end, waiting included."""
+    return [(b[1] - a[1]) / 1e6 for a, b in itertools.pairwise(steps)]
+
+
+def _window(serving: Neighbour, kind: str, seconds: float) -> list[float]:
+    serving.ask("take")
+    serving.tell(f"loop {kind}")
+    time.sleep(seconds)
+    serving.tell("pause")
+    found = periods(serving.ask("take"))
+    return found or lengths(serving.ask(f"once {kind} 2"))
+
+
+class Nvml:
+    """NVML of the first GPU; nothing of ROSE's."""
+
+    def __init__(self) -> None:
+        self._n: Any = importlib.import_module("pynvml")
+        self._n.nvmlInit()
+        self._handle = self._n.nvmlDeviceGetHandleByIndex(0)
+
+    def held(self, pid: int) -> int | None:
+        """Bytes of a process; None = it is not on the GPU, or NVML does not say."""
+        listed = self._n.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        return next((one.usedGpuMemory for one in listed if one.pid == pid), None)
+
+    def times(self, count: int) -> Measured:
+        """What the guard asks, and how long it takes."""
+        n, handle = self._n, self._handle
+        uuid = n.nvmlDeviceGetUUID(handle)
+        asks: dict[str, Callable[[], object]] = {
+            "handle_by_uuid": lambda: n.nvmlDeviceGetHandleByUUID(uuid),
+            "memory": lambda: n.nvmlDeviceGetMemoryInfo(handle),
+            "processes": lambda: n.nvmlDeviceGetComputeRunningProcesses(handle),
+            "mps_processes": lambda: n.nvmlDeviceGetMPSComputeRunningProcesses(handle),
+            "power": lambda: n.nvmlDeviceGetPowerUsage(handle),
+            "ecc": lambda: n.nvmlDeviceGetTotalEccErrors(handle, 1, 0),
+        }
+        found: Measured = []
+        for name, ask in asks.items():
+            took = []
+            with contextlib.suppress(n.NVMLError):  # not every GPU answers everything
+                for _ in range(count):
+                    began = time.perf_counter()
+                    ask()
+                    took.append((time.perf_counter() - began) * 1e3)
+                found += [
+                    (f"nvml.{name}.p50", quantile(took, 0.5), "ms"),
+                    (f"nvml.{name}.p99", quantile(took, 0.99), "ms"),
+                ]
+        return found
+
+
+def nvml(scale: Scale) -> Measured:
+    """How long the guard's questions take while the GPU computes."""
+    with neighbour(scale, "decode32") as serving:
+        if not scale.gpu:
+            return [("nvml.processes.p99", 0.0, "ms")]
+        serving.tell("loop decode32")
+        return Nvml().times(300)
+
+
+def footprint(scale: Scale) -> Measured:
+    """What a process holds beside what torch has taken."""
+    with neighbour(scale, "decode1", "decode32") as rollout:
+        held = Nvml().held(rollout.pid) if scale.gpu else 0
+        if held is None:
+            return []
+        beside = (held - rollout.hello["reserved"]) / 2**30
+        return [("footprint.beside_torch", beside, "GiB")]
+
+
+def resident(scale: Scale) -> Measured:
+    """Serving beside an engine that rests in its process, and beside one that is frozen."""
+    with neighbour(scale, "decode32", "prefill2k") as serving, neighbour(scale, "decode1") as other:
+        found: dict[str, float] = {}
+        for state in ("parked", "frozen"):
+            if state == "frozen":
+                other.freeze()
+            found[state] = statistics.median(_window(serving, "decode32", scale.seconds))
+            other.thaw()
+        return [
+            ("resident.parked.decode32", found["parked"], "ms"),
+            ("resident.frozen.decode32", found["frozen"], "ms"),
+            ("resident.frozen_over_parked", found["frozen"] / found["parked"], "ratio"),
+        ]
+
+
+def _order(rollout: Neighbour, how: str) -> threading.Timer:
+    """Stop it; the timer has to have ended before it is thawed."""
+    if how == "freeze":
+        rollout.freeze()
+    else:
+        rollout.tell("pause")
+    late = threading.Timer(_GRACE_SECONDS, rollout.freeze if how == "grace" else lambda: None)
+    late.start()
+    return late
+
+
+def _stopped(
+    scale: Scale, serving: Neighbour, rollout: Neighbour, kind: str, how: str
+) -> tuple[list[float], list[float]]:
+    """A request arrives while the rollout computes, which is stopped in the same moment."""
+    alone = statistics.median(lengths(serving.ask("once prefill2k 3")))
+    last, paid = [], []
+    for _ in range(scale.stops):
+        rollout.tell(f"loop {kind}")
+        time.sleep(random.uniform(0.05, 0.15))  # a moment, no secret
+        rollout.ask("take")
+        time.sleep(random.uniform(0.005, 0.05))
+        ordered = time.monotonic_ns()
+        late = _order(rollout, how)
+        paid.append(serving.ask("once prefill2k 1")[0][2] - alone)
+        time.sleep(0.25 if scale.gpu else 0.03)
+        late.join()
+        resumed = time.monotonic_ns()
+        rollout.thaw()
+        ends = [step[1] for step in rollout.ask("take") if step[1] < resumed]
+        last.append(max(0, max(ends, default=ordered) - ordered) / 1e6)
+        rollout.tell("pause")
+    return last, paid
+
+
+def stop(scale: Scale) -> Measured:
+    """From the order to the rollout's last kernel, and what the prefill that caused it pays."""
+    found: Measured = []
+    with neighbour(scale, "prefill2k") as serving, neighbour(scale, *_STOPS) as rollout:
+        for kind in _STOPS:
+            length = statistics.median(lengths(rollout.ask(f"once {kind} 3")))
+            found.append((f"stop.{kind}.step", length, "ms"))
+            for how in ("freeze", "pause", "grace"):
+                last, paid = _stopped(scale, serving, rollout, kind, how)
+                place = f"stop.{kind}.{how}"
+                found += [
+                    (f"{place}.last_kernel_p50", quantile(last, 0.5), "ms"),
+                    (f"{place}.last_kernel_p99", quantile(last, 0.99), "ms"),
+                    (f"{place}.serving_pays_p99", quantile(paid, 0.99), "ms"),
+                ]
+    return found
+
+
+def corun(scale: Scale) -> Measured:
+    """What each pays while both compute, in time slices."""
+    found: Measured = []
+    kinds = ("decode1", "decode32", "prefill512")
+    with neighbour(scale, "decode32") as serving, neighbour(scale, *kinds) as rollout:
+        alone = statistics.median(_window(serving, "decode32", scale.seconds))
+        for kind in kinds:
+            by_itself = statistics.median(lengths(rollout.ask(f"once {kind} 5")))
+            rollout.ask("take")
+            rollout.tell(f"loop {kind}")
+            beside = statistics.median(_window(serving, "decode32", scale.seconds))
+            rollout.tell("pause")
+            rollouts = statistics.median(periods(rollout.ask("take")) or [by_itself])
+            found += [
+                (f"corun.{kind}.serving_over_alone", beside / alone, "ratio"),
+                (
+                    f"corun.{kind}.rollout_over_alone",
+                    rollouts / by_itself,
+                    "ratio",
+                ),
+            ]
+    return found
+
+
+def _newcomer(scale: Scale) -> float:
+    began = time.monotonic()
+    code = _NEWCOMER.format(scale.device)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=_ANSWER_SECONDS)
+    return time.monotonic() - began
+
+
+def storm(scale: Scale) -> Measured:
+    """Freezes at any moment of an engine that allocates and captures, while serving does too."""
+    took, starts = [], []
+    with neighbour(scale, "decode32") as serving, neighbour(scale, "decode1") as rollout:
+        alone = _newcomer(scale)
+        rollout.tell("loop churn")
+        serving.tell("loop decode32")
+        time.sleep(1.0 if scale.gpu else 0.05)
+        rollout.ask("worst")
+        until = time.monotonic() + scale.storm_seconds
+        while time.monotonic() < until:
+            time.sleep(random.uniform(0.001, 0.03))
+            rollout.freeze()
+            hold, began = random.uniform(0.001, 0.2), time.monotonic()
+            took.append(serving.ask("memory") * 1e3)
+            if scale.gpu and len(took) % 20 == 0:
+                starts.append(_newcomer(scale))
+            time.sleep(max(0.0, hold - (time.monotonic() - began)))
+            rollout.thaw()
+        serving.tell("pause")
+        rollout.tell("pause")
+        worst = rollout.ask("worst")
+    starts = starts or [alone]
+    return [
+        ("storm.freezes", len(took), "count"),
+        ("storm.serving_memory_p50", quantile(took, 0.5), "ms"),
+        ("storm.serving_memory_max", max(took), "ms"),
+        ("storm.newcomer_alone", alone, "s"),
+        ("storm.newcomer_over_alone", max(starts) / alone, "ratio"),
+        *((f"storm.neighbour_{name}", seconds, "s") for name, seconds in worst.items()),
+    ]
+
+
+def killed(scale: Scale) -> Measured:
+    """An engine is killed while it is frozen with seconds of work queued."""
+    with neighbour(scale, "decode32") as serving, neighbour(scale, "decode1") as rollout:
+        rollout.ask("queue 4000")
+        rollout.freeze()
+        time.sleep(0.2 if scale.gpu else 0.01)
+        serving.tell("loop decode32")
+        driver = Nvml() if scale.gpu else None
+        began = time.monotonic()
+        rollout.kill()
+        gone = time.monotonic() - began
+        while driver is not None and driver.held(rollout.pid) is not None:
+            if time.monotonic() - began > 30:
+                break
+            time.sleep(0.005)
+        free = time.monotonic() - began
+        time.sleep(scale.seconds / 3)
+        serving.tell("pause")
+        steps = periods(serving.ask("take")) or [0.0]
+    return [
+        ("killed.process_gone", gone, "s"),
+        ("killed.memory_free", free, "s"),
+        ("killed.serving_worst_step", max(steps), "ms"),
+    ]
