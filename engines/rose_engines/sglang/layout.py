@@ -5,17 +5,22 @@ copy into a parameter is written down instead of carried out: source and target 
 view's first element and strides say which rectangle goes where. So whatever the loader knows about
 fused projections, expert stacks, padding and this rank's slice is known here too, for any model
 whose loader only copies. One that computes (converts, transposes, repacks) is refused by name.
+A model that keeps tensors which its loader makes *from* weights (MLA's ``w_kc``) is refused by the
+path of such a tensor: a commit in place would change the weight and leave what was made of it.
 The result is kept in a file and used again while checkpoint, engine, ranks and parameters are the
 same. Next step: ``parameters`` proves it against the live bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
+import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,6 +56,8 @@ _FILLS = {
 }
 # Copies that a loader makes of what it was given: the original is as good.
 _COPIES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}  # noqa: SLF001
+# Another text makes the files worthless that were written by weaker rules.
+_RULES = "derived tensors are refused"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -95,9 +102,11 @@ def _watch(
 ) -> dict[str, tuple[Box, ...]]:
     sources = {name: _tensor(*stored) for name, stored in checkpoint.items()}
     recorder = _Recorder(parameters, sources)
+    before = _derived(model, parameters)
     try:
-        with torch.no_grad(), recorder:
+        with torch.no_grad(), _in_this_thread(), recorder:
             model.load_weights(iter(sources.items()))
+        _refuse_derived(model, parameters, before)
     except UnsupportedEngine:
         raise
     except Exception as error:  # the engine's loader may raise anything
@@ -106,6 +115,87 @@ def _watch(
             f"cannot be changed in place: {type(error).__name__}: {error}"
         ) from error
     return {name: tuple(recorder.boxes[name]) for name in checkpoint}
+
+
+# Path -> the object and attribute that hold the tensor, the tensor, and its count of writes.
+_Derived = dict[str, tuple[Any, str, torch.Tensor, int]]
+# What models of SGLang are known to make of weights, also where the loader does not renew it.
+_KNOWN_DERIVED = ("w_kc", "w_vc", "w_scale_k", "w_scale_v")
+
+
+def _derived(model: Loader, parameters: Mapping[str, torch.Tensor]) -> _Derived:
+    """Every tensor that hangs on a module and is no parameter, no buffer and no view of one."""
+    if not isinstance(model, torch.nn.Module):
+        return {}
+    own = {_address(one) for one in parameters.values()}
+    own |= {_address(one) for one in model.buffers()}
+    return {
+        f"{path}.{name}".lstrip("."): (module, name, value, value._version)  # noqa: SLF001
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and _address(value) not in own
+    }
+
+
+def _refuse_derived(
+    model: Loader, parameters: Mapping[str, torch.Tensor], before: _Derived
+) -> None:
+    """Refuse a model of which loading changed a tensor that is neither parameter nor buffer.
+
+    Raises:
+        UnsupportedEngine: names the tensor; what was there before is put back.
+    """
+    after = _derived(model, parameters)
+    changed = ""
+    for path, (module, name, value, writes) in after.items():
+        old = before.get(path)
+        if old is None or old[2] is not value or old[3] != writes or name in _KNOWN_DERIVED:
+            changed = changed or path
+        if old is not None and old[2] is not value:
+            # A captured graph still reads the memory of the old one.
+            setattr(module, name, old[2])
+    if changed:
+        raise UnsupportedEngine(
+            f"the model keeps {changed!r}, which its loader makes from weights: it would stay old "
+            "when they are changed in place, and tokens would be wrong under an attested version"
+        )
+
+
+@contextlib.contextmanager
+def _in_this_thread() -> Iterator[None]:
+    """Have what the loader gives to threads done here: a recorder sees its own thread alone."""
+    ours, submit = threading.get_ident(), ThreadPoolExecutor.submit
+    start = threading.Thread.start
+
+    def submit_here(
+        pool: ThreadPoolExecutor,
+        work: Callable[..., Any],
+        /,
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Future[Any]:
+        if threading.get_ident() != ours:
+            return submit(pool, work, *args, **kwargs)
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001  # as an executor hands it on
+            done.set_exception(error)
+        return done
+
+    def start_not(thread: threading.Thread) -> None:
+        if threading.get_ident() != ours:
+            start(thread)
+            return
+        raise UnsupportedEngine(f"the engine's loader copies in a thread of its own: {thread.name}")
+
+    ThreadPoolExecutor.submit = submit_here  # type: ignore[method-assign,assignment]
+    threading.Thread.start = start_not  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+        threading.Thread.start = start  # type: ignore[method-assign]
 
 
 def _tensor(dtype: str, shape: tuple[int, ...], bits: np.ndarray) -> torch.Tensor:
@@ -207,7 +297,7 @@ def _untied(
 def _key(
     parameters: Mapping[str, torch.Tensor], checkpoint: Mapping[str, StoredTensor], engine: str
 ) -> str:
-    lines = [engine]
+    lines = [_RULES, engine]
     lines += [f"{name} {stored[0]} {stored[1]}" for name, stored in checkpoint.items()]
     lines += [f"{name} {one.dtype} {tuple(one.shape)}" for name, one in parameters.items()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,89 @@
+"""Tensors that a loader makes from weights, and loaders that copy in threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from rose_engines.errors import UnsupportedEngine
+from rose_engines.safetensors import StoredTensor
+from rose_engines.sglang.layout import derive
+
+NAME = "kv_b_proj.weight"
+BITS = np.arange(1, 17, dtype=np.uint16)
+CHECKPOINT: dict[str, StoredTensor] = {NAME: ("BF16", (4, 4), BITS)}
+
+
+class Latent(torch.nn.Module):
+    """A model whose loader absorbs a projection, as MLA's does."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.kv_b_proj = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+        self.w_kc: torch.Tensor | None = None
+        self.table = torch.ones(4)
+        self.post()
+
+    def post(self) -> None:
+        if self.kind in {"rebinds", "stays"}:
+            self.w_kc = self.kv_b_proj.weight.detach().t().contiguous()
+        if self.kind == "writes":
+            self.table.add_(1)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, given in weights:
+            if self.kind == "pool":
+                with ThreadPoolExecutor() as pool:
+                    pool.submit(parameters[name].data.copy_, given).result()
+            elif self.kind == "thread":
+                thread = threading.Thread(target=parameters[name].data.copy_, args=(given,))
+                thread.start()
+                thread.join()
+            else:
+                parameters[name].data.copy_(given)
+        if self.kind != "stays":
+            self.post()
+
+
+def boxes(kind: str) -> tuple[object, ...]:
+    model = Latent(kind)
+    return derive(model, dict(model.named_parameters()), CHECKPOINT)[NAME]
+
+
+def test_a_model_without_such_tensors_is_laid_out() -> None:
+    assert len(boxes("plain")) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"), [("rebinds", "w_kc"), ("stays", "w_kc"), ("writes", "table")]
+)
+def test_what_a_loader_makes_from_weights_is_refused_by_its_path(kind: str, path: str) -> None:
+    with pytest.raises(UnsupportedEngine, match=f"keeps '{path}', which its loader makes"):
+        boxes(kind)
+
+
+def test_what_was_there_before_is_put_back() -> None:
+    """A captured graph reads the old memory."""
+    model = Latent("rebinds")
+    old = model.w_kc
+    with pytest.raises(UnsupportedEngine):
+        derive(model, dict(model.named_parameters()), CHECKPOINT)
+    assert model.w_kc is old
+
+
+def test_copies_in_a_pool_of_threads_are_seen() -> None:
+    assert boxes("pool") == boxes("plain")
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(threading.get_ident).result() != threading.get_ident()
+
+
+def test_a_loader_with_threads_of_its_own_is_refused() -> None:
+    with pytest.raises(UnsupportedEngine, match="copies in a thread of its own"):
+        boxes("thread")
