@@ -136,12 +136,6 @@ class LeaseSpec(ApiModel):
     rules = (
         _immutable("poolRef"),
         _immutable("poolRefs"),
-        Rule(
-            "!self.poolRefs.exists(one, one.namespace == self.poolRef.namespace && "
-            "one.name == self.poolRef.name)",
-            "poolRefs must name other pools than poolRef",
-            ".poolRefs",
-        ),
         _immutable("model"),
         _immutable("engineClass"),
         Rule(
@@ -233,8 +227,8 @@ class LeaseSpec(ApiModel):
 
     @property
     def pools(self) -> tuple[PoolReference, ...]:
-        """Every pool to borrow from."""
-        return (self.pool_ref, *self.pool_refs)
+        """Every pool to borrow from, once."""
+        return tuple({ref.key: ref for ref in (self.pool_ref, *self.pool_refs)}.values())
 
 
 class SlotTotals(ApiModel):

@@ -50,10 +50,6 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec.engineArguments": {"dtype": "bfloat16", "disable-radix-cache": ""}},
         {"spec.engineArguments": {"dtype": "bfloat16", "model-path": "/etc"}},
     ),
-    ("RolloutLease", "poolRefs must name other pools than poolRef"): (
-        {"spec.poolRefs": [{"namespace": "default", "name": "other"}]},
-        {"spec.poolRefs": [{"namespace": "default", "name": "chat"}]},
-    ),
     ("RolloutLease", "gpusPerSlot must be 1"): (
         {"spec.gpusPerSlot": 1},
         {"spec.gpusPerSlot": 2},
