@@ -26,6 +26,7 @@ from rose_agent import node_verbs
 from rose_agent.devices.errors import DeviceError
 from rose_agent.devices.opening import open_or_idle
 from rose_agent.errors import AgentError, BadConfiguration
+from rose_agent.guard import devices_access
 from rose_agent.guard.inspect import inspection
 from rose_agent.guard.loop import Guard, Settings
 from rose_agent.metrics import REGISTRY
@@ -147,7 +148,8 @@ async def _run(options: argparse.Namespace, factory: socket.socket) -> None:
         operator = _operator(options, guard) if options.operator else []
         for runner in await _serve(guard, options):
             stack.push_async_callback(runner.cleanup)
-        parts = (guard.run, guard.pods.run, readers.run, *operator)
+        access = partial(devices_access.keep, guard.on_no_devices, devices)
+        parts = (guard.run, guard.pods.run, readers.run, access, *operator)
         tasks = [asyncio.create_task(part()) for part in parts]
         stack.push_async_callback(_ended, tasks)
         await _until_told(tasks)
