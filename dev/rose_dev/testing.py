@@ -91,6 +91,11 @@ def node(node_session: NodeSession) -> Node:
 @pytest.fixture
 def gpu_node(node_session: NodeSession) -> Node:
     """The same with eight GPUs behind NVIDIA's own programs (``rose_dev.gpu_node``)."""
+    return with_gpus(node_session)
+
+
+def with_gpus(node_session: NodeSession) -> Node:
+    """The session's node as the machine of the tests with GPUs."""
     if not node_session.ours and profile_of(node_session.node) != MACHINE:
         pytest.skip(f"a node of yours is up with other GPUs than {MACHINE}")
     return node_session.ensure(MACHINE)

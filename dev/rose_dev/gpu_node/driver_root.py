@@ -82,12 +82,18 @@ def lay_out(root: Path, profile: str, trees: list[Path]) -> State:
     real = folder / f"libnvidia-ml.so.{machine.driver}"
     shutil.copy(library(), real)
     (folder / SONAME).symlink_to(real.name)
-    files = {f"nvidia{index}": (_NVIDIA_MAJOR, index) for index in range(machine.count)}
+    make_device_files(root / "dev", profile)
+    return State.create(state_file(root), machine, seed="rose-dev")
+
+
+def make_device_files(folder: Path, profile: str) -> None:
+    """Those of the GPUs and those that all share, as udev would make them."""
+    files = {f"nvidia{index}": (_NVIDIA_MAJOR, index) for index in range(PROFILES[profile].count)}
     for name, numbers in {**files, **_FILES}.items():
-        path = root / "dev" / name
+        path = folder / name
+        path.unlink(missing_ok=True)
         os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(*numbers))
         path.chmod(0o666)
-    return State.create(state_file(root), machine, seed="rose-dev")
 
 
 def _copy_programs(tree: Path, folder: Path, programs: Path) -> None:

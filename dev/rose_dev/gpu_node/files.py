@@ -85,6 +85,20 @@ def toolkit(binaries: dict[str, Path]) -> str:
 """
 
 
+def own_devices(place: Place) -> str:
+    """A shell script that gives the node a layer of its own over the machine's ``/dev``."""
+    layer = place.run / "private" / "dev"
+    mounted = "pts shm mqueue"
+    return f"""set -e
+mkdir -p {layer}/upper {layer}/work {layer}/whole
+mount -t overlay -o lowerdir=/dev,upperdir={layer}/upper,workdir={layer}/work dev {layer}/whole
+for name in {mounted}; do
+  if mountpoint -q /dev/$name; then mount --bind /dev/$name {layer}/whole/$name; fi
+done
+mount --rbind {layer}/whole /dev
+"""
+
+
 def runtime_wrapper(configuration: Path, binary: Path) -> str:
     """A script that gives the runtime its own configuration, as the toolkit's container does."""
     return f'#!/bin/sh\nexport XDG_CONFIG_HOME={configuration}\nexec {binary} "$@"\n'

@@ -66,8 +66,9 @@ class GpuNode:
         root = self._cluster.root()
         driver = root / driver_root.ROOT.relative_to("/")
         driver_root.lay_out(driver, self.profile, trees).close()
+        self._cluster.sandbox.run(["sh", "-c", files.own_devices(place := self._cluster.place)])
+        driver_root.make_device_files(root / "dev", self.profile)
         self._write_specifications(binaries)
-        place = self._cluster.place
         configuration = self._folder / "nvidia-container-runtime"
         configuration.mkdir(parents=True)
         (configuration / "config.toml").write_text(files.toolkit(binaries))
