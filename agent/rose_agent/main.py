@@ -149,7 +149,7 @@ async def _run(options: argparse.Namespace, factory: socket.socket) -> None:
         for runner in await _serve(guard, options):
             stack.push_async_callback(runner.cleanup)
         access = partial(devices_access.keep, guard.on_no_devices, devices)
-        parts = (guard.run, guard.pods.run, readers.run, access, *operator)
+        parts: tuple[Part, ...] = (guard.run, guard.pods.run, readers.run, access, *operator)
         tasks = [asyncio.create_task(part()) for part in parts]
         stack.push_async_callback(_ended, tasks)
         await _until_told(tasks)
