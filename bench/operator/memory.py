@@ -168,4 +168,5 @@ def _settings() -> Settings:
         stores={"main": "store:7446"},
         token="bench",  # noqa: S106  # nobody listens
         identity="bench",
+        tenancy=False,
     )

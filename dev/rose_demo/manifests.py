@@ -36,10 +36,10 @@ _SHIM = f"{PACKAGES}/rose_engines/sglang/paths/cpu"
 
 
 def namespaces() -> list[Object]:
-    """The serving owner's and the RL team's namespace."""
+    """ROSE's namespace, the serving owner's and the RL team's."""
     return [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
-        for name in (SERVING, RESEARCH)
+        for name in (SYSTEM, SERVING, RESEARCH)
     ]
 
 
@@ -161,6 +161,20 @@ def store() -> list[Object]:
         "spec": {"selector": {"app": "rose-weights"}, "ports": [{"port": STORE_PORT}]},
     }
     return [deployment("rose-weights", SYSTEM, pod), service]
+
+
+def policy() -> Object:
+    """The platform's word: what the RL team may lease."""
+    return {
+        "apiVersion": "rose-gpu.dev/v1alpha1",
+        "kind": "TenantPolicy",
+        "metadata": {"name": RESEARCH},
+        "spec": {
+            "namespaces": {"names": [RESEARCH]},
+            "runs": [{"storeName": "main", "names": [RUN]}],
+            "pools": [f"{SERVING}/{POOL}"],
+        },
+    }
 
 
 def pool(options: Options) -> Object:

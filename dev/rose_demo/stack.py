@@ -137,6 +137,7 @@ class Stack:
         """
         self.node.up(gpus=2, say=self._say)
         self._apply(manifests.namespaces())
+        self._apply([self._grant_tenants()])
         self._apply([manifests.serving(self.engines)])
         values = self._scratch / "values.json"
         values.write_bytes(msgspec.json.encode(manifests.chart_values(self.options, self.engines)))
@@ -144,8 +145,9 @@ class Stack:
         place = ["--namespace", SYSTEM, "--create-namespace"]
         self.node.helm("install", "rose", chart, *place, "--values", str(values))
         self.step("ROSE installed with helm")
-        self._apply([self._grant_tenants(), *manifests.store()])
-        self._apply([manifests.pool(self.options), manifests.lease(self.options, self.engines)])
+        self._apply(manifests.store())
+        self._apply([manifests.policy(), manifests.pool(self.options)])
+        self._apply([manifests.lease(self.options, self.engines)])
         self._apply(dedicated(self.options, self.engines))
         self.step("replicas, store, dedicated engine, pool and lease applied")
 

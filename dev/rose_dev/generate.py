@@ -64,7 +64,7 @@ def api_page() -> str:
     """The API reference."""
     parts = [
         f"# API reference\n\n<!-- {NOTE} -->\n",
-        "Group `rose-gpu.dev/v1alpha1`, namespaced, category `rose` "
+        "Group `rose-gpu.dev/v1alpha1`, category `rose` "
         "(`kubectl get rose -A`). Samples: `crds/samples/`. Who decides what: "
         "[operator.md](operator.md).\n",
     ]
@@ -77,6 +77,8 @@ def _kind_section(kind: Kind) -> str:
     doc = " ".join((kind.model.__doc__ or "").split())
     lines = [f"## {kind.name} (`{kind.short}`)\n", f"{doc}\n"]
     for part, model in (("spec", kind.spec), ("status", kind.status)):
+        if model is None:
+            continue
         lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
         lines += [_row(*field) for field in _fields(structural(model), part)]
         lines.append("")

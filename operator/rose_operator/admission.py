@@ -13,14 +13,21 @@ from typing import Generic, TypeVar
 
 from pydantic import ValidationError
 
-from rose_core.api import PoolMode, Reason, RolloutLease, RolloutSlot, ServingPool
+from rose_core.api import (
+    PoolMode,
+    Reason,
+    RolloutLease,
+    RolloutSlot,
+    ServingPool,
+    TenantPolicy,
+)
 from rose_core.api.arguments import refusals
 from rose_core.api.poollending import AutoscalerCheck
 from rose_core.lending.autoscalers import Autoscaler
 from rose_operator.object_cache import Raw
 from rose_operator.weight_stores import Runs, may_follow
 
-KindT = TypeVar("KindT", ServingPool, RolloutLease, RolloutSlot)
+KindT = TypeVar("KindT", ServingPool, RolloutLease, RolloutSlot, TenantPolicy)
 
 
 @dataclass(frozen=True)

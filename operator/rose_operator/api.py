@@ -19,6 +19,7 @@ from lightkube.generic_resource import (
     GenericGlobalResource,
     GenericNamespacedResource,
     create_api_info,
+    create_global_resource,
     create_namespaced_resource,
 )
 from lightkube.types import PatchType
@@ -67,6 +68,10 @@ class _Node(GenericGlobalResource):
     _api_info = create_api_info("", "v1", "Node", "nodes")
 
 
+class _Namespace(GenericGlobalResource):
+    _api_info = create_api_info("", "v1", "Namespace", "namespaces")
+
+
 class _Autoscaler(GenericNamespacedResource):
     _api_info = create_api_info(
         "autoscaling", "v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers"
@@ -95,6 +100,8 @@ class Kind(Enum):
     CORDONED = "CordonedNode"
     AUTOSCALER = "HorizontalPodAutoscaler"
     SCALED_OBJECT = "ScaledObject"
+    POLICY = "TenantPolicy"
+    NAMESPACE = "Namespace"
 
 
 RESOURCES: dict[Kind, Any] = {
@@ -109,6 +116,8 @@ RESOURCES: dict[Kind, Any] = {
     Kind.CORDONED: _Node,
     Kind.AUTOSCALER: _Autoscaler,
     Kind.SCALED_OBJECT: _ScaledObject,
+    Kind.POLICY: create_global_resource(GROUP, VERSION, "TenantPolicy", "tenantpolicies"),
+    Kind.NAMESPACE: _Namespace,
 }
 _EVERYWHERE = frozenset({Kind.POOL, Kind.LEASE, Kind.AUTOSCALER, Kind.SCALED_OBJECT})
 # Node objects are large: a page of them must not stop the loop for long.
@@ -141,8 +150,8 @@ class Api:
     async def list(self, kind: Kind) -> tuple[list[Raw], int]:
         """Every object of a kind and the resource version of the listing.
 
-        Pools, leases and autoscalers of all namespaces, nodes; slots, Deployments and Services of
-        ROSE's own, the latter two only those the operator made.
+        Pools, leases and autoscalers of all namespaces; nodes, policies, namespaces; slots,
+        Deployments and Services of ROSE's own, the latter two only those the operator made.
 
         Raises:
             ApiUnavailable, ApiRefused: as everywhere in this class.
@@ -172,7 +181,7 @@ class Api:
     def _scope(self, kind: Kind) -> dict[str, Any]:
         if kind in _EVERYWHERE:
             return {"namespace": "*"}
-        if kind is Kind.NODE:
+        if kind in {Kind.NODE, Kind.POLICY, Kind.NAMESPACE}:
             return {}
         if kind is Kind.CORDONED:
             return {"fields": {"spec.unschedulable": "true"}}

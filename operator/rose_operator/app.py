@@ -47,7 +47,7 @@ from rose_operator.settings import Settings
 from rose_operator.sync import SyncService
 from rose_operator.telemetry import Telemetry
 from rose_operator.typed_objects import Reader
-from rose_operator.watches import watch_kinds, watch_routers
+from rose_operator.watches import watch_kinds, watch_others
 from rose_wire.observability import pages
 from rose_wire.rpc import Server
 from rose_wire.services import NOTICES, SYNC
@@ -65,7 +65,8 @@ _REST = 2.0
 _MOST_QUIET_SECONDS = 2.0
 _SOON_SECONDS = 1.0
 # Kinds whose new objects and generations are somebody's wish.
-_ASKED_FOR = frozenset({Kind.POOL, Kind.LEASE})
+_ASKED_FOR = frozenset({Kind.POOL, Kind.LEASE, Kind.POLICY})
+_OF_TENANCY = frozenset({Kind.POLICY, Kind.NAMESPACE})
 
 
 class Operator:
@@ -80,6 +81,7 @@ class Operator:
         self.stores = {
             kind: Store(self.changed.set, *([self.asked.set] if kind in _ASKED_FOR else []))
             for kind in Kind
+            if settings.tenancy or kind not in _OF_TENANCY
         }
         self.started = time.monotonic()
         self.telemetry = Telemetry(self.started)
@@ -258,13 +260,15 @@ class Operator:
             "lock": self.renewing.run(),
             "loop": self.loop(),
             "kopf": kinds,
-            "deployments": watch_routers(self.api, self.stores, Kind.DEPLOYMENT),
-            "services": watch_routers(self.api, self.stores, Kind.SERVICE),
+            "deployments": watch_others(self.api, self.stores, Kind.DEPLOYMENT),
+            "services": watch_others(self.api, self.stores, Kind.SERVICE),
             "listings": self.listings.keep(),
             "surroundings": self.surroundings.keep_listing(self.api),
             "demand": self.demands.run(),
             "cordons": self.surroundings.watch_cordons(self.api),
         }
+        if Kind.NAMESPACE in self.stores:
+            work["namespaces"] = watch_others(self.api, self.stores, Kind.NAMESPACE)
         return [asyncio.create_task(one, name=name) for name, one in work.items()]
 
     def _on_signals(self) -> None:

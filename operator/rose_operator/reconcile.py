@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rose_core import lending
-from rose_core.api import Reason, RolloutLease, RolloutSlot, ServingPool
+from rose_core.api import Reason, RolloutLease, RolloutSlot, ServingPool, TenantPolicy
+from rose_core.lending.tenancy import Tenancy
 from rose_operator import events
 from rose_operator.admission import Offer
 from rose_operator.api import Kind
@@ -80,6 +81,9 @@ class Reconciler:
         self._pools = Reader(ServingPool, self.stores[Kind.POOL])
         self._leases = Reader(RolloutLease, self.stores[Kind.LEASE])
         self._slots = Reader(RolloutSlot, self.stores[Kind.SLOT])
+        self._policies = (
+            Reader(TenantPolicy, self.stores[Kind.POLICY]) if self.settings.tenancy else None
+        )
         self._known = Knowledge(self.surroundings, Loads(), Toggles(), self.demand)
         self._snapshots = Snapshots(self._known)
         self._writer = Writer(
@@ -205,9 +209,20 @@ class Reconciler:
             offer=Offer(
                 frozenset(self.settings.stores), self.settings.engine_classes, self.settings.runs
             ),
+            tenancy=self._tenancy(),
             now=utc(self.wall()),
             monotonic=self.clock(),
         )
+
+    def _tenancy(self) -> Tenancy | None:
+        """The platform's policies as they are now; None where it has switched them off."""
+        if self._policies is None:
+            return None
+        labels = {
+            raw["metadata"]["name"]: raw["metadata"].get("labels") or {}
+            for raw in self.stores[Kind.NAMESPACE].all()
+        }
+        return Tenancy(self._policies.read().good.values(), labels)
 
     def _revisions(self) -> tuple[int, ...]:
         return tuple(store.revision for store in self.stores.values())

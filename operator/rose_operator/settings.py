@@ -31,6 +31,7 @@ class Settings:
             without a token may.
         account_keys: with which this cluster signs their tokens.
         turn_secrets: each router takes its callers' tokens from a Secret of its own.
+        tenancy: leases get only what a TenantPolicy allows their namespace.
         engine_classes: engine builds the installation offers.
         grant_seconds: TTL of a grant; ``offline_seconds`` bounds renewal without the API server.
         lock_seconds: duration of the leader Lease; it is renewed every third of it.
@@ -61,6 +62,7 @@ class Settings:
     agent_service_account: str = "rose-agent"
     router_client_ca: str = ""
     router_peer_ca: str = ""
+    tenancy: bool = True
     runs: dict[str, Runs] = field(default_factory=dict)
     turn_secrets: bool = False
     router_accounts: bool = False
@@ -96,6 +98,7 @@ def parse(argv: list[str]) -> Settings:
         router_image=found.router_image,
         stores=addresses,
         runs=runs,
+        tenancy=found.tenancy == "enforced",
         turn_secrets=found.turn_secrets,
         router_accounts=found.router_accounts,
         token=_token(found.token_file),
@@ -133,6 +136,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rose operator", description="Pools and leases to slots")
     add = parser.add_argument
     add("--namespace", default="rose-system", help="ROSE's own namespace")
+    add(
+        "--tenancy",
+        choices=["enforced", "off"],
+        default="enforced",
+        help="leases get only what a TenantPolicy allows their namespace; off: whatever they ask",
+    )
     add("--sync-address", type=flags.listener, default="0.0.0.0:7443", help="where agents dial in")
     add("--http-port", type=flags.port, default=8080, help="metrics and health; 0 picks one")
     add("--router-image", required=True, help="image of the routers")

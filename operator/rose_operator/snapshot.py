@@ -13,11 +13,11 @@ from rose_core import lending
 from rose_core.api import Desired, Reason, RolloutLease, RolloutSlot, ServingPool
 from rose_core.api.poollending import Day, TimeWindow, WhenOpen
 from rose_core.api.reasons import replica_refusal
-from rose_core.api.rolloutlease import PreemptionPolicy
 from rose_core.api.rolloutslot import Tier
 from rose_core.api.wholereplica import WholeReplica
 from rose_core.devices.capabilities import Capability
 from rose_core.devices.ownership import Proof
+from rose_core.lending import tenancy
 from rose_core.wire.sync import ReplicaReport
 from rose_operator import capabilities
 from rose_operator.admission import created, expiry, lending_pools
@@ -122,8 +122,13 @@ class Snapshots:
         reason = None if refusal is None else refusal.reason
         toggle = self._known.toggles.seconds(lease.metadata.uid)
         pools = lending_pools(lease, world.pools.good, world.pool_refusals)
-        values = reason, toggle, pools
-        made = self._leases.get(key, lease, values, lambda: _lease(lease, reason, toggle, pools))
+        takes = tenancy.preempts(lease, world.tenancy)
+        made = self._leases.get(
+            key,
+            lease,
+            (reason, toggle, pools, takes),
+            lambda: _lease(lease, reason, toggle, pools, preempts=takes),
+        )
         asked = self._known.demand(key)  # its ages move all the time
         return made if asked is None else replace(made, demand=asked)
 
@@ -216,7 +221,12 @@ def _minute(clock: str) -> int:
 
 
 def _lease(
-    lease: RolloutLease, refusal: Reason | None, toggle: float | None, pools: tuple[str, ...]
+    lease: RolloutLease,
+    refusal: Reason | None,
+    toggle: float | None,
+    pools: tuple[str, ...],
+    *,
+    preempts: bool,
 ) -> lending.Lease:
     end = expiry(lease)
     return lending.Lease(
@@ -229,7 +239,7 @@ def _lease(
         max_slots=lease.spec.slots.max,
         refusal=refusal,
         weight=lease.spec.weight,
-        preempts=lease.spec.preemption_policy is PreemptionPolicy.PREEMPT_LOWER_PRIORITY,
+        preempts=preempts,
         ends_at=end.timestamp() if end else None,
         toggle_seconds=toggle,
         suspended=lease.spec.suspend,

@@ -1,4 +1,4 @@
-"""kopf brings changes of the three kinds; a small watch of our own brings those of the routers.
+"""kopf brings changes of our kinds; a small watch of our own brings those of all others.
 
 Both only feed the stores: handlers decide nothing, set no finalizer and write nothing. kopf does
 not tell what was deleted while a watch was down: it lists again (events without a type) and goes
@@ -22,14 +22,19 @@ from rose_operator.errors import OperatorError
 from rose_operator.object_cache import Raw, Store
 
 _log = logging.getLogger(__name__)
-_PLURALS = {Kind.POOL: "servingpools", Kind.LEASE: "rolloutleases", Kind.SLOT: "rolloutslots"}
+_PLURALS = {
+    Kind.POOL: "servingpools",
+    Kind.LEASE: "rolloutleases",
+    Kind.SLOT: "rolloutslots",
+    Kind.POLICY: "tenantpolicies",
+}
 HandOver = Callable[[kopf.RawEvent, Store], None]
 # kopf is started again after this, and looks this often whether it should end.
 _AGAIN_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
 # Given, because kopf asks the system for the user's name otherwise, and an image may have none.
 _IDENTITY = "rose-operator"
-_LISTED = (*_PLURALS, Kind.DEPLOYMENT, Kind.SERVICE)
+_LISTED = (*_PLURALS, Kind.DEPLOYMENT, Kind.SERVICE, Kind.NAMESPACE)
 
 
 class _Patient:
@@ -47,7 +52,7 @@ async def list_all(api: Api, stores: dict[Kind, Store]) -> None:
     Raises:
         ApiUnavailable, ApiRefused: a listing failed; the others may have been taken over.
     """
-    for kind in _LISTED:
+    for kind in filter(stores.__contains__, _LISTED):
         items, version = await api.list(kind)
         stores[kind].replace(items, version)
 
@@ -58,6 +63,8 @@ def registry(
     """One event handler per kind."""
     handlers = kopf.OperatorRegistry()
     for kind, plural in _PLURALS.items():
+        if kind not in stores:
+            continue
         only = namespace if kind is Kind.SLOT else None
         _register(handlers, stores[kind], plural, only, hand_over)
 
@@ -163,8 +170,8 @@ def _take(event: kopf.RawEvent, store: Store, listed: Callable[[], None]) -> Non
         store.put(raw)
 
 
-async def watch_routers(api: Api, stores: dict[Kind, Store], kind: Kind) -> None:
-    """Follow the operator's Deployments or Services for ever."""
+async def watch_others(api: Api, stores: dict[Kind, Store], kind: Kind) -> None:
+    """Follow the operator's Deployments or Services, or namespaces, for ever."""
     while True:
         try:
             items, version = await api.list(kind)

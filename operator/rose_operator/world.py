@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 
 from rose_core.api import Desired, RolloutLease, RolloutSlot, ServingPool
 from rose_core.api.rolloutslot import Tier
+from rose_core.lending.tenancy import Tenancy
 from rose_core.wire.sync import ReplicaReport
 from rose_operator.admission import Offer, Parsed, Refusal, lease_refusal, pool_refusal
 from rose_operator.cluster_facts import Surroundings
@@ -27,6 +28,7 @@ class World:
         reports: pool key -> (node, report) of its replicas.
         slots_by_lease: lease uid -> its slots, leaving ones included.
         lent_in: pool key -> uids of its replicas that are lent.
+        tenancy: what the platform allows; None where it has switched that off.
         asleep_in: pool key -> how many of its replicas are lent whole, leaving ones included.
         now: wall clock; ``monotonic`` is the telemetry's clock at the same moment.
     """
@@ -41,6 +43,7 @@ class World:
     slots_by_lease: Mapping[str, Sequence[RolloutSlot]]
     lent_in: Mapping[str, frozenset[str]]
     asleep_in: Mapping[str, int]
+    tenancy: Tenancy | None
     now: datetime
     monotonic: float
 
@@ -61,6 +64,7 @@ def look(
     *,
     surroundings: Surroundings,
     offer: Offer,
+    tenancy: Tenancy | None = None,
     now: datetime,
     monotonic: float,
 ) -> World:
@@ -87,6 +91,11 @@ def look(
         for key, lease in leases.good.items()
         if (refusal := lease_refusal(lease, pools.good, pool_refusals, offer, now))
     }
+    if tenancy is not None:
+        # Leases that get nothing anyway do not count towards a namespace's caps.
+        rest = (lease for key, lease in leases.good.items() if key not in refusals)
+        answers = tenancy.judge(rest)
+        refusals |= {key: Refusal(*answer) for key, answer in answers.items()}
     return World(
         pools=pools,
         leases=leases,
@@ -98,6 +107,7 @@ def look(
         slots_by_lease=by_lease,
         lent_in={key: frozenset(uids) for key, uids in lent.items()},
         asleep_in=asleep,
+        tenancy=tenancy,
         now=now,
         monotonic=monotonic,
     )

@@ -1,7 +1,8 @@
-"""The three kinds of ``rose-gpu.dev/v1alpha1`` as typed models; ``crds/*.yaml`` comes from them.
+"""The kinds of ``rose-gpu.dev/v1alpha1`` as typed models; ``crds/*.yaml`` comes from them.
 
 - ``servingpool``: the serving owner's word; ``rolloutlease``: the RL team's word;
-  ``rolloutslot``: one borrowed share, written by the operator alone.
+  ``rolloutslot``: one borrowed share, written by the operator alone; ``tenantpolicy``: the
+  platform's word, for the whole cluster.
 - ``reasons``: conditions and their closed reasons, the same words in Events and metrics.
 - ``conditions``: how a condition changes (only when its status does).
 - ``arguments``: engine arguments an RL team may set.
@@ -25,6 +26,7 @@ from rose_core.api.reasons import ConditionType, Reason
 from rose_core.api.rolloutlease import LeaseSpec, LeaseStatus, RolloutLease
 from rose_core.api.rolloutslot import Desired, Member, RolloutSlot, SlotSpec, SlotStatus
 from rose_core.api.servingpool import PoolMode, PoolSpec, ServingPool
+from rose_core.api.tenantpolicy import TenantPolicy
 
 __all__ = [
     "EXPLAIN_ANNOTATION",
@@ -51,4 +53,5 @@ __all__ = [
     "ServingPool",
     "SlotSpec",
     "SlotStatus",
+    "TenantPolicy",
 ]

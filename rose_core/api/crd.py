@@ -15,6 +15,7 @@ from rose_core.api.rolloutlease import LeaseSpec, LeaseStatus, RolloutLease
 from rose_core.api.rolloutslot import RolloutSlot, SlotSpec, SlotStatus
 from rose_core.api.schema import structural
 from rose_core.api.servingpool import PoolSpec, ServingPool
+from rose_core.api.tenantpolicy import PolicySpec, TenantPolicy
 
 
 @dataclass(frozen=True)
@@ -37,18 +38,21 @@ class Kind:
     """Everything a CustomResourceDefinition says.
 
     Attributes:
+        status: None for a kind that nobody reports on.
+        namespaced: else one object is for the whole cluster.
         scale: what ``kubectl scale`` and autoscalers set, and what they read; of a kind with one
             integer that says how much is wanted.
     """
 
     model: type[ApiModel]
     spec: type[ApiModel]
-    status: type[ApiModel]
+    status: type[ApiModel] | None
     plural: str
     short: str
     columns: tuple[Column, ...]
     selectable: tuple[str, ...]
     scale: tuple[str, str] | None = None
+    namespaced: bool = True
 
     @property
     def name(self) -> str:
@@ -128,6 +132,23 @@ KINDS: tuple[Kind, ...] = (
         ),
         selectable=(".spec.leaseRef.namespace", ".spec.leaseRef.name", ".spec.desired"),
     ),
+    Kind(
+        model=TenantPolicy,
+        spec=PolicySpec,
+        status=None,
+        plural="tenantpolicies",
+        short="tpolicy",
+        columns=(
+            Column("Leases", ".spec.maxLeases", "integer"),
+            Column("Slots", ".spec.maxSlots", "integer"),
+            Column("Priority", ".spec.maxPriority", "integer"),
+            Column("Preempts", ".spec.mayPreempt", "boolean"),
+            _AGE,
+            Column("Namespaces", ".spec.namespaces.names", wide=True),
+        ),
+        selectable=(),
+        namespaced=False,
+    ),
 )
 
 
@@ -142,7 +163,7 @@ def definition(kind: Kind) -> dict[str, Any]:
         },
         "spec": {
             "group": GROUP,
-            "scope": "Namespaced",
+            "scope": "Namespaced" if kind.namespaced else "Cluster",
             "names": {
                 "kind": kind.name,
                 "listKind": f"{kind.name}List",
@@ -161,7 +182,7 @@ def _version(kind: Kind) -> dict[str, Any]:
         "name": VERSION,
         "served": True,
         "storage": True,
-        "subresources": {"status": {}, **_scale(kind)},
+        "subresources": {**({} if kind.status is None else {"status": {}}), **_scale(kind)},
         "additionalPrinterColumns": [column.as_dict() for column in kind.columns],
         "selectableFields": [{"jsonPath": path} for path in kind.selectable],
         "schema": {"openAPIV3Schema": _root(kind)},
@@ -186,6 +207,6 @@ def _root(kind: Kind) -> dict[str, Any]:
             "kind": {"type": "string"},
             "metadata": {"type": "object"},
             "spec": structural(kind.spec),
-            "status": structural(kind.status),
+            **({} if kind.status is None else {"status": structural(kind.status)}),
         },
     }

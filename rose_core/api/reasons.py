@@ -42,6 +42,9 @@ class Reason(StrEnum):
     ARGUMENT_NOT_ALLOWED = "ArgumentNotAllowed"
     UNKNOWN_STORE = "UnknownStore"
     RUN_NOT_ALLOWED = "RunNotAllowed"
+    NO_TENANT_POLICY = "NoTenantPolicy"
+    TENANT_POLICY_FORBIDS = "TenantPolicyForbids"
+    TENANT_CAP_REACHED = "TenantCapReached"
     GPUS_PER_SLOT_NOT_SUPPORTED = "GpusPerSlotNotSupported"
     LEASE_EXPIRED = "LeaseExpired"
     # Granting.
@@ -160,6 +163,9 @@ MEANING: dict[Reason, str] = {
     Reason.ARGUMENT_NOT_ALLOWED: "an engine argument is outside the allow-list",
     Reason.UNKNOWN_STORE: "`weights.storeName` is not on the platform's list",
     Reason.RUN_NOT_ALLOWED: "the platform does not let this namespace follow `weights.run`",
+    Reason.NO_TENANT_POLICY: "no TenantPolicy selects the lease's namespace",
+    Reason.TENANT_POLICY_FORBIDS: "the policies of its namespace do not allow what it asks for",
+    Reason.TENANT_CAP_REACHED: "older leases of its namespace use up what its policies allow",
     Reason.GPUS_PER_SLOT_NOT_SUPPORTED: "`gpusPerSlot` above 1 is refused in this version",
     Reason.LEASE_EXPIRED: "`lifetimeSeconds` have passed since the lease was made",
     Reason.ALL_SLOTS_GRANTED: "`slots.max` slots are wanted and granted",

@@ -6,16 +6,19 @@ then runs on those instead of the image made of the checkout (docs/images.md).
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rose_dev.errors import CommandFailed
 from rose_dev.node import Node
 from rose_dev.waiting import wait_until
+from rose_weights import tenants
 
 HERE = Path(__file__).parent
 CHART = HERE.parents[1] / "helm" / "rose"
@@ -44,6 +47,7 @@ def installation(node: Node, models: Path, *values: str) -> Iterator[None]:
         node.load(*(built / f"{target}.tar" for target in TARGETS))
         values += ("--set=image.perComponent=true", "--set=image.tag=built")
     where = ("rose", str(CHART), f"--namespace={SYSTEM}", "--create-namespace")
+    grant_store(node, models)
     given = (f"--values={HERE / 'values.yaml'}", f"--set=engineHost.modelsPath={models}", *values)
     try:
         try:
@@ -52,7 +56,7 @@ def installation(node: Node, models: Path, *values: str) -> Iterator[None]:
         except CommandFailed as error:
             pytest.fail("\n\n".join([str(error), *seen(node)]))
         assert "Succeeded" in tested
-        beside = (HERE / "cluster.yaml").read_text()
+        beside = (HERE / "cluster.yaml").read_text() + tenants_secret(models)
         if built.name:
             store = "command: [rose, weights"
             head, _, rest = beside.partition(store)
@@ -62,6 +66,32 @@ def installation(node: Node, models: Path, *values: str) -> Iterator[None]:
         yield
     finally:
         remove(node)
+
+
+def grant_store(node: Node, models: Path) -> None:
+    """Who may use the weight store: the team publishes, the serving cluster reads."""
+    file = models / "tenants.json"
+    if not file.exists():
+        team = tenants.grant(file, "research", publish=("grpo",), read=("grpo",))
+        (models / "team").write_text(team)
+        (models / "cluster").write_text(tenants.grant(file, "cluster", read=("*",)))
+    objects = [
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}},
+        secret(SYSTEM, "rose-store-credential", token=(models / "cluster").read_text()),
+    ]
+    node.kubectl("apply", "--filename=-", stdin="".join(f"---\n{json.dumps(o)}\n" for o in objects))
+
+
+def tenants_secret(models: Path) -> str:
+    """The store's file of tenants, as a document to apply."""
+    made = secret(RESEARCH, "store-credentials", tenants=(models / "tenants.json").read_text())
+    return f"\n---\n{json.dumps(made)}\n"
+
+
+def secret(namespace: str, name: str, **data: str) -> dict[str, Any]:
+    """A Secret with these keys."""
+    metadata = {"name": name, "namespace": namespace}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": data}
 
 
 def make_models(folder: Path) -> Path:

@@ -91,7 +91,8 @@ def busy(node: Node, models: Path) -> Iterator[None]:
     stop = Stop()
     address = field(node, "service", "weights", RESEARCH, "{.spec.clusterIP}")
     tensors = load_file(models / "tiny" / "model.safetensors")
-    with Publisher(f"{address}:7446", "grpo") as publisher:
+    credential = (models / "team").read_text()
+    with Publisher(f"{address}:7446", "grpo", token=credential) as publisher:
         publisher.wait(publisher.publish(0, tensors), 60)
         wait_for(node, "Ready")
         work = [threading.Thread(target=live, args=(node, stop))]

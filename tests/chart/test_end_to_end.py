@@ -129,7 +129,8 @@ def publish(node: Node, models: Path) -> None:
 
     address = field(node, "service", "weights", RESEARCH, "{.spec.clusterIP}")
     tensors = load_file(models / "tiny" / "model.safetensors")
-    with Publisher(f"{address}:7446", "grpo") as publisher:
+    credential = (models / "team").read_text()
+    with Publisher(f"{address}:7446", "grpo", token=credential) as publisher:
         publisher.wait(publisher.publish(0, tensors), 60)
 
 

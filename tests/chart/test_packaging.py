@@ -350,8 +350,9 @@ def test_there_is_a_role_per_kind_and_none_that_edits_slots() -> None:
     names = {item["metadata"]["name"] for item in render().all("ClusterRole")}
     assert {f"rose-{kind}-viewer" for kind in KINDS} <= names
     editors = {name for name in names if name.endswith("-editor")}
-    assert editors == {"rose-servingpool-editor", "rose-rolloutlease-editor"}
-    for name in editors:
+    platform = "rose-tenantpolicy-editor"
+    assert editors == {"rose-servingpool-editor", "rose-rolloutlease-editor", platform}
+    for name in editors - {platform}:
         labels = render().one("ClusterRole", name)["metadata"]["labels"]
         assert labels["rbac.authorization.k8s.io/aggregate-to-edit"] == "true"
 

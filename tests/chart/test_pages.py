@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rose_core.api import GROUP, RolloutLease, ServingPool
+from rose_core.api import GROUP, RolloutLease, ServingPool, TenantPolicy
 from tests.chart.rendering import CHART, Object
 
 ROOT = CHART.parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-MODELS = {"ServingPool": ServingPool, "RolloutLease": RolloutLease}
+MODELS = {one.__name__: one for one in (ServingPool, RolloutLease, TenantPolicy)}
 BLOCK = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
 VALUE = re.compile(r"--set(?:-string)?[ =]'?([A-Za-z][\w.\[\],=:]*)=")
 PROOF_FILE = re.compile(r"`(tests/[\w/]+(?:\.py|\.yaml)?)`")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import pytest
@@ -15,7 +16,7 @@ from rose_dev.waiting import wait_until
 from tests.api import objects
 from tests.api.installed import install
 from tests.api.objects import changed
-from tests.chart.rendering import EVERYTHING, HELM, Object, render
+from tests.chart.rendering import CHART, EVERYTHING, HELM, Object, render
 
 pytestmark = [
     pytest.mark.skipif(HELM is None, reason="helm is not built: rose dev build"),
@@ -68,8 +69,10 @@ def bound_to_person(role: str) -> Object:
     }
 
 
-def allowed(plane: ControlPlane, users: list[str]) -> set[tuple[str, str, str]]:
-    """(user, verb, resource) of slots that the API server would let through, in any namespace."""
+def allowed(
+    plane: ControlPlane, users: list[str], resources: Sequence[str] = RESOURCES
+) -> set[tuple[str, str, str]]:
+    """(user, verb, resource) that the API server would let through, in any namespace."""
     reviews = [
         {
             "apiVersion": "authorization.k8s.io/v1",
@@ -77,7 +80,7 @@ def allowed(plane: ControlPlane, users: list[str]) -> set[tuple[str, str, str]]:
             "spec": {"user": user, "resourceAttributes": asked(verb, resource, namespace)},
         }
         for user, verb, resource, namespace in product(
-            users, VERBS, RESOURCES, (SYSTEM, "research")
+            users, VERBS, resources, (SYSTEM, "research")
         )
     ]
     answers = plane.kubectl(
@@ -121,7 +124,7 @@ def test_of_all_that_the_chart_knows_only_the_operator_may_write_slots(
         for item in render(EVERYTHING).all("ServiceAccount")
     ]
     assert {OPERATOR, HOOK} < set(accounts)
-    assert len(people()) == 5
+    assert len(people()) == 6
     assert allowed(plane, accounts + people()) == {
         (OPERATOR, "create", "rolloutslots"),
         (OPERATOR, "patch", "rolloutslots"),
@@ -165,3 +168,42 @@ def test_not_even_an_administrator_writes_a_slot(plane: ControlPlane) -> None:
     plane.kubectl(*patch, '--patch={"metadata": {"finalizers": ["a.example/b"]}}')
     plane.kubectl(*patch, '--patch={"metadata": {"finalizers": null}}')
     plane.kubectl("delete", "rslot", "s", f"--namespace={SYSTEM}")
+
+
+def test_a_policy_is_written_by_whom_the_platform_chose_alone(plane: ControlPlane) -> None:
+    accounts = [
+        f"system:serviceaccount:{SYSTEM}:{item['metadata']['name']}"
+        for item in render(EVERYTHING).all("ServiceAccount")
+    ]
+    found = allowed(plane, accounts + people(), ("tenantpolicies", "tenantpolicies/status"))
+    assert {user for user, _, _ in found} == {"rose-tenantpolicy-editor"}
+    aggregated = [
+        item["metadata"]["name"]
+        for item in render(EVERYTHING).all("ClusterRole")
+        if any("aggregate-to" in label for label in item["metadata"]["labels"])
+    ]
+    assert "rose-tenantpolicy-editor" not in aggregated
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"spec.namespaces": {}}, "name namespaces in names, or by labels"),
+        ({"spec.minPriority": 1}, "minPriority must not exceed maxPriority"),
+        ({"spec.maxSlots": -1}, "spec.maxSlots"),
+        ({"spec.runs": [{"storeName": "main", "names": []}]}, "spec.runs[0].names"),
+        ({"spec.namespaces": {"names": ["a b"]}}, "spec.namespaces.names[0]"),
+    ],
+)
+def test_a_policy_that_says_nothing_sensible_is_refused(
+    plane: ControlPlane, changes: Object, words: str
+) -> None:
+    sample = yaml.safe_load((CHART.parents[1] / "crds/samples/tenantpolicy.yaml").read_text())
+    text = json.dumps(changed(sample, changes))
+    create = ("create", "--filename=-", "--dry-run=server")
+    if not words:
+        plane.kubectl(*create, stdin=text)
+        return
+    with pytest.raises(CommandFailed, match=re.escape(words)):
+        plane.kubectl(*create, stdin=text)

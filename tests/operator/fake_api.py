@@ -97,4 +97,4 @@ class FakeApi:
 
 
 def _key(manifest: Raw) -> str:
-    return f"{manifest['metadata']['namespace']}/{manifest['metadata']['name']}"
+    return f"{manifest['metadata'].get('namespace', '')}/{manifest['metadata']['name']}"

@@ -88,6 +88,7 @@ class OperatorProcess:
             "--cool-seconds=1",
             "--grant-seconds=60",
             "--identity=the-operator",
+            "--tenancy=off",
             *self.more,
         ]
         environment = os.environ | {"KUBECONFIG": str(self.kubeconfig)}

@@ -242,7 +242,7 @@ def _callers(arguments: argparse.Namespace) -> tuple[Identification | None, Acce
     tenants = Tenants(arguments.tenants) if arguments.tenants is not None else None
     token = flags.token(arguments.token_file)
     if tenants is None and not token and arguments.access is None:
-        if arguments.tls_client_ca is None and _is_loopback(arguments.address):
+        if arguments.tls_client_ca is None and _is_local(arguments.address):
             LOG.warning("only this machine reaches %s: all its users may do all", arguments.address)
             return None, Access(OPEN)
         raise ValueError(
@@ -263,7 +263,10 @@ def _callers(arguments: argparse.Namespace) -> tuple[Identification | None, Acce
     return Identification(tenants, token, keys, anonymous=certified), access
 
 
-def _is_loopback(address: str) -> bool:
+def _is_local(address: str) -> bool:
+    """Whether only this machine reaches it: a socket's path, or the loopback."""
+    if address.startswith(("unix:", "local:")):
+        return True
     host = address.rpartition(":")[0].strip("[]")
     return host == "localhost" or host.startswith("127.") or host == "::1"
 

@@ -1,0 +1,71 @@
+"""Tenants at the operator: what a policy does to leases, routers and slots."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rose_core.api import Reason
+from rose_operator.api import Kind
+from tests.operator.bench import SETTINGS, Bench
+
+ENFORCED = replace(SETTINGS, tenancy=True)
+
+
+def a_policy(bench: Bench, **spec: object) -> None:
+    bench.api.add(
+        Kind.POLICY,
+        {
+            "apiVersion": "rose-gpu.dev/v1alpha1",
+            "kind": "TenantPolicy",
+            "metadata": {"name": "team"},
+            "spec": {
+                "namespaces": {"matchLabels": {"team": "a"}},
+                "runs": [{"storeName": "main", "names": ["*"]}],
+                **spec,
+            },
+        },
+    )
+
+
+def a_namespace(bench: Bench, **labels: str) -> None:
+    bench.api.add(Kind.NAMESPACE, {"metadata": {"name": "default", "labels": labels}})
+
+
+async def test_without_a_policy_a_lease_gets_neither_slot_nor_router() -> None:
+    bench = Bench(settings=ENFORCED)
+    bench.pool()
+    bench.lease()
+    bench.report()
+    await bench.turn(2)
+    assert bench.reason() == Reason.NO_TENANT_POLICY
+    assert bench.slots() == []
+    assert bench.api.all(Kind.DEPLOYMENT) == []
+
+
+async def test_a_policy_lets_it_lease_and_one_that_is_withdrawn_takes_all_back() -> None:
+    bench = Bench(settings=ENFORCED)
+    a_namespace(bench, team="a")
+    a_policy(bench)
+    bench.pool()
+    bench.lease()
+    bench.report()
+    await bench.turn(2)
+    assert len(bench.slots()) == 1
+    a_namespace(bench, team="b")
+    for _ in range(2):
+        bench.report()
+        await bench.turn()
+    assert bench.reason() == Reason.NO_TENANT_POLICY
+    assert bench.slots() == []
+
+
+async def test_nobody_ranks_himself_first() -> None:
+    bench = Bench(settings=ENFORCED)
+    a_namespace(bench, team="a")
+    a_policy(bench)
+    bench.pool()
+    bench.lease(spec__priority=1000, spec__router={"replicas": 6})
+    bench.report()
+    await bench.turn(2)
+    assert bench.reason() == Reason.TENANT_POLICY_FORBIDS
+    assert bench.api.all(Kind.DEPLOYMENT) == []
