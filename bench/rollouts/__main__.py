@@ -35,7 +35,8 @@ NOTES = (
     "after 2 s; where each parameter is from: rose_core/simulate/paper.py",
     "bound: the longest trajectory of each step, were it alone on an engine that is never shut; "
     "the parts of a step are of the trajectory that ends it",
-    "reward of an episode is drawn by its name: the traces hold no answers",
+    "reward (drawn): right or wrong by a draw with a chance of 0.8 less a twentieth per thousand "
+    "tokens, at least 0.2, not by any answer: the traces hold none",
     "inclusion: both pools run for as many steps of training, because in equal time the slower one "
     "makes too few for anything to grow too old; alone = production's policy, nothing borrowed",
 )

@@ -140,7 +140,7 @@ def strata(found: Found, seed: int, into: Strata) -> None:
         right = reward(fate.session, fate.tokens, seed)
         keys = (
             ("length", length_bucket(fate.tokens)),
-            ("reward", "right" if right else "wrong"),
+            ("reward (drawn)", "right" if right else "wrong"),
             ("staleness", str(fate.stale)),
         )
         for key in keys:

@@ -49,12 +49,11 @@ def ledger_of(
 ) -> Ledger:
     """The ledger of one lease; open time beyond the granted is a counter's skew and left out."""
     told = beside or Beside()
-    most = max(told.accepted, told.correct)
     return Ledger(
         dedicated=GpuTime(told.dedicated_ms, told.dedicated_ms),
         borrowed=GpuTime(lent_ms, min(lent_ms, open_ms)),
         tokens=Tokens(tokens),
-        trajectories=Trajectories(most, most, told.accepted, told.correct),
+        trajectories=Trajectories(None, None, told.accepted, told.correct),
         serving=serving or ServingImpact(),
         weight_bytes=weight_bytes,
     )

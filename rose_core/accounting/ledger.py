@@ -82,19 +82,28 @@ class Tokens:
         return self.produced - self.redone - self.discarded
 
 
+def _sum(one: int | None, other: int | None) -> int | None:
+    """With something unknown in it the sum is unknown."""
+    return None if one is None or other is None else one + other
+
+
 @dataclass(frozen=True)
 class Trajectories:
-    """Trajectories by how far they came; each number contains the next."""
+    """Trajectories by how far they came; each number contains the next.
 
-    started: int = 0
-    finished: int = 0
+    Attributes:
+        started, finished: ``None`` = unknown: a lease's reports do not count them.
+    """
+
+    started: int | None = 0
+    finished: int | None = 0
     accepted: int = 0
     correct: int = 0
 
     def __add__(self, other: Trajectories) -> Trajectories:
         return Trajectories(
-            self.started + other.started,
-            self.finished + other.finished,
+            _sum(self.started, other.started),
+            _sum(self.finished, other.finished),
             self.accepted + other.accepted,
             self.correct + other.correct,
         )

@@ -25,7 +25,6 @@ from rose_core.api.common import (
     RunName,
     StatusBase,
 )
-from rose_core.rollouts.views import PolicyName
 
 ArgumentValue = Annotated[str, Field(max_length=64)]
 
@@ -100,6 +99,17 @@ class Weights(ApiModel):
     )
 
 
+class RouterPolicy(StrEnum):
+    """How an engine is chosen for a turn: the rules of ``rollouts.policies`` that do not bias."""
+
+    JOINT = "joint"
+    ROSE_PAPER = "rose-paper"
+    ROSE_PAPER_DEDICATED = "rose-paper-dedicated"
+    CACHE_AWARE = "cache-aware"
+    LEAST_LOADED = "least-loaded"
+    FIXED = "fixed"
+
+
 class RouterSettings(ApiModel):
     """Settings of the lease's router."""
 
@@ -112,8 +122,9 @@ class RouterSettings(ApiModel):
         le=86_400,
         description="Longest wait of a turn for an engine; below the shortest time-out of callers.",
     )
-    policy: PolicyName = Field(
-        default=PolicyName.JOINT, description="How an engine is chosen for a turn (docs/router.md)."
+    policy: RouterPolicy = Field(
+        default=RouterPolicy.JOINT,
+        description="How an engine is chosen for a turn (docs/router.md).",
     )
     max_age_versions: int | None = Field(
         default=None,

@@ -135,6 +135,10 @@ class PolicyName(StrEnum):
     LATE_TO_BORROWED = "late-to-borrowed"
 
 
+BIASED = frozenset({PolicyName.LONG_TO_BORROWED, PolicyName.LATE_TO_BORROWED})
+"""Rules that bias training by what they do; benchmarks compare with them, no lease may ask."""
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """Knobs of placement.

@@ -13,6 +13,7 @@ from rose_core.rollouts.admission import Queue
 from rose_core.rollouts.placement import Policy, PolicyName
 from rose_core.rollouts.quorum import Quorum
 from rose_core.rollouts.terms import LeaseTerms
+from rose_core.rollouts.views import BIASED
 from rose_core.rollouts.watch import Patience
 from rose_router.config import Settings
 from rose_router.listener import Limits
@@ -24,7 +25,7 @@ from rose_wire.service_accounts import ServiceAccounts
 LOG = logging.getLogger(__name__)
 
 ACCOUNT_KEYS = "ROSE_ACCOUNT_KEYS"
-
+_POLICIES = [name.value for name in PolicyName if name not in BIASED]
 Add = Callable[..., object]
 """``add_argument`` of a group."""
 
@@ -100,7 +101,7 @@ def _about_owners(add: Add) -> None:
 
 
 def _about_placement(add: Add, defaults: Settings) -> None:
-    add("--policy", choices=[name.value for name in PolicyName], default=PolicyName.JOINT.value,
+    add("--policy", choices=_POLICIES, default=PolicyName.JOINT.value,
         help="how an engine is chosen for a turn")  # fmt: skip
     add("--max-staleness", type=count, default=1, help="publishes an engine may lag behind")
     add("--max-age", type=count,

@@ -171,6 +171,14 @@ def test_a_lease_becomes_turns(installed: Node, tmp_path: Path) -> None:
     uninstall(node)
 
 
+def test_a_prometheus_is_there_to_ask_every_panel() -> None:
+    """Without one ``every_panel_shows_something`` checks nothing, inside a longer test."""
+    found = prometheus.find("prometheus")
+    if found is None:
+        pytest.skip("no Prometheus (rose dev build): no panel of the dashboards was checked")
+    assert found.is_file()
+
+
 def every_right_is_used(node: Node) -> None:
     """Each process runs with the chart's own rights; what it did not need must be explained."""
     rendered = render(yaml.safe_load((HERE / "values.yaml").read_text()))
@@ -184,7 +192,7 @@ def every_right_is_used(node: Node) -> None:
 def every_panel_shows_something(node: Node, folder: Path) -> None:
     """A real Prometheus scrapes the pods while turns run; then it answers every dashboard."""
     if prometheus.find("prometheus") is None:
-        return  # rose dev build provides it
+        return  # ``test_a_prometheus_is_there_to_ask_every_panel`` says so
     from rose_trainer import metrics as trainer_metrics  # noqa: PLC0415  # torch
 
     pods = node.kubectl("get", "pods", f"--namespace={SYSTEM}", "--output=json")

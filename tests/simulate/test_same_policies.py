@@ -10,8 +10,10 @@ import pytest
 import yaml
 
 from rose_core.api import RolloutLease
+from rose_core.api.rolloutlease import RouterPolicy
 from rose_core.rollouts.prospects import Deadline
 from rose_core.rollouts.terms import LeaseTerms, Policies, policies_of
+from rose_core.rollouts.views import BIASED, PolicyName
 from rose_core.simulate.regimes import RULES
 from rose_core.simulate.router import Router
 from rose_core.simulate.scenario import Regime
@@ -67,6 +69,14 @@ def test_a_lease_that_names_no_age_has_the_deadline_of_its_staleness(staleness: 
 
 def test_a_lease_that_names_an_age_has_that_deadline() -> None:
     assert in_production(lease(1, max_age=6)).prospects.deadline == Deadline(publishes=6)
+
+
+def test_a_lease_may_ask_for_every_rule_that_does_not_bias_training_and_for_no_other() -> None:
+    offered = {policy.value for policy in RouterPolicy}
+    assert offered == {name.value for name in PolicyName} - {name.value for name in BIASED}
+    for name in BIASED:
+        with pytest.raises(SystemExit):
+            parser().parse_args(["--lease=a/b", f"--policy={name.value}"])
 
 
 def test_rule_and_staleness_are_the_leases_whatever_the_platform_tunes() -> None:
