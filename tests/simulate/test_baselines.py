@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 import rose_core.rollouts.dispatch
-import rose_core.rollouts.prospects
 import rose_core.rollouts.residency
+import rose_core.rollouts.terms
 from rose_core.simulate import router
 from rose_core.simulate.possible import impossible
 from rose_core.simulate.regimes import RULES
@@ -29,7 +29,7 @@ def test_every_regime_has_rules() -> None:
 
 def test_the_queue_and_the_memory_of_trajectories_are_productions() -> None:
     assert vars(router)["next_turn"] is rose_core.rollouts.dispatch.next_turn
-    assert vars(router)["Prospects"] is rose_core.rollouts.prospects.Prospects
+    assert vars(router)["Policies"] is rose_core.rollouts.terms.Policies
     assert vars(router)["Residents"] is rose_core.rollouts.residency.Residents
 
 

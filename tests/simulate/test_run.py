@@ -54,7 +54,7 @@ def test_lending_helps_a_starved_job() -> None:
 
 
 def test_a_lost_engine_costs_the_paper_tokens_and_us_none() -> None:
-    failures = [{"kind": "engine", "at_s": 30 + n, "target": n % 3} for n in range(50)]
+    failures = [{"kind": "engine", "at_s": 30 + 4 * n, "target": n % 3} for n in range(14)]
     told = scenario(failures=failures)
     ours, paper = outcome(told, Regime.OURS), outcome(told, Regime.ROSE_PAPER)
     keep = outcome(told, Regime.ROSE_PAPER_KEEP)
