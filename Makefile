@@ -66,7 +66,7 @@ test-gpu-node: cluster  ## the chart on a node with eight GPUs that are not ther
 	$(CONTAINED) $(BIN)/pytest -v -n 0 tests/gpu_node $(ARGS)
 
 unit: venv  ## what needs neither engine nor cluster
-	$(CONTAINED) --limit 1500 $(BIN)/pytest -n 2 --dist loadfile -m "not engine and not cluster" $(AGAIN) $(ARGS)
+	$(CONTAINED) --limit 2100 $(BIN)/pytest -n 2 --dist loadfile -m "not engine and not cluster" $(AGAIN) $(ARGS)
 
 check: venv  ## lint, types, layers, spelling, drift of generated files
 	$(BIN)/ruff check .

@@ -37,7 +37,13 @@ SLOT: dict[str, Any] = {
         "weights": {"storeName": "main", "run": "grpo", "maxStalenessVersions": 1},
     },
 }
-KINDS = {"ServingPool": POOL, "RolloutLease": LEASE, "RolloutSlot": SLOT}
+TENANT = {
+    "apiVersion": "rose-gpu.dev/v1alpha1",
+    "kind": "TenantPolicy",
+    "metadata": {"name": "research"},
+    "spec": {"namespaces": {"names": ["research"]}},
+}
+KINDS = {"ServingPool": POOL, "RolloutLease": LEASE, "RolloutSlot": SLOT, "TenantPolicy": TENANT}
 
 
 def changed(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from lightkube import ApiError, Client
-from lightkube.generic_resource import create_namespaced_resource
+from lightkube.generic_resource import create_global_resource, create_namespaced_resource
 from lightkube.types import PatchType
 
 from rose_core.api.crd import KINDS as DEFINITIONS
@@ -13,8 +13,10 @@ from rose_core.api.schema import structural
 from rose_dev.generate import rules
 from tests.api.objects import KINDS, SLOT, changed
 
-RESOURCES = {
-    kind.name: create_namespaced_resource("rose-gpu.dev", "v1alpha1", kind.name, kind.plural)
+RESOURCES: dict[str, Any] = {
+    kind.name: (create_namespaced_resource if kind.namespaced else create_global_resource)(
+        "rose-gpu.dev", "v1alpha1", kind.name, kind.plural
+    )
     for kind in DEFINITIONS
 }
 
@@ -49,6 +51,14 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
     ("RolloutLease", "engineArguments has a name that is not on the allow-list"): (
         {"spec.engineArguments": {"dtype": "bfloat16", "disable-radix-cache": ""}},
         {"spec.engineArguments": {"dtype": "bfloat16", "model-path": "/etc"}},
+    ),
+    ("TenantPolicy", "name namespaces in names, or by labels in matchLabels"): (
+        {"spec.namespaces": {"matchLabels": {"team": "a"}}},
+        {"spec.namespaces": {}},
+    ),
+    ("TenantPolicy", "minPriority must not exceed maxPriority"): (
+        {"spec.minPriority": -1},
+        {"spec.minPriority": 1},
     ),
     ("RolloutLease", "gpusPerSlot must be 1"): (
         {"spec.gpusPerSlot": 1},
