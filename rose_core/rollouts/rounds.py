@@ -1,27 +1,31 @@
-"""Tail batching: short rounds start more prompts than they train on; the stragglers wait together.
+"""Tail batching: short rounds start more than they train on; the stragglers wait together.
 
-A synchronous step lasts as long as its longest trajectory. Rounds are of two kinds: a *short* one
-starts a surplus of prompts and ends as soon as a batch of them is ready; those that are not are
-*deferred*, as whole groups. Once a batch of them has gathered, a *long* round runs them alone, to
-the end, so that no prompt is deferred twice and long answers are trained on as often as short ones.
+A synchronous step lasts as long as its longest trajectory. Rounds are of two kinds (RollPacker,
+arXiv 2509.21009). A *short* one speculates: it starts a surplus of prompts, and of trajectories of
+each, keeps the first ``members`` of the first ``batch`` prompts and ends. Prompts that are not
+ready then are *deferred*, as whole groups. Once a batch of them has gathered, a *long* round runs
+them alone, without any surplus and to the end. So no prompt is deferred twice, and prompts with
+long answers are trained on as often as those with short ones.
 
-A *group* is the ``members`` trajectories of one prompt; it is ready when ``need`` of them ended.
-To take fewer than all is a filter by length inside the group, and so is off unless asked for.
+A *group* is the trajectories of one prompt; it is ready when ``members`` of them ended. Those that
+a short round started beyond these are *cut*: nobody samples them again. The first to end are the
+short ones, so this is a filter by length inside the group. It is off unless asked for
+(``member_surplus``); prompts of long rounds are free of it.
 
 | prompt | on | next |
 |---|---|---|
 | (none) | ``begin`` while a round is open | running |
-| running | ``finished`` for the ``need``-th member | ready |
+| running | ``finished`` for as many as ``members``; its others are cut | ready |
 | running | its short round has a batch: ``Closing.deferred`` | deferred |
 | (none) | ``put_off``: an earlier run of the trainer had deferred it | deferred |
 | ready | its round closes: ``Closing.batch`` | trained |
 | deferred | ``open`` makes a long round: ``Opening.resumed`` | running |
 | running, ready, deferred | ``drop`` | dropped |
 
-| round | opened when | starts | closes when |
+| round | opened when | starts | closes when ready are |
 |---|---|---|---|
-| short | fewer than ``batch`` are deferred | ``Shape.started`` prompts | ``batch`` are ready |
-| long | at least ``batch`` are, or no prompt is left to draw | the oldest of them | all are ready |
+| short | fewer than ``batch`` are deferred | ``started`` x ``started_members`` | ``batch`` |
+| long | ``batch`` are, or none is left to draw | oldest ``batch`` x ``members`` | all |
 
 Every prompt that was begun is trained or dropped exactly once, or still counted as under way.
 Next step: ``rose_trainer.rounds`` drives it for a trainer, ``simulate.job`` on virtual time.
@@ -50,47 +54,56 @@ class Shape:
 
     Attributes:
         batch: prompts trained on in a round.
-        members: trajectories of a prompt.
-        need: how many of them make it ready; None = all.
+        members: trajectories of a prompt that are trained on.
         surplus: prompts that a short round starts beyond the batch, as a share of it.
+        member_surplus: trajectories that it starts beyond ``members`` for each prompt, likewise.
+            RollPacker's eta is 1 + surplus for both.
     """
 
     batch: int
     members: int
-    need: int | None = None
     surplus: float = 0.25
+    member_surplus: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse sizes that no round could have."""
         if self.batch < 1 or self.members < 1:
             message = f"batch {self.batch} and members {self.members} must be at least 1"
             raise InvalidRound(message)
-        if self.need is not None and not 1 <= self.need <= self.members:
-            message = f"need {self.need} is not between 1 and the {self.members} members"
-            raise InvalidRound(message)
-        if self.surplus < 0:
-            message = f"surplus {self.surplus:g} is below 0"
-            raise InvalidRound(message)
-
-    @property
-    def enough(self) -> int:
-        """Members that make a group ready."""
-        return self.need or self.members
+        for name, share in (("surplus", self.surplus), ("member_surplus", self.member_surplus)):
+            if not 0 <= share < math.inf:
+                message = f"{name} {share:g} must be 0 or more, and finite"
+                raise InvalidRound(message)
 
     @property
     def started(self) -> int:
         """Prompts that a short round runs."""
-        return self.batch + math.ceil(self.batch * self.surplus)
+        return _with_surplus(self.batch, self.surplus)
+
+    @property
+    def started_members(self) -> int:
+        """Trajectories that a short round runs for each of them."""
+        return _with_surplus(self.members, self.member_surplus)
+
+
+def _with_surplus(count: int, share: float) -> int:
+    # Rounded first, because 70 * 0.1 is 7.000000000000001 and would start an eighth.
+    return count + math.ceil(round(count * share, 9))
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A round that begins: run the resumed prompts anew, draw so many fresh ones."""
+    """A round that begins: run the resumed prompts anew, draw so many fresh ones.
+
+    Attributes:
+        members: trajectories to start for each prompt.
+    """
 
     number: int
     kind: Kind
     resumed: tuple[str, ...]
     fresh: int
+    members: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +197,7 @@ class Rounds:
         if last or len(self._deferred) >= self.shape.batch:
             return self._open_long()
         self._kind, self._fresh = Kind.SHORT, self.shape.started
-        return Opening(self._number, Kind.SHORT, (), self._fresh)
+        return Opening(self._number, Kind.SHORT, (), self._fresh, self.shape.started_members)
 
     def _open_long(self) -> Opening:
         self._kind, self._fresh = Kind.LONG, 0
@@ -192,7 +205,7 @@ class Rounds:
         for prompt in resumed:
             del self._deferred[prompt]
             self._running[prompt] = 0
-        return Opening(self._number, Kind.LONG, resumed, 0)
+        return Opening(self._number, Kind.LONG, resumed, 0, self.shape.members)
 
     def begin(self, prompt: str) -> None:
         """A fresh prompt was drawn for the open round; its name must be new.
@@ -221,12 +234,12 @@ class Rounds:
         """A member of the prompt's group has ended; the closing when that ends the round.
 
         A member of a group that is ready, deferred or dropped changes nothing: it was under way
-        when that happened.
+        when that happened. The caller stops those of a ready group that are under way still.
         """
         if prompt not in self._running:
             return None
         self._running[prompt] += 1
-        if self._running[prompt] < self.shape.enough:
+        if self._running[prompt] < self.shape.members:
             return None
         del self._running[prompt]
         self._ready.append(prompt)

@@ -10,7 +10,8 @@ A training step takes ``batch`` accepted groups, lasts ``train_s`` and publishes
 Which ones: in the order in which they finished, as trainers do, or the oldest first
 (``rollouts.consumption``). The bound on starts is AReaL's. With tail batching the
 groups are started, put off and taken by ``rollouts.rounds`` instead; a group that is put off is
-sampled anew in its long round, and what it has written is discarded.
+sampled anew in its long round, and what it has written is discarded, as is what a short round's
+surplus members have written when their group is ready.
 
 A trainer that *awaits* its weights starts groups only when its dedicated engines have what it
 published; one that does not starts them in the second in which it publishes, and engines that are
@@ -44,11 +45,15 @@ class JobFacts:
     surplus: float | None = None
     oldest_first: bool = False
     awaits_weights: bool = False
+    member_surplus: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of one trajectory: in a batch or dropped, and how stale it was then."""
+    """What became of one trajectory: in a batch, dropped or cut, and how stale it was then.
+
+    One that was cut has the tokens that it would have written; inclusion is by length.
+    """
 
     session: str
     tokens: int
@@ -80,6 +85,7 @@ class JobCounts:
     accepted_tokens: int = 0
     discarded_tokens: int = 0
     deferred: int = 0
+    cut: int = 0
     steps: int = 0
     step_s: list[float] = field(default_factory=list)
     finish_s: list[float] = field(default_factory=list)
@@ -121,7 +127,7 @@ class Job:
         facts = self._facts
         most = (facts.staleness + self.version + 1) * facts.batch
         while self._groups < most:
-            self._begin(self._drawn())
+            self._begin(self._drawn(facts.members))
 
     def _start_round(self, rounds: Rounds) -> None:
         if rounds.kind is not None or self._training:
@@ -132,25 +138,26 @@ class Job:
         for name in opening.resumed:
             put_off = self._named.pop(name)
             again = Group(put_off.number, self._facts.members, self.version)
-            again.episodes = put_off.episodes
+            # Any of them do: a group's episodes are drawn alike, and which ended is not looked at.
+            again.episodes = put_off.episodes[: opening.members]
             self._named[name] = again
             self._begin(again)
         for _ in range(opening.fresh):
-            one = self._drawn()
+            one = self._drawn(opening.members)
             self._named[str(one.number)] = one
             rounds.begin(str(one.number))
             self._begin(one)
 
-    def _drawn(self) -> Group:
+    def _drawn(self, members: int) -> Group:
         """A fresh prompt."""
         self._groups += 1
         self._drawn_ever += 1  # a number of its own: ``_groups`` goes back when one is dropped
-        one = Group(self._drawn_ever, self._facts.members, self.version)
-        one.episodes = group(self._pool, self._facts.members, self._draw)
+        one = Group(self._drawn_ever, members, self.version)
+        one.episodes = group(self._pool, members, self._draw)
         return one
 
     def _begin(self, one: Group) -> None:
-        self.counts.started += self._facts.members
+        self.counts.started += len(one.episodes)
         if self._rounds is None:
             self._under_way[one.number] = one.oldest
         for member, episode in enumerate(one.episodes):
@@ -193,6 +200,8 @@ class Job:
         self.counts.finished += 1
         self.counts.finish_s.append(self._clock.now_s)
         if self._rounds is not None:
+            if len(one.members) == self._facts.members:
+                self._cut(one)
             closing = self._rounds.finished(str(one.number))
             if closing is not None:
                 self._close(closing)
@@ -201,11 +210,22 @@ class Job:
             self._ready.append(one)
             self._train()
 
+    def _cut(self, one: Group) -> None:
+        """A group is ready: the members that it did not need stop; nobody samples them again."""
+        late, one.under_way = one.under_way, []
+        for trajectory in late:
+            self.counts.cut += 1
+            self.counts.finished += 1
+            self.counts.discarded_tokens += trajectory.withdraw(self._router)
+            stale = self.version - one.oldest
+            fate = Fate(trajectory.session, trajectory.planned, trained=False, stale=stale)
+            self.counts.fates.append(fate)
+
     def _close(self, closing: Closing) -> None:
         """The round is over: what is put off stops, the batch is trained on."""
         for put_off in closing.deferred:
             one = self._named[put_off.prompt]
-            self.counts.deferred += self._facts.members
+            self.counts.deferred += len(one.episodes)
             self.counts.discarded_tokens += one.tokens
             for trajectory in one.under_way:
                 self.counts.discarded_tokens += trajectory.withdraw(self._router)
@@ -277,18 +297,24 @@ class Job:
 
 
 def _shape(facts: JobFacts) -> Shape:
-    return Shape(facts.batch, facts.members, surplus=facts.surplus or 0.0)
+    surplus = facts.surplus or 0.0
+    return Shape(facts.batch, facts.members, surplus, facts.member_surplus)
 
 
 class Trajectory:
     """One trajectory: its turns one after the other, with the environment between them."""
 
     def __init__(self, job: Job, one: Group, session: str, episode: Episode, number: int) -> None:
-        self._job, self._group, self._session, self._episode = job, one, session, episode
+        self._job, self._group, self.session, self._episode = job, one, session, episode
         self._number = number
         self._index = self._context = self._tokens = 0
         self._oldest = one.oldest
         self._turn: Turn | None = None
+
+    @property
+    def planned(self) -> int:
+        """Tokens that it writes when nobody stops it."""
+        return sum(turn.output for turn in self._episode)
 
     def next(self) -> None:
         """Ask for the next turn, or end."""
@@ -296,14 +322,14 @@ class Trajectory:
             self._oldest = min([self._oldest, *self._turn.versions])
             self._tokens += self._turn.output
         if self._index >= len(self._episode):
-            self._job.finished(self._group, self, self._session, self._tokens, self._oldest)
+            self._job.finished(self._group, self, self.session, self._tokens, self._oldest)
             return
         planned = self._episode[self._index]
         self._index += 1
         self._context += planned.new
         before = self._turn
         group = str(self._group.number)
-        turn = Turn(self._session, self._context, planned.output, 0, self.next, group, self._number)
+        turn = Turn(self.session, self._context, planned.output, 0, self.next, group, self._number)
         if before is not None:
             turn.home, turn.cached = before.home, before.cached
             turn.home_version = before.home_version

@@ -105,6 +105,8 @@ def _job(
         yield "dedicated", "nothing would ever compute in the fixed pool"
     if job.surplus is not None and job.staleness:
         yield "surplus", "tail batching is for synchronous steps: staleness must be 0"
+    if job.member_surplus and job.surplus is None:
+        yield "member_surplus", "only tail batching has short rounds: give a surplus too, 0 or more"
     if job.surplus is not None and job.oldest_first:
         yield (
             "oldest_first",

@@ -132,6 +132,8 @@ class RolloutJob(Strict):
             tools take seconds; a game answers at once.
         surplus: tail batching (``rollouts.rounds``): prompts that a short round starts beyond its
             batch, as a share of it; None = off.
+        member_surplus: with ``surplus``: trajectories that a short round starts beyond ``group``
+            for each prompt, as a share of it; it keeps the first ``group`` of them.
         oldest_first: the trainer takes the oldest groups and waits for those whose last chance it
             is (``rollouts.consumption``); otherwise those that finished first.
         awaits_weights: new groups begin when the dedicated engines have what was published
@@ -155,6 +157,7 @@ class RolloutJob(Strict):
     dedicated_cap: Count = 32
     gap_scale: Annotated[float, Field(ge=0)] = 1.0
     surplus: Annotated[float, Field(ge=0, le=4)] | None = None
+    member_surplus: Annotated[float, Field(ge=0, le=4)] = 0.0
     oldest_first: bool = False
     awaits_weights: bool = False
 

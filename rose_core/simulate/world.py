@@ -214,6 +214,7 @@ class World:
             job.surplus,
             job.oldest_first,
             job.awaits_weights,
+            job.member_surplus,
         )
         one = Job(
             self.clock,

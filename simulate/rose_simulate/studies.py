@@ -155,9 +155,11 @@ STUDIES: Mapping[str, Study] = {
     ),
     "tail": Study(
         "(g) tail batching",
-        ("tail-off", "tail-on"),
-        "Synchronous steps; with it, short rounds start a quarter more prompts than they train on, "
-        "and what is late waits for a long round. What is put off is sampled anew and counted as "
+        ("tail-off", "tail-on", "tail-whole"),
+        "Synchronous steps. `tail-on`: short rounds start a quarter more prompts than they train "
+        "on, and what is late waits for a long round. `tail-whole` is RollPacker's rule: a quarter "
+        "more responses of each prompt too, of which the first are kept; long rounds start no more "
+        "than they train on. What is put off is sampled anew; that and what is cut count as "
         "discarded.",
         (Regime.FIXED, Regime.OURS),
     ),

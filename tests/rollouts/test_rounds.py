@@ -1,11 +1,14 @@
 """Tail batching: which prompts a round starts, trains on and puts off; each counted once."""
 
 import random
+from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rose_core.rollouts.errors import InvalidRound
-from rose_core.rollouts.rounds import Closing, Kind, Rounds, Shape
+from rose_core.rollouts.rounds import Closing, Kind, Opening, Rounds, Shape
 
 
 def _begun(rounds: Rounds, *names: str) -> None:
@@ -14,7 +17,7 @@ def _begun(rounds: Rounds, *names: str) -> None:
 
 
 def _ready(rounds: Rounds, name: str) -> Closing | None:
-    closings = [rounds.finished(name) for _ in range(rounds.shape.enough)]
+    closings = [rounds.finished(name) for _ in range(rounds.shape.members)]
     assert closings[:-1] == [None] * (len(closings) - 1)
     return closings[-1]
 
@@ -79,15 +82,37 @@ def test_members_that_end_after_their_group_was_put_off_change_nothing() -> None
     assert [one.prompt for one in rounds.deferred] == ["b"]
 
 
-def test_first_k_of_n_is_off_unless_asked_for() -> None:
-    assert Shape(batch=1, members=8).enough == 8
-    rounds = Rounds(Shape(batch=1, members=3, need=2, surplus=0.0))
-    rounds.open()
+def test_a_short_round_starts_a_surplus_of_trajectories_and_keeps_the_first_of_them() -> None:
+    rounds = Rounds(Shape(batch=1, members=2, surplus=0.0, member_surplus=0.5))
+    opening = rounds.open()
+    assert opening is not None
+    assert opening.members == 3
     rounds.begin("a")
     assert rounds.finished("a") is None
     closing = rounds.finished("a")
     assert closing is not None
     assert closing.batch == ("a",)
+    assert rounds.finished("a") is None, "the third came too late and is cut"
+
+
+def test_no_surplus_of_trajectories_is_started_unless_asked_for() -> None:
+    assert Shape(batch=1, members=8).started_members == 8
+
+
+def test_a_long_round_does_not_speculate() -> None:
+    rounds = Rounds(Shape(batch=1, members=2, surplus=1.0, member_surplus=1.0))
+    rounds.open()
+    _begun(rounds, "a", "b")
+    _ready(rounds, "a")
+    opening = rounds.open()
+    assert opening is not None
+    assert (opening.kind, opening.resumed, opening.members) == (Kind.LONG, ("b",), 2)
+
+
+def test_a_surplus_is_a_share_rounded_up_and_not_by_the_error_of_a_float() -> None:
+    shape = Shape(batch=70, members=16, surplus=0.1, member_surplus=0.25)
+    assert (shape.started, shape.started_members) == (77, 20)
+    assert Shape(batch=3, members=3, surplus=0.1).started == 4
 
 
 def test_a_dropped_prompt_is_counted_and_does_not_hold_the_round_up() -> None:
@@ -139,48 +164,92 @@ def test_what_the_states_do_not_allow_is_refused_by_name() -> None:
     rounds.begin("a")
     with pytest.raises(InvalidRound, match="'a' is under way already"):
         rounds.begin("a")
-    with pytest.raises(InvalidRound, match="need 3 is not between 1 and the 2 members"):
-        Shape(batch=1, members=2, need=3)
+    with pytest.raises(InvalidRound, match=r"member_surplus -0\.5 must be 0 or more"):
+        Shape(batch=1, members=2, member_surplus=-0.5)
     with pytest.raises(InvalidRound, match="at least 1"):
         Shape(batch=0, members=2)
-    with pytest.raises(InvalidRound, match="below 0"):
+    with pytest.raises(InvalidRound, match="surplus -1 must be 0 or more"):
         Shape(batch=1, members=2, surplus=-1.0)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_every_prompt_is_trained_or_dropped_exactly_once(seed: int) -> None:
-    draw = random.Random(seed)
-    rounds = Rounds(Shape(batch=4, members=3, surplus=0.5))
-    begun = 0
-    trained: list[str] = []
-    dropped: list[str] = []
-    put_off: dict[str, int] = {}
-    for turn in range(40):
-        opening = rounds.open(last=turn > 30)
+SHAPES = st.builds(
+    Shape,
+    batch=st.integers(1, 5),
+    members=st.integers(1, 4),
+    surplus=st.floats(0, 2),
+    member_surplus=st.floats(0, 2),
+)
+
+
+@dataclass
+class Played:
+    """What a job of random lengths did; the rules below are asserted of it."""
+
+    rounds: Rounds
+    begun: int = 0
+    trained: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    put_off: dict[str, int] = field(default_factory=dict)
+    long_prompts: set[str] = field(default_factory=set)
+
+    def round(self, draw: random.Random, *, last: bool, losses: float) -> bool:
+        opening = self.rounds.open(last=last)
         if opening is None:
-            break
-        live = list(opening.resumed)
-        for _ in range(opening.fresh):
-            begun += 1
-            rounds.begin(str(begun))
-            live.append(str(begun))
+            return False
+        fresh = [str(self.begun + n + 1) for n in range(opening.fresh)]
+        self.begun += len(fresh)
+        _begun(self.rounds, *fresh)
+        left = dict.fromkeys([*opening.resumed, *fresh], opening.members)
+        ended = dict.fromkeys(left, 0)
         closing = None
         while closing is None:
-            name = draw.choice(live)
-            if draw.random() < 0.02:
-                live.remove(name)
-                ready = name in rounds._ready
-                closing = rounds.drop(name)
-                dropped.append(name)
-                assert not ready or name not in trained
+            name = draw.choice([one for one in left if left[one]])
+            if draw.random() < losses:
+                left.pop(name)
+                self.dropped.append(name)
+                closing = self.rounds.drop(name)
             else:
-                closing = rounds.finished(name)
-        trained += closing.batch
+                left[name] -= 1
+                ended[name] += 1
+                closing = self.rounds.finished(name)
+        self.check(opening, closing, ended)
+        return True
+
+    def check(self, opening: Opening, closing: Closing, ended: dict[str, int]) -> None:
+        shape = self.rounds.shape
+        assert len(closing.batch) <= shape.batch
+        assert all(ended[name] >= shape.members for name in closing.batch)
+        assert all(ended[one.prompt] < shape.members for one in closing.deferred)
+        if opening.kind is Kind.LONG:
+            assert not closing.deferred
+            assert opening.members == shape.members
+            self.long_prompts |= set(opening.resumed)
+        self.trained += closing.batch
         for one in closing.deferred:
-            put_off[one.prompt] = put_off.get(one.prompt, 0) + 1
-    assert len(set(trained)) == len(trained)
-    assert set(trained) | set(dropped) == set(map(str, range(1, begun + 1)))
-    assert not set(trained) & set(dropped)
-    assert max(put_off.values()) == 1
-    tally = rounds.tally
-    assert (tally.begun, tally.trained, tally.dropped) == (begun, len(trained), len(dropped))
+            self.put_off[one.prompt] = self.put_off.get(one.prompt, 0) + 1
+
+
+@given(shape=SHAPES, seed=st.integers(0, 2**32), losses=st.sampled_from([0.0, 0.02, 0.3]))
+def test_every_prompt_is_trained_or_dropped_exactly_once_and_put_off_at_most_once(
+    shape: Shape, seed: int, losses: float
+) -> None:
+    draw = random.Random(seed)
+    played = Played(Rounds(shape))
+    for _ in range(12):
+        played.round(draw, last=False, losses=losses)
+    while played.round(draw, last=True, losses=losses):
+        pass
+    trained, dropped = set(played.trained), set(played.dropped)
+    assert len(played.trained) == len(trained)
+    assert len(played.dropped) == len(dropped)
+    assert not trained & dropped
+    assert trained | dropped == set(map(str, range(1, played.begun + 1)))
+    assert set(played.put_off.values()) <= {1}
+    assert set(played.put_off) == played.long_prompts
+    tally = played.rounds.tally
+    assert (tally.begun, tally.trained, tally.dropped, tally.under_way) == (
+        played.begun,
+        len(trained),
+        len(dropped),
+        0,
+    )

@@ -24,7 +24,7 @@ from tests.simulate.worlds import MATERIAL, scenario
 
 END_S = 90
 # Marked in docs/studies.md: not run again since trainers wait.
-NOT_YET = {"freshness-0", "table1-8b-short", "tail-off", "tail-on"}
+NOT_YET = {"freshness-0", "table1-8b-short"}
 SLOW_S = 6  # from a publish to dedicated engines that have it
 
 

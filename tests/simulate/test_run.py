@@ -119,7 +119,30 @@ def test_tail_batching_trains_every_prompt_and_discards_what_it_put_off() -> Non
     assert all(trained.count(name) == members for name in set(trained)), "no prompt twice"
 
 
+def test_a_surplus_of_responses_is_cut_counted_and_never_trained_on() -> None:
+    told = _job(staleness=0, batch_groups=2, surplus=0.5, member_surplus=0.5)
+    world = World(told, RULES[Regime.OURS], 1, MATERIAL)
+    world.clock.run(round(told.seconds * SECOND))
+    job, members = world.jobs["grpo"], told.jobs[0].group
+    counts = job.counts
+    assert counts.steps > 2
+    assert counts.cut > 0
+    assert counts.started == counts.finished + job.inside
+    cut = {fate.session for fate in counts.fates if not fate.trained}
+    assert len(cut) == counts.cut
+    trained = [fate.session for fate in counts.fates if fate.trained]
+    assert not cut & set(trained)
+    prompts = [session.partition(".")[0] for session in trained]
+    assert all(prompts.count(name) == members for name in set(prompts)), "no prompt twice"
+
+
 def test_tail_batching_is_refused_where_steps_overlap() -> None:
     (where, reason), *_ = impossible(_job(staleness=1, surplus=0.5))
     assert where == ("jobs", 0, "surplus")
     assert "staleness must be 0" in reason
+
+
+def test_a_surplus_of_responses_without_rounds_is_refused() -> None:
+    (where, reason), *_ = impossible(_job(staleness=0, member_surplus=0.25))
+    assert where == ("jobs", 0, "member_surplus")
+    assert "give a surplus too" in reason

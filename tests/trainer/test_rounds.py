@@ -96,3 +96,18 @@ async def test_what_is_put_off_is_told_between_two_batches() -> None:
     told = [list(batches.put_off) async for _ in batches]
     assert told[0] == [2]
     assert told[-1] == []
+
+
+async def test_of_more_responses_than_are_trained_on_the_first_stay_and_the_rest_are_cut() -> None:
+    log: list[tuple[str, int]] = []
+    slow = {2}
+    rollout = _rollout(lambda n: 100.0 if n in slow else 1.0, log)
+    shape = Shape(2, 2, surplus=0.5, member_surplus=0.5)
+    found = [batch async for batch in Batches(range(3), rollout, shape)]
+    assert [batch.kind for batch in found] == [Kind.SHORT, Kind.LONG]
+    # The third member of each would have ended a millisecond later.
+    assert found[0].groups == [(0, ["0.0", "0.1"]), (1, ["1.0", "1.1"])]
+    assert [log.count(("cancelled", prompt)) for prompt in (0, 1, 2)] == [1, 1, 3]
+    # Three began in the short round; the long one starts only those that it trains on.
+    assert log.count(("began", 2)) == 3 + 2
+    assert found[1].groups == [(2, ["2.0", "2.1"])]

@@ -2,8 +2,8 @@
 
 The trainer gives its prompts and a coroutine that samples one trajectory through the router; it
 gets batches of whole groups, stragglers having been put off to rounds of their own
-(``rose_core.rollouts.rounds`` holds the state and the reasons). A member that is put off is
-cancelled; its connection closes, and the router ends the turn on its engine.
+(``rose_core.rollouts.rounds`` holds the state and the reasons). A trajectory that is put off or cut
+is cancelled; its connection closes, and the router ends the turn on its engine.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Batches(Generic[Prompt, Sample]):
         for prompt in put_off:
             self._rounds.put_off(self._named(prompt))
         self._last = False
+        self._members = 0
         self.failures: list[tuple[Prompt, BaseException]] = []
 
     @property
@@ -83,6 +84,7 @@ class Batches(Generic[Prompt, Sample]):
         """One batch per round, until no prompt is left; a group dropped whole leaves it smaller."""
         try:
             while (opening := self._rounds.open(last=self._last)) is not None:
+                self._members = opening.members
                 closing = self._fill(opening.fresh)
                 for name in opening.resumed:
                     self._start(name)
@@ -110,8 +112,8 @@ class Batches(Generic[Prompt, Sample]):
 
     def _start(self, name: str) -> None:
         group = self._groups[name]
-        members = range(self._rounds.shape.members)
-        group.tasks = [asyncio.ensure_future(self._rollout(group.prompt, n)) for n in members]
+        starts = (self._rollout(group.prompt, member) for member in range(self._members))
+        group.tasks = [asyncio.ensure_future(start) for start in starts]
 
     async def _next(self) -> Closing | None:
         """Wait for a trajectory; tell the rounds of those that have ended."""
@@ -136,8 +138,8 @@ class Batches(Generic[Prompt, Sample]):
             return self._rounds.drop(name)
         group.samples.append(task.result())
         closing = self._rounds.finished(name)
-        if len(group.samples) >= self._rounds.shape.enough:
-            await self._stop([group])
+        if len(group.samples) >= self._rounds.shape.members:
+            await self._stop([group])  # what a short round started beyond them is cut
         return closing
 
     async def _close(self, closing: Closing) -> Batch[Prompt, Sample]:
