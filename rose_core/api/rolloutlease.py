@@ -164,6 +164,11 @@ class LeaseSpec(ApiModel):
             "gpusPerSlot must be 1: a slot has one GPU in this version",
             ".gpusPerSlot",
         ),
+        Rule(
+            "self.preemptionPolicy != 'Never' || self.slots.min > 0",
+            "preemptionPolicy Never says nothing while slots.min is 0: only a minimum preempts",
+            ".preemptionPolicy",
+        ),
     )
 
     pool_ref: PoolReference = Field(description="The pool to borrow from.")

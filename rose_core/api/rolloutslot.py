@@ -101,6 +101,14 @@ class SlotWeights(ApiModel):
 class SlotSharing(ApiModel):
     """How the engine shares its GPU, copied from the pool."""
 
+    rules = (
+        Rule(
+            "self.compute == 'MPS' || (self.computePercent == 30 && !has(self.busyComputePercent))",
+            "computePercent and busyComputePercent need compute MPS: otherwise there are no shares",
+            ".computePercent",
+        ),
+    )
+
     compute: Compute = Field(
         default=Compute.TIME_SLICE, description="How the GPU's time is shared."
     )

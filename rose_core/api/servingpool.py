@@ -126,6 +126,13 @@ class PoolSpec(ApiModel):
             "maxComputePercent must not exceed 90 with compute MPS: serving needs a share too",
             ".maxComputePercent",
         ),
+        Rule(
+            "has(self.slo) || (self.lending.breaker.whenOpen == 'Hold' && "
+            "self.lending.breaker.cooldownSeconds == 600)",
+            "lending.breaker needs slo: it opens when live traffic misses that; beside "
+            "maxLatencyIncreasePercent alone each node's guard stops by itself",
+            ".lending.breaker",
+        ),
         *WHOLE_REPLICA_RULES,
     )
 

@@ -72,6 +72,10 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec.lending": {"maxReplicasPerNode": 1}},
         {"spec.lending": {"maxReplicasPerNode": 1, "maxReplicasPercent": 0}},
     ),
+    ("ServingPool", "lending.breaker needs slo"): (
+        {"spec.slo": {"ttftMilliseconds": 500}, "spec.lending.breaker.whenOpen": "Return"},
+        {"spec.maxLatencyIncreasePercent": 5, "spec.lending.breaker.whenOpen": "Return"},
+    ),
     ("ServingPool", "wholeReplica needs lending.forecast"): (
         {"spec.wholeReplica": TROUGH, "spec.lending": BY_DAY},
         {"spec.wholeReplica": TROUGH},
@@ -96,6 +100,10 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec.slots": {"min": 2, "max": 2}},
         {"spec.slots": {"min": 3, "max": 2}},
     ),
+    ("RolloutLease", "preemptionPolicy Never says nothing while slots.min is 0"): (
+        {"spec.preemptionPolicy": "Never", "spec.slots": {"min": 1, "max": 2}},
+        {"spec.preemptionPolicy": "Never", "spec.slots": {"min": 0, "max": 2}},
+    ),
     ("RolloutLease", "contextTokens must not exceed kvTokens"): (
         {"spec.contextTokens": 1024, "spec.kvTokens": 1024},
         {"spec.contextTokens": 1025, "spec.kvTokens": 1024},
@@ -103,6 +111,10 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
     ("RolloutSlot", "MultiNodeReplica"): (
         {"spec.members": [MEMBER]},
         {"spec.members": [MEMBER, MEMBER | {"node": "n1"}]},
+    ),
+    ("RolloutSlot", "computePercent and busyComputePercent need compute MPS"): (
+        {"spec.sharing": {"compute": "MPS", "computePercent": 50, "busyComputePercent": 20}},
+        {"spec.sharing": {"busyComputePercent": 20}},
     ),
     ("RolloutSlot", "releaseReason is given exactly when desired is Released"): (
         {"spec.desired": "Released", "spec.releaseReason": "Preempted"},
