@@ -195,6 +195,7 @@ class LeaseClient:
         trained: Mapping[str, float] | None = None,
         dropped: Mapping[str, float] | None = None,
         withdrawn: Sequence[str] = (),
+        cut: Sequence[str] = (),
     ) -> None:
         """Say what became of trajectories: the router's bias meter knows by nothing else.
 
@@ -202,14 +203,15 @@ class LeaseClient:
             trained: session keys and rewards of those trained on.
             dropped: the same of those that were too old or of unknown version.
             withdrawn: keys of those that nobody needs any more.
+            cut: keys of those that were too late for their group: dropped, with no reward known.
         """
         said = {
             "trained": list(trained or ()),
-            "dropped": list(dropped or ()),
+            "dropped": [*(dropped or ()), *cut],
             "withdrawn": list(withdrawn),
             "rewards": {**(trained or {}), **(dropped or {})},
         }
-        if not (trained or dropped or withdrawn):
+        if not (trained or dropped or withdrawn or cut):
             return
         patience = aiohttp.ClientTimeout(total=_HINT_SECONDS)
         for attempt in range(_REPORTS):

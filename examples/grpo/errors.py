@@ -4,6 +4,7 @@ TrainerError
 ├── TurnRefused     the lease's URL says the request itself is wrong; trying again does not help
 ├── MalformedReply  an answer without the tokens, log-probs or versions a trainer needs
 ├── OutOfTime       the time limit came before the turn was complete
+├── RoundTooLarge  a short round starts more groups than may be in flight
 └── ModelMismatch   the model folder does not fit the task
 """
 
@@ -22,6 +23,10 @@ class MalformedReply(TrainerError):
 
 class OutOfTime(TrainerError):
     """The time limit came before the turn was complete."""
+
+
+class RoundTooLarge(TrainerError):
+    """A short round starts more groups at once than ``--concurrency`` allows."""
 
 
 class ModelMismatch(TrainerError):

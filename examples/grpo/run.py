@@ -45,6 +45,9 @@ class Settings:
         per_step, group_size: groups per gradient step, trajectories per group.
         max_age: highest age of a trajectory at consumption, in publishes.
         concurrency: most groups in flight.
+        rounds: steps are rounds of tail batching instead of overlapping (``grpo.rounds``).
+        surplus, member_surplus: groups and trajectories of each that a short round starts beyond
+            those of a step, as shares of them; without effect otherwise.
         publish_every: steps per published version.
         evaluate_seconds: time between evaluations on the fixed tasks.
     """
@@ -59,6 +62,9 @@ class Settings:
     publish_every: int = 1
     evaluate_seconds: float = 20.0
     seed: int = 0
+    rounds: bool = False
+    surplus: float = 0.25
+    member_surplus: float = 0.25
 
 
 @dataclass

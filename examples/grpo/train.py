@@ -2,6 +2,7 @@
 
 Sampling, learning and publishing overlap: turns stay in flight while a step is computed in a
 thread, and each step's weights go out at once; the engines take them up between two iterations.
+With ``--rounds`` they do not overlap: a step takes one round of tail batching (``grpo.rounds``).
 The run ends at the time limit (or on SIGINT/SIGTERM) with a final evaluation. An unreachable
 router is waited for; a refused turn ends the run with exit code 1.
 """
@@ -14,21 +15,24 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Protocol
 
 import aiohttp
 import torch
 
 from examples.grpo.client import LeaseClient
-from examples.grpo.errors import OutOfTime, TrainerError
+from examples.grpo.errors import OutOfTime, RoundTooLarge, TrainerError
 from examples.grpo.evaluate import Evaluation
 from examples.grpo.progress import Progress
 from examples.grpo.publishing import RosePublisher, Weights
-from examples.grpo.rollouts import Sampler
+from examples.grpo.rollouts import Group, Sampler, SamplerStatistics
+from examples.grpo.rounds import RoundSampler
 from examples.grpo.run import Run, Settings, begin
 from rose_trainer.errors import TrainerLibraryError
+from rose_trainer.rounds import Shape
 from rose_wire import flags
 
 _KNOBS: dict[str, Callable[[str], float]] = {
@@ -41,7 +45,24 @@ _KNOBS: dict[str, Callable[[str], float]] = {
     "publish_every": flags.one_or_more,
     "evaluate_seconds": flags.above_zero,
     "seed": flags.count,
+    "surplus": flags.amount,
+    "member_surplus": flags.amount,
 }
+
+
+class Source(Protocol):
+    """Where groups come from."""
+
+    statistics: SamplerStatistics
+
+    async def take(self) -> Sequence[Group]:
+        """Wait for what one step takes."""
+
+    async def report(self, groups: Sequence[Group]) -> None:
+        """Say that these are trained on, and what became of the others since the last time."""
+
+    async def close(self) -> None:
+        """End everything in flight."""
 
 
 async def train(
@@ -50,7 +71,7 @@ async def train(
     """Run until the time limit or ``stop``.
 
     Raises:
-        TrainerError: turns are refused or malformed, or the model does not fit.
+        TrainerError: turns are refused or malformed, or model or rounds do not fit.
     """
     torch.set_num_threads(1)
     torch.manual_seed(settings.seed)
@@ -58,7 +79,7 @@ async def train(
     run = begin(settings, weights, progress)
     await asyncio.to_thread(run.publish)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        sampler = _sampler(run, LeaseClient(url, session, deadline, counters=run.counters))
+        sampler = _source(run, LeaseClient(url, session, deadline, counters=run.counters))
         reason = await _until_over(run, sampler, stop, deadline)
     await asyncio.to_thread(run.report_published, wait=True)
     evaluation = await asyncio.to_thread(run.evaluate, final=True)
@@ -69,8 +90,17 @@ async def train(
     return evaluation
 
 
-def _sampler(run: Run, client: LeaseClient) -> Sampler:
+def _source(run: Run, client: LeaseClient) -> Source:
     settings = run.settings
+    if settings.rounds:
+        return RoundSampler(
+            client,
+            shape=_shape(settings),
+            bound=settings.max_age,
+            head=lambda: run.head,
+            seed=settings.seed,
+            tell=run.progress.write,
+        )
     return Sampler(
         client,
         group_size=settings.group_size,
@@ -82,7 +112,19 @@ def _sampler(run: Run, client: LeaseClient) -> Sampler:
     )
 
 
-async def _until_over(run: Run, sampler: Sampler, stop: asyncio.Event, deadline: float) -> str:
+def _shape(settings: Settings) -> Shape:
+    surplus, members = settings.surplus, settings.member_surplus
+    shape = Shape(settings.per_step, settings.group_size, surplus, members)
+    if shape.started > settings.concurrency:
+        message = (
+            f"a short round starts {shape.started} groups at once, --concurrency allows "
+            f"{settings.concurrency}: raise it, or lower --per-step or --surplus"
+        )
+        raise RoundTooLarge(message)
+    return shape
+
+
+async def _until_over(run: Run, sampler: Source, stop: asyncio.Event, deadline: float) -> str:
     """Sample and learn; returns why it ended."""
     loop = asyncio.create_task(_steps(run, sampler))
     try:
@@ -93,7 +135,7 @@ async def _until_over(run: Run, sampler: Sampler, stop: asyncio.Event, deadline:
         await sampler.close()
 
 
-async def _steps(run: Run, sampler: Sampler) -> None:
+async def _steps(run: Run, sampler: Source) -> None:
     while True:
         groups = list(await sampler.take())
         await sampler.report(groups)
@@ -137,6 +179,12 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--run", default="grpo", help="name of the training run (spec.weights.run)")
     result.add_argument("--model", type=Path, help="model folder; default: made on the spot")
     result.add_argument("--out", type=Path, required=True, help="folder of progress.jsonl")
+    result.add_argument(
+        "--rounds",
+        action="store_true",
+        help="tail batching: short rounds start a surplus of groups and of members, and keep the "
+        "first; late groups wait for a long round",
+    )
     result.add_argument("--quiet", action="store_true", help="do not print progress")
     defaults = Settings(Path())
     for name, kind in _KNOBS.items():

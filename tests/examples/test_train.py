@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,15 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from examples.grpo.errors import TurnRefused
+from examples.grpo.errors import RoundTooLarge, TurnRefused
 from examples.grpo.learner import Policy
 from examples.grpo.progress import Progress
 from examples.grpo.publishing import Published
 from examples.grpo.run import Settings
-from examples.grpo.train import main, train
+from examples.grpo.train import main, parser, train
 from rose_core.identity import WeightVersion
 from rose_dev.models import Recipe, make_model
+from rose_trainer.rounds import Shape
 
 SMALL = Recipe(
     "nano", layers=1, hidden=32, intermediate=32, heads=2, kv_heads=1, head_size=16, context=128
@@ -128,6 +130,32 @@ async def test_a_run_steps_publishes_evaluates_and_ends_when_told(
     assert set(mismatch["pools"]) == {"Borrowed"}  # type: ignore[call-overload]
 
 
+async def test_a_run_of_rounds_trains_on_them_and_reports_what_was_cut(
+    folder: Path, tmp_path: Path
+) -> None:
+    lease = FakeLease(folder, refuse_share=0.2)
+    told = replace(settings(folder, seconds=200.0), rounds=True, surplus=0.5, member_surplus=0.5)
+    records = await run(lease, told, tmp_path)
+    rounds = [record for record in records if record["event"] == "round"]
+    steps = [record for record in records if record["event"] == "step"]
+    assert len(rounds) >= len(steps) >= 3
+    assert {record["kind"] for record in rounds} <= {"short", "long"}
+    trained = [key for report in lease.reports for key in report["trained"]]
+    dropped = [key for report in lease.reports for key in report["dropped"]]
+    assert len(trained) == sum(int(str(record["trained"])) for record in rounds)
+    assert len(dropped) == sum(int(str(record["cut"])) for record in rounds) > 0
+    assert not set(trained) & set(dropped)
+    assert records[-1]["reason"] == "stopped"
+
+
+async def test_rounds_that_start_more_than_may_be_in_flight_are_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    told = replace(settings(folder, seconds=60.0), rounds=True, concurrency=2)
+    with pytest.raises(RoundTooLarge, match="starts 3 groups at once, --concurrency allows 2"):
+        await run(FakeLease(folder), told, tmp_path)
+
+
 async def test_a_refusal_ends_the_run(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(TurnRefused, match="no such lease"):
         await run(FakeLease(folder, status=404), settings(folder, seconds=60.0), tmp_path)
@@ -152,4 +180,14 @@ async def test_an_absent_router_is_waited_for_and_the_run_still_ends_cleanly(
 def test_help_lists_the_knobs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
-    assert "--max-age" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert all(knob in said for knob in ("--max-age", "--rounds", "--member-surplus"))
+
+
+def test_rounds_are_off_unless_asked_for_and_their_defaults_fit_the_concurrency() -> None:
+    usual = ["--url", "http://lease", "--store", "store:1", "--out", "out"]
+    assert parser().parse_args(usual).rounds is False
+    told = parser().parse_args([*usual, "--rounds"])
+    shape = Shape(told.per_step, told.group_size, told.surplus, told.member_surplus)
+    assert shape.started <= told.concurrency
+    assert shape.started_members > told.group_size
