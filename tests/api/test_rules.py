@@ -1,9 +1,11 @@
 """Every CEL rule and bound against the real API server: what it accepts and what it refuses."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from lightkube import ApiError, Client
 from lightkube.generic_resource import create_global_resource, create_namespaced_resource
 from lightkube.types import PatchType
@@ -19,6 +21,8 @@ RESOURCES: dict[str, Any] = {
     )
     for kind in DEFINITIONS
 }
+
+SAMPLES = sorted((Path(__file__).parents[2] / "crds" / "samples").glob("*.yaml"))
 
 NIGHT = {"startTime": "20:00", "endTime": "06:00"}
 MEMBER = SLOT["spec"]["members"][0]
@@ -273,6 +277,13 @@ def test_defaults_come_from_the_schema(client: Client) -> None:
     assert lease["slots"] == {"min": 1, "max": 1, "idleSeconds": 90}
     assert lease["weights"]["kvPolicy"] == "Keep"
     assert (lease["weight"], lease["preemptionPolicy"]) == (1, "PreemptLowerPriority")
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.name)
+def test_the_api_server_takes_every_sample(client: Client, sample: Path) -> None:
+    written = yaml.safe_load(sample.read_text())
+    assert created(client, written["kind"], {"spec": written["spec"]})["spec"]
 
 
 @pytest.mark.cluster
