@@ -200,6 +200,33 @@ class Manager:
         self.config, self.llm_client, self.teacher_client = config, llm_client, teacher_client
 
 
+class Worker:
+    """verl's worker of agent loops."""
+
+    def __init__(self, llm_client: verl.Client) -> None:
+        self.llm_client = llm_client
+
+    async def _run_agent_loop(
+        self,
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        *,
+        agent_name: str,
+        **kwargs: Any,  # noqa: ANN401  # fields of the data set
+    ) -> Any:  # noqa: ANN401  # verl's output
+        assert agent_name == "single_turn_agent"
+        assert kwargs["uid"] == "uid-1"
+        await self.llm_client.generate("t", prompt_ids=PROMPT, sampling_params=sampling_params)
+        return types.SimpleNamespace(extra_fields={})
+
+
+class Checkpoints:
+    """verl's manager of checkpoint engines."""
+
+    def __init__(self, config: object, actor_wg: object, replicas: object) -> None:
+        self.actor_wg = actor_wg
+
+
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **fields: object) -> None:
     """A module of verl's, with what is taken from it."""
     module = types.ModuleType(name)
@@ -212,21 +239,7 @@ def test_verls_managers_are_handed_the_routers_client(
     monkeypatch: pytest.MonkeyPatch, queues: bool
 ) -> None:
     registered: list[object] = []
-    registry = types.SimpleNamespace(register=lambda name: lambda made: registered.append(name))
-    checkpoints = types.ModuleType("verl.checkpoint_engine")
-    checkpoints.__dict__.update(CheckpointEngineRegistry=registry, CheckpointEngineManager=object)
-    loops = types.ModuleType("verl.experimental.agent_loop")
-    loops.__dict__.update(AgentLoopManager=Manager)
-    stand_in(monkeypatch, "ray", get=None)
-    stand_in(monkeypatch, "verl", checkpoint_engine=checkpoints)
-    stand_in(monkeypatch, "verl.experimental", agent_loop=loops)
-    stand_in(monkeypatch, "verl.workers.rollout.replica", TokenOutput=TokenOutput)
-    monkeypatch.setitem(sys.modules, "verl.trainer.ppo.v1", None)
-    if queues:
-        stand_in(monkeypatch, "verl.trainer.ppo.v1", AgentLoopManagerTQ=Manager)
-    monkeypatch.delitem(sys.modules, "rose_trainer.adapters.verl_hooks", raising=False)
-    hooks = importlib.import_module("rose_trainer.adapters.verl_hooks")
-    monkeypatch.delitem(sys.modules, "rose_trainer.adapters.verl_hooks")
+    hooks = hooks_of(monkeypatch, registered, queues=queues)
     assert registered == ["rose"]
     assert hasattr(hooks, "AgentLoopManagerV1") == queues
     monkeypatch.setenv("ROSE_ROUTER_URL", "http://127.0.0.1:9")
@@ -236,3 +249,58 @@ def test_verls_managers_are_handed_the_routers_client(
         made = getattr(hooks, name)(config, "verl's own", teacher_client="t")
         assert isinstance(made.llm_client, verl.Client)
         assert made.teacher_client == "t"
+
+
+async def test_verls_hooks_fill_the_bias_meter(
+    stage: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hooks = hooks_of(monkeypatch, [], queues=False)
+    async with stage() as s:
+        await s.engine()
+        monkeypatch.setenv("ROSE_ROUTER_URL", s.url)
+        client = client_of(s)
+        worker = hooks.AgentLoopManager.agent_loop_workers_class(client)
+        output = await worker._run_agent_loop(
+            {**SAMPLING, "max_tokens": 4},
+            {"validate": False},
+            agent_name="single_turn_agent",
+            uid="uid-1",
+        )
+        assert s.router.service.prospects._trajectories["t"].group == "uid-1"
+        actors = types.SimpleNamespace(update_actor=sorted)
+        hooks.CheckpointManager(config=None, actor_wg=actors, replicas=[])
+        batch = {
+            "rose_sessions": [output.extra_fields["rose_sessions"]],
+            "token_level_scores": torch.ones(1, 4),
+        }
+        assert await asyncio.to_thread(actors.update_actor, batch) == sorted(batch)
+        shown = await s.get("/trajectories")
+        everything = next(row for row in shown["inclusion"] if row["dimension"] == "all")
+        assert everything["any"]["trained"] + everything["dedicated"]["trained"] == 1
+        assert shown["inferred"]["ends"] == 0
+        await client._turns.close()
+
+
+def hooks_of(monkeypatch: pytest.MonkeyPatch, registered: list[object], *, queues: bool) -> Any:  # noqa: ANN401  # a module
+    """``verl_hooks`` over stand-ins of what it takes from verl and Ray."""
+    registry = types.SimpleNamespace(register=lambda name: lambda made: registered.append(name))
+    checkpoints = types.ModuleType("verl.checkpoint_engine")
+    checkpoints.__dict__.update(
+        CheckpointEngineRegistry=registry, CheckpointEngineManager=Checkpoints
+    )
+    loops = types.ModuleType("verl.experimental.agent_loop")
+    loops.__dict__.update(AgentLoopManager=Manager, AgentLoopWorker=Worker)
+    tensordicts = types.ModuleType("verl.utils.tensordict_utils")
+    tensordicts.__dict__.update(get=dict.get)
+    stand_in(monkeypatch, "ray", get=None, remote=lambda made: made)
+    stand_in(monkeypatch, "verl.utils", tensordict_utils=tensordicts)
+    stand_in(monkeypatch, "verl", checkpoint_engine=checkpoints)
+    stand_in(monkeypatch, "verl.experimental", agent_loop=loops)
+    stand_in(monkeypatch, "verl.workers.rollout.replica", TokenOutput=TokenOutput)
+    monkeypatch.setitem(sys.modules, "verl.trainer.ppo.v1", None)
+    if queues:
+        stand_in(monkeypatch, "verl.trainer.ppo.v1", AgentLoopManagerTQ=Manager)
+    monkeypatch.delitem(sys.modules, "rose_trainer.adapters.verl_hooks", raising=False)
+    hooks = importlib.import_module("rose_trainer.adapters.verl_hooks")
+    monkeypatch.delitem(sys.modules, "rose_trainer.adapters.verl_hooks")
+    return hooks

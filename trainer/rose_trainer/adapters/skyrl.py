@@ -1,9 +1,13 @@
-"""SkyRL publishes through ROSE's weight store; its turns need configuration alone.
+"""SkyRL publishes through ROSE's weight store, and says which trajectories it trained on.
 
 SkyRL asks ``weight_sync.get_transfer_strategy_cls`` for a strategy, on every training rank, and
 then calls, in this order: ``create_init_info``, ``create_sender`` (beside it, on rank 0,
 ``POST /init_weight_transfer_engine`` with the info's payload), and in every sync ``POST /pause``,
 ``send_chunks`` (all ranks must drain them), ``POST /resume``. ``install`` makes it get this one.
+
+Its turns need configuration alone. They carry a session, ``UID_REPETITION``, and its end is SkyRL's
+own call; ``install`` adds the group (``_post`` of its client) and what a step is made of
+(``convert_to_training_input`` of its trainers, which both have).
 
 Nothing is paused by the sync itself: engines change weights between two tokens. ``skyrl`` is
 imported by ``install`` alone.
@@ -12,7 +16,9 @@ imported by ``install`` alone.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -21,7 +27,10 @@ import torch
 
 from rose_trainer.adapters.host import Publishes
 from rose_trainer.adapters.master import Master, to_store, word
+from rose_trainer.adapters.report import report
 from rose_trainer.errors import Unsupported
+
+LOG = logging.getLogger(__name__)
 
 BACKEND = "rose"
 
@@ -138,7 +147,113 @@ class Strategy:
         return Sender(Master(made, have.get("ROSE_ROUTER_URL", ""), token))
 
 
-def install(module: str = "skyrl.backends.skyrl_train.weight_sync") -> None:
-    """Have SkyRL take this strategy; needed in every training process, before its first sync."""
+def group_of(session: str) -> str:
+    """SkyRL's sessions are ``UID_REPETITION``; empty for those of another shape."""
+    uid, _, repetition = session.rpartition("_")
+    return uid if repetition.isdecimal() else ""
+
+
+def grouping(post: Callable[..., Any]) -> Callable[..., Any]:
+    """SkyRL's ``_post``, whose turns carry their group."""
+
+    def posted(
+        client: object,
+        url: str,
+        json: object,
+        headers: Mapping[str, str] | None = None,
+        **named: Any,  # noqa: ANN401  # whatever a release adds
+    ) -> Any:  # noqa: ANN401  # SkyRL's
+        group = group_of((headers or {}).get("X-Session-ID", ""))
+        if group:
+            headers = {**(headers or {}), "X-Rose-Group": group}
+        return post(client, url, json, headers, **named)
+
+    return posted
+
+
+def telling(
+    convert: Callable[..., Any], tell: Callable[[dict[str, float | None]], object]
+) -> Callable[..., Any]:
+    """SkyRL's ``convert_to_training_input``, which then says what the step is made of.
+
+    What is filtered out before is never seen here, and stays *lost*.
+    """
+
+    def converted(
+        trainer: object,
+        output: Mapping[str, Any],
+        uids: Sequence[str],
+        **named: Any,  # noqa: ANN401  # whatever a release adds
+    ) -> Any:  # noqa: ANN401  # SkyRL's batch
+        trained = outcomes(uids, output["rewards"], output.get("trajectory_ids"))
+        batch = convert(trainer, output, uids, **named)
+        tell(trained)
+        return batch
+
+    return converted
+
+
+def outcomes(
+    uids: Sequence[str],
+    rewards: Sequence[float | Sequence[float]],
+    trajectories: Sequence[Any] | None = None,
+) -> dict[str, float | None]:
+    """Rewards by session key.
+
+    Args:
+        uids: of each row its prompt's.
+        rewards: of each row, or of its tokens.
+        trajectories: of each row SkyRL's ``TrajectoryID``; without, rows of one prompt are its
+            repetitions in order, as SkyRL makes them and filters them (whole prompts).
+    """
+    seen: Counter[str] = Counter()
+    found: dict[str, float | None] = {}
+    for row, (uid, reward) in enumerate(zip(uids, rewards, strict=True)):
+        repetition = seen[uid] if trajectories is None else trajectories[row].repetition_id
+        seen[uid] += 1
+        key = f"{uid}_{repetition}"
+        value = sum(reward) if isinstance(reward, Sequence) else reward
+        found[key] = (found.get(key) or 0.0) + float(value)  # steps of one trajectory add up
+    return found
+
+
+def install(
+    module: str = "skyrl.backends.skyrl_train.weight_sync",
+    client: str = "skyrl.backends.skyrl_train.inference_servers.remote_inference_client",
+    trainer: str = "skyrl.train.trainer",
+) -> None:
+    """Have SkyRL publish and report through ROSE; needed in every process before its first sync.
+
+    Raises:
+        ImportError: SkyRL has no weight sync. Without its client or its trainer, groups are
+            inferred, or nothing is reported, and the log says so.
+    """
     found = importlib.import_module(module)
     vars(found)["get_transfer_strategy_cls"] = lambda **_asked: Strategy
+    url = os.environ.get("ROSE_ROUTER_URL", "")
+    if not url:
+        LOG.warning("ROSE_ROUTER_URL is not set: nothing is reported to a router")
+        return
+    _wrap(client, "RemoteInferenceClient", "_post", grouping)
+
+    def tell(trained: dict[str, float | None]) -> None:
+        report(url, trained, token=word(os.environ.get("ROSE_TURN_TOKEN_FILE", "")))
+
+    _wrap(trainer, "RayPPOTrainer", "convert_to_training_input", lambda own: telling(own, tell))
+
+
+def _wrap(
+    module: str,
+    owner: str,
+    method: str,
+    wrapped: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> None:
+    """Put a method of SkyRL's inside one of ours; once, however often it is asked for."""
+    try:
+        holder = getattr(importlib.import_module(module), owner)
+        own = getattr(holder, method)
+    except (ImportError, AttributeError) as error:
+        LOG.warning("%s.%s.%s: not reported through ROSE: %s", module, owner, method, error)
+        return
+    if getattr(own, "__module__", "") != __name__:
+        setattr(holder, method, wrapped(own))

@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
+from rose_trainer.adapters.report import finish_async, report_async
 from rose_trainer.errors import TurnRefused
 
 # What the router may get over by itself: full, waiting too long, leaving, no engine.
@@ -77,13 +78,16 @@ class Turns:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_http": None, "_loop": None}
 
-    async def ask(self, session: str, prompt: list[int], sampling: Mapping[str, Any]) -> Turn:
+    async def ask(
+        self, session: str, prompt: list[int], sampling: Mapping[str, Any], group: str = ""
+    ) -> Turn:
         """Run one turn to its end.
 
         Args:
             session: key of the trajectory.
             prompt: token ids.
             sampling: SGLang's ``sampling_params``; ``max_new_tokens`` is needed.
+            group: of trajectories that answer the same prompt; empty = the router infers it.
 
         Raises:
             TurnRefused: the request is wrong, or patience is over.
@@ -98,6 +102,8 @@ class Turns:
                 "session_id": session,
                 "rid": uuid.uuid4().hex,
             }
+            if group:
+                body["rose"] = {"group": group}
             turn.add(await self._answered(body, until))
             if turn.finish != "abort":
                 return turn
@@ -105,6 +111,19 @@ class Turns:
                 turn.finish = "length"
                 return turn
             await _wait(_USUAL_SECONDS, until, f"{self._url}/generate: the turn was aborted")
+
+    async def ended(self, sessions: Sequence[str], *, withdrawn: bool = False) -> None:
+        """Say that no more turns of these trajectories will come; never raises.
+
+        Args:
+            sessions: their keys.
+            withdrawn: they were never meant for a step, such as those of an evaluation.
+        """
+        if withdrawn:
+            await report_async(self._url, {}, withdrawn=sessions, token=self._token)
+            return
+        for session in sessions:
+            await finish_async(self._url, session, self._token)
 
     async def close(self) -> None:
         """End this process's connections."""

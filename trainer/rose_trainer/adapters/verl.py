@@ -7,6 +7,8 @@ verl lets three of its parts be named in its configuration; ``verl_hooks`` hands
 | client that agent loops call (``generate``) | ``Client``: one turn of the router |
 | checkpoint engine of the actors (``send_weights``) | ``CheckpointEngine``: the master publishes |
 | checkpoint manager (``update_weights``) | ``published`` |
+| worker of agent loops (``_run_agent_loop``) | ``reported``: names the group, says its end |
+| the actors' ``update_actor`` | ``telling``: says what was trained on, with its rewards |
 
 Its order in every step: training, then ``update_weights``, which has every actor rank call
 ``send_weights`` with a generator that all must drain, then turns. No engine of a lease is slept,
@@ -16,7 +18,18 @@ sampled it. ``verl`` itself is not imported.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Generator, Iterable, Mapping, Sequence
+import logging
+from collections.abc import (
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from rose_trainer.adapters.host import Named, Publishes, each
@@ -24,8 +37,24 @@ from rose_trainer.adapters.master import Master, to_store, word
 from rose_trainer.adapters.turns import Turn, Turns
 from rose_trainer.errors import Unsupported
 
+LOG = logging.getLogger(__name__)
+
 BACKEND = "rose"
 """``actor_rollout_ref.rollout.checkpoint_engine.backend``."""
+
+SESSIONS = "rose_sessions"
+"""Field of verl's batches: keys of the sessions that made a row, one per line."""
+
+
+@dataclass
+class _Rollout:
+    """One agent loop that is under way; ``sessions`` is in order of their first turns."""
+
+    group: str
+    sessions: dict[str, None] = field(default_factory=dict)
+
+
+_ROLLOUT: ContextVar[_Rollout | None] = ContextVar("rose_rollout", default=None)
 
 
 class Client:
@@ -72,7 +101,15 @@ class Client:
         prompt = [int(token) for token in prompt_ids]
         sampling = self._sampling(prompt, dict(sampling_params))
         wanted = sampling_params.get("logprobs") not in {None, False}
-        return self._made(await self._turns.ask(str(request_id), prompt, sampling), wanted=wanted)
+        rollout, key = _ROLLOUT.get(), str(request_id)
+        if rollout is not None:
+            rollout.sessions[key] = None
+        group = "" if rollout is None else rollout.group
+        return self._made(await self._turns.ask(key, prompt, sampling, group), wanted=wanted)
+
+    async def ended(self, sessions: Sequence[str], *, withdrawn: bool) -> None:
+        """See ``Turns.ended``."""
+        await self._turns.ended(sessions, withdrawn=withdrawn)
 
     def _sampling(self, prompt: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
         if sampling.pop("prompt_logprobs", None) is not None:
@@ -214,3 +251,63 @@ def published(
     for result in get(actor_wg.update_weights(global_steps=global_steps, mode=BACKEND)) or ():
         metrics.update(result if isinstance(result, dict) else {})
     return metrics
+
+
+async def reported(client: Client, group: str, run: Awaitable[Any], *, validate: bool) -> Any:  # noqa: ANN401  # verl's output
+    """Run one agent loop whose turns carry its group, and say when it is over.
+
+    Args:
+        client: that the agent loop calls.
+        group: verl's ``uid``; empty = the router infers it.
+        run: the agent loop; its output's ``extra_fields`` get the session keys.
+        validate: it is an evaluation, of which no step is taken.
+    """
+    rollout = _Rollout(group)
+    mark = _ROLLOUT.set(rollout)
+    try:
+        output = await run
+        output.extra_fields[SESSIONS] = "\n".join(rollout.sessions)
+        return output
+    finally:
+        _ROLLOUT.reset(mark)
+        await client.ended(list(rollout.sessions), withdrawn=validate)
+
+
+def telling(
+    update: Callable[..., Any],
+    get: Callable[[Any, str], Any],
+    tell: Callable[[dict[str, float | None]], object],
+) -> Callable[..., Any]:
+    """The actors' ``update_actor``, which then says what it was given to train on.
+
+    Args:
+        update: verl's.
+        get: reads a field of its batch, ``None`` where there is none; verl's.
+        tell: takes session keys and rewards.
+    """
+
+    def updated(batch: Any, *others: Any, **named: Any) -> Any:  # noqa: ANN401  # verl's
+        trained = outcomes(get(batch, SESSIONS), get(batch, "token_level_scores"))
+        answer = update(batch, *others, **named)
+        tell(trained)
+        return answer
+
+    return updated
+
+
+def outcomes(rows: Sequence[str] | None, scores: Any) -> dict[str, float | None]:  # noqa: ANN401  # a tensor
+    """Rewards by session key.
+
+    Args:
+        rows: of each row the keys, one per line; ``None`` = the batch does not say.
+        scores: of each row the rewards of its tokens; ``None`` = they are not known.
+    """
+    if rows is None:
+        LOG.warning("a batch without %s: what it trains on is not reported", SESSIONS)
+        return {}
+    rewards = [None] * len(rows) if scores is None else [float(row.sum()) for row in scores]
+    return {
+        key: reward
+        for row, reward in zip(rows, rewards, strict=True)
+        for key in (row or "").splitlines()
+    }

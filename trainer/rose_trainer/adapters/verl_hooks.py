@@ -6,7 +6,7 @@
     actor_rollout_ref.rollout.agent.agent_loop_manager_class=rose_trainer.adapters.verl_hooks.AgentLoopManager
 
 The router's URL and its callers' token are ``ROSE_ROUTER_URL`` and ``ROSE_TURN_TOKEN`` of the
-process that starts the agent loops.
+process that starts the agent loops. What ``update_actor`` is given is reported as trained on.
 """
 
 from __future__ import annotations
@@ -17,10 +17,20 @@ from typing import Any
 import ray
 from verl import checkpoint_engine
 from verl.experimental import agent_loop
+from verl.utils import tensordict_utils
 from verl.workers.rollout.replica import TokenOutput
 
+from rose_trainer.adapters.report import report
 from rose_trainer.adapters.turns import Turns
-from rose_trainer.adapters.verl import BACKEND, CheckpointEngine, Client, Done, published
+from rose_trainer.adapters.verl import (
+    BACKEND,
+    CheckpointEngine,
+    Client,
+    Done,
+    published,
+    reported,
+    telling,
+)
 
 try:
     from verl.trainer.ppo.v1 import AgentLoopManagerTQ
@@ -54,8 +64,24 @@ class _ThroughRouter:
         super().__init__(config, client(config), *others, **named)  # type: ignore[call-arg]
 
 
+class AgentLoopWorker(agent_loop.AgentLoopWorker):  # type: ignore[misc]  # untyped
+    """verl's own; each agent loop's turns carry its group, and its end is reported."""
+
+    async def _run_agent_loop(
+        self,
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        **named: Any,  # noqa: ANN401  # verl's
+    ) -> Any:  # noqa: ANN401  # verl's
+        run = super()._run_agent_loop(sampling_params, trajectory, **named)
+        group, validate = str(named.get("uid", "")), bool(trajectory.get("validate"))
+        return await reported(self.llm_client, group, run, validate=validate)
+
+
 class AgentLoopManager(_ThroughRouter, agent_loop.AgentLoopManager):  # type: ignore[misc]  # untyped
     """verl's own, with turns through the router."""
+
+    agent_loop_workers_class = ray.remote(AgentLoopWorker)
 
 
 if AgentLoopManagerTQ is not None:
@@ -65,7 +91,19 @@ if AgentLoopManagerTQ is not None:
 
 
 class CheckpointManager(checkpoint_engine.CheckpointEngineManager):  # type: ignore[misc]  # no types
-    """verl's own, whose engines stay asleep: weights go to ROSE's store alone."""
+    """verl's own, whose engines stay asleep: weights go to ROSE's store alone.
+
+    What the actors are given to train on is reported to the router.
+    """
+
+    def __init__(self, *others: Any, **named: Any) -> None:  # noqa: ANN401  # verl's
+        super().__init__(*others, **named)
+        url, token = os.environ["ROSE_ROUTER_URL"], os.environ.get("ROSE_TURN_TOKEN", "")
+        self.actor_wg.update_actor = telling(
+            self.actor_wg.update_actor,
+            tensordict_utils.get,
+            lambda trained: report(url, trained, token=token),
+        )
 
     def update_weights(self, global_steps: int | None = None) -> Done:
         """Publish."""
