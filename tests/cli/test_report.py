@@ -1,6 +1,7 @@
 """``rose report``: rows, and the page with the statements that ``rose cost`` makes as well."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,30 @@ def test_the_budget_of_an_slo_is_used_up_by_what_came_late() -> None:
     unknown = usages([harmful()], {})
     assert usage_rows(unknown)[0]["slo_budget_used"] is None
     assert summed([*used, *unknown], "namespace")[0]["slo_budget_used"] is None
+
+
+def test_a_lease_over_several_pools_is_booked_on_none_of_them_alone() -> None:
+    """Its totals do not say which pool gave what, and neither does a price or a percentile."""
+    written = harmful().model_dump(by_alias=True)
+    written["spec"]["poolRefs"] = [{"namespace": "default", "name": "other"}]
+    wide = RolloutLease.model_validate(written)
+
+    def booked(percentile: int, price: int) -> Mapping[str, object]:
+        spec = {"spec.lending": {"pricePerGPUHourMicros": price}}
+        slo = {"spec.slo": {"ttftMilliseconds": 500, "percentile": percentile}}
+        other = ServingPool.model_validate(changed(POOL, spec | slo))
+        base = {"spec.lending": {"pricePerGPUHourMicros": 7}}
+        first = ServingPool.model_validate(
+            changed(POOL, base | {"spec.slo": {"ttftMilliseconds": 500, "percentile": 95}})
+        )
+        (row,) = summed(usages([wide], {"default/chat": first, "default/other": other}), "pool")
+        return row
+
+    alike, strict, dear = booked(95, 7), booked(99, 7), booked(95, 8)
+    assert alike["pool"] == "default/chat, default/other"
+    assert alike["slo_budget_used"] is not None
+    assert (strict["slo_budget_used"], strict["charge"]) == (None, alike["charge"])
+    assert (dear["slo_budget_used"], dear["charge"]) == (alike["slo_budget_used"], None)
 
 
 def test_a_row_says_what_an_answer_cost_and_what_a_lent_hour_may() -> None:

@@ -31,7 +31,8 @@ class Usage:
     """One lease since it was made.
 
     Attributes:
-        lease, pool: namespace and name.
+        lease, pool: namespace and name; of several pools all names, because a lease's totals do not
+            say which of them gave what.
         ledger: with what the trainer has told of it.
         prices: what it is charged; None where its pool is gone, and with it its price.
     """
@@ -63,22 +64,22 @@ def usages(
         asked: every price but that of a lent hour, which is the pool's.
         beside: by lease, what only the trainer knows.
     """
-    found = [
-        _usage(lease, _payee(lease, pools), asked, beside.get(lease.metadata.key))
-        for lease in leases
-    ]
+    found = [_usage(lease, pools, asked, beside.get(lease.metadata.key)) for lease in leases]
     return sorted(found, key=lambda one: (-one.ledger.borrowed.held_milliseconds, one.lease))
 
 
-def _payee(lease: RolloutLease, pools: Mapping[str, ServingPool]) -> ServingPool | None:
-    """Whose price and objective count; None for pools of several prices, which add up nowhere."""
+def _price(lease: RolloutLease, pools: Mapping[str, ServingPool]) -> int | None:
+    """Of a lent hour; None where a pool is gone, or where its pools differ."""
     found = [pools.get(ref.key) for ref in lease.spec.pools]
-    prices = {pool and pool.spec.lending.price_per_gpu_hour_micros for pool in found}
-    return found[0] if len(prices) == 1 else None
+    prices = {pool.spec.lending.price_per_gpu_hour_micros if pool else None for pool in found}
+    return prices.pop() if len(prices) == 1 else None
 
 
 def _usage(
-    lease: RolloutLease, pool: ServingPool | None, asked: Prices, told: Beside | None
+    lease: RolloutLease,
+    pools: Mapping[str, ServingPool],
+    asked: Prices,
+    told: Beside | None,
 ) -> Usage:
     totals, beside = lease.status.totals, told or Beside()
     used = ledger_of(
@@ -87,15 +88,15 @@ def _usage(
         totals.harvested_tokens,
         beside,
         serving=ServingImpact(
-            totals.serving_requests, totals.slo_violations, _allowed(lease, pool)
+            totals.serving_requests, totals.slo_violations, _allowed(lease, pools)
         ),
         weight_bytes=totals.weight_bytes,
     )
-    price = pool.spec.lending.price_per_gpu_hour_micros if pool else None
+    price = _price(lease, pools)
     prices = None if price is None else replace(asked, lent_hour=price)
     return Usage(
         lease.metadata.key,
-        lease.spec.pool_ref.key,
+        ", ".join(ref.key for ref in lease.spec.pools),
         lease.status.slots_granted,
         used,
         prices,
@@ -103,11 +104,14 @@ def _usage(
     )
 
 
-def _allowed(lease: RolloutLease, pool: ServingPool | None) -> int:
-    slo = pool.spec.slo if pool else None
-    if slo is None:
+def _allowed(lease: RolloutLease, pools: Mapping[str, ServingPool]) -> int:
+    """0, which is unknown, where a pool has no objective or its pools' percentiles differ."""
+    found = [pools.get(ref.key) for ref in lease.spec.pools]
+    shares = {pool.spec.slo.percentile if pool and pool.spec.slo else None for pool in found}
+    percentile = shares.pop() if len(shares) == 1 else None
+    if percentile is None:
         return 0
-    return allowed_hundredths(lease.status.totals.serving_requests, slo.percentile)
+    return allowed_hundredths(lease.status.totals.serving_requests, percentile)
 
 
 def statements(found: Sequence[Usage]) -> list[Statement]:
