@@ -130,6 +130,19 @@ def test_a_batch_of_verls_without_sessions_reports_nothing() -> None:
     assert said == [{}]
 
 
+def test_a_batch_that_cannot_be_read_is_trained_on_all_the_same() -> None:
+    said: list[dict[str, float | None]] = []
+    actors = verl.telling(len, dict.get, said.append)
+    assert actors({verl.SESSIONS: ["a", "b"], "token_level_scores": torch.ones(1, 4)}) == 2
+    convert = skyrl.telling(lambda _, output, uids: len(uids), said.append)
+    assert convert(None, {"rewards": [object()]}, ["7"]) == 1
+    assert said == [{}, {}]
+
+
+def test_a_batch_of_verls_whose_rows_are_of_one_session_says_so_once() -> None:
+    assert verl.outcomes("a", torch.tensor([[1.0], [1.0]])) == {"a": 1.0}
+
+
 class RemoteInferenceClient:
     """SkyRL's, as far as its turns matter."""
 

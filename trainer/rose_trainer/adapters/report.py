@@ -37,6 +37,9 @@ _KEYS_AT_ONCE = 4096
 _AGAIN = frozenset({408, 429, 500, 502, 503, 504})
 _NOT_SENT = (aiohttp.ClientError, http.client.HTTPException, OSError, ValueError)
 
+UNREADABLE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+"""What reading a trainer's batch raises where a release lays it out anew; the step goes on."""
+
 Outcomes = Mapping[str, float | None]
 """Rewards by session key; ``None`` = the reward is not known."""
 

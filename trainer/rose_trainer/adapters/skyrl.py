@@ -27,7 +27,7 @@ import torch
 
 from rose_trainer.adapters.host import Publishes
 from rose_trainer.adapters.master import Master, to_store, word
-from rose_trainer.adapters.report import report
+from rose_trainer.adapters.report import UNREADABLE, report
 from rose_trainer.errors import Unsupported
 
 LOG = logging.getLogger(__name__)
@@ -185,7 +185,11 @@ def telling(
         uids: Sequence[str],
         **named: Any,  # noqa: ANN401  # whatever a release adds
     ) -> Any:  # noqa: ANN401  # SkyRL's batch
-        trained = outcomes(uids, output["rewards"], output.get("trajectory_ids"))
+        try:
+            trained = outcomes(uids, output["rewards"], output.get("trajectory_ids"))
+        except UNREADABLE as error:
+            LOG.warning("what this step trains on is not reported: %r", error)
+            trained = {}
         batch = convert(trainer, output, uids, **named)
         tell(trained)
         return batch

@@ -34,6 +34,7 @@ from typing import Any, Self
 
 from rose_trainer.adapters.host import Named, Publishes, each
 from rose_trainer.adapters.master import Master, to_store, word
+from rose_trainer.adapters.report import UNREADABLE
 from rose_trainer.adapters.turns import Turn, Turns
 from rose_trainer.errors import Unsupported
 
@@ -287,7 +288,11 @@ def telling(
     """
 
     def updated(batch: Any, *others: Any, **named: Any) -> Any:  # noqa: ANN401  # verl's
-        trained = outcomes(get(batch, SESSIONS), get(batch, "token_level_scores"))
+        try:
+            trained = outcomes(get(batch, SESSIONS), get(batch, "token_level_scores"))
+        except UNREADABLE as error:
+            LOG.warning("what this step trains on is not reported: %r", error)
+            trained = {}
         answer = update(batch, *others, **named)
         tell(trained)
         return answer
@@ -295,16 +300,19 @@ def telling(
     return updated
 
 
-def outcomes(rows: Sequence[str] | None, scores: Any) -> dict[str, float | None]:  # noqa: ANN401  # a tensor
+def outcomes(rows: str | Sequence[str] | None, scores: Any) -> dict[str, float | None]:  # noqa: ANN401  # a tensor
     """Rewards by session key.
 
     Args:
-        rows: of each row the keys, one per line; ``None`` = the batch does not say.
+        rows: of each row the keys, one per line; plain text where all rows have the same;
+            ``None`` = the batch does not say.
         scores: of each row the rewards of its tokens; ``None`` = they are not known.
     """
     if rows is None:
         LOG.warning("a batch without %s: what it trains on is not reported", SESSIONS)
         return {}
+    if isinstance(rows, str):
+        rows = [rows] * (1 if scores is None else len(scores))
     rewards = [None] * len(rows) if scores is None else [float(row.sum()) for row in scores]
     return {
         key: reward
