@@ -84,7 +84,10 @@ HOST_MEANING: dict[HostReason, str] = {
     HostReason.ENGINE_EXITED: "its process ended by itself; the message ends with its log",
     HostReason.LIMIT_REACHED: "its process ended at its limit of memory or processes",
     HostReason.BROKEN_WEIGHTS: "its weights could neither be renewed nor put back",
-    HostReason.MEMORY_OVERRUN: "it holds more device memory than it was made for",
+    HostReason.MEMORY_OVERRUN: (
+        "it holds more device memory than it was made for, and that was corrected before or does "
+        "not fit"
+    ),
     HostReason.MEMORY_KEPT: "its elastic memory did not go down to its budget in time",
     HostReason.MEMORY_UNKNOWN: "nobody tells whether its memory became free",
     HostReason.NOTHING_RELEASED: "it said that it let go of its memory, and did not",

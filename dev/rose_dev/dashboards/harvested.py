@@ -99,12 +99,12 @@ DASHBOARD = Dashboard(
                     stacked=True,
                 ),
                 Panel(
-                    "GPU-hours that no lease wanted",
-                    "Over the last day.",
-                    "h",
+                    "GPU time that no lease wanted",
+                    "GPU-seconds in each second.",
+                    "short",
                     {
-                        "sum by (pool) (increase(rose_pool_unwanted_gpu_seconds_total"
-                        "{$here}[24h])) / 3600": "{{pool}}"
+                        "sum by (pool) (rate(rose_pool_unwanted_gpu_seconds_total"
+                        "{$here}[$rate]))": "{{pool}}"
                     },
                 ),
                 Panel(
