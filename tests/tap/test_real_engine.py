@@ -15,7 +15,7 @@ from bench.tap.against import against
 from bench.tap.traffic import Order
 from bench.tap.watcher import Watched, watching
 from rose_agent.signals.feed import Feed
-from rose_agent.signals.snapshot import Snapshot
+from rose_agent.signals.snapshot import Snapshot, open_snapshot
 from rose_agent.tap import sockets
 from rose_core.telemetry.events import How
 from rose_dev.engine_testing import RealEngine, start_engine
@@ -67,7 +67,9 @@ async def test_the_load_snapshot_of_a_real_sglang_shows_idleness(real_engine: Re
     real_engine.holder.open()
     tree = psutil.Process(real_engine.process.pid).children(recursive=True)
     pid = next(p.pid for p in tree if p.cmdline()[0].startswith("sglang::scheduler"))
-    snapshot = Snapshot(pid)
+    descriptor = open_snapshot(pid)
+    assert descriptor is not None
+    snapshot = Snapshot(descriptor)
     async with asyncio.timeout(60):
         while snapshot.read().running != 0:  # noqa: ASYNC110  # it is memory, it knows no events
             await asyncio.sleep(0.05)
