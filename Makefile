@@ -51,7 +51,7 @@ demo: engine cluster  ## the main job on real parts; ARGS=--help lists the knobs
 # work (`make unit`) nothing is tried twice, and examples are new each time.
 test test-engines test-cluster: AGAIN := --reruns 1 --only-rerun ".*" --hypothesis-profile=ci
 test: check unit engine cluster  ## everything that CI runs
-	$(CONTAINED) --limit 2400 $(MAKE) --no-print-directory -j 2 test-engines test-cluster
+	$(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 2 test-engines test-cluster
 	$(MAKE) --no-print-directory fuzz ARGS="--seconds 3"
 
 # Side by side: Kubernetes mostly waits while an engine computes. One worker each, which a hung test
