@@ -271,7 +271,6 @@ BAD_LEASES: dict[str, tuple[dict[str, Any], str]] = {
     "argument": ({"spec.engineArguments": {"dtype": "float8"}}, "ArgumentNotAllowed"),
     "store": ({"spec.weights.storeName": "elsewhere"}, "UnknownStore"),
     "class": ({"spec.engineClass": "other"}, "UnknownEngineClass"),
-    "gpus": ({"spec.gpusPerSlot": 2}, "GpusPerSlotNotSupported"),
     "hungry": ({"spec.poolRef.name": "empty"}, "NoReplicaQualifies"),
 }
 
