@@ -20,9 +20,10 @@ as it reads a request; the router asks ``check_within`` before a leg begins.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from rose_core.rollouts.errors import UnsafeTurn
 from rose_core.rollouts.splice import REQUEST, SAMPLING, Row, Rule
@@ -88,6 +89,18 @@ def _words(value: object) -> bool:
     )
 
 
+def _patterns(value: object) -> bool:
+    """Patterns that compile: SGLang compiles them in the engine, and answers 500 where it cannot."""
+    if not _words(value):
+        return False
+    try:
+        for one in [value] if isinstance(value, str) else cast("list[str]", value):
+            re.compile(one)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
+
+
 def _ids(value: object) -> bool:
     return (
         isinstance(value, list)
@@ -144,7 +157,11 @@ _SAMPLING: Mapping[str, tuple[Check, str]] = {
         ),
         _SWITCH,
     ),
-    **dict.fromkeys(("stop", "stop_regex"), _STRINGS),
+    "stop": _STRINGS,
+    "stop_regex": (
+        _patterns,
+        f"a pattern or a list of at most {_MOST_WORDS}, as Python's re reads",
+    ),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), _GRAMMAR),
     "watermark": (_small, "an object of plain values"),
 }

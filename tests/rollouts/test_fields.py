@@ -34,6 +34,8 @@ SMALL = Bounds(vocabulary=500, context=64)
         ("sampling_seed", 2**63),
         ("ignore_eos", "yes"),
         ("stop", ["x"] * 100),
+        ("stop_regex", "("),
+        ("stop_regex", ["a+", "*"]),
         ("regex", "a" * 100_000),
         ("stream_interval", 0),
         ("is_normalized", True),
