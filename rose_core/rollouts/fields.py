@@ -90,7 +90,7 @@ def _words(value: object) -> bool:
 
 
 def _patterns(value: object) -> bool:
-    """Patterns that compile: SGLang compiles them in the engine, and answers 500 where it cannot."""
+    """Patterns that compile: SGLang does so in the engine, and answers 500 where it cannot."""
     if not _words(value):
         return False
     try:
