@@ -153,10 +153,9 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
     options, at, out = stack.options, stack.addresses(), stack.options.out
     fresh(out, "requests.jsonl", "progress.jsonl", "trainer.log", "load.log")
     model = stack.engines.models / stack.engines.rollout
-    token = stack.token_file()
     stack.place_processes()
     seen = Measurement()
-    trainer_argv = trainer_command(options, at, token, model, out)
+    trainer_argv = trainer_command(options, at, stack.credential, model, out)
     lines = (Lines(out / "requests.jsonl"), Lines(out / "progress.jsonl"))
     async with aiohttp.ClientSession() as session:
         collector = Collector(
@@ -165,7 +164,7 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
             at.router,
             options.window_seconds,
             time.monotonic(),
-            token.read_text(),
+            stack.installation_token(),
         )
         # Totals count from before the trainer's first turn, so that they can be compared with its.
         seen.samples.append(msgspec.structs.replace(await collector.look(), at_s=0.0))

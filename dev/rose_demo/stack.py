@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import time
@@ -209,17 +210,20 @@ class Stack:
         file, run = self._scratch / "tenants.json", RUN
         team = tenants.grant(file, "research", publish=(run,), read=(run,))
         cluster = tenants.grant(file, "serving-cluster", read=(run,))
-        self._credential.touch(mode=0o600)
-        self._credential.write_text(team + "\n")
+        self.credential.touch(mode=0o600)
+        self.credential.write_text(team + "\n")
         return manifests.credentials(file.read_bytes(), cluster)
 
     @property
-    def _credential(self) -> Path:
+    def credential(self) -> Path:
+        """The RL team's credential of the weight store, in a file that only we can read."""
         return self._scratch / "store-credential"
 
-    def token_file(self) -> Path:
-        """The RL team's credential of the weight store, in a file that only we can read."""
-        return self._credential
+    def installation_token(self) -> str:
+        """What the platform's own pages ask for: the guard's report and flight recorder."""
+        path = "jsonpath={.data.token}"
+        encoded = self._kubectl("get", "secret", "rose-token", "-n", SYSTEM, "-o", path)
+        return base64.b64decode(encoded).decode().strip()
 
     def story(self) -> str:
         """What a user sees of the three kinds now."""
