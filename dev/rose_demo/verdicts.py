@@ -188,11 +188,11 @@ def _slo_check(recording: Recording, attainments: Mapping[str, Attainment]) -> C
 def _harm_check(comparison: Comparison) -> Check:
     """Harm is slower in lent windows *and* beyond the control: both are asked, one rule.
 
-    | lent / withheld | beyond the control | word |
-    |---|---|---|
-    | not proven above the tolerance | at most the tolerance | KEPT |
-    | proven above it | proven above it | BROKEN |
-    | anything else | | UNPROVEN |
+    | whose interval lies above the tolerance | word |
+    |---|---|
+    | neither | KEPT |
+    | both | BROKEN |
+    | one of them | UNPROVEN |
     """
     name = f"{comparison.latency.upper()} p{comparison.quantile * 100:.0f}"
     if comparison.ratio is None or comparison.excess is None:
@@ -203,9 +203,10 @@ def _harm_check(comparison: Comparison) -> Check:
         f"replica {show(comparison.control)}, beyond the control {show(comparison.excess)}"
     )
     ratio, excess = comparison.ratio, comparison.excess
-    if ratio.low <= HARM_TOLERANCE and excess.value <= HARM_TOLERANCE:
+    proven = [one.low > HARM_TOLERANCE for one in (ratio, excess)]
+    if not any(proven):
         return Check(Word.KEPT, text)
-    if ratio.low > HARM_TOLERANCE and excess.low > HARM_TOLERANCE:
+    if all(proven):
         return Check(Word.BROKEN, text)
     return Check(Word.UNPROVEN, text + "; only one of the two shows it: too noisy to tell why")
 

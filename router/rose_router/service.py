@@ -210,6 +210,7 @@ class Service:
         """A caller no longer listens; nobody listening ends the turn."""
         turn.listeners -= 1
         if not turn.listeners and not turn.over:
+            turn.abandoned = True
             self._end(turn, "the caller hung up")
 
     def abort(self, rid: str, job: str = "") -> bool:
@@ -282,7 +283,7 @@ class Service:
     def _over(self, turn: Turn) -> None:
         self._ends.append(self.clock())
         self._warmer.ends(turn)
-        if not turn.listeners:
+        if turn.abandoned:  # one that is answered has no listener any more when this is called
             metrics.UNDELIVERED.inc(turn.held)
 
     def _outlook(self) -> Outlook:

@@ -74,6 +74,7 @@ class Turn:
         detokenizer: makes the text of a turn that moved, while it goes on.
         changed: fires whenever there is more to show.
         listeners: callers waiting for it; when the last one leaves, it is aborted.
+        abandoned: the last one left before its end.
     """
 
     request: TurnRequest
@@ -98,6 +99,7 @@ class Turn:
     record: Record = field(default_factory=Record)
     checked: Bounds | None = None
     listeners: int = 0
+    abandoned: bool = False
     abort_message: str = ""
     changed: Signal = field(default_factory=Signal)
     ended_event: asyncio.Event = field(default_factory=asyncio.Event)

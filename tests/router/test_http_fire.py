@@ -14,6 +14,7 @@ import pytest
 
 from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
+from rose_router import metrics
 from tests.router.conftest import VERSION, Fake, Stage
 
 pytestmark = pytest.mark.asyncio
@@ -21,7 +22,18 @@ pytestmark = pytest.mark.asyncio
 TURNS = 120
 
 
-async def _caller(s: Stage, number: int, chance: random.Random) -> str:
+def counted() -> tuple[float, float]:
+    """Tokens that routers of this process have counted, and those that nobody got."""
+    kinds = {
+        sample.labels["kind"]: sample.value
+        for metric in metrics.TOKENS.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total")
+    }
+    return sum(kinds.values()), metrics.UNDELIVERED._value.get()
+
+
+async def _caller(s: Stage, number: int, chance: random.Random, got: list[int]) -> str:
     await asyncio.sleep(chance.uniform(0, 1.0))
     most = chance.randint(5, 60)
     prompt = [number % 256, 1, 2]
@@ -45,6 +57,7 @@ async def _caller(s: Stage, number: int, chance: random.Random) -> str:
     assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": most}
     assert answer["output_ids"] == continuation(prompt, most, VERSION)
     assert len(answer["meta_info"]["output_token_logprobs"]) == most
+    got.append(most)
     return "whole"
 
 
@@ -60,9 +73,11 @@ async def test_callers_never_notice_and_nothing_is_left_behind(
     stage: Callable[..., AbstractAsyncContextManager[Stage]],
 ) -> None:
     chance = random.Random(7)
+    got: list[int] = []
+    tokens, undelivered = counted()
     async with stage(max_losses=100) as s:
         engines: list[Fake] = [await s.engine(f"e{i}", token_seconds=0.005) for i in range(4)]
-        callers = asyncio.gather(*(_caller(s, n, chance) for n in range(TURNS)))
+        callers = asyncio.gather(*(_caller(s, n, chance, got) for n in range(TURNS)))
         for victim in engines[:3]:
             await asyncio.sleep(0.4)
             await victim.die()
@@ -78,5 +93,8 @@ async def test_callers_never_notice_and_nothing_is_left_behind(
         assert all(not e.legs and e.reserved == 0 for e in s.router.service.fleet)
         totals = s.router.service.ledger.totals
         assert totals.turns == TURNS
+        now, nobodys = counted()
+        assert nobodys > undelivered
+        assert now - tokens == sum(got) + nobodys - undelivered, "every token has a place"
         assert totals.aborted_turns == outcomes["hung up"]
         assert totals.redone_tokens == 0
