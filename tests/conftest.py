@@ -28,6 +28,17 @@ pytest_plugins = [
 asyncio.set_event_loop(None)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def room_for_routers() -> Iterator[None]:
+    """A router in a test's process shares it with PyTorch and all tests before; alone it has 2 GiB.
+
+    Beyond a part of that it takes no turn, which is tested on routers in processes of their own.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rose_router.memory.DEFAULT_BYTES", 64 << 30)
+        yield
+
+
 @pytest.fixture(scope="session")
 def api_client(control_plane: ControlPlane) -> Iterator[Client]:
     """A client of the shared API server, where ROSE's kinds are installed."""

@@ -191,6 +191,8 @@ async def test_an_engine_of_several_machines_is_known_by_its_command_line(
     arguments = [sys.executable, "-c", code, *command.split()]
     process = subprocess.Popen(arguments)  # noqa: ASYNC220  # it only starts
     pod = ServingPod("uid", "c", "pod", "c/p", "127.0.0.1", 9, pids=(process.pid,))
+    # Until it has become that program its command line is still ours.
+    await until(lambda: "time.sleep(600)" in " ".join(psutil.Process(process.pid).cmdline()))
     try:
         async with reading(pod, own=own) as one:
             await until(lambda: one.machines == machines)
