@@ -152,7 +152,7 @@ fuzz: venv  ## bytes of hostile serving pods, made by a coverage-guided fuzzer; 
 	else echo "SKIPPED fuzz: atheris cannot be had here; make unit tries its corpus"; fi
 
 torture: venv  ## kill every process of the weight plane at every step; prints the matrix
-	$(RUN)/rose weights torture $(ARGS)
+	$(RUN)/python -m bench.torture $(ARGS)
 
 clean:  ## what make made in the checkout (caches outside stay)
 	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -24,10 +24,10 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 
 from rose_core.rollouts.terms import Policies
-from rose_core.simulate.clock import SECOND, Clock
-from rose_core.simulate.costs import Costs, pairs, time_of
-from rose_core.simulate.router import Manners, Router
-from rose_core.simulate.turns import Engine, Leg, Turn
+from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.costs import Costs, pairs, time_of
+from rose_simulate.model.router import Manners, Router
+from rose_simulate.model.turns import Engine, Leg, Turn
 
 
 @dataclass(slots=True)

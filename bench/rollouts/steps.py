@@ -17,14 +17,14 @@ from functools import partial
 from bench.rollouts.spent import Life, Observed
 from rose_core.rollouts.placement import PolicyName
 from rose_core.rollouts.shares import length_bucket
-from rose_core.simulate.clock import SECOND
-from rose_core.simulate.costs import costs
-from rose_core.simulate.job import Fate
-from rose_core.simulate.paper import STALL_S
-from rose_core.simulate.regimes import RULES, Rules
-from rose_core.simulate.scenario import Failure, Regime, Scenario
-from rose_core.simulate.world import Material, World
 from rose_core.stats import Clustered, Share, newcombe
+from rose_simulate.model.clock import SECOND
+from rose_simulate.model.costs import costs
+from rose_simulate.model.job import Fate
+from rose_simulate.model.paper import STALL_S
+from rose_simulate.model.regimes import RULES, Rules
+from rose_simulate.model.scenario import Failure, Regime, Scenario
+from rose_simulate.model.world import Material, World
 
 _LOOK_S = 10.0
 _OURS = RULES[Regime.OURS]

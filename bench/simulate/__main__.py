@@ -14,13 +14,13 @@ import msgspec
 
 from bench.record import Figure, figure, record
 from bench.simulate.growth import growth
-from rose_core.simulate.batch import BatchEngine, Sequence
-from rose_core.simulate.clock import SECOND, Clock
-from rose_core.simulate.costs import costs, kv_tokens
-from rose_core.simulate.outcome import Interval
-from rose_core.simulate.run import run
-from rose_core.simulate.scenario import Regime, Scenario
-from rose_core.simulate.world import Material
+from rose_simulate.model.batch import BatchEngine, Sequence
+from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.costs import costs, kv_tokens
+from rose_simulate.model.outcome import Interval
+from rose_simulate.model.run import run
+from rose_simulate.model.scenario import Regime, Scenario
+from rose_simulate.model.world import Material
 from rose_simulate.reading import read_material, read_scenario
 from rose_simulate.study import Row, study
 

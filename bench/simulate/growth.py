@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Final
 
 from bench.record import Figure, figure
-from rose_core.simulate.curves import Curve
-from rose_core.simulate.fleet_scenario import FleetScenario
-from rose_core.simulate.scenario import Regime
-from rose_core.simulate.world import Material
 from rose_simulate.fleets import alone_of, curves_of, run_bins
+from rose_simulate.model.curves import Curve
+from rose_simulate.model.fleet_scenario import FleetScenario
+from rose_simulate.model.scenario import Regime
+from rose_simulate.model.world import Material
 from rose_simulate.reading import read_material, read_scenario
 
 LIMIT_S: Final = 120.0

@@ -67,7 +67,6 @@ SUBVERBS: dict[tuple[str, str], Verb] = {
     ("weights", "commits"): Verb(
         "rose_agent.weightsync.records", "say what each commit carried and took", "agent"
     ),
-    ("weights", "torture"): Verb("rose_agent.weightsync.torture.main", "fail on purpose", "dev"),
 }
 
 

@@ -2,7 +2,7 @@
 
 Product code calls ``at(STEP)`` where the protocol has a step; nothing happens unless a process was
 started to fail there (``rose_wire.faults`` reads ``ROSE_FAULT``). The table is the list that
-``rose weights torture`` walks through, so a step that is not in it is refused here too.
+``make torture`` walks through, so a step that is not in it is refused here too.
 """
 
 from __future__ import annotations

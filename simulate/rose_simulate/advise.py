@@ -1,6 +1,6 @@
 """``rose advise --telemetry FILE``: what a pool could lend, at which risk, and a first pool.
 
-Reads what ``rose_core.advice.telemetry`` describes: CSV or JSON rows, or an answer of Prometheus.
+Reads what ``advice.telemetry`` describes: CSV or JSON rows, or an answer of Prometheus.
 Prints the options with intervals, what is not known, and the ServingPool; touches nothing.
 ``rose advise memory`` answers for the GPUs' memory (``advise_memory``).
 """
@@ -20,10 +20,10 @@ from typing import Any, TypedDict
 import msgspec
 import yaml
 
-from rose_core.advice.errors import AdviceError, TelemetryError
-from rose_core.advice.estimate import Assumed, Estimate, Interval, estimate
-from rose_core.advice.recommend import Advice, Goal, recommend
-from rose_core.advice.telemetry import BUSY, RUNNING, Telemetry, from_prometheus, from_rows
+from rose_simulate.advice.errors import AdviceError, TelemetryError
+from rose_simulate.advice.estimate import Assumed, Estimate, Interval, estimate
+from rose_simulate.advice.recommend import Advice, Goal, recommend
+from rose_simulate.advice.telemetry import BUSY, RUNNING, Telemetry, from_prometheus, from_rows
 from rose_wire.flags import amount, count, share
 
 PERCENTS = (10, 25, 50, 75, 100)

@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rose_core.advice.errors import AdviceError
-from rose_core.advice.memory import Engine, Serving, Setting, largest, settings
 from rose_core.devices.footprint import MARGIN_BYTES, estimate
 from rose_core.devices.memory import GIB, EngineSize, Headroom, in_gib
 from rose_core.devices.model_size import CacheShape, Unsizable, cache_shape, weight_bytes
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.safetensors import list_tensors
+from rose_simulate.advice.errors import AdviceError
+from rose_simulate.advice.memory import Engine, Serving, Setting, largest, settings
 from rose_wire.flags import amount, count, share
 
 # As their drivers count them.

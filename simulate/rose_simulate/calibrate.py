@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from rose_core.simulate.errors import ScenarioError, SimulationError
 from rose_simulate import chance
 from rose_simulate.levels import QUIET_SHARE, Level, Median, chosen, levels
+from rose_simulate.model.errors import ScenarioError, SimulationError
 
 LIMIT = 0.15
 _VERDICTS = {True: "", False: "  outside", None: "  undecided"}

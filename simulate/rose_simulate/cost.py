@@ -25,8 +25,8 @@ from rose_core.accounting.leases import Beside, ledger_of
 from rose_core.accounting.ledger import ServingImpact, allowed_hundredths, total
 from rose_core.accounting.page import GIGABYTE, MICRO, html, money, percent
 from rose_core.accounting.statement import Statement, statement
-from rose_core.simulate.run import ledger
-from rose_core.simulate.scenario import Regime
+from rose_simulate.model.run import ledger
+from rose_simulate.model.scenario import Regime
 from rose_simulate.study import Result
 
 _PERCENTILE = "leases: of the pool's SLO, for the share of its error budget"

@@ -11,8 +11,8 @@ import json
 import re
 from typing import Any, Final
 
-from rose_core.simulate.fleet_scenario import FleetJobs, FleetScenario, FleetServices
-from rose_core.simulate.scenario import (
+from rose_simulate.model.fleet_scenario import FleetJobs, FleetScenario, FleetServices
+from rose_simulate.model.scenario import (
     Contexts,
     Delays,
     Failure,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from rose_core.simulate.curves import (
+from rose_simulate.model.curves import (
     Alone,
     Curve,
     Lender,
@@ -14,11 +14,11 @@ from rose_core.simulate.curves import (
     curve,
     dedicated_tokens_per_s,
 )
-from rose_core.simulate.fleet import Fleet, FleetOutcome
-from rose_core.simulate.fleet_scenario import FleetScenario
-from rose_core.simulate.outcome import Interval, paired_ratio
-from rose_core.simulate.scenario import Regime
-from rose_core.simulate.world import Material
+from rose_simulate.model.fleet import Fleet, FleetOutcome
+from rose_simulate.model.fleet_scenario import FleetScenario
+from rose_simulate.model.outcome import Interval, paired_ratio
+from rose_simulate.model.scenario import Regime
+from rose_simulate.model.world import Material
 
 # Requests per second and replica at which a replica is simulated event by event: up to what the
 # densest bin of the traces shipped brings (code, 26 times a mean of 0.5).

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose_core.simulate.errors import ScenarioError
 from rose_simulate import chance
+from rose_simulate.model.errors import ScenarioError
 from rose_simulate.recordings import Recorded, delays_of, is_recording
 from rose_simulate.timings import MEDIANS, QUIET, Figures, any_figures, refuse_busy
 

@@ -7,9 +7,9 @@ from typing import Final, TypeVar, cast
 
 from pydantic import ValidationError
 
-from rose_core.simulate.errors import ScenarioError
-from rose_core.simulate.fleet_scenario import FleetScenario
-from rose_core.simulate.scenario import Scenario
+from rose_simulate.model.errors import ScenarioError
+from rose_simulate.model.fleet_scenario import FleetScenario
+from rose_simulate.model.scenario import Scenario
 
 AnyT = TypeVar("AnyT", bound=Scenario | FleetScenario)
 

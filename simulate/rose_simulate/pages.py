@@ -12,11 +12,11 @@ from rose_core.accounting.charts import Row as Bar
 from rose_core.accounting.cost import per_accepted
 from rose_core.accounting.ledger import total
 from rose_core.accounting.statement import SWEEP, statement
-from rose_core.simulate.fleet import FleetOutcome
-from rose_core.simulate.outcome import Interval, Outcome, paired_ratio
-from rose_core.simulate.run import ledger
-from rose_core.simulate.scenario import Regime
 from rose_simulate.fleets import FleetResult, against
+from rose_simulate.model.fleet import FleetOutcome
+from rose_simulate.model.outcome import Interval, Outcome, paired_ratio
+from rose_simulate.model.run import ledger
+from rose_simulate.model.scenario import Regime
 from rose_simulate.study import PRICES, Result, Row, per_violation
 
 # Studies whose scenarios differ in one thing.

@@ -10,11 +10,11 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
-from rose_core.simulate.errors import Impossible, ScenarioError, TraceError
-from rose_core.simulate.fleet_scenario import FleetScenario, impossible_fleet
-from rose_core.simulate.possible import Where, impossible
-from rose_core.simulate.scenario import Scenario, Service
-from rose_core.simulate.workload import (
+from rose_simulate.model.errors import Impossible, ScenarioError, TraceError
+from rose_simulate.model.fleet_scenario import FleetScenario, impossible_fleet
+from rose_simulate.model.possible import Where, impossible
+from rose_simulate.model.scenario import Scenario, Service
+from rose_simulate.model.workload import (
     USUAL_SPAN,
     Arrival,
     Episode,
@@ -23,7 +23,7 @@ from rose_core.simulate.workload import (
     episodes,
     shape,
 )
-from rose_core.simulate.world import Material
+from rose_simulate.model.world import Material
 
 ROWS = "rows.json"
 """File name of a trace -> its rows; beside the traces, and optional."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rose_core.simulate.errors import ScenarioError
+from rose_simulate.model.errors import ScenarioError
 from rose_simulate.timings import CLOSED, OPENED, STOPPED
 
 # A figure of the benchmark, and the reactions of a window (seconds) that it is the median of.

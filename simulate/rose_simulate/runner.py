@@ -20,11 +20,11 @@ from typing import Final
 import msgspec
 
 import rose_core
-from rose_core.simulate.outcome import Outcome
-from rose_core.simulate.regimes import RULES, Lends
-from rose_core.simulate.run import Alone, run
-from rose_core.simulate.scenario import Regime, Scenario
-from rose_core.simulate.world import Material
+from rose_simulate.model.outcome import Outcome
+from rose_simulate.model.regimes import RULES, Lends
+from rose_simulate.model.run import Alone, run
+from rose_simulate.model.scenario import Regime, Scenario
+from rose_simulate.model.world import Material
 
 _NOT_OF_A_RUN: Final = {"name", "seeds", "regimes"}
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from rose_core.simulate.errors import SimulationError
-from rose_core.simulate.fleet import FleetOutcome
-from rose_core.simulate.fleet_scenario import FleetScenario
-from rose_core.simulate.outcome import Outcome
-from rose_core.simulate.scenario import Interference, Regime
 from rose_simulate.fleets import FleetResult, run_fleet
+from rose_simulate.model.errors import SimulationError
+from rose_simulate.model.fleet import FleetOutcome
+from rose_simulate.model.fleet_scenario import FleetScenario
+from rose_simulate.model.outcome import Outcome
+from rose_simulate.model.scenario import Interference, Regime
 from rose_simulate.overrides import changed
 from rose_simulate.pages import page
 from rose_simulate.reading import read_material, read_scenario

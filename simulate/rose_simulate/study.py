@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from rose_core.accounting.cost import Prices, break_even_lent_hour, per_accepted
-from rose_core.simulate.outcome import Interval, Outcome, paired_ratio
-from rose_core.simulate.run import ledger
-from rose_core.simulate.scenario import Interference, Regime, Scenario
-from rose_core.simulate.world import Material
+from rose_simulate.model.outcome import Interval, Outcome, paired_ratio
+from rose_simulate.model.run import ledger
+from rose_simulate.model.scenario import Interference, Regime, Scenario
+from rose_simulate.model.world import Material
 from rose_simulate.runner import Case, Runner
 
 # Micro-units per hour; only their ratio matters. A lent hour is free here, so that the break-even
@@ -23,7 +23,7 @@ PRICES = Prices(dedicated_hour=1_000_000, lent_hour=0)
 
 
 READINGS = (Regime.ROSE_PAPER, Regime.ROSE_PAPER_DEDICATED)
-"""The two readings of the paper's placement; see ``rose_core.simulate.paper``."""
+"""The two readings of the paper's placement; see ``rose_simulate.model.paper``."""
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from rose_core.simulate.errors import SimulationError
-from rose_core.simulate.outcome import Outcome
-from rose_core.simulate.scenario import Regime, Scenario
-from rose_core.simulate.world import Material
+from rose_simulate.model.errors import SimulationError
+from rose_simulate.model.outcome import Outcome
+from rose_simulate.model.scenario import Regime, Scenario
+from rose_simulate.model.world import Material
 from rose_simulate.overrides import changed
 from rose_simulate.reading import read_material, read_scenario
 from rose_simulate.runner import Case, Runner

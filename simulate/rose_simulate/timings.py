@@ -16,8 +16,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rose_core.simulate.errors import ScenarioError
-from rose_core.simulate.scenario import Delays
+from rose_simulate.model.errors import ScenarioError
+from rose_simulate.model.scenario import Delays
 
 QUIET = "machine: share used by other processes"
 CLOSED = "ours: arrival to permit closed, p50"

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rose_core.advice.errors import TelemetryError, TooLittle
-from rose_core.advice.estimate import Assumed, estimate
-from rose_core.advice.recommend import Goal, recommend
-from rose_core.advice.telemetry import Telemetry
 from rose_core.api import ServingPool
+from rose_simulate.advice.errors import TelemetryError, TooLittle
+from rose_simulate.advice.estimate import Assumed, estimate
+from rose_simulate.advice.recommend import Goal, recommend
+from rose_simulate.advice.telemetry import Telemetry
 from rose_simulate.advise import PERCENTS, main, read
 
 HOUR = 3600.0

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rose_cli.main import main
-from rose_core.advice.errors import NoRoom
-from rose_core.advice.memory import Engine, Serving, largest, settings
 from rose_core.devices.memory import CONTEXT_BYTES, GIB, EngineSize, Headroom
+from rose_simulate.advice.errors import NoRoom
+from rose_simulate.advice.memory import Engine, Serving, largest, settings
 from tests.engines.model_shapes import SHAPES
 
 CARD = int(139.8 * GIB)

@@ -6,7 +6,7 @@ import pytest
 
 from bench.simulate import growth
 from bench.simulate.growth import SIZES, Size, sized
-from rose_core.simulate.fleet_scenario import FleetScenario
+from rose_simulate.model.fleet_scenario import FleetScenario
 from rose_simulate.reading import read_scenario
 
 FLEET = Path(__file__).parents[2] / "simulate" / "scenarios" / "fleet.yaml"

@@ -3,8 +3,8 @@
 import pytest
 
 from bench.simulate.__main__ import AIM, headline
-from rose_core.simulate.outcome import Interval
-from rose_core.simulate.scenario import Regime
+from rose_simulate.model.outcome import Interval
+from rose_simulate.model.scenario import Regime
 from rose_simulate.study import Row
 
 BELOW, ABOVE = 0.9 * AIM, 1.1 * AIM

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.weightsync.torture.cases import GATES, PROCESSES, SCRIPTED, enumerated
-from rose_agent.weightsync.torture.main import SCRIPTS, main
-from rose_agent.weightsync.torture.partition import Link
-from rose_agent.weightsync.torture.process import Process, until
+from bench.torture.__main__ import SCRIPTS, main
+from bench.torture.cases import GATES, PROCESSES, SCRIPTED, enumerated
+from bench.torture.partition import Link
+from bench.torture.process import Process, until
 from rose_core.delta import faults
 from rose_wire import faults as arming
 

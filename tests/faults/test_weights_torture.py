@@ -1,4 +1,4 @@
-"""A few cases of ``rose weights torture`` on real processes; the command runs all of them."""
+"""A few cases of ``make torture`` on real processes; the command runs all of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.weightsync.torture.cases import enumerated
-from rose_agent.weightsync.torture.main import torture
+from bench.torture.__main__ import torture
+from bench.torture.cases import enumerated
 
 CHOSEN = {"kill relay.block", "kill engine.commit.scatter"}
 

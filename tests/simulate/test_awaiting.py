@@ -8,16 +8,16 @@ import pytest
 from bench.simulate.__main__ import STUDIES as JUDGED
 from rose_core.rollouts.placement import PolicyName
 from rose_core.rollouts.terms import LeaseTerms, policies_of
-from rose_core.simulate.batch import BatchEngine
-from rose_core.simulate.clock import SECOND, Clock
-from rose_core.simulate.costs import costs
-from rose_core.simulate.possible import impossible
-from rose_core.simulate.regimes import RULES
-from rose_core.simulate.router import Manners, Router
-from rose_core.simulate.scenario import Link, Regime, RolloutJob, Scenario
-from rose_core.simulate.turns import Engine, Turn
-from rose_core.simulate.world import World
 from rose_core.wire.routing import EngineKind
+from rose_simulate.model.batch import BatchEngine
+from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.costs import costs
+from rose_simulate.model.possible import impossible
+from rose_simulate.model.regimes import RULES
+from rose_simulate.model.router import Manners, Router
+from rose_simulate.model.scenario import Link, Regime, RolloutJob, Scenario
+from rose_simulate.model.turns import Engine, Turn
+from rose_simulate.model.world import World
 from rose_simulate.reading import read_scenario
 from rose_simulate.studies import SCENARIOS, STUDIES
 from tests.simulate.worlds import MATERIAL, scenario

@@ -7,12 +7,12 @@ import pytest
 import rose_core.rollouts.dispatch
 import rose_core.rollouts.residency
 import rose_core.rollouts.terms
-from rose_core.simulate import router
-from rose_core.simulate.possible import impossible
-from rose_core.simulate.regimes import RULES
-from rose_core.simulate.run import run
-from rose_core.simulate.scenario import Failure, Load, Regime, Scenario
-from rose_core.simulate.world import World
+from rose_simulate.model import router
+from rose_simulate.model.possible import impossible
+from rose_simulate.model.regimes import RULES
+from rose_simulate.model.run import run
+from rose_simulate.model.scenario import Failure, Load, Regime, Scenario
+from rose_simulate.model.world import World
 from tests.simulate.worlds import MATERIAL, scenario
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from rose_core.simulate.errors import ScenarioError
 from rose_simulate.calibrate import calibrate
 from rose_simulate.levels import chosen, levels
 from rose_simulate.main import main
+from rose_simulate.model.errors import ScenarioError
 from rose_simulate.studies import SCENARIOS
 from rose_simulate.timings import MEDIANS, QUIET
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rose_core.simulate.scenario import Regime
 from rose_simulate.cost import main
 from rose_simulate.main import write
+from rose_simulate.model.scenario import Regime
 from rose_simulate.study import study
 from tests.simulate.worlds import MATERIAL, scenario
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from rose_core.simulate.batch import BatchEngine, Sequence
-from rose_core.simulate.clock import SECOND, Clock
-from rose_core.simulate.costs import costs
-from rose_core.simulate.device import Device, Sharing
+from rose_simulate.model.batch import BatchEngine, Sequence
+from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.costs import costs
+from rose_simulate.model.device import Device, Sharing
 
 MPS = Sharing(serving_slowdown=1.5, rollout_slowdown=1.66, rollout_alone=1.66)
 SLICES = Sharing(serving_slowdown=2.0, rollout_slowdown=2.0)

@@ -6,15 +6,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rose_core.simulate.curves import Curve, Lender, by_itself, curve, dedicated_tokens_per_s
-from rose_core.simulate.errors import Impossible
-from rose_core.simulate.fleet import Fleet, FleetOutcome
-from rose_core.simulate.fleet_scenario import FleetScenario
-from rose_core.simulate.run import run
-from rose_core.simulate.scenario import Load, Regime, Scenario
-from rose_core.simulate.world import Material
 from rose_simulate import fleets
 from rose_simulate.fleets import against, run_fleet
+from rose_simulate.model.curves import Curve, Lender, by_itself, curve, dedicated_tokens_per_s
+from rose_simulate.model.errors import Impossible
+from rose_simulate.model.fleet import Fleet, FleetOutcome
+from rose_simulate.model.fleet_scenario import FleetScenario
+from rose_simulate.model.run import run
+from rose_simulate.model.scenario import Load, Regime, Scenario
+from rose_simulate.model.world import Material
 from rose_simulate.pages import page
 from rose_simulate.reading import read_material, read_scenario
 

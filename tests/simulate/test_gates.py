@@ -4,13 +4,13 @@ import pytest
 
 import rose_core.guard.gate
 from rose_core.guard.ladder import LadderLimits
-from rose_core.simulate import guarded
-from rose_core.simulate.batch import BatchEngine, Sequence
-from rose_core.simulate.clock import SECOND, Clock
-from rose_core.simulate.gates import ServingRequest
-from rose_core.simulate.lent import Ears, Replica
-from rose_core.simulate.regimes import RULES
-from rose_core.simulate.scenario import Regime
+from rose_simulate.model import guarded
+from rose_simulate.model.batch import BatchEngine, Sequence
+from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.gates import ServingRequest
+from rose_simulate.model.lent import Ears, Replica
+from rose_simulate.model.regimes import RULES
+from rose_simulate.model.scenario import Regime
 from tests.simulate.worlds import scenario
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from rose_core.accounting.cost import break_even_lent_hour
-from rose_core.simulate.outcome import Outcome
-from rose_core.simulate.run import ledger, run
-from rose_core.simulate.scenario import Interference, Load, Regime, Scenario
+from rose_simulate.model.outcome import Outcome
+from rose_simulate.model.run import ledger, run
+from rose_simulate.model.scenario import Interference, Load, Regime, Scenario
 from rose_simulate.pages import page
 from rose_simulate.study import PRICES, Result, study
 from tests.simulate.worlds import MATERIAL, scenario

@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 
-from rose_core.simulate.clock import SECOND
-from rose_core.simulate.regimes import RULES
-from rose_core.simulate.run import run
-from rose_core.simulate.scenario import Load, Regime, Scenario
-from rose_core.simulate.world import World
+from rose_simulate.model.clock import SECOND
+from rose_simulate.model.regimes import RULES
+from rose_simulate.model.run import run
+from rose_simulate.model.scenario import Load, Regime, Scenario
+from rose_simulate.model.world import World
 from tests.simulate.worlds import MATERIAL, scenario
 
 END_S = 60

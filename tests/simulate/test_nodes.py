@@ -6,15 +6,15 @@ import msgspec
 import pytest
 
 from rose_core.guard.predictor import Profile
-from rose_core.simulate.clock import SECOND
-from rose_core.simulate.machines import Machine, fill
-from rose_core.simulate.outcome import Outcome
-from rose_core.simulate.possible import impossible
-from rose_core.simulate.regimes import RULES
-from rose_core.simulate.run import run
-from rose_core.simulate.scenario import Nodes, Regime, Scenario
-from rose_core.simulate.world import World
 from rose_core.wire.routing import EngineKind
+from rose_simulate.model.clock import SECOND
+from rose_simulate.model.machines import Machine, fill
+from rose_simulate.model.outcome import Outcome
+from rose_simulate.model.possible import impossible
+from rose_simulate.model.regimes import RULES
+from rose_simulate.model.run import run
+from rose_simulate.model.scenario import Nodes, Regime, Scenario
+from rose_simulate.model.world import World
 from tests.simulate.worlds import MATERIAL, scenario
 
 # Replicas 0 and 1 stand on node 0, replica 2 on node 1, the dedicated engine on node 2.

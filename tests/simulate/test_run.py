@@ -5,13 +5,13 @@ from functools import cache
 import msgspec
 import pytest
 
-from rose_core.simulate.clock import SECOND
-from rose_core.simulate.outcome import Outcome, paired_ratio
-from rose_core.simulate.possible import impossible
-from rose_core.simulate.regimes import RULES
-from rose_core.simulate.run import ledger, run
-from rose_core.simulate.scenario import Regime, Scenario
-from rose_core.simulate.world import World
+from rose_simulate.model.clock import SECOND
+from rose_simulate.model.outcome import Outcome, paired_ratio
+from rose_simulate.model.possible import impossible
+from rose_simulate.model.regimes import RULES
+from rose_simulate.model.run import ledger, run
+from rose_simulate.model.scenario import Regime, Scenario
+from rose_simulate.model.world import World
 from tests.simulate.worlds import MATERIAL, scenario
 
 

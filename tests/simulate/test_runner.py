@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rose_core.simulate.scenario import Regime
 from rose_simulate import runner
+from rose_simulate.model.scenario import Regime
 from rose_simulate.runner import Case, Runner
 from rose_simulate.study import study
 from tests.simulate.worlds import MATERIAL, scenario

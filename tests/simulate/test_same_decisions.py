@@ -22,17 +22,17 @@ import rose_core.rollouts.rounds
 import rose_core.rollouts.watch
 from rose_core.lending import Plan, Snapshot, plan
 from rose_core.rollouts.warming import Ended, Warm, to_warm
-from rose_core.simulate import gates, guarded, job, planner, router, warming
-from rose_core.simulate.clock import SECOND
-from rose_core.simulate.regimes import RULES
-from rose_core.simulate.run import run
-from rose_core.simulate.scenario import Regime
-from rose_core.simulate.workload import Turn
-from rose_core.simulate.world import World
+from rose_simulate.model import gates, guarded, job, planner, router, warming
+from rose_simulate.model.clock import SECOND
+from rose_simulate.model.regimes import RULES
+from rose_simulate.model.run import run
+from rose_simulate.model.scenario import Regime
+from rose_simulate.model.workload import Turn
+from rose_simulate.model.world import World
 from tests.simulate.worlds import MATERIAL, scenario
 
 ROOT = Path(__file__).parents[2]
-SIMULATOR = ("rose_core/simulate",)
+SIMULATOR = ("simulate/rose_simulate/model",)
 ROOMS = ("rose_core.guard", "rose_core.lending", "rose_core.rollouts")
 SHELLS = {
     "agent/rose_agent/guard": ("rose_core.guard",),

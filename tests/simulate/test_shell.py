@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rose_core.simulate.errors import Impossible, ScenarioError, TraceError
-from rose_core.simulate.workload import (
+from rose_simulate.main import main
+from rose_simulate.model.errors import Impossible, ScenarioError, TraceError
+from rose_simulate.model.workload import (
     ALIKE,
     Arrival,
     Episode,
@@ -16,7 +17,6 @@ from rose_core.simulate.workload import (
     group,
     replay,
 )
-from rose_simulate.main import main
 from rose_simulate.reading import read_arrivals, read_material, read_scenario
 from tests.simulate.worlds import EPISODES
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rose_core.accounting.charts import Line, Row, intervals, lines, ticks
-from rose_core.simulate.scenario import Nodes, Regime
+from rose_simulate.model.scenario import Nodes, Regime
 from rose_simulate.pages import page
 from rose_simulate.reading import read_scenario
 from rose_simulate.studies import SCENARIOS, STUDIES, main

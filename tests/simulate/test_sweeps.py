@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rose_core.simulate.outcome import Outcome
-from rose_core.simulate.scenario import Load, Regime
 from rose_simulate.main import main
+from rose_simulate.model.outcome import Outcome
+from rose_simulate.model.scenario import Load, Regime
 from rose_simulate.runner import Runner
 from rose_simulate.studies import SCENARIOS
 from rose_simulate.sweeps import bursts, frontier_table, loans, slots_table

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from rose_core.simulate.errors import ScenarioError
-from rose_core.simulate.scenario import Delays
 from rose_simulate import timings
 from rose_simulate.main import main
+from rose_simulate.model.errors import ScenarioError
+from rose_simulate.model.scenario import Delays
 from rose_simulate.studies import SCENARIOS
 from rose_simulate.timings import measured
 

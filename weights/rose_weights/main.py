@@ -77,7 +77,6 @@ def parser() -> argparse.ArgumentParser:
     diff = verbs.add_parser("diff", help="compare two Hugging Face checkpoints bit by bit")
     diff.add_argument("old", type=Path)
     diff.add_argument("new", type=Path)
-    verbs.add_parser("torture", help="fail every process at every step; rose weights torture -h")
     _import_parser(verbs.add_parser("import", help="publish checkpoints and delta directories"))
     _export_parser(verbs.add_parser("export", help="write a bundle as a weight_vNNNNNN directory"))
     return top

@@ -1,6 +1,6 @@
 """Lets a process be started so that it fails at a named step: ``ROSE_FAULT=STEP#N=ACTION``.
 
-For ``rose weights torture`` and the tests under ``tests/faults``. Without the variable nothing is
+For ``make torture`` and the tests under ``tests/faults``. Without the variable nothing is
 installed. Steps are in ``rose_core.delta.faults``; actions:
 
 | action | what happens at the step |

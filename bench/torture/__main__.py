@@ -1,0 +1,273 @@
+"""``make torture``: runs the cases one after the other and prints the matrix.
+
+One world lives through all cases; only the process that a case is about is started anew, armed,
+and after its end started again as it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from bench.torture import contention, damage
+from bench.torture.cases import GATES, SCRIPTED, Case, enumerated
+from bench.torture.process import Violation, until
+from bench.torture.world import RUN, World, encode
+from rose_weights.client import WeightsClient
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """One line of the matrix.
+
+    Attributes:
+        during: what was served while the process was down.
+        good: nothing was violated.
+        note: what was, otherwise.
+    """
+
+    case: str
+    about: str
+    during: str
+    good: bool
+    seconds: float
+    note: str = ""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The verb's arguments."""
+    made = argparse.ArgumentParser(prog="python -m bench.torture", description=__doc__)
+    made.add_argument(
+        "--only", type=_pattern, default="", help="cases whose name this pattern matches"
+    )
+    made.add_argument("--list", action="store_true", help="print the cases and end")
+    made.add_argument("--json", type=Path, help="write the matrix here too")
+    made.add_argument("--keep", action="store_true", help="leave the folder with logs behind")
+    return made
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        message = f"{text!r} is no regular expression ({error}); '.*' stands for anything"
+        raise argparse.ArgumentTypeError(message) from error
+
+
+def main(argv: list[str]) -> int:
+    """Entry of the verb.
+
+    Returns:
+        0 nothing was violated, 1 something was.
+    """
+    arguments = parser().parse_args(argv)
+    cases = [
+        case for case in (*enumerated(), *SCRIPTED, *GATES) if arguments.only.search(case.name)
+    ]
+    if arguments.list or not cases:
+        sys.stdout.write("".join(f"{case.name:<32} {case.about}\n" for case in cases))
+        return 0 if cases else 1
+    folder = Path(tempfile.mkdtemp(prefix="rose"))
+    try:
+        outcomes = torture(folder, cases)
+    finally:
+        if arguments.keep:
+            sys.stdout.write(f"logs and state are in {folder}\n")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    bad = [outcome for outcome in outcomes if not outcome.good]
+    sys.stdout.write(f"{len(outcomes)} cases, {len(outcomes) - len(bad)} as they must be\n")
+    if arguments.json:
+        arguments.json.write_bytes(encode(outcomes))
+    return 1 if bad else 0
+
+
+def torture(folder: Path, cases: Sequence[Case]) -> list[Outcome]:
+    """Run the cases in one world.
+
+    Raises:
+        Violation: not even the undisturbed world works.
+    """
+    world = World(folder)
+    outcomes = []
+    try:
+        world.start()
+        for case in cases:
+            outcome = attempt(world, case)
+            outcomes.append(outcome)
+            verdict = "good" if outcome.good else f"VIOLATED: {outcome.note}"
+            sys.stdout.write(
+                f"{outcome.case:<32} {outcome.during:<36} {outcome.seconds:5.1f} s  {verdict}\n"
+            )
+            sys.stdout.flush()
+            if not outcome.good:  # the next case deserves a world that works
+                world.end()
+                shutil.rmtree(folder)
+                folder.mkdir()
+                world = World(folder)
+                world.start()
+    finally:
+        world.end()
+    return outcomes
+
+
+def attempt(world: World, case: Case) -> Outcome:
+    """Run one case and judge it."""
+    began = time.monotonic()
+    during, note = "", ""
+    try:
+        during = SCRIPTS[case.name](world) if case.name in SCRIPTS else _fail(world, case)
+        world.settle()
+    except Violation as violation:
+        note = str(violation)
+    return Outcome(case.name, case.about, during, not note, time.monotonic() - began, note)
+
+
+def _fail(world: World, case: Case) -> str:
+    """Arm the process, make it pass the step, look, and bring it back."""
+    before = world.weights.version
+    step = case.fault.partition("#")[0]
+    if step == "relay.merged":
+        _fall_behind(world)
+    process = world[case.process]
+    world.restart(case.process, case.fault)
+    if process.alive and not process.stopped and step != "relay.merged":
+        world.publish()
+    if step == "store.opened":
+        world["publisher"].kill()
+        world["publisher"].start()
+        world.asked = False
+    if step == "relay.merged":
+        world.restart("weight-sync")
+    if case.fault.endswith("=full"):
+        return "goes on by itself"
+    until(lambda: not process.alive or process.stopped, f"{case.process} passes {step}")
+    served = world.look()
+    allowed = served in {before, *world.newest()} or world.same_step(served, before)
+    if case.process != "engine" and not allowed:
+        raise Violation(f"{served or 'nothing'} is served instead of {before}")
+    if process.stopped:
+        _stand(world, case, before)
+        process.send(signal.SIGCONT)
+    else:
+        world.restart(case.process)
+    if case.process == "store" and not world["publisher"].alive:
+        world.restart("publisher")
+    return f"served {served}" if served else "engine down, nothing served"
+
+
+def _stand(world: World, case: Case, before: str) -> None:
+    """While an engine stands still in mid-commit, nobody may vouch for the version it makes."""
+    file = world.weights  # its process is another one than ``before`` was served by: base weights
+    if case.process == "engine" and file.attested and file.version != before:
+        raise Violation(f"{world.weights.version} was vouched for before it was committed")
+
+
+def _fall_behind(world: World) -> None:
+    """The engine misses two versions whose single deltas the relay comes to hold."""
+    world["weight-sync"].kill()
+
+    async def follow() -> None:
+        async with WeightsClient(world.relay_address) as client:
+            versions = (await client.describe(RUN)).versions
+            for before, after in zip(versions[-3:], versions[-2:], strict=False):
+                folder = world.folder / "follower"
+                await client.pull(
+                    RUN, folder, have=before.version, digest=before.digest, want=after.version
+                )
+                shutil.rmtree(folder)
+
+    for _ in range(2):
+        world.publish()
+        world.durable()
+    asyncio.run(follow())
+
+
+def _two_publishers(world: World) -> str:
+    first = world["publisher"]
+    second = World._process(world, "publisher", " ".join(first.command))  # noqa: SLF001
+    second.start()
+    until(lambda: second.heard("opened"), "the second publisher takes the run over")
+    world.publish()
+    until(lambda: first.heard("failed"), "the first publisher is told")
+    if not any(
+        "Fenced" in line["failed"] or "refused" in line["failed"]
+        for line in first.said
+        if "failed" in line
+    ):
+        raise Violation(f"the first publisher heard {first.said[-1]}")
+    first.kill()
+    world.processes["publisher"] = second
+    second.tell(str(world.step))
+    return "the first one was fenced"
+
+
+def _rewound(world: World) -> str:
+    world.restart("publisher")
+    world.publish(max(1, world.step - 3))
+    return "an older step is the head"
+
+
+def _gate(world: World) -> str:
+    before = world.weights.version
+    world.close_gate()
+    world.publish()
+    world.durable()
+    until(lambda: world.weights.head in world.newest(), "weight-sync hears of it")
+    time.sleep(1.0)  # nothing may happen, and there is nothing to wait for
+    if world.weights.version != before:
+        raise Violation(f"{world.weights.version} was committed under a closed gate")
+    world.gate_open = True
+    return f"served {before} until it opened"
+
+
+def _everything(world: World) -> str:
+    world.publish()
+    for name in ("store", "relay", "weight-sync"):
+        world[name].kill()
+    served = world.look()
+    for name in ("store", "relay", "weight-sync"):
+        world.restart(name)
+    return f"served {served}"
+
+
+SCRIPTS: dict[str, Callable[[World], str]] = {
+    "store: flipped bits": lambda world: damage.blocks(world, "store", damage.flip),
+    "relay: flipped bits": lambda world: damage.blocks(world, "relay", damage.flip),
+    "relay: missing blocks": lambda world: damage.blocks(world, "relay", Path.unlink),
+    "store: flipped manifest": damage.manifest,
+    "store: flipped state": damage.state,
+    "bundle: torn and reordered": damage.torn_bundle,
+    "bundle: flipped bits": damage.flipped_bundle,
+    "engine: flipped weight": damage.rotten,
+    "two publishers": _two_publishers,
+    "trainer rewound": _rewound,
+    "gate closed": _gate,
+    "everything at once": _everything,
+    "clock jumps": contention.clock_jumps,
+    "second hand": contention.second_hand,
+    "partition in mid-block": contention.partition,
+    "rank votes late": contention.rank_late,
+    "rank never answers": contention.rank_never,
+    "rank dies while staging": contention.rank_dies,
+    **{
+        case.name: functools.partial(
+            contention.gate_closes_at, process=case.process, fault=case.fault
+        )
+        for case in GATES
+    },
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,48 @@
+"""Serving's balancer: fewest requests under way, over the replicas that are on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rose_simulate.model.gates import ServingRequest
+from rose_simulate.model.lent import Replica
+
+
+class Balancer:
+    """Gives requests to replicas; what finds none waits.
+
+    Args:
+        serving: which replicas of a service take requests, whether on or off.
+        any_off: whether some node is off.
+    """
+
+    def __init__(
+        self, serving: Callable[[str], Sequence[Replica]], any_off: Callable[[], bool]
+    ) -> None:
+        self._serving, self._any_off = serving, any_off
+        self._turn = 0
+        self._stranded: list[tuple[ServingRequest, str]] = []
+
+    def take(self, request: ServingRequest, service: str) -> None:
+        """A request has come."""
+        self._turn += 1
+        among = self._serving(service)
+        if self._any_off():
+            among = [one for one in among if one.machine.up]
+        if not among:
+            self._stranded.append((request, service))
+            return
+        turn, size = self._turn, len(among)
+        best = min(range(size), key=lambda n: (among[n].serving.live, (n - turn) % size))
+        among[best].serve(request)
+
+    def again(self, request: ServingRequest, service: str) -> None:
+        """Its replica is gone; its client begins anew and waits since it first came."""
+        request.first_ns, request.sequence = 0, None
+        self.take(request, service)
+
+    def retry(self) -> None:
+        """Replicas are back: take what found none."""
+        waiting, self._stranded = self._stranded, []
+        for request, service in waiting:
+            self.take(request, service)

@@ -1,0 +1,345 @@
+"""One RL job: groups of trajectories, a staleness bound, a trainer that publishes.
+
+| a group is | when |
+|---|---|
+| started | fewer than ``(staleness + version + 1) * batch`` groups were started and not dropped |
+| accepted | all are finished and the oldest version in it lags at most ``staleness`` |
+| dropped | otherwise; the trainer would drop the whole group for one stale member |
+
+A training step takes ``batch`` accepted groups, lasts ``train_s`` and publishes the next version.
+Which ones: in the order in which they finished, as trainers do, or the oldest first
+(``rollouts.consumption``). The bound on starts is AReaL's. With tail batching the
+groups are started, put off and taken by ``rollouts.rounds`` instead; a group that is put off is
+sampled anew in its long round, and what it has written is discarded, as is what a short round's
+surplus members have written when their group is ready.
+
+A trainer that *awaits* its weights starts groups only when its dedicated engines have what it
+published; one that does not starts them in the second in which it publishes, and engines that are
+two seconds behind make them one version older than they need be.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+
+from rose_core.rollouts.consumption import Bound, next_batch
+from rose_core.rollouts.rounds import Closing, Rounds, Shape
+from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.router import Router
+from rose_simulate.model.turns import Turn
+from rose_simulate.model.workload import Episode, group
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What a job is; fields as of ``scenario.RolloutJob``."""
+
+    members: int
+    batch: int
+    staleness: int
+    train_s: float
+    gap_scale: float = 1.0
+    surplus: float | None = None
+    oldest_first: bool = False
+    awaits_weights: bool = False
+    member_surplus: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of one trajectory: in a batch, dropped or cut, and how stale it was then.
+
+    One that was cut has the tokens that it would have written; inclusion is by length.
+    """
+
+    session: str
+    tokens: int
+    trained: bool
+    stale: int
+
+
+@dataclass(eq=False)
+class Group:
+    """A group under way; ``members`` are (session, output tokens) of those that ended."""
+
+    number: int
+    left: int
+    oldest: int
+    tokens: int = 0
+    members: list[tuple[str, int]] = field(default_factory=list)
+    episodes: tuple[Episode, ...] = ()
+    under_way: list[Trajectory] = field(default_factory=list)
+
+
+@dataclass
+class JobCounts:
+    """What came of it."""
+
+    started: int = 0
+    finished: int = 0
+    accepted: int = 0
+    dropped: int = 0
+    accepted_tokens: int = 0
+    discarded_tokens: int = 0
+    deferred: int = 0
+    cut: int = 0
+    steps: int = 0
+    step_s: list[float] = field(default_factory=list)
+    finish_s: list[float] = field(default_factory=list)
+    fates: list[Fate] = field(default_factory=list)
+
+
+class Job:
+    """One job; ``publish`` is called with every new version."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        facts: JobFacts,
+        router: Router,
+        pool: Rows[Episode],
+        *,
+        draw: random.Random,
+        publish: Callable[[int], None],
+    ) -> None:
+        self._clock, self._facts, self._router = clock, facts, router
+        self._pool, self._draw, self._publish = pool, draw, publish
+        self.version = 0
+        self._rounds = None if facts.surplus is None else Rounds(_shape(facts))
+        self._named: dict[str, Group] = {}
+        self._groups = self._drawn_ever = self._turns = self._born = self._in_gap = 0
+        self._ready: list[Group] = []
+        self._under_way: dict[int, int] = {}  # group -> version it began with
+        self._training = self._awaiting = False
+        self._step_ns = 0
+        self.counts = JobCounts()
+
+    def start(self) -> None:
+        """Start as many groups as the bound allows, or as the round asks for."""
+        if self._awaiting:
+            return
+        if self._rounds is not None:
+            self._start_round(self._rounds)
+            return
+        facts = self._facts
+        most = (facts.staleness + self.version + 1) * facts.batch
+        while self._groups < most:
+            self._begin(self._drawn(facts.members))
+
+    def _start_round(self, rounds: Rounds) -> None:
+        if rounds.kind is not None or self._training:
+            return
+        opening = rounds.open()
+        if opening is None:  # prompts never run out here
+            return
+        for name in opening.resumed:
+            put_off = self._named.pop(name)
+            again = Group(put_off.number, self._facts.members, self.version)
+            # Any of them do: a group's episodes are drawn alike, and which ended is not looked at.
+            again.episodes = put_off.episodes[: opening.members]
+            self._named[name] = again
+            self._begin(again)
+        for _ in range(opening.fresh):
+            one = self._drawn(opening.members)
+            self._named[str(one.number)] = one
+            rounds.begin(str(one.number))
+            self._begin(one)
+
+    def _drawn(self, members: int) -> Group:
+        """A fresh prompt."""
+        self._groups += 1
+        self._drawn_ever += 1  # a number of its own: ``_groups`` goes back when one is dropped
+        one = Group(self._drawn_ever, members, self.version)
+        one.episodes = group(self._pool, members, self._draw)
+        return one
+
+    def _begin(self, one: Group) -> None:
+        self.counts.started += len(one.episodes)
+        if self._rounds is None:
+            self._under_way[one.number] = one.oldest
+        for member, episode in enumerate(one.episodes):
+            self._born += 1
+            name = f"{one.number}.{member}@{self._born}"
+            trajectory = Trajectory(self, one, name, episode, self._born)
+            one.under_way.append(trajectory)
+            trajectory.next()
+
+    def take_turn(self, turn: Turn, gap_s: float) -> None:
+        """Send a turn to the router when the environment has answered."""
+        self._turns += 1
+        turn.number = self._turns
+        gap_s *= self._facts.gap_scale
+        if gap_s > 0:
+            self._in_gap += 1
+            self._clock.after(gap_s, lambda: self._answered(turn))
+        else:
+            self._router.submit(turn)
+
+    def _answered(self, turn: Turn) -> None:
+        self._in_gap -= 1
+        if not turn.withdrawn:
+            self._router.submit(turn)
+
+    @property
+    def inside(self) -> int:
+        """Trajectories that are at an engine, in the queue, or in their environment."""
+        return self._in_gap + self._router.inside
+
+    def finished(
+        self, one: Group, trajectory: Trajectory, session: str, tokens: int, oldest: int
+    ) -> None:
+        """A trajectory has ended."""
+        one.under_way.remove(trajectory)
+        one.left -= 1
+        one.tokens += tokens
+        one.members.append((session, tokens))
+        one.oldest = min(one.oldest, oldest)
+        self.counts.finished += 1
+        self.counts.finish_s.append(self._clock.now_s)
+        if self._rounds is not None:
+            if len(one.members) == self._facts.members:
+                self._cut(one)
+            closing = self._rounds.finished(str(one.number))
+            if closing is not None:
+                self._close(closing)
+        elif one.left == 0:
+            del self._under_way[one.number]
+            self._ready.append(one)
+            self._train()
+
+    def _cut(self, one: Group) -> None:
+        """A group is ready: the members that it did not need stop; nobody samples them again."""
+        late, one.under_way = one.under_way, []
+        for trajectory in late:
+            self.counts.cut += 1
+            self.counts.finished += 1
+            self.counts.discarded_tokens += trajectory.withdraw(self._router)
+            stale = self.version - one.oldest
+            fate = Fate(trajectory.session, trajectory.planned, trained=False, stale=stale)
+            self.counts.fates.append(fate)
+
+    def _close(self, closing: Closing) -> None:
+        """The round is over: what is put off stops, the batch is trained on."""
+        for put_off in closing.deferred:
+            one = self._named[put_off.prompt]
+            self.counts.deferred += len(one.episodes)
+            self.counts.discarded_tokens += one.tokens
+            for trajectory in one.under_way:
+                self.counts.discarded_tokens += trajectory.withdraw(self._router)
+                self.counts.finished += 1
+            for session, _ in one.members:
+                self._router.prospects.concluded(session, trained=False)
+            one.under_way.clear()
+        self._ready += [self._named.pop(name) for name in closing.batch]
+        self._train()
+
+    def _train(self) -> None:
+        if self._training:
+            return
+        fresh: list[Group] = []
+        for one in self._ready:
+            if self.version - one.oldest <= self._facts.staleness:
+                fresh.append(one)
+            else:
+                self._groups -= 1
+                self.counts.dropped += self._facts.members
+                self.counts.discarded_tokens += one.tokens
+                self._conclude(one, trained=False)
+        chosen = self._next_batch(fresh)
+        self._ready = [one for one in fresh if one not in chosen]
+        if chosen:
+            self.counts.accepted += self._facts.batch * self._facts.members
+            self.counts.accepted_tokens += sum(one.tokens for one in chosen)
+            for one in chosen:
+                self._conclude(one, trained=True)
+            self._training = True
+            self._clock.after(self._facts.train_s, self._trained)
+        if self._rounds is None:
+            self.start()
+
+    def _next_batch(self, fresh: list[Group]) -> list[Group]:
+        """What the trainer takes now; empty = it waits."""
+        facts = self._facts
+        if not facts.oldest_first:
+            return fresh[: facts.batch] if len(fresh) >= facts.batch else []
+        ready = [one.oldest for one in fresh]
+        bound = Bound(facts.batch, facts.staleness)
+        found = next_batch(ready, list(self._under_way.values()), self.version, bound)
+        return [fresh[index] for index in found]
+
+    def _conclude(self, one: Group, *, trained: bool) -> None:
+        for session, tokens in one.members:
+            stale = self.version - one.oldest
+            self.counts.fates.append(Fate(session, tokens, trained, stale))
+            self._router.prospects.concluded(session, trained=trained)
+
+    def _trained(self) -> None:
+        self._training = False
+        self.version += 1
+        now = self._clock.now_ns
+        self.counts.steps += 1
+        self.counts.step_s.append((now - self._step_ns) / SECOND)
+        self._step_ns = now
+        self._awaiting = self._facts.awaits_weights
+        self._publish(self.version)
+        self._train()
+        if self._rounds is not None:
+            self.start()
+
+    def has_weights(self, version: int) -> None:
+        """The dedicated engines have a version; another may have been published since."""
+        if self._awaiting and version == self.version:
+            self._awaiting = False
+            self.start()
+
+
+def _shape(facts: JobFacts) -> Shape:
+    surplus = facts.surplus or 0.0
+    return Shape(facts.batch, facts.members, surplus, facts.member_surplus)
+
+
+class Trajectory:
+    """One trajectory: its turns one after the other, with the environment between them."""
+
+    def __init__(self, job: Job, one: Group, session: str, episode: Episode, number: int) -> None:
+        self._job, self._group, self.session, self._episode = job, one, session, episode
+        self._number = number
+        self._index = self._context = self._tokens = 0
+        self._oldest = one.oldest
+        self._turn: Turn | None = None
+
+    @property
+    def planned(self) -> int:
+        """Tokens that it writes when nobody stops it."""
+        return sum(turn.output for turn in self._episode)
+
+    def next(self) -> None:
+        """Ask for the next turn, or end."""
+        if self._turn is not None:
+            self._oldest = min([self._oldest, *self._turn.versions])
+            self._tokens += self._turn.output
+        if self._index >= len(self._episode):
+            self._job.finished(self._group, self, self.session, self._tokens, self._oldest)
+            return
+        planned = self._episode[self._index]
+        self._index += 1
+        self._context += planned.new
+        before = self._turn
+        group = str(self._group.number)
+        turn = Turn(self.session, self._context, planned.output, 0, self.next, group, self._number)
+        if before is not None:
+            turn.home, turn.cached = before.home, before.cached
+            turn.home_version = before.home_version
+        self._context += planned.output
+        self._turn = turn
+        self._job.take_turn(turn, planned.gap_s)
+
+    def withdraw(self, router: Router) -> int:
+        """End it wherever it is; the tokens it had written."""
+        if self._turn is None:
+            return self._tokens
+        self._turn.withdrawn = True
+        return self._tokens + router.withdraw(self._turn)

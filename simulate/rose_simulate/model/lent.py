@@ -1,0 +1,171 @@
+"""One serving replica with what it may lend: device, gate, engine host, weights of its guest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from rose_core.guard.predictor import Profile
+from rose_core.guard.slack import Objective
+from rose_simulate.model.batch import BatchEngine, Sequence
+from rose_simulate.model.clock import Clock
+from rose_simulate.model.costs import Costs, costs, kv_tokens, pairs
+from rose_simulate.model.device import Device, Sharing
+from rose_simulate.model.gates import Gate, Host, ServingRequest, Timings
+from rose_simulate.model.guarded import BYTES_PER_TOKEN, GuardedGate
+from rose_simulate.model.harvest import OnOffGate
+from rose_simulate.model.machines import Machine
+from rose_simulate.model.paper import ACTIVATION_S, QUANTUM, PaperGate
+from rose_simulate.model.regimes import GateKind, Lends, Rules
+from rose_simulate.model.scenario import RolloutJob, Scenario, Service
+
+
+@dataclass(frozen=True)
+class Ears:
+    """Who hears of a lent replica.
+
+    Attributes:
+        gate: the gate has moved, or its cap.
+        lost: the rollout engine is gone with these sequences.
+        served: a rollout engine begins to serve.
+    """
+
+    gate: Callable[[Replica, bool], None]
+    lost: Callable[[Replica, list[Sequence]], None]
+    served: Callable[[Replica, BatchEngine], None]
+
+
+class Replica:
+    """One replica of a service under one regime's rules; ``machine`` None = one of its own."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        number: int,
+        service: Service,
+        scenario: Scenario,
+        *,
+        rules: Rules,
+        ears: Ears,
+        machine: Machine | None = None,
+    ) -> None:
+        self.number, self.service = number, service
+        self.name = f"{service.name}-{number}"
+        self.machine = machine or Machine(self.name)
+        self._under_way: dict[ServingRequest, None] = {}
+        self.job: RolloutJob | None = None
+        self._clock, self._scenario, self._ears = clock, scenario, ears
+        slow = scenario.interference
+        sharing = Sharing(**slow.model_dump(), yielding=rules.yielding)
+        self.device = Device(clock, sharing)
+        gpus = service.gpus_per_replica
+        pays = scenario.prefill_attention
+        own = costs(service.device, service.model, scenario.derate, gpus, attention=pays)
+        spare = service.rollout_memory_share if rules.whole_memory else 0.0
+        share = min(1.0, service.serving_memory_share + spare)
+        pool = kv_tokens(service.device, service.model, share, gpus)
+        self.serving = BatchEngine(clock, own, pool, self.device.update)
+        self.device.serving = self.serving
+        once = rules.lends is Lends.ONCE  # the paper's engines lie dormant on every replica
+        start_s = ACTIVATION_S if once else scenario.delays.start_s
+        self.host = Host(clock, self.device, start_s, self._make, self._lost)
+        self.gate = self._gate(rules, own)
+
+    def _gate(self, rules: Rules, own: Costs) -> Gate:
+        service, delays = self.service, self._scenario.delays
+        ttft_s, tpot_s = service.ttft_ms / 1000, service.tpot_ms / 1000
+
+        def changed(is_open: bool) -> None:
+            self._ears.gate(self, is_open)
+
+        if rules.gate is GateKind.PAPER:
+            return PaperGate(
+                self._clock,
+                self.device,
+                self.host,
+                changed,
+                profile=own,
+                ttft_s=ttft_s,
+                tpot_s=tpot_s,
+            )
+        if rules.gate in {GateKind.GUARD, GateKind.POLLED}:
+            timings = Timings(
+                delays.tap_s, delays.close_s, delays.open_s, delays.poll_s, delays.start_s
+            )
+            return GuardedGate(
+                self._clock,
+                self.device,
+                self.host,
+                changed,
+                name=self.name,
+                timings=timings,
+                objective=Objective(ttft_s, tpot_s),
+                pool=partial(self.machine.pool, service.name, profile(own)),
+                tapped=rules.gate is GateKind.GUARD,
+                percentile=service.percentile,
+            )
+        if rules.gate is GateKind.ON_OFF:
+            return OnOffGate(self._clock, self.device, self.host, changed)
+        return Gate(self._clock, self.device, self.host, changed)
+
+    def _make(self) -> BatchEngine:
+        service, job = self.service, self.job
+        assert job is not None  # noqa: S101  # a slot was granted to a job
+        gpus = service.gpus_per_replica
+        derate, pays = self._scenario.derate, self._scenario.prefill_attention
+        own = costs(service.device, job.model, derate, gpus, attention=pays)
+        pool = kv_tokens(service.device, job.model, service.rollout_memory_share, gpus)
+        engine = BatchEngine(self._clock, own, pool, self.device.update, quantum=QUANTUM)
+        engine.set_speed(0.0)
+        self._ears.served(self, engine)
+        return engine
+
+    def _lost(self, sequences: list[Sequence]) -> None:
+        self._ears.lost(self, sequences)
+
+    def lend(self, job: RolloutJob | None) -> None:
+        """Grant a slot to a job, or take it back."""
+        if job is not None:
+            self.job = job
+        self.gate.lend(job is not None)
+
+    def serve(self, request: ServingRequest) -> None:
+        """Take a live request."""
+        request.replica = self.number
+        self._under_way[request] = None
+
+        def first() -> None:
+            request.first_ns = self._clock.now_ns
+            self.gate.first(request)
+
+        def done() -> None:
+            request.ended_ns = self._clock.now_ns
+            del self._under_way[request]
+            self.gate.ended(request)
+
+        sequence = Sequence("", request.prompt, request.output, first, done)
+        request.sequence = sequence
+        self.gate.arrived(request)
+        self.serving.submit(sequence)
+
+    def lose(self) -> list[ServingRequest]:
+        """Its node is gone; the requests that were under way here."""
+        lost = list(self._under_way)
+        self._under_way.clear()
+        self.serving.clear()
+        self.gate.node_dies()
+        return lost
+
+
+def profile(own: Costs) -> Profile:
+    """The guard's profile of this engine; it corrects itself from there."""
+    base, growth = own.step(1, 1000)[0], own.step(2, 2000)[0] - own.step(1, 1000)[0]
+    more = own.prefill(2048, pairs(2048)) - own.prefill(1024, pairs(1024))
+    per_kilobyte = more / (1024 * BYTES_PER_TOKEN / 1024)
+    return Profile(
+        prefill_base_s=own.prefill(1, 0.0),
+        prefill_per_kilobyte_s=per_kilobyte,
+        decode_base_s=base - growth,
+        decode_per_request_s=growth,
+    )

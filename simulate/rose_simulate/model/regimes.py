@@ -1,0 +1,119 @@
+"""What each regime is made of, so that a difference between two can be put down to one thing.
+
+| regime | lends | gate | placement | a cut turn | queue |
+|---|---|---|---|---|---|
+| ``fixed`` | nothing | | ours | | ours |
+| ``fixed-ladder`` | nothing | | paper's | | fifo |
+| ``full-memory`` | nothing; serving has the memory kept for rollouts too | | ours | | ours |
+| ``unguarded`` | planner | always open | ours | continued | ours |
+| ``static-split`` | once | always open; memory is divided | paper's | begun anew | fifo |
+| ``on-off`` | planner | polled; open after seconds of idleness | ours | continued | ours |
+| ``whole-replica`` | whole replicas (Lyra) | open while lent | paper's | begun anew | fifo |
+| ``spot`` | whole replicas (RLBoost) | open while lent | least loaded | continued | fifo |
+| ``polled`` | planner | ours, fed by polls alone | ours | continued | ours |
+| ``rose-paper`` | once | the paper's slack rule | paper's | begun anew | fifo |
+| ``rose-paper-dedicated`` | once | the paper's slack rule | dedicated first | begun anew | fifo |
+| ``rose-paper-tap`` | once | ours | paper's | begun anew | fifo |
+| ``rose-paper-keep`` | once | the paper's slack rule | paper's | continued | fifo |
+| ``rose-paper-oldest`` | once | the paper's slack rule | paper's | begun anew | oldest first |
+| ``rose-paper-queue`` | once | the paper's slack rule | paper's | begun anew | ours |
+| ``ours-ladder`` | planner | ours | paper's | continued | fifo |
+| ``ours`` | planner | ours | ours | continued | ours |
+| ``clairvoyant`` | planner | stops at once, traceless | ours, true lengths | continued | ours |
+
+*ours* in the queue is ``rollouts.dispatch``: a full home is waited for, KV pools are not
+overflowed, and old trajectories go first. *Oldest first* takes over the last of these alone.
+``whole.py`` has the loans of whole replicas, ``paper.py`` the paper's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from rose_core.rollouts.placement import PolicyName
+from rose_simulate.model.paper import STALL_S
+from rose_simulate.model.scenario import Regime
+
+
+class Lends(Enum):
+    """Who chooses the replicas."""
+
+    NOTHING = auto()
+    PLANNER = auto()
+    ONCE = auto()
+    WHOLE = auto()
+
+
+class GateKind(Enum):
+    """Who decides when rollouts may compute."""
+
+    OPEN = auto()
+    GUARD = auto()
+    POLLED = auto()
+    PAPER = auto()
+    ON_OFF = auto()
+
+
+@dataclass(frozen=True)
+class Rules:
+    """One regime.
+
+    Attributes:
+        keeps: the tokens of a cut turn are kept.
+        waits: turns wait for a full home, old trajectories first; otherwise first come, first
+            served.
+        oldest_first: without ``waits``, old trajectories go first.
+        stall_s: a turn leaves an engine that was shut for so long; None = production's patience.
+        whole_memory: serving has the rollouts' share of the memory too.
+        least_loan_s: a whole replica is not called back earlier, unless serving is in need.
+    """
+
+    lends: Lends = Lends.PLANNER
+    gate: GateKind = GateKind.GUARD
+    placement: PolicyName = PolicyName.JOINT
+    keeps: bool = True
+    waits: bool = True
+    stall_s: float | None = None
+    knows_lengths: bool = False
+    yielding: bool = False
+    newest_only: bool = False
+    least_loan_s: float = 0.0
+    oldest_first: bool = False
+    whole_memory: bool = False
+
+
+_LADDER = PolicyName.ROSE_PAPER
+
+
+def _paper(gate: GateKind, *, keeps: bool, lends: Lends = Lends.ONCE) -> Rules:
+    return Rules(lends, gate, _LADDER, keeps=keeps, waits=False, stall_s=STALL_S)
+
+
+RULES: Mapping[Regime, Rules] = {
+    Regime.FIXED: Rules(lends=Lends.NOTHING),
+    Regime.FIXED_LADDER: Rules(lends=Lends.NOTHING, placement=_LADDER, waits=False),
+    Regime.FULL_MEMORY: Rules(lends=Lends.NOTHING, whole_memory=True),
+    Regime.UNGUARDED: Rules(gate=GateKind.OPEN),
+    Regime.STATIC_SPLIT: _paper(GateKind.OPEN, keeps=False),
+    Regime.ON_OFF: Rules(gate=GateKind.ON_OFF),
+    Regime.WHOLE_REPLICA: Rules(
+        Lends.WHOLE, GateKind.OPEN, _LADDER, keeps=False, waits=False, least_loan_s=300.0
+    ),
+    Regime.SPOT: Rules(
+        Lends.WHOLE, GateKind.OPEN, PolicyName.LEAST_LOADED, waits=False, newest_only=True
+    ),
+    Regime.POLLED: Rules(gate=GateKind.POLLED),
+    Regime.ROSE_PAPER: _paper(GateKind.PAPER, keeps=False),
+    Regime.ROSE_PAPER_DEDICATED: replace(
+        _paper(GateKind.PAPER, keeps=False), placement=PolicyName.ROSE_PAPER_DEDICATED
+    ),
+    Regime.ROSE_PAPER_TAP: _paper(GateKind.GUARD, keeps=False),
+    Regime.ROSE_PAPER_KEEP: _paper(GateKind.PAPER, keeps=True),
+    Regime.ROSE_PAPER_OLDEST: replace(_paper(GateKind.PAPER, keeps=False), oldest_first=True),
+    Regime.ROSE_PAPER_QUEUE: replace(_paper(GateKind.PAPER, keeps=False), waits=True),
+    Regime.OURS_LADDER: Rules(placement=_LADDER, waits=False),
+    Regime.OURS: Rules(),
+    Regime.CLAIRVOYANT: Rules(gate=GateKind.OPEN, knows_lengths=True, yielding=True),
+}

@@ -1,0 +1,336 @@
+"""One run: a scenario under one regime and seed, from the first request to the outcome.
+
+Read ``run`` first. Randomness: one generator per service and per job, named by the seed, so every
+regime sees the same requests and the same episodes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from rose_core.rollouts.placement import Policy
+from rose_core.rollouts.terms import LeaseTerms, Policies, policies_of
+from rose_core.rollouts.watch import Patience
+from rose_core.wire.routing import EngineKind
+from rose_core.wire.sync import SignalSource
+from rose_simulate.model.balancer import Balancer
+from rose_simulate.model.batch import BatchEngine, Sequence
+from rose_simulate.model.clock import SECOND, Clock
+from rose_simulate.model.costs import costs, kv_tokens
+from rose_simulate.model.gates import ServingRequest
+from rose_simulate.model.job import Job, JobFacts
+from rose_simulate.model.lent import Ears, Replica
+from rose_simulate.model.nodes import Dedicated, Nodes
+from rose_simulate.model.paper import PaperGate
+from rose_simulate.model.planner import Planner, lend_once
+from rose_simulate.model.regimes import GateKind, Lends, Rules
+from rose_simulate.model.router import Manners, Router
+from rose_simulate.model.scenario import Failure, RolloutJob, Scenario, Service
+from rose_simulate.model.turns import Engine
+from rose_simulate.model.whole import WholeLender
+from rose_simulate.model.workload import Arrival, Episode, Shape, bursts, replay
+
+_DEDICATED_MEMORY = 0.9
+_USUAL_CONTEXT = 12_000
+_LOOK_S = 10.0  # the paper's choice of GPUs needs some recent KV use
+
+MakeRouter = Callable[[Clock, str, Policies, Manners, random.Random], Router]
+
+
+@dataclass(frozen=True)
+class Material:
+    """Traces and shapes as read by the shell: name in the scenario -> rows."""
+
+    episodes: tuple[Episode, ...]
+    traces: Mapping[str, tuple[Arrival, ...]] = field(default_factory=dict)
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+
+
+class World:
+    """Everything of one run.
+
+    Args:
+        scenario: see there.
+        rules: of the regime.
+        seed: of requests and episodes.
+        material: traces.
+        make_router: of a job; whoever wants to watch one gives a router that keeps a record.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        rules: Rules,
+        seed: int,
+        material: Material,
+        make_router: MakeRouter = Router,
+    ) -> None:
+        self.scenario, self.seed, self.material = scenario, seed, material
+        self.rules, self._make_router = rules, make_router
+        self.clock = Clock()
+        self.replicas: list[Replica] = []
+        self._by_service: dict[str, list[Replica]] = {}
+        self.requests: dict[str, list[ServingRequest]] = {}
+        self.routers: dict[str, Router] = {}
+        self.jobs: dict[str, Job] = {}
+        self.dedicated: list[Dedicated] = []
+        self._lent_ns: dict[str, int] = {}
+        self.held_ns = 0
+        self.gate_moves: list[tuple[float, int]] = []
+        self._link_up_ns = 0
+        self.weight_bytes = 0
+        self._whole: WholeLender | None = None
+        self.nodes = Nodes(self.clock, scenario, seed, self._again, self._retry)
+        self._balancer = Balancer(self._serving, lambda: self.nodes.down > 0)
+        self._build()
+
+    # --- building
+
+    def _build(self) -> None:
+        ears = Ears(self._gate, self._lost, self._served)
+        for service in self.scenario.services:
+            mine = [
+                Replica(
+                    self.clock,
+                    len(self.replicas) + n,
+                    service,
+                    self.scenario,
+                    rules=self.rules,
+                    ears=ears,
+                    machine=self.nodes.under(len(self.replicas) + n),
+                )
+                for n in range(service.replicas)
+            ]
+            self.replicas += mine
+            self._by_service[service.name] = mine
+            for one in mine:
+                self.nodes.put(one)
+            self._load(service)
+        for job in self.scenario.jobs:
+            self._job(job)
+        self._lender()
+        self.nodes.start()
+        for failure in self.scenario.failures:
+            self.clock.after(failure.at_s, partial(self._fail, failure))
+
+    def _lender(self) -> None:
+        rules = self.rules
+        if rules.lends is Lends.ONCE:
+            self.clock.after(_LOOK_S, lambda: lend_once(self.scenario, self.replicas, self._lend))
+        elif rules.lends is Lends.WHOLE:
+            self._whole = WholeLender(
+                self.clock, self.scenario, self.replicas, self._lend, rules.least_loan_s
+            )
+            self.clock.after(0.0, self._whole.run)
+        elif rules.lends is Lends.PLANNER:
+            polled = rules.gate is GateKind.POLLED
+            signal = SignalSource.LOADS if polled else SignalSource.WIRE_TAP
+            planner = Planner(
+                self.clock,
+                self.scenario,
+                self.replicas,
+                self._lend,
+                signal=signal,
+                silence=self.nodes.silence,
+            )
+            self.clock.after(0.0, planner.run)
+
+    def _load(self, service: Service) -> None:
+        load, seconds = service.load, self.scenario.warmup_s + self.scenario.seconds
+        draw = random.Random(f"{self.seed}/{service.name}")  # noqa: S311  # a model's randomness
+        if load.trace:
+            found = replay(
+                self.material.traces[load.trace],
+                seconds=seconds,
+                requests_per_s=load.requests_per_s or 1.0,
+                offset_s=load.offset_s + draw.random() * 60.0,
+                draw=draw,
+            )
+        else:
+            found = bursts(
+                seconds=seconds,
+                period_s=load.burst_every_s or seconds,
+                first_s=load.offset_s,
+                size=load.burst_size,
+                prompt=load.burst_prompt,
+                output=load.burst_output,
+                draw=draw,
+            )
+        self.requests[service.name] = found
+        for request in found:
+            take = partial(self._balancer.take, request, service.name)
+            self.clock.at(request.arrived_ns, take)
+
+    def _serving(self, service: str) -> list[Replica]:
+        return self._by_service[service] if self._whole is None else self._whole.serving(service)
+
+    def _again(self, request: ServingRequest, replica: Replica) -> None:
+        self._balancer.again(request, replica.service.name)
+
+    def _retry(self) -> None:
+        self._balancer.retry()
+
+    def _job(self, job: RolloutJob) -> None:
+        rules, tuning = self.rules, Policy(**self.scenario.placement.model_dump())
+        terms = LeaseTerms(
+            max_staleness=0 if rules.newest_only else job.staleness, placement=rules.placement
+        )
+        stall = rules.stall_s
+        patience = Patience() if stall is None else Patience(pause_seconds=stall)
+        router = self._make_router(
+            self.clock,
+            job.name,
+            policies_of(terms, tuning, patience),
+            Manners(
+                rules.keeps,
+                rules.waits,
+                rules.knows_lengths,
+                rules.oldest_first,
+            ),
+            random.Random(f"{self.seed}/{job.name}/dice"),  # noqa: S311  # a model's randomness
+        )
+        self.routers[job.name] = router
+        derate, pays = self.scenario.derate, self.scenario.prefill_attention
+        own = costs(job.device, job.model, derate, job.gpus_per_engine, attention=pays)
+        pool = kv_tokens(job.device, job.model, _DEDICATED_MEMORY, job.gpus_per_engine)
+        cap = max(1, min(job.dedicated_cap, pool // _USUAL_CONTEXT))
+        for number in range(job.dedicated):
+            batch = BatchEngine(self.clock, own, pool, _nothing)
+            name = f"{job.name}-dedicated-{number}"
+            engine = Dedicated(name, batch, cap, router, partial(self._newest, job.name))
+            self.dedicated.append(engine)
+            self.nodes.put(engine)
+            engine.attach(0)
+        draw = random.Random(f"{self.seed}/{job.name}")  # noqa: S311  # a model's randomness
+        facts = JobFacts(
+            job.group,
+            job.batch_groups,
+            job.staleness,
+            job.train_s,
+            job.gap_scale,
+            job.surplus,
+            job.oldest_first,
+            job.awaits_weights,
+            job.member_surplus,
+        )
+        one = Job(
+            self.clock,
+            facts,
+            router,
+            self.material.episodes,
+            draw=draw,
+            publish=lambda version: self._publish(job, version),
+        )
+        self.jobs[job.name] = one
+        self.clock.after(0.0, one.start)
+
+    def _newest(self, job: str) -> int:
+        return self.jobs[job].version if job in self.jobs else 0
+
+    # --- what replicas and jobs tell
+
+    def _lend(self, replica: Replica, job: RolloutJob | None) -> None:
+        now = self.clock.now_ns
+        if job is not None:
+            self._lent_ns[replica.name] = now
+        elif replica.name in self._lent_ns:
+            held = now - self._lent_ns.pop(replica.name)
+            self.held_ns += held * replica.service.gpus_per_replica
+        replica.lend(job)
+
+    def _gate(self, replica: Replica, is_open: bool) -> None:
+        if replica.job is None:
+            return
+        self.gate_moves.append((self.clock.now_s, 1 if is_open else -1))
+        router = self.routers[replica.job.name]
+        router.gate(replica.name, is_open)
+        gate = replica.gate
+        if isinstance(gate, PaperGate) and replica.name in router.engines:
+            router.cut_to(replica.name, min(gate.cap, router.engines[replica.name].cap))
+
+    def _lost(self, replica: Replica, _sequences: list[Sequence]) -> None:
+        if replica.job is not None:
+            self.routers[replica.job.name].lost(replica.name)
+
+    def _served(self, replica: Replica, batch: BatchEngine) -> None:
+        job = replica.job
+        assert job is not None  # noqa: S101  # only a lent replica has an engine
+        now = self.clock.now_ns
+        cap = max(1, min(job.cap, batch.kv_tokens // _USUAL_CONTEXT))
+        engine = Engine(
+            replica.name, EngineKind.BORROWED, batch, None, replica.gate.is_open, cap, now
+        )
+        self.routers[job.name].attach(engine)
+        self._send(job, engine, share=1.0)
+
+    def _send(self, job: RolloutJob, engine: Engine, share: float) -> None:
+        link = self.scenario.link
+        model = costs(job.device, job.model, 1.0).fit
+        size = round(model.weights_gb * 1e9 * share)
+        self.weight_bytes += size
+        wait = max(0.0, (self._link_up_ns - self.clock.now_ns) / SECOND)
+        router, version = self.routers[job.name], self.jobs[job.name].version
+
+        def attested() -> None:
+            if router.engines.get(engine.name) is engine:
+                router.version(engine.name, version)
+
+        arrives_s = self.clock.now_s + wait + size * 8 / (link.gbps * 1e9) + link.apply_s
+        # A delta is of no use before the weights that it changes.
+        engine.ready_s = max(engine.ready_s, arrives_s)
+        self.clock.at(round(engine.ready_s * SECOND), attested)
+
+    def _publish(self, job: RolloutJob, version: int) -> None:
+        router = self.routers[job.name]
+        router.published(version)
+        for engine in list(router.engines.values()):
+            if engine.kind is EngineKind.BORROWED:
+                self._send(job, engine, self.scenario.link.delta_share)
+            else:
+                self.clock.after(
+                    self.scenario.link.dedicated_s,
+                    partial(router.version, engine.name, version),
+                )
+        if job.awaits_weights:
+            has = partial(self.jobs[job.name].has_weights, version)
+            self.clock.after(self.scenario.link.dedicated_s, has)
+        for replica in self.replicas:
+            if replica.job is job and isinstance(replica.gate, PaperGate):
+                replica.gate.next_step()
+                if replica.name in router.engines:
+                    router.restore(replica.name)
+
+    def _fail(self, failure: Failure) -> None:
+        if failure.every_s:
+            self.clock.after(failure.every_s, partial(self._fail, failure))
+        if failure.kind == "link":
+            self._link_up_ns = self.clock.now_ns + round(failure.seconds * SECOND)
+            return
+        if failure.kind == "node":
+            self.nodes.fail(failure.target, failure.seconds)
+            return
+        gate = self.replicas[failure.target].gate
+        gate.host.broken = gate.host.broken or failure.kind == "gone"
+        if failure.kind in {"engine", "gone"}:
+            gate.crash()
+        else:
+            gate.guard_dies(failure.seconds)
+
+    def settle(self) -> None:
+        """Count up to now."""
+        for replica in self.replicas:
+            replica.device.finish()
+        for one in self.dedicated:
+            one.batch.settle()
+        now = self.clock.now_ns
+        for name, since in self._lent_ns.items():
+            gpus = next(r.service.gpus_per_replica for r in self.replicas if r.name == name)
+            self.held_ns += (now - since) * gpus
+            self._lent_ns[name] = now
+
+
+def _nothing() -> None:
+    """A dedicated engine shares its GPUs with nobody."""
