@@ -18,11 +18,11 @@ from bench.operator.fleet import SYSTEM, Fleet
 from rose_core.identity import SlotKey
 from rose_core.lending import Policy
 from rose_core.wire.sync import SlotReport, SlotState
-from rose_operator.api import Kind
-from rose_operator.object_cache import Raw, Store, key_of
+from rose_operator.kube.api import Kind
+from rose_operator.kube.object_cache import Raw, Store, key_of
+from rose_operator.plan.telemetry import Telemetry
 from rose_operator.reconcile import Reconciler
 from rose_operator.settings import Settings
-from rose_operator.telemetry import Telemetry
 
 _EPOCH = 1_800_000_000.0
 _CREATED = "2027-01-15T07:00:00Z"

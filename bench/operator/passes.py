@@ -23,7 +23,7 @@ from pathlib import Path
 from bench.operator.fleet import FULL, QUICK, Fleet
 from bench.operator.memory import Inside
 from bench.record import Figure, figure, record
-from rose_operator.api import Kind
+from rose_operator.kube.api import Kind
 
 
 def flags() -> argparse.ArgumentParser:

@@ -24,7 +24,7 @@ from bench.torture import contention, damage
 from bench.torture.cases import GATES, SCRIPTED, Case, enumerated
 from bench.torture.process import Violation, until
 from bench.torture.world import RUN, World, encode
-from rose_weights.client import WeightsClient
+from rose_weights.receive.client import WeightsClient
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -12,9 +12,9 @@ from pathlib import Path
 from bench.torture.process import Violation, until
 from bench.torture.world import RUN, World
 from rose_agent.weightsync import records
-from rose_weights import synthetic
 from rose_weights.bundle import BLOCKS
-from rose_weights.client import WeightsClient
+from rose_weights.receive.client import WeightsClient
+from rose_weights.send import synthetic
 
 _ROTTEN = "model.layers.0.self_attn.q_proj.weight"
 _PATTERN_BYTES = 256

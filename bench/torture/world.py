@@ -2,7 +2,7 @@
 
 Sockets are Unix sockets in one temporary folder, logs lie beside them. What an engine serves is
 asked of the engine itself and of ``weights.json``; which bits a version has is known in advance
-(``rose_weights.synthetic``).
+(``rose_weights.send.synthetic``).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rose_engines.rundir import EngineFile, RunDir, SlotDir, WeightsFile, read_j
 from rose_engines.safetensors import read_file
 from rose_engines.sglang.calls import Status
 from rose_engines.sglang.control import ControlClient
-from rose_weights import synthetic
 from rose_weights.checkpoint import write_safetensors
-from rose_weights.client import WeightsClient
 from rose_weights.errors import WeightsError
-from rose_weights.state import decode
+from rose_weights.receive.client import WeightsClient
+from rose_weights.send import synthetic
+from rose_weights.store.state import decode
 from rose_wire.errors import WireError
 
 RUN = "torture"

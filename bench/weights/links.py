@@ -29,8 +29,8 @@ from rose_core.identity import WeightVersion
 from rose_engines.live import commit, digest_live
 from rose_engines.staging import stage
 from rose_engines.tensors import host_tensors
-from rose_weights.client import WeightsClient
-from rose_weights.publishing import WeightsWriter
+from rose_weights.receive.client import WeightsClient
+from rose_weights.send.publishing import WeightsWriter
 
 LINK_MEGABITS = 1
 RELAY_TIMES = 10

@@ -29,10 +29,10 @@ from rose_engines.live import commit, digest_live
 from rose_engines.staging import stage
 from rose_engines.tensors import host_tensors
 from rose_weights.bundle import Bundle
-from rose_weights.client import WeightsClient
 from rose_weights.messages import FetchRequest
 from rose_weights.methods import FETCH
-from rose_weights.publishing import WeightsWriter
+from rose_weights.receive.client import WeightsClient
+from rose_weights.send.publishing import WeightsWriter
 from rose_wire import rpc, tls
 
 RUN = "bench"

@@ -15,9 +15,9 @@ import torch
 
 from rose_trainer.lineage import Published
 from rose_trainer.publisher import Publisher
-from rose_weights.client import WeightsClient
-from rose_weights.service import WeightService
-from rose_weights.store import Store
+from rose_weights.receive.client import WeightsClient
+from rose_weights.serve.service import WeightService
+from rose_weights.store.store import Store
 from rose_wire.rpc import Server
 
 

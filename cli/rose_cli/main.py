@@ -47,7 +47,9 @@ VERBS: dict[str, Verb] = {
     "weight-sync": Verb("rose_agent.weightsync.main", "bring weights to this node", "weights"),
     "router": Verb("rose_router.main", "serve a lease's URL to trainers", "router"),
     "weights": Verb("rose_weights.main", "serve, inspect, verify and compare weights", "weights"),
-    "tenant": Verb("rose_weights.tenant_verbs", "say who may publish and read runs", "weights"),
+    "tenant": Verb(
+        "rose_weights.serve.tenant_verbs", "say who may publish and read runs", "weights"
+    ),
     "ingest": Verb(
         "rose_trainer.adapters.ingest", "publish checkpoints that a trainer writes", "trainer"
     ),

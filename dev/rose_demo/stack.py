@@ -44,7 +44,7 @@ from rose_dev.image import checkout
 from rose_dev.models import make_named
 from rose_dev.node import Node
 from rose_dev.sandbox import marked
-from rose_weights import tenants
+from rose_weights.serve import tenants
 
 Say = Callable[[str], None]
 

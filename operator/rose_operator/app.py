@@ -30,24 +30,24 @@ from lightkube import AsyncClient
 from rose_core.api import RolloutLease
 from rose_core.lending import Policy
 from rose_operator import metrics
-from rose_operator.api import Api, Kind
-from rose_operator.backoff import Growing
-from rose_operator.cluster_facts import Surroundings
-from rose_operator.demand import Demands
-from rose_operator.enrolment import Authority, Enrolment
+from rose_operator.apply.routers import is_ready, router_name
 from rose_operator.errors import ApiUnavailable, NotLeader, OperatorError
-from rose_operator.leader import LeaderLock, State
-from rose_operator.lock_renewal import Renewing
+from rose_operator.kube.api import Api, Kind
+from rose_operator.kube.backoff import Growing
+from rose_operator.kube.leader import LeaderLock, State
+from rose_operator.kube.lock_renewal import Renewing
+from rose_operator.kube.object_cache import Store
+from rose_operator.kube.relist import Listings
+from rose_operator.kube.watches import watch_kinds, watch_others
 from rose_operator.notices import Notices
-from rose_operator.object_cache import Store
+from rose_operator.plan.cluster_facts import Surroundings
+from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.typed_objects import Reader
 from rose_operator.reconcile import Reconciler
-from rose_operator.relist import Listings
-from rose_operator.routers import is_ready, router_name
 from rose_operator.settings import Settings
-from rose_operator.sync import SyncService
-from rose_operator.telemetry import Telemetry
-from rose_operator.typed_objects import Reader
-from rose_operator.watches import watch_kinds, watch_others
+from rose_operator.sync.demand import Demands
+from rose_operator.sync.enrolment import Authority, Enrolment
+from rose_operator.sync.service import SyncService
 from rose_wire.observability import pages
 from rose_wire.rpc import Server
 from rose_wire.services import NOTICES, SYNC

@@ -17,27 +17,27 @@ from dataclasses import dataclass, field
 from rose_core import lending
 from rose_core.api import Reason, RolloutLease, RolloutSlot, ServingPool, TenantPolicy
 from rose_core.lending.tenancy import Tenancy
-from rose_operator import events
-from rose_operator.admission import Offer
-from rose_operator.api import Kind
-from rose_operator.backoff import Backoff
-from rose_operator.cluster_facts import Surroundings
-from rose_operator.event_limits import Teller
-from rose_operator.load_history import Loads
+from rose_operator.apply.router_writes import RouterWrites
+from rose_operator.apply.slot_writes import SlotWrites
+from rose_operator.kube.api import Kind
+from rose_operator.kube.backoff import Backoff
+from rose_operator.kube.object_cache import Store, key_of
+from rose_operator.kube.writer import WriteApi, Writer
 from rose_operator.metrics import PLAN_CPU_SECONDS, PLAN_SECONDS
 from rose_operator.notices import Notices
-from rose_operator.object_cache import Store, key_of
-from rose_operator.pass_metrics import drop_node
-from rose_operator.report import Reporter
-from rose_operator.router_writes import RouterWrites
+from rose_operator.plan.admission import Offer
+from rose_operator.plan.cluster_facts import Surroundings
+from rose_operator.plan.load_history import Loads
+from rose_operator.plan.snapshot import Knowledge, Snapshots
+from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.toggle_costs import Toggles
+from rose_operator.plan.typed_objects import Reader
+from rose_operator.plan.world import World, look, utc
 from rose_operator.settings import Settings
-from rose_operator.slot_writes import SlotWrites
-from rose_operator.snapshot import Knowledge, Snapshots
-from rose_operator.telemetry import Telemetry
-from rose_operator.toggle_costs import Toggles
-from rose_operator.typed_objects import Reader
-from rose_operator.world import World, look, utc
-from rose_operator.writer import WriteApi, Writer
+from rose_operator.status import events
+from rose_operator.status.event_limits import Teller
+from rose_operator.status.pass_metrics import drop_node
+from rose_operator.status.report import Reporter
 
 # Passes between two clean-ups of what is kept about objects.
 _KEEP_EVERY = 20

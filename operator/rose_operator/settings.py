@@ -14,7 +14,7 @@ import yaml
 
 from rose_operator import weight_stores
 from rose_operator.errors import ConfigurationError
-from rose_operator.leader import RENEWALS
+from rose_operator.kube.leader import RENEWALS
 from rose_operator.weight_stores import Runs
 from rose_wire import certificates, flags, problems, tls
 

@@ -13,8 +13,8 @@ to bear. Read off SGLang 0.5.23, whose own checks cover the rest (``SamplingPara
 | prompt | KV pages that do not exist | less than the context |
 | a value of another type | wherever it is used first | the type |
 
-``splice`` says what of these survives a move. Next step: ``rose_router.dialects`` asks ``admitted``
-as it reads a request; the router asks ``check_within`` before a leg begins.
+``splice`` says what of these survives a move. Next step: ``rose_router.http.dialects`` asks
+``admitted`` as it reads a request; the router asks ``check_within`` before a leg begins.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ changed the logits by then, top-k, top-p and min-p have not, and temperature 0 c
 | anything else, or nothing | ``unknown`` |
 
 Legs whose engines differ are told apart token by token (``mixed``), never averaged into one word.
-Next step: ``rose_router.replies`` puts it into every reply.
+Next step: ``rose_router.http.replies`` puts it into every reply.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from rose_core.rollouts.quorum import Quorum
 from rose_core.rollouts.terms import LeaseTerms, Policies, policies_of
 from rose_core.rollouts.watch import Patience
 from rose_router.listener import Limits
-from rose_router.peers import Link, Resolve
+from rose_router.replicas.peers import Link, Resolve
 from rose_wire.service_accounts import ServiceAccounts
 
 

@@ -17,7 +17,7 @@ from rose_core.rollouts.views import BIASED
 from rose_core.rollouts.watch import Patience
 from rose_router.config import Settings
 from rose_router.listener import Limits
-from rose_router.peers import Link, by_dns
+from rose_router.replicas.peers import Link, by_dns
 from rose_wire import tls
 from rose_wire.flags import add_log_level, amount, count, listener, share, token, web
 from rose_wire.service_accounts import ServiceAccounts

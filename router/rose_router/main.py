@@ -17,19 +17,20 @@ import aiohttp
 import uvloop
 from aiohttp import web
 
-from rose_router import app, forward, relay
-from rose_router.attach import Attachments
-from rose_router.barrier import Barrier, HttpIngest
 from rose_router.config import Settings
-from rose_router.connections import Connections
-from rose_router.demand import Asked
-from rose_router.engine_client import EngineClient, HttpEngineClient
+from rose_router.engines.attach import Attachments
+from rose_router.engines.connections import Connections
+from rose_router.engines.engine_client import EngineClient, HttpEngineClient
 from rose_router.errors import BadRequest
 from rose_router.flags import parser, settings
+from rose_router.http import app, forward
+from rose_router.http.tokenization import Tokenizer
 from rose_router.listener import HEAD_BYTES, Doors, listening
-from rose_router.peers import Peers
-from rose_router.service import Service
-from rose_router.tokenization import Tokenizer
+from rose_router.replicas import relay
+from rose_router.replicas.peers import Peers
+from rose_router.turns.barrier import Barrier, HttpIngest
+from rose_router.turns.demand import Asked
+from rose_router.turns.service import Service
 from rose_wire import tls
 from rose_wire.errors import Unavailable
 from rose_wire.flags import complaint

@@ -18,7 +18,7 @@ import pytest
 from rose_dev.errors import CommandFailed
 from rose_dev.node import Node
 from rose_dev.waiting import wait_until
-from rose_weights import tenants
+from rose_weights.serve import tenants
 
 HERE = Path(__file__).parent
 CHART = HERE.parents[1] / "helm" / "rose"

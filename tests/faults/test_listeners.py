@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from rose_dev.control_plane import ControlPlane
-from rose_weights import tenants
+from rose_weights.serve import tenants
 from tests.agent.node import SLOT, Node, node, tap_refusal
 from tests.api.installed import install
 from tests.faults import doors

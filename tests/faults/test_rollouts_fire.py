@@ -24,7 +24,7 @@ from rose_core.rollouts.admission import Queue
 from rose_core.rollouts.terms import LeaseTerms
 from rose_core.wire.routing import EngineKind
 from rose_router.errors import Conflict
-from rose_router.turn import State, Turn
+from rose_router.turns.turn import State, Turn
 from tests.router.world import SimEngine, V, World, greedy, judge, judge_whole, over, world
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.looptime]

@@ -11,9 +11,9 @@ import pytest
 from rose_core.api import Desired, RolloutSlot
 from rose_core.api.rolloutlease import LeaseSpec
 from rose_core.wire.sync import Grant, SyncRequest
-from rose_operator.api import Kind
-from rose_operator.grants import grants_of
+from rose_operator.kube.api import Kind
 from rose_operator.settings import Settings
+from rose_operator.sync.grants import grants_of
 from tests.api.objects import LEASE
 from tests.operator.bench import SETTINGS, Bench
 from tests.operator.stub_agent import replica

@@ -6,11 +6,11 @@ from typing import Any
 from rose_core.identity import SlotKey
 from rose_core.lending import Demand, Policy
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
-from rose_operator.api import Kind
-from rose_operator.object_cache import Store
+from rose_operator.kube.api import Kind
+from rose_operator.kube.object_cache import Store
+from rose_operator.plan.telemetry import Telemetry
 from rose_operator.reconcile import Reconciler
 from rose_operator.settings import Settings
-from rose_operator.telemetry import Telemetry
 from tests.api.objects import LEASE, POOL, changed
 from tests.operator.fake_api import FakeApi
 from tests.operator.stub_agent import replica

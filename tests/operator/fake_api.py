@@ -5,9 +5,9 @@ from copy import deepcopy
 from datetime import UTC, datetime
 from typing import Any
 
-from rose_operator.api import Kind
 from rose_operator.errors import ApiRefused, ApiUnavailable
-from rose_operator.object_cache import Raw
+from rose_operator.kube.api import Kind
+from rose_operator.kube.object_cache import Raw
 
 
 class FakeApi:

@@ -7,8 +7,8 @@ import pytest
 from lightkube import AsyncClient, SingleConfig
 from lightkube.config.models import Cluster, Context, User
 
-from rose_operator.api import Api, Kind
 from rose_operator.errors import ApiRefused, ApiUnavailable, NotLeader
+from rose_operator.kube.api import Api, Kind
 from rose_operator.metrics import REGISTRY
 
 PLAIN = {"Content-Type": "text/plain; charset=utf-8"}

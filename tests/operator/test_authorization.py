@@ -8,11 +8,11 @@ import pytest
 
 from rose_core.wire.sync import NoticeRequest, SyncReply, SyncRequest
 from rose_dev.pki import Authority
-from rose_operator.authorization import check
 from rose_operator.errors import ConfigurationError
-from rose_operator.leader import LeaderLock
+from rose_operator.kube.leader import LeaderLock
 from rose_operator.settings import parse
-from rose_operator.sync import SyncService
+from rose_operator.sync.authorization import check
+from rose_operator.sync.service import SyncService
 from rose_wire import tls
 from rose_wire.errors import Refused
 from rose_wire.rpc import Server, call, connect, receive

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from rose_core.wire.sync import Sharing, SyncRequest
-from rose_operator.api import Kind
-from rose_operator.leader import LeaderLock
+from rose_operator.kube.api import Kind
+from rose_operator.kube.leader import LeaderLock
 from tests.operator.bench import Bench
 from tests.operator.stub_agent import replica
 from tests.operator.test_decisions import ask as ask_why

@@ -11,7 +11,7 @@ import msgspec
 
 from bench.operator.fleet import QUICK, Fleet
 from bench.operator.memory import Inside
-from rose_operator.api import Kind
+from rose_operator.kube.api import Kind
 from rose_operator.metrics import DECISIONS
 
 ROUNDS = 60

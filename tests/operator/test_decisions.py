@@ -7,8 +7,8 @@ from rose_core.identity import SlotKey
 from rose_core.lending.autoscalers import conflicting
 from rose_core.wire.sync import SignalSource, SlotReport, SlotState, SyncRequest
 from rose_operator import metrics
-from rose_operator.api import Kind
-from rose_operator.leader import LeaderLock
+from rose_operator.kube.api import Kind
+from rose_operator.kube.leader import LeaderLock
 from tests.operator.bench import Bench, running
 from tests.operator.stub_agent import replica
 from tests.operator.test_knowledge import SCALER

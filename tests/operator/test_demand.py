@@ -17,12 +17,12 @@ from rose_core.rollouts.rhythm import Rhythm, observe
 from rose_core.wire.routing import DemandNote
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_dev.waiting import until
-from rose_operator.api import Kind
-from rose_operator.demand import Demands, Heard, together
+from rose_operator.kube.api import Kind
+from rose_operator.sync.demand import Demands, Heard, together
 from rose_router.config import Settings as RouterSettings
 from rose_router.main import Running
 from rose_router.main import running as router_running
-from rose_router.request import TurnRequest
+from rose_router.turns.request import TurnRequest
 from tests.api.objects import LEASE, changed
 from tests.operator.bench import SETTINGS, Bench
 from tests.operator.stub_agent import replica

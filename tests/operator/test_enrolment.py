@@ -19,11 +19,11 @@ from rose_core.wire.enrolment import EnrolReply, EnrolRequest
 from rose_core.wire.sync import SyncRequest
 from rose_dev.control_plane import ControlPlane
 from rose_dev.pki import Authority as Maker
-from rose_operator.api import Api
-from rose_operator.enrolment import Authority, Enrolment
+from rose_operator.apply.routers import deployment
 from rose_operator.errors import ApiUnavailable, ConfigurationError
-from rose_operator.routers import deployment
+from rose_operator.kube.api import Api
 from rose_operator.settings import Settings, parse
+from rose_operator.sync.enrolment import Authority, Enrolment
 from rose_wire import certificates, tls
 from rose_wire.errors import Refused, Unavailable
 from rose_wire.rpc import call, connect

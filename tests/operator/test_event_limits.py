@@ -3,12 +3,12 @@
 from datetime import UTC, datetime
 
 from rose_core.api import Condition, RolloutLease
-from rose_operator.api import Kind
 from rose_operator.errors import ApiRefused
-from rose_operator.event_limits import BURST, REFILL_SECONDS, Teller
-from rose_operator.events import MOST_MESSAGE, of_condition
+from rose_operator.kube.api import Kind
+from rose_operator.kube.object_cache import Raw
 from rose_operator.metrics import REGISTRY
-from rose_operator.object_cache import Raw
+from rose_operator.status.event_limits import BURST, REFILL_SECONDS, Teller
+from rose_operator.status.events import MOST_MESSAGE, of_condition
 from tests.api.objects import LEASE, changed
 from tests.operator.fake_api import FakeApi
 

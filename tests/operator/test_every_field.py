@@ -28,8 +28,8 @@ from rose_core.lending import Demand
 from rose_core.lending.autoscalers import Autoscaler
 from rose_core.wire import sync
 from rose_core.wire.sync import Grant, SyncRequest
-from rose_operator.api import Kind
-from rose_operator.grants import grants_of, policy_of
+from rose_operator.kube.api import Kind
+from rose_operator.sync.grants import grants_of, policy_of
 from tests.api.objects import LEASE, POOL, changed
 from tests.api.test_rules import CREATION, TRANSITION
 from tests.operator.bench import SETTINGS, Bench

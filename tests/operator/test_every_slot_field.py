@@ -15,8 +15,8 @@ import pytest
 from rose_core.api import Reason, RolloutSlot
 from rose_core.identity import SlotKey
 from rose_core.wire.sync import Grant, SlotReport, SlotState, SyncRequest
-from rose_operator.api import Kind
-from rose_operator.grants import grants_of
+from rose_operator.kube.api import Kind
+from rose_operator.sync.grants import grants_of
 from tests.api.objects import SLOT, changed
 from tests.operator.bench import SETTINGS, Bench
 from tests.operator.refused import Refused, part

@@ -9,17 +9,17 @@ from rose_core.api import RolloutLease, RolloutSlot, ServingPool
 from rose_core.identity import SlotKey
 from rose_core.lending import Memory, Policy, plan
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
-from rose_operator.admission import Offer
-from rose_operator.api import Kind
-from rose_operator.cluster_facts import Surroundings
-from rose_operator.load_history import Loads
-from rose_operator.memo import Kept
-from rose_operator.object_cache import Store
-from rose_operator.snapshot import Knowledge, Snapshots, snapshot
-from rose_operator.telemetry import Telemetry
-from rose_operator.toggle_costs import Toggles
-from rose_operator.typed_objects import Reader
-from rose_operator.world import World, look, utc
+from rose_operator.kube.api import Kind
+from rose_operator.kube.object_cache import Store
+from rose_operator.plan.admission import Offer
+from rose_operator.plan.cluster_facts import Surroundings
+from rose_operator.plan.load_history import Loads
+from rose_operator.plan.memo import Kept
+from rose_operator.plan.snapshot import Knowledge, Snapshots, snapshot
+from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.toggle_costs import Toggles
+from rose_operator.plan.typed_objects import Reader
+from rose_operator.plan.world import World, look, utc
 from tests.api.objects import LEASE, POOL, SLOT, changed
 from tests.operator.stub_agent import replica
 

@@ -10,16 +10,16 @@ import pytest
 from rose_core.api import RolloutLease, RolloutSlot, ServingPool
 from rose_core.identity import SlotKey
 from rose_core.wire.sync import NoticeRequest, SlotReport, SlotState, SyncRequest
-from rose_operator import cluster_facts
-from rose_operator.api import Kind
-from rose_operator.cluster_facts import Surroundings, zones
 from rose_operator.errors import ApiRefused
-from rose_operator.load_history import Loads
+from rose_operator.kube.api import Kind
+from rose_operator.kube.object_cache import Store
 from rose_operator.notices import Notices
-from rose_operator.object_cache import Store
-from rose_operator.telemetry import Telemetry
-from rose_operator.toggle_costs import Toggles
-from rose_operator.typed_objects import Reader
+from rose_operator.plan import cluster_facts
+from rose_operator.plan.cluster_facts import Surroundings, zones
+from rose_operator.plan.load_history import Loads
+from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.toggle_costs import Toggles
+from rose_operator.plan.typed_objects import Reader
 from tests.api.objects import LEASE, POOL, SLOT, changed
 from tests.operator.stub_agent import replica
 

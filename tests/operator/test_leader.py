@@ -2,11 +2,11 @@
 
 import pytest
 
-from rose_operator.api import Kind
 from rose_operator.errors import ApiRefused, ApiUnavailable
-from rose_operator.leader import LOCK_NAME, LeaderLock, Record, State, Step, decide
+from rose_operator.kube.api import Kind
+from rose_operator.kube.leader import LOCK_NAME, LeaderLock, Record, State, Step, decide
+from rose_operator.kube.object_cache import Raw
 from rose_operator.metrics import REGISTRY
-from rose_operator.object_cache import Raw
 from tests.operator.fake_api import FakeApi
 
 MINE, OTHER = "me", "other"

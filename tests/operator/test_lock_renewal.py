@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from rose_operator.api import Kind
-from rose_operator.leader import LOCK_NAME, LeaderLock, State
-from rose_operator.lock_renewal import Renewing
-from rose_operator.object_cache import Raw
+from rose_operator.kube.api import Kind
+from rose_operator.kube.leader import LOCK_NAME, LeaderLock, State
+from rose_operator.kube.lock_renewal import Renewing
+from rose_operator.kube.object_cache import Raw
 from tests.operator.fake_api import FakeApi
 
 

@@ -7,8 +7,8 @@ import pytest
 from rose_core.api import Reason
 from rose_core.identity import SlotKey
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
-from rose_operator.api import Kind
 from rose_operator.errors import ApiUnavailable, NotLeader
+from rose_operator.kube.api import Kind
 from tests.operator.bench import Bench, running
 from tests.operator.stub_agent import replica
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rose_core.api import RolloutLease
-from rose_operator import routers
+from rose_operator.apply import routers
 from rose_operator.errors import ConfigurationError
 from rose_operator.settings import Settings, parse
 from rose_operator.weight_stores import may_follow

@@ -4,8 +4,8 @@ from typing import Any
 
 from rose_core.identity import SlotKey
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
-from rose_operator.object_cache import Store
-from rose_operator.telemetry import Telemetry
+from rose_operator.kube.object_cache import Store
+from rose_operator.plan.telemetry import Telemetry
 from tests.operator.stub_agent import replica
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from rose_core.wire.sync import SyncReply, SyncRequest
-from rose_operator.api import Kind
-from rose_operator.leader import LeaderLock
-from rose_operator.sync import SyncService
+from rose_operator.kube.api import Kind
+from rose_operator.kube.leader import LeaderLock
+from rose_operator.sync.service import SyncService
 from tests.operator.bench import SETTINGS, Bench, running
 
 

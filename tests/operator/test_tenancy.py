@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rose_core.api import Reason
-from rose_operator.api import Kind
+from rose_operator.kube.api import Kind
 from tests.operator.bench import SETTINGS, Bench
 
 ENFORCED = replace(SETTINGS, tenancy=True)

@@ -7,9 +7,9 @@ from rose_core.api import RolloutLease, RolloutSlot
 from rose_core.api.rolloutlease import Totals
 from rose_core.identity import SlotKey
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
-from rose_operator.accounting import totals
-from rose_operator.telemetry import Telemetry
-from rose_operator.world import World
+from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.world import World
+from rose_operator.status.accounting import totals
 from tests.api import objects
 
 

@@ -13,7 +13,7 @@ import pytest
 WATCHER = """
 import getpass, sys, threading
 import kopf
-from rose_operator import watches
+from rose_operator.kube import watches
 
 def nameless():
     raise KeyError("getpwuid(): uid not found: 65532")

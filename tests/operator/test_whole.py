@@ -6,8 +6,8 @@ from typing import Any
 
 from rose_core.identity import SlotKey
 from rose_core.wire.sync import ReplicaReport, SleepTerms, SlotReport, SlotState, SyncRequest
-from rose_operator.api import Kind
-from rose_operator.leader import LeaderLock
+from rose_operator.kube.api import Kind
+from rose_operator.kube.leader import LeaderLock
 from tests.operator.bench import Bench
 from tests.operator.stub_agent import replica
 from tests.operator.test_sync import ask

@@ -5,12 +5,12 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from rose_operator.api import Kind
-from rose_operator.backoff import Backoff, Growing
-from rose_operator.defer import Deferral
 from rose_operator.errors import ApiRefused, ApiUnavailable, NotLeader
-from rose_operator.object_cache import Store
-from rose_operator.writer import Write, Writer
+from rose_operator.kube.api import Kind
+from rose_operator.kube.backoff import Backoff, Growing
+from rose_operator.kube.object_cache import Store
+from rose_operator.kube.writer import Write, Writer
+from rose_operator.status.defer import Deferral
 from tests.operator.fake_api import FakeApi
 
 

@@ -68,6 +68,61 @@ def test_every_make_target_a_page_names_exists(page: str) -> None:
     assert not missing, f"{page} names {missing}"
 
 
+def resolves(name: str) -> bool:
+    """Whether ``rose_x.y.Name`` or ``rose_x/y.py`` leads to a module, and to a word in it."""
+    parts = re.split(r"[./]", name.removesuffix(".py"))
+    for length in range(len(parts), 0, -1):
+        within = "/".join(parts[:length])
+        for place in (f"{within}.py", f"{within}/__init__.py"):
+            for found in (path for path in TRACKED if path == place or path.endswith(f"/{place}")):
+                text = (ROOT / found).read_text()
+                return all(re.search(rf"\b{word}\b", text) for word in parts[length:])
+    return False
+
+
+NAMED = re.compile(r"`(rose_[a-z]+(?:[./][A-Za-z_]\w*)+)`")
+SOURCES = [path for path in TRACKED if path.endswith(".py")]
+
+
+def test_every_module_and_class_that_a_page_or_a_docstring_names_exists() -> None:
+    present = [path for path in (*PAGES, *SOURCES) if path != "CHANGELOG.md"]
+    missing = {
+        f"{path}: {name}"
+        for path in present
+        if "docs/decisions/" not in path and (ROOT / path).exists()
+        for name in NAMED.findall((ROOT / path).read_text())
+        if not name.endswith((".yaml", ".json", ".md")) and not resolves(name)
+    }
+    assert not missing
+
+
+ROOM = re.compile(r"^\| module of `([\w.]+)` \|.*\n\|[-| ]+\n((?:\|.*\n)+)", re.MULTILINE)
+
+
+def test_the_tables_of_what_is_where_name_modules_that_exist() -> None:
+    tables = [
+        (page, package, rows)
+        for page in PAGES
+        for package, rows in ROOM.findall((ROOT / page).read_text())
+    ]
+    assert len(tables) >= 2
+    named = [
+        (page, f"{package}.{name.replace('/', '.')}")
+        for page, package, rows in tables
+        for row in rows.splitlines()
+        for name in re.findall(r"`([\w/]+)`", row.split("|")[1])
+    ]
+    assert [one for one in named if not resolves(one[1])] == []
+
+
+def test_a_newcomer_finds_the_files_that_contributing_names() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    section = page.split("## Where do I change", 1)[1].split("\n## ", 1)[0]
+    named = re.findall(r"`([\w./-]+/[\w./-]+)`", section)
+    assert len(named) >= 6
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_nothing_compiled_is_tracked() -> None:
     assert not [path for path in TRACKED if path.endswith((".pyc", ".so"))]
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from rose_router.bearer import CONTROL
+from rose_router.http.bearer import CONTROL
 from rose_wire.service_accounts import ServiceAccounts
 from tests.router.conftest import Stage
 

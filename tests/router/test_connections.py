@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rose_dev.waiting import until
-from rose_router.connections import Connection, Connections, Stage
+from rose_router.engines.connections import Connection, Connections, Stage
 from rose_router.errors import Unreachable
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -20,9 +20,9 @@ from rose_core.rollouts.prospects import Deadline
 from rose_core.wire.routing import EngineKind
 from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
-from rose_router.dialects import chat
-from rose_router.dialects.common import Hints, deadline
-from rose_router.tokenization import Tokenizer
+from rose_router.http.dialects import chat
+from rose_router.http.dialects.common import Hints, deadline
+from rose_router.http.tokenization import Tokenizer
 from tests.router.conftest import VERSION, Fake, Stage
 from tests.router.test_http import events
 

@@ -13,7 +13,7 @@ import pytest
 
 from rose_core.rollouts.admission import Queue
 from rose_dev.waiting import until
-from rose_router.bearer import Tokens
+from rose_router.http.bearer import Tokens
 from tests.router.conftest import Stage
 from tests.router.test_http import ask
 

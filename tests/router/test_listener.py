@@ -17,9 +17,9 @@ from aiohttp import web
 from rose_core.rollouts.transcript import StreamEvent
 from rose_dev.pki import Authority
 from rose_dev.waiting import until
-from rose_router.bearer import Tokens
-from rose_router.connections import Connections
-from rose_router.engine_client import HttpEngineClient, Target
+from rose_router.engines.connections import Connections
+from rose_router.engines.engine_client import HttpEngineClient, Target
+from rose_router.http.bearer import Tokens
 from rose_router.listener import Limits
 from tests.router.conftest import Stage
 from tests.router.test_http import ask

@@ -15,8 +15,9 @@ import pytest
 from rose_core.rollouts.replicas import home_of
 from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
-from rose_router import attach, peer_health, peers
-from rose_router.peers import Peer
+from rose_router.engines import attach
+from rose_router.replicas import peer_health, peers
+from rose_router.replicas.peers import Peer
 from tests.router.conftest import LEASE, VERSION, Stage
 from tests.router.test_http import PROMPT, ask
 from tests.router.test_process import answers, ports

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rose_router.errors import Overloaded, TooLarge
-from rose_router.memory import MIB, Memory, held_by
-from rose_router.request import TurnRequest
+from rose_router.http.memory import MIB, Memory, held_by
+from rose_router.turns.request import TurnRequest
 
 LIMIT = 1024 * MIB
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rose_core.rollouts.errors import InvalidTurn, UnsafeTurn
-from rose_router.dialects import chat, completions, vllm
-from rose_router.request import TurnRequest
+from rose_router.http.dialects import chat, completions, vllm
+from rose_router.turns.request import TurnRequest
 from tests.router.conftest import Stage
 from tests.router.test_http import events
 

@@ -9,7 +9,7 @@ import pytest
 from rose_core.rollouts.errors import UnsafeTurn
 from rose_core.wire.routing import EngineKind
 from rose_router.errors import EngineRefused, Unprocessable
-from rose_router.turn import State
+from rose_router.turns.turn import State
 from tests.router.world import SimEngine, judge_whole, over, started, two, until, where, world
 
 POISON = 666

@@ -30,7 +30,7 @@ from rose_router.config import Settings
 from rose_router.main import running
 from rose_trainer.adapters.ingest import Ingest
 from rose_trainer.publisher import Publisher
-from rose_weights.client import WeightsClient
+from rose_weights.receive.client import WeightsClient
 from tests.trainer.test_publisher import RunningStore
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.asyncio]

@@ -24,8 +24,8 @@ from rose_dev.engine_testing import RealEngine, start_engine
 from rose_dev.owners import Owner, owner
 from rose_dev.waiting import until
 from rose_router.config import Settings
+from rose_router.http.tokenization import Tokenizer
 from rose_router.main import Running, running
-from rose_router.tokenization import Tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.asyncio]
 

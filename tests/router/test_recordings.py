@@ -18,8 +18,8 @@ from rose_core.rollouts.spans import Span
 from rose_core.rollouts.transcript import Leg, StreamEvent
 from rose_core.wire.routing import EngineKind
 from rose_engines.sglang.client import SGLangClient
-from rose_router.connections import Connections
-from rose_router.engine_client import HttpEngineClient, Target
+from rose_router.engines.connections import Connections
+from rose_router.engines.engine_client import HttpEngineClient, Target
 
 FOLDER = Path(__file__).parent / "recordings"
 RECORDINGS = {path.stem: path.read_bytes() for path in sorted(FOLDER.glob("*.sse"))}

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from rose_core.rollouts.replicas import home_of, part_of_cap
 from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
-from rose_router import peers, relay
-from rose_router.peers import Peer
+from rose_router.replicas import peers, relay
+from rose_router.replicas.peers import Peer
 from tests.router.conftest import VERSION, Stage
 from tests.router.test_http import PROMPT, ask, events
 

@@ -10,8 +10,8 @@ import pytest
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.owners import owner
 from rose_dev.waiting import until
-from rose_router.connections import Connections
-from rose_router.engine_client import HttpEngineClient, Target
+from rose_router.engines.connections import Connections
+from rose_router.engines.engine_client import HttpEngineClient, Target
 from rose_router.errors import LegLost
 from rose_wire.errors import Refused
 from tests.router.conftest import LEASE, Stage

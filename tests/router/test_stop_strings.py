@@ -16,9 +16,9 @@ from rose_core.rollouts.stops import Stops
 from rose_core.wire.routing import EngineKind
 from rose_dev.waiting import until as sooner
 from rose_engines.fake.model import continuation
-from rose_router.replies import text_of
-from rose_router.tokenization import Tokenizer
-from rose_router.turn import Turn
+from rose_router.http.replies import text_of
+from rose_router.http.tokenization import Tokenizer
+from rose_router.turns.turn import Turn
 from tests.router.conftest import VERSION, Fake, Stage
 from tests.router.pushing import json_of
 from tests.router.world import SimEngine, V, World, judge, over, started, until, world

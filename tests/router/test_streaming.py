@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 
 from rose_dev.waiting import until
-from rose_router.fleet import Signal
+from rose_router.engines.fleet import Signal
 from rose_router.listener import Limits
 from tests.router.conftest import Stage
 from tests.router.test_connections import END, HEAD, asked, engine

@@ -13,7 +13,7 @@ from rose_core.rollouts.versions import Pin
 from rose_core.rollouts.watch import Move
 from rose_core.wire.routing import EngineKind
 from rose_router.errors import Busy, Conflict, Overloaded, Unprocessable
-from rose_router.turn import State
+from rose_router.turns.turn import State
 from tests.router.world import (
     SimEngine,
     V,

@@ -27,7 +27,7 @@ from rose_trainer.adapters import verl
 from rose_trainer.adapters.turns import Turns
 from rose_trainer.errors import TurnRefused, Unsupported
 from rose_trainer.publisher import Publisher
-from rose_weights.client import WeightsClient
+from rose_weights.receive.client import WeightsClient
 from tests.router.conftest import Fake, Stage
 from tests.trainer.test_publisher import RunningStore
 

@@ -18,11 +18,11 @@ from rose_core.rollouts.transcript import StreamEvent
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_engines.fake.model import Prefix, continuation
 from rose_router.config import Settings
-from rose_router.engine_client import Take, Target
+from rose_router.engines.engine_client import Take, Target
 from rose_router.errors import LegLost
-from rose_router.request import TurnRequest
-from rose_router.service import Service
-from rose_router.turn import State, Turn
+from rose_router.turns.request import TurnRequest
+from rose_router.turns.service import Service
+from rose_router.turns.turn import State, Turn
 
 LEASE = "team/grpo"
 V = "run@1.{}".format

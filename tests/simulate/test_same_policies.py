@@ -14,10 +14,10 @@ from rose_core.api.rolloutlease import RouterPolicy
 from rose_core.rollouts.prospects import Deadline
 from rose_core.rollouts.terms import LeaseTerms, Policies, policies_of
 from rose_core.rollouts.views import BIASED, PolicyName
-from rose_operator.routers import deployment
+from rose_operator.apply.routers import deployment
 from rose_operator.settings import Settings as OperatorSettings
 from rose_router.flags import parser, settings
-from rose_router.service import Service
+from rose_router.turns.service import Service
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.router import Router
 from rose_simulate.model.scenario import Regime

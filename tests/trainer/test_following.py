@@ -17,7 +17,7 @@ from rose_trainer.errors import NotPublished, NotReached
 from rose_trainer.lineage import Published
 from rose_trainer.publisher import Publisher
 from rose_trainer.sharded import ShardedPublisher
-from rose_weights.client import WeightsClient
+from rose_weights.receive.client import WeightsClient
 from tests.trainer.test_publisher import RunningStore, running, small_model
 
 __all__ = ["running"]

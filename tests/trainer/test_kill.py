@@ -19,8 +19,8 @@ import torch
 from rose_core.delta import Manifest
 from rose_trainer.publisher import Publisher
 from rose_weights.bundle import Bundle
-from rose_weights.client import WeightsClient
 from rose_weights.main import main
+from rose_weights.receive.client import WeightsClient
 from rose_wire.errors import Unavailable
 from tests.weights.models import apply_bundle
 

@@ -17,13 +17,13 @@ from rose_core.identity import WeightVersion
 from rose_trainer.errors import BadState, NotPublished, PublishFailed
 from rose_trainer.publisher import Publisher
 from rose_weights.bundle import Bundle
-from rose_weights.client import WeightsClient
 from rose_weights.errors import Fenced, StoreFailed
-from rose_weights.folder import Folder
 from rose_weights.messages import Description
-from rose_weights.service import WeightService
-from rose_weights.state import RunState
-from rose_weights.store import Store
+from rose_weights.receive.client import WeightsClient
+from rose_weights.serve.service import WeightService
+from rose_weights.store.folder import Folder
+from rose_weights.store.state import RunState
+from rose_weights.store.store import Store
 from rose_wire.rpc import Server
 from tests.weights.models import apply_bundle
 

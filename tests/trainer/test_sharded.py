@@ -17,8 +17,8 @@ from rose_core.delta.parts import Owned, Part, PartBuilder, aligned, assemble
 from rose_core.identity import WeightVersion
 from rose_trainer.staging import bits_of
 from rose_weights.bundle import Bundle
-from rose_weights.sharded_parts import Outcome, Parts
-from rose_weights.store import Store
+from rose_weights.store.sharded_parts import Outcome, Parts
+from rose_weights.store.store import Store
 from tests.trainer.test_publisher import RunningStore
 from tests.weights.models import apply_bundle
 from tests.weights.test_service import version

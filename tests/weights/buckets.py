@@ -11,7 +11,7 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_ba
 from obstore.store import MemoryStore
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-from rose_weights.objects import Objects
+from rose_weights.store.objects import Objects
 from tests.weights.faulty import Crash
 
 

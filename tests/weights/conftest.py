@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rose_weights.open_store import open_store
-from rose_weights.store import Store
+from rose_weights.store.open_store import open_store
+from rose_weights.store.store import Store
 from tests.weights.buckets import make_bucket, s3_server
 
 _numbers = itertools.count()

@@ -6,9 +6,9 @@ import numpy as np
 
 from rose_core.delta import Manifest
 from rose_core.identity import WeightVersion
-from rose_weights.planning import Planner
-from rose_weights.state import RunState
-from rose_weights.store import Store
+from rose_weights.store.planning import Planner
+from rose_weights.store.state import RunState
+from rose_weights.store.store import Store
 from tests.weights.models import Model, apply_manifest
 
 

@@ -11,15 +11,15 @@ import grpc
 import pytest
 
 from rose_dev.pki import Authority
-from rose_weights.access import OPEN, Access, Rights
-from rose_weights.blocks import Blocks
-from rose_weights.client import WeightsClient
 from rose_weights.errors import Forbidden
 from rose_weights.main import main
-from rose_weights.publishing import WeightsWriter
-from rose_weights.relay import Relay
-from rose_weights.service import WeightService
-from rose_weights.store import Store
+from rose_weights.receive.client import WeightsClient
+from rose_weights.send.publishing import WeightsWriter
+from rose_weights.serve.access import OPEN, Access, Rights
+from rose_weights.serve.relay import Relay
+from rose_weights.serve.service import WeightService
+from rose_weights.store.blocks import Blocks
+from rose_weights.store.store import Store
 from rose_wire import rpc, tls
 from rose_wire.errors import Unavailable
 from rose_wire.rpc import Server

@@ -10,7 +10,6 @@ import numpy as np
 import obstore
 import pytest
 
-from rose_weights.bucket import Bucket, BucketBlocks
 from rose_weights.bundle import Bundle
 from rose_weights.errors import (
     BadManifest,
@@ -23,11 +22,12 @@ from rose_weights.errors import (
     StoreFailed,
     UnknownRun,
 )
-from rose_weights.objects import Objects
-from rose_weights.open_store import open_store
-from rose_weights.planning import Planner
-from rose_weights.retention import fold, sweep
-from rose_weights.store import Store
+from rose_weights.store.bucket import Bucket, BucketBlocks
+from rose_weights.store.objects import Objects
+from rose_weights.store.open_store import open_store
+from rose_weights.store.planning import Planner
+from rose_weights.store.retention import fold, sweep
+from rose_weights.store.store import Store
 from tests.weights.buckets import FaultyObjects
 from tests.weights.faulty import Crash
 from tests.weights.models import Model, apply_bundle, apply_manifest

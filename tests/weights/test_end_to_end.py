@@ -7,10 +7,10 @@ import numpy as np
 
 from rose_core.identity import WeightVersion
 from rose_weights.bundle import Bundle
-from rose_weights.client import WeightsClient
-from rose_weights.publishing import WeightsWriter
-from rose_weights.service import WeightService
-from rose_weights.store import Store
+from rose_weights.receive.client import WeightsClient
+from rose_weights.send.publishing import WeightsWriter
+from rose_weights.serve.service import WeightService
+from rose_weights.store.store import Store
 from rose_wire.rpc import Server
 from tests.weights.models import Model, apply_bundle
 

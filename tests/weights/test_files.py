@@ -13,10 +13,10 @@ import zstandard
 
 from rose_weights.bundle import Bundle
 from rose_weights.checkpoint import Checkpoint, write_safetensors
-from rose_weights.client import WeightsClient
-from rose_weights.deltadirs import INDEX, DeltaDir, Encoding
-from rose_weights.importing import publish
 from rose_weights.main import main
+from rose_weights.receive.client import WeightsClient
+from rose_weights.send.deltadirs import INDEX, DeltaDir, Encoding
+from rose_weights.send.importing import publish
 from tests.weights.models import SPECS, Model, apply_bundle
 from tests.weights.test_service import start, version
 

@@ -15,14 +15,14 @@ import aiohttp
 import numpy as np
 import pytest
 
-from rose_weights import tenants
-from rose_weights.blocks import Blocks
 from rose_weights.checkpoint import Checkpoint
-from rose_weights.client import WeightsClient
 from rose_weights.errors import Damaged
 from rose_weights.main import main
-from rose_weights.publishing import WeightsWriter
-from rose_weights.store import Store
+from rose_weights.receive.client import WeightsClient
+from rose_weights.send.publishing import WeightsWriter
+from rose_weights.serve import tenants
+from rose_weights.store.blocks import Blocks
+from rose_weights.store.store import Store
 from tests.weights.models import SPECS, Model
 from tests.weights.test_service import publish, start, version
 

@@ -12,9 +12,9 @@ from rose_core.delta import Codec, Manifest
 from rose_weights import inspection
 from rose_weights.bundle import Bundle
 from rose_weights.errors import BadManifest
-from rose_weights.folder import Folder
 from rose_weights.messages import CommitRequest, PlanRequest, VersionInfo
-from rose_weights.publishing import WeightsWriter
+from rose_weights.send.publishing import WeightsWriter
+from rose_weights.store.folder import Folder
 from tests.weights.models import Model, apply_bundle
 from tests.weights.test_service import connected, version
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from rose_core.delta import Manifest
-from rose_weights.blocks import Blocks
 from rose_weights.bundle import Bundle
-from rose_weights.client import WeightsClient
 from rose_weights.errors import Forbidden, UnknownRun
 from rose_weights.messages import FetchRequest
-from rose_weights.publishing import WeightsWriter
-from rose_weights.relay import KEEP_BYTES, Relay
-from rose_weights.service import WeightService
+from rose_weights.receive.client import WeightsClient
+from rose_weights.send.publishing import WeightsWriter
+from rose_weights.serve.relay import KEEP_BYTES, Relay
+from rose_weights.serve.service import WeightService
+from rose_weights.store.blocks import Blocks
 from rose_wire import rpc
 from rose_wire.errors import Refused, Unavailable
 from rose_wire.rpc import Server

@@ -16,10 +16,7 @@ import pytest
 
 from rose_core.delta import name_of
 from rose_core.identity import WeightVersion
-from rose_weights import fetching, publishing
-from rose_weights.blocks import Blocks
 from rose_weights.bundle import Bundle
-from rose_weights.client import WeightsClient
 from rose_weights.errors import (
     BadManifest,
     Damaged,
@@ -30,9 +27,13 @@ from rose_weights.errors import (
 )
 from rose_weights.messages import FetchRequest, MissingRequest, VersionInfo
 from rose_weights.methods import FETCH, MISSING, SERVICE
-from rose_weights.publishing import WeightsWriter
-from rose_weights.service import WeightService
-from rose_weights.store import Store
+from rose_weights.receive import fetching
+from rose_weights.receive.client import WeightsClient
+from rose_weights.send import publishing
+from rose_weights.send.publishing import WeightsWriter
+from rose_weights.serve.service import WeightService
+from rose_weights.store.blocks import Blocks
+from rose_weights.store.store import Store
 from rose_wire import rpc
 from rose_wire.errors import Refused, Unavailable
 from rose_wire.rpc import Server

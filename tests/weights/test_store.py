@@ -12,7 +12,6 @@ import pytest
 
 from rose_core.delta import Manifest, compose
 from rose_core.identity import WeightVersion
-from rose_weights.blocks import Blocks
 from rose_weights.errors import (
     BadManifest,
     Damaged,
@@ -20,9 +19,10 @@ from rose_weights.errors import (
     UnknownRun,
     UnknownVersion,
 )
-from rose_weights.folder import Folder
-from rose_weights.planning import Planner
-from rose_weights.store import Store
+from rose_weights.store.blocks import Blocks
+from rose_weights.store.folder import Folder
+from rose_weights.store.planning import Planner
+from rose_weights.store.store import Store
 from tests.weights.faulty import Crash, FaultyDisk
 from tests.weights.models import SPECS, Model
 from tests.weights.runs import (
@@ -210,7 +210,7 @@ class TestPlanning:
             time.sleep(0.2)
             return compose(*arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr("rose_weights.merging.compose", slow)
+        monkeypatch.setattr("rose_weights.store.merging.compose", slow)
         with ThreadPoolExecutor(8) as threads:
             found = list(
                 threads.map(

@@ -15,16 +15,16 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from rose_weights import tenant_verbs, tenants
-from rose_weights.access import Access
-from rose_weights.client import WeightsClient
 from rose_weights.errors import BadTenants, Fenced, Forbidden
-from rose_weights.identification import AUDIENCE, Identification
 from rose_weights.main import _callers, parser
-from rose_weights.open_store import open_store
-from rose_weights.publishing import WeightsWriter
-from rose_weights.service import WeightService
-from rose_weights.tenants import Tenants
+from rose_weights.receive.client import WeightsClient
+from rose_weights.send.publishing import WeightsWriter
+from rose_weights.serve import tenant_verbs, tenants
+from rose_weights.serve.access import Access
+from rose_weights.serve.identification import AUDIENCE, Identification
+from rose_weights.serve.service import WeightService
+from rose_weights.serve.tenants import Tenants
+from rose_weights.store.open_store import open_store
 from rose_wire.errors import Refused
 from rose_wire.rpc import Server
 from tests.weights.models import Model

@@ -12,9 +12,9 @@ from rose_core.delta import Builder, Manifest, TensorSpec, name_of, table
 from rose_core.delta.bits import Bits
 from rose_core.identity import WeightVersion
 from rose_engines.safetensors import read_checkpoint
-from rose_weights.publishing import WeightsWriter
-from rose_weights.service import WeightService
-from rose_weights.store import Store
+from rose_weights.send.publishing import WeightsWriter
+from rose_weights.serve.service import WeightService
+from rose_weights.store.store import Store
 from rose_wire.rpc import Server
 
 RUN = "grpo"

@@ -25,7 +25,7 @@ from rose_engines.rundir import RunDir, WeightsFile, read_json
 from rose_engines.safetensors import read_checkpoint
 from rose_engines.sglang.control import ControlClient
 from rose_weights.messages import VersionInfo, WatchRequest
-from rose_weights.service import WeightService
+from rose_weights.serve.service import WeightService
 from tests.host.helpers import Guard, guarding, order, running, serving, status_of, until
 from tests.weightsync.run import ENCODE_SECONDS, RUN, PublishedRun, store_at
 

@@ -8,7 +8,7 @@ from rose_agent.weightsync import metrics
 from rose_core.delta.probe import PROMPT, Outcome
 from rose_core.identity import WeightVersion
 from rose_engines.fake.model import prompt_logprobs
-from rose_weights.client import WeightsClient
+from rose_weights.receive.client import WeightsClient
 from tests.host.helpers import until
 from tests.weightsync.test_follower import World, world
 

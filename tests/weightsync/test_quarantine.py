@@ -22,8 +22,8 @@ from rose_core.wire.sync import WeightSource
 from rose_engines.errors import CommitRefused
 from rose_engines.rundir import SlotDir, WeightsFile
 from rose_engines.sglang.control import Attested, Committed, Staged
-from rose_weights.client import WeightsClient
 from rose_weights.messages import Description, VersionInfo
+from rose_weights.receive.client import WeightsClient
 
 HEAD = WeightVersion("run", 1, 5)
 

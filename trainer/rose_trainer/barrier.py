@@ -15,9 +15,9 @@ from rose_core.delta import quorum as rules
 from rose_core.delta.probe import Answer
 from rose_core.identity import WeightVersion
 from rose_trainer.errors import NotReached, PublishFailed
-from rose_weights.client import WeightsClient
 from rose_weights.errors import WeightsError
 from rose_weights.messages import AwaitReply
+from rose_weights.receive.client import WeightsClient
 from rose_wire.errors import Unavailable, WireError
 
 _ResultT = TypeVar("_ResultT")

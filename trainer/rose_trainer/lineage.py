@@ -18,7 +18,7 @@ from rose_trainer import metrics
 from rose_trainer.staging import Taken
 from rose_weights.errors import BadManifest, Damaged
 from rose_weights.messages import Description, VersionInfo
-from rose_weights.publishing import WeightsWriter
+from rose_weights.send.publishing import WeightsWriter
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from rose_trainer.staging import Layout, Snapshot, Taken, Tensors, held, pairs
 from rose_trainer.staleness import Consumed
 from rose_trainer.takeover import open_run
 from rose_weights.messages import Description
-from rose_weights.publishing import WeightsWriter
+from rose_weights.send.publishing import WeightsWriter
 
 LOG = logging.getLogger(__name__)
 

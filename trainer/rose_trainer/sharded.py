@@ -43,7 +43,7 @@ from rose_trainer.staleness import Consumed
 from rose_trainer.takeover import open_run
 from rose_weights.errors import WeightsError
 from rose_weights.messages import Description, VersionInfo
-from rose_weights.publishing import WeightsWriter
+from rose_weights.send.publishing import WeightsWriter
 from rose_wire.errors import WireError
 
 _ResultT = TypeVar("_ResultT")

@@ -1,8 +1,8 @@
 """``python -m rose_trainer.synthetic``: the real Publisher without a training, for fault tests.
 
-Publishes the versions of ``rose_weights.synthetic``. Reads steps from standard input, one a line,
-and says on standard output what became of each, one JSON object a line: ``opened``, ``taken``,
-``durable`` or ``failed``. Ends with its input.
+Publishes the versions of ``rose_weights.send.synthetic``. Reads steps from standard input, one a
+line, and says on standard output what became of each, one JSON object a line: ``opened``,
+``taken``, ``durable`` or ``failed``. Ends with its input.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from rose_core.identity import WeightVersion
 from rose_trainer.errors import TrainerLibraryError
 from rose_trainer.publisher import Publisher
-from rose_weights import synthetic
+from rose_weights.send import synthetic
 from rose_wire import faults
 
 

@@ -13,7 +13,7 @@ import logging
 from rose_trainer.errors import PublishFailed
 from rose_weights.errors import StoreFailed
 from rose_weights.messages import Description
-from rose_weights.publishing import WeightsWriter
+from rose_weights.send.publishing import WeightsWriter
 from rose_wire.errors import Unavailable
 
 LOG = logging.getLogger(__name__)

@@ -24,9 +24,9 @@ from rose_core.delta.codec import SELF_CONTAINED
 from rose_weights.bundle import MANIFEST, Bundle
 from rose_weights.checkpoint import Checkpoint
 from rose_weights.errors import Damaged, WeightsError
-from rose_weights.open_store import open_store
-from rose_weights.state import Kept
-from rose_weights.store import Store
+from rose_weights.store.open_store import open_store
+from rose_weights.store.state import Kept
+from rose_weights.store.store import Store
 
 
 def inspect(where: str | Path, run: str = "") -> str:

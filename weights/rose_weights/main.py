@@ -13,17 +13,18 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from rose_core.delta import DeltaError
-from rose_weights import importing, inspection, metrics
-from rose_weights.access import OPEN, Access
-from rose_weights.blocks import Blocks
-from rose_weights.deltadirs import CHECKSUMS
+from rose_weights import inspection, metrics
 from rose_weights.errors import StoreFailed, WeightsError
-from rose_weights.identification import Identification
-from rose_weights.open_store import open_store
-from rose_weights.relay import KEEP_BYTES, Relay
-from rose_weights.retention import WINDOW
-from rose_weights.service import WeightService
-from rose_weights.tenants import Tenants
+from rose_weights.send import importing
+from rose_weights.send.deltadirs import CHECKSUMS
+from rose_weights.serve.access import OPEN, Access
+from rose_weights.serve.identification import Identification
+from rose_weights.serve.relay import KEEP_BYTES, Relay
+from rose_weights.serve.service import WeightService
+from rose_weights.serve.tenants import Tenants
+from rose_weights.store.blocks import Blocks
+from rose_weights.store.open_store import open_store
+from rose_weights.store.retention import WINDOW
 from rose_wire import faults, flags, memory, observability, rpc, tls
 from rose_wire.errors import WireError
 from rose_wire.rpc import Server

@@ -1,8 +1,9 @@
 """Follows one slot: keeps its engine at the head of its run and says what is attested.
 
 One follower per engine process. It watches the head, asks ``decide`` what to do, does it through
-``plugin`` and ``rose_weights.client``, and writes ``weights.json``, from which engine host, guard
-and router learn which version may be used. Whatever fails, the version before goes on serving.
+``plugin`` and ``rose_weights.receive.client``, and writes ``weights.json``, from which engine host,
+guard and router learn which version may be used. Whatever fails, the version before goes on
+serving.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from rose_core.wire.sync import WeightSource
 from rose_engines.errors import CommitRefused, EngineError, EngineUnavailable
 from rose_engines.rundir import SlotDir, WeightsFile, read_json, write_json
 from rose_engines.sglang.control import Committed, Staged
-from rose_weights.client import WeightsClient
 from rose_weights.errors import WeightsError
+from rose_weights.receive.client import WeightsClient
 from rose_wire.errors import WireError
 
 _log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from rose_agent.weightsync.decide import Head
 from rose_core.wire.sync import WeightSource
-from rose_weights.client import WeightsClient
 from rose_weights.errors import WeightsError
+from rose_weights.receive.client import WeightsClient
 from rose_wire.errors import WireError
 
 _RECONNECT_SECONDS = 1.0

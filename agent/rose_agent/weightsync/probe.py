@@ -21,8 +21,8 @@ from rose_core.identity import WeightVersion
 from rose_engines.errors import EngineError, EngineRefused, EngineUnavailable
 from rose_engines.rundir import EngineFile, SlotDir, read_json
 from rose_engines.sglang.client import SGLangClient
-from rose_weights.client import WeightsClient
 from rose_weights.errors import WeightsError
+from rose_weights.receive.client import WeightsClient
 from rose_wire.errors import WireError
 
 _log = logging.getLogger(__name__)

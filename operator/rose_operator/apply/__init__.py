@@ -1,0 +1,1 @@
+"""What the plan asks for, as objects: slots, and the routers of leases."""

@@ -1,0 +1,83 @@
+"""Writes of routers: a Deployment and its Services per lease, gone when nothing asks for them.
+
+| lease | its router |
+|---|---|
+| accepted | made, and written again when the lease's generation asks for another manifest |
+| refused, and had a router | stays: turns go on while its owner corrects it |
+| refused from the start, expired, gone | deleted, if there is one |
+| cannot be read | stays as it is: nobody knows what it wants |
+
+Next step: ``routers`` makes the manifests, ``writer`` carries the writes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+
+from rose_core.api import Reason, RolloutLease
+from rose_operator.apply import routers
+from rose_operator.kube.api import Kind
+from rose_operator.kube.object_cache import Raw, Store, key_of
+from rose_operator.kube.writer import Write, Writer
+from rose_operator.plan.admission import Refusal
+from rose_operator.plan.world import World
+from rose_operator.settings import Settings
+
+_Made = tuple[tuple[Kind, Raw], ...]
+
+
+class RouterWrites:
+    """What a pass writes about routers."""
+
+    def __init__(self, writer: Writer, stores: dict[Kind, Store], settings: Settings) -> None:
+        self._writer, self._stores, self._settings = writer, stores, settings
+        self._manifests: dict[str, tuple[object, _Made]] = {}
+
+    def of(self, world: World) -> Iterator[Write]:
+        """Routers that are missing or out of date, then those that nothing asks for."""
+        wanted = {name for bad in world.leases.bad for name in _names_of(bad.raw)}
+        for key, lease in world.leases.good.items():
+            if not _has_router(lease, world.refusals.get(key)):
+                continue
+            for kind, manifest in self._made(lease):
+                wanted.add(manifest["metadata"]["name"])
+                if not routers.is_current(manifest, self._stores[kind].get(key_of(manifest))):
+                    yield self._writer.apply(kind, manifest)
+        yield from self._delete_all_but(wanted)
+
+    def keep(self, leases: Container[str]) -> None:
+        """Forget the manifests of leases that are gone."""
+        self._manifests = {key: made for key, made in self._manifests.items() if key in leases}
+
+    def _delete_all_but(self, wanted: set[str]) -> Iterator[Write]:
+        for kind in (Kind.DEPLOYMENT, Kind.SERVICE):
+            for raw in self._stores[kind].all():
+                name = raw["metadata"]["name"]
+                ours = routers.LEASE in (raw["metadata"].get("annotations") or {})
+                if ours and name not in wanted:
+                    yield self._writer.delete(kind, name)
+
+    def _made(self, lease: RolloutLease) -> _Made:
+        """The manifests of a lease's router, made once per generation of the lease."""
+        key, made_for = lease.metadata.key, (lease.metadata.uid, lease.metadata.generation)
+        kept = self._manifests.get(key)
+        if kept is None or kept[0] != made_for:
+            kept = self._manifests[key] = (made_for, tuple(self._make(lease)))
+        return kept[1]
+
+    def _make(self, lease: RolloutLease) -> Iterator[tuple[Kind, Raw]]:
+        yield Kind.DEPLOYMENT, routers.deployment(lease, self._settings)
+        yield Kind.SERVICE, routers.service(lease, self._settings)
+        if lease.spec.router.replicas > 1:
+            yield Kind.SERVICE, routers.replicas_service(lease, self._settings)
+
+
+def _has_router(lease: RolloutLease, refusal: Refusal | None) -> bool:
+    if refusal is None:
+        return True
+    return refusal.reason is not Reason.LEASE_EXPIRED and bool(lease.status.router_url)
+
+
+def _names_of(raw: Raw) -> tuple[str, str]:
+    name = routers.router_name(raw["metadata"]["namespace"], raw["metadata"]["name"])
+    return name, routers.replicas_name(name)

@@ -1,0 +1,287 @@
+"""Router of a lease: one Deployment and one Service in ROSE's namespace, as pure functions.
+
+A lease's namespace must not own objects in ROSE's, so there is no owner reference: the operator
+deletes the routers of leases that are gone. The annotation with the manifest's hash tells whether
+anything must be written, whatever defaults the API server has filled in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from rose_core.api import GROUP, RolloutLease
+from rose_operator.kube.api import MANAGED
+from rose_operator.kube.object_cache import Raw
+from rose_operator.settings import Settings
+from rose_wire import tls
+
+HASH = f"{GROUP}/manifest-hash"
+LEASE = f"{GROUP}/lease"
+HTTP_PORT = 8000
+ATTACH_PORT = 7444
+PEER_PORT = 7445
+_TOKEN_FOLDER = "/var/run/rose/token"  # noqa: S105  # a mount path
+_TURNS_FOLDER = "/var/run/rose/turns"
+_NAME_LIMIT = 63
+# A router refuses what would not fit (``rose_router.http.memory``); the limit is for what it
+# does not foresee. An installation's template may set another one, and the router reads its own.
+_MEMORY = "2Gi"
+_POD_IP = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+
+
+def router_name(lease_namespace: str, lease_name: str) -> str:
+    """Name of the Deployment and the Service; shortened with a hash where it would be too long."""
+    name = f"router-{lease_namespace}-{lease_name}".replace(".", "-")
+    ambiguous = "." in lease_name or "-" in lease_namespace
+    if len(name) <= _NAME_LIMIT and not ambiguous:
+        return name
+    # Two leases may spell the same joined name: a-b/c and a/b-c.
+    digest = hashlib.sha256(f"{lease_namespace}/{lease_name}".encode()).hexdigest()[:8]
+    return f"{name[: _NAME_LIMIT - 9].rstrip('-')}-{digest}"
+
+
+def router_url(name: str, namespace: str) -> str:
+    """The URL that trainers use."""
+    return f"http://{name}.{namespace}.svc:{HTTP_PORT}"
+
+
+def replicas_name(name: str) -> str:
+    """The headless Service by which a router's replicas find each other, by the router's name."""
+    if len(name) + len("-all") <= _NAME_LIMIT:
+        return f"{name}-all"
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: _NAME_LIMIT - 13].rstrip('-')}-{digest}-all"
+
+
+def turn_secret(name: str) -> str:
+    """The Secret with the tokens of a router's callers, by the router's name."""
+    return f"{name}-turns"
+
+
+def attach_address(name: str, settings: Settings) -> str:
+    """Where engine owners dial in; a router listens as the operator does."""
+    scheme = tls.SCHEME if settings.tls_dir else ""
+    return f"{scheme}{name}.{settings.namespace}.svc:{ATTACH_PORT}"
+
+
+def deployment(lease: RolloutLease, settings: Settings) -> Raw:
+    """The router's Deployment, extended by the installation's template."""
+    name = router_name(lease.metadata.namespace, lease.metadata.name)
+    labels = {"app.kubernetes.io/name": "rose-router", "app.kubernetes.io/instance": name}
+    template = settings.router_template
+    container = merge(_container(lease, settings), template.get("container", {}))
+    pod = merge(_pod(name, settings, container), template.get("podSpec", {}))
+    return _finished(
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": _metadata(name, lease, settings, labels),
+            "spec": {
+                "replicas": lease.spec.router.replicas,
+                "strategy": _strategy(lease),
+                "selector": {"matchLabels": labels},
+                "template": {
+                    "metadata": {
+                        "labels": {**MANAGED, **labels, **template.get("podLabels", {})},
+                        "annotations": dict(template.get("podAnnotations", {})),
+                    },
+                    "spec": pod,
+                },
+            },
+        }
+    )
+
+
+def _strategy(lease: RolloutLease) -> dict[str, Any]:
+    """How pods are replaced.
+
+    Turns live in a router's memory; two that do not know of each other would split a lease's queue.
+    Replicas do, and pass turns on when they leave. What is asked of a rolling update is said, not
+    left to defaults: an apply takes back only what it has said, and Recreate forbids it.
+    """
+    if lease.spec.router.replicas == 1:
+        return {"type": "Recreate"}
+    return {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}}
+
+
+def service(lease: RolloutLease, settings: Settings) -> Raw:
+    """The router's Service."""
+    name = router_name(lease.metadata.namespace, lease.metadata.name)
+    labels = {"app.kubernetes.io/name": "rose-router", "app.kubernetes.io/instance": name}
+    return _finished(
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": _metadata(name, lease, settings, labels),
+            "spec": {
+                "selector": labels,
+                "ports": [
+                    {"name": "http", "port": HTTP_PORT, "targetPort": "http"},
+                    {"name": "attach", "port": ATTACH_PORT, "targetPort": "attach"},
+                ],
+            },
+        }
+    )
+
+
+def replicas_service(lease: RolloutLease, settings: Settings) -> Raw:
+    """A name with the address of every replica."""
+    found = service(lease, settings)
+    metadata, spec = found["metadata"], found["spec"]
+    name = replicas_name(metadata["name"])
+    del metadata["annotations"][HASH]
+    ports = [*spec["ports"], {"name": "peer", "port": PEER_PORT, "targetPort": "peer"}]
+    spec = {"clusterIP": "None", **spec, "ports": ports}
+    return _finished({**found, "metadata": {**metadata, "name": name}, "spec": spec})
+
+
+def is_current(wanted: Raw, live: Raw | None) -> bool:
+    """Whether the live object was written from this manifest."""
+    if live is None:
+        return False
+    annotations = live["metadata"].get("annotations") or {}
+    return bool(annotations.get(HASH) == wanted["metadata"]["annotations"][HASH])
+
+
+def is_ready(live: Raw | None) -> bool:
+    """Whether the router has a ready pod."""
+    return bool(live and (live.get("status") or {}).get("readyReplicas"))
+
+
+def merge(base: Any, extra: Any) -> Any:  # noqa: ANN401  # any YAML value
+    """Mappings merge key by key, lists are joined, anything else is replaced."""
+    if isinstance(base, dict) and isinstance(extra, dict):
+        return base | {
+            key: merge(base[key], extra[key]) if key in base else extra[key] for key in extra
+        }
+    if isinstance(base, list) and isinstance(extra, list):
+        return base + extra
+    return extra
+
+
+def _metadata(
+    name: str, lease: RolloutLease, settings: Settings, labels: dict[str, str]
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "namespace": settings.namespace,
+        "labels": {**MANAGED, **labels, "app.kubernetes.io/part-of": "rose"},
+        "annotations": {LEASE: lease.metadata.key},
+    }
+
+
+def _container(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
+    several = lease.spec.router.replicas > 1
+    return {
+        "name": "router",
+        "image": settings.router_image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["rose", "router"],
+        "args": _arguments(lease, settings),
+        "ports": [
+            {"name": "http", "containerPort": HTTP_PORT},
+            {"name": "attach", "containerPort": ATTACH_PORT},
+            *([{"name": "peer", "containerPort": PEER_PORT}] if several else []),
+        ],
+        **({"env": env} if (env := _environment(settings, several=several)) else {}),
+        "readinessProbe": {
+            "httpGet": {"path": "/healthz", "port": "http"},
+            "periodSeconds": 2,
+        },
+        "livenessProbe": {
+            "httpGet": {"path": "/healthz", "port": "http"},
+            "periodSeconds": 10,
+            "timeoutSeconds": 5,
+            "failureThreshold": 6,
+        },
+        "resources": {
+            "requests": {"cpu": "100m", "memory": "128Mi"},
+            "limits": {"memory": _MEMORY},
+        },
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [
+            {"name": "token", "mountPath": _TOKEN_FOLDER, "readOnly": True},
+            *(
+                [{"name": "turns", "mountPath": _TURNS_FOLDER, "readOnly": True}]
+                if settings.turn_secrets
+                else []
+            ),
+        ],
+    }
+
+
+def _environment(settings: Settings, *, several: bool) -> list[dict[str, Any]]:
+    keys = {"name": "ROSE_ACCOUNT_KEYS", "value": settings.account_keys}  # public ones
+    return [*([_POD_IP] if several else []), *([keys] if settings.router_accounts else [])]
+
+
+def _demand(lease: RolloutLease, settings: Settings) -> list[str]:
+    """Agents must show their node's certificate; a dedicated engine elsewhere has none."""
+    if not settings.router_client_ca or lease.spec.dedicated_engines:
+        return []
+    operator = [f"--operator-ca={settings.router_peer_ca}"] if settings.router_peer_ca else []
+    return [f"--tls-client-ca={settings.router_client_ca}", *operator]
+
+
+def _replicas(lease: RolloutLease, settings: Settings) -> list[str]:
+    if lease.spec.router.replicas == 1:
+        return []
+    name = replicas_name(router_name(lease.metadata.namespace, lease.metadata.name))
+    authority = settings.router_peer_ca
+    return [
+        f"--replicas-dns={name}.{settings.namespace}.svc",
+        *([f"--peer-address=0.0.0.0:{PEER_PORT}", f"--peer-ca={authority}"] if authority else []),
+    ]
+
+
+def _arguments(lease: RolloutLease, settings: Settings) -> list[str]:
+    stale, oldest = lease.spec.weights.max_staleness_versions, lease.spec.router.max_age_versions
+    return [
+        f"--lease={lease.metadata.key}",
+        *_demand(lease, settings),
+        *_replicas(lease, settings),
+        f"--http-address=0.0.0.0:{HTTP_PORT}",
+        f"--attach-address=0.0.0.0:{ATTACH_PORT}",
+        f"--token-file={_TOKEN_FOLDER}/token",
+        *([f"--turn-token-file={_TURNS_FOLDER}/token"] if settings.turn_secrets else []),
+        f"--context-tokens={lease.spec.context_tokens}",
+        f"--max-staleness={stale}",
+        f"--max-age={stale if oldest is None else oldest}",
+        f"--model={lease.spec.model.name}",
+        f"--queue-limit={lease.spec.router.queue_limit}",
+        f"--queue-seconds={lease.spec.router.queue_timeout_seconds}",
+        f"--policy={lease.spec.router.policy.value}",
+        *(f"--dedicated={name}" for name in lease.spec.dedicated_engines),
+    ]
+
+
+def _pod(name: str, settings: Settings, container: dict[str, Any]) -> dict[str, Any]:
+    volumes = [{"name": "token", "secret": {"secretName": settings.token_secret}}]
+    if settings.turn_secrets:  # until somebody has made it, the pod waits: no open door meanwhile
+        volumes.append({"name": "turns", "secret": {"secretName": turn_secret(name)}})
+    return {
+        "serviceAccountName": settings.router_service_account,
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": 30,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 65532,
+            "runAsGroup": 65532,
+            "fsGroup": 65532,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+def _finished(manifest: Raw) -> Raw:
+    text = json.dumps(manifest, sort_keys=True)
+    manifest["metadata"]["annotations"][HASH] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return manifest

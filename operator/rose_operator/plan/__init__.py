@@ -1,0 +1,1 @@
+"""From objects and telemetry to the planner's snapshot; pure."""

@@ -1,0 +1,334 @@
+"""The world as the planner wants it: ``snapshot(world, ...)``, pure.
+
+``Snapshots`` gives the same, pass after pass, at the cost of what has changed (``memo``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from rose_core import lending
+from rose_core.api import Desired, Reason, RolloutLease, RolloutSlot, ServingPool
+from rose_core.api.poollending import Day, TimeWindow, WhenOpen
+from rose_core.api.reasons import replica_refusal
+from rose_core.api.rolloutslot import Tier
+from rose_core.api.wholereplica import WholeReplica
+from rose_core.devices.capabilities import Capability
+from rose_core.devices.ownership import Proof
+from rose_core.lending import tenancy
+from rose_core.wire.sync import ReplicaReport
+from rose_operator.plan import capabilities
+from rose_operator.plan.admission import created, expiry, lending_pools
+from rose_operator.plan.cluster_facts import Surroundings
+from rose_operator.plan.load_history import Loads
+from rose_operator.plan.memo import Kept
+from rose_operator.plan.protection import misses_objective
+from rose_operator.plan.telemetry import Node
+from rose_operator.plan.toggle_costs import Toggles
+from rose_operator.plan.world import World
+
+_DAYS = list(Day)
+_PERMILLE_PER_PERCENT = 10
+_NOTHING: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What the operator has gathered besides objects and telemetry."""
+
+    surroundings: Surroundings
+    loads: Loads
+    toggles: Toggles
+    demand: Callable[[str], lending.Demand | None] = lambda _: None
+
+
+def snapshot(
+    world: World,
+    memory: lending.Memory,
+    policy: lending.Policy,
+    remembered_replicas: Mapping[str, int],
+    known: Knowledge,
+) -> lending.Snapshot:
+    """The world as the planner wants it, made from nothing."""
+    return Snapshots(known).take(world, memory, policy, remembered_replicas)
+
+
+class Snapshots:
+    """One snapshot per pass; what has not changed since the last one is taken over from it."""
+
+    def __init__(self, known: Knowledge) -> None:
+        self._known = known
+        self._pools: Kept[lending.Pool] = Kept()
+        self._leases: Kept[lending.Lease] = Kept()
+        self._slots: Kept[lending.Slot] = Kept()
+        self._nodes: Kept[tuple[lending.Replica, ...]] = Kept()
+        self._wanted: dict[str, tuple[Capability, ...]] = {}
+
+    @property
+    def made(self) -> int:
+        """How many things were translated, over all passes."""
+        return sum(one.made for one in (self._pools, self._leases, self._slots, self._nodes))
+
+    def take(
+        self,
+        world: World,
+        memory: lending.Memory,
+        policy: lending.Policy,
+        remembered_replicas: Mapping[str, int],
+    ) -> lending.Snapshot:
+        """The world as the planner wants it."""
+        for kept in (self._pools, self._leases, self._slots, self._nodes):
+            kept.turn()
+        silence = {
+            node: world.telemetry.silence(node, world.monotonic)
+            for node in {*world.telemetry.nodes, *_nodes_of_slots(world)}
+        }
+        reporting = frozenset(
+            node
+            for node, seconds in silence.items()
+            if seconds <= policy.stale_seconds and node in world.telemetry.nodes
+        )
+        return lending.Snapshot(
+            pools=tuple(
+                self._pool(pool, world, remembered_replicas.get(key, 0))
+                for key, pool in world.pools.good.items()
+            ),
+            replicas=self._replicas(world, reporting),
+            leases=tuple(
+                self._lease(key, lease, world) for key, lease in world.leases.good.items()
+            ),
+            slots=tuple(self._slot(slot) for slot in world.slots.good.values()),
+            silence=silence,
+            reporting=reporting,
+            memory=memory,
+            policy=policy,
+        )
+
+    def _pool(self, pool: ServingPool, world: World, remembered: int) -> lending.Pool:
+        key, now = pool.metadata.key, world.now.timestamp()
+        outlook = self._known.loads.outlook(key, pool.spec.lending.forecast, now)
+        breaker = _breaker(pool, world)
+        return self._pools.get(
+            key,
+            pool,
+            (remembered, outlook, breaker),
+            lambda: replace(_pool(pool, remembered), outlook=outlook, breaker=breaker),
+        )
+
+    def _lease(self, key: str, lease: RolloutLease, world: World) -> lending.Lease:
+        refusal = world.refusals.get(key)
+        reason = None if refusal is None else refusal.reason
+        toggle = self._known.toggles.seconds(lease.metadata.uid)
+        pools = lending_pools(lease, world.pools.good, world.pool_refusals)
+        takes = tenancy.preempts(lease, world.tenancy)
+        made = self._leases.get(
+            key,
+            lease,
+            (reason, toggle, pools, takes),
+            lambda: _lease(lease, reason, toggle, pools, preempts=takes),
+        )
+        asked = self._known.demand(key)  # its ages move all the time
+        return made if asked is None else replace(made, demand=asked)
+
+    def _slot(self, slot: RolloutSlot) -> lending.Slot:
+        running = self._known.toggles.has_run(slot.metadata.uid)
+        return self._slots.get(slot.metadata.key, slot, running, lambda: _slot(slot, running))
+
+    def _replicas(self, world: World, reporting: frozenset[str]) -> tuple[lending.Replica, ...]:
+        """Every replica once; one that two living nodes claim is refused."""
+        found: dict[str, lending.Replica] = {}
+        pods = {slot.metadata.uid: slot.spec.member.pod_uid for slot in world.slots.good.values()}
+        wanted = {key: capabilities.needs(pool) for key, pool in world.pools.good.items()}
+        if wanted != self._wanted:
+            self._wanted = wanted  # the same object otherwise: a comparison per node is dear
+        around = self._known.surroundings
+        for name in sorted(world.telemetry.nodes):
+            node = world.telemetry.nodes[name]
+            place = _Place(
+                around.zones.get(name, ""),
+                name in around.cordoned,
+                name not in reporting,
+                _occupied(node, pods),
+            )
+            for replica in self._on_node(name, node, place):
+                other = found.get(replica.uid)
+                found[replica.uid] = replica if other is None else _spanning(other, replica, world)
+        return tuple(found.values())
+
+    def _on_node(self, name: str, node: Node, place: _Place) -> tuple[lending.Replica, ...]:
+        def make() -> tuple[lending.Replica, ...]:
+            told = zip(node.request.replicas, node.used, strict=True)
+            return tuple(
+                _replica(node, place, report, self._wanted.get(report.pool), used)
+                for report, used in told
+            )
+
+        return self._nodes.get(name, node.essence, (place, self._wanted, node.used), make)
+
+
+def _nodes_of_slots(world: World) -> set[str]:
+    return {slot.spec.member.node for slot in world.slots.good.values()}
+
+
+def _pool(pool: ServingPool, remembered: int) -> lending.Pool:
+    limits = pool.spec.lending
+    return lending.Pool(
+        key=pool.metadata.key,
+        max_replicas_percent=limits.max_replicas_percent,
+        min_unlent_replicas=limits.min_unlent_replicas,
+        allowed_signals=frozenset(pool.spec.allowed_signals),
+        windows=tuple(_window(window) for window in limits.time_windows),
+        remembered_replicas=remembered,
+        per_node=limits.max_replicas_per_node,
+        per_zone_percent=limits.max_replicas_per_zone_percent,
+        per_lease_percent=limits.max_replicas_per_lease_percent,
+        per_minute=limits.max_loans_per_minute,
+        spread=limits.spread,
+        whole=_whole(pool.spec.whole_replica),
+    )
+
+
+def _whole(spec: WholeReplica | None) -> lending.WholeTerms | None:
+    if spec is None:
+        return None
+    return lending.WholeTerms(
+        spec.max_replicas, spec.min_awake_replicas, spec.max_busy_percent * _PERMILLE_PER_PERCENT
+    )
+
+
+def _breaker(pool: ServingPool, world: World) -> lending.Breaker:
+    told = pool.spec.lending.breaker
+    return lending.Breaker(
+        missed=misses_objective(pool, world.reports_of(pool.metadata.key), world.telemetry),
+        cooldown_seconds=told.cooldown_seconds,
+        returns=told.when_open is WhenOpen.RETURN,
+    )
+
+
+def _window(window: TimeWindow) -> lending.Window:
+    return lending.Window(
+        days=frozenset(_DAYS.index(day) for day in window.days),
+        start_minute=_minute(window.start_time),
+        end_minute=_minute(window.end_time),
+    )
+
+
+def _minute(clock: str) -> int:
+    hours, minutes = clock.split(":")
+    return int(hours) * 60 + int(minutes)
+
+
+def _lease(
+    lease: RolloutLease,
+    refusal: Reason | None,
+    toggle: float | None,
+    pools: tuple[str, ...],
+    *,
+    preempts: bool,
+) -> lending.Lease:
+    end = expiry(lease)
+    return lending.Lease(
+        key=lease.metadata.key,
+        uid=lease.metadata.uid,
+        pool=pools[0] if pools else lease.spec.pool_ref.key,
+        priority=lease.spec.priority,
+        created=created(lease).timestamp(),
+        min_slots=lease.spec.slots.min,
+        max_slots=lease.spec.slots.max,
+        refusal=refusal,
+        weight=lease.spec.weight,
+        preempts=preempts,
+        ends_at=end.timestamp() if end else None,
+        toggle_seconds=toggle,
+        suspended=lease.spec.suspend,
+        more_pools=pools[1:],
+        device_classes=frozenset(lease.spec.device_classes),
+        turns_per_slot=lease.spec.max_trajectories_per_slot,
+        idle_seconds=float(lease.spec.slots.idle_seconds),
+    )
+
+
+def _slot(slot: RolloutSlot, running: bool) -> lending.Slot:
+    member = slot.spec.member
+    return lending.Slot(
+        name=slot.metadata.name,
+        uid=slot.metadata.uid,
+        lease=slot.spec.lease_ref.key,
+        lease_uid=slot.spec.lease_ref.uid,
+        pool=slot.spec.pool_ref.key,
+        node=member.node,
+        replica=member.pod_uid,
+        gpus=member.gpu_uuids,
+        created=created(slot).timestamp(),
+        released=slot.spec.desired is Desired.RELEASED,
+        running=running,
+        whole=slot.spec.tier is Tier.WHOLE,
+    )
+
+
+class _Place(NamedTuple):
+    """What all replicas of a node share; ``occupied`` as ``_occupied`` says."""
+
+    zone: str
+    cordoned: bool
+    stale: bool
+    occupied: frozenset[str] | None
+
+
+def _occupied(node: Node, pods: Mapping[str, str]) -> frozenset[str] | None:
+    """Pods whose GPUs carry a reported slot; None when a slot's place is unknown: then all do.
+
+    Args:
+        node: the node as it reports.
+        pods: slot uid -> uid of the pod that it borrows from.
+    """
+    if not node.slots:
+        return _NOTHING
+    if not node.slots.keys() <= pods.keys():
+        return None
+    return frozenset(pods[uid] for uid in node.slots)
+
+
+def _replica(
+    node: Node,
+    place: _Place,
+    report: ReplicaReport,
+    needs: tuple[Capability, ...] | None,
+    used: int | None,
+) -> lending.Replica:
+    """One replica; its own word comes before what its node lacks to share the GPU as asked."""
+    lacks = None if needs is None or report.refusal else node.missing(needs, report.gpu_uuids)
+    return lending.Replica(
+        uid=report.pod_uid,
+        name=f"{report.pod_namespace}/{report.pod_name}",
+        node=node.request.node,
+        pool=report.pool,
+        gpus=report.gpu_uuids,
+        ready=report.ready,
+        stopped=report.stopped,
+        signal=report.signal,
+        verified=report.verified,
+        kv_permille=used,
+        refusal=replica_refusal(lacks.word if lacks else report.refusal),
+        refusal_text=lacks.text if lacks else report.refusal_text or report.refusal,
+        proven=report.gpu_proof == Proof.ALLOCATED,
+        memory=report.lendable_text,
+        occupied=place.occupied is None or report.pod_uid in place.occupied,
+        zone=place.zone,
+        cordoned=place.cordoned,
+        device_class=report.device_class,
+        stale=place.stale,
+    )
+
+
+def _spanning(one: lending.Replica, other: lending.Replica, world: World) -> lending.Replica:
+    """What two nodes report: the word of the one that was heard last, refused."""
+
+    def silence(replica: lending.Replica) -> float:
+        return world.telemetry.silence(replica.node, world.monotonic)
+
+    fresh = min(one, other, key=silence)
+    text = f"nodes {one.node} and {other.node} both report it"
+    return replace(fresh, refusal=Reason.MULTI_NODE_REPLICA, refusal_text=text)

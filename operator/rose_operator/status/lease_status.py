@@ -1,0 +1,104 @@
+"""Status of a RolloutLease: its URL, its slots, why not more, what it has used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rose_core.api import (
+    ConditionType,
+    Desired,
+    Explanation,
+    LeaseStatus,
+    Reason,
+    RolloutLease,
+    RolloutSlot,
+)
+from rose_core.api.conditions import Statement, timestamp
+from rose_core.lending import Outcome
+from rose_operator.plan.admission import Refusal, expiry
+from rose_operator.plan.world import World
+from rose_operator.status.accounting import totals
+from rose_operator.status.slot_status import slot_report, slot_runs
+from rose_operator.status.statuses import accepted, conditions, reason_of
+
+_C = ConditionType
+_R = Reason
+
+
+def lease_status(
+    lease: RolloutLease,
+    world: World,
+    outcome: Outcome,
+    *,
+    router_url: str,
+    router_ready: bool,
+    explanation: Explanation | None = None,
+) -> LeaseStatus:
+    """Status of one lease."""
+    refusal = world.refusals.get(lease.metadata.key)
+    slots = world.slots_of(lease)
+    running = [slot for slot in slots if slot_runs(slot, world)]
+    versions = sorted({report.version for s in running if (report := slot_report(s, world))})
+    reclaiming = [slot for slot in slots if slot.spec.desired is Desired.RELEASED]
+    statements = [
+        _lease_ready(lease, refusal, outcome, len(running), router_ready),
+        accepted(refusal),
+        _lease_granted(lease, refusal, outcome),
+        _lease_weights(versions),
+        _lease_reclaiming(reclaiming),
+    ]
+    end = expiry(lease)
+    return LeaseStatus(
+        observed_generation=lease.metadata.generation,
+        conditions=conditions(lease, statements, world.now),
+        router_url=router_url,
+        slots_wanted=outcome.wanted,
+        slots_granted=outcome.granted,
+        slots_ready=len(running),
+        weight_version=versions[0] if versions else "",
+        expiration_time=timestamp(end) if end else None,
+        totals=totals(lease, slots, world),
+        explanation=explanation,
+    )
+
+
+def _lease_ready(
+    lease: RolloutLease, refusal: Refusal | None, outcome: Outcome, running: int, router_ready: bool
+) -> Statement:
+    least = max(1, lease.spec.slots.min)
+    if refusal is not None:
+        return Statement(_C.READY, False, refusal.reason, refusal.message)
+    idle = outcome.reason is _R.IDLE
+    if outcome.granted < least and not idle:
+        return Statement(_C.READY, False, outcome.reason, outcome.message)
+    if not router_ready:
+        return Statement(_C.READY, False, _R.ROUTER_NOT_READY, "the router has no ready pod")
+    if idle:  # turns are taken and wait for the slots that they bring back
+        return Statement(_C.READY, True, outcome.reason, outcome.message)
+    if running < least:
+        text = f"{running} of {outcome.granted} granted slots run"
+        return Statement(_C.READY, False, _R.SLOTS_NOT_READY, text)
+    return Statement(_C.READY, True, _R.SLOTS_READY)
+
+
+def _lease_granted(lease: RolloutLease, refusal: Refusal | None, outcome: Outcome) -> Statement:
+    if refusal is not None:
+        return Statement(_C.GRANTED, False, refusal.reason)
+    enough = outcome.reason is _R.IDLE or outcome.granted >= max(1, lease.spec.slots.min)
+    return Statement(_C.GRANTED, enough, outcome.reason, outcome.message)
+
+
+def _lease_weights(versions: Sequence[str]) -> Statement:
+    if not versions:
+        text = "no engine has attested a version; has the run been published?"
+        return Statement(_C.WEIGHTS_SYNCED, False, _R.NO_VERSION_YET, text)
+    if len(versions) > 1:
+        return Statement(_C.WEIGHTS_SYNCED, True, _R.MIXED_VERSIONS, ", ".join(versions[:8]))
+    return Statement(_C.WEIGHTS_SYNCED, True, _R.VERSION_ATTESTED, versions[0])
+
+
+def _lease_reclaiming(slots: Sequence[RolloutSlot]) -> Statement:
+    if not slots:
+        return Statement(_C.RECLAIMING, False, _R.NOT_RECLAIMING)
+    text = ", ".join(sorted(slot.metadata.name for slot in slots)[:8])
+    return Statement(_C.RECLAIMING, True, reason_of(slots[0].spec.release_reason), text)

@@ -1,0 +1,149 @@
+"""Status of a ServingPool: what its agents report, and whether its objective holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rose_core.api import (
+    ConditionType,
+    Explanation,
+    PoolMode,
+    PoolStatus,
+    Reason,
+    ServingPool,
+)
+from rose_core.api.conditions import Statement
+from rose_core.api.poolstatus import LoadShape
+from rose_core.lending import Plan, Policy
+from rose_core.wire.sync import ReplicaReport, SignalSource
+from rose_operator.plan import capabilities
+from rose_operator.plan.admission import Refusal
+from rose_operator.plan.protection import MIN_REQUESTS, Reports, finished, is_within
+from rose_operator.plan.world import World
+from rose_operator.status.statuses import accepted, conditions
+
+_C = ConditionType
+_R = Reason
+_TAPLESS = (
+    "seen by the engine's own figures, without the wire tap, so first prefills do not show, "
+    "latency is not measured and nothing counts the requests a second time"
+)
+_NOBODY = (
+    "no agent reports a replica: do pods of this namespace carry the selector's labels, on nodes "
+    "with an agent, and does no other pool select them?"
+)
+
+
+def pool_status(
+    pool: ServingPool,
+    world: World,
+    plan: Plan,
+    policy: Policy,
+    *,
+    load: LoadShape | None = None,
+    explanation: Explanation | None = None,
+) -> PoolStatus:
+    """Status of one pool."""
+    lent = world.lent_in.get(pool.metadata.key, frozenset())
+    reports = world.reports_of(pool.metadata.key)
+    mine = {report.pod_uid for _, report in reports}
+    qualified = sum(
+        uid in lent or plan.verdicts[uid].reason is _R.QUALIFIES
+        for uid in mine
+        if uid in plan.verdicts
+    )
+    stale = sum(
+        world.telemetry.silence(n, world.monotonic) > policy.stale_seconds for n, _ in reports
+    )
+    statements = _pool_statements(pool, world, reports, stale)
+    return PoolStatus(
+        observed_generation=pool.metadata.generation,
+        conditions=conditions(pool, statements, world.now),
+        replicas=len(reports),
+        qualified_replicas=qualified,
+        lent_replicas=len(lent),
+        unwanted_gpus=unwanted_gpus(pool, world, plan),
+        device_classes=_classes(reports),
+        asleep_replicas=world.asleep_in.get(pool.metadata.key, 0),
+        load=load,
+        explanation=explanation,
+    )
+
+
+def _classes(reports: Reports) -> tuple[str, ...]:
+    found = {report.device_class for _, report in reports if report.device_class}
+    return tuple(sorted(word[:63] for word in found)[:64])
+
+
+def unwanted_gpus(pool: ServingPool, world: World, plan: Plan) -> int:
+    """GPUs of the pool that could be lent now and that no lease wants; 0 where nothing is lent."""
+    lends = pool.spec.mode is PoolMode.LEND and pool.metadata.key not in world.pool_refusals
+    return plan.unwanted.get(pool.metadata.key, 0) if lends else 0
+
+
+def _pool_statements(
+    pool: ServingPool, world: World, reports: Reports, stale: int
+) -> list[Statement]:
+    refusal = world.pool_refusals.get(pool.metadata.key)
+    paused = pool.spec.mode is PoolMode.PAUSED
+    return [
+        _pool_ready(pool, refusal, len(reports) - stale),
+        accepted(refusal),
+        _fresh(len(reports), stale),
+        _verified([report for _, report in reports]),
+        _protected(pool, world, reports),
+        *capabilities.statements(pool, world),
+        Statement(_C.PAUSED, paused, _R.PAUSED_BY_OWNER if paused else _R.NOT_PAUSED),
+    ]
+
+
+def _pool_ready(pool: ServingPool, refusal: Refusal | None, fresh: int) -> Statement:
+    if refusal is not None:
+        return Statement(_C.READY, False, refusal.reason, refusal.message)
+    if pool.spec.mode is PoolMode.PAUSED:
+        return Statement(_C.READY, False, _R.PAUSED_BY_OWNER, "mode is Paused")
+    if not fresh:
+        return Statement(_C.READY, False, _R.NO_REPLICAS, _NOBODY)
+    observing = pool.spec.mode is PoolMode.OBSERVE
+    return Statement(_C.READY, True, _R.OBSERVE_MODE if observing else _R.LENDING_ENABLED)
+
+
+def _fresh(count: int, stale: int) -> Statement:
+    if not count:
+        return Statement(_C.TELEMETRY_FRESH, None, _R.NO_REPLICAS, "no agent reports a replica")
+    if not stale:
+        return Statement(_C.TELEMETRY_FRESH, True, _R.ALL_REPLICAS_FRESH)
+    text = f"{stale} of {count} replicas have no fresh telemetry"
+    return Statement(_C.TELEMETRY_FRESH, False, _R.SOME_REPLICAS_STALE, text)
+
+
+def _verified(reports: Sequence[ReplicaReport]) -> Statement:
+    if not reports:
+        return Statement(_C.SIGNAL_VERIFIED, None, _R.NO_REPLICAS)
+    if all(report.verified for report in reports):
+        return Statement(_C.SIGNAL_VERIFIED, True, _R.AS_EXPECTED)
+    unverified = [report for report in reports if not report.verified]
+    contradicted = any(report.verified is False for report in reports)
+    names = ", ".join(sorted(report.pod_name for report in unverified)[:8])
+    tapless = all(report.signal not in {None, SignalSource.WIRE_TAP} for report in unverified)
+    text = f"{_TAPLESS if tapless else 'not verified'}: {names}"
+    return Statement(
+        _C.SIGNAL_VERIFIED, False if contradicted else None, _R.SIGNAL_NOT_VERIFIED, text
+    )
+
+
+def _protected(pool: ServingPool, world: World, reports: Reports) -> Statement:
+    overdue = sorted(one.pod_name for _, one in reports if one.refusal == _R.WAKE_OVERDUE)
+    if overdue:
+        text = f"slept for a loan and does not wake: {', '.join(overdue[:8])}"
+        return Statement(_C.SERVING_PROTECTED, False, _R.WAKE_OVERDUE, text)
+    if pool.spec.slo is None:
+        return Statement(_C.SERVING_PROTECTED, None, _R.NO_OBJECTIVE, "the pool names no slo")
+    requests, slow = finished(reports, world.telemetry)
+    within = is_within(pool, requests, slow)
+    if within is None:
+        text = f"fewer than {MIN_REQUESTS} requests in the last minutes"
+        return Statement(_C.SERVING_PROTECTED, None, _R.NOT_OBSERVED_YET, text)
+    reason = _R.WITHIN_OBJECTIVE if within else _R.OBJECTIVE_MISSED
+    text = f"{slow} of {requests} requests were slow, p{pool.spec.slo.percentile} is asked for"
+    return Statement(_C.SERVING_PROTECTED, within, reason, text, moving=True)

@@ -1,0 +1,324 @@
+"""Statuses of a pass: which objects should say something else than they do, and when to write it.
+
+| difference | written after |
+|---|---|
+| a condition's status, an engine that runs or failed, a first status, a question | 0 s |
+| a new generation was taken in | 1 s |
+| reasons, counts, states on the way to somewhere | 5 s |
+| messages alone | 120 s |
+| a lease's totals alone | 60 s, and over all leases one per second |
+
+What waits is joined by what follows, so a slot's life costs few writes (``defer``). Objects whose
+inputs are those of the last pass are not even compared.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from pydantic import ValidationError
+
+from rose_core.api import (
+    Condition,
+    ConditionType,
+    Desired,
+    LeaseStatus,
+    PoolStatus,
+    RolloutLease,
+    RolloutSlot,
+    ServingPool,
+    SlotStatus,
+)
+from rose_core.api.common import API_VERSION
+from rose_core.api.conditions import Statement, merge, transitions
+from rose_core.lending import Outcome, Plan, Policy
+from rose_core.wire.sync import SlotState
+from rose_operator.apply import routers
+from rose_operator.errors import NOT_FOUND, ApiRefused
+from rose_operator.kube.api import Kind
+from rose_operator.kube.object_cache import Raw, Store, key_of
+from rose_operator.kube.writer import Write, WriteApi, Writer
+from rose_operator.plan.admission import Unreadable
+from rose_operator.plan.load_history import Loads
+from rose_operator.plan.world import World
+from rose_operator.settings import Settings
+from rose_operator.status.defer import Deferral
+from rose_operator.status.event_limits import Teller
+from rose_operator.status.events import Thing, news, of_condition, of_unreadable
+from rose_operator.status.explain_requests import answer, asked, lease_summary, pool_summary
+from rose_operator.status.lease_status import lease_status
+from rose_operator.status.pass_metrics import Publisher
+from rose_operator.status.pool_status import pool_status
+from rose_operator.status.slot_status import slot_label, slot_report, slot_state, slot_status
+
+_log = logging.getLogger(__name__)
+
+_GENERATION_SECONDS = 1.0
+_JOIN_SECONDS = 5.0
+_MESSAGE_SECONDS = 120.0
+_TOTALS_SECONDS = 60.0
+_SECONDS_PER_LEASE = 1.0
+# Metrics are scraped seldom, and totals are due seldom: passes in between look at changes alone.
+_FULL_SECONDS = 5.0
+_ARRIVED = frozenset({SlotState.RUNNING, SlotState.FAILED, SlotState.STOPPED})
+Status = PoolStatus | LeaseStatus | SlotStatus
+
+
+class Reporter:
+    """Compares what should be said with what stands there."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        stores: dict[Kind, Store],
+        policy: Policy,
+        *,
+        loads: Loads,
+        writer: Writer,
+        api: WriteApi,
+        teller: Teller,
+    ) -> None:
+        self._settings = settings
+        self._stores = stores
+        self._policy = policy
+        self._loads = loads
+        self._writer = writer
+        self._api = api
+        self._teller = teller
+        self._totals_at: dict[str, float] = {}
+        self._deferral = Deferral()
+        self._publisher = Publisher()
+        self._same: dict[str, object] = {}
+        self._told: dict[str, int] = {}
+        self._full_at = float("-inf")
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a difference waits for its time."""
+        return self._deferral.waiting
+
+    def keep(self, keys: set[str]) -> None:
+        """Forget objects that are gone."""
+        self._deferral.keep(keys)
+        self._same = {key: same for key, same in self._same.items() if key in keys}
+        self._told = {key: told for key, told in self._told.items() if key in keys}
+        self._teller.keep(keys)
+
+    def statuses(self, world: World, plan: Plan) -> Iterator[Write]:
+        """One write for every status that is due; sets the metrics besides."""
+        full = world.monotonic - self._full_at >= _FULL_SECONDS
+        if full:
+            self._full_at = world.monotonic
+            self._publisher.begin(world, plan, self._loads)
+        for pool in world.pools.good.values():
+            yield from self._pool(pool, world, plan)
+        for slot in world.slots.good.values():
+            yield from self._slot(slot, world)
+        for key, lease in world.leases.good.items():
+            outcome = plan.outcomes.get(key)
+            if outcome is not None and (full or not self._is_same(lease, world, outcome)):
+                yield from self._lease(lease, world, outcome, told=full)
+        if full:
+            self._publisher.end()
+        for kind, bad in (
+            *((Kind.POOL, bad) for bad in world.pools.bad),
+            *((Kind.LEASE, bad) for bad in world.leases.bad),
+            *((Kind.SLOT, bad) for bad in world.slots.bad),
+        ):
+            yield from self._unreadable(kind, bad, world)
+
+    def _pool(self, pool: ServingPool, world: World, plan: Plan) -> Iterator[Write]:
+        key = pool.metadata.key
+        summary = pool_summary(pool, len(world.lent_in.get(key, ())), world.pool_refusals.get(key))
+        status = pool_status(
+            pool,
+            world,
+            plan,
+            self._policy,
+            load=self._loads.shape(pool, world.now.timestamp()),
+            explanation=answer(pool, summary, plan.members.get(key, ()), world.now),
+        )
+        yield from self._compare(Kind.POOL, pool, status, world)
+
+    def _slot(self, slot: RolloutSlot, world: World) -> Iterator[Write]:
+        key = f"{Kind.SLOT.value} {slot.metadata.key}"
+        inputs = self._slot_inputs(slot, world)
+        if self._same.get(key) == inputs:
+            return
+        try:
+            status = slot_status(slot, world, self._policy)
+        except ValidationError as error:
+            # What an agent said beyond every bound leaves the status as it was.
+            _log.warning("report about slot %s: %s", slot.metadata.name, error)
+            return
+        if status == slot.status:
+            self._same[key] = inputs
+        yield from self._compare(Kind.SLOT, slot, status, world)
+
+    def _slot_inputs(self, slot: RolloutSlot, world: World) -> object:
+        """Everything a slot's status depends on."""
+        report = slot_report(slot, world)
+        silence = world.telemetry.silence(slot.spec.member.node, world.monotonic)
+        said = report and (
+            report.version,
+            report.digest,
+            report.endpoint,
+            report.reason,
+            report.message,
+        )
+        silent = silence > self._policy.stale_seconds
+        return slot.metadata.resource_version, slot_state(slot, world), silent, said
+
+    def _is_same(self, lease: RolloutLease, world: World, outcome: Outcome) -> bool:
+        """Whether all that a lease's status depends on, its totals apart, is as it was."""
+        key = f"{Kind.LEASE.value} {lease.metadata.key}"
+        slots = tuple(
+            (slot.metadata.resource_version, slot_state(slot, world), slot_label(slot, world))
+            for slot in world.slots_of(lease)
+        )
+        said = (outcome.wanted, outcome.granted, outcome.reason, outcome.message)
+        router = self._router_of(lease)
+        inputs = lease.metadata.resource_version, slots, said, routers.is_ready(router)
+        same = self._same.get(key) == inputs and not self._deferral.waits(key)
+        self._same[key] = inputs
+        return same
+
+    def _router_of(self, lease: RolloutLease) -> Raw | None:
+        name = routers.router_name(lease.metadata.namespace, lease.metadata.name)
+        return self._stores[Kind.DEPLOYMENT].get(f"{self._settings.namespace}/{name}")
+
+    def _lease(
+        self, lease: RolloutLease, world: World, outcome: Outcome, *, told: bool
+    ) -> Iterator[Write]:
+        name = routers.router_name(lease.metadata.namespace, lease.metadata.name)
+        live = self._router_of(lease)
+        url = routers.router_url(name, self._settings.namespace) if live else ""
+        summary = lease_summary(lease, outcome, world.refusals.get(lease.metadata.key))
+        status = lease_status(
+            lease,
+            world,
+            outcome,
+            router_url=url,
+            router_ready=routers.is_ready(live),
+            explanation=answer(lease, summary, outcome.verdicts, world.now),
+        )
+        if told:
+            self._publisher.lease(lease, status)
+        only_totals = status.model_copy(update={"totals": lease.status.totals}) == lease.status
+        uid, now = lease.metadata.uid, world.monotonic
+        period = max(_TOTALS_SECONDS, _SECONDS_PER_LEASE * len(world.leases.good))
+        if only_totals and now - self._totals_at.setdefault(uid, now) < period:
+            self._deferral.settled(f"{Kind.LEASE.value} {lease.metadata.key}")
+            return
+        yield from self._compare(Kind.LEASE, lease, status, world, urgent=only_totals)
+
+    def _compare(
+        self, kind: Kind, thing: Thing, status: Status, world: World, *, urgent: bool = False
+    ) -> Iterator[Write]:
+        key = f"{kind.value} {thing.metadata.key}"
+        if status == thing.status:
+            self._deferral.settled(key)
+            return
+        patience = 0.0 if urgent else _patience(thing, status)
+        if not self._deferral.due(key, patience, world.monotonic):
+            return
+        manifest = _manifest(kind, thing.metadata.namespace, thing.metadata.name, status.as_dict())
+
+        async def run() -> None:
+            try:
+                self._stores[kind].put(await self._api.apply_status(kind, manifest))
+            except ApiRefused as error:
+                if error.code != NOT_FOUND:
+                    raise
+                # It was deleted and the watch has not said so (yet).
+                self._stores[kind].forget(thing.metadata.key)
+                return
+            self._deferral.settled(key)
+            self._totals_at[thing.metadata.uid] = world.monotonic
+            told = news(transitions(thing.status.conditions, status.conditions), thing)
+            if told is not None:
+                await self._teller.tell(of_condition(kind, thing, told, world.now))
+
+        yield self._writer.status(kind, manifest, run)
+
+    def _unreadable(self, kind: Kind, bad: Unreadable, world: World) -> Iterator[Write]:
+        """An object that cannot be read gets its answer; by an Event where no status is taken."""
+        metadata = bad.raw["metadata"]
+        said = [
+            Statement(ConditionType.READY, False, bad.refusal.reason, bad.refusal.message),
+            Statement(ConditionType.ACCEPTED, False, bad.refusal.reason, bad.refusal.message),
+        ]
+        before = _old_conditions(bad.raw)
+        generation = int(metadata.get("generation") or 0)
+        conditions = merge(before, said, generation=generation, now=world.now)
+        if tuple(c for c in before if c.type in {"Ready", "Accepted"}) == conditions:
+            return
+        status = {
+            "observedGeneration": generation,
+            "conditions": [condition.as_dict() for condition in conditions],
+        }
+        manifest = _manifest(kind, metadata["namespace"], metadata["name"], status)
+
+        async def run() -> None:
+            try:
+                self._stores[kind].put(await self._api.apply_status(kind, manifest))
+            except ApiRefused:
+                # The API server takes no status for a spec that its schema no longer allows.
+                await self._tell_unreadable(kind, bad, world)
+                raise
+
+        yield self._writer.status(kind, manifest, run)
+
+    async def _tell_unreadable(self, kind: Kind, bad: Unreadable, world: World) -> None:
+        """Once per generation of the object and life of this process."""
+        key = f"{kind.value} {key_of(bad.raw)}"
+        generation = int(bad.raw["metadata"].get("generation") or 0)
+        event = of_unreadable(kind, bad.raw, bad.refusal, world.now)
+        if self._told.get(key) != generation and await self._teller.tell(event):
+            self._told[key] = generation
+
+
+def _patience(thing: Thing, status: Status) -> float:
+    """How long a difference may wait for others; the module's table."""
+    if not thing.status.conditions and not isinstance(thing, RolloutSlot):
+        return 0.0
+    if not isinstance(thing, RolloutSlot) and asked(thing):
+        return 0.0
+    changed = transitions(thing.status.conditions, status.conditions)
+    old = {one.type: one.status for one in thing.status.conditions}
+    if isinstance(thing, RolloutSlot) and isinstance(status, SlotStatus):
+        arrived = status.state in _ARRIVED and thing.spec.desired is Desired.LENT
+        return 0.0 if arrived and changed else _JOIN_SECONDS
+    turned = any(
+        old.get(one.type) != one.status and one.type != ConditionType.RECLAIMING for one in changed
+    )
+    if turned:
+        return 0.0
+    if status.observed_generation != thing.status.observed_generation:
+        return _GENERATION_SECONDS
+    late: dict[str, object] = {"conditions": thing.status.conditions}
+    if isinstance(status, PoolStatus) and isinstance(thing.status, PoolStatus):
+        # It follows every loan by a pass; on its own it would double the writes of pools.
+        late["unwanted_gpus"] = thing.status.unwanted_gpus
+    figures = status.model_copy(update=late) != thing.status
+    return _JOIN_SECONDS if changed or figures else _MESSAGE_SECONDS
+
+
+def _old_conditions(raw: Raw) -> tuple[Condition, ...]:
+    """The conditions of an object that cannot be read; none if they cannot either."""
+    try:
+        old = (raw.get("status") or {}).get("conditions") or []
+        return tuple(Condition.model_validate(entry) for entry in old)
+    except (AttributeError, TypeError, ValidationError) as error:
+        _log.warning("conditions of %s: %s", key_of(raw), error)
+        return ()
+
+
+def _manifest(kind: Kind, namespace: str, name: str, status: dict[str, object]) -> Raw:
+    return {
+        "apiVersion": API_VERSION,
+        "kind": kind.value,
+        "metadata": {"namespace": namespace, "name": name},
+        "status": status,
+    }

@@ -1,0 +1,1 @@
+"""Agents: enrolment, telemetry in, grants out; demand of routers."""

@@ -1,0 +1,195 @@
+"""What the leases' routers say of their turns, gathered while this operator leads.
+
+The operator dials each router (``DEMAND``) at the address that it gave the router itself, with its
+own certificate where there is TLS. So a router needs no right to speak to the operator, speaks for
+no lease but its own, and is heard when no engine and so no node is attached to it. A lease with
+several replicas is asked at each of them, and what they say is added up.
+
+Nothing here is written anywhere. Next step: ``snapshot`` hands it to the planner
+(``rose_core.lending.demand``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from rose_core import lending
+from rose_core.api import RolloutLease
+from rose_core.wire.routing import DemandNote, DemandRequest
+from rose_operator.apply.routers import ATTACH_PORT, attach_address, replicas_name, router_name
+from rose_operator.kube.backoff import Growing
+from rose_operator.settings import Settings
+from rose_wire import tls
+from rose_wire.errors import WireError
+from rose_wire.rpc import connect, receive
+from rose_wire.services import DEMAND
+
+_log = logging.getLogger(__name__)
+_LOOK_SECONDS = 2.0
+_LONGEST_SECONDS = 15.0  # between attempts to reach a router that does not answer
+# A replica that has left is found out by its stream; one that has come, by the next look-up.
+_RESOLVE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Heard:
+    """One note, and when it came."""
+
+    note: DemandNote
+    at: float
+
+
+@dataclass(frozen=True)
+class Router:
+    """Where one replica of a lease's router is dialled; ``name`` is in its certificate."""
+
+    lease: str
+    address: str
+    name: str = ""
+
+
+class Demands:
+    """The routers' last words.
+
+    Args:
+        leases: those whose routers should be asked now.
+        clock: monotonic seconds.
+        wake: called when a lease begins to want slots, or no longer does.
+        dial: where a lease's router is; the Services in ROSE's namespace by default.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        leases: Callable[[], Iterable[RolloutLease]],
+        *,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+        dial: Callable[[RolloutLease], str] | None = None,
+    ) -> None:
+        self._settings, self._leases = settings, leases
+        self._clock, self._wake = clock, wake
+        self._dial = dial
+        self._heard: dict[Router, Heard] = {}
+        self._streams: dict[Router, asyncio.Task[None]] = {}
+        self._found: dict[str, tuple[float, tuple[Router, ...]]] = {}
+
+    def of(self, lease: str) -> lending.Demand | None:
+        """What all replicas of the lease's router say together; None before one was heard."""
+        now = self._clock()
+        return together([h for router, h in self._heard.items() if router.lease == lease], now)
+
+    async def run(self) -> None:
+        """Ask the routers that there are, until cancelled."""
+        try:
+            while True:
+                await self.look()
+                await asyncio.sleep(_LOOK_SECONDS)
+        finally:
+            tasks = list(self._streams.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def look(self) -> None:
+        """Begin to ask new routers, and stop asking those that are gone."""
+        wanted = {router for lease in self._leases() for router in await self._routers(lease)}
+        for router in self._streams.keys() - wanted:
+            self._streams.pop(router).cancel()
+            self._heard.pop(router, None)
+        for router in wanted - self._streams.keys():
+            self._streams[router] = asyncio.create_task(self._follow(router))
+
+    async def _routers(self, lease: RolloutLease) -> tuple[Router, ...]:
+        key = lease.metadata.key
+        name = router_name(lease.metadata.namespace, lease.metadata.name)
+        address = self._dial(lease) if self._dial else attach_address(name, self._settings)
+        if lease.spec.router.replicas == 1 or self._dial:
+            return (Router(key, address),)
+        at, found = self._found.get(key, (float("-inf"), ()))
+        if self._clock() - at < _RESOLVE_SECONDS:
+            return found
+        host = f"{replicas_name(name)}.{self._settings.namespace}.svc"
+        scheme = tls.SCHEME if self._settings.tls_dir else ""
+        certified = address.removeprefix(tls.SCHEME).rpartition(":")[0]
+        made = tuple(
+            Router(key, f"{scheme}{one}:{ATTACH_PORT}", certified) for one in await _resolve(host)
+        )
+        self._found[key] = self._clock(), made
+        return made
+
+    async def _follow(self, router: Router) -> None:
+        """Listen to one replica, again and again."""
+        request, token = DemandRequest(router.lease), self._settings.token
+        rest = Growing(1.0, _LONGEST_SECONDS)
+        while True:
+            try:
+                channel = self._channel(router)
+                try:
+                    async for note in receive(channel, DEMAND, request, token=token):
+                        self._take(router, note)
+                        rest.reset()
+                finally:
+                    await channel.close()
+            except (WireError, OSError) as error:
+                _log.debug("router %s of lease %s: %s", router.address, router.lease, error)
+            await asyncio.sleep(rest.next())
+
+    def _take(self, router: Router, note: DemandNote) -> None:
+        before = self._heard.get(router)
+        self._heard[router] = Heard(note, self._clock())
+        if before is None or bool(before.note.peak_turns) != bool(note.peak_turns):
+            self._wake()
+
+    def _channel(self, router: Router) -> grpc.aio.Channel:
+        folder: Path | None = self._settings.tls_dir
+        if folder is None:
+            return connect(router.address)
+        credentials = tls.client_credentials(folder / "ca.crt", folder)
+        return connect(router.address, credentials=credentials, name=router.name)
+
+
+def together(heard: Sequence[Heard], now: float) -> lending.Demand | None:
+    """What several replicas say, as if one had all turns; None for none."""
+    if not heard:
+        return None
+    aged = [(one.note, now - one.at) for one in heard]
+    return lending.Demand(
+        turns=sum(note.peak_turns for note, _ in aged),
+        usual_turns=sum(note.usual_turns for note, _ in aged),
+        dedicated_turns=sum(note.dedicated_turns for note, _ in aged),
+        idle_seconds=_least(_older(note.idle_seconds, age) for note, age in aged),
+        published_seconds=_least(_older(note.published_seconds, age) for note, age in aged),
+        expected_seconds=_least(_sooner(note.expected_seconds, age) for note, age in aged),
+        up_seconds=max(note.up_seconds + age for note, age in aged),
+        age_seconds=max(age for _, age in aged),
+    )
+
+
+def _older(seconds: float | None, age: float) -> float | None:
+    return None if seconds is None else seconds + age
+
+
+def _sooner(seconds: float | None, age: float) -> float | None:
+    return None if seconds is None else max(0.0, seconds - age)
+
+
+def _least(values: Iterable[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+async def _resolve(host: str) -> list[str]:
+    """Addresses behind a name; none while it has none."""
+    loop = asyncio.get_running_loop()
+    with suppress(OSError):
+        found = await loop.getaddrinfo(host, ATTACH_PORT, type=socket.SOCK_STREAM)
+        return sorted({str(entry[4][0]) for entry in found})
+    return []

@@ -1,0 +1,130 @@
+"""What an agent is told: its grants and the pools' policies, from memory alone (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rose_core.api import Desired, RolloutSlot, ServingPool
+from rose_core.api.rolloutslot import SlotSharing, Tier
+from rose_core.api.servingpool import Compute, PoolSpec
+from rose_core.api.wholereplica import WholeReplica
+from rose_core.identity import GrantKey, SlotKey
+from rose_core.wire.sync import (
+    EngineSpec,
+    Grant,
+    PoolPolicy,
+    Sharing,
+    SleepTerms,
+    WeightSource,
+)
+from rose_operator.apply.routers import attach_address, router_name
+from rose_operator.settings import Settings
+from rose_operator.weight_stores import may_follow
+
+
+def grants_of(
+    node: str, slots: Iterable[RolloutSlot], term: int, settings: Settings
+) -> tuple[Grant, ...]:
+    """Every grant the node holds, by slot name.
+
+    A slot whose store or run the platform's list no longer allows gets no grant: nodes dial nothing
+    else, and serve no other team's weights.
+    """
+    mine = (
+        slot
+        for slot in slots
+        if slot.spec.desired is Desired.LENT
+        and slot.spec.member.node == node
+        and _allowed(slot, settings)
+    )
+    return tuple(
+        _grant(slot, term, settings) for slot in sorted(mine, key=lambda slot: slot.metadata.name)
+    )
+
+
+def _allowed(slot: RolloutSlot, settings: Settings) -> bool:
+    weights, namespace = slot.spec.weights, slot.spec.lease_ref.namespace
+    runs = settings.runs.get(weights.store_name)
+    return weights.store_name in settings.stores and may_follow(runs, namespace, weights.run)
+
+
+def _grant(slot: RolloutSlot, term: int, settings: Settings) -> Grant:
+    spec = slot.spec
+    router = router_name(spec.lease_ref.namespace, spec.lease_ref.name)
+    return Grant(
+        key=GrantKey(term, SlotKey(slot.metadata.uid, slot.metadata.generation)),
+        ttl_seconds=settings.grant_seconds,
+        slot_name=slot.metadata.name,
+        lease=spec.lease_ref.key,
+        pool=spec.pool_ref.key,
+        pod_uid=spec.member.pod_uid,
+        pod_name=spec.member.pod_name,
+        gpu_uuids=spec.member.gpu_uuids,
+        engine=EngineSpec(
+            engine_class=spec.engine.engine_class,
+            model=spec.engine.model,
+            arguments=dict(spec.engine.arguments),
+            context_tokens=spec.engine.context_tokens,
+            kv_tokens=spec.engine.kv_tokens,
+            max_running=spec.engine.max_running,
+            sharing=_sharing(spec.sharing),
+            kv_policy=spec.weights.kv_policy,
+        ),
+        weights=WeightSource(
+            endpoint=settings.stores[spec.weights.store_name],
+            run=spec.weights.run,
+            max_staleness=spec.weights.max_staleness_versions,
+        ),
+        router=attach_address(router, settings),
+        max_concurrent_turns=spec.engine.max_running,
+        whole=spec.tier is Tier.WHOLE,
+    )
+
+
+def _sharing(spec: SlotSharing) -> Sharing:
+    by_mps = spec.compute is Compute.MPS
+    return Sharing(
+        compute=spec.compute,
+        percent=spec.compute_percent if by_mps else 0,
+        memory_source=spec.memory_source,
+        memory_limit=spec.memory_limit,
+        busy_percent=(spec.busy_compute_percent or 0) if by_mps else 0,
+    )
+
+
+def policy_of(pool: ServingPool) -> PoolPolicy:
+    """What the agents need to protect the pool without the operator."""
+    spec = pool.spec
+    return PoolPolicy(
+        pool=pool.metadata.key,
+        mode=spec.mode,
+        labels=dict(spec.selector.match_labels),
+        port=spec.engine.port,
+        engine=spec.engine.kind,
+        ttft_milliseconds=(spec.slo.ttft_milliseconds or 0) if spec.slo else 0,
+        tpot_milliseconds=(spec.slo.tpot_milliseconds or 0) if spec.slo else 0,
+        percentile=spec.slo.percentile if spec.slo else 99,
+        max_increase_percent=spec.max_latency_increase_percent or 0,
+        allowed_signals=tuple(spec.allowed_signals),
+        memory_headroom_gib=spec.lending.memory_headroom_gib,
+        memory_headroom_percent=spec.lending.memory_headroom_percent,
+        memory_regrow=spec.lending.memory_regrow,
+        max_power_watts=spec.lending.max_power_watts or 0,
+        compute=spec.compute,
+        memory_source=spec.memory_source,
+        max_compute_percent=_time_percent(spec),
+        sleep=None if spec.whole_replica is None else _sleep(spec.whole_replica),
+    )
+
+
+def _time_percent(spec: PoolSpec) -> int:
+    """The owner's limit where the guard has to keep it; all of the time is no limit."""
+    if spec.compute is Compute.MPS or spec.max_compute_percent in {None, 100}:
+        return 0
+    return spec.max_compute_percent or 0
+
+
+def _sleep(spec: WholeReplica) -> SleepTerms:
+    return SleepTerms(
+        spec.min_released_mebibytes << 20, float(spec.drain_seconds), float(spec.wake_seconds)
+    )

@@ -1,0 +1,140 @@
+"""``Sync``: agents bring telemetry and take grants away, without any request to the API server.
+
+| lock | objects known | answer |
+|---|---|---|
+| Leader | all | complete: every grant of the node |
+| Offline, inside its bound | all | complete: the same grants, renewed |
+| Follower, Deposed, Offline past the bound | any | incomplete: what the node has lapses |
+| any | not all yet | incomplete, no grants |
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+from rose_core.api import RolloutSlot, ServingPool
+from rose_core.wire.sync import Notice, NoticeRequest, PoolPolicy, SyncReply, SyncRequest
+from rose_operator.kube.api import Kind
+from rose_operator.kube.leader import LeaderLock
+from rose_operator.kube.object_cache import Store
+from rose_operator.metrics import GRANTS, LISTENERS, SYNCS
+from rose_operator.notices import Notices
+from rose_operator.plan.telemetry import Telemetry
+from rose_operator.plan.typed_objects import Reader
+from rose_operator.settings import Settings
+from rose_operator.sync import authorization
+from rose_operator.sync.grants import grants_of, policy_of
+from rose_wire.rpc import peer
+
+_log = logging.getLogger(__name__)
+_SYNCS_PER_SECOND = 250.0
+_RENEWALS_PER_TTL = 6.0
+_KNOWN = (Kind.POOL, Kind.LEASE, Kind.SLOT)
+
+
+class SyncService:
+    """Answers agents from memory.
+
+    Args:
+        wake: called when a report changes what a plan may depend on.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        stores: dict[Kind, Store],
+        telemetry: Telemetry,
+        lock: LeaderLock,
+        *,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+        notices: Notices | None = None,
+    ) -> None:
+        self._settings = settings
+        self._stores = stores
+        self._slot_reader = Reader(RolloutSlot, stores[Kind.SLOT])
+        self._pool_reader = Reader(ServingPool, stores[Kind.POOL])
+        self._notices = Notices() if notices is None else notices
+        self._telemetry = telemetry
+        self._lock = lock
+        self._clock = clock
+        self._wake = wake
+        self._revisions = (-1, -1)
+        self._slots: Mapping[str, Sequence[RolloutSlot]] = {}
+        self._policies: tuple[PoolPolicy, ...] = ()
+
+    async def sync(self, request: SyncRequest) -> SyncReply:
+        """Take one report, answer with the node's grants.
+
+        Raises:
+            Refused: the caller's certificate names another node.
+        """
+        authorization.check(request.node, peer(), demanded=self._settings.tls_client_ca is not None)
+        if request.node not in self._telemetry.nodes:
+            _log.info("agent of node %s (%s) dialled in", request.node, request.agent_version)
+        if self._telemetry.record(request, self._clock()):
+            self._wake()
+        if request.highest_term > self._lock.term:
+            self._lock.outbid(request.highest_term)
+        complete = self._complete(request.highest_term)
+        SYNCS.labels("complete" if complete else "incomplete").inc()
+        reply = self._full(request.node) if complete else self._empty()
+        GRANTS.labels(request.node).set(len(reply.grants))
+        return reply
+
+    async def notices(self, request: NoticeRequest) -> AsyncIterator[Notice]:
+        """Tell the node whenever its grants have changed, for as long as it listens.
+
+        Raises:
+            Refused: the caller's certificate names another node.
+        """
+        authorization.check(request.node, peer(), demanded=self._settings.tls_client_ca is not None)
+        LISTENERS.inc()
+        try:
+            async for notice in self._notices.follow(request):
+                yield notice
+        finally:
+            LISTENERS.dec()
+
+    def _complete(self, highest_term: int) -> bool:
+        known = all(self._stores[kind].complete for kind in _KNOWN)
+        return known and self._lock.may_renew and highest_term <= self._lock.term
+
+    def _period(self) -> float:
+        """Longer in a large fleet, so that renewals cost a bounded share of a core.
+
+        A grant is still renewed several times before it lapses; news does not wait for the period.
+        """
+        by_size = len(self._telemetry.nodes) / _SYNCS_PER_SECOND
+        most = self._settings.grant_seconds / _RENEWALS_PER_TTL
+        return max(self._settings.sync_seconds, min(by_size, most))
+
+    def _empty(self) -> SyncReply:
+        period = self._period()
+        return SyncReply(term=self._lock.term, complete=False, sync_period_seconds=period)
+
+    def _full(self, node: str) -> SyncReply:
+        slots, policies = self._derived()
+        return SyncReply(
+            term=self._lock.term,
+            complete=True,
+            grants=grants_of(node, slots.get(node, ()), self._lock.term, self._settings),
+            pools=policies,
+            sync_period_seconds=self._period(),
+        )
+
+    def _derived(self) -> tuple[Mapping[str, Sequence[RolloutSlot]], tuple[PoolPolicy, ...]]:
+        """Slots by node and pool policies, read anew only after a change."""
+        slots, pools = self._stores[Kind.SLOT], self._stores[Kind.POOL]
+        revisions = (slots.revision, pools.revision)
+        if revisions != self._revisions:
+            by_node: dict[str, list[RolloutSlot]] = defaultdict(list)
+            for slot in self._slot_reader.read().good.values():
+                by_node[slot.spec.member.node].append(slot)
+            readable = self._pool_reader.read().good.values()
+            self._slots = by_node
+            self._policies = tuple(map(policy_of, readable))
+            self._revisions = revisions
+        return self._slots, self._policies

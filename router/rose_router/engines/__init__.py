@@ -1,0 +1,1 @@
+"""Engines of a lease: the fleet, connections to them, fences."""

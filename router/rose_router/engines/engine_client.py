@@ -1,0 +1,268 @@
+"""Speaks SGLang's ``/generate`` and ``/abort_request`` to an engine's data route.
+
+Always streamed. An event that cannot be read, a status other than 200 and an end without a last
+event are a ``LegLost``; a 4xx is the request's own fault, and a 500 may be (``doubtful``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import msgspec
+
+from rose_core.rollouts.transcript import PER_TOKEN, StreamEvent
+from rose_core.wire.routing import UNSENT
+from rose_router.engines.connections import Connection, Connections, Stage, place_of
+from rose_router.errors import EngineRefused, LegLost, Unreachable
+
+_DATA = b"data:"
+_DONE = b"[DONE]"
+# Statuses by which a gateway says that nobody is behind it: nothing is left to abort there.
+_NOBODY = frozenset({404, 410, 502})
+# Statuses that say something of the engine or its host at this moment, and not of the request.
+_PASSING = frozenset({401, 403, 408, 429, 503, 504}) | _NOBODY
+_ABORT_SECONDS = 2.0
+_MOST_ERROR = 65536
+_decode = msgspec.json.Decoder().decode
+# What may stand in a head that we write ourselves: a line end would begin a header of its own.
+_VISIBLE = re.compile(r"[\x21-\x7e]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An engine's data route."""
+
+    url: str
+    token: str = ""
+
+    def complaint(self) -> str:
+        """Why no request can be sent there, never with the token in it; empty when one can."""
+        if not _VISIBLE.fullmatch(self.token):
+            return "token: expected visible ASCII characters, without spaces and line ends"
+        if not _VISIBLE.fullmatch(self.url):
+            return f"url: expected visible ASCII characters, got {self.url!r:.100}"
+        try:
+            host = place_of(self.url)[0]
+        except ValueError as error:
+            return f"url: {self.url:.100}: {error}"
+        known = self.url.startswith(("http://", "https://"))
+        return "" if host and known else f"url: expected http(s)://host:port, got {self.url:.100}"
+
+
+Take = Callable[[Iterable[StreamEvent]], bool]
+"""Takes events that came together; false when no more is wanted."""
+
+
+class EngineClient(Protocol):
+    """How the router reaches engines; tests put engines of their own behind it."""
+
+    async def stream(self, target: Target, body: Mapping[str, Any], take: Take) -> None:
+        """Send one leg and hand its events on; see ``HttpEngineClient.stream``."""
+        ...
+
+    async def abort(self, target: Target, rid: str) -> bool:
+        """End a leg; True when it is certain that the engine no longer works on it."""
+        ...
+
+
+class HttpEngineClient:
+    """The real one.
+
+    Args:
+        connections: to engines; the caller closes them.
+    """
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
+    async def stream(self, target: Target, body: Mapping[str, Any], take: Take) -> None:
+        """Send one leg and hand its events on, in the moment in which they come.
+
+        Returns when the last event has been taken, the one with a finish reason, or no more is
+        wanted. What ``take`` raises ends the leg and is raised here.
+
+        Raises:
+            EngineRefused: the engine says that the request is wrong.
+            LegLost: anything else that ends the leg before its last event.
+        """
+        try:
+            connection = await self._ask(target, "/generate", msgspec.json.encode(body))
+            try:
+                await _check_status(connection)
+                events = _Events(take)
+                await connection.each(events.feed)
+                if events.ended:
+                    connection.leave()
+            finally:
+                if connection.stage is Stage.ANSWERING:
+                    connection.hang_up()
+        except (OSError, TimeoutError) as error:
+            message = f"{type(error).__name__}: {error}"
+            raise LegLost(message, unsent=isinstance(error, Unreachable)) from error
+        if events.wanted:
+            message = "the stream ended without a finish reason"
+            raise LegLost(message)
+
+    async def abort(self, target: Target, rid: str) -> bool:
+        """Ask the engine to end a leg.
+
+        Returns:
+            True when it has taken the abort, or when no process is there that could work on it.
+        """
+        try:
+            async with asyncio.timeout(_ABORT_SECONDS):
+                body = msgspec.json.encode({"rid": rid})
+                connection = await self._ask(target, "/abort_request", body)
+                connection.leave()
+                return connection.status < 400 or connection.status in _NOBODY
+        except Unreachable:
+            return True
+        except (OSError, TimeoutError):
+            return False
+
+    async def _ask(self, target: Target, path: str, body: bytes) -> Connection:
+        place, head = _head(target, path)
+        return await self._connections.ask(place, b"%b%d\r\n\r\n%b" % (head, len(body), body))
+
+
+@functools.lru_cache(maxsize=4096)
+def _head(target: Target, path: str) -> tuple[tuple[str, int, bool], bytes]:
+    """Where a request goes and how it begins, up to the length of its body.
+
+    Raises:
+        Unreachable: the route cannot be one.
+    """
+    complaint = target.complaint()
+    if complaint:
+        raise Unreachable(complaint)
+    host, port, secure, before = place_of(target.url)
+    name = f"[{host}]" if ":" in host else host
+    token = f"Authorization: Bearer {target.token}\r\n" if target.token else ""
+    head = (
+        f"POST {before}{path} HTTP/1.1\r\nHost: {name}:{port}\r\n{token}"
+        "Content-Type: application/json\r\nContent-Length: "
+    )
+    return (host, port, secure), head.encode("ascii")
+
+
+async def _check_status(connection: Connection) -> None:
+    if connection.status == 200:
+        return
+    text = (await _beginning(connection)).decode(errors="replace")[:500]
+    if connection.status == 502:  # its host found it gone, before or after it saw the request
+        raise LegLost(f"HTTP 502: {text}", unsent=_error_type(text) == UNSENT)
+    _refuse(connection.status, _error_text(text))
+
+
+async def _beginning(connection: Connection) -> bytes:
+    """The body of an error, as far as it comes and is of interest."""
+    body = b""
+    with contextlib.suppress(ConnectionResetError, TimeoutError):
+        async with asyncio.timeout(_ABORT_SECONDS):
+            while len(body) < _MOST_ERROR and (piece := await connection.chunk()):
+                body += piece
+    connection.leave()
+    return body
+
+
+def _error_text(text: str) -> str:
+    try:
+        body = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+    found: Any = body.get("error", body) if isinstance(body, dict) else body
+    return str(found.get("message", found)) if isinstance(found, dict) else str(found)
+
+
+def _error_type(text: str) -> str:
+    try:
+        body = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return ""
+    found: Any = body.get("error") if isinstance(body, dict) else None
+    return str(found.get("type", "")) if isinstance(found, dict) else ""
+
+
+class _Events:
+    """A stream's bytes as events.
+
+    Attributes:
+        ended: the engine has said its last.
+        wanted: whoever takes them wants more.
+    """
+
+    def __init__(self, take: Take) -> None:
+        self._take = take
+        self._rest = b""
+        self.ended = False
+        self.wanted = True
+
+    def feed(self, data: bytes) -> bool:
+        """Hand on the events that are whole now; false when nothing more is to come."""
+        *frames, self._rest = (self._rest + data if self._rest else data).split(b"\n\n")
+        if frames:
+            self.wanted = self._take(self._read(frames)) and not self.ended
+        return self.wanted
+
+    def _read(self, frames: list[bytes]) -> Iterator[StreamEvent]:
+        for frame in frames:
+            payload = frame[len(_DATA) :].strip() if frame.startswith(_DATA) else _DONE
+            if payload == _DONE:
+                continue
+            event = read_event(payload)
+            self.ended = event.finish is not None
+            yield event
+            if self.ended:
+                return
+
+
+def read_event(payload: bytes) -> StreamEvent:
+    """One ``data:`` line of SGLang's stream.
+
+    Raises:
+        EngineRefused: the event is an error that names the request.
+        LegLost: it is no event.
+    """
+    try:
+        body: Any = _decode(payload)
+        if "error" in body and "meta_info" not in body:
+            _refuse_by(body["error"])
+        meta: dict[str, Any] = body["meta_info"]
+        spans = meta.get("weight_versions")
+        return StreamEvent(
+            body.get("output_ids") or (),
+            meta["completion_tokens"],
+            {name: meta[name] for name in PER_TOKEN if meta.get(name)},
+            body.get("text"),
+            meta.get("finish_reason"),
+            None if spans is None else [(s["version"], s["start"], s["end"]) for s in spans],
+            meta.get("weight_version") or "",
+            meta,
+        )
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+        message = f"not an event of SGLang: {type(error).__name__}: {error}: {payload[:200]!r}"
+        raise LegLost(message) from error
+
+
+def _refuse_by(error: Any) -> None:  # noqa: ANN401  # whatever JSON the engine sent
+    code = error.get("code") if isinstance(error, dict) else None
+    text = str(error.get("message", error)) if isinstance(error, dict) else str(error)
+    _refuse(code if isinstance(code, int) else 500, text)
+
+
+def _refuse(status: int, text: str) -> NoReturn:
+    """Raise what a status other than 200 means.
+
+    Raises:
+        EngineRefused: the request is wrong.
+        LegLost: the engine or its host cannot take it now, or failed at it.
+    """
+    if 400 <= status < 500 and status not in _PASSING:
+        raise EngineRefused(text)
+    raise LegLost(f"HTTP {status}: {text}", refused=True, doubtful=status not in _PASSING)

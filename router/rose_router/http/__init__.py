@@ -1,0 +1,1 @@
+"""HTTP of the data plane: routes, dialects, replies, who may call."""

@@ -1,0 +1,156 @@
+"""HTTP in front of the service: the lease's URL.
+
+| path | for |
+|---|---|
+| POST /generate | SGLang's dialect |
+| POST /v1/completions, /v1/chat/completions | OpenAI's, with token ids |
+| POST /tokenize, /detokenize | text or a conversation as token ids, and back |
+| POST /inference/v1/generate | vLLM's, token ids only |
+| POST /abort_request | end turns of this lease, by exact id or all |
+| GET /health, /health_generate, /ready, /v1/models, /get_weight_version | start-up checks |
+| GET /server_info, /model_info, /workers, /v1/loads | the lease as one SGLang server and router |
+| POST, GET /trajectories | what was trained on; the bias meter |
+| POST /pause_generation, /update_weights_from_disk, ... | weights pushed as into one engine |
+| GET /engines, /turns | state, for people and dashboards |
+| POST /finish_session | a trajectory comes back no more |
+| GET /metrics, /healthz | as every process of ROSE |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from rose_core.rollouts.errors import InvalidTurn, RolloutError, UnsafeTurn
+from rose_router import metrics
+from rose_router.errors import REASON, EngineRefused, RouterError
+from rose_router.http import bearer, facade, memory, pages, trajectories, virtual
+from rose_router.http.dialects.common import BODY_SECONDS
+from rose_router.http.handlers import Answering
+from rose_router.http.memory import Memory, limit_of_process
+from rose_router.http.tokenization import Tokenizer
+from rose_router.listener import Doors
+from rose_router.turns.barrier import Barrier
+from rose_router.turns.service import Service
+from rose_wire.observability import pages as process_pages
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def create(
+    service: Service,
+    tokenizer: Tokenizer | None = None,
+    doors: Doors | None = None,
+    barrier: Barrier | None = None,
+    *,
+    forwarding: Middleware | None = None,
+    tell: virtual.Tell | None = None,
+) -> web.Application:
+    """The application; run it with handler cancellation, so that hung-up callers are noticed.
+
+    Raises:
+        OSError: the file of tokens cannot be read.
+        ValueError: it holds none.
+    """
+    settings = service.settings
+    tokens = bearer.Tokens(
+        settings.turn_token_file,
+        settings.turn_token,
+        accounts=settings.accounts,
+        lease=settings.lease,
+    )
+    doors = Doors(settings.limits) if doors is None else doors
+    room = Memory(settings.memory_bytes or limit_of_process())
+    if tokenizer is not None:
+        tokenizer.most_text = room.most_text
+    app = web.Application(
+        client_max_size=settings.max_body_bytes,
+        middlewares=[
+            _counted(doors),
+            _errors_as_json,
+            bearer.middleware(tokens),
+            memory.middleware(room, settings.max_body_bytes),
+            *([forwarding] if forwarding else []),
+        ],
+    )
+    app[BODY_SECONDS] = settings.limits.body_seconds
+    answering = Answering(service, tokenizer)
+    app.add_routes(process_pages(metrics.REGISTRY))
+    app.add_routes(pages.routes(service))
+    app.add_routes(facade.routes(service))
+    if barrier is not None:
+        app.add_routes(virtual.routes(service, barrier, tell))
+    app.add_routes(trajectories.routes(service.prospects))
+    app.add_routes(
+        [
+            web.post("/generate", answering.generate),
+            web.post("/v1/completions", answering.completions),
+            web.post("/v1/chat/completions", answering.chat),
+            web.post("/tokenize", answering.tokenize),
+            web.post("/v1/tokenize", answering.tokenize),
+            web.post("/detokenize", answering.detokenize),
+            web.post("/inference/v1/generate", answering.inference),
+            web.post("/abort_request", answering.abort),
+        ]
+    )
+    return app
+
+
+def error_response(error: Exception) -> web.Response:
+    """An exception as every dialect's callers understand it."""
+    status, reason, retry_after = classify(error)
+    metrics.REFUSED.labels(reason).inc()
+    body = {
+        "object": "error",
+        "message": str(error),
+        "type": reason,
+        "code": status,
+        "error": {"message": str(error), "type": reason, "code": status},
+    }
+    headers = {REASON: reason}
+    if retry_after:
+        headers["Retry-After"] = str(retry_after)
+    return web.Response(
+        body=msgspec.json.encode(body),
+        status=status,
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+def classify(error: Exception) -> tuple[int, str, int]:
+    """Status, closed reason and Retry-After (0 = none) of an exception."""
+    if isinstance(error, RouterError):
+        return error.status, error.reason, error.retry_after
+    if isinstance(error, InvalidTurn):
+        # After a 422 no client asks again.
+        return 422 if isinstance(error, UnsafeTurn) else 400, type(error).__name__, 0
+    if isinstance(error, RolloutError):
+        return 409, type(error).__name__, 1
+    if isinstance(error, EngineRefused):
+        return 400, "EngineRefused", 0
+    if isinstance(error, web.HTTPException):
+        return error.status, type(error).__name__.removeprefix("HTTP"), 0
+    return 500, "Internal", 0
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return error_response(error)
+    except (RouterError, RolloutError, EngineRefused) as error:
+        return error_response(error)
+
+
+def _counted(doors: Doors) -> Middleware:
+    @web.middleware
+    async def spoken(request: web.Request, handler: Handler) -> web.StreamResponse:
+        doors.spoken(request.transport)
+        return await handler(request)
+
+    return spoken

@@ -1,0 +1,104 @@
+"""Turns as ``/v1/chat/completions`` would have answered them; ids and versions beside the words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rose_router.http import replies
+from rose_router.http.dialects import chat
+from rose_router.http.streaming import Events
+from rose_router.http.tokenization import Tokenizer
+from rose_router.turns.turn import Shown, Turn, typed_abort
+
+
+class ChatReplies:
+    """Answers of one request.
+
+    Args:
+        model: name to show.
+        tokenizer: for words after a cut.
+        body: the request.
+    """
+
+    def __init__(self, model: str, tokenizer: Tokenizer | None, body: Mapping[str, Any]) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._body = body
+
+    def answer(self, turns: Sequence[Turn]) -> dict[str, Any]:
+        """The whole answer."""
+        choices = [self._choice(turn, index) for index, turn in enumerate(turns)]
+        body = self._frame(turns[0], "chat.completion", choices)
+        body["usage"] = replies.usage(turns)
+        return body
+
+    def events(self, turn: Turn) -> Events:
+        """Pieces as they come; calls of tools whole, at the end."""
+        tokens = words = 0
+        over = False
+        while not over:
+            over = turn.over
+            typed_abort(turn)
+            shown = turn.shown()
+            message = self._message(turn, shown) if over else {}
+            text = self._words(turn, shown, message)
+            delta: dict[str, Any] = {"content": text[words:]}
+            if not tokens and not words:
+                delta["role"] = "assistant"
+            if message.get("tool_calls"):
+                calls = enumerate(message["tool_calls"])
+                delta["tool_calls"] = [{"index": index, **call} for index, call in calls]
+            choice = self._beside(turn, shown, tokens)
+            choice |= {"index": 0, "delta": delta, "finish_reason": self._finish(turn, message)}
+            tokens, words = len(shown.tokens), max(words, len(text))
+            piece = self._frame(turn, "chat.completion.chunk", [choice])
+            yield piece | ({"usage": replies.usage([turn])} if over else {})
+
+    def _choice(self, turn: Turn, index: int) -> dict[str, Any]:
+        shown = turn.shown()
+        message = self._message(turn, shown)
+        choice = self._beside(turn, shown, 0)
+        choice["prompt_token_ids"] = list(turn.request.prompt)
+        finish = self._finish(turn, message)
+        return choice | {"index": index, "message": message, "finish_reason": finish}
+
+    def _message(self, turn: Turn, shown: Shown) -> dict[str, Any]:
+        text = replies.text_of(turn, shown, self._tokenizer)
+        return chat.message_of(text, self._body, turn.request.rid)
+
+    def _words(self, turn: Turn, shown: Shown, message: Mapping[str, Any]) -> str:
+        if message and not message.get("tool_calls"):
+            return str(message["content"])
+        text = replies.text_of(turn, shown, self._tokenizer)
+        # A character that is not whole yet will look different in the next event.
+        return chat.shown_words(text, self._body).rstrip("\ufffd")
+
+    @staticmethod
+    def _finish(turn: Turn, message: Mapping[str, Any]) -> str | None:
+        word = replies.finish_word(turn.finish)
+        return "tool_calls" if word == "stop" and message.get("tool_calls") else word
+
+    @staticmethod
+    def _beside(turn: Turn, shown: Shown, since: int) -> dict[str, Any]:
+        ids = shown.tokens[since:]
+        return {
+            "logprobs": replies.token_logprobs(shown, since),
+            "token_ids": ids,
+            "response_token_ids": ids,
+            "weight_versions": replies.spans_json(shown.spans, turn.labels),
+            "rose": replies.rose_json(turn, shown.spans),
+        }
+
+    def _frame(self, turn: Turn, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        spans = choices[0]["weight_versions"]
+        version = spans[-1]["version"] if spans else None
+        return {
+            "id": turn.request.rid,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._model,
+            "choices": choices,
+            "metadata": {"weight_version": version, "weight_versions": spans},
+        }

@@ -1,0 +1,63 @@
+"""Turns as OpenAI's ``/v1/completions`` would have answered them, whole or in pieces."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rose_router.http import replies
+from rose_router.http.streaming import Events
+from rose_router.http.tokenization import Tokenizer
+from rose_router.turns.turn import Turn, typed_abort
+
+
+class CompletionReplies:
+    """Answers of one request.
+
+    Args:
+        model: name to show.
+        tokenizer: for words after a cut.
+        usage: a stream ends with an event that counts tokens (``stream_options.include_usage``).
+    """
+
+    def __init__(self, model: str, tokenizer: Tokenizer | None, *, usage: bool = False) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._with_usage = usage
+
+    def answer(self, turns: Sequence[Turn]) -> dict[str, Any]:
+        """The whole answer."""
+        choices = []
+        for index, turn in enumerate(turns):
+            typed_abort(turn)
+            choices.append(replies.openai_choice(turn, index, self._tokenizer))
+        return self._frame(turns[0], choices) | {"usage": replies.usage(turns)}
+
+    def events(self, turn: Turn) -> Events:
+        """Pieces as they come; they add up to the answer."""
+        tokens = text = 0
+        over = False
+        while not over:
+            over = turn.over
+            typed_abort(turn)
+            choice = replies.openai_choice(turn, 0, self._tokenizer, tokens, text)
+            tokens += len(choice["token_ids"])
+            text += len(choice["text"])
+            yield self._frame(turn, [choice])
+        if self._with_usage:
+            yield self._frame(turn, []) | {"usage": replies.usage([turn])}
+
+    def _frame(self, turn: Turn, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        spans = choices[0]["weight_versions"] if choices else []
+        return {
+            "id": turn.request.rid,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self._model,
+            "choices": choices,
+            "metadata": {
+                "weight_version": spans[-1]["version"] if spans else None,
+                "weight_versions": spans,
+            },
+        }

@@ -1,0 +1,142 @@
+"""OpenAI's ``POST /v1/chat/completions``, with token ids beside the words.
+
+The prompt is what the model's own chat template makes of ``messages`` and ``tools``, or the token
+ids in ``input_ids`` where the caller keeps them itself (then nothing is ever tokenized twice). The
+answer's ids, log-probs and versions come back as in ``/v1/completions``. Calls of tools written as
+``<tool_call>{...}</tool_call>`` (Qwen, Hermes) are read when the request names tools.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rose_core.rollouts.errors import InvalidTurn
+from rose_router.http.conversation import begun, messages_of
+from rose_router.http.dialects import openai
+from rose_router.http.dialects.common import Hints, caller_rid, priority, token_ids, whole_number
+from rose_router.http.dialects.terms import MOST_ANSWERS, Ask, Terms, streamed
+from rose_router.http.tokenization import Tokenizer
+
+TOOL_BEGINS = "<tool_call>"
+_TOOL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_DEFAULT_TOKENS = 2048
+
+
+def read(
+    body: Mapping[str, Any],
+    headers: Mapping[str, str],
+    tokenizer: Tokenizer | None,
+    new_rid: Callable[[], str],
+) -> Ask:
+    """Read a request.
+
+    Raises:
+        InvalidTurn: something is wrong with it; names the field.
+    """
+    openai.refuse(body)
+    _check_choice(body)
+    answers = whole_number(body, "n", 1, least=1, most=MOST_ANSWERS)
+    stream = streamed(body, several=answers > 1)
+    prompt = prompt_of(body, tokenizer)
+    rid, own = caller_rid(body.get("rid") or body.get("request_id"), new_rid)
+    asked = ((f"{rid}_{answer}" if answers > 1 else rid, prompt) for answer in range(answers))
+    most = body.get("max_completion_tokens") or body.get("max_tokens")
+    terms = Terms(
+        Hints(body, headers),
+        openai.sampling_of({**body, "max_tokens": most}, _DEFAULT_TOKENS),
+        openai.passed_of(body) | _logprobs(body),
+        priority=priority(body),
+        tokenizer=tokenizer,
+    )
+    return Ask(terms.turns(asked, own_rid=own), stream, listed=True)
+
+
+def prompt_of(body: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The prompt of a conversation.
+
+    Raises:
+        InvalidTurn: it is malformed, or there is no tokenizer.
+    """
+    if body.get("input_ids") is not None:
+        return token_ids(body["input_ids"], "input_ids")
+    messages, beginning = begun(messages_of(body.get("messages")), body)
+    if tokenizer is None:
+        message = "messages: this router has no tokenizer; send token ids as input_ids"
+        raise InvalidTurn(message)
+    tools = body.get("tools") or []
+    if not isinstance(tools, list):
+        message = "tools: expected a list"
+        raise InvalidTurn(message)
+    ids = tokenizer.chat(messages, tools, _variables(body))
+    ids += tokenizer.encode(beginning, special=False) if beginning else []
+    return token_ids(ids, "messages")
+
+
+def _check_choice(body: Mapping[str, Any]) -> None:
+    """Refuse to force a call: that takes a grammar, and none is made here.
+
+    Raises:
+        InvalidTurn: the caller asks for one.
+    """
+    asked = body.get("tool_choice")
+    if asked not in (None, "auto", "none"):
+        message = f"tool_choice: expected auto or none, got {asked!r:.100}; send a json_schema"
+        raise InvalidTurn(message)
+
+
+def _variables(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What the template gets beside the conversation.
+
+    Raises:
+        InvalidTurn: ``chat_template_kwargs`` is no object.
+    """
+    more = body.get("chat_template_kwargs") or {}
+    if not isinstance(more, dict):
+        message = "chat_template_kwargs: expected an object"
+        raise InvalidTurn(message)
+    named = ("add_generation_prompt", "reasoning_effort")
+    return {name: body[name] for name in named if body.get(name) is not None} | more
+
+
+def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
+    if not body.get("logprobs"):
+        return {}
+    top = whole_number(body, "top_logprobs", 0, most=128)
+    return {"return_logprob": True, "top_logprobs_num": top}
+
+
+def message_of(text: str, body: Mapping[str, Any], rid: str) -> dict[str, Any]:
+    """The assistant's message: words, and the calls of tools among them when tools were named."""
+    if not body.get("tools") or body.get("tool_choice") == "none":
+        return {"role": "assistant", "content": text}
+    calls = [call for call in map(_call, _TOOL.findall(text)) if call]
+    if not calls:
+        return {"role": "assistant", "content": text}
+    words = _TOOL.sub("", text).strip()
+    named = [{"id": f"call_{rid}_{number}", **call} for number, call in enumerate(calls)]
+    return {"role": "assistant", "content": words or None, "tool_calls": named}
+
+
+def _call(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None  # stays in the text, where the caller sees what the model wrote
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return None
+    arguments = json.dumps(found.get("arguments", {}), ensure_ascii=False)
+    return {"type": "function", "function": {"name": found["name"], "arguments": arguments}}
+
+
+def shown_words(text: str, body: Mapping[str, Any]) -> str:
+    """What of a growing answer may be streamed as words: nothing that may become a tool's call."""
+    if not body.get("tools"):
+        return text
+    cut = text.find(TOOL_BEGINS)
+    if cut >= 0:
+        return text[:cut].rstrip()
+    begun = next((n for n in range(len(TOOL_BEGINS), 0, -1) if text.endswith(TOOL_BEGINS[:n])), 0)
+    return text[: len(text) - begun].rstrip()

@@ -1,0 +1,222 @@
+"""Reading what callers send, carefully; every complaint names the field."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import msgspec
+from aiohttp import web
+
+from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.prospects import Deadline, Hint
+from rose_core.rollouts.versions import Pin, read_pin
+from rose_router.errors import BadRequest, SlowCaller
+from rose_router.http.tokenization import Tokenizer
+
+# Header names of the trainers' session keys, first match wins.
+SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key", "X-Rose-Session")
+SESSION_FIELDS = ("session_id", "routing_key")
+
+# Said about a request and not about its answer: read here or nowhere, and never sent on.
+WITHOUT_EFFECT = frozenset(
+    {"model", "user", "metadata", "store", "service_tier", "prediction", "verbosity"}
+    | {"safety_identifier", "prompt_cache_key", "prompt_cache_retention", "conversation_id"}
+    | {"log_metrics", "no_logs", "custom_labels", "return_cached_tokens_details"}
+    | {"return_meta_info", "return_spec_tokens_details", "return_bytes", "received_time"}
+    | {"external_trace_header", "separate_reasoning", "stream_reasoning"}
+    # vLLM's and prime-rl's: where routed experts begin that were not asked for, what a cache does.
+    | {"routed_experts_prompt_start", "routed_experts_start_len", "skip_reading_prefix_cache"}
+    | {"flat_logprobs", "detokenize", "output_kind", "skip_clone", "kv_transfer_params"}
+)
+
+BODY_SECONDS = web.AppKey("body_seconds", float)
+HINTS = (
+    "session",
+    "group",
+    "job",
+    "turn",
+    "min_version",
+    "version",
+    "deadline",
+    "expected_tokens",
+)
+
+_MOST_ID = 2**31 - 1
+
+
+class _Prompt(msgspec.Struct, array_like=True):
+    """Of one field: msgspec looks a plain type up anew at every use, and a struct only once."""
+
+    ids: tuple[Annotated[int, msgspec.Meta(ge=0, le=_MOST_ID)], ...]
+
+
+async def read_body(request: web.Request) -> dict[str, Any]:
+    """The JSON object a caller sent.
+
+    Raises:
+        BadRequest: it is none.
+        SlowCaller: it did not come in time.
+    """
+    try:
+        if request.content.is_eof():  # the usual case: it came with the head
+            raw = await request.read()
+        else:
+            async with asyncio.timeout(request.app.get(BODY_SECONDS, 60.0)):
+                raw = await request.read()
+    except TimeoutError:
+        message = "the body did not come in time; send it faster, or in smaller requests"
+        raise SlowCaller("SlowCaller", message) from None
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        message = f"the body is no JSON: {error}"
+        raise BadRequest("Malformed", message) from error
+    if not isinstance(body, dict):
+        message = f"the body must be a JSON object, not {type(body).__name__}"
+        raise BadRequest("Malformed", message)
+    return body
+
+
+def token_ids(value: object, field: str) -> tuple[int, ...]:
+    """A prompt as token ids.
+
+    Raises:
+        InvalidTurn: it is empty or holds something else.
+    """
+    if not isinstance(value, list) or not value:
+        message = f"{field}: expected a list of token ids with at least one entry"
+        raise InvalidTurn(message)
+    try:
+        return msgspec.convert((value,), _Prompt).ids
+    except msgspec.ValidationError as error:
+        message = f"{field}: every token id must be a whole number from 0 to {_MOST_ID}"
+        raise InvalidTurn(message) from error
+
+
+def encoded(
+    text: str, tokenizer: Tokenizer | None, field: str, instead: str, *, special: bool = True
+) -> tuple[int, ...]:
+    """A prompt given as text, by default with the special tokens the tokenizer adds by itself.
+
+    Raises:
+        InvalidTurn: this router has no tokenizer.
+    """
+    if tokenizer is None:
+        message = f"{field}: this router has no tokenizer; send token ids as {instead}"
+        raise InvalidTurn(message)
+    return token_ids(tokenizer.encode(text, special=special), field)
+
+
+def whole_number(
+    body: Mapping[str, Any], field: str, default: int, least: int = 0, most: int = 2**31
+) -> int:
+    """A whole number of the body.
+
+    Raises:
+        InvalidTurn: it is something else, or outside the bounds.
+    """
+    value = body.get(field)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        message = f"{field}: expected a whole number from {least} to {most}, got {value!r:.100}"
+        raise InvalidTurn(message)
+    return value
+
+
+def priority(body: Mapping[str, Any]) -> int:
+    """The caller's priority; higher waits shorter.
+
+    Raises:
+        InvalidTurn: it is no whole number.
+    """
+    return whole_number(body, "priority", 0, least=-(2**31))
+
+
+class Hints:
+    """What a caller may tell the router beside the turn: session, pins, expected length.
+
+    Attributes:
+        session: key of the trajectory, or empty.
+        job: whose turn it is, or empty.
+        pin: versions the turn may be sampled by.
+        expected: output tokens expected, 0 = no idea.
+        trajectory: group, deadline and number of the turn.
+    """
+
+    def __init__(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
+        rose = body.get("rose") or {}
+        if not isinstance(rose, dict):
+            message = f"rose: expected an object with any of {', '.join(HINTS)}"
+            raise InvalidTurn(message)
+        self.session = _session(rose, body, headers)
+        self.job = _text(rose.get("job") or headers.get("X-Rose-Job"), "rose.job")
+        self.pin: Pin = read_pin(
+            rose.get("min_version") or headers.get("X-Rose-Min-Version"),
+            rose.get("version") or headers.get("X-Rose-Exact-Version"),
+        )
+        self.expected = _number(rose, headers, "expected_tokens", "X-Rose-Expected-Tokens")
+        self.trajectory = Hint(
+            group=_text(rose.get("group") or headers.get("X-Rose-Group"), "rose.group"),
+            deadline=deadline(rose.get("deadline") or headers.get("X-Rose-Deadline")),
+            turn=_number(rose, headers, "turn", "X-Rose-Turn"),
+        )
+
+
+def _session(rose: Mapping[str, Any], body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
+    given = [rose.get("session")]
+    given += [headers.get(name) for name in SESSION_HEADERS]
+    given += [body.get(name) for name in SESSION_FIELDS]
+    return _text(next((value for value in given if value), ""), "session key")
+
+
+def _text(value: object, field: str) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > 512:
+        message = f"{field}: expected text of at most 512 characters"
+        raise InvalidTurn(message)
+    return value
+
+
+def _number(rose: Mapping[str, Any], headers: Mapping[str, str], field: str, header: str) -> int:
+    if rose.get(field) is not None:
+        return whole_number(rose, field, 0)
+    text = headers.get(header, "0")
+    if not text.isdecimal() or len(text) > 9:
+        message = f"{header}: expected a whole number, got {text!r:.40}"
+        raise InvalidTurn(message)
+    return int(text)
+
+
+def deadline(value: object) -> Deadline | None:
+    """A deadline as callers write it: publishes (``3``), or seconds (``"120s"``).
+
+    Raises:
+        InvalidTurn: it is neither.
+    """
+    if value is None:
+        return None
+    text = str(value)
+    if text.isdecimal() and len(text) <= 9 and not isinstance(value, bool):
+        return Deadline(publishes=int(text))
+    if text.endswith("s") and text[:-1].replace(".", "", 1).isdecimal() and len(text) <= 12:
+        return Deadline(seconds=float(text[:-1]))
+    message = f"deadline: expected publishes (3) or seconds (120s), got {text!r:.40}"
+    raise InvalidTurn(message)
+
+
+def caller_rid(value: object, new_rid: Callable[[], str]) -> tuple[str, bool]:
+    """The caller's id, or one made up; and whether it is the caller's.
+
+    Raises:
+        InvalidTurn: it is no text of 1 to 256 characters.
+    """
+    if value is None:
+        return new_rid(), False
+    if not isinstance(value, str) or not 0 < len(value) <= 256:
+        message = "rid: expected text of 1 to 256 characters"
+        raise InvalidTurn(message)
+    return value, True

@@ -1,0 +1,145 @@
+"""Fields of OpenAI's and vLLM's requests in SGLang's words; nothing a caller asks for is forgotten.
+
+| a field | goes |
+|---|---|
+| SGLang's sampling parameter of the same name | into ``sampling_params`` |
+| another name of one (``seed``, ``min_tokens``, ``guided_json``, ...) | there, by SGLang's name |
+| what would change the answer and has no counterpart | back: refused by name |
+| the router's own, or without effect on an answer (``user``, ``metadata``, ...) | no further |
+| SGLang's other fields | to the engine, if they are on the list (``rose_core.rollouts.fields``) |
+| any other | back: refused by name |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.splice import SAMPLING
+from rose_router.http.dialects.common import SESSION_FIELDS, WITHOUT_EFFECT, whole_number
+
+_RENAMED: Mapping[str, str] = {
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "include_stop_str_in_output": "no_stop_trim",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_grammar": "ebnf",
+}
+_SAME = SAMPLING.keys() - {"max_new_tokens", "min_new_tokens", "n"}
+_TEXTS = frozenset({"json_schema", "structural_tag"})
+
+# Asked for in a way that the router would have to ignore: better refused by name.
+_REFUSED = frozenset(
+    {"echo", "best_of", "suffix", "prompt_embeds", "prompt_logprobs", "features"}
+    | {"bad_words", "allowed_token_ids", "structured_outputs", "guided_choice"}
+    | {"use_beam_search", "truncate_prompt_tokens", "logits_processors"}
+)
+# Read elsewhere in the router, or said about the request and not about its answer.
+_OURS = frozenset(
+    {"model", "prompt", "messages", "input_ids", "token_ids", "text", "sampling_params"}
+    | {"stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "rid", "request_id"}
+    | {"logprobs", "top_logprobs", "return_token_ids", "return_tokens_as_token_ids"}
+    | {"add_special_tokens", "add_generation_prompt", "continue_final_message"}
+    | {"chat_template_kwargs", "reasoning_effort", "tools", "tool_choice", "parallel_tool_calls"}
+    | {"response_format", "cache_salt", "extra_key", "priority", "rose", *SESSION_FIELDS}
+    | WITHOUT_EFFECT
+)
+
+
+def refuse(*bodies: Mapping[str, Any]) -> None:
+    """Refuse what cannot be granted.
+
+    Raises:
+        InvalidTurn: something of it is asked for; names the field.
+    """
+    for body in bodies:
+        for name in sorted(_REFUSED & body.keys()):
+            if _asks(body[name]):
+                message = f"{name}: the router does not take it"
+                raise InvalidTurn(message)
+
+
+def _asks(value: object) -> bool:
+    """Whether the field asks for anything; a count of 0 does (``prompt_logprobs``)."""
+    return value is not False and value not in (None, "", [], {})
+
+
+def sampling_of(body: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """Sampling parameters of a request.
+
+    Args:
+        body: the request, or its ``sampling_params``.
+        most: output tokens where it names no number.
+
+    Raises:
+        InvalidTurn: a number is none.
+    """
+    names = {**{name: name for name in _SAME}, **_RENAMED}
+    sampling = {
+        theirs: body[name] for name, theirs in names.items() if body.get(name) is not None
+    } | _grammar(body.get("response_format"))
+    for name in _TEXTS & sampling.keys():
+        if not isinstance(sampling[name], str):
+            sampling[name] = json.dumps(sampling[name])
+    sampling["max_new_tokens"] = whole_number(body, "max_tokens", most, least=1)
+    return sampling
+
+
+def _grammar(asked: object) -> dict[str, Any]:
+    """What ``response_format`` asks for.
+
+    Raises:
+        InvalidTurn: it is no such thing.
+    """
+    if not asked:
+        return {}
+    match asked:
+        case {"type": "text"}:
+            return {}
+        case {"type": "json_object"}:
+            return {"json_schema": {"type": "object"}}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return {"json_schema": schema}
+        case {"type": "structural_tag"}:
+            return {"structural_tag": asked}
+    message = (
+        "response_format: expected an object of type text, json_object, json_schema (with "
+        f"json_schema.schema) or structural_tag, got {asked!r:.100}"
+    )
+    raise InvalidTurn(message)
+
+
+def passed_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields beside the sampling parameters, and the caller's part of the cache's key."""
+    taken = _OURS | _REFUSED | _SAME | _RENAMED.keys()
+    passed = {n: value for n, value in body.items() if n not in taken and value is not None}
+    key = "".join(str(body[name]) for name in ("cache_salt", "extra_key") if body.get(name))
+    return passed | ({"extra_key": key} if key else {})
+
+
+def unknown_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of vLLM's ``sampling_params`` that nobody here knows, to be refused by name."""
+    known = _OURS | _REFUSED | _SAME | _RENAMED.keys()
+    return {name: value for name, value in sampling.items() if name not in known and _asks(value)}
+
+
+def logprobs_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``logprobs`` asks for, in SGLang's words.
+
+    Raises:
+        InvalidTurn: it is neither true, false nor a whole number.
+    """
+    logprobs = body.get("logprobs")
+    if logprobs is None or logprobs is False:
+        return {}
+    top = 0 if logprobs is True else whole_number(body, "logprobs", 0)
+    return {"return_logprob": True, "top_logprobs_num": top}
+
+
+def wants_usage(body: Mapping[str, Any]) -> bool:
+    """Whether a stream's last event is to count tokens."""
+    options = body.get("stream_options")
+    return isinstance(options, dict) and bool(options.get("include_usage"))

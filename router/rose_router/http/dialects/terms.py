@@ -1,0 +1,132 @@
+"""A request, whatever dialect it came in: the terms its turns run on, and how it is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rose_core.rollouts import fields, splice
+from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.stops import Stops
+from rose_router.http.dialects.common import Hints, whole_number
+from rose_router.http.tokenization import Tokenizer
+from rose_router.turns.request import TurnRequest
+
+MOST_ANSWERS = 4096
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request: its turns, whether the caller streams and whether the reply is a list.
+
+    Attributes:
+        usage: the caller wants the last event of its stream to count tokens.
+    """
+
+    turns: list[TurnRequest]
+    stream: bool
+    listed: bool
+    usage: bool = False
+
+
+class Terms:
+    """What the answers to one prompt have in common, checked once.
+
+    Args:
+        hints: what the caller says beside the turn.
+        sampling: SGLang's ``sampling_params``.
+        passed: fields beside it that ask something of the engine.
+        priority: higher waits shorter.
+        tokenizer: for stop strings; without it turns that have some are not moved.
+
+    Raises:
+        InvalidTurn: the parameters are wrong, or not on the list; names the field.
+    """
+
+    def __init__(
+        self,
+        hints: Hints,
+        sampling: Mapping[str, Any],
+        passed: Mapping[str, Any],
+        *,
+        priority: int,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        # What would go wrong only when the turn is continued is refused now.
+        whole_number(sampling, "min_new_tokens", 0, most=splice.most_tokens(sampling))
+        self._stops = _stops(sampling, tokenizer)
+        emulated = ("stop",) if self._stops else ()
+        self._because = splice.dedicated_because(sampling, passed, emulated)
+        self._sampling, self._passed = fields.admitted(sampling, passed)
+        self._hints, self._priority = hints, priority
+
+    def turn(
+        self,
+        rid: str,
+        prompt: tuple[int, ...],
+        *,
+        own_rid: bool,
+        session: str = "",
+        keyed: bool = False,
+    ) -> TurnRequest:
+        """One answer.
+
+        Args:
+            rid: its id.
+            prompt: token ids.
+            own_rid: the id is the caller's.
+            session: where the caller names none.
+            keyed: its trajectory needs not be recognized by its prompt.
+        """
+        hints = self._hints
+        return TurnRequest(
+            rid=rid,
+            prompt=prompt,
+            sampling=self._sampling,
+            own_rid=own_rid,
+            passed=self._passed,
+            session=hints.session or session,
+            keyed=bool(hints.session) or keyed,
+            job=hints.job,
+            hint=hints.trajectory,
+            pin=hints.pin,
+            expected=hints.expected,
+            priority=self._priority,
+            dedicated_because=self._because,
+            stops=self._stops,
+        )
+
+    def turns(
+        self, asked: Iterable[tuple[str, tuple[int, ...]]], *, own_rid: bool
+    ) -> list[TurnRequest]:
+        """One answer for every id and prompt."""
+        return [self.turn(rid, prompt, own_rid=own_rid) for rid, prompt in asked]
+
+
+def _stops(sampling: Mapping[str, Any], tokenizer: Tokenizer | None) -> Stops | None:
+    given = sampling.get("stop")
+    words = [given] if isinstance(given, str) else given
+    if not given or tokenizer is None:
+        return None
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        message = f"stop: expected text or a list of texts, got {given!r:.100}"
+        raise InvalidTurn(message)
+    return tokenizer.stops(words)
+
+
+def streamed(body: Mapping[str, Any], *, several: bool) -> bool:
+    """Whether the caller streams.
+
+    Args:
+        body: the request.
+        several: it asks for more than one answer, or for a list of one.
+
+    Raises:
+        InvalidTurn: a stream holds one answer.
+    """
+    stream = bool(body.get("stream"))
+    if stream and several:
+        message = "stream: only for one prompt and one answer; send one request for each"
+        raise InvalidTurn(message)
+    return stream

@@ -1,0 +1,159 @@
+"""Passes requests on to the replica that they belong to, and tells all what concerns all.
+
+| request | goes to |
+|---|---|
+| a turn with a session key or an id | the home of its trajectory; if that is lost, the next one |
+| a turn without | here; elsewhere when this replica is leaving |
+| abort, pause, continue, pull, end of a session | here and every other replica |
+| a report of trajectories | everywhere; unknown is what nobody knows |
+| anything else | here |
+
+A request that was passed on once (``X-Rose-Forwarded``) is never passed on again. Next: ``relay``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+from multidict import CIMultiDict
+
+from rose_core.rollouts.errors import InvalidTurn
+from rose_router.http import virtual
+from rose_router.http.dialects.common import Hints, read_body
+from rose_router.replicas import relay
+from rose_router.replicas.peers import Peer, Peers
+
+LOG = logging.getLogger(__name__)
+
+FORWARDED = "X-Rose-Forwarded"
+_TURNS = frozenset(
+    {"/generate", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"}
+)
+_EVERYWHERE = frozenset(
+    {"/abort_request", "/pause_generation", "/pause", "/continue_generation", "/resume"}
+    | {"/trajectories", "/pull_weights", "/finish_session"}
+)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def middleware(peers: Peers, session: aiohttp.ClientSession) -> Middleware:
+    """The forwarding of one replica."""
+
+    @web.middleware
+    async def forward(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method != "POST" or FORWARDED in request.headers or not peers.others:
+            return await handler(request)
+        if request.path in _EVERYWHERE:
+            return await _everywhere(request, handler, peers, session)
+        if request.path in _TURNS:
+            passed = await _at_home(request, peers, session)
+            if passed is not None:
+                return passed
+        return await handler(request)
+
+    return forward
+
+
+async def _at_home(
+    request: web.Request, peers: Peers, session: aiohttp.ClientSession
+) -> web.StreamResponse | None:
+    """The answer of the turn's home; ``None`` when that is here."""
+    key = _key(await read_body(request), request.headers)
+    for _ in peers.others:  # whoever is lost over it is the home no more
+        peer = peers.home(key)
+        if peer is None:
+            break
+        answer = await relay.pass_on(request, peer, peers, session, _headers(request, peers.me))
+        if answer is not None:
+            return answer
+    return None
+
+
+def _key(body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
+    """The trajectory's key; a request without one stays where it is."""
+    try:
+        session = Hints(body, headers).session
+    except InvalidTurn:
+        return ""  # the handler says what is wrong
+    rid = body.get("rid") or body.get("request_id")
+    return session or (rid if isinstance(rid, str) else "")
+
+
+async def _everywhere(
+    request: web.Request, handler: Handler, peers: Peers, session: aiohttp.ClientSession
+) -> web.StreamResponse:
+    raw, headers = await request.read(), _headers(request, peers.me)
+    tls = peers.http()
+    calls = (_told(peer, request.path_qs, raw, headers, session, tls=tls) for peer in peers.others)
+    told = asyncio.gather(*calls)
+    ours, theirs = await handler(request), await told
+    if request.path == "/trajectories" and isinstance(ours, web.Response) and ours.status == 200:
+        return _known_somewhere(ours, theirs)
+    return ours
+
+
+def labels_to(peers: Peers, session: aiohttp.ClientSession) -> virtual.Tell:
+    """Tells the other replicas what a trainer calls a version."""
+
+    async def tell(request: web.Request, body: dict[str, str]) -> None:
+        headers = _headers(request, peers.me)
+        tls = peers.http()
+        calls = (_told(peer, "/labels", body, headers, session, tls=tls) for peer in peers.others)
+        await asyncio.gather(*calls)
+
+    return tell
+
+
+async def _told(
+    peer: Peer,
+    path: str,
+    body: object,
+    headers: CIMultiDict[str],
+    session: aiohttp.ClientSession,
+    *,
+    tls: dict[str, Any],
+) -> bytes:
+    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    limit = aiohttp.ClientTimeout(total=60, sock_connect=relay.CONNECT_SECONDS)
+    try:
+        async with session.post(
+            peer.http + path, data=data, headers=headers, timeout=limit, **tls
+        ) as reply:
+            return await reply.read()
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        LOG.warning("replica %s was not told of %s: %s", peer.name, path, error)
+        return b""
+
+
+def _known_somewhere(ours: web.Response, theirs: list[bytes]) -> web.Response:
+    unknown = set(_unknown(ours.body if isinstance(ours.body, bytes) else b""))
+    for raw in theirs:
+        if raw:
+            unknown &= set(_unknown(raw))
+    body = msgspec.json.encode({"unknown": sorted(unknown)})
+    return web.Response(body=body, content_type="application/json")
+
+
+def _unknown(raw: bytes) -> list[str]:
+    try:
+        found = msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return []
+    names = found.get("unknown") if isinstance(found, dict) else None
+    return names if isinstance(names, list) else []
+
+
+def _headers(request: web.Request, me: str) -> CIMultiDict[str]:
+    kept = CIMultiDict(
+        (name, value) for name, value in request.headers.items() if name.lower() not in relay.HOP
+    )
+    kept[FORWARDED] = me
+    return kept

@@ -1,0 +1,205 @@
+"""Handlers of turn requests: read, submit, wait, answer; abort when the caller hangs up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rose_router.errors import BadRequest, Forbidden, TurnLost
+from rose_router.http import replies
+from rose_router.http.bearer import JOB, LIMITED
+from rose_router.http.chat_replies import ChatReplies
+from rose_router.http.completion_replies import CompletionReplies
+from rose_router.http.dialects import chat, completions, sglang, vllm
+from rose_router.http.dialects.common import Hints, encoded, read_body, token_ids
+from rose_router.http.dialects.terms import Ask
+from rose_router.http.memory import ROOM, held_by
+from rose_router.http.streaming import Events, Stream
+from rose_router.http.tokenization import Tokenizer
+from rose_router.turns.service import Service, random_rid
+from rose_router.turns.turn import State, Turn, typed_abort
+
+
+class Answering:
+    """The handlers.
+
+    Args:
+        service: runs turns.
+        tokenizer: for text; ``None`` = token ids only.
+    """
+
+    def __init__(self, service: Service, tokenizer: Tokenizer | None) -> None:
+        self._service = service
+        self._tokenizer = tokenizer
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """SGLang's ``/generate``."""
+        body = await read_body(request)
+        ask = sglang.read(body, request.headers, self._tokenizer, random_rid)
+        with self._turns(request, ask) as turns:
+            if ask.stream:
+                return await self._stream(request, turns[0], self._sglang_events)
+            await _all_over(turns)
+            _raise_if_all_failed(turns)
+            answers = [self._sglang_answer(turn) for turn in turns]
+        return _json(answers if ask.listed else answers[0])
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """OpenAI's ``/v1/completions``."""
+        body = await read_body(request)
+        ask = completions.read(body, request.headers, self._tokenizer, random_rid)
+        model = self._service.settings.model
+        replies = CompletionReplies(model, self._tokenizer, usage=ask.usage)
+        with self._turns(request, ask) as turns:
+            if ask.stream:
+                return await self._stream(request, turns[0], replies.events)
+            await _all_over(turns)
+            _raise_if_all_failed(turns)
+            return _json(replies.answer(turns))
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """OpenAI's ``/v1/chat/completions``."""
+        body = await read_body(request)
+        ask = chat.read(body, request.headers, self._tokenizer, random_rid)
+        replies = ChatReplies(self._service.settings.model, self._tokenizer, body)
+        with self._turns(request, ask) as turns:
+            if ask.stream:
+                return await self._stream(request, turns[0], replies.events)
+            await _all_over(turns)
+            _raise_if_all_failed(turns)
+            for turn in turns:
+                typed_abort(turn)
+            return _json(replies.answer(turns))
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """``/tokenize``: text (``prompt``) or a conversation (``messages``) as token ids."""
+        body = await read_body(request)
+        if body.get("messages") is not None:
+            ids = list(chat.prompt_of(body, self._tokenizer))
+        else:
+            special = body.get("add_special_tokens") is not False
+            instead = "token ids everywhere"
+            words = _words(body)
+            ids = list(encoded(words, self._tokenizer, "prompt", instead, special=special))
+        return _json({"tokens": ids, "count": len(ids), "max_model_len": None})
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        """``/detokenize``: token ids (``tokens``) as text, special ones included."""
+        body = await read_body(request)
+        ids = token_ids(body.get("tokens"), "tokens")
+        if self._tokenizer is None:
+            message = "this router has no tokenizer; start it with --tokenizer"
+            raise BadRequest("NoTokenizer", message)
+        return _json({"prompt": self._tokenizer.decode(ids, skip_special=False)})
+
+    async def inference(self, request: web.Request) -> web.StreamResponse:
+        """VLLM's ``/inference/v1/generate``."""
+        body = await read_body(request)
+        ask = vllm.read(body, request.headers, self._tokenizer, random_rid)
+        with self._turns(request, ask) as turns:
+            if ask.stream:
+                return await self._stream(request, turns[0], _vllm_events)
+            await _all_over(turns)
+            _raise_if_all_failed(turns)
+            return _json(_vllm_answer(turns))
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """SGLang's ``/abort_request``: by exact id, or everything of this lease."""
+        body = await read_body(request)
+        job = request.get(JOB, "") or Hints(body, request.headers).job
+        if body.get("abort_all") and request.get(LIMITED):
+            raise Forbidden("TurnsOnly", "abort_all: this token is for turns only; give a rid")
+        if body.get("abort_all"):
+            self._service.abort_all(job)
+        elif isinstance(body.get("rid"), str):
+            self._service.abort(body["rid"], job)
+        else:
+            message = "give rid (text) or abort_all (true)"
+            raise BadRequest("InvalidTurn", message)
+        return web.Response()
+
+    @contextlib.contextmanager
+    def _turns(self, request: web.Request, ask: Ask) -> Iterator[list[Turn]]:
+        """The turns asked for, of the job that the caller's token names."""
+        job = request.get(JOB, "")
+        turns: list[Turn] = []
+        if (room := request.get(ROOM)) is not None:
+            room.becomes(held_by(ask.turns))
+        self._service.admit(ask.turns)
+        interval = 1 if ask.stream else self._service.settings.interval
+        try:
+            for one in ask.turns:
+                asked = one.but(interval=interval).of_job(job or one.job)
+                turns.append(self._service.submit(asked))  # must hold those begun
+            yield turns
+        finally:
+            for turn in turns:
+                self._service.leave(turn)
+
+    async def _stream(
+        self, request: web.Request, turn: Turn, events: Callable[[Turn], Events]
+    ) -> web.StreamResponse:
+        # The status is decided by the first thing there is to say.
+        while not turn.over and not turn.first_token_at:
+            await turn.changed.wait()
+        _raise_if_all_failed([turn])
+        limit = self._service.settings.limits.write_seconds
+        return await Stream(request, turn, events(turn), limit).run()
+
+    def _sglang_events(self, turn: Turn) -> Events:
+        while not turn.over:
+            yield replies.sglang(turn, self._tokenizer)
+        yield self._sglang_answer(turn)
+
+    def _sglang_answer(self, turn: Turn) -> dict[str, Any]:
+        typed_abort(turn)
+        return replies.sglang(turn, self._tokenizer)
+
+
+def _vllm_events(turn: Turn) -> Events:
+    tokens, over = 0, False
+    while not over:
+        over = turn.over
+        typed_abort(turn)
+        choice = replies.vllm_choice(turn, 0, tokens)
+        tokens += len(choice["token_ids"])
+        yield {"request_id": turn.request.rid, "choices": [choice]}
+
+
+def _vllm_answer(turns: list[Turn]) -> dict[str, Any]:
+    for turn in turns:
+        typed_abort(turn)
+    choices = [replies.vllm_choice(turn, index) for index, turn in enumerate(turns)]
+    return {"request_id": turns[0].request.rid, "choices": choices, "prompt_logprobs": None}
+
+
+async def _all_over(turns: list[Turn]) -> None:
+    for turn in turns:
+        await turn.until_over()
+
+
+def _raise_if_all_failed(turns: list[Turn]) -> None:
+    """Without a single answer the reply is an error.
+
+    Raises:
+        Exception: what the first turn failed with.
+    """
+    if all(turn.state is State.FAILED for turn in turns):
+        raise turns[0].error or TurnLost("Internal", "the turn failed without saying why")
+
+
+def _words(body: dict[str, Any]) -> str:
+    words = body.get("prompt", body.get("text"))
+    if not isinstance(words, str):
+        message = "prompt: expected text (or messages)"
+        raise BadRequest("InvalidTurn", message)
+    return words
+
+
+def _json(body: object) -> web.Response:
+    encoded = msgspec.json.encode(body)
+    return web.Response(body=encoded, content_type="application/json")

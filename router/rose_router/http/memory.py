@@ -1,0 +1,182 @@
+"""How much memory requests may take: refused before it is taken, not ended by the kernel.
+
+What a request will take is told from its length, before a byte of it is read: a body becomes up to
+``_PER_BYTE`` bytes per byte while it is decoded. Once its turns are known, what they hold takes the
+place of that: the ids of a prompt once, however many answers share it, and for every answer its
+own record and what sending its leg needs. Tokens that are sampled later are not foreseen; against
+those stands the second limit, on what the process really holds.
+
+| a request that | meets |
+|---|---|
+| would never fit, whatever else there is | 413: smaller, or in several requests |
+| does not fit beside the others now | 503 with ``Retry-After`` |
+| comes while the process holds more than ``_FULL`` of its memory | the same |
+
+Next step: ``app`` puts ``middleware`` before every route; ``handlers`` say what turns hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from rose_router import metrics
+from rose_router.errors import Overloaded, TooLarge
+from rose_router.turns.request import TurnRequest
+
+MIB = 1 << 20
+_PER_BYTE = 24
+"""Bytes of Python objects for a byte of JSON: ``[{},{},...]`` makes a dictionary of three."""
+_PER_ID = 56
+"""A token id: 32 as a number, 8 in the prompt, 8 in the list it came in, and 8 as text."""
+_PER_TURN = 16 * 1024
+"""A turn with its task, its record in the ledger and its reply's beginnings."""
+_PER_SENT_ID = 16
+"""A prompt's id in a leg under way: in the list of its context, and as text."""
+_PART = 0.5
+"""Of the process's memory, what requests may take; the rest is the process and what is sampled."""
+_FULL = 0.85
+_LOOK_SECONDS = 0.1
+_UNLIMITED = 1 << 60
+DEFAULT_BYTES = 2 << 30
+"""Where nobody says how much memory there is."""
+_RETRY_SECONDS = 2
+_CGROUPS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def limit_of_process() -> int:
+    """Bytes that this process may have: its cgroup's or its address space's, else a default."""
+    found = [resource.getrlimit(resource.RLIMIT_AS)[0]]
+    for file in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(file.read_text()))
+    return min((one for one in found if 0 < one < _UNLIMITED), default=DEFAULT_BYTES)
+
+
+def resident_bytes() -> int:
+    """What this process holds now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+class Memory:
+    """What requests take of a router's memory.
+
+    Args:
+        limit: bytes that the process may have.
+        resident: bytes that it holds.
+    """
+
+    def __init__(self, limit: int, resident: Callable[[], int] = resident_bytes) -> None:
+        self.limit = limit
+        self.budget = int(limit * _PART)
+        self.taken = 0
+        self._resident = resident
+        self._seen, self._looked = 0, -math.inf
+
+    @property
+    def most_text(self) -> int:
+        """Characters of a text that may be tokenized: each may become a token of 160 bytes."""
+        return self.budget // 160
+
+    @contextlib.contextmanager
+    def room_for(self, body_bytes: int) -> Iterator[Room]:
+        """Memory for a request of that length, given back in the end.
+
+        Raises:
+            TooLarge: it would not fit if it were alone.
+            Overloaded: it does not fit now.
+        """
+        room = Room(self)
+        room.becomes(body_bytes * _PER_BYTE)
+        try:
+            yield room
+        finally:
+            room.becomes(0)
+
+    def take(self, more: int) -> None:
+        """Count bytes as taken; see ``room_for``."""
+        if more > self.budget:
+            message = (
+                f"the request would take {more // MIB} MiB of this router's memory, and all "
+                f"requests together may take {self.budget // MIB}; ask for fewer answers or "
+                "shorter prompts at a time"
+            )
+            raise TooLarge("TooLarge", message)
+        if self._full() or self.taken + more > self.budget:
+            message = (
+                f"requests hold {self.taken // MIB} of {self.budget // MIB} MiB of this router's "
+                "memory already; try again later"
+            )
+            raise Overloaded("Memory", message, retry_after=_RETRY_SECONDS)
+        self.give(-more)
+
+    def _full(self) -> bool:
+        now = time.monotonic()
+        if now - self._looked > _LOOK_SECONDS:
+            self._seen, self._looked = self._resident(), now
+        return self._seen > _FULL * self.limit
+
+    def give(self, bytes_: int) -> None:
+        """Count bytes as free again."""
+        self.taken -= bytes_
+        metrics.MEMORY_TAKEN.set(self.taken)
+
+
+class Room:
+    """What one request takes; it changes once, when its turns are known."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self.bytes = 0
+
+    def becomes(self, bytes_: int) -> None:
+        """Take more or give back; see ``Memory.room_for``."""
+        more = bytes_ - self.bytes
+        if more > 0:
+            self._memory.take(more)
+        else:
+            self._memory.give(-more)
+        self.bytes = bytes_
+
+
+ROOM = web.RequestKey("room", Room)
+"""Key of a request under which its room is found."""
+
+
+def held_by(turns: Iterable[TurnRequest]) -> int:
+    """Bytes that turns hold while they wait and run, without what they sample."""
+    prompts: dict[int, int] = {}
+    total = 0
+    for turn in turns:
+        prompts[id(turn.prompt)] = len(turn.prompt)
+        total += _PER_TURN + _PER_SENT_ID * len(turn.prompt)
+    return total + _PER_ID * sum(prompts.values())
+
+
+def middleware(memory: Memory, most_body: int) -> Middleware:
+    """Gives every request with a body room for it before it is read."""
+
+    @web.middleware
+    async def check(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if not request.body_exists:
+            return await handler(request)
+        length = request.content_length
+        expected = most_body if length is None else min(length, most_body)
+        with memory.room_for(expected) as room:
+            request[ROOM] = room
+            return await handler(request)
+
+    return check

@@ -1,0 +1,221 @@
+"""A turn as SGLang or OpenAI would have answered it, with what only the router knows beside it.
+
+``meta_info.rose`` (SGLang) and ``rose`` (OpenAI) hold: engines and their kinds, moves, tokens
+sampled again, provenance of the keys and values, and what the log-probs mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from rose_core.rollouts.detokenize import IncrementalDetokenizer
+from rose_core.rollouts.logprobs import SCALE, semantics
+from rose_core.rollouts.spans import Kv, Span
+from rose_core.rollouts.stops import sure, trimmed
+from rose_core.rollouts.transcript import PER_TOKEN
+from rose_router.http.tokenization import Tokenizer
+from rose_router.turns.turn import Moved, Shown, Turn
+
+# Facts about one leg that would be wrong for a turn of several, or that the router answers itself.
+_OWN = frozenset(
+    {"id", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "e2e_latency"}
+    | {"weight_version", "weight_versions", "output_token_logprobs_length"}
+    | {"output_token_sampling_mask_length"}
+    | {"input_token_logprobs", "input_top_logprobs", SCALE, *PER_TOKEN}
+)
+
+
+def spans_json(spans: Sequence[Span], labels: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Ordered spans as they stand in replies; ``label`` where the trainer has its own name."""
+    told: list[dict[str, Any]] = [
+        {"version": s.version, "start": s.start, "end": s.end, "kv": s.kv} for s in spans
+    ]
+    if labels:
+        for one in told:
+            if one["version"] in labels:
+                one["label"] = labels[one["version"]]
+    return told
+
+
+def rose_json(turn: Turn, spans: Sequence[Span]) -> dict[str, Any]:
+    """What only the router knows; made for every event of every stream."""
+    legs = turn.transcript.legs
+    if turn.leg is not None:
+        legs = [*legs, turn.leg]
+    scales = [(leg.offset, leg.meta.get(SCALE, "")) for leg in legs if leg.placed]
+    own = all([span.kv is Kv.OWN for span in spans])  # noqa: C419  # a generator costs twice that
+    return {
+        "borrowed": turn.borrowed,
+        "engines": [{"engine": leg.engine, "kind": leg.kind, "tokens": leg.placed} for leg in legs],
+        "moves": turn.moves and [_move(moved) for moved in turn.moves],
+        "redone_tokens": turn.redone_tokens,
+        "kv": Kv.OWN if own else Kv.MIXED,
+        "queue_seconds": round(turn.queue_seconds, 6),
+        "exact_text": turn.transcript.exact_text,
+        "logprob_semantics": semantics(scales, spans[-1].end if spans else 0, turn.logprob_terms),
+    }
+
+
+def _move(moved: Moved) -> dict[str, Any]:
+    return {"reason": moved.reason, "engine": moved.engine, "at_token": moved.at_token}
+
+
+def text_of(turn: Turn, shown: Shown, tokenizer: Tokenizer | None) -> str:
+    """The output as text: the engines' own, or decoded anew when a cut made theirs inexact.
+
+    While the turn goes on, what later tokens may change is left out, as engines leave it out.
+    """
+    if turn.transcript.exact_text or tokenizer is None:
+        text = shown.text
+    else:
+        text = _decoded(turn, shown, tokenizer)
+    stops = turn.request.stops
+    return text if stops is None or turn.over else sure(text, stops.words)
+
+
+def _decoded(turn: Turn, shown: Shown, tokenizer: Tokenizer) -> str:
+    sampling = turn.request.sampling
+    decode = partial(tokenizer.decode, skip_special=bool(sampling.get("skip_special_tokens", True)))
+    if turn.over:
+        text = decode(shown.tokens)
+        return trimmed(text, turn.finish, keep=bool(sampling.get("no_stop_trim")))
+    if turn.detokenizer is None:
+        turn.detokenizer = IncrementalDetokenizer(decode)
+    return turn.detokenizer.text(shown.tokens)
+
+
+def sglang(turn: Turn, tokenizer: Tokenizer | None, shown: Shown | None = None) -> dict[str, Any]:
+    """The reply of ``/generate``; cumulative, as SGLang streams it."""
+    shown = shown or turn.shown()
+    return {
+        "text": text_of(turn, shown, tokenizer),
+        "output_ids": shown.tokens,
+        "meta_info": _meta(turn, shown),
+    }
+
+
+def _meta(turn: Turn, shown: Shown) -> dict[str, Any]:
+    count, asked = len(shown.tokens), turn.request
+    meta: dict[str, Any] = {
+        **_engine_meta(turn),
+        **turn.prompt_meta,
+        **shown.per_token,
+        "id": asked.rid,
+        "finish_reason": turn.finish,
+        "prompt_tokens": len(asked.prompt),
+        "completion_tokens": count,
+        "cached_tokens": turn.prompt_meta.get("cached_tokens", 0),
+        "weight_version": turn.version_label(shown.spans),
+        "weight_versions": spans_json(shown.spans, turn.labels),
+        "rose": rose_json(turn, shown.spans),
+    }
+    if turn.over:
+        meta["e2e_latency"] = round(turn.ended - turn.began, 6)
+    if "output_token_sampling_mask" in shown.per_token:
+        meta["output_token_sampling_mask_length"] = count
+    if "output_token_logprobs" in shown.per_token:
+        meta["output_token_logprobs_length"] = count
+    elif asked.passed.get("return_logprob"):
+        # Callers that asked for them read them before they look at the finish reason.
+        meta["output_token_logprobs"] = []
+    return meta
+
+
+def _engine_meta(turn: Turn) -> Mapping[str, Any]:
+    """What the engine of the last leg that ended said, where it is true of the whole turn."""
+    last = turn.last_meta
+    return {name: last[name] for name in last if name not in _OWN} if last else last
+
+
+def finish_word(finish: Mapping[str, Any] | None) -> str | None:
+    """OpenAI's finish reason; ``abort`` stays a word of its own."""
+    return None if finish is None else str(finish["type"])
+
+
+def stop_reason(finish: Mapping[str, Any] | None) -> str | int | None:
+    """The string or token that ended the turn, as vLLM names it beside the finish reason."""
+    return None if finish is None else finish.get("matched")
+
+
+def usage(turns: Sequence[Turn]) -> dict[str, int]:
+    """OpenAI's count of tokens, of all answers of a request."""
+    prompt = sum(len(turn.request.prompt) for turn in turns)
+    made = sum(turn.held for turn in turns)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+    }
+
+
+def openai_choice(
+    turn: Turn, index: int, tokenizer: Tokenizer | None, since: int = 0, text_since: int = 0
+) -> dict[str, Any]:
+    """One choice of ``/v1/completions``, from output token ``since`` on."""
+    shown = turn.shown()
+    ids = shown.tokens[since:]
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": text_of(turn, shown, tokenizer)[text_since:],
+        "finish_reason": finish_word(turn.finish),
+        "stop_reason": stop_reason(turn.finish),
+        "logprobs": _openai_logprobs(shown, since),
+        "token_ids": ids,
+        "response_token_ids": ids,
+        "weight_versions": spans_json(shown.spans, turn.labels),
+        "rose": rose_json(turn, shown.spans),
+    }
+    if not since:
+        choice["prompt_token_ids"] = list(turn.request.prompt)
+    return choice
+
+
+def vllm_choice(turn: Turn, index: int, since: int = 0) -> dict[str, Any]:
+    """One choice of ``/inference/v1/generate``, from output token ``since`` on."""
+    shown = turn.shown()
+    return {
+        "index": index,
+        "token_ids": shown.tokens[since:],
+        "finish_reason": finish_word(turn.finish),
+        "stop_reason": stop_reason(turn.finish),
+        "logprobs": token_logprobs(shown, since),
+        "weight_versions": spans_json(shown.spans, turn.labels),
+        "rose": rose_json(turn, shown.spans),
+    }
+
+
+def token_logprobs(shown: Shown, since: int) -> dict[str, Any] | None:
+    """Log-probs as vLLM's token route and OpenAI's chat have them."""
+    entries = shown.per_token.get("output_token_logprobs")
+    if entries is None:
+        return None
+    tops = shown.per_token.get("output_top_logprobs") or [None] * len(entries)
+    pairs = zip(entries[since:], tops[since:], strict=True)
+    content = [
+        _named(entry) | {"top_logprobs": [_named(one) for one in top or ()]} for entry, top in pairs
+    ]
+    return {"content": content}
+
+
+def _named(entry: Sequence[Any]) -> dict[str, Any]:
+    return {"token": f"token_id:{entry[1]}", "logprob": entry[0], "bytes": None}
+
+
+def _openai_logprobs(shown: Shown, since: int) -> dict[str, Any] | None:
+    entries = shown.per_token.get("output_token_logprobs")
+    if entries is None:
+        return None
+    entries = entries[since:]
+    top = shown.per_token.get("output_top_logprobs")
+    return {
+        "tokens": [f"token_id:{entry[1]}" for entry in entries],
+        "token_logprobs": [entry[0] for entry in entries],
+        "top_logprobs": None if top is None else [_top(step) for step in top[since:]],
+        "text_offset": [],
+    }
+
+
+def _top(step: Sequence[Sequence[Any]] | None) -> dict[str, Any]:
+    return {f"token_id:{entry[1]}": entry[0] for entry in step or ()}

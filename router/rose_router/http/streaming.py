@@ -1,0 +1,105 @@
+"""Streams a turn's events to its caller as they come.
+
+Nearly every event is written in the moment in which the turn holds its tokens, by whoever read them
+from the engine: engines send the tokens of a whole batch at once, and an event that waited for
+another task's turn would wait for all the others of its batch. Only what cannot go out at once (the
+head, the end, a caller that has not taken what was written before) is left to the caller's task.
+
+Next step: the events come from ``handlers``, ``chat_replies`` and ``completion_replies``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import msgspec
+from aiohttp import HttpVersion11, web
+
+from rose_router.turns.turn import Turn
+
+# What a turn has to say, in a caller's dialect: one event at every ``next``, and its last ones once
+# the turn is over.
+Events = Iterator[dict[str, Any]]
+
+# Whoever has taken everything before can be written so much without waiting (half of what asyncio
+# buffers), and no timer is needed.
+_SMALL = 32 * 1024
+_ENCODE = msgspec.json.Encoder().encode
+
+
+class _Response(web.StreamResponse):
+    """A stream whose head travels with its first event, in one write."""
+
+    _send_headers_immediately = False
+
+
+class Stream:
+    """One caller's stream.
+
+    Args:
+        request: the caller's.
+        turn: has a token to show, or is over with something to say.
+        events: what it says.
+        write_seconds: until the caller must have taken an event.
+    """
+
+    def __init__(
+        self, request: web.Request, turn: Turn, events: Events, write_seconds: float
+    ) -> None:
+        self._request = request
+        self._turn = turn
+        self._events = events
+        self._write_seconds = write_seconds
+        self._response = _Response(headers={"Content-Type": "text/event-stream"})
+        self._chunked = request.version >= HttpVersion11
+        if self._chunked:
+            self._response.enable_chunked_encoding()
+
+    async def run(self) -> web.StreamResponse:
+        """Write until the turn is over; a caller that hangs up or does not read is cut off."""
+        try:
+            await self._response.prepare(self._request)
+            await self._write()
+        except (ConnectionResetError, TimeoutError):
+            # Its turn ends with the request.
+            if self._request.transport is not None:
+                self._request.transport.abort()
+        return self._response
+
+    async def _write(self) -> None:
+        turn, response = self._turn, self._response
+        while not turn.over:
+            await self._send(_line(next(self._events)), response.write)
+            if not turn.over:  # it may have ended while the caller was waited for
+                await turn.changed.wait(self._at_once)
+        # Nothing more is waited for: the end goes out in one piece.
+        last = b"".join(_line(event) for event in self._events)
+        await self._send(last + b"data: [DONE]\n\n", response.write_eof)
+
+    def _at_once(self) -> bool:
+        """Write what is new, if it can be written without waiting."""
+        transport = self._request.transport
+        if self._turn.over or transport is None or transport.is_closing() or _behind(transport):
+            return False
+        line = _line(next(self._events))
+        transport.write(b"%x\r\n%b\r\n" % (len(line), line) if self._chunked else line)
+        return True
+
+    async def _send(self, line: bytes, write: Callable[[bytes], Awaitable[None]]) -> None:
+        transport = self._request.transport
+        if len(line) > _SMALL or (transport is not None and _behind(transport)):
+            async with asyncio.timeout(self._write_seconds):
+                await write(line)
+        else:
+            await write(line)
+
+
+def _line(event: dict[str, Any]) -> bytes:
+    return b"data: %b\n\n" % _ENCODE(event)
+
+
+def _behind(transport: asyncio.Transport) -> bool:
+    """Whether the caller has not taken yet what was written before."""
+    return transport.get_write_buffer_size() > 0

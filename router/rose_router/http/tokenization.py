@@ -1,0 +1,113 @@
+"""Text in and out, only where the lease brings a tokenizer; token ids are the truth.
+
+A chat template is the model's own (``chat_template.jinja`` or ``tokenizer_config.json`` beside the
+tokenizer); ``templates`` runs it on what ``conversation`` made of the caller's messages.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rose_core.rollouts.stops import MOST_WINDOW, Stops
+from rose_router.errors import BadRequest
+
+if TYPE_CHECKING:
+    from rose_router.http.templates import Template
+
+
+class Tokenizer:
+    """A ``tokenizer.json``.
+
+    Args:
+        path: the file, or the folder it stands in.
+
+    Raises:
+        BadRequest: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers  # noqa: PLC0415  # only where text is asked for
+
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            message = f"{file}: no such tokenizer; --tokenizer wants a tokenizer.json or its folder"
+            raise BadRequest("NoTokenizer", message)
+        self._folder = file.parent
+        self.most_text = sys.maxsize
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            message = f"{file} is no tokenizer.json: {error}"
+            raise BadRequest("NoTokenizer", message) from error
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Text to token ids, by default with the special tokens the tokenizer adds by itself.
+
+        Raises:
+            BadRequest: the text is too long to be tokenized in the memory there is.
+        """
+        if len(text) > self.most_text:
+            message = f"{len(text)} characters of text, and {self.most_text} are taken at a time"
+            raise BadRequest("TooLong", message)
+        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        """Token ids to text."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special))
+
+    def stops(self, words: Sequence[str]) -> Stops | None:
+        """What ends a turn at these strings; ``None`` when they are too long to be looked for."""
+        longest = max(len(self.encode(word, special=False)) for word in words)
+        decode = partial(self.decode, skip_special=False)
+        return Stops(tuple(words), longest + 1, decode) if longest < MOST_WINDOW else None
+
+    def chat(
+        self, messages: Sequence[Any], tools: Sequence[Any], more: Mapping[str, Any]
+    ) -> list[int]:
+        """A conversation as the prompt of the next answer, in the model's own template.
+
+        Args:
+            messages: as ``conversation`` makes them.
+            tools: as in OpenAI's request.
+            more: further variables of the template (``chat_template_kwargs``).
+
+        Raises:
+            BadRequest: the model has no template, or it refuses the messages.
+        """
+        if self._template is None:
+            message = f"{self._folder}: the model has no chat template; send token ids as input_ids"
+            raise BadRequest("NoTemplate", message)
+        names = {"add_generation_prompt": True, **self._special, **more}
+        text = self._template.render(messages=messages, tools=list(tools) or None, **names)
+        return self.encode(text, special=False)
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        file = self._folder / "tokenizer_config.json"
+        found: Any = json.loads(file.read_text()) if file.is_file() else {}
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def _special(self) -> dict[str, str]:
+        found = {}
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            value = self._config.get(name)
+            found[name] = str(value.get("content", "")) if isinstance(value, dict) else value or ""
+        return found
+
+    @cached_property
+    def _template(self) -> Template | None:
+        file = self._folder / "chat_template.jinja"
+        text = file.read_text() if file.is_file() else self._config.get("chat_template")
+        if isinstance(text, list):  # several by name; the default one is asked for
+            text = next((one["template"] for one in text if one.get("name") == "default"), None)
+        if not isinstance(text, str):
+            return None
+        from rose_router.http.templates import Template  # noqa: PLC0415  # jinja, where asked for
+
+        return Template(text)

@@ -1,0 +1,130 @@
+"""``/trajectories``: the trainer says what it trained on and dropped; the bias meter answers.
+
+    POST {"trained": ["key", ...], "dropped": [...], "withdrawn": [...], "rewards": {"key": 1.0}}
+
+What was withdrawn (a run that ends, a member that nobody needed) is neither and is not counted.
+
+Keys are session keys (the request id of a turn without session), of the caller's own job where
+several share the lease. Next: ``rose_core.rollouts``'
+``inclusion`` says what the figures mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.inclusion import Cell, Inclusion, Row
+from rose_core.rollouts.prospects import Prospects
+from rose_core.stats import Share
+from rose_router import metrics
+from rose_router.http.bearer import JOB
+from rose_router.http.dialects.common import Hints, read_body
+from rose_router.turns.request import named
+
+
+def routes(prospects: Prospects) -> list[web.RouteDef]:
+    """The handlers over one memory."""
+
+    async def report(request: web.Request) -> web.Response:
+        body = await read_body(request)
+        job = request.get(JOB, "") or Hints(body, request.headers).job
+        rewards = _rewards(body)
+        unknown: list[str] = []
+        for word, trained in (("trained", True), ("dropped", False)):
+            for name in _names(body, word):
+                reward = rewards.get(name)
+                outcome = prospects.concluded(named(job, name), trained=trained, reward=reward)
+                if outcome is None:
+                    unknown.append(name)
+                else:
+                    kind = "borrowed" if outcome.borrowed else "dedicated"
+                    metrics.CONCLUDED.labels(word, kind).inc()
+        for name in _names(body, "withdrawn"):
+            prospects.forget(named(job, name))
+        show(prospects)
+        return _json({"unknown": unknown})
+
+    async def meter(_request: web.Request) -> web.Response:
+        return _json(meter_json(prospects))
+
+    return [web.post("/trajectories", report), web.get("/trajectories", meter)]
+
+
+def meter_json(prospects: Prospects) -> dict[str, Any]:
+    """``GET /trajectories``."""
+    return {
+        "remembered": len(prospects),
+        "forgotten": prospects.forgotten,
+        "borrowed_share": {"all": prospects.shares.overall, **prospects.shares.by_stratum()},
+        "pool_correlation": prospects.inclusion.correlations(),
+        "inclusion": _rows(prospects.inclusion),
+        "inferred": {
+            "ends": prospects.inferred_ends,
+            "mistaken_ends": prospects.mistaken_ends,
+            "joined_a_group": prospects.groups.joined,
+            "in_time": _rows(prospects.in_time),
+        },
+    }
+
+
+def show(prospects: Prospects) -> None:
+    """The gaps as metrics; strata of which one pool has seen nothing are left out."""
+    for row in prospects.inclusion.rows():
+        if not math.isnan(row.gap.value):
+            for bound in ("value", "low", "high"):
+                labels = (row.dimension, row.stratum, bound)
+                metrics.INCLUSION_GAP.labels(*labels).set(getattr(row.gap, bound))
+
+
+def _rows(meter: Inclusion) -> list[dict[str, Any]]:
+    return [_row(row) for row in meter.rows()]
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {
+        "dimension": row.dimension,
+        "stratum": row.stratum,
+        "any": _cell(row.any),
+        "dedicated": _cell(row.dedicated),
+        "gap": _interval(row.gap),
+        "judged": row.judged,
+        "biased": row.biased,
+    }
+
+
+def _cell(cell: Cell) -> dict[str, Any]:
+    counts = {name: getattr(cell, name) for name in ("trained", "dropped", "lost", "groups")}
+    return _interval(cell.share()) | counts
+
+
+def _interval(interval: Share) -> dict[str, Any]:
+    value = None if math.isnan(interval.value) else interval.value
+    return {"value": value, "low": interval.low, "high": interval.high}
+
+
+def _names(body: Mapping[str, Any], word: str) -> list[str]:
+    names = body.get(word) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        message = f"{word}: expected a list of session keys"
+        raise InvalidTurn(message)
+    return names
+
+
+def _rewards(body: Mapping[str, Any]) -> dict[str, float]:
+    rewards = body.get("rewards") or {}
+    if not isinstance(rewards, dict) or not all(
+        isinstance(value, int | float) and not isinstance(value, bool) for value in rewards.values()
+    ):
+        message = "rewards: expected an object of session keys and numbers"
+        raise InvalidTurn(message)
+    return rewards
+
+
+def _json(body: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")

@@ -1,0 +1,1 @@
+"""A lease's router replicas: who is alive, who owns which trajectory."""

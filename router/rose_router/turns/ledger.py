@@ -1,0 +1,158 @@
+"""Every turn by the caller's id: live ones, and finished ones for a while.
+
+A caller that lost its connection and asks again under the same id joins the live turn or gets the
+finished answer; nothing is sampled twice. The same id with another body is refused while the first
+is live, and is a new turn afterwards (some trainers use one id for all turns of a trajectory).
+Turns that ended with an abort are not replayed: asking again means to try again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rose_core.wire.routing import EngineKind
+from rose_router import metrics
+from rose_router.errors import Conflict
+from rose_router.turns.request import TurnRequest
+from rose_router.turns.turn import State, Turn
+
+RECENT = 256
+REPLAYABLE = 4096
+
+
+@dataclass
+class Totals:
+    """Sums since the router started, for ``/turns``.
+
+    Attributes:
+        usual_tokens: output tokens of a turn, weighted to the last hundred or so.
+    """
+
+    turns: int = 0
+    borrowed_turns: int = 0
+    aborted_turns: int = 0
+    failed_turns: int = 0
+    tokens: int = 0
+    borrowed_tokens: int = 0
+    moves: int = 0
+    redone_tokens: int = 0
+    usual_tokens: float = 128.0
+
+
+class Ledger:
+    """The turns.
+
+    Args:
+        replay_seconds: how long a finished turn answers its duplicate id.
+    """
+
+    def __init__(self, replay_seconds: float) -> None:
+        self._replay_seconds = replay_seconds
+        self._live: dict[tuple[str, str], Turn] = {}
+        self._finished: OrderedDict[tuple[str, str], Turn] = OrderedDict()
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self.totals = Totals()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Turn]:
+        return iter(list(self._live.values()))
+
+    def find(self, request: TurnRequest, now: float) -> Turn | None:
+        """The turn that this request is a duplicate of.
+
+        Raises:
+            Conflict: a live turn has the id and another body.
+        """
+        if not request.own_rid:
+            return None
+        self._expire(now)
+        live = self._live.get(request.name)
+        if live is not None:
+            if live.request.fingerprint() == request.fingerprint():
+                return live
+            message = f"id {request.rid!r} belongs to a live turn with another body"
+            raise Conflict("DuplicateId", message)
+        finished = self._finished.get(request.name)
+        if finished is None or finished.request.fingerprint() != request.fingerprint():
+            return None
+        return finished
+
+    def live(self, rid: str, job: str = "") -> list[Turn]:
+        """The live turns of that id, exact and never by prefix; of the job, or else of all."""
+        exact = self._live.get((job, rid))
+        if exact is not None or job:
+            return [exact] if exact is not None else []
+        return [turn for turn in self._live.values() if turn.request.rid == rid]
+
+    def open(self, turn: Turn) -> None:
+        """A turn begins."""
+        self._live[turn.request.name] = turn
+
+    def close(self, turn: Turn) -> None:
+        """A turn has ended: count it, keep it for replay."""
+        self._live.pop(turn.request.name, None)
+        self._count(turn)
+        self.recent.append(summary(turn))
+        aborted = turn.finish is None or turn.finish.get("type") == "abort"
+        if turn.request.own_rid and not aborted:
+            self._finished[turn.request.name] = turn
+            self._finished.move_to_end(turn.request.name)
+            while len(self._finished) > REPLAYABLE:
+                self._finished.popitem(last=False)
+
+    def count_tokens(self, kind: EngineKind, count: int) -> None:
+        """So many tokens of a turn are held that an engine of this kind made."""
+        metrics.TOKENS.labels(kind.value.lower()).inc(count)
+        self.totals.tokens += count
+        self.totals.borrowed_tokens += count if kind is EngineKind.BORROWED else 0
+
+    def _expire(self, now: float) -> None:
+        limit = now - self._replay_seconds
+        while self._finished and next(iter(self._finished.values())).ended < limit:
+            self._finished.popitem(last=False)
+
+    def _count(self, turn: Turn) -> None:
+        totals, kind = self.totals, kind_of(turn)
+        finish = str(turn.finish["type"]) if turn.finish else "error"
+        metrics.TURNS.labels(kind, finish).inc()
+        metrics.TURN_SECONDS.observe(turn.ended - turn.began)
+        totals.turns += 1
+        totals.borrowed_turns += turn.borrowed
+        totals.failed_turns += turn.state is State.FAILED
+        totals.aborted_turns += finish == "abort"
+        totals.moves += len(turn.moves)
+        totals.redone_tokens += turn.redone_tokens
+        if finish in {"stop", "length"}:
+            totals.usual_tokens += 0.02 * (turn.held - totals.usual_tokens)
+
+
+def kind_of(turn: Turn) -> str:
+    """The metric's label."""
+    return "borrowed" if turn.borrowed else "dedicated"
+
+
+def summary(turn: Turn) -> dict[str, Any]:
+    """A turn in a few words, for ``/turns``."""
+    return {
+        "id": turn.request.rid,
+        "session": turn.request.session,
+        "job": turn.request.job,
+        "state": turn.state.value,
+        "kind": kind_of(turn),
+        "engines": [leg.engine for leg in turn.transcript.legs]
+        + ([turn.leg.engine] if turn.leg else []),
+        "prompt_tokens": len(turn.request.prompt),
+        "tokens": turn.held + (turn.leg.placed if turn.leg else 0),
+        "versions": [span.version for span in turn.transcript.spans],
+        "moves": [{"reason": m.reason.value, "at_token": m.at_token} for m in turn.moves],
+        "redone_tokens": turn.redone_tokens,
+        "finish": turn.finish["type"] if turn.finish else None,
+        "error": str(turn.error) if turn.error else "",
+        "queue_seconds": round(turn.queue_seconds, 4),
+        "seconds": round(turn.ended - turn.began, 4) if turn.ended else None,
+    }

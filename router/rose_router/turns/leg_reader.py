@@ -1,0 +1,113 @@
+"""Takes what an engine says in answer to one leg: holds it, learns from it, tells who listens.
+
+The client calls ``take`` in the moment in which a piece of the engine's stream arrives, without a
+task in between, and ``streaming`` writes what follows from it to the caller in the same moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rose_core.rollouts.stops import Crossing
+from rose_core.rollouts.transcript import Leg, StreamEvent
+from rose_router import metrics
+from rose_router.engines.fleet import Clock, Engine, Fleet, LiveLeg
+from rose_router.turns.turn import Turn
+
+_PROMPT_META = ("prompt_tokens", "cached_tokens", "input_token_logprobs", "input_top_logprobs")
+
+
+class LegReader:
+    """Reads one leg.
+
+    Args:
+        turn: whose leg it is.
+        engine: who answers.
+        leg: what was said so far.
+        handle: the leg as the supervisor watches it.
+        fleet: learns how fast the engine works.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg, *, fleet: Fleet, clock: Clock
+    ) -> None:
+        self._turn, self._engine, self._leg, self._handle = turn, engine, leg, handle
+        self._fleet, self._clock = fleet, clock
+        self._crossing = _crossing(turn)
+
+    def take(self, events: Iterable[StreamEvent]) -> bool:
+        """Take events that came together; listeners are told once.
+
+        Returns:
+            False when no more is wanted.
+
+        Raises:
+            BrokenStream: tokens are missing, or the engine counts backwards.
+        """
+        now, before = self._clock(), self._leg.placed
+        try:
+            return all(self._took(event, now) for event in events)
+        finally:
+            if self._leg.placed > before:
+                self._clear()
+                self._note_first(now)
+                self._turn.changed.fire()
+
+    def _took(self, event: StreamEvent, now: float) -> bool:
+        leg, handle = self._leg, self._handle
+        new = leg.take(event)
+        self._learn(event, new, now)
+        self._engine.answered()
+        handle.last_event, handle.tokens = now, len(leg.ids)
+        if leg.offset == 0:
+            meta, kept = event.meta, self._turn.prompt_meta
+            kept.update([(name, meta[name]) for name in _PROMPT_META if name in meta])
+        return self._crossing is None or not _stopped(leg, self._crossing)
+
+    def _clear(self) -> None:
+        """Tokens came where an engine had died before: others may run beside the turn again."""
+        record = self._turn.record
+        if record.must_be_alone():
+            record.wrote(self._turn.held + self._leg.placed)
+            if not record.must_be_alone():
+                self._engine.solo = False
+                self._fleet.changed.fire()
+
+    def _note_first(self, now: float) -> None:
+        turn = self._turn
+        if not turn.first_token_at:
+            turn.first_token_at = now
+            metrics.FIRST_TOKEN_SECONDS.observe(now - turn.began)
+
+    def _learn(self, event: StreamEvent, new: int, now: float) -> None:
+        engine, handle = self._engine, self._handle
+        kind = engine.update.device_class
+        uncached = event.meta.get("prompt_tokens", 0) - event.meta.get("cached_tokens", 0)
+        if new and kind:
+            metrics.CLASS_TOKENS.labels(kind, "written").inc(new)
+            if not handle.tokens:
+                metrics.CLASS_TOKENS.labels(kind, "read").inc(max(0, uncached))
+        if not new or engine.gate_since > handle.last_event:
+            return  # the gap holds a pause of the gate
+        if handle.tokens:
+            step, live = (now - handle.last_event) / new, engine.reserved
+            self._fleet.saw(engine, lambda speed: speed.saw_step(step, live=live))
+            return
+        waited = now - handle.began
+        self._fleet.saw(engine, lambda speed: speed.saw_first_token(waited, uncached))
+
+
+def _crossing(turn: Turn) -> Crossing | None:
+    """Who looks for stop strings that the next leg's engine cannot see whole."""
+    stops = turn.request.stops
+    return Crossing(stops, turn.transcript.tokens) if stops is not None and turn.held else None
+
+
+def _stopped(leg: Leg, crossing: Crossing) -> bool:
+    """Whether a stop string has ended the turn; the leg then ends with it."""
+    found = crossing.match(leg.ids)
+    if found is None or leg.placed < found.count:
+        return False
+    leg.end(found.count, found.finish)
+    return True

@@ -1,0 +1,348 @@
+"""Moves a turn along its edges: place, run a leg, fold it, finish or go on elsewhere.
+
+The only place where a turn's tokens are sampled, kept, dropped or continued. Placement, patience
+and splice rules are ``rose_core.rollouts``'; this is the shell that obeys them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
+
+from rose_core.rollouts.errors import BrokenStream, RolloutError
+from rose_core.rollouts.placement import TurnView
+from rose_core.rollouts.prefixes import Prefixes
+from rose_core.rollouts.prospects import Prospects
+from rose_core.rollouts.suspects import GATE_SECONDS
+from rose_core.rollouts.transcript import Leg
+from rose_core.rollouts.watch import Move
+from rose_router import metrics
+from rose_router.config import Settings
+from rose_router.engines.engine_client import EngineClient, Target
+from rose_router.engines.fences import Fences
+from rose_router.engines.fleet import Clock, Engine, Fleet, LiveLeg
+from rose_router.errors import EngineRefused, LegLost, RouterError, TurnLost, Unprocessable
+from rose_router.turns.ledger import Ledger
+from rose_router.turns.leg_reader import LegReader
+from rose_router.turns.sessions import Home, Sessions
+from rose_router.turns.turn import Moved, State, Turn
+from rose_router.turns.turn_queue import WaitingRoom
+
+LOG = logging.getLogger(__name__)
+
+# Moves that say nothing against the engine or the turn: they do not count as losses.
+_ORDERLY = frozenset({Move.REVOKED, Move.PAUSED, Move.CAP_CUT})
+_MOST_MOVES = 64
+CANARY_SECONDS = 2.0
+"""An engine that computes answers one token sooner, and whoever waits for it waits for this."""
+
+
+class TurnRunner:
+    """Runs turns.
+
+    Args:
+        new_rid: makes request ids of legs; all of one length, as engines match them by prefix.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        room: WaitingRoom,
+        *,
+        fences: Fences,
+        client: EngineClient,
+        ledger: Ledger,
+        prospects: Prospects,
+        prefixes: Prefixes,
+        clock: Clock,
+        new_rid: Callable[[], str],
+    ) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._room = room
+        self._fences = fences
+        self._client = client
+        self._ledger = ledger
+        self._prospects = prospects
+        self._prefixes = prefixes
+        self._clock = clock
+        self._new_rid = new_rid
+        self._sessions = Sessions()
+
+    @property
+    def sessions(self) -> Sessions:
+        """Where trajectories have their homes."""
+        return self._sessions
+
+    def next_view(self, turn: Turn) -> TurnView:
+        """What would come after a turn that has ended, were it to come now with no new prompt."""
+        expected = max(1, round(self._ledger.totals.usual_tokens))
+        return replace(self._view(turn), expected=expected, losses=0, begins=False)
+
+    async def run(self, turn: Turn) -> None:
+        """Bring the turn to its end, whatever that is; never raises."""
+        try:
+            while not turn.over:
+                await self._advance(turn)
+        except asyncio.CancelledError:
+            self._abort(turn, "Aborted", turn.abort_message or "the router stops")
+        except (RouterError, RolloutError, EngineRefused) as error:
+            self._fail(turn, error)
+        except Exception as error:  # a bug must end this turn only, and be heard of
+            LOG.exception("turn %s", turn.request.rid)
+            self._fail(turn, TurnLost("Internal", f"{type(error).__name__}: {error}"))
+        finally:
+            turn.ended = self._clock()
+            context = len(turn.request.prompt) + turn.held
+            if not turn.request.keyed:
+                self._prefixes.note(
+                    turn.request.trajectory, turn.transcript.context, len(turn.request.prompt)
+                )
+            self._prospects.turn_ended(
+                turn.request.trajectory, turn.held, context, turn.ended, moves=len(turn.moves)
+            )
+            self._ledger.close(turn)
+            turn.ended_event.set()
+            turn.changed.fire()
+
+    async def _advance(self, turn: Turn) -> None:
+        began = self._clock()
+        turn.state = State.WAITING
+        view = self._view(turn)
+        try:
+            engine = await self._room.place(
+                view,
+                holds_tokens=turn.held > 0,
+                priority=turn.request.priority,
+                session=turn.request.session,
+                born=turn.born,
+                job=turn.request.job,
+            )
+        finally:
+            turn.queue_seconds += self._clock() - began
+        self._note_placed(turn, view, engine)
+        held = turn.held
+        try:
+            if not engine.gate_open or engine.version is None:
+                return  # it closed while this turn woke up
+            turn.check_bounds(engine.bounds)
+            move = await self._leg(turn, engine)
+        finally:
+            context = len(turn.transcript.prompt) + turn.held
+            more = turn.held - held - view.expected
+            self._room.leave(engine, turn.request.session, context, turn.request.job, more)
+        self._after(turn, engine, move)
+
+    def _view(self, turn: Turn) -> TurnView:
+        home = self._sessions.home(turn.request.trajectory)
+        usual = self._ledger.totals.usual_tokens
+        if home is None:
+            view = turn.view("", 0, usual)
+        else:
+            engine = self._fleet.get(home.engine)
+            same = engine is not None and str(engine.version) == home.version
+            view = turn.view(home.engine, home.tokens if same else 0, usual)
+        view = self._prospects.expected(turn.request.trajectory, view, self._clock())
+        return replace(view, begins=False) if view.begins and turn.held else view
+
+    def _note_placed(self, turn: Turn, view: TurnView, engine: Engine) -> None:
+        home = self._fleet.get(view.home) if view.home != engine.name else None
+        had_room = home is not None and home.gate_open and home.reserved < home.cap
+        self._prospects.placed(turn.request.trajectory, engine.kind, left_home=had_room)
+
+    async def _leg(self, turn: Turn, engine: Engine) -> Move | None:
+        """Run one leg and fold it; why the turn must go on elsewhere, ``None`` when it ended."""
+        now = self._clock()
+        leg = Leg(
+            *(engine.name, engine.kind, self._new_rid(), str(engine.version), turn.held),
+            reused=engine.update.reuses_kv,
+        )
+        handle = LiveLeg(leg.rid, now, now, can_move=partial(self._elsewhere, turn, engine))
+        handle.task = turn.task
+        engine.legs[leg.rid] = handle
+        engine.turns += 1
+        turn.state, turn.leg = State.RUNNING, leg
+        try:
+            move = await self._outcome(turn, engine, leg, handle)
+            # The last event may have come just before whatever ended the reading.
+            return None if leg.complete else move
+        finally:
+            del engine.legs[leg.rid]
+            self._fold(turn, engine, leg)
+
+    async def _outcome(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> Move:
+        """Why reading the leg ended, if it was not by its last event."""
+        try:
+            return await self._judged(turn, engine, leg, handle)
+        except asyncio.CancelledError:
+            # One of its cancellations is the verdict's; any other ends the turn.
+            if handle.verdict is None or (handle.task is not None and handle.task.uncancel()):
+                raise
+            if handle.verdict is Move.STALLED:
+                engine.failed(self._clock())
+            return handle.verdict
+
+    async def _judged(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> Move:
+        """Read the leg; whose fault it is when that ends early."""
+        try:
+            await self._read(turn, engine, leg, handle)
+        except BrokenStream as error:
+            LOG.info("leg %s on %s: %s", leg.rid, engine.name, error)
+        except LegLost as error:
+            LOG.info("leg %s on %s: %s", leg.rid, engine.name, error)
+            if error.refused:
+                return await self._refused(engine, leg, error)
+            if not error.unsent:
+                await self._lost(turn, engine, leg)
+        else:
+            return Move.ABORTED if leg.aborted else Move.UNPLACED
+        engine.failed(self._clock())
+        return Move.LOST
+
+    async def _refused(self, engine: Engine, leg: Leg, error: LegLost) -> Move:
+        """The engine answered, and not with tokens.
+
+        Raises:
+            EngineRefused: it answers others: the request is at fault, not the engine.
+        """
+        if error.doubtful and not leg.placed and await self._answers(engine):
+            raise EngineRefused(str(error)) from error
+        engine.failed(self._clock())
+        return Move.REFUSED
+
+    async def _lost(self, turn: Turn, engine: Engine, leg: Leg) -> None:
+        """The connection is gone: if the process is too, this turn may be why.
+
+        Raises:
+            Unprocessable: it was so the time before, when it ran alone.
+        """
+        blamed = engine.suspects(leg.rid)  # before anything is awaited: the others leave, too
+        shut = not engine.gate_open and self._clock() - engine.gate_since > GATE_SECONDS
+        if shut or engine.update.leaving or await self._answers(engine):
+            return
+        held = turn.held + leg.placed
+        if turn.record.saw_death(suspected=leg.rid in blamed, held=held):
+            metrics.SUSPECTS.labels("refused").inc()
+            message = (
+                f"two engines ended while this turn ran on them, the last {engine.name}, where it "
+                "ran alone; it is not tried on a third. Look at what it asks for"
+            )
+            raise Unprocessable("EndsEngines", message)
+        if turn.record.must_be_alone():
+            metrics.SUSPECTS.labels("isolated").inc()
+            LOG.warning("turn %s may have ended %s; it goes on alone", leg.rid, engine.name)
+
+    async def _answers(self, engine: Engine) -> bool:
+        """Whether the engine computes another request: one token, asked for the least there is."""
+        canary = {
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
+            "stream": True,
+            "rid": self._new_rid(),
+        }
+        target = Target(engine.update.url, engine.update.token)
+        try:
+            async with asyncio.timeout(CANARY_SECONDS):
+                await self._client.stream(target, canary, lambda events: bool(list(events)))
+        except (LegLost, EngineRefused, BrokenStream, TimeoutError):
+            return False
+        return True
+
+    async def _read(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> None:
+        target = Target(engine.update.url, engine.update.token)
+        body = turn.request.leg_body(turn.transcript.context, turn.held, leg.rid, leg.version)
+        reader = LegReader(turn, engine, leg, handle, fleet=self._fleet, clock=self._clock)
+        await self._client.stream(target, body, reader.take)
+        _raise_refusal(leg)
+
+    def _fold(self, turn: Turn, engine: Engine, leg: Leg) -> None:
+        if not leg.ended:
+            self._fences.raise_for(engine, leg.rid)
+        exact = turn.request.pin.exact
+        folded = turn.transcript.fold(leg, str(exact) if exact else "")
+        turn.leg = None
+        turn.last_meta = leg.meta or turn.last_meta
+        turn.redone_tokens += folded.dropped
+        engine.tokens += folded.kept
+        self._ledger.count_tokens(engine.kind, folded.kept)
+        metrics.REDONE.inc(folded.dropped)
+        context = len(turn.transcript.prompt) + turn.held
+        self._sessions.settle(turn.request.trajectory, Home(engine.name, context, leg.version))
+
+    def _after(self, turn: Turn, engine: Engine, move: Move | None) -> None:
+        leg = turn.transcript.legs[-1]
+        dropped = leg.offset + len(leg.ids) > turn.held
+        if move is None and not dropped:
+            self._finish(turn, leg.finish)
+        elif turn.held >= turn.request.most_tokens:
+            self._finish(turn, {"type": "length", "length": turn.request.most_tokens})
+        else:
+            self._moved(turn, engine, move or Move.UNPLACED)
+
+    def _moved(self, turn: Turn, engine: Engine, move: Move) -> None:
+        turn.moves.append(Moved(move, engine.name, turn.held))
+        turn.losses += move not in _ORDERLY
+        metrics.MOVES.labels(move.value).inc()
+        metrics.REPREFILLED.inc(len(turn.transcript.prompt) + turn.held)
+        if turn.held and turn.request.dedicated_because:
+            why = "; ".join(turn.request.dedicated_because)
+            message = f"engine {engine.name} was lost ({move}) and the turn cannot move: {why}"
+            raise TurnLost("NotSpliceable", message, retry_after=1)
+        if turn.losses > self._settings.max_losses or len(turn.moves) > _MOST_MOVES:
+            count = len(turn.moves)
+            message = f"the turn lost {count} engines, the last {engine.name} ({move})"
+            raise TurnLost("EnginesLost", message, retry_after=5)
+
+    def _elsewhere(self, turn: Turn, engine: Engine) -> bool:
+        view = self._view(turn)
+        others = frozenset({engine.name})
+        return not turn.request.dedicated_because and self._room.possible(view, others)
+
+    @staticmethod
+    def _finish(turn: Turn, finish: Any) -> None:  # noqa: ANN401  # SGLang's JSON
+        turn.check()
+        turn.state, turn.finish = State.DONE, dict(finish)
+        if turn.finish["type"] == "length":
+            turn.finish["length"] = turn.held  # the engine counted its own leg only
+
+    @staticmethod
+    def _abort(turn: Turn, err_type: str, message: str, status: int | None = None) -> None:
+        turn.state = State.DONE
+        turn.finish = {
+            "type": "abort",
+            "message": message,
+            "status_code": status,
+            "err_type": err_type,
+        }
+
+    def _fail(self, turn: Turn, error: Exception) -> None:
+        """An error before the first token, a typed abort with what is held after it."""
+        if turn.held:
+            reason = error.reason if isinstance(error, RouterError) else type(error).__name__
+            status = error.status if isinstance(error, RouterError) else 409
+            self._abort(turn, reason, str(error), status)
+        else:
+            turn.state, turn.error = State.FAILED, error
+
+
+def _raise_refusal(leg: Leg) -> None:
+    """SGLang reports some wrong requests as an abort with a status.
+
+    Raises:
+        EngineRefused: it did.
+        LegLost: it failed at it, which may be the request's fault.
+    """
+    status = leg.finish.get("status_code") if leg.aborted and leg.finish is not None else None
+    if leg.finish is None or not isinstance(status, int) or leg.placed:
+        return
+    text = str(leg.finish.get("message", "the engine refused the request"))
+    if 400 <= status < 500:
+        raise EngineRefused(text)
+    if status == 500:
+        raise LegLost(text, refused=True, doubtful=True)

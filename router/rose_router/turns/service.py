@@ -1,0 +1,295 @@
+"""The router without its sockets: takes turn requests, gives turns.
+
+``app`` puts HTTP in front of it, ``attach`` feeds its fleet, tests drive it under virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from rose_core.rollouts import versions
+from rose_core.rollouts.errors import UnknownVersion
+from rose_core.rollouts.fields import Bounds, check_within, least
+from rose_core.rollouts.guards import Outlook
+from rose_core.rollouts.prefixes import Prefixes
+from rose_core.rollouts.transcript import Transcript
+from rose_core.wire.routing import EngineKind
+from rose_router import metrics
+from rose_router.config import Settings
+from rose_router.engines.engine_client import EngineClient
+from rose_router.engines.fences import Fences
+from rose_router.engines.fleet import Clock, Fleet
+from rose_router.errors import Conflict, Overloaded, Unprocessable
+from rose_router.turns.ledger import Ledger
+from rose_router.turns.request import TurnRequest
+from rose_router.turns.runner import TurnRunner
+from rose_router.turns.supervisor import Supervisor
+from rose_router.turns.turn import Turn
+from rose_router.turns.turn_queue import WaitingRoom
+from rose_router.turns.warming import Warmer
+
+_NUMBERS = itertools.count(secrets.randbits(32))
+_PROCESS = secrets.token_hex(8)
+
+
+def random_rid() -> str:
+    """32 hexadecimal digits: of one length, so that no id is a prefix of another.
+
+    Half of them are this process's own, the rest counts: no two are alike, here or elsewhere.
+    """
+    return f"{_PROCESS}{next(_NUMBERS):016x}"
+
+
+def _nothing() -> None:
+    return
+
+
+class Service:
+    """A lease's router.
+
+    Args:
+        settings: knobs.
+        client: reaches engines.
+        clock: monotonic seconds.
+        new_rid: makes ids of legs, all of one length.
+        dice: random numbers from 0 to 1, for exploration.
+
+    Attributes:
+        on_turn: called when a turn begins.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        client: EngineClient,
+        *,
+        clock: Clock = time.monotonic,
+        new_rid: Callable[[], str] = random_rid,
+        dice: Callable[[], float] = random.random,
+    ) -> None:
+        self.settings = settings
+        self.clock = clock
+        self._dice = dice
+        self.policies = policies = settings.policies
+        self.fleet = Fleet(clock, policies.patience.pause_seconds)
+        self.ledger = Ledger(settings.replay_seconds)
+        self.prefixes = Prefixes()
+        self.prospects = policies.memory()
+        self.room = WaitingRoom(
+            self.fleet, policies.placement, settings.queue, clock, outlook=self._outlook
+        )
+        self.room.finish_rate = self._finish_rate
+        self.draining = False
+        self.labels: dict[str, str] = {}
+        self.on_turn: Callable[[], None] = _nothing
+        self._fences = Fences(self.fleet, client)
+        self._runner = TurnRunner(
+            settings,
+            self.fleet,
+            self.room,
+            fences=self._fences,
+            client=client,
+            ledger=self.ledger,
+            prospects=self.prospects,
+            prefixes=self.prefixes,
+            clock=clock,
+            new_rid=new_rid,
+        )
+        self._supervisor = Supervisor(
+            self.fleet,
+            self.room,
+            self._fences,
+            policies.patience,
+            self.prospects,
+            forget_seconds=settings.forget_seconds,
+            clock=clock,
+        )
+        self._warmer = Warmer(
+            policies.placement,
+            self.fleet,
+            self.room,
+            fences=self._fences,
+            client=client,
+            sessions=self._runner.sessions,
+            view=self._runner.next_view,
+            outlook=self._outlook,
+            clock=clock,
+            new_rid=new_rid,
+        )
+        self._loops: list[asyncio.Task[None]] = []
+        self._ends: deque[float] = deque(maxlen=64)
+
+    async def start(self) -> None:
+        """Begin to watch."""
+        loops = (self._supervisor.run(), self._warmer.run())
+        self._loops = [asyncio.create_task(loop) for loop in loops]
+
+    async def close(self) -> None:
+        """End every turn with a typed abort and stop."""
+        turns = list(self.ledger)
+        for turn in turns:
+            self._end(turn, "the router stops")
+        await asyncio.gather(*(turn.task for turn in turns if turn.task), return_exceptions=True)
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        await self._warmer.close()
+        await self._fences.close()
+
+    async def drain(self) -> None:
+        """Take nothing new; return when every live turn has ended or the time is over."""
+        self.draining = True
+        tasks = [turn.task for turn in self.ledger if turn.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=self.settings.drain_seconds)
+
+    def submit(self, request: TurnRequest) -> Turn:
+        """Begin a turn, or join the one that the request is a duplicate of.
+
+        Returns:
+            The turn; the caller counts as a listener and must ``leave``.
+
+        Raises:
+            Conflict: pinned version unknown, duplicate id.
+            Unprocessable: not spliceable here.
+            UnsafeTurn: no engine attached could bear it.
+            Overloaded: draining.
+        """
+        if self.draining:
+            message = "this router is shutting down; its turns end, new ones go elsewhere"
+            raise Overloaded("Draining", message, retry_after=5)
+        turn = self.ledger.find(request, self.clock())
+        if turn is None:
+            if not request.session and (found := self._recognized(request)):
+                request = request.but(session=found)
+            self._check(request)
+            turn = Turn(request, self.clock(), Transcript(request.prompt), labels=self.labels)
+            turn.check_bounds(self.bounds())
+            self.ledger.open(turn)
+            self.on_turn()
+            turn.born = self.prospects.turn_begins(
+                request.trajectory,
+                request.hint,
+                len(request.prompt),
+                turn.began,
+                prompt=request.prompt,
+                job=request.job,
+            )
+            self._warmer.comes(turn)
+            turn.task = asyncio.create_task(self._runner.run(turn))
+            turn.task.add_done_callback(lambda _: self._over(turn))
+        turn.listeners += 1
+        return turn
+
+    def admit(self, requests: Sequence[TurnRequest]) -> None:
+        """Refuse a request's turns before anything is made for them.
+
+        Raises:
+            Busy: they do not fit into the queue.
+            UnsafeTurn: no engine attached could bear one of them.
+        """
+        self.room.check_room(requests[0].job, len(requests))
+        bounds, seen = self.bounds(), None
+        for request in requests:
+            if request.prompt is not seen:  # answers to one prompt have all in common
+                seen = request.prompt
+                check_within(request.prompt, request.sampling, request.passed, bounds)
+
+    def bounds(self) -> Bounds:
+        """What a turn must keep to run on the engines of this lease."""
+        lease = Bounds(context=self.settings.context_tokens)
+        return least((lease, self.fleet.bounds()))
+
+    def leave(self, turn: Turn) -> None:
+        """A caller no longer listens; nobody listening ends the turn."""
+        turn.listeners -= 1
+        if not turn.listeners and not turn.over:
+            turn.abandoned = True
+            self._end(turn, "the caller hung up")
+
+    def abort(self, rid: str, job: str = "") -> bool:
+        """End the turn with exactly this caller's id, of this job where one is given.
+
+        Returns:
+            False when no such turn is live.
+        """
+        turns = self.ledger.live(rid, job)
+        for turn in turns:
+            self._end(turn, "Aborted")
+        return bool(turns)
+
+    def finished(self, session: str) -> None:
+        """A trajectory comes back no more: its keys are of no use, and its length is known."""
+        self.prospects.over(session)
+        self._warmer.over(session)
+        self.fleet.residents.over(session)
+
+    def abort_all(self, job: str = "") -> int:
+        """End every turn of this lease, or of one job of it; their number."""
+        turns = [turn for turn in self.ledger if job in {"", turn.request.job}]
+        for turn in turns:
+            self._end(turn, "Aborted")
+        return len(turns)
+
+    async def until_idle(self) -> None:
+        """Wait until the turns that run now have ended; those that only wait may go on waiting."""
+        running = [turn.task for turn in self.ledger if turn.task and turn.leg is not None]
+        if running:
+            await asyncio.wait(running)
+
+    def unready(self) -> str:
+        """Why no turn could run now, or an empty string."""
+        if self.draining:
+            return "draining"
+        if not len(self.fleet):
+            return "no engine is attached"
+        if not self.fleet.live_versions():
+            return "no engine has an attested weight version"
+        return ""
+
+    def _recognized(self, request: TurnRequest) -> str:
+        """The trajectory of its job that the turn's prompt goes on from; empty = none."""
+        found = self.prefixes.find(request.prompt)
+        return found if not request.job or found.startswith(f"{request.job}/") else ""
+
+    def _check(self, request: TurnRequest) -> None:
+        try:
+            versions.check_pin(request.pin, self.fleet.head, self.fleet.live_versions())
+        except UnknownVersion as error:
+            raise Conflict("UnknownVersion", str(error), retry_after=1) from error
+        if request.dedicated_because and not self._may_have_dedicated():
+            why = "; ".join(request.dedicated_because)
+            message = f"no dedicated engine is attached, and the turn could not move: {why}"
+            raise Unprocessable("NotSpliceable", message)
+
+    def _may_have_dedicated(self) -> bool:
+        kinds = {engine.kind for engine in self.fleet}
+        return not kinds or EngineKind.DEDICATED in kinds
+
+    @staticmethod
+    def _end(turn: Turn, message: str) -> None:
+        turn.abort_message = turn.abort_message or message
+        if turn.task is not None:
+            # A task that is cancelled before its first step never runs, and the turn would stay
+            # live for ever; this comes after that step.
+            asyncio.get_running_loop().call_soon(turn.task.cancel)
+
+    def _over(self, turn: Turn) -> None:
+        self._ends.append(self.clock())
+        self._warmer.ends(turn)
+        if turn.abandoned:  # one that is answered has no listener any more when this is called
+            metrics.UNDELIVERED.inc(turn.held)
+
+    def _outlook(self) -> Outlook:
+        return self.prospects.outlook(self.fleet.views, self._dice(), self.clock())
+
+    def _finish_rate(self) -> float:
+        if len(self._ends) < 2:
+            return 0.0
+        return len(self._ends) / max(self.clock() - self._ends[0], 0.001)

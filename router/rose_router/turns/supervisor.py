@@ -1,0 +1,129 @@
+"""Ends legs that must not go on where they are, and keeps everything that depends on time moving.
+
+Looks whenever the fleet changes and every ``TICK_SECONDS``. ``rose_core.rollouts.watch`` decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from rose_core.rollouts import versions
+from rose_core.rollouts.prospects import Prospects
+from rose_core.rollouts.watch import LegView, Move, Patience, judge
+from rose_core.wire.routing import EngineKind
+from rose_router import metrics
+from rose_router.engines.fences import Fences
+from rose_router.engines.fleet import Clock, Engine, Fleet, LiveLeg
+from rose_router.turns.turn_queue import WaitingRoom
+
+TICK_SECONDS = 0.25
+
+# Reasons that only make sense while another engine has room; each takes one place of it.
+_NEEDS_ROOM = frozenset({Move.PAUSED, Move.CAP_CUT})
+
+
+class Supervisor:
+    """The watch.
+
+    Args:
+        patience: how long a leg may stand still.
+        prospects: memory of trajectories, told of time and heads.
+        forget_seconds: how long an engine without owner is remembered.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        room: WaitingRoom,
+        fences: Fences,
+        patience: Patience,
+        prospects: Prospects,
+        *,
+        forget_seconds: float,
+        clock: Clock,
+    ) -> None:
+        self._fleet = fleet
+        self._room = room
+        self._fences = fences
+        self._patience = patience
+        self._prospects = prospects
+        self._forget_seconds = forget_seconds
+        self._clock = clock
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        while True:
+            self.look()
+            try:
+                async with asyncio.timeout(TICK_SECONDS):
+                    await self._fleet.changed.wait()
+            except TimeoutError:
+                continue
+
+    def look(self) -> None:
+        """One round."""
+        now = self._clock()
+        self._fleet.forget(self._forget_seconds)
+        self._prospects.saw_head(self._fleet.head, now)
+        self._prospects.infer_ends(now)
+        self._prospects.forget_silent(now)
+        spare = sum(
+            max(0, engine.cap - engine.reserved) for engine in self._fleet if engine.gate_open
+        )
+        for engine in self._fleet:
+            if engine.legs and not self._at_ease(engine, now):
+                spare -= self._judge(engine, spare)
+        self._fences.deliver()
+        self._room.look()
+        self._show()
+
+    def _at_ease(self, engine: Engine, now: float) -> bool:
+        """Whether no leg can be judged to end: all may go on, and all have spoken lately."""
+        if not engine.gate_open or len(engine.legs) > engine.cap:
+            return False
+        spoke = min(leg.last_event for leg in engine.legs.values())
+        return now - spoke < self._patience.stall_seconds
+
+    def _judge(self, engine: Engine, spare: int) -> int:
+        now = self._clock()
+        excess = max(0, len(engine.legs) - engine.cap) if engine.gate_open else 0
+        used = 0
+        youngest_first = sorted(engine.legs.values(), key=lambda leg: -leg.began)
+        for position, leg in enumerate(youngest_first):
+            over = position < excess
+            elsewhere = (over or not engine.gate_open) and used < spare and leg.can_move()
+            verdict = judge(_view(engine, leg, over), self._patience, elsewhere, now)
+            if verdict is not None:
+                leg.end(verdict)
+                used += verdict in _NEEDS_ROOM
+        return used
+
+    def _show(self) -> None:
+        counts = {(kind, gate): 0 for kind in EngineKind for gate in ("open", "closed")}
+        live = dict.fromkeys(EngineKind, 0)
+        metrics.TRAJECTORIES.set(len(self._prospects))
+        metrics.BORROWED_SHARE.labels("all").set(self._prospects.shares.overall)
+        for name, share in self._prospects.shares.by_stratum().items():
+            metrics.BORROWED_SHARE.labels(name).set(share)
+        metrics.LAG.clear()  # engines that have gone
+        for engine in self._fleet:
+            counts[engine.kind, "open" if engine.gate_open else "closed"] += 1
+            live[engine.kind] += len(engine.legs)
+            if engine.version and self._fleet.head:
+                lag = versions.lag(engine.version, self._fleet.head)
+                metrics.LAG.labels(engine.name).set(-1 if lag is None else lag)
+        for (kind, gate), count in counts.items():
+            metrics.ENGINES.labels(kind.value.lower(), gate).set(count)
+            metrics.LIVE.labels(kind.value.lower()).set(live[kind])
+
+
+def _view(engine: Engine, leg: LiveLeg, over: bool) -> LegView:
+    return LegView(
+        known=True,
+        leaving=engine.update.leaving,
+        gate_open=engine.gate_open,
+        gate_since=engine.gate_since,
+        last_event=leg.last_event,
+        excess=over,
+    )

@@ -1,0 +1,210 @@
+"""One turn from request to last token: the states below, its transcript and whoever listens.
+
+    Waiting --placed--> Running --finished--> Done
+    Running --engine lost, paused too long, revoked--> Waiting   (tokens are kept)
+    Waiting/Running --aborted by the caller, budget spent--> Done (finish reason ``abort``)
+    Waiting/Running --refused, no token held--> Failed            (an HTTP error)
+
+``TurnRunner`` moves it along these edges.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from rose_core.rollouts.detokenize import IncrementalDetokenizer
+from rose_core.rollouts.fields import Bounds, check_within
+from rose_core.rollouts.logprobs import Terms, terms_of
+from rose_core.rollouts.placement import TurnView
+from rose_core.rollouts.spans import Span, covers, cut, joined, shifted
+from rose_core.rollouts.suspects import Record
+from rose_core.rollouts.transcript import Leg, Transcript
+from rose_core.rollouts.watch import Move
+from rose_core.wire.routing import EngineKind
+from rose_router.engines.fleet import LiveLeg, Signal
+from rose_router.turns.request import TurnRequest
+
+
+class State(StrEnum):
+    """Where a turn stands."""
+
+    WAITING = "Waiting"
+    RUNNING = "Running"
+    DONE = "Done"
+    FAILED = "Failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The turn left an engine; ``at_token`` output tokens were held then."""
+
+    reason: Move
+    engine: str
+    at_token: int
+
+
+class Shown(msgspec.Struct, frozen=True, gc=False):
+    """What may be shown of a turn: only tokens whose version is known."""
+
+    tokens: list[int]
+    per_token: Mapping[str, list[Any]]
+    spans: tuple[Span, ...]
+    text: str
+
+
+@dataclass(eq=False)
+class Turn:
+    """A turn in the router.
+
+    Attributes:
+        began: seconds of the router's clock.
+        born: what it ranks by among turns of its job; smaller goes first.
+        finish: SGLang's finish reason once it is done.
+        error: why it failed.
+        record: what is known against it (``suspects``).
+        checked: the bounds that it is known to keep.
+        labels: the trainer's own names of weight versions.
+        detokenizer: makes the text of a turn that moved, while it goes on.
+        changed: fires whenever there is more to show.
+        listeners: callers waiting for it; when the last one leaves, it is aborted.
+        abandoned: the last one left before its end.
+    """
+
+    request: TurnRequest
+    began: float
+    transcript: Transcript
+    state: State = State.WAITING
+    leg: Leg | None = None
+    handle: LiveLeg | None = None
+    finish: Mapping[str, Any] | None = None
+    error: Exception | None = None
+    ended: float = 0.0
+    born: int | None = None
+    first_token_at: float = 0.0
+    queue_seconds: float = 0.0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    prompt_meta: dict[str, Any] = field(default_factory=dict)
+    last_meta: Mapping[str, Any] = field(default_factory=dict)
+    moves: list[Moved] = field(default_factory=list)
+    detokenizer: IncrementalDetokenizer | None = None
+    redone_tokens: int = 0
+    losses: int = 0
+    record: Record = field(default_factory=Record)
+    checked: Bounds | None = None
+    listeners: int = 0
+    abandoned: bool = False
+    abort_message: str = ""
+    changed: Signal = field(default_factory=Signal)
+    ended_event: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will come."""
+        return self.state is State.DONE or self.state is State.FAILED
+
+    async def until_over(self) -> None:
+        """Wait for the end without being woken by every token."""
+        await self.ended_event.wait()
+
+    def version_label(self, spans: Sequence[Span]) -> str | None:
+        """The newest version of the spans, by the trainer's own name where it gave one."""
+        if not spans:
+            return None
+        return self.labels.get(spans[-1].version, spans[-1].version)
+
+    @cached_property
+    def logprob_terms(self) -> Terms:
+        """What the request itself makes of its log-probs; asked for in every event."""
+        return terms_of(self.request.sampling, self.request.passed)
+
+    @property
+    def held(self) -> int:
+        """Output tokens that no loss can take away any more."""
+        return len(self.transcript.tokens)
+
+    @property
+    def borrowed(self) -> bool:
+        """A borrowed engine gave at least one token."""
+        legs = self.transcript.legs
+        return bool(legs) and any(leg.placed and leg.kind is EngineKind.BORROWED for leg in legs)
+
+    def view(self, home: str, cached: int, usual_tokens: float) -> TurnView:
+        """For placement.
+
+        Args:
+            home: engine of the session's last turn.
+            cached: tokens of the context that it has keys for.
+            usual_tokens: output tokens of turns so far, on average.
+        """
+        left = max(1, self.request.most_tokens - self.held)
+        expected = self.request.expected - self.held if self.request.expected else usual_tokens
+        return TurnView(
+            context=len(self.transcript.prompt) + self.held,
+            expected=min(left, max(1, round(expected))),
+            pin=self.request.pin,
+            dedicated_only=bool(self.request.dedicated_because),
+            home=home,
+            cached=cached,
+            losses=self.losses,
+            alone=self.record.must_be_alone(),
+        )
+
+    def shown(self) -> Shown:
+        """What may be shown now."""
+        held, leg = self.transcript, self.leg
+        if leg is None or not leg.placed:
+            return Shown(held.tokens, held.per_token, held.spans, held.text)
+        exact = self.request.pin.exact
+        until = leg.allowed(str(exact)) if exact else leg.placed
+        per_token = {
+            name: held.per_token.get(name, []) + values[:until]
+            for name, values in leg.per_token.items()
+        }
+        spans = leg.spans
+        if held.spans or until < leg.placed:
+            spans = joined((*held.spans, *shifted(cut(spans, until), leg.offset)))
+        text = leg.placed_text if until == leg.placed else ""
+        return Shown(held.tokens + leg.ids[:until], per_token, spans, held.text + text)
+
+    def check_bounds(self, bounds: Bounds) -> None:
+        """Refuse to run where the turn would end the engine.
+
+        Raises:
+            UnsafeTurn: it would.
+        """
+        if bounds != self.checked:
+            request = self.request
+            check_within(request.prompt, request.sampling, request.passed, bounds)
+            self.checked = bounds
+
+    def check(self) -> None:
+        """The promise of a finished turn.
+
+        Raises:
+            AssertionError: a token has no span or no log-prob of its own.
+        """
+        held = self.transcript
+        lengths = {name: len(values) for name, values in held.per_token.items()}
+        whole = covers(held.spans, len(held.tokens))
+        if not whole or any(length != len(held.tokens) for length in lengths.values()):
+            message = f"turn {self.request.rid}: {len(held.tokens)} tokens, {lengths}, {held.spans}"
+            raise AssertionError(message)
+
+
+def typed_abort(turn: Turn) -> None:
+    """A turn that failed beside others that did not: an abort that says so, never just empty."""
+    if turn.state is State.FAILED and turn.finish is None:
+        turn.finish = {
+            "type": "abort",
+            "message": str(turn.error),
+            "status_code": 503,
+            "err_type": type(turn.error).__name__,
+        }

@@ -1,0 +1,341 @@
+"""Where turns wait for an engine: the shell around ``dispatch``, ``placement`` and ``admission``.
+
+Turns of several jobs go by ``fairness``, those of one job by ``admission``'s rank.
+
+Those who wait are tried whenever an engine changes or a turn ends. With the joint rule
+``dispatch`` says who goes next: a home that is full for a moment is waited for, engines whose KV
+pool is full of sessions that come back are left alone. The other rules serve in rank order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from rose_core.rollouts import versions
+from rose_core.rollouts.admission import Queue, has_room, rank, retry_after
+from rose_core.rollouts.dispatch import Scene, next_turn
+from rose_core.rollouts.errors import UnknownVersion, VersionGone
+from rose_core.rollouts.fairness import Shares, work
+from rose_core.rollouts.guards import NOTHING_KNOWN, Outlook
+from rose_core.rollouts.placement import (
+    Obstacle,
+    Placement,
+    Policy,
+    PolicyName,
+    TurnView,
+    Wait,
+    obstacle,
+    place,
+)
+from rose_core.wire.routing import EngineKind
+from rose_router import metrics
+from rose_router.engines.fleet import Clock, Engine, Fleet
+from rose_router.errors import Busy, Overloaded
+
+
+@dataclass(eq=False)
+class Waiter:
+    """A turn that waits.
+
+    Attributes:
+        session: whose keys it leaves on its engine.
+        job: whose turn it is.
+    """
+
+    key: tuple[bool, int, int]
+    view: TurnView
+    session: str
+    since: float
+    future: asyncio.Future[Engine] = field(repr=False)
+    job: str = ""
+    obstacle: Obstacle = Obstacle.NO_ENGINE
+
+
+class WaitingRoom:
+    """Gives turns engines.
+
+    Args:
+        fleet: the engines.
+        policy, queue: knobs.
+        outlook: what is known of all trajectories together, asked at every choice.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        policy: Policy,
+        queue: Queue,
+        clock: Clock,
+        outlook: Callable[[], Outlook] = lambda: NOTHING_KNOWN,
+    ) -> None:
+        self._fleet = fleet
+        self._policy = policy
+        self._queue = queue
+        self._clock = clock
+        self._outlook = outlook
+        self._arrivals = itertools.count()
+        self._waiting: list[Waiter] = []
+        self._again: asyncio.TimerHandle | None = None
+        self._shares = Shares()
+        self.held = False
+        self.finish_rate: Callable[[], float] = lambda: 0.0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens that the waiting turns bring with them."""
+        return sum(waiter.view.context for waiter in self._waiting)
+
+    def hold(self) -> None:
+        """Begin no turn until ``release``; the time does not count as waiting."""
+        self.held = True
+
+    def release(self) -> None:
+        """Begin turns again."""
+        self.held = False
+        self.pump()
+
+    def possible(self, view: TurnView, without: frozenset[str]) -> bool:
+        """Whether some engine, ``without`` those, could take the turn now."""
+        return isinstance(self._choose(replace(view, avoid=without)), Placement)
+
+    def check_room(self, job: str = "", more: int = 1) -> None:
+        """Refuse new turns of the job while the queue is full, or would be with them.
+
+        Args:
+            job: whose they are.
+            more: how many; those that an engine could take at once do not wait.
+
+        Raises:
+            Busy: it is.
+        """
+        places = sum(max(0, e.cap - e.reserved) for e in self._fleet if e.gate_open)
+        beside = max(0, more - 1 - places)
+        if has_room(len(self._waiting) + beside, self._queue):
+            return
+        mine = sum(one.job == job for one in self._waiting)
+        jobs = len({job, *(one.job for one in self._waiting)})
+        waiting = len(self._waiting) + beside
+        if has_room(waiting, self._queue, mine=mine + beside, jobs=jobs):
+            return
+        whose = f", {mine} of them of job {job}" if job else ""
+        message = (
+            f"{len(self._waiting)} turns are waiting for an engine already{whose}; try again later"
+        )
+        raise Busy("QueueFull", message, retry_after=self._retry_after())
+
+    async def place(
+        self,
+        view: TurnView,
+        *,
+        holds_tokens: bool,
+        priority: int,
+        session: str = "",
+        born: int | None = None,
+        job: str = "",
+    ) -> Engine:
+        """Wait for an engine; it is reserved, ``leave`` gives it back.
+
+        Args:
+            view: the turn.
+            holds_tokens: it has been cut and goes on.
+            priority: higher goes first.
+            session: whose keys it leaves behind.
+            born: number of its trajectory; older ones go first, without one they come as they come.
+            job: whose turn it is; jobs that wait get engines in equal parts.
+
+        Raises:
+            Busy: the queue is full.
+            Overloaded: the turn has waited too long.
+            VersionGone: the exact version asked for runs nowhere any more.
+        """
+        began = self._clock()
+        future: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
+        arrived = next(self._arrivals)
+        key = rank(holds_tokens, priority, arrived if born is None else born)
+        waiter = Waiter(key, view, session, began, future, job)
+        self._shares.came(job)
+        insort(self._waiting, waiter, key=lambda one: one.key)
+        self.pump()
+        try:
+            if not future.done() and not holds_tokens:
+                self._check_room_without(waiter)
+            return await self._until_placed(waiter)
+        except BaseException:  # also when cancelled, and raised again
+            self._shares.went(job)
+            raise
+        finally:
+            metrics.QUEUE_SECONDS.observe(self._clock() - began)
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+
+    def _check_room_without(self, waiter: Waiter) -> None:
+        self._waiting.remove(waiter)
+        self.check_room(waiter.job)
+        insort(self._waiting, waiter, key=lambda one: one.key)
+
+    async def _until_placed(self, waiter: Waiter) -> Engine:
+        try:
+            while not waiter.future.done():
+                await asyncio.wait({waiter.future}, timeout=self._queue.seconds)
+                self._raise_if_late(waiter)
+        except BaseException:  # also when cancelled, and raised again
+            # The engine may have been reserved in the very moment the turn gave up.
+            if not waiter.future.cancel() and waiter.future.exception() is None:
+                self._back(waiter.future.result())
+            raise
+        return waiter.future.result()
+
+    def leave(
+        self, engine: Engine, session: str = "", tokens: int = 0, job: str = "", more: float = 0
+    ) -> None:
+        """A turn has ended on the engine, where the session has keys for so many tokens now.
+
+        Args:
+            engine: where.
+            session: whose keys.
+            tokens: how many.
+            job: whose turn it was.
+            more: tokens that it wrote beyond what was expected.
+        """
+        self._shares.given(job, more)
+        self._shares.went(job)
+        self._back(engine, session, tokens)
+
+    def _back(self, engine: Engine, session: str = "", tokens: int = 0) -> None:
+        engine.reserved -= 1
+        engine.solo = False  # who must be alone was the only one
+        self._fleet.residents.ended(engine.name, session, tokens, self._clock())
+        self.pump()
+
+    def pump(self) -> None:
+        """Try those who wait; returns at once while every engine is full."""
+        if not self._waiting or self.held or not self._fleet.has_room():
+            return
+        self._keep_one_free()
+        if self._policy.name is PolicyName.JOINT:
+            self._dispatch()
+        else:
+            self.look()
+
+    def look(self) -> None:
+        """Try those who wait in rank order, and note what stands in their way."""
+        if self.held:
+            return
+        self._keep_one_free()
+        if self._policy.name is PolicyName.JOINT:
+            self._dispatch()
+        blocked: dict[tuple[object, ...], Obstacle] = {}
+        for waiter in list(self._shares.order(self._waiting)):
+            known = blocked.get(waiter.view.alike)
+            chosen = self._choose(waiter.view) if known is None else Wait(known)
+            if isinstance(chosen, Wait):
+                blocked[waiter.view.alike] = waiter.obstacle = chosen.obstacle
+                self._fail_if_gone(waiter)
+            elif self._policy.name is PolicyName.JOINT:
+                waiter.obstacle = Obstacle.FULL  # its home is, and is waited for
+            else:
+                self._give(waiter, chosen)
+        self._waiting = [waiter for waiter in self._waiting if not waiter.future.done()]
+        metrics.QUEUED.set(len(self._waiting))
+
+    def _keep_one_free(self) -> None:
+        """Keep one engine free for a turn that must be alone, as long as one waits for it.
+
+        Never more than one: the others serve everybody else meanwhile.
+        """
+        first = next((one.view for one in self._waiting if one.view.alone), None)
+        able = [] if first is None else [e for e in self._fleet if self._could(first, e)]
+        kept = min(
+            able,
+            key=lambda e: (not e.solo, not e.kept, e.kind is EngineKind.BORROWED, e.reserved),
+            default=None,
+        )
+        for engine in self._fleet:
+            engine.kept = engine is kept
+
+    def _could(self, view: TurnView, engine: Engine) -> bool:
+        """Whether nothing but other turns stands in the way."""
+        seen = engine.view(self._fleet.usual)
+        word = obstacle(view, seen, self._fleet.head, self._policy, self._clock())
+        return word is None or word is Obstacle.FULL
+
+    def _dispatch(self) -> None:
+        again: float | None = None
+        while self._waiting:
+            scene = Scene(
+                self._fleet.views(),
+                self._fleet.head,
+                self._policy,
+                self._clock(),
+                self._outlook(),
+                self._fleet.residents,
+            )
+            order = self._shares.order(self._waiting)
+            chosen, again = next_turn(order, scene)
+            if chosen is None:
+                break
+            waiter = order[chosen[0]]
+            self._waiting.remove(waiter)
+            self._give(waiter, chosen[1])
+        if again is not None:
+            self._pump_at(again)
+
+    def _pump_at(self, moment: float) -> None:
+        if self._again is not None:
+            self._again.cancel()
+        delay = max(0.0, moment - self._clock()) + 0.001
+        self._again = asyncio.get_running_loop().call_later(delay, self.pump)
+
+    def _choose(self, view: TurnView) -> Placement | Wait:
+        return place(
+            view,
+            self._fleet.views(),
+            self._fleet.head,
+            self._policy,
+            self._clock(),
+            outlook=self._outlook(),
+        )
+
+    def _give(self, waiter: Waiter, placement: Placement) -> None:
+        engine = self._fleet.get(placement.engine)
+        if engine is None:
+            message = f"placement chose {placement.engine}, which is not in the fleet"
+            raise RuntimeError(message)
+        engine.reserved += 1
+        view = waiter.view
+        engine.solo = view.alone
+        at_home = view.cached if view.home == engine.name else 0
+        self._shares.given(waiter.job, work(view.context - at_home, view.expected))
+        needed = view.context + view.expected
+        self._fleet.residents.began(engine.name, waiter.session, needed)
+        waiter.future.set_result(engine)
+
+    def _fail_if_gone(self, waiter: Waiter) -> None:
+        if waiter.view.pin.exact is None or waiter.future.done():
+            return
+        try:
+            versions.check_pin(waiter.view.pin, self._fleet.head, self._fleet.live_versions())
+        except UnknownVersion as error:
+            waiter.future.set_exception(VersionGone(str(error)))
+
+    def _raise_if_late(self, waiter: Waiter) -> None:
+        if waiter.future.done() or self.held:
+            return
+        word = waiter.obstacle.reason
+        message = (
+            f"no engine took the turn within {self._queue.seconds:.0f} s; nearest obstacle: {word}"
+        )
+        raise Overloaded("QueueTimeout", message, retry_after=self._retry_after())
+
+    def _retry_after(self) -> int:
+        return retry_after(len(self._waiting), self.finish_rate())

@@ -1,0 +1,261 @@
+"""A receiver's side of the weight plane: follow a run, bring a bundle.
+
+``WeightsClient.pull`` asks the store for one manifest from what the receiver holds to what it
+wants, brings the blocks that are not in the folder yet and writes the manifest last. It can be
+called again after any failure: blocks that arrived stay. Next step: ``fetching`` brings the blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from rose_core.delta import DeltaError, Manifest, faults
+from rose_core.delta.codec import SELF_CONTAINED
+from rose_core.identity import WeightVersion
+from rose_weights.bundle import Bundle
+from rose_weights.call_policy import ANSWER_SECONDS, PLAN_SECONDS, understanding
+from rose_weights.errors import Damaged
+from rose_weights.messages import (
+    AttestedReply,
+    AttestedRequest,
+    AwaitReply,
+    AwaitRequest,
+    DescribeRequest,
+    Description,
+    PlanReply,
+    PlanRequest,
+    VersionInfo,
+    WatchRequest,
+)
+from rose_weights.methods import ATTESTED, AWAIT, DESCRIBE, PLAN, WATCH
+from rose_weights.receive.fetching import CONNECTIONS, Fetcher
+from rose_wire import rpc
+
+
+class WeightsClient:
+    """Talks to a store or a relay.
+
+    Args:
+        address: ``host:port``, or ``tls://host:port`` (``rose_wire.tls``).
+        token: bearer token.
+        credentials: instead of those that the address asks for.
+        holder: this receiver's name; versions it works with are kept for it.
+        connections: for large fetches; one may not fill a long or lossy link.
+        rest: called after every block with the seconds it took; a fetch waits for it.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str = "",
+        holder: str = "",
+        credentials: grpc.ChannelCredentials | None = None,
+        connections: int = CONNECTIONS,
+        rest: Callable[[float], Awaitable[None]] | None = None,
+    ) -> None:
+        self._channel = rpc.connect(address, credentials=credentials)
+        another = functools.partial(rpc.connect, address, credentials=credentials, own=True)
+        self._fetcher = Fetcher(
+            self._channel, another, token=token, connections=connections, rest=rest
+        )
+        self._token = token
+        self._holder = holder
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the connections."""
+        await self._fetcher.close()
+
+    async def describe(self, run: str = "") -> Description:
+        """Runs, or one run's kept versions.
+
+        Raises:
+            UnknownRun: no such run.
+            Unavailable: the store does not answer.
+        """
+        with understanding():
+            return await rpc.call(
+                self._channel,
+                DESCRIBE,
+                DescribeRequest(run),
+                timeout=ANSWER_SECONDS,
+                token=self._token,
+            )
+
+    async def watch(self, run: str) -> AsyncGenerator[VersionInfo, None]:
+        """The head now, when there is one, and after every publish.
+
+        Raises:
+            Unavailable: the stream broke; watch again.
+        """
+        with understanding():
+            async for head in rpc.receive(
+                self._channel, WATCH, WatchRequest(run), token=self._token
+            ):
+                yield head
+
+    async def plan(
+        self,
+        run: str,
+        *,
+        have: WeightVersion | None = None,
+        digest: str = "",
+        want: WeightVersion | None = None,
+        codecs: Sequence[int] = SELF_CONTAINED,
+    ) -> tuple[Manifest, int]:
+        """One manifest from what the receiver holds to what it wants (None = the head).
+
+        Args:
+            run: the run.
+            have: version the receiver's label names.
+            digest: digest of what it really holds.
+            want: None = the head.
+            codecs: block codecs the receiver can read.
+
+        Returns:
+            The manifest, and how many published ones went into it (0 = it is there already).
+
+        Raises:
+            UnknownRun, UnknownVersion: nothing to plan.
+            Damaged: the answer is no manifest.
+            Unavailable: the store does not answer.
+        """
+        request = PlanRequest(run, have, digest, want, self._holder, tuple(map(int, codecs)))
+        with understanding():
+            reply: PlanReply = await rpc.call(
+                self._channel, PLAN, request, timeout=PLAN_SECONDS, token=self._token
+            )
+        try:
+            return Manifest.decode(reply.manifest), reply.merged
+        except DeltaError as error:
+            message = f"the store's plan for {run} cannot be read: {error}"
+            raise Damaged(message) from error
+
+    async def pull(
+        self,
+        run: str,
+        folder: Path,
+        *,
+        have: WeightVersion | None = None,
+        digest: str = "",
+        want: WeightVersion | None = None,
+        codecs: Sequence[int] = SELF_CONTAINED,
+    ) -> Manifest:
+        """Bring a bundle into a folder.
+
+        Args:
+            run: the run.
+            folder: made when missing; blocks of an earlier attempt are used.
+            have: version the receiver's label names.
+            digest: digest of what it really holds; empty brings the full state.
+            want: None = the head.
+            codecs: block codecs the receiver can read.
+
+        Returns:
+            The manifest; without blocks when the receiver is there already.
+
+        Raises:
+            WeightsError: the store's reason, or blocks that stay damaged.
+            Unavailable: the store went away; call again.
+            OSError: the folder's disk is full or broken.
+        """
+        manifest, _ = await self.plan(run, have=have, digest=digest, want=want, codecs=codecs)
+        faults.at("sync.planned")
+        bundle = Bundle(folder)
+        await self.fetch(manifest, bundle)
+        faults.at("sync.fetched")
+        await asyncio.to_thread(bundle.finish, manifest)
+        faults.at("sync.bundle")
+        return manifest
+
+    async def attested(self, version: WeightVersion, digest: str) -> bool:
+        """Tell the store what this receiver serves.
+
+        Returns:
+            Whether the store knows such a version with that digest.
+
+        Raises:
+            UnknownRun: no such run.
+            Unavailable: the store does not answer.
+        """
+        return (await self.compare(version, digest, ())).known
+
+    async def compare(
+        self,
+        version: WeightVersion,
+        digest: str,
+        answer: Sequence[float],
+        *,
+        trainer: bool = False,
+    ) -> AttestedReply:
+        """The same, with the log-probs that were computed for the fixed prompt.
+
+        Args:
+            version: what is served.
+            digest: of its whole state.
+            answer: log-probs of ``rose_core.delta.probe.PROMPT``.
+            trainer: they are the trainer's; needs the right to publish.
+
+        Returns:
+            What others computed.
+
+        Raises:
+            UnknownRun: no such run.
+            Unavailable: the store does not answer.
+        """
+        request = AttestedRequest(self._holder, version, digest, tuple(answer), trainer)
+        with understanding():
+            reply: AttestedReply = await rpc.call(
+                self._channel, ATTESTED, request, timeout=ANSWER_SECONDS, token=self._token
+            )
+        return reply
+
+    async def reached(self, version: WeightVersion, quorum: float, seconds: float) -> AwaitReply:
+        """Wait until enough receivers serve a version or a later one.
+
+        Args:
+            version: the version.
+            quorum: an integer = that many; a fraction up to 1 = that share of those that report.
+            seconds: for how long; the answer says whether it was met.
+
+        Raises:
+            Unavailable: the store does not answer.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while True:
+            left = max(deadline - loop.time(), 0.0)
+            request = AwaitRequest(version, quorum, min(left, ANSWER_SECONDS / 2))
+            with understanding():
+                reply: AwaitReply = await rpc.call(
+                    self._channel, AWAIT, request, timeout=ANSWER_SECONDS, token=self._token
+                )
+            if reply.met or loop.time() >= deadline:
+                return reply
+
+    async def fetch(self, manifest: Manifest, bundle: Bundle) -> None:
+        """Bring the manifest's blocks that the bundle lacks.
+
+        Raises:
+            Damaged: a block arrived damaged three times over every connection.
+            Unavailable: the store went away three times without a block between.
+        """
+        await self._fetcher.fetch(manifest, bundle)

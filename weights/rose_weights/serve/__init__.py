@@ -1,0 +1,1 @@
+"""The weight service and its relay: who may call, what they are answered."""

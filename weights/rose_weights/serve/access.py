@@ -1,0 +1,119 @@
+"""Who may publish and read which runs; deny by default.
+
+| a caller is (``tenants``) | its rights come from |
+|---|---|
+| ``tenant:NAME``, or a name that a tenant lists | the file of tenants (``--tenants``) |
+| a name in a certificate | a JSON file (``--access``): name -> rights, as shell patterns |
+| ``installation`` | built in: reads every run, publishes none |
+
+A file of ``--access``::
+
+    {
+      "spiffe://train/grpo": {"publish": ["grpo*"], "read": ["*"]},
+      "relay.serving": {"read": ["grpo*"]}
+    }
+
+Blocks are named by their content and have no run: whoever may read some run may fetch a block whose
+name it knows, and such a name is known from the manifest of a run alone. Next step: ``service``
+asks here before it does anything.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from rose_weights.errors import Forbidden
+from rose_weights.serve.tenants import INSTALLATION, Tenants
+
+Right = Literal["publish", "read"]
+
+
+class Rights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one name may do; runs as shell patterns."""
+
+    publish: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+
+    def allow(self, right: Right, run: str | None) -> bool:
+        """Whether a run is among them; None asks for any run at all."""
+        patterns = self.publish if right == "publish" else self.read
+        if run is None:
+            return bool(patterns)
+        return any(fnmatch.fnmatchcase(run, pattern) for pattern in patterns)
+
+
+_READER = Rights(read=("*",))
+OPEN: Mapping[str, Rights] = {"": Rights(publish=("*",), read=("*",))}
+"""Everybody may do everything: for services that only this machine reaches."""
+
+
+class Access:
+    """The rules of one service.
+
+    Args:
+        rules: name in a certificate, as a shell pattern -> rights; ``OPEN`` lets everybody do all.
+        tenants: of ``--tenants``; None knows none.
+    """
+
+    def __init__(
+        self, rules: Mapping[str, Rights] | None = None, tenants: Tenants | None = None
+    ) -> None:
+        self._rules = rules or {}
+        self._tenants = tenants
+
+    @classmethod
+    def load(cls, path: Path, tenants: Tenants | None = None) -> Access:
+        """Read the file of ``--access``.
+
+        Raises:
+            ValueError: it is no such file; says where it differs.
+            OSError: it cannot be read.
+        """
+        try:
+            rules = msgspec.json.decode(path.read_bytes(), type=dict[str, Rights])
+        except msgspec.MsgspecError as error:
+            message = f"{path} does not say who may do what: {error}"
+            raise ValueError(message) from error
+        return cls(rules, tenants)
+
+    def allows(self, names: Iterable[str], right: Right, run: str | None) -> bool:
+        """Whether one of the caller's names may; a ``run`` of None asks for any run at all."""
+        if self._rules is OPEN:
+            return True
+        return any(rights.allow(right, run) for rights in self._of(names))
+
+    def check(self, names: Iterable[str], right: Right, run: str | None) -> None:
+        """Refuse who may not.
+
+        Args:
+            names: of the caller, from its credential and its certificate.
+            right: what it wants to do.
+            run: with which run; None = with blocks.
+
+        Raises:
+            Forbidden: none of the names may.
+        """
+        known = tuple(names)
+        if not self.allows(known, right, run):
+            message = (
+                f"{' / '.join(known) or 'a caller without a name'} may not {right} "
+                f"{f'run {run!r}' if run is not None else 'anything'} here; "
+                "rose tenant grant (--tenants) or --access says who may"
+            )
+            raise Forbidden(message)
+
+    def _of(self, names: Iterable[str]) -> Iterator[Rights]:
+        """What any of the names may do."""
+        for name in names:
+            if name == INSTALLATION:
+                yield _READER
+            for pattern, rights in self._rules.items():
+                if fnmatch.fnmatchcase(name, pattern):
+                    yield rights
+            for _, tenant in self._tenants.named(name) if self._tenants else ():
+                yield Rights(tenant.publish, tenant.read)

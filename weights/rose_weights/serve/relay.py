@@ -1,0 +1,269 @@
+"""One per serving cluster: each block crosses the boundary once, whoever asks for it.
+
+A relay answers what receivers ask (describe, watch, plan, fetch) from the store behind it and keeps
+blocks on its own disk. Blocks are named by their content, so nothing it keeps can be out of date.
+Of several receivers that want the same block or the same plan at the same time one asks the store,
+the others wait for it. Receivers that are several versions behind get one delta merged from what is
+here (``relay_plans``). Publishing is not offered here.
+
+| block | next | when |
+|---|---|---|
+| absent | coming | the first receiver asks; the relay asks the store |
+| coming | kept | it arrived and its hash is right; everybody waiting reads it from disk |
+| coming | absent | the store went away; everybody waiting gets the reason and asks again |
+| kept | absent | longest unused, when more than ``keep_bytes`` are kept, or damaged on disk |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+import grpc.aio
+import msgspec
+
+from rose_core.delta import DeltaError, Manifest, faults
+from rose_weights import metrics
+from rose_weights.call_policy import ANSWER_SECONDS, ATTEMPTS, PLAN_SECONDS, understanding
+from rose_weights.errors import Damaged, Forbidden, Incomplete, StoreFailed
+from rose_weights.messages import (
+    AttestedReply,
+    AttestedRequest,
+    DescribeRequest,
+    Description,
+    FetchRequest,
+    PlanReply,
+    PlanRequest,
+    VersionInfo,
+    WatchRequest,
+)
+from rose_weights.methods import ATTESTED, DESCRIBE, FETCH, PLAN, WATCH
+from rose_weights.pieces import AHEAD_BYTES, PIECE_BYTES, Unpacker, pack
+from rose_weights.serve.access import OPEN, Access
+from rose_weights.serve.relay_plans import Nearby
+from rose_weights.serve.responses import answering, refusing
+from rose_weights.store.blocks import Blocks
+from rose_wire import rpc
+from rose_wire.rpc import Server, peer
+
+BATCH_BLOCKS = 64
+"""Blocks asked for in one call to the store."""
+
+KEEP_BYTES = 64 << 30
+
+MOST_SIZES = 2_000_000
+"""Sizes of blocks remembered from plans; a block without one is asked for alone."""
+
+
+class Relay:
+    """Handlers over a store elsewhere and a folder of blocks here.
+
+    Args:
+        channel: connection to the store (or to another relay).
+        blocks: the folder.
+        token: the store's bearer token.
+        keep_bytes: what the folder may hold before the longest unused blocks go.
+        access: who may read what; by default everybody everything, as nobody else gets in.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        blocks: Blocks,
+        *,
+        token: str = "",
+        keep_bytes: int = KEEP_BYTES,
+        access: Access | None = None,
+    ) -> None:
+        self._channel = channel
+        self._blocks = blocks
+        self._token = token
+        self._keep = keep_bytes
+        self._access = access or Access(OPEN)
+        self._sizes: dict[bytes, int] = {}
+        self._coming: dict[bytes, asyncio.Future[None]] = {}
+        self._plans: dict[tuple[object, ...], asyncio.Task[PlanReply]] = {}
+        self._nearby = Nearby(blocks, self._run, self._ask, self._bring_all)
+
+    def bind(self, server: Server) -> None:
+        """Offer the receivers' methods on a server."""
+        server.unary(DESCRIBE, answering(self.describe))
+        server.unary(PLAN, answering(self.plan))
+        server.unary(ATTESTED, answering(self.attested))
+        server.server_stream(WATCH, self.watch)
+        server.server_stream(FETCH, self.fetch)
+
+    async def describe(self, request: DescribeRequest) -> Description:
+        """What the store says."""
+        self._may_read(request.run or None)
+        found, names = await self._describe(request), peer()
+        readable = tuple(run for run in found.runs if self._access.allows(names, "read", run))
+        return msgspec.structs.replace(found, runs=readable)
+
+    async def _describe(self, request: DescribeRequest) -> Description:
+        with understanding():
+            return await rpc.call(
+                self._channel, DESCRIBE, request, timeout=ANSWER_SECONDS, token=self._token
+            )
+
+    async def watch(self, request: WatchRequest) -> AsyncIterator[VersionInfo]:
+        """What the store says; ends when the store's stream ends."""
+        with refusing():
+            self._may_read(request.run)
+        async for head in rpc.receive(self._channel, WATCH, request, token=self._token):
+            yield head
+
+    async def attested(self, request: AttestedRequest) -> AttestedReply:
+        """Passed on: the store counts who serves what. A receiver cannot speak as the trainer."""
+        self._may_read(request.version.run)
+        if request.trainer:
+            message = "a relay passes no trainer's word on; a trainer tells the store itself"
+            raise Forbidden(message)
+        with understanding():
+            return await rpc.call(
+                self._channel, ATTESTED, request, timeout=ANSWER_SECONDS, token=self._token
+            )
+
+    async def plan(self, request: PlanRequest) -> PlanReply:
+        """One manifest; receivers that ask the same at the same time share one answer."""
+        self._may_read(request.run)
+        key = (request.run, request.have, request.digest, request.want, request.codecs)
+        task = self._plans.get(key)
+        if task is None:
+            task = asyncio.create_task(self._plan(request))
+            self._plans[key] = task
+            task.add_done_callback(lambda done: self._planned(key, done))
+        return await asyncio.shield(task)
+
+    async def fetch(self, request: FetchRequest) -> AsyncIterator[bytes]:
+        """Blocks one after the other; those that are not here come from the store first."""
+        with refusing():
+            self._may_read(None)
+        for start in range(0, len(request.names), BATCH_BLOCKS):
+            names = request.names[start : start + BATCH_BLOCKS]
+            with refusing():
+                await self._bring(names, check=request.check)
+            for group in self._groups(names):
+                with refusing():
+                    blocks = await self._read(group, check=request.check)
+                for piece in pack(blocks):
+                    metrics.SENT_BYTES.inc(len(piece))
+                    faults.at("relay.piece")
+                    yield piece
+        await asyncio.to_thread(self._blocks.trim, self._keep)
+
+    def _may_read(self, run: str | None) -> None:
+        self._access.check(peer(), "read", run)
+
+    def _planned(self, key: tuple[object, ...], task: asyncio.Task[PlanReply]) -> None:
+        self._plans.pop(key, None)
+        if not task.cancelled():
+            task.exception()  # seen, also when every receiver has gone meanwhile
+
+    async def _plan(self, request: PlanRequest) -> PlanReply:
+        reply, manifest = await self._nearby.plan(request)
+        if len(self._sizes) > MOST_SIZES:
+            self._sizes.clear()
+        self._sizes.update({block.sha256: block.size for block in manifest.blocks})
+        faults.at("relay.plan")
+        return reply
+
+    async def _run(self, run: str) -> Description:
+        return await self._describe(DescribeRequest(run))
+
+    async def _ask(self, request: PlanRequest) -> tuple[PlanReply, Manifest]:
+        with understanding():
+            reply = await rpc.call(
+                self._channel, PLAN, request, timeout=PLAN_SECONDS, token=self._token
+            )
+        try:
+            manifest = Manifest.decode(reply.manifest)
+        except DeltaError as error:
+            message = f"the store's plan for {request.run} cannot be read: {error}"
+            raise Damaged(message) from error
+        self._sizes.update({block.sha256: block.size for block in manifest.blocks})
+        return reply, manifest
+
+    def _groups(self, names: Sequence[bytes]) -> Iterator[list[bytes]]:
+        """Blocks to be read together."""
+        group: list[bytes] = []
+        size = 0
+        for name in names:
+            group.append(name)
+            size += self._sizes.get(name, PIECE_BYTES)
+            if size >= AHEAD_BYTES:
+                yield group
+                group, size = [], 0
+        if group:
+            yield group
+
+    async def _read(self, names: Sequence[bytes], *, check: bool) -> list[bytes]:
+        """Blocks' bytes, brought (again) where they are not here intact."""
+        for _ in range(ATTEMPTS):  # one was damaged on disk, or whoever fetched it failed
+            try:
+                return await asyncio.to_thread(self._blocks.read, names, check=check)
+            except (Incomplete, Damaged):
+                await self._bring(names, check=check)
+        return await asyncio.to_thread(self._blocks.read, names, check=check)
+
+    async def _bring_all(self, names: Sequence[bytes]) -> None:
+        for start in range(0, len(names), BATCH_BLOCKS):
+            await self._bring(names[start : start + BATCH_BLOCKS])
+
+    async def _bring(self, names: Sequence[bytes], *, check: bool = False) -> None:
+        # Claimed before the disk is looked at: what another receiver fetched meanwhile would
+        # otherwise be missed there and cross the boundary again.
+        mine = [name for name in dict.fromkeys(names) if name not in self._coming]
+        others = [self._coming[name] for name in names if name in self._coming]
+        loop = asyncio.get_running_loop()
+        for name in mine:
+            self._coming[name] = loop.create_future()
+        try:
+            absent = await asyncio.to_thread(self._blocks.missing, mine)
+            if absent:
+                await self._fetch(absent, check)
+        finally:
+            # Whoever waits looks at the disk again and, where the block is not there, asks itself.
+            for name in mine:
+                self._coming.pop(name).set_result(None)
+        for future in others:
+            await future
+
+    async def _fetch(self, names: Sequence[bytes], check: bool) -> None:
+        known = [name for name in names if name in self._sizes]
+        with understanding():
+            if known:
+                await self._fetch_batch(FetchRequest(tuple(known), check))
+            # Without a size nobody knows where a block ends, so those come one by one.
+            for name in names:
+                if name not in self._sizes:
+                    await self._fetch_single(FetchRequest((name,), check))
+
+    async def _fetch_batch(self, request: FetchRequest) -> None:
+        names = iter(request.names)
+        unpacker = Unpacker([self._sizes[name] for name in request.names])
+        async for piece in rpc.receive(self._channel, FETCH, request, token=self._token):
+            metrics.RECEIVED_BYTES.inc(len(piece))
+            for data in unpacker.feed(piece):
+                await self._keep_block(next(names), data)
+        if unpacker.left:
+            message = f"the store ended a fetch with {unpacker.left} blocks to come"
+            raise Damaged(message)
+
+    async def _fetch_single(self, request: FetchRequest) -> None:
+        whole = bytearray()
+        async for piece in rpc.receive(self._channel, FETCH, request, token=self._token):
+            metrics.RECEIVED_BYTES.inc(len(piece))
+            whole += piece
+        await self._keep_block(request.names[0], bytes(whole))
+
+    async def _keep_block(self, name: bytes, data: bytes | memoryview) -> None:
+        faults.at("relay.block")
+        try:
+            found = await asyncio.to_thread(self._blocks.put, data)
+        except OSError as error:
+            message = f"cannot keep a block: {error.strerror or error}"
+            raise StoreFailed(message) from error
+        if found != name:
+            message = f"block {name.hex()[:16]} arrived damaged at the relay"
+            raise Damaged(message)

@@ -1,0 +1,98 @@
+"""What a store says of runs and versions, and how its errors travel.
+
+Next step: ``service`` answers with these; ``relay`` refuses the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+from rose_core.delta import DeltaError, Manifest
+from rose_weights import metrics
+from rose_weights.errors import BadManifest, WeightsError, as_text
+from rose_weights.messages import Description, VersionInfo
+from rose_weights.store.state import Kept, RunState
+from rose_wire.errors import Refused
+
+_RequestT = TypeVar("_RequestT")
+_ReplyT = TypeVar("_ReplyT")
+
+
+def kind_of(manifest: Manifest, merged: int) -> str:
+    """How a receiver gets to its version: the word of the plans' counter."""
+    if manifest.base is None:
+        return "Full"
+    return ("Same", "Delta", "Merged")[min(merged, 2)]
+
+
+def info(kept: Kept) -> VersionInfo:
+    """One version."""
+    return VersionInfo(
+        kept.version,
+        kept.digest,
+        kept.base,
+        kept.step,
+        kept.changes,
+        kept.bytes,
+        kept.encode_seconds,
+    )
+
+
+def description(state: RunState) -> Description:
+    """One run."""
+    head = state.kept(state.head)
+    return Description(
+        run=state.run,
+        head=None if head is None else info(head),
+        versions=tuple(info(kept) for kept in state.versions),
+        fence=state.fence,
+        publisher=state.publisher,
+    )
+
+
+def measure(state: RunState, kept: Kept) -> None:
+    """Count a version that became the head."""
+    metrics.COMMITS.labels(state.run, "Published").inc()
+    metrics.HEAD_INCARNATION.labels(state.run).set(kept.version.incarnation)
+    metrics.HEAD_SEQUENCE.labels(state.run).set(kept.version.sequence)
+    metrics.DELTA_BYTES.labels(state.run).inc(kept.bytes)
+    metrics.CHANGED_RATIO.labels(state.run).set(kept.changes / max(kept.elements, 1))
+
+
+def run_of(manifest: bytes) -> str:
+    """The run that an encoded manifest belongs to.
+
+    Raises:
+        BadManifest: it cannot be read.
+    """
+    try:
+        return Manifest.decode(manifest).target.run
+    except DeltaError as error:
+        raise BadManifest(str(error)) from error
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Errors of the store as refusals that the other side can read."""
+    try:
+        yield
+    except (WeightsError, DeltaError) as error:
+        metrics.REFUSALS.labels(type(error).__name__).inc()
+        text = as_text(error) if isinstance(error, WeightsError) else str(error)
+        raise Refused(text) from error
+
+
+def answering(
+    handler: Callable[[_RequestT], Awaitable[_ReplyT]],
+) -> Callable[[_RequestT], Awaitable[_ReplyT]]:
+    """A handler whose errors are refusals."""
+
+    @functools.wraps(handler)
+    async def answer(request: _RequestT) -> _ReplyT:
+        with refusing():
+            return await handler(request)
+
+    return answer

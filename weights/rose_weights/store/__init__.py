@@ -1,0 +1,1 @@
+"""What was published: versions, their blocks and the backends that keep them."""

@@ -1,0 +1,256 @@
+"""A store in a bucket with S3's API: the folder's layout as objects, no locks.
+
+| object | how it is written |
+|---|---|
+| ``blocks/<2 digits>/<64 digits>`` | put; named by its content, so all writers write the same |
+| ``runs/<run>/manifests/<name>`` | put, after all its blocks |
+| ``runs/<run>/state.json`` | put if its entity tag is still the one that was read |
+
+A put that returned is durable, and is read back by the next get: S3 and what is compatible with it
+promise that. Several store processes may therefore serve one bucket. A state that somebody else
+replaced meanwhile is read again and the change is tried on it: that finds out who lost.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from typing import NoReturn
+
+from rose_core.delta import name_of
+from rose_weights.errors import Damaged, Incomplete, Outrun, StoreFailed
+from rose_weights.store.backends import Change
+from rose_weights.store.blocks import NAME_BYTES
+from rose_weights.store.objects import Objects
+from rose_weights.store.retention import GRACE_SECONDS
+from rose_weights.store.state import RunState, decode, encode
+
+CALLS = 32
+"""Requests to the bucket at the same time: one takes tens of milliseconds, whatever its size."""
+
+TRIES = 16
+"""Changes of one state that may come between before this one gives up."""
+
+
+class Bucket:
+    """Runs, manifests and blocks in one bucket."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._proven = False
+        self.blocks = BucketBlocks(objects)
+
+    def __str__(self) -> str:
+        return str(self._objects)
+
+    def runs(self) -> list[str]:
+        """Every run with a state."""
+        return [run for run in self._objects.folders("runs/") if self.state(run) is not None]
+
+    def state(self, run: str) -> RunState | None:
+        """A run's state, None when the run is unknown.
+
+        Raises:
+            Damaged: the object is not a state.
+            StoreFailed: the bucket does not answer or refuses.
+        """
+        found = self._objects.get(_state_key(run))
+        return None if found is None else decode(found[0], f"{self}/{_state_key(run)}")
+
+    def change(self, run: str, change: Change) -> RunState:
+        """Read, change, replace if it is still what was read; else again.
+
+        Raises:
+            StoreFailed: the bucket does not answer, or others were faster every time.
+        """
+        self._prove()
+        key = _state_key(run)
+        for _ in range(TRIES):
+            found = self._objects.get(key)
+            before = decode(found[0], f"{self}/{key}") if found else RunState(run)
+            after = change(before)
+            if after is before:
+                return after
+            try:
+                self._objects.swap(key, encode(after), found[1] if found else None)
+            except Outrun:
+                continue
+            return after
+        message = f"{self}/{key} was replaced by others {TRIES} times in a row; try again"
+        raise StoreFailed(message)
+
+    def _prove(self) -> None:
+        """Once: the bucket keeps to conditions. One that ignores them would lose versions.
+
+        Raises:
+            StoreFailed: it does not.
+        """
+        if self._proven:
+            return
+        key = f"probe/{uuid.uuid4().hex}"
+        try:
+            self._objects.put(key, b"read")
+            _, tag = self._objects.get(key) or (b"", "")
+            self._objects.put(key, b"written since")
+            self._objects.swap(key, b"overwritten", tag)
+        except Outrun:
+            self._proven = True
+        finally:
+            self._objects.delete([key])
+        if not self._proven:
+            message = f"{self} ignores conditional writes (If-Match); use another object store"
+            raise StoreFailed(message)
+
+    def manifest(self, run: str, name: str) -> bytes:
+        """A manifest's bytes, not checked.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            StoreFailed: the bucket does not answer or refuses.
+        """
+        found = self._objects.get(_manifest_key(run, name))
+        if found is None:
+            message = f"{self}/{_manifest_key(run, name)} is not there"
+            raise FileNotFoundError(message)
+        return found[0]
+
+    def write_manifest(self, run: str, name: str, data: bytes) -> None:
+        """Keep a manifest."""
+        self._objects.put(_manifest_key(run, name), data)
+
+    def sweep_manifests(self, run: str, listed: Collection[str], grace_seconds: float) -> int:
+        """Remove manifests that are not listed and older than the grace."""
+        oldest = _ago(grace_seconds)
+        found = [
+            entry
+            for entry in self._objects.list(f"runs/{run}/manifests/")
+            if entry.key.rsplit("/", 1)[-1] not in listed and entry.modified < oldest
+        ]
+        self._objects.delete(entry.key for entry in found)
+        return sum(entry.size for entry in found)
+
+
+class BucketBlocks:
+    """The blocks of one bucket; safe to call from several threads.
+
+    Args:
+        objects: the bucket.
+        stale_seconds: a block this old that this process has not used is asked for again, since
+            another process may be about to sweep it. Half of the sweep's grace.
+    """
+
+    def __init__(self, objects: Objects, stale_seconds: float = GRACE_SECONDS / 2) -> None:
+        self._objects = objects
+        self._stale = stale_seconds
+        self._pool = ThreadPoolExecutor(CALLS, thread_name_prefix="rose-bucket")
+        self._used: dict[bytes, float] = {}
+
+    def put(self, data: bytes) -> bytes:
+        """Keep a block and return its name; it survives from here on."""
+        name = name_of(data)
+        if not self._fresh(name):
+            self._objects.put(_block_key(name), data)
+            self.mark([name])
+        return name
+
+    def get(self, name: bytes) -> bytes:
+        """A block's bytes, checked.
+
+        Raises:
+            Incomplete: it is not here.
+            Damaged: its bytes have changed; the object has been removed.
+            StoreFailed: the bucket does not answer or refuses.
+        """
+        found = self._objects.get(_block_key(name))
+        if found is None:
+            self._used.pop(name, None)
+            message = f"block {name.hex()[:16]} is not in {self._objects}"
+            raise Incomplete(message)
+        if name_of(found[0]) != name:
+            self._remove(name)
+        return found[0]
+
+    def read(self, names: Sequence[bytes], *, check: bool = True) -> list[bytes]:
+        """Several blocks at once; always checked, they came over a network."""
+        del check
+        return list(self._pool.map(self.get, names))
+
+    def missing(self, names: Iterable[bytes]) -> list[bytes]:
+        """Those that have to be sent (again)."""
+        listed = list(dict.fromkeys(names))
+        here = list(self._pool.map(self._here, listed))
+        self.mark(name for name, found in zip(listed, here, strict=True) if found)
+        return [name for name, found in zip(listed, here, strict=True) if not found]
+
+    def mark(self, names: Iterable[bytes]) -> None:
+        """These are in use by this process."""
+        now = time.monotonic()
+        self._used.update(dict.fromkeys(names, now))
+
+    def sync(self, names: Iterable[bytes]) -> None:
+        """Nothing to do: a put that returned survives."""
+
+    def sweep(self, needed: Collection[bytes], grace_seconds: float) -> int:
+        """Remove blocks that nobody needs; those used or written within the grace stay."""
+        oldest, recent = _ago(grace_seconds), time.monotonic() - grace_seconds
+        for name, at in list(self._used.items()):
+            if at < recent:
+                self._used.pop(name, None)
+        found = [
+            entry
+            for entry in self._objects.list("blocks/")
+            if entry.modified < oldest and self._forgotten(entry.key, needed)
+        ]
+        self._objects.delete(entry.key for entry in found)
+        return sum(entry.size for entry in found)
+
+    def _here(self, name: bytes) -> bool:
+        if self._fresh(name):
+            return True
+        written = self._objects.modified(_block_key(name))
+        return written is not None and written > _ago(self._stale)
+
+    def _fresh(self, name: bytes) -> bool:
+        used = self._used.get(name)
+        return used is not None and time.monotonic() - used < self._stale
+
+    def _forgotten(self, key: str, needed: Collection[bytes]) -> bool:
+        try:
+            name = bytes.fromhex(key.rsplit("/", 1)[-1])
+        except ValueError:
+            return False  # not ours
+        return name not in needed and name not in self._used
+
+    def _remove(self, name: bytes) -> NoReturn:
+        self._used.pop(name, None)
+        self._objects.delete([_block_key(name)])
+        message = f"block {name.hex()[:16]} is damaged in {self._objects} and has been removed"
+        raise Damaged(message)
+
+
+def _state_key(run: str) -> str:
+    return f"runs/{run}/state.json"
+
+
+def _manifest_key(run: str, name: str) -> str:
+    return f"runs/{run}/manifests/{name}"
+
+
+def _block_key(name: bytes) -> str:
+    """Where a block is or would be.
+
+    Raises:
+        Incomplete: the name is no SHA-256, so there can be no such block.
+    """
+    if len(name) != NAME_BYTES:
+        message = f"{name[:40]!r} is no name of a block"
+        raise Incomplete(message)
+    text = name.hex()
+    return f"blocks/{text[:2]}/{text}"
+
+
+def _ago(seconds: float) -> datetime:
+    return datetime.now(UTC) - timedelta(seconds=seconds)
