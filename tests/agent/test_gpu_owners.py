@@ -105,7 +105,7 @@ async def node(
         tasks = [asyncio.create_task(guard.pods.run())]
         made = Node(nvml, api, kubelet, guard)
         yield made
-        guard.matching.close()
+        guard.close()
         for task in tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -94,13 +94,13 @@ async def guard(short_dir: Path) -> AsyncIterator[tuple[Guard, Permit]]:
         replica.book.blind_ns = 0
         permit.beat_host(time.monotonic_ns() + 10**12)
         yield made, permit
-        for task in made.matching.pollers.values():
+        for task in made.pollers.values():
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         for slot in made.slots.values():
             await slot.detach()
-        made.matching.close()
+        made.close()
         await made.host._channel.close()
     permit.detach()
 
@@ -116,12 +116,12 @@ async def test_the_end_of_a_call_steps_its_own_slot_and_is_told(
     made, permit = guard
     told: list[str] = []
     made.on_transition = lambda: told.append("soon")
-    made.changed("forgotten")
+    made._report_change("forgotten")
     assert not is_open(permit)
-    made.changed(KEY.uid)
+    made._report_change(KEY.uid)
     assert is_open(permit)
     del made.replicas["pod"]
-    made.changed(KEY.uid)
+    made._report_change(KEY.uid)
     assert not is_open(permit), "a slot whose replica has gone is looked at too"
     assert told == ["soon"] * 3
 
@@ -194,8 +194,19 @@ async def test_a_request_under_way_is_not_kept_when_the_tap_may_no_longer_be_hea
     assert made.replicas["pod"].book.live
     figures = msgspec.structs.replace(POLICY, allowed_signals=(SignalSource.LOADS,))
     made.on_reply(SyncReply(1, True, (GRANT,), (figures,)), time.monotonic())
-    made.matching.match(stop_pressed=False)
+    made.match()
     assert not made.replicas["pod"].book.live
+
+
+async def test_every_tick_extends_the_permits_of_an_idle_replica(
+    guard: tuple[Guard, Permit],
+) -> None:
+    made, permit = guard
+    made.step_all()
+    before_ns = permit.until_ns
+    made._matched_s = time.monotonic()  # this tick matches nothing
+    made._tick()
+    assert permit.until_ns > before_ns > 0
 
 
 async def test_a_lost_grant_closes_and_releases(guard: tuple[Guard, Permit]) -> None:

@@ -108,7 +108,7 @@ async def test_a_jump_of_the_wall_clock_neither_settles_a_pod_nor_closes_its_gat
     monkeypatch.setattr(time, "time", lambda: wall() + jump_s)
     made.step_all()
     assert is_open(permit)
-    assert not made.matching.settled(fresh), "Ready for a second, whatever the clock says"
+    assert not made.is_settled(fresh), "Ready for a second, whatever the clock says"
 
 
 async def test_a_never_idle_replica_is_paced_inside_a_period(guard: Parts) -> None:
@@ -134,7 +134,9 @@ async def test_a_never_idle_replica_is_paced_inside_a_period(guard: Parts) -> No
     assert 0.1 < duty < 1.0
     lapse = start + int(duty * period)
     assert permit.until_ns == lapse, "it lapses by itself"
-    assert made._again.soon("pod", start + period - 1), "nobody is woken before the next period"
+    assert made._timers.fires_soon("pod", start + period - 1), (
+        "nobody is woken before the next period"
+    )
     opened = made.slots[KEY.uid].totals.open_ns
     made._step_replica("pod", lapse + 20_000_000, 0)
     assert permit.until_ns == 0
@@ -142,7 +144,7 @@ async def test_a_never_idle_replica_is_paced_inside_a_period(guard: Parts) -> No
     gates = [time_ns for time_ns, _, what, _ in made.recorder.entries() if what == "gate"]
     assert gates[-2:] == [start, lapse]
     assert made.slots[KEY.uid].gate_open, "a pause of the duty cycle is no news for the router"
-    assert made._again.waiting("pod"), "the next period needs no tick"
+    assert made._timers.is_set("pod"), "the next period needs no tick"
 
 
 async def test_a_heartbeat_just_before_a_period_leaves_the_step_to_it(
@@ -157,7 +159,7 @@ async def test_a_heartbeat_just_before_a_period_leaves_the_step_to_it(
 
     monkeypatch.setattr(made._pulse, "beat", beat)
     now = time.monotonic_ns()
-    made._again.look("pod", now + 3_000_000, now)
+    made._timers.set("pod", now + 3_000_000, now)
     made.on_tap([health()], now)
     assert not beaten
     made._step_again("pod")

@@ -112,7 +112,7 @@ class Node:
             if time.monotonic() > end:
                 pytest.fail(f"never: {what}; {self.phase}, {self.refusal}")
             self.write_pod()
-            self.guard.matching.match(stop_pressed=self.guard._stop_pressed)
+            self.guard.match()
             self.guard.on_tap([health()], time.monotonic_ns())
             self.guard.step_all()
             await asyncio.sleep(0.1)
@@ -170,7 +170,7 @@ async def node(folder: Path, feature: str = "on") -> AsyncIterator[Node]:
         guard.on_tap([health()], time.monotonic_ns())
         known.book.blind_ns = 0
         permit.beat_host(time.monotonic_ns() + 10**12)
-        guard.matching.pollers["pod"].cancel()  # the engine has no counter to compare with
+        guard.pollers["pod"].cancel()  # the engine has no counter to compare with
         made.start_sleeper()
         try:
             yield made
@@ -179,14 +179,14 @@ async def node(folder: Path, feature: str = "on") -> AsyncIterator[Node]:
                 if process is not None:
                     process.kill()
                     process.wait()
-            for task in guard.matching.pollers.values():
+            for task in guard.pollers.values():
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
             for slot in guard.slots.values():
                 await slot.detach()
             guard.whole.forget("pod")
-            guard.matching.close()
+            guard.close()
             await guard.host._channel.close()
     permit.detach()
 
@@ -265,7 +265,7 @@ async def test_a_request_to_a_sleeping_replica_wakes_it(short_dir: Path) -> None
         now = time.monotonic_ns()
         made.guard.on_tap([Arrived("pod", 1, now, "/generate")], now)
         assert not is_open(made.permit), "at its arrival"
-        made.guard.matching.match(stop_pressed=False)
+        made.guard.match()
         assert made.phase is Phase.RETURNING
         assert made.refusal == "RequestWhileAsleep"
         made.guard.host.engines = {}

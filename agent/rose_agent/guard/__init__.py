@@ -1,11 +1,10 @@
 """The guard's shell: gathers snapshots, asks ``rose_core.guard``, carries out its orders.
 
-- ``loop``: the loop itself; read this first.
+- ``loop``: the guard of a node, its one class; read this first.
 - ``replica``: one serving replica: tap's book and polled figures.
 - ``outcomes``: what finished requests teach: predictor, margin, meters, error budget, breaker;
   ``pools``: what the replicas of a pool share of that.
-- ``matching``: makes replicas and slots for the pods and grants that exist.
-- ``ticker``: the tick. ``timers``: timers for verdicts that change by themselves.
+- ``ticker``: the tick.
 - ``slot``: one slot: permit, engine host calls, router stream. ``hold``, ``calls``, ``permit``,
   ``routerlink``, ``totals``, ``history``: its parts.
 - ``whole``: replicas that are lent whole. ``gpus``: what the node's GPUs can give.

@@ -11,8 +11,16 @@
 | engine host's status, serving process exit, pod change, Sync reply | every slot is stepped |
 | every 500 ms | pods, watches, pollers, slots are matched with what should be |
 
-Nothing here waits: calls to neighbours run as tasks and report back by the next step. Next step:
-``slot`` carries out, ``matching`` finds pods and slots, ``report`` tells the operator.
+| there is | then |
+|---|---|
+| a pod of a pool, no replica | a replica, its pollers, its tap |
+| a replica, no pod | all of it is forgotten |
+| a container that was started again | the replica is gone until it has settled |
+| a grant, or an engine without one | a slot |
+| a slot without grant and engine | history |
+
+One task owns all of it: nothing here waits, calls to neighbours run as tasks and report back by the
+next step. Next step: ``slot`` carries out, ``report`` tells the operator.
 """
 
 from __future__ import annotations
@@ -22,15 +30,16 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.watch import DeviceWatch
 from rose_agent.guard import metrics, report, state
 from rose_agent.guard.blackbox import BlackBox
+from rose_agent.guard.gpus import look_at
 from rose_agent.guard.hostlink import HostLink
-from rose_agent.guard.matching import Matching
-from rose_agent.guard.neighbours import Neighbours
+from rose_agent.guard.outcomes import Outcomes
 from rose_agent.guard.pools import Pools
 from rose_agent.guard.recorder import Recorder
 from rose_agent.guard.replica import Replica
@@ -38,16 +47,18 @@ from rose_agent.guard.settings import Settings
 from rose_agent.guard.slot import Slot
 from rose_agent.guard.taplink import TapLink
 from rose_agent.guard.ticker import Pulse
-from rose_agent.guard.timers import Again
 from rose_agent.guard.whole import WholeReplicas
-from rose_agent.pods.model import PodSource
+from rose_agent.pods.kubernetes import KubernetesPods
+from rose_agent.pods.model import PodSource, ServingPod
+from rose_agent.pods.processes import Watcher
 from rose_agent.signals.reader import Readers
 from rose_core.guard.crossover import Schedule
 from rose_core.guard.gate import Verdict, closed, judge
 from rose_core.guard.grants import GrantBook
 from rose_core.guard.reasons import GateReason
 from rose_core.telemetry.events import Arrived, Dismissed, Ended, Health, Progress, TapEvent
-from rose_core.wire.sync import PoolPolicy, SyncReply, SyncRequest
+from rose_core.wire.host import EngineState
+from rose_core.wire.sync import PoolPolicy, SignalSource, SyncReply, SyncRequest
 from rose_engines.rundir import RunDir
 
 __all__ = ["Guard", "Settings"]
@@ -58,6 +69,54 @@ _TICK_NS = 2 * 65_000_000  # how long an open gate is taken for open without bei
 _MATCH_SECONDS = 0.5
 _ORPHAN_SECONDS = 15.0
 _EDGES = (Arrived, Dismissed, Ended)
+
+
+_MISMATCH_NS = 2_000_000_000
+_SOON_NS = 10_000_000
+
+
+class ReplicaTimers:
+    """Steps a replica at the moment at which its verdict changes by itself; at most one timer each.
+
+    A verdict says when that is (``Verdict.again_ns``): a period begins, a cool-down ends. Waiting
+    for the next tick would cost up to 65 ms.
+
+    Args:
+        step: called with the replica's uid.
+    """
+
+    def __init__(self, step: Callable[[str], None]) -> None:
+        self._step = step
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._at_ns: dict[str, int] = {}
+
+    def set(self, uid: str, at_ns: int, now_ns: int) -> None:
+        """Step the replica at ``at_ns``, instead of any earlier plan; in the past = never."""
+        self.cancel(uid)
+        if at_ns > now_ns:
+            loop = asyncio.get_running_loop()
+            self._timers[uid] = loop.call_later((at_ns - now_ns) / 1e9, self._step, uid)
+            self._at_ns[uid] = at_ns
+
+    def cancel(self, uid: str) -> None:
+        """Cancel the replica's timer, if it has one."""
+        self._at_ns.pop(uid, None)
+        timer = self._timers.pop(uid, None)
+        if timer is not None:
+            timer.cancel()
+
+    def is_set(self, uid: str) -> bool:
+        """Whether a timer runs for this replica."""
+        return uid in self._timers
+
+    def fires_soon(self, uid: str, now_ns: int) -> bool:
+        """Whether its timer fires within 10 ms."""
+        return 0 <= self._at_ns.get(uid, 0) - now_ns < _SOON_NS
+
+    def close(self) -> None:
+        """End every timer."""
+        for uid in list(self._timers):
+            self.cancel(uid)
 
 
 class Guard:
@@ -95,28 +154,19 @@ class Guard:
         self._saved = saved
         self.policies: tuple[PoolPolicy, ...] = saved.pools
         self.grants = GrantBook(highest_term=saved.highest_term)
-        self.matching = Matching(self, self._neighbours(), readers, self._exited)
-        self.replicas, self.slots = self.matching.replicas, self.matching.slots
+        self.replicas: dict[str, Replica] = {}
+        self.slots: dict[str, Slot] = {}
+        self.pollers: dict[str, asyncio.Task[None]] = {}
+        self._readers = readers
+        self._watcher = Watcher(self._exited)
+        self._history: set[str] = set()  # slots without grant and engine: looked at once
+        self._wall_offset_s = time.time() - time.monotonic()
         self._verdicts: dict[str, Verdict] = {}
-        self._again = Again(self._step_again)
+        self._timers = ReplicaTimers(self._step_again)
         self._stop_pressed, self._stop_button = False, str(rundir.stop)
         self._ticked_ns = time.monotonic_ns()
-        self._matched_s = 0.0
+        self._matched, self._matched_s = False, 0.0
         self._pulse = Pulse(self._tick, TICK_SECONDS)
-
-    def _neighbours(self) -> Neighbours:
-        return Neighbours(
-            rundir=self.rundir,
-            settings=self.settings,
-            recorder=self.recorder,
-            blackbox=self.blackbox,
-            pools=self.pools,
-            schedule=self.schedule,
-            devices=self.devices,
-            whole=self.whole,
-            host=self.host,
-            tap=self.tap,
-        )
 
     # --- events
 
@@ -138,7 +188,7 @@ class Guard:
         for event in events:
             if isinstance(event, Arrived):
                 self.recorder.note(event.time_ns, event.replica, "arrived", request=event.request)
-            elif isinstance(event, Health) and not self._again.soon(event.replica, now_ns):
+            elif isinstance(event, Health) and not self._timers.fires_soon(event.replica, now_ns):
                 self._pulse.beat()  # else whoever looks then steps all
 
     def _may_change(self, event: TapEvent) -> bool:
@@ -183,7 +233,7 @@ class Guard:
     def _exited(self, pid: int) -> None:
         for uid, replica in self.replicas.items():
             if pid in replica.pod.pids:
-                self.gone(replica, "serving-exit", pid)
+                self.mark_gone(replica, "serving-exit", pid)
                 self._step_replica(uid, time.monotonic_ns(), 0)
         self.on_transition()
 
@@ -237,7 +287,7 @@ class Guard:
         replica.note_compute(permitted_ns, now_ns)
         if not self._resting():
             self._pulse.stir()
-        self._again.look(uid, self._due(verdict), now_ns)
+        self._timers.set(uid, self._due(verdict), now_ns)
 
     def _resting(self) -> bool:
         return all(slot.at_rest for slot in self.slots.values())
@@ -266,7 +316,7 @@ class Guard:
         self._stop_pressed = os.path.exists(self._stop_button)  # noqa: PTH110  # hot path
         if began - self._matched_s >= _MATCH_SECONDS:
             self._matched_s = began
-            self.matching.match(stop_pressed=self._stop_pressed)
+            self._match()
         self.step_all()
         self._ticked_ns = time.monotonic_ns()
         metrics.TICK_SECONDS.observe(time.monotonic() - began)
@@ -286,8 +336,7 @@ class Guard:
         finally:
             for task in tasks:
                 task.cancel()
-            self.matching.close()
-            self._again.close()
+            self.close()
             await self.blackbox.settle()
             for slot in self.slots.values():
                 await slot.detach()
@@ -296,23 +345,133 @@ class Guard:
 
     # --- matching what is with what should be
 
+    def close(self) -> None:
+        """End pollers, readers and timers."""
+        for task in self.pollers.values():
+            task.cancel()
+        for replica in self.replicas.values():
+            replica.reader.close()
+        self._watcher.close()
+        self._timers.close()
+
     def match(self) -> None:
-        """Pods to replicas, grants and leftovers to slots; then a step of all of them."""
-        self.matching.match(stop_pressed=self._stop_pressed)
+        """Bring replicas and slots in line with what exists, and step all of them."""
+        self._match()
         self.step_all()
 
-    def gone(self, replica: Replica, what: str, pid: int = 0) -> None:
+    def _match(self) -> None:
+        if self.pods is None:
+            return
+        pods = self.pods.pods(self.policies)
+        if not self.pods.synced:
+            return
+        by_pool = {policy.pool: policy for policy in self.policies}
+        for uid in set(self.replicas) - set(pods):
+            self._forget_replica(uid)
+        for uid, pod in pods.items():
+            self._match_pod(self.pods, uid, pod, by_pool[pod.pool])
+        self._watch(self.pods, pods)
+        self._matched = True
+        self._watcher.watch(pid for pod in pods.values() for pid in pod.pids)
+        self.pools.match(self.policies)
+        self._match_slots()
+        look_at(self.devices, self.replicas, self.slots, self.pods.residents)
+        self.whole.match(self.replicas, self.grants, stop=self._stop_pressed)
+
+    def _watch(self, source: PodSource, pods: Mapping[str, ServingPod]) -> None:
+        """Tell the tap what to follow, and forget the requests of replicas it no longer follows."""
+        watched = {
+            uid: self.replicas[uid].watch()
+            for uid, pod in pods.items()
+            if SignalSource.WIRE_TAP in self.replicas[uid].policy.allowed_signals
+            and (pod.pid or not isinstance(source, KubernetesPods))
+        }
+        self.tap.watch(watched)
+        for uid, replica in self.replicas.items():
+            if uid not in watched and (replica.book.health is not None or replica.book.live):
+                replica.forget(time.monotonic_ns())
+
+    def _match_pod(self, pods: PodSource, uid: str, pod: ServingPod, policy: PoolPolicy) -> None:
+        replica = self.replicas.get(uid) or self._make_replica(uid, pod, policy)
+        if replica.pod.instance and replica.pod.instance != pod.instance:
+            self.mark_gone(replica, "serving-restart")
+        replica.update(pod, policy)
+        replica.lent = any(s.serves(uid) for s in self.slots.values())
+        replica.maybe_back(self.settings.settle_seconds)
+        replica.settled = self.is_settled(pod) and replica.reader.machines is not None
+        if isinstance(pods, KubernetesPods):
+            replica.reader.follow(pods.scheduler(uid))
+        differs = replica.book.mismatched_since_ns
+        if differs and time.monotonic_ns() - differs > _MISMATCH_NS:
+            self.tap.resync()
+
+    def _make_replica(self, uid: str, pod: ServingPod, policy: PoolPolicy) -> Replica:
+        pool, breach = self.pools.state(pod.pool), self.blackbox.breach
+        replica = Replica.create(
+            pod,
+            policy,
+            outcomes=Outcomes(pod.name, pool, self.recorder, breach, time.monotonic_ns()),
+            schedule=self.schedule,
+            gate=self.settings.gate,
+            readers=self._readers,
+        )
+        self.replicas[uid] = replica
+        self.pollers[uid] = asyncio.create_task(replica.run())
+        _log.info("guarding %s/%s of pool %s", pod.namespace, pod.name, pod.pool)
+        return replica
+
+    def is_settled(self, pod: ServingPod) -> bool:
+        """Whether a container that was started again has been Ready for long enough."""
+        if not pod.restarted or not pod.ready_since_s:
+            return True
+        # The wall clock as it was at our start: its jumps neither settle a pod nor unsettle it.
+        wall_s = time.monotonic() + self._wall_offset_s
+        return wall_s - pod.ready_since_s >= self.settings.settle_seconds
+
+    def _forget_replica(self, uid: str) -> None:
+        replica = self.replicas.pop(uid)
+        self.devices.forget(uid)
+        self.whole.forget(uid)
+        self._verdicts.pop(uid, None)
+        self._timers.cancel(uid)
+        poller = self.pollers.pop(uid, None)
+        if poller is not None:
+            poller.cancel()
+        replica.reader.close()
+        for gauge in (metrics.SIGNAL_KNOWN, metrics.VERIFIED, metrics.COMPUTE_SHARE):
+            with contextlib.suppress(KeyError):
+                gauge.remove(replica.pod.name)
+
+    def _match_slots(self) -> None:
+        alive = self.grants.alive(time.monotonic())
+        self._history -= set(alive)
+        listed = {uid for uid, e in self.host.engines.items() if e.state is not EngineState.GONE}
+        self._history -= listed
+        known = {folder.uid for folder in self.rundir.lent_slots()} | listed
+        # A folder without an engine is only history: looked at once, then passed over.
+        for uid in (known | set(alive)) - set(self.slots) - self._history:
+            self.slots[uid] = Slot(
+                self.rundir.slot(uid),
+                self.host,
+                self.recorder,
+                self.settings.token,
+                partial(self._report_change, uid),
+            )
+        for uid, slot in list(self.slots.items()):
+            slot.grant = alive.get(uid)
+            if slot.vanished and uid not in alive:
+                del self.slots[uid]
+                self._history.add(uid)
+                task = asyncio.create_task(slot.detach())
+                task.add_done_callback(lambda _task: None)  # kept until it ends
+
+    def mark_gone(self, replica: Replica, what: str, pid: int = 0) -> None:
         """Serving has ended there, or was started again."""
         _log.warning("%s: %s", replica.pod.name, what)
         self.recorder.note(time.monotonic_ns(), replica.pod.name, what, pid=pid)
         replica.note_gone(pid)
 
-    def forget(self, uid: str) -> None:
-        """The replica is gone: forget its verdict and its timer."""
-        self._verdicts.pop(uid, None)
-        self._again.forget(uid)
-
-    def changed(self, slot: str) -> None:
+    def _report_change(self, slot: str) -> None:
         """A call of this slot has ended: look at it, and let the operator hear of it."""
         self._step_slot(slot)
         self.on_transition()
@@ -322,7 +481,7 @@ class Guard:
     @property
     def surveyed(self) -> bool:
         """Whether a report is whole: one that lacks a pod says that the pod is gone."""
-        return self.matching.done or not self.policies
+        return self._matched or not self.policies
 
     def on_no_devices(self, text: str) -> None:
         """NVML does not answer here; the text says why."""

@@ -1,6 +1,6 @@
 """One serving replica as the guard knows it: the tap's book, polled figures, outcomes of requests.
 
-It only gathers. Next step: ``facts`` is what ``rose_core.guard.gate`` judges; ``matching`` makes
+It only gathers. Next step: ``facts`` is what ``rose_core.guard.gate`` judges; ``loop`` makes
 and forgets replicas.
 """
 
