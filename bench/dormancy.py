@@ -21,8 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.record import Figure, figure, record
-from rose_agent.host import freezers, main
+from rose_agent.host import main
 from rose_agent.host.arguments import parser
+from rose_agent.os import freezers
 from rose_core.identity import SlotKey
 from rose_core.wire.host import EngineState, EnsureEngine, HostStatusRequest, SetDormant
 from rose_core.wire.sync import EngineSpec, WeightSource

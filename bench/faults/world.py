@@ -21,7 +21,7 @@ import aiohttp
 import numpy as np
 from safetensors.numpy import save_file
 
-from rose_agent.host.mounts import locate, parse_mountinfo
+from rose_agent.os.mounts import locate, parse_mountinfo
 from rose_core.wire.sync import SyncReply, SyncRequest
 from tests.agent.node import FakeOperator, Node
 

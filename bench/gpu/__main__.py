@@ -53,15 +53,15 @@ from bench.gpu.beside import Scale
 from bench.gpu.checks import Plan
 from bench.gpu.processes import Daemon, daemon
 from rose_agent.devices.driver import DeviceDriver, Gpu
-from rose_agent.devices.errors import DeviceError, MpsError, NoDevices
-from rose_agent.devices.mps import PROGRAM
+from rose_agent.devices.mps.control import PROGRAM
 from rose_agent.devices.nvml import NvmlDriver
+from rose_agent.errors import DeviceError, MpsError, NoDevices
 from rose_dev.errors import DevelopmentError
 from rose_dev.gpu.library import preloaded
 from rose_dev.gpu.state import State
 
 RESULTS = Path(__file__).parents[1] / "results"
-_FAKE_MPS = (sys.executable, "-m", "rose_agent.devices.fake_mps")
+_FAKE_MPS = (sys.executable, "-m", "rose_agent.devices.mps.fake")
 
 
 def machine(driver: DeviceDriver, gpu: Gpu, library: Any) -> dict[str, Any]:  # noqa: ANN401

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.gpu.processes import Daemon, Worker, pool, worker
 from rose_agent.devices.elastic import KvcachedSegment
-from rose_agent.devices.errors import MpsError
+from rose_agent.errors import MpsError
 from rose_core.devices.mps import BELOW_NORMAL, client_environment, expected_multiprocessors
 
 SHARES = (20, 30, 50)

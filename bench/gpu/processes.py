@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rose_agent.devices.errors import MpsError
-from rose_agent.devices.mps import MpsControl, Pipes
+from rose_agent.devices.mps.control import MpsControl, Pipes
+from rose_agent.errors import MpsError
 
 _START_SECONDS = 120.0
 # A client of a broken MPS server may hang for ever.

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from rose_agent.devices import fake_mps
+from rose_agent.devices.mps import fake as fake_mps
 from rose_engines.fake.device import connect
 
 _GIB = 1 << 30

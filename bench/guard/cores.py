@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 
-from rose_agent.host.groups import wait_for
-from rose_agent.host.limits import v1_base
+from rose_agent.os.groups import wait_for
+from rose_agent.os.limits import v1_base
 
 ENGINE_CORE = 0
 _PATIENCE_SECONDS = 10.0

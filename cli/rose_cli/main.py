@@ -36,14 +36,16 @@ VERBS: dict[str, Verb] = {
     "resume": Verb("rose_cli.ops.resume", "lend again, as before the pause", "operator"),
     "drain": Verb("rose_cli.ops.drain", "free a node's GPUs of rollouts", "operator"),
     "operator": Verb("rose_operator.main", "reconcile pools and leases into slots", "operator"),
-    "agent": Verb("rose_agent.main", "guard the serving replicas of this node", "agent"),
-    "sleeper": Verb("rose_agent.devices.sleepers", "wake serving engines of this node", "agent"),
+    "agent": Verb("rose_agent.guard.main", "guard the serving replicas of this node", "agent"),
+    "sleeper": Verb("rose_agent.sleeper.sleepers", "wake serving engines of this node", "agent"),
     "tap": Verb("rose_agent.tap.main", "watch serving traffic of this node", "agent"),
     "engine-host": Verb(
         "rose_agent.host.privilege_split", "run rollout engines on this node", "agent"
     ),
-    "vacate": Verb("rose_agent.vacate", "wait until no rollout engine holds the GPUs", "agent"),
-    "mps": Verb("rose_agent.devices.mps_verb", "run the MPS daemon of a node", "agent"),
+    "vacate": Verb(
+        "rose_agent.host.vacate", "wait until no rollout engine holds the GPUs", "agent"
+    ),
+    "mps": Verb("rose_agent.devices.mps.main", "run the MPS daemon of a node", "agent"),
     "weight-sync": Verb("rose_agent.weightsync.main", "bring weights to this node", "weights"),
     "router": Verb("rose_router.main", "serve a lease's URL to trainers", "router"),
     "weights": Verb("rose_weights.main", "serve, inspect, verify and compare weights", "weights"),

@@ -10,7 +10,7 @@
 Both answer 200 and free nothing where the feature is off, so an answer here proves nothing: the
 caller measures. SGLang is paused first because a release beside a request ends it, and gives its
 weights only with ``--enable-weights-cpu-backup``: without it they would come back undefined.
-Next step: ``rose_agent.devices.sleeper``.
+Next step: ``rose_agent.sleeper.sleeper``.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ grant that is renewed: whatever dies, the grant lapses and serving comes back.
 
 A second resume can end an SGLang that needs none, so the probe is asked first and the repetition
 waits; an SGLang that ends is restarted by its kubelet, which also brings serving back, and staying
-asleep would not. Pure. Next step: ``rose_agent.devices.sleeper`` carries the orders out.
+asleep would not. Pure. Next step: ``rose_agent.sleeper.sleeper`` carries the orders out.
 """
 
 from __future__ import annotations

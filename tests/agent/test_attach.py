@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from rose_agent.attach import Attachment
+from rose_agent.guard.routerlink import Attachment
 from rose_core.wire.routing import EngineKind, EngineUpdate, RouterNote
 from rose_dev.waiting import until
 from rose_wire.rpc import Server

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from rose_agent.guard import freezer
-from rose_agent.host.groups import wait_for
-from rose_agent.host.process import pid_namespace, start_ticks
+from rose_agent.os.groups import wait_for
+from rose_agent.os.processes import pid_namespace, start_ticks
 from rose_core.guard.freezing import Grace
 from rose_engines.activity import ITERATING, RESTING, Board
 from rose_engines.rundir import EngineFile, RunDir, SlotDir, write_json

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rose_agent.guard import state
+from rose_agent.guard.main import main
 from rose_agent.guard.totals import Totals
-from rose_agent.main import main
 from rose_core.guard.ladder import Rung
 from rose_core.identity import SlotKey
 from rose_core.wire.host import EngineState, EngineStatus

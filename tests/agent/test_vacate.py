@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from rose_agent.host.vacancy import Holding, Vacancy, judge, page
-from rose_agent.vacate import Wish, main, visible_gpus, wait
+from rose_agent.host.vacate import Wish, main, visible_gpus, wait
 from rose_core.wire.host import EngineState
 
 MINE, OTHER = "GPU-mine", "GPU-other"

@@ -286,9 +286,9 @@ def test_engines_from_the_node_are_mounted_where_they_are() -> None:
 
 PARSERS: dict[str, tuple[str, str]] = {
     "operator": ("rose_operator.settings", "_parser"),
-    "guard": ("rose_agent.main", "arguments"),
+    "guard": ("rose_agent.guard.main", "arguments"),
     "tap": ("rose_agent.tap.main", "arguments"),
-    "sleeper": ("rose_agent.devices.sleepers", "parser"),
+    "sleeper": ("rose_agent.sleeper.sleepers", "parser"),
     "engine-host": ("rose_agent.host.arguments", "parser"),
     "weight-sync": ("rose_agent.weightsync.main", "parser"),
 }

@@ -19,9 +19,9 @@ from rose_agent.devices.access import (
     diagnose,
     library_folder,
 )
-from rose_agent.devices.errors import UnknownGpu
 from rose_agent.devices.opening import open_or_idle
 from rose_agent.devices.static import StaticDriver
+from rose_agent.errors import UnknownGpu
 from rose_agent.guard import devices_access, report
 from rose_dev.gpu.library import library
 from rose_dev.gpu.state import State

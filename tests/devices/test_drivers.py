@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from rose_agent.devices.driver import DeviceDriver, Gpu, GpuProcess, Memory
-from rose_agent.devices.errors import NoDevices, QueryFailed, UnknownGpu
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.devices.opening import open_driver
 from rose_agent.devices.static import StaticDriver
+from rose_agent.errors import NoDevices, QueryFailed, UnknownGpu
 from rose_core.devices.health import Fitness, FitnessLimits, Virtualization, Vitals, assess
 from rose_dev.gpu import layout
 from rose_dev.gpu.state import GPU_IS_LOST, NOT_SUPPORTED, UNKNOWN, VGPU, State, StateGpu

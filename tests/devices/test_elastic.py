@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from rose_agent.devices.elastic import SHM, KvcachedSegment
-from rose_agent.devices.errors import QueryFailed
-from rose_agent.host.groups import wait_for
+from rose_agent.errors import QueryFailed
+from rose_agent.os.groups import wait_for
 from rose_core.devices.elastic import (
     Effect,
     ElasticLimits,

@@ -48,7 +48,7 @@ def test_a_result_lies_under_its_gpu_and_date(tmp_path: Path) -> None:
 def test_it_needs_nothing_that_a_bare_gpu_machine_lacks() -> None:
     code = f"import sys; sys.modules |= dict.fromkeys({ABSENT!r}); import bench.gpu.__main__, "
     code += "bench.gpu.commits, "
-    code += "bench.gpu.worker, rose_agent.devices.fake_mps"
+    code += "bench.gpu.worker, rose_agent.devices.mps.fake"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
 

@@ -18,12 +18,13 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.devices import fake_mps, mps3
-from rose_agent.devices.errors import MpsError
-from rose_agent.devices.mps import MpsControl, Pipes
-from rose_agent.devices.mps_tasks import Question, check, end
-from rose_agent.devices.mps_verb import main
-from rose_agent.host.groups import wait_for
+from rose_agent.devices.mps import control3 as mps3
+from rose_agent.devices.mps import fake as fake_mps
+from rose_agent.devices.mps.control import MpsControl, Pipes
+from rose_agent.devices.mps.main import main
+from rose_agent.devices.mps.tasks import Question, check, end
+from rose_agent.errors import MpsError
+from rose_agent.os.groups import wait_for
 from rose_core.devices.mps import (
     Client,
     EndStep,
@@ -148,7 +149,7 @@ def pipes() -> Iterator[Pipes]:
 @pytest.fixture(params=[2, 3])
 def daemon(pipes: Pipes, request: pytest.FixtureRequest) -> Iterator[Daemon]:
     """The stand-in, run as ``rose mps`` runs it, in both grammars."""
-    program = [sys.executable, "-m", "rose_agent.devices.fake_mps"]
+    program = [sys.executable, "-m", "rose_agent.devices.mps.fake"]
     command = [sys.executable, "-m", "rose_cli.main", "mps"]
     command += ["--root", str(pipes.root), "--program", " ".join(program)]
     command += ["--protocol", str(request.param), "--answer-seconds", str(PATIENCE)]
@@ -209,7 +210,7 @@ def test_the_verb_says_what_is_missing_and_then_that_nothing_is(
 ) -> None:
     root = daemon.control._pipes.root  # where the fixture put it
     flags = ["--root", str(root), "--check", "--serving", "4711"]
-    flags += ["--program", f"{sys.executable} -m rose_agent.devices.fake_mps"]
+    flags += ["--program", f"{sys.executable} -m rose_agent.devices.mps.fake"]
     flags += ["--answer-seconds", str(PATIENCE), "--engine-uid", str(os.geteuid())]
     assert main(flags) == 1
     assert capsys.readouterr().out.startswith("MpsServingOutside: ")
@@ -287,7 +288,7 @@ def test_a_daemon_that_is_late_counts_as_none_and_the_check_says_so(pipes: Pipes
 
 
 def test_no_daemon_is_an_error_that_says_so(pipes: Pipes) -> None:
-    program = [sys.executable, "-m", "rose_agent.devices.fake_mps"]
+    program = [sys.executable, "-m", "rose_agent.devices.mps.fake"]
     with pytest.raises(MpsError, match="Cannot find MPS control daemon"):
         MpsControl(pipes, program).servers()
     with pytest.raises(MpsError, match="no-such-program"):
@@ -295,7 +296,7 @@ def test_no_daemon_is_an_error_that_says_so(pipes: Pipes) -> None:
 
 
 def test_a_daemon_that_was_killed_is_not_taken_for_one_that_runs(pipes: Pipes) -> None:
-    program = [sys.executable, "-m", "rose_agent.devices.fake_mps"]
+    program = [sys.executable, "-m", "rose_agent.devices.mps.fake"]
     killed = subprocess.Popen([*program, "-f", "-p", "3"], env=pipes.environment(os.environ))
     control = MpsControl(pipes, program, PATIENCE)
     try:

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.devices.errors import MpsError
-from rose_agent.devices.mps import MULTI_USER, PROGRAM, MpsControl, Pipes, knows
-from rose_agent.devices.mps_tasks import Question, check
-from rose_agent.host.groups import wait_for
+from rose_agent.devices.mps import control as mps
+from rose_agent.devices.mps.control import MULTI_USER, PROGRAM, MpsControl, Pipes, knows
+from rose_agent.devices.mps.tasks import Question, check
+from rose_agent.errors import MpsError
+from rose_agent.os.groups import wait_for
 from rose_core.devices.mps import MpsRefusal
 from rose_dev.errors import NotSupported
 from rose_dev.nvidia_packages import unpacked
@@ -131,8 +132,6 @@ def test_the_real_daemon_is_found_by_its_socket_and_not_by_a_file_it_leaves(
 
 
 def _words(pipe: Path) -> tuple[str, ...]:
-    from rose_agent.devices import mps  # noqa: PLC0415
-
     return mps._daemon_file(pipe, "cmdline") or ()
 
 

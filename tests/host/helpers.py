@@ -14,7 +14,7 @@ import aiohttp
 
 from rose_agent.host import main
 from rose_agent.host.arguments import parser
-from rose_agent.host.freezers import Freezer
+from rose_agent.os.freezers import Freezer
 from rose_core.identity import SlotKey
 from rose_core.wire.host import (
     EngineState,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from rose_agent.host import freezers
-from rose_agent.host.errors import NoLimits
-from rose_agent.host.limits import Limiter, Limits
+from rose_agent.errors import NoLimits
 from rose_agent.host.repair import repair
+from rose_agent.os import freezers
+from rose_agent.os.limits import Limiter, Limits
 from rose_engines.rundir import RunDir
 
 

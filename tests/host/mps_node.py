@@ -14,13 +14,13 @@ from pathlib import Path
 
 import msgspec
 
-from rose_agent.devices import fake_mps
-from rose_agent.devices.mps import MpsControl, Pipes
+from rose_agent.devices.mps import fake as fake_mps
+from rose_agent.devices.mps.control import MpsControl, Pipes
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.devices.owners import Owner
-from rose_agent.host.groups import wait_for
 from rose_agent.host.mps import MpsNode
 from rose_agent.host.sharing import Ways
+from rose_agent.os.groups import wait_for
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import Sharing
 from rose_dev.gpu import layout
@@ -32,7 +32,7 @@ from tests.host.helpers import order
 GPU = "GPU-a"
 POD = "pod-1"
 GIB = 1 << 30
-PROGRAM = (sys.executable, "-m", "rose_agent.devices.fake_mps")
+PROGRAM = (sys.executable, "-m", "rose_agent.devices.mps.fake")
 WHOLE = 132
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.host import freezers, main
+from rose_agent.host import main
 from rose_agent.host.arguments import parser
+from rose_agent.os import freezers
 from rose_agent.weightsync.follower import Options
 from rose_agent.weightsync.main import Followers
 from rose_core.identity import SlotKey

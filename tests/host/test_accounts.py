@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from rose_agent.errors import BadEngine
 from rose_agent.host import process
 from rose_agent.host.accounts import COUNT, Account, Accounts
-from rose_agent.host.errors import BadEngine
-from rose_agent.host.freezers import Freezer
 from rose_agent.host.launchers import EngineProgram
+from rose_agent.os.freezers import Freezer
 from rose_engines.permit import Permit
 from rose_engines.rundir import RunDir, SlotDir, write_json
 

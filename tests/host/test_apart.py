@@ -14,9 +14,9 @@ import aiohttp
 import psutil
 import pytest
 
-from rose_agent.host import freezers
-from rose_agent.host.errors import NoFreezer
-from rose_agent.host.repair import find_group
+from rose_agent.errors import NoFreezer
+from rose_agent.os import freezers
+from rose_agent.os.find_group import find_group
 from rose_core.wire.host import EngineState, SetDormant
 from rose_engines.rundir import EngineFile, RunDir, read_json
 from rose_wire.rpc import call

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rose_agent.host import freezers
-from rose_agent.host.cgroup_ids import search, through_the_node
-from rose_agent.host.mounts import parse_mountinfo
-from rose_agent.host.repair import find_group
+from rose_agent.os import freezers
+from rose_agent.os.cgroup_ids import search, through_the_node
+from rose_agent.os.find_group import find_group
+from rose_agent.os.mounts import parse_mountinfo
 from rose_engines.rundir import EngineFile
 
 LINE = "34 30 0:28 {root} {point} {mode} - cgroup2 cgroup2 rw\n"
@@ -109,7 +109,7 @@ exec setpriv --bounding-set=-sys_admin --inh-caps=-sys_admin {python} {folder}/i
 '
 """
 CODE = """
-from rose_agent.host.freezers import detect
+from rose_agent.os.freezers import detect
 found = detect("v2")
 print(found.base, found.prepare("x"))
 found.group("x", 0).freeze()

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.host import freezers
+from rose_agent.errors import GroupError
 from rose_agent.host.cpu_courtesy import Courtesy, Engine, is_busy_quota
 from rose_agent.host.enforcement import TreeState
-from rose_agent.host.errors import GroupError
 from rose_agent.host.lifecycle import EngineLife
-from rose_agent.host.limits import Base, Limiter, Limits
+from rose_agent.os import freezers
+from rose_agent.os.limits import Base, Limiter, Limits
 from rose_core.wire.host import EngineState
 from tests.host.test_limits import engine, root_only
 

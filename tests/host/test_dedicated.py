@@ -13,11 +13,11 @@ import aiohttp
 import pytest
 import yaml
 
+from rose_agent.errors import BadInput
 from rose_agent.host import dedicated, main
 from rose_agent.host.arguments import parser
 from rose_agent.host.dedicated_file import DedicatedFile
-from rose_agent.host.errors import BadInput
-from rose_agent.host.freezers import Freezer
+from rose_agent.os.freezers import Freezer
 from rose_core.wire.host import HostStatusRequest
 from rose_core.wire.routing import EngineKind, EngineUpdate, RouterNote
 from rose_engines.rundir import EngineFile, RunDir, WeightsFile, read_json, write_json

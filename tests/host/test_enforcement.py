@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from rose_agent.errors import GroupError
 from rose_agent.host.enforcement import Action, Tree, TreeState, Wish, decide
 from rose_agent.host.enforcer import PATIENCE, Enforcer, Watched
-from rose_agent.host.errors import GroupError
-from rose_agent.host.groups import wait_for
+from rose_agent.os.groups import wait_for
 from rose_core.guard.freezing import Activity, Grace
 from rose_core.guard.standstill import Patience
 from rose_core.wire.host import Holder

@@ -12,9 +12,9 @@ import msgspec
 import psutil
 import pytest
 
-from rose_agent.host import freezers
-from rose_agent.host.errors import NoFreezer
-from rose_agent.host.process import start_ticks
+from rose_agent.errors import NoFreezer
+from rose_agent.os import freezers
+from rose_agent.os.processes import start_ticks
 from rose_core.identity import SlotKey
 from rose_core.wire.host import (
     EngineState,

@@ -13,10 +13,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from rose_agent.host import freezers
-from rose_agent.host.errors import NoFreezer
-from rose_agent.host.process import start_ticks
-from rose_agent.host.repair import find_group, repair, thaw_all
+from rose_agent.errors import NoFreezer
+from rose_agent.host.repair import repair, thaw_all
+from rose_agent.os import freezers
+from rose_agent.os.find_group import find_group
+from rose_agent.os.processes import start_ticks
 from rose_agent.weightsync.plugin import Gate
 from rose_core.wire.host import EngineState, EngineStatus, HostStatusRequest
 from rose_engines.rundir import EngineFile, RunDir, read_json, write_json

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rose_agent.host.errors import BrokenEngine
+from rose_agent.errors import BrokenEngine
 from rose_agent.host.footprints import Footprints, engine_version
 from rose_agent.host.launchers import EngineProgram
 from rose_agent.host.sharing import Sharing, Ways

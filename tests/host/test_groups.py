@@ -12,11 +12,12 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from rose_agent.host import exec_engine, freezers
-from rose_agent.host.errors import GroupError, NoFreezer
-from rose_agent.host.groups import SignalGroup, V1Group, V2Group, end, wait_for
-from rose_agent.host.mounts import locate, parse_membership, parse_mountinfo
-from rose_agent.host.process import start_ticks
+from rose_agent.errors import GroupError, NoFreezer
+from rose_agent.host import exec_engine
+from rose_agent.os import freezers
+from rose_agent.os.groups import SignalGroup, V1Group, V2Group, end, wait_for
+from rose_agent.os.mounts import locate, parse_membership, parse_mountinfo
+from rose_agent.os.processes import start_ticks
 
 # Counts in a file, and has a child that does so too.
 COUNTER = """
@@ -148,7 +149,7 @@ class Recorded:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: list[str] = []
         self.folder = folder
-        monkeypatch.setattr("rose_agent.host.groups.os.kill", self._kill)
+        monkeypatch.setattr("rose_agent.os.groups.os.kill", self._kill)
 
     def _kill(self, pid: int, number: int) -> None:
         state = self.folder / "freezer.state"

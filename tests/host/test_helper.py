@@ -11,17 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.host import freezers, privilege_split, process
+from rose_agent.errors import GroupError, HostError
+from rose_agent.host import privilege_split, process
 from rose_agent.host.accounts import COUNT, Account, Accounts
 from rose_agent.host.arguments import limiter_of, limits_of, parser
-from rose_agent.host.errors import GroupError, HostError
-from rose_agent.host.freezers import Freezer
-from rose_agent.host.groups import end, wait_for
 from rose_agent.host.helper.client import HelpedAccounts, Helper
 from rose_agent.host.helper.messages import Forget, Move, Quota, Reap, Release, Spawn, Steer, Take
 from rose_agent.host.launchers import EngineProgram
-from rose_agent.host.limits import Limiter
 from rose_agent.host.repair import forget_slot
+from rose_agent.os import freezers, processes
+from rose_agent.os.freezers import Freezer
+from rose_agent.os.groups import end, wait_for
+from rose_agent.os.limits import Limiter
 from rose_engines.rundir import RunDir, SlotDir, write_json
 from tests.host.apart import FIRST, HOST, everybodys_python, refusal
 from tests.host.left import sweep
@@ -108,7 +109,7 @@ async def test_an_engines_life_is_the_same_with_and_without_a_helper(
     assert slot.folder.stat().st_mode & 0o777 == 0o710
     assert slot.bundles.stat().st_gid == FIRST
     spawned = await started(hands, slot, account, python)
-    assert process.start_ticks(spawned.root.pid) == spawned.start_ticks > 0
+    assert processes.start_ticks(spawned.root.pid) == spawned.start_ticks > 0
     assert spawned.cgroup_path.endswith("slot-1") or hands.freezer.base is None
     spawned.group.freeze()
     assert wait_for(spawned.group.frozen, 10.0)

@@ -13,7 +13,7 @@ import pytest
 
 from rose_agent.host import main, privilege_split
 from rose_agent.host.arguments import parser
-from rose_agent.host.freezers import Freezer
+from rose_agent.os.freezers import Freezer
 
 FILE = """
 name: dedicated-0

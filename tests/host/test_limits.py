@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from rose_agent.host import freezers, main, process
+from rose_agent.errors import NoLimits
+from rose_agent.host import main, process
 from rose_agent.host.arguments import limiter_of, parser
 from rose_agent.host.classes import fake
-from rose_agent.host.errors import NoLimits
-from rose_agent.host.freezers import Freezer
-from rose_agent.host.groups import end, wait_for
 from rose_agent.host.launchers import EngineOrder, EngineProgram
-from rose_agent.host.limits import PROCESSES, Limiter, Limits
+from rose_agent.os import freezers, processes
+from rose_agent.os.freezers import Freezer
+from rose_agent.os.groups import end, wait_for
+from rose_agent.os.limits import PROCESSES, Limiter, Limits
 from rose_core.wire.host import EngineState
 from tests.host.helpers import guarding, order, serving, status_of, stop, until
 
@@ -50,7 +51,7 @@ async def engine(
         members = spawned.group.pids()
         assert end(spawned.group, 30.0)
         await spawned.root.wait()
-        process.reap(members)
+        processes.reap(members)
         held.remove("engine")
 
 

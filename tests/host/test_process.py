@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from rose_agent.host import exec_engine, process
-from rose_agent.host.groups import wait_for
 from rose_agent.host.lifecycle import backoff_seconds
+from rose_agent.os import processes
+from rose_agent.os.groups import wait_for
 
 
 def test_an_engine_inherits_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,9 +69,9 @@ def test_snapshots_of_a_killed_engine_are_found() -> None:
     try:
         assert engine.stdout is not None
         path = Path(engine.stdout.readline().strip())
-        assert process.shared_memory([engine.pid, 2**22 + 1]) == {path}
+        assert processes.shared_memory([engine.pid, 2**22 + 1]) == {path}
         path.unlink()
-        assert process.shared_memory([engine.pid]) == frozenset()
+        assert processes.shared_memory([engine.pid]) == frozenset()
     finally:
         engine.kill()
         engine.communicate()
@@ -86,7 +87,7 @@ def test_dead_heirs_are_collected() -> None:
         heir = int(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
         os.kill(heir, signal.SIGKILL)
         assert wait_for(lambda: psutil.Process(heir).status() == psutil.STATUS_ZOMBIE, 30.0)
-        process.reap([0, heir, os.getppid()])
+        processes.reap([0, heir, os.getppid()])
         assert not Path(f"/proc/{heir}").exists()
     finally:
         libc.prctl(set_subreaper, 0, 0, 0, 0)

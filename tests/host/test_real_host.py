@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rose_agent.host import main
-from rose_agent.host.repair import find_group
+from rose_agent.os.find_group import find_group
 from rose_core.identity import SlotKey
 from rose_core.wire.host import EngineState, HoldEngine, Holder
 from rose_engines.rundir import EngineFile, RunDir, read_json

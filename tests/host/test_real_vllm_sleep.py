@@ -17,8 +17,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from rose_agent.devices.sleeper import Record, tree
 from rose_agent.devices.usage import ResidentMeter
+from rose_agent.sleeper.sleeper import Record, tree
 from rose_core.devices.sleeper import Stage
 from rose_dev import vllm_environment
 from rose_dev.models import make_named
@@ -86,7 +86,7 @@ async def test_a_sleep_that_frees_nothing_is_recorded_and_serving_answers_as_bef
             await until(ready, "vLLM serves", READY_SECONDS)
             serving = VllmServing(session, url)
             before = await serving.probe()
-            command = [sys.executable, "-m", "rose_agent.devices.sleeper", "--engine", "VLLM"]
+            command = [sys.executable, "-m", "rose_agent.sleeper.sleeper", "--engine", "VLLM"]
             command += ["--url", url, "--grant", str(grant.path), "--record", str(record)]
             command += ["--pid", str(pid), "--release-bytes", str(KV_BYTES // 2)]
             man = subprocess.Popen([*command, "--vacate-seconds", "0"])  # noqa: ASYNC220

@@ -18,6 +18,7 @@ from rose_core.wire.reasons import HOST_MEANING, HostReason
 ROOT = Path(__file__).parents[2]
 FRAME = {"slot": {"uid": "u", "generation": 1}, "state": "Failed"}
 USES = [
+    ROOT / "agent/rose_agent/errors.py",
     *sorted((ROOT / "agent/rose_agent/host").rglob("*.py")),
     *sorted((ROOT / "rose_core/devices").rglob("*.py")),
 ]

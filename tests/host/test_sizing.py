@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from rose_agent.devices.nvml import NvmlDriver
+from rose_agent.errors import BadEngine, NoMemory
 from rose_agent.host.classes import LAUNCHERS
-from rose_agent.host.errors import BadEngine, NoMemory
 from rose_agent.host.footprints import Footprints
 from rose_agent.host.launchers import EngineOrder
 from rose_agent.host.sizing import Sizer, engine_size, vocabulary

@@ -18,8 +18,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from rose_agent.devices.sleeper import DeadMan, Record, Serving
 from rose_agent.devices.usage import ResidentMeter
+from rose_agent.sleeper.sleeper import DeadMan, Record, Serving
 from rose_core.devices.sleeper import SleeperLimits, Stage
 from rose_dev.engine_environment import is_ready
 from rose_dev.engine_testing import start_engine
@@ -243,7 +243,7 @@ async def test_the_switch_is_killed_while_serving_sleeps_and_the_next_one_wakes_
             before = one.held
 
         def start() -> subprocess.Popen[bytes]:
-            command = [sys.executable, "-m", "rose_agent.devices.sleeper", "--engine", kind]
+            command = [sys.executable, "-m", "rose_agent.sleeper.sleeper", "--engine", kind]
             command += ["--url", one.url, "--grant", str(grant.path), "--record", str(record)]
             command += ["--pid", str(one.process.pid), "--release-bytes", str(MEMORY // 2)]
             return subprocess.Popen([*command, "--vacate-seconds", "0"])

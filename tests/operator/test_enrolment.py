@@ -13,7 +13,7 @@ import pytest
 from cryptography import x509
 from lightkube import AsyncClient, KubeConfig
 
-from rose_agent.identity import Identity
+from rose_agent.guard.identity import Identity
 from rose_core.api import RolloutLease
 from rose_core.wire.enrolment import EnrolReply, EnrolRequest
 from rose_core.wire.sync import SyncRequest

@@ -20,7 +20,7 @@ from typing import Any
 
 import aiohttp
 
-from rose_agent.tap import kernel
+from rose_agent.os import kernel
 
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _UP = 0x8913, 0x8914, 0x1
 STREAMED, PLAIN, SHORT, ABORTED = 40, 10, 200, 5

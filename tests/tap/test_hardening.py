@@ -14,13 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rose_agent.tap import kernel, seccomp
+from rose_agent.os import kernel, seccomp
 from tests.tap.net import refusal
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal() or "can tap")
 _CONFINED = """
 import os, socket, sys
-from rose_agent.tap import kernel, seccomp
+from rose_agent.os import kernel, seccomp
 kernel.no_dumps()
 kernel.keep_capabilities()
 seccomp.confine(seccomp.PARSER)

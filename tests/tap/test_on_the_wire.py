@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rose_agent.tap import bpf, sockets
+from rose_agent.os import bpf
+from rose_agent.tap import sockets
 from rose_core.telemetry.events import Arrived, How
 from tests.tap.net import (
     PORT,

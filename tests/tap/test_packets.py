@@ -7,7 +7,8 @@ import struct
 
 import pytest
 
-from rose_agent.tap import bpf, frames
+from rose_agent.os import bpf
+from rose_agent.tap import frames
 from rose_agent.tap.frames import Unwatch, Watch
 from rose_agent.tap.packets import decode
 from rose_core.telemetry.events import Health

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from bench.tap.watcher import Listener, tap_process
-from rose_agent.tap import kernel
+from rose_agent.os import kernel
 from rose_agent.tap.frames import Watch
 from rose_agent.tap.relay import socket_of
 from tests.tap.net import PORT, Namespace, refusal
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal() or "can tap")
 POD = "53099174-d551-433b-9350-adf44bee898e"
 _IN_POD = """
 import sys
-from rose_agent.tap import kernel
+from rose_agent.os import kernel
 from rose_agent.tap.main import main
 from tests.tap.inside import loopback_up
 kernel.leave_network()

@@ -9,7 +9,7 @@ import sys
 
 import psutil
 
-from rose_agent.tap import kernel
+from rose_agent.os import kernel
 
 _HEAVY = (
     "asyncio",

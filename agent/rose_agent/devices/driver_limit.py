@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rose_agent.devices.errors import QueryFailed
+from rose_agent.errors import QueryFailed
 
 PROGRAM = ("nvidia-smi",)
 MIB = 1 << 20

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from rose_agent.devices.errors import QueryFailed
+from rose_agent.errors import QueryFailed
 from rose_core.devices.elastic import PoolSeen
 
 SHM = Path("/dev/shm")  # noqa: S108  # kvcached's place

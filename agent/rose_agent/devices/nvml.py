@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from rose_agent.devices.driver import DriverVersion, Gpu, GpuProcess, Memory
-from rose_agent.devices.errors import NoDevices, QueryFailed, UnknownGpu
+from rose_agent.errors import NoDevices, QueryFailed, UnknownGpu
 from rose_core.devices.health import Virtualization, Vitals
 
 T = TypeVar("T")

@@ -7,9 +7,9 @@ from typing import Literal
 
 from rose_agent.devices import access
 from rose_agent.devices.driver import DeviceDriver
-from rose_agent.devices.errors import NoDevices
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.devices.static import StaticDriver
+from rose_agent.errors import NoDevices
 
 
 def open_driver(kind: Literal["static", "nvml"], static_gpus: Path | None = None) -> DeviceDriver:

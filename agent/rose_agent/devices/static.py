@@ -20,7 +20,7 @@ import pydantic
 import yaml
 
 from rose_agent.devices.driver import DriverVersion, Gpu, GpuProcess, Memory
-from rose_agent.devices.errors import NoDevices, QueryFailed, UnknownGpu
+from rose_agent.errors import NoDevices, QueryFailed, UnknownGpu
 from rose_core.devices.health import Vitals
 from rose_wire import problems
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rose_agent.devices.driver import DeviceDriver
-from rose_agent.devices.errors import DeviceError
+from rose_agent.errors import DeviceError
 from rose_engines.memory import PAGE
 
 

@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from rose_agent.devices.driver import DeviceDriver, Gpu, GpuProcess, Memory
-from rose_agent.devices.errors import DeviceError
 from rose_agent.devices.owners import Owner, command_of, owner_of
+from rose_agent.errors import DeviceError
 from rose_core.devices.classes import class_of_all
 from rose_core.devices.health import DeviceRefusal, Fitness, FitnessLimits, Vitals, assess
 from rose_core.devices.memory import (

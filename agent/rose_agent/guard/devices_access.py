@@ -12,9 +12,8 @@ from collections.abc import Callable
 
 from rose_agent.devices import access
 from rose_agent.devices.driver import DeviceDriver
-from rose_agent.devices.errors import DeviceError, NoDevices
 from rose_agent.devices.opening import open_driver
-from rose_agent.errors import AccessChanged
+from rose_agent.errors import AccessChanged, DeviceError, NoDevices
 from rose_agent.guard.metrics import DEVICE_ACCESS
 
 _log = logging.getLogger(__name__)

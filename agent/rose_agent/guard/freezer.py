@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from rose_agent.host.errors import GroupError
-from rose_agent.host.groups import ProcessGroup
-from rose_agent.host.repair import find_group
+from rose_agent.errors import GroupError
+from rose_agent.os.find_group import find_group
+from rose_agent.os.groups import ProcessGroup
 from rose_core.guard.freezing import Activity, Step, next_step
 from rose_engines import activity
 from rose_engines.rundir import EngineFile, SlotDir, read_json

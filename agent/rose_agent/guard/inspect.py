@@ -4,8 +4,8 @@
 them, with ratio and interval above the sample floor, and per slot the gate and the totals.
 
 On ``agent.sock``, which only the node's root can open, both are there for whoever asks; on the
-network for those who bring the installation's token. Next step: ``rose_agent.node_verbs`` reads
-them.
+network for those who bring the installation's token. Next step: ``rose_agent.guard.node_verbs``
+reads them.
 """
 
 from __future__ import annotations

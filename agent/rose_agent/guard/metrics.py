@@ -21,11 +21,6 @@ STOP_SECONDS = Histogram(
     buckets=_FAST,
     registry=REGISTRY,
 )
-READER_ENDS = Counter(
-    "rose_guard_reader_ends",
-    "Processes that read a serving replica and ended while it was there; each is started anew.",
-    registry=REGISTRY,
-)
 DEVICE_ACCESS = Gauge(
     "rose_guard_device_access",
     "1 for what the guard found of the node's GPUs: Found, NoGpu, NoDriver, NoAccess, NvmlFails.",
@@ -163,11 +158,6 @@ HIGHEST_TERM = Gauge(
 )
 ATTACHES = Counter(
     "rose_guard_attaches", "Streams to routers by outcome.", ["outcome"], registry=REGISTRY
-)
-API_ERRORS = Counter(
-    "rose_guard_kubernetes_errors",
-    "Failed lists and watches of this node's pods.",
-    registry=REGISTRY,
 )
 REPLICA_BUSY_SECONDS = Counter(
     "rose_guard_replica_busy_seconds",

@@ -1,4 +1,4 @@
-"""What the guard is told at its start; ``rose_agent.main`` makes it from the flags."""
+"""What the guard is told at its start; ``rose_agent.guard.main`` makes it from the flags."""
 
 from __future__ import annotations
 

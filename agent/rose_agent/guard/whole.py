@@ -3,7 +3,7 @@
 ``rose_core.guard.whole`` decides; this carries out, twice a second. The sleeper keeps serving
 asleep only while its permit is extended: once that has not happened for ``_GRANT_NS``, it wakes
 serving, whatever has become of the guard. Next step: ``rose sleeper``
-(``rose_agent.devices.sleepers``) follows what is written here.
+(``rose_agent.sleeper.sleepers``) follows what is written here.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rose_agent.devices.sleeper import Record
 from rose_agent.guard import metrics
 from rose_agent.guard.recorder import Recorder
 from rose_agent.guard.replica import Replica
-from rose_agent.host.process import start_ticks
+from rose_agent.os.processes import start_ticks
+from rose_agent.sleeper.sleeper import Record
 from rose_core.api.reasons import Reason
 from rose_core.devices.sleeper import Stage
 from rose_core.guard.gate import ReplicaFacts, Verdict

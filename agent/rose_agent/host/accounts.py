@@ -28,8 +28,8 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rose_agent.errors import BadEngine
 from rose_agent.host import kernel_caches
-from rose_agent.host.errors import BadEngine
 from rose_engines.rundir import RunDir, SlotDir
 
 COUNT = 1000

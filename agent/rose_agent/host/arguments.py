@@ -11,10 +11,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from rose_agent.devices.mps import PROGRAM
+from rose_agent.devices.mps.control import PROGRAM
+from rose_agent.errors import BadInput, NoLimits
 from rose_agent.host.accounts import COUNT
-from rose_agent.host.errors import BadInput, NoLimits
-from rose_agent.host.limits import LEAST_BUSY_PERCENT, PROCESSES, Limiter, Limits
+from rose_agent.os.limits import LEAST_BUSY_PERCENT, PROCESSES, Limiter, Limits
 from rose_wire import flags
 
 _log = logging.getLogger(__name__)

@@ -16,23 +16,23 @@ from pathlib import Path
 
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.driver_limit import SmiLimits
-from rose_agent.devices.errors import NoDevices
 from rose_agent.devices.opening import open_driver
 from rose_agent.devices.static import StaticDriver
 from rose_agent.devices.usage import meter_for
+from rose_agent.errors import NoDevices
 from rose_agent.host.accounts import Accounts
 from rose_agent.host.arguments import limiter_of, limits_of
 from rose_agent.host.classes import LAUNCHERS
 from rose_agent.host.enforcer import Enforcer
 from rose_agent.host.footprints import Footprints
-from rose_agent.host.freezers import Freezer, own_base
 from rose_agent.host.helper.client import HelpedAccounts, Helper
-from rose_agent.host.limits import Limiter
 from rose_agent.host.mps import MpsNode
 from rose_agent.host.repair import forget_slot, repair
 from rose_agent.host.sharing import Ways, free_leftovers, out_of_reach
 from rose_agent.host.site import Site
 from rose_agent.host.sizing import Sizer
+from rose_agent.os.freezers import Freezer, own_base
+from rose_agent.os.limits import Limiter
 from rose_engines.rundir import RunDir, SlotDir
 
 _log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rose_agent.devices.driver import DeviceDriver
-from rose_agent.devices.errors import DeviceError
+from rose_agent.errors import DeviceError
 from rose_agent.host.sharing import APART, Ways
 from rose_core.devices import drivers
 from rose_core.devices.capabilities import Capability, gpu_key

@@ -21,10 +21,10 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from rose_agent.errors import GroupError
 from rose_agent.host.enforcement import TreeState
-from rose_agent.host.errors import GroupError
 from rose_agent.host.lifecycle import EngineLife
-from rose_agent.host.limits import Limiter
+from rose_agent.os.limits import Limiter
 from rose_core.wire.host import EngineState
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import pydantic
 import pydantic.alias_generators
 import yaml
 
-from rose_agent.host.errors import BadInput
+from rose_agent.errors import BadInput
 from rose_core.identity import SlotKey, run_name
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import EngineSpec, WeightSource

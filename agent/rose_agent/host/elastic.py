@@ -22,9 +22,8 @@ from collections.abc import Callable, Coroutine
 import aiohttp
 
 from rose_agent.devices.elastic import ElasticMemory
-from rose_agent.devices.errors import QueryFailed
+from rose_agent.errors import BrokenEngine, QueryFailed
 from rose_agent.host import metrics
-from rose_agent.host.errors import BrokenEngine
 from rose_core.devices.elastic import (
     FIRST_PERMILLE,
     Effect,

@@ -23,10 +23,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from rose_agent.errors import GroupError
 from rose_agent.host import metrics
 from rose_agent.host.enforcement import Action, Tree, TreeState, Wish, decide, late
-from rose_agent.host.errors import GroupError
-from rose_agent.host.groups import ProcessGroup
+from rose_agent.os.groups import ProcessGroup
 from rose_core.guard.freezing import Activity
 from rose_core.guard.standstill import Patience
 from rose_core.wire.host import Holder

@@ -20,8 +20,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from rose_agent.errors import WrongGeneration
 from rose_agent.host import metrics
-from rose_agent.host.errors import WrongGeneration
 from rose_agent.host.lifecycle import EngineLife
 from rose_agent.host.proxy import Target
 from rose_agent.host.site import Site

@@ -19,15 +19,16 @@ from pathlib import Path
 import aiohttp
 
 from rose_agent.devices.usage import MemoryMeter
+from rose_agent.errors import NotReady
 from rose_agent.host import metrics, process
 from rose_agent.host.enforcement import TreeState
 from rose_agent.host.enforcer import Watched
-from rose_agent.host.errors import NotReady
-from rose_agent.host.groups import ProcessGroup, end
 from rose_agent.host.launchers import EngineOrder, EngineProgram, launcher_for, resolve_model
 from rose_agent.host.sharing import Sharing
 from rose_agent.host.site import Site
 from rose_agent.host.sizing import vocabulary
+from rose_agent.os import processes
+from rose_agent.os.groups import ProcessGroup, end
 from rose_core.wire.host import EnsureEngine
 from rose_engines.exposed_routes import KEY_VARIABLE
 from rose_engines.rundir import EngineFile, SlotDir, write_json
@@ -153,7 +154,7 @@ class Body:
             cgroup_version=spawned.group.driver,
             cgroup_path=spawned.cgroup_path,
             cgroup_number=_number(spawned.group.directory),
-            pid_namespace=process.pid_namespace(),
+            pid_namespace=processes.pid_namespace(),
             start_ticks=spawned.start_ticks,
             url=self.url,
             port=self.port,
@@ -211,7 +212,7 @@ class Body:
         if group is None:
             return True
         members = group.pids()
-        shared = process.shared_memory(members)
+        shared = processes.shared_memory(members)
         gone = await asyncio.to_thread(end, group, seconds)
         if gone:
             await self._clear(members, shared)
@@ -230,7 +231,7 @@ class Body:
             path.unlink(missing_ok=True)
         if self._spawned is not None:
             await self._spawned.root.wait()
-        process.reap(members)
+        processes.reap(members)
         self._site.limiter.remove(self._folder.uid)
         self._sharing.ended()
         self._site.accounts.release(self._folder)

@@ -13,9 +13,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from rose_agent.errors import BadInput
 from rose_agent.host.arguments import check_users
 from rose_agent.host.dedicated_file import DedicatedFile
-from rose_agent.host.errors import BadInput
 from rose_wire import flags
 
 

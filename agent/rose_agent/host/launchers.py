@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rose_agent.host.errors import BadEngine
+from rose_agent.errors import BadEngine
 from rose_agent.host.sizing import Sizer
 from rose_core.devices.memory import EngineSize
 from rose_core.wire.sync import EngineSpec

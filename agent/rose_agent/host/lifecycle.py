@@ -27,12 +27,12 @@ from collections.abc import Callable
 import msgspec
 
 from rose_agent.devices.usage import MemoryMeter
+from rose_agent.errors import BadEngine, BrokenEngine, HostError
 from rose_agent.host import metrics, process
 from rose_agent.host.dormancy import Rest
 from rose_agent.host.enforcement import TreeState
 from rose_agent.host.enforcer import Watched
 from rose_agent.host.engine_process import Body
-from rose_agent.host.errors import BadEngine, BrokenEngine, HostError
 from rose_agent.host.sharing import Sharing, room_of
 from rose_agent.host.site import Site
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from rose_agent.devices.errors import DeviceError
+from rose_agent.errors import DeviceError, HostError
 from rose_agent.host import dedicated, inputs, vacancy
 from rose_agent.host.arguments import parser
 from rose_agent.host.assembly import Found, Rights, site_of
@@ -29,13 +29,12 @@ from rose_agent.host.capabilities import Capabilities
 from rose_agent.host.cpu_courtesy import Courtesy
 from rose_agent.host.enforcer import Enforcer
 from rose_agent.host.engine_host import EngineHost
-from rose_agent.host.errors import HostError
-from rose_agent.host.freezers import Freezer, detect
 from rose_agent.host.helper.client import Helper
 from rose_agent.host.proxy import DataProxy
 from rose_agent.host.repair import thaw_all
 from rose_agent.host.site import Site
 from rose_agent.metrics import REGISTRY
+from rose_agent.os.freezers import Freezer, detect
 from rose_engines.rundir import RunDir
 from rose_wire import flags, observability
 from rose_wire.errors import WireError

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rose_agent.devices.driver import DeviceDriver
-from rose_agent.devices.errors import DeviceError, MpsError
-from rose_agent.devices.mps import PROGRAM, MpsControl, Pipes
+from rose_agent.devices.mps.control import PROGRAM, MpsControl, Pipes
 from rose_agent.devices.owners import Owner, owner_of
+from rose_agent.errors import DeviceError, MpsError
 from rose_core.devices.mps import (
     Client,
     EndStep,

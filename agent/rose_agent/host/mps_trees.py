@@ -23,8 +23,8 @@ from pathlib import Path
 
 import msgspec
 
-from rose_agent.host.errors import GroupError
-from rose_agent.host.groups import ProcessGroup
+from rose_agent.errors import GroupError
+from rose_agent.os.groups import ProcessGroup
 from rose_engines.sglang.calls import LENGTH, GetStatus, Status, answers, frame
 
 _log = logging.getLogger(__name__)

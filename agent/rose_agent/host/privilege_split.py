@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rose_agent.tap.kernel import keep_capabilities
+from rose_agent.os.kernel import keep_capabilities
 
 _PR_CAPBSET_DROP = 24
 _HELPER = "rose_agent.host.helper.serve"

@@ -7,28 +7,26 @@ copies and truncates it when it grows. Next step: ``lifecycle`` decides when to 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import re
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from rose_agent.errors import BadEngine
 from rose_agent.host import exec_engine
 from rose_agent.host.accounts import Account
-from rose_agent.host.errors import BadEngine
-from rose_agent.host.freezers import Freezer
-from rose_agent.host.groups import ProcessGroup
 from rose_agent.host.launchers import EngineProgram
-from rose_agent.host.limits import Limiter
+from rose_agent.os.freezers import Freezer
+from rose_agent.os.groups import ProcessGroup
+from rose_agent.os.limits import Limiter
+from rose_agent.os.processes import kernel_path, start_ticks
 
 # What an engine inherits of the host's environment; secrets and cluster addresses are not in it.
 _INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "TMPDIR", "HOME", "LD_LIBRARY_PATH")
 # SGLang's load snapshots; other shared memory may belong to somebody else as well.
-_SNAPSHOT = re.compile(r"/dev/shm/sglang_loads_[\w.-]+\.shm$", re.MULTILINE)  # noqa: S108  # that is the place
 LOG_BYTES = 4 * 1024 * 1024
 
 
@@ -90,34 +88,6 @@ def environment(program: Mapping[str, str]) -> dict[str, str]:
     """The engine's environment: an allow-list of the host's, then the program's own."""
     inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     return {"PATH": os.defpath, **inherited, **program}
-
-
-def start_ticks(pid: int) -> int:
-    """Start time of a process, which with the pid identifies it for ever; 0 = it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    # The command may hold blanks and brackets; fields are counted after its closing one.
-    return int(text.rpartition(")")[2].split()[19])
-
-
-def pid_namespace() -> int:
-    """Inode of our pid namespace."""
-    return Path("/proc/self/ns/pid").stat().st_ino
-
-
-def kernel_path(pid: int, driver: str) -> str:
-    """A process's cgroup as the kernel names it; empty when it is gone."""
-    try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if (number == "0") if driver == "v2" else ("freezer" in controllers.split(",")):
-            return path
-    return ""
 
 
 @dataclass(frozen=True)
@@ -204,27 +174,6 @@ async def _joined(root: asyncio.subprocess.Process, directory: Path, driver: str
             break
         await asyncio.sleep(0.005)
     return ""
-
-
-def shared_memory(pids: Iterable[int]) -> frozenset[Path]:
-    """Load snapshots in shared memory, which a killed SGLang cannot remove itself."""
-    found = set()
-    for pid in pids:
-        try:
-            maps = Path(f"/proc/{pid}/maps").read_text()
-        except OSError:
-            continue
-        found |= set(_SNAPSHOT.findall(maps))
-    return frozenset(map(Path, found))
-
-
-def reap(pids: Iterable[int]) -> None:
-    """Collect dead members: in a container, orphans become children of the host."""
-    for pid in pids:
-        # 0 stands for a process of another pid namespace; others have another parent.
-        if pid > 0:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
 
 
 def rotate(log: Path, limit: int = LOG_BYTES) -> None:

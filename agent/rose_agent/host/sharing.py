@@ -32,17 +32,16 @@ import msgspec
 
 from rose_agent.devices.driver_limit import DriverLimits
 from rose_agent.devices.elastic import ElasticMemory, KvcachedSegment
-from rose_agent.devices.errors import DeviceError
+from rose_agent.errors import BadEngine, BrokenEngine, DeviceError, NoMemory, NotShared
 from rose_agent.host import metrics
 from rose_agent.host.elastic import Elastic
 from rose_agent.host.elastic import environment as elastic_environment
-from rose_agent.host.errors import BadEngine, BrokenEngine, NoMemory, NotShared
 from rose_agent.host.footprints import Footprints
 from rose_agent.host.launchers import EngineProgram
 from rose_agent.host.mps import MpsNode
 from rose_agent.host.mps_trees import ClientGroup, SteeredGroup, ask
 from rose_agent.host.process import Spawned
-from rose_agent.host.repair import find_group
+from rose_agent.os.find_group import find_group
 from rose_core.devices.footprint import judge
 from rose_core.devices.memory import EngineSize, Lendable, limit_refusal, overrun
 from rose_core.devices.mps import Client, Finding

@@ -12,13 +12,13 @@ from pathlib import Path
 from rose_agent.devices.usage import MemoryMeter, ResidentMeter
 from rose_agent.host.accounts import Accounts
 from rose_agent.host.enforcer import Enforcer
-from rose_agent.host.freezers import Freezer
 from rose_agent.host.launchers import Launcher
-from rose_agent.host.limits import Limiter, Limits
 from rose_agent.host.process import Spawner
 from rose_agent.host.repair import forget_slot
 from rose_agent.host.sharing import Ways
 from rose_agent.host.sizing import Sizer
+from rose_agent.os.freezers import Freezer
+from rose_agent.os.limits import Limiter, Limits
 from rose_engines.rundir import SlotDir
 
 # Most time an engine may need to become ready, counted while it may run.

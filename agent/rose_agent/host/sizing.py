@@ -23,9 +23,8 @@ from pathlib import Path
 import msgspec
 
 from rose_agent.devices.driver import DeviceDriver
-from rose_agent.devices.errors import DeviceError
+from rose_agent.errors import BadEngine, DeviceError, NoMemory
 from rose_agent.host.elastic import PAGE_BYTES
-from rose_agent.host.errors import BadEngine, NoMemory
 from rose_agent.host.footprints import Footprints, engine_version, kind_of
 from rose_core.devices.elastic import FIRST_PERMILLE
 from rose_core.devices.footprint import estimate, promised

@@ -5,7 +5,7 @@ still there would silently make them smaller. ``GET /vacated?gpu=UUID`` on the h
 ``{"free": true, "holders": []}`` once no engine of this host can hold any of the named GPUs;
 without names every GPU of the node is meant. An engine holds its GPUs until its cgroup is
 empty, which is when its last device file is closed; a dormant one holds them too. The page tells
-nothing but slots and states, and changes nothing. Next step: ``rose_agent.vacate`` asks it.
+nothing but slots and states, and changes nothing. Next step: ``rose_agent.host.vacate`` asks it.
 """
 
 from __future__ import annotations

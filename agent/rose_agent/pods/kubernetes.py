@@ -21,8 +21,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from rose_agent import metrics
 from rose_agent.errors import ApiUnreachable, BadConfiguration
-from rose_agent.guard import metrics
 from rose_agent.pods.claims import GPU_ANNOTATION, Asked, Claims
 from rose_agent.pods.model import Residents, ServingPod
 from rose_agent.pods.processes import Found, Processes

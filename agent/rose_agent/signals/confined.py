@@ -28,6 +28,7 @@ import signal
 import socket
 from pathlib import Path
 
+from rose_agent.os import kernel, seccomp
 from rose_agent.pods.model import ServingPod
 from rose_agent.signals.feed import Feed
 from rose_agent.signals.http import EngineReader, session_of
@@ -52,7 +53,6 @@ from rose_agent.signals.messages import (
     pack,
 )
 from rose_agent.signals.snapshot import Snapshot, open_snapshot
-from rose_agent.tap import kernel, seccomp
 from rose_core.telemetry.dialects import Figures
 
 _log = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from typing import Protocol
 import aiohttp
 import msgspec
 
+from rose_agent import metrics
 from rose_agent.errors import AgentError
-from rose_agent.guard import metrics
 from rose_agent.pods.model import ServingPod
 from rose_agent.signals import confined
 from rose_agent.signals.feed import Feed

@@ -4,7 +4,8 @@
 - ``opener``: keeps the capabilities, enters namespaces, opens sockets, parses nothing.
 - ``parser``: has no capability and no network; reads packets, follows requests, tells the guard.
 - ``replica``: one followed replica; ``packets``, ``stamps``: what it reads.
-- ``bpf``: the kernel filters. ``sockets``: packet sockets. ``frames``: messages of ``tap.sock``.
+- ``sockets``: packet sockets (``rose_agent.os.bpf``: their filters). ``frames``: messages of
+  ``tap.sock``.
 
 ``docs/tap.md`` says what the tap can and cannot see.
 """

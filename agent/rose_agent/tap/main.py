@@ -21,7 +21,8 @@ import socket
 import sys
 from pathlib import Path
 
-from rose_agent.tap import kernel, opener, seccomp
+from rose_agent.os import kernel, seccomp
+from rose_agent.tap import opener
 from rose_wire import flags
 
 _log = logging.getLogger("rose.tap")

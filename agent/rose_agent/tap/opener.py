@@ -13,7 +13,7 @@ import socket
 
 import msgspec
 
-from rose_agent.tap import kernel, seccomp
+from rose_agent.os import kernel, seccomp
 from rose_agent.tap.frames import Watch
 from rose_agent.tap.sockets import Taps, open_all
 

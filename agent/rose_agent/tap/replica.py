@@ -34,7 +34,8 @@ import socket
 import time
 from collections.abc import Callable
 
-from rose_agent.tap import bpf, metrics, packets, sockets, stamps
+from rose_agent.os import bpf
+from rose_agent.tap import metrics, packets, sockets, stamps
 from rose_agent.tap.frames import Watch
 from rose_agent.tap.sockets import SAMPLE_RATE, Taps
 from rose_core.telemetry.events import Arrived, Ended, Health, Progress, TapEvent

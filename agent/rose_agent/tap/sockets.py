@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose_agent.tap import bpf, kernel
+from rose_agent.os import bpf, kernel
 
 ETH_P_ALL = 3
 SOL_PACKET, PACKET_STATISTICS, PACKET_IGNORE_OUTGOING = 263, 6, 23

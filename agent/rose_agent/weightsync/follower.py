@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rose_agent.errors import WrongAnswers, WrongDigest
 from rose_agent.weightsync import metrics, records
 from rose_agent.weightsync.decide import (
     QUARANTINE_REASONS,
@@ -31,7 +32,6 @@ from rose_agent.weightsync.decide import (
     parse_label,
     succeeded,
 )
-from rose_agent.weightsync.errors import WrongAnswers, WrongDigest
 from rose_agent.weightsync.heads import Heads
 from rose_agent.weightsync.plugin import Plugin
 from rose_agent.weightsync.probe import Subject, TruthMeter

@@ -25,11 +25,9 @@ from pathlib import Path
 
 import msgspec
 
+from rose_agent.errors import GroupError, HostError
 from rose_agent.host import kernel_caches
 from rose_agent.host.accounts import Account, Accounts
-from rose_agent.host.errors import GroupError, HostError
-from rose_agent.host.freezers import Freezer
-from rose_agent.host.groups import ProcessGroup, wait_for
 from rose_agent.host.helper.messages import (
     LARGEST,
     Answer,
@@ -45,8 +43,10 @@ from rose_agent.host.helper.messages import (
     Steer,
     Take,
 )
-from rose_agent.host.limits import Base, Limiter, Limits
 from rose_agent.host.process import Root
+from rose_agent.os.freezers import Freezer
+from rose_agent.os.groups import ProcessGroup, wait_for
+from rose_agent.os.limits import Base, Limiter, Limits
 from rose_engines.rundir import RunDir, SlotDir
 
 _REMOVE_SECONDS = 5.0

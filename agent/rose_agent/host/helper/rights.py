@@ -25,12 +25,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rose_agent.errors import BadEngine, GroupError
 from rose_agent.host import kernel_caches
 from rose_agent.host.accounts import COUNT
-from rose_agent.host.errors import BadEngine, GroupError
 from rose_agent.host.exec_engine import become
-from rose_agent.host.freezers import Freezer
-from rose_agent.host.groups import ProcessGroup
 from rose_agent.host.helper.messages import (
     NAME,
     Answer,
@@ -45,8 +43,10 @@ from rose_agent.host.helper.messages import (
     Steer,
     Take,
 )
-from rose_agent.host.limits import Limiter
-from rose_agent.host.process import kernel_path, shared_memory
+from rose_agent.os.freezers import Freezer
+from rose_agent.os.groups import ProcessGroup
+from rose_agent.os.limits import Limiter
+from rose_agent.os.processes import kernel_path, shared_memory
 
 _log = logging.getLogger(__name__)
 

@@ -20,14 +20,14 @@ from pathlib import Path
 
 import msgspec
 
+from rose_agent.errors import BadEngine, GroupError, HostError
 from rose_agent.host.accounts import COUNT
 from rose_agent.host.arguments import check_users, limiter_of, parser
-from rose_agent.host.errors import BadEngine, GroupError, HostError
-from rose_agent.host.freezers import Freezer, detect
-from rose_agent.host.groups import ProcessGroup, end
 from rose_agent.host.helper.messages import LARGEST, Answer, Ready, Request
 from rose_agent.host.helper.rights import Rights
 from rose_agent.host.repair import leftovers
+from rose_agent.os.freezers import Freezer, detect
+from rose_agent.os.groups import ProcessGroup, end
 from rose_engines.rundir import RunDir
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import logging
 import platform
 import socket
 
-from rose_agent.tap import bpf, kernel
+from rose_agent.os import bpf, kernel
 
 _log = logging.getLogger(__name__)
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data

@@ -1,6 +1,6 @@
 r"""Puts a serving engine to sleep under a grant and brings it back when the grant lapses.
 
-    python -m rose_agent.devices.sleeper --engine SGLang --url http://127.0.0.1:30000 \
+    python -m rose_agent.sleeper.sleeper --engine SGLang --url http://127.0.0.1:30000 \
         --grant DIR/permit --record DIR/sleeper.json --pid PID --release-bytes N
 
 A process of its own, so that it outlives whoever grants. The grant is a permit: a deadline in
@@ -8,7 +8,7 @@ shared memory that its holder extends. An agent that dies, or whose own grant ha
 operator is gone, extends it no more. Every stage is on disk before its order is carried out; one
 that starts without a readable record takes serving for asleep until it answers its probe.
 
-``rose_core.devices.sleeper`` decides. Next step: ``rose_agent.devices.sleepers`` keeps one for each
+``rose_core.devices.sleeper`` decides. Next step: ``rose_agent.sleeper.sleepers`` keeps one for each
 replica of a node that is lent whole.
 """
 
@@ -261,7 +261,7 @@ def end_tree(pid: int) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments."""
-    made = argparse.ArgumentParser(prog="rose_agent.devices.sleeper", description=__doc__)
+    made = argparse.ArgumentParser(prog="rose_agent.sleeper.sleeper", description=__doc__)
     made.add_argument("--engine", choices=sorted(SERVING), required=True)
     made.add_argument("--url", required=True, help="the serving engine")
     made.add_argument("--grant", type=Path, required=True, help="permit that allows it to sleep")

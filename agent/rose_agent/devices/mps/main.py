@@ -14,9 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rose_agent.devices import mps3
-from rose_agent.devices.errors import MpsError
-from rose_agent.devices.mps import (
+from rose_agent.devices.mps import control3 as mps3
+from rose_agent.devices.mps.control import (
     ANSWER_SECONDS,
     MULTI_USER,
     PROGRAM,
@@ -25,7 +24,8 @@ from rose_agent.devices.mps import (
     Pipes,
     knows,
 )
-from rose_agent.devices.mps_tasks import Question, check, end
+from rose_agent.devices.mps.tasks import Question, check, end
+from rose_agent.errors import MpsError
 from rose_wire.flags import above_zero, add_log_level, complaint
 
 _log = logging.getLogger(__name__)

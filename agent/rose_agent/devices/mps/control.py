@@ -13,7 +13,7 @@ grammar (``mps3``).
 | 550 | everything that is asked here, one user at a time |
 | some later ones | ``-multiuser-server`` |
 
-``python -m rose_agent.devices.fake_mps`` speaks both grammars without a GPU.
+``python -m rose_agent.devices.mps.fake`` speaks both grammars without a GPU.
 Next step: ``mps_tasks`` checks and ends clients, ``mps_verb`` runs a daemon.
 """
 
@@ -29,8 +29,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose_agent.devices import mps3
-from rose_agent.devices.errors import MpsError
+from rose_agent.devices.mps import control3 as mps3
+from rose_agent.errors import MpsError
 from rose_core.devices.mps import Server, ServerState
 
 PROGRAM = "nvidia-cuda-mps-control"

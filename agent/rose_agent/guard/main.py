@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from rose_agent import node_verbs
-from rose_agent.devices.errors import DeviceError
 from rose_agent.devices.opening import open_or_idle
-from rose_agent.errors import AgentError, BadConfiguration
-from rose_agent.guard import devices_access
+from rose_agent.errors import AgentError, BadConfiguration, DeviceError
+from rose_agent.guard import devices_access, node_verbs
 from rose_agent.guard.inspect import inspection
 from rose_agent.guard.loop import Guard, Settings
+from rose_agent.guard.sync import OperatorLink
 from rose_agent.metrics import REGISTRY
 from rose_agent.pods.claims import Claims, KubeletClaims, WrittenClaims, known, own_namespace
 from rose_agent.pods.kubernetes import Access, KubernetesPods
@@ -37,14 +36,13 @@ from rose_agent.pods.podresources import SOCKET, PodResources
 from rose_agent.pods.static import StaticPods
 from rose_agent.signals import confined
 from rose_agent.signals.reader import ConfinedReaders
-from rose_agent.sync import OperatorLink
 from rose_core.devices.memory import BudgetLimits
 from rose_engines.rundir import RunDir
 from rose_wire import flags, tls
 from rose_wire.observability import guarded, pages
 
 if TYPE_CHECKING:
-    from rose_agent.identity import Identity
+    from rose_agent.guard.identity import Identity
 
 _log = logging.getLogger("rose.agent")
 
@@ -206,7 +204,7 @@ def _identity(options: argparse.Namespace) -> Identity | None:
             f"--enrol needs --identity-token-file, and {tls.IDENTITY} to name a folder"
         )
     flags.token(options.identity_token_file)
-    from rose_agent.identity import Identity  # noqa: PLC0415  # 9 MB, needed by few
+    from rose_agent.guard.identity import Identity  # noqa: PLC0415  # 9 MB, needed by few
 
     return Identity(options.node, options.enrol, options.identity_token_file, Path(folder))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from rose_agent.devices.errors import MpsError
+from rose_agent.errors import MpsError
 from rose_core.devices.mps import Server, ServerState
 
 PROTOCOL = ("-p", "3")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from rose_agent.host.mounts import CgroupMount, hierarchy
+from rose_agent.os.mounts import CgroupMount, hierarchy
 
 # Deeper than any container runtime puts a container's own cgroups.
 _LEVELS = 10

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from rose_agent.host.errors import GroupError
+from rose_agent.errors import GroupError
 
 # Pause between two looks at a tree that is on its way to a state.
 _POLL_SECONDS = 0.001

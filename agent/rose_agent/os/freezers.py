@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rose_agent.host.cgroup_ids import through_the_node
-from rose_agent.host.errors import GroupError, NoFreezer
-from rose_agent.host.groups import ProcessGroup, SignalGroup, V1Group, V2Group
-from rose_agent.host.mounts import locate, parse_membership, parse_mountinfo
+from rose_agent.errors import GroupError, NoFreezer
+from rose_agent.os.cgroup_ids import through_the_node
+from rose_agent.os.groups import ProcessGroup, SignalGroup, V1Group, V2Group
+from rose_agent.os.mounts import locate, parse_membership, parse_mountinfo
 
 Choice = Literal["auto", "v1", "v2", "signals"]
 

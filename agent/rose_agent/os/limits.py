@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose_agent.host.errors import GroupError, NoLimits
-from rose_agent.host.freezers import HOST_LEAF, own_base
-from rose_agent.host.mounts import locate, parse_membership, parse_mountinfo
+from rose_agent.errors import GroupError, NoLimits
+from rose_agent.os.freezers import HOST_LEAF, own_base
+from rose_agent.os.mounts import locate, parse_membership, parse_mountinfo
 
 _log = logging.getLogger(__name__)
 

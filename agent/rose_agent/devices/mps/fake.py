@@ -23,8 +23,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rose_agent.devices import fake_mps3, mps3
-from rose_agent.devices.mps import MULTI_USER
+from rose_agent.devices.mps import control3 as mps3
+from rose_agent.devices.mps import fake3 as fake_mps3
+from rose_agent.devices.mps.control import MULTI_USER
 
 _MOST = 1 << 16  # bytes of a command or an answer: each is one packet
 

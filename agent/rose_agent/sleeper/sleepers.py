@@ -24,11 +24,11 @@ from urllib.parse import urlencode
 import aiohttp
 
 from rose_agent.devices.driver import DeviceDriver
-from rose_agent.devices.errors import DeviceError
 from rose_agent.devices.opening import open_driver
-from rose_agent.devices.sleeper import DeadMan, Record, Serving, end_tree, tree, vacated_page
 from rose_agent.devices.usage import meter_for
-from rose_agent.host.process import start_ticks
+from rose_agent.errors import DeviceError
+from rose_agent.os.processes import start_ticks
+from rose_agent.sleeper.sleeper import DeadMan, Record, Serving, end_tree, tree, vacated_page
 from rose_core.devices.sleeper import Sleeper, SleeperLimits, Stage
 from rose_engines.permit import Permit
 from rose_engines.rundir import read_json, write_json

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rose_agent.devices.errors import MpsError
-from rose_agent.devices.mps import MpsControl
+from rose_agent.devices.mps.control import MpsControl
+from rose_agent.errors import MpsError
 from rose_core.devices.mps import (
     Client,
     EndStep,

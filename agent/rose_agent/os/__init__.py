@@ -1,0 +1,1 @@
+"""What agents ask of Linux: process groups, cgroups, limits, capabilities; the ground floor."""
