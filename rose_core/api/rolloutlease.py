@@ -124,7 +124,7 @@ class RouterSettings(ApiModel):
     )
     policy: RouterPolicy = Field(
         default=RouterPolicy.JOINT,
-        description="How an engine is chosen for a turn (docs/router.md).",
+        description="How an engine is chosen for a turn (docs/placement.md).",
     )
     max_age_versions: int | None = Field(
         default=None,

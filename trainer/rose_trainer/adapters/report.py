@@ -6,7 +6,7 @@ is logged, and nothing is raised. A report that is lost leaves its trajectories 
 which widens its intervals; none is counted as trained that was not said to be.
 
 ``report`` and ``report_async`` say what became of trajectories, ``finish_async`` that one is over.
-Next: ``docs/router.md``, the bias meter.
+Next: ``docs/placement.md``, the bias meter.
 """
 
 from __future__ import annotations
