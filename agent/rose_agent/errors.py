@@ -98,6 +98,12 @@ class BadEngine(HostError):
     reason = HostReason.BAD_ENGINE
 
 
+class NoModel(HostError):
+    """The node has no such model, at least not yet; says where it was looked for."""
+
+    reason = HostReason.NO_MODEL
+
+
 class NoMemory(HostError):
     """The engine's GPU has too little free memory now; says how much it needs and finds."""
 

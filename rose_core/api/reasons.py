@@ -140,6 +140,21 @@ class Reason(StrEnum):
     ENGINE_STOPPED = "EngineStopped"
     ENGINE_FAILED = "EngineFailed"
     GATE_HELD = "GateHeld"
+    # Slots of a lease cannot start or go on: words of their engine hosts.
+    START_FAILED = "StartFailed"
+    BAD_ENGINE = "BadEngine"
+    NO_MODEL = "NoModel"
+    MPS_NOT_A_CLIENT = "MpsNotAClient"
+    MPS_SHARE_NOT_GIVEN = "MpsShareNotGiven"
+    ENGINE_EXITED = "EngineExited"
+    LIMIT_REACHED = "LimitReached"
+    BROKEN_WEIGHTS = "BrokenWeights"
+    MEMORY_OVERRUN = "MemoryOverrun"
+    MEMORY_KEPT = "MemoryKept"
+    MEMORY_UNKNOWN = "MemoryUnknown"
+    NOTHING_RELEASED = "NothingReleased"
+    DORMANCY_FAILED = "DormancyFailed"
+    # What is attested, and the lease as a whole.
     VERSION_ATTESTED = "VersionAttested"
     NO_VERSION_YET = "NoVersionYet"
     MIXED_VERSIONS = "MixedVersions"
@@ -257,6 +272,19 @@ MEANING: dict[Reason, str] = {
     Reason.ENGINE_STOPPED: "the guard holds the engine stopped",
     Reason.ENGINE_FAILED: "the engine failed; it is started again with back-off",
     Reason.GATE_HELD: "the guard has closed the gate for longer than a burst",
+    Reason.START_FAILED: "engines do not become ready; the message ends with a log (RL team)",
+    Reason.BAD_ENGINE: "no engine can be started as the lease asks; change the lease (RL team)",
+    Reason.NO_MODEL: "`model.name` is not on the slot's node; it has to be brought (platform)",
+    Reason.MPS_NOT_A_CLIENT: "an engine is no client of its node's MPS daemon (platform)",
+    Reason.MPS_SHARE_NOT_GIVEN: "an engine does not have the share of its pool (platform)",
+    Reason.ENGINE_EXITED: "an engine ended by itself; the message ends with its log (RL team)",
+    Reason.LIMIT_REACHED: "an engine reached its limit of memory or processes (RL team)",
+    Reason.BROKEN_WEIGHTS: "weights of the run could neither be put in nor taken back (RL team)",
+    Reason.MEMORY_OVERRUN: "an engine held more device memory than it may (platform)",
+    Reason.MEMORY_KEPT: "elastic memory did not go down to its budget (platform)",
+    Reason.MEMORY_UNKNOWN: "nobody tells whether an engine's memory became free (platform)",
+    Reason.NOTHING_RELEASED: "an engine said that it let go of its memory, and did not (platform)",
+    Reason.DORMANCY_FAILED: "an engine did not let go of its memory when told (platform)",
     Reason.VERSION_ATTESTED: "the live weights carry an attested version",
     Reason.NO_VERSION_YET: "no weight version is attested",
     Reason.MIXED_VERSIONS: "ready slots carry different versions; the message says which",

@@ -32,6 +32,7 @@ class HostReason(StrEnum):
     # It cannot start.
     START_FAILED = "StartFailed"
     BAD_ENGINE = "BadEngine"
+    NO_MODEL = "NoModel"
     INSUFFICIENT_MEMORY = "InsufficientMemory"
     ELASTIC_UNAVAILABLE = "ElasticUnavailable"
     DRIVER_LIMIT_UNAVAILABLE = "DriverLimitUnavailable"
@@ -72,6 +73,7 @@ HOST_MEANING: dict[HostReason, str] = {
     HostReason.DID_NOT_STOP: "it went on computing, or starting, although it had to stand still",
     HostReason.START_FAILED: "it could not be started, or never became ready; tried again",
     HostReason.BAD_ENGINE: "it cannot be started as ordered; a new order is needed",
+    HostReason.NO_MODEL: "its model is not on the node; tried again",
     HostReason.INSUFFICIENT_MEMORY: "its GPU has too little free memory, or too little is lent",
     HostReason.ELASTIC_UNAVAILABLE: "kvcached is missing, or its pool is not the ordered one",
     HostReason.DRIVER_LIMIT_UNAVAILABLE: "the driver sets no memory limit, or it does not hold",
@@ -94,6 +96,48 @@ HOST_MEANING: dict[HostReason, str] = {
     HostReason.DORMANCY_FAILED: "it did not answer the order to let go of its memory",
 }
 """What each word means, for people and for docs/engine-host.md."""
+
+TROUBLE = frozenset(
+    {
+        HostReason.START_FAILED,
+        HostReason.BAD_ENGINE,
+        HostReason.NO_MODEL,
+        HostReason.INSUFFICIENT_MEMORY,
+        HostReason.ELASTIC_UNAVAILABLE,
+        HostReason.DRIVER_LIMIT_UNAVAILABLE,
+        HostReason.MPS_UNAVAILABLE,
+        HostReason.MPS_FAULT,
+        HostReason.MPS_SERVING_OUTSIDE,
+        HostReason.MPS_WRONG_USER,
+        HostReason.MPS_NOT_A_CLIENT,
+        HostReason.MPS_SHARE_NOT_GIVEN,
+        HostReason.ENGINE_EXITED,
+        HostReason.LIMIT_REACHED,
+        HostReason.BROKEN_WEIGHTS,
+        HostReason.MEMORY_OVERRUN,
+        HostReason.MEMORY_KEPT,
+        HostReason.MEMORY_UNKNOWN,
+        HostReason.NOTHING_RELEASED,
+        HostReason.DORMANCY_FAILED,
+    }
+)
+"""Why an engine cannot start or go on: words that the owner of its lease hears as well."""
+
+TOLD_IN_FULL = frozenset(
+    {
+        HostReason.START_FAILED,
+        HostReason.BAD_ENGINE,
+        HostReason.NO_MODEL,
+        HostReason.ENGINE_EXITED,
+        HostReason.LIMIT_REACHED,
+        HostReason.BROKEN_WEIGHTS,
+    }
+)
+"""Words whose message speaks of the lease's own order, engine and run alone.
+
+The messages of the others name what else is on the GPU, which is its owner's; the lease hears what
+the word means.
+"""
 
 PENDING = frozenset({HostReason.NONE, HostReason.STOP_ORDERED})
 """Words with which the host adds nothing: what the guard says about the slot is the reason."""

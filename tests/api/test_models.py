@@ -20,6 +20,7 @@ from rose_core.api.conditions import Statement, find, merge, transitions
 from rose_core.api.crd import KINDS, Kind
 from rose_core.api.reasons import MEANING, REPLICA_REFUSALS, replica_refusal
 from rose_core.api.schema import structural
+from rose_core.wire.reasons import TROUBLE
 from rose_dev import generate
 from tests.api.objects import LEASE, POOL, SLOT
 
@@ -120,9 +121,8 @@ def test_every_reason_is_used_somewhere() -> None:
     folders = ("rose_core", "operator", "agent")
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     text = "\n".join(p.read_text() for p in sources if p.name != "reasons.py")
-    unused = {
-        reason.name for reason in set(Reason) - REPLICA_REFUSALS if f".{reason.name}" not in text
-    }
+    of_nodes = REPLICA_REFUSALS | {Reason(word.value) for word in TROUBLE}
+    unused = {reason.name for reason in set(Reason) - of_nodes if f".{reason.name}" not in text}
     assert unused == set()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -236,7 +237,6 @@ async def test_an_engine_with_broken_weights_is_started_anew(rundir: Path, model
     ("engine_class", "model", "text"),
     [
         ("warp-drive", "small", "it has fake"),
-        ("fake", "missing", "no model 'missing'"),
         ("fake", "../models", "no folder name"),
         ("fake", "", "no folder name"),
     ],
@@ -256,6 +256,29 @@ async def test_an_order_that_cannot_work_says_why_and_is_not_retried(
         assert status.reason == "BadEngine"
         assert text in status.message
         assert status.restarts == 0
+
+
+async def test_a_model_that_is_brought_later_needs_no_new_order(rundir: Path, models: Path) -> None:
+    async with running(rundir, models) as host:
+        with guarding(rundir):
+            await host.host.ensure(
+                msgspec.structs.replace(order(), engine=EngineSpec("fake", "late"))
+            )
+
+            async def failed() -> bool:
+                return (await status_of(host)).state is EngineState.FAILED
+
+            await until(failed, "the model is missed")
+            status = await status_of(host)
+            assert status.reason == "NoModel"
+            assert "no model 'late'" in status.message
+            shutil.copytree(models / "small", models / "late")
+
+            async def serves() -> bool:
+                return (await status_of(host)).state is EngineState.SERVING
+
+            await until(serves, "the engine starts with the model that has come")
+            assert (await status_of(host)).reason != "NoModel"
 
 
 async def test_an_argument_outside_the_allow_list_is_refused_by_name(

@@ -75,12 +75,20 @@ class Bench:
         values = {key.replace("__", "."): value for key, value in changes.items()}
         self.api.add(Kind.LEASE, changed(LEASE, {"metadata.name": name} | values))
 
-    def report(self, state: SlotState = SlotState.RUNNING, tokens: int = 100) -> None:
+    def report(
+        self,
+        state: SlotState = SlotState.RUNNING,
+        tokens: int = 100,
+        reason: str = "",
+        message: str = "",
+    ) -> None:
         """The agent of node n1 realises every slot that is lent."""
         slots = [
             SlotReport(
                 SlotKey(raw["metadata"]["uid"], raw["metadata"]["generation"]),
                 state,
+                reason=reason,
+                message=message,
                 version="grpo@1.0",
                 digest="d",
                 lent_milliseconds=10 * tokens,
@@ -92,13 +100,21 @@ class Bench:
         replicas = (replica("default/chat", "a"), replica("default/chat", "b", kv=300))
         self.telemetry.record(SyncRequest("n1", "t", 0, replicas, tuple(slots)), self.now)
 
+    async def ready_routers(self) -> None:
+        """Every router that was made has a ready pod."""
+        for raw in self.api.all(Kind.DEPLOYMENT):
+            await self.api.apply_status(Kind.DEPLOYMENT, raw | {"status": {"readyReplicas": 1}})
+
     def slots(self) -> list[dict[str, Any]]:
         return self.api.all(Kind.SLOT)
 
     def reason(self, name: str = "grpo", kind: str = "Ready") -> str:
+        return str(self.condition(name, kind)["reason"])
+
+    def condition(self, name: str = "grpo", kind: str = "Ready") -> dict[str, Any]:
         raw = self.api.objects[Kind.LEASE, f"default/{name}"]
         found = {entry["type"]: entry for entry in raw["status"]["conditions"]}
-        return str(found[kind]["reason"])
+        return dict(found[kind])
 
 
 async def running() -> Bench:

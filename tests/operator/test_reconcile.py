@@ -1,11 +1,13 @@
 """A reconcile pass on an API server in memory: differences only, one bad object alone."""
 
+import json
 from typing import Any
 
 import pytest
 
 from rose_core.api import Reason
 from rose_core.identity import SlotKey
+from rose_core.wire.reasons import HOST_MEANING, HostReason
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_operator.errors import ApiUnavailable, NotLeader
 from rose_operator.kube.api import Kind
@@ -276,6 +278,66 @@ async def test_an_expired_lease_gives_everything_back() -> None:
     assert bench.reason() == Reason.LEASE_EXPIRED
     assert bench.slots() == []
     assert bench.api.all(Kind.DEPLOYMENT) == []
+
+
+async def settled(bench: Bench) -> None:
+    """Two passes, so far apart that a reason alone is written."""
+    await bench.turn()
+    bench.now += 6
+    await bench.turn()
+
+
+async def test_a_lease_says_why_its_slots_do_not_start() -> None:
+    bench = await running()
+    await bench.ready_routers()
+    told = "engine argument 'dtype': 'float8' is not allowed"
+    bench.report(SlotState.FAILED, reason="BadEngine", message=told)
+    await settled(bench)
+    ready = bench.condition()
+    assert (ready["status"], ready["reason"]) == ("False", "BadEngine")
+    assert ready["message"] == f"0 of 1 granted slots run; 1 BadEngine: {told}"
+    bench.report()
+    await settled(bench)
+    assert (bench.reason(), bench.condition()["message"]) == ("SlotsReady", "")
+
+
+async def test_a_lease_hears_nothing_of_its_slots_neighbours() -> None:
+    bench = await running()
+    await bench.ready_routers()
+    told = "GPU-a has 3.0 GiB free: pod secret/chat-0 (pid 7) holds 130 GiB"
+    bench.report(SlotState.FAILED, reason="InsufficientMemory", message=told)
+    await settled(bench)
+    ready = bench.condition()
+    assert ready["reason"] == "InsufficientMemory"
+    assert ready["message"].endswith(
+        f"1 InsufficientMemory: {HOST_MEANING[HostReason.INSUFFICIENT_MEMORY]}"
+    )
+    assert "secret" not in json.dumps(bench.api.objects[Kind.LEASE, "default/grpo"])
+
+
+async def test_a_log_of_any_length_and_content_fits_into_a_lease() -> None:
+    bench = await running()
+    await bench.ready_routers()
+    log = f"engine ended with exit code 1; its log ends: {'x' * 5000}\n\x1b[31mlast\u202e words"
+    bench.report(SlotState.STARTING, reason="EngineExited", message=log)
+    await settled(bench)
+    ready = bench.condition()
+    assert ready["reason"] == "EngineExited"
+    assert ready["message"].isprintable()
+    assert "exit code 1" in ready["message"]
+    assert ready["message"].endswith("last words")
+    assert len(ready["message"]) < 600
+
+
+async def test_a_word_of_another_version_is_told_without_its_text() -> None:
+    bench = await running()
+    await bench.ready_routers()
+    bench.report(SlotState.FAILED, reason="InventedLater", message="whatever it may say")
+    await settled(bench)
+    assert (bench.reason(), bench.condition()["message"]) == (
+        "EngineFailed",
+        "0 of 1 granted slots run; 1 EngineFailed",
+    )
 
 
 async def test_a_suspended_lease_gives_its_slots_back_and_keeps_its_url() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rose_agent.errors import BadEngine
+from rose_agent.errors import BadEngine, NoModel
 from rose_agent.host.sizing import Sizer
 from rose_core.devices.memory import EngineSize
 from rose_core.wire.sync import EngineSpec
@@ -77,7 +77,8 @@ def resolve_model(models: Path, name: str) -> Path:
     """Find a model folder.
 
     Raises:
-        BadEngine: the name leaves the folder, or there is no such model.
+        BadEngine: the name leaves the folder.
+        NoModel: there is no such model; it may come.
     """
     folder = (models / name).resolve()
     if not name or not folder.is_relative_to(models.resolve()) or folder == models.resolve():
@@ -85,7 +86,7 @@ def resolve_model(models: Path, name: str) -> Path:
         raise BadEngine(message)
     if not folder.is_dir():
         message = f"no model {name!r} below {models} on this node"
-        raise BadEngine(message)
+        raise NoModel(message)
     return folder
 
 

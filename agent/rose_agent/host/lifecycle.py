@@ -179,7 +179,7 @@ class EngineLife:
 
     async def _once(self) -> None:
         """From spawn to the end of the process."""
-        self._set(EngineState.STARTING, HostReason.NONE)
+        self._set(EngineState.STARTING, self._reason)  # of the start that failed, if one did
         program = self._body.program()
         spawned = await self._body.spawn(program)
         exited = asyncio.create_task(spawned.root.wait())

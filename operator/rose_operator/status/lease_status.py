@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rose_core.api import (
@@ -18,7 +19,7 @@ from rose_core.lending import Outcome
 from rose_operator.plan.admission import Refusal, expiry
 from rose_operator.plan.world import World
 from rose_operator.status.accounting import totals
-from rose_operator.status.slot_status import slot_report, slot_runs
+from rose_operator.status.slot_status import slot_report, slot_runs, slot_trouble
 from rose_operator.status.statuses import accepted, conditions, reason_of
 
 _C = ConditionType
@@ -41,7 +42,14 @@ def lease_status(
     versions = sorted({report.version for s in running if (report := slot_report(s, world))})
     reclaiming = [slot for slot in slots if slot.spec.desired is Desired.RELEASED]
     statements = [
-        _lease_ready(lease, refusal, outcome, len(running), router_ready),
+        _lease_ready(
+            lease,
+            refusal,
+            outcome,
+            running=len(running),
+            router_ready=router_ready,
+            trouble=_trouble(slots, world),
+        ),
         accepted(refusal),
         _lease_granted(lease, refusal, outcome),
         _lease_weights(versions),
@@ -63,7 +71,13 @@ def lease_status(
 
 
 def _lease_ready(
-    lease: RolloutLease, refusal: Refusal | None, outcome: Outcome, running: int, router_ready: bool
+    lease: RolloutLease,
+    refusal: Refusal | None,
+    outcome: Outcome,
+    *,
+    running: int,
+    router_ready: bool,
+    trouble: tuple[Reason, str] | None,
 ) -> Statement:
     least = max(1, lease.spec.slots.min)
     if refusal is not None:
@@ -75,10 +89,28 @@ def _lease_ready(
         return Statement(_C.READY, False, _R.ROUTER_NOT_READY, "the router has no ready pod")
     if idle:  # turns are taken and wait for the slots that they bring back
         return Statement(_C.READY, True, outcome.reason, outcome.message)
+    text = f"{running} of {outcome.granted} granted slots run"
+    if trouble is not None:
+        text = f"{text}; {trouble[1]}"
     if running < least:
-        text = f"{running} of {outcome.granted} granted slots run"
-        return Statement(_C.READY, False, _R.SLOTS_NOT_READY, text)
-    return Statement(_C.READY, True, _R.SLOTS_READY)
+        reason = trouble[0] if trouble else _R.SLOTS_NOT_READY
+        return Statement(_C.READY, False, reason, text)
+    return Statement(_C.READY, True, _R.SLOTS_READY, text if trouble else "")
+
+
+def _trouble(slots: Sequence[RolloutSlot], world: World) -> tuple[Reason, str] | None:
+    """The commonest word of slots that cannot start or go on, how many say what, and one message.
+
+    None when nothing is wrong with any.
+    """
+    found = [one for slot in slots if (one := slot_trouble(slot, world)) is not None]
+    if not found:
+        return None
+    ranked = sorted(Counter(word for word, _ in found).items(), key=lambda one: (-one[1], one[0]))
+    word = ranked[0][0]
+    counts = ", ".join(f"{count} {name}" for name, count in ranked)
+    message = min(text for name, text in found if name is word)
+    return word, f"{counts}: {message}" if message else counts
 
 
 def _lease_granted(lease: RolloutLease, refusal: Refusal | None, outcome: Outcome) -> Statement:

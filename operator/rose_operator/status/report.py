@@ -50,7 +50,13 @@ from rose_operator.status.explain_requests import answer, asked, lease_summary, 
 from rose_operator.status.lease_status import lease_status
 from rose_operator.status.pass_metrics import Publisher
 from rose_operator.status.pool_status import pool_status
-from rose_operator.status.slot_status import slot_label, slot_report, slot_state, slot_status
+from rose_operator.status.slot_status import (
+    slot_label,
+    slot_report,
+    slot_state,
+    slot_status,
+    slot_trouble,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -174,7 +180,12 @@ class Reporter:
         """Whether all that a lease's status depends on, its totals apart, is as it was."""
         key = f"{Kind.LEASE.value} {lease.metadata.key}"
         slots = tuple(
-            (slot.metadata.resource_version, slot_state(slot, world), slot_label(slot, world))
+            (
+                slot.metadata.resource_version,
+                slot_state(slot, world),
+                slot_label(slot, world),
+                slot_trouble(slot, world),
+            )
             for slot in world.slots_of(lease)
         )
         said = (outcome.wanted, outcome.granted, outcome.reason, outcome.message)

@@ -6,6 +6,7 @@ from rose_core.api import ConditionType, Desired, Reason, RolloutSlot, SlotStatu
 from rose_core.api.conditions import Statement
 from rose_core.guard.reasons import slot_word
 from rose_core.lending import Policy
+from rose_core.wire.reasons import HOST_MEANING, TOLD_IN_FULL, TROUBLE, HostReason
 from rose_core.wire.sync import SlotReport, SlotState
 from rose_operator.plan.telemetry import calm
 from rose_operator.plan.world import World
@@ -14,6 +15,8 @@ from rose_operator.status.statuses import conditions, reason_of
 # A slot that its guard keeps stopped for longer than this is no longer Ready.
 _HELD_SECONDS = 30.0
 _MOST_LABEL = 128
+# Of an engine's message in its lease: what went wrong stands first, or last in its log.
+_MOST_HEAD, _MOST_TAIL = 160, 320
 
 _C = ConditionType
 _R = Reason
@@ -57,6 +60,32 @@ def slot_runs(slot: RolloutSlot, world: World) -> bool:
     report = slot_report(slot, world)
     lent = slot.spec.desired is Desired.LENT
     return bool(lent and report and report.version) and slot_state(slot, world) is SlotState.RUNNING
+
+
+def slot_trouble(slot: RolloutSlot, world: World) -> tuple[Reason, str] | None:
+    """Why the slot's engine cannot start or go on, as its lease may hear it.
+
+    Returns:
+        A word, and a sentence that tells of nobody but the lease itself; None: nothing is wrong.
+    """
+    report = slot_report(slot, world)
+    if report is None or slot.spec.desired is Desired.RELEASED:
+        return None
+    if report.state not in {SlotState.FAILED, SlotState.STARTING}:
+        return None
+    word = HostReason(report.reason)
+    if word not in TROUBLE:
+        return (_R.ENGINE_FAILED, "") if report.state is SlotState.FAILED else None
+    told = report.message if word in TOLD_IN_FULL else HOST_MEANING[word]
+    return Reason(word.value), _shortened(told)
+
+
+def _shortened(text: str) -> str:
+    """One line of bounded length; a log may hold anything."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    if len(line) <= _MOST_HEAD + _MOST_TAIL:
+        return line
+    return f"{line[:_MOST_HEAD]} ... {line[-_MOST_TAIL:]}"
 
 
 def slot_status(slot: RolloutSlot, world: World, policy: Policy) -> SlotStatus:
