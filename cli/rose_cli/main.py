@@ -55,6 +55,9 @@ VERBS: dict[str, Verb] = {
     "ingest": Verb(
         "rose_trainer.adapters.ingest", "publish checkpoints that a trainer writes", "trainer"
     ),
+    "forward": Verb(
+        "rose_trainer.adapters.forward", "give a token to a trainer that sends none", "trainer"
+    ),
     "simulate": Verb("rose_simulate.main", "try policies on recorded load, on virtual time", "dev"),
     "cost": Verb("rose_simulate.cost", "say what an accepted trajectory cost", "dev"),
     "advise": Verb("rose_simulate.advise", "say what a pool could lend, from its load", "dev"),

@@ -109,6 +109,7 @@ class Collector:
     Args:
         guard, router: base URLs.
         token: the installation's, for the guard's pages that say more than metrics.
+        turn_token: the trainer's, for the router's.
         window_s: crossover window; the guard counts windows on the same monotonic clock.
         origin: monotonic seconds that count as 0.
     """
@@ -119,6 +120,7 @@ class Collector:
     window_s: float
     origin: float
     token: str
+    turn_token: str
 
     async def look(self) -> Sample:
         """One sample now."""
@@ -148,12 +150,16 @@ class Collector:
         found: dict[str, Any] = {} if text is None else msgspec.json.decode(text)
         return found
 
+    def _token_for(self, url: str) -> str:
+        """Neither is shown to the other's pages."""
+        return self.turn_token if url.startswith(f"{self.router}/") else self.token
+
     async def _text(self, url: str) -> str | None:
         try:
             async with self.session.get(
                 url,
                 timeout=aiohttp.ClientTimeout(total=_PAGE_SECONDS),
-                headers={"Authorization": f"Bearer {self.token}"},
+                headers={"Authorization": f"Bearer {self._token_for(url)}"},
             ) as reply:
                 return await reply.text() if reply.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, OSError):

@@ -21,6 +21,7 @@ from rose_demo.pieces import (
     SERVING_PORT,
     STORE_PORT,
     SYSTEM,
+    TRAINER,
     Engines,
     Object,
     credentials_volume,
@@ -161,6 +162,15 @@ def store() -> list[Object]:
         "spec": {"selector": {"app": "rose-weights"}, "ports": [{"port": STORE_PORT}]},
     }
     return [deployment("rose-weights", SYSTEM, pod), service]
+
+
+def trainer_account() -> Object:
+    """Who the trainer is: the router hears service accounts of the lease's namespace."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": {"name": TRAINER, "namespace": RESEARCH},
+    }
 
 
 def policy() -> Object:

@@ -88,13 +88,14 @@ def warm_up_command(stack: Stack) -> list[str]:
 
 
 def trainer_command(
-    options: Options, at: Addresses, token: Path, model: Path, out: Path
+    options: Options, at: Addresses, tokens: tuple[Path, Path], model: Path, out: Path
 ) -> list[str]:
     """The example trainer's command line: an RL team's own would look the same."""
     flags = {
         "url": at.router,
         "store": at.store,
-        "token-file": token,
+        "token-file": tokens[0],
+        "turn-token-file": tokens[1],
         "model": model,
         "seconds": options.seconds + _TRAINER_SPARE_SECONDS,
         "max-age": options.max_staleness,
@@ -155,7 +156,8 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
     model = stack.engines.models / stack.engines.rollout
     stack.place_processes()
     seen = Measurement()
-    trainer_argv = trainer_command(options, at, stack.credential, model, out)
+    turns = stack.turn_token()
+    trainer_argv = trainer_command(options, at, (stack.credential, turns), model, out)
     lines = (Lines(out / "requests.jsonl"), Lines(out / "progress.jsonl"))
     async with aiohttp.ClientSession() as session:
         collector = Collector(
@@ -165,6 +167,7 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
             options.window_seconds,
             time.monotonic(),
             stack.installation_token(),
+            turns.read_text().strip(),
         )
         # Totals count from before the trainer's first turn, so that they can be compared with its.
         seen.samples.append(msgspec.structs.replace(await collector.look(), at_s=0.0))

@@ -12,6 +12,7 @@ SYSTEM, SERVING, RESEARCH = "rose-system", "serving", "research"
 POOL = "chat"
 LEASE = RUN = "grpo"
 DEDICATED = "dedicated-0"
+TRAINER = "trainer"
 ROUTER = f"router-{RESEARCH}-{LEASE}"
 STORE_PORT, SERVING_PORT = 7446, 30000
 ENGINE_CLASS = "sglang-cpu"

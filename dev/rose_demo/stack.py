@@ -36,6 +36,7 @@ from rose_demo.pieces import (
     SERVING_PORT,
     STORE_PORT,
     SYSTEM,
+    TRAINER,
     Engines,
     Object,
 )
@@ -137,7 +138,7 @@ class Stack:
             DevelopmentError: a tool failed; says what it said.
         """
         self.node.up(gpus=2, say=self._say)
-        self._apply(manifests.namespaces())
+        self._apply([*manifests.namespaces(), manifests.trainer_account()])
         self._apply([self._grant_tenants()])
         self._apply([manifests.serving(self.engines)])
         values = self._scratch / "values.json"
@@ -213,6 +214,17 @@ class Stack:
         self.credential.touch(mode=0o600)
         self.credential.write_text(team + "\n")
         return manifests.credentials(file.read_bytes(), cluster)
+
+    def turn_token(self) -> Path:
+        """A token of the RL team's service account for its lease, in a file of ours, made anew."""
+        audience = f"--audience=rose-lease/{RESEARCH}/{LEASE}"
+        made = self._kubectl(
+            "create", "token", TRAINER, f"-n={RESEARCH}", audience, "--duration=8h"
+        )
+        path = self._scratch / "turn-token"
+        path.touch(mode=0o600)
+        path.write_text(made)
+        return path
 
     @property
     def credential(self) -> Path:

@@ -13,12 +13,14 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import aiohttp
 
 from examples.grpo.errors import MalformedReply, OutOfTime, TurnRefused
+from rose_wire import flags
 
 _RETRIED = frozenset({409, 429, 500, 502, 503, 504})
 _LONGEST_PAUSE_SECONDS = 5.0
@@ -138,12 +140,15 @@ class LeaseClient:
         session: the HTTP session to use.
         deadline: ``clock()`` value after which no attempt is made.
         clock: monotonic seconds.
+        token_file: the caller's token for the lease, read at each call: it is renewed; None = the
+            router asks for none.
     """
 
     url: str
     session: aiohttp.ClientSession
     deadline: float
     clock: Callable[[], float] = time.monotonic
+    token_file: Path | None = None
     counters: Counters = field(default_factory=Counters)
     leaving: bool = False
 
@@ -186,8 +191,11 @@ class LeaseClient:
         """Say that the trajectory comes back no more; a hint, so whatever comes of it is fine."""
         url = self.url.rstrip("/") + "/finish_session"
         patience = aiohttp.ClientTimeout(total=_HINT_SECONDS)
+        which = {"session_id": session_key}
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            async with self.session.post(url, params={"session_id": session_key}, timeout=patience):
+            async with self.session.post(
+                url, params=which, headers=self._shown(), timeout=patience
+            ):
                 pass
 
     async def report(
@@ -217,7 +225,10 @@ class LeaseClient:
         for attempt in range(_REPORTS):
             try:
                 async with self.session.post(
-                    self.url.rstrip("/") + "/trajectories", json=said, timeout=patience
+                    self.url.rstrip("/") + "/trajectories",
+                    json=said,
+                    headers=self._shown(),
+                    timeout=patience,
                 ) as reply:
                     if reply.status == 200:
                         return
@@ -225,6 +236,11 @@ class LeaseClient:
                 pass  # counted below when no attempt came through
             await asyncio.sleep(pause_before_retry(attempt, None))
         self.counters.unreported += 1
+
+    def _shown(self) -> dict[str, str]:
+        """Who we are, as a header."""
+        token = flags.token(self.token_file)
+        return {"Authorization": f"Bearer {token}"} if token else {}
 
     async def _attempt(
         self, body: Mapping[str, object], keys: Mapping[str, str], attempt: int
@@ -237,7 +253,7 @@ class LeaseClient:
             async with self.session.post(
                 self.url.rstrip("/") + "/generate",
                 json=body,
-                headers=keys,
+                headers={**keys, **self._shown()},
                 timeout=aiohttp.ClientTimeout(total=remaining),
             ) as reply:
                 if reply.status in _RETRIED:

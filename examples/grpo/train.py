@@ -66,7 +66,13 @@ class Source(Protocol):
 
 
 async def train(
-    settings: Settings, url: str, weights: Weights, progress: Progress, stop: asyncio.Event
+    settings: Settings,
+    url: str,
+    weights: Weights,
+    progress: Progress,
+    stop: asyncio.Event,
+    *,
+    turn_token: Path | None = None,
 ) -> Evaluation:
     """Run until the time limit or ``stop``.
 
@@ -79,7 +85,8 @@ async def train(
     run = begin(settings, weights, progress)
     await asyncio.to_thread(run.publish)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        sampler = _source(run, LeaseClient(url, session, deadline, counters=run.counters))
+        client = LeaseClient(url, session, deadline, token_file=turn_token, counters=run.counters)
+        sampler = _source(run, client)
         reason = await _until_over(run, sampler, stop, deadline)
     await asyncio.to_thread(run.report_published, wait=True)
     evaluation = await asyncio.to_thread(run.evaluate, final=True)
@@ -176,6 +183,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--url", required=True, help="the lease's status.routerURL")
     result.add_argument("--store", required=True, help="weight store, host:port")
     result.add_argument("--token-file", type=Path, help="bearer token of the weight store")
+    result.add_argument(
+        "--turn-token-file", type=Path, help="token for the lease (docs/rl-team.md)"
+    )
     result.add_argument("--run", default="grpo", help="name of the training run (spec.weights.run)")
     result.add_argument("--model", type=Path, help="model folder; default: made on the spot")
     result.add_argument("--out", type=Path, required=True, help="folder of progress.jsonl")
@@ -208,12 +218,15 @@ async def _run(arguments: argparse.Namespace) -> Evaluation:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     echo = None if arguments.quiet else sys.stdout
     token = flags.token(arguments.token_file)
+    flags.token(arguments.turn_token_file)  # a missing one is told now
     with (
         Progress(arguments.out, echo=echo) as progress,
         RosePublisher(arguments.store, run=arguments.run, token=token) as weights,
     ):
         try:
-            return await train(_settings(arguments), arguments.url, weights, progress, stop)
+            settings, turns = _settings(arguments), arguments.turn_token_file
+            url = arguments.url
+            return await train(settings, url, weights, progress, stop, turn_token=turns)
         except TrainerError as error:
             progress.write("end", reason=f"{type(error).__name__}: {error}")
             raise

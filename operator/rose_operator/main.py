@@ -65,12 +65,17 @@ async def _run(settings: Settings) -> int:
         sys.stderr.write(f"rose operator: {text}\n")
         return 2
     try:
-        if settings.router_accounts:
+        if settings.router_authentication:
             keys = await Api(client, settings.namespace).signing_keys()
             settings = replace(settings, account_keys=keys)
         return await Operator(settings, client, lock_client).run()
     except (ApiRefused, ApiUnavailable) as error:
-        sys.stderr.write(f"rose operator: keys of the service accounts: {error}\n")
+        sys.stderr.write(
+            f"rose operator: the keys of this cluster's service accounts, by which routers know "
+            f"their callers: {error}. Service accounts may read /openid/v1/jwks by the ClusterRole "
+            "system:service-account-issuer-discovery; without it set the chart's value "
+            "router.authentication=false\n"
+        )
         return 1
     finally:
         await client.close()

@@ -27,9 +27,9 @@ class Settings:
         namespace: ROSE's own namespace: slots, routers, the leader Lease.
         stores: weight store name -> ``host:port`` that nodes dial.
         runs: of stores that keep teams apart, which namespace may follow which runs.
-        router_accounts: service accounts of a lease's namespace may call its router, and nobody
-            without a token may.
-        account_keys: with which this cluster signs their tokens.
+        router_authentication: nobody calls a router without a token; those of service accounts of
+            the lease's namespace are good.
+        account_keys: with which this cluster signs them.
         turn_secrets: each router takes its callers' tokens from a Secret of its own.
         tenancy: leases get only what a TenantPolicy allows their namespace.
         engine_classes: engine builds the installation offers.
@@ -65,7 +65,7 @@ class Settings:
     tenancy: bool = True
     runs: dict[str, Runs] = field(default_factory=dict)
     turn_secrets: bool = False
-    router_accounts: bool = False
+    router_authentication: bool = True
     account_keys: str = ""
     router_service_account: str = "rose-router"
     router_template: dict[str, Any] = field(default_factory=dict)
@@ -100,7 +100,7 @@ def parse(argv: list[str]) -> Settings:
         runs=runs,
         tenancy=found.tenancy == "enforced",
         turn_secrets=found.turn_secrets,
-        router_accounts=found.router_accounts,
+        router_authentication=found.router_authentication == "enforced",
         token=_token(found.token_file),
         identity=found.identity or _identity(),
         sync_address=found.sync_address,
@@ -148,9 +148,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--router-template", type=Path, help="YAML merged into the routers' pod spec")
     add("--turn-secrets", action="store_true",
         help="each router asks callers for a token of the Secret ROUTER-turns")  # fmt: skip
-    add("--router-accounts", action="store_true",
-        help="routers ask callers for a token of a service account of the lease's "
-        "namespace")  # fmt: skip
+    add(
+        "--router-authentication",
+        choices=["enforced", "off"],
+        default="enforced",
+        help="routers take tokens of service accounts of the lease's namespace, and nobody without "
+        "a token; off: anybody, where no other tokens are given",
+    )
     add("--router-service-account", default="rose-router")
     add("--stores-file", type=Path, required=True, help="YAML: store name -> host:port")
     add("--engine-classes", default="sglang", help="engine builds, comma separated")

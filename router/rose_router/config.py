@@ -26,6 +26,7 @@ class Settings:
         attach_token: bearer token of engine owners.
         turn_token, turn_token_file: bearer tokens of callers; without both none is asked.
         accounts: whose service accounts may call, beside those tokens.
+        authenticate: nobody is heard without a token, also while there is none.
         http_tls_dir: certificate and key of the lease's URL; without it the port is plain text.
         limits: what callers may take.
         tls_dir: certificate of the port for engine owners; None = plain text.
@@ -58,6 +59,7 @@ class Settings:
     turn_token: str = ""
     turn_token_file: Path | None = None
     accounts: ServiceAccounts | None = None
+    authenticate: bool = False
     http_tls_dir: Path | None = None
     limits: Limits = field(default_factory=Limits)
     tls_dir: Path | None = None

@@ -79,6 +79,9 @@ def _about_callers(add: Add, defaults: Settings) -> None:
         help="JSON Web Key Set of a cluster, whose service accounts of the lease's namespace may "
         "call with a token for the audience rose-lease/NAMESPACE/NAME (all) or rose-turns/... "
         "(turns); repeat; else $ROSE_ACCOUNT_KEYS holds one")  # fmt: skip
+    add("--authenticate", action="store_true",
+        help="ask every caller for a token, also while none is known; without it, where neither "
+        "tokens nor keys are given, anybody may call")  # fmt: skip
     add("--max-body-bytes", type=count, default=defaults.max_body_bytes, help="largest request")
     add("--memory-bytes", type=count, default=defaults.memory_bytes,
         help="memory that the process may have; 0 = the limit of its cgroup. Requests beyond a "
@@ -183,6 +186,7 @@ def settings(flags: argparse.Namespace) -> Settings:
         operator_ca=flags.operator_ca,
         turn_token_file=flags.turn_token_file,
         accounts=_accounts(flags.account_keys),
+        authenticate=flags.authenticate,
         http_tls_dir=flags.http_tls_dir,
         limits=Limits(
             flags.max_connections, flags.head_seconds, flags.body_seconds, flags.write_seconds

@@ -34,7 +34,7 @@ from rose_trainer import metrics as trainer_metrics
 from rose_wire.flags import amount
 from tests.chart.installation import RESEARCH, SERVING, SYSTEM, field, installation, make_models
 from tests.chart.scraping import scraping, targets
-from tests.chart.test_end_to_end import post, service, wait_for
+from tests.chart.test_end_to_end import callers_token, post, service, wait_for
 
 WAVE_SECONDS, MOST_PER_SECOND = 90.0, 6.0
 PUBLISH_SECONDS = 15.0
@@ -62,9 +62,9 @@ def _stream(url: str, tokens: int) -> None:
 
 def turns(node: Node, stop: Stop) -> None:
     """A trainer's turns through the lease's router, one after the other."""
-    url = f"http://{service(node)}:8000/generate"
+    url, token = f"http://{service(node)}:8000/generate", callers_token(node)
     while not stop.is_set():
-        _quietly(lambda: post(url, max_new_tokens=64))
+        _quietly(lambda: post(url, max_new_tokens=64, token=token))
 
 
 def trainer(publisher: Publisher, tensors: dict[str, torch.Tensor], stop: Stop) -> None:

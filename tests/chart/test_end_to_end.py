@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,7 +93,7 @@ def reached(node: Node, name: str, *, stream: bool = False) -> bool:
     return condition(node, name) == "True"
 
 
-def post(url: str, *, max_new_tokens: int, stream: bool = False) -> list[int]:
+def post(url: str, *, max_new_tokens: int, stream: bool = False, token: str = "") -> list[int]:
     """One completion; the tokens, none of a streamed one."""
     body = {
         "stream": stream,
@@ -100,6 +101,7 @@ def post(url: str, *, max_new_tokens: int, stream: bool = False) -> list[int]:
         "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": 0},
     }
     headers = {"Content-Type": "application/json"}
+    headers |= {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310
     with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310  # to the cluster
         if stream:
@@ -141,14 +143,27 @@ def service(node: Node) -> str:
     return field(node, "service", name, SYSTEM, "{.spec.clusterIP}")
 
 
+def callers_token(node: Node, audience: str = "rose-lease/research/grpo") -> str:
+    """What a service account of the lease's namespace shows to its router."""
+    account = ("default", f"--namespace={RESEARCH}")
+    return node.kubectl("create", "token", *account, f"--audience={audience}").strip()
+
+
 def turn(node: Node) -> list[int]:
     """One turn through the lease's URL, by the Service's address."""
-    return post(f"http://{service(node)}:8000/generate", max_new_tokens=8)
+    url, token = f"http://{service(node)}:8000/generate", callers_token(node)
+    return post(url, max_new_tokens=8, token=token)
 
 
-def tokens_at(address: str) -> int:
-    """Tokens of one turn at a router of this address."""
-    return len(post(f"http://{address}:8000/generate", max_new_tokens=8))
+def nobody_calls_without_a_token(node: Node) -> None:
+    """The router takes no word of a pod that shows none, or one for another lease."""
+    for path in ("/generate", "/pause_generation", "/abort_request", "/update_weights_from_disk"):
+        for token in ("", callers_token(node, "rose-lease/research/other")):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                post(f"http://{service(node)}:8000{path}", max_new_tokens=1, token=token)
+            assert refused.value.code == 401
+            said = json.load(refused.value)["message"]
+            assert "--namespace research --audience rose-lease/research/grpo" in said
 
 
 def test_a_lease_becomes_turns(installed: Node, tmp_path: Path) -> None:
@@ -157,6 +172,7 @@ def test_a_lease_becomes_turns(installed: Node, tmp_path: Path) -> None:
     publish(node, tmp_path)
     wait_for(node, "Ready")
     assert len(turn(node)) == 8
+    nobody_calls_without_a_token(node)
     # Counts may wait a few seconds for others to be written with them.
     wait_until(lambda: lent(node) == "1", "the pool counts what it lends", seconds=SECONDS)
     slots = node.kubectl("get", "rslot", f"--namespace={SYSTEM}", "--no-headers")
@@ -164,7 +180,12 @@ def test_a_lease_becomes_turns(installed: Node, tmp_path: Path) -> None:
     assert rights_of_the_host(node) == ("63999", "0" * 16)
     assert "forbidden" not in logs(node, "deployment/rose-operator")
     every_panel_shows_something(node, tmp_path)
-    two_answer_as_one(node, service(node), tokens_at)
+    mine = callers_token(node)
+    two_answer_as_one(
+        node,
+        service(node),
+        lambda at: len(post(f"http://{at}:8000/generate", max_new_tokens=8, token=mine)),
+    )
     upgrade_and_roll_back(node)
     every_right_is_used(node)
     idle_slots_go_and_turns_bring_them_back(node)

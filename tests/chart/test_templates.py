@@ -351,13 +351,17 @@ def test_runs_of_teams_are_kept_apart_by_the_list_of_stores() -> None:
         {
             "stores": [store],
             "relay": relay,
-            "router": {"turnSecrets": True, "serviceAccounts": True},
+            "router": {"turnSecrets": True},
         }
     )
     found = yaml.safe_load(rendered.one("ConfigMap", "rose-config")["data"]["stores.yaml"])
     assert found["main"] == {"address": "a:1", "runs": runs}
     assert found["relay"]["runs"] == runs
-    assert (
-        "--router-accounts" in rendered.container("Deployment", "rose-operator", "operator")["args"]
-    )
-    assert "--turn-secrets" in rendered.container("Deployment", "rose-operator", "operator")["args"]
+    arguments = rendered.container("Deployment", "rose-operator", "operator")["args"]
+    assert {"--router-authentication=enforced", "--turn-secrets"} <= set(arguments)
+
+
+def test_a_cluster_of_one_team_may_let_anybody_call() -> None:
+    rendered = render({"router": {"authentication": False}})
+    arguments = rendered.container("Deployment", "rose-operator", "operator")["args"]
+    assert "--router-authentication=off" in arguments

@@ -113,7 +113,8 @@ def test_explain_asks_waits_for_the_answer_and_takes_the_question_back(
             "verdicts": [{"replica": "s/a", "reason": "Settling", "message": "needs 4 s"}],
             "omitted": 2,
         }
-        status = {"status": {"explanation": explanation}}
+        url = "http://router.rose-system.svc:8000"
+        status = {"status": {"explanation": explanation, "routerURL": url}}
         town.client.patch(
             LEASES.Status, "grpo", status, namespace=town.namespace, patch_type=PatchType.MERGE
         )
@@ -126,6 +127,9 @@ def test_explain_asks_waits_for_the_answer_and_takes_the_question_back(
     assert "NoReplicaQualifies: 0 of 1 slots" in text
     assert "Settling  needs 4 s" in text
     assert "2 more replicas are not listed" in text
+    token = f"--namespace {town.namespace} --audience rose-lease/{town.namespace}/grpo"
+    assert "turns go to http://router.rose-system.svc:8000; a token for them" in text
+    assert f"kubectl create token ACCOUNT {token}" in text
     assert EXPLAIN_ANNOTATION not in (town.lease()["metadata"].get("annotations") or {})
 
 

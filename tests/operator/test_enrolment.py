@@ -206,9 +206,10 @@ async def test_routers_believe_the_service_accounts_of_a_real_api_server(cluster
     finally:
         await client.close()
     lease = RolloutLease.model_validate(LEASE)
-    asking = replace(SETTINGS, router_accounts=True, account_keys=keys)
+    asking = replace(SETTINGS, account_keys=keys)
     (container,) = deployment(lease, asking)["spec"]["template"]["spec"]["containers"]
     (given,) = [one["value"] for one in container["env"] if one["name"] == "ROSE_ACCOUNT_KEYS"]
+    assert "--authenticate" in container["args"]
     accounts = ServiceAccounts([given.encode()])
     assert accounts.account_of(token, audience) == f"{namespace}/trainer"
     assert accounts.account_of(token, "rose-lease/other/grpo") == ""

@@ -80,6 +80,18 @@ def test_a_store_may_keep_the_runs_of_teams_apart(tmp_path: Path) -> None:
     assert not may_follow(shared, "team-b", "a-1")
 
 
+def test_routers_hear_nobody_without_a_token_unless_the_platform_says_so() -> None:
+    lease = RolloutLease.model_validate(LEASE)
+    (asked,) = deployment_pod(lease, replace(SETTINGS, account_keys="{}"))["containers"]
+    assert "--authenticate" in asked["args"]
+    assert {"name": "ROSE_ACCOUNT_KEYS", "value": "{}"} in asked["env"]
+    # Without keys nobody has a good token: closed, not open.
+    (keyless,) = deployment_pod(lease, SETTINGS)["containers"]
+    assert "--authenticate" in keyless["args"]
+    (anybody,) = deployment_pod(lease, replace(SETTINGS, router_authentication=False))["containers"]
+    assert "--authenticate" not in anybody["args"]
+
+
 def test_with_turn_secrets_no_router_starts_without_its_callers_tokens() -> None:
     lease = RolloutLease.model_validate(LEASE)
     name = routers.router_name(lease.metadata.namespace, lease.metadata.name)

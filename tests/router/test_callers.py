@@ -67,6 +67,40 @@ async def test_nobody_else_is_heard(stage: Make, headers: dict[str, str]) -> Non
             assert reply.status == 401
 
 
+@pytest.mark.parametrize(
+    ("headers", "wrong"),
+    [
+        ({}, "no bearer token came with the request"),
+        (bearer("rose-weights"), "is for the audience rose-weights, not for rose-lease/team/grpo"),
+        (bearer(account="rival:trainer"), "of system:serviceaccount:rival:trainer, not of"),
+        (bearer(exp=1), "has expired"),
+        ({"Authorization": "Bearer x.y.z"}, "none that this cluster makes"),
+        (
+            {"Authorization": bearer()["Authorization"][:-8] + "AAAAAAAA"},
+            "not signed with a key of this cluster",
+        ),
+    ],
+)
+async def test_who_is_not_heard_is_told_why_and_what_to_do(
+    stage: Make, headers: dict[str, str], wrong: str
+) -> None:
+    async with stage(accounts=keys()) as s, s.post("/generate", ASK, headers=headers) as reply:
+        said = (await reply.json())["message"]
+    assert wrong in said
+    make = "kubectl create token ACCOUNT --namespace team --audience rose-lease/team/grpo"
+    assert make in said
+
+
+async def test_a_router_told_to_ask_hears_nobody_while_it_knows_no_token(stage: Make) -> None:
+    async with stage(authenticate=True) as s:
+        await s.engine()
+        for headers in ({}, bearer(), {"Authorization": "Bearer "}):
+            async with s.post("/generate", ASK, headers=headers) as reply:
+                assert reply.status == 401
+        async with s.http.get(s.url + "/ready") as reply:
+            assert reply.status == 200
+
+
 async def test_a_token_for_turns_opens_no_route_that_concerns_all_turns(stage: Make) -> None:
     async with stage(accounts=keys()) as s:
         for path in sorted(CONTROL):

@@ -9,6 +9,7 @@ that asks for another, so who is shown it cannot use it elsewhere.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import jwt
@@ -16,6 +17,8 @@ import msgspec
 
 _ALGORITHMS = ("RS256", "ES256", "ES384", "ES512")
 _ACCOUNT = "system:serviceaccount:"
+# Of what a caller showed, this much is told back.
+_MOST_SAID = 200
 
 
 class ServiceAccounts:
@@ -57,6 +60,29 @@ class ServiceAccounts:
         subject = str(claims["sub"])
         namespace, _, name = subject.removeprefix(_ACCOUNT).partition(":")
         return f"{namespace}/{name}" if subject.startswith(_ACCOUNT) and name else ""
+
+    def complaint(self, token: str, audience: str, namespace: str) -> str:
+        """Why a token does not speak for an account of this namespace, for whoever showed it.
+
+        Only what the token itself says is told back; whether it was signed is told last.
+        """
+        try:
+            claims = jwt.decode(token, options={"verify_signature": False, "verify_exp": False})
+            audiences = claims.get("aud") or ()
+            subject, until = str(claims.get("sub", "")), float(claims.get("exp", 0))
+        except (jwt.InvalidTokenError, TypeError, ValueError):
+            return "the bearer token is none that this cluster makes"
+        named = [audiences] if isinstance(audiences, str) else [str(one) for one in audiences]
+        where = subject.removeprefix(_ACCOUNT).partition(":")[0]
+        if audience not in named:
+            said = ", ".join(named)[:_MOST_SAID] or "nobody"
+            return f"the bearer token is for the audience {said}, not for {audience}"
+        if not subject.startswith(_ACCOUNT) or where != namespace:
+            said = subject[:_MOST_SAID]
+            return f"the bearer token is of {said}, not of a service account in {namespace}"
+        if until < time.time():
+            return "the bearer token has expired"
+        return "the bearer token is not signed with a key of this cluster"
 
 
 def _keys_of(raw: bytes) -> list[jwt.PyJWK]:

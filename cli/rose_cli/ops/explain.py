@@ -94,6 +94,7 @@ def _text(
     parts = [f"{given.kind} {thing.metadata.key}{of}\n"]
     if answer is not None:
         parts.append(f"{answer.summary}\n")
+    parts.append(_calling(thing))
     rows = _conditions(thing)
     if answer is not None:
         rows = [_not_twice(row, answer.summary) for row in rows]
@@ -101,6 +102,17 @@ def _text(
     if answer is not None:
         parts.append(_verdicts(answer, given.reason))
     return "".join(parts)
+
+
+def _calling(thing: RolloutLease | ServingPool) -> str:
+    """Where turns go and what they bring; nothing while there is no router."""
+    if not isinstance(thing, RolloutLease) or not thing.status.router_url:
+        return ""
+    namespace, audience = thing.metadata.namespace, f"rose-lease/{thing.metadata.key}"
+    return (
+        f"turns go to {thing.status.router_url}; a token for them (401 without):\n"
+        f"  kubectl create token ACCOUNT --namespace {namespace} --audience {audience}\n"
+    )
 
 
 def _not_twice(row: Row, told: str) -> Row:

@@ -218,7 +218,7 @@ def _container(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
 
 def _environment(settings: Settings, *, several: bool) -> list[dict[str, Any]]:
     keys = {"name": "ROSE_ACCOUNT_KEYS", "value": settings.account_keys}  # public ones
-    return [*([_POD_IP] if several else []), *([keys] if settings.router_accounts else [])]
+    return [*([_POD_IP] if several else []), *([keys] if settings.account_keys else [])]
 
 
 def _demand(lease: RolloutLease, settings: Settings) -> list[str]:
@@ -249,6 +249,7 @@ def _arguments(lease: RolloutLease, settings: Settings) -> list[str]:
         f"--http-address=0.0.0.0:{HTTP_PORT}",
         f"--attach-address=0.0.0.0:{ATTACH_PORT}",
         f"--token-file={_TOKEN_FOLDER}/token",
+        *(["--authenticate"] if settings.router_authentication else []),
         *([f"--turn-token-file={_TURNS_FOLDER}/token"] if settings.turn_secrets else []),
         f"--context-tokens={lease.spec.context_tokens}",
         f"--max-staleness={stale}",

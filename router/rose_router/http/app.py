@@ -61,6 +61,7 @@ def create(
         settings.turn_token,
         accounts=settings.accounts,
         lease=settings.lease,
+        required=settings.authenticate,
     )
     doors = Doors(settings.limits) if doors is None else doors
     room = Memory(settings.memory_bytes or limit_of_process())

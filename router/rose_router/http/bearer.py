@@ -84,9 +84,9 @@ class Tokens:
         file: one token per line; ``None`` = the environment's ``ROSE_TURN_TOKEN``, else nobody is
             asked.
         given: a token beside the file's.
-
         accounts: whose service accounts are believed; ``None`` = nobody's.
         lease: ``namespace/name``, for the audiences of their tokens.
+        required: nobody is heard without a token, also while none is known that would be good.
 
     Raises:
         OSError: the file cannot be read.
@@ -100,8 +100,9 @@ class Tokens:
         *,
         accounts: ServiceAccounts | None = None,
         lease: str = "",
+        required: bool = False,
     ) -> None:
-        self._file = file
+        self._file, self._required = file, required
         self._accounts, self._lease = accounts, lease
         self._known: dict[str, tuple[float, Caller]] = {}
         self._fixed = [given] if given else []
@@ -116,7 +117,7 @@ class Tokens:
     @property
     def asked(self) -> bool:
         """Whether callers must bring one."""
-        return bool(self._tokens) or self._accounts is not None
+        return self._required or bool(self._tokens) or self._accounts is not None
 
     def good(self, authorization: str) -> bool:
         """Whether this ``Authorization`` header is one of them."""
@@ -148,6 +149,25 @@ class Tokens:
                 self._known[token] = (now, made)
                 return made
         return None
+
+    def complaint(self, authorization: str) -> str:
+        """Why nobody is heard with this ``Authorization`` header, and what to do about it."""
+        namespace, _, name = self._lease.partition("/")
+        scheme, _, token = authorization.partition(" ")
+        if not token.strip() or scheme.lower() != "bearer":
+            wrong = "no bearer token came with the request"
+        elif self._accounts is None:
+            wrong = "the bearer token is none of this router's"
+        else:
+            wrong = self._accounts.complaint(token.strip(), f"rose-lease/{self._lease}", namespace)
+        wrong += "; send Authorization: Bearer TOKEN"
+        if self._accounts is None:
+            return f"{wrong}. Whoever runs this router hands tokens out"
+        make = (
+            f"kubectl create token ACCOUNT --namespace {namespace} "
+            f"--audience rose-lease/{namespace}/{name} --duration 8h"
+        )
+        return f"{wrong}. A service account's token for this lease: {make}"
 
     def job_of(self, authorization: str) -> str | None:
         """The job that this ``Authorization`` header names, empty for none; ``None``: no token."""
@@ -197,10 +217,10 @@ def middleware(tokens: Tokens) -> Middleware:
     ) -> web.StreamResponse:
         caller = Caller("anybody")
         if tokens.asked and request.path not in OPEN_PATHS:
-            found = tokens.caller_of(request.headers.get("Authorization", ""))
+            shown = request.headers.get("Authorization", "")
+            found = tokens.caller_of(shown)
             if found is None:
-                message = "bearer token missing or wrong; send Authorization: Bearer TOKEN"
-                raise NotAllowed("NotAllowed", message)
+                raise NotAllowed("NotAllowed", tokens.complaint(shown))
             caller = found
             request[JOB] = caller.job
         if caller.limited and request.path in CONTROL:
