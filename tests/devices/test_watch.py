@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from rose_agent.devices.driver import GpuProcess, Memory
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.devices.owners import Owner, owner_of, parse
 from rose_agent.devices.watch import STALE_SECONDS, DeviceWatch, Lent, Terms, View
+from rose_core.devices.health import Vitals
 from rose_core.devices.memory import Headroom
 from rose_core.devices.ownership import Claim, Party, Proof
 from rose_dev.gpu.state import DRIVER_NOT_LOADED, NOT_SUPPORTED, State
@@ -57,9 +60,13 @@ class Node:
         self.commands: dict[int, str] = {}
         self.names = {POD: "chat/serving", OTHER: "evil/bait", HOST: "rose-system/host"}
         self.now = 1000.0
+        self.drive(NvmlDriver.open())
+
+    def drive(self, driver: NvmlDriver, clock: Callable[[], float] | None = None) -> None:
+        """Watch through this driver instead, by this clock."""
         self.watch = DeviceWatch(
-            NvmlDriver.open(),
-            lambda: self.now,
+            driver,
+            clock or (lambda: self.now),
             self.owners.get,
             lambda pid: self.commands.get(pid, "python"),
         )
@@ -126,6 +133,72 @@ def test_an_engine_that_should_be_gone_means_the_gpu_was_not_vacated(node: Node)
     view = node.look()
     assert view.refusal == "NotVacated"
     assert "slot-1" in view.message
+
+
+def test_a_reading_of_before_does_not_accuse_an_engine_that_has_gone_since(node: Node) -> None:
+    """With 20 ms a call a reading is three seconds old when the next one comes."""
+    node.engine(GIB)
+    uuid = (node.gpu.uuid,)
+    assert node.look(Lent(frozenset({"slot-1"}))).refusal == ""
+    node.gpu.end(22)
+    node.now += 2.0
+    assert node.see(uuid, Lent()).refusal == "", "the reading is of when it was still there"
+    node.now += 1.0
+    node.engine(GIB)
+    assert node.look().refusal == "NotVacated", "this reading began after it had gone"
+
+
+class Between(NvmlDriver):
+    """Something happens just after the processes of a GPU were listed."""
+
+    happens: Callable[[], None] = staticmethod(lambda: None)
+
+    def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
+        found = super().processes(uuid)
+        self.happens()
+        self.happens = lambda: None
+        return found
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_an_engine_that_takes_or_frees_memory_during_a_reading_is_not_servings_peak(
+    node: Node, grows: bool
+) -> None:
+    """A peak counts for a day: one reading between two calls would end lending until tomorrow."""
+    lent = Lent(frozenset({"slot-1"}))
+    driver = Between.open()
+    assert isinstance(driver, Between)
+    node.drive(driver)
+    assert node.look(lent).lendable.bytes == 24 * GIB
+    if grows:
+        driver.happens = lambda: node.engine(20 * GIB)
+    else:
+        node.engine(20 * GIB)
+        before = driver.memory
+
+        def freed(uuid: str) -> Memory:
+            found = before(uuid)
+            node.gpu.end(22)
+            driver.memory = before  # type: ignore[method-assign]
+            return found
+
+        driver.memory = freed  # type: ignore[method-assign]
+    assert node.look(lent).lendable.bytes == 24 * GIB
+
+
+def test_an_engine_that_nobody_lists_is_not_servings_peak_once_it_has_gone(node: Node) -> None:
+    for kind in ("Compute", "MPSCompute"):
+        node.nvml.fail(f"nvmlDeviceGet{kind}RunningProcesses_v3", NOT_SUPPORTED)
+    uuid = (node.gpu.uuid,)
+    assert node.look().lendable.bytes == 24 * GIB
+    node.engine(20 * GIB)
+    node.now += 1.0
+    node.look(Lent(frozenset({"slot-1"})))
+    node.gpu.end(22)
+    node.now += 1.0
+    assert node.see(uuid).lendable.bytes == 24 * GIB, "the reading is of when it was there"
+    node.now += 1.0
+    assert node.look().lendable.bytes == 24 * GIB
 
 
 def test_an_unfit_gpu_is_refused_with_its_word(node: Node) -> None:
@@ -202,6 +275,50 @@ def test_a_gpu_that_does_not_answer_is_asked_less_often(node: Node) -> None:
         node.read()
     asked = node.nvml.calls()["nvmlDeviceGetComputeRunningProcesses_v3"]
     assert asked <= 8 * 9, "after 1, 2, 4, 8, 16 and then every 30 seconds"
+
+
+def test_a_gpu_that_answers_slowly_takes_out_itself_and_nothing_else(node: Node) -> None:
+    """Each of its answers takes a second: ten of them would make all figures old."""
+    slow, *rest = node.nvml.gpus
+    others = [gpu.uuid for gpu in rest]
+
+    class Slow(NvmlDriver):
+        def memory(self, uuid: str) -> Memory:
+            node.now += 1.0 if uuid == slow.uuid else 0.0
+            return super().memory(uuid)
+
+        def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
+            node.now += 2.0 if uuid == slow.uuid else 0.0
+            return super().processes(uuid)
+
+        def vitals(self, uuid: str) -> Vitals:
+            node.now += 8.0 if uuid == slow.uuid else 0.0
+            return super().vitals(uuid)
+
+    node.drive(Slow.open())
+    for _ in range(60):
+        node.read()
+        assert {node.see((uuid,)).refusal for uuid in others} == {""}
+        node.now += 1.0
+    view = node.see((slow.uuid,))
+    assert view.refusal == "DeviceUnknown"
+    assert "answers take long: 1.0 s so far, and 0.75 s are its share" in view.message
+
+
+@pytest.mark.parametrize("milliseconds", [20, 50])
+def test_gpus_that_all_answer_slowly_are_fit_while_a_reading_fits_into_its_time(
+    nvml: State, milliseconds: int
+) -> None:
+    """Time passes with each call of NVML, of which there are twelve and more a GPU."""
+    node = Node(nvml)
+    uuids = [gpu.uuid for gpu in nvml.gpus]
+    node.drive(NvmlDriver.open(), lambda: node.now + nvml.total_calls * milliseconds / 1000)
+    found = set()
+    for _ in range(30):
+        node.read()
+        found |= {node.see((uuid,)).refusal for uuid in uuids}
+        node.now += 1.0
+    assert found == {""}
 
 
 def test_the_driver_may_be_loaded_anew_under_a_running_guard(node: Node) -> None:

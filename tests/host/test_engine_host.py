@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +16,8 @@ import psutil
 import pytest
 
 from rose_agent.errors import NoFreezer
+from rose_agent.host.classes import LAUNCHERS
+from rose_agent.host.launchers import EngineOrder, EngineProgram
 from rose_agent.os import freezers
 from rose_agent.os.processes import start_ticks
 from rose_core.identity import SlotKey
@@ -78,6 +82,48 @@ async def test_memory_that_was_promised_is_no_longer_once_the_engine_serves(
             await serving(host)
         assert not promised
         await channel.close()
+
+
+class SlowDriver:
+    """A launcher that waits for a driver, and then claims memory as a GPU's engine does."""
+
+    def __init__(self) -> None:
+        self.asked, self.answered = threading.Event(), threading.Event()
+
+    def __call__(self, made: EngineOrder) -> EngineProgram:
+        self.asked.set()
+        assert self.answered.wait(60)
+        made.sizer.promised[made.slot.uid] = (frozenset({"GPU-a"}), 1 << 30)
+        return LAUNCHERS["fake"](made)
+
+
+async def test_the_guard_is_answered_while_the_driver_of_the_gpus_is_not(
+    rundir: Path, models: Path
+) -> None:
+    slow = SlowDriver()
+    async with running(rundir, models) as host:
+        host.host._site.launchers = {"fake": slow}
+        with guarding(rundir):
+            await host.host.ensure(order())
+            await asyncio.to_thread(slow.asked.wait, 60)
+            assert (await status_of(host)).state is EngineState.STARTING
+            slow.answered.set()
+            await serving(host)
+
+
+async def test_an_engine_that_ends_while_the_driver_is_asked_leaves_no_claim(
+    rundir: Path, models: Path
+) -> None:
+    slow = SlowDriver()
+    async with running(rundir, models) as host:
+        host.host._site.launchers = {"fake": slow}
+        await host.host.ensure(order())
+        await asyncio.to_thread(slow.asked.wait, 60)
+        ending = asyncio.create_task(host.host.stop(stop()))
+        await asyncio.sleep(0.1)
+        slow.answered.set()
+        assert (await ending).state is EngineState.GONE
+        assert not host.host._site.sizer.promised
 
 
 @pytest.mark.parametrize("driver", ["v2", "v1", "signals"])

@@ -3,8 +3,22 @@
 The driver is asked once a second by one thread of its own, and by nothing else in the guard: a GPU
 that is falling off the bus answers after seconds, and the guard's loop must not wait for it. Each
 GPU's figures count from the moment they are there, and are unknown when they are older than
-``STALE_SECONDS``. A GPU that did not answer is asked less often, so it does not make the figures of
-the others old. ``look`` is called by the guard for each replica and waits for nothing:
+``STALE_SECONDS``. A GPU that did not answer, or answers slowly, is asked less often, so it does not
+make the figures of the others old:
+
+| a GPU's answers | then |
+|---|---|
+| are all there within its share of the reader's time | it is left alone for twice as long |
+| are not | the rest is not asked; ``DeviceUnknown``; again after 1, 2, 4 ... 30 s |
+| fail | the same |
+
+A reading is of a moment ago, so it says nothing about what has changed since. A slot that has gone
+counts as gone for readings that began later; only these say ``NotVacated``, or that all memory in
+use is serving's. Between two questions of one reading an engine may take or free memory, so the
+lower of two figures around the list of processes is what serving used: one figure too high would
+count for a day.
+
+``look`` is called by the guard for each replica and waits for nothing:
 
 - ownership (``rose_core.devices.ownership``): whose the GPU is, and who else computes there;
 - health (``health``): an unfit GPU is not lent, with the word why;
@@ -25,7 +39,7 @@ from dataclasses import dataclass, field, replace
 
 from rose_agent.devices.driver import DeviceDriver, Gpu, GpuProcess, Memory
 from rose_agent.devices.owners import Owner, command_of, owner_of
-from rose_agent.errors import DeviceError
+from rose_agent.errors import DeviceError, QueryFailed
 from rose_core.devices.classes import class_of_all
 from rose_core.devices.health import DeviceRefusal, Fitness, FitnessLimits, Vitals, assess
 from rose_core.devices.memory import (
@@ -48,6 +62,11 @@ STALE_SECONDS = 10.0
 # How long a GPU that did not answer is left alone: doubled each time, up to the second figure. One
 # that hangs takes the reader's time from all others.
 _AGAIN_SECONDS, _AGAIN_MOST_SECONDS = 1.0, 30.0
+# All GPUs together may take this much of the time after which figures are old, and one alone no
+# more than the second figure.
+_ALL_SECONDS, _SHARE_MOST_SECONDS = 0.6 * STALE_SECONDS, 2.0
+# Of the reader's time a slow GPU gets a third.
+_REST_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +76,7 @@ class Reading:
     Attributes:
         owners: pid -> whose it is, of ``processes``.
         commands: pid -> its name, of those that belong to no pod.
+        least_used: the lower of the bytes in use before and after ``processes`` were listed.
         problem: why the driver did not describe it; empty when it did.
     """
 
@@ -66,6 +86,7 @@ class Reading:
     processes: tuple[GpuProcess, ...] | None = None
     owners: dict[int, Owner] = field(default_factory=dict)
     commands: dict[int, str] = field(default_factory=dict)
+    least_used: int | None = None
     problem: str = ""
 
     def held_by_engines(self) -> int | None:
@@ -165,10 +186,10 @@ class View:
 
 @dataclass
 class _Rest:
-    """When a GPU that did not answer is asked again."""
+    """When a GPU is asked again; ``seconds`` grow while it does not answer, else are 0."""
 
     until_s: float
-    seconds: float
+    seconds: float = 0.0
 
 
 @dataclass
@@ -208,6 +229,9 @@ class DeviceWatch:
         self._rests: dict[str, _Rest] = {}
         self._listed: tuple[Gpu, ...] = ()
         self._silent: tuple[str, ...] = ()
+        self._slots: frozenset[str] = frozenset()
+        self._gone_s: dict[str, float] = {}  # slots that were there, and since when they are not
+        self._empty_s: float | None = None  # since when there is no slot
         self._limits = limits or BudgetLimits()
         # A static file tells of serving alone, and need not name every GPU.
         self._counts_engines = driver.name != "static"
@@ -251,19 +275,47 @@ class DeviceWatch:
         if rest is not None and now_s < rest.until_s:
             return None
         try:
-            processes = self._driver.processes(uuid)
-            owners = {p.pid: self._owner(p.pid) for p in processes or ()}
-            known = {pid: owner for pid, owner in owners.items() if owner is not None}
-            memory, vitals = self._driver.memory(uuid), self._driver.vitals(uuid)
+            reading = self._ask(uuid, now_s)
         except DeviceError as error:
-            seconds = _AGAIN_SECONDS if rest is None else 2 * rest.seconds
+            seconds = _AGAIN_SECONDS if rest is None or not rest.seconds else 2 * rest.seconds
             seconds = min(seconds, _AGAIN_MOST_SECONDS)
             self._rests[uuid] = _Rest(self._clock() + seconds, seconds)
             _log.warning("GPU %s: %s; asked again in %.0f s", uuid, error, seconds)
             return Reading(now_s, problem=str(error))
-        self._rests.pop(uuid, None)
+        done_s = self._clock()
+        self._rests[uuid] = _Rest(done_s + _REST_FACTOR * (done_s - now_s))
+        return reading
+
+    def _ask(self, uuid: str, began_s: float) -> Reading:
+        """Every question about a GPU, while its share of the time lasts.
+
+        Raises:
+            DeviceError: it does not answer, or too slowly.
+        """
+        share_s = min(_SHARE_MOST_SECONDS, _ALL_SECONDS / max(1, len(self._listed)))
+
+        def in_time() -> None:
+            took_s = self._clock() - began_s
+            if took_s > share_s:
+                raise QueryFailed(
+                    f"its answers take long: {took_s:.1f} s so far, and {share_s:.2f} s are its "
+                    f"share beside {len(self._listed) - 1} other GPUs"
+                )
+
+        before = self._driver.memory(uuid).used_bytes
+        in_time()
+        processes = self._driver.processes(uuid)
+        owners = {p.pid: self._owner(p.pid) for p in processes or ()}
+        in_time()
+        memory = self._driver.memory(uuid)
+        in_time()
+        vitals = self._driver.vitals(uuid)
+        in_time()
+        known = {pid: owner for pid, owner in owners.items() if owner is not None}
         commands = {pid: self._command(pid) for pid, owner in known.items() if not owner.pod}
-        return Reading(now_s, memory, vitals, processes, known, commands)
+        used = [one for one in (before, memory.used_bytes) if one is not None]
+        least = min(used) if len(used) == 2 else None
+        return Reading(began_s, memory, vitals, processes, known, commands, least)
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
@@ -304,6 +356,7 @@ class DeviceWatch:
             kv_permille: use of serving's KV pool.
         """
         now_s, uuids, key = self._clock(), claim.gpus, party.pod
+        self._note_slots(lent.slots, now_s)
         gpus = [self._gpus.get(uuid) for uuid in uuids]
         fitness = [Fitness(DeviceRefusal(claim.refusal), claim.message)]
         for uuid, gpu in zip(uuids, gpus, strict=True):
@@ -328,6 +381,30 @@ class DeviceWatch:
         """The replica is gone."""
         self._budgets.pop(key, None)
 
+    def _note_slots(self, slots: frozenset[str], now_s: float) -> None:
+        """Remember since when slots are gone, for as long as a reading may still be of before."""
+        for slot in self._slots - slots:
+            self._gone_s[slot] = now_s
+        oldest_s = now_s - STALE_SECONDS
+        self._gone_s = {
+            slot: at_s
+            for slot, at_s in self._gone_s.items()
+            if at_s >= oldest_s and slot not in slots
+        }
+        if slots:
+            self._empty_s = None
+        elif self._empty_s is None:
+            self._empty_s = now_s
+        self._slots = slots
+
+    def _left(self, reading: Reading, slots: frozenset[str]) -> frozenset[str]:
+        """Slots that were gone when the reading began, and whose engines were on the GPU."""
+        return frozenset(
+            slot
+            for slot in reading.engines() - slots
+            if reading.read_s >= self._gone_s.get(slot, reading.read_s)
+        )
+
     def _judge(
         self, uuid: str, gpu: _Gpu | None, terms: Terms, lent: Lent, now_s: float
     ) -> Fitness:
@@ -343,7 +420,7 @@ class DeviceWatch:
             why = reading.problem or f"its last answer is older than {STALE_SECONDS:.0f} s"
             return replace(gpu.fitness, message=f"GPU {uuid} does not answer: {why}")
         gpu.fitness = assess(gpu.fitness, reading.vitals, limits, now_s)
-        left = reading.engines() - lent.slots
+        left = self._left(reading, lent.slots)
         if gpu.fitness.fit and left:
             names = ", ".join(sorted(left))
             text = f"engines that should be gone have processes on the GPU: {names}"
@@ -361,15 +438,20 @@ class DeviceWatch:
         if gpu is None or now_s - gpu.reading.read_s >= STALE_SECONDS:
             return lendable(None, None, terms.headroom)
         memory, engines = gpu.reading.memory, gpu.reading.held_by_engines()
-        if memory is not None and memory.used_bytes is not None:
+        used = gpu.reading.least_used
+        if used is not None:
             if engines is not None:
-                gpu.high_water = gpu.high_water.saw(memory.used_bytes - engines, now_s)
-            elif not (lent.slots and self._counts_engines):
-                gpu.high_water = gpu.high_water.saw(memory.used_bytes, now_s)
+                gpu.high_water = gpu.high_water.saw(used - engines, now_s)
+            elif not self._counts_engines or self._all_is_servings(gpu.reading):
+                gpu.high_water = gpu.high_water.saw(used, now_s)
         total = memory.total_bytes if memory is not None else None
         highest = gpu.high_water.lately(now_s) if terms.elastic else gpu.high_water.bytes
         watched_s = gpu.high_water.watched_s(now_s)
         return lendable(total, highest, terms.headroom, watched_s, lent.residues)
+
+    def _all_is_servings(self, reading: Reading) -> bool:
+        """No engine was on any GPU when the reading began, nor has one come since."""
+        return self._empty_s is not None and reading.read_s >= self._empty_s
 
     @staticmethod
     def _seen(

@@ -27,7 +27,8 @@ from typing import Protocol
 
 from rose_agent.devices.usage import MemoryMeter
 from rose_agent.host import metrics
-from rose_agent.host.enforcer import Enforcer, Watched
+from rose_agent.host.enforcer import Watched
+from rose_agent.host.site import Site
 from rose_core.devices.dormancy import Dormancy, judge
 from rose_core.wire.host import EngineState
 from rose_core.wire.reasons import HostReason
@@ -80,8 +81,7 @@ class Rest:
     """
 
     subject: Subject
-    enforcer: Enforcer
-    meter: MemoryMeter
+    site: Site
     cut: Callable[[], None]
     refusal: str = ""
     residue_bytes: int | None = None
@@ -112,7 +112,7 @@ class Rest:
 
     async def _release(self) -> None:
         began = time.monotonic()
-        before = self.subject.held_bytes(self.meter)
+        before = await self._held()
         self.cut()
         self.subject.renew_weights()
         try:
@@ -127,7 +127,7 @@ class Rest:
             return
         finally:
             self.subject.watched.errand(0.0)
-            self.enforcer.poke()
+            self.site.enforcer.poke()
         verdict = await self._measured(before, claimed)
         self._count(verdict.refusal or "Dormant")
         metrics.RELEASE_SECONDS.observe(time.monotonic() - began)
@@ -142,7 +142,7 @@ class Rest:
 
     async def _told_to_release(self) -> int:
         self.subject.watched.errand(ERRAND_SECONDS)
-        self.enforcer.poke()
+        self.site.enforcer.poke()
         try:
             async with asyncio.timeout(ERRAND_SECONDS), await self._plugin() as plugin:
                 return (await plugin.release(ERRAND_SECONDS / 2)).claimed_bytes
@@ -156,10 +156,14 @@ class Rest:
                 return await ControlClient.connect(self.subject.folder.plugin_socket)
             await asyncio.sleep(0.05)
 
+    async def _held(self) -> int | None:
+        meter = self.site.meter
+        return await self.site.ask(lambda: self.subject.held_bytes(meter))
+
     async def _measured(self, before: int | None, claimed: int) -> Dormancy:
         deadline = time.monotonic() + _MEASURE_SECONDS
         while True:
-            verdict = judge(before, self.subject.held_bytes(self.meter), claimed)
+            verdict = judge(before, await self._held(), claimed)
             if verdict.accepted or time.monotonic() > deadline:
                 return verdict
             await asyncio.sleep(0.05)

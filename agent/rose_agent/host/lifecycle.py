@@ -89,7 +89,7 @@ class EngineLife:
         )
         self._sharing.room = room_of(order)
         self._body = Body(order, folder, site, watched, self._sharing)
-        self.rest = Rest(self, site.enforcer, site.meter, lambda: site.cut(folder.uid))
+        self.rest = Rest(self, site, lambda: site.cut(folder.uid))
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -180,7 +180,7 @@ class EngineLife:
     async def _once(self) -> None:
         """From spawn to the end of the process."""
         self._set(EngineState.STARTING, self._reason)  # of the start that failed, if one did
-        program = self._body.program()
+        program = await self._site.ask(self._body.program)
         spawned = await self._body.spawn(program)
         exited = asyncio.create_task(spawned.root.wait())
         try:

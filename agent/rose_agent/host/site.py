@@ -5,9 +5,12 @@ Next step: ``lifecycle`` runs one engine with it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from rose_agent.devices.usage import MemoryMeter, ResidentMeter
 from rose_agent.host.accounts import Accounts
@@ -23,6 +26,8 @@ from rose_engines.rundir import SlotDir
 
 # Most time an engine may need to become ready, counted while it may run.
 START_LIMIT_SECONDS = 600.0
+
+Answer = TypeVar("Answer")
 
 
 @dataclass
@@ -42,6 +47,7 @@ class Site:
         spawner: who starts engines in the host's place; None = the host itself.
         forget: removes what a slot's engine left; True = its permit too.
         cut: breaks every turn that runs through a slot's data route.
+        reader: the one thread that asks the driver of the GPUs for these slots.
     """
 
     models: Path
@@ -60,3 +66,17 @@ class Site:
     spawner: Spawner | None = None
     forget: Callable[[SlotDir, bool], None] = forget_slot
     cut: Callable[[str], None] = lambda _: None
+    reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "gpus"))
+
+    async def ask(self, question: Callable[[], Answer]) -> Answer:
+        """Ask what may have to ask the driver, which answers after seconds where a GPU is lost.
+
+        Meanwhile the host goes on answering the guard. Whoever is cancelled waits for the answer
+        all the same: what it has claimed (``Sizer``) is given up after it, never before.
+        """
+        future = asyncio.get_running_loop().run_in_executor(self.reader, question)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait({future})
+            raise

@@ -11,7 +11,9 @@ has addresses for all of it from the start.
 
 An engine that starts has not taken its memory yet, so what it was promised counts as taken until
 it serves or is gone: two engines that start together (a slot's pair, two slots) never both count
-on the same bytes. What it takes meanwhile counts twice, which errs safely.
+on the same bytes. What it takes meanwhile counts twice, which errs safely. The driver may answer
+after seconds, so all of this is asked by one thread of the host's own (``Site.ask``), which also
+makes claims one after the other.
 """
 
 from __future__ import annotations
@@ -171,7 +173,9 @@ class Sizer:
         if memory.used_bytes is None:
             raise NoMemory(f"GPU {uuid} does not say how much of its memory is in use")
         free = memory.total_bytes - memory.used_bytes
-        promised = sum(taken for gpus, taken in self.promised.values() if uuid in gpus)
+        # A copy: what has settled meanwhile is taken out by another thread.
+        others = tuple(self.promised.values())
+        promised = sum(taken for gpus, taken in others if uuid in gpus)
         if size.start > free - promised:
             starting = f", {in_gib(promised)} promised to engines that start" if promised else ""
             first = size.kv * size.first_permille // WHOLE
