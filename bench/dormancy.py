@@ -55,7 +55,7 @@ def holder(permit: Permit, wanted: threading.Event) -> Iterator[None]:
         thread.join()
 
 
-async def reach(host: main.Running, state: EngineState, *, dormant: bool | None) -> float:
+async def reach(host: main.RunningHost, state: EngineState, *, dormant: bool | None) -> float:
     """Order until the engine is in the state; returns the seconds it took."""
     began = time.monotonic()
     while True:
@@ -69,7 +69,9 @@ async def reach(host: main.Running, state: EngineState, *, dormant: bool | None)
         await asyncio.sleep(0.005)
 
 
-async def cycles(host: main.Running, opened: threading.Event, count: int) -> dict[str, list[float]]:
+async def cycles(
+    host: main.RunningHost, opened: threading.Event, count: int
+) -> dict[str, list[float]]:
     """Release and activate; lists of seconds and bytes by name."""
     found: dict[str, list[float]] = {name: [] for name in ("release", "activate", "free", "left")}
     for _ in range(count):

@@ -15,13 +15,13 @@ import tempfile
 from pathlib import Path
 
 from bench.faults.cases import CASES
-from bench.faults.matrix import HEADER, Outcome, run
+from bench.faults.matrix import HEADER, CaseOutcome, run
 from bench.record import Figure, figure, record
 
 PROMISE_MS = 250.0
 
 
-def figures(outcomes: list[Outcome]) -> list[Figure]:
+def figures(outcomes: list[CaseOutcome]) -> list[Figure]:
     """What was measured, case by case."""
     found = []
     for outcome in outcomes:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from bench.faults.world import World
+from bench.faults.fault_node import FaultNode
 
 BURST_TOKENS = 600
 SERVING = "serving-0"
@@ -41,8 +41,8 @@ class Case:
     """
 
     name: str
-    strike: Callable[[World], Awaitable[float]]
-    mend: Callable[[World], Awaitable[None]]
+    strike: Callable[[FaultNode], Awaitable[float]]
+    mend: Callable[[FaultNode], Awaitable[None]]
     reasons: frozenset[str]
     stops: bool = True
     serves: bool = True
@@ -52,21 +52,21 @@ class Case:
 # --- processes that die or hang
 
 _START = {
-    "agent": World.start_agent,
-    "host": World.start_host,
-    "tap": World.start_tap,
-    "serving": World.start_serving,
+    "agent": FaultNode.start_agent,
+    "host": FaultNode.start_host,
+    "tap": FaultNode.start_tap,
+    "serving": FaultNode.start_serving,
 }
 
 
-async def _signalled(world: World, names: tuple[str, ...], number: signal.Signals) -> float:
+async def _signalled(world: FaultNode, names: tuple[str, ...], number: signal.Signals) -> float:
     struck = time.monotonic()
     for name in names:
         _signal_all(world, name, number)
     return struck
 
 
-def _signal_all(world: World, name: str, number: signal.Signals) -> None:
+def _signal_all(world: FaultNode, name: str, number: signal.Signals) -> None:
     """The tap is two processes; what one of them forked belongs to it."""
     pid = world.processes[name].pid
     children = psutil.Process(pid).children() if name == "tap" else []
@@ -76,7 +76,7 @@ def _signal_all(world: World, name: str, number: signal.Signals) -> None:
             child.send_signal(number)
 
 
-async def _again(world: World, names: tuple[str, ...], number: signal.Signals) -> None:
+async def _again(world: FaultNode, names: tuple[str, ...], number: signal.Signals) -> None:
     for name in names:
         if number is signal.SIGSTOP:
             _signal_all(world, name, signal.SIGCONT)
@@ -102,7 +102,7 @@ def _death(names: tuple[str, ...], number: signal.Signals, *reasons: str) -> Cas
 _WELL: dict[str, object] = {"interfaces": ["lo"], "pid": 0}
 
 
-async def _namespace_gone(world: World) -> float:
+async def _namespace_gone(world: FaultNode) -> float:
     """The pod's process has ended, and its namespace with it.
 
     A guard in Kubernetes hears of a pod at once, one with a file when it looks into it. So the file
@@ -118,13 +118,13 @@ async def _namespace_gone(world: World) -> float:
     return await world.operator.when_asked(strike)
 
 
-async def _well(world: World) -> None:
+async def _well(world: FaultNode) -> None:
     world.write_replicas(**_WELL)
     with contextlib.suppress(subprocess.CalledProcessError):
         _ip("link", "delete", _INTERFACE)
 
 
-async def _interface_down(world: World) -> float:
+async def _interface_down(world: FaultNode) -> float:
     _ip("link", "add", _INTERFACE, "type", "veth", "peer", "name", _PEER)
     for end in (_INTERFACE, _PEER):
         _ip("link", "set", end, "up")
@@ -146,13 +146,13 @@ def _ip(*words: str) -> None:
 _bursts: set[asyncio.Task[None]] = set()
 
 
-async def _burst(world: World) -> None:
+async def _burst(world: FaultNode) -> None:
     # Serving may end in the middle: that is one of the cases.
     with contextlib.suppress(Exception):  # whatever the client of a replaced pod sees is no news
         await world.generate(BURST_TOKENS)
 
 
-async def _request(world: World) -> float:
+async def _request(world: FaultNode) -> float:
     struck = time.monotonic()
     task = asyncio.create_task(_burst(world))
     _bursts.add(task)
@@ -160,11 +160,11 @@ async def _request(world: World) -> float:
     return struck
 
 
-async def _calm(_world: World) -> None:
+async def _calm(_world: FaultNode) -> None:
     await asyncio.gather(*_bursts, return_exceptions=True)
 
 
-async def _replaced(world: World) -> float:
+async def _replaced(world: FaultNode) -> float:
     """A new pod takes the place of one that is in the middle of a burst."""
     struck = await _request(world)
     await asyncio.sleep(0.3)
@@ -175,7 +175,7 @@ async def _replaced(world: World) -> float:
 # --- the run directory, the clock, the engine itself
 
 
-async def _filled(world: World) -> float:
+async def _filled(world: FaultNode) -> float:
     ballast = world.root / "run" / "ballast"
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -183,17 +183,17 @@ async def _filled(world: World) -> float:
     return await _request(world)
 
 
-async def _emptied(world: World) -> None:
+async def _emptied(world: FaultNode) -> None:
     await _calm(world)
     (world.root / "run" / "ballast").unlink()
 
 
-async def _skewed(world: World, by_s: float) -> float:
+async def _skewed(world: FaultNode, by_s: float) -> float:
     world.skew.write_text(str(by_s))
     return time.monotonic()
 
 
-async def _right(world: World) -> None:
+async def _right(world: FaultNode) -> None:
     world.skew.write_text("0")
 
 
@@ -209,14 +209,14 @@ MEMORY_HOG = "held = []\nwhile True: held.append(bytearray(4 << 20))"
 _guests: list[subprocess.Popen[bytes]] = []
 
 
-async def _bombed(world: World) -> float:
+async def _bombed(world: FaultNode) -> float:
     """The bomb has filled its limit before serving needs the machine."""
     _guests.append(world.inside_the_engine(FORK_BOMB))
     await asyncio.sleep(1.0)
     return await _request(world)
 
 
-async def _disarmed(world: World) -> None:
+async def _disarmed(world: FaultNode) -> None:
     """Nobody disarms it but the host: the operator orders the engine anew."""
     await _calm(world)
     world.operator.generation += 1
@@ -224,13 +224,13 @@ async def _disarmed(world: World) -> None:
     _guests.pop()
 
 
-async def _hogged(world: World) -> float:
+async def _hogged(world: FaultNode) -> float:
     """The hog is still growing when serving needs the machine: it is held with the others."""
     _guests.append(world.inside_the_engine(MEMORY_HOG))
     return await _request(world)
 
 
-async def _killed(world: World) -> None:
+async def _killed(world: FaultNode) -> None:
     """By the kernel, at the engine's limit."""
     await _calm(world)
     await world.until(lambda: _guests[-1].poll() is not None, "the hog is killed")
@@ -270,7 +270,7 @@ CASES: tuple[Case, ...] = (
     Case(
         "serving pod replaced in a burst",
         _replaced,
-        World.start_serving,
+        FaultNode.start_serving,
         frozenset({"ServingGone"}),
         serves=False,
     ),

@@ -19,7 +19,7 @@ from pathlib import Path
 import aiohttp
 
 from bench.faults.cases import Case
-from bench.faults.world import World, world
+from bench.faults.fault_node import FaultNode, world
 
 GRACE_SECONDS = 1.0
 WATCH_SECONDS = 1.0
@@ -29,7 +29,7 @@ _OPEN = {"Idle", "Slack", "CoolDown"}
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseOutcome:
     """One line of the matrix.
 
     Attributes:
@@ -58,13 +58,13 @@ class Outcome:
 HEADER = f"{'fault':<32} {'stopped':>10} {'back':>8}  {'reasons in the flight recorder':<44}"
 
 
-def run(folder: Path, cases: Iterable[Case]) -> list[Outcome]:
+def run(folder: Path, cases: Iterable[Case]) -> list[CaseOutcome]:
     """Every case, and its line on the terminal as soon as it is known."""
     return asyncio.run(_run(folder, tuple(cases)))
 
 
-async def _run(folder: Path, cases: tuple[Case, ...]) -> list[Outcome]:
-    outcomes: list[Outcome] = []
+async def _run(folder: Path, cases: tuple[Case, ...]) -> list[CaseOutcome]:
+    outcomes: list[CaseOutcome] = []
     rest = list(cases)
     while rest:
         # After a case that went wrong the next one deserves a world that works.
@@ -80,20 +80,20 @@ async def _run(folder: Path, cases: tuple[Case, ...]) -> list[Outcome]:
     return outcomes
 
 
-async def attempt(here: World, case: Case) -> Outcome:
+async def attempt(here: FaultNode, case: Case) -> CaseOutcome:
     """Strike, look, mend, look again."""
     try:
         await _engine_with(here, dict(case.arguments))
         return await _attempt(here, case)
     except (AssertionError, TimeoutError, OSError, subprocess.CalledProcessError) as error:
-        return Outcome(case.name, note=str(error).partition("\n")[0] or type(error).__name__)
+        return CaseOutcome(case.name, note=str(error).partition("\n")[0] or type(error).__name__)
     finally:
         if case.arguments:
             here.operator.arguments = {"token-seconds": "0.002"}
             here.operator.generation += 1
 
 
-async def _engine_with(here: World, arguments: dict[str, str]) -> None:
+async def _engine_with(here: FaultNode, arguments: dict[str, str]) -> None:
     if arguments:
         here.operator.arguments = {"token-seconds": "0.002", **arguments}
         here.operator.generation += 1
@@ -107,7 +107,7 @@ async def _engine_with(here: World, arguments: dict[str, str]) -> None:
     await here.flowing(time.monotonic())
 
 
-async def _attempt(here: World, case: Case) -> Outcome:
+async def _attempt(here: FaultNode, case: Case) -> CaseOutcome:
     since = time.monotonic()
     struck = await case.strike(here)
     await asyncio.sleep(max(0.0, struck + GRACE_SECONDS + WATCH_SECONDS - time.monotonic()))
@@ -120,7 +120,7 @@ async def _attempt(here: World, case: Case) -> Outcome:
     reasons = await _reasons(here, since)
     note = _judge(case, late, served, reasons)
     stopped = 1e3 * ((last or struck) - struck) if case.stops else None
-    return Outcome(case.name, stopped, back - mended, reasons, note)
+    return CaseOutcome(case.name, stopped, back - mended, reasons, note)
 
 
 def _judge(case: Case, late: int, served: str, reasons: tuple[str, ...]) -> str:
@@ -133,7 +133,7 @@ def _judge(case: Case, late: int, served: str, reasons: tuple[str, ...]) -> str:
     return served
 
 
-async def _serves(here: World) -> str:
+async def _serves(here: FaultNode) -> str:
     """What is wrong with serving while the fault lasts; empty when it answers in full."""
     try:
         async with asyncio.timeout(_ANSWER_SECONDS):
@@ -143,7 +143,7 @@ async def _serves(here: World) -> str:
     return "" if made == _ANSWER_TOKENS else f"serving made {made} tokens of {_ANSWER_TOKENS}"
 
 
-async def _reasons(here: World, since_s: float) -> tuple[str, ...]:
+async def _reasons(here: FaultNode, since_s: float) -> tuple[str, ...]:
     """Distinct reasons for which something was closed, ordered or ended since then."""
     found: dict[str, None] = {}
     for entry in await here.trace():

@@ -23,7 +23,7 @@ MOST_TOKENS = 40
 
 
 @dataclass
-class Outcome:
+class CallerOutcome:
     """What all callers of a lease met.
 
     Attributes:
@@ -57,7 +57,7 @@ class Callers:
         self._chance = chance
         self._at_once = at_once
         self._headers = {"Authorization": f"Bearer {lease.word}"}
-        self.outcome = Outcome()
+        self.outcome = CallerOutcome()
 
     async def run(self, numbers: range) -> None:
         """Ask for all of them."""

@@ -5,7 +5,7 @@
 - ``measured``: what a window was measured to be; ``reactions``: what its flight recorder adds.
 - ``windows``: one window: a condition, a load, a round; and the probes before.
 - ``pace``: which windows are still to run, and how long they take.
-- ``run``: runs them, whatever happens to one; ``kept``: what is on disk after each.
+- ``run``: runs them, whatever happens to one; ``run_record``: what is on disk after each.
 - ``results``, ``analysis``: all windows, and what follows from comparing them.
 - ``report``, ``table``, ``picture``, ``explain``: figures, table, plot, a line per late request.
 - ``__main__``: the knobs.

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from bench.guard import kept
+from bench.guard import run_record
 from bench.guard.load import LOADS
 from bench.guard.pace import Plan
 from bench.guard.report import MANY, MANY_AT_TAIL, figures
@@ -82,15 +82,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"bench.guard: skipped, {missing}")
         return 0
     try:
-        before = kept.again(plan) if arguments().parse_args(argv).resume else None
-    except kept.NotTheSame as error:
+        before = run_record.again(plan) if arguments().parse_args(argv).resume else None
+    except run_record.NotTheSame as error:
         say(f"bench.guard: {error}")
         return 2
-    results = asyncio.run(measure(plan, before, lambda now: kept.keep(plan, now, notes(plan))))
+    results = asyncio.run(
+        measure(plan, before, lambda now: run_record.keep(plan, now, notes(plan)))
+    )
     say("\n" + table(results))
     shown = [line for line in results.explained() if line.condition in _SHOWN]
     say(explained(shown))
-    name = kept.name_of(plan)
+    name = run_record.name_of(plan)
     record(name, figures(results), notes=notes(plan))
     say(f"written to {FOLDER}/{name}.svg, {name}.txt, {name}-windows.json, guard-trace.json")
     return 1 if results.crashes else 0

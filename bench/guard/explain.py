@@ -13,7 +13,7 @@ would have kept its objective. This is arithmetic and no proof, so a line carrie
 | ``together`` | no single one, but their sum |
 | ``unexplained`` | not even that |
 
-Next step: ``report`` counts them, ``kept`` writes them to ``NAME-explain.json``.
+Next step: ``report`` counts them, ``run_record`` writes them to ``NAME-explain.json``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from bench.guard.load import Answer
 from bench.guard.measured import Window, key_of, over, violates
-from bench.guard.witness import Shares, between
+from bench.guard.witness import CpuShares, between
 
 Goal = tuple[float, float]
 
@@ -103,7 +103,7 @@ def _line(window: Window, base: Window | None, index: int, answer: Answer, goal_
     what, took, goal, excess = over(answer, goal_s)
     twin = _twin(base, answer) if base is not None and base is not window else None
     start, end = _interval(answer, what)
-    shares = between(window.looks, start, end) or Shares(end - start, 0, 0, 0, 0, 0)
+    shares = between(window.looks, start, end) or CpuShares(end - start, 0, 0, 0, 0, 0)
     cpu = _per_token(window, answer)
     alone_cpu = _per_token(base, twin) if base is not None and twin is not None else 0.0
     dear = max(0.0, cpu - alone_cpu) * _tokens(window, start, end) if alone_cpu else 0.0
@@ -142,7 +142,7 @@ def _ms(seconds: float) -> float:
     return round(1e3 * seconds, 2)
 
 
-def cause(excess_s: float, shares: Shares, dear_s: float) -> str:
+def cause(excess_s: float, shares: CpuShares, dear_s: float) -> str:
     """What covers the excess by itself, else whether all of them do."""
     found = {
         "rollouts": shares.rollouts,

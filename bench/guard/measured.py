@@ -1,6 +1,6 @@
 """What one window was measured to be: its answers, its rollout tokens, its costs; plain data.
 
-Next step: ``windows`` makes them, ``kept`` writes them down, ``analysis`` compares them.
+Next step: ``windows`` makes them, ``run_record`` writes them down, ``analysis`` compares them.
 """
 
 from __future__ import annotations

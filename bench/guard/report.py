@@ -1,6 +1,6 @@
 """Windows -> the figures that are recorded, each with the aim it is held against.
 
-Next step: ``table`` shows all conditions side by side, ``kept`` writes both down.
+Next step: ``table`` shows all conditions side by side, ``run_record`` writes both down.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 | the engines do not start | the run ends with what it has; ``--resume`` goes on from there |
 | the budget of minutes is used up | no further load of a later round is begun |
 
-After each window everything measured so far is on disk. Next step: ``kept`` writes it.
+After each window everything measured so far is on disk. Next step: ``run_record`` writes it.
 """
 
 from __future__ import annotations

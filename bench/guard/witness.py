@@ -44,7 +44,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Shares:
+class CpuShares:
     """What became of an interval, seconds."""
 
     elapsed: float
@@ -55,14 +55,14 @@ class Shares:
     waited: float
 
 
-def between(looks: Sequence[Look], start_s: float, end_s: float) -> Shares | None:
+def between(looks: Sequence[Look], start_s: float, end_s: float) -> CpuShares | None:
     """What became of an interval; None where nobody looked."""
     if len(looks) < 2 or end_s <= start_s:
         return None
     one, two = _at(looks, start_s), _at(looks, end_s)
     spent = {f.name: getattr(two, f.name) - getattr(one, f.name) for f in fields(Look)}
     others = max(0.0, spent["busy"] - spent["serving"] - spent["rollouts"])
-    return Shares(
+    return CpuShares(
         spent["at_s"],
         *(spent["serving"], spent["rollouts"], others, spent["steal"], spent["waited"]),
     )

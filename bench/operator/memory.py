@@ -19,7 +19,7 @@ from rose_core.identity import SlotKey
 from rose_core.lending import Policy
 from rose_core.wire.sync import SlotReport, SlotState
 from rose_operator.kube.api import Kind
-from rose_operator.kube.object_cache import Raw, Store, key_of
+from rose_operator.kube.object_cache import ObjectCache, Raw, key_of
 from rose_operator.plan.telemetry import Telemetry
 from rose_operator.reconcile import Reconciler
 from rose_operator.settings import Settings
@@ -87,7 +87,7 @@ class Inside:
         self.now = 0.0
         self.fleet = fleet
         self.api = MemoryApi()
-        self.stores = {kind: Store() for kind in Kind}
+        self.stores = {kind: ObjectCache() for kind in Kind}
         self.telemetry = Telemetry(self.now)
         self.random = random.Random(1)
         self.agents = {

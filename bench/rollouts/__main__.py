@@ -11,7 +11,7 @@ from bench.record import Figure, figure, record
 from bench.rollouts import spent
 from bench.rollouts.steps import (
     POLICIES,
-    Found,
+    RunResult,
     Strata,
     gaps,
     simulate,
@@ -21,7 +21,7 @@ from bench.rollouts.steps import (
 )
 from rose_simulate.model.outcome import paired_ratio
 from rose_simulate.model.scenario import Scenario
-from rose_simulate.model.world import Material
+from rose_simulate.model.simulation import SimulationInputs
 from rose_simulate.reading import read_material, read_scenario
 
 FOLDER = Path(__file__).parent
@@ -42,7 +42,7 @@ NOTES = (
 )
 
 
-def scenario(name: str) -> tuple[Scenario, Material]:
+def scenario(name: str) -> tuple[Scenario, SimulationInputs]:
     """One of the folder's scenarios with its traces."""
     path = FOLDER / f"{name}.yaml"
     told = read_scenario(path)
@@ -94,7 +94,7 @@ def makespans(seeds: list[int], names: list[str], steps: int) -> list[Figure]:
     return rows
 
 
-def _steps(told: Scenario, one: Found, steps: int) -> list[spent.Step]:
+def _steps(told: Scenario, one: RunResult, steps: int) -> list[spent.Step]:
     return spent.steps(one.lives, one.makespans[:steps], told.jobs[0].train_s)
 
 
@@ -121,7 +121,7 @@ def inclusion(seeds: list[int], few: list[int]) -> list[Figure]:
 
 
 def _inclusion(
-    order: str, told: Scenario, names: tuple[str, ...], seeds: list[int], material: Material
+    order: str, told: Scenario, names: tuple[str, ...], seeds: list[int], material: SimulationInputs
 ) -> list[Figure]:
     joint = [simulate(told, POLICIES["joint"], seed, material) for seed in seeds]
     steps = [len(one.makespans) for one in joint]
@@ -149,7 +149,7 @@ def _inclusion(
     return rows
 
 
-def _correlations(title: str, runs: list[Found]) -> list[Figure]:
+def _correlations(title: str, runs: list[RunResult]) -> list[Figure]:
     """Means over the seeds: a diagnostic beside the inclusion, without an aim."""
     told = sorted({dimension for one in runs for dimension in one.correlations})
     return [
@@ -163,12 +163,12 @@ def _correlations(title: str, runs: list[Found]) -> list[Figure]:
 
 
 def _runs(
-    told: Scenario, name: str, cases: list[tuple[int, int]], material: Material
-) -> list[Found]:
+    told: Scenario, name: str, cases: list[tuple[int, int]], material: SimulationInputs
+) -> list[RunResult]:
     return [simulate(told, POLICIES[name], seed, material, steps) for seed, steps in cases]
 
 
-def _counted(found: list[Found], seeds: list[int]) -> Strata:
+def _counted(found: list[RunResult], seeds: list[int]) -> Strata:
     counts: Strata = {}
     for one, seed in zip(found, seeds, strict=True):
         strata(one, seed, counts)
@@ -198,11 +198,11 @@ def vanish(seeds: list[int]) -> list[Figure]:
     ]
 
 
-def _redone(found: list[Found]) -> float:
+def _redone(found: list[RunResult]) -> float:
     return 100 * statistics.fmean(one.redone_share for one in found)
 
 
-def _sum(found: list[Found], field: str) -> float:
+def _sum(found: list[RunResult], field: str) -> float:
     return float(sum(getattr(one, field) for one in found))
 
 

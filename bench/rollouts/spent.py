@@ -26,7 +26,7 @@ from itertools import accumulate
 from rose_core.rollouts.terms import Policies
 from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.costs import Costs, pairs, time_of
-from rose_simulate.model.router import Manners, Router
+from rose_simulate.model.router import Router, RouterOptions
 from rose_simulate.model.turns import Engine, Leg, Turn
 
 
@@ -93,7 +93,7 @@ class Observed(Router):
         clock: Clock,
         run: str,
         policies: Policies,
-        manners: Manners,
+        manners: RouterOptions,
         draw: random.Random,
         *,
         costs: Costs,

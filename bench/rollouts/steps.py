@@ -22,16 +22,16 @@ from rose_simulate.model.clock import SECOND
 from rose_simulate.model.costs import costs
 from rose_simulate.model.job import Fate
 from rose_simulate.model.paper import STALL_S
-from rose_simulate.model.regimes import RULES, Rules
+from rose_simulate.model.regimes import RULES, RegimeRules
 from rose_simulate.model.scenario import Failure, Regime, Scenario
-from rose_simulate.model.world import Material, World
+from rose_simulate.model.simulation import Simulation, SimulationInputs
 
 _LOOK_S = 10.0
 _OURS = RULES[Regime.OURS]
 _FIFO = replace(_OURS, waits=False)
 _PAPER = replace(_FIFO, placement=PolicyName.ROSE_PAPER, stall_s=STALL_S)
 
-POLICIES: Mapping[str, Rules] = {
+POLICIES: Mapping[str, RegimeRules] = {
     "joint": _OURS,
     "rose-paper": replace(_PAPER, keeps=False),
     "rose-paper + keeping": _PAPER,
@@ -48,7 +48,7 @@ POLICIES: Mapping[str, Rules] = {
 
 
 @dataclass(frozen=True)
-class Found:
+class RunResult:
     """What one run gave.
 
     Attributes:
@@ -76,8 +76,12 @@ class Found:
 
 
 def simulate(
-    scenario: Scenario, rules: Rules, seed: int, material: Material, steps: int | None = None
-) -> Found:
+    scenario: Scenario,
+    rules: RegimeRules,
+    seed: int,
+    material: SimulationInputs,
+    steps: int | None = None,
+) -> RunResult:
     """One run of the scenario's only job.
 
     Args:
@@ -90,7 +94,7 @@ def simulate(
     told, lives = scenario.jobs[0], dict[str, Life]()
     alone = costs(told.device, told.model, scenario.derate, attention=scenario.prefill_attention)
     observed = partial(Observed, costs=alone, lives=lives)
-    world = World(scenario, rules, seed, material, observed)
+    world = Simulation(scenario, rules, seed, material, observed)
     job, router = world.jobs[told.name], world.routers[told.name]
     counts = job.counts
     end = scenario.warmup_s + scenario.seconds
@@ -99,7 +103,7 @@ def simulate(
         now = min(end, now + _LOOK_S)
         world.clock.run(round(now * SECOND))
     world.clock.run(round(now * SECOND))
-    return Found(
+    return RunResult(
         makespans=tuple(step - told.train_s for step in counts.step_s),
         fates=tuple(counts.fates),
         begun=counts.started,
@@ -134,7 +138,7 @@ def reward(session: str, tokens: int, seed: int) -> bool:
 Strata = dict[tuple[str, str], Clustered]
 
 
-def strata(found: Found, seed: int, into: Strata) -> None:
+def strata(found: RunResult, seed: int, into: Strata) -> None:
     """Count what was trained on by length, reward and staleness, by group."""
     for fate in found.fates:
         right = reward(fate.session, fate.tokens, seed)

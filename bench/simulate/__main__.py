@@ -20,7 +20,7 @@ from rose_simulate.model.costs import costs, kv_tokens
 from rose_simulate.model.outcome import Interval
 from rose_simulate.model.run import run
 from rose_simulate.model.scenario import Regime, Scenario
-from rose_simulate.model.world import Material
+from rose_simulate.model.simulation import SimulationInputs
 from rose_simulate.reading import read_material, read_scenario
 from rose_simulate.study import Row, study
 
@@ -69,7 +69,7 @@ def saturated(derate: float, prompt: int, output: int, *, attention: bool) -> fl
     return (engine.tokens + engine.prefilled) / 120
 
 
-def speed(scenario: Scenario, material: Material) -> list[Figure]:
+def speed(scenario: Scenario, material: SimulationInputs) -> list[Figure]:
     """Virtual GPU-seconds per second, and whether equal seeds give equal bytes."""
     short = scenario.model_copy(update={"seconds": 200.0})
     began = time.process_time()

@@ -18,7 +18,7 @@ from rose_simulate.fleets import alone_of, curves_of, run_bins
 from rose_simulate.model.curves import Curve
 from rose_simulate.model.fleet_scenario import FleetScenario
 from rose_simulate.model.scenario import Regime
-from rose_simulate.model.world import Material
+from rose_simulate.model.simulation import SimulationInputs
 from rose_simulate.reading import read_material, read_scenario
 
 LIMIT_S: Final = 120.0
@@ -85,7 +85,7 @@ def _one(size: Size, bins_s: float, once_s: float) -> list[Figure]:
     ]
 
 
-def _bins_s(told: FleetScenario, material: Material, curves: tuple[Curve, ...]) -> float:
+def _bins_s(told: FleetScenario, material: SimulationInputs, curves: tuple[Curve, ...]) -> float:
     began = time.process_time()
     run_bins(told, Regime.OURS, _SEED, material, curves)
     return time.process_time() - began

@@ -22,9 +22,9 @@ from bench.tap.against import against
 from bench.tap.traffic import Order, Seen
 from bench.tap.watcher import Watched, watching
 from rose_core.stats import quantile
-from rose_core.telemetry.book import Finished
+from rose_core.telemetry.book import FinishedRequest
 from rose_core.telemetry.dialects import METRICS
-from rose_core.telemetry.events import How
+from rose_core.telemetry.events import EndKind
 
 _STREAMS = 40
 
@@ -37,7 +37,7 @@ def streaming(tokens_per_second: float, seconds: float) -> Order:
 
 
 def _errors(
-    watched: Watched, of_tap: Callable[[Finished], float], of_client: Callable[[Seen], float]
+    watched: Watched, of_tap: Callable[[FinishedRequest], float], of_client: Callable[[Seen], float]
 ) -> list[float]:
     return [of_tap(watched.tap[c.path]) - of_client(c) for c in watched.client]
 
@@ -85,7 +85,7 @@ def _mid(values: list[float]) -> float:
 
 def short_figures(watched: Watched, connections: int) -> list[Figure]:
     """Ends, memory and cost of short connections."""
-    complete = sum(t.how is How.COMPLETE for t in watched.tap.values())
+    complete = sum(t.how is EndKind.COMPLETE for t in watched.tap.values())
     assert watched.health is not None  # noqa: S101  # the order has been carried out
     lossy = float(bool(watched.health.lost_ns))
     return [

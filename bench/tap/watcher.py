@@ -16,7 +16,7 @@ import psutil
 from bench.tap.traffic import Order, Seen
 from rose_agent.tap import frames
 from rose_agent.tap.frames import Watch
-from rose_core.telemetry.book import Book, Finished
+from rose_core.telemetry.book import Book, FinishedRequest
 from rose_core.telemetry.events import Arrived, Health, TapEvent
 
 _SETTLED_SECONDS = 0.5
@@ -35,7 +35,7 @@ class Watched:
     """
 
     client: list[Seen]
-    tap: dict[str, Finished] = field(default_factory=dict)
+    tap: dict[str, FinishedRequest] = field(default_factory=dict)
     heard_ns: dict[int, int] = field(default_factory=dict)
     health: Health | None = None
     cpu_s: float = 0.0
@@ -62,9 +62,9 @@ class Listener:
         self.watched = Watched([])
         self.events: list[TapEvent] | None = None
         self._reader = reader
-        self._key: Callable[[Finished], str] = lambda done: str(done.size)
+        self._key: Callable[[FinishedRequest], str] = lambda done: str(done.size)
 
-    def by(self, key: Callable[[Finished], str]) -> None:
+    def by(self, key: Callable[[FinishedRequest], str]) -> None:
         """Find finished requests by this."""
         self._key = key
 

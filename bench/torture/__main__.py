@@ -23,11 +23,11 @@ import msgspec
 from bench.torture import contention, damage
 from bench.torture.cases import GATES, SCRIPTED, Case, enumerated
 from bench.torture.process import Violation, until
-from bench.torture.world import RUN, World, encode
+from bench.torture.rig import RUN, TortureRig, encode
 from rose_weights.receive.client import WeightsClient
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class CaseOutcome(msgspec.Struct, frozen=True):
     """One line of the matrix.
 
     Attributes:
@@ -92,13 +92,13 @@ def main(argv: list[str]) -> int:
     return 1 if bad else 0
 
 
-def torture(folder: Path, cases: Sequence[Case]) -> list[Outcome]:
+def torture(folder: Path, cases: Sequence[Case]) -> list[CaseOutcome]:
     """Run the cases in one world.
 
     Raises:
         Violation: not even the undisturbed world works.
     """
-    world = World(folder)
+    world = TortureRig(folder)
     outcomes = []
     try:
         world.start()
@@ -114,14 +114,14 @@ def torture(folder: Path, cases: Sequence[Case]) -> list[Outcome]:
                 world.end()
                 shutil.rmtree(folder)
                 folder.mkdir()
-                world = World(folder)
+                world = TortureRig(folder)
                 world.start()
     finally:
         world.end()
     return outcomes
 
 
-def attempt(world: World, case: Case) -> Outcome:
+def attempt(world: TortureRig, case: Case) -> CaseOutcome:
     """Run one case and judge it."""
     began = time.monotonic()
     during, note = "", ""
@@ -130,10 +130,10 @@ def attempt(world: World, case: Case) -> Outcome:
         world.settle()
     except Violation as violation:
         note = str(violation)
-    return Outcome(case.name, case.about, during, not note, time.monotonic() - began, note)
+    return CaseOutcome(case.name, case.about, during, not note, time.monotonic() - began, note)
 
 
-def _fail(world: World, case: Case) -> str:
+def _fail(world: TortureRig, case: Case) -> str:
     """Arm the process, make it pass the step, look, and bring it back."""
     before = world.weights.version
     step = case.fault.partition("#")[0]
@@ -166,14 +166,14 @@ def _fail(world: World, case: Case) -> str:
     return f"served {served}" if served else "engine down, nothing served"
 
 
-def _stand(world: World, case: Case, before: str) -> None:
+def _stand(world: TortureRig, case: Case, before: str) -> None:
     """While an engine stands still in mid-commit, nobody may vouch for the version it makes."""
     file = world.weights  # its process is another one than ``before`` was served by: base weights
     if case.process == "engine" and file.attested and file.version != before:
         raise Violation(f"{world.weights.version} was vouched for before it was committed")
 
 
-def _fall_behind(world: World) -> None:
+def _fall_behind(world: TortureRig) -> None:
     """The engine misses two versions whose single deltas the relay comes to hold."""
     world["weight-sync"].kill()
 
@@ -193,9 +193,9 @@ def _fall_behind(world: World) -> None:
     asyncio.run(follow())
 
 
-def _two_publishers(world: World) -> str:
+def _two_publishers(world: TortureRig) -> str:
     first = world["publisher"]
-    second = World._process(world, "publisher", " ".join(first.command))  # noqa: SLF001
+    second = TortureRig._process(world, "publisher", " ".join(first.command))  # noqa: SLF001
     second.start()
     until(lambda: second.heard("opened"), "the second publisher takes the run over")
     world.publish()
@@ -212,13 +212,13 @@ def _two_publishers(world: World) -> str:
     return "the first one was fenced"
 
 
-def _rewound(world: World) -> str:
+def _rewound(world: TortureRig) -> str:
     world.restart("publisher")
     world.publish(max(1, world.step - 3))
     return "an older step is the head"
 
 
-def _gate(world: World) -> str:
+def _gate(world: TortureRig) -> str:
     before = world.weights.version
     world.close_gate()
     world.publish()
@@ -231,7 +231,7 @@ def _gate(world: World) -> str:
     return f"served {before} until it opened"
 
 
-def _everything(world: World) -> str:
+def _everything(world: TortureRig) -> str:
     world.publish()
     for name in ("store", "relay", "weight-sync"):
         world[name].kill()
@@ -241,7 +241,7 @@ def _everything(world: World) -> str:
     return f"served {served}"
 
 
-SCRIPTS: dict[str, Callable[[World], str]] = {
+SCRIPTS: dict[str, Callable[[TortureRig], str]] = {
     "store: flipped bits": lambda world: damage.blocks(world, "store", damage.flip),
     "relay: flipped bits": lambda world: damage.blocks(world, "relay", damage.flip),
     "relay: missing blocks": lambda world: damage.blocks(world, "relay", Path.unlink),

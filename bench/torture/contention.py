@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from bench.torture.process import Process, Violation, until
-from bench.torture.world import WINDOW, World
+from bench.torture.rig import WINDOW, TortureRig
 from rose_engines.errors import EngineError
 from rose_engines.sglang.control import ControlClient
 from rose_wire.faults import CLOCK
@@ -22,7 +22,7 @@ _MID_BLOCK = 9000
 _DAY_SECONDS = 86_400
 
 
-def gate_closes_at(world: World, process: str, fault: str) -> str:
+def gate_closes_at(world: TortureRig, process: str, fault: str) -> str:
     """The process stands still at a step, the gate closes, the process goes on."""
     before = world.weights.version
     world.restart(process, fault)
@@ -39,7 +39,7 @@ def gate_closes_at(world: World, process: str, fault: str) -> str:
     return f"served {served or 'nothing'} under it"
 
 
-def second_hand(world: World) -> str:
+def second_hand(world: TortureRig) -> str:
     """Somebody else stages and aborts on the same control socket while versions are committed."""
     ended = threading.Event()
     calls = [0]
@@ -68,7 +68,7 @@ def second_hand(world: World) -> str:
     return "committed all the same"
 
 
-def clock_jumps(world: World) -> str:
+def clock_jumps(world: TortureRig) -> str:
     """Wall clocks jump by a day and back while versions are published, folded and swept."""
     wearing = ("store", "relay", "weight-sync")
     for name in wearing:
@@ -83,7 +83,7 @@ def clock_jumps(world: World) -> str:
     return "followed all the same"
 
 
-def partition(world: World) -> str:
+def partition(world: TortureRig) -> str:
     """The link from relay to store breaks in the middle of a block, and is healed."""
     before = world.weights.version
     world.link.cut_after(_MID_BLOCK)
@@ -97,7 +97,7 @@ def partition(world: World) -> str:
     return f"served {served}"
 
 
-def rank_late(world: World) -> str:
+def rank_late(world: TortureRig) -> str:
     """The other rank stops in mid-swap for longer than the vote lasts: all undo, and try again."""
     with _two_ranks(world, "engine.commit.scatter#2=stop"):
         world.publish()
@@ -112,7 +112,7 @@ def rank_late(world: World) -> str:
     return "all ranks undid, then committed"
 
 
-def rank_never(world: World) -> str:
+def rank_never(world: TortureRig) -> str:
     """The other rank stops for ever: the engine says so, and is started anew."""
     with _two_ranks(world, "engine.commit.scatter#2=stop"):
         world.publish()
@@ -125,7 +125,7 @@ def rank_never(world: World) -> str:
     return "engine broken, nothing served"
 
 
-def rank_dies(world: World) -> str:
+def rank_dies(world: TortureRig) -> str:
     """The other rank is killed while it decodes its part: nothing is staged anywhere."""
     with _two_ranks(world, "engine.stage.tile#2=kill"):
         world.publish()
@@ -138,7 +138,7 @@ def rank_dies(world: World) -> str:
 class _two_ranks(contextlib.ContextDecorator):  # noqa: N801  # reads as a phrase
     """The engine over two processes; at the end it is one process again."""
 
-    def __init__(self, world: World, fault: str) -> None:
+    def __init__(self, world: TortureRig, fault: str) -> None:
         self._world = world
         self._engine: Process = world["engine"]
         self._fault = fault
@@ -154,7 +154,7 @@ class _two_ranks(contextlib.ContextDecorator):  # noqa: N801  # reads as a phras
         self._world.restart("engine")
 
 
-def _member(world: World) -> int:
+def _member(world: TortureRig) -> int:
     """Pid of the engine's other rank."""
     leader = world["engine"].pid
     for task in Path(f"/proc/{leader}/task").iterdir():
@@ -172,6 +172,6 @@ def _stopped(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] == "T"
 
 
-def _is_late(world: World) -> bool:
+def _is_late(world: TortureRig) -> bool:
     log = world["engine"].log
     return "no vote from ranks" in log.read_text(errors="replace")

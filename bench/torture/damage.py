@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bench.torture.process import Violation, until
-from bench.torture.world import RUN, World
+from bench.torture.rig import RUN, TortureRig
 from rose_agent.weightsync import records
 from rose_weights.bundle import BLOCKS
 from rose_weights.receive.client import WeightsClient
@@ -21,7 +21,7 @@ _PATTERN_BYTES = 256
 _PIECE_BYTES = 1 << 24
 
 
-def blocks(world: World, root: str, change: Callable[[Path], None]) -> str:
+def blocks(world: TortureRig, root: str, change: Callable[[Path], None]) -> str:
     """Harm the newest version's blocks somewhere while nobody fetches them."""
     before = world.weights.version
     world["weight-sync"].kill()
@@ -49,7 +49,7 @@ def blocks(world: World, root: str, change: Callable[[Path], None]) -> str:
     return "fetched again"
 
 
-def _through(world: World) -> None:
+def _through(world: TortureRig) -> None:
     async def pull() -> None:
         async with WeightsClient(world.relay_address) as client:
             versions = (await client.describe(RUN)).versions
@@ -68,7 +68,7 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-def torn_bundle(world: World) -> str:
+def torn_bundle(world: TortureRig) -> str:
     """Halves of blocks and half a manifest lie where the next bundle is brought."""
     world["weight-sync"].kill()
     folder = world.slot.bundles / "next"
@@ -82,7 +82,7 @@ def torn_bundle(world: World) -> str:
     return "torn bundle was made whole"
 
 
-def manifest(world: World) -> str:
+def manifest(world: TortureRig) -> str:
     """The head's manifest is damaged at the store; the publisher still has it."""
     before = world.weights.version
     world["weight-sync"].kill()
@@ -98,7 +98,7 @@ def manifest(world: World) -> str:
     return f"served {served}, kept again by the publisher"
 
 
-def state(world: World) -> str:
+def state(world: TortureRig) -> str:
     """The run's list of versions is damaged at the store: nothing is believed of it."""
     path = world.run_folder() / "state.json"
     kept = path.read_bytes()
@@ -114,7 +114,7 @@ def state(world: World) -> str:
     return f"served {served} until it was restored"
 
 
-def flipped_bundle(world: World) -> str:
+def flipped_bundle(world: TortureRig) -> str:
     """A bundle is whole, and then its blocks are damaged before the engine reads them."""
     known = _failures(world, "Corrupt")
     world.restart("weight-sync", "sync.bundle#1=stop")
@@ -128,7 +128,7 @@ def flipped_bundle(world: World) -> str:
     return "refused, then fetched again"
 
 
-def rotten(world: World) -> str:
+def rotten(world: TortureRig) -> str:
     """A bit of a live weight flips in the engine's memory while it serves."""
     known = _failures(world, "WrongDigest")
     bits = synthetic.at(world.step)[_ROTTEN].tobytes()
@@ -139,7 +139,7 @@ def rotten(world: World) -> str:
     return "quarantined, then filled again"
 
 
-def _failures(world: World, reason: str) -> int:
+def _failures(world: TortureRig, reason: str) -> int:
     """How often a reason stands in the records of commits, which name what failed before them."""
     found = records.read(world.slot.folder / records.FILE)
     return sum(record.failures.count(reason) for record in found)

@@ -20,7 +20,7 @@ VERSIONS = 6
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBytes:
     """Bytes of one process.
 
     Attributes:
@@ -39,15 +39,15 @@ class Held:
         return (BUFFERS + 1) * self.model + self.blocks
 
 
-def publisher_bytes(folder: Path) -> Held:
+def publisher_bytes(folder: Path) -> HeldBytes:
     """Publish from a process of its own and look at its peak."""
     with served("serve", "--root", str(folder / "store")) as store:
         command = [sys.executable, "-m", "bench.weights.memory", store.address]
         found = subprocess.run(command, check=True, capture_output=True, text=True)
-    return Held(**json.loads(found.stdout.splitlines()[-1]))
+    return HeldBytes(**json.loads(found.stdout.splitlines()[-1]))
 
 
-def publish(address: str) -> Held:
+def publish(address: str) -> HeldBytes:
     """Publish small ones until everything is loaded and compiled, then look, then publish."""
     import torch  # noqa: PLC0415  # slow, and only this process needs it
 
@@ -74,7 +74,7 @@ def publish(address: str) -> Held:
                 tensor[step::97] *= 1.01
         sent = [publisher.wait(version).bytes for version in versions]
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.values())
-    return Held(_status("VmHWM:") - before, size, max(sent))
+    return HeldBytes(_status("VmHWM:") - before, size, max(sent))
 
 
 def _status(field: str) -> int:

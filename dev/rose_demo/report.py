@@ -17,9 +17,14 @@ import msgspec
 from rose_demo.charts import all_charts
 from rose_demo.records import Recording
 from rose_demo.statistics import Attainment, Comparison
-from rose_demo.verdicts import Findings, Verdict, Word, of_event, show
+from rose_demo.verdicts import CheckResult, Findings, PromiseVerdict, of_event, show
 
-_MARKS = {Word.KEPT: "good", Word.BROKEN: "bad", Word.UNPROVEN: "muted", Word.MEASURED: "muted"}
+_MARKS = {
+    CheckResult.KEPT: "good",
+    CheckResult.BROKEN: "bad",
+    CheckResult.UNPROVEN: "muted",
+    CheckResult.MEASURED: "muted",
+}
 UNKNOWN = "unknown"
 
 
@@ -86,7 +91,7 @@ def _header(recording: Recording) -> str:
     )
 
 
-def _verdict(verdict: Verdict) -> str:
+def _verdict(verdict: PromiseVerdict) -> str:
     checks = "".join(
         f"<li class='{_MARKS[check.word]}'>{escape(check.text)}</li>" for check in verdict.checks
     )

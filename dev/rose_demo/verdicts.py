@@ -41,7 +41,7 @@ LEAST_GROUPS = 5
 """Groups that an arm of the bias meter needs before anything is said of it."""
 
 
-class Word(StrEnum):
+class CheckResult(StrEnum):
     """Outcome of a promise or of one check."""
 
     KEPT = "KEPT"
@@ -54,16 +54,16 @@ class Word(StrEnum):
 class Check:
     """One piece of evidence."""
 
-    word: Word
+    word: CheckResult
     text: str
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PromiseVerdict:
     """One promise and everything that speaks for or against it."""
 
     promise: str
-    word: Word
+    word: CheckResult
     checks: tuple[Check, ...]
 
 
@@ -78,12 +78,12 @@ class Findings:
     borrowed_turn_share: float | None
     open_share: float | None
     open_seconds: float | None
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[PromiseVerdict, ...]
 
     @property
     def exit_code(self) -> int:
         """0 when every promise was kept, else 1."""
-        return int(any(verdict.word is not Word.KEPT for verdict in self.verdicts))
+        return int(any(verdict.word is not CheckResult.KEPT for verdict in self.verdicts))
 
 
 def judge(recording: Recording) -> Findings:
@@ -125,10 +125,12 @@ def _whole(value: float | None) -> int | None:
     return None if value is None else int(value)
 
 
-def _verdict(promise: str, checks: Sequence[Check]) -> Verdict:
+def _verdict(promise: str, checks: Sequence[Check]) -> PromiseVerdict:
     words = {check.word for check in checks}
-    word = next((w for w in (Word.BROKEN, Word.UNPROVEN) if w in words), Word.KEPT)
-    return Verdict(promise, word, tuple(checks))
+    word = next(
+        (w for w in (CheckResult.BROKEN, CheckResult.UNPROVEN) if w in words), CheckResult.KEPT
+    )
+    return PromiseVerdict(promise, word, tuple(checks))
 
 
 def borrowed_share(recording: Recording) -> float | None:
@@ -154,10 +156,10 @@ def serving_checks(
             f"p50 {np.quantile(stops, 0.5):.1f} ms, p99 {np.quantile(stops, 0.99):.1f} ms "
             f"({len(stops)} stops)"
         )
-        checks.append(Check(Word.MEASURED, text))
+        checks.append(Check(CheckResult.MEASURED, text))
     failed = [request for request in recording.requests if request.error]
     if recording.requests:
-        word = Word.BROKEN if failed else Word.KEPT
+        word = CheckResult.BROKEN if failed else CheckResult.KEPT
         first = f"; first: {failed[0].error}" if failed else ""
         text = f"{len(failed)} of {len(recording.requests)} live requests failed{first}"
         checks.append(Check(word, text))
@@ -169,7 +171,9 @@ def _slo_check(recording: Recording, attainments: Mapping[str, Attainment]) -> C
     lent = attainments["lent, lent windows"]
     alone = attainments["lent, withheld windows"]
     if lent.met is None or lent.count < SAMPLE_FLOOR:
-        return Check(Word.UNPROVEN, f"{lent.count} requests in lent windows, {SAMPLE_FLOOR} needed")
+        return Check(
+            CheckResult.UNPROVEN, f"{lent.count} requests in lent windows, {SAMPLE_FLOOR} needed"
+        )
     limit = settings.percentile / 100
     text = (
         f"SLO (TTFT {settings.ttft_slo_s * 1e3:.0f} ms, TPOT {settings.tpot_slo_s * 1e3:.0f} ms, "
@@ -178,11 +182,11 @@ def _slo_check(recording: Recording, attainments: Mapping[str, Attainment]) -> C
     if alone.met is not None:
         text += f", by {alone.met:.1%} of {alone.count} in withheld windows"
     if lent.met >= limit:
-        return Check(Word.KEPT, text)
+        return Check(CheckResult.KEPT, text)
     if alone.met is not None and alone.met < limit:
         # Not lending's doing: the replica misses the SLO without rollouts as well.
-        return Check(Word.UNPROVEN, text + "; the replica misses it alone as well")
-    return Check(Word.BROKEN, text)
+        return Check(CheckResult.UNPROVEN, text + "; the replica misses it alone as well")
+    return Check(CheckResult.BROKEN, text)
 
 
 def _harm_check(comparison: Comparison) -> Check:
@@ -197,7 +201,7 @@ def _harm_check(comparison: Comparison) -> Check:
     name = f"{comparison.latency.upper()} p{comparison.quantile * 100:.0f}"
     if comparison.ratio is None or comparison.excess is None:
         text = f"{name}: too few pairs for an interval ({comparison.pairs} of the lent replica)"
-        return Check(Word.UNPROVEN, text)
+        return Check(CheckResult.UNPROVEN, text)
     text = (
         f"{name} of {comparison.pairs} pairs: lent / withheld {show(comparison.ratio)}, control "
         f"replica {show(comparison.control)}, beyond the control {show(comparison.excess)}"
@@ -205,10 +209,12 @@ def _harm_check(comparison: Comparison) -> Check:
     ratio, excess = comparison.ratio, comparison.excess
     proven = [one.low > HARM_TOLERANCE for one in (ratio, excess)]
     if not any(proven):
-        return Check(Word.KEPT, text)
+        return Check(CheckResult.KEPT, text)
     if all(proven):
-        return Check(Word.BROKEN, text)
-    return Check(Word.UNPROVEN, text + "; only one of the two shows it: too noisy to tell why")
+        return Check(CheckResult.BROKEN, text)
+    return Check(
+        CheckResult.UNPROVEN, text + "; only one of the two shows it: too noisy to tell why"
+    )
 
 
 def show(value: Estimate | None) -> str:
@@ -234,7 +240,9 @@ def honesty_checks(recording: Recording) -> list[Check]:
 def _mismatch_check(training: Sequence[Mapping[str, Any]]) -> Check:
     records = of_event(training, "mismatch")
     if not records:
-        return Check(Word.UNPROVEN, "no turn was recomputed under the version that sampled it")
+        return Check(
+            CheckResult.UNPROVEN, "no turn was recomputed under the version that sampled it"
+        )
     last = records[-1]
     value, tokens = float(last["k3"]), int(last["tokens"])
     text = (
@@ -242,9 +250,9 @@ def _mismatch_check(training: Sequence[Mapping[str, Any]]) -> Check:
         f"largest difference of one log-prob {float(last['largest']):.3f}, over {tokens} tokens"
     )
     if not tokens:
-        return Check(Word.UNPROVEN, text)
+        return Check(CheckResult.UNPROVEN, text)
     good = value <= MISMATCH_LIMIT and not last["invalid"]
-    return Check(Word.KEPT if good else Word.BROKEN, text)
+    return Check(CheckResult.KEPT if good else CheckResult.BROKEN, text)
 
 
 def _token_check(recording: Recording) -> Check:
@@ -253,7 +261,7 @@ def _token_check(recording: Recording) -> Check:
     counts = [growth(recording.samples, f"{kind}_tokens") for kind in ("borrowed", "dedicated")]
     undelivered = growth(recording.samples, "undelivered_tokens")
     if not ends or "tokens" not in ends[-1] or None in counts or undelivered is None:
-        return Check(Word.UNPROVEN, "token counts of trainer or router are missing")
+        return Check(CheckResult.UNPROVEN, "token counts of trainer or router are missing")
     received, counted = int(ends[-1]["tokens"]), int(sum(count or 0 for count in counts))
     cut, left = int(ends[-1].get("cut_tokens", 0)), int(undelivered)
     text = (
@@ -261,8 +269,10 @@ def _token_check(recording: Recording) -> Check:
         f"cut ones, {left} were of turns in flight that it left at its end"
     )
     if counted == received + cut + left:
-        return Check(Word.KEPT, text)
-    return Check(Word.BROKEN, text + f": {counted - received - cut - left:+d} unaccounted for")
+        return Check(CheckResult.KEPT, text)
+    return Check(
+        CheckResult.BROKEN, text + f": {counted - received - cut - left:+d} unaccounted for"
+    )
 
 
 def _inclusion_check(meter: Mapping[str, Any]) -> Check:
@@ -271,35 +281,37 @@ def _inclusion_check(meter: Mapping[str, Any]) -> Check:
     whole = rows.get(("all", "all"))
     if whole is None:
         return Check(
-            Word.UNPROVEN, "the router's bias meter is empty: the trainer reported nothing"
+            CheckResult.UNPROVEN, "the router's bias meter is empty: the trainer reported nothing"
         )
     groups = whole["any"]["groups"], whole["dedicated"]["groups"]
     gap, lost = whole["gap"], whole["any"]["lost"] + whole["dedicated"]["lost"]
     text = f"bias meter: {groups[0]} groups that may borrow, {groups[1]} on dedicated engines alone"
     if min(groups) < LEAST_GROUPS or gap["value"] is None:
-        return Check(Word.UNPROVEN, f"{text}; {LEAST_GROUPS} of each are needed")
+        return Check(CheckResult.UNPROVEN, f"{text}; {LEAST_GROUPS} of each are needed")
     text += (
         f"; share trained on differs by {gap['value']:+.1%} [{gap['low']:+.1%}, {gap['high']:+.1%}]"
         f", {lost} trajectories without a report"
     )
     biased = [f"{one} {other}" for (one, other), row in rows.items() if row["biased"]]
     if biased:
-        return Check(Word.BROKEN, f"{text}; biased: {', '.join(biased)}")
-    return Check(Word.KEPT, text)
+        return Check(CheckResult.BROKEN, f"{text}; biased: {', '.join(biased)}")
+    return Check(CheckResult.KEPT, text)
 
 
 def _end_checks(training: Sequence[Mapping[str, Any]]) -> list[Check]:
     ends = of_event(training, "end")
     if not ends:
-        return [Check(Word.BROKEN, "the trainer did not end cleanly")]
+        return [Check(CheckResult.BROKEN, "the trainer did not end cleanly")]
     end = ends[-1]
     reason = str(end.get("reason", ""))
     good = reason in {"time limit", "stopped"}
-    checks = [Check(Word.KEPT if good else Word.BROKEN, f"the trainer ended: {reason}")]
+    checks = [
+        Check(CheckResult.KEPT if good else CheckResult.BROKEN, f"the trainer ended: {reason}")
+    ]
     versions = len(of_event(training, "publish"))
     checks.append(
         Check(
-            Word.KEPT if versions > 1 else Word.UNPROVEN,
+            CheckResult.KEPT if versions > 1 else CheckResult.UNPROVEN,
             f"{versions} versions published; {end.get('dropped_groups', 0)} groups dropped as too "
             f"old or of unknown version, {end.get('cut', 0)} cut turns asked for again",
         )
@@ -316,15 +328,15 @@ def _harvest_check(recording: Recording) -> Check:
     tokens = growth(recording.samples, "borrowed_tokens")
     share = borrowed_share(recording)
     if tokens is None or share is None:
-        return Check(Word.UNPROVEN, "the router's counters were not seen")
+        return Check(CheckResult.UNPROVEN, "the router's counters were not seen")
     text = f"{int(tokens)} tokens harvested, {share:.1%} of turns borrowed"
-    return Check(Word.KEPT if tokens > 0 and share > 0 else Word.BROKEN, text)
+    return Check(CheckResult.KEPT if tokens > 0 and share > 0 else CheckResult.BROKEN, text)
 
 
 def _learning_checks(training: Sequence[Mapping[str, Any]]) -> list[Check]:
     evaluations = of_event(training, "evaluation")
     if not evaluations:
-        return [Check(Word.UNPROVEN, "the trainer was not evaluated")]
+        return [Check(CheckResult.UNPROVEN, "the trainer was not evaluated")]
     last = evaluations[-1]
     rise, control = last["rise"], last["control_rise"]
     learned = (
@@ -336,6 +348,6 @@ def _learning_checks(training: Sequence[Mapping[str, Any]]) -> list[Check]:
         f"rise {control['mean']:.3f} [{control['low']:.3f}, {control['high']:.3f}]"
     )
     return [
-        Check(Word.KEPT if last["learned"] else Word.BROKEN, learned),
-        Check(Word.KEPT if last["control_flat"] else Word.BROKEN, flat),
+        Check(CheckResult.KEPT if last["learned"] else CheckResult.BROKEN, learned),
+        Check(CheckResult.KEPT if last["control_flat"] else CheckResult.BROKEN, flat),
     ]

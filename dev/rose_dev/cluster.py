@@ -14,7 +14,7 @@ from typing import Any
 
 from rose_dev.build import build
 from rose_dev.parts import CONTROL_PLANE, NODE
-from rose_dev.place import HOST_ADDRESS, NODE_NAME, Place
+from rose_dev.place import HOST_ADDRESS, NODE_NAME, NodeFolders
 from rose_dev.sandbox import Sandbox
 from rose_dev.shell import run, succeeds
 
@@ -41,7 +41,7 @@ class Cluster:
 
     host_address = HOST_ADDRESS
 
-    def __init__(self, at: Place) -> None:
+    def __init__(self, at: NodeFolders) -> None:
         self.place = at
         self.sandbox = Sandbox(at)
         self._binaries: dict[str, Path] = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rose_dev import node_files
 from rose_dev.parts import GPU_NODE, place_of
-from rose_dev.place import Place
+from rose_dev.place import NodeFolders
 from rose_dev.sandbox import Sandbox
 from rose_dev.waiting import wait_until
 
@@ -20,7 +20,7 @@ CONTAINERD_2 = next(part for part in GPU_NODE if part.name == "containerd")
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-def write_files(place: Place, pki: Path) -> None:
+def write_files(place: NodeFolders, pki: Path) -> None:
     """Write the configuration of the three into the node's folder."""
     (place.run / "cni").mkdir()
     texts = {
@@ -35,7 +35,7 @@ def write_files(place: Place, pki: Path) -> None:
 
 
 def commands(
-    place: Place, pki: Path, binaries: dict[str, Path], *, gpus: bool = False
+    place: NodeFolders, pki: Path, binaries: dict[str, Path], *, gpus: bool = False
 ) -> dict[str, list[str]]:
     """Command lines of the three by name; with ``gpus`` of the container runtime that has CDI."""
     run, data, seat = place.run, place.data, place.seat

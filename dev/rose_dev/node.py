@@ -32,7 +32,7 @@ from rose_dev.gpu_node.starting import DRIVERS, profile_of
 from rose_dev.node_start import Say, Start
 from rose_dev.packages import install_packages
 from rose_dev.parts import SCALE, cache_root
-from rose_dev.place import Place, place
+from rose_dev.place import NodeFolders, place
 from rose_dev.sandbox import Sandbox, sweep
 from rose_dev.second import SecondNode
 
@@ -42,7 +42,7 @@ _CLAIMED = 8
 class Node(Cluster):
     """The machine's node. Everything that ``rose dev`` does, for tests and the demo."""
 
-    def __init__(self, at: Place | None = None) -> None:
+    def __init__(self, at: NodeFolders | None = None) -> None:
         super().__init__(at or place())
 
     def up(

@@ -17,14 +17,14 @@ from rose_dev.place import (
     NODE_ADDRESS,
     POD_RANGE,
     SERVICE_RANGE,
-    Place,
-    Seat,
+    NodeAddress,
+    NodeFolders,
 )
 
 PAUSE_IMAGE = "localhost/pause:dev"
 
 
-def containerd(place: Place) -> str:
+def containerd(place: NodeFolders) -> str:
     """Containerd's configuration; works with Debian's 1.6."""
     return f"""version = 2
 root = "{place.data}/containerd"
@@ -51,7 +51,7 @@ state = "{place.run}/containerd"
 """
 
 
-def cni(seat: Seat) -> str:
+def cni(seat: NodeAddress) -> str:
     """The pods' network: one routed link per pod, no bridge, no masquerade, no default route."""
     beyond = (POD_RANGE, SERVICE_RANGE, LINK_RANGE)
     link = {
@@ -68,7 +68,7 @@ def cni(seat: Seat) -> str:
     return json.dumps(chain, indent=1)
 
 
-def kubelet(place: Place, pki: Path) -> str:
+def kubelet(place: NodeFolders, pki: Path) -> str:
     """Kubelet's configuration."""
     return yaml.safe_dump(
         {
@@ -107,7 +107,7 @@ def kubelet(place: Place, pki: Path) -> str:
     )
 
 
-def kube_proxy(seat: Seat, pki: Path) -> str:
+def kube_proxy(seat: NodeAddress, pki: Path) -> str:
     """kube-proxy's configuration."""
     return yaml.safe_dump(
         {

@@ -37,7 +37,7 @@ MARK = "ROSE_DEV_NODE"
 
 
 @dataclass(frozen=True)
-class Seat:
+class NodeAddress:
     """Name and addresses of one node.
 
     Attributes:
@@ -55,14 +55,14 @@ class Seat:
     cgroup: str
 
 
-FIRST = Seat(NODE_NAME, LINK, HOST_ADDRESS, NODE_ADDRESS, "10.213.0.0/17", CGROUP)
-SECOND = Seat(
+FIRST = NodeAddress(NODE_NAME, LINK, HOST_ADDRESS, NODE_ADDRESS, "10.213.0.0/17", CGROUP)
+SECOND = NodeAddress(
     "rose-dev-2", "rose-dev1", "10.215.0.5", "10.215.0.6", "10.213.128.0/17", "rose-dev-2"
 )
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeFolders:
     """Folders of a node.
 
     Attributes:
@@ -72,11 +72,11 @@ class Place:
 
     run: Path
     data: Path
-    seat: Seat = FIRST
+    seat: NodeAddress = FIRST
 
-    def second(self) -> Place:
+    def second(self) -> NodeFolders:
         """The place of the second node beside this one."""
-        return Place(Path(f"{self.run}-2"), Path(f"{self.data}-2"), SECOND)
+        return NodeFolders(Path(f"{self.run}-2"), Path(f"{self.data}-2"), SECOND)
 
     @property
     def kubeconfig(self) -> Path:
@@ -104,7 +104,7 @@ class Place:
         return self.run / "containerd.sock"
 
 
-def place() -> Place:
+def place() -> NodeFolders:
     """The machine's node: ``ROSE_DEV_DIR`` (default /run/rose-dev) and the user's cache."""
     run = Path(os.environ.get("ROSE_DEV_DIR") or "/run/rose-dev")
-    return Place(run.absolute(), (cache_root() / "node").absolute())
+    return NodeFolders(run.absolute(), (cache_root() / "node").absolute())

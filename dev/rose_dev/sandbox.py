@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rose_dev import cgroups
 from rose_dev.errors import DevelopmentError, StartFailed
-from rose_dev.place import MARK, POD_RANGE, SERVICE_RANGE, Place
+from rose_dev.place import MARK, POD_RANGE, SERVICE_RANGE, NodeFolders
 from rose_dev.shell import run, succeeds, tail
 from rose_dev.waiting import wait_until
 
@@ -37,7 +37,7 @@ exec "$@" >>"$log" 2>&1
 class Sandbox:
     """Namespaces of the node at a place."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: NodeFolders) -> None:
         self.place = place
 
     @property
@@ -187,7 +187,7 @@ class Sandbox:
             self.run(["ip", "route", "add", range_, "via", mine.gateway])
 
 
-def sweep(place: Place) -> None:
+def sweep(place: NodeFolders) -> None:
     """End whatever is left of a node at this place: processes, link, cgroups, files.
 
     Frozen cgroups are thawed first, because frozen tasks ignore even SIGKILL.
@@ -217,7 +217,7 @@ def sweep(place: Place) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def marked(place: Place) -> set[int]:
+def marked(place: NodeFolders) -> set[int]:
     """Processes that carry the mark of the node at this place; zombies do not count."""
     wanted = f"{MARK}={place.run}".encode()
     found = set()

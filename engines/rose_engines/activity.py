@@ -31,7 +31,7 @@ SIZE = len(MAGIC) + 8 * _RANKS
 _WORDS = struct.Struct(f"={_RANKS}q")
 
 
-class Board:
+class ActivityBoard:
     """One rank's word.
 
     Raises:

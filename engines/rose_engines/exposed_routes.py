@@ -8,8 +8,8 @@ engine's settings are closed as well. An engine that was started without a key (
 serving engines of the demo) answers everything, as its makers ship it.
 
 Standard library only: the file is imported inside engines. Next step: ``sglang.launch`` puts
-``Doors`` around SGLang's application, ``fake.server`` asks ``refusal`` itself; the host's data
-proxy brings the key.
+``RouteFilter`` around SGLang's application, ``fake.server`` asks ``refusal`` itself; the host's
+data proxy brings the key.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def refusal(method: str, path: str, authorization: str, key: str) -> int:
     return 0 if good else 401
 
 
-class Doors:
+class RouteFilter:
     """An ASGI application behind ``refusal``.
 
     Args:

@@ -15,7 +15,7 @@ from rose_engines.sglang.calls import Answer
 
 
 @dataclass
-class Order:
+class BoundaryWork:
     """Work for the engine thread, and whether it is meant for a boundary or for a rest."""
 
     work: Callable[[], Answer]
@@ -34,14 +34,14 @@ class Handover:
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._lock = threading.Lock()
-        self._order: Order | None = None
+        self._order: BoundaryWork | None = None
 
     @property
-    def waiting(self) -> Order | None:
+    def waiting(self) -> BoundaryWork | None:
         """What has not begun yet."""
         return self._order
 
-    def have_done(self, order: Order, seconds: float) -> Answer | None:
+    def have_done(self, order: BoundaryWork, seconds: float) -> Answer | None:
         """Hand work to the engine thread; None when it has not begun within this time."""
         self._order = order
         self._wake()

@@ -29,7 +29,7 @@ from rose_core.delta.digest import Digest, total
 from rose_engines.errors import BrokenWeights, CommitRefused
 from rose_engines.live import first_wrong, put_back, scatter, touched
 from rose_engines.parts import Ranks, ask
-from rose_engines.rank_board import Word
+from rose_engines.rank_board import RankState
 from rose_engines.session import WeightSession
 from rose_engines.sglang.calls import (
     Abort,
@@ -92,17 +92,17 @@ class RankSession(WeightSession):
     def _scatter(self, update: StagedUpdate | None) -> None:
         """This rank's part of the swap, and its vote."""
         if update is None:
-            self._say(Word.FAILED)
+            self._say(RankState.FAILED)
             return
         try:
             wrong = scatter(update, self._live)
             found = self._moved(update)
         except Exception:  # a vote, so that the others undo too
             log.exception("rank %d could not swap its weights", self._ranks.rank)
-            self._say(Word.FAILED)
+            self._say(RankState.FAILED)
             return
         self._board.write(self._ranks.rank, found)
-        self._say(Word.FAILED if wrong else Word.SCATTERED)
+        self._say(RankState.FAILED if wrong else RankState.SCATTERED)
 
     def _moved(self, update: StagedUpdate) -> dict[str, Digest]:
         """Digests of this rank's parts of the touched tensors once the changes are in."""
@@ -117,9 +117,9 @@ class RankSession(WeightSession):
             put_back(update, self._live)
             names = touched(update.manifest)
             if any(self._parts[name] != self._live[name].digest() for name in names):
-                self._say(Word.BROKEN)
+                self._say(RankState.BROKEN)
                 return False
-        self._say(Word.UNDONE)
+        self._say(RankState.UNDONE)
         return True
 
     def _keep(self, update: StagedUpdate) -> Digest:
@@ -128,7 +128,7 @@ class RankSession(WeightSession):
             self._parts[name] = self._board.read(self._ranks.rank, name)
         return Digest.parse(update.manifest.digest)
 
-    def _say(self, word: Word) -> None:
+    def _say(self, word: RankState) -> None:
         self._board.say(self._ranks.rank, self._number, word)
 
 
@@ -147,7 +147,7 @@ class LeaderSession(RankSession):
         self.iterations += 1
         if self._planned:
             self._planned = False
-            self._orders.run(lambda: self._board.lead(self._number, Word.CANCEL))
+            self._orders.run(lambda: self._board.lead(self._number, RankState.CANCEL))
         elif self._orders.waiting is not None and self._settled():
             self._number += 1
             self._planned = True
@@ -157,20 +157,20 @@ class LeaderSession(RankSession):
     def _settled(self) -> bool:
         """Every rank has read how the last commit ended; the leader may run ahead of them."""
         _, word = self._board.led()
-        return word is not Word.COMMIT or self._all_said({Word.KEPT}, 0.0)
+        return word is not RankState.COMMIT or self._all_said({RankState.KEPT}, 0.0)
 
     def _swap(self, update: StagedUpdate) -> Digest:
-        self._board.lead(self._number, Word.GO)
+        self._board.lead(self._number, RankState.GO)
         self._scatter(update)
         problem = self._count(update)
         faults.at("engine.commit.checked")
         if problem is None:
-            self._board.lead(self._number, Word.COMMIT)
+            self._board.lead(self._number, RankState.COMMIT)
             return self._keep(update)
         log.warning("all ranks undo: %s", problem)
-        self._board.lead(self._number, Word.UNDO)
+        self._board.lead(self._number, RankState.UNDO)
         restored = self._put_back(update)
-        if not restored or not self._all_said({Word.UNDONE}, self._ranks.undo_seconds):
+        if not restored or not self._all_said({RankState.UNDONE}, self._ranks.undo_seconds):
             raise BrokenWeights(f"{update.version}: {problem}; not every rank could undo")
         raise CommitRefused(problem.reason, f"{problem.message}; the old weights are back")
 
@@ -187,11 +187,11 @@ class LeaderSession(RankSession):
     def _count(self, update: StagedUpdate) -> CommitRefused | None:
         """Why the new weights may not stay, None = they may."""
         version = update.version
-        voted = {Word.SCATTERED, Word.FAILED}
+        voted = {RankState.SCATTERED, RankState.FAILED}
         if not self._all_said(voted, self._ranks.vote_seconds):
             late = [rank for rank in self._ranks.others if self._word(rank) not in voted]
             return CommitRefused("RankLate", f"{version}: no vote from ranks {late}")
-        failed = [r for r in range(len(self._ranks.parts)) if self._word(r) is Word.FAILED]
+        failed = [r for r in range(len(self._ranks.parts)) if self._word(r) is RankState.FAILED]
         if failed:
             return CommitRefused("RankFailed", f"{version}: ranks {failed} could not swap")
         try:
@@ -200,11 +200,11 @@ class LeaderSession(RankSession):
             return refused
         return CommitRefused("DigestMismatch", f"{version}: {wrong}") if wrong else None
 
-    def _word(self, rank: int) -> Word:
+    def _word(self, rank: int) -> RankState:
         number, word = self._board.said(rank)
-        return word if number == self._number else Word.QUIET
+        return word if number == self._number else RankState.QUIET
 
-    def _all_said(self, words: set[Word], seconds: float) -> bool:
+    def _all_said(self, words: set[RankState], seconds: float) -> bool:
         return self._board.wait(
             lambda: all(self._word(rank) in words for rank in self._ranks.others), seconds
         )
@@ -262,14 +262,18 @@ class MemberSession(RankSession):
         if self._board.planned != self.iterations or number == self._number:
             return
         self._number = number
-        self._board.wait_for(lambda: self._led() in {Word.GO, Word.CANCEL, Word.COMMIT, Word.UNDO})
-        if self._led() is Word.CANCEL:
+        self._board.wait_for(
+            lambda: (
+                self._led() in {RankState.GO, RankState.CANCEL, RankState.COMMIT, RankState.UNDO}
+            )
+        )
+        if self._led() is RankState.CANCEL:
             return
         update = self._staged
         self._phase = "Committing"
         self._scatter(update)
-        self._board.wait_for(lambda: self._led() in {Word.COMMIT, Word.UNDO})
-        if self._led() is Word.UNDO:
+        self._board.wait_for(lambda: self._led() in {RankState.COMMIT, RankState.UNDO})
+        if self._led() is RankState.UNDO:
             restored = self._put_back(update)
             self._forget()
             self._phase = self._phase if restored else "Broken"
@@ -278,12 +282,12 @@ class MemberSession(RankSession):
             self._commits += 1
             self._set_label(update.version)
             self._forget()
-            self._say(Word.KEPT)
+            self._say(RankState.KEPT)
 
-    def _led(self) -> Word:
+    def _led(self) -> RankState:
         """The leader's word on this commit; it has withdrawn one when it speaks of the next."""
         number, word = self._board.led()
-        return word if number == self._number else Word.CANCEL
+        return word if number == self._number else RankState.CANCEL
 
     def _dispatch_weights(self, call: Call) -> Answer:
         if isinstance(call, Commit | Export):

@@ -15,7 +15,7 @@ import msgspec
 
 from rose_core.delta.digest import Digest, total
 from rose_engines.errors import CommitRefused, UnsupportedEngine
-from rose_engines.rank_board import Board
+from rose_engines.rank_board import RankBoard
 from rose_engines.sglang.calls import LENGTH, Answer, Call, answers, frame
 
 Part = tuple[tuple[int, int, int, int], ...]
@@ -37,7 +37,7 @@ class Ranks:
     """
 
     rank: int
-    board: Board
+    board: RankBoard
     parts: tuple[Mapping[str, Part], ...]
     sockets: tuple[Path, ...]
     meet: Callable[[], None]

@@ -30,7 +30,7 @@ _HEADER = 8
 """64-bit words in front of the ranks' words; two are used."""
 
 
-class Word(IntEnum):
+class RankState(IntEnum):
     """States of the leader's word and of a rank's."""
 
     QUIET = 0
@@ -46,7 +46,7 @@ class Word(IntEnum):
     KEPT = 10
 
 
-class Board:
+class RankBoard:
     """The shared table of one engine.
 
     Args:
@@ -82,26 +82,26 @@ class Board:
     def plan(self, number: int, boundary: int) -> None:
         """Leader: commit ``number`` happens at this boundary of every rank."""
         self._leader[1] = boundary
-        self.lead(number, Word.PLANNED)
+        self.lead(number, RankState.PLANNED)
 
     @property
     def planned(self) -> int:
         """Boundary of the last plan."""
         return self._leader[1]
 
-    def lead(self, number: int, word: Word) -> None:
+    def lead(self, number: int, word: RankState) -> None:
         """Leader: say a word."""
         self._leader[0] = number * _STATES + word
 
-    def led(self) -> tuple[int, Word]:
+    def led(self) -> tuple[int, RankState]:
         """The leader's word: commit number and state."""
         return _split(self._leader[0])
 
-    def say(self, rank: int, number: int, word: Word) -> None:
+    def say(self, rank: int, number: int, word: RankState) -> None:
         """A rank: say a word."""
         self._words[rank] = number * _STATES + word
 
-    def said(self, rank: int) -> tuple[int, Word]:
+    def said(self, rank: int) -> tuple[int, RankState]:
         """A rank's word."""
         return _split(self._words[rank])
 
@@ -136,8 +136,8 @@ class Board:
             time.sleep(_POLL_SECONDS)
 
 
-def _split(value: int) -> tuple[int, Word]:
-    return value // _STATES, Word(value % _STATES)
+def _split(value: int) -> tuple[int, RankState]:
+    return value // _STATES, RankState(value % _STATES)
 
 
 def _size(ranks: int, tensors: int) -> int:

@@ -29,7 +29,7 @@ from pathlib import Path
 from rose_core.delta.digest import Digest
 from rose_engines.device import Device
 from rose_engines.errors import BrokenWeights, CommitRefused
-from rose_engines.handover import Handover, Order
+from rose_engines.handover import BoundaryWork, Handover
 from rose_engines.live import commit, confirm, digest_live, readable, revert, warm_up
 from rose_engines.memory import EngineMemory
 from rose_engines.pace import Pace
@@ -238,7 +238,7 @@ class WeightSession:
             held = update.version if update else "nothing"
             raise CommitRefused("NotStaged", f"{version} is not staged; {held} is")
         self._phase, before = "Committing", self._version
-        answer = self._orders.have_done(Order(lambda: self._commit(update)), timeout_seconds)
+        answer = self._orders.have_done(BoundaryWork(lambda: self._commit(update)), timeout_seconds)
         if answer is None:
             self._phase = "Staged"
             reason = f"no iteration boundary under an open permit in {timeout_seconds} s"
@@ -252,7 +252,7 @@ class WeightSession:
         wrong = confirm(update, self._live)
         if wrong is None:
             return None
-        order = Order(lambda: self._revert(update, before, wrong), at_rest=True)
+        order = BoundaryWork(lambda: self._revert(update, before, wrong), at_rest=True)
         return self._orders.have_done(order, UNDO_SECONDS) or self._broken(
             f"{wrong}; no rest to undo it"
         )
@@ -281,7 +281,7 @@ class WeightSession:
         if self.dormant:
             return Released(0, 0.0)
         self._forget()
-        order = Order(lambda: self._release(memory), at_rest=True)
+        order = BoundaryWork(lambda: self._release(memory), at_rest=True)
         answer = self._orders.have_done(order, timeout_seconds)
         if answer is None:
             raise CommitRefused("Busy", f"the engine came to no rest in {timeout_seconds} s")
@@ -302,7 +302,9 @@ class WeightSession:
         memory = self._memory
         if memory is None or not self.dormant:
             return Activated(self._version, str(self._digest), 0.0)
-        answer = self._orders.have_done(Order(lambda: self._activate(memory)), timeout_seconds)
+        answer = self._orders.have_done(
+            BoundaryWork(lambda: self._activate(memory)), timeout_seconds
+        )
         if answer is None:
             reason = f"no iteration boundary under an open permit in {timeout_seconds} s"
             raise CommitRefused("Busy", f"{reason}; the engine stays dormant")

@@ -89,7 +89,7 @@ class Storage(Protocol):
 
 
 @runtime_checkable
-class Digesting(Protocol):
+class DigestingStorage(Protocol):
     """A storage that computes digests where it lies."""
 
     def digest_box(self, name: str, box: Box) -> Digest:
@@ -213,7 +213,7 @@ class SlicedTensor:
         return total(self._digest_box(box) for box in self.boxes)
 
     def _digest_box(self, box: Box) -> Digest:
-        if isinstance(self.storage, Digesting):
+        if isinstance(self.storage, DigestingStorage):
             return self.storage.digest_box(self.name, box)
         rows = self._rows(box)
         if box.rows == 1:

@@ -28,7 +28,7 @@ from examples.grpo.errors import OutOfTime
 from examples.grpo.rollouts import Group, SamplerStatistics, Trajectory, fresh, play
 from examples.grpo.task import Task, draw
 from rose_core.identity import WeightVersion
-from rose_trainer.rounds import Batch, Batches, Shape
+from rose_trainer.rounds import Batch, Batches, RoundShape
 
 
 class Tell(Protocol):
@@ -62,7 +62,7 @@ class RoundSampler:
         self,
         client: LeaseClient,
         *,
-        shape: Shape,
+        shape: RoundShape,
         bound: int,
         head: Callable[[], WeightVersion | None],
         seed: int,

@@ -32,7 +32,7 @@ from examples.grpo.rollouts import Group, Sampler, SamplerStatistics
 from examples.grpo.rounds import RoundSampler
 from examples.grpo.run import Run, Settings, begin
 from rose_trainer.errors import TrainerLibraryError
-from rose_trainer.rounds import Shape
+from rose_trainer.rounds import RoundShape
 from rose_wire import flags
 
 _KNOBS: dict[str, Callable[[str], float]] = {
@@ -119,9 +119,9 @@ def _source(run: Run, client: LeaseClient) -> Source:
     )
 
 
-def _shape(settings: Settings) -> Shape:
+def _shape(settings: Settings) -> RoundShape:
     surplus, members = settings.surplus, settings.member_surplus
-    shape = Shape(settings.per_step, settings.group_size, surplus, members)
+    shape = RoundShape(settings.per_step, settings.group_size, surplus, members)
     if shape.started > settings.concurrency:
         message = (
             f"a short round starts {shape.started} groups at once, --concurrency allows "

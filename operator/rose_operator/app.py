@@ -33,16 +33,16 @@ from rose_operator import metrics
 from rose_operator.apply.routers import is_ready, router_name
 from rose_operator.errors import ApiUnavailable, NotLeader, OperatorError
 from rose_operator.kube.api import Api, Kind
-from rose_operator.kube.backoff import Growing
-from rose_operator.kube.leader import LeaderLock, State
-from rose_operator.kube.lock_renewal import Renewing
-from rose_operator.kube.object_cache import Store
-from rose_operator.kube.relist import Listings
+from rose_operator.kube.backoff import ExponentialBackoff
+from rose_operator.kube.leader import LeaderLock, LockState
+from rose_operator.kube.lock_renewal import LockRenewal
+from rose_operator.kube.object_cache import ObjectCache
+from rose_operator.kube.relist import Relist
 from rose_operator.kube.watches import watch_kinds, watch_others
 from rose_operator.notices import Notices
-from rose_operator.plan.cluster_facts import Surroundings
+from rose_operator.plan.cluster_facts import ClusterFacts
 from rose_operator.plan.telemetry import Telemetry
-from rose_operator.plan.typed_objects import Reader
+from rose_operator.plan.typed_objects import TypedReader
 from rose_operator.reconcile import Reconciler
 from rose_operator.settings import Settings
 from rose_operator.sync.demand import Demands
@@ -79,13 +79,13 @@ class Operator:
         self.api = Api(client, settings.namespace, lambda: self.lock.may_write)
         self.asked = asyncio.Event()
         self.stores = {
-            kind: Store(self.changed.set, *([self.asked.set] if kind in _ASKED_FOR else []))
+            kind: ObjectCache(self.changed.set, *([self.asked.set] if kind in _ASKED_FOR else []))
             for kind in Kind
             if settings.tenancy or kind not in _OF_TENANCY
         }
         self.started = time.monotonic()
         self.telemetry = Telemetry(self.started)
-        self.surroundings = Surroundings(self.changed.set)
+        self.surroundings = ClusterFacts(self.changed.set)
         self.notices = Notices()
         self.lock = LeaderLock(
             Api(lock_client, settings.namespace),
@@ -94,13 +94,13 @@ class Operator:
             offline_seconds=settings.offline_seconds,
             clock=time.monotonic,
         )
-        self.renewing = Renewing(
+        self.renewing = LockRenewal(
             self.lock,
             lock_client.close,
             clock=time.monotonic,
             stuck_seconds=settings.lock_seconds,
         )
-        self._lease_reader = Reader(RolloutLease, self.stores[Kind.LEASE])
+        self._lease_reader = TypedReader(RolloutLease, self.stores[Kind.LEASE])
         self.demands = Demands(
             settings, self._asked_leases, clock=time.monotonic, wake=self.changed.set
         )
@@ -125,9 +125,9 @@ class Operator:
             hurry=self.asked.is_set,
             demand=self.demands.of,
         )
-        self._outage = Growing(0.5, 15.0)
+        self._outage = ExponentialBackoff(0.5, 15.0)
         self._turned_at = self.started
-        self.listings = Listings(
+        self.listings = Relist(
             self.api,
             self.stores,
             failures=lambda: self.lock.failures,
@@ -248,7 +248,7 @@ class Operator:
         tasks = self._tasks()
         stopped = asyncio.create_task(self.stop.wait(), name="stop")
         await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        asked = self.stop.is_set() and self.lock.state is not State.DEPOSED
+        asked = self.stop.is_set() and self.lock.state is not LockState.DEPOSED
         self.stop.set()
         await self._end(tasks)
         return asked
@@ -321,7 +321,7 @@ class Operator:
             # A follower is ready too: agents that reach it dial again until they find the leader,
             # and a rollout or a disruption budget may count on it.
             state = self.lock.state
-            useful = self.lock.may_renew or state is State.FOLLOWER
+            useful = self.lock.may_renew or state is LockState.FOLLOWER
             return web.Response(text=f"{state}\n", status=200 if useful else 503)
 
         app = web.Application()

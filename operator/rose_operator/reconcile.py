@@ -20,22 +20,22 @@ from rose_core.lending.tenancy import Tenancy
 from rose_operator.apply.router_writes import RouterWrites
 from rose_operator.apply.slot_writes import SlotWrites
 from rose_operator.kube.api import Kind
-from rose_operator.kube.backoff import Backoff
-from rose_operator.kube.object_cache import Store, key_of
+from rose_operator.kube.backoff import KeyedBackoff
+from rose_operator.kube.object_cache import ObjectCache, key_of
 from rose_operator.kube.writer import WriteApi, Writer
 from rose_operator.metrics import PLAN_CPU_SECONDS, PLAN_SECONDS
 from rose_operator.notices import Notices
 from rose_operator.plan.admission import Offer
-from rose_operator.plan.cluster_facts import Surroundings
-from rose_operator.plan.load_history import Loads
+from rose_operator.plan.cluster_facts import ClusterFacts
+from rose_operator.plan.cluster_state import ClusterState, look, utc
+from rose_operator.plan.load_history import LoadHistory
 from rose_operator.plan.snapshot import Knowledge, Snapshots
 from rose_operator.plan.telemetry import Telemetry
-from rose_operator.plan.toggle_costs import Toggles
-from rose_operator.plan.typed_objects import Reader
-from rose_operator.plan.world import World, look, utc
+from rose_operator.plan.toggle_costs import ToggleCosts
+from rose_operator.plan.typed_objects import TypedReader
 from rose_operator.settings import Settings
 from rose_operator.status import events
-from rose_operator.status.event_limits import Teller
+from rose_operator.status.event_limits import EventLimiter
 from rose_operator.status.pass_metrics import drop_node
 from rose_operator.status.report import Reporter
 
@@ -60,7 +60,7 @@ class Reconciler:
 
     settings: Settings
     api: WriteApi
-    stores: dict[Kind, Store]
+    stores: dict[Kind, ObjectCache]
     telemetry: Telemetry
     may_write: Callable[[], bool]
     clock: Callable[[], float]
@@ -72,19 +72,19 @@ class Reconciler:
     hurry: Callable[[], bool] = lambda: False
     worked_seconds: float = 0.0
 
-    surroundings: Surroundings = field(default_factory=Surroundings)
+    surroundings: ClusterFacts = field(default_factory=ClusterFacts)
     notices: Notices = field(default_factory=Notices)
-    backoff: Backoff = field(default_factory=Backoff)
+    backoff: KeyedBackoff = field(default_factory=KeyedBackoff)
     demand: Callable[[str], lending.Demand | None] = lambda _: None
 
     def __post_init__(self) -> None:
-        self._pools = Reader(ServingPool, self.stores[Kind.POOL])
-        self._leases = Reader(RolloutLease, self.stores[Kind.LEASE])
-        self._slots = Reader(RolloutSlot, self.stores[Kind.SLOT])
+        self._pools = TypedReader(ServingPool, self.stores[Kind.POOL])
+        self._leases = TypedReader(RolloutLease, self.stores[Kind.LEASE])
+        self._slots = TypedReader(RolloutSlot, self.stores[Kind.SLOT])
         self._policies = (
-            Reader(TenantPolicy, self.stores[Kind.POLICY]) if self.settings.tenancy else None
+            TypedReader(TenantPolicy, self.stores[Kind.POLICY]) if self.settings.tenancy else None
         )
-        self._known = Knowledge(self.surroundings, Loads(), Toggles(), self.demand)
+        self._known = Knowledge(self.surroundings, LoadHistory(), ToggleCosts(), self.demand)
         self._snapshots = Snapshots(self._known)
         self._writer = Writer(
             self.api,
@@ -94,7 +94,7 @@ class Reconciler:
             clock=self.clock,
             backoff=self.backoff,
         )
-        self._teller = Teller(self.api, self.clock)
+        self._teller = EventLimiter(self.api, self.clock)
         self._reporter = Reporter(
             self.settings,
             self.stores,
@@ -141,7 +141,7 @@ class Reconciler:
         complete = all(reported[pool] >= count for pool, count in pools)
         return complete and nodes <= self.telemetry.nodes.keys()
 
-    async def run_pass(self) -> lending.Plan:
+    async def run_pass(self) -> lending.LendingPlan:
         """Look, plan, write.
 
         Raises:
@@ -183,7 +183,7 @@ class Reconciler:
         yield
         self.worked_seconds += time.thread_time() - since
 
-    def _plan(self) -> tuple[World, lending.Plan]:
+    def _plan(self) -> tuple[ClusterState, lending.LendingPlan]:
         world = self._look()
         now = world.now.timestamp()
         fresh = {
@@ -199,7 +199,7 @@ class Reconciler:
         seen = self._snapshots.take(world, self.memory, self.policy, self.remembered)
         return world, lending.plan(seen, now)
 
-    def _look(self) -> World:
+    def _look(self) -> ClusterState:
         return look(
             self._pools.read(),
             self._leases.read(),
@@ -238,7 +238,7 @@ class Reconciler:
         self._writer.keep(keys)
         self._router_writes.keep(self._leases.read().good)
 
-    async def _tell_releases(self, world: World, plan: lending.Plan) -> None:
+    async def _tell_releases(self, world: ClusterState, plan: lending.LendingPlan) -> None:
         """One Event per lease and reason."""
         lost: dict[tuple[str, Reason], list[lending.Release]] = defaultdict(list)
         owners = {slot.metadata.name: slot.spec.lease_ref for slot in world.slots.good.values()}

@@ -1,9 +1,9 @@
 """A lease's totals in the terms of a ledger: granted time is held, time of an open gate computes.
 
 The operator counts what agents report (``status.totals``); what only the trainer knows, accepted
-trajectories, correct answers and the dedicated GPUs beside the lease, is told (``Beside``). Nobody
-knows which live requests would have been late alone as well: all that missed their SLO beside
-rollouts count as added, which is the most that lending can have done.
+trajectories, correct answers and the dedicated GPUs beside the lease, is told (``OutsideLeases``).
+Nobody knows which live requests would have been late alone as well: all that missed their SLO
+beside rollouts count as added, which is the most that lending can have done.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rose_core.accounting.ledger import GpuTime, Ledger, ServingImpact, Tokens, 
 
 
 @dataclass(frozen=True)
-class Beside:
+class OutsideLeases:
     """What no lease says.
 
     Attributes:
@@ -42,13 +42,13 @@ def ledger_of(
     lent_ms: int,
     open_ms: int,
     tokens: int,
-    beside: Beside | None = None,
+    beside: OutsideLeases | None = None,
     *,
     serving: ServingImpact | None = None,
     weight_bytes: int = 0,
 ) -> Ledger:
     """The ledger of one lease; open time beyond the granted is a counter's skew and left out."""
-    told = beside or Beside()
+    told = beside or OutsideLeases()
     return Ledger(
         dedicated=GpuTime(told.dedicated_ms, told.dedicated_ms),
         borrowed=GpuTime(lent_ms, min(lent_ms, open_ms)),

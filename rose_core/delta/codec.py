@@ -127,7 +127,7 @@ def name_of(block: bytes | memoryview) -> bytes:
     return hashlib.sha256(block).digest()
 
 
-class Found(NamedTuple):
+class TileDiff(NamedTuple):
     """What a comparison of a tile's two states found.
 
     Attributes:
@@ -142,18 +142,18 @@ class Found(NamedTuple):
     changes: Changes
 
 
-def compare(old: Bits, new: Bits, kind: NumberFormat, backend: Backend = "auto") -> Found:
+def compare(old: Bits, new: Bits, kind: NumberFormat, backend: Backend = "auto") -> TileDiff:
     """Compare a tile's two states; bits of the whole tile, contiguous."""
     return found(*kernels(backend).compare(old, new), kind, backend)
 
 
 def found(
     indices: Indices, before: Bits, after: Bits, kind: NumberFormat, backend: Backend = "auto"
-) -> Found:
+) -> TileDiff:
     """What a comparison finds whose positions are known already."""
     between = kernels(backend).steps_between if kind.sign_magnitude else _differences
     steps = between(before, after)
-    return Found(indices, before, after, Changes(indices, steps))
+    return TileDiff(indices, before, after, Changes(indices, steps))
 
 
 def _differences(old: Bits, new: Bits) -> Bits:

@@ -17,7 +17,7 @@ from rose_core.identity import WeightVersion
 
 
 @dataclass(frozen=True)
-class Link:
+class VersionLink:
     """What the store holds about a version.
 
     Attributes:
@@ -32,7 +32,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Way:
+class VersionPath:
     """Versions to go through.
 
     Attributes:
@@ -51,7 +51,7 @@ class Way:
         return len(self.back) + (self.anchor is not None) + len(self.forward)
 
 
-Lineage = Mapping[WeightVersion, Link]
+Lineage = Mapping[WeightVersion, VersionLink]
 
 
 def ancestors(version: WeightVersion, lineage: Lineage) -> list[WeightVersion]:
@@ -64,7 +64,7 @@ def ancestors(version: WeightVersion, lineage: Lineage) -> list[WeightVersion]:
     return found
 
 
-def way(have: WeightVersion, want: WeightVersion, lineage: Lineage) -> Way:
+def way(have: WeightVersion, want: WeightVersion, lineage: Lineage) -> VersionPath:
     """From one version to another by deltas.
 
     Raises:
@@ -79,10 +79,10 @@ def way(have: WeightVersion, want: WeightVersion, lineage: Lineage) -> Way:
         message = f"no delta leads from {have} to {want}"
         raise LineageError(message)
     back, forward = up[: up.index(meeting)], down[: down.index(meeting)]
-    return Way(back=tuple(back), forward=tuple(reversed(forward)))
+    return VersionPath(back=tuple(back), forward=tuple(reversed(forward)))
 
 
-def full_way(want: WeightVersion, lineage: Lineage) -> Way:
+def full_way(want: WeightVersion, lineage: Lineage) -> VersionPath:
     """To a version from nothing: the nearest full manifest and the deltas after it.
 
     Raises:
@@ -91,7 +91,7 @@ def full_way(want: WeightVersion, lineage: Lineage) -> Way:
     down = ancestors(want, lineage)
     for depth, version in enumerate(down):
         if lineage[version].full:
-            return Way(anchor=version, forward=tuple(reversed(down[:depth])))
+            return VersionPath(anchor=version, forward=tuple(reversed(down[:depth])))
     message = (
         f"version {want} cannot be had in full: neither it nor a version it descends from has a "
         "full manifest; let the Publisher upload one (anchor=True)"

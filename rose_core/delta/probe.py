@@ -36,7 +36,7 @@ NOTICE = 0.1
 Answer = tuple[float, ...]
 
 
-class Outcome(StrEnum):
+class ProbeOutcome(StrEnum):
     """What a comparison says about an engine."""
 
     RIGHT = "Right"
@@ -46,7 +46,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProbeVerdict:
     """A comparison.
 
     Attributes:
@@ -54,7 +54,7 @@ class Verdict:
         against: what it was compared with, for people.
     """
 
-    outcome: Outcome
+    outcome: ProbeOutcome
     difference: float | None = None
     against: str = ""
 
@@ -66,7 +66,9 @@ def distance(one: Answer, other: Answer) -> float:
     return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
 
 
-def judge(mine: Answer, trainer: Answer, others: Sequence[Answer], limit: float = LIMIT) -> Verdict:
+def judge(
+    mine: Answer, trainer: Answer, others: Sequence[Answer], limit: float = LIMIT
+) -> ProbeVerdict:
     """One row of the module's table.
 
     Args:
@@ -77,18 +79,18 @@ def judge(mine: Answer, trainer: Answer, others: Sequence[Answer], limit: float 
     """
     if trainer:
         difference = distance(mine, trainer)
-        outcome = Outcome.RIGHT if difference <= limit else Outcome.WRONG
-        return Verdict(outcome, difference, "the trainer")
+        outcome = ProbeOutcome.RIGHT if difference <= limit else ProbeOutcome.WRONG
+        return ProbeVerdict(outcome, difference, "the trainer")
     if not others:
-        return Verdict(Outcome.ALONE)
+        return ProbeVerdict(ProbeOutcome.ALONE)
     differences = [distance(mine, other) for other in others]
     near = sum(difference <= limit for difference in differences)
     against = f"{len(others)} other engines, {near} of them near"
-    return Verdict(_by_majority(near, others, limit), min(differences), against)
+    return ProbeVerdict(_by_majority(near, others, limit), min(differences), against)
 
 
-def _by_majority(near: int, others: Sequence[Answer], limit: float) -> Outcome:
+def _by_majority(near: int, others: Sequence[Answer], limit: float) -> ProbeOutcome:
     if 2 * near >= len(others):
-        return Outcome.RIGHT
+        return ProbeOutcome.RIGHT
     agreeing = max(sum(distance(one, other) <= limit for other in others) for one in others)
-    return Outcome.WRONG if agreeing > (len(others) + 1) / 2 else Outcome.DISPUTED
+    return ProbeOutcome.WRONG if agreeing > (len(others) + 1) / 2 else ProbeOutcome.DISPUTED

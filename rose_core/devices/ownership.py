@@ -87,7 +87,7 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Known:
+class DriverGpu:
     """A GPU that the driver lists; ``minor`` is the number of its device file."""
 
     uuid: str
@@ -96,7 +96,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Found:
+class AllocatedGpu:
     """A GPU that an allocation names; ``uuid`` empty = the driver lists none of that name."""
 
     uuid: str
@@ -122,19 +122,19 @@ class Claim:
 SHARED, SLICED, NO_GPU, UNKNOWN_GPU = "SharedGpu", "MigEnabled", "NoGPU", "DeviceUnknown"
 
 
-def find(device: Device, known: Iterable[Known]) -> Found | None:
+def find(device: Device, known: Iterable[DriverGpu]) -> AllocatedGpu | None:
     """The GPU that a device is or is a part of; None = it is no GPU."""
     name = device.name
     if "MIG-" in name or "/gi" in name or "-mig-" in name:
-        return Found("", Part.SLICE, name) if _is_nvidia(device) or "MIG-" in name else None
+        return AllocatedGpu("", Part.SLICE, name) if _is_nvidia(device) or "MIG-" in name else None
     base, _, shared = name.partition("::")
     base, _, virtual = base.partition("/vgpu")
     part = Part.SHARE if shared or virtual else Part.WHOLE
     uuid = _UUID.search(base) or next(filter(None, map(_UUID.search, device.cdi)), None)
     if uuid is not None:
-        return Found(uuid.group(), part, name)
+        return AllocatedGpu(uuid.group(), part, name)
     if base.startswith("GPU-"):  # of a driver that names its GPUs otherwise than NVIDIA's
-        return Found(base, part, name)
+        return AllocatedGpu(base, part, name)
     if not _is_nvidia(device):
         return None
     minor = _MINOR.fullmatch(base)
@@ -146,14 +146,14 @@ def find(device: Device, known: Iterable[Known]) -> Found | None:
         uuids = (gpu.uuid for gpu in known if gpu.index == wanted)
     else:
         return None
-    return Found(next(uuids, ""), part, name)
+    return AllocatedGpu(next(uuids, ""), part, name)
 
 
 def claim(
     namespace: str,
     pod: str,
     allocations: Sequence[Allocation],
-    known: Sequence[Known],
+    known: Sequence[DriverGpu],
     platform: frozenset[str] = frozenset(),
 ) -> Claim:
     """What the kubelet says of a pod's GPUs.
@@ -182,7 +182,9 @@ def claim(
     return Claim(gpus, Proof.ALLOCATED, refusal, message)
 
 
-def _refused(mine: list[Found], others: list[tuple[str, Found]], known: int) -> tuple[str, str]:
+def _refused(
+    mine: list[AllocatedGpu], others: list[tuple[str, AllocatedGpu]], known: int
+) -> tuple[str, str]:
     for one in mine:
         if one.part is Part.SLICE:
             text = (
@@ -206,7 +208,7 @@ def _refused(mine: list[Found], others: list[tuple[str, Found]], known: int) -> 
     return SHARED, f"the GPU is allocated to {len(sharing)} more pods: {named}"
 
 
-def _found(allocations: Iterable[Allocation], known: Sequence[Known]) -> list[Found]:
+def _found(allocations: Iterable[Allocation], known: Sequence[DriverGpu]) -> list[AllocatedGpu]:
     each = (find(device, known) for one in allocations for device in one.devices)
     return [found for found in each if found is not None]
 

@@ -7,7 +7,7 @@ that at its end it is known for which share of its time it ran beside rollouts:
 |---|---|
 | share of its time beside an open gate | the predictor: cost alone, or beside a rollout engine |
 | latency / SLO, and what rollouts account for of it, when it met an open gate | the margin |
-| over the SLO or not | the error budget of its pool (``Budget``), which opens the breaker |
+| over the SLO or not | the error budget of its pool (``ErrorBudget``), which opens the breaker |
 
 The guard of a node and the simulator both learn by this. Next step: ``gate`` is judged on it.
 """
@@ -21,20 +21,20 @@ from rose_core.guard.margin import Margin
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.shares import LEAST_SHARE, OpenTime
 from rose_core.guard.slack import Objective
-from rose_core.telemetry.book import Finished
+from rose_core.telemetry.book import FinishedRequest
 
 BUDGET_CAUSE = "error-budget"
 
 
 @dataclass
-class Budget:
+class ErrorBudget:
     """Error budget and breaker of one pool."""
 
     limits: BurnLimits = field(default_factory=BurnLimits)
     burn: BurnMeter = field(default_factory=BurnMeter)
     breaker: Breaker = field(default_factory=Breaker)
 
-    def spend(self, met: Met, percentile: int, now_ns: int) -> bool:
+    def spend(self, met: RequestExposure, percentile: int, now_ns: int) -> bool:
         """Take one request that was compared with its SLO.
 
         Returns:
@@ -55,7 +55,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class RequestExposure:
     """What a finished request met.
 
     Attributes:
@@ -148,7 +148,7 @@ class Experience:
         """Requests under way cannot be followed to their end any more."""
         self._marks.clear()
 
-    def finished(self, done: Finished, goals: Objective, others: int) -> Met:
+    def finished(self, done: FinishedRequest, goals: Objective, others: int) -> RequestExposure:
         """A request is over.
 
         Args:
@@ -166,12 +166,14 @@ class Experience:
         if done.tpot_s is not None:
             met_decode = taught.predictor.met_decode
             taught.predictor = met_decode(1 + others, done.tpot_s, share=decode)
-        met = Met(prefill, decode, *_used(done, goals, prefill * losses[0], decode * losses[1]))
+        met = RequestExposure(
+            prefill, decode, *_used(done, goals, prefill * losses[0], decode * losses[1])
+        )
         if met.used and met.exposed:
             taught.margin = taught.margin.saw(met.used, met.rollouts)
         return met
 
-    def _shares(self, done: Finished) -> tuple[float, float]:
+    def _shares(self, done: FinishedRequest) -> tuple[float, float]:
         mark = self._marks.pop(done.number, None)
         if mark is None:
             return 0.0, 0.0
@@ -187,7 +189,9 @@ def _share(open_ns: int, end_ns: int, start_ns: int) -> float:
     return min(1.0, max(0.0, open_ns / elapsed)) if elapsed > 0 else 0.0
 
 
-def _used(done: Finished, goals: Objective, prefill: float, decode: float) -> tuple[float, float]:
+def _used(
+    done: FinishedRequest, goals: Objective, prefill: float, decode: float
+) -> tuple[float, float]:
     """The worse latency / SLO, and which share of that latency rollouts account for."""
     both = ((done.ttft_s, goals.ttft_s, prefill), (done.tpot_s, goals.tpot_s, decode))
     found = ((value / goal, rollouts) for value, goal, rollouts in both if value and goal)

@@ -7,8 +7,8 @@
 | saturated | a slack is not positive | closed |
 | capped | the owner's share of this second is used up (``compute``) | closed until it is not |
 
-Unknown is never open. ``judge`` is called on every event, every tick and at ``Verdict.again_ns``,
-and keeps nothing. Next step: ``slot`` makes orders of the verdict.
+Unknown is never open. ``judge`` is called on every event, every tick and at
+``GateVerdict.again_ns``, and keeps nothing. Next step: ``slot`` makes orders of the verdict.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ReplicaFacts:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GateVerdict:
     """The gate's position.
 
     Attributes:
@@ -93,12 +93,12 @@ class Verdict:
     slack: Slack | None = None
 
 
-def closed(reason: GateReason) -> Verdict:
+def closed(reason: GateReason) -> GateVerdict:
     """A closed gate."""
-    return Verdict(open=False, reason=reason)
+    return GateVerdict(open=False, reason=reason)
 
 
-def judge(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> Verdict:
+def judge(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:
     """Where the gate of every slot on this replica stands now."""
     barred = _barred(facts)
     if barred is not None:
@@ -107,19 +107,19 @@ def judge(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> Verdict:
     return bounded(_capped(verdict, facts.compute, now_ns), facts.signal)
 
 
-def _capped(verdict: Verdict, compute: Compute, now_ns: int) -> Verdict:
+def _capped(verdict: GateVerdict, compute: Compute, now_ns: int) -> GateVerdict:
     """The verdict inside the owner's share of the GPU's time."""
     if not (verdict.open and compute.percent):
         return verdict
     left = compute.left_ns(now_ns)
     if left <= 0:
         share, again = compute.percent / 100, compute.again_ns(now_ns)
-        return Verdict(False, GateReason.COMPUTE_LIMIT, 0, share, again, verdict.slack)
+        return GateVerdict(False, GateReason.COMPUTE_LIMIT, 0, share, again, verdict.slack)
     until = now_ns + left
     return replace(verdict, until_ns=min(verdict.until_ns or until, until))
 
 
-def bounded(verdict: Verdict, signal: ServingSignal) -> Verdict:
+def bounded(verdict: GateVerdict, signal: ServingSignal) -> GateVerdict:
     """The verdict, open no longer than the signal behind it is believed."""
     until = signal.believed_until_ns
     if not (verdict.open and until):
@@ -145,16 +145,16 @@ def _barred(facts: ReplicaFacts) -> GateReason | None:
     return next((reason for applies, reason in rules if applies), None)
 
 
-def _idle(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> Verdict:
+def _idle(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:
     since = facts.signal.empty_since_ns
     rest = limits.reopen_ns if facts.cool_down_ns is None else facts.cool_down_ns
     if since is None or now_ns - since < rest:
         again = since + rest if since is not None else 0
-        return Verdict(open=False, reason=GateReason.COOL_DOWN, again_ns=again)
-    return Verdict(open=True, reason=GateReason.IDLE, duty=1.0)
+        return GateVerdict(open=False, reason=GateReason.COOL_DOWN, again_ns=again)
+    return GateVerdict(open=True, reason=GateReason.IDLE, duty=1.0)
 
 
-def _busy(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> Verdict:
+def _busy(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:
     unmeasured = not facts.signal.requests
     if unmeasured or not facts.objective.given or facts.idle_share >= limits.on_off_share:
         return closed(GateReason.SERVING_BUSY)
@@ -165,22 +165,22 @@ def _busy(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> Verdict:
         told_ns=facts.signal.told_ns,
     )
     if slack.prefill_s is not None and slack.prefill_s <= 0:
-        return Verdict(open=False, reason=GateReason.NO_PREFILL_SLACK, slack=slack)
+        return GateVerdict(open=False, reason=GateReason.NO_PREFILL_SLACK, slack=slack)
     late_ns = 0 if slack.decode_s is None else round(-slack.decode_s * 1e9)
     if late_ns >= limits.period_ns or slack.duty < limits.least_duty:
-        return Verdict(open=False, reason=GateReason.NO_DECODE_SLACK, slack=slack)
+        return GateVerdict(open=False, reason=GateReason.NO_DECODE_SLACK, slack=slack)
     if late_ns >= 0 and slack.decode_s is not None:
         # Late by less than a period: the next tokens earn it back, so this is only a pause.
-        return Verdict(open=False, reason=GateReason.SLACK, duty=slack.duty, slack=slack)
+        return GateVerdict(open=False, reason=GateReason.SLACK, duty=slack.duty, slack=slack)
     return _paced(slack, limits, now_ns)
 
 
-def _paced(slack: Slack, limits: GateLimits, now_ns: int) -> Verdict:
+def _paced(slack: Slack, limits: GateLimits, now_ns: int) -> GateVerdict:
     # The open part lies at the start of each period of the clock, the same for every slot.
     start = now_ns - now_ns % limits.period_ns
     until = start + int(slack.duty * limits.period_ns)
     reason, following = GateReason.SLACK, start + limits.period_ns
     if now_ns >= until and slack.duty < 1.0:
-        return Verdict(False, reason, duty=slack.duty, again_ns=following, slack=slack)
+        return GateVerdict(False, reason, duty=slack.duty, again_ns=following, slack=slack)
     again = following if slack.duty >= 1.0 else until
-    return Verdict(True, reason, until, slack.duty, again, slack)
+    return GateVerdict(True, reason, until, slack.duty, again, slack)

@@ -21,7 +21,7 @@ from rose_core.wire.sync import Grant, SyncReply
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldGrant:
     """One grant and its deadline (CLOCK_MONOTONIC seconds)."""
 
     grant: Grant
@@ -33,7 +33,7 @@ class GrantBook:
     """Every grant of the node by slot uid."""
 
     highest_term: int = 0
-    held: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, HeldGrant] = field(default_factory=dict)
     refused_terms: int = 0
     complete_replies: int = 0
 
@@ -52,7 +52,7 @@ class GrantBook:
             deadline = sent_s + grant.ttl_seconds
             if before and before.grant.key.slot == grant.key.slot:
                 deadline = max(deadline, before.deadline_s)
-            held[uid] = Held(grant, deadline)
+            held[uid] = HeldGrant(grant, deadline)
         return replace(
             self,
             highest_term=reply.term,

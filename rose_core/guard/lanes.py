@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rose_core.guard.gate import Verdict
+from rose_core.guard.gate import GateVerdict
 from rose_core.guard.reasons import GateReason
 
 WIDE, BUSY = 0, 1
@@ -51,7 +51,7 @@ class Lane:
     scarce_ns: int = 0
 
 
-def choose(lane: Lane, verdict: Verdict, limits: LaneLimits, now_ns: int) -> Lane:
+def choose(lane: Lane, verdict: GateVerdict, limits: LaneLimits, now_ns: int) -> Lane:
     """The next state, from the gate's verdict."""
     ample, scarce = _kind(verdict, limits)
     if ample is None:
@@ -66,7 +66,7 @@ def choose(lane: Lane, verdict: Verdict, limits: LaneLimits, now_ns: int) -> Lan
     return Lane(chosen, ample_ns, scarce_ns)
 
 
-def _kind(verdict: Verdict, limits: LaneLimits) -> tuple[bool | None, bool]:
+def _kind(verdict: GateVerdict, limits: LaneLimits) -> tuple[bool | None, bool]:
     """Whether the verdict is ample, and whether scarce; None, False = it does not count."""
     if verdict.reason is GateReason.IDLE:
         return True, False

@@ -31,7 +31,7 @@ _FURTHEST = 100.0  # from the profile, by which one request may be off
 
 
 @dataclass(frozen=True)
-class Line:
+class SpeedLine:
     """Relative speed over the share of open time."""
 
     alone: float
@@ -58,7 +58,7 @@ class Mixture:
     product: float = 0.0
     above: float = 0.0
 
-    def line(self, slowdown: float) -> Line:
+    def line(self, slowdown: float) -> SpeedLine:
         """The line through what was seen; ``slowdown`` is the profile's, from which it starts."""
         believed = 1 - 1 / max(1.0, slowdown)
         # Height alone, with the believed slope: the level at which that belief has its weight.
@@ -70,7 +70,7 @@ class Mixture:
         product = self.product + half * level * (1 - believed)
         slope = (share * speed - weight * product) / (weight * square - share**2)
         alone = max((speed + slope * share) / weight, 1e-6)
-        return Line(alone, min(1 - 1 / _SLOWEST, max(0.0, slope / alone)))
+        return SpeedLine(alone, min(1 - 1 / _SLOWEST, max(0.0, slope / alone)))
 
     def factor(self, slowdown: float, *, shared: bool) -> float:
         """Multiple of the profile's cost alone, at the chosen quantile."""

@@ -23,10 +23,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from rose_core.guard.gate import Verdict
+from rose_core.guard.gate import GateVerdict
 from rose_core.guard.ladder import Action, LadderLimits, Order, Rung
 from rose_core.guard.reasons import PACED, VACATING, GateReason
-from rose_core.guard.standstill import Patience, disobeys
+from rose_core.guard.standstill import StandstillPatience, disobeys
 from rose_core.wire.host import EngineState
 
 
@@ -90,7 +90,7 @@ class SlotSeen:
 
     granted: bool | None
     generation: int
-    verdict: Verdict
+    verdict: GateVerdict
     engine: EngineSeen | None
     host_alive: bool
     heartbeat_ns: int | None = None
@@ -329,7 +329,7 @@ def _overdue(
 ) -> tuple[SlotMachine, bool]:
     """Whether a tree that does not stand still in time is killed."""
     cpu_ns = engine.cpu_ns if engine is not None else None
-    patience = Patience(limits.hold_ns + limits.freeze_ns)
+    patience = StandstillPatience(limits.hold_ns + limits.freeze_ns)
     kill = disobeys(patience, late_ns, state.late_cpu_ns, cpu_ns)
     first = cpu_ns if state.late_cpu_ns is None else state.late_cpu_ns
     return replace(state, killed=kill, late_cpu_ns=first), kill

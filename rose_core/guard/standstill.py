@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Patience:
+class StandstillPatience:
     """How long a tree may take to stop, nanoseconds.
 
     Attributes:
@@ -31,7 +31,7 @@ class Patience:
 
 
 def disobeys(
-    patience: Patience, late_ns: int, first_cpu_ns: int | None, cpu_ns: int | None
+    patience: StandstillPatience, late_ns: int, first_cpu_ns: int | None, cpu_ns: int | None
 ) -> bool:
     """Whether a tree that has not stopped is to be killed.
 

@@ -28,7 +28,7 @@ from enum import StrEnum
 
 from rose_core.api.reasons import Reason
 from rose_core.devices.sleeper import Stage
-from rose_core.guard.gate import ReplicaFacts, Verdict, bounded, closed
+from rose_core.guard.gate import GateVerdict, ReplicaFacts, bounded, closed
 from rose_core.guard.reasons import GateReason
 
 
@@ -168,7 +168,7 @@ def _to(state: Whole, phase: Phase, now_s: float) -> Whole:
     return replace(state, phase=phase, since_s=now_s)
 
 
-def judge(facts: ReplicaFacts, phase: Phase) -> Verdict:
+def judge(facts: ReplicaFacts, phase: Phase) -> GateVerdict:
     """The gate of a whole slot: open only while serving sleeps and has no request."""
     doubt = facts.signal.doubt
     unknown = GateReason(doubt.value) if doubt else GateReason.SIGNAL_MISSING
@@ -184,4 +184,4 @@ def judge(facts: ReplicaFacts, phase: Phase) -> Verdict:
     reason = next((reason for applies, reason in rules if applies), None)
     if reason:
         return closed(reason)
-    return bounded(Verdict(True, GateReason.SERVING_ASLEEP, duty=1.0), facts.signal)
+    return bounded(GateVerdict(True, GateReason.SERVING_ASLEEP, duty=1.0), facts.signal)

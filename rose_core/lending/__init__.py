@@ -1,4 +1,4 @@
-"""Which serving replicas lend to which lease: ``plan(snapshot, now) -> Plan``, a pure function.
+"""Which replicas lend to which lease: ``plan(snapshot, now) -> LendingPlan``, a pure function.
 
 - ``facts``, ``answers``: what the planner sees and answers.
 - ``qualify``: may this replica be lent, and if not, why.
@@ -7,17 +7,17 @@
 - ``whole``: replicas that are put to sleep for a loan.
 - ``shares``: how leases share what may be lent.
 - ``autoscalers``: which of a cluster's autoscalers would react to borrowed load.
-- ``world``: one pass's working state; ``release``, ``loan``, ``explain``: its steps.
+- ``planning_pass``: one pass's working state; ``release``, ``loan``, ``explain``: its steps.
 - ``plan``: the steps in order; read this first.
 """
 
-from rose_core.lending.answers import Lend, Outcome, Plan, Release, Verdict
+from rose_core.lending.answers import LeaseDecision, Lend, LendingPlan, Release, ReplicaDecision
 from rose_core.lending.facts import (
     Breaker,
     Demand,
     Lease,
+    LoadOutlook,
     Memory,
-    Outlook,
     Policy,
     Pool,
     Replica,
@@ -32,18 +32,18 @@ __all__ = [
     "Breaker",
     "Demand",
     "Lease",
+    "LeaseDecision",
     "Lend",
+    "LendingPlan",
+    "LoadOutlook",
     "Memory",
-    "Outcome",
-    "Outlook",
-    "Plan",
     "Policy",
     "Pool",
     "Release",
     "Replica",
+    "ReplicaDecision",
     "Slot",
     "Snapshot",
-    "Verdict",
     "WholeTerms",
     "Window",
     "plan",

@@ -32,7 +32,7 @@ class Release:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReplicaDecision:
     """Why one replica is, or is not, lent; the unit of every explanation."""
 
     replica: str
@@ -41,7 +41,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LeaseDecision:
     """What a lease has after this plan, and why not more.
 
     Attributes:
@@ -52,12 +52,12 @@ class Outcome:
     granted: int
     reason: Reason
     message: str
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[ReplicaDecision, ...] = ()
     share: int = 0
 
 
 @dataclass(frozen=True)
-class Plan:
+class LendingPlan:
     """The planner's answer.
 
     Attributes:
@@ -69,8 +69,8 @@ class Plan:
 
     lends: tuple[Lend, ...]
     releases: tuple[Release, ...]
-    verdicts: Mapping[str, Verdict]
-    outcomes: Mapping[str, Outcome]
+    verdicts: Mapping[str, ReplicaDecision]
+    outcomes: Mapping[str, LeaseDecision]
     memory: Memory
-    members: Mapping[str, tuple[Verdict, ...]]
+    members: Mapping[str, tuple[ReplicaDecision, ...]]
     unwanted: Mapping[str, int] = field(default_factory=dict)

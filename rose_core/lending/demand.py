@@ -34,7 +34,7 @@ from rose_core.lending.facts import Demand, Lease, Policy, Snapshot
 
 
 @dataclass(frozen=True)
-class Want:
+class WantedSlots:
     """The answer.
 
     Attributes:
@@ -65,21 +65,21 @@ def _bounded(lease: Lease, held: int, policy: Policy, now: float) -> Lease:
     )
 
 
-def want(lease: Lease, held: int, policy: Policy, now: float) -> Want:
+def want(lease: Lease, held: int, policy: Policy, now: float) -> WantedSlots:
     """Slots that the lease wants when it holds that many."""
     if lease.suspended:
-        return Want(0, Reason.SUSPENDED, "spec.suspend is true")
+        return WantedSlots(0, Reason.SUSPENDED, "spec.suspend is true")
     asked = lease.demand
     if asked is None or asked.age_seconds > policy.deaf_seconds:
-        return Want(lease.max_slots)
+        return WantedSlots(lease.max_slots)
     if asked.turns:
         return _for_turns(lease, asked, held)
     if asked.idle_seconds is None and now - lease.created < policy.first_seconds:
-        return Want(lease.max_slots)
+        return WantedSlots(lease.max_slots)
     return _without_turns(lease, asked, held, policy)
 
 
-def _without_turns(lease: Lease, asked: Demand, held: int, policy: Policy) -> Want:
+def _without_turns(lease: Lease, asked: Demand, held: int, policy: Policy) -> WantedSlots:
     idle = asked.up_seconds if asked.idle_seconds is None else asked.idle_seconds
     if idle < lease.idle_seconds:
         return _at_most(lease, held, "there is no turn just now")
@@ -92,7 +92,7 @@ def _without_turns(lease: Lease, asked: Demand, held: int, policy: Policy) -> Wa
     lead = start * (policy.borrow_gain if held else 1.0) + policy.ready_seconds
     if asked.expected_seconds is not None and asked.expected_seconds <= lead:
         return usual
-    return Want(0, Reason.IDLE, _idle_text(lease, asked))
+    return WantedSlots(0, Reason.IDLE, _idle_text(lease, asked))
 
 
 # Messages stand in statuses: a figure that moves by itself would be a write in every pass.
@@ -105,7 +105,7 @@ def _idle_text(lease: Lease, asked: Demand) -> str:
     return f"{text}, and so does the next step, before it begins"
 
 
-def _for_turns(lease: Lease, asked: Demand, held: int) -> Want:
+def _for_turns(lease: Lease, asked: Demand, held: int) -> WantedSlots:
     turns = max(0, asked.turns - asked.dedicated_turns)
     grown = -(-turns // max(1, lease.turns_per_slot // 2))
     kept = min(held, -(-turns // max(1, lease.turns_per_slot // 4)))
@@ -115,8 +115,8 @@ def _for_turns(lease: Lease, asked: Demand, held: int) -> Want:
     )
 
 
-def _at_most(lease: Lease, slots: int, why: str) -> Want:
+def _at_most(lease: Lease, slots: int, why: str) -> WantedSlots:
     """So many, or ``slots.max``, which needs no reason."""
     if slots >= lease.max_slots:
-        return Want(lease.max_slots)
-    return Want(slots, Reason.FEWER_WANTED, why)
+        return WantedSlots(lease.max_slots)
+    return WantedSlots(slots, Reason.FEWER_WANTED, why)

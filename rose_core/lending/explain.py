@@ -7,29 +7,31 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rose_core.api.reasons import Reason
-from rose_core.lending.answers import Outcome, Verdict
+from rose_core.lending.answers import LeaseDecision, ReplicaDecision
 from rose_core.lending.facts import Lease, Pool, Replica
 from rose_core.lending.gate import not_worth
 from rose_core.lending.loan import pool_shares
+from rose_core.lending.planning_pass import PlanningPass
 from rose_core.lending.radius import Cause, blocked, closed, refusal
 from rose_core.lending.whole import refused
-from rose_core.lending.world import World
 
-Members = Mapping[str, tuple[Verdict, ...]]
+Members = Mapping[str, tuple[ReplicaDecision, ...]]
 
 
-def member_verdicts(world: World) -> Members:
+def member_verdicts(world: PlanningPass) -> Members:
     """Pool key -> verdict of every replica, loans included; the same whichever lease asks."""
     lent = {slot.replica: slot.lease for slot in world.held()}
     lent |= {lend.replica: lend.lease for lend in world.lends}
     return {pool.key: _of_pool(world, pool, lent) for pool in world.snapshot.pools}
 
 
-def _of_pool(world: World, pool: Pool, lent: Mapping[str, str]) -> tuple[Verdict, ...]:
+def _of_pool(
+    world: PlanningPass, pool: Pool, lent: Mapping[str, str]
+) -> tuple[ReplicaDecision, ...]:
     stop = blocked(world, pool)
     return tuple(
         _with_memory(
-            Verdict(replica.name, Reason.LENT, f"to {lent[replica.uid]}")
+            ReplicaDecision(replica.name, Reason.LENT, f"to {lent[replica.uid]}")
             if replica.uid in lent
             else _unlent(world, pool, replica, stop),
             replica,
@@ -38,7 +40,7 @@ def _of_pool(world: World, pool: Pool, lent: Mapping[str, str]) -> tuple[Verdict
     )
 
 
-def _with_memory(found: Verdict, replica: Replica) -> Verdict:
+def _with_memory(found: ReplicaDecision, replica: Replica) -> ReplicaDecision:
     """What may be lent of its GPUs, where that is what the reader will ask next."""
     asked = found.reason in {Reason.LENT, Reason.QUALIFIES, Reason.INSUFFICIENT_MEMORY}
     if not asked or not replica.memory:
@@ -46,29 +48,33 @@ def _with_memory(found: Verdict, replica: Replica) -> Verdict:
     return replace(found, message=f"{found.message}; memory: {replica.memory}")
 
 
-def _unlent(world: World, pool: Pool, replica: Replica, stop: Cause | None) -> Verdict:
+def _unlent(
+    world: PlanningPass, pool: Pool, replica: Replica, stop: Cause | None
+) -> ReplicaDecision:
     found = world.verdicts[replica.uid]
     if found.reason is Reason.INSUFFICIENT_MEMORY and pool.whole is not None:
         return _left_awake(world, pool, replica, stop)
     if found.reason is not Reason.QUALIFIES:
         return found
     if not world.is_free(replica):
-        return Verdict(replica.name, Reason.GPU_IN_USE, "its GPU is not vacated yet")
+        return ReplicaDecision(replica.name, Reason.GPU_IN_USE, "its GPU is not vacated yet")
     if stop is not None:
-        return Verdict(replica.name, *stop)
+        return ReplicaDecision(replica.name, *stop)
     return refusal(world, pool, replica) or world.unrested(replica) or found
 
 
-def _left_awake(world: World, pool: Pool, replica: Replica, stop: Cause | None) -> Verdict:
+def _left_awake(
+    world: PlanningPass, pool: Pool, replica: Replica, stop: Cause | None
+) -> ReplicaDecision:
     """Why a replica is not put to sleep either."""
     cause = stop or refused(world, pool)
     if cause is not None:
         text = f"{world.verdicts[replica.uid].message}; not lent whole: {cause[1]}"
-        return Verdict(replica.name, cause[0], text)
+        return ReplicaDecision(replica.name, cause[0], text)
     return refusal(world, pool, replica) or world.unrested(replica) or world.verdicts[replica.uid]
 
 
-def outcomes(world: World, members: Members) -> dict[str, Outcome]:
+def outcomes(world: PlanningPass, members: Members) -> dict[str, LeaseDecision]:
     """Lease key -> outcome."""
     counted = {key: _counted(verdicts) for key, verdicts in members.items()}
     shares = _shares(world)
@@ -84,7 +90,9 @@ def outcomes(world: World, members: Members) -> dict[str, Outcome]:
     }
 
 
-def _for(world: World, lease: Lease, members: Members, pool: str) -> tuple[Verdict, ...]:
+def _for(
+    world: PlanningPass, lease: Lease, members: Members, pool: str
+) -> tuple[ReplicaDecision, ...]:
     """A pool's verdicts as this lease should read them."""
     found = members.get(pool, ())
     if not lease.device_classes:
@@ -93,7 +101,7 @@ def _for(world: World, lease: Lease, members: Members, pool: str) -> tuple[Verdi
     return tuple(
         one
         if one.reason is not Reason.QUALIFIES or lease.takes(kinds[one.replica])
-        else Verdict(
+        else ReplicaDecision(
             one.replica,
             Reason.OTHER_DEVICE_CLASS,
             f"its GPU is {kinds[one.replica].device_class or 'of an unknown class'}",
@@ -102,7 +110,7 @@ def _for(world: World, lease: Lease, members: Members, pool: str) -> tuple[Verdi
     )
 
 
-def _shares(world: World) -> dict[str, int]:
+def _shares(world: PlanningPass) -> dict[str, int]:
     """What each lease is entitled to of the slots its pool has now and could still make."""
     leases: dict[str, list[Lease]] = defaultdict(list)
     for lease in world.snapshot.leases:
@@ -117,20 +125,22 @@ def _shares(world: World) -> dict[str, int]:
 
 
 def _outcome(
-    world: World,
+    world: PlanningPass,
     lease: Lease,
-    verdicts: tuple[Verdict, ...],
+    verdicts: tuple[ReplicaDecision, ...],
     counted: str,
     shares: Mapping[str, int],
-) -> Outcome:
+) -> LeaseDecision:
     granted = world.coming(lease)
     if lease.refusal is not None:
-        return Outcome(0, granted, lease.refusal, "the lease is not accepted")
+        return LeaseDecision(0, granted, lease.refusal, "the lease is not accepted")
     reason, message = _summary(world, lease, granted, counted)
-    return Outcome(lease.max_slots, granted, reason, message, verdicts, shares.get(lease.key, 0))
+    return LeaseDecision(
+        lease.max_slots, granted, reason, message, verdicts, shares.get(lease.key, 0)
+    )
 
 
-def _summary(world: World, lease: Lease, granted: int, counted: str) -> tuple[Reason, str]:
+def _summary(world: PlanningPass, lease: Lease, granted: int, counted: str) -> tuple[Reason, str]:
     head = f"{granted} of {lease.max_slots} slots"
     if lease.reduced is not None:
         head = f"{head}, because {lease.reduced_text}"
@@ -145,14 +155,14 @@ def _summary(world: World, lease: Lease, granted: int, counted: str) -> tuple[Re
     return own[0] if own else Reason.NO_REPLICA_QUALIFIES, text
 
 
-def _own_cause(world: World, lease: Lease) -> Cause | None:
+def _own_cause(world: PlanningPass, lease: Lease) -> Cause | None:
     """Why this lease gets no more although another one of its pools might."""
     pools = [world.pools[key] for key in lease.pools if key in world.pools]
     causes = [_cause_in(world, pool, lease) for pool in pools]
     return causes[0] if causes and all(causes) else None
 
 
-def _cause_in(world: World, pool: Pool, lease: Lease) -> Cause | None:
+def _cause_in(world: PlanningPass, pool: Pool, lease: Lease) -> Cause | None:
     shut = closed(world, pool)
     if shut is not None:
         return shut
@@ -169,7 +179,7 @@ def _cause_in(world: World, pool: Pool, lease: Lease) -> Cause | None:
 _NONE = "no agent reports a replica of the pool"
 
 
-def _counted(verdicts: tuple[Verdict, ...]) -> str:
+def _counted(verdicts: tuple[ReplicaDecision, ...]) -> str:
     """The numbers behind a refusal, the commonest reason first."""
     counts: Mapping[Reason, int] = Counter(found.reason for found in verdicts)
     if not counts:

@@ -59,7 +59,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class LoadOutlook:
     """What a pool's load is going to be (``forecast``).
 
     Attributes:
@@ -127,7 +127,7 @@ class Pool:
     per_lease_percent: int = 100
     per_minute: int | None = None
     spread: Spread = Spread.LEAST_USED
-    outlook: Outlook | None = None
+    outlook: LoadOutlook | None = None
     breaker: Breaker = field(default_factory=Breaker)
     whole: WholeTerms | None = None
 

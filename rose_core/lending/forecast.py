@@ -1,6 +1,6 @@
 """The daily shape of a pool's load: learned from reports, asked for the next minutes.
 
-A ``Shape`` holds, for every half hour of the day (UTC), the usual share of busy time over the
+A ``UsualLoad`` holds, for every half hour of the day (UTC), the usual share of busy time over the
 pool's replicas, in permille. Each day moves a bin by a third of what it has seen, so a shape knows
 a new habit after three days and forgets one odd day. A bin that was never seen is unknown, and an
 outlook over an unknown bin falls back to the present load: it neither lends nor shrinks on a guess.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rose_core.lending.facts import Outlook
+from rose_core.lending.facts import LoadOutlook
 
 BINS = 48
 BIN_SECONDS = 1800.0
@@ -25,7 +25,7 @@ _START_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
-class Shape:
+class UsualLoad:
     """Usual load by half hour, and the one that is being observed.
 
     Attributes:
@@ -50,15 +50,15 @@ class Shape:
         return None not in self.permille
 
 
-def observe(shape: Shape, busy_permille: float, now: float) -> Shape:
+def observe(shape: UsualLoad, busy_permille: float, now: float) -> UsualLoad:
     """Take one observation of the pool's load in; a bin that ends is learned."""
     current = int(now // BIN_SECONDS)
     if current == shape.bin:
         return replace(shape, total=shape.total + busy_permille, count=shape.count + 1)
-    return Shape(_learned(shape), current, busy_permille, 1)
+    return UsualLoad(_learned(shape), current, busy_permille, 1)
 
 
-def _learned(shape: Shape) -> tuple[float | None, ...]:
+def _learned(shape: UsualLoad) -> tuple[float | None, ...]:
     mean = shape.present
     if mean is None:
         return shape.permille
@@ -68,21 +68,23 @@ def _learned(shape: Shape) -> tuple[float | None, ...]:
     return (*shape.permille[:place], after, *shape.permille[place + 1 :])
 
 
-def restored(permille: Sequence[int]) -> Shape:
+def restored(permille: Sequence[int]) -> UsualLoad:
     """A shape as it was written into a status; -1 stands for a bin that was never seen."""
     if len(permille) != BINS:
-        return Shape()
-    return Shape(tuple(None if value < 0 else float(value) for value in permille))
+        return UsualLoad()
+    return UsualLoad(tuple(None if value < 0 else float(value) for value in permille))
 
 
-def written(shape: Shape) -> tuple[int, ...]:
+def written(shape: UsualLoad) -> tuple[int, ...]:
     """The shape for a status; empty while nothing was learned."""
     if all(value is None for value in shape.permille):
         return ()
     return tuple(-1 if value is None else round(value) for value in shape.permille)
 
 
-def outlook(shape: Shape, now: float, lead_seconds: float, max_busy_permille: int) -> Outlook:
+def outlook(
+    shape: UsualLoad, now: float, lead_seconds: float, max_busy_permille: int
+) -> LoadOutlook:
     """Highest load until the horizon, from where a loan that is made now begins to give.
 
     So lending starts before the trough, and ends ``lead_seconds`` before the peak. The usual day is
@@ -90,12 +92,12 @@ def outlook(shape: Shape, now: float, lead_seconds: float, max_busy_permille: in
     """
     present = shape.present
     if present is None:  # nobody knows the load: all replicas are needed
-        return Outlook(1000, lead_seconds, max_busy_permille, learned=False)
+        return LoadOutlook(1000, lead_seconds, max_busy_permille, learned=False)
     level = _level(shape, present, now)
     usuals = [_usual(shape, at) for at in _steps(now, min(lead_seconds, _DAY_SECONDS))]
     expected = max(present if usual is None else usual * level for usual in usuals)
     peak = min(1000, round(expected))
-    return Outlook(peak, lead_seconds, max_busy_permille, learned=None not in usuals)
+    return LoadOutlook(peak, lead_seconds, max_busy_permille, learned=None not in usuals)
 
 
 def _steps(now: float, lead_seconds: float) -> list[float]:
@@ -106,7 +108,7 @@ def _steps(now: float, lead_seconds: float) -> list[float]:
     return [begin, *(at for at in middles if at < end), end]
 
 
-def _usual(shape: Shape, at: float) -> float | None:
+def _usual(shape: UsualLoad, at: float) -> float | None:
     """Between the middles of two bins the shape is a straight line."""
     position = at / BIN_SECONDS - 0.5
     low = int(position // 1)
@@ -117,7 +119,7 @@ def _usual(shape: Shape, at: float) -> float | None:
     return here * (1 - rest) + there * rest
 
 
-def _level(shape: Shape, present: float, now: float) -> float:
+def _level(shape: UsualLoad, present: float, now: float) -> float:
     usual = _usual(shape, now)
     if usual is None or usual < _QUIET_PERMILLE:
         return 1.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from rose_core.api.reasons import Reason
-from rose_core.lending.facts import Outlook, Pool, Window
+from rose_core.lending.facts import LoadOutlook, Pool, Window
 
 _MARGIN = 1.1
 _DAYS = 7
@@ -45,7 +45,7 @@ def limit(pool: Pool, replicas: int, *, growing: bool) -> Limit:
     return min(fixed, expected, key=lambda one: one.count)
 
 
-def by_outlook(outlook: Outlook, replicas: int, margin: float = 1.0) -> Limit:
+def by_outlook(outlook: LoadOutlook, replicas: int, margin: float = 1.0) -> Limit:
     """What the expected peak leaves over."""
     busy = min(1000.0, outlook.peak_permille * margin)
     needed = -(-replicas * busy // max(1, outlook.max_busy_permille))

@@ -16,10 +16,10 @@ from dataclasses import replace
 from rose_core.api.poollending import Spread
 from rose_core.lending.facts import Lease, Pool, Replica
 from rose_core.lending.gate import not_worth
+from rose_core.lending.planning_pass import PlanningPass
 from rose_core.lending.radius import blocked, refusal
 from rose_core.lending.shares import place, targets
 from rose_core.lending.whole import refused
-from rose_core.lending.world import World
 
 _UNKNOWN_KV = 1001
 
@@ -27,7 +27,7 @@ Place = tuple[str, str]
 Entry = tuple[int, tuple[int, str], Place]
 
 
-def make_loans(world: World) -> None:
+def make_loans(world: PlanningPass) -> None:
     """Lend in every pool that is open."""
     asking: dict[str, list[Lease]] = defaultdict(list)
     for lease in world.snapshot.leases:
@@ -44,12 +44,12 @@ def make_loans(world: World) -> None:
                 _lend_in(world, pool, worthy, whole=True)
 
 
-def unwanted(world: World) -> dict[str, int]:
+def unwanted(world: PlanningPass) -> dict[str, int]:
     """Pool key -> GPUs that could be lent now and that no lease wants, after all loans."""
     return {pool.key: _unwanted_in(world, pool) for pool in world.snapshot.pools}
 
 
-def _unwanted_in(world: World, pool: Pool) -> int:
+def _unwanted_in(world: PlanningPass, pool: Pool) -> int:
     if blocked(world, pool) is not None:
         return 0
     left = sorted(
@@ -60,18 +60,20 @@ def _unwanted_in(world: World, pool: Pool) -> int:
     return sum(left[: max(0, world.room(pool))])
 
 
-def worth(world: World, pool: Pool, lease: Lease) -> bool:
+def worth(world: PlanningPass, pool: Pool, lease: Lease) -> bool:
     """The borrow gate."""
     return not not_worth(lease, pool, world.policy, world.now)
 
 
-def most_slots(world: World, pool: Pool, lease: Lease) -> int:
+def most_slots(world: PlanningPass, pool: Pool, lease: Lease) -> int:
     """Most slots of this pool that the lease may hold beside those it has of others."""
     mine = max(0, lease.max_slots - world.elsewhere(lease, pool.key))
     return min(mine, world.lease_cap(pool))
 
 
-def pool_shares(world: World, pool: Pool, leases: Iterable[Lease], slots: int) -> dict[str, int]:
+def pool_shares(
+    world: PlanningPass, pool: Pool, leases: Iterable[Lease], slots: int
+) -> dict[str, int]:
     """Lease key -> slots of this pool that it is entitled to when the pool lends so many."""
     here = [
         replace(one, min_slots=max(0, one.min_slots - world.elsewhere(one, pool.key)))
@@ -80,7 +82,7 @@ def pool_shares(world: World, pool: Pool, leases: Iterable[Lease], slots: int) -
     return targets(here, slots, {one.key: most_slots(world, pool, one) for one in here})
 
 
-def _lend_in(world: World, pool: Pool, leases: list[Lease], *, whole: bool) -> None:
+def _lend_in(world: PlanningPass, pool: Pool, leases: list[Lease], *, whole: bool) -> None:
     queue = [
         place(one, world.coming(one))
         for one in leases
@@ -105,7 +107,7 @@ def _lend_in(world: World, pool: Pool, leases: list[Lease], *, whole: bool) -> N
 class _Shelf:
     """Replicas that may be lent now, best first; those of each device class on their own."""
 
-    def __init__(self, world: World, pool: Pool, replicas: Iterable[Replica]) -> None:
+    def __init__(self, world: PlanningPass, pool: Pool, replicas: Iterable[Replica]) -> None:
         self._world, self._pool = world, pool
         self._places: dict[Place, list[tuple[int, str]]] = defaultdict(list)
         for replica in replicas:

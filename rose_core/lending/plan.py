@@ -3,7 +3,7 @@
 One pass, from a snapshot:
 
 0. bound every lease by what its turns need (``demand``);
-1. judge every replica, remember since when it qualifies (``qualify``, ``world``);
+1. judge every replica, remember since when it qualifies (``qualify``, ``planning_pass``);
 2. release slots whose reason to exist is gone: lease, pool, window, breaker, replica, stop button,
    cordon, a sleeper that the coming load needs, limits, a lease that shrank or has no turns, a
    second slot on a GPU, a stronger lease below its minimum, an equal lease below its share
@@ -18,27 +18,27 @@ start and a weight transfer.
 
 from __future__ import annotations
 
-from rose_core.lending.answers import Plan
+from rose_core.lending.answers import LendingPlan
 from rose_core.lending.demand import by_demand
 from rose_core.lending.explain import member_verdicts, outcomes
 from rose_core.lending.facts import Snapshot
 from rose_core.lending.loan import make_loans, unwanted
+from rose_core.lending.planning_pass import PlanningPass
 from rose_core.lending.release import release_slots
-from rose_core.lending.world import World
 
 
-def plan(snapshot: Snapshot, now: float) -> Plan:
+def plan(snapshot: Snapshot, now: float) -> LendingPlan:
     """Decide which slots to make and which to take back.
 
     Args:
         snapshot: what is known; must be complete (every lease, pool and slot).
         now: seconds since the epoch.
     """
-    world = World(by_demand(snapshot, now), now)
+    world = PlanningPass(by_demand(snapshot, now), now)
     release_slots(world)
     make_loans(world)
     members = member_verdicts(world)
-    return Plan(
+    return LendingPlan(
         lends=tuple(world.lends),
         releases=tuple(world.releases.values()),
         verdicts=world.verdicts,

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from rose_core.api.reasons import MEANING, Reason
-from rose_core.lending.answers import Verdict
+from rose_core.lending.answers import ReplicaDecision
 from rose_core.lending.facts import Policy, Pool, Replica
 from rose_core.wire.sync import SignalSource
 
@@ -111,27 +111,27 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def verdict(replica: Replica, pool: Pool, policy: Policy) -> Verdict:
+def verdict(replica: Replica, pool: Pool, policy: Policy) -> ReplicaDecision:
     """Whether the replica is fit to be lent for the first time."""
     for check in CHECKS:
         refused = check(replica, pool, policy)
         if refused is not None:
-            return Verdict(replica.name, *refused)
+            return ReplicaDecision(replica.name, *refused)
     used = "unknown" if replica.kv_permille is None else f"{replica.kv_permille} permille"
-    return Verdict(replica.name, Reason.QUALIFIES, f"KV use {used}")
+    return ReplicaDecision(replica.name, Reason.QUALIFIES, f"KV use {used}")
 
 
-def still_fit(found: Verdict) -> bool:
+def still_fit(found: ReplicaDecision) -> bool:
     """Whether a replica with this verdict may keep the slot it has."""
     return found.reason in _KEEPING or found.reason in _OWN_DOING
 
 
-def still_asleep(found: Verdict) -> bool:
+def still_asleep(found: ReplicaDecision) -> bool:
     """The same for a slot for which serving sleeps: that it is not Ready is our own doing."""
     return still_fit(found) or found.reason is Reason.REPLICA_NOT_READY
 
 
-def contests(replicas: tuple[Replica, ...]) -> dict[str, Verdict]:
+def contests(replicas: tuple[Replica, ...]) -> dict[str, ReplicaDecision]:
     """What becomes of replicas that name the same GPU, by uid.
 
     | proven owners | the owner | the others |
@@ -144,7 +144,7 @@ def contests(replicas: tuple[Replica, ...]) -> dict[str, Verdict]:
     for replica in replicas:
         for gpu in replica.devices:
             claims[gpu].append(replica)
-    found: dict[str, Verdict] = {}
+    found: dict[str, ReplicaDecision] = {}
     for claimants in claims.values():
         if len(claimants) > 1:
             for one, word in _contest(claimants):
@@ -155,18 +155,18 @@ def contests(replicas: tuple[Replica, ...]) -> dict[str, Verdict]:
     return found
 
 
-def _contest(claimants: list[Replica]) -> Iterator[tuple[Replica, Verdict | None]]:
+def _contest(claimants: list[Replica]) -> Iterator[tuple[Replica, ReplicaDecision | None]]:
     owners = [one for one in claimants if one.proven]
     names = ", ".join(sorted(one.name for one in owners or claimants))
     for one in claimants:
         if not owners:
             text = f"{names} name the same GPU, and nobody proves whose it is"
-            yield one, Verdict(one.name, Reason.GPU_CONTESTED, text)
+            yield one, ReplicaDecision(one.name, Reason.GPU_CONTESTED, text)
         elif not one.proven:
             text = f"the GPU that it names is allocated to {names}"
-            yield one, Verdict(one.name, Reason.GPU_NOT_OWNED, text)
+            yield one, ReplicaDecision(one.name, Reason.GPU_NOT_OWNED, text)
         elif len(owners) > 1:
             text = f"the GPU is allocated to {names}"
-            yield one, Verdict(one.name, Reason.SPANS_REPLICAS, text)
+            yield one, ReplicaDecision(one.name, Reason.SPANS_REPLICAS, text)
         else:
             yield one, None

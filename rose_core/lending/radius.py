@@ -7,15 +7,15 @@ in the order in which a person would look for the cause.
 from __future__ import annotations
 
 from rose_core.api.reasons import Reason
-from rose_core.lending.answers import Verdict
+from rose_core.lending.answers import ReplicaDecision
 from rose_core.lending.facts import Pool, Replica
 from rose_core.lending.limits import is_open, opens_at
-from rose_core.lending.world import World
+from rose_core.lending.planning_pass import PlanningPass
 
 Cause = tuple[Reason, str]
 
 
-def closed(world: World, pool: Pool) -> Cause | None:
+def closed(world: PlanningPass, pool: Pool) -> Cause | None:
     """Why no loan can be made in the pool for a while, whatever comes back; None otherwise."""
     if not is_open(pool, world.now):
         return Reason.OUTSIDE_TIME_WINDOW, _when_open(pool, world.now)
@@ -33,7 +33,7 @@ def _when_open(pool: Pool, now: float) -> str:
     return f"no time window is open; the next one opens {at:%a %H:%M} UTC"
 
 
-def blocked(world: World, pool: Pool) -> Cause | None:
+def blocked(world: PlanningPass, pool: Pool) -> Cause | None:
     """Why no loan is made in the pool in this pass; None otherwise."""
     shut = closed(world, pool)
     if shut is not None:
@@ -48,21 +48,21 @@ def blocked(world: World, pool: Pool) -> Cause | None:
     return None
 
 
-def refusal(world: World, pool: Pool, replica: Replica) -> Verdict | None:
+def refusal(world: PlanningPass, pool: Pool, replica: Replica) -> ReplicaDecision | None:
     """Why this replica may not be lent beside those that are; None when it may."""
     on_node = world.lent_on[pool.key, f"node/{replica.node}"]
     if pool.per_node is not None and on_node >= pool.per_node:
         text = f"{on_node} lent on node {replica.node}, limit {pool.per_node}"
-        return Verdict(replica.name, Reason.NODE_LIMIT_REACHED, text)
+        return ReplicaDecision(replica.name, Reason.NODE_LIMIT_REACHED, text)
     most = most_in_zone(world, pool, replica.zone)
     in_zone = world.lent_on[pool.key, f"zone/{replica.zone}"]
     if in_zone >= most:
         text = f"{in_zone} lent in {zone_name(replica.zone)}, limit {most}"
-        return Verdict(replica.name, Reason.ZONE_LIMIT_REACHED, text)
+        return ReplicaDecision(replica.name, Reason.ZONE_LIMIT_REACHED, text)
     return None
 
 
-def most_in_zone(world: World, pool: Pool, zone: str) -> int:
+def most_in_zone(world: PlanningPass, pool: Pool, zone: str) -> int:
     """Most replicas of the pool that may be lent in the zone."""
     return world.zone_size[pool.key, zone] * pool.per_zone_percent // 100
 

@@ -13,16 +13,16 @@ from rose_core.api.reasons import Reason
 from rose_core.lending.facts import Lease, Pool, Slot
 from rose_core.lending.limits import is_open, limit
 from rose_core.lending.loan import pool_shares, worth
+from rose_core.lending.planning_pass import PlanningPass
 from rose_core.lending.qualify import SLEEP_ENDED
 from rose_core.lending.radius import closed, most_in_zone, zone_name
 from rose_core.lending.whole import return_sleepers
-from rose_core.lending.world import World
 
 ThingT = TypeVar("ThingT")
 KeyT = TypeVar("KeyT")
 
 
-def release_slots(world: World) -> None:
+def release_slots(world: PlanningPass) -> None:
     """Apply every rule, each to the slots that the rules before have left."""
     for slot in world.held():
         cause = _lost_cause(world, slot) or _unfit(world, slot)
@@ -37,7 +37,7 @@ def release_slots(world: World) -> None:
     _rebalance(world, leaving)
 
 
-def _lost_cause(world: World, slot: Slot) -> tuple[Reason, str] | None:
+def _lost_cause(world: PlanningPass, slot: Slot) -> tuple[Reason, str] | None:
     lease = world.leases.get(slot.lease)
     if lease is None or lease.uid != slot.lease_uid:
         return Reason.LEASE_DELETED, f"lease {slot.lease} is gone"
@@ -49,7 +49,9 @@ def _lost_cause(world: World, slot: Slot) -> tuple[Reason, str] | None:
     return _shut_out(world, slot, lease, pool)
 
 
-def _shut_out(world: World, slot: Slot, lease: Lease, pool: Pool) -> tuple[Reason, str] | None:
+def _shut_out(
+    world: PlanningPass, slot: Slot, lease: Lease, pool: Pool
+) -> tuple[Reason, str] | None:
     """The pool does not lend to the lease, or to nobody just now."""
     if slot.pool not in lease.pools:
         return Reason.POOL_NOT_LENDING, f"pool {slot.pool} does not lend to lease {slot.lease}"
@@ -60,7 +62,7 @@ def _shut_out(world: World, slot: Slot, lease: Lease, pool: Pool) -> tuple[Reaso
     return None
 
 
-def _unfit(world: World, slot: Slot) -> tuple[Reason, str] | None:
+def _unfit(world: PlanningPass, slot: Slot) -> tuple[Reason, str] | None:
     """The replica is gone, stopped, or has been unfit for longer than the planner's patience."""
     if world.snapshot.silence.get(slot.node, 0.0) > world.policy.forget_seconds:
         return Reason.TELEMETRY_STALE, f"node {slot.node} is silent"
@@ -81,7 +83,7 @@ def _unfit(world: World, slot: Slot) -> tuple[Reason, str] | None:
     return found.reason, found.message
 
 
-def _duplicates(world: World) -> None:
+def _duplicates(world: PlanningPass) -> None:
     taken: set[str] = set()
     for slot in world.held():
         if taken.isdisjoint(slot.devices):
@@ -90,7 +92,7 @@ def _duplicates(world: World) -> None:
             world.release(slot, Reason.DUPLICATE_SLOT, "an older slot holds the GPU")
 
 
-def _above_pool_limits(world: World) -> None:
+def _above_pool_limits(world: PlanningPass) -> None:
     by_pool = _by(world.held(), lambda slot: slot.pool)
     for pool in world.snapshot.pools:
         held = by_pool.get(pool.key, [])
@@ -105,7 +107,7 @@ def _above_pool_limits(world: World) -> None:
         _above_radius(world, pool, [slot for slot in held if slot.name not in world.releases])
 
 
-def _above_radius(world: World, pool: Pool, held: list[Slot]) -> None:
+def _above_radius(world: PlanningPass, pool: Pool, held: list[Slot]) -> None:
     """Limits per node and zone that were lowered after the loans."""
     if pool.per_node is not None:
         for node, slots in _by(held, lambda slot: slot.node).items():
@@ -120,12 +122,12 @@ def _above_radius(world: World, pool: Pool, held: list[Slot]) -> None:
             _shrink(world, slots, most, Reason.ZONE_LIMIT_REACHED, text)
 
 
-def _shrink(world: World, slots: list[Slot], most: int, reason: Reason, text: str) -> None:
+def _shrink(world: PlanningPass, slots: list[Slot], most: int, reason: Reason, text: str) -> None:
     for slot in world.weakest_first(slots)[: max(0, len(slots) - most)]:
         world.release(slot, reason, text)
 
 
-def _above_lease_maximum(world: World) -> None:
+def _above_lease_maximum(world: PlanningPass) -> None:
     by_lease = _by(world.held(), lambda slot: slot.lease)
     for lease in world.snapshot.leases:
         mine = by_lease.get(lease.key, [])
@@ -140,7 +142,7 @@ def _above_lease_maximum(world: World) -> None:
                 _shrink(world, slots, cap, Reason.LEASE_LIMIT_REACHED, text)
 
 
-def _preempt(world: World, leaving: set[str]) -> None:
+def _preempt(world: PlanningPass, leaving: set[str]) -> None:
     """A lease below its minimum takes one slot at a time from a weaker lease of its pools."""
     held = _by(world.held(), lambda slot: slot.pool)
     weakest = {key: world.weakest_first(slots) for key, slots in held.items()}
@@ -160,7 +162,7 @@ def _preempt(world: World, leaving: set[str]) -> None:
                 break
 
 
-def _waits(world: World, pool: Pool, lease: Lease) -> bool:
+def _waits(world: PlanningPass, pool: Pool, lease: Lease) -> bool:
     """Whether only another lease could give this one a slot of the pool."""
     if lease.refusal is not None:
         return False
@@ -169,13 +171,13 @@ def _waits(world: World, pool: Pool, lease: Lease) -> bool:
     return world.room(pool) <= 0 or not any(map(lease.takes, world.free(pool.key)))
 
 
-def _takes(world: World, lease: Lease, slot: Slot) -> bool:
+def _takes(world: PlanningPass, lease: Lease, slot: Slot) -> bool:
     """Whether the lease could use what the slot gives up."""
     replica = world.replicas.get(slot.replica)
     return not lease.device_classes or (replica is not None and lease.takes(replica))
 
 
-def _rebalance(world: World, leaving: set[str]) -> None:
+def _rebalance(world: PlanningPass, leaving: set[str]) -> None:
     """In a full pool, a lease below its share takes one slot at a time from one above its own."""
     leases: dict[str, list[Lease]] = defaultdict(list)
     for lease in world.snapshot.leases:
@@ -199,7 +201,7 @@ def _rebalance(world: World, leaving: set[str]) -> None:
 
 
 def _most_above(
-    world: World,
+    world: PlanningPass,
     lease: Lease,
     asking: list[Lease],
     share: dict[str, int],
@@ -221,7 +223,7 @@ def _most_above(
     return None
 
 
-def _leaving(world: World) -> set[str]:
+def _leaving(world: PlanningPass) -> set[str]:
     """Pools in which a slot is on its way back."""
     return {
         slot.pool for slot in world.snapshot.slots if slot.released or slot.name in world.releases

@@ -12,20 +12,21 @@ lead. Counted as if no sleeper ever woke:
 | keep | awake + returning >= needed |
 | return, before any other loan | else; and at once when the objective is missed |
 
-Between the two lies the dead band; a GPU that was given back rests besides (``World.unrested``).
+Between the two lies the dead band; a GPU that was given back rests besides
+(``PlanningPass.unrested``).
 """
 
 from __future__ import annotations
 
 from rose_core.api.reasons import Reason
 from rose_core.lending.facts import Pool, Slot
-from rose_core.lending.world import World
+from rose_core.lending.planning_pass import PlanningPass
 
 Cause = tuple[Reason, str]
 _MARGIN = 1.1
 
 
-def refused(world: World, pool: Pool) -> Cause | None:
+def refused(world: PlanningPass, pool: Pool) -> Cause | None:
     """Why no replica of the pool may be put to sleep now; None when one may."""
     terms, outlook = pool.whole, pool.outlook
     if terms is None:
@@ -44,7 +45,7 @@ def refused(world: World, pool: Pool) -> Cause | None:
     return None
 
 
-def return_sleepers(world: World) -> None:
+def return_sleepers(world: PlanningPass) -> None:
     """Take whole slots back that the coming load, or the owner's limits, no longer allow."""
     for pool in world.snapshot.pools:
         held = [slot for slot in world.held() if slot.whole and slot.pool == pool.key]
@@ -55,7 +56,7 @@ def return_sleepers(world: World) -> None:
             world.release(slot, *cause)
 
 
-def _excess(world: World, pool: Pool, held: list[Slot]) -> tuple[Cause, int]:
+def _excess(world: PlanningPass, pool: Pool, held: list[Slot]) -> tuple[Cause, int]:
     if pool.whole is None:
         return (Reason.POOL_LIMIT_REACHED, "the pool no longer names wholeReplica"), len(held)
     if world.broken(pool):
@@ -73,7 +74,7 @@ def _excess(world: World, pool: Pool, held: list[Slot]) -> tuple[Cause, int]:
     return (Reason.POOL_LIMIT_REACHED, text), above
 
 
-def _needed(world: World, pool: Pool, margin: float) -> int:
+def _needed(world: PlanningPass, pool: Pool, margin: float) -> int:
     """Replicas that must be awake; all of them while nobody knows the load."""
     replicas = len(world.members.get(pool.key, ()))
     if pool.whole is None or pool.outlook is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Queue:
+class QueueLimits:
     """Bounds of the queue.
 
     Attributes:
@@ -24,7 +24,7 @@ class Queue:
     seconds: float = 240.0
 
 
-def has_room(waiting: int, queue: Queue, *, mine: int = 0, jobs: int = 1) -> bool:
+def has_room(waiting: int, queue: QueueLimits, *, mine: int = 0, jobs: int = 1) -> bool:
     """Whether one more new turn may wait.
 
     Args:

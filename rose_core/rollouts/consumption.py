@@ -25,7 +25,7 @@ from rose_core.rollouts.errors import InvalidBound
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class ConsumptionBound:
     """A trainer's sizes.
 
     Attributes:
@@ -44,7 +44,7 @@ class Bound:
 
 
 def next_batch(
-    ready: Sequence[int], under_way: Sequence[int], version: int, bound: Bound
+    ready: Sequence[int], under_way: Sequence[int], version: int, bound: ConsumptionBound
 ) -> tuple[int, ...]:
     """The groups to train on now.
 

@@ -29,10 +29,10 @@ from rose_core.rollouts.guards import NOTHING_KNOWN
 from rose_core.rollouts.placement import (
     EngineView,
     Obstacle,
-    Outlook,
     Placement,
     Policy,
-    Sorted,
+    RolloutOutlook,
+    SortedEngines,
     TurnView,
     Wait,
     alike,
@@ -46,7 +46,7 @@ _PASSING = frozenset({Obstacle.FULL, Obstacle.GATE_CLOSED, Obstacle.BACKING_OFF,
 """What keeps a home from taking the turn for a moment only."""
 
 
-class Waiting(Protocol):
+class WaitingTurn(Protocol):
     """A turn that waits: how placement sees it, and since when (seconds of the caller's clock)."""
 
     @property
@@ -63,7 +63,7 @@ class Waiting(Protocol):
 Chosen = tuple[int, Placement]
 
 
-class Scene(msgspec.Struct, frozen=True, gc=False):
+class DispatchState(msgspec.Struct, frozen=True, gc=False):
     """What the choice is made from.
 
     Attributes:
@@ -79,11 +79,13 @@ class Scene(msgspec.Struct, frozen=True, gc=False):
     head: WeightVersion | None
     policy: Policy
     now: float
-    outlook: Outlook = NOTHING_KNOWN
+    outlook: RolloutOutlook = NOTHING_KNOWN
     residents: Residents | None = None
 
 
-def next_turn(waiting: Sequence[Waiting], scene: Scene) -> tuple[Chosen | None, float | None]:
+def next_turn(
+    waiting: Sequence[WaitingTurn], scene: DispatchState
+) -> tuple[Chosen | None, float | None]:
     """The next turn to place, of those that wait in the order of ``admission.rank``.
 
     Returns:
@@ -97,7 +99,7 @@ def next_turn(waiting: Sequence[Waiting], scene: Scene) -> tuple[Chosen | None, 
         return None, None
     price = min(engine.speed.prefill_seconds_per_token * (1 + engine.live) for engine in able)
     hopeless: set[tuple[object, ...]] = set()  # alike in what they can run on, and nothing can
-    passing: dict[tuple[object, ...], Sorted] = {}
+    passing: dict[tuple[object, ...], SortedEngines] = {}
     for index, one in enumerate(waiting):
         turn = one.view
         sort = alike(turn)
@@ -117,7 +119,9 @@ def next_turn(waiting: Sequence[Waiting], scene: Scene) -> tuple[Chosen | None, 
     return None, again
 
 
-def _patience(one: Waiting, home: EngineView | None, price: float, scene: Scene) -> float | None:
+def _patience(
+    one: WaitingTurn, home: EngineView | None, price: float, scene: DispatchState
+) -> float | None:
     """Until when the turn waits for its home; None when it need not."""
     turn = one.view
     if home is None or not turn.cached or _has_room(home, scene.now):
@@ -127,7 +131,7 @@ def _patience(one: Waiting, home: EngineView | None, price: float, scene: Scene)
     return until if passing and scene.now < until else None
 
 
-def anywhere(turn: TurnView, found: Sorted, scene: Scene) -> Placement | Wait:
+def anywhere(turn: TurnView, found: SortedEngines, scene: DispatchState) -> Placement | Wait:
     """The turn's placement; ``Wait(FULL)`` also where its context would push out others."""
     if not found.able:
         return Wait(found.nearest)
@@ -135,7 +139,7 @@ def anywhere(turn: TurnView, found: Sorted, scene: Scene) -> Placement | Wait:
         crowded = scene.residents.without_room(turn, found.able, scene.now)
         if crowded:
             room = [engine for engine in found.able if engine.name not in crowded]
-            found = Sorted(room, found.full, found.nearest)
+            found = SortedEngines(room, found.full, found.nearest)
     answer = among(turn, found, scene.policy, scene.outlook)
     return answer if isinstance(answer, Placement) else Wait(Obstacle.FULL)
 

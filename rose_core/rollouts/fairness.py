@@ -20,7 +20,7 @@ _READ = 0.125
 _REMEMBERED = 1024
 
 
-class Queued(Protocol):
+class QueuedTurn(Protocol):
     """A turn that waits."""
 
     @property
@@ -34,7 +34,7 @@ class Queued(Protocol):
         ...
 
 
-OneT = TypeVar("OneT", bound=Queued)
+OneT = TypeVar("OneT", bound=QueuedTurn)
 
 
 def work(uncached: int, written: float) -> float:
@@ -47,7 +47,7 @@ def work(uncached: int, written: float) -> float:
     return uncached * _READ + written
 
 
-class Shares:
+class FairShares:
     """What each job was given."""
 
     def __init__(self) -> None:

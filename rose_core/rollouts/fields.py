@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from rose_core.rollouts.errors import UnsafeTurn
-from rose_core.rollouts.splice import REQUEST, SAMPLING, Row, Rule
+from rose_core.rollouts.splice import REQUEST, SAMPLING, SpliceRow, SpliceRule
 
 MOST_TOP = 4096
 """Log-probs of alternatives for a token: more is a table of the vocabulary, in every event."""
@@ -217,8 +217,8 @@ def admitted(
     return asked, beside
 
 
-def _neutral(row: Row | None, value: object) -> bool:
-    return row is not None and row.rule is not Rule.CARRIED and value in row.neutral
+def _neutral(row: SpliceRow | None, value: object) -> bool:
+    return row is not None and row.rule is not SpliceRule.CARRIED and value in row.neutral
 
 
 def _admit(name: str, rule: tuple[Check, str] | None, value: object) -> None:

@@ -16,7 +16,7 @@ engine that is merely full.
 | its stratum met borrowed engines too often (too seldom) | dedicated (borrowed) | it is at home |
 | no tail, and few dedicated places left | borrowed | it is at home |
 
-Next: ``policies``. ``shares`` and ``vanish`` make the ``Outlook``.
+Next: ``policies``. ``shares`` and ``vanish`` make the ``RolloutOutlook``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rose_core.wire.routing import EngineKind
 _AT_HOME = 0.5  # share of the context that must be cached at home for home to count
 
 
-class Outlook(msgspec.Struct, frozen=True, gc=False):
+class RolloutOutlook(msgspec.Struct, frozen=True, gc=False):
     """What is known of all trajectories together.
 
     Attributes:
@@ -52,10 +52,10 @@ class Outlook(msgspec.Struct, frozen=True, gc=False):
     swapping: bool = False
 
 
-NOTHING_KNOWN = Outlook()
+NOTHING_KNOWN = RolloutOutlook()
 
 
-class Case(msgspec.Struct, frozen=True, gc=False):
+class PlacementCase(msgspec.Struct, frozen=True, gc=False):
     """One decision.
 
     Attributes:
@@ -69,7 +69,7 @@ class Case(msgspec.Struct, frozen=True, gc=False):
     able: Sequence[EngineView]
     full: Sequence[EngineView]
     policy: Policy
-    outlook: Outlook = NOTHING_KNOWN
+    outlook: RolloutOutlook = NOTHING_KNOWN
 
 
 def dedicated(engines: Sequence[EngineView]) -> list[EngineView]:
@@ -82,7 +82,7 @@ def borrowed(engines: Sequence[EngineView]) -> list[EngineView]:
     return [engine for engine in engines if engine.kind is EngineKind.BORROWED]
 
 
-def narrowed(case: Case) -> Sequence[EngineView]:
+def narrowed(case: PlacementCase) -> Sequence[EngineView]:
     """The engines among which the score may choose.
 
     Returns:
@@ -103,7 +103,7 @@ def narrowed(case: Case) -> Sequence[EngineView]:
     return _reserve(case, able) or able
 
 
-def _young(case: Case) -> Sequence[EngineView]:
+def _young(case: PlacementCase) -> Sequence[EngineView]:
     """Engines whose weights do not age the trajectory."""
     least = case.turn.from_version
     if least is None:
@@ -112,7 +112,7 @@ def _young(case: Case) -> Sequence[EngineView]:
     return young if young or case.outlook.swapping else case.able
 
 
-def _must_be_safe(case: Case) -> bool:
+def _must_be_safe(case: PlacementCase) -> bool:
     turn = case.turn
     if turn.begins and not case.outlook.safe:
         return True
@@ -122,7 +122,7 @@ def _must_be_safe(case: Case) -> bool:
     return 0.0 < turn.budget_seconds < shortest
 
 
-def _quota(case: Case, able: Sequence[EngineView]) -> Sequence[EngineView]:
+def _quota(case: PlacementCase, able: Sequence[EngineView]) -> Sequence[EngineView]:
     outlook, quota = case.outlook, case.policy.quota
     share = outlook.stratum_share.get(case.turn.stratum)
     if share is None:
@@ -133,7 +133,7 @@ def _quota(case: Case, able: Sequence[EngineView]) -> Sequence[EngineView]:
     return borrowed(able) if share < outlook.borrowed_share - quota and not idle else able
 
 
-def _reserve(case: Case, able: Sequence[EngineView]) -> Sequence[EngineView]:
+def _reserve(case: PlacementCase, able: Sequence[EngineView]) -> Sequence[EngineView]:
     if case.turn.tail:
         return able
     ours = dedicated([*case.able, *case.full])

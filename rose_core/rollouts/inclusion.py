@@ -67,7 +67,7 @@ def assigned(group: str, share: float) -> Arm:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrajectoryOutcome:
     """What became of one trajectory.
 
     Attributes:
@@ -101,7 +101,7 @@ class Outcome:
         yield "moves", str(self.moves) if self.moves < 3 else "3+"
 
 
-class Cell:
+class InclusionCell:
     """The trajectories of one stratum and arm."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class Cell:
         known = self._known.share()
         return Share(known.value, self._least.share().low, self._most.share().high)
 
-    def less(self, other: Cell) -> Share:
+    def less(self, other: InclusionCell) -> Share:
         """The gap to another cell; its ends suppose the worst of what is lost in both."""
         known = newcombe(self._known.share(), other._known.share())
         least = newcombe(self._least.share(), other._most.share())
@@ -148,13 +148,13 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class InclusionRow:
     """One stratum of the meter: the cell of each arm, and the gap between them."""
 
     dimension: str
     stratum: str
-    any: Cell
-    dedicated: Cell
+    any: InclusionCell
+    dedicated: InclusionCell
     gap: Share
 
     @property
@@ -172,17 +172,17 @@ class Row:
 class Inclusion:
     """Counts outcomes."""
 
-    _cells: dict[tuple[str, str, Arm], Cell] = field(default_factory=dict)
+    _cells: dict[tuple[str, str, Arm], InclusionCell] = field(default_factory=dict)
     _met: dict[tuple[str, str], list[int]] = field(default_factory=dict)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: TrajectoryOutcome) -> None:
         """One trajectory's end."""
         for key in outcome.strata():
-            cell = self._cells.setdefault((*key, outcome.arm), Cell())
+            cell = self._cells.setdefault((*key, outcome.arm), InclusionCell())
             cell.add(outcome.group, outcome.fate)
             self._met.setdefault(key, [0, 0])[not outcome.borrowed] += 1
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[InclusionRow]:
         """Every stratum seen, in order."""
         return [self._row(*key) for key in sorted({key[:2] for key in self._cells})]
 
@@ -202,10 +202,10 @@ class Inclusion:
         met, alone = self._met.get((dimension, stratum), (0, 0))
         return met, alone
 
-    def _row(self, dimension: str, stratum: str) -> Row:
-        some = self._cells.get((dimension, stratum, Arm.ANY), Cell())
-        control = self._cells.get((dimension, stratum, Arm.CONTROL), Cell())
-        return Row(dimension, stratum, some, control, some.less(control))
+    def _row(self, dimension: str, stratum: str) -> InclusionRow:
+        some = self._cells.get((dimension, stratum, Arm.ANY), InclusionCell())
+        control = self._cells.get((dimension, stratum, Arm.CONTROL), InclusionCell())
+        return InclusionRow(dimension, stratum, some, control, some.less(control))
 
 
 def _rank_correlation(cells: Sequence[tuple[int, int]]) -> float | None:

@@ -15,7 +15,7 @@ _SIBLING_WEIGHT = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class RemainingLength:
     """Output tokens still to come.
 
     Attributes:
@@ -52,10 +52,10 @@ class Lengths:
         if len(self._groups) > self._most_groups:
             self._groups.popitem(last=False)
 
-    def rest(self, group: str, written: int) -> Rest:
+    def rest(self, group: str, written: int) -> RemainingLength:
         """What a trajectory of the group that has written so much will still write."""
         if not self._all:
-            return Rest()
+            return RemainingLength()
         if not self._sorted:
             self._sorted = sorted(self._all)
         # Asked for every turn, so nothing is copied where no sibling has ended.
@@ -65,10 +65,10 @@ class Lengths:
             known, start = sorted(known[start:] + siblings * _SIBLING_WEIGHT), 0
         if start == len(known):
             # Longer than anything seen: of such the expected rest grows with age.
-            return Rest(written / 2, float(written), in_tail=True)
+            return RemainingLength(written / 2, float(written), in_tail=True)
         median, tail = _quantile(known, 0.5, start), _quantile(known, 0.9, start)
         in_tail = median >= _quantile(self._sorted, 0.9) and len(self._sorted) >= 10
-        return Rest(median - written, tail - written, in_tail)
+        return RemainingLength(median - written, tail - written, in_tail)
 
 
 def _quantile(ordered: list[int], share: float, start: int = 0) -> float:

@@ -22,7 +22,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Any
 
-from rose_core.rollouts.splice import REQUEST, SAMPLING, Row
+from rose_core.rollouts.splice import REQUEST, SAMPLING, SpliceRow
 
 SCALE = "logprob_scale"
 """The field of an event's ``meta_info`` in which an engine says it."""
@@ -37,18 +37,18 @@ _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _REQUEST = ("custom_logit_processor",)
 
 
-class Scale(StrEnum):
+class LogitScale(StrEnum):
     """What an engine divides its logits by."""
 
     TEMPERATURE = "temperature"
     ORIGINAL = "original"
 
 
-_SCALES = frozenset(Scale)
+_SCALES = frozenset(LogitScale)
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class LogprobTerms:
     """What a request's own parameters make of its log-probs.
 
     Attributes:
@@ -68,16 +68,16 @@ class Terms:
             return UNKNOWN
         if self.temperature == 1:
             text = f"log_softmax(logits) before {_UNFILTERED}"
-        elif scale == Scale.TEMPERATURE and self.only_best:
+        elif scale == LogitScale.TEMPERATURE and self.only_best:
             return UNKNOWN
-        elif scale == Scale.TEMPERATURE:
+        elif scale == LogitScale.TEMPERATURE:
             text = f"log_softmax(logits / {self.temperature:g}) before {_UNFILTERED}"
         else:
             text = f"log_softmax(logits) before temperature {self.temperature:g}, {_UNFILTERED}"
         return f"{text}; logits after {', '.join(self.changes)}" if self.changes else text
 
 
-def terms_of(sampling: Mapping[str, Any], request: Mapping[str, Any]) -> Terms:
+def terms_of(sampling: Mapping[str, Any], request: Mapping[str, Any]) -> LogprobTerms:
     """The terms of a turn.
 
     Args:
@@ -90,15 +90,15 @@ def terms_of(sampling: Mapping[str, Any], request: Mapping[str, Any]) -> Terms:
     changes += ["logit_bias"] if sampling.get("logit_bias") else []
     changes += [name for name in _REQUEST if _asks(request, name, REQUEST[name])]
     temperature = float(given) if known and given is not None else 1.0
-    return Terms(temperature, tuple(sorted(changes)), sampling.get("top_k") == 1)
+    return LogprobTerms(temperature, tuple(sorted(changes)), sampling.get("top_k") == 1)
 
 
-def _asks(given: Mapping[str, Any], name: str, row: Row) -> bool:
+def _asks(given: Mapping[str, Any], name: str, row: SpliceRow) -> bool:
     value = given.get(name)
     return bool(value) and value not in row.neutral
 
 
-def semantics(legs: Sequence[tuple[int, str]], tokens: int, terms: Terms) -> str:
+def semantics(legs: Sequence[tuple[int, str]], tokens: int, terms: LogprobTerms) -> str:
     """What the log-probs of a turn are.
 
     Args:

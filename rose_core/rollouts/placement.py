@@ -11,7 +11,7 @@ import msgspec
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.filters import alike, obstacle
-from rose_core.rollouts.guards import NOTHING_KNOWN, Case, Outlook
+from rose_core.rollouts.guards import NOTHING_KNOWN, PlacementCase, RolloutOutlook
 from rose_core.rollouts.policies import choose
 from rose_core.rollouts.scoring import cost, seconds, stall
 from rose_core.rollouts.views import (
@@ -27,11 +27,11 @@ from rose_core.rollouts.views import (
 __all__ = [
     "EngineView",
     "Obstacle",
-    "Outlook",
     "Placement",
     "Policy",
     "PolicyName",
-    "Sorted",
+    "RolloutOutlook",
+    "SortedEngines",
     "TurnView",
     "Wait",
     "alike",
@@ -52,7 +52,7 @@ def place(
     policy: Policy,
     now: float,
     *,
-    outlook: Outlook = NOTHING_KNOWN,
+    outlook: RolloutOutlook = NOTHING_KNOWN,
 ) -> Placement | Wait:
     """Choose the engine.
 
@@ -67,7 +67,7 @@ def place(
     return among(turn, sort_out(turn, engines, head, policy, now), policy, outlook)
 
 
-class Sorted(msgspec.Struct, frozen=True, gc=False):
+class SortedEngines(msgspec.Struct, frozen=True, gc=False):
     """Engines by whether they can take a turn.
 
     Attributes:
@@ -87,7 +87,7 @@ def sort_out(
     head: WeightVersion | None,
     policy: Policy,
     now: float,
-) -> Sorted:
+) -> SortedEngines:
     """Apply the filters; the answer is the same for turns that are ``filters.alike``."""
     nearest = Obstacle.NO_ENGINE
     able: list[EngineView] = []
@@ -100,13 +100,15 @@ def sort_out(
             nearest = max(nearest, word)
             if word is Obstacle.FULL:
                 full.append(engine)
-    return Sorted(able, full, nearest)
+    return SortedEngines(able, full, nearest)
 
 
-def among(turn: TurnView, found: Sorted, policy: Policy, outlook: Outlook) -> Placement | Wait:
+def among(
+    turn: TurnView, found: SortedEngines, policy: Policy, outlook: RolloutOutlook
+) -> Placement | Wait:
     """The policy's choice among those that pass."""
     able = found.able
-    chosen = choose(Case(turn, able, found.full, policy, outlook)) if able else None
+    chosen = choose(PlacementCase(turn, able, found.full, policy, outlook)) if able else None
     if chosen is None:
         return Wait(found.nearest)
     return Placement(chosen.name, cost(turn, chosen, policy))

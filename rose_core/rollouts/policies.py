@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from rose_core.rollouts.guards import Case, borrowed, dedicated, narrowed
+from rose_core.rollouts.guards import PlacementCase, borrowed, dedicated, narrowed
 from rose_core.rollouts.scoring import cost
 from rose_core.rollouts.views import EngineView, Policy, PolicyName, TurnView
 
@@ -29,15 +29,15 @@ _CACHE_THRESHOLD = 0.3
 _BALANCE_TURNS = 64
 _BALANCE_RATIO = 1.5
 
-Rule = Callable[[Case], EngineView | None]
+Rule = Callable[[PlacementCase], EngineView | None]
 
 
-def choose(case: Case) -> EngineView | None:
+def choose(case: PlacementCase) -> EngineView | None:
     """The engine by the policy's rule: one of ``able``; ``None`` when the turn had better wait."""
     return RULES[case.policy.name](case)
 
 
-def _joint(case: Case) -> EngineView | None:
+def _joint(case: PlacementCase) -> EngineView | None:
     left = narrowed(case)
     if not left:
         return None
@@ -62,15 +62,15 @@ def cheapest(turn: TurnView, able: Sequence[EngineView], policy: Policy) -> Engi
     return best
 
 
-def _rose_paper(case: Case) -> EngineView | None:
+def _rose_paper(case: PlacementCase) -> EngineView | None:
     return _home(case.turn, case.able) or _least_of(borrowed(case.able) or case.able)
 
 
-def _rose_paper_dedicated(case: Case) -> EngineView | None:
+def _rose_paper_dedicated(case: PlacementCase) -> EngineView | None:
     return _home(case.turn, case.able) or _least_of(dedicated(case.able) or case.able)
 
 
-def _cache_aware(case: Case) -> EngineView | None:
+def _cache_aware(case: PlacementCase) -> EngineView | None:
     turn, able = case.turn, case.able
     loads = [engine.live for engine in (*able, *case.full)]
     uneven = max(loads) - min(loads) > _BALANCE_TURNS and max(loads) > _BALANCE_RATIO * min(loads)
@@ -80,26 +80,26 @@ def _cache_aware(case: Case) -> EngineView | None:
     return min(able, key=lambda engine: (engine.live, engine.name))
 
 
-def _least_loaded(case: Case) -> EngineView | None:
+def _least_loaded(case: PlacementCase) -> EngineView | None:
     return _least_of(case.able)
 
 
-def _fixed(case: Case) -> EngineView | None:
+def _fixed(case: PlacementCase) -> EngineView | None:
     ours = dedicated(case.able)
     return cheapest(case.turn, ours, case.policy) if ours else None
 
 
-def _long_to_borrowed(case: Case) -> EngineView | None:
+def _long_to_borrowed(case: PlacementCase) -> EngineView | None:
     return _split(case, to_borrowed=case.turn.tail)
 
 
-def _late_to_borrowed(case: Case) -> EngineView | None:
+def _late_to_borrowed(case: PlacementCase) -> EngineView | None:
     step = min(engine.speed.step_seconds for engine in case.able)
     late = case.turn.budget_seconds < 2 * case.turn.rest_tokens * step
     return _split(case, to_borrowed=late)
 
 
-def _split(case: Case, *, to_borrowed: bool) -> EngineView:
+def _split(case: PlacementCase, *, to_borrowed: bool) -> EngineView:
     wanted = borrowed(case.able) if to_borrowed else dedicated(case.able)
     return cheapest(case.turn, wanted or case.able, case.policy)
 

@@ -25,8 +25,8 @@ from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.freshness import Cadence, budget_seconds
-from rose_core.rollouts.guards import Outlook
-from rose_core.rollouts.inclusion import Arm, Fate, Inclusion, Outcome, assigned
+from rose_core.rollouts.guards import RolloutOutlook
+from rose_core.rollouts.inclusion import Arm, Fate, Inclusion, TrajectoryOutcome, assigned
 from rose_core.rollouts.inference import (
     LEAST_IDLE_AFTER_PUBLISH_SECONDS,
     Groups,
@@ -35,8 +35,8 @@ from rose_core.rollouts.inference import (
     is_over,
 )
 from rose_core.rollouts.lengths import Lengths
-from rose_core.rollouts.shares import Shares, stratum
-from rose_core.rollouts.vanish import Work, survives
+from rose_core.rollouts.shares import ContactShares, stratum
+from rose_core.rollouts.vanish import RemainingWork, survives
 from rose_core.rollouts.versions import lag
 from rose_core.rollouts.views import EngineView, TurnView
 from rose_core.wire.routing import EngineKind
@@ -145,7 +145,7 @@ class Prospects:
         self._cadence = Cadence()
         self._safe: tuple[float, bool] = (-math.inf, True)
         self.lengths = Lengths()
-        self.shares = Shares()
+        self.shares = ContactShares()
         self.inclusion = Inclusion()
         self.in_time = Inclusion()
         self.groups = Groups()
@@ -289,7 +289,9 @@ class Prospects:
         self.inferred_ends += len(ended)
         return len(ended)
 
-    def concluded(self, name: str, *, trained: bool, reward: float | None = None) -> Outcome | None:
+    def concluded(
+        self, name: str, *, trained: bool, reward: float | None = None
+    ) -> TrajectoryOutcome | None:
         """The trainer says what became of it.
 
         Returns:
@@ -310,14 +312,14 @@ class Prospects:
 
     def outlook(
         self, engines: Callable[[], Sequence[EngineView]], dice: float, now: float
-    ) -> Outlook:
+    ) -> RolloutOutlook:
         """What is known of all trajectories together."""
         at, safe = self._safe
         if now - at >= _SAFE_SECONDS:
             safe = survives(self._work(now), engines())
             self._safe = (now, safe)
         swapping = now - self._cadence.since < _SWAP_SECONDS
-        return Outlook(self.shares.overall, self.shares.by_stratum(), safe, dice, swapping)
+        return RolloutOutlook(self.shares.overall, self.shares.by_stratum(), safe, dice, swapping)
 
     def forget_silent(self, now: float, after: float = SILENT_SECONDS) -> int:
         """Forget trajectories that nothing was heard of for so long; their number."""
@@ -347,8 +349,10 @@ class Prospects:
             known.learned = True
             self.lengths.finished(known.group, known.tokens)
 
-    def _outcome(self, name: str, known: Trajectory, fate: Fate, reward: float | None) -> Outcome:
-        return Outcome(
+    def _outcome(
+        self, name: str, known: Trajectory, fate: Fate, reward: float | None
+    ) -> TrajectoryOutcome:
+        return TrajectoryOutcome(
             fate,
             known.arm,
             known.group or name,
@@ -403,11 +407,11 @@ class Prospects:
         left = math.inf if behind is None or most is None else float(most + 1 - behind)
         return stratum(rest.median, left)
 
-    def _work(self, now: float) -> list[Work]:
+    def _work(self, now: float) -> list[RemainingWork]:
         """What is in flight and has a deadline: the rest comes after it, and is never too late."""
         live = [(one, self._budget(one, now)) for one in self._live.values()]
         return [
-            Work(one.context, self.lengths.rest(one.group, one.tokens).median, budget)
+            RemainingWork(one.context, self.lengths.rest(one.group, one.tokens).median, budget)
             for one, budget in live
             if budget < math.inf
         ]

@@ -41,7 +41,7 @@ from enum import StrEnum
 from rose_core.rollouts.errors import InvalidRound
 
 
-class Kind(StrEnum):
+class RoundKind(StrEnum):
     """Of a round."""
 
     SHORT = "short"
@@ -49,7 +49,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RoundShape:
     """Sizes.
 
     Attributes:
@@ -100,7 +100,7 @@ class Opening:
     """
 
     number: int
-    kind: Kind
+    kind: RoundKind
     resumed: tuple[str, ...]
     fresh: int
     members: int
@@ -120,7 +120,7 @@ class Closing:
     """A round that ends: train on the batch, stop the deferred groups' members."""
 
     number: int
-    kind: Kind
+    kind: RoundKind
     batch: tuple[str, ...]
     deferred: tuple[Deferral, ...]
 
@@ -142,16 +142,16 @@ class Rounds:
         shape: sizes.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: RoundShape) -> None:
         self.shape = shape
         self._number = self._fresh = self._trained = self._dropped = 0
-        self._kind: Kind | None = None
+        self._kind: RoundKind | None = None
         self._running: OrderedDict[str, int] = OrderedDict()
         self._ready: list[str] = []
         self._deferred: OrderedDict[str, Deferral] = OrderedDict()
 
     @property
-    def kind(self) -> Kind | None:
+    def kind(self) -> RoundKind | None:
         """Of the round that is open; None between two."""
         return self._kind
 
@@ -196,16 +196,16 @@ class Rounds:
         self._number += 1
         if last or len(self._deferred) >= self.shape.batch:
             return self._open_long()
-        self._kind, self._fresh = Kind.SHORT, self.shape.started
-        return Opening(self._number, Kind.SHORT, (), self._fresh, self.shape.started_members)
+        self._kind, self._fresh = RoundKind.SHORT, self.shape.started
+        return Opening(self._number, RoundKind.SHORT, (), self._fresh, self.shape.started_members)
 
     def _open_long(self) -> Opening:
-        self._kind, self._fresh = Kind.LONG, 0
+        self._kind, self._fresh = RoundKind.LONG, 0
         resumed = tuple(self._deferred)[: self.shape.batch]
         for prompt in resumed:
             del self._deferred[prompt]
             self._running[prompt] = 0
-        return Opening(self._number, Kind.LONG, resumed, 0, self.shape.members)
+        return Opening(self._number, RoundKind.LONG, resumed, 0, self.shape.members)
 
     def begin(self, prompt: str) -> None:
         """A fresh prompt was drawn for the open round; its name must be new.

@@ -34,7 +34,7 @@ def length_bucket(tokens: float) -> str:
     return next((f"<{limit // 1000}k" for limit in _LENGTHS if tokens < limit), "16k+")
 
 
-class Shares:
+class ContactShares:
     """Fading counts of turns by stratum and kind of engine.
 
     Args:

@@ -32,7 +32,7 @@ from rose_core.rollouts.stops import MOST_WINDOW
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's own default
 
 
-class Rule(StrEnum):
+class SpliceRule(StrEnum):
     """What happens to a parameter when a turn moves."""
 
     CARRIED = "carried"
@@ -44,7 +44,7 @@ class Rule(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SpliceRow:
     """One line of the table.
 
     Attributes:
@@ -52,7 +52,7 @@ class Row:
         why: shown to the caller when the rule stands in its way.
     """
 
-    rule: Rule
+    rule: SpliceRule
     neutral: tuple[Any, ...] = (None,)
     why: str = ""
 
@@ -63,9 +63,9 @@ _UNSEEN = (
     f"{_MATCHES}, which only a router with --tokenizer sees, of up to {MOST_WINDOW - 1} tokens"
 )
 _GRAMMAR = "its grammar would start again at the cut"
-_CARRIED = Row(Rule.CARRIED)
+_CARRIED = SpliceRow(SpliceRule.CARRIED)
 
-SAMPLING: Mapping[str, Row] = {
+SAMPLING: Mapping[str, SpliceRow] = {
     **dict.fromkeys(
         (
             "temperature",
@@ -83,37 +83,45 @@ SAMPLING: Mapping[str, Row] = {
         ),
         _CARRIED,
     ),
-    "max_new_tokens": Row(Rule.ADJUSTED),
-    "min_new_tokens": Row(Rule.ADJUSTED),
-    "frequency_penalty": Row(Rule.DEDICATED, (None, 0), _COUNTS),
-    "presence_penalty": Row(Rule.DEDICATED, (None, 0), _COUNTS),
-    "repetition_penalty": Row(Rule.DEDICATED, (None, 1), _COUNTS),
-    "stop": Row(Rule.EMULATED, (None, "", []), _UNSEEN),
-    "stop_regex": Row(Rule.DEDICATED, (None, "", []), _MATCHES),
-    "json_schema": Row(Rule.DEDICATED, (None,), _GRAMMAR),
-    "regex": Row(Rule.DEDICATED, (None,), _GRAMMAR),
-    "ebnf": Row(Rule.DEDICATED, (None,), _GRAMMAR),
-    "structural_tag": Row(Rule.DEDICATED, (None,), _GRAMMAR),
-    "watermark": Row(Rule.DEDICATED, (None, {}), _COUNTS),
-    "custom_params": Row(Rule.CARRIED),  # never sent: ``fields``
-    "n": Row(Rule.SPLIT, (None, 1)),
-    "beam_width": Row(Rule.REFUSED, (None, 1), "beams cannot be streamed token by token"),
+    "max_new_tokens": SpliceRow(SpliceRule.ADJUSTED),
+    "min_new_tokens": SpliceRow(SpliceRule.ADJUSTED),
+    "frequency_penalty": SpliceRow(SpliceRule.DEDICATED, (None, 0), _COUNTS),
+    "presence_penalty": SpliceRow(SpliceRule.DEDICATED, (None, 0), _COUNTS),
+    "repetition_penalty": SpliceRow(SpliceRule.DEDICATED, (None, 1), _COUNTS),
+    "stop": SpliceRow(SpliceRule.EMULATED, (None, "", []), _UNSEEN),
+    "stop_regex": SpliceRow(SpliceRule.DEDICATED, (None, "", []), _MATCHES),
+    "json_schema": SpliceRow(SpliceRule.DEDICATED, (None,), _GRAMMAR),
+    "regex": SpliceRow(SpliceRule.DEDICATED, (None,), _GRAMMAR),
+    "ebnf": SpliceRow(SpliceRule.DEDICATED, (None,), _GRAMMAR),
+    "structural_tag": SpliceRow(SpliceRule.DEDICATED, (None,), _GRAMMAR),
+    "watermark": SpliceRow(SpliceRule.DEDICATED, (None, {}), _COUNTS),
+    "custom_params": SpliceRow(SpliceRule.CARRIED),  # never sent: ``fields``
+    "n": SpliceRow(SpliceRule.SPLIT, (None, 1)),
+    "beam_width": SpliceRow(
+        SpliceRule.REFUSED, (None, 1), "beams cannot be streamed token by token"
+    ),
 }
 
 _IDS_ONLY = "a turn is continued from its token ids"
 
 # Fields of the request beside ``sampling_params``; others that ``fields`` admits are carried.
-REQUEST: Mapping[str, Row] = {
-    "custom_logit_processor": Row(Rule.REFUSED, (None, "", []), "it is code"),
-    "return_hidden_states": Row(Rule.DEDICATED, (None, False), "held tokens become prompt"),
-    "return_routed_experts": Row(Rule.DEDICATED, (None, False), "held tokens become prompt"),
-    "session_params": Row(Rule.REFUSED, (None, {}), "the session would live in one engine"),
-    "lora_path": Row(Rule.REFUSED, (None, "", []), "adapters are not served"),
-    "input_embeds": Row(Rule.REFUSED, (None,), _IDS_ONLY),
-    "image_data": Row(Rule.REFUSED, (None, [], ""), _IDS_ONLY),
-    "audio_data": Row(Rule.REFUSED, (None, [], ""), _IDS_ONLY),
-    "video_data": Row(Rule.REFUSED, (None, [], ""), _IDS_ONLY),
-    "background": Row(Rule.REFUSED, (None, False), "a turn ends with its caller"),
+REQUEST: Mapping[str, SpliceRow] = {
+    "custom_logit_processor": SpliceRow(SpliceRule.REFUSED, (None, "", []), "it is code"),
+    "return_hidden_states": SpliceRow(
+        SpliceRule.DEDICATED, (None, False), "held tokens become prompt"
+    ),
+    "return_routed_experts": SpliceRow(
+        SpliceRule.DEDICATED, (None, False), "held tokens become prompt"
+    ),
+    "session_params": SpliceRow(
+        SpliceRule.REFUSED, (None, {}), "the session would live in one engine"
+    ),
+    "lora_path": SpliceRow(SpliceRule.REFUSED, (None, "", []), "adapters are not served"),
+    "input_embeds": SpliceRow(SpliceRule.REFUSED, (None,), _IDS_ONLY),
+    "image_data": SpliceRow(SpliceRule.REFUSED, (None, [], ""), _IDS_ONLY),
+    "audio_data": SpliceRow(SpliceRule.REFUSED, (None, [], ""), _IDS_ONLY),
+    "video_data": SpliceRow(SpliceRule.REFUSED, (None, [], ""), _IDS_ONLY),
+    "background": SpliceRow(SpliceRule.REFUSED, (None, False), "a turn ends with its caller"),
 }
 
 
@@ -141,11 +149,15 @@ def dedicated_because(
     return tuple(reason for reason in reasons if reason)
 
 
-def _standing(name: str, value: object, row: Row) -> str:
-    if value in row.neutral or row.rule in {Rule.CARRIED, Rule.ADJUSTED, Rule.SPLIT}:
+def _standing(name: str, value: object, row: SpliceRow) -> str:
+    if value in row.neutral or row.rule in {
+        SpliceRule.CARRIED,
+        SpliceRule.ADJUSTED,
+        SpliceRule.SPLIT,
+    }:
         return ""
     reason = f"{name}: {row.why}"
-    if row.rule is Rule.REFUSED:
+    if row.rule is SpliceRule.REFUSED:
         message = f"{reason}; the router does not take it"
         raise InvalidTurn(message)
     return reason

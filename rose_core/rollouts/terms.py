@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from rose_core.rollouts.prospects import Deadline, Prospects
 from rose_core.rollouts.views import Policy, PolicyName
-from rose_core.rollouts.watch import Patience
+from rose_core.rollouts.watch import LegPatience
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Policies:
 
     placement: Policy = field(default_factory=Policy)
     deadline: Deadline = field(default_factory=Deadline)
-    patience: Patience = field(default_factory=Patience)
+    patience: LegPatience = field(default_factory=LegPatience)
 
     def memory(self) -> Prospects:
         """An empty memory of trajectories under these policies."""
@@ -61,7 +61,7 @@ class Policies:
 
 
 def policies_of(
-    terms: LeaseTerms, tuning: Policy | None = None, patience: Patience | None = None
+    terms: LeaseTerms, tuning: Policy | None = None, patience: LegPatience | None = None
 ) -> Policies:
     """The policies that the terms ask for.
 
@@ -74,5 +74,5 @@ def policies_of(
     return Policies(
         replace(tuning or Policy(), max_staleness=terms.max_staleness, name=terms.placement),
         Deadline(publishes=max_age),
-        patience or Patience(),
+        patience or LegPatience(),
     )

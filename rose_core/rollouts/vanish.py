@@ -15,7 +15,7 @@ from rose_core.wire.routing import EngineKind
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RemainingWork:
     """What a trajectory in flight still needs.
 
     Attributes:
@@ -29,7 +29,7 @@ class Work:
     budget_seconds: float
 
 
-def survives(work: Iterable[Work], engines: Sequence[EngineView]) -> bool:
+def survives(work: Iterable[RemainingWork], engines: Sequence[EngineView]) -> bool:
     """Whether the dedicated engines alone would finish the work in time; without any: no."""
     ours = [engine for engine in engines if engine.kind is EngineKind.DEDICATED and engine.cap]
     if not ours:

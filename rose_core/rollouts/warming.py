@@ -7,7 +7,7 @@ now: the engine that placement would choose is asked to prefill it at once, and 
 | the resting trajectory | then |
 |---|---|
 | has a short context | left alone: not worth a request |
-| of those that rested as long, fewer than half came back (``Returns``) | left alone |
+| of those that rested as long, fewer than half came back (``ReturnRates``) | left alone |
 | its home has its keys and is open, or shut for a moment only | left alone |
 | its home is gone, leaves, was given other weights, or is shut for long | warmed there |
 
@@ -21,7 +21,7 @@ now: the engine that placement would choose is asked to prefill it at once, and 
 
 Nobody says that a trajectory is over, so each is judged by how others came back. The newest go
 first: a gap that has lasted long is likely to last longer. Shells send the prefill,
-end it when the gate closes or the turn comes, and count what came of it (``Ended``).
+end it when the gate closes or the turn comes, and count what came of it (``WarmOutcome``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rose_core.rollouts.dispatch import Scene, anywhere
+from rose_core.rollouts.dispatch import DispatchState, anywhere
 from rose_core.rollouts.placement import EngineView, Placement, TurnView, sort_out
 from rose_core.wire.routing import EngineKind
 
@@ -42,7 +42,7 @@ _GAPS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 _KEEP = 1.0 - 1.0 / 512
 
 
-class Returns:
+class ReturnRates:
     """How many of those that rested for so long came back; the last few hundred count."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Returns:
         self._never *= _KEEP
 
 
-class Ended(StrEnum):
+class WarmOutcome(StrEnum):
     """What came of a prefix that was warmed; also the metric's label."""
 
     USED = "Used"
@@ -80,7 +80,7 @@ class Ended(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class WarmBound:
     """How much is warmed.
 
     Attributes:
@@ -133,12 +133,12 @@ class Warm:
 
 def to_warm(
     resting: Sequence[Resting],
-    scene: Scene,
-    returns: Returns,
+    scene: DispatchState,
+    returns: ReturnRates,
     *,
     waiting: int,
     warming: Set[str],
-    bound: Bound = Bound(),
+    bound: WarmBound = WarmBound(),
 ) -> tuple[Warm, ...]:
     """What to warm now.
 
@@ -170,14 +170,14 @@ def to_warm(
     return tuple(found)
 
 
-def _calm(engine: EngineView, bound: Bound) -> bool:
+def _calm(engine: EngineView, bound: WarmBound) -> bool:
     """Whether an engine may be asked for what nobody waits for."""
     if engine.kind is EngineKind.DEDICATED:
         return engine.gate_open
     return engine.gate_open and engine.hazard.open_share >= bound.open_share
 
 
-def _homeless(one: Resting, home: EngineView | None, now: float, bound: Bound) -> bool:
+def _homeless(one: Resting, home: EngineView | None, now: float, bound: WarmBound) -> bool:
     """Whether its next turn would find no keys, and that is worth something."""
     if one.times >= bound.times or one.context < bound.least_tokens:
         return False
@@ -186,7 +186,7 @@ def _homeless(one: Resting, home: EngineView | None, now: float, bound: Bound) -
     return one.shut_since is not None and now - one.shut_since >= bound.shut_seconds
 
 
-def _next_home(turn: TurnView, calm: Sequence[EngineView], scene: Scene) -> str:
+def _next_home(turn: TurnView, calm: Sequence[EngineView], scene: DispatchState) -> str:
     """Where placement would send it now; empty when nowhere."""
     found = sort_out(turn, calm, scene.head, scene.policy, scene.now)
     answer = anywhere(turn, found, scene)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Move(StrEnum):
+class MoveReason(StrEnum):
     """Why a turn left an engine; also the metric's label."""
 
     REVOKED = "Revoked"
@@ -33,7 +33,7 @@ class Move(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class LegPatience:
     """How long a leg may stand still, in seconds.
 
     Attributes:
@@ -64,7 +64,7 @@ class LegView:
     excess: bool = False
 
 
-def judge(leg: LegView, patience: Patience, elsewhere: bool, now: float) -> Move | None:
+def judge(leg: LegView, patience: LegPatience, elsewhere: bool, now: float) -> MoveReason | None:
     """Why the leg must end now, or ``None``.
 
     Args:
@@ -74,13 +74,13 @@ def judge(leg: LegView, patience: Patience, elsewhere: bool, now: float) -> Move
         now: seconds of the router's clock.
     """
     if not leg.known:
-        return Move.GONE
+        return MoveReason.GONE
     if leg.leaving:
-        return Move.REVOKED
+        return MoveReason.REVOKED
     if not leg.gate_open:
         waited = now - leg.gate_since >= patience.pause_seconds
-        return Move.PAUSED if waited and elsewhere else None
+        return MoveReason.PAUSED if waited and elsewhere else None
     if leg.excess and elsewhere:
-        return Move.CAP_CUT
+        return MoveReason.CAP_CUT
     stalled = now - max(leg.last_event, leg.gate_since) >= patience.stall_seconds
-    return Move.STALLED if stalled else None
+    return MoveReason.STALLED if stalled else None

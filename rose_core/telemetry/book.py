@@ -15,9 +15,9 @@ from rose_core.telemetry.events import (
     Arrived,
     Dismissed,
     Ended,
+    EndKind,
     FirstToken,
     Health,
-    How,
     Progress,
     Sized,
     TapEvent,
@@ -55,7 +55,7 @@ class LiveRequest:
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRequest:
     """One finished request; ``ttft_s`` and ``tpot_s`` are None where they have no meaning."""
 
     number: int
@@ -65,7 +65,7 @@ class Finished:
     size: int
     tokens: int
     status: int
-    how: How
+    how: EndKind
     path: str
 
     @property
@@ -83,7 +83,7 @@ class Finished:
     @property
     def good(self) -> bool:
         """The response was complete and successful."""
-        return self.how is How.COMPLETE and self.status == 200
+        return self.how is EndKind.COMPLETE and self.status == 200
 
 
 class Book:
@@ -105,7 +105,7 @@ class Book:
         self._idle_share = 1.0
         self._busy_ns = 0
 
-    def apply(self, event: TapEvent, now_ns: int) -> Finished | None:
+    def apply(self, event: TapEvent, now_ns: int) -> FinishedRequest | None:
         """Take one event; a finished request is returned."""
         if isinstance(event, Health):
             self._health(event, now_ns)
@@ -121,7 +121,7 @@ class Book:
             return None
         return self._on_live(event, now_ns)
 
-    def _on_live(self, event: TapEvent, now_ns: int) -> Finished | None:
+    def _on_live(self, event: TapEvent, now_ns: int) -> FinishedRequest | None:
         assert not isinstance(event, Health | Arrived)  # noqa: S101  # dispatched above
         request = self.live.get(event.request)
         if request is None:
@@ -139,7 +139,7 @@ class Book:
         elif isinstance(event, Ended):
             self._remove(event.request, now_ns)
             self.tokens_total += event.tokens
-            return Finished(
+            return FinishedRequest(
                 request.number,
                 request.arrived_ns,
                 request.first_ns,

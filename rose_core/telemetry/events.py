@@ -15,7 +15,7 @@ PERIOD_NS = 100_000_000
 """Of the duty cycle; a period begins where the clock is a multiple of it, for guard and tap."""
 
 
-class How(StrEnum):
+class EndKind(StrEnum):
     """How a request ended."""
 
     COMPLETE = "Complete"
@@ -81,7 +81,7 @@ class Ended(msgspec.Struct, frozen=True, tag="e", array_like=True):
     time_ns: int
     tokens: int
     status: int
-    how: How
+    how: EndKind
 
 
 class Health(msgspec.Struct, frozen=True, tag="h", array_like=True):

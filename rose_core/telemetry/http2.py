@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from hpack import Decoder, HPACKError
 
-from rose_core.telemetry.events import How
+from rose_core.telemetry.events import EndKind
 from rose_core.telemetry.h2frames import (
     END_HEADERS,
     END_STREAM,
@@ -128,7 +128,7 @@ class Http2:
         """Bytes of the server."""
         self._read(self._sides[False], piece, time_ns, to_server=False)
 
-    def end_all(self, time_ns: int, how: How) -> None:
+    def end_all(self, time_ns: int, how: EndKind) -> None:
         """The connection is over."""
         for number in list(self._streams):
             self._end(number, time_ns, how)
@@ -156,7 +156,7 @@ class Http2:
 
     def _from_client(self, side: _Side, frame: Frame, time_ns: int) -> None:
         if frame.kind is Kind.RST_STREAM:
-            self._end(frame.stream, time_ns, How.RESET)
+            self._end(frame.stream, time_ns, EndKind.RESET)
         elif frame.kind is Kind.HEADERS and frame.stream > self._newest:
             self._newest = frame.stream
             self._streams[frame.stream] = _Stream(self._ledger.arrive(time_ns))
@@ -183,7 +183,7 @@ class Http2:
         if frame.kind is Kind.GOAWAY:
             last = int.from_bytes(frame.data[:4]) & 0x7FFFFFFF
             for number in [n for n in self._streams if n > last]:
-                self._end(number, time_ns, How.RESET)
+                self._end(number, time_ns, EndKind.RESET)
             return
         headers = None
         if frame.kind in {Kind.HEADERS, Kind.CONTINUATION} and frame.whole:
@@ -196,11 +196,11 @@ class Http2:
         if headers is not None:
             self._answer(stream, headers)
             if side.block_flags & END_STREAM:
-                self._end(frame.stream, time_ns, How.COMPLETE)
+                self._end(frame.stream, time_ns, EndKind.COMPLETE)
         elif frame.kind is Kind.DATA:
             self._data(stream, frame, time_ns)
         elif frame.kind is Kind.RST_STREAM:
-            self._end(frame.stream, time_ns, How.RESET)
+            self._end(frame.stream, time_ns, EndKind.RESET)
 
     def _join(self, number: int, time_ns: int) -> None:
         """A response whose request was sent before the tap began."""
@@ -221,9 +221,9 @@ class Http2:
         else:
             self._ledger.body(stream.request, frame.data, time_ns)
         if frame.whole and frame.flags & END_STREAM:
-            self._end(frame.stream, time_ns, How.COMPLETE)
+            self._end(frame.stream, time_ns, EndKind.COMPLETE)
 
-    def _end(self, number: int, time_ns: int, how: How) -> None:
+    def _end(self, number: int, time_ns: int, how: EndKind) -> None:
         stream = self._streams.pop(number, None)
         if stream is not None:
             self._ledger.end(stream.request, time_ns, how)

@@ -16,8 +16,8 @@ from rose_core.telemetry.events import (
     Arrived,
     Dismissed,
     Ended,
+    EndKind,
     FirstToken,
-    How,
     Progress,
     Sized,
     TapEvent,
@@ -170,7 +170,7 @@ class Ledger:
             request.told_ns = time_ns
             self._events.append(Progress(self.replica, request.number, time_ns, request.tokens()))
 
-    def end(self, request: Request, time_ns: int, how: How) -> None:
+    def end(self, request: Request, time_ns: int, how: EndKind) -> None:
         """A request is over."""
         if request.quiet:
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rose_core.telemetry.events import How
+from rose_core.telemetry.events import EndKind
 from rose_core.telemetry.ledger import Ledger, Request
 from rose_core.telemetry.segments import Piece
 
@@ -43,7 +43,7 @@ class Opaque:
     def client(self, _piece: Piece, time_ns: int) -> None:
         """Bytes of the client: more of a request, or the next one."""
         if self._request is None or self._answered:
-            self.end_all(time_ns, How.REPLACED)
+            self.end_all(time_ns, EndKind.REPLACED)
             self._request = self._ledger.arrive(time_ns, opaque=True)
         self._answered = False
         self._ledger.touch(self._request, time_ns)
@@ -55,7 +55,7 @@ class Opaque:
         self._answered = True
         self._ledger.touch(self._request, time_ns)
 
-    def end_all(self, time_ns: int, how: How) -> None:
+    def end_all(self, time_ns: int, how: EndKind) -> None:
         """The connection is over."""
         if self._request is not None:
             self._ledger.end(self._request, time_ns, how)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from rose_core.telemetry.events import How
+from rose_core.telemetry.events import EndKind
 from rose_core.telemetry.http1 import Mark, MarkKind, Reader, decimal
 from rose_core.telemetry.ledger import Ledger, Request
 from rose_core.telemetry.segments import Piece
@@ -92,7 +92,7 @@ class Plain:
     def _missed_end(self, time_ns: int) -> None:
         """A new response begins although the one before has not been seen to end."""
         if not self._answered.idle and len(self._open) > 1:
-            self._ledger.end(self._open.popleft(), time_ns, How.REPLACED)
+            self._ledger.end(self._open.popleft(), time_ns, EndKind.REPLACED)
         self._answered.reset()
 
     def _join_response(self, time_ns: int) -> None:
@@ -114,9 +114,9 @@ class Plain:
         elif mark.kind is MarkKind.DONE:
             interim = mark.head is not None and mark.head.second.startswith("1")
             if not interim:
-                self._ledger.end(self._open.popleft(), time_ns, How.COMPLETE)
+                self._ledger.end(self._open.popleft(), time_ns, EndKind.COMPLETE)
 
-    def end_all(self, time_ns: int, how: How) -> None:
+    def end_all(self, time_ns: int, how: EndKind) -> None:
         """The connection is over."""
         while self._open:
             self._ledger.end(self._open.popleft(), time_ns, how)

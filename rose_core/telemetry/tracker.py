@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from rose_core.telemetry.events import Arrived, How, TapEvent
+from rose_core.telemetry.events import Arrived, EndKind, TapEvent
 from rose_core.telemetry.h2frames import looks_like_frames
 from rose_core.telemetry.http2 import Http2
 from rose_core.telemetry.ledger import Ledger, Request
@@ -85,7 +85,7 @@ class Conversation(Protocol):
     def server(self, piece: Piece, time_ns: int) -> None:
         """Bytes of the server."""
 
-    def end_all(self, time_ns: int, how: How) -> None:
+    def end_all(self, time_ns: int, how: EndKind) -> None:
         """The connection is over."""
 
 
@@ -184,7 +184,7 @@ class Tracker:
         elif opens is not None:
             if opens == connection.began:
                 return self.ledger.take()
-            self._drop(client, segment.time_ns, How.REPLACED)
+            self._drop(client, segment.time_ns, EndKind.REPLACED)
             connection = self._open(client, opens)
         connection.touched_ns = segment.time_ns
         self._connections.move_to_end(client)
@@ -229,7 +229,7 @@ class Tracker:
             # Whatever was under way goes on unseen: one outstanding request stands for it.
             connection.talk = Opaque(self.ledger)
             connection.talk.server(piece, segment.time_ns)
-            talk.end_all(segment.time_ns, How.REPLACED)
+            talk.end_all(segment.time_ns, EndKind.REPLACED)
 
     def _recognise(self, data: bytes, *, joined: bool) -> Conversation:
         if data.startswith(_PREFACE_START):
@@ -249,13 +249,13 @@ class Tracker:
             # A half-closed client may still read; SGLang and vLLM abort at once and then close
             # their side, which is the end that counts.
             return
-        self._drop(client, segment.time_ns, How.RESET if reset else How.CLOSED)
+        self._drop(client, segment.time_ns, EndKind.RESET if reset else EndKind.CLOSED)
         # Kept for a while: what the server was still writing must not look like a new response.
         self._closed[client] = _Closed(segment.time_ns, connection.began)
         if len(self._closed) > _MOST_CLOSED:
             self._closed.popitem(last=False)
 
-    def _drop(self, client: Client, time_ns: int, how: How) -> None:
+    def _drop(self, client: Client, time_ns: int, how: EndKind) -> None:
         connection = self._connections.pop(client)
         if connection.talk is not None:
             connection.talk.end_all(time_ns, how)
@@ -273,5 +273,5 @@ class Tracker:
                 break
             if crowded and connection.busy():
                 self.lost_ns = now_ns
-            self._drop(client, now_ns, How.EXPIRED)
+            self._drop(client, now_ns, EndKind.EXPIRED)
         return self.ledger.take()

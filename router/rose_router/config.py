@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rose_core.rollouts.admission import Queue
+from rose_core.rollouts.admission import QueueLimits
 from rose_core.rollouts.placement import Policy
 from rose_core.rollouts.quorum import Quorum
 from rose_core.rollouts.terms import LeaseTerms, Policies, policies_of
-from rose_core.rollouts.watch import Patience
-from rose_router.listener import Limits
+from rose_core.rollouts.watch import LegPatience
+from rose_router.listener import ConnectionLimits
 from rose_router.replicas.peers import Link, Resolve
 from rose_wire.service_accounts import ServiceAccounts
 
@@ -61,7 +61,7 @@ class Settings:
     accounts: ServiceAccounts | None = None
     authenticate: bool = False
     http_tls_dir: Path | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     tls_dir: Path | None = None
     tls_client_ca: Path | None = None
     operator_ca: Path | None = None
@@ -83,8 +83,8 @@ class Settings:
     link: Link | None = None
     terms: LeaseTerms = field(default_factory=LeaseTerms)
     tuning: Policy = field(default_factory=Policy)
-    patience: Patience = field(default_factory=Patience)
-    queue: Queue = field(default_factory=Queue)
+    patience: LegPatience = field(default_factory=LegPatience)
+    queue: QueueLimits = field(default_factory=QueueLimits)
 
     @property
     def policies(self) -> Policies:

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rose_core.rollouts.admission import Queue
+from rose_core.rollouts.admission import QueueLimits
 from rose_core.rollouts.placement import Policy, PolicyName
 from rose_core.rollouts.quorum import Quorum
 from rose_core.rollouts.terms import LeaseTerms
 from rose_core.rollouts.views import BIASED
-from rose_core.rollouts.watch import Patience
+from rose_core.rollouts.watch import LegPatience
 from rose_router.config import Settings
-from rose_router.listener import Limits
+from rose_router.listener import ConnectionLimits
 from rose_router.replicas.peers import Link, by_dns
 from rose_wire import tls
 from rose_wire.flags import add_log_level, amount, count, listener, share, token, web
@@ -188,7 +188,7 @@ def settings(flags: argparse.Namespace) -> Settings:
         accounts=_accounts(flags.account_keys),
         authenticate=flags.authenticate,
         http_tls_dir=flags.http_tls_dir,
-        limits=Limits(
+        limits=ConnectionLimits(
             flags.max_connections, flags.head_seconds, flags.body_seconds, flags.write_seconds
         ),
         max_body_bytes=flags.max_body_bytes,
@@ -210,8 +210,8 @@ def settings(flags: argparse.Namespace) -> Settings:
             explore=flags.explore,
             control=flags.control_share,
         ),
-        patience=Patience(flags.pause_seconds, flags.stall_seconds),
-        queue=Queue(flags.queue_limit, flags.queue_seconds),
+        patience=LegPatience(flags.pause_seconds, flags.stall_seconds),
+        queue=QueueLimits(flags.queue_limit, flags.queue_seconds),
     )
 
 

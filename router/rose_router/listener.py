@@ -39,7 +39,7 @@ _FULL = (
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ConnectionLimits:
     """What callers may take.
 
     Attributes:
@@ -56,7 +56,7 @@ class Limits:
 
 
 @dataclass(eq=False)
-class Door(asyncio.Protocol):
+class LimitedConnection(asyncio.Protocol):
     """One connection: passes everything on to aiohttp's protocol, and counts.
 
     Attributes:
@@ -65,7 +65,7 @@ class Door(asyncio.Protocol):
     """
 
     inner: asyncio.Protocol
-    doors: Doors
+    doors: ConnectionLimiter
     opened: float
     transport: asyncio.Transport | None = None
     spoken: bool = False
@@ -106,7 +106,7 @@ class Door(asyncio.Protocol):
         self.inner.resume_writing()
 
 
-class Doors:
+class ConnectionLimiter:
     """All connections of callers.
 
     Args:
@@ -117,15 +117,15 @@ class Doors:
             lies unread, and their silence is its own.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self.clock = 0.0
-        self._open: dict[asyncio.BaseTransport, Door] = {}
+        self._open: dict[asyncio.BaseTransport, LimitedConnection] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def enter(self, door: Door) -> bool:
+    def enter(self, door: LimitedConnection) -> bool:
         """Whether there is room for one more."""
         if len(self._open) >= self._limits.connections or door.transport is None:
             metrics.REFUSED.labels("Connections").inc()
@@ -134,7 +134,7 @@ class Doors:
         metrics.CONNECTIONS.set(len(self._open))
         return True
 
-    def leave(self, door: Door) -> None:
+    def leave(self, door: LimitedConnection) -> None:
         """It has ended."""
         if door.transport is not None:
             self._open.pop(door.transport, None)
@@ -212,7 +212,7 @@ class Certificate:
 @contextlib.asynccontextmanager
 async def listening(
     server: web.Server,
-    doors: Doors,
+    doors: ConnectionLimiter,
     address: str,
     tls_dir: Path | None = None,
     client_ca: Path | None = None,
@@ -237,7 +237,7 @@ async def listening(
     def door() -> asyncio.BaseProtocol:
         if certificate is not None:
             certificate.refresh()
-        return Door(server(), doors, doors.clock)
+        return LimitedConnection(server(), doors, doors.clock)
 
     host, port = address.rsplit(":", 1)
     loop = asyncio.get_running_loop()

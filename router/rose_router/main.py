@@ -25,11 +25,11 @@ from rose_router.errors import BadRequest
 from rose_router.flags import parser, settings
 from rose_router.http import app, forward
 from rose_router.http.tokenization import Tokenizer
-from rose_router.listener import HEAD_BYTES, Doors, listening
+from rose_router.listener import HEAD_BYTES, ConnectionLimiter, listening
 from rose_router.replicas import relay
 from rose_router.replicas.peers import Peers
 from rose_router.turns.barrier import Barrier, HttpIngest
-from rose_router.turns.demand import Asked
+from rose_router.turns.demand import DemandFeed
 from rose_router.turns.service import Service
 from rose_wire import tls
 from rose_wire.errors import Unavailable
@@ -40,7 +40,7 @@ LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningRouter:
     """A router that serves.
 
     Attributes:
@@ -70,7 +70,7 @@ def _peers(config: Settings, service: Service, session: aiohttp.ClientSession) -
 
 @contextlib.asynccontextmanager
 async def _listening_to_peers(
-    server: web.Server, doors: Doors, address: str, config: Settings
+    server: web.Server, doors: ConnectionLimiter, address: str, config: Settings
 ) -> AsyncIterator[int]:
     if config.link is None:
         yield 0
@@ -88,7 +88,7 @@ async def running(
     attach_address: str = "127.0.0.1:0",
     peer_address: str = "127.0.0.1:0",
     client: EngineClient | None = None,
-) -> AsyncIterator[Running]:
+) -> AsyncIterator[RunningRouter]:
     """Serve until the block ends; live turns are drained then.
 
     Args:
@@ -111,9 +111,9 @@ async def running(
         server = Server(token=config.attach_token, credentials=credentials)
         attachments = Attachments(service.fleet, config.lease, config.dedicated)
         attachments.serve_on(server)
-        asked = Asked(service)
+        asked = DemandFeed(service)
         asked.serve_on(server)
-        doors = Doors(config.limits)
+        doors = ConnectionLimiter(config.limits)
         barrier = Barrier(
             service.fleet,
             service.room,
@@ -150,7 +150,7 @@ async def running(
                 attach_port = await server.start(attach_address)
                 if peers:
                     await peers.start()
-                yield Running(service, port, attach_port, peer_port)
+                yield RunningRouter(service, port, attach_port, peer_port)
                 await service.drain()
         finally:
             looking.cancel()

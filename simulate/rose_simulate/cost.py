@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from rose_core.accounting.cost import Prices
-from rose_core.accounting.leases import Beside, ledger_of
+from rose_core.accounting.leases import OutsideLeases, ledger_of
 from rose_core.accounting.ledger import ServingImpact, allowed_hundredths, total
 from rose_core.accounting.page import GIGABYTE, MICRO, html, money, percent
 from rose_core.accounting.statement import Statement, statement
@@ -132,7 +132,7 @@ def _of_leases(
         except (KeyError, TypeError, ValueError) as error:
             message = f"{path}: items[{index}]: no RolloutLease with status.totals ({error})"
             raise CostError(message) from error
-        beside = Beside(
+        beside = OutsideLeases(
             round(options.dedicated_gpu_hours * 3_600_000), options.accepted, options.correct
         )
         slo = options.percentile

@@ -18,7 +18,7 @@ from rose_simulate.model.fleet import Fleet, FleetOutcome
 from rose_simulate.model.fleet_scenario import FleetScenario
 from rose_simulate.model.outcome import Interval, paired_ratio
 from rose_simulate.model.scenario import Regime
-from rose_simulate.model.world import Material
+from rose_simulate.model.simulation import SimulationInputs
 
 # Requests per second and replica at which a replica is simulated event by event: up to what the
 # densest bin of the traces shipped brings (code, 26 times a mean of 0.5).
@@ -34,7 +34,7 @@ class FleetResult(msgspec.Struct, frozen=True):
 
 def run_fleet(
     told: FleetScenario,
-    material: Material,
+    material: SimulationInputs,
     progress: Callable[[FleetOutcome], None],
     derates: Sequence[float] = (),
 ) -> FleetResult:
@@ -55,7 +55,7 @@ def run_bins(
     told: FleetScenario,
     regime: Regime,
     seed: int,
-    material: Material,
+    material: SimulationInputs,
     curves: tuple[Curve, ...],
 ) -> FleetOutcome:
     """One run, whose replicas give what the curves say."""
@@ -83,7 +83,7 @@ def against(result: FleetResult, one: FleetOutcome, regime: Regime) -> Interval 
     return paired_ratio(ours, base)
 
 
-def alone_of(told: FleetScenario, material: Material, seed: int) -> list[Alone]:
+def alone_of(told: FleetScenario, material: SimulationInputs, seed: int) -> list[Alone]:
     """Each kind of service with nothing lent."""
     return [
         by_itself(
@@ -97,7 +97,7 @@ def alone_of(told: FleetScenario, material: Material, seed: int) -> list[Alone]:
 
 
 def curves_of(
-    told: FleetScenario, regime: Regime, material: Material, seed: int, alone: list[Alone]
+    told: FleetScenario, regime: Regime, material: SimulationInputs, seed: int, alone: list[Alone]
 ) -> tuple[Curve, ...]:
     """Each kind of service when lent; drawn with the run's seed, as they hold its randomness."""
     return tuple(

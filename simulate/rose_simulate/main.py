@@ -20,9 +20,9 @@ from rose_simulate.fleets import FleetResult, fleet_table, run_fleet
 from rose_simulate.model.errors import SimulationError
 from rose_simulate.model.fleet import FleetOutcome
 from rose_simulate.model.fleet_scenario import FleetScenario
-from rose_simulate.model.outcome import Outcome
+from rose_simulate.model.outcome import RunOutcome
 from rose_simulate.model.scenario import Regime, Scenario
-from rose_simulate.model.world import Material
+from rose_simulate.model.simulation import SimulationInputs
 from rose_simulate.overrides import changed
 from rose_simulate.reading import read_material, read_scenario
 from rose_simulate.study import Result, study, table
@@ -101,13 +101,13 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _fleet(scenario: FleetScenario, material: Material, options: argparse.Namespace) -> int:
+def _fleet(scenario: FleetScenario, material: SimulationInputs, options: argparse.Namespace) -> int:
     found = run_fleet(scenario, material, _progress, options.derate or ())
     sys.stdout.write(f"{fleet_table(found)}\nwritten to {write(found, options.out)}\n")
     return 0
 
 
-def _progress(outcome: Outcome | FleetOutcome) -> None:
+def _progress(outcome: RunOutcome | FleetOutcome) -> None:
     sys.stderr.write(f"seed {outcome.seed} {outcome.regime}: done\n")
 
 

@@ -14,7 +14,7 @@ from rose_core.accounting.ledger import total
 from rose_core.accounting.statement import SWEEP, statement
 from rose_simulate.fleets import FleetResult, against
 from rose_simulate.model.fleet import FleetOutcome
-from rose_simulate.model.outcome import Interval, Outcome, paired_ratio
+from rose_simulate.model.outcome import Interval, RunOutcome, paired_ratio
 from rose_simulate.model.run import ledger
 from rose_simulate.model.scenario import Regime
 from rose_simulate.study import PRICES, Result, Row, per_violation
@@ -76,20 +76,22 @@ def _cell(first: Result, row: Row) -> Row:
     return msgspec.structs.replace(row, slowdown=max(factors))
 
 
-def _of(result: Result, row: Row) -> list[Outcome]:
+def _of(result: Result, row: Row) -> list[RunOutcome]:
     cell = (row.regime, row.derate, row.slowdown)
     return [one for one in result.outcomes if (one.regime, one.derate, one.slowdown) == cell]
 
 
-def _useful(one: Outcome) -> float:
+def _useful(one: RunOutcome) -> float:
     return one.useful_tokens_per_s
 
 
-def _accepted(one: Outcome) -> float:
+def _accepted(one: RunOutcome) -> float:
     return float(sum(job.accepted for job in one.jobs))
 
 
-def _ratio(ours: list[Outcome], base: list[Outcome], figure: Callable[[Outcome], float]) -> str:
+def _ratio(
+    ours: list[RunOutcome], base: list[RunOutcome], figure: Callable[[RunOutcome], float]
+) -> str:
     pairs = [figure(one) for one in ours], [figure(one) for one in base]
     return _shown(paired_ratio(*pairs)) if min(*pairs[0], *pairs[1]) > 0 else ""
 

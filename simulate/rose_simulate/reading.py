@@ -14,6 +14,7 @@ from rose_simulate.model.errors import Impossible, ScenarioError, TraceError
 from rose_simulate.model.fleet_scenario import FleetScenario, impossible_fleet
 from rose_simulate.model.possible import Where, impossible
 from rose_simulate.model.scenario import Scenario, Service
+from rose_simulate.model.simulation import SimulationInputs
 from rose_simulate.model.workload import (
     USUAL_SPAN,
     Arrival,
@@ -23,7 +24,6 @@ from rose_simulate.model.workload import (
     episodes,
     shape,
 )
-from rose_simulate.model.world import Material
 
 ROWS = "rows.json"
 """File name of a trace -> its rows; beside the traces, and optional."""
@@ -93,7 +93,7 @@ def _child(node: yaml.Node, step: str | int) -> tuple[yaml.Node, int] | None:
     return None
 
 
-def read_material(path: Path, scenario: Scenario | FleetScenario) -> Material:
+def read_material(path: Path, scenario: Scenario | FleetScenario) -> SimulationInputs:
     """Read the traces a scenario names, relative to its own folder.
 
     Raises:
@@ -103,7 +103,7 @@ def read_material(path: Path, scenario: Scenario | FleetScenario) -> Material:
     services = [one if isinstance(one, Service) else one.service for one in scenario.services]
     names = {service.load.trace for service in services if service.load.trace}
     shapes = {service.load.shape for service in services if service.load.shape}
-    return Material(
+    return SimulationInputs(
         read_episodes(folder / scenario.episodes, _span(scenario)),
         {name: read_arrivals(folder / name) for name in sorted(names)},
         {name: shape(_rows(folder / name), str(folder / name)) for name in sorted(shapes)},

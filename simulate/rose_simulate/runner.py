@@ -20,15 +20,15 @@ from typing import Final
 import msgspec
 
 import rose_core
-from rose_simulate.model.outcome import Outcome
-from rose_simulate.model.regimes import RULES, Lends
+from rose_simulate.model.outcome import RunOutcome
+from rose_simulate.model.regimes import RULES, LendingMode
 from rose_simulate.model.run import Alone, run
 from rose_simulate.model.scenario import Regime, Scenario
-from rose_simulate.model.world import Material
+from rose_simulate.model.simulation import SimulationInputs
 
 _NOT_OF_A_RUN: Final = {"name", "seeds", "regimes"}
 
-Found = tuple[Outcome, Alone]
+Found = tuple[RunOutcome, Alone]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Case:
 
     def key(self, regime: Regime) -> str:
         """What the result depends on: what co-running costs is nothing to who never co-runs."""
-        idle = {"interference"} if RULES[regime].lends is Lends.NOTHING else set[str]()
+        idle = {"interference"} if RULES[regime].lends is LendingMode.NOTHING else set[str]()
         told = self.scenario.model_dump_json(exclude=_NOT_OF_A_RUN | idle)
         return f"{self.seed}/{regime}/{told}"
 
@@ -67,11 +67,14 @@ class Runner:
         self._known: dict[str, Found] = {}
 
     def run(
-        self, cases: Sequence[Case], material: Material, progress: Callable[[Outcome], None]
-    ) -> list[list[Outcome]]:
+        self,
+        cases: Sequence[Case],
+        material: SimulationInputs,
+        progress: Callable[[RunOutcome], None],
+    ) -> list[list[RunOutcome]]:
         """The outcomes of every case, in the order of its regimes."""
         asked = [self._ask(case, material) for case in cases]
-        answers: list[list[Outcome]] = []
+        answers: list[list[RunOutcome]] = []
         for case, future in zip(cases, asked, strict=True):
             for key, found in (future.result() if future is not None else {}).items():
                 self._known[key] = found
@@ -92,7 +95,7 @@ class Runner:
         keys = (case.key(regime) for regime in case.regimes)
         return {key: self._known[key] for key in keys if key in self._known}
 
-    def _ask(self, case: Case, material: Material) -> Future[dict[str, Found]] | None:
+    def _ask(self, case: Case, material: SimulationInputs) -> Future[dict[str, Found]] | None:
         if self._pool is None:
             return None
         return self._pool.submit(_run, case, material, self._part(case), None, self._kept)
@@ -105,9 +108,9 @@ class Runner:
 
 def _run(
     case: Case,
-    material: Material,
+    material: SimulationInputs,
     known: dict[str, Found],
-    progress: Callable[[Outcome], None] | None,
+    progress: Callable[[RunOutcome], None] | None,
     kept: Path | None,
 ) -> dict[str, Found]:
     """What is not known of the case."""
@@ -128,7 +131,7 @@ def _run(
     return made
 
 
-def _read(kept: Path | None, key: str, material: Material) -> Found | None:
+def _read(kept: Path | None, key: str, material: SimulationInputs) -> Found | None:
     path = _path(kept, key, material)
     if path is None or not path.exists():
         return None
@@ -136,7 +139,7 @@ def _read(kept: Path | None, key: str, material: Material) -> Found | None:
     return found
 
 
-def _write(kept: Path | None, key: str, material: Material, found: Found) -> None:
+def _write(kept: Path | None, key: str, material: SimulationInputs, found: Found) -> None:
     path = _path(kept, key, material)
     if path is not None and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +148,7 @@ def _write(kept: Path | None, key: str, material: Material, found: Found) -> Non
         part.replace(path)
 
 
-def _path(kept: Path | None, key: str, material: Material) -> Path | None:
+def _path(kept: Path | None, key: str, material: SimulationInputs) -> Path | None:
     if kept is None:
         return None
     digest = hashlib.sha256(f"{_code()}/{_of(material)}/{key}".encode())
@@ -162,7 +165,7 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def _of(material: Material) -> str:
+def _of(material: SimulationInputs) -> str:
     """Digest of the traces."""
     rows = repr((material.episodes, material.traces, material.shapes))
     return hashlib.sha256(rows.encode()).hexdigest()

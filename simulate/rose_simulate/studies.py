@@ -18,7 +18,7 @@ from rose_simulate.fleets import FleetResult, run_fleet
 from rose_simulate.model.errors import SimulationError
 from rose_simulate.model.fleet import FleetOutcome
 from rose_simulate.model.fleet_scenario import FleetScenario
-from rose_simulate.model.outcome import Outcome
+from rose_simulate.model.outcome import RunOutcome
 from rose_simulate.model.scenario import Interference, Regime
 from rose_simulate.overrides import changed
 from rose_simulate.pages import page
@@ -269,7 +269,7 @@ def _flags(options: argparse.Namespace) -> str:
     )
 
 
-def _progress(name: str, one: Outcome | FleetOutcome) -> None:
+def _progress(name: str, one: RunOutcome | FleetOutcome) -> None:
     sys.stderr.write(f"{name}: derate {one.derate:g}, seed {one.seed}, {one.regime}: done\n")
 
 

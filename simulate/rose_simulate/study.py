@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from rose_core.accounting.cost import Prices, break_even_lent_hour, per_accepted
-from rose_simulate.model.outcome import Interval, Outcome, paired_ratio
+from rose_simulate.model.outcome import Interval, RunOutcome, paired_ratio
 from rose_simulate.model.run import ledger
 from rose_simulate.model.scenario import Interference, Regime, Scenario
-from rose_simulate.model.world import Material
+from rose_simulate.model.simulation import SimulationInputs
 from rose_simulate.runner import Case, Runner
 
 # Micro-units per hour; only their ratio matters. A lent hour is free here, so that the break-even
@@ -81,14 +81,14 @@ class Result(msgspec.Struct, frozen=True):
     seconds: float
     seeds: tuple[int, ...]
     rows: tuple[Row, ...]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[RunOutcome, ...]
 
 
 def study(
     scenario: Scenario,
-    material: Material,
+    material: SimulationInputs,
     derates: Sequence[float],
-    progress: Callable[[Outcome], None],
+    progress: Callable[[RunOutcome], None],
     runner: Runner | None = None,
     *,
     band: Sequence[Interference] = (),
@@ -101,10 +101,10 @@ def study(
     ]
     cases = [Case(cell, seed) for cell in cells for seed in scenario.seeds]
     answers = (runner or Runner()).run(cases, material, progress)
-    outcomes: list[Outcome] = []
+    outcomes: list[RunOutcome] = []
     rows: list[Row] = []
     for cell in cells:
-        found: dict[str, list[Outcome]] = {}
+        found: dict[str, list[RunOutcome]] = {}
         for case, ones in zip(cases, answers, strict=True):
             if case.scenario is cell:
                 for one in ones:
@@ -114,7 +114,9 @@ def study(
     return Result(scenario.name, scenario.seconds, scenario.seeds, tuple(rows), tuple(outcomes))
 
 
-def _row(regime: str, ones: list[Outcome], found: dict[str, list[Outcome]], cell: Scenario) -> Row:
+def _row(
+    regime: str, ones: list[RunOutcome], found: dict[str, list[RunOutcome]], cell: Scenario
+) -> Row:
     fixed = found[Regime.FIXED]
     whole, base = (
         sum(map(ledger, ones[1:]), ledger(ones[0])),
@@ -157,14 +159,14 @@ def _row(regime: str, ones: list[Outcome], found: dict[str, list[Outcome]], cell
     )
 
 
-def _better(found: dict[str, list[Outcome]]) -> str | None:
+def _better(found: dict[str, list[RunOutcome]]) -> str | None:
     """The reading of the paper's placement that gives more useful tokens; the best is compared."""
     if not all(one in found for one in READINGS):
         return None
     return max(READINGS, key=lambda one: sum(o.useful_tokens_per_s for o in found[one])).value
 
 
-def _won(ones: list[Outcome], fixed: list[Outcome], cell: Scenario) -> float:
+def _won(ones: list[RunOutcome], fixed: list[RunOutcome], cell: Scenario) -> float:
     """Dedicated GPU-hours that the useful tokens won over the fixed pool stand for.
 
     A dedicated GPU gives what one of the fixed pool gives, so the pool's own waiting is in it.
@@ -176,7 +178,7 @@ def _won(ones: list[Outcome], fixed: list[Outcome], cell: Scenario) -> float:
     return gpus * hours * (ours / base - 1) if base else 0.0
 
 
-def _worst(ones: list[Outcome], field: str) -> float | None:
+def _worst(ones: list[RunOutcome], field: str) -> float | None:
     """The worst service's mean over seeds; None where a run was compared with nothing."""
     means: list[float] = []
     for index in range(len(ones[0].services)):
@@ -188,7 +190,7 @@ def _worst(ones: list[Outcome], field: str) -> float | None:
     return max(means) if means else None
 
 
-def _ratio(ones: list[Outcome], others: list[Outcome]) -> Interval | None:
+def _ratio(ones: list[RunOutcome], others: list[RunOutcome]) -> Interval | None:
     ours = [one.useful_tokens_per_s for one in ones]
     base = [one.useful_tokens_per_s for one in others]
     if ones is others or not base or min(*ours, *base) <= 0:
@@ -196,7 +198,7 @@ def _ratio(ones: list[Outcome], others: list[Outcome]) -> Interval | None:
     return paired_ratio(ours, base)
 
 
-def _latency(ones: list[Outcome], fixed: list[Outcome], field: str) -> float | None:
+def _latency(ones: list[RunOutcome], fixed: list[RunOutcome], field: str) -> float | None:
     """Worst service's mean ratio to serving alone."""
     if ones is fixed:
         return None

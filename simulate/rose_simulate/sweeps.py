@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 
 from rose_simulate.model.errors import SimulationError
-from rose_simulate.model.outcome import Outcome
+from rose_simulate.model.outcome import RunOutcome
 from rose_simulate.model.scenario import Regime, Scenario
-from rose_simulate.model.world import Material
+from rose_simulate.model.simulation import SimulationInputs
 from rose_simulate.overrides import changed
 from rose_simulate.reading import read_material, read_scenario
 from rose_simulate.runner import Case, Runner
@@ -74,10 +74,10 @@ class Loan(msgspec.Struct, frozen=True):
 
 def bursts(
     scenario: Scenario,
-    material: Material,
+    material: SimulationInputs,
     loads: Sequence[tuple[int, int]],
     runner: Runner,
-    progress: Callable[[Outcome], None],
+    progress: Callable[[RunOutcome], None],
 ) -> list[Burst]:
     """Every load (size, prompt) under every regime of the scenario."""
     found: list[Burst] = []
@@ -124,10 +124,10 @@ def bursts(
 
 def loans(
     scenario: Scenario,
-    material: Material,
+    material: SimulationInputs,
     counts: Sequence[int],
     runner: Runner,
-    progress: Callable[[Outcome], None],
+    progress: Callable[[RunOutcome], None],
 ) -> list[Loan]:
     """Production with at most so many replicas lent to the scenario's only job, ascending."""
     (job,) = scenario.jobs
@@ -234,7 +234,11 @@ def _main(verb: str, argv: list[str]) -> int:
 
 
 def _run(
-    verb: str, told: Scenario, material: Material, options: argparse.Namespace, runner: Runner
+    verb: str,
+    told: Scenario,
+    material: SimulationInputs,
+    options: argparse.Namespace,
+    runner: Runner,
 ) -> tuple[Path, str]:
     """Run and write the result."""
     found: list[Burst] | list[Loan]
@@ -251,5 +255,5 @@ def _run(
     return path, shown
 
 
-def _progress(one: Outcome) -> None:
+def _progress(one: RunOutcome) -> None:
     sys.stderr.write(f"seed {one.seed} {one.regime}: done\n")

@@ -2,7 +2,7 @@
 
 from prometheus_client import generate_latest
 
-from rose_agent.guard.metrics import Observed
+from rose_agent.guard.metrics import BusyMetrics
 from rose_agent.metrics import REGISTRY
 
 
@@ -21,7 +21,7 @@ def _figures(pool: str) -> dict[str, float]:
 
 
 def test_busy_time_is_exported_beside_the_time_of_which_it_is_known() -> None:
-    observed = Observed()
+    observed = BusyMetrics()
     observed.saw("a/pool", "a/one", 0.25, 1.0)
     observed.saw("a/pool", "a/one", 2.0, 1.0)  # rounding of two clocks: never more than there was
     assert _figures("a/pool") == {
@@ -32,7 +32,7 @@ def test_busy_time_is_exported_beside_the_time_of_which_it_is_known() -> None:
 
 
 def test_a_replica_that_is_gone_is_taken_out() -> None:
-    observed = Observed()
+    observed = BusyMetrics()
     for name in ("b/one", "b/two"):
         observed.saw("b/pool", name, 0.5, 1.0)
     observed.keep({("b/pool", "b/two")})

@@ -15,7 +15,7 @@ from rose_agent.guard import freezer
 from rose_agent.os.groups import wait_for
 from rose_agent.os.processes import pid_namespace, start_ticks
 from rose_core.guard.freezing import Grace
-from rose_engines.activity import ITERATING, RESTING, Board
+from rose_engines.activity import ITERATING, RESTING, ActivityBoard
 from rose_engines.rundir import EngineFile, RunDir, SlotDir, write_json
 
 LATE_NS = Grace().start_ns
@@ -58,7 +58,7 @@ def test_an_engine_that_loads_is_left_alone_also_when_its_host_is_gone(
     slot: tuple[SlotDir, psutil.Process],
 ) -> None:
     folder, engine = slot
-    board = Board(folder.activity)
+    board = ActivityBoard(folder.activity)
     assert "checkpoint" in freezer.freeze(folder, LATE_NS - 1, hurried=True)
     assert engine.status() != psutil.STATUS_STOPPED
     board.say(RESTING)
@@ -70,7 +70,7 @@ def test_an_engine_that_loads_and_never_rests_is_ended(
     slot: tuple[SlotDir, psutil.Process],
 ) -> None:
     folder, engine = slot
-    Board(folder.activity)
+    ActivityBoard(folder.activity)
     assert freezer.freeze(folder, LATE_NS, hurried=True) == ""
     assert wait_for(lambda: engine.status() == psutil.STATUS_ZOMBIE, 30.0)
 
@@ -79,7 +79,7 @@ def test_an_iteration_has_no_grace_when_the_host_is_gone(
     slot: tuple[SlotDir, psutil.Process],
 ) -> None:
     folder, engine = slot
-    Board(folder.activity).say(ITERATING)
+    ActivityBoard(folder.activity).say(ITERATING)
     assert "rests" in freezer.freeze(folder, 0)
     assert engine.status() != psutil.STATUS_STOPPED
     assert freezer.freeze(folder, 0, hurried=True) == ""

@@ -16,19 +16,19 @@ import yaml
 
 from rose_agent.devices.static import StaticDriver
 from rose_agent.guard.loop import Guard, Settings
-from rose_agent.guard.slot import Slot
+from rose_agent.guard.slot import GuardedSlot
 from rose_agent.pods.static import StaticPods
 from rose_agent.signals.reader import DirectReaders
-from rose_core.guard.gate import GateLimits, Verdict
+from rose_core.guard.gate import GateLimits, GateVerdict
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slack import Slack
 from rose_core.identity import GrantKey, SlotKey
 from rose_core.telemetry.events import (
     Arrived,
     Ended,
+    EndKind,
     FirstToken,
     Health,
-    How,
     Progress,
     Sized,
     TapEvent,
@@ -138,7 +138,7 @@ async def test_an_arrival_closes_the_permit_inside_the_call_that_hears_of_it(
     made.on_tap([Arrived("pod", 1, now, "/generate")], now)
     assert permit.until_ns == 0
     assert made.slots[KEY.uid].machine.rung.name == "STOP"
-    made.on_tap([Ended("pod", 1, now, 5, 200, How.COMPLETE), health()], time.monotonic_ns())
+    made.on_tap([Ended("pod", 1, now, 5, 200, EndKind.COMPLETE), health()], time.monotonic_ns())
     assert is_open(permit), "empty again"
     what = [entry[2] for entry in made.recorder.entries()]
     assert what.count("arrived") == what.count("closed") == what.count("finished") == 1
@@ -215,7 +215,7 @@ async def test_a_lost_grant_closes_and_releases(guard: tuple[Guard, Permit]) -> 
     made.on_reply(SyncReply(1, True, (), (POLICY,)), time.monotonic())
     assert permit.until_ns == 0
     assert made.slots[KEY.uid].machine.phase.value == "Releasing"
-    slot: Slot = made.slots[KEY.uid]
+    slot: GuardedSlot = made.slots[KEY.uid]
     assert slot.grant is None
 
 
@@ -280,7 +280,7 @@ async def test_paced_lending_is_judged_at_its_edges_and_not_at_every_token(
     """Closed and with no edge to come, the verdict waits for the tokens themselves."""
     made, _ = guard
     slack = Slack(None, 0.1, 0.5)
-    made._verdicts["pod"] = Verdict(False, GateReason.SLACK, again_ns=again_ns, slack=slack)
+    made._verdicts["pod"] = GateVerdict(False, GateReason.SLACK, again_ns=again_ns, slack=slack)
     looked: list[str] = []
     monkeypatch.setattr(made, "_step_replica", lambda uid, *_: looked.append(uid))
     made.on_tap([Arrived("pod", 1, 1, "/generate")], 1)
@@ -307,7 +307,7 @@ async def test_a_slot_rests_while_its_engine_is_held_and_no_sooner(
     made.step_all()
     assert rests == [False, False, True], "open, asked to hold, held"
     assert not stirred
-    made.on_tap([Ended("pod", 1, now, 1, 200, How.COMPLETE)], time.monotonic_ns())
+    made.on_tap([Ended("pod", 1, now, 1, 200, EndKind.COMPLETE)], time.monotonic_ns())
     assert stirred, "the permit wants to be extended"
 
 

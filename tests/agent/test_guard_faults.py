@@ -19,9 +19,9 @@ from rose_core.guard.gate import GateLimits
 from rose_core.telemetry.events import (
     Arrived,
     Ended,
+    EndKind,
     FirstToken,
     Health,
-    How,
     Progress,
     Sized,
     TapEvent,
@@ -183,7 +183,7 @@ async def test_a_co_running_request_over_its_slo_leaves_a_dump(guard: Parts) -> 
     for event in (
         Arrived("pod", 1, now, "/generate"),
         FirstToken("pod", 1, late),
-        Ended("pod", 1, late + 20 * MS, 2, 200, How.COMPLETE),
+        Ended("pod", 1, late + 20 * MS, 2, 200, EndKind.COMPLETE),
     ):
         replica.take(event, late if isinstance(event, FirstToken) else event.time_ns)
     await made.blackbox.settle()

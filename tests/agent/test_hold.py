@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rose_agent.guard.calls import Calls
-from rose_agent.guard.hold import Hold, Stopped
+from rose_agent.guard.hold import ConfirmedHold, Hold
 from rose_wire.errors import Unavailable
 
 PAUSED_US = 700
@@ -19,7 +19,7 @@ class Host:
     def __init__(self) -> None:
         self.asked: list[bool] = []
         self.ended: list[str] = []
-        self.stopped: list[Stopped] = []
+        self.stopped: list[ConfirmedHold] = []
         self._answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.hold = Hold(Calls(self.ended.append), self._ask, self.stopped.append)
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose_agent.pods import podresources
-from rose_agent.pods.claims import Asked, KubeletClaims, WrittenClaims, own_namespace
+from rose_agent.pods.claims import ClaimingPod, KubeletClaims, WrittenClaims, own_namespace
 from rose_agent.pods.podresources import MalformedAnswer, PodResources, read
-from rose_core.devices.ownership import DRA_DRIVER, Allocation, Claim, Device, Known, Proof
+from rose_core.devices.ownership import DRA_DRIVER, Allocation, Claim, Device, DriverGpu, Proof
 from rose_dev.waiting import until
 from tests.agent.kubelet import FakeKubelet, encode
 
@@ -30,7 +30,7 @@ RECORDED = bytes.fromhex(
     "322a0273310a1b0a05706c61696e120b6b7562652d73797374656d1a050a03646e73"
 )
 A, B = "GPU-38e410e6-8951-5c30-a62d-4cc6f2689ea8", "GPU-427319c6-49af-56ee-959f-c9d23263d261"
-GPUS = (Known(A, 0, 0), Known(B, 1, 1))
+GPUS = (DriverGpu(A, 0, 0), DriverGpu(B, 1, 1))
 SERVING = Allocation("chat", "serving", (Device("nvidia.com/gpu", A),))
 
 
@@ -146,45 +146,45 @@ def claims(
 
 
 def test_the_annotation_counts_with_the_static_driver_alone() -> None:
-    bait = Asked("evil", "bait", annotation=A, pids=(7,))
+    bait = ClaimingPod("evil", "bait", annotation=A, pids=(7,))
     assert WrittenClaims(lambda: (A, B)).of(bait) == Claim((A,), Proof.WRITTEN)
     for real in (claims((SERVING,)), claims(None), claims((SERVING,), (B,))):
         assert A not in real.of(bait).gpus
 
 
 def test_a_pod_without_an_allocation_has_no_gpu_whatever_it_computes_on() -> None:
-    found = claims((SERVING,), used=(B,)).of(Asked("evil", "bait", pids=(7,)))
+    found = claims((SERVING,), used=(B,)).of(ClaimingPod("evil", "bait", pids=(7,)))
     assert (found.gpus, found.refusal) == ((), "NoGPU")
     assert "no GPU to pod evil/bait" in found.message
 
 
 def test_a_pods_gpus_are_known_before_it_runs() -> None:
-    found = claims((SERVING,)).of(Asked("chat", "serving"))
+    found = claims((SERVING,)).of(ClaimingPod("chat", "serving"))
     assert found == Claim((A,), Proof.ALLOCATED)
 
 
 def test_without_the_kubelet_processes_tell_and_the_proof_is_called_weak() -> None:
     made = claims(None, used=(B,))
-    assert made.of(Asked("chat", "serving", pids=(7,))) == Claim((B,), Proof.PROCESSES)
+    assert made.of(ClaimingPod("chat", "serving", pids=(7,))) == Claim((B,), Proof.PROCESSES)
     assert "proves less" in made.weakness
     assert claims((SERVING,)).weakness == ""
 
 
 def test_until_the_kubelet_was_asked_nothing_is_known() -> None:
-    found = claims(None, used=(B,), asked=False).of(Asked("chat", "serving", pids=(7,)))
+    found = claims(None, used=(B,), asked=False).of(ClaimingPod("chat", "serving", pids=(7,)))
     assert (found.gpus, found.refusal) == ((), "DeviceUnknown")
 
 
 def test_a_pod_that_has_ended_shares_no_gpu() -> None:
     done = Allocation("chat", "job", SERVING.devices)
-    asked = Asked("chat", "serving", ended=frozenset({"chat/job"}))
+    asked = ClaimingPod("chat", "serving", ended=frozenset({"chat/job"}))
     assert claims((SERVING, done)).of(asked).refusal == ""
-    assert claims((SERVING, done)).of(Asked("chat", "serving")).refusal == "SharedGpu"
+    assert claims((SERVING, done)).of(ClaimingPod("chat", "serving")).refusal == "SharedGpu"
 
 
 def test_the_static_driver_pairs_pods_by_age() -> None:
     made = WrittenClaims(lambda: (A, B))
-    assert [made.of(Asked("n", "p", older=age)).gpus for age in range(3)] == [(A,), (B,), ()]
+    assert [made.of(ClaimingPod("n", "p", older=age)).gpus for age in range(3)] == [(A,), (B,), ()]
 
 
 def test_the_own_namespace_is_the_service_accounts(tmp_path: Path) -> None:

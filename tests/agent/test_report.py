@@ -11,7 +11,7 @@ import pytest
 from rose_agent.guard.outcomes import Outcomes
 from rose_agent.guard.pools import Pools
 from rose_agent.guard.recorder import Recorder
-from rose_agent.guard.replica import Replica
+from rose_agent.guard.replica import GuardedReplica
 from rose_agent.guard.report import replica_report
 from rose_agent.metrics import REGISTRY
 from rose_agent.pods.model import ServingPod
@@ -30,11 +30,11 @@ LOADS = SignalSource.LOADS
 
 
 @pytest.fixture
-async def replica() -> AsyncIterator[Replica]:
+async def replica() -> AsyncIterator[GuardedReplica]:
     """A replica that began at zero, on a clock of the test's own."""
     async with aiohttp.ClientSession() as session:
         pod = ServingPod("pod", "chat", "pod", POOL, "127.0.0.1", 9)
-        made = Replica.create(
+        made = GuardedReplica.create(
             pod,
             PoolPolicy(POOL, "Observe", {"a": "b"}, 9),
             outcomes=Outcomes("pod", Pools().state(POOL), Recorder(), lambda _: None, 0),
@@ -46,20 +46,20 @@ async def replica() -> AsyncIterator[Replica]:
         yield made
 
 
-def told(replica: Replica, at_s: int) -> int | None:
+def told(replica: GuardedReplica, at_s: int) -> int | None:
     """The busy share reported at this second."""
     verdict = closed(GateReason.SIGNAL_MISSING)
     return replica_report(replica, verdict, at_s * S, host_alive=False).busy_permille
 
 
-def answers(replica: Replica, seconds: range, running: int) -> None:
+def answers(replica: GuardedReplica, seconds: range, running: int) -> None:
     """The engine's load page once a second."""
     for second in seconds:
         figures = Figures(running=running, waiting=0, activity=(second if running else 0,))
         replica.note_figures(LOADS, figures, second * S)
 
 
-def heard(replica: Replica, at_s: int) -> None:
+def heard(replica: GuardedReplica, at_s: int) -> None:
     """The tap is alive, verified, and knows what is under way."""
     replica.verification = Verification(verified=True)
     beat = Health(
@@ -77,7 +77,7 @@ def heard(replica: Replica, at_s: int) -> None:
 
 
 async def test_one_pod_of_a_group_is_refused_by_name_whatever_else_is_known_of_it(
-    replica: Replica,
+    replica: GuardedReplica,
 ) -> None:
     verdict = closed(GateReason.SIGNAL_MISSING)
     alone = replica_report(replica, verdict, 100 * S, host_alive=True)
@@ -86,7 +86,7 @@ async def test_one_pod_of_a_group_is_refused_by_name_whatever_else_is_known_of_i
     assert replica_report(replica, verdict, 100 * S, host_alive=True).refusal == "MultiNodeReplica"
 
 
-async def test_without_the_tap_a_busy_engine_is_reported_as_busy(replica: Replica) -> None:
+async def test_without_the_tap_a_busy_engine_is_reported_as_busy(replica: GuardedReplica) -> None:
     answers(replica, range(100, 111), running=1)
     assert told(replica, 110) is None, "nothing to compare with yet"
     answers(replica, range(111, 121), running=2)
@@ -97,13 +97,15 @@ async def test_without_the_tap_a_busy_engine_is_reported_as_busy(replica: Replic
     assert REGISTRY.get_sample_value("rose_guard_replica_busy_seconds_total", labels) == 11.0
 
 
-async def test_an_engine_that_does_not_answer_is_neither_busy_nor_idle(replica: Replica) -> None:
+async def test_an_engine_that_does_not_answer_is_neither_busy_nor_idle(
+    replica: GuardedReplica,
+) -> None:
     answers(replica, range(100, 111), running=0)
     assert told(replica, 110) is None
     assert told(replica, 120) is None
 
 
-async def test_what_two_sources_count_is_not_subtracted(replica: Replica) -> None:
+async def test_what_two_sources_count_is_not_subtracted(replica: GuardedReplica) -> None:
     answers(replica, range(100, 111), running=1)
     told(replica, 110)
     heard(replica, 120)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rose_agent.guard.blackbox import BlackBox, dumps
 from rose_agent.guard.loop import Guard
-from rose_core.telemetry.events import Arrived, Ended, FirstToken, How
+from rose_core.telemetry.events import Arrived, Ended, EndKind, FirstToken
 from rose_core.wire.sync import PoolPolicy, SyncReply
 from rose_engines.permit import Permit
 from tests.agent.test_guard import GRANT, KEY, guard, is_open
@@ -19,7 +19,7 @@ REQUESTS = 60  # twice what the breaker asks for before it judges
 GOAL = PoolPolicy("chat/pool", "Lend", {"a": "b"}, 1, ttft_milliseconds=1, tpot_milliseconds=1)
 
 
-def co_running(made: Guard, how: How) -> None:
+def co_running(made: Guard, how: EndKind) -> None:
     """Requests that were slow beside an open gate, and ended like this."""
     replica = made.replicas["pod"]
     now = time.monotonic_ns()
@@ -34,7 +34,7 @@ def co_running(made: Guard, how: How) -> None:
             replica.take(event, event.time_ns)
 
 
-async def crashed(made: Guard, how: How) -> None:
+async def crashed(made: Guard, how: EndKind) -> None:
     made.on_reply(SyncReply(1, True, (GRANT,), (GOAL,)), time.monotonic())
     made.blackbox = BlackBox(made.rundir.root / "flight", made.recorder, after_seconds=0.0)
     replica = made.replicas["pod"]
@@ -49,7 +49,7 @@ async def test_requests_that_a_crash_cut_are_no_evidence(guard: tuple[Guard, Per
     made, permit = guard
     made.step_all()
     assert is_open(permit)
-    await crashed(made, How.RESET)
+    await crashed(made, EndKind.RESET)
     assert permit.until_ns == 0, "lending stops inside the call that hears of the end"
     assert made.slots[KEY.uid].verdict.reason.value == "ServingGone"
     exits = [entry for entry in made.recorder.entries() if entry[2] == "serving-exit"]
@@ -63,6 +63,6 @@ async def test_requests_that_were_whole_and_slow_before_it_are(
     guard: tuple[Guard, Permit],
 ) -> None:
     made, _ = guard
-    await crashed(made, How.COMPLETE)
+    await crashed(made, EndKind.COMPLETE)
     assert made.replicas["pod"].outcomes.pool.breaker.open(time.monotonic_ns())
     assert len(dumps(made.rundir.root / "flight")) == 1

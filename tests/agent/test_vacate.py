@@ -10,15 +10,15 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from rose_agent.host.vacancy import Holding, Vacancy, judge, page
-from rose_agent.host.vacate import Wish, main, visible_gpus, wait
+from rose_agent.host.vacancy import GpuHolder, Vacancy, judge, page
+from rose_agent.host.vacate import VacateOptions, main, visible_gpus, wait
 from rose_core.wire.host import EngineState
 
 MINE, OTHER = "GPU-mine", "GPU-other"
 
 
-def engine(*gpus: str, state: EngineState = EngineState.SERVING) -> Holding:
-    return Holding("lease-a-0", state.value, gpus)
+def engine(*gpus: str, state: EngineState = EngineState.SERVING) -> GpuHolder:
+    return GpuHolder("lease-a-0", state.value, gpus)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def engine(*gpus: str, state: EngineState = EngineState.SERVING) -> Holding:
     ],
     ids=["mine", "another", "both", "not known which", "dormant", "on its way out", "gone"],
 )
-def test_a_gpu_is_free_when_no_engine_can_hold_it(holding: Holding, free: bool) -> None:
+def test_a_gpu_is_free_when_no_engine_can_hold_it(holding: GpuHolder, free: bool) -> None:
     assert judge([holding], frozenset({MINE})).free is free
 
 
@@ -62,7 +62,7 @@ def test_a_gpu_without_uuid_is_refused() -> None:
     assert main(["--gpus", "0", "--deadline-seconds", "0"]) == 2
 
 
-Holders = list[Holding]
+Holders = list[GpuHolder]
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ class Clock:
         self._then()
 
 
-async def _wait(wish: Wish, clock: Clock) -> tuple[bool, list[str]]:
+async def _wait(wish: VacateOptions, clock: Clock) -> tuple[bool, list[str]]:
     said: list[str] = []
     free = await asyncio.to_thread(wait, wish, said.append, clock, clock.sleep)
     return free, said
@@ -112,7 +112,7 @@ async def test_it_blocks_until_the_engine_is_gone(host: tuple[str, Holders]) -> 
             holders.clear()
 
     clock._then = gone_after_three
-    free, said = await _wait(Wish(url, (MINE,), 60.0), clock)
+    free, said = await _wait(VacateOptions(url, (MINE,), 60.0), clock)
     assert free
     assert clock.now == 3.0
     assert said == ["waiting: rollout engines hold the GPUs: lease-a-0 (Serving)"]
@@ -121,13 +121,13 @@ async def test_it_blocks_until_the_engine_is_gone(host: tuple[str, Holders]) -> 
 async def test_the_deadline_names_who_holds_the_gpu(host: tuple[str, Holders]) -> None:
     url, holders = host
     holders.append(engine(MINE, state=EngineState.STOPPING))
-    free, said = await _wait(Wish(url, (MINE,), 5.0), Clock())
+    free, said = await _wait(VacateOptions(url, (MINE,), 5.0), Clock())
     assert not free
     assert said[-1].startswith("not free after 5 s: rollout engines hold the GPUs: lease-a-0")
 
 
 async def test_a_node_without_engine_host_says_what_to_do() -> None:
-    wish = Wish("http://127.0.0.1:1", (), 2.0)
+    wish = VacateOptions("http://127.0.0.1:1", (), 2.0)
     free, said = await _wait(wish, Clock())
     assert not free
     assert "--absent pass" in said[-1]
@@ -137,6 +137,6 @@ async def test_a_node_without_engine_host_says_what_to_do() -> None:
 
 async def test_garbage_is_no_answer() -> None:
     assert msgspec.json.decode(b'{"free": true}', type=Vacancy).free
-    free, said = await _wait(Wish("file:///etc/passwd", (), 0.0), Clock())
+    free, said = await _wait(VacateOptions("file:///etc/passwd", (), 0.0), Clock())
     assert not free
     assert "no http address" in said[-1]

@@ -11,7 +11,7 @@ from rose_cli.ops import report
 from rose_cli.ops.errors import NotFound
 from rose_cli.ops.usage import statements, summed, usage_rows, usages
 from rose_core.accounting.cost import Prices
-from rose_core.accounting.leases import Beside, ledger_of
+from rose_core.accounting.leases import OutsideLeases, ledger_of
 from rose_core.accounting.page import html
 from rose_core.api import RolloutLease, ServingPool
 from tests.api.objects import POOL, changed
@@ -32,7 +32,7 @@ class Objects:
 
 def test_a_statement_is_priced_by_the_pool_and_by_what_the_trainer_knows() -> None:
     pools = {"default/chat": pool(price=500_000)}
-    beside = {"default/grpo": Beside(2 * 3_600_000, accepted=100, correct=40)}
+    beside = {"default/grpo": OutsideLeases(2 * 3_600_000, accepted=100, correct=40)}
     leases = [lease("grpo", 8, 4000)]
     (found,) = statements(usages(leases, pools, Prices(2_000_000, 0), beside))
     assert found.cost.borrowed == 4 * 500_000
@@ -97,7 +97,7 @@ def test_a_lease_over_several_pools_is_booked_on_none_of_them_alone() -> None:
 
 def test_a_row_says_what_an_answer_cost_and_what_a_lent_hour_may() -> None:
     pools = {"default/chat": pool(price=500_000)}
-    beside = {"default/grpo": Beside(2 * 3_600_000, 100, 40, alone_ms=216_000)}
+    beside = {"default/grpo": OutsideLeases(2 * 3_600_000, 100, 40, alone_ms=216_000)}
     used = usages([lease("grpo", 8, 4000)], pools, Prices(2_000_000, 0), beside)
     (row,) = usage_rows(used, made=True)
     assert (row["cost"], row["charge"], row["dedicated_gpu_hours"]) == (6.0, 2.0, 2.0)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from rose_core.guard.gate import Verdict, closed
+from rose_core.guard.gate import GateVerdict, closed
 from rose_core.guard.lanes import BUSY, WIDE, Lane, LaneLimits, choose, permitted
 from rose_core.guard.reasons import GateReason
 
 LIMITS = LaneLimits()
 STEP_NS = 40_000_000
-IDLE = Verdict(open=True, reason=GateReason.IDLE, duty=1.0)
+IDLE = GateVerdict(open=True, reason=GateReason.IDLE, duty=1.0)
 
 
-def slack(duty: float) -> Verdict:
-    return Verdict(open=True, reason=GateReason.SLACK, duty=duty)
+def slack(duty: float) -> GateVerdict:
+    return GateVerdict(open=True, reason=GateReason.SLACK, duty=duty)
 
 
-def after(lane: Lane, verdict: Verdict, seconds: float, start_ns: int = 1) -> Lane:
+def after(lane: Lane, verdict: GateVerdict, seconds: float, start_ns: int = 1) -> Lane:
     for now_ns in range(start_ns, start_ns + round(seconds * 1e9), STEP_NS):
         lane = choose(lane, verdict, LIMITS, now_ns)
     return lane

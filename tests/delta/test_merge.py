@@ -18,7 +18,7 @@ from rose_core.delta import (
 )
 from rose_core.delta.bits import Bits
 from rose_core.delta.codec import find_changes
-from rose_core.delta.lineage import Link, Way, ancestors, full_way, retain, way
+from rose_core.delta.lineage import VersionLink, VersionPath, ancestors, full_way, retain, way
 from rose_core.identity import WeightVersion
 from tests.delta.strategies import SLOW_MACHINE, kind_and_pair
 from tests.weights.models import Model
@@ -141,12 +141,12 @@ def test_changes_form_a_group(case: tuple[NumberFormat, Bits, Bits], seed: int) 
 
 
 LINEAGE = {
-    version(0): Link(None, full=True),
-    version(1): Link(version(0), full=False),
-    version(2): Link(version(1), full=False),
-    version(3): Link(version(2), full=False),
-    version(0, 2): Link(version(1), full=False),
-    version(1, 2): Link(version(0, 2), full=False),
+    version(0): VersionLink(None, full=True),
+    version(1): VersionLink(version(0), full=False),
+    version(2): VersionLink(version(1), full=False),
+    version(3): VersionLink(version(2), full=False),
+    version(0, 2): VersionLink(version(1), full=False),
+    version(1, 2): VersionLink(version(0, 2), full=False),
 }
 
 
@@ -156,7 +156,7 @@ def test_the_way_goes_through_the_common_ancestor() -> None:
     assert branch.back == (version(3), version(2))
     assert branch.forward == (version(0, 2), version(1, 2))
     assert branch.hops == 4
-    assert way(version(2), version(2), LINEAGE) == Way()
+    assert way(version(2), version(2), LINEAGE) == VersionPath()
 
 
 def test_without_a_way_the_full_state_is_taken() -> None:
@@ -168,13 +168,19 @@ def test_without_a_way_the_full_state_is_taken() -> None:
         way(version(0), other, LINEAGE)
     with pytest.raises(LineageError, match="no delta leads"):
         way(other, version(3), LINEAGE)
-    bare = {version(0): Link(None, full=False), version(1): Link(version(0), full=False)}
+    bare = {
+        version(0): VersionLink(None, full=False),
+        version(1): VersionLink(version(0), full=False),
+    }
     with pytest.raises(LineageError, match="cannot be had in full"):
         full_way(version(1), bare)
 
 
 def test_a_broken_lineage_ends() -> None:
-    circle = {version(0): Link(version(1), full=False), version(1): Link(version(0), full=False)}
+    circle = {
+        version(0): VersionLink(version(1), full=False),
+        version(1): VersionLink(version(0), full=False),
+    }
     assert ancestors(version(1), circle) == [version(1), version(0)]
 
 
@@ -190,13 +196,13 @@ def test_retention_keeps_the_first_version_and_every_branch_reachable() -> None:
 @settings(SLOW_MACHINE, max_examples=80)
 def test_whatever_is_wanted_stays_reachable(length: int, wanted: set[int], seed: int) -> None:
     random = np.random.default_rng(seed)
-    lineage = {version(0): Link(None, full=True)}
+    lineage = {version(0): VersionLink(None, full=True)}
     for number in range(1, length):
-        lineage[version(number)] = Link(version(int(random.integers(0, number))), full=False)
+        lineage[version(number)] = VersionLink(version(int(random.integers(0, number))), full=False)
     asked = {version(number) for number in wanted if number < length}
     kept = retain(asked, lineage)
     after = {
-        name: Link(kept.rebase.get(name, lineage[name].base), lineage[name].full)
+        name: VersionLink(kept.rebase.get(name, lineage[name].base), lineage[name].full)
         for name in kept.keep
     }
     assert asked <= after.keys()

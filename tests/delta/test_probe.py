@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_core.delta.probe import LIMIT, NOTICE, PROMPT, Answer, Outcome, distance, judge
+from rose_core.delta.probe import LIMIT, NOTICE, PROMPT, Answer, ProbeOutcome, distance, judge
 
 ALERTS = Path(__file__).parents[2] / "helm/rose/files/alerts.yaml"
 
@@ -32,28 +32,28 @@ def test_answers_that_cannot_be_compared_are_far_apart() -> None:
 @pytest.mark.parametrize(
     ("mine", "trainer", "others", "outcome"),
     [
-        (NEAR, GOOD, [BAD, BAD, BAD], Outcome.RIGHT),
-        (BAD, GOOD, [BAD, BAD], Outcome.WRONG),
-        (GOOD, (), [], Outcome.ALONE),
-        (GOOD, (), [NEAR], Outcome.RIGHT),
-        (BAD, (), [GOOD], Outcome.DISPUTED),
-        (BAD, (), [GOOD, NEAR], Outcome.WRONG),
-        (GOOD, (), [NEAR, BAD], Outcome.RIGHT),
-        (BAD, (), [GOOD, WORSE], Outcome.DISPUTED),
-        (BAD, (), [GOOD, NEAR, WORSE], Outcome.DISPUTED),
-        (BAD, (), [GOOD, NEAR, GOOD, WORSE], Outcome.WRONG),
-        ((-1.0, math.nan, -3.0), (), [GOOD, NEAR], Outcome.WRONG),
+        (NEAR, GOOD, [BAD, BAD, BAD], ProbeOutcome.RIGHT),
+        (BAD, GOOD, [BAD, BAD], ProbeOutcome.WRONG),
+        (GOOD, (), [], ProbeOutcome.ALONE),
+        (GOOD, (), [NEAR], ProbeOutcome.RIGHT),
+        (BAD, (), [GOOD], ProbeOutcome.DISPUTED),
+        (BAD, (), [GOOD, NEAR], ProbeOutcome.WRONG),
+        (GOOD, (), [NEAR, BAD], ProbeOutcome.RIGHT),
+        (BAD, (), [GOOD, WORSE], ProbeOutcome.DISPUTED),
+        (BAD, (), [GOOD, NEAR, WORSE], ProbeOutcome.DISPUTED),
+        (BAD, (), [GOOD, NEAR, GOOD, WORSE], ProbeOutcome.WRONG),
+        ((-1.0, math.nan, -3.0), (), [GOOD, NEAR], ProbeOutcome.WRONG),
     ],
 )
 def test_the_trainer_decides_else_most_of_all_engines(
-    mine: Answer, trainer: Answer, others: list[Answer], outcome: Outcome
+    mine: Answer, trainer: Answer, others: list[Answer], outcome: ProbeOutcome
 ) -> None:
     assert judge(mine, trainer, others).outcome is outcome
 
 
 def test_the_limit_is_the_callers() -> None:
-    assert judge(NEAR, GOOD, [], limit=0.001).outcome is Outcome.WRONG
-    assert judge(BAD, GOOD, [], limit=1.0).outcome is Outcome.RIGHT
+    assert judge(NEAR, GOOD, [], limit=0.001).outcome is ProbeOutcome.WRONG
+    assert judge(BAD, GOOD, [], limit=1.0).outcome is ProbeOutcome.RIGHT
 
 
 def test_people_are_told_before_an_engine_is_quarantined() -> None:

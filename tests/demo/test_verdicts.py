@@ -7,29 +7,29 @@ from msgspec import structs
 
 from rose_demo.records import Sample
 from rose_demo.statistics import Estimate
-from rose_demo.verdicts import Findings, Word, judge, serving_checks
+from rose_demo.verdicts import CheckResult, Findings, judge, serving_checks
 
 
-def words(findings: Findings) -> dict[str, Word]:
+def words(findings: Findings) -> dict[str, CheckResult]:
     return {verdict.promise: verdict.word for verdict in findings.verdicts}
 
 
 def test_a_good_run_keeps_every_promise(synthetic: ModuleType) -> None:
     findings = judge(synthetic.recording())
-    assert set(words(findings).values()) == {Word.KEPT}
+    assert set(words(findings).values()) == {CheckResult.KEPT}
     assert findings.exit_code == 0
     assert findings.borrowed_tokens == synthetic.samples()[-1].borrowed_tokens
 
 
 def test_proven_harm_breaks_serving_first(synthetic: ModuleType) -> None:
     findings = judge(synthetic.recording(requests=synthetic.requests(harm=1.8)))
-    assert words(findings)["Serving first"] is Word.BROKEN
+    assert words(findings)["Serving first"] is CheckResult.BROKEN
     assert findings.exit_code == 1
 
 
 def test_a_slow_machine_does_not_break_it_and_proves_nothing(synthetic: ModuleType) -> None:
     findings = judge(synthetic.recording(requests=synthetic.requests(machine=1.5)))
-    assert words(findings)["Serving first"] is Word.UNPROVEN
+    assert words(findings)["Serving first"] is CheckResult.UNPROVEN
 
 
 SLOWER, AS_FAST, LOUD = Estimate(1.46, 1.25, 1.84), Estimate(1.02, 0.9, 1.2), Estimate(1.4, 0.8, 2)
@@ -38,15 +38,15 @@ SLOWER, AS_FAST, LOUD = Estimate(1.46, 1.25, 1.84), Estimate(1.02, 0.9, 1.2), Es
 @pytest.mark.parametrize(
     ("ratio", "excess", "word"),
     [
-        (SLOWER, SLOWER, Word.BROKEN),
-        (SLOWER, LOUD, Word.UNPROVEN),
-        (SLOWER, AS_FAST, Word.UNPROVEN),
-        (AS_FAST, SLOWER, Word.UNPROVEN),
-        (AS_FAST, AS_FAST, Word.KEPT),
+        (SLOWER, SLOWER, CheckResult.BROKEN),
+        (SLOWER, LOUD, CheckResult.UNPROVEN),
+        (SLOWER, AS_FAST, CheckResult.UNPROVEN),
+        (AS_FAST, SLOWER, CheckResult.UNPROVEN),
+        (AS_FAST, AS_FAST, CheckResult.KEPT),
     ],
 )
 def test_harm_is_judged_by_both_ratios_and_kept_only_where_neither_shows_it(
-    synthetic: ModuleType, ratio: Estimate, excess: Estimate, word: Word
+    synthetic: ModuleType, ratio: Estimate, excess: Estimate, word: CheckResult
 ) -> None:
     recording = synthetic.recording()
     findings = judge(recording)
@@ -58,13 +58,13 @@ def test_harm_is_judged_by_both_ratios_and_kept_only_where_neither_shows_it(
 def test_a_figure_without_a_limit_decides_nothing(synthetic: ModuleType) -> None:
     serving = judge(synthetic.recording(stops_s=(0.5, 9.0))).verdicts[0]
     (figure,) = [check for check in serving.checks if "stood still" in check.text]
-    assert figure.word is Word.MEASURED
-    assert serving.word is Word.KEPT
+    assert figure.word is CheckResult.MEASURED
+    assert serving.word is CheckResult.KEPT
 
 
 def test_a_missed_slo_in_lent_windows_breaks_it(synthetic: ModuleType) -> None:
     findings = judge(synthetic.recording(requests=synthetic.requests(harm=12.0)))
-    texts = [c.text for c in findings.verdicts[0].checks if c.word is Word.BROKEN]
+    texts = [c.text for c in findings.verdicts[0].checks if c.word is CheckResult.BROKEN]
     assert any(text.startswith("SLO") for text in texts)
 
 
@@ -72,13 +72,13 @@ def test_a_failed_live_request_breaks_it(synthetic: ModuleType) -> None:
     rows = list(synthetic.requests())
     rows[7] = type(rows[7])(rows[7].role, rows[7].at_s, 10, 0, error="ServerDisconnected")
     findings = judge(synthetic.recording(requests=tuple(rows)))
-    assert words(findings)["Serving first"] is Word.BROKEN
+    assert words(findings)["Serving first"] is CheckResult.BROKEN
 
 
 def test_nothing_lent_proves_nothing(synthetic: ModuleType) -> None:
     unknown = tuple(Sample(at_s=float(i)) for i in range(240))
     findings = judge(synthetic.recording(samples=unknown))
-    assert set(words(findings).values()) == {Word.UNPROVEN}
+    assert set(words(findings).values()) == {CheckResult.UNPROVEN}
     assert findings.exit_code == 1
 
 
@@ -101,8 +101,8 @@ def test_wrong_tokens_break_exactness(
 ) -> None:
     training = replaced(synthetic.training(), event, **fields)
     findings = judge(synthetic.recording(training=training))
-    assert words(findings)["Exact and honest"] is Word.BROKEN
-    assert words(findings)["Serving first"] is Word.KEPT
+    assert words(findings)["Exact and honest"] is CheckResult.BROKEN
+    assert words(findings)["Serving first"] is CheckResult.KEPT
 
 
 def test_tokens_that_were_in_flight_at_the_end_are_counted_one_by_one(
@@ -111,7 +111,11 @@ def test_tokens_that_were_in_flight_at_the_end_are_counted_one_by_one(
     samples = synthetic.samples()
     total = (samples[-1].borrowed_tokens or 0) + (samples[-1].dedicated_tokens or 0)
     left = (*samples[:-1], structs.replace(samples[-1], undelivered_tokens=7))
-    for received, word in ((total - 7, Word.KEPT), (total, Word.BROKEN), (total - 8, Word.BROKEN)):
+    for received, word in (
+        (total - 7, CheckResult.KEPT),
+        (total, CheckResult.BROKEN),
+        (total - 8, CheckResult.BROKEN),
+    ):
         training = synthetic.training(tokens=received)
         findings = judge(synthetic.recording(samples=left, training=training))
         assert words(findings)["Exact and honest"] is word
@@ -120,14 +124,14 @@ def test_tokens_that_were_in_flight_at_the_end_are_counted_one_by_one(
 @pytest.mark.parametrize(
     ("meter", "word"),
     [
-        ({}, Word.UNPROVEN),
-        ({"inclusion": []}, Word.UNPROVEN),
-        ({"groups": 4}, Word.UNPROVEN),
-        ({"biased": True, "gap": -0.3}, Word.BROKEN),
+        ({}, CheckResult.UNPROVEN),
+        ({"inclusion": []}, CheckResult.UNPROVEN),
+        ({"groups": 4}, CheckResult.UNPROVEN),
+        ({"biased": True, "gap": -0.3}, CheckResult.BROKEN),
     ],
 )
 def test_the_bias_meter_is_one_of_the_verdicts(
-    synthetic: ModuleType, meter: dict[str, Any], word: Word
+    synthetic: ModuleType, meter: dict[str, Any], word: CheckResult
 ) -> None:
     if "groups" in meter:
         meter = synthetic.inclusion(control_groups=meter["groups"])
@@ -142,9 +146,12 @@ def test_learning_that_is_not_real_breaks_usefulness(
     synthetic: ModuleType, fields: dict[str, object]
 ) -> None:
     training = replaced(synthetic.training(), "evaluation", **fields)
-    assert words(judge(synthetic.recording(training=training)))["Useful"] is Word.BROKEN
+    assert words(judge(synthetic.recording(training=training)))["Useful"] is CheckResult.BROKEN
 
 
 def test_a_trainer_that_died_breaks_exactness(synthetic: ModuleType) -> None:
     training = tuple(r for r in synthetic.training() if r["event"] != "end")
-    assert words(judge(synthetic.recording(training=training)))["Exact and honest"] is Word.BROKEN
+    assert (
+        words(judge(synthetic.recording(training=training)))["Exact and honest"]
+        is CheckResult.BROKEN
+    )

@@ -16,7 +16,7 @@ from rose_dev.components import Layout
 from rose_dev.errors import BuildFailed, CommandFailed, StartFailed
 from rose_dev.parts import Part
 from rose_dev.pki import Authority, service_account_keys
-from rose_dev.place import FIRST, LINK_RANGE, POD_RANGE, SECOND, Place
+from rose_dev.place import FIRST, LINK_RANGE, POD_RANGE, SECOND, NodeFolders
 from rose_dev.waiting import until, wait_until
 
 UPSTREAM = """module k8s.io/kubernetes
@@ -34,8 +34,8 @@ def layout(folder: Path) -> Layout:
     return Layout(folder, "192.0.2.7", 1, 2, 3, "10.0.0.0/16", binaries)
 
 
-def place(folder: Path) -> Place:
-    return Place(folder / "run", folder / "data")
+def place(folder: Path) -> NodeFolders:
+    return NodeFolders(folder / "run", folder / "data")
 
 
 def test_only_modules_without_a_version_are_replaced() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.host.capabilities import Capabilities, built_for
-from rose_agent.host.sharing import Ways
+from rose_agent.host.sharing import SharingMeans
 from rose_core.api.reasons import Reason
 from rose_core.devices.capabilities import first_missing
 from rose_core.devices.drivers import refusal
@@ -67,7 +67,7 @@ async def test_a_driver_that_is_too_old_keeps_the_planner_from_lending_and_says_
     nvml.raw.gpu_count, nvml.gpus[0].raw.uuid = 1, b"GPU-a"
     nvml.raw.driver_version = b"550.163.01"
     python = python_with(tmp_path, "cuda: Optional[str] = '13.0'\n")
-    host = Capabilities(Ways(), NvmlDriver.open(), 0, python, files=())
+    host = Capabilities(SharingMeans(), NvmlDriver.open(), 0, python, files=())
     host.compat = tmp_path / "no-such-library"
     await host.look()
     missing = first_missing(host.said, (), ("GPU-a",))

@@ -9,7 +9,7 @@ from rose_core.devices.ownership import (
     Allocation,
     Claim,
     Device,
-    Known,
+    DriverGpu,
     OnGpu,
     Part,
     Party,
@@ -21,7 +21,7 @@ from rose_core.devices.ownership import (
 
 A, B = "GPU-38e410e6-8951-5c30-a62d-4cc6f2689ea8", "GPU-427319c6-49af-56ee-959f-c9d23263d261"
 # The second GPU's device file has another number than its index.
-GPUS = (Known(A, 0, 0), Known(B, 1, 5))
+GPUS = (DriverGpu(A, 0, 0), DriverGpu(B, 1, 5))
 GPU = "nvidia.com/gpu"
 
 

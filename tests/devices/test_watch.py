@@ -12,7 +12,13 @@ import pytest
 from rose_agent.devices.driver import GpuProcess, Memory
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.devices.owners import Owner, owner_of, parse
-from rose_agent.devices.watch import STALE_SECONDS, DeviceWatch, Lent, Terms, View
+from rose_agent.devices.watch import (
+    STALE_SECONDS,
+    DeviceWatch,
+    LentState,
+    PoolGpuTerms,
+    ReplicaGpus,
+)
 from rose_core.devices.health import Vitals
 from rose_core.devices.memory import Headroom
 from rose_core.devices.ownership import Claim, Party, Proof
@@ -20,7 +26,7 @@ from rose_dev.gpu.state import DRIVER_NOT_LOADED, NOT_SUPPORTED, State
 from rose_dev.waiting import until
 
 GIB = 1 << 30
-FIFTH = Terms(headroom=Headroom(percent=20))
+FIFTH = PoolGpuTerms(headroom=Headroom(percent=20))
 POD = "53099174-d551-433b-9350-adf44bee898e"
 OTHER, HOST = POD.replace("5", "6"), POD.replace("5", "7")
 V1 = f"6:freezer:/kubepods/burstable/pod{POD}/79/rose-0a1b2c3d-slot-1\n0::/\n"
@@ -79,7 +85,9 @@ class Node:
         for uuid, reading in self.watch.read().items():
             self.watch.take(uuid, reading)
 
-    def look(self, lent: Lent | None = None, terms: Terms | None = None, gpus: int = 1) -> View:
+    def look(
+        self, lent: LentState | None = None, terms: PoolGpuTerms | None = None, gpus: int = 1
+    ) -> ReplicaGpus:
         self.read()
         return self.see(tuple(gpu.uuid for gpu in self.nvml.gpus[:gpus]), lent, terms)
 
@@ -90,12 +98,15 @@ class Node:
         return room
 
     def see(
-        self, uuids: tuple[str, ...], lent: Lent | None = None, terms: Terms | None = None
-    ) -> View:
+        self,
+        uuids: tuple[str, ...],
+        lent: LentState | None = None,
+        terms: PoolGpuTerms | None = None,
+    ) -> ReplicaGpus:
         """Without reading anew."""
         claim = Claim(uuids, Proof.ALLOCATED)
         party = Party(POD, names=self.names, platform=frozenset({HOST}), proof=claim.proof)
-        return self.watch.look(claim, party, terms or FIFTH, lent or Lent(), None)
+        return self.watch.look(claim, party, terms or FIFTH, lent or LentState(), None)
 
 
 @pytest.fixture
@@ -106,12 +117,12 @@ def node(nvml: State) -> Node:
 def test_what_an_engine_holds_is_not_servings_use(node: Node) -> None:
     assert node.look().lendable.bytes == 24 * GIB
     node.engine(20 * GIB)
-    assert node.look(Lent(frozenset({"slot-1"}))).lendable.bytes == 24 * GIB
+    assert node.look(LentState(frozenset({"slot-1"}))).lendable.bytes == 24 * GIB
 
 
 def test_the_residue_of_a_dormant_engine_is_charged(node: Node) -> None:
     node.engine(2 * GIB)
-    lent = Lent(frozenset({"slot-1"}), residues=(2 * GIB,))
+    lent = LentState(frozenset({"slot-1"}), residues=(2 * GIB,))
     assert node.look(lent).lendable.bytes == 22 * GIB
 
 
@@ -120,7 +131,7 @@ def test_without_process_lists_servings_use_is_learned_only_while_nothing_is_len
 ) -> None:
     for kind in ("Compute", "MPSCompute"):
         node.nvml.fail(f"nvmlDeviceGet{kind}RunningProcesses_v3", NOT_SUPPORTED)
-    lent = Lent(frozenset({"slot-1"}))
+    lent = LentState(frozenset({"slot-1"}))
     assert node.look(lent).lendable.bytes is None
     assert node.look().lendable.bytes == 24 * GIB
     node.engine(20 * GIB)
@@ -129,7 +140,7 @@ def test_without_process_lists_servings_use_is_learned_only_while_nothing_is_len
 
 def test_an_engine_that_should_be_gone_means_the_gpu_was_not_vacated(node: Node) -> None:
     node.engine(GIB)
-    assert node.look(Lent(frozenset({"slot-1"}))).refusal == ""
+    assert node.look(LentState(frozenset({"slot-1"}))).refusal == ""
     view = node.look()
     assert view.refusal == "NotVacated"
     assert "slot-1" in view.message
@@ -139,10 +150,10 @@ def test_a_reading_of_before_does_not_accuse_an_engine_that_has_gone_since(node:
     """With 20 ms a call a reading is three seconds old when the next one comes."""
     node.engine(GIB)
     uuid = (node.gpu.uuid,)
-    assert node.look(Lent(frozenset({"slot-1"}))).refusal == ""
+    assert node.look(LentState(frozenset({"slot-1"}))).refusal == ""
     node.gpu.end(22)
     node.now += 2.0
-    assert node.see(uuid, Lent()).refusal == "", "the reading is of when it was still there"
+    assert node.see(uuid, LentState()).refusal == "", "the reading is of when it was still there"
     node.now += 1.0
     node.engine(GIB)
     assert node.look().refusal == "NotVacated", "this reading began after it had gone"
@@ -165,7 +176,7 @@ def test_an_engine_that_takes_or_frees_memory_during_a_reading_is_not_servings_p
     node: Node, grows: bool
 ) -> None:
     """A peak counts for a day: one reading between two calls would end lending until tomorrow."""
-    lent = Lent(frozenset({"slot-1"}))
+    lent = LentState(frozenset({"slot-1"}))
     driver = Between.open()
     assert isinstance(driver, Between)
     node.drive(driver)
@@ -193,7 +204,7 @@ def test_an_engine_that_nobody_lists_is_not_servings_peak_once_it_has_gone(node:
     assert node.look().lendable.bytes == 24 * GIB
     node.engine(20 * GIB)
     node.now += 1.0
-    node.look(Lent(frozenset({"slot-1"})))
+    node.look(LentState(frozenset({"slot-1"})))
     node.gpu.end(22)
     node.now += 1.0
     assert node.see(uuid).lendable.bytes == 24 * GIB, "the reading is of when it was there"
@@ -208,8 +219,8 @@ def test_an_unfit_gpu_is_refused_with_its_word(node: Node) -> None:
 
 def test_a_gpu_that_draws_too_much_is_refused(node: Node) -> None:
     node.gpu.raw.power_milliwatts = 300_000
-    assert node.look(terms=Terms(max_power_watts=350)).refusal == ""
-    assert node.look(terms=Terms(max_power_watts=250)).refusal == "PowerLimit"
+    assert node.look(terms=PoolGpuTerms(max_power_watts=350)).refusal == ""
+    assert node.look(terms=PoolGpuTerms(max_power_watts=250)).refusal == "PowerLimit"
 
 
 def test_figures_that_are_old_are_unknown(node: Node) -> None:
@@ -237,10 +248,10 @@ def test_a_gpu_nobody_lists_is_unknown_with_the_number_of_those_that_are(node: N
 
 def test_little_free_memory_is_pressure(node: Node) -> None:
     node.engine(38 * GIB)
-    assert node.look(Lent(frozenset({"slot-1"}))).budget.pressure
+    assert node.look(LentState(frozenset({"slot-1"}))).budget.pressure
     node.watch.forget(POD)
     node.gpu.raw.memory_used = 40 * GIB
-    assert not node.look(Lent(frozenset({"slot-1"}))).budget.pressure
+    assert not node.look(LentState(frozenset({"slot-1"}))).budget.pressure
 
 
 # --- several GPUs
@@ -344,7 +355,7 @@ def test_of_several_gpus_the_tightest_says_what_may_be_lent(node: Node) -> None:
 def test_an_engine_is_held_to_its_size_on_each_gpu(node: Node) -> None:
     node.engine(10 * GIB)
     node.nvml.gpus[1].start(22, 2 * GIB)
-    view = node.look(Lent(frozenset({"slot-1"})), gpus=2)
+    view = node.look(LentState(frozenset({"slot-1"})), gpus=2)
     assert view.held == {"slot-1": 10 * GIB}
 
 
@@ -393,7 +404,7 @@ def test_a_process_that_cannot_be_seen_refuses_once_it_stays(node: Node) -> None
 def test_a_claim_that_is_refused_closes_the_gate(node: Node) -> None:
     node.read()
     claim = Claim((node.gpu.uuid,), Proof.ALLOCATED, "SharedGpu", "also allocated to a/b")
-    view = node.watch.look(claim, Party(POD), Terms(), Lent(), None)
+    view = node.watch.look(claim, Party(POD), PoolGpuTerms(), LentState(), None)
     assert (view.refusal, view.message) == ("SharedGpu", "also allocated to a/b")
 
 

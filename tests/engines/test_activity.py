@@ -11,7 +11,7 @@ import pytest
 
 from rose_core.guard.freezing import Activity
 from rose_engines import activity
-from rose_engines.activity import ITERATING, RESTING, SIZE, STARTING, Board, read
+from rose_engines.activity import ITERATING, RESTING, SIZE, STARTING, ActivityBoard, read
 from rose_engines.permit import Permit
 from rose_engines.sglang.checkpoints import Checkpoints
 
@@ -31,14 +31,14 @@ def test_the_numbers_are_those_of_the_decision() -> None:
 
 def test_what_a_rank_says_is_read(path: Path) -> None:
     assert read(path) == 0
-    board = Board(path)
+    board = ActivityBoard(path)
     assert read(path) == STARTING
     board.say(RESTING)
     assert read(path) == RESTING
 
 
 def test_the_least_restful_rank_counts(path: Path) -> None:
-    first, second = Board(path), Board(path)
+    first, second = ActivityBoard(path), ActivityBoard(path)
     first.say(RESTING)
     assert read(path) == STARTING
     second.say(ITERATING)
@@ -56,7 +56,7 @@ def test_a_file_that_is_not_understood_says_nothing(path: Path, text: bytes) -> 
 
 
 def test_a_reader_follows_no_link_and_waits_for_no_pipe(path: Path, tmp_path: Path) -> None:
-    Board(tmp_path / "other").say(RESTING)
+    ActivityBoard(tmp_path / "other").say(RESTING)
     path.symlink_to(tmp_path / "other")
     assert read(path) == 0
     path.unlink()
@@ -65,7 +65,7 @@ def test_a_reader_follows_no_link_and_waits_for_no_pipe(path: Path, tmp_path: Pa
 
 
 def test_a_file_that_shrinks_under_its_reader_says_nothing(path: Path) -> None:
-    Board(path)
+    ActivityBoard(path)
     os.truncate(path, 8)
     assert read(path) == 0
 

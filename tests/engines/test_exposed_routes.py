@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rose_engines.exposed_routes import Doors, refusal
+from rose_engines.exposed_routes import RouteFilter, refusal
 
 KEY = "key-of-this-process"
 
@@ -70,7 +70,7 @@ async def _nothing() -> Any:  # noqa: ANN401
 
 async def test_the_application_never_sees_what_is_refused() -> None:
     asked = Asked()
-    doors = Doors(asked, KEY)
+    doors = RouteFilter(asked, KEY)
     key = [(b"authorization", f"Bearer {KEY}".encode())]
     for scope in (
         {"type": "lifespan"},
@@ -87,7 +87,7 @@ async def test_the_application_never_sees_what_is_refused() -> None:
 
 async def test_what_sglang_tells_itself_once_it_is_warm_passes_once() -> None:
     asked = Asked()
-    doors = Doors(asked, KEY)
+    doors = RouteFilter(asked, KEY)
     for _ in range(2):
         scope = {"type": "http", "method": "POST", "path": "/freeze_gc", "headers": []}
         await doors(scope, _nothing, asked.send)

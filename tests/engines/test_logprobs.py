@@ -9,12 +9,12 @@ import pytest
 
 from rose_core.rollouts.logprobs import SCALE
 from rose_engines.sglang.arguments import Launch, environment
-from rose_engines.sglang.logprobs import ORIGINAL_VARIABLE, Teller
+from rose_engines.sglang.logprobs import ORIGINAL_VARIABLE, LogprobHook
 
 
 def said() -> str:
     meta: dict[str, Any] = {"id": "a"}
-    Teller().before_versions(meta, [], num_output_tokens=3)
+    LogprobHook().before_versions(meta, [], num_output_tokens=3)
     return str(meta[SCALE])
 
 

@@ -15,7 +15,7 @@ from rose_engines.errors import UnsupportedEngine
 from rose_engines.live import digest_live
 from rose_engines.multi_rank import LeaderSession, MemberSession, RankSession
 from rose_engines.parts import Part, Ranks, check_parts
-from rose_engines.rank_board import Board, Word
+from rose_engines.rank_board import RankBoard, RankState
 from rose_engines.safetensors import StoredTensor
 from rose_engines.sglang.calls import (
     Abort,
@@ -78,13 +78,13 @@ class Engine:
         parts = tuple(parts_of(live) for live in lives)
         check_parts(parts, {name: s[2].size for name, s in state.items()})
         sockets = tuple(folder / f"r{rank}" for rank in range(2))
-        Board.create(folder / "board", 2, len(state))
+        RankBoard.create(folder / "board", 2, len(state))
         barrier = threading.Barrier(2)
         self.ranks: list[Rank] = []
         self.servers: list[ControlServer] = []
 
         def join(rank: int) -> None:
-            board = Board(folder / "board", 2, list(state))
+            board = RankBoard(folder / "board", 2, list(state))
             ranks = Ranks(rank, board, parts, sockets, lambda: self.meet(barrier))
             labels: list[str] = []
             kind = LeaderSession if rank == 0 else MemberSession
@@ -257,8 +257,8 @@ def test_a_rank_that_votes_late_makes_all_undo_and_comes_back(
     member = engine.ranks[1].session
     say = member._say
 
-    def late(word: Word) -> None:
-        if word is Word.SCATTERED:
+    def late(word: RankState) -> None:
+        if word is RankState.SCATTERED:
             may_vote.wait(60)
         say(word)
 

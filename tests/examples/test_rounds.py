@@ -11,12 +11,12 @@ from examples.grpo.client import LeaseClient, Span, Turn
 from examples.grpo.errors import OutOfTime, TrainerError, TurnRefused
 from examples.grpo.rounds import RoundSampler
 from rose_core.identity import WeightVersion
-from rose_trainer.rounds import Shape
+from rose_trainer.rounds import RoundShape
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.looptime]
 
 HEAD = WeightVersion("grpo", 1, 0)
-SHAPE = Shape(batch=2, members=2, surplus=0.5, member_surplus=0.5)
+SHAPE = RoundShape(batch=2, members=2, surplus=0.5, member_surplus=0.5)
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Records:
         self.rounds.append(fields)
 
 
-def sampler(client: FakeClient, tell: Records, shape: Shape = SHAPE) -> RoundSampler:
+def sampler(client: FakeClient, tell: Records, shape: RoundShape = SHAPE) -> RoundSampler:
     return RoundSampler(
         cast("LeaseClient", client), shape=shape, bound=1, head=lambda: HEAD, seed=0, tell=tell
     )

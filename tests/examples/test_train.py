@@ -20,7 +20,7 @@ from examples.grpo.run import Settings
 from examples.grpo.train import main, parser, train
 from rose_core.identity import WeightVersion
 from rose_dev.models import Recipe, make_model
-from rose_trainer.rounds import Shape
+from rose_trainer.rounds import RoundShape
 
 SMALL = Recipe(
     "nano", layers=1, hidden=32, intermediate=32, heads=2, kv_heads=1, head_size=16, context=128
@@ -188,6 +188,6 @@ def test_rounds_are_off_unless_asked_for_and_their_defaults_fit_the_concurrency(
     usual = ["--url", "http://lease", "--store", "store:1", "--out", "out"]
     assert parser().parse_args(usual).rounds is False
     told = parser().parse_args([*usual, "--rounds"])
-    shape = Shape(told.per_step, told.group_size, told.surplus, told.member_surplus)
+    shape = RoundShape(told.per_step, told.group_size, told.surplus, told.member_surplus)
     assert shape.started <= told.concurrency
     assert shape.started_members > told.group_size

@@ -12,7 +12,7 @@ import pytest
 
 from bench.faults.__main__ import figures, main
 from bench.faults.cases import CASES, Case
-from bench.faults.matrix import Outcome, run
+from bench.faults.matrix import CaseOutcome, run
 from bench.faults.skewed import skewed
 from rose_core.guard.reasons import GateReason
 from tests.agent.node import tap_refusal
@@ -71,8 +71,8 @@ def test_a_clock_is_off_by_what_the_file_says_now(tmp_path: Path) -> None:
 
 
 def test_what_goes_on_has_no_time_of_stopping() -> None:
-    went_on = Outcome("clock", None, 0.5)
-    stopped = Outcome("guard", 120.0, None, ("HostStale",), "never came back")
+    went_on = CaseOutcome("clock", None, 0.5)
+    stopped = CaseOutcome("guard", 120.0, None, ("HostStale",), "never came back")
     assert [one.name for one in figures([went_on, stopped])] == ["clock: back", "guard: last token"]
     assert "goes on" in went_on.line
     assert "WRONG: never came back" in stopped.line

@@ -20,11 +20,11 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from rose_core.rollouts.admission import Queue
+from rose_core.rollouts.admission import QueueLimits
 from rose_core.rollouts.terms import LeaseTerms
 from rose_core.wire.routing import EngineKind
 from rose_router.errors import Conflict
-from rose_router.turns.turn import State, Turn
+from rose_router.turns.turn import Turn, TurnState
 from tests.router.world import SimEngine, V, World, greedy, judge, judge_whole, over, world
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.looptime]
@@ -144,7 +144,7 @@ def fleet(lease: int, chance: random.Random, *, commits: bool) -> list[SimEngine
 
 
 def judged(manner: str, turn: Turn, *, commits: bool) -> None:
-    assert turn.state is State.DONE, turn.error
+    assert turn.state is TurnState.DONE, turn.error
     assert turn.finish is not None
     if turn.finish["type"] == "abort":
         assert manner in {"hangs up", "aborts"}, turn.finish
@@ -179,7 +179,7 @@ async def burn(chance: random.Random, *, commits: bool) -> None:
                 *engines,
                 max_losses=1000,
                 terms=LeaseTerms(max_staleness=3),
-                queue=Queue(seconds=1000),
+                queue=QueueLimits(seconds=1000),
             )
             worlds.append(await stack.enter_async_context(made))
         fires = [Fire(w, chance, commits=commits) for w in worlds]

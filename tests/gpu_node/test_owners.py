@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from rose_agent.pods.claims import Asked, KubeletClaims
+from rose_agent.pods.claims import ClaimingPod, KubeletClaims
 from rose_agent.pods.podresources import PodResources
-from rose_core.devices.ownership import Claim, Known, Proof
+from rose_core.devices.ownership import Claim, DriverGpu, Proof
 from rose_dev.gpu_node.starting import state_of
 from rose_dev.node import Node
 from rose_dev.waiting import until
@@ -29,10 +29,10 @@ def machine(gpu_node: Node) -> Iterator[Node]:
 
 
 @contextlib.asynccontextmanager
-async def asking(node: Node) -> AsyncIterator[tuple[KubeletClaims, tuple[Known, ...]]]:
+async def asking(node: Node) -> AsyncIterator[tuple[KubeletClaims, tuple[DriverGpu, ...]]]:
     kubelet = PodResources(node.place.pod_resources / "kubelet.sock")
     with state_of(node) as state:
-        gpus = tuple(Known(gpu.uuid, i, i) for i, gpu in enumerate(state.gpus))
+        gpus = tuple(DriverGpu(gpu.uuid, i, i) for i, gpu in enumerate(state.gpus))
     task = asyncio.create_task(kubelet.run())
     try:
         yield KubeletClaims(kubelet, lambda: gpus, lambda _: ()), gpus
@@ -47,10 +47,10 @@ async def test_a_pods_gpus_are_those_that_the_device_plugin_gave_it(machine: Nod
     none = sleeper("none", SPACE)
     ready(machine, two, none)
     async with asking(machine) as (claims, gpus):
-        await until(lambda: claims.of(Asked(SPACE, "two")).proof is Proof.ALLOCATED)
-        found: Claim = claims.of(Asked(SPACE, "two"))
+        await until(lambda: claims.of(ClaimingPod(SPACE, "two")).proof is Proof.ALLOCATED)
+        found: Claim = claims.of(ClaimingPod(SPACE, "two"))
         assert len(found.gpus) == 2
         assert set(found.gpus) <= {gpu.uuid for gpu in gpus}
         assert (found.refusal, claims.weakness) == ("", "")
-        without = claims.of(Asked(SPACE, "none", annotation=found.gpus[0]))
+        without = claims.of(ClaimingPod(SPACE, "none", annotation=found.gpus[0]))
         assert (without.gpus, without.refusal) == ((), "NoGPU")

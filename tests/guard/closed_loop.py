@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from rose_core.guard.experience import Experience
-from rose_core.guard.gate import GateLimits, ReplicaFacts, Verdict, judge
+from rose_core.guard.gate import GateLimits, GateVerdict, ReplicaFacts, judge
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slack import Objective
-from rose_core.telemetry.book import Finished, LiveRequest
-from rose_core.telemetry.events import How
+from rose_core.telemetry.book import FinishedRequest, LiveRequest
+from rose_core.telemetry.events import EndKind
 from tests.guard.worlds import MS, NOW, busy, facts
 
 _DEFAULT = GateLimits()
@@ -258,7 +258,7 @@ class Guarded:
         return self._told
 
     @staticmethod
-    def _until(verdict: Verdict) -> int:
+    def _until(verdict: GateVerdict) -> int:
         return (verdict.until_ns or NOW * 10) if verdict.open else 0
 
     def _facts(self, requests: tuple[LiveRequest, ...]) -> ReplicaFacts:
@@ -283,6 +283,8 @@ class Guarded:
     def ended(self, asked: Asked, others: int) -> None:
         """A request is over."""
         at, first, last = (NOW + ms * MS for ms in (asked.at_ms, asked.first_ms, asked.last_ms))
-        how = How.COMPLETE
-        done = Finished(asked.number, at, first, last, self.size, asked.tokens, 200, how, "/")
+        how = EndKind.COMPLETE
+        done = FinishedRequest(
+            asked.number, at, first, last, self.size, asked.tokens, 200, how, "/"
+        )
         self.experience.finished(done, self.goals, others)

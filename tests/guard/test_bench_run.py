@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.guard import kept, run
+from bench.guard import run, run_record
 from bench.guard.__main__ import notes, planned
 from bench.guard.gates import Profile
 from bench.guard.load import LOADS, Answer, Arrival, Load
@@ -95,7 +95,7 @@ def measured(
     monkeypatch.setattr(run, "FOLDER", folder)
 
     def keep(results: Results) -> None:
-        kept.keep(wanted, results, notes(wanted), folder)
+        run_record.keep(wanted, results, notes(wanted), folder)
 
     return asyncio.run(run.measure(wanted, before, keep))
 
@@ -135,7 +135,7 @@ def test_figures_are_on_disk_after_each_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted, seen = plan("--rounds", "1"), list[int]()
-    whole = kept.keep
+    whole = run_record.keep
 
     def keep(asked: Plan, results: Results, said: list[str], folder: Path) -> None:
         whole(asked, results, said, folder)
@@ -143,7 +143,7 @@ def test_figures_are_on_disk_after_each_window(
         assert report.notes == tuple(said)
         seen.append(len(results.windows))
 
-    monkeypatch.setattr(kept, "keep", keep)
+    monkeypatch.setattr(run_record, "keep", keep)
     measured(Node(), wanted, tmp_path, monkeypatch)
     assert seen == list(range(1, len(cells(wanted)) + 1))
     names = {"guard.json", "guard.svg", "guard.txt"}
@@ -156,7 +156,7 @@ def test_a_cut_run_goes_on_with_what_is_missing(
 ) -> None:
     measured(Node(("conv", "ours", 0)), plan("--rounds", "1"), tmp_path, monkeypatch)
     wanted = plan("--rounds", "2")
-    before = kept.again(wanted, tmp_path)
+    before = run_record.again(wanted, tmp_path)
     assert before is not None
     assert [crash.why for crash in before.crashes] == ["RuntimeError('the engine is gone')"]
     node = Node()
@@ -169,10 +169,10 @@ def test_a_cut_run_goes_on_with_what_is_missing(
 def test_windows_of_other_knobs_are_not_mixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert kept.again(plan(), tmp_path) is None
+    assert run_record.again(plan(), tmp_path) is None
     measured(Node(), plan("--rounds", "1"), tmp_path, monkeypatch)
-    with pytest.raises(kept.NotTheSame, match=r"seconds 2: run without --resume"):
-        kept.again(planned(["--seconds", "3"]), tmp_path)
+    with pytest.raises(run_record.NotTheSame, match=r"seconds 2: run without --resume"):
+        run_record.again(planned(["--seconds", "3"]), tmp_path)
 
 
 def test_a_budget_that_ends_inside_a_round_leaves_both_kinds_of_loads_their_windows() -> None:

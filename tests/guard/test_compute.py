@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from rose_core.guard.compute import WINDOW_NS, Compute
-from rose_core.guard.gate import GateLimits, Verdict, judge
+from rose_core.guard.gate import GateLimits, GateVerdict, judge
 from rose_core.guard.reasons import GateReason
 from tests.guard.worlds import MS, NOW, S, busy, facts, idle
 
@@ -18,7 +18,7 @@ PERMIT_NS = 140 * MS
 
 def lend(
     percent: int, seconds: int, *, tick_ms: int = 5, seed: int | None = None
-) -> tuple[list[tuple[int, int]], list[Verdict]]:
+) -> tuple[list[tuple[int, int]], list[GateVerdict]]:
     """Spans that were open and verdicts, of a guard that looks every tick; with a seed, serving
     is busy for some of the time."""
     draw = random.Random(seed)

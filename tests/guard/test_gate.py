@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rose_core.guard.gate import GateLimits, Verdict, judge
+from rose_core.guard.gate import GateLimits, GateVerdict, judge
 from rose_core.guard.predictor import Predictor, Profile
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slack import Objective
@@ -78,7 +78,7 @@ def streaming(tokens: int = 50, started_ms: int = 1000) -> LiveRequest:
     return LiveRequest(1, first - 50 * MS, size=400, first_ns=first, last_ns=NOW, tokens=tokens)
 
 
-def never_idle(signal: ServingSignal, now: int = NOW, **changes: object) -> Verdict:
+def never_idle(signal: ServingSignal, now: int = NOW, **changes: object) -> GateVerdict:
     """The verdict on a replica without idle gaps."""
     world = {"idle_share": 0.0, "objective": GOAL, "predictor": COST, **changes}
     return judge(facts(signal, **world), LIMITS, now)

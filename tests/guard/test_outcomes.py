@@ -6,8 +6,8 @@ from rose_agent.guard.outcomes import Outcomes
 from rose_agent.guard.pools import PoolState
 from rose_agent.guard.recorder import Recorder
 from rose_core.guard.crossover import Schedule
-from rose_core.telemetry.book import Finished
-from rose_core.telemetry.events import Arrived, Dismissed, FirstToken, How, Sized
+from rose_core.telemetry.book import FinishedRequest
+from rose_core.telemetry.events import Arrived, Dismissed, EndKind, FirstToken, Sized
 from rose_core.wire.sync import PoolPolicy
 from tests.guard.worlds import MS, NOW, S
 
@@ -47,7 +47,9 @@ class World:
         self.outcomes.hear(Arrived("pod", number, start, "/generate"), start)
         self.outcomes.hear(Sized("pod", number, 400), start)
         self.outcomes.hear(FirstToken("pod", number, first), first)
-        done = Finished(number, start, first, end, 400, tokens, 200, How.COMPLETE, "/generate")
+        done = FinishedRequest(
+            number, start, first, end, 400, tokens, 200, EndKind.COMPLETE, "/generate"
+        )
         self.outcomes.finished(done, self.policy, ALWAYS, lent=lent, others=0)
         self.outcomes.open_time.note(0, end)
         self.now = end + 10 * MS

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rose_core.guard.gate import Verdict
+from rose_core.guard.gate import GateVerdict
 from rose_core.guard.ladder import LadderLimits, Order, Rung
 from rose_core.guard.reasons import VACATING, GateReason
 from rose_core.guard.slot import STARTABLE, Phase, SlotMachine, SlotSeen, decide
@@ -29,7 +29,7 @@ def orders(state: SlotMachine, world: SlotSeen, now: int = NOW) -> tuple[SlotMac
 
 @pytest.mark.parametrize("reason", list(GateReason))
 def test_an_engine_starts_only_on_a_replica_that_is_known(reason: GateReason) -> None:
-    verdict = Verdict(open=reason is GateReason.IDLE, reason=reason)
+    verdict = GateVerdict(open=reason is GateReason.IDLE, reason=reason)
     after, done = orders(SlotMachine(), seen(verdict))
     started = reason in STARTABLE
     assert done == ([Order.ENSURE] if started else [])
@@ -80,7 +80,7 @@ def test_an_open_gate_extends_the_permit_by_its_length_and_no_more() -> None:
 
 
 def test_a_duty_bounds_the_permit() -> None:
-    verdict = Verdict(open=True, reason=GateReason.SLACK, until_ns=NOW + 30 * MS, duty=0.3)
+    verdict = GateVerdict(open=True, reason=GateReason.SLACK, until_ns=NOW + 30 * MS, duty=0.3)
     _, actions = decide(PRESENT, seen(verdict, engine()), LIMITS, NOW)
     assert actions[0].until_ns == NOW + 30 * MS
 
@@ -302,7 +302,7 @@ def test_no_history_extends_a_permit_that_must_not_be_open() -> None:
                     generation=draw.choice([1, 1, 2]),
                 )
             world = seen(
-                Verdict(open=is_open, reason=reason, duty=1.0),
+                GateVerdict(open=is_open, reason=reason, duty=1.0),
                 found,
                 granted=draw.choice([True, True, True, False, None]),
                 host_alive=draw.random() < 0.9,

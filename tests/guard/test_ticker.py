@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rose_agent.guard.ticker import Pulse
+from rose_agent.guard.ticker import Ticker
 
 pytestmark = pytest.mark.looptime
 
@@ -31,7 +31,7 @@ async def steps_beside(
         made.append(round(loop.time() - began, 3))
         return resting
 
-    pulse = Pulse(step, period)
+    pulse = Ticker(step, period)
     task = asyncio.create_task(pulse.run())
     for moment in beats_s:
         loop.call_later(moment, pulse.beat)
@@ -44,7 +44,7 @@ async def steps_beside(
 
 
 async def test_a_beat_says_whether_it_stepped() -> None:
-    pulse = Pulse(_nothing, 0.045)
+    pulse = Ticker(_nothing, 0.045)
     assert not pulse.beat(), "it does not run yet"
     task = asyncio.create_task(pulse.run())
     await asyncio.sleep(0.03)
@@ -86,4 +86,4 @@ async def test_a_step_that_fails_ends_the_guard() -> None:
         raise RuntimeError("a step")
 
     with pytest.raises(RuntimeError, match="a step"):
-        await Pulse(fail, 0.045).run()
+        await Ticker(fail, 0.045).run()

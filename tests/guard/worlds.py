@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rose_core.guard.gate import ReplicaFacts, Verdict
+from rose_core.guard.gate import GateVerdict, ReplicaFacts
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slot import EngineSeen, SlotSeen
 from rose_core.telemetry.book import LiveRequest
@@ -32,11 +32,11 @@ def facts(signal: ServingSignal | None = None, **changes: object) -> ReplicaFact
     return ReplicaFacts(signal=signal or idle(), **changes)  # type: ignore[arg-type]
 
 
-OPEN = Verdict(open=True, reason=GateReason.IDLE, duty=1.0)
+OPEN = GateVerdict(open=True, reason=GateReason.IDLE, duty=1.0)
 
 
-def shut(reason: GateReason = GateReason.SERVING_BUSY) -> Verdict:
-    return Verdict(open=False, reason=reason)
+def shut(reason: GateReason = GateReason.SERVING_BUSY) -> GateVerdict:
+    return GateVerdict(open=False, reason=reason)
 
 
 def engine(
@@ -50,7 +50,7 @@ def engine(
 
 
 def seen(
-    verdict: Verdict = OPEN,
+    verdict: GateVerdict = OPEN,
     found: EngineSeen | None = None,
     *,
     granted: bool | None = True,

@@ -92,7 +92,7 @@ def guarding(rundir: Path, uid: str = "slot-1") -> Iterator[Guard]:
 @contextlib.asynccontextmanager
 async def running(
     rundir: Path, models: Path, freezer: Freezer | None = None
-) -> AsyncIterator[main.Running]:
+) -> AsyncIterator[main.RunningHost]:
     """A host inside this process."""
     arguments = parser().parse_args(
         [
@@ -118,12 +118,12 @@ async def until(
         await asyncio.sleep(0.05)
 
 
-async def status_of(host: main.Running, uid: str = "slot-1") -> EngineStatus:
+async def status_of(host: main.RunningHost, uid: str = "slot-1") -> EngineStatus:
     found = await host.host.status(HostStatusRequest())
     return next(one for one in found.engines if one.slot.uid == uid)
 
 
-async def serving(host: main.Running, uid: str = "slot-1") -> EngineStatus:
+async def serving(host: main.RunningHost, uid: str = "slot-1") -> EngineStatus:
     async def ready() -> bool:
         return (await status_of(host, uid)).state is EngineState.SERVING
 

@@ -19,7 +19,7 @@ from rose_agent.devices.mps.control import MpsControl, Pipes
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.devices.owners import Owner
 from rose_agent.host.mps import MpsNode
-from rose_agent.host.sharing import Ways
+from rose_agent.host.sharing import SharingMeans
 from rose_agent.os.groups import wait_for
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import Sharing
@@ -45,9 +45,9 @@ class Node:
     serving: int
 
     @property
-    def ways(self) -> Ways:
+    def ways(self) -> SharingMeans:
         """As the host's flags would make them."""
-        return Ways(MpsNode(self.pipes.root, NvmlDriver.open(), PROGRAM, self.owner))
+        return SharingMeans(MpsNode(self.pipes.root, NvmlDriver.open(), PROGRAM, self.owner))
 
     @property
     def control(self) -> MpsControl:

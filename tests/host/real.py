@@ -46,7 +46,7 @@ def order(model: Path, endpoint: str) -> EnsureEngine:
 
 
 @asynccontextmanager
-async def syncing_host(rundir: Path, models: Path) -> AsyncIterator[main.Running]:
+async def syncing_host(rundir: Path, models: Path) -> AsyncIterator[main.RunningHost]:
     """A host inside this process with weight-sync beside it; both end with the test."""
     arguments = parser().parse_args(
         [
@@ -64,7 +64,7 @@ async def syncing_host(rundir: Path, models: Path) -> AsyncIterator[main.Running
         assert await host.stop(0.0)
 
 
-async def ready(host: main.Running) -> None:
+async def ready(host: main.RunningHost) -> None:
     async def serves() -> bool:
         status = await status_of(host)
         assert status.restarts == 0, status.message
@@ -74,7 +74,7 @@ async def ready(host: main.Running) -> None:
     await until(serves, "SGLang is ready", READY_SECONDS)
 
 
-async def attested(host: main.Running, run: PublishedRun) -> None:
+async def attested(host: main.RunningHost, run: PublishedRun) -> None:
     assert run.manifest is not None
     wanted = (str(run.manifest.target), run.manifest.digest)
 

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from rose_agent.errors import GroupError
-from rose_agent.host.cpu_courtesy import Courtesy, Engine, is_busy_quota
+from rose_agent.host.cpu_throttle import CpuThrottle, ThrottledEngine, is_busy_quota
 from rose_agent.host.enforcement import TreeState
 from rose_agent.host.lifecycle import EngineLife
 from rose_agent.os import freezers
-from rose_agent.os.limits import Base, Limiter, Limits
+from rose_agent.os.limits import CgroupBase, Limiter, Limits
 from rose_core.wire.host import EngineState
 from tests.host.test_limits import engine, root_only
 
 BUSY = 10
 
 
-def mps_client(tree: TreeState) -> Engine:
-    return Engine("engine", EngineState.SERVING, tree, by_mps=True)
+def mps_client(tree: TreeState) -> ThrottledEngine:
+    return ThrottledEngine("engine", EngineState.SERVING, tree, by_mps=True)
 
 
 def test_only_an_mps_client_that_serves_and_rests_has_the_busy_quota() -> None:
@@ -50,9 +50,9 @@ def test_the_quota_follows_the_engine(
     tmp_path: Path, version: int, own: int, low: dict[str, str], high: dict[str, str]
 ) -> None:
     limits = Limits(cpu_percent=own, busy_cpu_percent=BUSY)
-    limiter = Limiter(limits, {"cpu": Base(version, tmp_path)}, "rose-test-")
+    limiter = Limiter(limits, {"cpu": CgroupBase(version, tmp_path)}, "rose-test-")
     (folder,) = limiter.prepare("engine")
-    courtesy = Courtesy(limiter)
+    courtesy = CpuThrottle(limiter)
 
     def written() -> dict[str, str]:
         return {path.name: path.read_text() for path in folder.iterdir()}
@@ -67,10 +67,12 @@ def test_the_quota_follows_the_engine(
 def test_a_quota_that_cannot_be_set_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    limiter = Limiter(Limits(busy_cpu_percent=BUSY), {"cpu": Base(2, tmp_path / "no")}, "rose-")
+    limiter = Limiter(
+        Limits(busy_cpu_percent=BUSY), {"cpu": CgroupBase(2, tmp_path / "no")}, "rose-"
+    )
     with pytest.raises(GroupError, match="cannot set the quota"):
         limiter.set_quota("engine", busy=True)
-    courtesy = Courtesy(limiter)
+    courtesy = CpuThrottle(limiter)
     for _ in range(3):
         courtesy.look([mps_client(TreeState.STOPPED)])
     assert len(caplog.records) == 1
@@ -103,4 +105,4 @@ async def test_a_host_without_a_busy_quota_looks_at_nothing() -> None:
     def nobody() -> list[EngineLife]:
         pytest.fail("looked")
 
-    await Courtesy(limiter).keep(nobody)
+    await CpuThrottle(limiter).keep(nobody)

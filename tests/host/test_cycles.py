@@ -76,7 +76,7 @@ def held(rundir: Path, freezer: freezers.Freezer) -> dict[str, int]:
     }
 
 
-async def loan(host: main.Running, rundir: Path, uid: str) -> None:
+async def loan(host: main.RunningHost, rundir: Path, uid: str) -> None:
     with guarding(rundir, uid):
         await host.host.ensure(order(uid))
         await serving(host, uid)

@@ -67,7 +67,7 @@ class Router:
 @contextlib.asynccontextmanager
 async def started(
     rundir: Path, models: Path, router: str, given: str = "install"
-) -> AsyncIterator[tuple[main.Running, dedicated.Attachment]]:
+) -> AsyncIterator[tuple[main.RunningHost, dedicated.Attachment]]:
     file, secret = rundir / "dedicated.yaml", rundir / "token"
     file.write_text(FILE)
     secret.write_text(given + "\n")

@@ -42,7 +42,7 @@ def holding(**more: str) -> EnsureEngine:
     return order("slot-1", 1, kv_bytes=str(KV_BYTES), token_seconds="0.005", token=TOKEN, **more)
 
 
-async def _reaches(host: main.Running, state: EngineState) -> EngineStatus:
+async def _reaches(host: main.RunningHost, state: EngineState) -> EngineStatus:
     async def there() -> bool:
         return (await status_of(host)).state is state
 
@@ -50,7 +50,7 @@ async def _reaches(host: main.Running, state: EngineState) -> EngineStatus:
     return await status_of(host)
 
 
-async def _hold(host: main.Running, *, hold: bool) -> None:
+async def _hold(host: main.RunningHost, *, hold: bool) -> None:
     await host.host.hold(HoldEngine(SLOT, Holder.GUARD, hold=hold))
 
 

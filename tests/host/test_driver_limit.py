@@ -18,7 +18,7 @@ from rose_agent.errors import QueryFailed
 from rose_agent.host import main
 from rose_agent.host.classes import fake
 from rose_agent.host.launchers import EngineOrder, EngineProgram
-from rose_agent.host.sharing import Ways
+from rose_agent.host.sharing import SharingMeans
 from rose_agent.os import freezers
 from rose_core.devices.memory import limit_refusal
 from rose_core.wire.host import EngineState, EnsureEngine
@@ -86,7 +86,7 @@ def limited(store: Path) -> list[Path]:
 @asynccontextmanager
 async def limiting(
     rundir: Path, models: Path, environment: dict[str, str]
-) -> AsyncIterator[main.Running]:
+) -> AsyncIterator[main.RunningHost]:
     """A host whose engines are limited by the stand-in, in real cgroups of v2."""
 
     def launcher(order: EngineOrder) -> EngineProgram:
@@ -99,7 +99,9 @@ async def limiting(
     async with running(rundir, models, freezer) as host:
         site = host.host._site  # what the flags would have made of it
         site.launchers = {"fake": launcher}
-        site.ways = Ways(limits=SmiLimits(lambda: freezers.own_base(2), freezer.prefix, PROGRAM))
+        site.ways = SharingMeans(
+            limits=SmiLimits(lambda: freezers.own_base(2), freezer.prefix, PROGRAM)
+        )
         yield host
 
 

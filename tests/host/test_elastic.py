@@ -17,7 +17,7 @@ from rose_agent.devices.elastic import KvcachedSegment
 from rose_agent.host import main
 from rose_agent.host.capabilities import Capabilities
 from rose_agent.host.elastic import Elastic
-from rose_agent.host.sharing import Ways, segment_name
+from rose_agent.host.sharing import SharingMeans, segment_name
 from rose_core.devices.elastic import FIRST_PERMILLE, ElasticLimits
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, LimitMemory
 from rose_core.wire.reasons import HostReason
@@ -50,7 +50,7 @@ def segment(rundir: Path) -> KvcachedSegment:
     return KvcachedSegment(segment_name(RunDir(rundir).slot("slot-1").plugin_socket))
 
 
-async def limited(host: main.Running, permille: int) -> EngineStatus:
+async def limited(host: main.RunningHost, permille: int) -> EngineStatus:
     asked = order()
     return await host.host.limit_memory(LimitMemory(asked.slot, permille))
 
@@ -73,7 +73,7 @@ async def turns(url: str, tokens: int) -> AsyncIterator[None]:
             await asyncio.gather(*asked, return_exceptions=True)
 
 
-async def holds(host: main.Running, least: int, most: int) -> None:
+async def holds(host: main.RunningHost, least: int, most: int) -> None:
     async def there() -> bool:
         held = (await status_of(host)).kv_held_bytes
         return held is not None and least <= held <= most
@@ -81,7 +81,7 @@ async def holds(host: main.Running, least: int, most: int) -> None:
     await until(there, f"it holds {least >> 20} to {most >> 20} MiB")
 
 
-async def failed(host: main.Running, reason: str) -> EngineStatus:
+async def failed(host: main.RunningHost, reason: str) -> EngineStatus:
     async def says() -> bool:
         status = await status_of(host)
         return (status.state, status.reason) == (EngineState.FAILED, reason)
@@ -146,7 +146,7 @@ async def test_an_engine_without_kvcached_is_ended_although_it_answers_well(
             assert "runs without kvcached" in refused.message
 
 
-def hasty(host: main.Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def hasty(host: main.RunningHost, monkeypatch: pytest.MonkeyPatch) -> None:
     short = ElasticLimits(flush_s=0.2, effect_s=1.0, unknown_s=1.0)
     plain = Elastic.__init__
 
@@ -221,7 +221,7 @@ async def test_a_host_says_what_its_engines_lack_for_elastic_memory(tmp_path: Pa
         python = site / "python"
         python.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec /usr/bin/env python3 "$@"\n')
         python.chmod(0o755)
-        able = Capabilities(Ways(), None, 0, python, files=())
+        able = Capabilities(SharingMeans(), None, 0, python, files=())
         await able.look()
         return able.said["ElasticMemory"]
 
@@ -229,7 +229,7 @@ async def test_a_host_says_what_its_engines_lack_for_elastic_memory(tmp_path: Pa
     assert "libcuda.so.1" in await said("raise ImportError('libcuda.so.1 not found')")
     assert "would not be patched" in await said("", hooked=False)
     assert "older than 0.1" in await said("", version="0.0.9")
-    able = Capabilities(replace(Ways()), None, 0, Path("/usr/bin/python3"), files=())
+    able = Capabilities(replace(SharingMeans()), None, 0, Path("/usr/bin/python3"), files=())
     await able.look()
     assert able.said["ElasticMemory"].startswith("ElasticUnavailable: ")
     assert "No module named 'kvcached'" in able.said["ElasticMemory"]

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from rose_agent.errors import GroupError
-from rose_agent.host.enforcement import Action, Tree, TreeState, Wish, decide
-from rose_agent.host.enforcer import PATIENCE, Enforcer, Watched
+from rose_agent.host.enforcement import Action, EngineTree, RunConditions, TreeState, decide
+from rose_agent.host.enforcer import PATIENCE, EnforcedEngine, Enforcer
 from rose_agent.os.groups import wait_for
 from rose_core.guard.freezing import Activity, Grace
-from rose_core.guard.standstill import Patience
+from rose_core.guard.standstill import StandstillPatience
 from rose_core.wire.host import Holder
 from rose_engines.doorbell import Listener, ring
 from rose_engines.permit import Permit
@@ -44,7 +44,11 @@ def test_every_edge_of_the_table_of_trees(
     state: TreeState, may_run: bool, frozen: bool, now: int, expected: tuple[TreeState, Action]
 ) -> None:
     tree, done = decide(
-        Tree(state, 0), may_run=may_run, frozen=frozen, now_ns=now, patience=Patience(100)
+        EngineTree(state, 0),
+        may_run=may_run,
+        frozen=frozen,
+        now_ns=now,
+        patience=StandstillPatience(100),
     )
     assert (tree.state, done) == expected
 
@@ -62,9 +66,14 @@ def test_every_edge_of_the_table_of_trees(
 def test_an_engine_in_its_driver_is_asked_before_it_is_frozen(
     activity: Activity, after_ns: int, expected: tuple[TreeState, Action]
 ) -> None:
-    now, patience = 7, Patience(10**12)
+    now, patience = 7, StandstillPatience(10**12)
     tree, done = decide(
-        Tree(RUNNING), may_run=False, frozen=False, now_ns=now, patience=patience, activity=activity
+        EngineTree(RUNNING),
+        may_run=False,
+        frozen=False,
+        now_ns=now,
+        patience=patience,
+        activity=activity,
     )
     if after_ns:
         assert (tree.state, done) == (ASKED, Action.NONE)
@@ -82,14 +91,16 @@ def test_an_engine_in_its_driver_is_asked_before_it_is_frozen(
 @pytest.mark.parametrize(
     ("wish", "reason"),
     [
-        (Wish(permit_open=True), ""),
-        (Wish(permit_open=False), "PermitLapsed"),
-        (Wish(permit_open=True, stop_pressed=True), "StopPressed"),
-        (Wish(True, False, frozenset({Holder.GUARD})), "HeldByGuard"),
-        (Wish(True, False, frozenset({Holder.GUARD, Holder.COMMIT})), "HeldByGuard"),
+        (RunConditions(permit_open=True), ""),
+        (RunConditions(permit_open=False), "PermitLapsed"),
+        (RunConditions(permit_open=True, stop_pressed=True), "StopPressed"),
+        (RunConditions(True, False, frozenset({Holder.GUARD})), "HeldByGuard"),
+        (RunConditions(True, False, frozenset({Holder.GUARD, Holder.COMMIT})), "HeldByGuard"),
     ],
 )
-def test_an_engine_runs_only_when_nothing_speaks_against_it(wish: Wish, reason: str) -> None:
+def test_an_engine_runs_only_when_nothing_speaks_against_it(
+    wish: RunConditions, reason: str
+) -> None:
     assert wish.reason == reason
     assert wish.may_run == (not reason)
 
@@ -139,12 +150,12 @@ def permit(tmp_path: Path) -> Permit:
 
 
 @pytest.fixture
-def watched(permit: Permit) -> Watched:
-    return Watched("slot", permit)
+def watched(permit: Permit) -> EnforcedEngine:
+    return EnforcedEngine("slot", permit)
 
 
 def test_a_lapsed_permit_stops_and_an_extended_one_continues(
-    watched: Watched, permit: Permit
+    watched: EnforcedEngine, permit: Permit
 ) -> None:
     tree = TreeInMemory()
     watched.put(tree)
@@ -163,7 +174,7 @@ def test_a_lapsed_permit_stops_and_an_extended_one_continues(
 def test_an_engine_that_loads_is_not_frozen_before_it_rests(permit: Permit) -> None:
     """A freeze inside the driver can keep a lock that serving waits for."""
     said = [Activity.STARTING]
-    watched, tree = Watched("slot", permit, activity=lambda: said[0]), TreeInMemory()
+    watched, tree = EnforcedEngine("slot", permit, activity=lambda: said[0]), TreeInMemory()
     watched.put(tree)
     second = 1_000_000_000
     assert not watched.tick(stop_pressed=False, now_ns=second)
@@ -177,7 +188,7 @@ def test_an_engine_that_loads_is_not_frozen_before_it_rests(permit: Permit) -> N
 
 
 def test_an_engine_that_loads_and_never_rests_is_ended(permit: Permit) -> None:
-    watched = Watched("slot", permit, activity=lambda: Activity.STARTING)
+    watched = EnforcedEngine("slot", permit, activity=lambda: Activity.STARTING)
     tree = TreeInMemory()
     watched.put(tree)
     watched.tick(stop_pressed=False, now_ns=1)
@@ -188,7 +199,7 @@ def test_an_engine_that_loads_and_never_rests_is_ended(permit: Permit) -> None:
 def test_an_engine_whose_boundary_does_not_come_is_frozen_at_the_end_of_its_grace(
     permit: Permit,
 ) -> None:
-    watched = Watched("slot", permit, activity=lambda: Activity.ITERATING)
+    watched = EnforcedEngine("slot", permit, activity=lambda: Activity.ITERATING)
     tree = TreeInMemory()
     watched.put(tree)
     watched.tick(stop_pressed=False, now_ns=1)
@@ -198,7 +209,7 @@ def test_an_engine_whose_boundary_does_not_come_is_frozen_at_the_end_of_its_grac
     assert tree.calls == ["freeze"]
 
 
-def test_nobodys_resume_undoes_anothers_pause(watched: Watched, permit: Permit) -> None:
+def test_nobodys_resume_undoes_anothers_pause(watched: EnforcedEngine, permit: Permit) -> None:
     tree = TreeInMemory()
     watched.put(tree)
     permit.extend(10_000)
@@ -213,7 +224,9 @@ def test_nobodys_resume_undoes_anothers_pause(watched: Watched, permit: Permit) 
     assert tree.calls == ["freeze", "thaw"]
 
 
-def test_the_stop_button_stops_under_an_open_permit(watched: Watched, permit: Permit) -> None:
+def test_the_stop_button_stops_under_an_open_permit(
+    watched: EnforcedEngine, permit: Permit
+) -> None:
     tree = TreeInMemory()
     watched.put(tree)
     permit.extend(10_000)
@@ -223,7 +236,7 @@ def test_the_stop_button_stops_under_an_open_permit(watched: Watched, permit: Pe
 
 
 def test_a_tree_that_does_not_stand_still_is_killed_and_told_of_once(
-    watched: Watched, caplog: pytest.LogCaptureFixture
+    watched: EnforcedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     tree = TreeInMemory()
     tree.obedient = False
@@ -240,7 +253,7 @@ def test_a_tree_that_does_not_stand_still_is_killed_and_told_of_once(
     assert caplog.text.count("did not stand still") == 1
 
 
-def test_a_tree_that_waits_for_its_turn_is_left_to_wait(watched: Watched) -> None:
+def test_a_tree_that_waits_for_its_turn_is_left_to_wait(watched: EnforcedEngine) -> None:
     tree = TreeInMemory()
     tree.obedient = False
     watched.put(tree)
@@ -252,7 +265,7 @@ def test_a_tree_that_waits_for_its_turn_is_left_to_wait(watched: Watched) -> Non
     assert "kill" in tree.calls, "it hangs in the kernel"
 
 
-def test_a_tree_whose_use_is_unknown_counts_as_computing(watched: Watched) -> None:
+def test_a_tree_whose_use_is_unknown_counts_as_computing(watched: EnforcedEngine) -> None:
     tree = TreeInMemory()
     tree.obedient, tree.used_ns = False, None
     watched.put(tree)
@@ -261,7 +274,7 @@ def test_a_tree_whose_use_is_unknown_counts_as_computing(watched: Watched) -> No
     assert "kill" in tree.calls
 
 
-def test_a_tree_thawed_by_somebody_else_is_stopped_again(watched: Watched) -> None:
+def test_a_tree_thawed_by_somebody_else_is_stopped_again(watched: EnforcedEngine) -> None:
     tree = TreeInMemory()
     watched.put(tree)
     watched.tick(stop_pressed=False, now_ns=0)
@@ -270,7 +283,7 @@ def test_a_tree_thawed_by_somebody_else_is_stopped_again(watched: Watched) -> No
     assert tree.calls == ["freeze", "freeze"]
 
 
-def test_a_refusing_kernel_is_asked_again_and_nothing_is_believed(watched: Watched) -> None:
+def test_a_refusing_kernel_is_asked_again_and_nothing_is_believed(watched: EnforcedEngine) -> None:
     tree = TreeInMemory()
     tree.error = "read-only file system"
     watched.put(tree)
@@ -282,7 +295,7 @@ def test_a_refusing_kernel_is_asked_again_and_nothing_is_believed(watched: Watch
 
 
 def test_a_dedicated_engine_holds_its_own_permit_until_the_stop_button(permit: Permit) -> None:
-    watched = Watched("dedicated", permit, own_permit=True)
+    watched = EnforcedEngine("dedicated", permit, own_permit=True)
     assert watched.tick(stop_pressed=False, now_ns=1_000)
     assert not watched.tick(stop_pressed=True, now_ns=2_000)
 
@@ -295,7 +308,7 @@ def test_one_engines_trouble_does_not_end_the_enforcer(tmp_path: Path, short_dir
     trees = (Broken(), TreeInMemory())
     enforcer = Enforcer(lambda: False, short_dir / "bell")
     for number, tree in enumerate(trees):
-        watched = Watched(f"slot-{number}", Permit.create(tmp_path / f"permit-{number}"))
+        watched = EnforcedEngine(f"slot-{number}", Permit.create(tmp_path / f"permit-{number}"))
         watched.put(tree)
         enforcer.watch(watched)
     enforcer.start()
@@ -305,7 +318,7 @@ def test_one_engines_trouble_does_not_end_the_enforcer(tmp_path: Path, short_dir
 
 
 def test_it_looks_again_when_a_permit_ends_and_often_while_a_tree_is_on_its_way(
-    watched: Watched, permit: Permit
+    watched: EnforcedEngine, permit: Permit
 ) -> None:
     tree = TreeInMemory()
     watched.put(tree)
@@ -337,7 +350,7 @@ def test_a_ring_is_heard_at_once_and_one_that_nobody_hears_is_lost(short_dir: Pa
 
 
 def test_a_permit_that_was_closed_and_rung_for_stops_its_engine(
-    watched: Watched, permit: Permit, short_dir: Path
+    watched: EnforcedEngine, permit: Permit, short_dir: Path
 ) -> None:
     tree = TreeInMemory()
     watched.put(tree)

@@ -11,7 +11,7 @@ import pytest
 from rose_agent.errors import BrokenEngine
 from rose_agent.host.footprints import Footprints, engine_version
 from rose_agent.host.launchers import EngineProgram
-from rose_agent.host.sharing import Sharing, Ways
+from rose_agent.host.sharing import Sharing, SharingMeans
 from rose_core.devices.footprint import MARGIN_BYTES, Footprint, promised
 from rose_core.devices.memory import GIB, EngineSize, Lendable
 from rose_core.wire.reasons import HostReason
@@ -30,7 +30,7 @@ def program(footprints: Footprints) -> EngineProgram:
 
 async def serving(footprints: Footprints, room: int, folder: Path) -> Sharing:
     """An engine of 20 GiB besides its fixed part, that has just become ready."""
-    sharing = Sharing(Ways(), order(), folder / "control", footprints=footprints)
+    sharing = Sharing(SharingMeans(), order(), folder / "control", footprints=footprints)
     sharing.room = Lendable(room, "the room")
     await sharing.admit(program(footprints), 0, "slot-1")
     await sharing.verify(SPAWNED)

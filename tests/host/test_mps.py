@@ -17,7 +17,7 @@ from rose_agent.host.capabilities import Capabilities
 from rose_agent.host.classes import fake
 from rose_agent.host.enforcement import TreeState
 from rose_agent.host.launchers import EngineOrder, EngineProgram
-from rose_core.guard.standstill import Patience
+from rose_core.guard.standstill import StandstillPatience
 from rose_core.wire.host import EngineState, EngineStatus
 from tests.host.helpers import (
     BEARER,
@@ -41,13 +41,13 @@ def gpu_node() -> Iterator[Node]:
 
 
 @asynccontextmanager
-async def hosting(rundir: Path, models: Path, on: Node) -> AsyncIterator[main.Running]:
+async def hosting(rundir: Path, models: Path, on: Node) -> AsyncIterator[main.RunningHost]:
     async with running(rundir, models) as host:
         host.host._site.ways = on.ways  # what the flags would have made of it
         yield host
 
 
-async def failed(host: main.Running, reason: str) -> EngineStatus:
+async def failed(host: main.RunningHost, reason: str) -> EngineStatus:
     async def says() -> bool:
         status = await status_of(host)
         return (status.state, status.reason) == (EngineState.FAILED, reason)
@@ -123,7 +123,7 @@ async def test_a_client_rests_at_its_permit_and_is_never_frozen(
 async def test_a_client_that_ignores_its_permit_is_taken_from_the_server_and_killed(
     rundir: Path, models: Path, gpu_node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(enforcer, "PATIENCE", Patience(300_000_000))
+    monkeypatch.setattr(enforcer, "PATIENCE", StandstillPatience(300_000_000))
     gpu_node.opt_in()
     async with hosting(rundir, models, gpu_node) as host, aiohttp.ClientSession() as client:
         with guarding(rundir) as guard:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 KV_TOKENS = 400_000
 
 
-async def _turn(client: aiohttp.ClientSession, host: main.Running, version: str) -> list[int]:
+async def _turn(client: aiohttp.ClientSession, host: main.RunningHost, version: str) -> list[int]:
     """A greedy turn; every token must come from the version."""
     sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": [104, 101], "sampling_params": sampling}
@@ -66,7 +66,7 @@ async def test_a_real_engine_rests_and_comes_back_at_the_newest_version(
             assert (await host.host.stop(stop())).state is EngineState.GONE
 
 
-async def _dormant(host: main.Running) -> int:
+async def _dormant(host: main.RunningHost) -> int:
     """Hold and release as the guard does; returns what is still held."""
     slot = (await status_of(host)).slot
     life = host.host._lives["slot-1"].current  # the meter's view of it
@@ -90,7 +90,7 @@ async def _dormant(host: main.Running) -> int:
     return status.residue_bytes
 
 
-async def _active(host: main.Running) -> None:
+async def _active(host: main.RunningHost) -> None:
     slot = (await status_of(host)).slot
 
     async def serves() -> bool:

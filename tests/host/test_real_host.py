@@ -88,7 +88,7 @@ async def _closed_to_neighbours(client: aiohttp.ClientSession, rundir: Path) -> 
         assert reply.status == 404, "it would tell how the engine was started"
 
 
-async def _hold(host: main.Running, rundir: Path) -> None:
+async def _hold(host: main.RunningHost, rundir: Path) -> None:
     """Held: no token comes, and the tree stands still; freed: it goes on."""
     slot = SlotKey("slot-1", 1)
     await host.host.hold(HoldEngine(slot, Holder.GUARD, hold=True))
@@ -101,7 +101,7 @@ async def _hold(host: main.Running, rundir: Path) -> None:
     await until(goes_on, "the engine goes on")
 
 
-async def _lapse(host: main.Running, rundir: Path) -> None:
+async def _lapse(host: main.RunningHost, rundir: Path) -> None:
     async def lapsed() -> bool:
         return (await status_of(host)).reason == "PermitLapsed"
 
@@ -127,7 +127,7 @@ async def _still(rundir: Path) -> None:
     assert [psutil.Process(pid).cpu_times()[:2] for pid in pids] == before
 
 
-async def _more_tokens(host: main.Running) -> None:
+async def _more_tokens(host: main.RunningHost) -> None:
     before = (await status_of(host)).generated_tokens
 
     async def grown() -> bool:

@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 
 from rose_agent.devices.usage import ResidentMeter
-from rose_agent.sleeper.sleeper import Record, tree
+from rose_agent.sleeper.sleeper import SleeperRecord, tree
 from rose_core.devices.sleeper import Stage
 from rose_dev import vllm_environment
 from rose_dev.models import make_named
@@ -58,13 +58,13 @@ def vllm(folder: Path) -> Iterator[tuple[str, int]]:
         process.wait()
 
 
-async def stage(path: Path, wanted: Stage) -> Record:
+async def stage(path: Path, wanted: Stage) -> SleeperRecord:
     async def there() -> bool:
-        told = read_json(path, Record)
+        told = read_json(path, SleeperRecord)
         return told is not None and told.sleeper.stage is wanted
 
     await until(there, f"serving is {wanted}", 120.0)
-    found = read_json(path, Record)
+    found = read_json(path, SleeperRecord)
     assert found is not None
     return found
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rose_agent.host.enforcement import Wish
+from rose_agent.host.enforcement import RunConditions
 from rose_core.api.reasons import Reason
 from rose_core.devices.mps import MpsRefusal
 from rose_core.guard.reasons import GateReason, slot_word
@@ -52,7 +52,9 @@ def test_every_word_is_said_somewhere_and_no_text_stands_for_one() -> None:
 
 def test_what_mps_refuses_and_who_holds_has_a_word_of_its_own() -> None:
     assert HostReason.OTHER not in {HostReason(refusal.value) for refusal in MpsRefusal}
-    held = [Wish(permit_open=True, holders=frozenset({holder})).reason for holder in Holder]
+    held = [
+        RunConditions(permit_open=True, holders=frozenset({holder})).reason for holder in Holder
+    ]
     assert held == [f"HeldBy{holder}" for holder in Holder]
 
 

@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 
 from rose_agent.devices.usage import ResidentMeter
-from rose_agent.sleeper.sleeper import DeadMan, Record, Serving
+from rose_agent.sleeper.sleeper import DeadMan, SleeperRecord, WatchedServing
 from rose_core.devices.sleeper import SleeperLimits, Stage
 from rose_dev.engine_environment import is_ready
 from rose_dev.engine_testing import start_engine
@@ -131,7 +131,7 @@ async def bench(
 ) -> AsyncIterator[Bench]:
     world = World()
     async with aiohttp.ClientSession() as session:
-        serving = Serving(
+        serving = WatchedServing(
             SERVING[kind](session, one.url),
             ResidentMeter(),
             lambda: (one.process.pid,),
@@ -250,7 +250,7 @@ async def test_the_switch_is_killed_while_serving_sleeps_and_the_next_one_wakes_
 
         async def stands(stage: Stage) -> None:
             async def there() -> bool:
-                told = read_json(record, Record)
+                told = read_json(record, SleeperRecord)
                 return told is not None and told.sleeper.stage is stage
 
             await until(there, f"serving is {stage}")

@@ -48,7 +48,7 @@ def twin_order() -> EnsureEngine:
 
 
 @asynccontextmanager
-async def two_engines(rundir: Path, models: Path, on: Node) -> AsyncIterator[main.Running]:
+async def two_engines(rundir: Path, models: Path, on: Node) -> AsyncIterator[main.RunningHost]:
     """A host whose slot serves with both engines."""
     async with running(rundir, models) as host:
         host.host._site.ways = on.ways  # what the flags would have made of it

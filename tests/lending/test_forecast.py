@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose_core.api import Reason
-from rose_core.lending import Outlook, plan
+from rose_core.lending import LoadOutlook, plan
 from rose_core.lending.forecast import (
     BIN_SECONDS,
     BINS,
-    Shape,
+    UsualLoad,
     observe,
     outlook,
     restored,
@@ -28,8 +28,8 @@ def busy(at: float) -> float:
     return 500 - 400 * math.cos((at - MIDNIGHT - 4 * 3600) / DAY * 2 * math.pi)
 
 
-def learned(days: int = 4, until: float = 0.0) -> Shape:
-    shape = Shape()
+def learned(days: int = 4, until: float = 0.0) -> UsualLoad:
+    shape = UsualLoad()
     at = MIDNIGHT
     while at < MIDNIGHT + days * DAY + until:
         shape = observe(shape, busy(at), at)
@@ -49,15 +49,15 @@ def test_a_shape_is_learned_bin_by_bin_and_survives_being_written() -> None:
 
 
 def test_nothing_learned_is_written_as_nothing_and_odd_lengths_are_no_shape() -> None:
-    assert written(Shape()) == ()
-    assert restored(()) == Shape()
-    assert restored([5, 5]) == Shape()
+    assert written(UsualLoad()) == ()
+    assert restored(()) == UsualLoad()
+    assert restored([5, 5]) == UsualLoad()
 
 
 def test_before_a_day_is_known_the_present_decides() -> None:
-    shape = observe(Shape(), 300, MIDNIGHT)
+    shape = observe(UsualLoad(), 300, MIDNIGHT)
     assert outlook(shape, MIDNIGHT, 3600, 500).peak_permille == 300
-    assert outlook(Shape(), MIDNIGHT, 3600, 500).peak_permille == 1000
+    assert outlook(UsualLoad(), MIDNIGHT, 3600, 500).peak_permille == 1000
 
 
 def test_the_peak_is_seen_a_lead_ahead_and_the_trough_before_it_comes() -> None:
@@ -98,11 +98,11 @@ def test_replicas_that_the_peak_needs_are_not_lent_and_come_back_before_it() -> 
     ten = [replica(f"r{number}") for number in range(10)]
     wants = lease("x", max_slots=10)
     # 300 permille over 10 replicas at most 500 each: 6 must stay, 7 with the margin for growth.
-    quiet = pool(outlook=Outlook(300, 1800.0, 500))
+    quiet = pool(outlook=LoadOutlook(300, 1800.0, 500))
     assert len(lent(world(ten, [wants], pools=[quiet]))) == 3
     held = [slot(wants, one) for one in ten[:4]]
     assert released(world(ten, [wants], held, [quiet])) == {}
-    peak = pool(outlook=Outlook(450, 1800.0, 500))
+    peak = pool(outlook=LoadOutlook(450, 1800.0, 500))
     done = plan(world(ten, [wants], held, [peak]), NOW)
     assert [one.reason for one in done.releases] == [Reason.PEAK_EXPECTED] * 3
     assert "9 of 10 replicas must carry a peak of 450 permille busy within 30 min" in (

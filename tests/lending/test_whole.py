@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from rose_core.api import Reason
-from rose_core.lending import Breaker, Outlook, Pool, Replica, Snapshot, WholeTerms, plan
-from rose_core.lending.forecast import Shape, observe, outlook
+from rose_core.lending import Breaker, LoadOutlook, Pool, Replica, Snapshot, WholeTerms, plan
+from rose_core.lending.forecast import UsualLoad, observe, outlook
 from tests.lending.test_forecast import DAY, HALF_HOUR, MIDNIGHT, busy, learned
 from tests.lending.world import NOW, lease, lent, pool, released, replica, slot, world
 
@@ -17,7 +17,7 @@ TERMS = WholeTerms(max_asleep=4, min_awake=1, max_busy_permille=400)
 
 
 def trough(peak: int = 100, **changes: Any) -> Pool:  # noqa: ANN401  # any field
-    return replace(pool(outlook=Outlook(peak, HALF_HOUR, 500), whole=TERMS), **changes)
+    return replace(pool(outlook=LoadOutlook(peak, HALF_HOUR, 500), whole=TERMS), **changes)
 
 
 def full(count: int, **changes: Any) -> list[Replica]:  # noqa: ANN401  # any field
@@ -57,8 +57,8 @@ def test_what_can_be_shared_is_lent_first_and_is_waited_for() -> None:
     ("changes", "reason"),
     [
         ({"outlook": None}, Reason.PEAK_EXPECTED),
-        ({"outlook": Outlook(100, HALF_HOUR, 500, learned=False)}, Reason.PEAK_EXPECTED),
-        ({"outlook": Outlook(400, HALF_HOUR, 900)}, Reason.PEAK_EXPECTED),
+        ({"outlook": LoadOutlook(100, HALF_HOUR, 500, learned=False)}, Reason.PEAK_EXPECTED),
+        ({"outlook": LoadOutlook(400, HALF_HOUR, 900)}, Reason.PEAK_EXPECTED),
         ({"whole": replace(TERMS, min_awake=4)}, Reason.PEAK_EXPECTED),
         ({"min_unlent_replicas": 4}, Reason.POOL_LIMIT_REACHED),
         ({"breaker": Breaker(missed=True)}, Reason.BREAKER_OPEN),
@@ -159,4 +159,4 @@ def test_a_restarted_operator_wakes_nobody_because_agents_are_not_back_yet() -> 
 
 
 def test_an_unlearned_day_says_so() -> None:
-    assert not outlook(observe(Shape(), 10, NOW), NOW, 60, 500).learned
+    assert not outlook(observe(UsualLoad(), 10, NOW), NOW, 60, 500).learned

@@ -7,7 +7,7 @@ from rose_core.identity import SlotKey
 from rose_core.lending import Demand, Policy
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_operator.kube.api import Kind
-from rose_operator.kube.object_cache import Store
+from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.plan.telemetry import Telemetry
 from rose_operator.reconcile import Reconciler
 from rose_operator.settings import Settings
@@ -39,7 +39,7 @@ class Bench:
 
     def boot(self) -> None:
         """A new process: nothing is remembered but what the API server has."""
-        self.stores = {kind: Store() for kind in Kind}
+        self.stores = {kind: ObjectCache() for kind in Kind}
         self.telemetry = Telemetry(self.now)
         self.reconciler = Reconciler(
             self.settings,

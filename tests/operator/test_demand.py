@@ -18,9 +18,9 @@ from rose_core.wire.routing import DemandNote
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_dev.waiting import until
 from rose_operator.kube.api import Kind
-from rose_operator.sync.demand import Demands, Heard, together
+from rose_operator.sync.demand import Demands, ReceivedNote, together
 from rose_router.config import Settings as RouterSettings
-from rose_router.main import Running
+from rose_router.main import RunningRouter
 from rose_router.main import running as router_running
 from rose_router.turns.request import TurnRequest
 from tests.api.objects import LEASE, changed
@@ -150,7 +150,7 @@ async def test_a_trainer_with_a_rhythm_finds_its_slots_running_when_a_step_begin
 def test_replicas_are_added_up_and_their_words_grow_older() -> None:
     one = DemandNote(peak_turns=3, usual_turns=5, idle_seconds=None, up_seconds=50.0)
     other = DemandNote(peak_turns=0, usual_turns=4, idle_seconds=20.0, expected_seconds=12.0)
-    found = together([Heard(one, 100.0), Heard(other, 90.0)], 100.0)
+    found = together([ReceivedNote(one, 100.0), ReceivedNote(other, 90.0)], 100.0)
     assert found == Demand(
         turns=3,
         usual_turns=9,
@@ -173,7 +173,7 @@ def lease(name: str = "grpo") -> RolloutLease:
 
 @contextlib.asynccontextmanager
 async def asking(
-    router: Running, leases: list[RolloutLease], woken: list[float]
+    router: RunningRouter, leases: list[RolloutLease], woken: list[float]
 ) -> AsyncIterator[Demands]:
     """An operator's side that follows this router for every lease."""
     demands = Demands(
@@ -193,12 +193,14 @@ async def asking(
 
 
 @pytest.fixture
-async def router() -> AsyncIterator[Running]:
+async def router() -> AsyncIterator[RunningRouter]:
     async with router_running(RouterSettings(KEY, attach_token=SETTINGS.token)) as made:
         yield made
 
 
-async def test_a_turn_that_waits_without_any_engine_reaches_the_operator(router: Running) -> None:
+async def test_a_turn_that_waits_without_any_engine_reaches_the_operator(
+    router: RunningRouter,
+) -> None:
     woken: list[float] = []
     async with asking(router, [lease()], woken) as demands:
         await until(lambda: demands.of(KEY) is not None)
@@ -212,13 +214,13 @@ async def test_a_turn_that_waits_without_any_engine_reaches_the_operator(router:
         router.service.leave(turn)
 
 
-async def test_a_router_speaks_for_no_lease_but_its_own(router: Running) -> None:
+async def test_a_router_speaks_for_no_lease_but_its_own(router: RunningRouter) -> None:
     async with asking(router, [lease("other"), lease()], []) as demands:
         await until(lambda: demands.of(KEY) is not None)
         assert demands.of("default/other") is None
 
 
-async def test_a_lease_that_is_gone_is_forgotten(router: Running) -> None:
+async def test_a_lease_that_is_gone_is_forgotten(router: RunningRouter) -> None:
     leases = [lease()]
     async with asking(router, leases, []) as demands:
         await until(lambda: demands.of(KEY) is not None)

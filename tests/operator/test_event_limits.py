@@ -7,7 +7,7 @@ from rose_operator.errors import ApiRefused
 from rose_operator.kube.api import Kind
 from rose_operator.kube.object_cache import Raw
 from rose_operator.metrics import REGISTRY
-from rose_operator.status.event_limits import BURST, REFILL_SECONDS, Teller
+from rose_operator.status.event_limits import BURST, REFILL_SECONDS, EventLimiter
 from rose_operator.status.events import MOST_MESSAGE, of_condition
 from tests.api.objects import LEASE, changed
 from tests.operator.fake_api import FakeApi
@@ -30,7 +30,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.api, self.now = FakeApi(), 0.0
-        self.teller = Teller(self.api, lambda: self.now)
+        self.teller = EventLimiter(self.api, lambda: self.now)
 
     async def flap(self, times: int, seconds: float = 1.0) -> int:
         """How many of so many Events of one object were written."""
@@ -79,4 +79,4 @@ async def test_an_event_that_is_refused_harms_nobody() -> None:
         async def create(self, kind: Kind, manifest: Raw) -> Raw:
             raise ApiRefused(403, f"no {kind.value} {manifest['metadata']['name']}")
 
-    assert not await Teller(Refusing(), lambda: 0.0).tell(event())
+    assert not await EventLimiter(Refusing(), lambda: 0.0).tell(event())

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rose_agent.devices.watch import Terms
+from rose_agent.devices.watch import PoolGpuTerms
 from rose_cli.ops.usage import usages
 from rose_core.api import Reason, RolloutLease, RolloutSlot, ServingPool
 from rose_core.api.crd import KINDS
@@ -225,7 +225,7 @@ def guard(path: str) -> Callable[[Stage], object]:
 
 def device(path: str) -> Callable[[Stage], object]:
     """What a node's agent makes of it for the GPUs."""
-    return lambda stage: part(Terms.of(policy_of(_pool(stage))), path)
+    return lambda stage: part(PoolGpuTerms.of(policy_of(_pool(stage))), path)
 
 
 def argument(name: str) -> Callable[[Stage], object]:

@@ -10,16 +10,16 @@ from rose_core.identity import SlotKey
 from rose_core.lending import Memory, Policy, plan
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_operator.kube.api import Kind
-from rose_operator.kube.object_cache import Store
+from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.plan.admission import Offer
-from rose_operator.plan.cluster_facts import Surroundings
-from rose_operator.plan.load_history import Loads
-from rose_operator.plan.memo import Kept
+from rose_operator.plan.cluster_facts import ClusterFacts
+from rose_operator.plan.cluster_state import ClusterState, look, utc
+from rose_operator.plan.load_history import LoadHistory
+from rose_operator.plan.memo import Memo
 from rose_operator.plan.snapshot import Knowledge, Snapshots, snapshot
 from rose_operator.plan.telemetry import Telemetry
-from rose_operator.plan.toggle_costs import Toggles
-from rose_operator.plan.typed_objects import Reader
-from rose_operator.plan.world import World, look, utc
+from rose_operator.plan.toggle_costs import ToggleCosts
+from rose_operator.plan.typed_objects import TypedReader
 from tests.api.objects import LEASE, POOL, SLOT, changed
 from tests.operator.stub_agent import replica
 
@@ -118,14 +118,14 @@ class Inside:
 
     def __init__(self) -> None:
         self.now, self.version = 0.0, 0
-        self.stores = {kind: Store() for kind in Kind}
+        self.stores = {kind: ObjectCache() for kind in Kind}
         self.readers = (
-            Reader(ServingPool, self.stores[Kind.POOL]),
-            Reader(RolloutLease, self.stores[Kind.LEASE]),
-            Reader(RolloutSlot, self.stores[Kind.SLOT]),
+            TypedReader(ServingPool, self.stores[Kind.POOL]),
+            TypedReader(RolloutLease, self.stores[Kind.LEASE]),
+            TypedReader(RolloutSlot, self.stores[Kind.SLOT]),
         )
         self.telemetry = Telemetry(0.0)
-        self.known = Knowledge(Surroundings(), Loads(), Toggles())
+        self.known = Knowledge(ClusterFacts(), LoadHistory(), ToggleCosts())
 
     def happen(self, what: object, value: Any) -> None:  # noqa: ANN401  # as the event says
         self.version += 1
@@ -155,7 +155,7 @@ class Inside:
         elif what == "zones":
             self.known.surroundings.zones = value
 
-    def look(self) -> World:
+    def look(self) -> ClusterState:
         pools, leases, slots = self.readers
         world = look(
             pools.read(),
@@ -221,7 +221,7 @@ def test_a_pass_translates_only_what_has_changed() -> None:
 
 
 def test_what_a_pass_did_not_ask_for_is_forgotten() -> None:
-    kept: Kept[int] = Kept()
+    kept: Memo[int] = Memo()
     source = object()
     for _ in range(2):
         kept.turn()

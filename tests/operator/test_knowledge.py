@@ -12,14 +12,14 @@ from rose_core.identity import SlotKey
 from rose_core.wire.sync import NoticeRequest, SlotReport, SlotState, SyncRequest
 from rose_operator.errors import ApiRefused
 from rose_operator.kube.api import Kind
-from rose_operator.kube.object_cache import Store
+from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.notices import Notices
 from rose_operator.plan import cluster_facts
-from rose_operator.plan.cluster_facts import Surroundings, zones
-from rose_operator.plan.load_history import Loads
+from rose_operator.plan.cluster_facts import ClusterFacts, zones
+from rose_operator.plan.load_history import LoadHistory
 from rose_operator.plan.telemetry import Telemetry
-from rose_operator.plan.toggle_costs import Toggles
-from rose_operator.plan.typed_objects import Reader
+from rose_operator.plan.toggle_costs import ToggleCosts
+from rose_operator.plan.typed_objects import TypedReader
 from tests.api.objects import LEASE, POOL, SLOT, changed
 from tests.operator.stub_agent import replica
 
@@ -31,10 +31,10 @@ def versioned(base: dict[str, Any], version: int, **changes: object) -> dict[str
 
 
 def test_an_object_is_parsed_once_per_version() -> None:
-    store = Store()
+    store = ObjectCache()
     store.put(versioned(LEASE, 1))
     store.put(versioned(LEASE, 2, **{"metadata.name": "other"}))
-    reader = Reader(RolloutLease, store)
+    reader = TypedReader(RolloutLease, store)
     before = reader.read()
     assert reader.read() is before
     store.put(versioned(LEASE, 3))
@@ -51,7 +51,7 @@ def test_loads_are_learned_for_pools_with_a_forecast_and_written_once_an_hour() 
     asks = {"spec.lending": {"forecast": {"leadMinutes": 30}}}
     pool = ServingPool.model_validate(changed(POOL, asks))
     reports = {"default/chat": [replica("default/chat", "a", busy_permille=400)]}
-    loads = Loads()
+    loads = LoadHistory()
     for step in range(3):
         loads.observe({"default/chat": pool}, reports, HALF_HOUR * step)
         assert loads.shape(pool, HALF_HOUR * step) == (None if step < 2 else loads_written(400, 2))
@@ -72,7 +72,7 @@ def loads_written(permille: int, count: int) -> Any:  # noqa: ANN401  # compared
 def test_a_restarted_operator_goes_on_with_the_shape_in_the_status() -> None:
     asks = {"spec.lending": {"forecast": {}}, "status.load": {"busyPermille": [700] * 48}}
     pool = ServingPool.model_validate(changed(POOL, asks))
-    loads = Loads()
+    loads = LoadHistory()
     reports = {"default/chat": [replica("default/chat", "a", busy_permille=700)]}
     loads.observe({"default/chat": pool}, reports, 5 * HALF_HOUR)
     found = loads.outlook("default/chat", pool.spec.lending.forecast, 5 * HALF_HOUR)
@@ -83,7 +83,7 @@ def test_a_restarted_operator_goes_on_with_the_shape_in_the_status() -> None:
 def test_what_a_loan_costs_is_learned_from_starts_that_were_seen_whole() -> None:
     made = {"metadata.uid": "u-1", "metadata.creationTimestamp": "1970-01-01T00:01:40Z"}
     slot = RolloutSlot.model_validate(changed(SLOT, made | {"metadata.generation": 1}))
-    toggles, telemetry = Toggles(), Telemetry(0.0)
+    toggles, telemetry = ToggleCosts(), Telemetry(0.0)
 
     def reported(state: SlotState) -> None:
         report = SlotReport(SlotKey("u-1", 1), state)
@@ -93,7 +93,7 @@ def test_what_a_loan_costs_is_learned_from_starts_that_were_seen_whole() -> None
     toggles.observe([slot], telemetry, 150.0)
     assert toggles.has_run("u-1")
     assert toggles.seconds("u-1") is None  # it ran before we looked
-    toggles = Toggles()
+    toggles = ToggleCosts()
     reported(SlotState.STARTING)
     toggles.observe([slot], telemetry, 110.0)
     assert not toggles.has_run("u-1")
@@ -149,7 +149,7 @@ SCALER = {
 
 async def test_what_cannot_be_read_is_not_taken_into_account_and_stops_nothing() -> None:
     told: list[int] = []
-    around = Surroundings(lambda: told.append(1))
+    around = ClusterFacts(lambda: told.append(1))
     await around.look(AroundApi(autoscaler=[SCALER]))  # type: ignore[arg-type]  # nothing else is asked
     assert around.zones == {}
     assert [one.target for one in around.autoscalers] == ["chat"]
@@ -184,7 +184,7 @@ async def test_a_watch_of_cordons_that_is_told_410_begins_anew_and_one_without_r
     monkeypatch: pytest.MonkeyPatch, code: int, seen: frozenset[str]
 ) -> None:
     monkeypatch.setattr(cluster_facts, "_AGAIN_SECONDS", 0.0)
-    around, api = Surroundings(), CordonApi(code)
+    around, api = ClusterFacts(), CordonApi(code)
     following = asyncio.create_task(around.watch_cordons(api))  # type: ignore[arg-type]
     await api.watched.wait()
     for _ in range(20):

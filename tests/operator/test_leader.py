@@ -4,7 +4,7 @@ import pytest
 
 from rose_operator.errors import ApiRefused, ApiUnavailable
 from rose_operator.kube.api import Kind
-from rose_operator.kube.leader import LOCK_NAME, LeaderLock, Record, State, Step, decide
+from rose_operator.kube.leader import LOCK_NAME, LeaderLock, LockState, Record, Step, decide
 from rose_operator.kube.object_cache import Raw
 from rose_operator.metrics import REGISTRY
 from tests.operator.fake_api import FakeApi
@@ -24,7 +24,7 @@ def lock(api: FakeApi, clock: Clock, identity: str = MINE) -> LeaderLock:
     return LeaderLock(api, identity=identity, duration=15, offline_seconds=600, clock=clock)
 
 
-def allowed(lock: LeaderLock) -> tuple[State, bool, bool]:
+def allowed(lock: LeaderLock) -> tuple[LockState, bool, bool]:
     """State, whether it may write, whether it may renew."""
     return lock.state, lock.may_write, lock.may_renew
 
@@ -61,11 +61,11 @@ async def test_a_first_leader_renews_in_one_term() -> None:
     mine = lock(api, clock)
     assert not mine.may_renew
     await mine.step()
-    assert (mine.state, mine.term) == (State.LEADER, 1)
+    assert (mine.state, mine.term) == (LockState.LEADER, 1)
     clock.now += 11
     await mine.step()
     clock.now += 11
-    assert (mine.state, mine.term) == (State.LEADER, 1)
+    assert (mine.state, mine.term) == (LockState.LEADER, 1)
 
 
 async def test_without_renewal_it_is_offline_then_powerless_and_leads_again_in_its_term() -> None:
@@ -75,12 +75,12 @@ async def test_without_renewal_it_is_offline_then_powerless_and_leads_again_in_i
     api.down = True
     clock.now += 12.1
     await mine.step()
-    assert allowed(mine) == (State.OFFLINE, False, True)
+    assert allowed(mine) == (LockState.OFFLINE, False, True)
     clock.now += 588
-    assert allowed(mine) == (State.OFFLINE, False, False)
+    assert allowed(mine) == (LockState.OFFLINE, False, False)
     api.down, lapses = False, counted("rose_operator_lead_lapses_total")
     await mine.step()
-    assert (mine.state, mine.term) == (State.LEADER, 1)
+    assert (mine.state, mine.term) == (LockState.LEADER, 1)
     assert counted("rose_operator_lead_lapses_total") == lapses + 1
 
 
@@ -94,9 +94,9 @@ async def test_a_successor_waits_for_the_duration_and_deposes() -> None:
     assert not other.may_renew
     clock.now += 1
     await other.step()
-    assert (other.state, other.term) == (State.LEADER, 2)
+    assert (other.state, other.term) == (LockState.LEADER, 2)
     await mine.step()
-    assert mine.state is State.DEPOSED
+    assert mine.state is LockState.DEPOSED
     assert not mine.may_renew
 
 
@@ -107,7 +107,7 @@ async def test_a_lease_that_was_given_back_is_claimed_at_once_in_a_higher_term()
     await mine.release()
     assert not mine.may_write
     await other.step()
-    assert (other.state, other.term) == (State.LEADER, 2)
+    assert (other.state, other.term) == (LockState.LEADER, 2)
 
 
 async def test_the_same_pod_restarted_claims_at_once_in_a_higher_term() -> None:
@@ -115,7 +115,7 @@ async def test_the_same_pod_restarted_claims_at_once_in_a_higher_term() -> None:
     await lock(api, clock).step()
     again = lock(api, clock)
     await again.step()
-    assert (again.state, again.term) == (State.LEADER, 2)
+    assert (again.state, again.term) == (LockState.LEADER, 2)
 
 
 async def test_two_claims_at_once_have_one_winner() -> None:
@@ -135,7 +135,7 @@ async def test_a_term_that_nodes_know_from_a_lost_lease_is_outbid() -> None:
     await mine.step()
     mine.outbid(41)
     await mine.step()
-    assert (mine.state, mine.term) == (State.LEADER, 42)
+    assert (mine.state, mine.term) == (LockState.LEADER, 42)
     mine.outbid(7)
     await mine.step()
     assert mine.term == 42
@@ -147,7 +147,7 @@ async def test_an_impossible_term_is_not_outbid() -> None:
     await mine.step()
     mine.outbid(2**62)
     await mine.step()
-    assert (mine.state, mine.term) == (State.LEADER, 1)
+    assert (mine.state, mine.term) == (LockState.LEADER, 1)
 
 
 async def test_expired_credentials_end_the_process_so_that_a_new_one_reads_new_ones() -> None:
@@ -157,4 +157,4 @@ async def test_expired_credentials_end_the_process_so_that_a_new_one_reads_new_o
 
     mine = lock(Expired(), Clock())
     await mine.step()
-    assert mine.state is State.DEPOSED
+    assert mine.state is LockState.DEPOSED

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from rose_operator.kube.api import Kind
-from rose_operator.kube.leader import LOCK_NAME, LeaderLock, State
-from rose_operator.kube.lock_renewal import Renewing
+from rose_operator.kube.leader import LOCK_NAME, LeaderLock, LockState
+from rose_operator.kube.lock_renewal import LockRenewal
 from rose_operator.kube.object_cache import Raw
 from tests.operator.fake_api import FakeApi
 
@@ -32,7 +32,7 @@ class Lead:
         self.lock = LeaderLock(
             api, identity="me", duration=0.3, offline_seconds=600, clock=time.monotonic
         )
-        self.renewing = Renewing(self.lock, self._close, clock=self._clock, stuck_seconds=60.0)
+        self.renewing = LockRenewal(self.lock, self._close, clock=self._clock, stuck_seconds=60.0)
         self.task = asyncio.create_task(self.renewing.run())
 
     def _clock(self) -> float:
@@ -74,7 +74,7 @@ async def test_a_loop_that_hangs_leaves_the_lead_to_another() -> None:
     api = Counting()
     lead = await leading(api)
     lead.late = 61.0  # the last beat was long ago, and no beat comes while this test blocks
-    assert block_until(lambda: lead.lock.state is State.OFFLINE)
+    assert block_until(lambda: lead.lock.state is LockState.OFFLINE)
     before = api.looks
     assert not block_until(lambda: api.looks > before, seconds=0.2)
     await lead.end()

@@ -4,7 +4,7 @@ from typing import Any
 
 from rose_core.identity import SlotKey
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
-from rose_operator.kube.object_cache import Store
+from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.plan.telemetry import Telemetry
 from tests.operator.stub_agent import replica
 
@@ -14,13 +14,13 @@ def thing(name: str, version: int, **spec: Any) -> dict[str, Any]:  # noqa: ANN4
     return {"metadata": metadata, "spec": spec}
 
 
-def names(store: Store) -> list[str]:
+def names(store: ObjectCache) -> list[str]:
     return [raw["metadata"]["name"] for raw in store.all()]
 
 
 def test_an_older_word_never_replaces_a_newer_one() -> None:
     news: list[int] = []
-    store = Store(lambda: news.append(1))
+    store = ObjectCache(lambda: news.append(1))
     store.put(thing("a", 5, value=5))
     store.put(thing("a", 4, value=4))
     store.put(thing("a", 5, value=0))
@@ -32,7 +32,7 @@ def test_an_older_word_never_replaces_a_newer_one() -> None:
 
 def test_only_new_objects_and_generations_ask_for_something() -> None:
     asked: list[int] = []
-    store = Store(asked=lambda: asked.append(1))
+    store = ObjectCache(asked=lambda: asked.append(1))
     for version, generation in ((5, 1), (6, 1), (7, 2), (8, 2)):
         raw = thing("a", version)
         raw["metadata"]["generation"] = generation
@@ -41,7 +41,7 @@ def test_only_new_objects_and_generations_ask_for_something() -> None:
 
 
 def test_a_deleted_object_is_not_raised_by_a_late_event() -> None:
-    store = Store()
+    store = ObjectCache()
     store.put(thing("a", 5))
     store.remove(thing("a", 7))
     store.put(thing("a", 6))
@@ -53,7 +53,7 @@ def test_a_deleted_object_is_not_raised_by_a_late_event() -> None:
 
 
 def test_a_listing_buries_what_it_lacks_but_not_what_is_newer() -> None:
-    store = Store()
+    store = ObjectCache()
     store.put(thing("old", 3))
     store.put(thing("new", 12))
     store.replace([thing("listed", 4)], 10)
@@ -64,7 +64,7 @@ def test_a_listing_buries_what_it_lacks_but_not_what_is_newer() -> None:
 
 
 def test_what_we_deleted_ourselves_stays_deleted() -> None:
-    store = Store()
+    store = ObjectCache()
     store.put(thing("a", 5))
     store.forget("n/a")
     store.put(thing("a", 5))

@@ -7,8 +7,8 @@ from rose_core.api import RolloutLease, RolloutSlot
 from rose_core.api.rolloutlease import Totals
 from rose_core.identity import SlotKey
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
+from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.plan.telemetry import Telemetry
-from rose_operator.plan.world import World
 from rose_operator.status.accounting import totals
 from tests.api import objects
 
@@ -27,7 +27,7 @@ def _after(lease: RolloutLease, lent: int, opened: int, tokens: int, **more: Any
     )
     request = SyncRequest(slot.spec.member.node, "test", 1, slots=(report,))
     telemetry.record(request, 1.0)
-    world = cast("World", SimpleNamespace(telemetry=telemetry))
+    world = cast("ClusterState", SimpleNamespace(telemetry=telemetry))
     status = lease.status.model_copy(update={"totals": totals(lease, [slot], world)})
     return lease.model_copy(update={"status": status})
 

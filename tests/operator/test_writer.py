@@ -7,10 +7,10 @@ import pytest
 
 from rose_operator.errors import ApiRefused, ApiUnavailable, NotLeader
 from rose_operator.kube.api import Kind
-from rose_operator.kube.backoff import Backoff, Growing
-from rose_operator.kube.object_cache import Store
+from rose_operator.kube.backoff import ExponentialBackoff, KeyedBackoff
+from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.kube.writer import Write, Writer
-from rose_operator.status.defer import Deferral
+from rose_operator.status.defer import StatusDeferral
 from tests.operator.fake_api import FakeApi
 
 
@@ -21,10 +21,10 @@ class Desk:
         self.now = 0.0
         self.leads = True
         self.done: list[str] = []
-        self.backoff = Backoff(lambda: 0.0)
+        self.backoff = KeyedBackoff(lambda: 0.0)
         self.writer = Writer(
             FakeApi(),
-            {kind: Store() for kind in Kind},
+            {kind: ObjectCache() for kind in Kind},
             "rose-system",
             may_write=lambda: self.leads,
             clock=lambda: self.now,
@@ -129,7 +129,10 @@ async def test_writes_run_side_by_side() -> None:
 
 
 def test_a_growing_wait_is_bounded_spread_and_reset() -> None:
-    exact, spread = Growing(0.5, 4.0, lambda: 0.0), Growing(0.5, 4.0, lambda: 1.0)
+    exact, spread = (
+        ExponentialBackoff(0.5, 4.0, lambda: 0.0),
+        ExponentialBackoff(0.5, 4.0, lambda: 1.0),
+    )
     assert [exact.next() for _ in range(5)] == [0.5, 1.0, 2.0, 4.0, 4.0]
     assert [spread.next() for _ in range(2)] == [0.25, 0.5]
     exact.reset()
@@ -137,7 +140,7 @@ def test_a_growing_wait_is_bounded_spread_and_reset() -> None:
 
 
 def test_a_difference_waits_for_its_patience_from_its_first_sight() -> None:
-    deferral = Deferral()
+    deferral = StatusDeferral()
     assert not deferral.due("a", 5.0, 100.0)
     assert deferral.waiting
     assert not deferral.due("a", 5.0, 104.0)

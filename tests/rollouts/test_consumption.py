@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_core.rollouts.consumption import Bound, next_batch
+from rose_core.rollouts.consumption import ConsumptionBound, next_batch
 from rose_core.rollouts.errors import InvalidBound
 
-TWO = Bound(batch=2, staleness=1)
+TWO = ConsumptionBound(batch=2, staleness=1)
 
 
 def test_the_oldest_go_first_and_then_as_they_finished() -> None:
@@ -42,9 +42,9 @@ def test_what_is_too_old_already_is_not_waited_for() -> None:
 
 def test_sizes_that_no_trainer_has_are_refused() -> None:
     with pytest.raises(InvalidBound, match="batch 0"):
-        Bound(0, 1)
+        ConsumptionBound(0, 1)
     with pytest.raises(InvalidBound, match="staleness -1"):
-        Bound(1, -1)
+        ConsumptionBound(1, -1)
 
 
 @given(
@@ -55,7 +55,7 @@ def test_sizes_that_no_trainer_has_are_refused() -> None:
 def test_under_the_bound_on_starts_none_is_ever_too_old_and_none_waits_for_ever(
     batch: int, staleness: int, endings: list[int]
 ) -> None:
-    bound = Bound(batch, staleness)
+    bound = ConsumptionBound(batch, staleness)
     version = begun = 0
     under_way: list[int] = []
     ready: list[int] = []

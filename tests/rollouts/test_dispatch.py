@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.dispatch import Scene, next_turn
+from rose_core.rollouts.dispatch import DispatchState, next_turn
 from rose_core.rollouts.estimates import Speed
 from rose_core.rollouts.placement import EngineView, Policy, TurnView
 from rose_core.rollouts.residency import IDLE_SECONDS, Residents
@@ -32,8 +32,8 @@ def resident(context: int = 10_000, home: str = "home") -> TurnView:
     return TurnView(context=context, expected=100, home=home, cached=context)
 
 
-def scene(engines: list[EngineView], residents: Residents | None = None) -> Scene:
-    return Scene(engines, HEAD, POLICY, NOW, residents=residents)
+def scene(engines: list[EngineView], residents: Residents | None = None) -> DispatchState:
+    return DispatchState(engines, HEAD, POLICY, NOW, residents=residents)
 
 
 FRESH = TurnView(context=6000, expected=100)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose_core.rollouts.admission import Queue, has_room, rank
-from rose_core.rollouts.fairness import Shares, work
+from rose_core.rollouts.admission import QueueLimits, has_room, rank
+from rose_core.rollouts.fairness import FairShares, work
 from rose_core.rollouts.prospects import NO_HINT, Deadline, Prospects
 
 
@@ -19,13 +19,15 @@ class One:
     key: tuple[bool, int, int]
 
 
-def come(shares: Shares, job: str, numbers: range) -> list[One]:
+def come(shares: FairShares, job: str, numbers: range) -> list[One]:
     for _ in numbers:
         shares.came(job)
     return [One(job, rank(False, 0, number)) for number in numbers]
 
 
-def serve(shares: Shares, waiting: list[One], tokens: dict[str, float], turns: int) -> Counter[str]:
+def serve(
+    shares: FairShares, waiting: list[One], tokens: dict[str, float], turns: int
+) -> Counter[str]:
     """Give so many turns an engine, one after the other; the work that each job was given."""
     done: Counter[str] = Counter()
     for _ in range(turns):
@@ -40,7 +42,7 @@ def serve(shares: Shares, waiting: list[One], tokens: dict[str, float], turns: i
 @settings(deadline=None)
 @given(st.integers(1, 500), st.integers(1, 500))
 def test_a_flood_takes_no_more_than_its_part_of_the_work(loud: int, quiet: int) -> None:
-    shares = Shares()
+    shares = FairShares()
     waiting = come(shares, "loud", range(400)) + come(shares, "quiet", range(400, 500))
     tokens = {"loud": float(loud), "quiet": float(quiet)}
     turns = 100
@@ -50,7 +52,7 @@ def test_a_flood_takes_no_more_than_its_part_of_the_work(loud: int, quiet: int) 
 
 
 def test_a_job_that_was_silent_has_saved_nothing_up() -> None:
-    shares = Shares()
+    shares = FairShares()
     waiting = come(shares, "steady", range(100))
     serve(shares, waiting, {"steady": 10.0}, 50)
     waiting += come(shares, "late", range(100, 200))
@@ -59,7 +61,7 @@ def test_a_job_that_was_silent_has_saved_nothing_up() -> None:
 
 
 def test_leaving_for_a_moment_wipes_nothing_off_the_slate() -> None:
-    shares = Shares()
+    shares = FairShares()
     others = come(shares, "other", range(10))
     shares.came("greedy")
     shares.given("greedy", 1000.0)
@@ -70,7 +72,7 @@ def test_leaving_for_a_moment_wipes_nothing_off_the_slate() -> None:
 
 
 def test_turns_that_hold_tokens_and_priority_stay_ahead_of_every_share() -> None:
-    shares = Shares()
+    shares = FairShares()
     waiting = come(shares, "light", range(2))
     held, urgent = One("heavy", rank(True, 0, 9)), One("heavy", rank(False, 5, 8))
     shares.came("heavy")
@@ -80,13 +82,13 @@ def test_turns_that_hold_tokens_and_priority_stay_ahead_of_every_share() -> None
 
 
 def test_a_job_alone_keeps_the_order_of_ranks() -> None:
-    shares = Shares()
+    shares = FairShares()
     waiting = come(shares, "", range(5))
     assert shares.order(waiting) is waiting
 
 
 def test_what_is_remembered_of_jobs_is_bounded() -> None:
-    shares = Shares()
+    shares = FairShares()
     for number in range(5000):
         shares.came(f"j{number}")
         shares.given(f"j{number}", 1.0 + number)
@@ -99,7 +101,7 @@ def test_reading_costs_less_than_writing_and_more_than_nothing() -> None:
 
 
 def test_a_queue_full_of_one_job_has_room_for_another() -> None:
-    queue = Queue(most=10)
+    queue = QueueLimits(most=10)
     assert not has_room(10, queue, mine=10, jobs=2)
     assert has_room(10, queue, mine=0, jobs=2)
     assert not has_room(15, queue, mine=5, jobs=2)

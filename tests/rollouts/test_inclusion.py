@@ -11,14 +11,14 @@ from rose_core.rollouts.inclusion import (
     Arm,
     Fate,
     Inclusion,
-    Outcome,
-    Row,
+    InclusionRow,
+    TrajectoryOutcome,
     assigned,
 )
 from rose_core.stats import Clustered, student, wilson
 
 
-def _row(meter: Inclusion, dimension: str = "all", stratum: str = "all") -> Row:
+def _row(meter: Inclusion, dimension: str = "all", stratum: str = "all") -> InclusionRow:
     (row,) = (one for one in meter.rows() if (one.dimension, one.stratum) == (dimension, stratum))
     return row
 
@@ -100,7 +100,7 @@ def test_what_placement_does_to_long_ones_is_no_bias_when_groups_were_assigned()
         long = chance.random() < 0.3
         met = arm is Arm.ANY and (long or chance.random() < 0.2)
         fate = Fate.DROPPED if long and chance.random() < 0.5 else Fate.TRAINED
-        meter.add(Outcome(fate, arm, str(number), 20_000 if long else 500, met))
+        meter.add(TrajectoryOutcome(fate, arm, str(number), 20_000 if long else 500, met))
     assert not any(row.biased for row in meter.rows())
     assert abs(_row(meter).gap.value) < 0.03
 
@@ -110,9 +110,9 @@ def test_what_nobody_reported_widens_the_gap_to_both_sides() -> None:
     for number in range(400):
         arm = Arm.ANY if number % 2 else Arm.CONTROL
         fate = Fate.LOST if number % 10 == 1 else Fate.TRAINED
-        meter.add(Outcome(fate, arm, str(number), 500))
+        meter.add(TrajectoryOutcome(fate, arm, str(number), 500))
         if fate is not Fate.LOST:
-            known.add(Outcome(fate, arm, str(number), 500))
+            known.add(TrajectoryOutcome(fate, arm, str(number), 500))
     row, without = _row(meter), _row(known)
     assert row.any.lost == 40
     assert row.gap.value == without.gap.value == 0
@@ -122,7 +122,9 @@ def test_what_nobody_reported_widens_the_gap_to_both_sides() -> None:
 def test_a_trainer_that_never_reports_leaves_everything_possible() -> None:
     meter = Inclusion()
     for number in range(100):
-        meter.add(Outcome(Fate.LOST, Arm.ANY if number % 2 else Arm.CONTROL, str(number), 500))
+        meter.add(
+            TrajectoryOutcome(Fate.LOST, Arm.ANY if number % 2 else Arm.CONTROL, str(number), 500)
+        )
     row = _row(meter)
     assert math.isnan(row.gap.value)
     assert row.gap.low < -0.9

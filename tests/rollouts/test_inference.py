@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rose_core.rollouts.guards import Case, Outlook, narrowed
+from rose_core.rollouts.guards import PlacementCase, RolloutOutlook, narrowed
 from rose_core.rollouts.inclusion import Arm, Fate
 from rose_core.rollouts.inference import MARK, Groups, Idle, Pauses, is_over
 from rose_core.rollouts.prospects import Deadline, Hint, Prospects
@@ -122,9 +122,13 @@ def test_a_group_of_the_control_arm_has_its_members_run_on_dedicated_engines() -
     memory.turn_begins("t", Hint(group="g"), 3, 0.0)
     view = memory.expected("t", TURN, 0.0)
     policy = policies_of(LeaseTerms()).placement
-    assert narrowed(Case(view, [LENT, OURS], [], policy, Outlook())) == [OURS]
-    assert narrowed(Case(view, [LENT], [OURS], policy, Outlook())) == [], "it waits for a place"
-    assert narrowed(Case(view, [LENT], [], policy, Outlook())) == [LENT], "there is none at all"
+    assert narrowed(PlacementCase(view, [LENT, OURS], [], policy, RolloutOutlook())) == [OURS]
+    assert narrowed(PlacementCase(view, [LENT], [OURS], policy, RolloutOutlook())) == [], (
+        "it waits for a place"
+    )
+    assert narrowed(PlacementCase(view, [LENT], [], policy, RolloutOutlook())) == [LENT], (
+        "there is none at all"
+    )
     found = memory.concluded("t", trained=True)
     assert found is not None
     assert (found.arm, found.fate) == (Arm.CONTROL, Fate.TRAINED)

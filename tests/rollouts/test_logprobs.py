@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from rose_core.rollouts.logprobs import NONE, UNKNOWN, Scale, Terms, semantics, terms_of
+from rose_core.rollouts.logprobs import NONE, UNKNOWN, LogitScale, LogprobTerms, semantics, terms_of
 
-SCALED, RAW = Scale.TEMPERATURE.value, Scale.ORIGINAL.value
-HALF = Terms(0.5)
+SCALED, RAW = LogitScale.TEMPERATURE.value, LogitScale.ORIGINAL.value
+HALF = LogprobTerms(0.5)
 
 
 def test_the_temperature_stands_where_the_engine_used_it() -> None:
@@ -46,7 +46,7 @@ def test_a_leg_that_gave_nothing_has_no_say() -> None:
 
 @pytest.mark.parametrize("said", ["", "processed"])
 def test_an_engine_that_does_not_say_is_unknown(said: str) -> None:
-    assert semantics([(0, said)], 4, Terms()) == UNKNOWN
+    assert semantics([(0, said)], 4, LogprobTerms()) == UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,13 @@ def test_with_top_k_1_it_depends_on_the_batch_so_it_is_unknown() -> None:
     terms = terms_of({"temperature": 0.5, "top_k": 1}, {})
     assert semantics([(0, SCALED)], 4, terms) == UNKNOWN
     assert semantics([(0, RAW)], 4, terms) == HALF.formula(RAW)
-    assert semantics([(0, SCALED)], 4, terms_of({"top_k": 1}, {})) == Terms().formula(SCALED)
+    assert semantics([(0, SCALED)], 4, terms_of({"top_k": 1}, {})) == LogprobTerms().formula(SCALED)
 
 
 def test_parameters_that_ask_for_nothing_are_not_named() -> None:
     neutral: dict[str, Any] = {"repetition_penalty": 1, "frequency_penalty": 0.0, "logit_bias": {}}
-    assert terms_of(neutral | {"min_new_tokens": 0, "json_schema": None}, {}) == Terms()
+    assert terms_of(neutral | {"min_new_tokens": 0, "json_schema": None}, {}) == LogprobTerms()
 
 
 def test_a_temperature_that_is_no_number_is_left_to_the_engine_to_refuse() -> None:
-    assert terms_of({"temperature": "hot"}, {}) == Terms()
+    assert terms_of({"temperature": "hot"}, {}) == LogprobTerms()

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.estimates import Hazard, Speed
-from rose_core.rollouts.guards import Outlook
+from rose_core.rollouts.guards import RolloutOutlook
 from rose_core.rollouts.placement import (
     EngineView,
     Obstacle,
@@ -33,7 +33,7 @@ def chosen(
     turn: TurnView,
     *engines: EngineView,
     name: PolicyName = PolicyName.JOINT,
-    outlook: Outlook = Outlook(),  # noqa: B008  # frozen
+    outlook: RolloutOutlook = RolloutOutlook(),  # noqa: B008  # frozen
 ) -> str:
     found = place(turn, engines, HEAD, Policy(name=name), 0.0, outlook=outlook)
     return found.engine if isinstance(found, Placement) else found.obstacle.reason
@@ -105,7 +105,7 @@ def test_every_rule_leaves_an_engine_that_cannot_take_the_turn_alone(name: Polic
 def test_no_trajectory_begins_on_a_borrowed_engine_while_a_loss_of_all_could_not_be_made_good() -> (
     None
 ):
-    begins, unsafe = replace(TURN, begins=True), Outlook(safe=False)
+    begins, unsafe = replace(TURN, begins=True), RolloutOutlook(safe=False)
     assert chosen(begins, replace(OURS, live=7, speed=SLOW), LENT, outlook=unsafe) == "ours"
     assert chosen(begins, replace(OURS, live=8), LENT, outlook=unsafe) == "Full"
     assert chosen(begins, LENT, outlook=unsafe) == "lent"  # nothing to wait for
@@ -131,10 +131,10 @@ def test_a_session_that_just_moved_stays() -> None:
 def test_a_stratum_that_met_too_many_borrowed_engines_gets_dedicated_ones() -> None:
     slow = replace(OURS, live=1, speed=SLOW)
     turn = replace(TURN, stratum="16k+/fresh")
-    over = Outlook(0.5, {"16k+/fresh": 0.8})
+    over = RolloutOutlook(0.5, {"16k+/fresh": 0.8})
     assert chosen(turn, slow, LENT) == "lent"
     assert chosen(turn, slow, LENT, outlook=over) == "ours"
-    under = Outlook(0.5, {"16k+/fresh": 0.1})
+    under = RolloutOutlook(0.5, {"16k+/fresh": 0.1})
     fast = replace(OURS, live=1)
     assert chosen(turn, fast, replace(LENT, speed=SLOW), outlook=under) == "lent"
     idle = replace(fast, live=0)
@@ -166,9 +166,9 @@ def test_a_trajectory_that_may_end_late_prefers_the_engine_that_is_always_open()
 def test_a_few_trajectories_begin_at_random() -> None:
     slow = replace(LENT, speed=SLOW)
     begins = replace(TURN, begins=True)
-    assert chosen(begins, OURS, slow, outlook=Outlook(dice=0.001)) == "lent"
-    assert chosen(begins, OURS, slow, outlook=Outlook(dice=0.5)) == "ours"
-    assert chosen(TURN, OURS, slow, outlook=Outlook(dice=0.001)) == "ours"
+    assert chosen(begins, OURS, slow, outlook=RolloutOutlook(dice=0.001)) == "lent"
+    assert chosen(begins, OURS, slow, outlook=RolloutOutlook(dice=0.5)) == "ours"
+    assert chosen(TURN, OURS, slow, outlook=RolloutOutlook(dice=0.001)) == "ours"
 
 
 def test_reading_goes_to_compute_and_writing_to_memory_bandwidth() -> None:
@@ -181,7 +181,7 @@ def test_reading_goes_to_compute_and_writing_to_memory_bandwidth() -> None:
 
 @given(
     outlook=st.builds(
-        Outlook,
+        RolloutOutlook,
         st.just(0.5),
         st.fixed_dictionaries({"s": st.floats(0, 1)}),
         st.booleans(),
@@ -192,7 +192,7 @@ def test_reading_goes_to_compute_and_writing_to_memory_bandwidth() -> None:
     live=st.lists(st.integers(0, 8), min_size=4, max_size=4),
 )
 def test_no_rule_starves_a_turn_while_an_engine_is_idle_and_none_dedicated_is_full(
-    outlook: Outlook, budget: float, name: PolicyName, live: list[int]
+    outlook: RolloutOutlook, budget: float, name: PolicyName, live: list[int]
 ) -> None:
     engines = [
         replace(base, name=f"{base.name}{index}", live=count)
@@ -212,7 +212,7 @@ def test_a_trajectory_begins_on_weights_as_new_as_it_is_while_engines_swap() -> 
     bound = replace(TURN, from_version=HEAD)
     lagging, new = replace(OURS, version=old), replace(LENT, live=7)
     assert chosen(bound, lagging, new) == "lent"
-    swapping = Outlook(swapping=True)
+    swapping = RolloutOutlook(swapping=True)
     assert chosen(bound, lagging, outlook=swapping) != "ours"
     assert chosen(bound, lagging) == "ours"
     older = replace(TURN, from_version=old)

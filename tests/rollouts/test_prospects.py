@@ -12,11 +12,11 @@ from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.freshness import Cadence, budget_seconds
-from rose_core.rollouts.inclusion import Arm, Fate, Inclusion, Outcome
+from rose_core.rollouts.inclusion import Arm, Fate, Inclusion, TrajectoryOutcome
 from rose_core.rollouts.lengths import Lengths
 from rose_core.rollouts.prospects import Deadline, Hint, Prospects
-from rose_core.rollouts.shares import Shares, stratum
-from rose_core.rollouts.vanish import Work, survives
+from rose_core.rollouts.shares import ContactShares, stratum
+from rose_core.rollouts.vanish import RemainingWork, survives
 from rose_core.rollouts.views import EngineView, TurnView
 from rose_core.stats import newcombe, wilson
 from rose_core.wire.routing import EngineKind
@@ -91,7 +91,7 @@ def test_a_trajectory_of_an_incarnation_that_is_over_has_no_time_left() -> None:
 
 
 def test_shares_follow_the_last_turns() -> None:
-    shares = Shares(memory_turns=32)
+    shares = ContactShares(memory_turns=32)
     for _ in range(200):
         shares.placed("a", EngineKind.BORROWED)
     for _ in range(200):
@@ -110,15 +110,15 @@ def test_strata_join_what_is_about_as_long_and_as_fresh() -> None:
 
 
 def test_dedicated_engines_must_be_able_to_finish_everything_in_time() -> None:
-    one = Work(context=0, rest_tokens=1000, budget_seconds=30.0)  # 20 s alone
+    one = RemainingWork(context=0, rest_tokens=1000, budget_seconds=30.0)  # 20 s alone
     assert survives([one] * 8, [OURS, LENT])
     assert not survives([one] * 16, [OURS, LENT])
     assert survives([dataclasses.replace(one, budget_seconds=math.inf)] * 1000, [OURS])
 
 
 def test_the_earliest_deadline_is_served_first() -> None:
-    urgent = Work(0, 1000, 21.0)
-    patient = Work(0, 1000, 300.0)
+    urgent = RemainingWork(0, 1000, 21.0)
+    patient = RemainingWork(0, 1000, 300.0)
     assert survives([patient] * 80 + [urgent] * 8, [OURS])
 
 
@@ -148,9 +148,9 @@ def test_the_meter_finds_that_long_ones_are_dropped_when_borrowed() -> None:
     meter = Inclusion()
     for number in range(400):
         arm, group = (Arm.ANY if number % 2 else Arm.CONTROL), str(number)
-        meter.add(Outcome(Fate.TRAINED, arm, group, 500, reward=1.0))
+        meter.add(TrajectoryOutcome(Fate.TRAINED, arm, group, 500, reward=1.0))
         fate = Fate.TRAINED if not number % 2 or number % 3 == 0 else Fate.DROPPED
-        meter.add(Outcome(fate, arm, group, 20_000, stale=1))
+        meter.add(TrajectoryOutcome(fate, arm, group, 20_000, stale=1))
     rows = {(row.dimension, row.stratum): row for row in meter.rows()}
     assert rows["length", "16k+"].biased
     assert rows["length", "16k+"].gap.high < -0.5
@@ -168,7 +168,7 @@ def test_the_correlation_is_that_of_ranks_with_ties() -> None:
         tokens = chance.choice((500, 2000, 9000, 40_000))
         borrowed = chance.random() < {500: 0.2, 2000: 0.3, 9000: 0.5, 40_000: 0.8}[tokens]
         pairs.append((tokens, int(borrowed)))
-        meter.add(Outcome(Fate.TRAINED, Arm.ANY, "g", tokens, borrowed))
+        meter.add(TrajectoryOutcome(Fate.TRAINED, Arm.ANY, "g", tokens, borrowed))
     ranks = [[_rank(one, column) for one in column] for column in zip(*pairs, strict=True)]
     assert meter.correlations()["length"] == pytest.approx(statistics.correlation(*ranks))
     assert meter.correlations()["length"] > 0.3
@@ -181,10 +181,10 @@ def _rank(value: int, among: tuple[int, ...]) -> float:
 
 def test_of_one_pool_or_one_stratum_no_correlation_is_told() -> None:
     meter = Inclusion()
-    meter.add(Outcome(Fate.TRAINED, Arm.ANY, "a", 500, borrowed=True))
-    meter.add(Outcome(Fate.TRAINED, Arm.ANY, "b", 5000, borrowed=True))
+    meter.add(TrajectoryOutcome(Fate.TRAINED, Arm.ANY, "a", 500, borrowed=True))
+    meter.add(TrajectoryOutcome(Fate.TRAINED, Arm.ANY, "b", 5000, borrowed=True))
     assert meter.correlations() == {}
-    meter.add(Outcome(Fate.TRAINED, Arm.ANY, "c", 500, reward=1.0))
+    meter.add(TrajectoryOutcome(Fate.TRAINED, Arm.ANY, "c", 500, reward=1.0))
     assert meter.correlations().keys() == {"length"}
     assert meter.correlations()["length"] == pytest.approx(0.5)
 
@@ -227,7 +227,7 @@ def test_what_the_trainer_reports_is_counted_once_with_its_staleness() -> None:
     memory.turn_ended("t", 40, 140, 1.0, moves=2)
     memory.saw_head(version(5), 9.0)
     found = memory.concluded("t", trained=True, reward=0.0)
-    assert found == Outcome(Fate.TRAINED, Arm.ANY, "t", 40, True, 0.0, 2, moves=2)
+    assert found == TrajectoryOutcome(Fate.TRAINED, Arm.ANY, "t", 40, True, 0.0, 2, moves=2)
     assert memory.concluded("t", trained=True) is None
 
 

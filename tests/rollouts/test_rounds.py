@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose_core.rollouts.errors import InvalidRound
-from rose_core.rollouts.rounds import Closing, Kind, Opening, Rounds, Shape
+from rose_core.rollouts.rounds import Closing, Opening, RoundKind, Rounds, RoundShape
 
 
 def _begun(rounds: Rounds, *names: str) -> None:
@@ -23,10 +23,10 @@ def _ready(rounds: Rounds, name: str) -> Closing | None:
 
 
 def test_a_short_round_starts_a_surplus_and_ends_when_a_batch_is_ready() -> None:
-    rounds = Rounds(Shape(batch=2, members=3, surplus=0.5))
+    rounds = Rounds(RoundShape(batch=2, members=3, surplus=0.5))
     opening = rounds.open()
     assert opening is not None
-    assert (opening.kind, opening.resumed, opening.fresh) == (Kind.SHORT, (), 3)
+    assert (opening.kind, opening.resumed, opening.fresh) == (RoundKind.SHORT, (), 3)
     _begun(rounds, "a", "b", "c")
     rounds.finished("a")
     assert _ready(rounds, "b") is None
@@ -40,17 +40,17 @@ def test_a_short_round_starts_a_surplus_and_ends_when_a_batch_is_ready() -> None
 def test_deferred_prompts_get_a_long_round_once_they_are_a_batch_and_are_never_put_off_again() -> (
     None
 ):
-    rounds = Rounds(Shape(batch=2, members=1, surplus=0.5))
+    rounds = Rounds(RoundShape(batch=2, members=1, surplus=0.5))
     for first, second, late in (("a", "b", "x"), ("c", "d", "y")):
         opening = rounds.open()
         assert opening is not None
-        assert opening.kind is Kind.SHORT
+        assert opening.kind is RoundKind.SHORT
         _begun(rounds, first, second, late)
         rounds.finished(first)
         rounds.finished(second)
     opening = rounds.open()
     assert opening is not None
-    assert (opening.kind, opening.resumed, opening.fresh) == (Kind.LONG, ("x", "y"), 0)
+    assert (opening.kind, opening.resumed, opening.fresh) == (RoundKind.LONG, ("x", "y"), 0)
     assert rounds.finished("y") is None
     closing = rounds.finished("x")
     assert closing is not None
@@ -58,14 +58,14 @@ def test_deferred_prompts_get_a_long_round_once_they_are_a_batch_and_are_never_p
 
 
 def test_what_an_earlier_run_put_off_is_run_in_a_long_round_and_counted() -> None:
-    rounds = Rounds(Shape(batch=2, members=1))
+    rounds = Rounds(RoundShape(batch=2, members=1))
     for name in ("x", "y"):
         rounds.put_off(name)
     with pytest.raises(InvalidRound, match="under way"):
         rounds.put_off("x")
     opening = rounds.open()
     assert opening is not None
-    assert (opening.kind, opening.resumed) == (Kind.LONG, ("x", "y"))
+    assert (opening.kind, opening.resumed) == (RoundKind.LONG, ("x", "y"))
     rounds.finished("x")
     rounds.finished("y")
     tally = rounds.tally
@@ -73,7 +73,7 @@ def test_what_an_earlier_run_put_off_is_run_in_a_long_round_and_counted() -> Non
 
 
 def test_members_that_end_after_their_group_was_put_off_change_nothing() -> None:
-    rounds = Rounds(Shape(batch=1, members=2, surplus=1.0))
+    rounds = Rounds(RoundShape(batch=1, members=2, surplus=1.0))
     rounds.open()
     _begun(rounds, "a", "b")
     assert _ready(rounds, "a") is not None
@@ -83,7 +83,7 @@ def test_members_that_end_after_their_group_was_put_off_change_nothing() -> None
 
 
 def test_a_short_round_starts_a_surplus_of_trajectories_and_keeps_the_first_of_them() -> None:
-    rounds = Rounds(Shape(batch=1, members=2, surplus=0.0, member_surplus=0.5))
+    rounds = Rounds(RoundShape(batch=1, members=2, surplus=0.0, member_surplus=0.5))
     opening = rounds.open()
     assert opening is not None
     assert opening.members == 3
@@ -96,27 +96,27 @@ def test_a_short_round_starts_a_surplus_of_trajectories_and_keeps_the_first_of_t
 
 
 def test_no_surplus_of_trajectories_is_started_unless_asked_for() -> None:
-    assert Shape(batch=1, members=8).started_members == 8
+    assert RoundShape(batch=1, members=8).started_members == 8
 
 
 def test_a_long_round_does_not_speculate() -> None:
-    rounds = Rounds(Shape(batch=1, members=2, surplus=1.0, member_surplus=1.0))
+    rounds = Rounds(RoundShape(batch=1, members=2, surplus=1.0, member_surplus=1.0))
     rounds.open()
     _begun(rounds, "a", "b")
     _ready(rounds, "a")
     opening = rounds.open()
     assert opening is not None
-    assert (opening.kind, opening.resumed, opening.members) == (Kind.LONG, ("b",), 2)
+    assert (opening.kind, opening.resumed, opening.members) == (RoundKind.LONG, ("b",), 2)
 
 
 def test_a_surplus_is_a_share_rounded_up_and_not_by_the_error_of_a_float() -> None:
-    shape = Shape(batch=70, members=16, surplus=0.1, member_surplus=0.25)
+    shape = RoundShape(batch=70, members=16, surplus=0.1, member_surplus=0.25)
     assert (shape.started, shape.started_members) == (77, 20)
-    assert Shape(batch=3, members=3, surplus=0.1).started == 4
+    assert RoundShape(batch=3, members=3, surplus=0.1).started == 4
 
 
 def test_a_dropped_prompt_is_counted_and_does_not_hold_the_round_up() -> None:
-    rounds = Rounds(Shape(batch=2, members=1, surplus=0.0))
+    rounds = Rounds(RoundShape(batch=2, members=1, surplus=0.0))
     rounds.open()
     _begun(rounds, "a", "b")
     assert rounds.finished("a") is None
@@ -129,14 +129,14 @@ def test_a_dropped_prompt_is_counted_and_does_not_hold_the_round_up() -> None:
 
 
 def test_when_prompts_run_out_what_is_deferred_is_run_all_the_same() -> None:
-    rounds = Rounds(Shape(batch=2, members=1, surplus=0.5))
+    rounds = Rounds(RoundShape(batch=2, members=1, surplus=0.5))
     rounds.open()
     _begun(rounds, "a", "b", "c")
     rounds.finished("a")
     rounds.finished("b")
     opening = rounds.open(last=True)
     assert opening is not None
-    assert (opening.kind, opening.resumed) == (Kind.LONG, ("c",))
+    assert (opening.kind, opening.resumed) == (RoundKind.LONG, ("c",))
     closing = rounds.finished("c")
     assert closing is not None
     assert closing.batch == ("c",)
@@ -145,7 +145,7 @@ def test_when_prompts_run_out_what_is_deferred_is_run_all_the_same() -> None:
 
 
 def test_a_round_that_finds_too_few_prompts_makes_do() -> None:
-    rounds = Rounds(Shape(batch=3, members=1))
+    rounds = Rounds(RoundShape(batch=3, members=1))
     rounds.open()
     rounds.begin("a")
     assert rounds.exhausted() is None
@@ -155,7 +155,7 @@ def test_a_round_that_finds_too_few_prompts_makes_do() -> None:
 
 
 def test_what_the_states_do_not_allow_is_refused_by_name() -> None:
-    rounds = Rounds(Shape(batch=1, members=1, surplus=1.0))
+    rounds = Rounds(RoundShape(batch=1, members=1, surplus=1.0))
     with pytest.raises(InvalidRound, match="takes no fresh prompt"):
         rounds.begin("a")
     rounds.open()
@@ -165,15 +165,15 @@ def test_what_the_states_do_not_allow_is_refused_by_name() -> None:
     with pytest.raises(InvalidRound, match="'a' is under way already"):
         rounds.begin("a")
     with pytest.raises(InvalidRound, match=r"member_surplus -0\.5 must be 0 or more"):
-        Shape(batch=1, members=2, member_surplus=-0.5)
+        RoundShape(batch=1, members=2, member_surplus=-0.5)
     with pytest.raises(InvalidRound, match="at least 1"):
-        Shape(batch=0, members=2)
+        RoundShape(batch=0, members=2)
     with pytest.raises(InvalidRound, match="surplus -1 must be 0 or more"):
-        Shape(batch=1, members=2, surplus=-1.0)
+        RoundShape(batch=1, members=2, surplus=-1.0)
 
 
 SHAPES = st.builds(
-    Shape,
+    RoundShape,
     batch=st.integers(1, 5),
     members=st.integers(1, 4),
     surplus=st.floats(0, 2),
@@ -220,7 +220,7 @@ class Played:
         assert len(closing.batch) <= shape.batch
         assert all(ended[name] >= shape.members for name in closing.batch)
         assert all(ended[one.prompt] < shape.members for one in closing.deferred)
-        if opening.kind is Kind.LONG:
+        if opening.kind is RoundKind.LONG:
             assert not closing.deferred
             assert opening.members == shape.members
             self.long_prompts |= set(opening.resumed)
@@ -231,7 +231,7 @@ class Played:
 
 @given(shape=SHAPES, seed=st.integers(0, 2**32), losses=st.sampled_from([0.0, 0.02, 0.3]))
 def test_every_prompt_is_trained_or_dropped_exactly_once_and_put_off_at_most_once(
-    shape: Shape, seed: int, losses: float
+    shape: RoundShape, seed: int, losses: float
 ) -> None:
     draw = random.Random(seed)
     played = Played(Rounds(shape))

@@ -8,15 +8,15 @@ import pytest
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts import splice
-from rose_core.rollouts.admission import Queue, has_room, rank, retry_after
+from rose_core.rollouts.admission import QueueLimits, has_room, rank, retry_after
 from rose_core.rollouts.errors import InvalidTurn, UnknownVersion
 from rose_core.rollouts.estimates import Hazard, Speed
 from rose_core.rollouts.versions import Pin, check_pin, fresh, lag, newest, read_pin, satisfies
-from rose_core.rollouts.watch import LegView, Move, Patience, judge
+from rose_core.rollouts.watch import LegPatience, LegView, MoveReason, judge
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, r in splice.SAMPLING.items() if r.rule is splice.Rule.DEDICATED]
+    "name", [n for n, r in splice.SAMPLING.items() if r.rule is splice.SpliceRule.DEDICATED]
 )
 def test_what_cannot_be_spliced_is_named_with_its_reason(name: str) -> None:
     (reason,) = splice.dedicated_because({name: 0.5}, {})
@@ -31,7 +31,8 @@ def test_what_cannot_be_spliced_is_named_with_its_reason(name: str) -> None:
     [
         n
         for n, r in splice.SAMPLING.items()
-        if r.rule in {splice.Rule.CARRIED, splice.Rule.ADJUSTED, splice.Rule.SPLIT}
+        if r.rule
+        in {splice.SpliceRule.CARRIED, splice.SpliceRule.ADJUSTED, splice.SpliceRule.SPLIT}
     ],
 )
 def test_what_can_be_spliced_may_run_anywhere(name: str) -> None:
@@ -87,26 +88,26 @@ def test_a_wrong_number_of_tokens_is_refused(value: object) -> None:
 
 NOW = 100.0
 CALM = LegView(known=True, leaving=False, gate_open=True, gate_since=0.0, last_event=99.0)
-PATIENCE = Patience(pause_seconds=5, stall_seconds=60)
+PATIENCE = LegPatience(pause_seconds=5, stall_seconds=60)
 
 
 @pytest.mark.parametrize(
     ("leg", "elsewhere", "expected"),
     [
         (CALM, True, None),
-        (replace(CALM, known=False), False, Move.GONE),
-        (replace(CALM, leaving=True), False, Move.REVOKED),
+        (replace(CALM, known=False), False, MoveReason.GONE),
+        (replace(CALM, leaving=True), False, MoveReason.REVOKED),
         (replace(CALM, gate_open=False, gate_since=96.0), True, None),
-        (replace(CALM, gate_open=False, gate_since=95.0), True, Move.PAUSED),
+        (replace(CALM, gate_open=False, gate_since=95.0), True, MoveReason.PAUSED),
         (replace(CALM, gate_open=False, gate_since=0.0), False, None),
         (replace(CALM, last_event=41.0), True, None),
-        (replace(CALM, last_event=40.0), True, Move.STALLED),
+        (replace(CALM, last_event=40.0), True, MoveReason.STALLED),
         (replace(CALM, last_event=40.0, gate_since=60.0), True, None),
-        (replace(CALM, excess=True), True, Move.CAP_CUT),
+        (replace(CALM, excess=True), True, MoveReason.CAP_CUT),
         (replace(CALM, excess=True), False, None),
     ],
 )
-def test_when_a_leg_must_end(leg: LegView, elsewhere: bool, expected: Move | None) -> None:
+def test_when_a_leg_must_end(leg: LegView, elsewhere: bool, expected: MoveReason | None) -> None:
     assert judge(leg, PATIENCE, elsewhere, NOW) is expected
 
 
@@ -116,8 +117,8 @@ def test_turns_that_hold_tokens_go_first_then_priority_then_age() -> None:
 
 
 def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
-    assert has_room(1, Queue(most=2))
-    assert not has_room(2, Queue(most=2))
+    assert has_room(1, QueueLimits(most=2))
+    assert not has_room(2, QueueLimits(most=2))
     assert retry_after(100, 0) == 30
     assert retry_after(100, 5) == 2
     assert retry_after(0, 5) == 1

@@ -8,11 +8,11 @@ import pytest
 from msgspec.structs import replace
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.dispatch import Scene
+from rose_core.rollouts.dispatch import DispatchState
 from rose_core.rollouts.estimates import Hazard, Speed
 from rose_core.rollouts.placement import EngineView, Policy, TurnView
 from rose_core.rollouts.residency import Residents
-from rose_core.rollouts.warming import Bound, Resting, Returns, Warm, to_warm
+from rose_core.rollouts.warming import Resting, ReturnRates, Warm, WarmBound, to_warm
 from rose_core.wire.routing import EngineKind
 
 HEAD = WeightVersion("run", 0, 3)
@@ -34,9 +34,9 @@ REST = Resting(
 )
 
 
-def known() -> Returns:
+def known() -> ReturnRates:
     """Trajectories that come back after some seconds."""
-    returns = Returns()
+    returns = ReturnRates()
     for _ in range(10):
         returns.came(5.0)
     return returns
@@ -48,10 +48,10 @@ def asked(
     *,
     waiting: int = 0,
     warming: frozenset[str] = frozenset(),
-    returns: Returns | None = None,
+    returns: ReturnRates | None = None,
     residents: Residents | None = None,
 ) -> tuple[Warm, ...]:
-    scene = Scene(engines, HEAD, Policy(explore=0.0), NOW, residents=residents)
+    scene = DispatchState(engines, HEAD, Policy(explore=0.0), NOW, residents=residents)
     return to_warm(rests, scene, returns or known(), waiting=waiting, warming=warming)
 
 
@@ -60,7 +60,7 @@ def test_a_trajectory_whose_home_is_gone_is_warmed_where_it_would_go() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"keys": False}, {"shut_since": NOW - Bound().shut_seconds}], ids=str
+    "change", [{"keys": False}, {"shut_since": NOW - WarmBound().shut_seconds}], ids=str
 )
 def test_so_is_one_whose_home_lost_its_keys_or_is_shut_for_long(change: dict[str, object]) -> None:
     shut = replace(HOME, gate_open="shut_since" not in change)
@@ -76,7 +76,7 @@ def test_a_home_that_is_there_or_shut_for_a_moment_is_kept(change: dict[str, obj
 
 
 @pytest.mark.parametrize(
-    "change", [{"times": Bound().times}, {"context": Bound().least_tokens - 1}], ids=str
+    "change", [{"times": WarmBound().times}, {"context": WarmBound().least_tokens - 1}], ids=str
 )
 def test_what_is_not_worth_it_is_left_alone(change: dict[str, object]) -> None:
     assert asked([dataclasses.replace(REST, **change)], [OTHER]) == ()  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_a_pool_that_it_would_overflow_is_left_alone() -> None:
 
 
 def test_trajectories_that_do_not_come_back_stop_it() -> None:
-    assert asked([REST], [OTHER], returns=Returns()) == ()
+    assert asked([REST], [OTHER], returns=ReturnRates()) == ()
     seldom = known()
     for _ in range(30):
         seldom.never()

@@ -11,14 +11,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rose_core.rollouts.logprobs import Scale
+from rose_core.rollouts.logprobs import LogitScale
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.owners import Owner, owner
 from rose_engines.fake.scheduler import FakeScheduler
 from rose_engines.fake.server import FakeServer
 from rose_engines.session import WeightSession
 from rose_router.config import Settings
-from rose_router.main import Running, running
+from rose_router.main import RunningRouter, running
 from tests.router.pushing import FakeIngest
 
 LEASE = "team/grpo"
@@ -48,7 +48,9 @@ class Fake:
 class Stage:
     """A router, its engines and a caller."""
 
-    def __init__(self, router: Running, http: aiohttp.ClientSession, stack: AsyncExitStack) -> None:
+    def __init__(
+        self, router: RunningRouter, http: aiohttp.ClientSession, stack: AsyncExitStack
+    ) -> None:
         self.router = router
         self.http = http
         self._stack = stack
@@ -60,7 +62,7 @@ class Stage:
         kind: EngineKind = EngineKind.BORROWED,
         token_seconds: float = 0.002,
         prefill_token_seconds: float = 0.0,
-        scale: str = Scale.TEMPERATURE.value,
+        scale: str = LogitScale.TEMPERATURE.value,
         **update: Any,  # noqa: ANN401  # fields of EngineUpdate
     ) -> Fake:
         """Start a fake engine and attach it."""

@@ -20,7 +20,7 @@ from rose_dev.engine_testing import RealEngine
 from rose_dev.owners import owner
 from rose_dev.waiting import until
 from rose_router.config import Settings
-from rose_router.main import Running, running
+from rose_router.main import RunningRouter, running
 from rose_trainer.adapters.ingest import Ingest
 from rose_trainer.publisher import Publisher
 from tests.router.pushing import json_of
@@ -37,7 +37,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 class Fleet:
     """A lease of one dedicated engine that follows a store."""
 
-    router: Running
+    router: RunningRouter
     http: aiohttp.ClientSession
     engine: RealEngine
 

@@ -23,7 +23,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from rose_agent.host import main as host_main
-from rose_core.rollouts.watch import Patience
+from rose_core.rollouts.watch import LegPatience
 from rose_core.wire.host import EngineState
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.owners import Owner, owner
@@ -31,7 +31,7 @@ from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from rose_engines.rundir import EngineFile, RunDir, read_json
 from rose_router.config import Settings
-from rose_router.main import Running, running
+from rose_router.main import RunningRouter, running
 from tests.host import helpers
 from tests.router.conftest import LEASE, VERSION
 
@@ -57,10 +57,10 @@ class Node:
     """A host with two engines, their guards, and a router they are attached to."""
 
     rundir: Path
-    host: host_main.Running
+    host: host_main.RunningHost
     guards: dict[str, helpers.Guard]
     owners: dict[str, Owner]
-    router: Running
+    router: RunningRouter
 
     async def aborted(self, slot: str) -> int:
         """Requests that were aborted, as the engine process itself says."""
@@ -93,7 +93,7 @@ async def node(rundir: Path, models: Path) -> AsyncIterator[Node]:
     async with AsyncExitStack() as stack:
         host = await stack.enter_async_context(helpers.running(rundir, models))
         router = await stack.enter_async_context(
-            running(Settings(lease=LEASE, patience=Patience(pause_seconds=0.5), drain_seconds=0))
+            running(Settings(lease=LEASE, patience=LegPatience(pause_seconds=0.5), drain_seconds=0))
         )
         guards, owners = {}, {}
         for slot in SLOTS:
@@ -118,7 +118,7 @@ async def node(rundir: Path, models: Path) -> AsyncIterator[Node]:
         yield Node(rundir, host, guards, owners, router)
 
 
-async def ask(router: Running) -> dict[str, object]:
+async def ask(router: RunningRouter) -> dict[str, object]:
     body = {
         "input_ids": PROMPT,
         "sampling_params": {"max_new_tokens": TOKENS},

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from rose_core.rollouts.admission import Queue
+from rose_core.rollouts.admission import QueueLimits
 from rose_core.rollouts.spans import Span, covers
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.owners import owner
@@ -287,7 +287,7 @@ async def test_what_the_engine_finds_wrong_goes_to_the_caller_and_is_not_retried
 
 
 async def test_no_room_is_429_with_retry_after(stage: Make) -> None:
-    async with stage(queue=Queue(most=0, seconds=5)) as s:
+    async with stage(queue=QueueLimits(most=0, seconds=5)) as s:
         async with s.post("/generate", ask()) as reply:
             answer = await reply.json()
             assert reply.status == 429

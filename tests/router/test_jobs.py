@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rose_core.rollouts.admission import Queue
+from rose_core.rollouts.admission import QueueLimits
 from rose_dev.waiting import until
 from rose_router.http.bearer import Tokens
 from tests.router.conftest import Stage
@@ -134,7 +134,7 @@ async def test_a_flood_does_not_make_another_job_wait_for_its_end(
 async def test_a_queue_that_one_job_has_filled_takes_the_others_turns(
     stage: Make, tokens: Path
 ) -> None:
-    async with stage(turn_token_file=tokens, queue=Queue(most=4)) as s:
+    async with stage(turn_token_file=tokens, queue=QueueLimits(most=4)) as s:
         flood = [asyncio.create_task(generate(s, "train")) for _ in range(4)]
         await until(lambda: len(s.router.service.room) == 4)
         async with s.post("/generate", ask(), headers=bearing("train")) as reply:

@@ -20,7 +20,7 @@ from rose_dev.waiting import until
 from rose_router.engines.connections import Connections
 from rose_router.engines.engine_client import HttpEngineClient, Target
 from rose_router.http.bearer import Tokens
-from rose_router.listener import Limits
+from rose_router.listener import ConnectionLimits
 from tests.router.conftest import Stage
 from tests.router.test_http import ask
 from tests.wire.test_tls import issue
@@ -98,7 +98,7 @@ async def test_the_url_speaks_tls_with_a_certificate_that_may_be_renewed(
 
 
 async def test_a_connection_that_says_nothing_is_closed(stage: Make) -> None:
-    async with stage(limits=Limits(head_seconds=0.1)) as s:
+    async with stage(limits=ConnectionLimits(head_seconds=0.1)) as s:
         reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
         writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nX-Slow: ")
         async with asyncio.timeout(30):
@@ -108,7 +108,7 @@ async def test_a_connection_that_says_nothing_is_closed(stage: Make) -> None:
 
 
 async def test_a_connection_that_has_spoken_is_kept(stage: Make) -> None:
-    async with stage(limits=Limits(head_seconds=0.05)) as s:
+    async with stage(limits=ConnectionLimits(head_seconds=0.05)) as s:
         reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
         silent, other = await asyncio.open_connection("127.0.0.1", s.router.http_port)
         for _ in range(2):
@@ -124,7 +124,7 @@ async def test_a_connection_that_has_spoken_is_kept(stage: Make) -> None:
 
 
 async def test_a_router_that_is_behind_does_not_count_it_as_silence(stage: Make) -> None:
-    async with stage(limits=Limits(head_seconds=0.2)) as s:
+    async with stage(limits=ConnectionLimits(head_seconds=0.2)) as s:
         reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
         await asyncio.sleep(0.02)  # the router has taken the connection
         writer.write(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -135,7 +135,7 @@ async def test_a_router_that_is_behind_does_not_count_it_as_silence(stage: Make)
 
 
 async def test_a_body_that_does_not_come_is_408(stage: Make) -> None:
-    async with stage(limits=Limits(body_seconds=0.05)) as s:
+    async with stage(limits=ConnectionLimits(body_seconds=0.05)) as s:
         reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
         writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
         async with asyncio.timeout(30):
@@ -144,7 +144,7 @@ async def test_a_body_that_does_not_come_is_408(stage: Make) -> None:
 
 
 async def test_a_connection_too_many_is_503(stage: Make) -> None:
-    async with stage(limits=Limits(connections=1)) as s:
+    async with stage(limits=ConnectionLimits(connections=1)) as s:
         _, held = await asyncio.open_connection("127.0.0.1", s.router.http_port)
         async with aiohttp.ClientSession() as http:
 
@@ -170,7 +170,7 @@ async def test_a_head_above_the_limit_is_refused(stage: Make) -> None:
 
 
 async def test_a_caller_that_does_not_read_loses_its_turn(stage: Make) -> None:
-    async with stage(limits=Limits(write_seconds=0.1)) as s:
+    async with stage(limits=ConnectionLimits(write_seconds=0.1)) as s:
         engine = await s.engine(token_seconds=0.0005)
         reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port, limit=1)
         body = b'{"input_ids":[1],"stream":true,"return_logprob":true,'

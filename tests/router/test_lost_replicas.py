@@ -163,7 +163,7 @@ async def test_a_silent_replica_is_asked_on_and_comes_back() -> None:
     async def ask(_name: str) -> bool:
         return answers
 
-    found = peer_health.Pulse(ask)
+    found = peer_health.PeerHealth(ask)
     await found.beat(["two"])
     assert not found.silent("two")  # one question may be lost
     await found.beat(["two"])

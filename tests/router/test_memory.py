@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from rose_router.errors import Overloaded, TooLarge
-from rose_router.http.memory import MIB, Memory, held_by
+from rose_router.http.memory import MIB, MemoryLimiter, held_by
 from rose_router.turns.request import TurnRequest
 
 LIMIT = 1024 * MIB
 
 
-def empty() -> Memory:
-    return Memory(LIMIT, lambda: 0)
+def empty() -> MemoryLimiter:
+    return MemoryLimiter(LIMIT, lambda: 0)
 
 
 def turns(count: int, tokens: int) -> list[TurnRequest]:
@@ -44,7 +44,7 @@ def test_a_refused_request_gives_back_what_it_held() -> None:
 
 
 def test_a_process_that_is_nearly_full_takes_no_request_whatever_was_counted() -> None:
-    with pytest.raises(Overloaded), Memory(LIMIT, lambda: 900 * MIB).room_for(1):
+    with pytest.raises(Overloaded), MemoryLimiter(LIMIT, lambda: 900 * MIB).room_for(1):
         pass
 
 

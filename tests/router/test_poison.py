@@ -9,7 +9,7 @@ import pytest
 from rose_core.rollouts.errors import UnsafeTurn
 from rose_core.wire.routing import EngineKind
 from rose_router.errors import EngineRefused, Unprocessable
-from rose_router.turns.turn import State
+from rose_router.turns.turn import TurnState
 from tests.router.world import SimEngine, judge_whole, over, started, two, until, where, world
 
 POISON = 666
@@ -22,7 +22,7 @@ def fleet(count: int, **fields: object) -> list[SimEngine]:
 async def test_a_turn_that_ends_its_engine_ends_one_more_at_most() -> None:
     async with world(*fleet(6, dies_of=POISON)) as w:
         turn = await over(w.ask(prompt=(1, POISON)))
-        assert turn.state is State.FAILED
+        assert turn.state is TurnState.FAILED
         assert isinstance(turn.error, Unprocessable)
         assert turn.error.status == 422
         assert sum(not engine.alive for engine in w.engines.values()) == 2
@@ -34,7 +34,7 @@ async def test_the_second_time_it_runs_beside_nobody_and_others_finish() -> None
         for turn in others:
             await started(turn, 2)
         poison = await over(w.ask(prompt=(1, POISON)))
-        assert poison.state is State.FAILED
+        assert poison.state is TurnState.FAILED
         dead = [engine for engine in w.engines.values() if not engine.alive]
         assert len(dead) == 2
         # Where it ran alone no other turn was lost.

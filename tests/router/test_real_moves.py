@@ -25,7 +25,7 @@ from rose_dev.owners import Owner, owner
 from rose_dev.waiting import until
 from rose_router.config import Settings
 from rose_router.http.tokenization import Tokenizer
-from rose_router.main import Running, running
+from rose_router.main import RunningRouter, running
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.asyncio]
 
@@ -53,7 +53,7 @@ class Lease:
         first: who speaks for the engine under its first name; the second is closed until opened.
     """
 
-    router: Running
+    router: RunningRouter
     http: aiohttp.ClientSession
     engine: RealEngine
     first: Owner

@@ -10,7 +10,7 @@ import pytest
 
 from bench.fire.poison import poisoned
 from rose_agent.host.sizing import vocabulary
-from rose_core.rollouts.admission import Queue
+from rose_core.rollouts.admission import QueueLimits
 from rose_core.wire.routing import EngineKind
 from rose_dev.engine_testing import start_engine
 from rose_dev.owners import owner
@@ -32,7 +32,7 @@ async def test_no_request_of_the_matrix_ends_an_engine(tmp_path: Path, kind: Eng
         async with (
             aiohttp.ClientSession() as http,
             running(
-                Settings(lease="team/grpo", attach_token="secret", queue=Queue(seconds=20))
+                Settings(lease="team/grpo", attach_token="secret", queue=QueueLimits(seconds=20))
             ) as router,
             owner(router.attach_port, said, "secret"),
         ):

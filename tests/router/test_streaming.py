@@ -10,7 +10,7 @@ import pytest
 
 from rose_dev.waiting import until
 from rose_router.engines.fleet import Signal
-from rose_router.listener import Limits
+from rose_router.listener import ConnectionLimits
 from tests.router.conftest import Stage
 from tests.router.test_connections import END, HEAD, asked, engine
 
@@ -94,7 +94,7 @@ async def test_what_taking_a_piece_raises_comes_out_where_it_is_awaited() -> Non
 async def test_a_turn_that_ends_while_its_caller_does_not_read_is_whole_once_it_does(
     stage: Make,
 ) -> None:
-    async with stage(limits=Limits(write_seconds=60)) as s:
+    async with stage(limits=ConnectionLimits(write_seconds=60)) as s:
         await s.engine(token_seconds=0.0002)
         reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port, limit=1)
         body = b'{"input_ids":[1],"stream":true,"return_logprob":true,'

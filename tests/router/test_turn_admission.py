@@ -7,13 +7,13 @@ import asyncio
 import pytest
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.admission import Queue
+from rose_core.rollouts.admission import QueueLimits
 from rose_core.rollouts.terms import LeaseTerms
 from rose_core.rollouts.versions import Pin
-from rose_core.rollouts.watch import Move
+from rose_core.rollouts.watch import MoveReason
 from rose_core.wire.routing import EngineKind
 from rose_router.errors import Busy, Conflict, Overloaded, Unprocessable
-from rose_router.turns.turn import State
+from rose_router.turns.turn import TurnState
 from tests.router.world import (
     SimEngine,
     V,
@@ -48,7 +48,7 @@ async def test_the_head_named_by_an_owner_counts_for_staleness() -> None:
         w.tell(engine, head=V(2))
         turn = w.ask(5)
         await asyncio.sleep(60)
-        assert turn.state is State.WAITING
+        assert turn.state is TurnState.WAITING
         w.commit(engine, V(1))
         await over(turn)
         judge_whole(turn)
@@ -81,7 +81,7 @@ async def test_a_cap_that_is_cut_moves_the_youngest_to_where_there_is_room() -> 
         for turn in turns:
             judge_whole(await over(turn))
         assert sum(len(turn.moves) for turn in turns) == 3
-        assert {m.reason for turn in turns for m in turn.moves} == {Move.CAP_CUT}
+        assert {m.reason for turn in turns for m in turn.moves} == {MoveReason.CAP_CUT}
 
 
 async def test_a_session_comes_back_to_its_engine() -> None:
@@ -98,7 +98,7 @@ async def test_a_session_comes_back_to_its_engine() -> None:
 
 
 async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
-    async with world(queue=Queue(most=2, seconds=100)) as w:
+    async with world(queue=QueueLimits(most=2, seconds=100)) as w:
         waiting = [w.ask(5) for _ in range(2)]
         await asyncio.sleep(0.1)
         refused = await over(w.ask(5))
@@ -111,15 +111,15 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
 
 
 async def test_a_turn_that_waited_too_long_names_the_nearest_obstacle() -> None:
-    async with world(SimEngine("a", gate_open=False), queue=Queue(seconds=30)) as w:
+    async with world(SimEngine("a", gate_open=False), queue=QueueLimits(seconds=30)) as w:
         turn = await over(w.ask(5))
         assert isinstance(turn.error, Overloaded)
         assert "GateClosed" in str(turn.error)
-        assert turn.state is State.FAILED
+        assert turn.state is TurnState.FAILED
 
 
 async def test_a_turn_with_tokens_that_finds_no_engine_ends_as_a_typed_abort() -> None:
-    async with world(SimEngine("a"), queue=Queue(seconds=30)) as w:
+    async with world(SimEngine("a"), queue=QueueLimits(seconds=30)) as w:
         turn = w.ask(20)
         await started(turn)
         w.kill(w.engines["a"])
@@ -140,7 +140,7 @@ async def test_the_budget_of_losses_ends_a_turn() -> None:
             await until(lambda: turn.leg is None)
             w.revive(w.engines["a"], V(0))
         await over(turn)
-        assert turn.state is State.FAILED
+        assert turn.state is TurnState.FAILED
         assert "lost 2 engines" in str(turn.error)
 
 
@@ -185,7 +185,7 @@ async def test_a_minimum_waits_for_the_engine_that_has_it() -> None:
     async with world(old, new) as w:
         turn = w.ask(5, pin=Pin(minimum=WeightVersion("run", 1, 1)))
         await asyncio.sleep(20)
-        assert turn.state is State.WAITING
+        assert turn.state is TurnState.WAITING
         w.gate(new, is_open=True)
         judge_whole(await over(turn))
         assert turn.transcript.legs[0].engine == "new"

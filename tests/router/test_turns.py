@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rose_core.rollouts.spans import Kv
-from rose_core.rollouts.watch import Move, Patience
+from rose_core.rollouts.watch import LegPatience, MoveReason
 from rose_core.wire.routing import EngineKind
 from tests.router.world import (
     SimEngine,
@@ -52,7 +52,7 @@ async def test_a_killed_engine_costs_neither_a_token_nor_a_doubled_one(increment
         await over(turn)
         judge_whole(turn)
         assert turn.transcript.tokens == greedy(turn)
-        assert [m.reason for m in turn.moves] == [Move.LOST]
+        assert [m.reason for m in turn.moves] == [MoveReason.LOST]
         assert turn.moves[0].at_token >= 5
         assert turn.redone_tokens == 0
 
@@ -187,7 +187,7 @@ async def test_a_leaving_engine_is_left_at_once() -> None:
         assert w.service.clock() - began < 0.5
         await over(turn)
         judge_whole(turn)
-        assert [m.reason for m in turn.moves] == [Move.REVOKED]
+        assert [m.reason for m in turn.moves] == [MoveReason.REVOKED]
 
 
 async def test_the_end_of_the_owners_stream_closes_the_gate() -> None:
@@ -200,7 +200,7 @@ async def test_the_end_of_the_owners_stream_closes_the_gate() -> None:
         assert not w.service.fleet.get(engine.name).gate_open  # type: ignore[union-attr]
         await over(turn)
         judge_whole(turn)
-        assert [m.reason for m in turn.moves] == [Move.PAUSED]
+        assert [m.reason for m in turn.moves] == [MoveReason.PAUSED]
 
 
 async def test_a_newer_stream_takes_over_and_the_older_ones_end_changes_nothing() -> None:
@@ -220,20 +220,20 @@ async def test_an_engine_without_owner_is_forgotten_and_its_turn_goes_on() -> No
         w.detach(engine)
         await asyncio.sleep(11)
         assert len(w.service.fleet) == 0
-        assert [m.reason for m in turn.moves] == [Move.GONE]
+        assert [m.reason for m in turn.moves] == [MoveReason.GONE]
         w.attach(SimEngine("b"))
         await over(turn)
         judge_whole(turn)
 
 
 async def test_a_silent_engine_with_an_open_gate_is_left_after_its_patience() -> None:
-    async with world(*two(), patience=Patience(stall_seconds=30)) as w:
+    async with world(*two(), patience=LegPatience(stall_seconds=30)) as w:
         turn = w.ask(20)
         await started(turn)
         where(w, turn).frozen = True
         await over(turn)
         judge_whole(turn)
-        assert [m.reason for m in turn.moves] == [Move.STALLED]
+        assert [m.reason for m in turn.moves] == [MoveReason.STALLED]
 
 
 @pytest.mark.parametrize("spans_always", [False, True])

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rose_core.rollouts.warming import Ended
+from rose_core.rollouts.warming import WarmOutcome
 from rose_core.wire.routing import EngineKind
 from rose_router.metrics import REGISTRY
 from tests.router.world import SimEngine, V, World, judge_whole, over, until, world
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.looptime
 PROMPT = tuple(range(600))
 
 
-def count(outcome: Ended) -> float:
+def count(outcome: WarmOutcome) -> float:
     value = REGISTRY.get_sample_value("rose_router_warmed_total", {"outcome": outcome})
     return value or 0.0
 
@@ -38,7 +38,7 @@ def engines() -> tuple[SimEngine, SimEngine]:
 
 
 async def test_a_lost_home_is_replaced_while_the_tool_runs() -> None:
-    used = count(Ended.USED)
+    used = count(WarmOutcome.USED)
     async with world(*engines()) as w:
         home, other = await two_turns(w)
         w.kill(home)
@@ -55,7 +55,7 @@ async def test_a_lost_home_is_replaced_while_the_tool_runs() -> None:
         judge_whole(turn)
         assert other.seen[-1]["extra_key"] == sent["extra_key"]
         await asyncio.sleep(0)
-    assert count(Ended.USED) == used + 1
+    assert count(WarmOutcome.USED) == used + 1
 
 
 async def test_new_weights_make_keys_useless_and_home_is_warmed_again() -> None:
@@ -71,7 +71,7 @@ async def test_new_weights_make_keys_useless_and_home_is_warmed_again() -> None:
 
 
 async def test_a_gate_that_closes_ends_it_at_once() -> None:
-    stopped = count(Ended.STOPPED)
+    stopped = count(WarmOutcome.STOPPED)
     async with world(*engines()) as w:
         home, other = await two_turns(w)
         other.token_seconds = 30.0  # a long prefill
@@ -83,11 +83,11 @@ async def test_a_gate_that_closes_ends_it_at_once() -> None:
         await asyncio.sleep(0.1)
         w.gate(other, is_open=True)
         await until(lambda: rid in other.aborted)
-    assert count(Ended.STOPPED) == stopped + 1
+    assert count(WarmOutcome.STOPPED) == stopped + 1
 
 
 async def test_a_turn_that_comes_first_is_not_held_up() -> None:
-    late = count(Ended.LATE)
+    late = count(WarmOutcome.LATE)
     async with world(*engines()) as w:
         home, other = await two_turns(w)
         other.token_seconds = 30.0
@@ -97,7 +97,7 @@ async def test_a_turn_that_comes_first_is_not_held_up() -> None:
         other.token_seconds = 0.05
         turn = await over(w.ask(4, prompt=PROMPT, session="s", keyed=True))
         judge_whole(turn)
-    assert count(Ended.LATE) == late + 1
+    assert count(WarmOutcome.LATE) == late + 1
 
 
 async def test_nothing_is_warmed_for_a_trajectory_whose_caller_says_that_it_is_over() -> None:

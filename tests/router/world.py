@@ -22,7 +22,7 @@ from rose_router.engines.engine_client import Take, Target
 from rose_router.errors import LegLost
 from rose_router.turns.request import TurnRequest
 from rose_router.turns.service import Service
-from rose_router.turns.turn import State, Turn
+from rose_router.turns.turn import Turn, TurnState
 
 LEASE = "team/grpo"
 V = "run@1.{}".format
@@ -264,7 +264,7 @@ def judge(turn: Turn) -> None:
 
 def judge_whole(turn: Turn) -> None:
     """The turn is done, has all its tokens, and each of them is right."""
-    assert turn.state is State.DONE, turn.error
+    assert turn.state is TurnState.DONE, turn.error
     assert turn.finish == {"type": "length", "length": turn.request.most_tokens}
     assert len(turn.transcript.tokens) == turn.request.most_tokens
     judge(turn)

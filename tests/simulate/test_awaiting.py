@@ -14,10 +14,10 @@ from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.costs import costs
 from rose_simulate.model.possible import impossible
 from rose_simulate.model.regimes import RULES
-from rose_simulate.model.router import Manners, Router
+from rose_simulate.model.router import Router, RouterOptions
 from rose_simulate.model.scenario import Link, Regime, RolloutJob, Scenario
+from rose_simulate.model.simulation import Simulation
 from rose_simulate.model.turns import Engine, Turn
-from rose_simulate.model.world import World
 from rose_simulate.reading import read_scenario
 from rose_simulate.studies import SCENARIOS, STUDIES
 from tests.simulate.worlds import MATERIAL, scenario
@@ -45,7 +45,7 @@ class Seen:
 
 def watched(one: Scenario) -> Seen:
     """Trajectories drawn, told apart by whether the dedicated engine had the trainer's version."""
-    world, seen = World(one, RULES[Regime.OURS], 1, MATERIAL), Seen()
+    world, seen = Simulation(one, RULES[Regime.OURS], 1, MATERIAL), Seen()
     router, job = world.routers["grpo"], world.jobs["grpo"]
     before = 0
     for tenth in range(1, 10 * END_S):
@@ -81,7 +81,7 @@ def test_tail_batching_opens_its_rounds_when_the_engines_have_the_weights() -> N
 
 def test_the_papers_rules_drop_fewer_groups_where_the_trainer_awaits() -> None:
     def dropped(*, awaits: bool) -> int:
-        world = World(told(awaits=awaits), RULES[Regime.ROSE_PAPER], 1, MATERIAL)
+        world = Simulation(told(awaits=awaits), RULES[Regime.ROSE_PAPER], 1, MATERIAL)
         world.clock.run(END_S * SECOND)
         return world.jobs["grpo"].counts.dropped
 
@@ -124,7 +124,7 @@ class Places:
 
     def __init__(self, *, oldest_first: bool) -> None:
         policies = policies_of(LeaseTerms(placement=PolicyName.ROSE_PAPER))
-        manners = Manners(waits=False, oldest_first=oldest_first)
+        manners = RouterOptions(waits=False, oldest_first=oldest_first)
         self.clock, self.ended = Clock(), list[str]()
         self.router = Router(self.clock, "run", policies, manners, random.Random(0))
         batch = BatchEngine(self.clock, costs("H100", "Qwen3-8B", 0.5), 100_000, lambda: None)

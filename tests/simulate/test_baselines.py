@@ -12,7 +12,7 @@ from rose_simulate.model.possible import impossible
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.run import run
 from rose_simulate.model.scenario import Failure, Load, Regime, Scenario
-from rose_simulate.model.world import World
+from rose_simulate.model.simulation import Simulation
 from tests.simulate.worlds import MATERIAL, scenario
 
 
@@ -36,7 +36,7 @@ def test_the_queue_and_the_memory_of_trajectories_are_productions() -> None:
 @pytest.mark.parametrize("regime", [Regime.WHOLE_REPLICA, Regime.SPOT])
 def test_a_whole_replica_that_is_lent_serves_nobody(regime: Regime) -> None:
     told = scenario(seconds=240, delays={"start_s": 5.0})
-    world = World(told, RULES[regime], 1, MATERIAL)
+    world = Simulation(told, RULES[regime], 1, MATERIAL)
     lent = 0
     for second in range(5, 240, 5):
         world.clock.run(second * 10**9)
@@ -48,7 +48,7 @@ def test_a_whole_replica_that_is_lent_serves_nobody(regime: Regime) -> None:
 
 
 def test_on_off_harvesting_waits_for_idleness_and_ends_at_a_look() -> None:
-    world = World(bursty(), RULES[Regime.ON_OFF], 1, MATERIAL)
+    world = Simulation(bursty(), RULES[Regime.ON_OFF], 1, MATERIAL)
     world.clock.run(90 * 10**9)
     moves = world.gate_moves
     assert moves
@@ -73,7 +73,7 @@ def test_what_happened_before_the_warm_up_ended_does_not_count() -> None:
 
 def test_engines_that_are_gone_do_not_come_back_and_no_trajectory_is_lost() -> None:
     gone = tuple(Failure(kind="gone", at_s=30, target=n) for n in range(3))
-    world = World(scenario(failures=gone), RULES[Regime.OURS], 1, MATERIAL)
+    world = Simulation(scenario(failures=gone), RULES[Regime.OURS], 1, MATERIAL)
     world.clock.run(25 * 10**9)
     assert any(one.device.rollout for one in world.replicas)
     world.clock.run(90 * 10**9)
@@ -84,7 +84,7 @@ def test_engines_that_are_gone_do_not_come_back_and_no_trajectory_is_lost() -> N
 
 def test_a_failure_may_come_again_and_again() -> None:
     again = (Failure(kind="engine", at_s=20, target=0, every_s=15),)
-    world = World(scenario(failures=again), RULES[Regime.OURS], 1, MATERIAL)
+    world = Simulation(scenario(failures=again), RULES[Regime.OURS], 1, MATERIAL)
     world.clock.run(90 * 10**9)
     closed = [time_s for time_s, change in world.gate_moves if change < 0]
     assert {20, 35, 50, 65, 80} & {round(time_s) for time_s in closed}

@@ -14,7 +14,7 @@ from rose_simulate.model.fleet import Fleet, FleetOutcome
 from rose_simulate.model.fleet_scenario import FleetScenario
 from rose_simulate.model.run import run
 from rose_simulate.model.scenario import Load, Regime, Scenario
-from rose_simulate.model.world import Material
+from rose_simulate.model.simulation import SimulationInputs
 from rose_simulate.pages import page
 from rose_simulate.reading import read_material, read_scenario
 
@@ -29,7 +29,7 @@ def told() -> FleetScenario:
 
 
 @pytest.fixture(scope="module")
-def material(told: FleetScenario) -> Material:
+def material(told: FleetScenario) -> SimulationInputs:
     return read_material(FLEET, told)
 
 
@@ -50,7 +50,7 @@ def small(told: FleetScenario, **changes: object) -> FleetScenario:
     return told.model_copy(update=plain | changes)
 
 
-def simulated(told: FleetScenario, material: Material, regime: Regime) -> FleetOutcome:
+def simulated(told: FleetScenario, material: SimulationInputs, regime: Regime) -> FleetOutcome:
     kind, job = told.services[0].service, told.jobs.job
     lender = Lender(kind, job, regime, told.derate)
     trace = material.traces[kind.load.trace]
@@ -67,7 +67,7 @@ def simulated(told: FleetScenario, material: Material, regime: Regime) -> FleetO
     return fleet.run()
 
 
-def events(told: FleetScenario, material: Material, regime: Regime) -> float:
+def events(told: FleetScenario, material: SimulationInputs, regime: Regime) -> float:
     """Tokens per second of the same pools, event by event, turns placed for affinity."""
     kind = told.services[0].service
     scenario = Scenario(
@@ -86,14 +86,16 @@ def events(told: FleetScenario, material: Material, regime: Regime) -> float:
 
 @pytest.mark.parametrize("regime", [Regime.FIXED, Regime.OURS_LADDER])
 def test_the_fleet_agrees_with_single_events(
-    told: FleetScenario, material: Material, regime: Regime
+    told: FleetScenario, material: SimulationInputs, regime: Regime
 ) -> None:
     here = small(told)
     found = simulated(here, material, regime)
     assert found.tokens_per_s == pytest.approx(events(here, material, regime), rel=0.25)
 
 
-def test_same_seed_same_bytes_and_lending_helps(told: FleetScenario, material: Material) -> None:
+def test_same_seed_same_bytes_and_lending_helps(
+    told: FleetScenario, material: SimulationInputs
+) -> None:
     here = small(told)
     ours, fixed = (simulated(here, material, one) for one in (Regime.OURS, Regime.FIXED))
     again = simulated(here, material, Regime.OURS)
@@ -105,7 +107,7 @@ def test_same_seed_same_bytes_and_lending_helps(told: FleetScenario, material: M
     assert ours.finished >= ours.accepted
 
 
-def test_the_planner_keeps_the_pools_limit(told: FleetScenario, material: Material) -> None:
+def test_the_planner_keeps_the_pools_limit(told: FleetScenario, material: SimulationInputs) -> None:
     here = small(told)
     kind = here.services[0]
     half = kind.service.model_copy(update={"max_replicas_percent": 50})
@@ -114,7 +116,7 @@ def test_the_planner_keeps_the_pools_limit(told: FleetScenario, material: Materi
 
 
 def test_violations_of_serving_alone_are_told_apart(
-    told: FleetScenario, material: Material
+    told: FleetScenario, material: SimulationInputs
 ) -> None:
     """At the load of a burst some requests are late by themselves, whatever is lent."""
     kind = told.services[1]
@@ -132,7 +134,7 @@ def test_violations_of_serving_alone_are_told_apart(
 
 
 def test_what_a_replica_does_alone_is_the_same_under_every_regime(
-    told: FleetScenario, material: Material
+    told: FleetScenario, material: SimulationInputs
 ) -> None:
     kind = told.services[1]
     trace = material.traces[kind.service.load.trace]
@@ -145,7 +147,7 @@ def test_what_a_replica_does_alone_is_the_same_under_every_regime(
 
 
 def test_what_is_added_inside_the_slo_and_what_is_spared_are_told_apart(
-    told: FleetScenario, material: Material
+    told: FleetScenario, material: SimulationInputs
 ) -> None:
     """Above a hundredth of 12.8 x 2 requests per second serving alone misses its SLO here."""
     flat = 900.0, 900.0
@@ -167,7 +169,7 @@ def test_what_is_added_inside_the_slo_and_what_is_spared_are_told_apart(
 
 
 def test_every_derate_and_seed_is_run_and_paired(
-    told: FleetScenario, material: Material, monkeypatch: pytest.MonkeyPatch
+    told: FleetScenario, material: SimulationInputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleets, "LOADS", (0.0, 0.4))
     here = small(told, seeds=(1, 2), seconds=60.0, regimes=(Regime.FIXED, Regime.ROSE_PAPER))

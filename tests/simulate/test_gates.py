@@ -8,7 +8,7 @@ from rose_simulate.model import guarded
 from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.gates import ServingRequest
-from rose_simulate.model.lent import Ears, Replica
+from rose_simulate.model.lent import LentReplica, ReplicaCallbacks
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.scenario import Regime
 from tests.simulate.worlds import scenario
@@ -19,16 +19,16 @@ class Bench:
         self.clock = Clock()
         self.moves: list[tuple[float, bool]] = []
         told = scenario()
-        ears = Ears(self._gate, lambda _replica, _lost: None, self._served)
-        self.replica = Replica(
+        ears = ReplicaCallbacks(self._gate, lambda _replica, _lost: None, self._served)
+        self.replica = LentReplica(
             self.clock, 0, told.services[0], told, rules=RULES[regime], ears=ears
         )
         self.replica.lend(told.jobs[0])
 
-    def _gate(self, _replica: Replica, is_open: bool) -> None:
+    def _gate(self, _replica: LentReplica, is_open: bool) -> None:
         self.moves.append((self.clock.now_s, is_open))
 
-    def _served(self, _replica: Replica, engine: BatchEngine) -> None:
+    def _served(self, _replica: LentReplica, engine: BatchEngine) -> None:
         for name in "abcd":
             engine.submit(Sequence(name, 8000, 20_000, lambda: None, lambda: None))
 

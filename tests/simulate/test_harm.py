@@ -3,7 +3,7 @@
 import pytest
 
 from rose_core.accounting.cost import break_even_lent_hour
-from rose_simulate.model.outcome import Outcome
+from rose_simulate.model.outcome import RunOutcome
 from rose_simulate.model.run import ledger, run
 from rose_simulate.model.scenario import Interference, Load, Regime, Scenario
 from rose_simulate.pages import page
@@ -17,7 +17,7 @@ BAND = (
 BOTH = (Regime.FIXED, Regime.ROSE_PAPER, Regime.ROSE_PAPER_DEDICATED, Regime.OURS)
 
 
-def quiet(_one: Outcome) -> None:
+def quiet(_one: RunOutcome) -> None:
     """Progress is of no interest here."""
 
 

@@ -8,7 +8,7 @@ from rose_simulate.model.clock import SECOND
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.run import run
 from rose_simulate.model.scenario import Load, Regime, Scenario
-from rose_simulate.model.world import World
+from rose_simulate.model.simulation import Simulation
 from tests.simulate.worlds import MATERIAL, scenario
 
 END_S = 60
@@ -30,7 +30,7 @@ def many() -> Scenario:
 @pytest.mark.parametrize("regime", [Regime.OURS, Regime.ROSE_PAPER])
 def test_jobs_borrow_from_their_own_lender_and_no_more_than_they_may(regime: Regime) -> None:
     told = many()
-    world = World(told, RULES[regime], 1, MATERIAL)
+    world = Simulation(told, RULES[regime], 1, MATERIAL)
     most: Counter[str] = Counter()
     for second in range(1, END_S):
         world.clock.run(second * SECOND)
@@ -61,10 +61,10 @@ def test_services_burst_in_the_same_second_where_they_are_told_to_and_else_not()
     assert not chats & codes
 
 
-def world_of(told: Scenario) -> World:
-    return World(told, RULES[Regime.FIXED], 1, MATERIAL)
+def world_of(told: Scenario) -> Simulation:
+    return Simulation(told, RULES[Regime.FIXED], 1, MATERIAL)
 
 
-def seconds(world: World, service: str) -> set[int]:
+def seconds(world: Simulation, service: str) -> set[int]:
     """In which seconds a service is asked anything."""
     return {one.arrived_ns // SECOND for one in world.requests[service]}

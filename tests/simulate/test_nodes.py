@@ -9,12 +9,12 @@ from rose_core.guard.predictor import Profile
 from rose_core.wire.routing import EngineKind
 from rose_simulate.model.clock import SECOND
 from rose_simulate.model.machines import Machine, fill
-from rose_simulate.model.outcome import Outcome
+from rose_simulate.model.outcome import RunOutcome
 from rose_simulate.model.possible import impossible
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.run import run
 from rose_simulate.model.scenario import Nodes, Regime, Scenario
-from rose_simulate.model.world import World
+from rose_simulate.model.simulation import Simulation
 from tests.simulate.worlds import MATERIAL, scenario
 
 # Replicas 0 and 1 stand on node 0, replica 2 on node 1, the dedicated engine on node 2.
@@ -34,14 +34,14 @@ def losing(target: int, **changes: object) -> Scenario:
     return scenario(nodes=PAIRS, failures=[OFF | {"target": target}], **changes)
 
 
-def world(told: Scenario, regime: Regime, until_s: float) -> World:
-    made = World(told, RULES[regime], 1, MATERIAL)
+def world(told: Scenario, regime: Regime, until_s: float) -> Simulation:
+    made = Simulation(told, RULES[regime], 1, MATERIAL)
     made.clock.run(round(until_s * SECOND))
     return made
 
 
 @cache
-def outcome(regime: Regime, fail_every_s: float | None, seed: int = 1) -> Outcome:
+def outcome(regime: Regime, fail_every_s: float | None, seed: int = 1) -> RunOutcome:
     nodes = Nodes(gpus=2, fail_every_s=fail_every_s, back_s=10)
     return run(scenario(nodes=nodes), regime, seed, MATERIAL, {})[0]
 
@@ -115,7 +115,7 @@ def _quick() -> object:
 
 def test_the_planner_takes_back_what_a_silent_node_held_by_productions_patience() -> None:
     long = OFF | {"seconds": 200, "target": 0}
-    made = World(
+    made = Simulation(
         scenario(nodes=PAIRS, failures=[long], seconds=300), RULES[Regime.OURS], 1, MATERIAL
     )
     made.clock.run(40 * SECOND)

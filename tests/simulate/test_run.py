@@ -6,21 +6,21 @@ import msgspec
 import pytest
 
 from rose_simulate.model.clock import SECOND
-from rose_simulate.model.outcome import Outcome, paired_ratio
+from rose_simulate.model.outcome import RunOutcome, paired_ratio
 from rose_simulate.model.possible import impossible
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.run import ledger, run
 from rose_simulate.model.scenario import Regime, Scenario
-from rose_simulate.model.world import World
+from rose_simulate.model.simulation import Simulation
 from tests.simulate.worlds import MATERIAL, scenario
 
 
-def outcome(told: Scenario, regime: Regime, seed: int = 1) -> Outcome:
+def outcome(told: Scenario, regime: Regime, seed: int = 1) -> RunOutcome:
     return run(told, regime, seed, MATERIAL, {})[0]
 
 
 @cache
-def plain(regime: Regime) -> Outcome:
+def plain(regime: Regime) -> RunOutcome:
     return outcome(scenario(), regime)
 
 
@@ -106,7 +106,7 @@ def _job(**changes: object) -> Scenario:
 
 def test_tail_batching_trains_every_prompt_and_discards_what_it_put_off() -> None:
     told = _job(staleness=0, batch_groups=2, surplus=0.5)
-    world = World(told, RULES[Regime.OURS], 1, MATERIAL)
+    world = Simulation(told, RULES[Regime.OURS], 1, MATERIAL)
     world.clock.run(round(told.seconds * SECOND))
     job = world.jobs["grpo"]
     counts = job.counts
@@ -121,7 +121,7 @@ def test_tail_batching_trains_every_prompt_and_discards_what_it_put_off() -> Non
 
 def test_a_surplus_of_responses_is_cut_counted_and_never_trained_on() -> None:
     told = _job(staleness=0, batch_groups=2, surplus=0.5, member_surplus=0.5)
-    world = World(told, RULES[Regime.OURS], 1, MATERIAL)
+    world = Simulation(told, RULES[Regime.OURS], 1, MATERIAL)
     world.clock.run(round(told.seconds * SECOND))
     job, members = world.jobs["grpo"], told.jobs[0].group
     counts = job.counts

@@ -20,15 +20,15 @@ import rose_core.rollouts.dispatch
 import rose_core.rollouts.placement
 import rose_core.rollouts.rounds
 import rose_core.rollouts.watch
-from rose_core.lending import Plan, Snapshot, plan
-from rose_core.rollouts.warming import Ended, Warm, to_warm
+from rose_core.lending import LendingPlan, Snapshot, plan
+from rose_core.rollouts.warming import Warm, WarmOutcome, to_warm
 from rose_simulate.model import gates, guarded, job, planner, router, warming
 from rose_simulate.model.clock import SECOND
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.run import run
 from rose_simulate.model.scenario import Regime
+from rose_simulate.model.simulation import Simulation
 from rose_simulate.model.workload import Turn
-from rose_simulate.model.world import World
 from tests.simulate.worlds import MATERIAL, scenario
 
 ROOT = Path(__file__).parents[2]
@@ -137,7 +137,7 @@ def test_the_simulator_holds_productions_own_functions() -> None:
 
 
 def test_without_productions_plan_nothing_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(snapshot: Snapshot, now: float) -> Plan:
+    def nothing(snapshot: Snapshot, now: float) -> LendingPlan:
         return replace(plan(snapshot, now), lends=())
 
     monkeypatch.setattr(planner, "plan", nothing)
@@ -165,8 +165,8 @@ def test_what_is_warmed_in_gaps_is_productions_choice(monkeypatch: pytest.Monkey
     material = replace(MATERIAL, episodes=(turns,))
     told = scenario(regimes=(Regime.OURS,))
     job = told.jobs[0].model_copy(update={"staleness": 4, "train_s": 1.0, "batch_groups": 1})
-    world = World(told.model_copy(update={"jobs": (job,)}), RULES[Regime.OURS], 1, material)
+    world = Simulation(told.model_copy(update={"jobs": (job,)}), RULES[Regime.OURS], 1, material)
     world.clock.run(90 * SECOND)
     ended = world.routers["grpo"].warmer.ended
-    assert ended[Ended.USED] > 0
+    assert ended[WarmOutcome.USED] > 0
     assert sum(ended.values()) <= len(asked)

@@ -21,7 +21,7 @@ from rose_router.turns.service import Service
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.router import Router
 from rose_simulate.model.scenario import Regime
-from rose_simulate.model.world import World
+from rose_simulate.model.simulation import Simulation
 from tests.router.world import SimClient
 from tests.simulate.worlds import MATERIAL, scenario
 
@@ -51,7 +51,7 @@ def in_the_simulator(staleness: int) -> Router:
     """The router of a simulated job with the bound."""
     told = scenario(regimes=(Regime.OURS,))
     job = told.jobs[0].model_copy(update={"staleness": staleness})
-    world = World(told.model_copy(update={"jobs": (job,)}), RULES[Regime.OURS], 1, MATERIAL)
+    world = Simulation(told.model_copy(update={"jobs": (job,)}), RULES[Regime.OURS], 1, MATERIAL)
     return world.routers[job.name]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rose_simulate.main import main
-from rose_simulate.model.outcome import Outcome
+from rose_simulate.model.outcome import RunOutcome
 from rose_simulate.model.scenario import Load, Regime
 from rose_simulate.runner import Runner
 from rose_simulate.studies import SCENARIOS
@@ -13,7 +13,7 @@ from rose_simulate.sweeps import bursts, frontier_table, loans, slots_table
 from tests.simulate.worlds import MATERIAL, scenario
 
 
-def quiet(_one: Outcome) -> None:
+def quiet(_one: RunOutcome) -> None:
     """Progress is of no interest here."""
 
 

@@ -1,8 +1,8 @@
 """Small worlds for tests: seconds of virtual time, a few replicas."""
 
 from rose_simulate.model.scenario import Load, Regime, RolloutJob, Scenario, Service
+from rose_simulate.model.simulation import SimulationInputs
 from rose_simulate.model.workload import Arrival, Turn
-from rose_simulate.model.world import Material
 
 EPISODES = (
     (Turn(2000, 120, 0.0), Turn(300, 200, 0.5), Turn(100, 80, 0.2)),
@@ -10,7 +10,7 @@ EPISODES = (
     (Turn(1000, 300, 0.0),),
 )
 TRACE = tuple(Arrival(0.7 * n, 400 + 37 * (n % 9), 20 + 11 * (n % 7)) for n in range(80))
-MATERIAL = Material(EPISODES, {"trace": TRACE})
+MATERIAL = SimulationInputs(EPISODES, {"trace": TRACE})
 
 
 def scenario(**changes: object) -> Scenario:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from rose_agent.tap import sockets
 from rose_agent.tap.frames import Watch
-from rose_agent.tap.replica import Replica
-from rose_core.telemetry.book import Book, Finished
+from rose_agent.tap.replica import TappedReplica
+from rose_core.telemetry.book import Book, FinishedRequest
 from rose_core.telemetry.events import Health, TapEvent
 
 PORT = 30000
@@ -117,15 +117,15 @@ def link(near: Namespace, far: Namespace, number: int) -> tuple[str, str]:
 class Tapped:
     """A replica that is followed without a loop: ``look`` reads whatever has passed."""
 
-    replica: Replica
+    replica: TappedReplica
     book: Book = field(default_factory=lambda: Book(0))
     events: list[TapEvent] = field(default_factory=list)
-    done: list[Finished] = field(default_factory=list)
+    done: list[FinishedRequest] = field(default_factory=list)
 
     def look(self) -> Health:
         seen = self.replica.beat()
         self.events += seen
-        self.done += [f for e in seen if isinstance(f := self.book.apply(e, 0), Finished)]
+        self.done += [f for e in seen if isinstance(f := self.book.apply(e, 0), FinishedRequest)]
         last = seen[-1]
         assert isinstance(last, Health)
         return last
@@ -140,7 +140,7 @@ def tapped(inside: Namespace, port: int = PORT) -> Iterator[Tapped]:
             stack.callback(one.close)
         numbers = itertools.count(1)
         watch = Watch("replica", inside.holder.pid, port)
-        yield Tapped(Replica(watch, taps, addresses, lambda: next(numbers), 0))
+        yield Tapped(TappedReplica(watch, taps, addresses, lambda: next(numbers), 0))
 
 
 class Wire:

@@ -8,13 +8,13 @@ import pytest
 
 from rose_agent.tap import frames
 from rose_agent.tap.frames import Splitter, Watch
-from rose_agent.tap.replica import Replica
-from rose_core.telemetry.events import Arrived, Ended, FirstToken, How, Progress, TapEvent
+from rose_agent.tap.replica import TappedReplica
+from rose_core.telemetry.events import Arrived, Ended, EndKind, FirstToken, Progress, TapEvent
 
 EVENTS: list[list[TapEvent]] = [
     [Arrived("pod", 1, 5, "/generate")],
     [FirstToken("pod", 1, 9), Progress("pod", 1, 12, 3)],
-    [Ended("pod", 1, 20, 7, 200, How.COMPLETE)],
+    [Ended("pod", 1, 20, 7, 200, EndKind.COMPLETE)],
 ]
 
 
@@ -41,10 +41,10 @@ def test_the_same_sockets_serve_a_closer_look() -> None:
     assert not near.same_sockets(Watch("pod", 2, 80))
 
 
-def followed(*, closely: bool) -> tuple[Replica, list[list[TapEvent]]]:
+def followed(*, closely: bool) -> tuple[TappedReplica, list[list[TapEvent]]]:
     """A replica without sockets, and what it tells."""
     told: list[list[TapEvent]] = []
-    made = Replica(Watch("pod", 0, 80, closely=closely), [], frozenset(), lambda: 1, 400.0)
+    made = TappedReplica(Watch("pod", 0, 80, closely=closely), [], frozenset(), lambda: 1, 400.0)
     made.start(told.append)
     return made, told
 

@@ -11,7 +11,7 @@ import pytest
 
 from rose_agent.os import bpf
 from rose_agent.tap import sockets
-from rose_core.telemetry.events import Arrived, How
+from rose_core.telemetry.events import Arrived, EndKind
 from tests.tap.net import (
     PORT,
     Namespace,
@@ -81,7 +81,12 @@ def test_a_streamed_request_however_it_is_sent(wire: Wire, talk: Callable[[Wire]
     health = wire.tap.look()
     assert (health.in_flight, health.problem, health.lost_ns) == (0, "", 0)
     (done,) = wire.tap.done
-    assert (done.tokens, done.status, done.how, done.path) == (2, 200, How.COMPLETE, "/generate")
+    assert (done.tokens, done.status, done.how, done.path) == (
+        2,
+        200,
+        EndKind.COMPLETE,
+        "/generate",
+    )
     assert done.arrived_ns < done.first_ns <= done.ended_ns
     assert (health.seen, health.finished, health.unsure) == (1, 1, 0)
 
@@ -113,7 +118,7 @@ def test_a_client_that_goes_away_is_under_way_until_the_server_stops(wire: Wire)
     assert wire.tap.look().in_flight == 1
     wire.server.close()
     assert wire.tap.look().in_flight == 0
-    assert wire.tap.done[0].how in {How.CLOSED, How.RESET}
+    assert wire.tap.done[0].how in {EndKind.CLOSED, EndKind.RESET}
 
 
 def test_a_reset_before_the_first_token(wire: Wire) -> None:
@@ -123,7 +128,7 @@ def test_a_reset_before_the_first_token(wire: Wire) -> None:
     wire.client.close()
     health = wire.tap.look()
     assert (health.in_flight, health.unsure) == (0, 1)
-    assert wire.tap.done[0].how is How.RESET
+    assert wire.tap.done[0].how is EndKind.RESET
 
 
 def test_a_slow_reader_holds_its_request_until_the_last_byte_is_on_the_wire(wire: Wire) -> None:

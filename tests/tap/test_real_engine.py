@@ -17,7 +17,7 @@ from bench.tap.watcher import Watched, watching
 from rose_agent.signals.feed import Feed
 from rose_agent.signals.snapshot import Snapshot, open_snapshot
 from rose_agent.tap import sockets
-from rose_core.telemetry.events import How
+from rose_core.telemetry.events import EndKind
 from rose_dev.engine_testing import RealEngine, start_engine
 from rose_engines.sglang.client import SGLangClient
 from tests.tap.net import namespace, refusal
@@ -39,7 +39,7 @@ def agree(watched: Watched) -> None:
     assert (watched.health.lost_ns, watched.health.opaque) == (0, False)
     for client in watched.client:
         tap = watched.tap[client.path]
-        assert (tap.how, tap.status, tap.path) == (How.COMPLETE, 200, "/v1/completions")
+        assert (tap.how, tap.status, tap.path) == (EndKind.COMPLETE, 200, "/v1/completions")
         assert tap.tokens == client.tokens, client
         assert (tap.ttft_s is not None) == bool(client.first)
         # The kernel's stamps lie inside the client's own span, whatever the machine is doing.

@@ -13,8 +13,8 @@ import pytest
 
 from bench.tap.watcher import Listener, process, tap_process
 from rose_agent.tap.frames import Watch
-from rose_core.telemetry.book import Book, Finished
-from rose_core.telemetry.events import Arrived, Health, How, TapEvent
+from rose_core.telemetry.book import Book, FinishedRequest
+from rose_core.telemetry.events import Arrived, EndKind, Health, TapEvent
 from tests.agent.node import tap_refusal
 from tests.tap.inside import ABORTED, PLAIN, SHORT, STREAMED
 
@@ -69,7 +69,7 @@ def capability(pid: int, name: str) -> int:
 
 def judge(events: list[TapEvent], streamed: list[dict[str, int]]) -> None:
     book = Book(0)
-    done = [f for e in events if isinstance(f := book.apply(e, 0), Finished)]
+    done = [f for e in events if isinstance(f := book.apply(e, 0), FinishedRequest)]
     arrivals = [e for e in events if isinstance(e, Arrived)]
     assert len(arrivals) == EXPECTED
     assert len(done) == EXPECTED
@@ -78,7 +78,7 @@ def judge(events: list[TapEvent], streamed: list[dict[str, int]]) -> None:
     assert (last.in_flight, last.lost_ns, last.problem) == (0, 0, "")
     assert last.counts == {"/generate": EXPECTED, "/metrics": 3}
     how = Counter(f.how for f in done)
-    assert how[How.COMPLETE] == EXPECTED - ABORTED
+    assert how[EndKind.COMPLETE] == EXPECTED - ABORTED
 
     by_arrival = sorted((f for f in done if f.first_ns), key=lambda f: f.arrived_ns)[:STREAMED]
     by_sending = sorted(streamed, key=lambda c: c["sent"])

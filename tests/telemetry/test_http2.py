@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rose_core.telemetry.events import Arrived, Dismissed, Ended, FirstToken, How, Sized
+from rose_core.telemetry.events import Arrived, Dismissed, Ended, EndKind, FirstToken, Sized
 from rose_core.telemetry.h2frames import END_HEADERS, END_STREAM, PADDED, PRIORITY, Kind
 from tests.telemetry.h2wire import HELLO, SETTINGS, Side, data, frame, token
 from tests.telemetry.wire import Conversation, conversation, post, tracker
@@ -43,7 +43,7 @@ def test_a_streamed_request_from_arrival_to_its_true_end() -> None:
     assert talk.wire.server_says(token(1)) == [FirstToken("replica", 1, talk.wire.time_ns)]
     talk.wire.server_says(token(1) + token(1))
     (end,) = ends(talk.wire.server_says(data(1, b"data: [DONE]\n\n", last=True)))
-    assert (end.tokens, end.status, end.how) == (3, 200, How.COMPLETE)
+    assert (end.tokens, end.status, end.how) == (3, 200, EndKind.COMPLETE)
     assert (talk.in_flight, talk.wire.tracker.opaque) == (0, False)
 
 
@@ -95,7 +95,7 @@ def test_trailers_end_a_grpc_stream_and_its_messages_are_tokens() -> None:
     talk.wire.server_says(data(1, message))
     trailers = talk.server.headers(1, {"grpc-status": "0"}, END_HEADERS | END_STREAM)
     (end,) = ends(talk.wire.server_says(trailers))
-    assert (end.tokens, end.status, end.how) == (3, 200, How.COMPLETE)
+    assert (end.tokens, end.status, end.how) == (3, 200, EndKind.COMPLETE)
 
 
 @pytest.mark.parametrize("by_server", [True, False])
@@ -104,7 +104,7 @@ def test_a_reset_of_a_stream_ends_its_request_only(by_server: bool) -> None:
     talk.wire.client_says(talk.client.request(1) + talk.client.request(3))
     reset = frame(Kind.RST_STREAM, 1, bytes(4))
     (end,) = ends(talk.wire.server_says(reset) if by_server else talk.wire.client_says(reset))
-    assert (end.request, end.how) == (1, How.RESET)
+    assert (end.request, end.how) == (1, EndKind.RESET)
     assert talk.in_flight == 1
 
 

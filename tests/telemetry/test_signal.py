@@ -12,9 +12,9 @@ from rose_core.telemetry.events import (
     Arrived,
     Dismissed,
     Ended,
+    EndKind,
     FirstToken,
     Health,
-    How,
     Progress,
     Sized,
 )
@@ -72,7 +72,7 @@ def test_a_request_through_the_book() -> None:
     (live,) = made.live.values()
     assert (live.size, live.tokens, live.last_ns) == (300, 11, NOW + 2 * S)
     assert made.empty_since_ns() is None
-    done = made.apply(Ended("r", 1, NOW + 3 * S, 21, 200, How.COMPLETE), NOW + 3 * S)
+    done = made.apply(Ended("r", 1, NOW + 3 * S, 21, 200, EndKind.COMPLETE), NOW + 3 * S)
     assert done is not None
     assert (done.ttft_s, done.tpot_s) == (1.0, 0.1)
     assert made.empty_since_ns() == NOW + 3 * S
@@ -87,8 +87,8 @@ def test_a_dismissed_request_never_was() -> None:
     assert (made.live, made.requests_total) == ({}, 0)
 
 
-@pytest.mark.parametrize("how", [How.RESET, How.CLOSED, How.EXPIRED])
-def test_broken_requests_are_no_measure(how: How) -> None:
+@pytest.mark.parametrize("how", [EndKind.RESET, EndKind.CLOSED, EndKind.EXPIRED])
+def test_broken_requests_are_no_measure(how: EndKind) -> None:
     made = book()
     made.apply(Arrived("r", 1, NOW, ""), NOW)
     made.apply(FirstToken("r", 1, NOW + S), NOW + S)
@@ -103,7 +103,7 @@ def test_the_idle_share_follows() -> None:
     made.apply(Arrived("r", 1, NOW, ""), NOW)
     assert made.idle_share(NOW + 30 * S) > 0.2, "a long burst is no steady load"
     assert made.idle_share(NOW + 70 * S) < 0.05
-    made.apply(Ended("r", 1, NOW, 1, 200, How.COMPLETE), NOW + 70 * S)
+    made.apply(Ended("r", 1, NOW, 1, 200, EndKind.COMPLETE), NOW + 70 * S)
     assert made.idle_share(NOW + 75 * S) > 0.2
 
 

@@ -11,8 +11,8 @@ from rose_core.telemetry.events import (
     Arrived,
     Dismissed,
     Ended,
+    EndKind,
     FirstToken,
-    How,
     Progress,
     Sized,
 )
@@ -37,7 +37,7 @@ def test_a_streamed_request_from_arrival_to_its_true_end() -> None:
     talk.server_says(chunk(b"data: [DONE]\n\n"))
     assert talk.tracker.in_flight == 1
     (end,) = ends(talk.server_says(END))
-    assert (end.tokens, end.status, end.how) == (100, 200, How.COMPLETE)
+    assert (end.tokens, end.status, end.how) == (100, 200, EndKind.COMPLETE)
     assert talk.tracker.in_flight == 0
     assert any(isinstance(e, Progress) for e in talk.events)
 
@@ -59,7 +59,7 @@ def test_a_plain_response_ends_with_its_length() -> None:
     assert ends(talk.server_says(head + b"12345")) == []
     assert talk.tracker.needs_every_segment
     (end,) = ends(talk.server_says(b"67890"))
-    assert end.how is How.COMPLETE
+    assert end.how is EndKind.COMPLETE
     assert end.tokens == 0
 
 
@@ -145,7 +145,7 @@ def test_a_client_that_goes_away() -> None:
     assert talk.finish(by_server=False) == [], "the server has not stopped yet"
     assert talk.tracker.in_flight == 1
     (end,) = ends(talk.finish(by_server=True))
-    assert end.how is How.CLOSED
+    assert end.how is EndKind.CLOSED
     assert talk.tracker.in_flight == 0
 
 
@@ -153,7 +153,7 @@ def test_a_reset_before_the_first_token() -> None:
     talk = conversation()
     talk.client_says(post())
     (end,) = ends(talk.finish(by_server=False, reset=True))
-    assert (end.how, end.tokens) == (How.RESET, 0)
+    assert (end.how, end.tokens) == (EndKind.RESET, 0)
 
 
 def test_a_body_without_length_ends_with_the_connection() -> None:
@@ -162,7 +162,7 @@ def test_a_body_without_length_ends_with_the_connection() -> None:
     talk.server_says(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nabc")
     talk.server_says(b"def")
     assert talk.tracker.in_flight == 1
-    assert ends(talk.finish(by_server=True))[0].how is How.CLOSED
+    assert ends(talk.finish(by_server=True))[0].how is EndKind.CLOSED
 
 
 def test_retransmissions_change_nothing() -> None:
@@ -200,7 +200,7 @@ def test_a_new_head_ends_a_body_whose_boundaries_were_lost() -> None:
     assert talk.tracker.in_flight == 1, "the response that was joined has been replaced"
     talk.server_says(END)
     (replaced, complete) = ends(talk.events)
-    assert (replaced.how, complete.how) == (How.REPLACED, How.COMPLETE)
+    assert (replaced.how, complete.how) == (EndKind.REPLACED, EndKind.COMPLETE)
     assert (complete.status, complete.tokens) == (200, 1)
 
 
@@ -214,7 +214,7 @@ def test_sequence_numbers_wrap() -> None:
     assert fresh.in_flight == 1
     talk.server_says(event(0) + END)
     assert fresh.in_flight == 0
-    assert [(one.how, one.tokens) for one in ends(talk.events)] == [(How.COMPLETE, 1)]
+    assert [(one.how, one.tokens) for one in ends(talk.events)] == [(EndKind.COMPLETE, 1)]
 
 
 def test_what_is_unseen_may_cross_the_wrap() -> None:
@@ -244,7 +244,7 @@ def test_sampled_streams_end_by_their_tail_and_count_by_bytes() -> None:
             talk.unseen(piece)
     assert talk.tracker.in_flight == 1
     (end,) = ends(talk.server_says(END))
-    assert end.how is How.COMPLETE
+    assert end.how is EndKind.COMPLETE
     assert end.tokens == pytest.approx(total, rel=0.02)
     talk.client_says(post())
     talk.server_says(HEAD + event(0) + END)
@@ -313,7 +313,7 @@ def test_a_reused_port_starts_anew() -> None:
     talk = conversation()
     talk.client_says(post())
     talk.open()
-    assert ends(talk.events)[0].how is How.REPLACED
+    assert ends(talk.events)[0].how is EndKind.REPLACED
     assert talk.tracker.in_flight == 0
 
 
@@ -350,7 +350,7 @@ def test_silent_connections_expire() -> None:
     talk.client_says(post())
     assert talk.tracker.expire(talk.time_ns + 10, age_ns=1000) == []
     (end,) = ends(talk.tracker.expire(talk.time_ns + 2000, age_ns=1000))
-    assert end.how is How.EXPIRED
+    assert end.how is EndKind.EXPIRED
     assert talk.tracker.in_flight == 0
 
 

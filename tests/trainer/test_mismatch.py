@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from rose_trainer.mismatch import MismatchMeter, Place
+from rose_trainer.mismatch import MismatchMeter, SamplingPlace
 
 
 def test_equal_log_probs_are_no_mismatch() -> None:
@@ -43,12 +43,12 @@ def test_tokens_are_told_apart_by_pool_version_and_distance_from_a_splice() -> N
     meter.add(behaviour, trainer, version="r@1.1", pool="lent", splices=[20])
     meter.add([-1.0], [-1.0], version="r@1.0", pool="own")
     rows = meter.rows()
-    assert rows[Place("lent", "r@1.1", "none")].tokens == 20
-    assert rows[Place("lent", "r@1.1", "0+")].largest == 2.0
-    assert rows[Place("lent", "r@1.1", "1+")].tokens == 7
-    assert rows[Place("lent", "r@1.1", "8+")].tokens == 56
-    assert rows[Place("lent", "r@1.1", "64+")].tokens == 16
-    assert rows[Place("own", "r@1.0", "none")].tokens == 1
+    assert rows[SamplingPlace("lent", "r@1.1", "none")].tokens == 20
+    assert rows[SamplingPlace("lent", "r@1.1", "0+")].largest == 2.0
+    assert rows[SamplingPlace("lent", "r@1.1", "1+")].tokens == 7
+    assert rows[SamplingPlace("lent", "r@1.1", "8+")].tokens == 56
+    assert rows[SamplingPlace("lent", "r@1.1", "64+")].tokens == 16
+    assert rows[SamplingPlace("own", "r@1.0", "none")].tokens == 1
     assert meter.total(pool="own").largest == 0
     meter.forget(version="r@1.1")
     assert meter.total().tokens == 1
@@ -57,14 +57,14 @@ def test_tokens_are_told_apart_by_pool_version_and_distance_from_a_splice() -> N
 def test_the_nearest_splice_counts() -> None:
     meter = MismatchMeter()
     meter.add(np.zeros(30), np.zeros(30), version="v", splices=[20, 5])
-    assert meter.rows()[Place("", "v", "0+")].tokens == 2
+    assert meter.rows()[SamplingPlace("", "v", "0+")].tokens == 2
 
 
 def test_what_is_not_finite_is_counted_and_raises_an_alarm() -> None:
     meter = MismatchMeter()
     meter.add([-1.0, float("-inf"), -1.0], [-1.0, -1.0, float("nan")], version="v")
     assert (meter.total().tokens, meter.total().invalid) == (1, 2)
-    assert list(meter.alarms(k3=1.0, tokens=1)) == [Place("", "v", "none")]
+    assert list(meter.alarms(k3=1.0, tokens=1)) == [SamplingPlace("", "v", "none")]
 
 
 def test_an_alarm_needs_tokens_and_a_limit() -> None:

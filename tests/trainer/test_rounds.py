@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rose_trainer.rounds import Batches, Kind, Shape
+from rose_trainer.rounds import Batches, RoundKind, RoundShape
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.looptime]
 
@@ -29,10 +29,12 @@ async def test_stragglers_are_cancelled_and_run_together_in_a_long_round() -> No
     log: list[tuple[str, int]] = []
     slow = {2, 5}
     batches = Batches(
-        range(6), _rollout(lambda n: 100.0 if n in slow else 1.0, log), Shape(2, 2, surplus=0.5)
+        range(6),
+        _rollout(lambda n: 100.0 if n in slow else 1.0, log),
+        RoundShape(2, 2, surplus=0.5),
     )
     found = [batch async for batch in batches]
-    assert [batch.kind for batch in found] == [Kind.SHORT, Kind.SHORT, Kind.LONG]
+    assert [batch.kind for batch in found] == [RoundKind.SHORT, RoundKind.SHORT, RoundKind.LONG]
     assert [sorted(prompt for prompt, _ in batch.groups) for batch in found] == [
         [0, 1],
         [3, 4],
@@ -55,7 +57,7 @@ async def test_a_rollout_that_fails_drops_its_prompt_and_is_kept_with_its_reason
             raise ConnectionError(message)
         return prompt
 
-    batches = Batches(range(4), sample, Shape(2, 2, surplus=0.0))
+    batches = Batches(range(4), sample, RoundShape(2, 2, surplus=0.0))
     found = [batch async for batch in batches]
     trained = sorted(prompt for batch in found for prompt, _ in batch.groups)
     assert trained == [0, 2, 3]
@@ -65,7 +67,7 @@ async def test_a_rollout_that_fails_drops_its_prompt_and_is_kept_with_its_reason
 
 async def test_a_trainer_that_stops_in_the_middle_leaves_nothing_running() -> None:
     log: list[tuple[str, int]] = []
-    batches = Batches(range(100), _rollout(lambda n: 1.0 + n, log), Shape(2, 1, surplus=1.0))
+    batches = Batches(range(100), _rollout(lambda n: 1.0 + n, log), RoundShape(2, 1, surplus=1.0))
     iterator = batches.__aiter__()
     first = await anext(iterator)
     assert [prompt for prompt, _ in first.groups] == [0, 1]
@@ -75,7 +77,7 @@ async def test_a_trainer_that_stops_in_the_middle_leaves_nothing_running() -> No
 
 
 async def test_a_trainer_that_resumes_loses_no_prompt_it_had_put_off() -> None:
-    slow, shape = {2, 5}, Shape(2, 2, surplus=0.5)
+    slow, shape = {2, 5}, RoundShape(2, 2, surplus=0.5)
     rollout = _rollout(lambda n: 100.0 if n in slow else 1.0, [])
     drawn = iter(range(6))
     killed = Batches(drawn, rollout, shape).__aiter__()
@@ -92,7 +94,7 @@ async def test_a_trainer_that_resumes_loses_no_prompt_it_had_put_off() -> None:
 
 async def test_what_is_put_off_is_told_between_two_batches() -> None:
     rollout = _rollout(lambda n: 100.0 if n == 2 else 1.0, [])
-    batches = Batches(range(6), rollout, Shape(2, 2, surplus=0.5))
+    batches = Batches(range(6), rollout, RoundShape(2, 2, surplus=0.5))
     told = [list(batches.put_off) async for _ in batches]
     assert told[0] == [2]
     assert told[-1] == []
@@ -102,9 +104,9 @@ async def test_of_more_responses_than_are_trained_on_the_first_stay_and_the_rest
     log: list[tuple[str, int]] = []
     slow = {2}
     rollout = _rollout(lambda n: 100.0 if n in slow else 1.0, log)
-    shape = Shape(2, 2, surplus=0.5, member_surplus=0.5)
+    shape = RoundShape(2, 2, surplus=0.5, member_surplus=0.5)
     found = [batch async for batch in Batches(range(3), rollout, shape)]
-    assert [batch.kind for batch in found] == [Kind.SHORT, Kind.LONG]
+    assert [batch.kind for batch in found] == [RoundKind.SHORT, RoundKind.LONG]
     # The third member of each would have ended a millisecond later.
     assert found[0].groups == [(0, ["0.0", "0.1"]), (1, ["1.0", "1.1"])]
     assert [log.count(("cancelled", prompt)) for prompt in (0, 1, 2)] == [1, 1, 3]

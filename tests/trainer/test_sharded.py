@@ -17,7 +17,7 @@ from rose_core.delta.parts import Owned, Part, PartBuilder, aligned, assemble
 from rose_core.identity import WeightVersion
 from rose_trainer.staging import bits_of
 from rose_weights.bundle import Bundle
-from rose_weights.store.sharded_parts import Outcome, Parts
+from rose_weights.store.sharded_parts import PartOutcome, Parts
 from rose_weights.store.store import Store
 from tests.trainer.test_publisher import RunningStore
 from tests.weights.models import apply_bundle
@@ -177,7 +177,7 @@ def test_parts_that_contradict_each_other_are_refused() -> None:
         PartBuilder(one.tensors, None, lambda _: None).add(0, Box(0, 5, 0, 4), None, bits[:20])
 
 
-def ask(parts: Parts, rank: int, target: WeightVersion, bits: np.ndarray) -> Outcome | None:
+def ask(parts: Parts, rank: int, target: WeightVersion, bits: np.ndarray) -> PartOutcome | None:
     """Whether a kept version is this state."""
     data = msgspec.msgpack.encode(part(rank, target, bits, blocks=False))
     head = version(0) if target.incarnation > 1 else None

@@ -15,7 +15,7 @@ from rose_weights.errors import Forbidden
 from rose_weights.main import main
 from rose_weights.receive.client import WeightsClient
 from rose_weights.send.publishing import WeightsWriter
-from rose_weights.serve.access import OPEN, Access, Rights
+from rose_weights.serve.access import OPEN, Access, AccessRights
 from rose_weights.serve.relay import Relay
 from rose_weights.serve.service import WeightService
 from rose_weights.store.blocks import Blocks
@@ -26,7 +26,11 @@ from rose_wire.rpc import Server
 from tests.weights.models import Model
 from tests.weights.test_service import publish
 
-RULES = {"trainer": Rights(publish=("run",)), "reader": Rights(read=("ru*",)), "other": Rights()}
+RULES = {
+    "trainer": AccessRights(publish=("run",)),
+    "reader": AccessRights(read=("ru*",)),
+    "other": AccessRights(),
+}
 
 
 def secret(authority: Authority, name: str) -> Path:
@@ -129,7 +133,9 @@ async def test_a_relay_asks_the_same_of_its_receivers(tmp_path: Path) -> None:
                 secret(authority, "relay"), authority.folder / "ca.crt"
             )
         )
-        rules = Access({"engine": Rights(read=("run",)), "other": Rights(read=("another",))})
+        rules = Access(
+            {"engine": AccessRights(read=("run",)), "other": AccessRights(read=("another",))}
+        )
         Relay(upstream, Blocks(tmp_path / "relay"), access=rules).bind(server)
         port = await server.start("127.0.0.1:0")
         async with (
@@ -144,7 +150,9 @@ async def test_a_relay_asks_the_same_of_its_receivers(tmp_path: Path) -> None:
 
 
 def test_names_may_be_patterns_and_the_widest_right_counts() -> None:
-    rules = Access({"*.nodes.rose": Rights(read=("grpo*",)), "a.nodes.rose": Rights(read=("dpo",))})
+    rules = Access(
+        {"*.nodes.rose": AccessRights(read=("grpo*",)), "a.nodes.rose": AccessRights(read=("dpo",))}
+    )
     rules.check(["b.nodes.rose"], "read", "grpo-2")
     rules.check(["a.nodes.rose"], "read", "grpo-2")
     rules.check(["a.nodes.rose"], "read", "dpo")

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rose_agent.host.main import Running
+from rose_agent.host.main import RunningHost
 from rose_agent.weightsync import records
 from rose_agent.weightsync.follower import Options
 from rose_agent.weightsync.main import Followers, subjects
@@ -39,7 +39,7 @@ class World:
     """A store, a host with one serving fake engine, its guard; weight-sync inside this process."""
 
     run: PublishedRun
-    host: Running
+    host: RunningHost
     guard: Guard
     rundir: RunDir
     address: str

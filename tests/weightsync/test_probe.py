@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rose_agent.weightsync import metrics
-from rose_core.delta.probe import PROMPT, Outcome
+from rose_core.delta.probe import PROMPT, ProbeOutcome
 from rose_core.identity import WeightVersion
 from rose_engines.fake.model import prompt_logprobs
 from rose_weights.receive.client import WeightsClient
@@ -17,7 +17,7 @@ def right_answer(version: str) -> list[float]:
     return [value for value in prompt_logprobs(PROMPT, version) if value is not None]
 
 
-def outcomes(outcome: Outcome) -> float:
+def outcomes(outcome: ProbeOutcome) -> float:
     return float(metrics.PROBES.labels(outcome=outcome)._value.get())
 
 
@@ -47,11 +47,11 @@ async def test_an_engine_that_computes_something_else_is_quarantined_until_it_do
         assert (file.version, file.attested) == ("", False)
         assert metrics.QUARANTINES._value.get() > quarantined
 
-        settled = outcomes(Outcome.RIGHT)
+        settled = outcomes(ProbeOutcome.RIGHT)
         await told(here, manifest.digest, right)
 
         async def good() -> bool:
-            return outcomes(Outcome.RIGHT) > settled and here.weights.attested
+            return outcomes(ProbeOutcome.RIGHT) > settled and here.weights.attested
 
         await until(good, "the engine was filled again and answers as the trainer")
         assert (await here.serves("grpo@1.0")).error == ""
@@ -65,11 +65,11 @@ async def test_an_engine_alone_is_believed_and_its_answer_is_kept_for_the_next(
 ) -> None:
     async with world(rundir, models, tmp_path / "store") as here:
         manifest = await here.run.publish()
-        alone = outcomes(Outcome.ALONE)
+        alone = outcomes(ProbeOutcome.ALONE)
         here.sync()
 
         async def asked() -> bool:
-            return outcomes(Outcome.ALONE) > alone
+            return outcomes(ProbeOutcome.ALONE) > alone
 
         await until(asked, "the engine was probed")
         assert here.weights.attested

@@ -85,7 +85,7 @@ def bands(cut: Tiling) -> Iterator[Band]:
 
 
 @dataclass(frozen=True)
-class Found:
+class DeviceDiff:
     """What a comparison found in a few tiles.
 
     Attributes:
@@ -101,7 +101,7 @@ class Found:
 
 def differences(
     region: Region, band: Band, old: torch.Tensor, new: torch.Tensor, *, ranked: bool = False
-) -> Iterator[Found]:
+) -> Iterator[DeviceDiff]:
     """Compare a band.
 
     Args:
@@ -126,7 +126,7 @@ class _Work:
     ranked: bool
 
 
-def _halves(work: _Work, mask: torch.Tensor, rows: slice, columns: slice) -> Iterator[Found]:
+def _halves(work: _Work, mask: torch.Tensor, rows: slice, columns: slice) -> Iterator[DeviceDiff]:
     part = mask[rows, columns]
     count = int(torch.count_nonzero(part))
     cut = work.region.cut
@@ -143,7 +143,7 @@ def _halves(work: _Work, mask: torch.Tensor, rows: slice, columns: slice) -> Ite
     yield _coded(work, part, rows.start, columns.start)
 
 
-def _coded(work: _Work, mask: torch.Tensor, row0: int, column0: int) -> Found:
+def _coded(work: _Work, mask: torch.Tensor, row0: int, column0: int) -> DeviceDiff:
     cut, region = work.region.cut, work.region
     down, right = torch.nonzero(mask).unbind(1)
     down, right = down + row0, right + column0
@@ -165,7 +165,7 @@ def _coded(work: _Work, mask: torch.Tensor, row0: int, column0: int) -> Found:
     table = torch.stack([numbers, ends, packed.gap_ends, packed.escape_ends, *lanes]).cpu()
     streams = (here(packed.gaps), here(packed.codes), here(packed.escapes))
     tiles = _tiles(work, table.T.tolist(), streams, (local, steps))
-    return Found(where, after, tiles)
+    return DeviceDiff(where, after, tiles)
 
 
 def _places(

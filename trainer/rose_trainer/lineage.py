@@ -48,7 +48,7 @@ class Published:
 
 
 @dataclass
-class Job:
+class PublishJob:
     """A snapshot on its way.
 
     Attributes:
@@ -78,7 +78,7 @@ class _Coded:
     seconds: float
 
 
-class Line:
+class PublishLine:
     """Publishes jobs one after the other.
 
     Args:
@@ -108,7 +108,7 @@ class Line:
         self._manifest: Manifest | None = None
         self._before: Taken | None = None
 
-    async def publish(self, job: Job) -> tuple[Published, Taken | None]:
+    async def publish(self, job: PublishJob) -> tuple[Published, Taken | None]:
         """Publish one job.
 
         Returns:
@@ -135,7 +135,7 @@ class Line:
         self._head, self._manifest = manifest.target, manifest
         return _published(job, manifest, done, coded.seconds), free
 
-    async def _sent(self, job: Job, coded: _Coded) -> Manifest:
+    async def _sent(self, job: PublishJob, coded: _Coded) -> Manifest:
         """The manifest that the store has made the head.
 
         Two refusals can be made good here. A first version that continues another one is sent in
@@ -166,7 +166,9 @@ class Line:
             patience_seconds=self._patience,
         )
 
-    def _encode(self, job: Job, blocks: dict[bytes, bytes]) -> tuple[Manifest, Manifest | None]:
+    def _encode(
+        self, job: PublishJob, blocks: dict[bytes, bytes]
+    ) -> tuple[Manifest, Manifest | None]:
         """The version, and the same one coded on its base where that was asked for."""
         if self._manifest is None or self._before is None:
             return self._first(job, blocks), None
@@ -182,7 +184,7 @@ class Line:
         manifest = builder.finish(job.version, job.step)
         return manifest, builder.on_base(manifest)
 
-    def _first(self, job: Job, blocks: dict[bytes, bytes]) -> Manifest:
+    def _first(self, job: PublishJob, blocks: dict[bytes, bytes]) -> Manifest:
         self._tensors = table(job.snapshot.layout.specs)
         bare = self._bare(job)
         same = latest(self._known, bare.digest)
@@ -192,7 +194,7 @@ class Line:
             )
         return self._alone(job, blocks) if self._anchor else bare
 
-    def _alone(self, job: Job, blocks: dict[bytes, bytes]) -> Manifest:
+    def _alone(self, job: PublishJob, blocks: dict[bytes, bytes]) -> Manifest:
         """A version that needs no other: in full, or where that is not wanted its digests."""
         if not self._anchor:
             return self._bare(job)
@@ -201,7 +203,7 @@ class Line:
             builder.add(None, job.snapshot.bits(tensor.name))
         return builder.finish(job.version, job.step)
 
-    def _bare(self, job: Job) -> Manifest:
+    def _bare(self, job: PublishJob) -> Manifest:
         builder = Builder(self._tensors, None, _ignore, job.snapshot.layout.tied)
         for tensor in self._tensors:
             builder.add(None, job.snapshot.bits(tensor.name), blocks=False)
@@ -213,7 +215,9 @@ def latest(known: Iterable[VersionInfo], digest: str) -> VersionInfo | None:
     return next((version for version in reversed(tuple(known)) if version.digest == digest), None)
 
 
-def _published(job: Job, manifest: Manifest, done: float, encode_seconds: float) -> Published:
+def _published(
+    job: PublishJob, manifest: Manifest, done: float, encode_seconds: float
+) -> Published:
     return Published(
         version=job.version,
         step=job.step,

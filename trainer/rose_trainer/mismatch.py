@@ -29,7 +29,7 @@ WHOLE = "none"
 """Distance of tokens in turns that were never spliced."""
 
 
-class Place(NamedTuple):
+class SamplingPlace(NamedTuple):
     """Where tokens were sampled.
 
     Attributes:
@@ -116,7 +116,7 @@ class MismatchMeter:
 
     def __init__(self, *, clip: float = 0.2) -> None:
         self._clip = clip
-        self._sums: dict[Place, _Sums] = defaultdict(_Sums)
+        self._sums: dict[SamplingPlace, _Sums] = defaultdict(_Sums)
 
     def add(
         self,
@@ -147,10 +147,10 @@ class MismatchMeter:
         difference = own - engine
         distances = _distances(engine.size, splices)
         for word in np.unique(distances):
-            place = Place(pool, version, str(word))
+            place = SamplingPlace(pool, version, str(word))
             self._sums[place].add(difference[distances == word], self._clip)
 
-    def rows(self) -> dict[Place, Mismatch]:
+    def rows(self) -> dict[SamplingPlace, Mismatch]:
         """The figures by place."""
         return {place: sums.result() for place, sums in sorted(self._sums.items())}
 
@@ -162,7 +162,7 @@ class MismatchMeter:
                 whole.merge(sums)
         return whole.result()
 
-    def alarms(self, *, k3: float, tokens: int = 100) -> dict[Place, Mismatch]:
+    def alarms(self, *, k3: float, tokens: int = 100) -> dict[SamplingPlace, Mismatch]:
         """Places with at least ``tokens`` tokens whose ``k3`` is above the limit."""
         return {
             place: row

@@ -33,7 +33,7 @@ from rose_core.delta.bits import Bits
 from rose_core.delta.parts import PartBuilder, inside
 from rose_engines.device_loops import SIGNED, here
 from rose_engines.device_stage import ahead
-from rose_trainer.device_diff import Band, Found, Region, bands, differences
+from rose_trainer.device_diff import Band, DeviceDiff, Region, bands, differences
 from rose_trainer.errors import BadState
 from rose_trainer.shards import Shard
 from rose_trainer.staging import Layout, Tensors, held, pairs, place_of, refuse_shared
@@ -143,7 +143,7 @@ class Base:
     def _part(self, name: str, band: Band) -> torch.Tensor:
         return self._flat[name][band.span]
 
-    def _move(self, name: str, band: Band, found: Found) -> None:
+    def _move(self, name: str, band: Band, found: DeviceDiff) -> None:
         part = self._part(name, band)
         part[found.where.to(part.device)] = found.after.to(part.device)
 

@@ -42,7 +42,7 @@ from rose_core.identity import WeightVersion, run_name
 from rose_trainer import metrics
 from rose_trainer.audience import Audience
 from rose_trainer.errors import NotPublished, PublishFailed
-from rose_trainer.lineage import Job, Line, Published
+from rose_trainer.lineage import Published, PublishJob, PublishLine
 from rose_trainer.ondevice import Base, DeviceSnapshot, Place, Where, in_place
 from rose_trainer.staging import Layout, Snapshot, Taken, Tensors, held, pairs
 from rose_trainer.staleness import Consumed
@@ -116,7 +116,7 @@ class Publisher:
         self._fused = self._in_place = False
         self._last: Taken | None = None
         self._free: queue.Queue[Taken] = queue.Queue()
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._jobs: queue.Queue[PublishJob | None] = queue.Queue()
         self._changed = threading.Condition()
         self._done: dict[WeightVersion, Published] = {}
         self._failure: BaseException | None = None
@@ -184,7 +184,7 @@ class Publisher:
         stall = time.monotonic() - began
         metrics.STALL_SECONDS.observe(stall)
         metrics.WAITING.inc()
-        self._jobs.put(Job(version, step, snapshot, stall, time.monotonic()))
+        self._jobs.put(PublishJob(version, step, snapshot, stall, time.monotonic()))
         return version
 
     def attach(self, optimizer: torch.optim.Optimizer, every: int = 1) -> RemovableHandle:
@@ -353,7 +353,7 @@ class Publisher:
             with self._changed:
                 self._opened = opened
                 self._changed.notify_all()
-            line = Line(
+            line = PublishLine(
                 writer,
                 opened,
                 anchor=self._anchor,

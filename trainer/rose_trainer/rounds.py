@@ -14,19 +14,19 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Itera
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from rose_core.rollouts.rounds import Closing, Deferral, Kind, Rounds, Shape, Tally
+from rose_core.rollouts.rounds import Closing, Deferral, RoundKind, Rounds, RoundShape, Tally
 
 Prompt = TypeVar("Prompt")
 Sample = TypeVar("Sample")
 
-__all__ = ["Batch", "Batches", "Deferral", "Kind", "Shape", "Tally"]
+__all__ = ["Batch", "Batches", "Deferral", "RoundKind", "RoundShape", "Tally"]
 
 
 @dataclass(frozen=True)
 class Batch(Generic[Prompt, Sample]):
     """What one round gave: every prompt with the samples of its group, in order of finishing."""
 
-    kind: Kind
+    kind: RoundKind
     groups: list[tuple[Prompt, list[Sample]]]
     deferred: tuple[Deferral, ...]
 
@@ -53,7 +53,7 @@ class Batches(Generic[Prompt, Sample]):
         self,
         prompts: Iterable[Prompt],
         rollout: Callable[[Prompt, int], Awaitable[Sample]],
-        shape: Shape,
+        shape: RoundShape,
         put_off: Iterable[Prompt] = (),
     ) -> None:
         self._prompts, self._rollout = iter(prompts), rollout

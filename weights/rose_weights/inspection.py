@@ -25,7 +25,7 @@ from rose_weights.bundle import MANIFEST, Bundle
 from rose_weights.checkpoint import Checkpoint
 from rose_weights.errors import Damaged, WeightsError
 from rose_weights.store.open_store import open_store
-from rose_weights.store.state import Kept
+from rose_weights.store.state import StoredVersion
 from rose_weights.store.store import Store
 
 
@@ -173,7 +173,7 @@ def _run_lines(store: Store, only: str) -> Iterator[str]:
             )
 
 
-def _encoded(kept: Kept) -> str:
+def _encoded(kept: StoredVersion) -> str:
     return f"  encoded in {kept.encode_seconds:.2f} s" if kept.encode_seconds else ""
 
 

@@ -9,7 +9,7 @@ token and no TLS. ``rpc`` chooses it by the scheme ``local:/path``; its errors a
 |---|---|
 | request | number, path of the method, message |
 | the asker has given up | number, ``""``, nothing |
-| answer | number, ``Outcome``, message or reason |
+| answer | number, ``CallOutcome``, message or reason |
 
 Each is preceded by its length (4 bytes, little endian). A connection that ends ends its calls, on
 both sides.
@@ -38,7 +38,7 @@ _LENGTH = struct.Struct("<I")
 _LONGEST = 64 * 1024 * 1024
 
 
-class Outcome(IntEnum):
+class CallOutcome(IntEnum):
     """How a call ended."""
 
     ANSWERED = 0
@@ -54,7 +54,7 @@ class _Request(msgspec.Struct, frozen=True, array_like=True):
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
     number: int
-    outcome: Outcome
+    outcome: CallOutcome
     body: bytes
 
 
@@ -138,10 +138,10 @@ class _Asking(_Frames):
         waiting = self._waiting.get(answer.number)
         if waiting is None or waiting.done():
             return  # given up meanwhile
-        if answer.outcome is Outcome.ANSWERED:
+        if answer.outcome is CallOutcome.ANSWERED:
             waiting.set_result(answer.body)
         else:
-            kind = Refused if answer.outcome is Outcome.REFUSED else Unavailable
+            kind = Refused if answer.outcome is CallOutcome.REFUSED else Unavailable
             waiting.set_exception(kind(answer.body.decode(errors="replace")))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -265,19 +265,21 @@ class Server:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(lambda: _Answering(self), sock=listener)
 
-    async def answer(self, path: str, body: bytes) -> tuple[Outcome, bytes]:
+    async def answer(self, path: str, body: bytes) -> tuple[CallOutcome, bytes]:
         """Call the handler; what it raises becomes the answer."""
         handler = self._handlers.get(path)
         if handler is None:
-            return Outcome.REFUSED, b"no such method"
+            return CallOutcome.REFUSED, b"no such method"
         try:
-            return Outcome.ANSWERED, await handler(body)
+            return CallOutcome.ANSWERED, await handler(body)
         except WireError as error:
-            kind = Outcome.UNAVAILABLE if isinstance(error, Unavailable) else Outcome.REFUSED
+            kind = (
+                CallOutcome.UNAVAILABLE if isinstance(error, Unavailable) else CallOutcome.REFUSED
+            )
             return kind, str(error).encode()
         except Exception as error:  # noqa: BLE001  # as in gRPC: the asker hears of it
             _log.exception("%s failed", path)
-            return Outcome.REFUSED, f"{type(error).__name__}: {error}".encode()
+            return CallOutcome.REFUSED, f"{type(error).__name__}: {error}".encode()
 
     async def stop(self, grace_seconds: float) -> None:
         """Listen no more; calls under way have so long, then everything is closed."""

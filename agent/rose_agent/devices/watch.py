@@ -70,7 +70,7 @@ _REST_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
-class Reading:
+class GpuReading:
     """One GPU as the driver described it at a moment; ``None`` = it did not.
 
     Attributes:
@@ -122,7 +122,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Lent:
+class LentState:
     """What is on a replica's GPUs beside serving, as the guard knows it.
 
     Attributes:
@@ -139,7 +139,7 @@ class Lent:
 
 
 @dataclass(frozen=True)
-class Terms:
+class PoolGpuTerms:
     """What the pool says about its GPUs."""
 
     headroom: Headroom = field(default_factory=Headroom)
@@ -149,7 +149,7 @@ class Terms:
     elastic: bool = False
 
     @classmethod
-    def of(cls, policy: PoolPolicy) -> Terms:
+    def of(cls, policy: PoolPolicy) -> PoolGpuTerms:
         """The part of the policy that concerns GPUs."""
         return cls(
             Headroom(
@@ -165,7 +165,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class View:
+class ReplicaGpus:
     """A replica's GPUs together.
 
     Attributes:
@@ -194,7 +194,7 @@ class _Rest:
 
 @dataclass
 class _Gpu:
-    reading: Reading
+    reading: GpuReading
     unseen: frozenset[int] = frozenset()
     """Processes whose owner was not to be seen in the reading before either."""
     fitness: Fitness = field(default_factory=Fitness)
@@ -251,7 +251,7 @@ class DeviceWatch:
             # A call that hangs in the driver must not hold up the guard's end.
             reader.shutdown(wait=False, cancel_futures=True)
 
-    def read(self) -> dict[str, Reading]:
+    def read(self) -> dict[str, GpuReading]:
         """Ask the driver about every GPU; may take as long as the driver does."""
         asked = {gpu.uuid: self.ask(gpu.uuid) for gpu in self.survey()}
         return {uuid: reading for uuid, reading in asked.items() if reading is not None}
@@ -268,7 +268,7 @@ class DeviceWatch:
             _log.warning("GPUs that do not answer: %s", "; ".join(self._silent) or "none any more")
         return self._listed
 
-    def ask(self, uuid: str) -> Reading | None:
+    def ask(self, uuid: str) -> GpuReading | None:
         """Ask the driver about one GPU; None while it is left alone."""
         now_s = self._clock()
         rest = self._rests.get(uuid)
@@ -281,12 +281,12 @@ class DeviceWatch:
             seconds = min(seconds, _AGAIN_MOST_SECONDS)
             self._rests[uuid] = _Rest(self._clock() + seconds, seconds)
             _log.warning("GPU %s: %s; asked again in %.0f s", uuid, error, seconds)
-            return Reading(now_s, problem=str(error))
+            return GpuReading(now_s, problem=str(error))
         done_s = self._clock()
         self._rests[uuid] = _Rest(done_s + _REST_FACTOR * (done_s - now_s))
         return reading
 
-    def _ask(self, uuid: str, began_s: float) -> Reading:
+    def _ask(self, uuid: str, began_s: float) -> GpuReading:
         """Every question about a GPU, while its share of the time lasts.
 
         Raises:
@@ -315,7 +315,7 @@ class DeviceWatch:
         commands = {pid: self._command(pid) for pid, owner in known.items() if not owner.pod}
         used = [one for one in (before, memory.used_bytes) if one is not None]
         least = min(used) if len(used) == 2 else None
-        return Reading(began_s, memory, vitals, processes, known, commands, least)
+        return GpuReading(began_s, memory, vitals, processes, known, commands, least)
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
@@ -334,7 +334,7 @@ class DeviceWatch:
             and any(process.pid in members for process in known.reading.processes or ())
         )
 
-    def take(self, uuid: str, reading: Reading) -> None:
+    def take(self, uuid: str, reading: GpuReading) -> None:
         """Use a reading from now on."""
         known = self._gpus.get(uuid)
         if known is None:
@@ -344,8 +344,13 @@ class DeviceWatch:
             known.reading = reading
 
     def look(
-        self, claim: Claim, party: Party, terms: Terms, lent: Lent, kv_permille: int | None
-    ) -> View:
+        self,
+        claim: Claim,
+        party: Party,
+        terms: PoolGpuTerms,
+        lent: LentState,
+        kv_permille: int | None,
+    ) -> ReplicaGpus:
         """A replica's GPUs now.
 
         Args:
@@ -375,7 +380,7 @@ class DeviceWatch:
         held = _held(gpus, now_s)
         names = {gpu.uuid: gpu.name for gpu in self._listed}
         kind = class_of_all(names.get(uuid, "") for uuid in uuids)
-        return View(unfit.refusal.value, unfit.message, _tightest(room), budget, held, kind)
+        return ReplicaGpus(unfit.refusal.value, unfit.message, _tightest(room), budget, held, kind)
 
     def forget(self, key: str) -> None:
         """The replica is gone."""
@@ -397,7 +402,7 @@ class DeviceWatch:
             self._empty_s = now_s
         self._slots = slots
 
-    def _left(self, reading: Reading, slots: frozenset[str]) -> frozenset[str]:
+    def _left(self, reading: GpuReading, slots: frozenset[str]) -> frozenset[str]:
         """Slots that were gone when the reading began, and whose engines were on the GPU."""
         return frozenset(
             slot
@@ -406,7 +411,7 @@ class DeviceWatch:
         )
 
     def _judge(
-        self, uuid: str, gpu: _Gpu | None, terms: Terms, lent: Lent, now_s: float
+        self, uuid: str, gpu: _Gpu | None, terms: PoolGpuTerms, lent: LentState, now_s: float
     ) -> Fitness:
         if gpu is None and not self._counts_engines:
             return Fitness()
@@ -434,7 +439,9 @@ class DeviceWatch:
         text = f"no GPU {uuid} among the {len(self._listed)} that the device driver lists"
         return f"{text}; {'; '.join(self._silent)}" if self._silent else text
 
-    def _lendable(self, gpu: _Gpu | None, terms: Terms, lent: Lent, now_s: float) -> Lendable:
+    def _lendable(
+        self, gpu: _Gpu | None, terms: PoolGpuTerms, lent: LentState, now_s: float
+    ) -> Lendable:
         if gpu is None or now_s - gpu.reading.read_s >= STALE_SECONDS:
             return lendable(None, None, terms.headroom)
         memory, engines = gpu.reading.memory, gpu.reading.held_by_engines()
@@ -449,13 +456,17 @@ class DeviceWatch:
         watched_s = gpu.high_water.watched_s(now_s)
         return lendable(total, highest, terms.headroom, watched_s, lent.residues)
 
-    def _all_is_servings(self, reading: Reading) -> bool:
+    def _all_is_servings(self, reading: GpuReading) -> bool:
         """No engine was on any GPU when the reading began, nor has one come since."""
         return self._empty_s is not None and reading.read_s >= self._empty_s
 
     @staticmethod
     def _seen(
-        gpus: list[_Gpu | None], terms: Terms, lent: Lent, kv_permille: int | None, now_s: float
+        gpus: list[_Gpu | None],
+        terms: PoolGpuTerms,
+        lent: LentState,
+        kv_permille: int | None,
+        now_s: float,
     ) -> MemorySeen:
         """The tightest of the GPUs."""
         free: list[tuple[int, int]] = []

@@ -12,10 +12,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from rose_agent.devices.watch import DeviceWatch, Lent, Terms, View
+from rose_agent.devices.watch import DeviceWatch, LentState, PoolGpuTerms, ReplicaGpus
 from rose_agent.guard import report
-from rose_agent.guard.replica import Replica
-from rose_agent.guard.slot import Slot
+from rose_agent.guard.replica import GuardedReplica
+from rose_agent.guard.slot import GuardedSlot
 from rose_agent.pods.model import Residents
 from rose_core.devices.memory import overrun
 from rose_core.devices.ownership import Party
@@ -25,21 +25,21 @@ from rose_core.wire.reasons import HostReason
 
 def look_at(
     devices: DeviceWatch,
-    replicas: Mapping[str, Replica],
-    slots: Mapping[str, Slot],
+    replicas: Mapping[str, GuardedReplica],
+    slots: Mapping[str, GuardedSlot],
     residents: Residents,
 ) -> None:
     """Give every replica the view of its GPUs, and its slots their budget."""
     for uid, replica in replicas.items():
         beside = [s for s in slots.values() if s.grant and s.grant.pod_uid == uid]
         engines = [slot.status for slot in beside if slot.status is not None]
-        lent = Lent(
+        lent = LentState(
             frozenset(slots),
             tuple(engine.residue_bytes or 0 for engine in engines),
             sum(engine.released_bytes for engine in engines),
             " ".join(sorted(engine.version for engine in engines)),
         )
-        terms = Terms.of(replica.policy)
+        terms = PoolGpuTerms.of(replica.policy)
         kv_permille = report.kv_permille(replica, time.monotonic_ns())
         claim = replica.pod.claim
         party = Party(
@@ -55,7 +55,7 @@ def look_at(
             _tell(slot, replica.view)
 
 
-def _tell(slot: Slot, view: View) -> None:
+def _tell(slot: GuardedSlot, view: ReplicaGpus) -> None:
     slot.budget, slot.room = view.budget, view.lendable
     slot.device_class = view.device_class
     status = slot.status

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 
 from rose_agent.guard import metrics
-from rose_agent.guard.hold import Stopped
+from rose_agent.guard.hold import ConfirmedHold
 from rose_agent.guard.recorder import Recorder
-from rose_core.guard.gate import Verdict
+from rose_core.guard.gate import GateVerdict
 from rose_core.guard.ladder import Action, Rung
 from rose_core.guard.reasons import PACED, GateReason
 from rose_core.wire.host import EngineState, EngineStatus
@@ -30,7 +30,7 @@ class History:
         self._recorder, self._name = recorder, name
         self._state: EngineState | None = None
 
-    def gate(self, before: Verdict, verdict: Verdict, now_ns: int) -> None:
+    def gate(self, before: GateVerdict, verdict: GateVerdict, now_ns: int) -> None:
         """The gate's verdict; only a change of position or reason is noted."""
         if before.reason is verdict.reason and before.open == verdict.open:
             return
@@ -60,7 +60,7 @@ class History:
             now_ns, self._name(), "closed", arrival=arrival_ns, after_ns=after_ns, reason=reason
         )
 
-    def stopped(self, stopped: Stopped) -> None:
+    def stopped(self, stopped: ConfirmedHold) -> None:
         """The host has confirmed a hold that a request caused."""
         metrics.STOP_SECONDS.observe(stopped.after_ns / 1e9)
         self._recorder.note(

@@ -27,7 +27,7 @@ _KIND = "hold"
 
 
 @dataclass(frozen=True)
-class Stopped:
+class ConfirmedHold:
     """A hold that the host has confirmed; nanoseconds of CLOCK_MONOTONIC.
 
     Attributes:
@@ -63,7 +63,7 @@ class Hold:
         self,
         calls: Calls,
         ask: Callable[[bool], Awaitable[int]],
-        stopped: Callable[[Stopped], None],
+        stopped: Callable[[ConfirmedHold], None],
     ) -> None:
         self.confirmed: bool | None = None
         self._calls, self._ask, self._stopped = calls, ask, stopped
@@ -100,4 +100,4 @@ class Hold:
             if wanted is self._wanted:
                 self.confirmed, self._answered_ns = wanted, now_ns
             if wanted and arrival_ns:
-                self._stopped(Stopped(arrival_ns, now_ns, paused_us))
+                self._stopped(ConfirmedHold(arrival_ns, now_ns, paused_us))

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from rose_agent.guard.perfetto import perfetto
-from rose_agent.guard.replica import Replica
-from rose_agent.guard.slot import Slot
+from rose_agent.guard.replica import GuardedReplica
+from rose_agent.guard.slot import GuardedSlot
 from rose_core.guard.crossover import SAMPLE_FLOOR, Meter, Ratio
 from rose_core.wire.sync import PoolPolicy
 from rose_wire.observability import Page
@@ -74,7 +74,7 @@ def _pool(policy: PoolPolicy, guard: Guard, now_ns: int) -> dict[str, Any]:
     }
 
 
-def _replica(replica: Replica, now_ns: int) -> dict[str, Any]:
+def _replica(replica: GuardedReplica, now_ns: int) -> dict[str, Any]:
     signal = replica.signal(now_ns)
     outcomes, meter = replica.outcomes, replica.outcomes.meter
     return {
@@ -110,7 +110,7 @@ def _plain(ratios: dict[str, list[Ratio]]) -> dict[str, list[dict[str, Any]]]:
     return {name: [dataclasses.asdict(one) for one in found] for name, found in ratios.items()}
 
 
-def _slot(slot: Slot) -> dict[str, Any]:
+def _slot(slot: GuardedSlot) -> dict[str, Any]:
     totals = slot.totals
     return {
         "slot": slot.name,

@@ -42,18 +42,18 @@ from rose_agent.guard.hostlink import HostLink
 from rose_agent.guard.outcomes import Outcomes
 from rose_agent.guard.pools import Pools
 from rose_agent.guard.recorder import Recorder
-from rose_agent.guard.replica import Replica
+from rose_agent.guard.replica import GuardedReplica
 from rose_agent.guard.settings import Settings
-from rose_agent.guard.slot import Slot
+from rose_agent.guard.slot import GuardedSlot
 from rose_agent.guard.taplink import TapLink
-from rose_agent.guard.ticker import Pulse
+from rose_agent.guard.ticker import Ticker
 from rose_agent.guard.whole import WholeReplicas
 from rose_agent.pods.kubernetes import KubernetesPods
 from rose_agent.pods.model import PodSource, ServingPod
 from rose_agent.pods.processes import Watcher
 from rose_agent.signals.reader import Readers
 from rose_core.guard.crossover import Schedule
-from rose_core.guard.gate import Verdict, closed, judge
+from rose_core.guard.gate import GateVerdict, closed, judge
 from rose_core.guard.grants import GrantBook
 from rose_core.guard.reasons import GateReason
 from rose_core.telemetry.events import Arrived, Dismissed, Ended, Health, Progress, TapEvent
@@ -78,8 +78,8 @@ _SOON_NS = 10_000_000
 class ReplicaTimers:
     """Steps a replica at the moment at which its verdict changes by itself; at most one timer each.
 
-    A verdict says when that is (``Verdict.again_ns``): a period begins, a cool-down ends. Waiting
-    for the next tick would cost up to 65 ms.
+    A verdict says when that is (``GateVerdict.again_ns``): a period begins, a cool-down ends.
+    Waiting for the next tick would cost up to 65 ms.
 
     Args:
         step: called with the replica's uid.
@@ -154,19 +154,19 @@ class Guard:
         self._saved = saved
         self.policies: tuple[PoolPolicy, ...] = saved.pools
         self.grants = GrantBook(highest_term=saved.highest_term)
-        self.replicas: dict[str, Replica] = {}
-        self.slots: dict[str, Slot] = {}
+        self.replicas: dict[str, GuardedReplica] = {}
+        self.slots: dict[str, GuardedSlot] = {}
         self.pollers: dict[str, asyncio.Task[None]] = {}
         self._readers = readers
         self._watcher = Watcher(self._exited)
         self._history: set[str] = set()  # slots without grant and engine: looked at once
         self._wall_offset_s = time.time() - time.monotonic()
-        self._verdicts: dict[str, Verdict] = {}
+        self._verdicts: dict[str, GateVerdict] = {}
         self._timers = ReplicaTimers(self._step_again)
         self._stop_pressed, self._stop_button = False, str(rundir.stop)
         self._ticked_ns = time.monotonic_ns()
         self._matched, self._matched_s = False, 0.0
-        self._pulse = Pulse(self._tick, TICK_SECONDS)
+        self._pulse = Ticker(self._tick, TICK_SECONDS)
 
     # --- events
 
@@ -259,7 +259,7 @@ class Guard:
         else:
             self._step_alone(slot, now_ns)
 
-    def _step_alone(self, slot: Slot, now_ns: int) -> None:
+    def _step_alone(self, slot: GuardedSlot, now_ns: int) -> None:
         """A slot whose replica is not there."""
         slot.step(closed(self._absent()), now_ns, granted=self._granted(slot))
 
@@ -292,7 +292,7 @@ class Guard:
     def _resting(self) -> bool:
         return all(slot.at_rest for slot in self.slots.values())
 
-    def _due(self, verdict: Verdict) -> int:
+    def _due(self, verdict: GateVerdict) -> int:
         """When to look again: a paced permit lapses by itself, so not before the next period."""
         if not (verdict.open and verdict.again_ns):
             return verdict.again_ns
@@ -303,7 +303,7 @@ class Guard:
         if not self._pulse.beat() and uid in self.replicas:
             self._step_replica(uid, time.monotonic_ns(), 0)
 
-    def _granted(self, slot: Slot) -> bool | None:
+    def _granted(self, slot: GuardedSlot) -> bool | None:
         now_s = time.monotonic()
         if slot.grant is not None and self.grants.is_alive(slot.uid, now_s):
             return True
@@ -405,9 +405,9 @@ class Guard:
         if differs and time.monotonic_ns() - differs > _MISMATCH_NS:
             self.tap.resync()
 
-    def _make_replica(self, uid: str, pod: ServingPod, policy: PoolPolicy) -> Replica:
+    def _make_replica(self, uid: str, pod: ServingPod, policy: PoolPolicy) -> GuardedReplica:
         pool, breach = self.pools.state(pod.pool), self.blackbox.breach
-        replica = Replica.create(
+        replica = GuardedReplica.create(
             pod,
             policy,
             outcomes=Outcomes(pod.name, pool, self.recorder, breach, time.monotonic_ns()),
@@ -450,7 +450,7 @@ class Guard:
         known = {folder.uid for folder in self.rundir.lent_slots()} | listed
         # A folder without an engine is only history: looked at once, then passed over.
         for uid in (known | set(alive)) - set(self.slots) - self._history:
-            self.slots[uid] = Slot(
+            self.slots[uid] = GuardedSlot(
                 self.rundir.slot(uid),
                 self.host,
                 self.recorder,
@@ -465,7 +465,7 @@ class Guard:
                 task = asyncio.create_task(slot.detach())
                 task.add_done_callback(lambda _task: None)  # kept until it ends
 
-    def mark_gone(self, replica: Replica, what: str, pid: int = 0) -> None:
+    def mark_gone(self, replica: GuardedReplica, what: str, pid: int = 0) -> None:
         """Serving has ended there, or was started again."""
         _log.warning("%s: %s", replica.pod.name, what)
         self.recorder.note(time.monotonic_ns(), replica.pod.name, what, pid=pid)

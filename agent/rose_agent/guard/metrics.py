@@ -173,7 +173,7 @@ REPLICA_KNOWN_SECONDS = Counter(
 )
 
 
-class Observed:
+class BusyMetrics:
     """Busy and known time of each replica, in any mode; replicas that are gone are removed."""
 
     def __init__(self) -> None:
@@ -193,4 +193,4 @@ class Observed:
         self._names &= names
 
 
-OBSERVED = Observed()
+OBSERVED = BusyMetrics()

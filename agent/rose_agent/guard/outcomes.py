@@ -24,12 +24,12 @@ from rose_agent.guard.pools import PoolState
 from rose_agent.guard.recorder import Recorder
 from rose_core.guard import crossover
 from rose_core.guard.crossover import Meter, Schedule
-from rose_core.guard.experience import BUDGET_CAUSE, Experience, Met
+from rose_core.guard.experience import BUDGET_CAUSE, Experience, RequestExposure
 from rose_core.guard.margin import Margin
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.shares import OpenTime
 from rose_core.guard.slack import Objective
-from rose_core.telemetry.book import Finished
+from rose_core.telemetry.book import FinishedRequest
 from rose_core.telemetry.events import Arrived, Dismissed, FirstToken, Sized, TapEvent
 from rose_core.wire.sync import PoolPolicy, SignalSource
 
@@ -121,7 +121,13 @@ class Outcomes:
         self.experience.forget()
 
     def finished(
-        self, done: Finished, policy: PoolPolicy, schedule: Schedule, *, lent: bool, others: int
+        self,
+        done: FinishedRequest,
+        policy: PoolPolicy,
+        schedule: Schedule,
+        *,
+        lent: bool,
+        others: int,
     ) -> None:
         """Take one finished request.
 
@@ -154,7 +160,7 @@ class Outcomes:
         if self.counters.finished % _HARM_EVERY == 0:
             self._judge_harm(policy, done.ended_ns)
 
-    def _compare(self, done: Finished, schedule: Schedule, *, lent: bool) -> str:
+    def _compare(self, done: FinishedRequest, schedule: Schedule, *, lent: bool) -> str:
         began, ended = done.arrived_ns / 1e9, done.ended_ns / 1e9
         withheld = schedule.withheld(began)
         inside = schedule.window(began) == schedule.window(ended)
@@ -170,7 +176,7 @@ class Outcomes:
             metrics.TPOT_SECONDS.labels(self.pool.name, window).observe(tpot)
         return window if lent else "un-lent"
 
-    def _budget(self, met: Met, policy: PoolPolicy, now_ns: int) -> None:
+    def _budget(self, met: RequestExposure, policy: PoolPolicy, now_ns: int) -> None:
         self.counters.finished += 1
         self.counters.slow += met.slow
         self.counters.exposed += met.slow and met.exposed

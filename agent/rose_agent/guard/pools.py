@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from rose_agent.guard import metrics
 from rose_core.guard.crossover import Meter
-from rose_core.guard.experience import Budget, Lessons
+from rose_core.guard.experience import ErrorBudget, Lessons
 from rose_core.wire.sync import PoolPolicy
 
 
 @dataclass
-class PoolState(Budget):
+class PoolState(ErrorBudget):
     """State of one pool.
 
     Attributes:

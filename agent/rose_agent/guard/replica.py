@@ -11,7 +11,7 @@ import contextlib
 import time
 from dataclasses import dataclass, field, replace
 
-from rose_agent.devices.watch import View
+from rose_agent.devices.watch import ReplicaGpus
 from rose_agent.guard import metrics
 from rose_agent.guard.outcomes import Outcomes
 from rose_agent.pods.model import ServingPod
@@ -37,7 +37,7 @@ _HARDLY_IDLE, _IDLE_ENOUGH = 0.2, 0.4
 
 
 @dataclass
-class Replica:
+class GuardedReplica:
     """One replica.
 
     Attributes:
@@ -68,7 +68,7 @@ class Replica:
     source: SignalSource | None = None
     known_ns: int = 0
     lent: bool = False
-    view: View | None = None
+    view: ReplicaGpus | None = None
     shown: bool | None = None
     closely: bool = False
     compute: Compute = field(default_factory=Compute)
@@ -83,7 +83,7 @@ class Replica:
         schedule: Schedule,
         gate: GateLimits,
         readers: Readers,
-    ) -> Replica:
+    ) -> GuardedReplica:
         """Begin to follow a replica that has just been found."""
         reader = readers.of(pod, policy.engine)
         now_ns = time.monotonic_ns()

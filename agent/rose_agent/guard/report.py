@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from rose_agent.guard.metrics import OBSERVED
-from rose_agent.guard.replica import Replica
-from rose_agent.guard.slot import Slot
+from rose_agent.guard.replica import GuardedReplica
+from rose_agent.guard.slot import GuardedSlot
 from rose_core.api.reasons import Reason
 from rose_core.devices.capabilities import Capability
 from rose_core.devices.health import DeviceRefusal
-from rose_core.guard.gate import Verdict, closed
+from rose_core.guard.gate import GateVerdict, closed
 from rose_core.guard.ladder import Rung
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slot import Phase
@@ -45,12 +45,12 @@ _FRESH_NS = 10_000_000_000
 def sync_request(
     node: str,
     highest_term: int,
-    replicas: Iterable[tuple[Replica, Verdict | None]],
-    slots: Iterable[Slot],
+    replicas: Iterable[tuple[GuardedReplica, GateVerdict | None]],
+    slots: Iterable[GuardedSlot],
     *,
     host_alive: bool,
     capabilities: Mapping[str, str],
-    sleepless: Callable[[Replica], Reason | None] = lambda _: None,
+    sleepless: Callable[[GuardedReplica], Reason | None] = lambda _: None,
 ) -> SyncRequest:
     """Everything the operator hears of this node; a replica without a verdict is unknown.
 
@@ -97,7 +97,7 @@ def _version() -> str:
         return "unknown"
 
 
-def _busy_permille(replica: Replica, source: SignalSource | None, now_ns: int) -> int | None:
+def _busy_permille(replica: GuardedReplica, source: SignalSource | None, now_ns: int) -> int | None:
     """Share of the time since the last report with a request under way, also for `rose advise`.
 
     Unknown while there is no source, and once after another one has taken over: what two sources
@@ -116,8 +116,8 @@ def _busy_permille(replica: Replica, source: SignalSource | None, now_ns: int) -
 
 
 def replica_report(
-    replica: Replica,
-    verdict: Verdict,
+    replica: GuardedReplica,
+    verdict: GateVerdict,
     now_ns: int,
     *,
     host_alive: bool,
@@ -164,7 +164,7 @@ def replica_report(
     )
 
 
-def kv_permille(replica: Replica, now_ns: int) -> int | None:
+def kv_permille(replica: GuardedReplica, now_ns: int) -> int | None:
     """KV use from the freshest source that tells it."""
     known = [
         r
@@ -174,7 +174,7 @@ def kv_permille(replica: Replica, now_ns: int) -> int | None:
     return max(known, key=lambda r: r.read_ns).figures.kv_permille if known else None
 
 
-def slot_report(slot: Slot) -> SlotReport | None:
+def slot_report(slot: GuardedSlot) -> SlotReport | None:
     """One slot; None when there is nothing to say about it."""
     status, totals = slot.status, slot.totals
     if slot.grant is not None:
@@ -202,13 +202,13 @@ def slot_report(slot: Slot) -> SlotReport | None:
     )
 
 
-def slot_reason(slot: Slot) -> str:
+def slot_reason(slot: GuardedSlot) -> str:
     """The host's word about the engine; the gate's where the host has nothing to add."""
     told = slot.status.reason if slot.status else HostReason.NONE
     return slot.verdict.reason.value if told in PENDING else told.value
 
 
-def slot_state(slot: Slot) -> SlotState:
+def slot_state(slot: GuardedSlot) -> SlotState:
     """The slot's state in the operator's words."""
     status, machine = slot.status, slot.machine
     if machine.phase is Phase.RELEASING or (status and status.state is EngineState.STOPPING):

@@ -27,7 +27,7 @@ from rose_agent.guard.routerlink import RouterLink, update_of
 from rose_agent.guard.totals import Totals
 from rose_core.devices.memory import Budget, Lendable
 from rose_core.guard import lanes
-from rose_core.guard.gate import Verdict
+from rose_core.guard.gate import GateVerdict
 from rose_core.guard.ladder import Action, LadderLimits, Order, Rung
 from rose_core.guard.reasons import PACED, GateReason
 from rose_core.guard.slot import EngineSeen, Phase, SlotMachine, SlotSeen, decide
@@ -39,7 +39,7 @@ from rose_engines.rundir import SlotDir, read_json
 _log = logging.getLogger(__name__)
 
 
-class Slot:
+class GuardedSlot:
     """One slot on this node.
 
     Args:
@@ -62,7 +62,7 @@ class Slot:
         self.uid = folder.uid
         self.machine = SlotMachine()
         self.grant: Grant | None = None
-        self.verdict = Verdict(open=False, reason=GateReason.NOT_GRANTED)
+        self.verdict = GateVerdict(open=False, reason=GateReason.NOT_GRANTED)
         self.totals = Totals(last_ns=time.monotonic_ns())
         self.message = ""
         self.budget = Budget()
@@ -115,7 +115,7 @@ class Slot:
     # --- one step
 
     def step(
-        self, verdict: Verdict, now_ns: int, *, granted: bool | None, arrival_ns: int = 0
+        self, verdict: GateVerdict, now_ns: int, *, granted: bool | None, arrival_ns: int = 0
     ) -> None:
         """Decide and carry out; ``arrival_ns`` is the request that made us look."""
         if self._permit.look(now_ns):
@@ -138,7 +138,7 @@ class Slot:
             self._permit.mapped.beat_guard(now_ns)
         self._tell_router()
 
-    def _see(self, verdict: Verdict, now_ns: int, granted: bool | None) -> SlotSeen:
+    def _see(self, verdict: GateVerdict, now_ns: int, granted: bool | None) -> SlotSeen:
         status, permit = self.status, self._permit.mapped
         alive = self._host.alive(now_ns)
         return SlotSeen(
@@ -267,7 +267,7 @@ class Slot:
         return 0 if permit is None else permit.until_ns
 
     def _note(self, seen: SlotSeen, now_ns: int) -> None:
-        verdict = seen.verdict if seen.granted else Verdict(False, GateReason.NOT_GRANTED)
+        verdict = seen.verdict if seen.granted else GateVerdict(False, GateReason.NOT_GRANTED)
         self._history.gate(self.verdict, verdict, now_ns)
         self._history.engine(self.status, now_ns)
         self.verdict = verdict

@@ -19,7 +19,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class Pulse:
+class Ticker:
     """Calls ``step`` until ``run`` is cancelled; single-threaded.
 
     Args:

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from rose_agent.guard import metrics
 from rose_agent.guard.recorder import Recorder
-from rose_agent.guard.replica import Replica
+from rose_agent.guard.replica import GuardedReplica
 from rose_agent.os.processes import start_ticks
-from rose_agent.sleeper.sleeper import Record
+from rose_agent.sleeper.sleeper import SleeperRecord
 from rose_core.api.reasons import Reason
 from rose_core.devices.sleeper import Stage
-from rose_core.guard.gate import ReplicaFacts, Verdict
+from rose_core.guard.gate import GateVerdict, ReplicaFacts
 from rose_core.guard.grants import GrantBook
 from rose_core.guard.whole import Phase, Whole, WholeLimits, WholeSeen, decide, judge
 from rose_core.wire.sync import SleepTerms
@@ -38,7 +38,7 @@ _HEARD_SECONDS = 15.0
 
 
 @dataclass
-class _One:
+class _SleepyReplica:
     """A replica of a pool that lets its replicas sleep."""
 
     folder: ServingDir
@@ -59,22 +59,24 @@ class WholeReplicas:
     def __init__(self, root: Path, recorder: Recorder) -> None:
         self._dirs = ServingDirs(root)
         self._recorder = recorder
-        self._known: dict[str, _One] = {}
+        self._known: dict[str, _SleepyReplica] = {}
         self._started_s = time.monotonic()
 
-    def match(self, replicas: Mapping[str, Replica], grants: GrantBook, *, stop: bool) -> None:
+    def match(
+        self, replicas: Mapping[str, GuardedReplica], grants: GrantBook, *, stop: bool
+    ) -> None:
         """Take one step with every replica that may sleep."""
         now_s = time.monotonic()
         whole = {grant.pod_uid for grant in grants.alive(now_s).values() if grant.whole}
         unheard = not grants.complete_replies and now_s - self._started_s < _HEARD_SECONDS
         for folder in self._dirs.ordered():  # a guard before this one left it
             if folder.uid not in replicas and folder.uid not in self._known:
-                self._known[folder.uid] = _One(folder)
+                self._known[folder.uid] = _SleepyReplica(folder)
                 self.forget(folder.uid)
         for uid, replica in replicas.items():
             if replica.policy.sleep is None and uid not in self._known:
                 continue
-            one = self._known.setdefault(uid, _One(self._dirs.of(uid), replica.pod.name))
+            one = self._known.setdefault(uid, _SleepyReplica(self._dirs.of(uid), replica.pod.name))
             granted: bool | None = uid in whole and _allowed(replica, stop=stop)
             if not granted and unheard:
                 granted = None
@@ -83,12 +85,12 @@ class WholeReplicas:
             except (OSError, BadPermit) as error:
                 _log.error("pod %s is not lent whole: %s", replica.pod.name, error)
 
-    def judge(self, uid: str, facts: ReplicaFacts) -> Verdict:
+    def judge(self, uid: str, facts: ReplicaFacts) -> GateVerdict:
         """The gate of a whole slot on this replica."""
         one = self._known.get(uid)
         return judge(facts, one.whole.phase if one else Phase.OFF)
 
-    def refusal(self, replica: Replica) -> Reason | None:
+    def refusal(self, replica: GuardedReplica) -> Reason | None:
         """Why this replica cannot be lent whole; None = nothing speaks against it."""
         one = self._known.get(replica.pod.uid)
         if one is None:
@@ -113,7 +115,9 @@ class WholeReplicas:
             with contextlib.suppress(KeyError):
                 gauge.remove(one.name)
 
-    def _step(self, one: _One, replica: Replica, granted: bool | None, now_s: float) -> None:
+    def _step(
+        self, one: _SleepyReplica, replica: GuardedReplica, granted: bool | None, now_s: float
+    ) -> None:
         now_ns = time.monotonic_ns()
         signal = replica.signal(now_ns)
         since = signal.empty_since_ns
@@ -135,10 +139,10 @@ class WholeReplicas:
             one.folder.order.unlink(missing_ok=True)
             one.order = None
 
-    def _told(self, one: _One) -> Stage | None:
+    def _told(self, one: _SleepyReplica) -> Stage | None:
         if not self._sleeper_lives():
             return None
-        record = read_json(one.folder.record, Record)
+        record = read_json(one.folder.record, SleeperRecord)
         return Stage.AWAKE if record is None else record.sleeper.stage
 
     def _sleeper_lives(self) -> bool:
@@ -152,7 +156,7 @@ class WholeReplicas:
             permit.detach()
         return age is not None and age < _ALIVE_NS
 
-    def _order(self, one: _One, replica: Replica) -> None:
+    def _order(self, one: _SleepyReplica, replica: GuardedReplica) -> None:
         if one.whole.phase is Phase.OFF:
             return
         pod, terms = replica.pod, replica.policy.sleep
@@ -172,7 +176,7 @@ class WholeReplicas:
             write_json(one.folder.order, wanted)
             one.order = wanted
 
-    def _extend(self, one: _One, now_ns: int) -> None:
+    def _extend(self, one: _SleepyReplica, now_ns: int) -> None:
         if not one.whole.asks:
             if one.permit is not None:
                 one.permit.close_now()
@@ -183,7 +187,7 @@ class WholeReplicas:
             one.permit = Permit.create(one.folder.permit)
         one.permit.extend(now_ns + _GRANT_NS)
 
-    def _note(self, one: _One, replica: Replica, now_ns: int) -> None:
+    def _note(self, one: _SleepyReplica, replica: GuardedReplica, now_ns: int) -> None:
         whole, name = one.whole, replica.pod.name
         _log.info("%s, lent whole: %s %s", name, whole.phase, whole.word or "")
         self._recorder.note(now_ns, name, "whole", phase=whole.phase, word=whole.word or "")
@@ -192,7 +196,7 @@ class WholeReplicas:
         metrics.WHOLE_PHASES.labels(whole.phase.value, whole.word or "").inc()
 
 
-def _allowed(replica: Replica, *, stop: bool) -> bool:
+def _allowed(replica: GuardedReplica, *, stop: bool) -> bool:
     """Whether serving may sleep: whatever forbids lending wakes it."""
     policy, now_ns = replica.policy, time.monotonic_ns()
     if stop or replica.pod.stopped or replica.gone or policy.sleep is None:

@@ -28,7 +28,7 @@ from rose_agent.host.footprints import Footprints
 from rose_agent.host.helper.client import HelpedAccounts, Helper
 from rose_agent.host.mps import MpsNode
 from rose_agent.host.repair import forget_slot, repair
-from rose_agent.host.sharing import Ways, free_leftovers, out_of_reach
+from rose_agent.host.sharing import SharingMeans, free_leftovers, out_of_reach
 from rose_agent.host.site import Site
 from rose_agent.host.sizing import Sizer
 from rose_agent.os.freezers import Freezer, own_base
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Found:
+class NodeFacts:
     """What a host finds on its node.
 
     Attributes:
@@ -55,7 +55,7 @@ class Found:
     broken: str
 
     @classmethod
-    def by(cls, arguments: argparse.Namespace, freezer: Freezer) -> Found:
+    def by(cls, arguments: argparse.Namespace, freezer: Freezer) -> NodeFacts:
         """Make the run directory and open the driver.
 
         A host without its GPUs stays up, so that its capabilities can say what is wrong.
@@ -84,7 +84,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Rights:
+class HostPrivileges:
     """How this host does what takes root: by itself, or through its helper.
 
     Attributes:
@@ -95,14 +95,14 @@ class Rights:
         helper: starts engines in the host's place; None = the host does.
     """
 
-    ways: Ways
+    ways: SharingMeans
     limiter: Limiter
     accounts: Accounts
     forget: Callable[[SlotDir, bool], None] = forget_slot
     helper: Helper | None = None
 
     @classmethod
-    async def own(cls, found: Found) -> Rights:
+    async def own(cls, found: NodeFacts) -> HostPrivileges:
         """The host is root: end what an earlier host left, then see how engines can be held.
 
         Raises:
@@ -111,7 +111,7 @@ class Rights:
         arguments, rundir, freezer = found.arguments, found.rundir, found.freezer
         mps = MpsNode(arguments.mps_root, found.devices, arguments.mps_program.split())
         limits = SmiLimits(lambda: own_base(2), freezer.prefix) if found.on_gpus else None
-        ways = Ways(mps, limits)
+        ways = SharingMeans(mps, limits)
         await asyncio.to_thread(free_leftovers, ways, rundir)
         repaired = await asyncio.to_thread(repair, rundir, freezer)
         if repaired:
@@ -123,10 +123,10 @@ class Rights:
         return cls(ways, limiter, accounts)
 
     @classmethod
-    def helped(cls, found: Found, helper: Helper) -> Rights:
+    def helped(cls, found: NodeFacts, helper: Helper) -> HostPrivileges:
         """The host is not root: the helper is, and has repaired."""
         return cls(
-            Ways(MpsNode(None, found.devices), elastic=out_of_reach),
+            SharingMeans(MpsNode(None, found.devices), elastic=out_of_reach),
             helper.limiter(limits_of(found.arguments)),
             HelpedAccounts(helper, found.arguments.engine_uid),
             helper.forget,
@@ -134,7 +134,7 @@ class Rights:
         )
 
 
-def site_of(found: Found, rights: Rights) -> Site:
+def site_of(found: NodeFacts, rights: HostPrivileges) -> Site:
     """What the slots of this host share; its enforcer has not been started."""
     arguments, rundir = found.arguments, found.rundir
     return Site(

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.errors import DeviceError
-from rose_agent.host.sharing import APART, Ways
+from rose_agent.host.sharing import APART, SharingMeans
 from rose_core.devices import drivers
 from rose_core.devices.capabilities import Capability, gpu_key
 
@@ -78,7 +78,7 @@ class Capabilities:
         said: the last answer.
     """
 
-    ways: Ways
+    ways: SharingMeans
     driver: DeviceDriver | None
     uid: int
     python: Path

@@ -27,7 +27,7 @@ from typing import Protocol
 
 from rose_agent.devices.usage import MemoryMeter
 from rose_agent.host import metrics
-from rose_agent.host.enforcer import Watched
+from rose_agent.host.enforcer import EnforcedEngine
 from rose_agent.host.site import Site
 from rose_core.devices.dormancy import Dormancy, judge
 from rose_core.wire.host import EngineState
@@ -47,11 +47,11 @@ _BOUNDARY_SECONDS = 5.0
 _MEASURE_SECONDS = 0.5
 
 
-class Subject(Protocol):
+class DormancySubject(Protocol):
     """What this needs of an engine's life."""
 
     folder: SlotDir
-    watched: Watched
+    watched: EnforcedEngine
 
     @property
     def state(self) -> EngineState:
@@ -71,7 +71,7 @@ class Subject(Protocol):
 
 
 @dataclass
-class Rest:
+class EngineDormancy:
     """Releases the memory of one engine and takes it back.
 
     Attributes:
@@ -80,7 +80,7 @@ class Rest:
         released_bytes: what it let go of.
     """
 
-    subject: Subject
+    subject: DormancySubject
     site: Site
     cut: Callable[[], None]
     refusal: str = ""

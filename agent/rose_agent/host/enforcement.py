@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rose_core.guard.freezing import Activity, Step, next_step
-from rose_core.guard.standstill import Patience, disobeys
+from rose_core.guard.standstill import StandstillPatience, disobeys
 from rose_core.wire.host import Holder
 from rose_core.wire.reasons import HostReason
 
@@ -52,7 +52,7 @@ _HELD = {
 
 
 @dataclass(frozen=True)
-class Wish:
+class RunConditions:
     """Everything that decides whether an engine may run.
 
     Attributes:
@@ -81,7 +81,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Tree:
+class EngineTree:
     """An engine's tree as the host steers it.
 
     Attributes:
@@ -95,26 +95,26 @@ class Tree:
     late_cpu_ns: int | None = None
 
 
-def late(tree: Tree, patience: Patience, now_ns: int) -> bool:
+def late(tree: EngineTree, patience: StandstillPatience, now_ns: int) -> bool:
     """Whether it should stand still by now, so that its processor time matters."""
     return tree.state is TreeState.STOPPING and now_ns - tree.since_ns > patience.limit_ns
 
 
 def decide(
-    tree: Tree,
+    tree: EngineTree,
     *,
     may_run: bool,
     frozen: bool,
     now_ns: int,
-    patience: Patience,
+    patience: StandstillPatience,
     cpu_ns: int | None = None,
     activity: Activity = Activity.UNTOLD,
-) -> tuple[Tree, Action]:
+) -> tuple[EngineTree, Action]:
     """One step of the table.
 
     Args:
         tree: state so far.
-        may_run: ``Wish.may_run``.
+        may_run: ``RunConditions.may_run``.
         frozen: what the kernel says about the tree; looked at only when it must not run.
         now_ns: CLOCK_MONOTONIC nanoseconds.
         patience: how long a tree may take to stand still.
@@ -126,14 +126,16 @@ def decide(
     """
     running = tree.state is TreeState.RUNNING
     if may_run:
-        return (tree, Action.NONE) if running else (Tree(TreeState.RUNNING, now_ns), Action.THAW)
+        return (
+            (tree, Action.NONE) if running else (EngineTree(TreeState.RUNNING, now_ns), Action.THAW)
+        )
     if running or (tree.state is TreeState.STOPPED and not frozen):
-        tree = Tree(TreeState.ASKED, now_ns)
+        tree = EngineTree(TreeState.ASKED, now_ns)
     if tree.state is TreeState.ASKED:
         return _ask(tree, next_step(activity, now_ns - tree.since_ns), now_ns)
     if tree.state is TreeState.STOPPING:
         if frozen:
-            return Tree(TreeState.STOPPED, now_ns), Action.NONE
+            return EngineTree(TreeState.STOPPED, now_ns), Action.NONE
         if not late(tree, patience, now_ns):
             return tree, Action.NONE
         kill = disobeys(patience, now_ns - tree.since_ns, tree.late_cpu_ns, cpu_ns)
@@ -143,7 +145,7 @@ def decide(
     return tree, Action.NONE
 
 
-def _ask(tree: Tree, step: Step, now_ns: int) -> tuple[Tree, Action]:
+def _ask(tree: EngineTree, step: Step, now_ns: int) -> tuple[EngineTree, Action]:
     if step is Step.FREEZE:
-        return Tree(TreeState.STOPPING, now_ns), Action.FREEZE
+        return EngineTree(TreeState.STOPPING, now_ns), Action.FREEZE
     return tree, Action.KILL if step is Step.END else Action.NONE

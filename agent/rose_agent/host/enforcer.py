@@ -25,10 +25,10 @@ from pathlib import Path
 
 from rose_agent.errors import GroupError
 from rose_agent.host import metrics
-from rose_agent.host.enforcement import Action, Tree, TreeState, Wish, decide, late
+from rose_agent.host.enforcement import Action, EngineTree, RunConditions, TreeState, decide, late
 from rose_agent.os.groups import ProcessGroup
 from rose_core.guard.freezing import Activity
-from rose_core.guard.standstill import Patience
+from rose_core.guard.standstill import StandstillPatience
 from rose_core.wire.host import Holder
 from rose_core.wire.reasons import HostReason
 from rose_engines.doorbell import Listener, ring
@@ -40,14 +40,14 @@ _log = logging.getLogger(__name__)
 TICK_SECONDS = 0.02
 _UNSETTLED_NS = 2_000_000
 # A tree that does not stand still by then and still computes is killed.
-PATIENCE = Patience(3_000_000_000)
+PATIENCE = StandstillPatience(3_000_000_000)
 # How often a tree at rest is looked at, in case somebody else thawed it.
 _RECHECK_NS = 50_000_000
 # A dedicated engine's permit is extended by this much every tick.
 _OWN_PERMIT_NS = 150_000_000
 
 
-class Watched:
+class EnforcedEngine:
     """One engine under the enforcer; all methods may be called from any thread.
 
     Args:
@@ -71,9 +71,9 @@ class Watched:
         self._own_permit = own_permit
         self._lock = threading.RLock()
         self._group: ProcessGroup | None = None
-        self._tree = Tree()
+        self._tree = EngineTree()
         self._holders: frozenset[Holder] = frozenset()
-        self._wish = Wish(permit_open=False)
+        self._wish = RunConditions(permit_open=False)
         self._errand_until_ns = 0
         self._checked_ns = 0
         self._ordered = 0.0
@@ -115,7 +115,7 @@ class Watched:
         with self._lock:
             self._group = group
             self._errand_until_ns = 0
-            self._tree = Tree()
+            self._tree = EngineTree()
             self._checked_ns = 0
 
     def hold(self, holder: Holder, *, hold: bool) -> None:
@@ -152,7 +152,7 @@ class Watched:
             if self._wish.permit_open and not open_now:
                 metrics.PERMIT_LAPSES.inc()
             errand = now_ns < self._errand_until_ns
-            self._wish = Wish(open_now, stop_pressed, self._holders, errand)
+            self._wish = RunConditions(open_now, stop_pressed, self._holders, errand)
             if self._group is not None:
                 self._step(self._group, self._wish.may_run, now_ns)
             self._due_ns = self._next_look(now_ns)
@@ -226,7 +226,7 @@ class Enforcer:
     def __init__(self, stop_pressed: Callable[[], bool], bell: Path) -> None:
         self._stop_pressed = stop_pressed
         self._bell = bell
-        self._watched: tuple[Watched, ...] = ()
+        self._watched: tuple[EnforcedEngine, ...] = ()
         self._lock = threading.Lock()
         self._ending = False
         self._last_tick_ns = time.monotonic_ns()
@@ -247,13 +247,13 @@ class Enforcer:
         self.poke()
         self._thread.join()
 
-    def watch(self, watched: Watched) -> None:
+    def watch(self, watched: EnforcedEngine) -> None:
         """Take an engine under control."""
         with self._lock:
             self._watched = (*self._watched, watched)
         self.poke()
 
-    def forget(self, watched: Watched) -> None:
+    def forget(self, watched: EnforcedEngine) -> None:
         """Release an engine that has ended."""
         with self._lock:
             self._watched = tuple(other for other in self._watched if other is not watched)
@@ -275,7 +275,7 @@ class Enforcer:
         due_ns = min((one.due_ns for one in watched if one.due_ns), default=0)
         return min((due_ns - now_ns) / 1e9, TICK_SECONDS) if due_ns else TICK_SECONDS
 
-    def _tick_one(self, watched: Watched, pressed: bool) -> None:
+    def _tick_one(self, watched: EnforcedEngine, pressed: bool) -> None:
         try:
             watched.tick(stop_pressed=pressed, now_ns=time.monotonic_ns())
         except Exception:  # noqa: BLE001  # one engine's trouble must not stop the others' enforcer

@@ -8,7 +8,7 @@ Serves ``rose_wire.services`` ENSURE, STOP, HOLD, DORMANT, LIMIT and STATUS on `
 - A permit outlives the engine it was made for, and the host's process, until the slot is stopped:
   a guard that has it mapped need not attach again. After ``stop`` it must.
 
-Next step: ``twins`` for a slot's engines, ``lifecycle`` for one of them, ``enforcer`` for the
+Next step: ``dual_share`` for a slot's engines, ``lifecycle`` for one of them, ``enforcer`` for the
 permit, ``proxy`` for the data route.
 """
 
@@ -22,11 +22,11 @@ from collections.abc import Callable
 
 from rose_agent.errors import WrongGeneration
 from rose_agent.host import metrics
+from rose_agent.host.dual_share import DualShareEngine
 from rose_agent.host.lifecycle import EngineLife
 from rose_agent.host.proxy import Target
 from rose_agent.host.site import Site
-from rose_agent.host.twins import Twins
-from rose_agent.host.vacancy import Holding
+from rose_agent.host.vacancy import GpuHolder
 from rose_core.identity import SlotKey
 from rose_core.wire.host import (
     Accepted,
@@ -69,7 +69,7 @@ class EngineHost:
         self.endpoint = endpoint
         self._rundir = rundir
         self._site = site
-        self._lives: dict[str, Twins] = {}
+        self._lives: dict[str, DualShareEngine] = {}
         self._gone: dict[str, EngineStatus] = {}
         self._generations: dict[str, int] = {}
         self._locks: dict[str, asyncio.Lock] = {}
@@ -163,15 +163,15 @@ class EngineHost:
         living = [life.status(self.endpoint_of(uid)) for uid, life in self._lives.items()]
         return HostStatus((*living, *self._gone.values()), self.capabilities())
 
-    def holdings(self) -> tuple[Holding, ...]:
+    def holdings(self) -> tuple[GpuHolder, ...]:
         """Every engine that may hold a GPU, leftovers that could not be ended included."""
         living = tuple(
-            Holding(life.order.slot_name, life.state.value, life.order.gpu_uuids)
+            GpuHolder(life.order.slot_name, life.state.value, life.order.gpu_uuids)
             for life in self.engines()
         )
         known = {self._site.freezer.directory(life.folder.uid) for life in self.engines()}
         strays = (tree for tree in self._site.freezer.strays() if tree.directory not in known)
-        left = tuple(Holding(str(tree.directory), "Leftover") for tree in strays if tree.pids())
+        left = tuple(GpuHolder(str(tree.directory), "Leftover") for tree in strays if tree.pids())
         return (*living, *left)
 
     def target(self, uid: str) -> Target | None:
@@ -211,7 +211,7 @@ class EngineHost:
         )
         return all(status.state is EngineState.GONE for status in ended)
 
-    def _again(self, life: Twins, order: EnsureEngine) -> EngineStatus:
+    def _again(self, life: DualShareEngine, order: EnsureEngine) -> EngineStatus:
         if order.engine != life.order.engine or order.gpu_uuids != life.order.gpu_uuids:
             raise Refused(
                 f"slot {order.slot_name} runs another engine under generation "
@@ -228,14 +228,14 @@ class EngineHost:
         except ValueError as error:
             raise Refused(str(error)) from error
         _close_permit(folder)
-        life = Twins(order, folder, self._site, self._count)
+        life = DualShareEngine(order, folder, self._site, self._count)
         self._generations[uid] = order.slot.generation
         self._gone.pop(uid, None)
         self._lives[uid] = life
         life.start()
         return life.status(self.endpoint_of(uid))
 
-    async def _end(self, life: Twins, seconds: float, reason: HostReason) -> EngineStatus:
+    async def _end(self, life: DualShareEngine, seconds: float, reason: HostReason) -> EngineStatus:
         uid = life.order.slot.uid
         gone = await life.end(seconds=seconds, reason=reason)
         status = life.status("")
@@ -257,7 +257,7 @@ class EngineHost:
             if not self._lock(uid).locked():
                 del self._locks[uid]
 
-    def _life(self, slot: SlotKey) -> Twins:
+    def _life(self, slot: SlotKey) -> DualShareEngine:
         life = self._lives.get(slot.uid)
         if life is None or life.order.slot != slot:
             raise Refused(f"no engine for slot {slot.uid}/{slot.generation}")

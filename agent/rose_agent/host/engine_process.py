@@ -1,7 +1,7 @@
 """One process tree of a slot's engine: spawned, written down, waited for, ended without a trace.
 
-An engine that is restarted gets a new tree in the same ``Body``; between two trees it is empty.
-What belongs to a tree and must not outlive it is here: its cgroup, its user, its record in
+An engine that is restarted gets a new tree in the same ``EngineProcess``; between two trees it is
+empty. What belongs to a tree and must not outlive it is here: its cgroup, its user, its record in
 ``engine.json``, its weights' attestation, its snapshots in shared memory, and the key that its own
 port asks for. Next step: ``lifecycle`` decides when, ``process`` and ``exec_engine`` do the
 spawning.
@@ -22,7 +22,7 @@ from rose_agent.devices.usage import MemoryMeter
 from rose_agent.errors import NotReady
 from rose_agent.host import metrics, process
 from rose_agent.host.enforcement import TreeState
-from rose_agent.host.enforcer import Watched
+from rose_agent.host.enforcer import EnforcedEngine
 from rose_agent.host.launchers import EngineOrder, EngineProgram, launcher_for, resolve_model
 from rose_agent.host.sharing import Sharing
 from rose_agent.host.site import Site
@@ -39,7 +39,7 @@ _MEMBERS_SECONDS = 1.0
 _READY_TIMEOUT = aiohttp.ClientTimeout(total=2)
 
 
-class Body:
+class EngineProcess:
     """The process tree of one slot's engine, if there is one.
 
     Args:
@@ -50,7 +50,12 @@ class Body:
     """
 
     def __init__(
-        self, order: EnsureEngine, folder: SlotDir, site: Site, watched: Watched, sharing: Sharing
+        self,
+        order: EnsureEngine,
+        folder: SlotDir,
+        site: Site,
+        watched: EnforcedEngine,
+        sharing: Sharing,
     ) -> None:
         self.port = 0
         self.key = ""

@@ -29,10 +29,10 @@ import msgspec
 from rose_agent.devices.usage import MemoryMeter
 from rose_agent.errors import BadEngine, BrokenEngine, HostError
 from rose_agent.host import metrics, process
-from rose_agent.host.dormancy import Rest
+from rose_agent.host.dormancy import EngineDormancy
 from rose_agent.host.enforcement import TreeState
-from rose_agent.host.enforcer import Watched
-from rose_agent.host.engine_process import Body
+from rose_agent.host.enforcer import EnforcedEngine
+from rose_agent.host.engine_process import EngineProcess
 from rose_agent.host.sharing import Sharing, room_of
 from rose_agent.host.site import Site
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine
@@ -68,7 +68,7 @@ class EngineLife:
         order: EnsureEngine,
         folder: SlotDir,
         site: Site,
-        watched: Watched,
+        watched: EnforcedEngine,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.order = order
@@ -88,8 +88,8 @@ class EngineLife:
             footprints=site.sizer.footprints,
         )
         self._sharing.room = room_of(order)
-        self._body = Body(order, folder, site, watched, self._sharing)
-        self.rest = Rest(self, site, lambda: site.cut(folder.uid))
+        self._body = EngineProcess(order, folder, site, watched, self._sharing)
+        self.rest = EngineDormancy(self, site, lambda: site.cut(folder.uid))
         self._task: asyncio.Task[None] | None = None
 
     @property

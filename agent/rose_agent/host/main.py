@@ -24,9 +24,9 @@ from aiohttp import web
 from rose_agent.errors import DeviceError, HostError
 from rose_agent.host import dedicated, inputs, vacancy
 from rose_agent.host.arguments import parser
-from rose_agent.host.assembly import Found, Rights, site_of
+from rose_agent.host.assembly import HostPrivileges, NodeFacts, site_of
 from rose_agent.host.capabilities import Capabilities
-from rose_agent.host.cpu_courtesy import Courtesy
+from rose_agent.host.cpu_throttle import CpuThrottle
 from rose_agent.host.enforcer import Enforcer
 from rose_agent.host.engine_host import EngineHost
 from rose_agent.host.helper.client import Helper
@@ -50,7 +50,7 @@ _SWITCH_SECONDS = 0.0005
 
 
 @dataclass
-class Running:
+class RunningHost:
     """A started host; ``stop`` ends it."""
 
     host: EngineHost
@@ -82,7 +82,7 @@ class Running:
 
 async def start(
     arguments: argparse.Namespace, freezer: Freezer, helper: Helper | None = None
-) -> Running:
+) -> RunningHost:
     """Repair, then serve.
 
     Args:
@@ -94,8 +94,12 @@ async def start(
         Unavailable, OSError: an address is taken or the run directory cannot be made.
     """
     _log.info("engines are stopped by %s: %s", freezer.driver, freezer.reason)
-    found = Found.by(arguments, freezer)
-    rights = Rights.helped(found, helper) if helper is not None else await Rights.own(found)
+    found = NodeFacts.by(arguments, freezer)
+    rights = (
+        HostPrivileges.helped(found, helper)
+        if helper is not None
+        else await HostPrivileges.own(found)
+    )
     site = site_of(found, rights)
     host = EngineHost(found.rundir, site)
     able = await _capabilities(found, rights)
@@ -106,12 +110,12 @@ async def start(
         undo.callback(site.enforcer.stop)
         site.enforcer.start()
         pages, http_port = await _pages(host, site.enforcer, arguments.http_port)
-        undo.pop_all()  # from here on ``Running.stop`` ends them
-    looking = asyncio.gather(able.keep(), Courtesy(site.limiter).keep(host.engines))
-    return Running(host, proxy, site.enforcer, server, pages, looking, data_port, http_port)
+        undo.pop_all()  # from here on ``RunningHost.stop`` ends them
+    looking = asyncio.gather(able.keep(), CpuThrottle(site.limiter).keep(host.engines))
+    return RunningHost(host, proxy, site.enforcer, server, pages, looking, data_port, http_port)
 
 
-async def _capabilities(found: Found, rights: Rights) -> Capabilities:
+async def _capabilities(found: NodeFacts, rights: HostPrivileges) -> Capabilities:
     """What the host can do, looked at once."""
     arguments = found.arguments
     able = Capabilities(
@@ -201,7 +205,9 @@ async def serve(
     return 0 if await running.stop(arguments.drain_seconds) else 1
 
 
-async def _unless(stop: asyncio.Event, starting: Coroutine[None, None, Running]) -> Running | None:
+async def _unless(
+    stop: asyncio.Event, starting: Coroutine[None, None, RunningHost]
+) -> RunningHost | None:
     """What was started; None when the word to end came first, and what had begun is undone."""
     begun, told = asyncio.create_task(starting), asyncio.create_task(stop.wait())
     await asyncio.wait({begun, told}, return_when=asyncio.FIRST_COMPLETED)

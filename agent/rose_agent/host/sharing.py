@@ -84,7 +84,7 @@ def out_of_reach(_name: str, _uid: int) -> ElasticMemory:
 
 
 @dataclass(frozen=True)
-class Ways:
+class SharingMeans:
     """The means of sharing GPUs that this host has.
 
     Attributes:
@@ -112,7 +112,7 @@ class Sharing:
 
     def __init__(
         self,
-        ways: Ways,
+        ways: SharingMeans,
         order: EnsureEngine,
         control: Path,
         door: Callable[[], tuple[str, str]] = lambda: ("", ""),
@@ -315,7 +315,7 @@ def _check(finding: Finding) -> None:
         raise BrokenEngine(finding.message, HostReason(finding.refusal))
 
 
-def free_leftovers(ways: Ways, rundir: RunDir) -> None:
+def free_leftovers(ways: SharingMeans, rundir: RunDir) -> None:
     """Make the engines of an earlier host leave their MPS servers, before they are killed."""
     for slot in rundir.all_slots():
         order = read_json(slot.slot, EnsureEngine)

@@ -18,7 +18,7 @@ from rose_agent.host.enforcer import Enforcer
 from rose_agent.host.launchers import Launcher
 from rose_agent.host.process import Spawner
 from rose_agent.host.repair import forget_slot
-from rose_agent.host.sharing import Ways
+from rose_agent.host.sharing import SharingMeans
 from rose_agent.host.sizing import Sizer
 from rose_agent.os.freezers import Freezer
 from rose_agent.os.limits import Limiter, Limits
@@ -62,7 +62,7 @@ class Site:
     sizer: Sizer = field(default_factory=Sizer)
     accounts: Accounts = field(default_factory=Accounts)
     limiter: Limiter = field(default_factory=lambda: Limiter(Limits(), {}))
-    ways: Ways = field(default_factory=Ways)
+    ways: SharingMeans = field(default_factory=SharingMeans)
     spawner: Spawner | None = None
     forget: Callable[[SlotDir, bool], None] = forget_slot
     cut: Callable[[str], None] = lambda _: None

@@ -38,7 +38,7 @@ from rose_engines.safetensors import list_tensors
 
 
 @dataclass(frozen=True)
-class Sized:
+class EngineSizing:
     """An engine's size, and what it follows from.
 
     Attributes:
@@ -70,7 +70,7 @@ def vocabulary(model: Path) -> int:
 
 def engine_size(
     model: Path, spec: EngineSpec, footprints: Footprints, *, version: str = "", gpu: str = ""
-) -> Sized:
+) -> EngineSizing:
     """Size of an engine.
 
     Args:
@@ -101,7 +101,7 @@ def engine_size(
         kv_bundle=2 * shape.layers * PAGE_BYTES,
         state=shape.state_bytes(spec.max_running),
     )
-    return Sized(size, shape, kind)
+    return EngineSizing(size, shape, kind)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,9 @@ class Sizer:
     footprints: Footprints = field(default_factory=Footprints)
     promised: dict[str, tuple[frozenset[str], int]] = field(default_factory=dict)
 
-    def size(self, model: Path, spec: EngineSpec, python: Path, gpu_uuids: Sequence[str]) -> Sized:
+    def size(
+        self, model: Path, spec: EngineSpec, python: Path, gpu_uuids: Sequence[str]
+    ) -> EngineSizing:
         """Size of an engine on these GPUs.
 
         Raises:

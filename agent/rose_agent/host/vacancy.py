@@ -18,7 +18,7 @@ from aiohttp import web
 from rose_core.wire.host import EngineState
 
 
-class Holding(msgspec.Struct, frozen=True):
+class GpuHolder(msgspec.Struct, frozen=True):
     """An engine that may hold a GPU.
 
     Attributes:
@@ -34,10 +34,10 @@ class Vacancy(msgspec.Struct, frozen=True):
     """The answer of the page."""
 
     free: bool
-    holders: tuple[Holding, ...] = ()
+    holders: tuple[GpuHolder, ...] = ()
 
 
-def judge(holdings: Iterable[Holding], wanted: frozenset[str]) -> Vacancy:
+def judge(holdings: Iterable[GpuHolder], wanted: frozenset[str]) -> Vacancy:
     """Whether the wanted GPUs are free; an engine without known GPUs holds all of them."""
     held = tuple(
         one
@@ -48,7 +48,7 @@ def judge(holdings: Iterable[Holding], wanted: frozenset[str]) -> Vacancy:
     return Vacancy(not held, held)
 
 
-def page(holdings: Callable[[], Iterable[Holding]]) -> web.RouteDef:
+def page(holdings: Callable[[], Iterable[GpuHolder]]) -> web.RouteDef:
     """The route; ``holdings`` lists every engine of the host."""
 
     async def vacated(request: web.Request) -> web.Response:

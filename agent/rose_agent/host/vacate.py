@@ -37,7 +37,7 @@ class _NoAnswer(Exception):
 
 
 @dataclass(frozen=True)
-class Wish:
+class VacateOptions:
     """What is waited for.
 
     Attributes:
@@ -88,7 +88,7 @@ def visible_gpus(given: str | None, environment: Mapping[str, str]) -> tuple[str
     return names
 
 
-def ask(wish: Wish) -> Vacancy:
+def ask(wish: VacateOptions) -> Vacancy:
     """Ask once.
 
     Raises:
@@ -106,7 +106,7 @@ def ask(wish: Wish) -> Vacancy:
 
 
 def wait(
-    wish: Wish,
+    wish: VacateOptions,
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -168,7 +168,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         sys.stderr.write(f"rose vacate: {error}\n")
         return 2
-    wish = Wish(
+    wish = VacateOptions(
         arguments.url,
         gpus,
         arguments.deadline_seconds,

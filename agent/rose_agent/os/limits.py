@@ -42,7 +42,7 @@ class Limits:
     """0 = no limit.
 
     Attributes:
-        busy_cpu_percent: of a core, while serving is busy (``cpu_courtesy``).
+        busy_cpu_percent: of a core, while serving is busy (``cpu_throttle``).
     """
 
     memory_bytes: int = 0
@@ -59,7 +59,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Base:
+class CgroupBase:
     """Where a controller's cgroups are made."""
 
     version: int
@@ -84,7 +84,9 @@ class Limiter:
         prefix: how their names begin, the freezer's.
     """
 
-    def __init__(self, limits: Limits, bases: Mapping[str, Base], prefix: str = "rose-") -> None:
+    def __init__(
+        self, limits: Limits, bases: Mapping[str, CgroupBase], prefix: str = "rose-"
+    ) -> None:
         self.limits = limits
         self.bases = bases
         self._prefix = prefix
@@ -193,11 +195,11 @@ class Limiter:
         return int(words.get(event, 0))
 
 
-def _find(name: str, v2_base: Path | None, v1: Callable[[str], Path | None]) -> Base | None:
+def _find(name: str, v2_base: Path | None, v1: Callable[[str], Path | None]) -> CgroupBase | None:
     if v2_base is not None and _hand_down(v2_base, name):
-        return Base(2, v2_base)
+        return CgroupBase(2, v2_base)
     folder = v1(name)
-    return Base(1, folder) if folder is not None and _writable(folder) else None
+    return CgroupBase(1, folder) if folder is not None and _writable(folder) else None
 
 
 def _writable(base: Path) -> bool:

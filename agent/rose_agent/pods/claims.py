@@ -21,7 +21,7 @@ from typing import Protocol
 
 from rose_agent.devices.driver import Gpu
 from rose_agent.pods.podresources import PodResources
-from rose_core.devices.ownership import NO_GPU, UNKNOWN_GPU, Claim, Known, Proof, claim
+from rose_core.devices.ownership import NO_GPU, UNKNOWN_GPU, Claim, DriverGpu, Proof, claim
 
 GPU_ANNOTATION = "rose-gpu.dev/gpus"
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -36,7 +36,7 @@ def own_namespace(file: Path = _NAMESPACE) -> frozenset[str]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ClaimingPod:
     """A pod whose GPUs are asked for.
 
     Attributes:
@@ -54,15 +54,15 @@ class Asked:
     ended: frozenset[str] = frozenset()
 
 
-def known(gpus: Sequence[Gpu]) -> tuple[Known, ...]:
+def known(gpus: Sequence[Gpu]) -> tuple[DriverGpu, ...]:
     """The driver's GPUs by the names that a kubelet may use."""
-    return tuple(Known(gpu.uuid, gpu.index, gpu.minor) for gpu in gpus)
+    return tuple(DriverGpu(gpu.uuid, gpu.index, gpu.minor) for gpu in gpus)
 
 
 class Claims(Protocol):
     """Which GPUs a pod has."""
 
-    def of(self, asked: Asked) -> Claim:
+    def of(self, asked: ClaimingPod) -> Claim:
         """A pod's GPUs."""
 
     @property
@@ -83,7 +83,7 @@ class WrittenClaims:
     def __init__(self, gpus: Callable[[], Sequence[str]]) -> None:
         self._gpus = gpus
 
-    def of(self, asked: Asked) -> Claim:
+    def of(self, asked: ClaimingPod) -> Claim:
         """As the annotation says."""
         written = tuple(filter(None, asked.annotation.split(",")))
         aged = tuple(self._gpus()[asked.older : asked.older + 1])
@@ -112,7 +112,7 @@ class KubeletClaims:
     def __init__(
         self,
         kubelet: PodResources,
-        known: Callable[[], Sequence[Known]],
+        known: Callable[[], Sequence[DriverGpu]],
         used_by: Callable[[Sequence[int]], tuple[str, ...]],
         platform: frozenset[str] = frozenset(),
     ) -> None:
@@ -121,7 +121,7 @@ class KubeletClaims:
         self._used_by = used_by
         self._platform = platform
 
-    def of(self, asked: Asked) -> Claim:
+    def of(self, asked: ClaimingPod) -> Claim:
         """As the kubelet says; the annotation is not read."""
         kubelet = self._kubelet
         if kubelet.allocations is not None:

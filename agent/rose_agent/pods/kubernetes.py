@@ -23,9 +23,9 @@ import msgspec
 
 from rose_agent import metrics
 from rose_agent.errors import ApiUnreachable, BadConfiguration
-from rose_agent.pods.claims import GPU_ANNOTATION, Asked, Claims
+from rose_agent.pods.claims import GPU_ANNOTATION, ClaimingPod, Claims
 from rose_agent.pods.model import Residents, ServingPod
-from rose_agent.pods.processes import Found, Processes
+from rose_agent.pods.processes import PodProcess, Processes
 from rose_core.wire.sync import PoolPolicy
 
 _log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class KubernetesPods:
         self._platform = platform
         self._pods: dict[str, Json] = {}
         self._processes = Processes()
-        self._found: dict[str, list[Found]] = {}
+        self._found: dict[str, list[PodProcess]] = {}
         self._scanned = 0.0
         self._synced = False
         self._version = ""
@@ -140,7 +140,7 @@ class KubernetesPods:
         found = self._found.get(meta["uid"], [])
         serving = [f for f in found if f.first or f.scheduler]
         annotations = meta.get("annotations") or {}
-        asked = Asked(
+        asked = ClaimingPod(
             meta["namespace"],
             meta["name"],
             annotations.get(GPU_ANNOTATION, ""),

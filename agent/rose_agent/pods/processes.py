@@ -24,7 +24,7 @@ COMPLETE_EVERY = 15
 
 
 @dataclass(frozen=True)
-class Found:
+class PodProcess:
     """A process of a pod.
 
     Attributes:
@@ -61,11 +61,11 @@ class Processes:
         self._uids: frozenset[str] = frozenset()
         self._looks = 0
 
-    def scan(self, uids: Iterable[str]) -> dict[str, list[Found]]:
+    def scan(self, uids: Iterable[str]) -> dict[str, list[PodProcess]]:
         """Processes of the pods with these UIDs, by UID."""
         # The systemd cgroup driver writes a UID with underscores.
         wanted = {form: uid for uid in uids for form in (uid, uid.replace("-", "_"))}
-        found: dict[str, list[Found]] = {uid: [] for uid in wanted.values()}
+        found: dict[str, list[PodProcess]] = {uid: [] for uid in wanted.values()}
         complete = self._is_complete(frozenset(found))
         before, self._strangers = self._strangers, {}
         if not wanted:
@@ -93,7 +93,7 @@ class Processes:
         return new or self._looks % COMPLETE_EVERY == 0
 
 
-def _describe(folder: Path, cgroup: str) -> Found:
+def _describe(folder: Path, cgroup: str) -> PodProcess:
     name = (folder / "comm").read_text(errors="replace").strip()
     inner = next(
         (
@@ -103,7 +103,7 @@ def _describe(folder: Path, cgroup: str) -> Found:
         ),
         "",
     )
-    return Found(
+    return PodProcess(
         int(folder.name),
         container_id(cgroup),
         first=inner == "1" and name != "pause",

@@ -50,7 +50,7 @@ _PERIOD_SECONDS = 0.5
 _WAITS_FOR_PROBE = frozenset({Stage.WAKING, Stage.BROKEN})
 
 
-class Record(msgspec.Struct, frozen=True):
+class SleeperRecord(msgspec.Struct, frozen=True):
     """What survives this process.
 
     Attributes:
@@ -68,7 +68,7 @@ async def _unknown() -> bool | None:
 
 
 @dataclass
-class Serving:
+class WatchedServing:
     """The engine and what is needed to watch it.
 
     Attributes:
@@ -101,7 +101,7 @@ class DeadMan:
 
     def __init__(
         self,
-        serving: Serving,
+        serving: WatchedServing,
         grant: Path,
         record: Path,
         limits: SleeperLimits,
@@ -195,7 +195,7 @@ class DeadMan:
             _log.warning("no reference for the probe: %s", error)
             return False
         before = self._held()
-        self._remember(Record(self.state, reference, before))
+        self._remember(SleeperRecord(self.state, reference, before))
         return True
 
     async def _well(self) -> bool:
@@ -213,17 +213,17 @@ class DeadMan:
     def _held(self) -> int | None:
         return self._serving.meter.read(self._serving.pids(), self._serving.gpus)
 
-    def _remember(self, record: Record) -> None:
+    def _remember(self, record: SleeperRecord) -> None:
         write_json(self._path, record)
         self.record = record
 
 
-def _remembered(path: Path, now_s: float) -> Record:
-    record = read_json(path, Record)
+def _remembered(path: Path, now_s: float) -> SleeperRecord:
+    record = read_json(path, SleeperRecord)
     if record is None:
-        return Record(unknown(now_s))
+        return SleeperRecord(unknown(now_s))
     if record.sleeper.since_s > now_s:  # of an earlier boot: serving has been started since
-        return Record(unknown(now_s), record.reference)
+        return SleeperRecord(unknown(now_s), record.reference)
     return record
 
 
@@ -283,7 +283,7 @@ async def watch(arguments: argparse.Namespace) -> None:
     )
     async with aiohttp.ClientSession() as session:
         url = arguments.vacated_url
-        serving = Serving(
+        serving = WatchedServing(
             SERVING[arguments.engine](session, arguments.url),
             meter_for(open_driver(arguments.devices)),
             lambda: tree(arguments.pid),

@@ -28,7 +28,14 @@ from rose_agent.devices.opening import open_driver
 from rose_agent.devices.usage import meter_for
 from rose_agent.errors import DeviceError
 from rose_agent.os.processes import start_ticks
-from rose_agent.sleeper.sleeper import DeadMan, Record, Serving, end_tree, tree, vacated_page
+from rose_agent.sleeper.sleeper import (
+    DeadMan,
+    SleeperRecord,
+    WatchedServing,
+    end_tree,
+    tree,
+    vacated_page,
+)
 from rose_core.devices.sleeper import Sleeper, SleeperLimits, Stage
 from rose_engines.permit import Permit
 from rose_engines.rundir import read_json, write_json
@@ -122,7 +129,7 @@ class Sleepers:
     def _follow(self, folder: ServingDir, order: SleepOrder) -> _One:
         limits = SleeperLimits(order.release_bytes, wake_s=order.wake_seconds)
         uid = folder.uid
-        serving = Serving(
+        serving = WatchedServing(
             SERVING[order.engine](self._session, order.url),
             self._meter,
             lambda: _living(self._followed[uid].order),
@@ -133,7 +140,7 @@ class Sleepers:
         )
         if not folder.record.exists():
             # A stage is on disk before its order, so serving has never slept under this one.
-            write_json(folder.record, Record(Sleeper()))
+            write_json(folder.record, SleeperRecord(Sleeper()))
         man = DeadMan(serving, folder.permit, folder.record, limits)
         return _One(folder, order, man, asyncio.create_task(self._keep(folder, man)))
 

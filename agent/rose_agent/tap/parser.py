@@ -26,7 +26,7 @@ from rose_agent.tap import frames, metrics
 from rose_agent.tap.frames import Unwatch, Watch
 from rose_agent.tap.opener import Opened
 from rose_agent.tap.relay import Relay, socket_of
-from rose_agent.tap.replica import Replica
+from rose_agent.tap.replica import TappedReplica
 from rose_agent.tap.sockets import Taps
 from rose_core.telemetry.events import PERIOD_NS, Health, TapEvent
 
@@ -54,7 +54,7 @@ class Parser:
         self._sample_from = sample_from
         self._relays: dict[str, Relay] = {}
         self._numbers = itertools.count(1)
-        self._replicas: dict[str, Replica] = {}
+        self._replicas: dict[str, TappedReplica] = {}
         self._pending: dict[str, Watch] = {}
         self._failed: dict[str, tuple[Watch, str, int]] = {}
         self._guard: asyncio.StreamWriter | None = None
@@ -169,12 +169,14 @@ class Parser:
         self._follow(watch, taps, reply.addresses)
 
     def _follow(self, watch: Watch, taps: list[Taps], addresses: frozenset[str]) -> None:
-        replica = Replica(watch, taps, addresses, lambda: next(self._numbers), self._sample_from)
+        replica = TappedReplica(
+            watch, taps, addresses, lambda: next(self._numbers), self._sample_from
+        )
         self._replicas[watch.replica] = replica
         metrics.REPLICAS.set(len(self._replicas))
         replica.start(self._tell)
 
-    def _drop(self, replica: Replica) -> None:
+    def _drop(self, replica: TappedReplica) -> None:
         replica.close()
         self._replicas.pop(replica.watch.replica, None)
         metrics.REPLICAS.set(len(self._replicas))

@@ -51,7 +51,7 @@ _MUCH = 32  # segments at once from which the sockets' buffers should be emptied
 _SILENT_NS = 900_000_000_000
 
 
-class Replica:
+class TappedReplica:
     """A replica under watch.
 
     Args:

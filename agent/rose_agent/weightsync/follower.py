@@ -34,7 +34,7 @@ from rose_agent.weightsync.decide import (
 )
 from rose_agent.weightsync.heads import Heads
 from rose_agent.weightsync.plugin import Plugin
-from rose_agent.weightsync.probe import Subject, TruthMeter
+from rose_agent.weightsync.probe import ProbedCommit, TruthMeter
 from rose_core.delta import Manifest, faults
 from rose_core.delta.probe import LIMIT
 from rose_core.wire.sync import WeightSource
@@ -199,10 +199,10 @@ class Follower:
             return
         self._reported = (now, self._written.version)
 
-    def _served(self) -> Subject | None:
+    def _served(self) -> ProbedCommit | None:
         """What is to be probed: what engine host and router may use."""
         version = parse_label(self._written.version) if self._written.attested else None
-        return Subject(version, self._written.digest, self._commits) if version else None
+        return ProbedCommit(version, self._written.digest, self._commits) if version else None
 
     async def _pull(self, store: WeightsClient, step: Step, codecs: tuple[int, ...]) -> None:
         folder = self._slot.bundles / "next"

@@ -28,7 +28,7 @@ _SCAN_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Subject:
+class FollowedSlot:
     """What one follower follows; anything else needs another one."""
 
     slot: SlotDir
@@ -36,14 +36,14 @@ class Subject:
     engine_started_ns: int
 
 
-def subjects(rundir: RunDir) -> frozenset[Subject]:
+def subjects(rundir: RunDir) -> frozenset[FollowedSlot]:
     """Every engine process of the node whose order and record can be read."""
     found = set()
     for slot in rundir.all_slots():
         order = read_json(slot.slot, EnsureEngine)
         record = read_json(slot.engine, EngineFile)
         if order is not None and record is not None:
-            found.add(Subject(slot, order.weights, record.started_ns))
+            found.add(FollowedSlot(slot, order.weights, record.started_ns))
     return frozenset(found)
 
 
@@ -53,7 +53,7 @@ class Followers:
 
     rundir: RunDir
     options: Options
-    tasks: dict[Subject, asyncio.Task[None]] = field(default_factory=dict)
+    tasks: dict[FollowedSlot, asyncio.Task[None]] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Scan until cancelled."""
@@ -76,7 +76,7 @@ class Followers:
             self.tasks[subject] = asyncio.create_task(follower.run())
         metrics.FOLLOWED.set(len(self.tasks))
 
-    async def _end(self, gone: set[Subject]) -> None:
+    async def _end(self, gone: set[FollowedSlot]) -> None:
         tasks = [self.tasks.pop(subject) for subject in gone]
         for task in tasks:
             task.cancel()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from rose_agent.weightsync import metrics
 from rose_agent.weightsync.plugin import Gate
-from rose_core.delta.probe import LIMIT, PROMPT, Answer, Outcome, Verdict, judge
+from rose_core.delta.probe import LIMIT, PROMPT, Answer, ProbeOutcome, ProbeVerdict, judge
 from rose_core.identity import WeightVersion
 from rose_engines.errors import EngineError, EngineRefused, EngineUnavailable
 from rose_engines.rundir import EngineFile, SlotDir, read_json
@@ -34,7 +34,7 @@ _RETRY_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Subject:
+class ProbedCommit:
     """What is probed: a version as one commit of this process brought it.
 
     Attributes:
@@ -63,11 +63,11 @@ class TruthMeter:
         self._gate = gate
         self._news = news
         self._limit = limit
-        self._subject: Subject | None = None
+        self._subject: ProbedCommit | None = None
         self._complaint = ""
         self._task: asyncio.Task[None] | None = None
 
-    def follow(self, store: WeightsClient, subject: Subject | None) -> None:
+    def follow(self, store: WeightsClient, subject: ProbedCommit | None) -> None:
         """Probe this from now on; None = nothing that is served."""
         if subject == self._subject or not self._limit:
             return
@@ -95,7 +95,7 @@ class TruthMeter:
             self._task.cancel()
             self._task = None
 
-    async def _probe(self, store: WeightsClient, subject: Subject) -> None:
+    async def _probe(self, store: WeightsClient, subject: ProbedCommit) -> None:
         answer: Answer = ()
         while True:
             try:
@@ -120,16 +120,16 @@ class TruthMeter:
             raise EngineRefused(f"it answered with {by}, {version} was asked for")
         return answer
 
-    def _judged(self, subject: Subject, verdict: Verdict) -> bool:
+    def _judged(self, subject: ProbedCommit, verdict: ProbeVerdict) -> bool:
         """Whether it is settled."""
         metrics.PROBES.labels(outcome=verdict.outcome).inc()
         if verdict.difference is not None:
             metrics.PROBE_DIFFERENCE.labels(slot=self._slot.uid).set(verdict.difference)
-        if verdict.outcome is Outcome.DISPUTED:
+        if verdict.outcome is ProbeOutcome.DISPUTED:
             _log.warning(
                 "%s: engines disagree about %s: %s", self._slot.uid, subject.version, verdict
             )
-        if verdict.outcome is not Outcome.WRONG:
+        if verdict.outcome is not ProbeOutcome.WRONG:
             return False
         self._complaint = (
             f"log-probs of the fixed prompt at {subject.version} are {verdict.difference:.3g} nats "

@@ -19,7 +19,7 @@ from rose_cli.ops.tables import output_flag, shown
 from rose_cli.ops.top import pools_by_key
 from rose_cli.ops.usage import statements, summed, usage_rows, usages
 from rose_core.accounting.cost import Prices
-from rose_core.accounting.leases import Beside
+from rose_core.accounting.leases import OutsideLeases
 from rose_core.accounting.page import MICRO, html
 from rose_core.accounting.statement import Statement
 from rose_core.api import RolloutLease
@@ -70,11 +70,11 @@ def _named(text: str) -> tuple[str, float]:
     return lease, value
 
 
-def _beside(given: argparse.Namespace) -> dict[str, Beside]:
+def _beside(given: argparse.Namespace) -> dict[str, OutsideLeases]:
     accepted, correct = dict(given.accepted), dict(given.correct)
     hours, alone = dict(given.dedicated_gpu_hours), dict(given.alone_gpu_hours)
     return {
-        lease: Beside(
+        lease: OutsideLeases(
             round(hours.get(lease, 0.0) * _HOUR_MS),
             round(accepted.get(lease, 0.0)),
             round(correct.get(lease, 0.0)),

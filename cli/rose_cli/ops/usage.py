@@ -15,7 +15,7 @@ from typing import Final
 
 from rose_cli.ops.tables import Row
 from rose_core.accounting.cost import Cost, Prices, cost
-from rose_core.accounting.leases import Beside, ledger_of
+from rose_core.accounting.leases import OutsideLeases, ledger_of
 from rose_core.accounting.ledger import Ledger, ServingImpact, allowed_hundredths, total
 from rose_core.accounting.page import GIGABYTE, MICRO
 from rose_core.accounting.statement import Statement, statement
@@ -23,7 +23,7 @@ from rose_core.api import RolloutLease, ServingPool
 
 _MILLISECONDS_PER_HOUR: Final = 3_600_000
 _FREE: Final = Prices(0, 0)
-_UNTOLD: Final[Mapping[str, Beside]] = {}
+_UNTOLD: Final[Mapping[str, OutsideLeases]] = {}
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Usage:
     slots: int
     ledger: Ledger
     prices: Prices | None
-    beside: Beside = field(default_factory=Beside)
+    beside: OutsideLeases = field(default_factory=OutsideLeases)
 
     @property
     def cost(self) -> Cost | None:
@@ -54,7 +54,7 @@ def usages(
     leases: Sequence[RolloutLease],
     pools: Mapping[str, ServingPool],
     asked: Prices = _FREE,
-    beside: Mapping[str, Beside] = _UNTOLD,
+    beside: Mapping[str, OutsideLeases] = _UNTOLD,
 ) -> list[Usage]:
     """Every lease, the largest use of GPUs first.
 
@@ -79,9 +79,9 @@ def _usage(
     lease: RolloutLease,
     pools: Mapping[str, ServingPool],
     asked: Prices,
-    told: Beside | None,
+    told: OutsideLeases | None,
 ) -> Usage:
-    totals, beside = lease.status.totals, told or Beside()
+    totals, beside = lease.status.totals, told or OutsideLeases()
     used = ledger_of(
         totals.lent_milliseconds,
         totals.open_milliseconds,

@@ -10,7 +10,7 @@ import yaml
 
 from rose_dev.gpu_node.driver_root import ROOT, STATE_NAME, libraries
 from rose_dev.node_files import PAUSE_IMAGE
-from rose_dev.place import Place
+from rose_dev.place import NodeFolders
 
 RUNTIME_CLASSES = ("nvidia", "nvidia-cdi")
 """As the GPU operator makes them."""
@@ -21,7 +21,7 @@ NRI_SOCKET = Path("/var/run/nri/nri.sock")
 MANAGEMENT = "management.nvidia.com/gpu"
 
 
-def containerd(place: Place, wrapper: Path) -> str:
+def containerd(place: NodeFolders, wrapper: Path) -> str:
     """Configuration of containerd 2: CDI and NRI on, and the classes of NVIDIA's runtime."""
     prefix = "plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes"
     nvidia = "".join(
@@ -85,7 +85,7 @@ def toolkit(binaries: dict[str, Path]) -> str:
 """
 
 
-def own_devices(place: Place) -> str:
+def own_devices(place: NodeFolders) -> str:
     """A shell script that gives the node a layer of its own over the machine's ``/dev``."""
     layer = place.run / "private" / "dev"
     mounted = "pts shm mqueue"

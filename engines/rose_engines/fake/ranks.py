@@ -22,7 +22,7 @@ import numpy as np
 from rose_core.delta.tiles import as_matrix
 from rose_engines.multi_rank import MemberSession
 from rose_engines.parts import Ranks, check_parts
-from rose_engines.rank_board import Board
+from rose_engines.rank_board import RankBoard
 from rose_engines.safetensors import StoredTensor, read_checkpoint
 from rose_engines.sglang.control import ControlServer
 from rose_engines.sglang.ranks import parts_of, socket_of
@@ -72,9 +72,9 @@ def _join(
     parts = tuple(parts_of(live) for live in lives)
     check_parts(parts, {name: math.prod(one.shape) for name, one in lives[0].items()})
     if rank == 0:
-        Board.create(board, ranks, len(lives[0]))
+        RankBoard.create(board, ranks, len(lives[0]))
     sockets = tuple(socket_of(control, number) for number in range(ranks))
-    opened = Board(board, ranks, list(lives[0]))
+    opened = RankBoard(board, ranks, list(lives[0]))
     return Ranks(rank, opened, parts, sockets, lambda: None), lives[rank]
 
 

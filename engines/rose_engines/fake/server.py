@@ -20,7 +20,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from rose_core.rollouts.logprobs import SCALE, Scale
+from rose_core.rollouts.logprobs import SCALE, LogitScale
 from rose_engines import exposed_routes
 from rose_engines.fake.model import prompt_logprobs
 from rose_engines.fake.scheduler import FakeRequest, FakeScheduler
@@ -70,7 +70,7 @@ class FakeServer:
         scheduler: FakeScheduler,
         model: str = "fake",
         key: str = "",
-        scale: str = Scale.TEMPERATURE.value,
+        scale: str = LogitScale.TEMPERATURE.value,
     ) -> None:
         self._scheduler = scheduler
         self._model = model

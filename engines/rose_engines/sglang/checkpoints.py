@@ -51,7 +51,7 @@ class Checkpoints:
     def __init__(self, path: Path | None, permit: Path | None) -> None:
         self._path = path
         self._permit = permit
-        self._board: activity.Board | None = None
+        self._board: activity.ActivityBoard | None = None
         self._gate: PermitGate | None = None
 
     @classmethod
@@ -72,7 +72,7 @@ class Checkpoints:
             OSError, BadPermit: it cannot say so, and must not start.
         """
         if self._path is not None and self._board is None:
-            self._board = activity.Board(self._path)
+            self._board = activity.ActivityBoard(self._path)
             self._gate = PermitGate(self._permit) if self._permit is not None else None
         self.pass_by()
 

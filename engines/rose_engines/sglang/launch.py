@@ -14,7 +14,7 @@ import itertools
 import os
 import sys
 
-from rose_engines.exposed_routes import KEY_VARIABLE, Doors
+from rose_engines.exposed_routes import KEY_VARIABLE, RouteFilter
 from rose_engines.sglang.arguments import PERMIT_VARIABLE, SOCKET_VARIABLE
 
 
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     if key:
         from sglang.srt.entrypoints.http_server import app  # noqa: PLC0415
 
-        app.add_middleware(Doors, key=key)
+        app.add_middleware(RouteFilter, key=key)
     try:
         run_server(prepare_server_args(argv))
     finally:

@@ -10,19 +10,19 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from rose_core.rollouts.logprobs import SCALE, Scale
+from rose_core.rollouts.logprobs import SCALE, LogitScale
 
 TARGET = "sglang.srt.utils.weight_versions.add_weight_versions_to_meta_info"
 ORIGINAL_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 
 
-def scale() -> Scale:
+def scale() -> LogitScale:
     """What this engine does, by the variable that its sampler reads, as that reads it."""
     original = os.environ.get(ORIGINAL_VARIABLE, "").lower() in {"true", "1"}
-    return Scale.ORIGINAL if original else Scale.TEMPERATURE
+    return LogitScale.ORIGINAL if original else LogitScale.TEMPERATURE
 
 
-class Teller:
+class LogprobHook:
     """The hook; what the engine does is settled when it starts."""
 
     def __init__(self) -> None:

@@ -97,7 +97,7 @@ def register() -> None:
     HookRegistry.register(ADMISSION, hooks.before_request, HookType.BEFORE)
     HookRegistry.register(kv.ABORT, hooks.before_abort, HookType.BEFORE)
     HookRegistry.register(spans.TARGET, spans.around_accept, HookType.AROUND)
-    HookRegistry.register(logprobs.TARGET, logprobs.Teller().before_versions, HookType.BEFORE)
+    HookRegistry.register(logprobs.TARGET, logprobs.LogprobHook().before_versions, HookType.BEFORE)
     if checkpoints.wanted:
         HookRegistry.register(BEGINNING, checkpoints.begin, HookType.BEFORE)
         HookRegistry.register(WEIGHTS, checkpoints.around_weights, HookType.AROUND)

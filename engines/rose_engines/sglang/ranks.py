@@ -14,7 +14,7 @@ from typing import Any
 
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.parts import Part, Ranks, check_parts
-from rose_engines.rank_board import Board
+from rose_engines.rank_board import RankBoard
 from rose_engines.safetensors import read_checkpoint
 from rose_engines.slices import SlicedTensor
 from rose_engines.tensors import Live, LiveTensor
@@ -85,10 +85,10 @@ def join(scheduler: Any, live: Live, control: Path) -> Ranks:  # noqa: ANN401
     name = _exchange(group, size, os.urandom(4).hex())[0]
     board = control.parent / f"board.{name}"
     if rank == 0:
-        Board.create(board, size, len(live))
+        RankBoard.create(board, size, len(live))
     parts: list[dict[str, Part]] = _exchange(group, size, parts_of(live))
     check_parts(parts, {name: math.prod(tensor.shape) for name, tensor in live.items()})
-    joined = Board(board, size, list(live))
+    joined = RankBoard(board, size, list(live))
     _exchange(group, size, None)
     if rank == 0:
         board.unlink()  # mapped by all; nobody else has any business there

@@ -17,10 +17,10 @@ from collections.abc import Container, Iterator
 from rose_core.api import Reason, RolloutLease
 from rose_operator.apply import routers
 from rose_operator.kube.api import Kind
-from rose_operator.kube.object_cache import Raw, Store, key_of
+from rose_operator.kube.object_cache import ObjectCache, Raw, key_of
 from rose_operator.kube.writer import Write, Writer
 from rose_operator.plan.admission import Refusal
-from rose_operator.plan.world import World
+from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.settings import Settings
 
 _Made = tuple[tuple[Kind, Raw], ...]
@@ -29,11 +29,11 @@ _Made = tuple[tuple[Kind, Raw], ...]
 class RouterWrites:
     """What a pass writes about routers."""
 
-    def __init__(self, writer: Writer, stores: dict[Kind, Store], settings: Settings) -> None:
+    def __init__(self, writer: Writer, stores: dict[Kind, ObjectCache], settings: Settings) -> None:
         self._writer, self._stores, self._settings = writer, stores, settings
         self._manifests: dict[str, tuple[object, _Made]] = {}
 
-    def of(self, world: World) -> Iterator[Write]:
+    def of(self, world: ClusterState) -> Iterator[Write]:
         """Routers that are missing or out of date, then those that nothing asks for."""
         wanted = {name for bad in world.leases.bad for name in _names_of(bad.raw)}
         for key, lease in world.leases.good.items():

@@ -29,9 +29,9 @@ from rose_operator.kube.object_cache import Raw
 from rose_operator.kube.writer import Write, Writer
 from rose_operator.metrics import DECISIONS
 from rose_operator.notices import Notices
-from rose_operator.plan.memo import Kept
+from rose_operator.plan.cluster_state import ClusterState
+from rose_operator.plan.memo import Memo
 from rose_operator.plan.telemetry import Telemetry
-from rose_operator.plan.world import World
 
 _log = logging.getLogger(__name__)
 
@@ -61,16 +61,16 @@ class SlotWrites:
         self._namespace = namespace
         self._stale_seconds, self._lapse_seconds = stale_seconds, lapse_seconds
         self._clock = clock
-        self._follow: Kept[Raw | None] = Kept()
+        self._follow: Memo[Raw | None] = Memo()
 
-    def of(self, world: World, plan: lending.Plan) -> Iterator[Write]:
+    def of(self, world: ClusterState, plan: lending.LendingPlan) -> Iterator[Write]:
         """Every write that the plan and the world ask for, what is given back first."""
         yield from self._release(world, plan)
         yield from self._lend(world, plan)
         yield from self._delete_vacated(world)
         yield from self._update(world)
 
-    def _release(self, world: World, plan: lending.Plan) -> Iterator[Write]:
+    def _release(self, world: ClusterState, plan: lending.LendingPlan) -> Iterator[Write]:
         by_name = {slot.metadata.name: slot for slot in world.slots.good.values()}
         for release in plan.releases:
             slot = by_name[release.slot]
@@ -78,7 +78,7 @@ class SlotWrites:
             DECISIONS.labels("release", release.reason).inc()
             yield self._apply(slot.spec.member.node, slots.released(slot, release.reason))
 
-    def _lend(self, world: World, plan: lending.Plan) -> Iterator[Write]:
+    def _lend(self, world: ClusterState, plan: lending.LendingPlan) -> Iterator[Write]:
         found = {
             report.pod_uid: (node, report)
             for reports in world.reports.values()
@@ -95,7 +95,7 @@ class SlotWrites:
             tier = Tier.WHOLE if lend.whole else Tier.SHARED
             yield self._apply(member.node, slots.lent(lease, pool, member, self._namespace, tier))
 
-    def _delete_vacated(self, world: World) -> Iterator[Write]:
+    def _delete_vacated(self, world: ClusterState) -> Iterator[Write]:
         for slot in world.slots.good.values():
             if slot.spec.desired is Desired.RELEASED and self._vacated(slot):
                 yield self._writer.delete(Kind.SLOT, slot.metadata.name)
@@ -108,7 +108,7 @@ class SlotWrites:
             return silence > self._lapse_seconds
         return self._telemetry.slot(slot.metadata.uid, node) is None
 
-    def _update(self, world: World) -> Iterator[Write]:
+    def _update(self, world: ClusterState) -> Iterator[Write]:
         """Slots follow their lease in engine and weights, and their pool in how GPUs are shared."""
         self._follow.turn()
         for key, lease in world.leases.good.items():

@@ -17,7 +17,7 @@ _MOST_SECONDS = 300.0
 _JITTER = 0.5
 
 
-class Growing:
+class ExponentialBackoff:
     """A wait that doubles with every failure in a row.
 
     Args:
@@ -48,11 +48,11 @@ class Growing:
 @dataclass
 class _Wait:
     attempt: str
-    growing: Growing
+    growing: ExponentialBackoff
     until: float = 0.0
 
 
-class Backoff:
+class KeyedBackoff:
     """Waits by key.
 
     Args:
@@ -79,7 +79,7 @@ class Backoff:
         """
         wait = self._waits.get(key)
         if wait is None or wait.attempt != attempt:
-            wait = _Wait(attempt, Growing(_FIRST_SECONDS, _MOST_SECONDS, self._random))
+            wait = _Wait(attempt, ExponentialBackoff(_FIRST_SECONDS, _MOST_SECONDS, self._random))
             self._waits[key] = wait
         seconds = wait.growing.next()
         wait.until = now + seconds

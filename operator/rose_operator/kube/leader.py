@@ -59,7 +59,7 @@ class LockApi(Protocol):
         """Replace the version that was read."""
 
 
-class State(StrEnum):
+class LockState(StrEnum):
     """States of the lock; edges in the module's table."""
 
     FOLLOWER = "Follower"
@@ -143,26 +143,26 @@ class LeaderLock:
         self.term = 0
 
     @property
-    def state(self) -> State:
+    def state(self) -> LockState:
         """Where the lock stands now."""
         if self._deposed:
-            return State.DEPOSED
+            return LockState.DEPOSED
         if not self.term:
-            return State.FOLLOWER
+            return LockState.FOLLOWER
         held = self._clock() - self._renewed_at < self._duration * (1 - _MARGIN)
-        return State.LEADER if held else State.OFFLINE
+        return LockState.LEADER if held else LockState.OFFLINE
 
     @property
     def may_write(self) -> bool:
         """Whether planning and writes are allowed now."""
-        return self.state is State.LEADER
+        return self.state is LockState.LEADER
 
     @property
     def may_renew(self) -> bool:
         """Whether existing grants may be renewed now."""
-        if self.state is State.OFFLINE:
+        if self.state is LockState.OFFLINE:
             return self._clock() - self._renewed_at < self._offline_seconds
-        return self.state is State.LEADER
+        return self.state is LockState.LEADER
 
     def outbid(self, term: int) -> None:
         """A node obeys this higher term: raise ours above it at the next renewal."""
@@ -173,7 +173,7 @@ class LeaderLock:
 
     async def run(self, alive: Callable[[], bool] = lambda: True) -> None:
         """Renew until deposed; while ``alive`` says no, nothing is renewed and the lead lapses."""
-        while self.state is not State.DEPOSED:
+        while self.state is not LockState.DEPOSED:
             answered = await self.step() if alive() else False
             await asyncio.sleep(self._duration / (RENEWALS if answered else _TRIES))
 
@@ -200,7 +200,7 @@ class LeaderLock:
 
     async def release(self) -> None:
         """Give the Lease back so that a successor need not wait."""
-        if self.state is not State.LEADER:
+        if self.state is not LockState.LEADER:
             return
         found = await self._api.get(Kind.LOCK, LOCK_NAME)
         record = _read(found)
@@ -233,7 +233,7 @@ class LeaderLock:
     def _hold(self, term: int, sent: float) -> None:
         if term != self.term:
             _log.info("leading in term %d", term)
-        elif self.state is State.OFFLINE:
+        elif self.state is LockState.OFFLINE:
             LAPSES.inc()
         self.term = term
         self._outbid = 0
@@ -258,7 +258,7 @@ class LeaderLock:
 
     def _publish(self) -> None:
         TERM.set(self.term if self.may_renew else 0)
-        for state in State:
+        for state in LockState:
             LEADER_STATE.labels(state.value).set(state is self.state)
 
 

@@ -24,7 +24,7 @@ _BEAT_SECONDS = 1.0
 _RELEASE_SECONDS = 3.0
 
 
-class Renewing:
+class LockRenewal:
     """Runs a lock.
 
     Args:

@@ -16,7 +16,7 @@ Raw = dict[str, Any]
 _GRAVES = 4096
 
 
-class Store:
+class ObjectCache:
     """Objects of one kind by ``namespace/name``.
 
     Args:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from rose_operator.errors import OperatorError
 from rose_operator.kube.api import Api, Kind
-from rose_operator.kube.object_cache import Store
+from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.kube.watches import list_all
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _SOON_SECONDS = 1.0
 _AFTER_OUTAGE = (0.0, 5.0, 15.0, 45.0)
 
 
-class Listings:
+class Relist:
     """Keeps the times at which listings are due.
 
     Args:
@@ -42,7 +42,7 @@ class Listings:
     def __init__(
         self,
         api: Api,
-        stores: dict[Kind, Store],
+        stores: dict[Kind, ObjectCache],
         *,
         failures: Callable[[], int],
         clock: Callable[[], float],

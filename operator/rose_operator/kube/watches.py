@@ -19,7 +19,7 @@ import kopf
 from rose_core.api import GROUP, VERSION
 from rose_operator.errors import OperatorError
 from rose_operator.kube.api import Api, Kind
-from rose_operator.kube.object_cache import Raw, Store
+from rose_operator.kube.object_cache import ObjectCache, Raw
 
 _log = logging.getLogger(__name__)
 _PLURALS = {
@@ -28,7 +28,7 @@ _PLURALS = {
     Kind.SLOT: "rolloutslots",
     Kind.POLICY: "tenantpolicies",
 }
-HandOver = Callable[[kopf.RawEvent, Store], None]
+HandOver = Callable[[kopf.RawEvent, ObjectCache], None]
 # kopf is started again after this, and looks this often whether it should end.
 _AGAIN_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
@@ -37,7 +37,7 @@ _IDENTITY = "rose-operator"
 _LISTED = (*_PLURALS, Kind.DEPLOYMENT, Kind.SERVICE, Kind.NAMESPACE)
 
 
-class _Patient:
+class _EndlessBackoff:
     """Back-offs without an end: an API server that is down must not end the operator."""
 
     def __iter__(self) -> Iterator[float]:
@@ -46,7 +46,7 @@ class _Patient:
             yield 3.0
 
 
-async def list_all(api: Api, stores: dict[Kind, Store]) -> None:
+async def list_all(api: Api, stores: dict[Kind, ObjectCache]) -> None:
     """Fill every store from full listings.
 
     Raises:
@@ -58,7 +58,7 @@ async def list_all(api: Api, stores: dict[Kind, Store]) -> None:
 
 
 def registry(
-    stores: dict[Kind, Store], namespace: str, hand_over: HandOver
+    stores: dict[Kind, ObjectCache], namespace: str, hand_over: HandOver
 ) -> kopf.OperatorRegistry:
     """One event handler per kind."""
     handlers = kopf.OperatorRegistry()
@@ -77,7 +77,7 @@ def registry(
 
 def _register(
     handlers: kopf.OperatorRegistry,
-    store: Store,
+    store: ObjectCache,
     plural: str,
     namespace: str | None,
     hand_over: HandOver,
@@ -94,7 +94,7 @@ def settings() -> kopf.OperatorSettings:
     chosen.posting.enabled = False
     chosen.scanning.disabled = True
     chosen.peering.standalone = True
-    chosen.networking.error_backoffs = _Patient()
+    chosen.networking.error_backoffs = _EndlessBackoff()
     chosen.networking.connect_timeout = 5
     chosen.watching.server_timeout = 300
     chosen.watching.client_timeout = 330
@@ -103,7 +103,7 @@ def settings() -> kopf.OperatorSettings:
 
 
 async def watch_kinds(
-    stores: dict[Kind, Store], namespace: str, listed: Callable[[], None]
+    stores: dict[Kind, ObjectCache], namespace: str, listed: Callable[[], None]
 ) -> None:
     """Run kopf in a thread of its own until cancelled.
 
@@ -113,7 +113,7 @@ async def watch_kinds(
     loop = asyncio.get_running_loop()
     stop = threading.Event()
 
-    def hand_over(event: kopf.RawEvent, store: Store) -> None:
+    def hand_over(event: kopf.RawEvent, store: ObjectCache) -> None:
         loop.call_soon_threadsafe(_take, event, store, listed)
 
     handlers = registry(stores, namespace, hand_over)
@@ -160,7 +160,7 @@ async def _watch(handlers: kopf.OperatorRegistry, stop: threading.Event) -> None
     await running
 
 
-def _take(event: kopf.RawEvent, store: Store, listed: Callable[[], None]) -> None:
+def _take(event: kopf.RawEvent, store: ObjectCache, listed: Callable[[], None]) -> None:
     raw: Raw = dict(event["object"])
     if event["type"] is None:
         listed()
@@ -170,7 +170,7 @@ def _take(event: kopf.RawEvent, store: Store, listed: Callable[[], None]) -> Non
         store.put(raw)
 
 
-async def watch_others(api: Api, stores: dict[Kind, Store], kind: Kind) -> None:
+async def watch_others(api: Api, stores: dict[Kind, ObjectCache], kind: Kind) -> None:
     """Follow the operator's Deployments or Services, or namespaces, for ever."""
     while True:
         try:

@@ -21,8 +21,8 @@ from typing import Protocol
 
 from rose_operator.errors import ApiRefused, NotLeader, OperatorError
 from rose_operator.kube.api import Kind
-from rose_operator.kube.backoff import Backoff
-from rose_operator.kube.object_cache import Raw, Store, key_of
+from rose_operator.kube.backoff import KeyedBackoff
+from rose_operator.kube.object_cache import ObjectCache, Raw, key_of
 from rose_operator.metrics import WAITING_WRITES
 
 _log = logging.getLogger(__name__)
@@ -70,16 +70,16 @@ class Writer:
     def __init__(
         self,
         api: WriteApi,
-        stores: dict[Kind, Store],
+        stores: dict[Kind, ObjectCache],
         namespace: str,
         *,
         may_write: Callable[[], bool],
         clock: Callable[[], float],
-        backoff: Backoff | None = None,
+        backoff: KeyedBackoff | None = None,
     ) -> None:
         self._api, self._stores, self._namespace = api, stores, namespace
         self._may_write, self._clock = may_write, clock
-        self._backoff = Backoff() if backoff is None else backoff
+        self._backoff = KeyedBackoff() if backoff is None else backoff
 
     def apply(self, kind: Kind, manifest: Raw) -> Write:
         """Create or change an object of ours."""

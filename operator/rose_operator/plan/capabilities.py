@@ -28,7 +28,7 @@ from rose_core.devices.capabilities import (
 )
 from rose_core.devices.ownership import Proof
 from rose_core.wire.sync import ReplicaReport
-from rose_operator.plan.world import World
+from rose_operator.plan.cluster_state import ClusterState
 
 _MOST_NAMED = 4
 
@@ -39,7 +39,7 @@ def needs(pool: ServingPool) -> tuple[Capability, ...]:
     return (*compute_needs(spec.compute), *memory_needs(spec.memory_source, spec.memory_limit))
 
 
-def statements(pool: ServingPool, world: World) -> list[Statement]:
+def statements(pool: ServingPool, world: ClusterState) -> list[Statement]:
     """The pool's four conditions."""
     spec = pool.spec
     asked = (
@@ -52,7 +52,7 @@ def statements(pool: ServingPool, world: World) -> list[Statement]:
     return [*available, _ownership(world, reports)]
 
 
-def _ownership(world: World, reports: Sequence[tuple[str, ReplicaReport]]) -> Statement:
+def _ownership(world: ClusterState, reports: Sequence[tuple[str, ReplicaReport]]) -> Statement:
     """False does not stop lending: what a process list shows is still checked on every look."""
     kind = ConditionType.OWNERSHIP_PROVEN
     if not reports:
@@ -74,7 +74,7 @@ def _ownership(world: World, reports: Sequence[tuple[str, ReplicaReport]]) -> St
 def _statement(
     kind: ConditionType,
     wanted: tuple[Capability, ...],
-    world: World,
+    world: ClusterState,
     reports: Sequence[tuple[str, ReplicaReport]],
 ) -> Statement:
     if not reports:
@@ -95,7 +95,7 @@ def _statement(
 
 
 def _missing(
-    world: World, node: str, report: ReplicaReport, wanted: tuple[Capability, ...]
+    world: ClusterState, node: str, report: ReplicaReport, wanted: tuple[Capability, ...]
 ) -> Missing | None:
     known = world.telemetry.nodes.get(node)
     if known is None:

@@ -26,7 +26,7 @@ _LIST_SECONDS = 300.0
 _NO_RIGHT = frozenset({401, 403})
 
 
-class Surroundings:
+class ClusterFacts:
     """The last word about nodes and autoscalers.
 
     Args:

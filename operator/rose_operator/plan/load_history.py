@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from rose_core.api import ServingPool
 from rose_core.api.poollending import Forecast
 from rose_core.api.poolstatus import LoadShape
-from rose_core.lending import Outlook
-from rose_core.lending.forecast import Shape, observe, outlook, restored, written
+from rose_core.lending import LoadOutlook
+from rose_core.lending.forecast import UsualLoad, observe, outlook, restored, written
 from rose_core.wire.sync import ReplicaReport
 
 _WRITE_SECONDS = 3600.0
@@ -20,11 +20,11 @@ _PERMILLE_PER_PERCENT = 10
 _SECONDS_PER_MINUTE = 60.0
 
 
-class Loads:
+class LoadHistory:
     """Shapes by pool key."""
 
     def __init__(self) -> None:
-        self._shapes: dict[str, Shape] = {}
+        self._shapes: dict[str, UsualLoad] = {}
         self._written_at: dict[str, float] = {}
 
     def observe(
@@ -51,12 +51,12 @@ class Loads:
             if busy:
                 self._shapes[key] = observe(self._shapes[key], sum(busy) / len(busy), now)
 
-    def outlook(self, key: str, forecast: Forecast | None, now: float) -> Outlook | None:
+    def outlook(self, key: str, forecast: Forecast | None, now: float) -> LoadOutlook | None:
         """What is coming, None where nobody asked."""
         if forecast is None:
             return None
         return outlook(
-            self._shapes.get(key, Shape()),
+            self._shapes.get(key, UsualLoad()),
             now,
             forecast.lead_minutes * _SECONDS_PER_MINUTE,
             forecast.max_busy_percent * _PERMILLE_PER_PERCENT,

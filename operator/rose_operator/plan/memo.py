@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 MadeT = TypeVar("MadeT")
 
 
-class Kept(Generic[MadeT]):
+class Memo(Generic[MadeT]):
     """Results by name, for as long as every pass asks for them.
 
     Attributes:

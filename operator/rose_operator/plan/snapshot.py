@@ -21,13 +21,13 @@ from rose_core.lending import tenancy
 from rose_core.wire.sync import ReplicaReport
 from rose_operator.plan import capabilities
 from rose_operator.plan.admission import created, expiry, lending_pools
-from rose_operator.plan.cluster_facts import Surroundings
-from rose_operator.plan.load_history import Loads
-from rose_operator.plan.memo import Kept
+from rose_operator.plan.cluster_facts import ClusterFacts
+from rose_operator.plan.cluster_state import ClusterState
+from rose_operator.plan.load_history import LoadHistory
+from rose_operator.plan.memo import Memo
 from rose_operator.plan.protection import misses_objective
-from rose_operator.plan.telemetry import Node
-from rose_operator.plan.toggle_costs import Toggles
-from rose_operator.plan.world import World
+from rose_operator.plan.telemetry import NodeReport
+from rose_operator.plan.toggle_costs import ToggleCosts
 
 _DAYS = list(Day)
 _PERMILLE_PER_PERCENT = 10
@@ -38,14 +38,14 @@ _NOTHING: frozenset[str] = frozenset()
 class Knowledge:
     """What the operator has gathered besides objects and telemetry."""
 
-    surroundings: Surroundings
-    loads: Loads
-    toggles: Toggles
+    surroundings: ClusterFacts
+    loads: LoadHistory
+    toggles: ToggleCosts
     demand: Callable[[str], lending.Demand | None] = lambda _: None
 
 
 def snapshot(
-    world: World,
+    world: ClusterState,
     memory: lending.Memory,
     policy: lending.Policy,
     remembered_replicas: Mapping[str, int],
@@ -60,10 +60,10 @@ class Snapshots:
 
     def __init__(self, known: Knowledge) -> None:
         self._known = known
-        self._pools: Kept[lending.Pool] = Kept()
-        self._leases: Kept[lending.Lease] = Kept()
-        self._slots: Kept[lending.Slot] = Kept()
-        self._nodes: Kept[tuple[lending.Replica, ...]] = Kept()
+        self._pools: Memo[lending.Pool] = Memo()
+        self._leases: Memo[lending.Lease] = Memo()
+        self._slots: Memo[lending.Slot] = Memo()
+        self._nodes: Memo[tuple[lending.Replica, ...]] = Memo()
         self._wanted: dict[str, tuple[Capability, ...]] = {}
 
     @property
@@ -73,7 +73,7 @@ class Snapshots:
 
     def take(
         self,
-        world: World,
+        world: ClusterState,
         memory: lending.Memory,
         policy: lending.Policy,
         remembered_replicas: Mapping[str, int],
@@ -106,7 +106,7 @@ class Snapshots:
             policy=policy,
         )
 
-    def _pool(self, pool: ServingPool, world: World, remembered: int) -> lending.Pool:
+    def _pool(self, pool: ServingPool, world: ClusterState, remembered: int) -> lending.Pool:
         key, now = pool.metadata.key, world.now.timestamp()
         outlook = self._known.loads.outlook(key, pool.spec.lending.forecast, now)
         breaker = _breaker(pool, world)
@@ -117,7 +117,7 @@ class Snapshots:
             lambda: replace(_pool(pool, remembered), outlook=outlook, breaker=breaker),
         )
 
-    def _lease(self, key: str, lease: RolloutLease, world: World) -> lending.Lease:
+    def _lease(self, key: str, lease: RolloutLease, world: ClusterState) -> lending.Lease:
         refusal = world.refusals.get(key)
         reason = None if refusal is None else refusal.reason
         toggle = self._known.toggles.seconds(lease.metadata.uid)
@@ -136,7 +136,9 @@ class Snapshots:
         running = self._known.toggles.has_run(slot.metadata.uid)
         return self._slots.get(slot.metadata.key, slot, running, lambda: _slot(slot, running))
 
-    def _replicas(self, world: World, reporting: frozenset[str]) -> tuple[lending.Replica, ...]:
+    def _replicas(
+        self, world: ClusterState, reporting: frozenset[str]
+    ) -> tuple[lending.Replica, ...]:
         """Every replica once; one that two living nodes claim is refused."""
         found: dict[str, lending.Replica] = {}
         pods = {slot.metadata.uid: slot.spec.member.pod_uid for slot in world.slots.good.values()}
@@ -146,7 +148,7 @@ class Snapshots:
         around = self._known.surroundings
         for name in sorted(world.telemetry.nodes):
             node = world.telemetry.nodes[name]
-            place = _Place(
+            place = _NodeFacts(
                 around.zones.get(name, ""),
                 name in around.cordoned,
                 name not in reporting,
@@ -157,7 +159,9 @@ class Snapshots:
                 found[replica.uid] = replica if other is None else _spanning(other, replica, world)
         return tuple(found.values())
 
-    def _on_node(self, name: str, node: Node, place: _Place) -> tuple[lending.Replica, ...]:
+    def _on_node(
+        self, name: str, node: NodeReport, place: _NodeFacts
+    ) -> tuple[lending.Replica, ...]:
         def make() -> tuple[lending.Replica, ...]:
             told = zip(node.request.replicas, node.used, strict=True)
             return tuple(
@@ -168,7 +172,7 @@ class Snapshots:
         return self._nodes.get(name, node.essence, (place, self._wanted, node.used), make)
 
 
-def _nodes_of_slots(world: World) -> set[str]:
+def _nodes_of_slots(world: ClusterState) -> set[str]:
     return {slot.spec.member.node for slot in world.slots.good.values()}
 
 
@@ -198,7 +202,7 @@ def _whole(spec: WholeReplica | None) -> lending.WholeTerms | None:
     )
 
 
-def _breaker(pool: ServingPool, world: World) -> lending.Breaker:
+def _breaker(pool: ServingPool, world: ClusterState) -> lending.Breaker:
     told = pool.spec.lending.breaker
     return lending.Breaker(
         missed=misses_objective(pool, world.reports_of(pool.metadata.key), world.telemetry),
@@ -268,7 +272,7 @@ def _slot(slot: RolloutSlot, running: bool) -> lending.Slot:
     )
 
 
-class _Place(NamedTuple):
+class _NodeFacts(NamedTuple):
     """What all replicas of a node share; ``occupied`` as ``_occupied`` says."""
 
     zone: str
@@ -277,7 +281,7 @@ class _Place(NamedTuple):
     occupied: frozenset[str] | None
 
 
-def _occupied(node: Node, pods: Mapping[str, str]) -> frozenset[str] | None:
+def _occupied(node: NodeReport, pods: Mapping[str, str]) -> frozenset[str] | None:
     """Pods whose GPUs carry a reported slot; None when a slot's place is unknown: then all do.
 
     Args:
@@ -292,8 +296,8 @@ def _occupied(node: Node, pods: Mapping[str, str]) -> frozenset[str] | None:
 
 
 def _replica(
-    node: Node,
-    place: _Place,
+    node: NodeReport,
+    place: _NodeFacts,
     report: ReplicaReport,
     needs: tuple[Capability, ...] | None,
     used: int | None,
@@ -323,7 +327,7 @@ def _replica(
     )
 
 
-def _spanning(one: lending.Replica, other: lending.Replica, world: World) -> lending.Replica:
+def _spanning(one: lending.Replica, other: lending.Replica, world: ClusterState) -> lending.Replica:
     """What two nodes report: the word of the one that was heard last, refused."""
 
     def silence(replica: lending.Replica) -> float:

@@ -20,7 +20,7 @@ _TALLY_STEP = 10.0
 
 
 @dataclass
-class Node:
+class NodeReport:
     """One agent's last word.
 
     Attributes:
@@ -49,7 +49,7 @@ class Node:
             if report.state is not SlotState.GONE
         }
 
-    def after(self, old: Node) -> None:
+    def after(self, old: NodeReport) -> None:
         """Keep what was derived from the report before, which said the same of all that matters."""
         self.essence, self._lacks = old.essence, old._lacks
 
@@ -79,7 +79,7 @@ class Telemetry:
 
     def __init__(self, started: float) -> None:
         self.started = started
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, NodeReport] = {}
         self._tallies: dict[str, deque[Tally]] = {}
         self._stopped_since: dict[str, float] = {}
 
@@ -91,7 +91,7 @@ class Telemetry:
         """
         old = self.nodes.get(request.node)
         kv = _means(old.kv if old else {}, request.replicas)
-        node = self.nodes[request.node] = Node(request, now, kv, _essence(request))
+        node = self.nodes[request.node] = NodeReport(request, now, kv, _essence(request))
         same = old is not None and old.essence == node.essence
         if old is not None and same:
             node.after(old)

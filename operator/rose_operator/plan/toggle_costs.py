@@ -13,7 +13,7 @@ from rose_operator.plan.telemetry import Telemetry
 _WEIGHT = 0.3
 
 
-class Toggles:
+class ToggleCosts:
     """Starts that were observed from begin to end."""
 
     def __init__(self) -> None:

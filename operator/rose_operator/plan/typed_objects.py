@@ -1,7 +1,7 @@
 """Objects as typed models, each parsed once per version.
 
 A pass over thousands of objects would spend most of its time reading what it has read before. A
-``Reader`` keeps what it made of every version, so a pass pays only for what has changed.
+``TypedReader`` keeps what it made of every version, so a pass pays only for what has changed.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Generic
 
-from rose_operator.kube.object_cache import Raw, Store, key_of, version_of
+from rose_operator.kube.object_cache import ObjectCache, Raw, key_of, version_of
 from rose_operator.plan.admission import KindT, Parsed, Unreadable, parse_one
 
 
-class Reader(Generic[KindT]):
+class TypedReader(Generic[KindT]):
     """Reads one kind from its store."""
 
-    def __init__(self, kind: type[KindT], store: Store) -> None:
+    def __init__(self, kind: type[KindT], store: ObjectCache) -> None:
         self._kind: type[KindT] = kind
         self._store = store
         self._revision = -1

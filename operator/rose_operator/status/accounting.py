@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rose_core.api import RolloutLease, RolloutSlot
 from rose_core.api.rolloutlease import SlotTotals, Totals
 from rose_core.wire.sync import SlotReport
-from rose_operator.plan.world import World
+from rose_operator.plan.cluster_state import ClusterState
 
 _COUNTERS = (
     "lent_milliseconds",
@@ -24,7 +24,7 @@ _COUNTERS = (
 )
 
 
-def totals(lease: RolloutLease, slots: Sequence[RolloutSlot], world: World) -> Totals:
+def totals(lease: RolloutLease, slots: Sequence[RolloutSlot], world: ClusterState) -> Totals:
     """Totals with the newest reports added."""
     old = lease.status.totals
     before = {entry.uid: entry for entry in old.slots}

@@ -7,7 +7,7 @@ somewhere may wait: within a few seconds most of them change again, and one writ
 from __future__ import annotations
 
 
-class Deferral:
+class StatusDeferral:
     """Since when each object's status differs from what it should be."""
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ class _Budget:
         return True
 
 
-class Teller:
+class EventLimiter:
     """Writes Events, to each object within its budget.
 
     Args:

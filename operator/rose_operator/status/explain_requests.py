@@ -18,7 +18,7 @@ from datetime import datetime
 from rose_core.api import EXPLAIN_ANNOTATION, Explanation, RolloutLease, ServingPool
 from rose_core.api.common import ReplicaVerdict
 from rose_core.api.conditions import timestamp
-from rose_core.lending import Outcome, Verdict
+from rose_core.lending import LeaseDecision, ReplicaDecision
 from rose_operator.plan.admission import Refusal
 
 _MOST_VERDICTS = 512
@@ -35,7 +35,10 @@ def asked(thing: ServingPool | RolloutLease) -> bool:
 
 
 def answer(
-    thing: ServingPool | RolloutLease, summary: str, verdicts: Sequence[Verdict], now: datetime
+    thing: ServingPool | RolloutLease,
+    summary: str,
+    verdicts: Sequence[ReplicaDecision],
+    now: datetime,
 ) -> Explanation | None:
     """What ``status.explanation`` should say now."""
     if not _request(thing):
@@ -57,7 +60,7 @@ def answer(
     )
 
 
-def lease_summary(lease: RolloutLease, outcome: Outcome, refusal: Refusal | None) -> str:
+def lease_summary(lease: RolloutLease, outcome: LeaseDecision, refusal: Refusal | None) -> str:
     """What a lease has and why, in one sentence with its numbers."""
     if refusal is not None:
         return f"{refusal.reason}: {refusal.message}"

@@ -15,9 +15,9 @@ from rose_core.api import (
     RolloutSlot,
 )
 from rose_core.api.conditions import Statement, timestamp
-from rose_core.lending import Outcome
+from rose_core.lending import LeaseDecision
 from rose_operator.plan.admission import Refusal, expiry
-from rose_operator.plan.world import World
+from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.status.accounting import totals
 from rose_operator.status.slot_status import slot_report, slot_runs, slot_trouble
 from rose_operator.status.statuses import accepted, conditions, reason_of
@@ -28,8 +28,8 @@ _R = Reason
 
 def lease_status(
     lease: RolloutLease,
-    world: World,
-    outcome: Outcome,
+    world: ClusterState,
+    outcome: LeaseDecision,
     *,
     router_url: str,
     router_ready: bool,
@@ -73,7 +73,7 @@ def lease_status(
 def _lease_ready(
     lease: RolloutLease,
     refusal: Refusal | None,
-    outcome: Outcome,
+    outcome: LeaseDecision,
     *,
     running: int,
     router_ready: bool,
@@ -98,7 +98,7 @@ def _lease_ready(
     return Statement(_C.READY, True, _R.SLOTS_READY, text if trouble else "")
 
 
-def _trouble(slots: Sequence[RolloutSlot], world: World) -> tuple[Reason, str] | None:
+def _trouble(slots: Sequence[RolloutSlot], world: ClusterState) -> tuple[Reason, str] | None:
     """The commonest word of slots that cannot start or go on, how many say what, and one message.
 
     None when nothing is wrong with any.
@@ -113,7 +113,9 @@ def _trouble(slots: Sequence[RolloutSlot], world: World) -> tuple[Reason, str] |
     return word, f"{counts}: {message}" if message else counts
 
 
-def _lease_granted(lease: RolloutLease, refusal: Refusal | None, outcome: Outcome) -> Statement:
+def _lease_granted(
+    lease: RolloutLease, refusal: Refusal | None, outcome: LeaseDecision
+) -> Statement:
     if refusal is not None:
         return Statement(_C.GRANTED, False, refusal.reason)
     enough = outcome.reason is _R.IDLE or outcome.granted >= max(1, lease.spec.slots.min)

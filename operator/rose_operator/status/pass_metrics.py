@@ -9,18 +9,18 @@ from collections.abc import Iterable
 from prometheus_client import Gauge
 
 from rose_core.api import LeaseStatus, RolloutLease
-from rose_core.lending import Plan
+from rose_core.lending import LendingPlan
 from rose_core.wire.sync import ReplicaReport
 from rose_operator import metrics
-from rose_operator.plan.load_history import Loads
-from rose_operator.plan.world import World
+from rose_operator.plan.cluster_state import ClusterState
+from rose_operator.plan.load_history import LoadHistory
 from rose_operator.status.pool_status import unwanted_gpus
 
 _PERMILLE = 1000
 _LONGEST_SECONDS = 60.0
 
 
-class Publisher:
+class PassMetrics:
     """One publication after the other: ``begin``, every ``lease``, ``end``.
 
     Series are kept from one to the next, because finding a thousand of them by label costs more
@@ -32,7 +32,7 @@ class Publisher:
         self._before: dict[tuple[Gauge, tuple[str, ...]], Gauge] = {}
         self._now: dict[tuple[Gauge, tuple[str, ...]], Gauge] = {}
 
-    def begin(self, world: World, plan: Plan, loads: Loads) -> None:
+    def begin(self, world: ClusterState, plan: LendingPlan, loads: LoadHistory) -> None:
         """Everything but the leases."""
         for pool, verdicts in plan.members.items():
             for reason, count in Counter(found.reason for found in verdicts).items():

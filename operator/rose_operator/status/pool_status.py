@@ -14,12 +14,12 @@ from rose_core.api import (
 )
 from rose_core.api.conditions import Statement
 from rose_core.api.poolstatus import LoadShape
-from rose_core.lending import Plan, Policy
+from rose_core.lending import LendingPlan, Policy
 from rose_core.wire.sync import ReplicaReport, SignalSource
 from rose_operator.plan import capabilities
 from rose_operator.plan.admission import Refusal
+from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.plan.protection import MIN_REQUESTS, Reports, finished, is_within
-from rose_operator.plan.world import World
 from rose_operator.status.statuses import accepted, conditions
 
 _C = ConditionType
@@ -36,8 +36,8 @@ _NOBODY = (
 
 def pool_status(
     pool: ServingPool,
-    world: World,
-    plan: Plan,
+    world: ClusterState,
+    plan: LendingPlan,
     policy: Policy,
     *,
     load: LoadShape | None = None,
@@ -75,14 +75,14 @@ def _classes(reports: Reports) -> tuple[str, ...]:
     return tuple(sorted(word[:63] for word in found)[:64])
 
 
-def unwanted_gpus(pool: ServingPool, world: World, plan: Plan) -> int:
+def unwanted_gpus(pool: ServingPool, world: ClusterState, plan: LendingPlan) -> int:
     """GPUs of the pool that could be lent now and that no lease wants; 0 where nothing is lent."""
     lends = pool.spec.mode is PoolMode.LEND and pool.metadata.key not in world.pool_refusals
     return plan.unwanted.get(pool.metadata.key, 0) if lends else 0
 
 
 def _pool_statements(
-    pool: ServingPool, world: World, reports: Reports, stale: int
+    pool: ServingPool, world: ClusterState, reports: Reports, stale: int
 ) -> list[Statement]:
     refusal = world.pool_refusals.get(pool.metadata.key)
     paused = pool.spec.mode is PoolMode.PAUSED
@@ -132,7 +132,7 @@ def _verified(reports: Sequence[ReplicaReport]) -> Statement:
     )
 
 
-def _protected(pool: ServingPool, world: World, reports: Reports) -> Statement:
+def _protected(pool: ServingPool, world: ClusterState, reports: Reports) -> Statement:
     overdue = sorted(one.pod_name for _, one in reports if one.refusal == _R.WAKE_OVERDUE)
     if overdue:
         text = f"slept for a loan and does not wake: {', '.join(overdue[:8])}"

@@ -32,23 +32,23 @@ from rose_core.api import (
 )
 from rose_core.api.common import API_VERSION
 from rose_core.api.conditions import Statement, merge, transitions
-from rose_core.lending import Outcome, Plan, Policy
+from rose_core.lending import LeaseDecision, LendingPlan, Policy
 from rose_core.wire.sync import SlotState
 from rose_operator.apply import routers
 from rose_operator.errors import NOT_FOUND, ApiRefused
 from rose_operator.kube.api import Kind
-from rose_operator.kube.object_cache import Raw, Store, key_of
+from rose_operator.kube.object_cache import ObjectCache, Raw, key_of
 from rose_operator.kube.writer import Write, WriteApi, Writer
 from rose_operator.plan.admission import Unreadable
-from rose_operator.plan.load_history import Loads
-from rose_operator.plan.world import World
+from rose_operator.plan.cluster_state import ClusterState
+from rose_operator.plan.load_history import LoadHistory
 from rose_operator.settings import Settings
-from rose_operator.status.defer import Deferral
-from rose_operator.status.event_limits import Teller
+from rose_operator.status.defer import StatusDeferral
+from rose_operator.status.event_limits import EventLimiter
 from rose_operator.status.events import Thing, news, of_condition, of_unreadable
 from rose_operator.status.explain_requests import answer, asked, lease_summary, pool_summary
 from rose_operator.status.lease_status import lease_status
-from rose_operator.status.pass_metrics import Publisher
+from rose_operator.status.pass_metrics import PassMetrics
 from rose_operator.status.pool_status import pool_status
 from rose_operator.status.slot_status import (
     slot_label,
@@ -77,13 +77,13 @@ class Reporter:
     def __init__(
         self,
         settings: Settings,
-        stores: dict[Kind, Store],
+        stores: dict[Kind, ObjectCache],
         policy: Policy,
         *,
-        loads: Loads,
+        loads: LoadHistory,
         writer: Writer,
         api: WriteApi,
-        teller: Teller,
+        teller: EventLimiter,
     ) -> None:
         self._settings = settings
         self._stores = stores
@@ -93,8 +93,8 @@ class Reporter:
         self._api = api
         self._teller = teller
         self._totals_at: dict[str, float] = {}
-        self._deferral = Deferral()
-        self._publisher = Publisher()
+        self._deferral = StatusDeferral()
+        self._publisher = PassMetrics()
         self._same: dict[str, object] = {}
         self._told: dict[str, int] = {}
         self._full_at = float("-inf")
@@ -111,7 +111,7 @@ class Reporter:
         self._told = {key: told for key, told in self._told.items() if key in keys}
         self._teller.keep(keys)
 
-    def statuses(self, world: World, plan: Plan) -> Iterator[Write]:
+    def statuses(self, world: ClusterState, plan: LendingPlan) -> Iterator[Write]:
         """One write for every status that is due; sets the metrics besides."""
         full = world.monotonic - self._full_at >= _FULL_SECONDS
         if full:
@@ -134,7 +134,7 @@ class Reporter:
         ):
             yield from self._unreadable(kind, bad, world)
 
-    def _pool(self, pool: ServingPool, world: World, plan: Plan) -> Iterator[Write]:
+    def _pool(self, pool: ServingPool, world: ClusterState, plan: LendingPlan) -> Iterator[Write]:
         key = pool.metadata.key
         summary = pool_summary(pool, len(world.lent_in.get(key, ())), world.pool_refusals.get(key))
         status = pool_status(
@@ -147,7 +147,7 @@ class Reporter:
         )
         yield from self._compare(Kind.POOL, pool, status, world)
 
-    def _slot(self, slot: RolloutSlot, world: World) -> Iterator[Write]:
+    def _slot(self, slot: RolloutSlot, world: ClusterState) -> Iterator[Write]:
         key = f"{Kind.SLOT.value} {slot.metadata.key}"
         inputs = self._slot_inputs(slot, world)
         if self._same.get(key) == inputs:
@@ -162,7 +162,7 @@ class Reporter:
             self._same[key] = inputs
         yield from self._compare(Kind.SLOT, slot, status, world)
 
-    def _slot_inputs(self, slot: RolloutSlot, world: World) -> object:
+    def _slot_inputs(self, slot: RolloutSlot, world: ClusterState) -> object:
         """Everything a slot's status depends on."""
         report = slot_report(slot, world)
         silence = world.telemetry.silence(slot.spec.member.node, world.monotonic)
@@ -176,7 +176,7 @@ class Reporter:
         silent = silence > self._policy.stale_seconds
         return slot.metadata.resource_version, slot_state(slot, world), silent, said
 
-    def _is_same(self, lease: RolloutLease, world: World, outcome: Outcome) -> bool:
+    def _is_same(self, lease: RolloutLease, world: ClusterState, outcome: LeaseDecision) -> bool:
         """Whether all that a lease's status depends on, its totals apart, is as it was."""
         key = f"{Kind.LEASE.value} {lease.metadata.key}"
         slots = tuple(
@@ -200,7 +200,7 @@ class Reporter:
         return self._stores[Kind.DEPLOYMENT].get(f"{self._settings.namespace}/{name}")
 
     def _lease(
-        self, lease: RolloutLease, world: World, outcome: Outcome, *, told: bool
+        self, lease: RolloutLease, world: ClusterState, outcome: LeaseDecision, *, told: bool
     ) -> Iterator[Write]:
         name = routers.router_name(lease.metadata.namespace, lease.metadata.name)
         live = self._router_of(lease)
@@ -225,7 +225,7 @@ class Reporter:
         yield from self._compare(Kind.LEASE, lease, status, world, urgent=only_totals)
 
     def _compare(
-        self, kind: Kind, thing: Thing, status: Status, world: World, *, urgent: bool = False
+        self, kind: Kind, thing: Thing, status: Status, world: ClusterState, *, urgent: bool = False
     ) -> Iterator[Write]:
         key = f"{kind.value} {thing.metadata.key}"
         if status == thing.status:
@@ -253,7 +253,7 @@ class Reporter:
 
         yield self._writer.status(kind, manifest, run)
 
-    def _unreadable(self, kind: Kind, bad: Unreadable, world: World) -> Iterator[Write]:
+    def _unreadable(self, kind: Kind, bad: Unreadable, world: ClusterState) -> Iterator[Write]:
         """An object that cannot be read gets its answer; by an Event where no status is taken."""
         metadata = bad.raw["metadata"]
         said = [
@@ -281,7 +281,7 @@ class Reporter:
 
         yield self._writer.status(kind, manifest, run)
 
-    async def _tell_unreadable(self, kind: Kind, bad: Unreadable, world: World) -> None:
+    async def _tell_unreadable(self, kind: Kind, bad: Unreadable, world: ClusterState) -> None:
         """Once per generation of the object and life of this process."""
         key = f"{kind.value} {key_of(bad.raw)}"
         generation = int(bad.raw["metadata"].get("generation") or 0)

@@ -8,8 +8,8 @@ from rose_core.guard.reasons import slot_word
 from rose_core.lending import Policy
 from rose_core.wire.reasons import HOST_MEANING, TOLD_IN_FULL, TROUBLE, HostReason
 from rose_core.wire.sync import SlotReport, SlotState
+from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.plan.telemetry import calm
-from rose_operator.plan.world import World
 from rose_operator.status.statuses import conditions, reason_of
 
 # A slot that its guard keeps stopped for longer than this is no longer Ready.
@@ -28,7 +28,7 @@ _NOT_RUNNING = {
 }
 
 
-def slot_state(slot: RolloutSlot, world: World) -> SlotState | None:
+def slot_state(slot: RolloutSlot, world: ClusterState) -> SlotState | None:
     """The reported state, without the guard's short stops; None when nobody reports it."""
     report = slot_report(slot, world)
     if report is None:
@@ -40,7 +40,7 @@ def slot_state(slot: RolloutSlot, world: World) -> SlotState | None:
     return report.state if still or held >= _HELD_SECONDS else calm(report.state)
 
 
-def slot_report(slot: RolloutSlot, world: World) -> SlotReport | None:
+def slot_report(slot: RolloutSlot, world: ClusterState) -> SlotReport | None:
     """What the slot's node last said about this generation of it."""
     report = world.telemetry.slot(slot.metadata.uid, slot.spec.member.node)
     if report is None or report.slot.generation != slot.metadata.generation:
@@ -49,20 +49,20 @@ def slot_report(slot: RolloutSlot, world: World) -> SlotReport | None:
     return report if len(report.version) <= _MOST_LABEL else None
 
 
-def slot_label(slot: RolloutSlot, world: World) -> str:
+def slot_label(slot: RolloutSlot, world: ClusterState) -> str:
     """The version that is attested on the slot's live weights, empty before the first."""
     report = slot_report(slot, world)
     return report.version if report is not None else ""
 
 
-def slot_runs(slot: RolloutSlot, world: World) -> bool:
+def slot_runs(slot: RolloutSlot, world: ClusterState) -> bool:
     """Whether the slot counts as ready: granted, running, with attested weights."""
     report = slot_report(slot, world)
     lent = slot.spec.desired is Desired.LENT
     return bool(lent and report and report.version) and slot_state(slot, world) is SlotState.RUNNING
 
 
-def slot_trouble(slot: RolloutSlot, world: World) -> tuple[Reason, str] | None:
+def slot_trouble(slot: RolloutSlot, world: ClusterState) -> tuple[Reason, str] | None:
     """Why the slot's engine cannot start or go on, as its lease may hear it.
 
     Returns:
@@ -88,7 +88,7 @@ def _shortened(text: str) -> str:
     return f"{line[:_MOST_HEAD]} ... {line[-_MOST_TAIL:]}"
 
 
-def slot_status(slot: RolloutSlot, world: World, policy: Policy) -> SlotStatus:
+def slot_status(slot: RolloutSlot, world: ClusterState, policy: Policy) -> SlotStatus:
     """Status of one slot; figures that move all the time stay out."""
     report = slot_report(slot, world)
     state = slot_state(slot, world)

@@ -25,7 +25,7 @@ from rose_core import lending
 from rose_core.api import RolloutLease
 from rose_core.wire.routing import DemandNote, DemandRequest
 from rose_operator.apply.routers import ATTACH_PORT, attach_address, replicas_name, router_name
-from rose_operator.kube.backoff import Growing
+from rose_operator.kube.backoff import ExponentialBackoff
 from rose_operator.settings import Settings
 from rose_wire import tls
 from rose_wire.errors import WireError
@@ -40,7 +40,7 @@ _RESOLVE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Heard:
+class ReceivedNote:
     """One note, and when it came."""
 
     note: DemandNote
@@ -48,7 +48,7 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Router:
+class RouterAddress:
     """Where one replica of a lease's router is dialled; ``name`` is in its certificate."""
 
     lease: str
@@ -78,9 +78,9 @@ class Demands:
         self._settings, self._leases = settings, leases
         self._clock, self._wake = clock, wake
         self._dial = dial
-        self._heard: dict[Router, Heard] = {}
-        self._streams: dict[Router, asyncio.Task[None]] = {}
-        self._found: dict[str, tuple[float, tuple[Router, ...]]] = {}
+        self._heard: dict[RouterAddress, ReceivedNote] = {}
+        self._streams: dict[RouterAddress, asyncio.Task[None]] = {}
+        self._found: dict[str, tuple[float, tuple[RouterAddress, ...]]] = {}
 
     def of(self, lease: str) -> lending.Demand | None:
         """What all replicas of the lease's router say together; None before one was heard."""
@@ -108,12 +108,12 @@ class Demands:
         for router in wanted - self._streams.keys():
             self._streams[router] = asyncio.create_task(self._follow(router))
 
-    async def _routers(self, lease: RolloutLease) -> tuple[Router, ...]:
+    async def _routers(self, lease: RolloutLease) -> tuple[RouterAddress, ...]:
         key = lease.metadata.key
         name = router_name(lease.metadata.namespace, lease.metadata.name)
         address = self._dial(lease) if self._dial else attach_address(name, self._settings)
         if lease.spec.router.replicas == 1 or self._dial:
-            return (Router(key, address),)
+            return (RouterAddress(key, address),)
         at, found = self._found.get(key, (float("-inf"), ()))
         if self._clock() - at < _RESOLVE_SECONDS:
             return found
@@ -121,15 +121,16 @@ class Demands:
         scheme = tls.SCHEME if self._settings.tls_dir else ""
         certified = address.removeprefix(tls.SCHEME).rpartition(":")[0]
         made = tuple(
-            Router(key, f"{scheme}{one}:{ATTACH_PORT}", certified) for one in await _resolve(host)
+            RouterAddress(key, f"{scheme}{one}:{ATTACH_PORT}", certified)
+            for one in await _resolve(host)
         )
         self._found[key] = self._clock(), made
         return made
 
-    async def _follow(self, router: Router) -> None:
+    async def _follow(self, router: RouterAddress) -> None:
         """Listen to one replica, again and again."""
         request, token = DemandRequest(router.lease), self._settings.token
-        rest = Growing(1.0, _LONGEST_SECONDS)
+        rest = ExponentialBackoff(1.0, _LONGEST_SECONDS)
         while True:
             try:
                 channel = self._channel(router)
@@ -143,13 +144,13 @@ class Demands:
                 _log.debug("router %s of lease %s: %s", router.address, router.lease, error)
             await asyncio.sleep(rest.next())
 
-    def _take(self, router: Router, note: DemandNote) -> None:
+    def _take(self, router: RouterAddress, note: DemandNote) -> None:
         before = self._heard.get(router)
-        self._heard[router] = Heard(note, self._clock())
+        self._heard[router] = ReceivedNote(note, self._clock())
         if before is None or bool(before.note.peak_turns) != bool(note.peak_turns):
             self._wake()
 
-    def _channel(self, router: Router) -> grpc.aio.Channel:
+    def _channel(self, router: RouterAddress) -> grpc.aio.Channel:
         folder: Path | None = self._settings.tls_dir
         if folder is None:
             return connect(router.address)
@@ -157,7 +158,7 @@ class Demands:
         return connect(router.address, credentials=credentials, name=router.name)
 
 
-def together(heard: Sequence[Heard], now: float) -> lending.Demand | None:
+def together(heard: Sequence[ReceivedNote], now: float) -> lending.Demand | None:
     """What several replicas say, as if one had all turns; None for none."""
     if not heard:
         return None

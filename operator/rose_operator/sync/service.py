@@ -18,11 +18,11 @@ from rose_core.api import RolloutSlot, ServingPool
 from rose_core.wire.sync import Notice, NoticeRequest, PoolPolicy, SyncReply, SyncRequest
 from rose_operator.kube.api import Kind
 from rose_operator.kube.leader import LeaderLock
-from rose_operator.kube.object_cache import Store
+from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.metrics import GRANTS, LISTENERS, SYNCS
 from rose_operator.notices import Notices
 from rose_operator.plan.telemetry import Telemetry
-from rose_operator.plan.typed_objects import Reader
+from rose_operator.plan.typed_objects import TypedReader
 from rose_operator.settings import Settings
 from rose_operator.sync import authorization
 from rose_operator.sync.grants import grants_of, policy_of
@@ -44,7 +44,7 @@ class SyncService:
     def __init__(
         self,
         settings: Settings,
-        stores: dict[Kind, Store],
+        stores: dict[Kind, ObjectCache],
         telemetry: Telemetry,
         lock: LeaderLock,
         *,
@@ -54,8 +54,8 @@ class SyncService:
     ) -> None:
         self._settings = settings
         self._stores = stores
-        self._slot_reader = Reader(RolloutSlot, stores[Kind.SLOT])
-        self._pool_reader = Reader(ServingPool, stores[Kind.POOL])
+        self._slot_reader = TypedReader(RolloutSlot, stores[Kind.SLOT])
+        self._pool_reader = TypedReader(ServingPool, stores[Kind.POOL])
         self._notices = Notices() if notices is None else notices
         self._telemetry = telemetry
         self._lock = lock

@@ -21,7 +21,7 @@ from rose_core.rollouts.fields import Bounds, least
 from rose_core.rollouts.placement import EngineView
 from rose_core.rollouts.residency import Residents
 from rose_core.rollouts.suspects import suspects
-from rose_core.rollouts.watch import Move
+from rose_core.rollouts.watch import MoveReason
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_router import metrics
 
@@ -73,11 +73,11 @@ class LiveLeg:
     began: float
     last_event: float
     tokens: int = 0
-    verdict: Move | None = None
+    verdict: MoveReason | None = None
     task: asyncio.Task[None] | None = None
     can_move: Callable[[], bool] = lambda: True
 
-    def end(self, verdict: Move) -> None:
+    def end(self, verdict: MoveReason) -> None:
         """Stop reading; the turn decides what follows."""
         if self.verdict is None:
             self.verdict = verdict
@@ -305,7 +305,7 @@ class Fleet:
         del self._engines[engine.name]
         self.residents.gone(engine.name)
         for leg in list(engine.legs.values()):
-            leg.end(Move.GONE)
+            leg.end(MoveReason.GONE)
 
     def _raise_head(self, *named: WeightVersion | None) -> None:
         self.head = versions.newest(v for v in (self.head, *named) if v is not None)

@@ -29,10 +29,10 @@ from rose_router import metrics
 from rose_router.errors import REASON, EngineRefused, RouterError
 from rose_router.http import bearer, facade, memory, pages, trajectories, virtual
 from rose_router.http.dialects.common import BODY_SECONDS
-from rose_router.http.handlers import Answering
-from rose_router.http.memory import Memory, limit_of_process
+from rose_router.http.handlers import TurnHandlers
+from rose_router.http.memory import MemoryLimiter, limit_of_process
 from rose_router.http.tokenization import Tokenizer
-from rose_router.listener import Doors
+from rose_router.listener import ConnectionLimiter
 from rose_router.turns.barrier import Barrier
 from rose_router.turns.service import Service
 from rose_wire.observability import pages as process_pages
@@ -43,7 +43,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def create(
     service: Service,
     tokenizer: Tokenizer | None = None,
-    doors: Doors | None = None,
+    doors: ConnectionLimiter | None = None,
     barrier: Barrier | None = None,
     *,
     forwarding: Middleware | None = None,
@@ -63,8 +63,8 @@ def create(
         lease=settings.lease,
         required=settings.authenticate,
     )
-    doors = Doors(settings.limits) if doors is None else doors
-    room = Memory(settings.memory_bytes or limit_of_process())
+    doors = ConnectionLimiter(settings.limits) if doors is None else doors
+    room = MemoryLimiter(settings.memory_bytes or limit_of_process())
     if tokenizer is not None:
         tokenizer.most_text = room.most_text
     app = web.Application(
@@ -78,7 +78,7 @@ def create(
         ],
     )
     app[BODY_SECONDS] = settings.limits.body_seconds
-    answering = Answering(service, tokenizer)
+    answering = TurnHandlers(service, tokenizer)
     app.add_routes(process_pages(metrics.REGISTRY))
     app.add_routes(pages.routes(service))
     app.add_routes(facade.routes(service))
@@ -148,7 +148,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return error_response(error)
 
 
-def _counted(doors: Doors) -> Middleware:
+def _counted(doors: ConnectionLimiter) -> Middleware:
     @web.middleware
     async def spoken(request: web.Request, handler: Handler) -> web.StreamResponse:
         doors.spoken(request.transport)

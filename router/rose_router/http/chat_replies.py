@@ -10,7 +10,7 @@ from rose_router.http import replies
 from rose_router.http.dialects import chat
 from rose_router.http.streaming import Events
 from rose_router.http.tokenization import Tokenizer
-from rose_router.turns.turn import Shown, Turn, typed_abort
+from rose_router.turns.turn import Turn, VisibleOutput, typed_abort
 
 
 class ChatReplies:
@@ -64,11 +64,11 @@ class ChatReplies:
         finish = self._finish(turn, message)
         return choice | {"index": index, "message": message, "finish_reason": finish}
 
-    def _message(self, turn: Turn, shown: Shown) -> dict[str, Any]:
+    def _message(self, turn: Turn, shown: VisibleOutput) -> dict[str, Any]:
         text = replies.text_of(turn, shown, self._tokenizer)
         return chat.message_of(text, self._body, turn.request.rid)
 
-    def _words(self, turn: Turn, shown: Shown, message: Mapping[str, Any]) -> str:
+    def _words(self, turn: Turn, shown: VisibleOutput, message: Mapping[str, Any]) -> str:
         if message and not message.get("tool_calls"):
             return str(message["content"])
         text = replies.text_of(turn, shown, self._tokenizer)
@@ -81,7 +81,7 @@ class ChatReplies:
         return "tool_calls" if word == "stop" and message.get("tool_calls") else word
 
     @staticmethod
-    def _beside(turn: Turn, shown: Shown, since: int) -> dict[str, Any]:
+    def _beside(turn: Turn, shown: VisibleOutput, since: int) -> dict[str, Any]:
         ids = shown.tokens[since:]
         return {
             "logprobs": replies.token_logprobs(shown, since),

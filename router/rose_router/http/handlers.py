@@ -16,15 +16,15 @@ from rose_router.http.chat_replies import ChatReplies
 from rose_router.http.completion_replies import CompletionReplies
 from rose_router.http.dialects import chat, completions, sglang, vllm
 from rose_router.http.dialects.common import Hints, encoded, read_body, token_ids
-from rose_router.http.dialects.terms import Ask
+from rose_router.http.dialects.terms import ParsedRequest
 from rose_router.http.memory import ROOM, held_by
 from rose_router.http.streaming import Events, Stream
 from rose_router.http.tokenization import Tokenizer
 from rose_router.turns.service import Service, random_rid
-from rose_router.turns.turn import State, Turn, typed_abort
+from rose_router.turns.turn import Turn, TurnState, typed_abort
 
 
-class Answering:
+class TurnHandlers:
     """The handlers.
 
     Args:
@@ -123,7 +123,7 @@ class Answering:
         return web.Response()
 
     @contextlib.contextmanager
-    def _turns(self, request: web.Request, ask: Ask) -> Iterator[list[Turn]]:
+    def _turns(self, request: web.Request, ask: ParsedRequest) -> Iterator[list[Turn]]:
         """The turns asked for, of the job that the caller's token names."""
         job = request.get(JOB, "")
         turns: list[Turn] = []
@@ -188,7 +188,7 @@ def _raise_if_all_failed(turns: list[Turn]) -> None:
     Raises:
         Exception: what the first turn failed with.
     """
-    if all(turn.state is State.FAILED for turn in turns):
+    if all(turn.state is TurnState.FAILED for turn in turns):
         raise turns[0].error or TurnLost("Internal", "the turn failed without saying why")
 
 

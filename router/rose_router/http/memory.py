@@ -69,7 +69,7 @@ def resident_bytes() -> int:
     return pages * resource.getpagesize()
 
 
-class Memory:
+class MemoryLimiter:
     """What requests take of a router's memory.
 
     Args:
@@ -90,14 +90,14 @@ class Memory:
         return self.budget // 160
 
     @contextlib.contextmanager
-    def room_for(self, body_bytes: int) -> Iterator[Room]:
+    def room_for(self, body_bytes: int) -> Iterator[MemoryReservation]:
         """Memory for a request of that length, given back in the end.
 
         Raises:
             TooLarge: it would not fit if it were alone.
             Overloaded: it does not fit now.
         """
-        room = Room(self)
+        room = MemoryReservation(self)
         room.becomes(body_bytes * _PER_BYTE)
         try:
             yield room
@@ -133,15 +133,15 @@ class Memory:
         metrics.MEMORY_TAKEN.set(self.taken)
 
 
-class Room:
+class MemoryReservation:
     """What one request takes; it changes once, when its turns are known."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: MemoryLimiter) -> None:
         self._memory = memory
         self.bytes = 0
 
     def becomes(self, bytes_: int) -> None:
-        """Take more or give back; see ``Memory.room_for``."""
+        """Take more or give back; see ``MemoryLimiter.room_for``."""
         more = bytes_ - self.bytes
         if more > 0:
             self._memory.take(more)
@@ -150,7 +150,7 @@ class Room:
         self.bytes = bytes_
 
 
-ROOM = web.RequestKey("room", Room)
+ROOM = web.RequestKey("room", MemoryReservation)
 """Key of a request under which its room is found."""
 
 
@@ -164,7 +164,7 @@ def held_by(turns: Iterable[TurnRequest]) -> int:
     return total + _PER_ID * sum(prompts.values())
 
 
-def middleware(memory: Memory, most_body: int) -> Middleware:
+def middleware(memory: MemoryLimiter, most_body: int) -> Middleware:
     """Gives every request with a body room for it before it is read."""
 
     @web.middleware

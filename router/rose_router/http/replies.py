@@ -16,7 +16,7 @@ from rose_core.rollouts.spans import Kv, Span
 from rose_core.rollouts.stops import sure, trimmed
 from rose_core.rollouts.transcript import PER_TOKEN
 from rose_router.http.tokenization import Tokenizer
-from rose_router.turns.turn import Moved, Shown, Turn
+from rose_router.turns.turn import Turn, TurnMove, VisibleOutput
 
 # Facts about one leg that would be wrong for a turn of several, or that the router answers itself.
 _OWN = frozenset(
@@ -58,11 +58,11 @@ def rose_json(turn: Turn, spans: Sequence[Span]) -> dict[str, Any]:
     }
 
 
-def _move(moved: Moved) -> dict[str, Any]:
+def _move(moved: TurnMove) -> dict[str, Any]:
     return {"reason": moved.reason, "engine": moved.engine, "at_token": moved.at_token}
 
 
-def text_of(turn: Turn, shown: Shown, tokenizer: Tokenizer | None) -> str:
+def text_of(turn: Turn, shown: VisibleOutput, tokenizer: Tokenizer | None) -> str:
     """The output as text: the engines' own, or decoded anew when a cut made theirs inexact.
 
     While the turn goes on, what later tokens may change is left out, as engines leave it out.
@@ -75,7 +75,7 @@ def text_of(turn: Turn, shown: Shown, tokenizer: Tokenizer | None) -> str:
     return text if stops is None or turn.over else sure(text, stops.words)
 
 
-def _decoded(turn: Turn, shown: Shown, tokenizer: Tokenizer) -> str:
+def _decoded(turn: Turn, shown: VisibleOutput, tokenizer: Tokenizer) -> str:
     sampling = turn.request.sampling
     decode = partial(tokenizer.decode, skip_special=bool(sampling.get("skip_special_tokens", True)))
     if turn.over:
@@ -86,7 +86,9 @@ def _decoded(turn: Turn, shown: Shown, tokenizer: Tokenizer) -> str:
     return turn.detokenizer.text(shown.tokens)
 
 
-def sglang(turn: Turn, tokenizer: Tokenizer | None, shown: Shown | None = None) -> dict[str, Any]:
+def sglang(
+    turn: Turn, tokenizer: Tokenizer | None, shown: VisibleOutput | None = None
+) -> dict[str, Any]:
     """The reply of ``/generate``; cumulative, as SGLang streams it."""
     shown = shown or turn.shown()
     return {
@@ -96,7 +98,7 @@ def sglang(turn: Turn, tokenizer: Tokenizer | None, shown: Shown | None = None) 
     }
 
 
-def _meta(turn: Turn, shown: Shown) -> dict[str, Any]:
+def _meta(turn: Turn, shown: VisibleOutput) -> dict[str, Any]:
     count, asked = len(shown.tokens), turn.request
     meta: dict[str, Any] = {
         **_engine_meta(turn),
@@ -186,7 +188,7 @@ def vllm_choice(turn: Turn, index: int, since: int = 0) -> dict[str, Any]:
     }
 
 
-def token_logprobs(shown: Shown, since: int) -> dict[str, Any] | None:
+def token_logprobs(shown: VisibleOutput, since: int) -> dict[str, Any] | None:
     """Log-probs as vLLM's token route and OpenAI's chat have them."""
     entries = shown.per_token.get("output_token_logprobs")
     if entries is None:
@@ -203,7 +205,7 @@ def _named(entry: Sequence[Any]) -> dict[str, Any]:
     return {"token": f"token_id:{entry[1]}", "logprob": entry[0], "bytes": None}
 
 
-def _openai_logprobs(shown: Shown, since: int) -> dict[str, Any] | None:
+def _openai_logprobs(shown: VisibleOutput, since: int) -> dict[str, Any] | None:
     entries = shown.per_token.get("output_token_logprobs")
     if entries is None:
         return None

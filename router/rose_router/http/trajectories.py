@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import web
 
 from rose_core.rollouts.errors import InvalidTurn
-from rose_core.rollouts.inclusion import Cell, Inclusion, Row
+from rose_core.rollouts.inclusion import Inclusion, InclusionCell, InclusionRow
 from rose_core.rollouts.prospects import Prospects
 from rose_core.stats import Share
 from rose_router import metrics
@@ -86,7 +86,7 @@ def _rows(meter: Inclusion) -> list[dict[str, Any]]:
     return [_row(row) for row in meter.rows()]
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: InclusionRow) -> dict[str, Any]:
     return {
         "dimension": row.dimension,
         "stratum": row.stratum,
@@ -98,7 +98,7 @@ def _row(row: Row) -> dict[str, Any]:
     }
 
 
-def _cell(cell: Cell) -> dict[str, Any]:
+def _cell(cell: InclusionCell) -> dict[str, Any]:
     counts = {name: getattr(cell, name) for name in ("trained", "dropped", "lost", "groups")}
     return _interval(cell.share()) | counts
 

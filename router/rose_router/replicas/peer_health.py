@@ -26,7 +26,7 @@ MISSES = 2
 Ask = Callable[[str], Awaitable[bool]]
 
 
-class Pulse:
+class PeerHealth:
     """Who answers.
 
     Args:

@@ -31,7 +31,7 @@ from rose_core.wire.routing import EngineUpdate
 from rose_router import metrics
 from rose_router.engines.fleet import Engine, Fleet
 from rose_router.listener import Certificate
-from rose_router.replicas.peer_health import BEAT_SECONDS, Pulse
+from rose_router.replicas.peer_health import BEAT_SECONDS, PeerHealth
 from rose_wire import tls
 from rose_wire.errors import Refused, Unavailable
 from rose_wire.rpc import connect, converse
@@ -146,7 +146,7 @@ class Peers:
         self.me = me
         self._link = link
         self._ask = ask
-        self.pulse = Pulse(self._answers)
+        self.pulse = PeerHealth(self._answers)
         self._leaving = leaving
         self._fleet = fleet
         self._resolve = resolve

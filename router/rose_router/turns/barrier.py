@@ -25,7 +25,7 @@ from rose_core.rollouts.quorum import Quorum, missing
 from rose_router import metrics
 from rose_router.engines.fleet import Clock, Fleet
 from rose_router.errors import BadRequest, Overloaded
-from rose_router.turns.turn_queue import WaitingRoom
+from rose_router.turns.turn_queue import TurnQueue
 
 LOG = logging.getLogger(__name__)
 _MOST_LABELS = 4096
@@ -116,7 +116,7 @@ class Barrier:
     def __init__(
         self,
         fleet: Fleet,
-        room: WaitingRoom,
+        room: TurnQueue,
         ingest: Ingest,
         quorum: Quorum,
         *,

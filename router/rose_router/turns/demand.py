@@ -25,7 +25,7 @@ _SAY_SECONDS = 10.0
 """An unchanged note is repeated so often; the operator takes a router for deaf after a minute."""
 
 
-class Asked:
+class DemandFeed:
     """Watches the service's turns, and tells whoever asks."""
 
     def __init__(self, service: Service) -> None:

@@ -17,7 +17,7 @@ from rose_core.wire.routing import EngineKind
 from rose_router import metrics
 from rose_router.errors import Conflict
 from rose_router.turns.request import TurnRequest
-from rose_router.turns.turn import State, Turn
+from rose_router.turns.turn import Turn, TurnState
 
 RECENT = 256
 REPLAYABLE = 4096
@@ -123,7 +123,7 @@ class Ledger:
         metrics.TURN_SECONDS.observe(turn.ended - turn.began)
         totals.turns += 1
         totals.borrowed_turns += turn.borrowed
-        totals.failed_turns += turn.state is State.FAILED
+        totals.failed_turns += turn.state is TurnState.FAILED
         totals.aborted_turns += finish == "abort"
         totals.moves += len(turn.moves)
         totals.redone_tokens += turn.redone_tokens

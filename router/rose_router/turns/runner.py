@@ -20,7 +20,7 @@ from rose_core.rollouts.prefixes import Prefixes
 from rose_core.rollouts.prospects import Prospects
 from rose_core.rollouts.suspects import GATE_SECONDS
 from rose_core.rollouts.transcript import Leg
-from rose_core.rollouts.watch import Move
+from rose_core.rollouts.watch import MoveReason
 from rose_router import metrics
 from rose_router.config import Settings
 from rose_router.engines.engine_client import EngineClient, Target
@@ -30,13 +30,13 @@ from rose_router.errors import EngineRefused, LegLost, RouterError, TurnLost, Un
 from rose_router.turns.ledger import Ledger
 from rose_router.turns.leg_reader import LegReader
 from rose_router.turns.sessions import Home, Sessions
-from rose_router.turns.turn import Moved, State, Turn
-from rose_router.turns.turn_queue import WaitingRoom
+from rose_router.turns.turn import Turn, TurnMove, TurnState
+from rose_router.turns.turn_queue import TurnQueue
 
 LOG = logging.getLogger(__name__)
 
 # Moves that say nothing against the engine or the turn: they do not count as losses.
-_ORDERLY = frozenset({Move.REVOKED, Move.PAUSED, Move.CAP_CUT})
+_ORDERLY = frozenset({MoveReason.REVOKED, MoveReason.PAUSED, MoveReason.CAP_CUT})
 _MOST_MOVES = 64
 CANARY_SECONDS = 2.0
 """An engine that computes answers one token sooner, and whoever waits for it waits for this."""
@@ -53,7 +53,7 @@ class TurnRunner:
         self,
         settings: Settings,
         fleet: Fleet,
-        room: WaitingRoom,
+        room: TurnQueue,
         *,
         fences: Fences,
         client: EngineClient,
@@ -113,7 +113,7 @@ class TurnRunner:
 
     async def _advance(self, turn: Turn) -> None:
         began = self._clock()
-        turn.state = State.WAITING
+        turn.state = TurnState.WAITING
         view = self._view(turn)
         try:
             engine = await self._room.place(
@@ -156,7 +156,7 @@ class TurnRunner:
         had_room = home is not None and home.gate_open and home.reserved < home.cap
         self._prospects.placed(turn.request.trajectory, engine.kind, left_home=had_room)
 
-    async def _leg(self, turn: Turn, engine: Engine) -> Move | None:
+    async def _leg(self, turn: Turn, engine: Engine) -> MoveReason | None:
         """Run one leg and fold it; why the turn must go on elsewhere, ``None`` when it ended."""
         now = self._clock()
         leg = Leg(
@@ -167,7 +167,7 @@ class TurnRunner:
         handle.task = turn.task
         engine.legs[leg.rid] = handle
         engine.turns += 1
-        turn.state, turn.leg = State.RUNNING, leg
+        turn.state, turn.leg = TurnState.RUNNING, leg
         try:
             move = await self._outcome(turn, engine, leg, handle)
             # The last event may have come just before whatever ended the reading.
@@ -176,7 +176,7 @@ class TurnRunner:
             del engine.legs[leg.rid]
             self._fold(turn, engine, leg)
 
-    async def _outcome(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> Move:
+    async def _outcome(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> MoveReason:
         """Why reading the leg ended, if it was not by its last event."""
         try:
             return await self._judged(turn, engine, leg, handle)
@@ -184,11 +184,11 @@ class TurnRunner:
             # One of its cancellations is the verdict's; any other ends the turn.
             if handle.verdict is None or (handle.task is not None and handle.task.uncancel()):
                 raise
-            if handle.verdict is Move.STALLED:
+            if handle.verdict is MoveReason.STALLED:
                 engine.failed(self._clock())
             return handle.verdict
 
-    async def _judged(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> Move:
+    async def _judged(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> MoveReason:
         """Read the leg; whose fault it is when that ends early."""
         try:
             await self._read(turn, engine, leg, handle)
@@ -201,11 +201,11 @@ class TurnRunner:
             if not error.unsent:
                 await self._lost(turn, engine, leg)
         else:
-            return Move.ABORTED if leg.aborted else Move.UNPLACED
+            return MoveReason.ABORTED if leg.aborted else MoveReason.UNPLACED
         engine.failed(self._clock())
-        return Move.LOST
+        return MoveReason.LOST
 
-    async def _refused(self, engine: Engine, leg: Leg, error: LegLost) -> Move:
+    async def _refused(self, engine: Engine, leg: Leg, error: LegLost) -> MoveReason:
         """The engine answered, and not with tokens.
 
         Raises:
@@ -214,7 +214,7 @@ class TurnRunner:
         if error.doubtful and not leg.placed and await self._answers(engine):
             raise EngineRefused(str(error)) from error
         engine.failed(self._clock())
-        return Move.REFUSED
+        return MoveReason.REFUSED
 
     async def _lost(self, turn: Turn, engine: Engine, leg: Leg) -> None:
         """The connection is gone: if the process is too, this turn may be why.
@@ -275,7 +275,7 @@ class TurnRunner:
         context = len(turn.transcript.prompt) + turn.held
         self._sessions.settle(turn.request.trajectory, Home(engine.name, context, leg.version))
 
-    def _after(self, turn: Turn, engine: Engine, move: Move | None) -> None:
+    def _after(self, turn: Turn, engine: Engine, move: MoveReason | None) -> None:
         leg = turn.transcript.legs[-1]
         dropped = leg.offset + len(leg.ids) > turn.held
         if move is None and not dropped:
@@ -283,10 +283,10 @@ class TurnRunner:
         elif turn.held >= turn.request.most_tokens:
             self._finish(turn, {"type": "length", "length": turn.request.most_tokens})
         else:
-            self._moved(turn, engine, move or Move.UNPLACED)
+            self._moved(turn, engine, move or MoveReason.UNPLACED)
 
-    def _moved(self, turn: Turn, engine: Engine, move: Move) -> None:
-        turn.moves.append(Moved(move, engine.name, turn.held))
+    def _moved(self, turn: Turn, engine: Engine, move: MoveReason) -> None:
+        turn.moves.append(TurnMove(move, engine.name, turn.held))
         turn.losses += move not in _ORDERLY
         metrics.MOVES.labels(move.value).inc()
         metrics.REPREFILLED.inc(len(turn.transcript.prompt) + turn.held)
@@ -307,13 +307,13 @@ class TurnRunner:
     @staticmethod
     def _finish(turn: Turn, finish: Any) -> None:  # noqa: ANN401  # SGLang's JSON
         turn.check()
-        turn.state, turn.finish = State.DONE, dict(finish)
+        turn.state, turn.finish = TurnState.DONE, dict(finish)
         if turn.finish["type"] == "length":
             turn.finish["length"] = turn.held  # the engine counted its own leg only
 
     @staticmethod
     def _abort(turn: Turn, err_type: str, message: str, status: int | None = None) -> None:
-        turn.state = State.DONE
+        turn.state = TurnState.DONE
         turn.finish = {
             "type": "abort",
             "message": message,
@@ -328,7 +328,7 @@ class TurnRunner:
             status = error.status if isinstance(error, RouterError) else 409
             self._abort(turn, reason, str(error), status)
         else:
-            turn.state, turn.error = State.FAILED, error
+            turn.state, turn.error = TurnState.FAILED, error
 
 
 def _raise_refusal(leg: Leg) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from rose_core.rollouts import versions
 from rose_core.rollouts.errors import UnknownVersion
 from rose_core.rollouts.fields import Bounds, check_within, least
-from rose_core.rollouts.guards import Outlook
+from rose_core.rollouts.guards import RolloutOutlook
 from rose_core.rollouts.prefixes import Prefixes
 from rose_core.rollouts.transcript import Transcript
 from rose_core.wire.routing import EngineKind
@@ -31,7 +31,7 @@ from rose_router.turns.request import TurnRequest
 from rose_router.turns.runner import TurnRunner
 from rose_router.turns.supervisor import Supervisor
 from rose_router.turns.turn import Turn
-from rose_router.turns.turn_queue import WaitingRoom
+from rose_router.turns.turn_queue import TurnQueue
 from rose_router.turns.warming import Warmer
 
 _NUMBERS = itertools.count(secrets.randbits(32))
@@ -81,7 +81,7 @@ class Service:
         self.ledger = Ledger(settings.replay_seconds)
         self.prefixes = Prefixes()
         self.prospects = policies.memory()
-        self.room = WaitingRoom(
+        self.room = TurnQueue(
             self.fleet, policies.placement, settings.queue, clock, outlook=self._outlook
         )
         self.room.finish_rate = self._finish_rate
@@ -286,7 +286,7 @@ class Service:
         if turn.abandoned:  # one that is answered has no listener any more when this is called
             metrics.UNDELIVERED.inc(turn.held)
 
-    def _outlook(self) -> Outlook:
+    def _outlook(self) -> RolloutOutlook:
         return self.prospects.outlook(self.fleet.views, self._dice(), self.clock())
 
     def _finish_rate(self) -> float:

@@ -9,17 +9,17 @@ import asyncio
 
 from rose_core.rollouts import versions
 from rose_core.rollouts.prospects import Prospects
-from rose_core.rollouts.watch import LegView, Move, Patience, judge
+from rose_core.rollouts.watch import LegPatience, LegView, MoveReason, judge
 from rose_core.wire.routing import EngineKind
 from rose_router import metrics
 from rose_router.engines.fences import Fences
 from rose_router.engines.fleet import Clock, Engine, Fleet, LiveLeg
-from rose_router.turns.turn_queue import WaitingRoom
+from rose_router.turns.turn_queue import TurnQueue
 
 TICK_SECONDS = 0.25
 
 # Reasons that only make sense while another engine has room; each takes one place of it.
-_NEEDS_ROOM = frozenset({Move.PAUSED, Move.CAP_CUT})
+_NEEDS_ROOM = frozenset({MoveReason.PAUSED, MoveReason.CAP_CUT})
 
 
 class Supervisor:
@@ -35,9 +35,9 @@ class Supervisor:
     def __init__(
         self,
         fleet: Fleet,
-        room: WaitingRoom,
+        room: TurnQueue,
         fences: Fences,
-        patience: Patience,
+        patience: LegPatience,
         prospects: Prospects,
         *,
         forget_seconds: float,

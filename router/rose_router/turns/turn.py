@@ -21,18 +21,18 @@ import msgspec
 
 from rose_core.rollouts.detokenize import IncrementalDetokenizer
 from rose_core.rollouts.fields import Bounds, check_within
-from rose_core.rollouts.logprobs import Terms, terms_of
+from rose_core.rollouts.logprobs import LogprobTerms, terms_of
 from rose_core.rollouts.placement import TurnView
 from rose_core.rollouts.spans import Span, covers, cut, joined, shifted
 from rose_core.rollouts.suspects import Record
 from rose_core.rollouts.transcript import Leg, Transcript
-from rose_core.rollouts.watch import Move
+from rose_core.rollouts.watch import MoveReason
 from rose_core.wire.routing import EngineKind
 from rose_router.engines.fleet import LiveLeg, Signal
 from rose_router.turns.request import TurnRequest
 
 
-class State(StrEnum):
+class TurnState(StrEnum):
     """Where a turn stands."""
 
     WAITING = "Waiting"
@@ -42,15 +42,15 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class TurnMove:
     """The turn left an engine; ``at_token`` output tokens were held then."""
 
-    reason: Move
+    reason: MoveReason
     engine: str
     at_token: int
 
 
-class Shown(msgspec.Struct, frozen=True, gc=False):
+class VisibleOutput(msgspec.Struct, frozen=True, gc=False):
     """What may be shown of a turn: only tokens whose version is known."""
 
     tokens: list[int]
@@ -80,7 +80,7 @@ class Turn:
     request: TurnRequest
     began: float
     transcript: Transcript
-    state: State = State.WAITING
+    state: TurnState = TurnState.WAITING
     leg: Leg | None = None
     handle: LiveLeg | None = None
     finish: Mapping[str, Any] | None = None
@@ -92,7 +92,7 @@ class Turn:
     labels: Mapping[str, str] = field(default_factory=dict)
     prompt_meta: dict[str, Any] = field(default_factory=dict)
     last_meta: Mapping[str, Any] = field(default_factory=dict)
-    moves: list[Moved] = field(default_factory=list)
+    moves: list[TurnMove] = field(default_factory=list)
     detokenizer: IncrementalDetokenizer | None = None
     redone_tokens: int = 0
     losses: int = 0
@@ -108,7 +108,7 @@ class Turn:
     @property
     def over(self) -> bool:
         """Nothing more will come."""
-        return self.state is State.DONE or self.state is State.FAILED
+        return self.state is TurnState.DONE or self.state is TurnState.FAILED
 
     async def until_over(self) -> None:
         """Wait for the end without being woken by every token."""
@@ -121,7 +121,7 @@ class Turn:
         return self.labels.get(spans[-1].version, spans[-1].version)
 
     @cached_property
-    def logprob_terms(self) -> Terms:
+    def logprob_terms(self) -> LogprobTerms:
         """What the request itself makes of its log-probs; asked for in every event."""
         return terms_of(self.request.sampling, self.request.passed)
 
@@ -157,11 +157,11 @@ class Turn:
             alone=self.record.must_be_alone(),
         )
 
-    def shown(self) -> Shown:
+    def shown(self) -> VisibleOutput:
         """What may be shown now."""
         held, leg = self.transcript, self.leg
         if leg is None or not leg.placed:
-            return Shown(held.tokens, held.per_token, held.spans, held.text)
+            return VisibleOutput(held.tokens, held.per_token, held.spans, held.text)
         exact = self.request.pin.exact
         until = leg.allowed(str(exact)) if exact else leg.placed
         per_token = {
@@ -172,7 +172,7 @@ class Turn:
         if held.spans or until < leg.placed:
             spans = joined((*held.spans, *shifted(cut(spans, until), leg.offset)))
         text = leg.placed_text if until == leg.placed else ""
-        return Shown(held.tokens + leg.ids[:until], per_token, spans, held.text + text)
+        return VisibleOutput(held.tokens + leg.ids[:until], per_token, spans, held.text + text)
 
     def check_bounds(self, bounds: Bounds) -> None:
         """Refuse to run where the turn would end the engine.
@@ -201,7 +201,7 @@ class Turn:
 
 def typed_abort(turn: Turn) -> None:
     """A turn that failed beside others that did not: an abort that says so, never just empty."""
-    if turn.state is State.FAILED and turn.finish is None:
+    if turn.state is TurnState.FAILED and turn.finish is None:
         turn.finish = {
             "type": "abort",
             "message": str(turn.error),

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from rose_core.rollouts import versions
-from rose_core.rollouts.admission import Queue, has_room, rank, retry_after
-from rose_core.rollouts.dispatch import Scene, next_turn
+from rose_core.rollouts.admission import QueueLimits, has_room, rank, retry_after
+from rose_core.rollouts.dispatch import DispatchState, next_turn
 from rose_core.rollouts.errors import UnknownVersion, VersionGone
-from rose_core.rollouts.fairness import Shares, work
-from rose_core.rollouts.guards import NOTHING_KNOWN, Outlook
+from rose_core.rollouts.fairness import FairShares, work
+from rose_core.rollouts.guards import NOTHING_KNOWN, RolloutOutlook
 from rose_core.rollouts.placement import (
     Obstacle,
     Placement,
@@ -57,7 +57,7 @@ class Waiter:
     obstacle: Obstacle = Obstacle.NO_ENGINE
 
 
-class WaitingRoom:
+class TurnQueue:
     """Gives turns engines.
 
     Args:
@@ -71,9 +71,9 @@ class WaitingRoom:
         self,
         fleet: Fleet,
         policy: Policy,
-        queue: Queue,
+        queue: QueueLimits,
         clock: Clock,
-        outlook: Callable[[], Outlook] = lambda: NOTHING_KNOWN,
+        outlook: Callable[[], RolloutOutlook] = lambda: NOTHING_KNOWN,
     ) -> None:
         self._fleet = fleet
         self._policy = policy
@@ -83,7 +83,7 @@ class WaitingRoom:
         self._arrivals = itertools.count()
         self._waiting: list[Waiter] = []
         self._again: asyncio.TimerHandle | None = None
-        self._shares = Shares()
+        self._shares = FairShares()
         self.held = False
         self.finish_rate: Callable[[], float] = lambda: 0.0
 
@@ -272,7 +272,7 @@ class WaitingRoom:
     def _dispatch(self) -> None:
         again: float | None = None
         while self._waiting:
-            scene = Scene(
+            scene = DispatchState(
                 self._fleet.views(),
                 self._fleet.head,
                 self._policy,

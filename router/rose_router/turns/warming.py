@@ -14,20 +14,27 @@ from itertools import islice
 
 from msgspec.structs import replace
 
-from rose_core.rollouts.dispatch import Scene
+from rose_core.rollouts.dispatch import DispatchState
 from rose_core.rollouts.errors import BrokenStream
-from rose_core.rollouts.guards import Outlook
+from rose_core.rollouts.guards import RolloutOutlook
 from rose_core.rollouts.placement import Policy, PolicyName, TurnView
 from rose_core.rollouts.transcript import StreamEvent
-from rose_core.rollouts.warming import LOOK_SECONDS, Bound, Ended, Resting, Returns, to_warm
+from rose_core.rollouts.warming import (
+    LOOK_SECONDS,
+    Resting,
+    ReturnRates,
+    WarmBound,
+    WarmOutcome,
+    to_warm,
+)
 from rose_router import metrics
 from rose_router.engines.engine_client import EngineClient, Target
 from rose_router.engines.fences import Fences
 from rose_router.engines.fleet import Clock, Engine, Fleet
 from rose_router.errors import EngineRefused, LegLost
 from rose_router.turns.sessions import Home, Sessions
-from rose_router.turns.turn import State, Turn
-from rose_router.turns.turn_queue import WaitingRoom
+from rose_router.turns.turn import Turn, TurnState
+from rose_router.turns.turn_queue import TurnQueue
 
 _MOST_ASKED = 256  # trajectories looked at in one go, the newest; a look must not hold up streams
 
@@ -59,13 +66,13 @@ class Warmer:
         self,
         policy: Policy,
         fleet: Fleet,
-        room: WaitingRoom,
+        room: TurnQueue,
         *,
         fences: Fences,
         client: EngineClient,
         sessions: Sessions,
         view: Callable[[Turn], TurnView],
-        outlook: Callable[[], Outlook],
+        outlook: Callable[[], RolloutOutlook],
         clock: Clock,
         new_rid: Callable[[], str],
     ) -> None:
@@ -73,7 +80,7 @@ class Warmer:
         self._fences, self._client, self._sessions = fences, client, sessions
         self._view, self._outlook = view, outlook
         self._clock, self._new_rid = clock, new_rid
-        self._bound, self._returns = Bound(), Returns()
+        self._bound, self._returns = WarmBound(), ReturnRates()
         self._resting: dict[str, _Rest] = {}
         self._came: dict[Turn, str] = {}
 
@@ -86,7 +93,7 @@ class Warmer:
         if rest is None:
             return
         self._returns.came(turn.began - rest.since)
-        self._stop(rest, Ended.LATE)
+        self._stop(rest, WarmOutcome.LATE)
         if rest.warm:
             self._came[turn] = rest.warm
 
@@ -95,7 +102,7 @@ class Warmer:
         warm, legs = self._came.pop(turn, ""), turn.transcript.legs
         if warm:
             used = bool(legs) and legs[0].engine == warm
-            metrics.WARMED.labels(Ended.USED if used else Ended.ELSEWHERE).inc()
+            metrics.WARMED.labels(WarmOutcome.USED if used else WarmOutcome.ELSEWHERE).inc()
         if self._policy.name is not PolicyName.JOINT or not _comes_back(turn):
             return
         name, context = turn.request.trajectory, len(turn.transcript.prompt) + turn.held
@@ -124,7 +131,7 @@ class Warmer:
         """End everything."""
         tasks = [rest.task for rest in self._resting.values() if rest.task is not None]
         for rest in self._resting.values():
-            self._stop(rest, Ended.STOPPED)
+            self._stop(rest, WarmOutcome.STOPPED)
         await asyncio.gather(*tasks, return_exceptions=True)
         self._resting.clear()
 
@@ -150,10 +157,10 @@ class Warmer:
             if engine is not None:
                 self._begin(self._resting[warm.name], engine)
 
-    def _scene(self, now: float) -> Scene:
+    def _scene(self, now: float) -> DispatchState:
         views, head = self._fleet.views(), self._fleet.head
         calm = replace(self._outlook(), dice=1.0)  # nothing begins here, so nothing explores
-        return Scene(views, head, self._policy, now, calm, self._fleet.residents)
+        return DispatchState(views, head, self._policy, now, calm, self._fleet.residents)
 
     def _forget(self, now: float) -> None:
         while self._resting:
@@ -166,16 +173,16 @@ class Warmer:
 
     def _drop(self, rest: _Rest | None) -> None:
         if rest is not None:
-            self._stop(rest, Ended.STOPPED)
-            metrics.WARMED.labels(Ended.UNUSED).inc(bool(rest.warm))
+            self._stop(rest, WarmOutcome.STOPPED)
+            metrics.WARMED.labels(WarmOutcome.UNUSED).inc(bool(rest.warm))
 
     def _stop_where_shut(self) -> None:
         for rest in self._resting.values():
             engine = rest.engine
             if engine is not None and not (engine.gate_open and self._fleet.get(engine.name)):
-                self._stop(rest, Ended.STOPPED)
+                self._stop(rest, WarmOutcome.STOPPED)
 
-    def _stop(self, rest: _Rest, why: Ended) -> None:
+    def _stop(self, rest: _Rest, why: WarmOutcome) -> None:
         if rest.task is not None:
             rest.task.cancel()
             rest.task = rest.engine = None
@@ -213,7 +220,7 @@ class Warmer:
             await self._client.stream(target, body, last.take)
             whole = last.whole
         except (LegLost, EngineRefused, BrokenStream):
-            metrics.WARMED.labels(Ended.STOPPED).inc()
+            metrics.WARMED.labels(WarmOutcome.STOPPED).inc()
         finally:
             if not whole:
                 self._fences.raise_for(engine, rid)
@@ -221,7 +228,7 @@ class Warmer:
             if rest.engine is engine:
                 rest.task = rest.engine = None
         if whole and str(engine.version) == version:
-            metrics.WARMED.labels(Ended.UNUSED).inc(bool(rest.warm))  # of the times before
+            metrics.WARMED.labels(WarmOutcome.UNUSED).inc(bool(rest.warm))  # of the times before
             metrics.WARMED_TOKENS.inc(rest.context)
             residents.ended(engine.name, request.session, rest.context, self._clock())
             self._sessions.settle(name, Home(engine.name, rest.context, version))
@@ -246,7 +253,9 @@ class _Last:
 
 def _comes_back(turn: Turn) -> bool:
     """Whether another turn of the trajectory could be told from a new one, and may be moved."""
-    done = turn.state is State.DONE and turn.finish is not None and turn.finish["type"] != "abort"
+    done = (
+        turn.state is TurnState.DONE and turn.finish is not None and turn.finish["type"] != "abort"
+    )
     return done and bool(turn.request.session) and not turn.request.dedicated_because
 
 

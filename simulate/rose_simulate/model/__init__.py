@@ -7,7 +7,7 @@
 - ``workload``, ``job``: what arrives, and the trainer.
 - ``curves``, ``fleet``: thousands of GPUs in bins, from what one replica does event by event.
 - ``scenario``, ``fleet_scenario``: what is told.
-- ``world``, ``run``, ``outcome``: one run and what it gave.
+- ``simulation``, ``run``, ``outcome``: one run and what it gave.
 
 Read ``run`` first. The shell, which reads files, stands one floor above.
 """

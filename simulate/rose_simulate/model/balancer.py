@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rose_simulate.model.gates import ServingRequest
-from rose_simulate.model.lent import Replica
+from rose_simulate.model.lent import LentReplica
 
 
 class Balancer:
@@ -17,7 +17,7 @@ class Balancer:
     """
 
     def __init__(
-        self, serving: Callable[[str], Sequence[Replica]], any_off: Callable[[], bool]
+        self, serving: Callable[[str], Sequence[LentReplica]], any_off: Callable[[], bool]
     ) -> None:
         self._serving, self._any_off = serving, any_off
         self._turn = 0

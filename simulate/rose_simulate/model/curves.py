@@ -16,8 +16,8 @@ from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.costs import costs, kv_tokens
 from rose_simulate.model.gates import ServingRequest
-from rose_simulate.model.lent import Ears, Replica
-from rose_simulate.model.regimes import RULES, Lends
+from rose_simulate.model.lent import LentReplica, ReplicaCallbacks
+from rose_simulate.model.regimes import RULES, LendingMode
 from rose_simulate.model.scenario import Load, Regime, RolloutJob, Scenario, Service
 from rose_simulate.model.workload import Arrival, Episode
 
@@ -49,7 +49,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Found:
+class ReplicaYield:
     """What one replica has given at one load; ``late`` are the numbers of requests."""
 
     tokens_per_s: float
@@ -57,7 +57,7 @@ class Found:
     late: frozenset[int]
 
 
-Alone = Mapping[float, Found]
+Alone = Mapping[float, ReplicaYield]
 """What a replica does with nothing lent, by load."""
 
 
@@ -93,7 +93,7 @@ def curve(
         alone: what it does alone at those loads, which is the same under every regime; None =
             find out.
     """
-    nothing = RULES[lender.regime].lends is Lends.NOTHING
+    nothing = RULES[lender.regime].lends is LendingMode.NOTHING
     known = by_itself(lender, loads=loads, trace=trace, seed=seed) if alone is None else alone
     found: list[tuple[float, float, float, float, float]] = []
     for load in loads:
@@ -172,7 +172,7 @@ class _Bench:
 
     def run(
         self, rows: Rows[Row], pool: Rows[Episode] = (), draw: random.Random | None = None
-    ) -> Found:
+    ) -> ReplicaYield:
         """Serve the requests; rollouts always fill the batch."""
         replica = self._replica(pool, draw)
         if self._lends:
@@ -186,16 +186,16 @@ class _Bench:
             self._clock.at(request.arrived_ns, partial(replica.serve, request))
         self._clock.run(round((_WARM_S + _SECONDS) * SECOND))
         replica.device.finish()
-        return Found(
+        return ReplicaYield(
             (sum(one.tokens for one in self._engines) - tokens) / _SECONDS,
             (replica.device.computing_ns - open_ns) / SECOND / _SECONDS,
             frozenset(one.number for one in requests if self._late(one)),
         )
 
-    def _replica(self, pool: Rows[Episode], draw: random.Random | None) -> Replica:
+    def _replica(self, pool: Rows[Episode], draw: random.Random | None) -> LentReplica:
         lender = self._lender
 
-        def served(_replica: Replica, engine: BatchEngine) -> None:
+        def served(_replica: LentReplica, engine: BatchEngine) -> None:
             assert draw is not None  # noqa: S101  # only a lent replica serves rollouts
             self._engines.append(engine)
             for number in range(max(1, min(lender.job.cap, engine.kv_tokens // USUAL_CONTEXT))):
@@ -210,9 +210,9 @@ class _Bench:
             services=(lender.service.model_copy(update={"load": Load()}),),
             jobs=(lender.job,),
         )
-        ears = Ears(lambda _replica, _open: None, lambda _replica, _lost: None, served)
+        ears = ReplicaCallbacks(lambda _replica, _open: None, lambda _replica, _lost: None, served)
         rules = RULES[lender.regime]
-        return Replica(self._clock, 0, told.services[0], told, rules=rules, ears=ears)
+        return LentReplica(self._clock, 0, told.services[0], told, rules=rules, ears=ears)
 
     def _late(self, one: ServingRequest) -> bool:
         """Whether it violates the SLO; one that still waits at the end by how long it has."""

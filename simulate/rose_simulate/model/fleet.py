@@ -6,7 +6,7 @@
 | live requests of a replica | Poisson per bin; the planner and the counts see these |
 | what a replica gives, which requests are late | ``curves`` at the load; they hold its randomness |
 | which replicas are lent | ``rose_core.lending.plan``, per pool, every ``plan_s`` |
-| rollouts of a job | ``tank``: trajectories that all progress alike; no turn is placed |
+| rollouts of a job | ``fluid_job``: trajectories that all progress alike; no turn is placed |
 
 Against the event level its throughput is checked in ``tests/simulate/test_fleet.py``.
 """
@@ -26,9 +26,9 @@ from rose_core.wire.sync import SignalSource
 from rose_simulate.model.costs import costs, kv_tokens
 from rose_simulate.model.curves import USUAL_CONTEXT, Curve
 from rose_simulate.model.fleet_scenario import FleetScenario
-from rose_simulate.model.regimes import RULES, Lends
+from rose_simulate.model.fluid_job import EngineSupply, Floats, FluidJob, FluidWork, active_share
+from rose_simulate.model.regimes import RULES, LendingMode
 from rose_simulate.model.scenario import Regime
-from rose_simulate.model.tank import Floats, Supply, Tank, Work, active_share
 from rose_simulate.model.workload import Arrival, Episode, Shape
 
 _SOURCE = SignalSource.WIRE_TAP.value
@@ -116,8 +116,8 @@ class Fleet:
         job = told.jobs.job
         lengths = np.array([sum(t.output for t in one) for one in episodes], dtype=float)
         own = costs(job.device, job.model, told.derate, job.gpus_per_engine)
-        work = Work(job, own, lengths, active_share(episodes, job))
-        self._tanks = [Tank(work, self._draw) for _ in range(told.jobs.count)]
+        work = FluidWork(job, own, lengths, active_share(episodes, job))
+        self._tanks = [FluidJob(work, self._draw) for _ in range(told.jobs.count)]
         self._sums = dict.fromkeys(
             ("requests", "alone", "added", "inside", "spared", "lent", "open"), 0.0
         )
@@ -161,7 +161,7 @@ class Fleet:
         every = max(1, round(told.plan_s / told.bin_s))
         for index in range(self._bins):
             now = index * told.bin_s
-            if RULES[self._regime].lends is not Lends.NOTHING and index % every == 0:
+            if RULES[self._regime].lends is not LendingMode.NOTHING and index % every == 0:
                 for number, one in enumerate(self._services):
                     self._plan(number, one, now, index)
             given, engines = self._give(index, now)
@@ -237,9 +237,9 @@ class Fleet:
             np.add.at(engines, one.job[works], 1.0)
         return given, engines
 
-    def _supply(self, borrowed: float, engines: float) -> Supply:
+    def _supply(self, borrowed: float, engines: float) -> EngineSupply:
         dedicated = self._told.jobs.job.dedicated
-        return Supply(
+        return EngineSupply(
             borrowed + dedicated * self._dedicated,
             engines * self._lent_slots + dedicated * self._own_slots,
             engines + dedicated,

@@ -14,15 +14,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rose_core.guard.experience import BUDGET_CAUSE, Experience
-from rose_core.guard.gate import GateLimits, ReplicaFacts, Verdict, judge
+from rose_core.guard.gate import GateLimits, GateVerdict, ReplicaFacts, judge
 from rose_core.guard.ladder import Action, LadderLimits, Order
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.regime import Gaps
 from rose_core.guard.slack import Objective
 from rose_core.guard.slot import EngineSeen, SlotMachine, SlotSeen, decide
-from rose_core.telemetry.book import Book, Finished
+from rose_core.telemetry.book import Book, FinishedRequest
 from rose_core.telemetry.dialects import Figures
-from rose_core.telemetry.events import Arrived, Ended, FirstToken, Health, How, Sized
+from rose_core.telemetry.events import Arrived, Ended, EndKind, FirstToken, Health, Sized
 from rose_core.telemetry.signal import Limits, Reading, ServingSignal, advance, merge
 from rose_core.wire.sync import SignalSource
 from rose_simulate.model.clock import MILLISECOND, SECOND, Clock, Event
@@ -124,14 +124,14 @@ class GuardedGate(Gate):
 
     def _hear_end(self, request: ServingRequest) -> None:
         now = self.clock.now_ns
-        event = Ended("", request.number, now, request.output, 200, How.COMPLETE)
+        event = Ended("", request.number, now, request.output, 200, EndKind.COMPLETE)
         done = self._book.apply(event, now)
         self._gaps.note(busy=bool(self._book.live), now_ns=now)
         if done is not None:
             self._take(done, now)
         self.step()
 
-    def _take(self, done: Finished, now: int) -> None:
+    def _take(self, done: FinishedRequest, now: int) -> None:
         met = self._experience.finished(done, self._goals, len(self._book.live))
         if not met.used or not self._budget.spend(met, self._percentile, now):
             return
@@ -275,7 +275,7 @@ class GuardedGate(Gate):
             self._held = False
             self.step()
 
-    def _schedule(self, verdict: Verdict, now: int) -> None:
+    def _schedule(self, verdict: GateVerdict, now: int) -> None:
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None

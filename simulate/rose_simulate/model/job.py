@@ -25,8 +25,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
-from rose_core.rollouts.consumption import Bound, next_batch
-from rose_core.rollouts.rounds import Closing, Rounds, Shape
+from rose_core.rollouts.consumption import ConsumptionBound, next_batch
+from rose_core.rollouts.rounds import Closing, Rounds, RoundShape
 from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.router import Router
 from rose_simulate.model.turns import Turn
@@ -266,7 +266,7 @@ class Job:
         if not facts.oldest_first:
             return fresh[: facts.batch] if len(fresh) >= facts.batch else []
         ready = [one.oldest for one in fresh]
-        bound = Bound(facts.batch, facts.staleness)
+        bound = ConsumptionBound(facts.batch, facts.staleness)
         found = next_batch(ready, list(self._under_way.values()), self.version, bound)
         return [fresh[index] for index in found]
 
@@ -296,9 +296,9 @@ class Job:
             self.start()
 
 
-def _shape(facts: JobFacts) -> Shape:
+def _shape(facts: JobFacts) -> RoundShape:
     surplus = facts.surplus or 0.0
-    return Shape(facts.batch, facts.members, surplus, facts.member_surplus)
+    return RoundShape(facts.batch, facts.members, surplus, facts.member_surplus)
 
 
 class Trajectory:

@@ -17,12 +17,12 @@ from rose_simulate.model.guarded import BYTES_PER_TOKEN, GuardedGate
 from rose_simulate.model.harvest import OnOffGate
 from rose_simulate.model.machines import Machine
 from rose_simulate.model.paper import ACTIVATION_S, QUANTUM, PaperGate
-from rose_simulate.model.regimes import GateKind, Lends, Rules
+from rose_simulate.model.regimes import GateKind, LendingMode, RegimeRules
 from rose_simulate.model.scenario import RolloutJob, Scenario, Service
 
 
 @dataclass(frozen=True)
-class Ears:
+class ReplicaCallbacks:
     """Who hears of a lent replica.
 
     Attributes:
@@ -31,12 +31,12 @@ class Ears:
         served: a rollout engine begins to serve.
     """
 
-    gate: Callable[[Replica, bool], None]
-    lost: Callable[[Replica, list[Sequence]], None]
-    served: Callable[[Replica, BatchEngine], None]
+    gate: Callable[[LentReplica, bool], None]
+    lost: Callable[[LentReplica, list[Sequence]], None]
+    served: Callable[[LentReplica, BatchEngine], None]
 
 
-class Replica:
+class LentReplica:
     """One replica of a service under one regime's rules; ``machine`` None = one of its own."""
 
     def __init__(
@@ -46,8 +46,8 @@ class Replica:
         service: Service,
         scenario: Scenario,
         *,
-        rules: Rules,
-        ears: Ears,
+        rules: RegimeRules,
+        ears: ReplicaCallbacks,
         machine: Machine | None = None,
     ) -> None:
         self.number, self.service = number, service
@@ -67,12 +67,12 @@ class Replica:
         pool = kv_tokens(service.device, service.model, share, gpus)
         self.serving = BatchEngine(clock, own, pool, self.device.update)
         self.device.serving = self.serving
-        once = rules.lends is Lends.ONCE  # the paper's engines lie dormant on every replica
+        once = rules.lends is LendingMode.ONCE  # the paper's engines lie dormant on every replica
         start_s = ACTIVATION_S if once else scenario.delays.start_s
         self.host = Host(clock, self.device, start_s, self._make, self._lost)
         self.gate = self._gate(rules, own)
 
-    def _gate(self, rules: Rules, own: Costs) -> Gate:
+    def _gate(self, rules: RegimeRules, own: Costs) -> Gate:
         service, delays = self.service, self._scenario.delays
         ttft_s, tpot_s = service.ttft_ms / 1000, service.tpot_ms / 1000
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from rose_core.guard.experience import Budget, Lessons
+from rose_core.guard.experience import ErrorBudget, Lessons
 from rose_core.guard.predictor import Predictor, Profile
 from rose_simulate.model.scenario import Scenario
 
@@ -19,7 +19,7 @@ class PoolState:
     """What replicas of one pool share on one node; ``guards`` look again when the breaker opens."""
 
     lessons: Lessons
-    budget: Budget = field(default_factory=Budget)
+    budget: ErrorBudget = field(default_factory=ErrorBudget)
     guards: dict[str, Callable[[], None]] = field(default_factory=dict)
 
 

@@ -21,7 +21,7 @@ from rose_core.wire.routing import EngineKind
 from rose_simulate.model.batch import BatchEngine
 from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.gates import ServingRequest
-from rose_simulate.model.lent import Replica
+from rose_simulate.model.lent import LentReplica
 from rose_simulate.model.machines import Machine, fill, sizes
 from rose_simulate.model.router import Router
 from rose_simulate.model.scenario import Scenario
@@ -61,7 +61,7 @@ class Dedicated:
 @dataclass(eq=False)
 class _Node:
     machine: Machine
-    replicas: list[Replica] = field(default_factory=list)
+    replicas: list[LentReplica] = field(default_factory=list)
     engines: list[Dedicated] = field(default_factory=list)
 
 
@@ -78,7 +78,7 @@ class Nodes:
         clock: Clock,
         scenario: Scenario,
         seed: int,
-        again: Callable[[ServingRequest, Replica], None],
+        again: Callable[[ServingRequest, LentReplica], None],
         back: Callable[[], None],
     ) -> None:
         self._clock, self._told, self._seed = clock, scenario.nodes, seed
@@ -94,9 +94,9 @@ class Nodes:
         """The machine that a replica stands on."""
         return self._of_replica[replica].machine
 
-    def put(self, one: Replica | Dedicated) -> None:
+    def put(self, one: LentReplica | Dedicated) -> None:
         """Note a replica, or the next dedicated engine, as built."""
-        if isinstance(one, Replica):
+        if isinstance(one, LentReplica):
             self._of_replica[one.number].replicas.append(one)
         else:
             self._of_engine[self._engines].engines.append(one)

@@ -8,7 +8,14 @@ import msgspec
 
 from rose_core.stats import Interval, paired_ratio, quantile
 
-__all__ = ("Interval", "JobOutcome", "Outcome", "ServingOutcome", "paired_ratio", "percentile_ms")
+__all__ = (
+    "Interval",
+    "JobOutcome",
+    "RunOutcome",
+    "ServingOutcome",
+    "paired_ratio",
+    "percentile_ms",
+)
 
 
 class ServingOutcome(msgspec.Struct, frozen=True):
@@ -69,7 +76,7 @@ class JobOutcome(msgspec.Struct, frozen=True):
     borrowed_prefilled_tokens: int = 0
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class RunOutcome(msgspec.Struct, frozen=True):
     """One run.
 
     Attributes:

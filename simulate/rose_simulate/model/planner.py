@@ -7,10 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from rose_core.lending import Lease, Memory, Plan, Policy, Pool, Replica, Slot, Snapshot, plan
+from rose_core.lending import (
+    Lease,
+    LendingPlan,
+    Memory,
+    Policy,
+    Pool,
+    Replica,
+    Slot,
+    Snapshot,
+    plan,
+)
 from rose_core.wire.sync import SignalSource
 from rose_simulate.model.clock import Clock
-from rose_simulate.model.lent import Replica as LentReplica
+from rose_simulate.model.lent import LentReplica
 from rose_simulate.model.scenario import RolloutJob, Scenario, Service
 
 _PLAN_SECONDS = 5.0
@@ -43,7 +53,7 @@ class Planner:
         self._leases = tuple(_lease(job) for job in self._jobs.values())
         self._slots: dict[str, Slot] = {}
         self._memory = Memory()
-        self.last: Plan | None = None
+        self.last: LendingPlan | None = None
 
     def run(self) -> None:
         """Plan now and every 5 s."""

@@ -6,12 +6,12 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from rose_simulate.model.scenario import Scenario
-from rose_simulate.model.world import World
+from rose_simulate.model.simulation import Simulation
 
 SHARE = 0.9
 
 
-def recoveries(world: World, scenario: Scenario) -> Iterator[float]:
+def recoveries(world: Simulation, scenario: Scenario) -> Iterator[float]:
     """Per burst: seconds from its second until ``SHARE`` of the gates are open again.
 
     The next burst or the end bounds it; a burst that finds no open gate gives nothing.
@@ -33,7 +33,7 @@ def recoveries(world: World, scenario: Scenario) -> Iterator[float]:
         at += every
 
 
-def _levels(world: World) -> tuple[list[float], list[int]]:
+def _levels(world: Simulation) -> tuple[list[float], list[int]]:
     """Number of open gates after each move."""
     times, levels, level = [0.0], [0], 0
     for time_s, change in world.gate_moves:

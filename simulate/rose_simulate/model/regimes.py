@@ -37,7 +37,7 @@ from rose_simulate.model.paper import STALL_S
 from rose_simulate.model.scenario import Regime
 
 
-class Lends(Enum):
+class LendingMode(Enum):
     """Who chooses the replicas."""
 
     NOTHING = auto()
@@ -57,7 +57,7 @@ class GateKind(Enum):
 
 
 @dataclass(frozen=True)
-class Rules:
+class RegimeRules:
     """One regime.
 
     Attributes:
@@ -70,7 +70,7 @@ class Rules:
         least_loan_s: a whole replica is not called back earlier, unless serving is in need.
     """
 
-    lends: Lends = Lends.PLANNER
+    lends: LendingMode = LendingMode.PLANNER
     gate: GateKind = GateKind.GUARD
     placement: PolicyName = PolicyName.JOINT
     keeps: bool = True
@@ -87,24 +87,24 @@ class Rules:
 _LADDER = PolicyName.ROSE_PAPER
 
 
-def _paper(gate: GateKind, *, keeps: bool, lends: Lends = Lends.ONCE) -> Rules:
-    return Rules(lends, gate, _LADDER, keeps=keeps, waits=False, stall_s=STALL_S)
+def _paper(gate: GateKind, *, keeps: bool, lends: LendingMode = LendingMode.ONCE) -> RegimeRules:
+    return RegimeRules(lends, gate, _LADDER, keeps=keeps, waits=False, stall_s=STALL_S)
 
 
-RULES: Mapping[Regime, Rules] = {
-    Regime.FIXED: Rules(lends=Lends.NOTHING),
-    Regime.FIXED_LADDER: Rules(lends=Lends.NOTHING, placement=_LADDER, waits=False),
-    Regime.FULL_MEMORY: Rules(lends=Lends.NOTHING, whole_memory=True),
-    Regime.UNGUARDED: Rules(gate=GateKind.OPEN),
+RULES: Mapping[Regime, RegimeRules] = {
+    Regime.FIXED: RegimeRules(lends=LendingMode.NOTHING),
+    Regime.FIXED_LADDER: RegimeRules(lends=LendingMode.NOTHING, placement=_LADDER, waits=False),
+    Regime.FULL_MEMORY: RegimeRules(lends=LendingMode.NOTHING, whole_memory=True),
+    Regime.UNGUARDED: RegimeRules(gate=GateKind.OPEN),
     Regime.STATIC_SPLIT: _paper(GateKind.OPEN, keeps=False),
-    Regime.ON_OFF: Rules(gate=GateKind.ON_OFF),
-    Regime.WHOLE_REPLICA: Rules(
-        Lends.WHOLE, GateKind.OPEN, _LADDER, keeps=False, waits=False, least_loan_s=300.0
+    Regime.ON_OFF: RegimeRules(gate=GateKind.ON_OFF),
+    Regime.WHOLE_REPLICA: RegimeRules(
+        LendingMode.WHOLE, GateKind.OPEN, _LADDER, keeps=False, waits=False, least_loan_s=300.0
     ),
-    Regime.SPOT: Rules(
-        Lends.WHOLE, GateKind.OPEN, PolicyName.LEAST_LOADED, waits=False, newest_only=True
+    Regime.SPOT: RegimeRules(
+        LendingMode.WHOLE, GateKind.OPEN, PolicyName.LEAST_LOADED, waits=False, newest_only=True
     ),
-    Regime.POLLED: Rules(gate=GateKind.POLLED),
+    Regime.POLLED: RegimeRules(gate=GateKind.POLLED),
     Regime.ROSE_PAPER: _paper(GateKind.PAPER, keeps=False),
     Regime.ROSE_PAPER_DEDICATED: replace(
         _paper(GateKind.PAPER, keeps=False), placement=PolicyName.ROSE_PAPER_DEDICATED
@@ -113,7 +113,7 @@ RULES: Mapping[Regime, Rules] = {
     Regime.ROSE_PAPER_KEEP: _paper(GateKind.PAPER, keeps=True),
     Regime.ROSE_PAPER_OLDEST: replace(_paper(GateKind.PAPER, keeps=False), oldest_first=True),
     Regime.ROSE_PAPER_QUEUE: replace(_paper(GateKind.PAPER, keeps=False), waits=True),
-    Regime.OURS_LADDER: Rules(placement=_LADDER, waits=False),
-    Regime.OURS: Rules(),
-    Regime.CLAIRVOYANT: Rules(gate=GateKind.OPEN, knows_lengths=True, yielding=True),
+    Regime.OURS_LADDER: RegimeRules(placement=_LADDER, waits=False),
+    Regime.OURS: RegimeRules(),
+    Regime.CLAIRVOYANT: RegimeRules(gate=GateKind.OPEN, knows_lengths=True, yielding=True),
 }

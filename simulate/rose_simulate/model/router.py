@@ -3,7 +3,7 @@
 Which turn goes next and where is production's (``dispatch``, ``placement`` by the policy's name,
 with what ``prospects`` remembers of trajectories) or, for the paper's rules, first come first
 served. A cut turn goes on elsewhere from its tokens, or is sampled anew where a regime cannot keep
-them. What the choices see is made by ``sight``.
+them. What the choices see is made by ``router_view``.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from rose_core.rollouts.watch import LegView, judge
 from rose_core.wire.routing import EngineKind
 from rose_simulate.model.batch import Sequence
 from rose_simulate.model.clock import SECOND, Clock, Event
-from rose_simulate.model.sight import Known, Sight
+from rose_simulate.model.router_view import RouterMemory, RouterView
 from rose_simulate.model.turns import Counts, Engine, Leg, Turn
-from rose_simulate.model.warming import Around, Warmer
+from rose_simulate.model.warming import Warmer, WarmingContext
 
 _LOOK_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
-class Manners:
+class RouterOptions:
     """How a regime's router behaves.
 
     Attributes:
@@ -50,7 +50,12 @@ class Router:
     """The router of one job."""
 
     def __init__(
-        self, clock: Clock, run: str, policies: Policies, manners: Manners, draw: random.Random
+        self,
+        clock: Clock,
+        run: str,
+        policies: Policies,
+        manners: RouterOptions,
+        draw: random.Random,
     ) -> None:
         self._clock, self._manners, self._draw = clock, manners, draw
         self.policies = policies
@@ -62,10 +67,10 @@ class Router:
         self.counts = Counts()
         self.prospects = policies.memory()
         self._residents = Residents()
-        known = Known(self.engines, self.prospects, self._residents)
-        self._sight = Sight(clock, run, policy, known, knows_lengths=manners.knows_lengths)
+        known = RouterMemory(self.engines, self.prospects, self._residents)
+        self._sight = RouterView(clock, run, policy, known, knows_lengths=manners.knows_lengths)
         self._warms = manners.waits and policy.name is PolicyName.JOINT
-        around = Around(
+        around = WarmingContext(
             self.engines,
             self._residents,
             lambda: self._sight.scene(self._sight.engines(), lambda: 1.0),

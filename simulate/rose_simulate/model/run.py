@@ -18,14 +18,14 @@ from rose_core.stats import quantile
 from rose_core.wire.routing import EngineKind
 from rose_simulate.model.clock import SECOND
 from rose_simulate.model.gates import ServingRequest
-from rose_simulate.model.outcome import JobOutcome, Outcome, ServingOutcome, percentile_ms
+from rose_simulate.model.outcome import JobOutcome, RunOutcome, ServingOutcome, percentile_ms
 from rose_simulate.model.recovery import recoveries
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.scenario import Regime, Scenario, Service
-from rose_simulate.model.world import Material, World
+from rose_simulate.model.simulation import Simulation, SimulationInputs
 
 
-class Served(msgspec.Struct, frozen=True):
+class ServedRequests(msgspec.Struct, frozen=True):
     """A service's requests by number.
 
     Attributes:
@@ -37,13 +37,13 @@ class Served(msgspec.Struct, frozen=True):
     ttft_s: dict[int, float]
 
 
-Alone = dict[str, Served]
+Alone = dict[str, ServedRequests]
 """By service, what became of its requests with nothing lent; empty when this is that run."""
 
 
 def run(
-    scenario: Scenario, regime: Regime, seed: int, material: Material, alone: Alone
-) -> tuple[Outcome, Alone]:
+    scenario: Scenario, regime: Regime, seed: int, material: SimulationInputs, alone: Alone
+) -> tuple[RunOutcome, Alone]:
     """One run.
 
     Args:
@@ -56,7 +56,7 @@ def run(
     Returns:
         The outcome, and what became of its own requests.
     """
-    world = World(scenario, RULES[regime], seed, material)
+    world = Simulation(scenario, RULES[regime], seed, material)
     events, before = 0, Counter[str]()
     if scenario.warmup_s:
         events = world.clock.run(round(scenario.warmup_s * SECOND))
@@ -70,7 +70,7 @@ def run(
         for service in scenario.services
     }
     engines = [engine for router in world.routers.values() for engine in router.engines.values()]
-    outcome = Outcome(
+    outcome = RunOutcome(
         regime=regime.value,
         seed=seed,
         derate=scenario.derate,
@@ -111,7 +111,7 @@ def _measured(requests: list[ServingRequest], scenario: Scenario) -> list[Servin
     return [one for one in requests if one.arrived_ns >= since]
 
 
-def _gpu_ms(world: World, *, shared: bool) -> int:
+def _gpu_ms(world: Simulation, *, shared: bool) -> int:
     return sum(
         (one.device.shared_ns if shared else one.device.computing_ns)
         * one.service.gpus_per_replica
@@ -120,8 +120,8 @@ def _gpu_ms(world: World, *, shared: bool) -> int:
     )
 
 
-def _served(requests: list[ServingRequest], service: Service, now_ns: int) -> Served:
-    return Served(
+def _served(requests: list[ServingRequest], service: Service, now_ns: int) -> ServedRequests:
+    return ServedRequests(
         frozenset(one.number for one in requests if _is_late(one, service, now_ns)),
         {one.number: one.ttft_s for one in requests if one.first_ns},
     )
@@ -137,11 +137,11 @@ def _is_late(one: ServingRequest, service: Service, now_ns: int) -> bool:
 
 
 def _serving(
-    world: World,
+    world: Simulation,
     service: Service,
     requests: list[ServingRequest],
-    served: Served,
-    alone: Served | None,
+    served: ServedRequests,
+    alone: ServedRequests | None,
 ) -> ServingOutcome:
     ended = [one for one in requests if one.ended_ns]
     ttft = [one.ttft_s for one in requests if one.first_ns]
@@ -168,7 +168,7 @@ def _serving(
     )
 
 
-def _paired(served: Served, alone: Served) -> list[float]:
+def _paired(served: ServedRequests, alone: ServedRequests) -> list[float]:
     """TTFT here / alone, of every request that has both."""
     both = served.ttft_s.keys() & alone.ttft_s.keys()
     return [served.ttft_s[n] / alone.ttft_s[n] for n in sorted(both) if alone.ttft_s[n] > 0]
@@ -178,7 +178,7 @@ def _above(ratios: list[float], limit: float) -> float | None:
     return sum(one > limit for one in ratios) / len(ratios) if ratios else None
 
 
-def _counts(world: World) -> Counter[str]:
+def _counts(world: Simulation) -> Counter[str]:
     """Everything that only grows, so that a warm-up can be taken off."""
     world.settle()
     found = Counter(
@@ -243,7 +243,7 @@ def _job(name: str, counted: Counter[str], seconds: float) -> JobOutcome:
     )
 
 
-def ledger(outcome: Outcome) -> Ledger:
+def ledger(outcome: RunOutcome) -> Ledger:
     """The outcome in the terms of ``rose_core.accounting``; nothing is known of correct answers."""
     jobs = outcome.jobs
     return Ledger(

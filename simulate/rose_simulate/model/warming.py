@@ -10,10 +10,17 @@ from collections import Counter
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 
-from rose_core.rollouts.dispatch import Scene
+from rose_core.rollouts.dispatch import DispatchState
 from rose_core.rollouts.placement import TurnView
 from rose_core.rollouts.residency import Residents
-from rose_core.rollouts.warming import LOOK_SECONDS, Bound, Ended, Resting, Returns, to_warm
+from rose_core.rollouts.warming import (
+    LOOK_SECONDS,
+    Resting,
+    ReturnRates,
+    WarmBound,
+    WarmOutcome,
+    to_warm,
+)
 from rose_simulate.model.batch import Sequence
 from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.turns import Engine, Turn
@@ -32,7 +39,7 @@ class _Rest:
 
 
 @dataclass(frozen=True)
-class Around:
+class WarmingContext:
     """What the router lends.
 
     Attributes:
@@ -43,7 +50,7 @@ class Around:
 
     engines: MutableMapping[str, Engine]
     residents: Residents
-    scene: Callable[[], Scene]
+    scene: Callable[[], DispatchState]
     view: Callable[[Turn], TurnView]
     waiting: Callable[[], int]
 
@@ -51,12 +58,12 @@ class Around:
 class Warmer:
     """Warms prefixes of one router's trajectories."""
 
-    def __init__(self, clock: Clock, around: Around) -> None:
+    def __init__(self, clock: Clock, around: WarmingContext) -> None:
         self._clock, self._around = clock, around
-        self._bound, self._returns = Bound(), Returns()
+        self._bound, self._returns = WarmBound(), ReturnRates()
         self._resting: dict[str, _Rest] = {}
         self._looking = False
-        self.ended: Counter[Ended] = Counter()
+        self.ended: Counter[WarmOutcome] = Counter()
         self.tokens = 0
 
     def rests(self, turn: Turn) -> None:
@@ -72,7 +79,7 @@ class Warmer:
         if rest is None:
             return
         self._returns.came(self._clock.now_s - rest.since)
-        self._stop(rest, Ended.LATE)
+        self._stop(rest, WarmOutcome.LATE)
         if rest.warm:
             turn.home, turn.cached = rest.turn.home, rest.turn.cached
             turn.home_version, turn.warmed = rest.turn.home_version, rest.turn.home
@@ -80,7 +87,9 @@ class Warmer:
     def begins(self, turn: Turn, engine: Engine) -> None:
         """The turn was given an engine."""
         if turn.warmed:
-            self.ended[Ended.USED if turn.warmed == engine.name else Ended.ELSEWHERE] += 1
+            self.ended[
+                WarmOutcome.USED if turn.warmed == engine.name else WarmOutcome.ELSEWHERE
+            ] += 1
             turn.warmed = ""
 
     def forget(self, session: str) -> None:
@@ -90,10 +99,10 @@ class Warmer:
             self._drop(rest)
 
     def _drop(self, rest: _Rest) -> None:
-        self._stop(rest, Ended.STOPPED)
-        self.ended[Ended.UNUSED] += rest.warm
+        self._stop(rest, WarmOutcome.STOPPED)
+        self.ended[WarmOutcome.UNUSED] += rest.warm
 
-    def _stop(self, rest: _Rest, why: Ended) -> None:
+    def _stop(self, rest: _Rest, why: WarmOutcome) -> None:
         if rest.sequence is None or rest.engine is None:
             return
         if rest.engine.batch is not None:
@@ -114,7 +123,7 @@ class Warmer:
             engine = rest.engine
             gone = engine is not None and self._around.engines.get(engine.name) is not engine
             if engine is not None and (gone or not engine.gate_open):
-                self._stop(rest, Ended.STOPPED)
+                self._stop(rest, WarmOutcome.STOPPED)
             if now - rest.since > self._bound.seconds:
                 del self._resting[session]
                 self._returns.never()
@@ -164,7 +173,7 @@ class Warmer:
             return
         engine, turn = rest.engine, rest.turn
         self.tokens += sequence.uncached
-        self.ended[Ended.UNUSED] += rest.warm  # it was warm somewhere else, for nothing
+        self.ended[WarmOutcome.UNUSED] += rest.warm  # it was warm somewhere else, for nothing
         turn.home, turn.cached, turn.home_version = engine.name, turn.context, version
         now = self._clock.now_s
         self._around.residents.ended(engine.name, turn.session, turn.context, now)

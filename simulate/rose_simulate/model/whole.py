@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from rose_simulate.model.clock import SECOND, Clock
-from rose_simulate.model.lent import Replica
+from rose_simulate.model.lent import LentReplica
 from rose_simulate.model.scenario import RolloutJob, Scenario, Service
 
 # Utilisation (share of time with work) that autoscalers of serving aim at.
@@ -34,8 +34,8 @@ class _Pool:
     """One service's replicas by state."""
 
     service: Service
-    serving: list[Replica]
-    draining: list[Replica] = field(default_factory=list)
+    serving: list[LentReplica]
+    draining: list[LentReplica] = field(default_factory=list)
     lent: dict[str, int] = field(default_factory=dict)
     busy: list[tuple[int, int]] = field(default_factory=list)
 
@@ -52,8 +52,8 @@ class WholeLender:
         self,
         clock: Clock,
         scenario: Scenario,
-        replicas: list[Replica],
-        lend: Callable[[Replica, RolloutJob | None], None],
+        replicas: list[LentReplica],
+        lend: Callable[[LentReplica, RolloutJob | None], None],
         least_loan_s: float,
     ) -> None:
         self._clock, self._lend, self._least_ns = clock, lend, round(least_loan_s * SECOND)
@@ -64,7 +64,7 @@ class WholeLender:
             for service in scenario.services
         }
 
-    def serving(self, service: str) -> list[Replica]:
+    def serving(self, service: str) -> list[LentReplica]:
         """Replicas that take requests."""
         return self._pools[service].serving
 

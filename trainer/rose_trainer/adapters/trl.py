@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.consumption import Bound, next_batch
+from rose_core.rollouts.consumption import ConsumptionBound, next_batch
 from rose_trainer.adapters.host import HostCopy, Publishes
 
 
@@ -110,7 +110,7 @@ class OldestFirst:
 
     def __init__(self, samples: Samples, version: Callable[[], int], staleness: int) -> None:
         self._samples, self._version = samples, version
-        self._bound = Bound(batch=1, staleness=staleness)
+        self._bound = ConsumptionBound(batch=1, staleness=staleness)
         self._held: list[Sample] = []
 
     def get(self, block: bool = True, timeout: float | None = None) -> Sample:

@@ -33,7 +33,7 @@ from rose_weights.serve.tenants import INSTALLATION, Tenants
 Right = Literal["publish", "read"]
 
 
-class Rights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AccessRights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one name may do; runs as shell patterns."""
 
     publish: tuple[str, ...] = ()
@@ -47,8 +47,8 @@ class Rights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return any(fnmatch.fnmatchcase(run, pattern) for pattern in patterns)
 
 
-_READER = Rights(read=("*",))
-OPEN: Mapping[str, Rights] = {"": Rights(publish=("*",), read=("*",))}
+_READER = AccessRights(read=("*",))
+OPEN: Mapping[str, AccessRights] = {"": AccessRights(publish=("*",), read=("*",))}
 """Everybody may do everything: for services that only this machine reaches."""
 
 
@@ -61,7 +61,7 @@ class Access:
     """
 
     def __init__(
-        self, rules: Mapping[str, Rights] | None = None, tenants: Tenants | None = None
+        self, rules: Mapping[str, AccessRights] | None = None, tenants: Tenants | None = None
     ) -> None:
         self._rules = rules or {}
         self._tenants = tenants
@@ -75,7 +75,7 @@ class Access:
             OSError: it cannot be read.
         """
         try:
-            rules = msgspec.json.decode(path.read_bytes(), type=dict[str, Rights])
+            rules = msgspec.json.decode(path.read_bytes(), type=dict[str, AccessRights])
         except msgspec.MsgspecError as error:
             message = f"{path} does not say who may do what: {error}"
             raise ValueError(message) from error
@@ -107,7 +107,7 @@ class Access:
             )
             raise Forbidden(message)
 
-    def _of(self, names: Iterable[str]) -> Iterator[Rights]:
+    def _of(self, names: Iterable[str]) -> Iterator[AccessRights]:
         """What any of the names may do."""
         for name in names:
             if name == INSTALLATION:
@@ -116,4 +116,4 @@ class Access:
                 if fnmatch.fnmatchcase(name, pattern):
                     yield rights
             for _, tenant in self._tenants.named(name) if self._tenants else ():
-                yield Rights(tenant.publish, tenant.read)
+                yield AccessRights(tenant.publish, tenant.read)

@@ -36,7 +36,7 @@ class _Said:
     engines: dict[str, Answer] = field(default_factory=dict)
 
 
-class Following:
+class Attestations:
     """Attestations of all runs of one store.
 
     Args:

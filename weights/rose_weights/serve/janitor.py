@@ -22,7 +22,7 @@ from rose_weights.store.store import Store
 LOG = logging.getLogger(__name__)
 
 
-class Tidying:
+class Janitor:
     """Rounds over one store.
 
     Args:

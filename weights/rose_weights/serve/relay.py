@@ -40,7 +40,7 @@ from rose_weights.messages import (
 from rose_weights.methods import ATTESTED, DESCRIBE, FETCH, PLAN, WATCH
 from rose_weights.pieces import AHEAD_BYTES, PIECE_BYTES, Unpacker, pack
 from rose_weights.serve.access import OPEN, Access
-from rose_weights.serve.relay_plans import Nearby
+from rose_weights.serve.relay_plans import RelayPlans
 from rose_weights.serve.responses import answering, refusing
 from rose_weights.store.blocks import Blocks
 from rose_wire import rpc
@@ -83,7 +83,7 @@ class Relay:
         self._sizes: dict[bytes, int] = {}
         self._coming: dict[bytes, asyncio.Future[None]] = {}
         self._plans: dict[tuple[object, ...], asyncio.Task[PlanReply]] = {}
-        self._nearby = Nearby(blocks, self._run, self._ask, self._bring_all)
+        self._nearby = RelayPlans(blocks, self._run, self._ask, self._bring_all)
 
     def bind(self, server: Server) -> None:
         """Offer the receivers' methods on a server."""

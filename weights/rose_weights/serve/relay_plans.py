@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from rose_core.delta import Hop, LineageError, Manifest, faults
 from rose_core.delta.codec import SELF_CONTAINED
-from rose_core.delta.lineage import Link, Way, way
+from rose_core.delta.lineage import VersionLink, VersionPath, way
 from rose_core.identity import WeightVersion
 from rose_weights import metrics
 from rose_weights.errors import StoreFailed, WeightsError
@@ -36,7 +36,7 @@ HOPS = 64
 _Edge = tuple[WeightVersion | None, WeightVersion]
 
 
-class Nearby:
+class RelayPlans:
     """Plans from what a relay holds.
 
     Args:
@@ -91,7 +91,9 @@ class Nearby:
                 raise
         return self._known[request.run]
 
-    async def _single(self, request: PlanRequest, through: Way) -> tuple[PlanReply, Manifest]:
+    async def _single(
+        self, request: PlanRequest, through: VersionPath
+    ) -> tuple[PlanReply, Manifest]:
         try:
             return await self._store(request)
         except Unavailable:
@@ -109,7 +111,9 @@ class Nearby:
                 self._hops.popitem(last=False)
         return reply, manifest
 
-    async def _edges(self, known: Description, through: Way, request: PlanRequest) -> list[Hop]:
+    async def _edges(
+        self, known: Description, through: VersionPath, request: PlanRequest
+    ) -> list[Hop]:
         """The published deltas on the way; the receiver's own version is leased in its name."""
         listed = {info.version: info for info in known.versions}
         hops = [Hop(await self._edge(listed, at, request), back=True) for at in through.back]
@@ -154,7 +158,7 @@ class Nearby:
             raise StoreFailed(message) from error
 
 
-def _way(known: Description, request: PlanRequest) -> Way | None:
+def _way(known: Description, request: PlanRequest) -> VersionPath | None:
     """The way by deltas between the versions the request names; None when the store must say."""
     listed = {info.version: info for info in known.versions}
     want = request.want or (known.head.version if known.head else None)
@@ -164,7 +168,8 @@ def _way(known: Description, request: PlanRequest) -> Way | None:
     if listed[have].digest != request.digest or have == want:
         return None
     lineage = {
-        info.version: Link(info.base, full=False, bytes=info.bytes) for info in known.versions
+        info.version: VersionLink(info.base, full=False, bytes=info.bytes)
+        for info in known.versions
     }
     try:
         return way(have, want, lineage)

@@ -14,7 +14,7 @@ from rose_core.delta import DeltaError, Manifest
 from rose_weights import metrics
 from rose_weights.errors import BadManifest, WeightsError, as_text
 from rose_weights.messages import Description, VersionInfo
-from rose_weights.store.state import Kept, RunState
+from rose_weights.store.state import RunState, StoredVersion
 from rose_wire.errors import Refused
 
 _RequestT = TypeVar("_RequestT")
@@ -28,7 +28,7 @@ def kind_of(manifest: Manifest, merged: int) -> str:
     return ("Same", "Delta", "Merged")[min(merged, 2)]
 
 
-def info(kept: Kept) -> VersionInfo:
+def info(kept: StoredVersion) -> VersionInfo:
     """One version."""
     return VersionInfo(
         kept.version,
@@ -53,7 +53,7 @@ def description(state: RunState) -> Description:
     )
 
 
-def measure(state: RunState, kept: Kept) -> None:
+def measure(state: RunState, kept: StoredVersion) -> None:
     """Count a version that became the head."""
     metrics.COMMITS.labels(state.run, "Published").inc()
     metrics.HEAD_INCARNATION.labels(state.run).set(kept.version.incarnation)

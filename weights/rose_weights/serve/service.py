@@ -64,8 +64,8 @@ from rose_weights.methods import (
 from rose_weights.pieces import pack, together
 from rose_weights.serve.access import OPEN as EVERYTHING
 from rose_weights.serve.access import Access, Right
-from rose_weights.serve.attestations import LONGEST_SECONDS, Following
-from rose_weights.serve.janitor import Tidying
+from rose_weights.serve.attestations import LONGEST_SECONDS, Attestations
+from rose_weights.serve.janitor import Janitor
 from rose_weights.serve.leases import Leases
 from rose_weights.serve.responses import (
     answering,
@@ -112,11 +112,11 @@ class WeightService:
         self._store = store
         self._planner = Planner(store)
         self._parts = Parts(store)
-        self._following = Following(store, clock)
+        self._following = Attestations(store, clock)
         self._access = access or Access(EVERYTHING)
         self._leases = Leases(clock)
         self._moved = asyncio.Event()
-        self._tidying = Tidying(store, self._planner, self._leases, window, grace_seconds)
+        self._tidying = Janitor(store, self._planner, self._leases, window, grace_seconds)
 
     def bind(self, server: Server) -> None:
         """Offer every method on a server."""

@@ -1,6 +1,6 @@
 """Where a store's runs, manifests and blocks are kept: a folder, or a bucket.
 
-``Store`` states the rules, a ``Place`` keeps what it is told to keep and promises three things:
+``Store`` states the rules, a ``Backend`` keeps what it is told to keep and promises three things:
 what ``sync`` and ``write_manifest`` returned for survives; a block that is read is what its name
 says; ``change`` replaces a run's state only if nobody else replaced it since it was read.
 
@@ -23,7 +23,7 @@ Change = Callable[[RunState], RunState]
 """From a run's state to the next one; the same object = nothing to write. May be called again."""
 
 
-class Held(Protocol):
+class BlockBackend(Protocol):
     """Content-addressed blocks: the name is the SHA-256 of the content."""
 
     def put(self, data: bytes) -> bytes:
@@ -61,11 +61,11 @@ class Held(Protocol):
         """Remove blocks that nobody needs or has used within the grace; returns bytes set free."""
 
 
-class Place(Protocol):
+class Backend(Protocol):
     """What a store is kept in."""
 
     @property
-    def blocks(self) -> Held:
+    def blocks(self) -> BlockBackend:
         """The blocks."""
 
     def __str__(self) -> str:

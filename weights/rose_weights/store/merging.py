@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from rose_core.delta import BlockEntry, BlockError, Hop, Manifest, compose
 from rose_weights.errors import Damaged
-from rose_weights.store.backends import Held
+from rose_weights.store.backends import BlockBackend
 
 CACHED = 64
 
@@ -28,7 +28,7 @@ class Merger:
         put: keeps a block that a merge made.
     """
 
-    def __init__(self, blocks: Held, put: Callable[[bytes], object]) -> None:
+    def __init__(self, blocks: BlockBackend, put: Callable[[bytes], object]) -> None:
         self._blocks = blocks
         self._put = put
         self._lock = threading.Lock()

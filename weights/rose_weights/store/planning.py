@@ -21,11 +21,11 @@ import msgspec
 
 from rose_core.delta import Hop, LineageError, Manifest
 from rose_core.delta.codec import SELF_CONTAINED, Codec
-from rose_core.delta.lineage import Way, full_way, way
+from rose_core.delta.lineage import VersionPath, full_way, way
 from rose_core.identity import WeightVersion
 from rose_weights.errors import Damaged, UnknownVersion
 from rose_weights.store.merging import Merger
-from rose_weights.store.state import Kept, RunState
+from rose_weights.store.state import RunState, StoredVersion
 from rose_weights.store.store import Store
 
 LOG = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Planner:
         """Blocks of cached merges, which retention must spare."""
         return self._merger.made()
 
-    def _smaller(self, target: Kept) -> Manifest | None:
+    def _smaller(self, target: StoredVersion) -> Manifest | None:
         """The version coded on its base; None where that manifest is damaged: the other will do."""
         try:
             return self._store.on_base(target)
@@ -87,7 +87,9 @@ class Planner:
             LOG.warning("%s is sent in its first form: %s", target.version, error)
             return None
 
-    def _answer(self, state: RunState, start: Kept | None, target: Kept) -> tuple[Manifest, int]:
+    def _answer(
+        self, state: RunState, start: StoredVersion | None, target: StoredVersion
+    ) -> tuple[Manifest, int]:
         if start is not None:
             if start.digest == target.digest:
                 return _empty(self._store.manifest(target), start.version), 0
@@ -98,11 +100,11 @@ class Planner:
                 pass  # no way by deltas: in full
         return self._along(state, full_way(target.version, self._store.lineage(state)))
 
-    def _along(self, state: RunState, through: Way) -> tuple[Manifest, int]:
+    def _along(self, state: RunState, through: VersionPath) -> tuple[Manifest, int]:
         hops = self._hops(state, through)
         return self._merger.merged(hops), len(hops)
 
-    def _hops(self, state: RunState, through: Way) -> list[Hop]:
+    def _hops(self, state: RunState, through: VersionPath) -> list[Hop]:
         hops = [Hop(self._listed(state, version), back=True) for version in through.back]
         if through.anchor is not None:
             hops.append(Hop(self._listed(state, through.anchor)))
@@ -116,7 +118,7 @@ class Planner:
         return self._store.manifest(kept)
 
 
-def recognise(state: RunState, have: WeightVersion | None, digest: str) -> Kept | None:
+def recognise(state: RunState, have: WeightVersion | None, digest: str) -> StoredVersion | None:
     """The kept version a receiver holds, judged by its digest; None when there is none."""
     named = state.kept(have)
     if named is not None and named.digest == digest:

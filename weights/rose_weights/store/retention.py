@@ -14,7 +14,7 @@ from rose_core.delta.lineage import retain, way
 from rose_core.identity import WeightVersion
 from rose_weights.errors import Damaged
 from rose_weights.store.rules import summary
-from rose_weights.store.state import Kept, RunState
+from rose_weights.store.state import RunState, StoredVersion
 from rose_weights.store.store import Store
 
 WINDOW = 32
@@ -73,7 +73,9 @@ def sweep(
     return freed + store.blocks.sweep(needed, grace_seconds)
 
 
-def _rebased(store: Store, state: RunState, kept: Kept, base: WeightVersion | None) -> Kept:
+def _rebased(
+    store: Store, state: RunState, kept: StoredVersion, base: WeightVersion | None
+) -> StoredVersion:
     if base is None:
         return kept
     listed = {entry.version: entry for entry in state.versions}

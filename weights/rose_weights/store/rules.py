@@ -10,7 +10,7 @@ from rose_core.delta import Codec, Hop, Manifest
 from rose_core.delta.codec import SELF_CONTAINED
 from rose_core.identity import WeightVersion
 from rose_weights.errors import BadManifest, Fenced, HeadMoved
-from rose_weights.store.state import Kept, RunState
+from rose_weights.store.state import RunState, StoredVersion
 
 
 def check_commit(manifest: Manifest, state: RunState, expected: WeightVersion | None) -> None:
@@ -89,9 +89,9 @@ def _model(manifest: Manifest) -> list[tuple[str, str, tuple[int, ...]]]:
 
 def summary(
     manifest: Manifest, smaller: Manifest | None = None, encode_seconds: float = 0.0
-) -> Kept:
+) -> StoredVersion:
     """How the state lists a manifest, and the same version coded on its base if there is one."""
-    return Kept(
+    return StoredVersion(
         version=manifest.target,
         manifest=manifest.name,
         base=manifest.base,

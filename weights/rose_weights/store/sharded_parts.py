@@ -25,11 +25,11 @@ from rose_core.delta import DeltaError, Manifest
 from rose_core.delta.parts import Part, assemble
 from rose_core.identity import WeightVersion
 from rose_weights.errors import BadManifest, Damaged, Fenced
-from rose_weights.store.state import Kept, RunState
+from rose_weights.store.state import RunState, StoredVersion
 from rose_weights.store.store import Store
 
 
-class Outcome(NamedTuple):
+class PartOutcome(NamedTuple):
     """What has become of a version whose parts are all there.
 
     Attributes:
@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
     """
 
     state: RunState
-    kept: Kept | None
+    kept: StoredVersion | None
     by_this: bool
 
 
@@ -58,7 +58,7 @@ class Parts:
         encode_seconds: float = 0.0,
         *,
         continues: bool = False,
-    ) -> Outcome | None:
+    ) -> PartOutcome | None:
         """Add one rank's part.
 
         Args:
@@ -81,12 +81,12 @@ class Parts:
             state = self._store.state(run)
             kept = state.kept(part.target)
             if kept is not None:
-                return Outcome(state, kept, by_this=False)
+                return PartOutcome(state, kept, by_this=False)
             if part.target.incarnation != state.fence:
                 message = f"{part.target} is refused: incarnation {state.fence} publishes {run!r}"
                 raise Fenced(message)
             if continues and self._is_sent(part):
-                return Outcome(state, None, by_this=False)
+                return PartOutcome(state, None, by_this=False)
             waiting = self._of(part, continues=continues)
             waiting[part.rank] = part
             self._encoding[run] = max(self._encoding.get(run, 0.0), encode_seconds)
@@ -116,19 +116,19 @@ class Parts:
 
     def _continue(
         self, state: RunState, waiting: dict[int, Part], expected: WeightVersion | None
-    ) -> Outcome:
+    ) -> PartOutcome:
         bare = assemble(list(waiting.values()), None)
         same = next((one for one in reversed(state.versions) if one.digest == bare.digest), None)
         if same is None or not self._is(bare, same):
-            return Outcome(state, None, by_this=True)
+            return PartOutcome(state, None, by_this=True)
         empty = msgspec.structs.replace(
             bare, base=same.version, base_digest=same.digest, base_tiles=bare.tiles
         )
         done = self._store.commit(empty.encode(), expected)
         waiting.clear()
-        return Outcome(done, done.versions[-1], by_this=True)
+        return PartOutcome(done, done.versions[-1], by_this=True)
 
-    def _is(self, bare: Manifest, kept: Kept) -> bool:
+    def _is(self, bare: Manifest, kept: StoredVersion) -> bool:
         """Whether a kept version is this state, cut into the same tiles, and can be read."""
         try:
             found = self._store.manifest(kept)
@@ -139,7 +139,7 @@ class Parts:
 
     def _commit(
         self, state: RunState, waiting: dict[int, Part], expected: WeightVersion | None
-    ) -> Outcome:
+    ) -> PartOutcome:
         base = None
         wanted = next(iter(waiting.values())).base
         if wanted is not None:
@@ -152,7 +152,7 @@ class Parts:
         encoding = self._encoding.get(state.run, 0.0)
         done = self._store.commit(manifest.encode(), expected, encode_seconds=encoding)
         waiting.clear()
-        return Outcome(done, done.versions[-1], by_this=True)
+        return PartOutcome(done, done.versions[-1], by_this=True)
 
 
 def run_of_part(data: bytes) -> str:

@@ -28,7 +28,7 @@ from rose_core.identity import WeightVersion
 from rose_weights.errors import Damaged
 
 
-class Kept(msgspec.Struct, frozen=True):
+class StoredVersion(msgspec.Struct, frozen=True):
     """One version the store keeps.
 
     Attributes:
@@ -71,11 +71,11 @@ class RunState(msgspec.Struct, frozen=True):
     run: str
     fence: int = 0
     publisher: str = ""
-    versions: tuple[Kept, ...] = ()
+    versions: tuple[StoredVersion, ...] = ()
     head: WeightVersion | None = None
     check: str = ""
 
-    def kept(self, version: WeightVersion | None) -> Kept | None:
+    def kept(self, version: WeightVersion | None) -> StoredVersion | None:
         """The entry of a version, or None."""
         return next((kept for kept in self.versions if kept.version == version), None)
 

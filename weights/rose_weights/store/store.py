@@ -19,7 +19,7 @@ from types import TracebackType
 import msgspec
 
 from rose_core.delta import DeltaError, Manifest, faults
-from rose_core.delta.lineage import Link
+from rose_core.delta.lineage import VersionLink
 from rose_core.identity import WeightVersion, run_name
 from rose_weights.disk import Disk
 from rose_weights.errors import (
@@ -29,10 +29,10 @@ from rose_weights.errors import (
     StoreFailed,
     UnknownRun,
 )
-from rose_weights.store.backends import Place
+from rose_weights.store.backends import Backend
 from rose_weights.store.folder import Folder
 from rose_weights.store.rules import check_commit, check_forms, check_model, summary
-from rose_weights.store.state import Kept, RunState
+from rose_weights.store.state import RunState, StoredVersion
 
 
 class Store:
@@ -43,8 +43,8 @@ class Store:
         disk: how the files of a local folder are written.
     """
 
-    def __init__(self, place: Place | Path, *, disk: Disk | None = None) -> None:
-        self.place: Place = Folder(place, disk) if isinstance(place, Path) else place
+    def __init__(self, place: Backend | Path, *, disk: Disk | None = None) -> None:
+        self.place: Backend = Folder(place, disk) if isinstance(place, Path) else place
         self.blocks = self.place.blocks
 
     def runs(self) -> list[str]:
@@ -63,7 +63,7 @@ class Store:
             raise UnknownRun(message)
         return found
 
-    def manifest(self, kept: Kept) -> Manifest:
+    def manifest(self, kept: StoredVersion) -> Manifest:
         """Read a kept version's manifest.
 
         Raises:
@@ -71,7 +71,7 @@ class Store:
         """
         return self._read_manifest(kept.version, kept.manifest)
 
-    def on_base(self, kept: Kept) -> Manifest:
+    def on_base(self, kept: StoredVersion) -> Manifest:
         """Read a kept version's manifest whose blocks are coded on their base.
 
         Raises:
@@ -79,7 +79,7 @@ class Store:
         """
         return self._read_manifest(kept.version, kept.on_base)
 
-    def manifests(self, kept: Kept) -> list[Manifest]:
+    def manifests(self, kept: StoredVersion) -> list[Manifest]:
         """Every manifest that a kept version has.
 
         Raises:
@@ -98,9 +98,11 @@ class Store:
             raise Damaged(message)
         return manifest
 
-    def lineage(self, state: RunState) -> dict[WeightVersion, Link]:
+    def lineage(self, state: RunState) -> dict[WeightVersion, VersionLink]:
         """Kept versions as the lineage rules see them."""
-        return {kept.version: Link(kept.base, kept.full, kept.bytes) for kept in state.versions}
+        return {
+            kept.version: VersionLink(kept.base, kept.full, kept.bytes) for kept in state.versions
+        }
 
     def open_incarnation(self, run: str, publisher: str) -> RunState:
         """Take a run over (or begin it): every earlier publisher is fenced from here on.
@@ -192,7 +194,7 @@ class Store:
             self.place.write_manifest(manifest.target.run, manifest.name, manifest.encode())
             faults.at("store.fold.manifest")
 
-    def relist(self, before: RunState, versions: tuple[Kept, ...]) -> bool:
+    def relist(self, before: RunState, versions: tuple[StoredVersion, ...]) -> bool:
         """Replace the listed versions, unless that would lose what was published meanwhile.
 
         Args:
@@ -268,7 +270,7 @@ class Store:
                 return self.manifest(kept)
         return None
 
-    def _restore(self, kept: Kept, data: bytes) -> None:
+    def _restore(self, kept: StoredVersion, data: bytes) -> None:
         """Keep a listed manifest's bytes again where they have been damaged."""
         try:
             self.manifest(kept)

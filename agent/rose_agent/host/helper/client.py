@@ -46,7 +46,7 @@ from rose_agent.host.helper.messages import (
 from rose_agent.host.process import Root
 from rose_agent.os.freezers import Freezer
 from rose_agent.os.groups import ProcessGroup, wait_for
-from rose_agent.os.limits import Base, Limiter, Limits
+from rose_agent.os.limits import CgroupBase, Limiter, Limits
 from rose_engines.rundir import RunDir, SlotDir
 
 _REMOVE_SECONDS = 5.0
@@ -119,7 +119,9 @@ class Helper:
 
     def limiter(self, limits: Limits) -> Limiter:
         """What each engine may take."""
-        bases = {name: Base(number, Path(at)) for name, (number, at) in self.ready.bases.items()}
+        bases = {
+            name: CgroupBase(number, Path(at)) for name, (number, at) in self.ready.bases.items()
+        }
         return HelpedLimiter(self, limits, bases, self.ready.prefix)
 
     def spawn(
@@ -234,7 +236,9 @@ class HelpedGroup:
 class HelpedLimiter(Limiter):
     """Reads itself which limit an engine met; sets nothing."""
 
-    def __init__(self, helper: Helper, limits: Limits, bases: dict[str, Base], prefix: str) -> None:
+    def __init__(
+        self, helper: Helper, limits: Limits, bases: dict[str, CgroupBase], prefix: str
+    ) -> None:
         super().__init__(limits, bases, prefix)
         self._helper = helper
 

@@ -17,7 +17,7 @@ from rose_core.rollouts.errors import InvalidTurn
 from rose_router.http.conversation import begun, messages_of
 from rose_router.http.dialects import openai
 from rose_router.http.dialects.common import Hints, caller_rid, priority, token_ids, whole_number
-from rose_router.http.dialects.terms import MOST_ANSWERS, Ask, Terms, streamed
+from rose_router.http.dialects.terms import MOST_ANSWERS, ParsedRequest, PromptTerms, streamed
 from rose_router.http.tokenization import Tokenizer
 
 TOOL_BEGINS = "<tool_call>"
@@ -30,7 +30,7 @@ def read(
     headers: Mapping[str, str],
     tokenizer: Tokenizer | None,
     new_rid: Callable[[], str],
-) -> Ask:
+) -> ParsedRequest:
     """Read a request.
 
     Raises:
@@ -44,14 +44,14 @@ def read(
     rid, own = caller_rid(body.get("rid") or body.get("request_id"), new_rid)
     asked = ((f"{rid}_{answer}" if answers > 1 else rid, prompt) for answer in range(answers))
     most = body.get("max_completion_tokens") or body.get("max_tokens")
-    terms = Terms(
+    terms = PromptTerms(
         Hints(body, headers),
         openai.sampling_of({**body, "max_tokens": most}, _DEFAULT_TOKENS),
         openai.passed_of(body) | _logprobs(body),
         priority=priority(body),
         tokenizer=tokenizer,
     )
-    return Ask(terms.turns(asked, own_rid=own), stream, listed=True)
+    return ParsedRequest(terms.turns(asked, own_rid=own), stream, listed=True)
 
 
 def prompt_of(body: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from rose_router.http.dialects.common import (
     token_ids,
     whole_number,
 )
-from rose_router.http.dialects.terms import MOST_ANSWERS, Ask, Terms, streamed
+from rose_router.http.dialects.terms import MOST_ANSWERS, ParsedRequest, PromptTerms, streamed
 from rose_router.http.tokenization import Tokenizer
 
 _DEFAULT_TOKENS = 16  # OpenAI's
@@ -31,7 +31,7 @@ def read(
     headers: Mapping[str, str],
     tokenizer: Tokenizer | None,
     new_rid: Callable[[], str],
-) -> Ask:
+) -> ParsedRequest:
     """Read a request.
 
     Raises:
@@ -51,7 +51,7 @@ def read(
         for index, prompt in enumerate(prompts)
         for answer in range(answers)
     )
-    terms = Terms(
+    terms = PromptTerms(
         Hints(body, headers),
         openai.sampling_of(body, _DEFAULT_TOKENS),
         openai.passed_of(body) | openai.logprobs_of(body),
@@ -59,7 +59,7 @@ def read(
         tokenizer=tokenizer,
     )
     turns = terms.turns(asked, own_rid=own)
-    return Ask(turns, stream, listed=True, usage=openai.wants_usage(body))
+    return ParsedRequest(turns, stream, listed=True, usage=openai.wants_usage(body))
 
 
 def _prompts(body: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:

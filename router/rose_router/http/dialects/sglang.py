@@ -20,7 +20,7 @@ from rose_router.http.dialects.common import (
     token_ids,
     whole_number,
 )
-from rose_router.http.dialects.terms import MOST_ANSWERS, Ask, Terms, streamed
+from rose_router.http.dialects.terms import MOST_ANSWERS, ParsedRequest, PromptTerms, streamed
 from rose_router.http.tokenization import Tokenizer
 from rose_router.turns.request import TurnRequest
 
@@ -42,7 +42,7 @@ def read(
     headers: Mapping[str, str],
     tokenizer: Tokenizer | None,
     new_rid: Callable[[], str],
-) -> Ask:
+) -> ParsedRequest:
     """Read a request.
 
     Raises:
@@ -58,14 +58,16 @@ def read(
             message = f"more than {MOST_ANSWERS} answers in one request; send several requests"
             raise InvalidTurn(message)
         at = index if batch else None
-        terms = Terms(hints, sampling, _passed(body, at), priority=ranked, tokenizer=tokenizer)
+        terms = PromptTerms(
+            hints, sampling, _passed(body, at), priority=ranked, tokenizer=tokenizer
+        )
         single = not batch and answers == 1
         for answer in range(answers):
             rid, own = _rid(body, at, answer, answers, new_rid)
             session = rid if own and single else ""
             turns.append(terms.turn(rid, prompt, own_rid=own, session=session, keyed=own))
     listed = batch or len(turns) > 1
-    return Ask(turns, streamed(body, several=listed), listed)
+    return ParsedRequest(turns, streamed(body, several=listed), listed)
 
 
 def _prompts(

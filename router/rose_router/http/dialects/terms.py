@@ -17,7 +17,7 @@ MOST_ANSWERS = 4096
 
 
 @dataclass(frozen=True)
-class Ask:
+class ParsedRequest:
     """A request: its turns, whether the caller streams and whether the reply is a list.
 
     Attributes:
@@ -30,7 +30,7 @@ class Ask:
     usage: bool = False
 
 
-class Terms:
+class PromptTerms:
     """What the answers to one prompt have in common, checked once.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 from rose_core.rollouts.errors import InvalidTurn
 from rose_router.http.dialects import openai
 from rose_router.http.dialects.common import Hints, caller_rid, priority, token_ids, whole_number
-from rose_router.http.dialects.terms import MOST_ANSWERS, Ask, Terms, streamed
+from rose_router.http.dialects.terms import MOST_ANSWERS, ParsedRequest, PromptTerms, streamed
 from rose_router.http.tokenization import Tokenizer
 
 _DEFAULT_TOKENS = 16  # vLLM's
@@ -19,7 +19,7 @@ def read(
     headers: Mapping[str, str],
     tokenizer: Tokenizer | None,
     new_rid: Callable[[], str],
-) -> Ask:
+) -> ParsedRequest:
     """Read a request.
 
     Raises:
@@ -35,11 +35,11 @@ def read(
     stream = streamed(body, several=answers > 1)
     rid, own = caller_rid(body.get("request_id"), new_rid)
     asked = ((f"{rid}_{answer}" if answers > 1 else rid, prompt) for answer in range(answers))
-    terms = Terms(
+    terms = PromptTerms(
         Hints(body, headers),
         openai.unknown_of(given) | openai.sampling_of(given, _DEFAULT_TOKENS),
         openai.passed_of(body) | openai.logprobs_of(given),
         priority=-priority(body),  # vLLM serves lower numbers first
         tokenizer=tokenizer,
     )
-    return Ask(terms.turns(asked, own_rid=own), stream, listed=True)
+    return ParsedRequest(terms.turns(asked, own_rid=own), stream, listed=True)

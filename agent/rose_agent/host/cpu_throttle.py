@@ -38,7 +38,7 @@ def is_busy_quota(state: EngineState, tree: TreeState, *, by_mps: bool) -> bool:
 
 
 @dataclass(frozen=True)
-class Engine:
+class ThrottledEngine:
     """What decides about one engine's quota.
 
     Attributes:
@@ -53,13 +53,13 @@ class Engine:
     by_mps: bool
 
     @classmethod
-    def of(cls, life: EngineLife) -> Engine:
+    def of(cls, life: EngineLife) -> ThrottledEngine:
         """The engine as it is now."""
         by_mps = life.order.engine.sharing.compute == "MPS"
         return cls(life.folder.uid, life.state, life.watched.state, by_mps)
 
 
-class Courtesy:
+class CpuThrottle:
     """The quotas of every engine of a host.
 
     Args:
@@ -73,10 +73,10 @@ class Courtesy:
     async def keep(self, engines: Callable[[], Iterable[EngineLife]]) -> None:
         """Keep the quotas right until cancelled; returns at once where none is for busy serving."""
         while self._limiter.limits.busy_cpu_percent:
-            self.look(map(Engine.of, engines()))
+            self.look(map(ThrottledEngine.of, engines()))
             await asyncio.sleep(LOOK_SECONDS)
 
-    def look(self, engines: Iterable[Engine]) -> None:
+    def look(self, engines: Iterable[ThrottledEngine]) -> None:
         """Give every engine the quota that it should have now."""
         here = set()
         for engine in engines:

@@ -15,12 +15,12 @@ from rose_core.api.rolloutslot import Tier
 from rose_core.lending.tenancy import Tenancy
 from rose_core.wire.sync import ReplicaReport
 from rose_operator.plan.admission import Offer, Parsed, Refusal, lease_refusal, pool_refusal
-from rose_operator.plan.cluster_facts import Surroundings
+from rose_operator.plan.cluster_facts import ClusterFacts
 from rose_operator.plan.telemetry import Telemetry
 
 
 @dataclass(frozen=True)
-class World:
+class ClusterState:
     """Everything known at one moment.
 
     Attributes:
@@ -62,12 +62,12 @@ def look(
     slots: Parsed[RolloutSlot],
     telemetry: Telemetry,
     *,
-    surroundings: Surroundings,
+    surroundings: ClusterFacts,
     offer: Offer,
     tenancy: Tenancy | None = None,
     now: datetime,
     monotonic: float,
-) -> World:
+) -> ClusterState:
     """Judge all objects and index them."""
     reports: dict[str, list[tuple[str, ReplicaReport]]] = defaultdict(list)
     for name, node in telemetry.nodes.items():
@@ -96,7 +96,7 @@ def look(
         rest = (lease for key, lease in leases.good.items() if key not in refusals)
         answers = tenancy.judge(rest)
         refusals |= {key: Refusal(*answer) for key, answer in answers.items()}
-    return World(
+    return ClusterState(
         pools=pools,
         leases=leases,
         slots=slots,
@@ -114,7 +114,7 @@ def look(
 
 
 def _judged(
-    pool: ServingPool, reports: Sequence[tuple[str, ReplicaReport]], around: Surroundings
+    pool: ServingPool, reports: Sequence[tuple[str, ReplicaReport]], around: ClusterFacts
 ) -> Refusal | None:
     pods = [report.pod_name for _, report in reports] if around.autoscalers else []
     return pool_refusal(pool, around.autoscalers, pods)

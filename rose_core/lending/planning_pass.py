@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from rose_core.api.reasons import Reason
-from rose_core.lending.answers import Lend, Release, Verdict
+from rose_core.lending.answers import Lend, Release, ReplicaDecision
 from rose_core.lending.facts import Lease, Memory, Pool, Replica, Slot, Snapshot
 from rose_core.lending.limits import Limit, limit, most_lent
 from rose_core.lending.qualify import contests, still_asleep, still_fit, verdict
@@ -18,7 +18,7 @@ from rose_core.lending.qualify import contests, still_asleep, still_fit, verdict
 _MINUTE = 60.0
 
 
-class World:
+class PlanningPass:
     """What one planning pass knows and has decided.
 
     Attributes:
@@ -43,17 +43,17 @@ class World:
         self._index()
         self.memory = self._remember()
 
-    def _judge(self) -> dict[str, Verdict]:
+    def _judge(self) -> dict[str, ReplicaDecision]:
         contested = contests(self.snapshot.replicas)
         return {
             uid: self._judge_one(replica, contested.get(uid))
             for uid, replica in self.replicas.items()
         }
 
-    def _judge_one(self, replica: Replica, contested: Verdict | None) -> Verdict:
+    def _judge_one(self, replica: Replica, contested: ReplicaDecision | None) -> ReplicaDecision:
         pool = self.pools.get(replica.pool)
         if pool is None:
-            return Verdict(replica.name, Reason.UNKNOWN_POOL, f"pool {replica.pool}")
+            return ReplicaDecision(replica.name, Reason.UNKNOWN_POOL, f"pool {replica.pool}")
         if contested is not None and not still_fit(contested):
             return contested
         own = verdict(replica, pool, self.policy)
@@ -215,19 +215,19 @@ class World:
         """Loans of this and earlier passes."""
         return len(self._loans_at.get(pool.key, ()))
 
-    def unrested(self, replica: Replica) -> Verdict | None:
+    def unrested(self, replica: Replica) -> ReplicaDecision | None:
         """Hysteresis: None once a qualifying replica has settled and its GPUs have rested."""
         freed = [at for gpu in replica.devices if (at := self.memory.freed_at.get(gpu)) is not None]
         if freed:
             left = max(freed) + self.policy.cool_seconds - self.now
-            return Verdict(
+            return ReplicaDecision(
                 replica.name, Reason.COOLING_DOWN, f"its GPU rests for another {left:.0f} s"
             )
         needed = self.policy.settle_seconds
         left = self.memory.fit_since[replica.uid] + needed - self.now
         if left > 0:
             text = f"must qualify for {needed:.0f} s without a break; another {left:.0f} s to go"
-            return Verdict(replica.name, Reason.SETTLING, text)
+            return ReplicaDecision(replica.name, Reason.SETTLING, text)
         return None
 
     # Decisions.

@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from rose_agent.host.enforcer import Watched
+from rose_agent.host.enforcer import EnforcedEngine
 from rose_agent.host.lifecycle import EngineLife
 from rose_agent.host.site import Site
 from rose_core.devices.memory import overrun
@@ -39,7 +39,7 @@ from rose_engines.rundir import SlotDir, write_json
 _LOOK_SECONDS = 0.02
 
 
-class Twins:
+class DualShareEngine:
     """The engines of one slot: one, or two at different shares.
 
     Args:
@@ -161,7 +161,7 @@ class Twins:
     def _make(self, order: EnsureEngine, folder: SlotDir) -> EngineLife:
         write_json(folder.slot, msgspec.to_builtins(order))
         permit = Permit.attach(folder.permit)
-        watched = Watched(
+        watched = EnforcedEngine(
             order.slot_name,
             permit,
             own_permit=self._site.dedicated,

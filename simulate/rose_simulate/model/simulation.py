@@ -13,7 +13,7 @@ from functools import partial
 
 from rose_core.rollouts.placement import Policy
 from rose_core.rollouts.terms import LeaseTerms, Policies, policies_of
-from rose_core.rollouts.watch import Patience
+from rose_core.rollouts.watch import LegPatience
 from rose_core.wire.routing import EngineKind
 from rose_core.wire.sync import SignalSource
 from rose_simulate.model.balancer import Balancer
@@ -22,12 +22,12 @@ from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.costs import costs, kv_tokens
 from rose_simulate.model.gates import ServingRequest
 from rose_simulate.model.job import Job, JobFacts
-from rose_simulate.model.lent import Ears, Replica
+from rose_simulate.model.lent import LentReplica, ReplicaCallbacks
 from rose_simulate.model.nodes import Dedicated, Nodes
 from rose_simulate.model.paper import PaperGate
 from rose_simulate.model.planner import Planner, lend_once
-from rose_simulate.model.regimes import GateKind, Lends, Rules
-from rose_simulate.model.router import Manners, Router
+from rose_simulate.model.regimes import GateKind, LendingMode, RegimeRules
+from rose_simulate.model.router import Router, RouterOptions
 from rose_simulate.model.scenario import Failure, RolloutJob, Scenario, Service
 from rose_simulate.model.turns import Engine
 from rose_simulate.model.whole import WholeLender
@@ -37,11 +37,11 @@ _DEDICATED_MEMORY = 0.9
 _USUAL_CONTEXT = 12_000
 _LOOK_S = 10.0  # the paper's choice of GPUs needs some recent KV use
 
-MakeRouter = Callable[[Clock, str, Policies, Manners, random.Random], Router]
+MakeRouter = Callable[[Clock, str, Policies, RouterOptions, random.Random], Router]
 
 
 @dataclass(frozen=True)
-class Material:
+class SimulationInputs:
     """Traces and shapes as read by the shell: name in the scenario -> rows."""
 
     episodes: tuple[Episode, ...]
@@ -49,7 +49,7 @@ class Material:
     shapes: Mapping[str, Shape] = field(default_factory=dict)
 
 
-class World:
+class Simulation:
     """Everything of one run.
 
     Args:
@@ -63,16 +63,16 @@ class World:
     def __init__(
         self,
         scenario: Scenario,
-        rules: Rules,
+        rules: RegimeRules,
         seed: int,
-        material: Material,
+        material: SimulationInputs,
         make_router: MakeRouter = Router,
     ) -> None:
         self.scenario, self.seed, self.material = scenario, seed, material
         self.rules, self._make_router = rules, make_router
         self.clock = Clock()
-        self.replicas: list[Replica] = []
-        self._by_service: dict[str, list[Replica]] = {}
+        self.replicas: list[LentReplica] = []
+        self._by_service: dict[str, list[LentReplica]] = {}
         self.requests: dict[str, list[ServingRequest]] = {}
         self.routers: dict[str, Router] = {}
         self.jobs: dict[str, Job] = {}
@@ -90,10 +90,10 @@ class World:
     # --- building
 
     def _build(self) -> None:
-        ears = Ears(self._gate, self._lost, self._served)
+        ears = ReplicaCallbacks(self._gate, self._lost, self._served)
         for service in self.scenario.services:
             mine = [
-                Replica(
+                LentReplica(
                     self.clock,
                     len(self.replicas) + n,
                     service,
@@ -118,14 +118,14 @@ class World:
 
     def _lender(self) -> None:
         rules = self.rules
-        if rules.lends is Lends.ONCE:
+        if rules.lends is LendingMode.ONCE:
             self.clock.after(_LOOK_S, lambda: lend_once(self.scenario, self.replicas, self._lend))
-        elif rules.lends is Lends.WHOLE:
+        elif rules.lends is LendingMode.WHOLE:
             self._whole = WholeLender(
                 self.clock, self.scenario, self.replicas, self._lend, rules.least_loan_s
             )
             self.clock.after(0.0, self._whole.run)
-        elif rules.lends is Lends.PLANNER:
+        elif rules.lends is LendingMode.PLANNER:
             polled = rules.gate is GateKind.POLLED
             signal = SignalSource.LOADS if polled else SignalSource.WIRE_TAP
             planner = Planner(
@@ -164,10 +164,10 @@ class World:
             take = partial(self._balancer.take, request, service.name)
             self.clock.at(request.arrived_ns, take)
 
-    def _serving(self, service: str) -> list[Replica]:
+    def _serving(self, service: str) -> list[LentReplica]:
         return self._by_service[service] if self._whole is None else self._whole.serving(service)
 
-    def _again(self, request: ServingRequest, replica: Replica) -> None:
+    def _again(self, request: ServingRequest, replica: LentReplica) -> None:
         self._balancer.again(request, replica.service.name)
 
     def _retry(self) -> None:
@@ -179,12 +179,12 @@ class World:
             max_staleness=0 if rules.newest_only else job.staleness, placement=rules.placement
         )
         stall = rules.stall_s
-        patience = Patience() if stall is None else Patience(pause_seconds=stall)
+        patience = LegPatience() if stall is None else LegPatience(pause_seconds=stall)
         router = self._make_router(
             self.clock,
             job.name,
             policies_of(terms, tuning, patience),
-            Manners(
+            RouterOptions(
                 rules.keeps,
                 rules.waits,
                 rules.knows_lengths,
@@ -232,7 +232,7 @@ class World:
 
     # --- what replicas and jobs tell
 
-    def _lend(self, replica: Replica, job: RolloutJob | None) -> None:
+    def _lend(self, replica: LentReplica, job: RolloutJob | None) -> None:
         now = self.clock.now_ns
         if job is not None:
             self._lent_ns[replica.name] = now
@@ -241,7 +241,7 @@ class World:
             self.held_ns += held * replica.service.gpus_per_replica
         replica.lend(job)
 
-    def _gate(self, replica: Replica, is_open: bool) -> None:
+    def _gate(self, replica: LentReplica, is_open: bool) -> None:
         if replica.job is None:
             return
         self.gate_moves.append((self.clock.now_s, 1 if is_open else -1))
@@ -251,11 +251,11 @@ class World:
         if isinstance(gate, PaperGate) and replica.name in router.engines:
             router.cut_to(replica.name, min(gate.cap, router.engines[replica.name].cap))
 
-    def _lost(self, replica: Replica, _sequences: list[Sequence]) -> None:
+    def _lost(self, replica: LentReplica, _sequences: list[Sequence]) -> None:
         if replica.job is not None:
             self.routers[replica.job.name].lost(replica.name)
 
-    def _served(self, replica: Replica, batch: BatchEngine) -> None:
+    def _served(self, replica: LentReplica, batch: BatchEngine) -> None:
         job = replica.job
         assert job is not None  # noqa: S101  # only a lent replica has an engine
         now = self.clock.now_ns

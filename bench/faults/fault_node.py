@@ -73,7 +73,7 @@ class PromptOperator(FakeOperator):
 
 
 @dataclass
-class World(Node):
+class FaultNode(Node):
     """A node whose rollouts are watched."""
 
     operator: PromptOperator
@@ -151,7 +151,7 @@ def member_folders(pid: int) -> Sequence[Path]:
 
 
 @contextlib.asynccontextmanager
-async def world(root: Path) -> AsyncIterator[World]:
+async def world(root: Path) -> AsyncIterator[FaultNode]:
     """Start everything, wait until tokens flow; end everything, whatever happened."""
     model = root / "models" / "small"
     model.mkdir(parents=True)
@@ -161,7 +161,7 @@ async def world(root: Path) -> AsyncIterator[World]:
     operator = PromptOperator()
     await operator.start()
     async with aiohttp.ClientSession() as http:
-        made = World(root, operator, http, cgroup="auto")
+        made = FaultNode(root, operator, http, cgroup="auto")
         watching = asyncio.create_task(made.watch())
         try:
             await made.start_serving()

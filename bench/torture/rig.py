@@ -42,7 +42,7 @@ WINDOW = 3
 PERMIT_NS = 2_000_000_000
 
 
-class World:
+class TortureRig:
     """A store, a relay, an engine with its weight-sync, and a publisher.
 
     Args:

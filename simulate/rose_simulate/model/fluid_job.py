@@ -27,7 +27,7 @@ Steps = Callable[[float], float]
 
 
 @dataclass(frozen=True)
-class Supply:
+class EngineSupply:
     """What the engines of one job are in one bin.
 
     Attributes:
@@ -41,7 +41,7 @@ class Supply:
 
 
 @dataclass(frozen=True)
-class Work:
+class FluidWork:
     """What the tanks of equal jobs share.
 
     Attributes:
@@ -56,10 +56,10 @@ class Work:
 
 
 @dataclass
-class Tank:
+class FluidJob:
     """The trajectories of one job."""
 
-    work: Work
+    work: FluidWork
     draw: np.random.Generator
     left: Floats = field(default_factory=lambda: np.empty(0))
     group: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
@@ -76,7 +76,7 @@ class Tank:
     steps: int = 0
     tokens: float = 0.0
 
-    def advance(self, supply: Supply, now: float, bin_s: float) -> None:
+    def advance(self, supply: EngineSupply, now: float, bin_s: float) -> None:
         """One bin."""
         self._start()
         active = len(self.left) * self.work.active
@@ -145,7 +145,7 @@ def active_share(pool: Rows[Episode], job: RolloutJob) -> float:
     return work / (work + gaps)
 
 
-def rate(active: float, supply: Supply, step: Steps) -> float:
+def rate(active: float, supply: EngineSupply, step: Steps) -> float:
     """Tokens per second of ``active`` trajectories over engines that give ``most`` when full.
 
     Beside the decode step, a token of a full batch of ``slots / engines`` costs the time that

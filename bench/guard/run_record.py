@@ -22,7 +22,7 @@ from bench.guard.windows import Goal, Solo
 from bench.record import FOLDER, save
 
 
-class Kept(msgspec.Struct, frozen=True):
+class RunRecord(msgspec.Struct, frozen=True):
     """Everything a run has measured.
 
     Attributes:
@@ -62,7 +62,7 @@ def _path(plan: Plan, folder: Path) -> Path:
 
 def keep(plan: Plan, results: Results, notes: Sequence[str], folder: Path = FOLDER) -> None:
     """Write figures, table, picture and windows as they are now."""
-    kept = Kept(
+    kept = RunRecord(
         *(_of(plan), results.solo, results.goals, results.windows),
         *(results.ended, results.crashes),
     )
@@ -88,7 +88,7 @@ def again(plan: Plan, folder: Path = FOLDER) -> Results | None:
     path = _path(plan, folder)
     if not path.exists():
         return None
-    kept = msgspec.json.decode(path.read_bytes(), type=Kept)
+    kept = msgspec.json.decode(path.read_bytes(), type=RunRecord)
     other = [f"{key} {value}" for key, value in kept.of.items() if _of(plan).get(key) != value]
     if other:
         raise NotTheSame(f"{path} was measured with {', '.join(other)}: run without --resume")

@@ -10,22 +10,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.dispatch import Scene
+from rose_core.rollouts.dispatch import DispatchState
 from rose_core.rollouts.estimates import Speed
-from rose_core.rollouts.placement import EngineView, Outlook, Policy, PolicyName, TurnView
+from rose_core.rollouts.placement import EngineView, Policy, PolicyName, RolloutOutlook, TurnView
 from rose_core.rollouts.prospects import Prospects
 from rose_core.rollouts.residency import Residents
 from rose_simulate.model.clock import Clock
 from rose_simulate.model.turns import Engine, Turn
 
-_NO_OUTLOOK = Outlook()
+_NO_OUTLOOK = RolloutOutlook()
 # Rules that ask what is known of a trajectory; the others do without, which is quicker to simulate.
 _REMEMBER = frozenset({PolicyName.JOINT, PolicyName.LONG_TO_BORROWED, PolicyName.LATE_TO_BORROWED})
 _USUAL_OUTPUT = 128.0
 
 
 @dataclass(frozen=True)
-class Known:
+class RouterMemory:
     """What a router remembers.
 
     Attributes:
@@ -39,7 +39,7 @@ class Known:
     residents: Residents
 
 
-class Sight:
+class RouterView:
     """Views for one router's rules.
 
     Args:
@@ -51,7 +51,7 @@ class Sight:
     """
 
     def __init__(
-        self, clock: Clock, run: str, policy: Policy, known: Known, *, knows_lengths: bool
+        self, clock: Clock, run: str, policy: Policy, known: RouterMemory, *, knows_lengths: bool
     ) -> None:
         self._clock, self._run, self._policy = clock, run, policy
         self._known, self._knows_lengths = known, knows_lengths
@@ -113,12 +113,12 @@ class Sight:
             return view
         return self._known.prospects.expected(turn.session, view, self._clock.now_s)
 
-    def scene(self, views: list[EngineView], dice: Callable[[], float]) -> Scene:
+    def scene(self, views: list[EngineView], dice: Callable[[], float]) -> DispatchState:
         """Everything that a choice among waiting turns looks at; ``dice`` gives 0 to 1."""
         now, outlook = self._clock.now_s, _NO_OUTLOOK
         if self.remembers:
             outlook = self._known.prospects.outlook(lambda: views, dice(), now)
-        return Scene(views, self.head, self._policy, now, outlook, self._known.residents)
+        return DispatchState(views, self.head, self._policy, now, outlook, self._known.residents)
 
     def _engine(self, engine: Engine) -> EngineView:
         return EngineView(
