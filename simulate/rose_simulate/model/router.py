@@ -154,6 +154,16 @@ class Router:
         """Turns that wait or run."""
         return len(self._queue) + sum(len(engine.legs) for engine in self.engines.values())
 
+    @property
+    def waiting(self) -> tuple[Turn, ...]:
+        """Turns without an engine, the next one first."""
+        return tuple(self._queue)
+
+    @property
+    def newest(self) -> str:
+        """The newest version known, by name."""
+        return str(self._sight.head)
+
     def submit(self, turn: Turn) -> None:
         """A turn has come."""
         self.counts.turns += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from rose_core.rollouts.placement import Policy
@@ -20,12 +20,13 @@ from rose_simulate.model.balancer import Balancer
 from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.costs import costs, kv_tokens
+from rose_simulate.model.demand import Demands
 from rose_simulate.model.gates import ServingRequest
 from rose_simulate.model.job import Job, JobFacts
 from rose_simulate.model.lent import LentReplica, ReplicaCallbacks
 from rose_simulate.model.nodes import Dedicated, Nodes
 from rose_simulate.model.paper import PaperGate
-from rose_simulate.model.planner import Planner, lend_once
+from rose_simulate.model.planner import Planner, PlannerInputs, lend_once
 from rose_simulate.model.regimes import GateKind, LendingMode, RegimeRules
 from rose_simulate.model.router import Router, RouterOptions
 from rose_simulate.model.scenario import Failure, RolloutJob, Scenario, Service
@@ -83,6 +84,7 @@ class Simulation:
         self._link_up_ns = 0
         self.weight_bytes = 0
         self._whole: WholeLender | None = None
+        self.planner: Planner | None = None
         self.nodes = Nodes(self.clock, scenario, seed, self._again, self._retry)
         self._balancer = Balancer(self._serving, lambda: self.nodes.down > 0)
         self._build()
@@ -128,15 +130,16 @@ class Simulation:
         elif rules.lends is LendingMode.PLANNER:
             polled = rules.gate is GateKind.POLLED
             signal = SignalSource.LOADS if polled else SignalSource.WIRE_TAP
-            planner = Planner(
-                self.clock,
-                self.scenario,
-                self.replicas,
-                self._lend,
-                signal=signal,
-                silence=self.nodes.silence,
+            demands = Demands(self.clock, self.routers)
+            told = PlannerInputs(self.nodes.silence, runs=self._runs)
+            if rules.by_demand:
+                told = replace(told, demand=demands.of)
+            self.planner = Planner(
+                self.clock, self.scenario, self.replicas, self._lend, signal=signal, told=told
             )
-            self.clock.after(0.0, planner.run)
+            if rules.by_demand:
+                self.clock.after(0.0, partial(demands.run, self.planner.plan))
+            self.clock.after(0.0, self.planner.run)
 
     def _load(self, service: Service) -> None:
         load, seconds = service.load, self.scenario.warmup_s + self.scenario.seconds
@@ -240,6 +243,11 @@ class Simulation:
             held = now - self._lent_ns.pop(replica.name)
             self.held_ns += held * replica.service.gpus_per_replica
         replica.lend(job)
+
+    def _runs(self, name: str) -> bool:
+        """Whether a lent replica's engine has attested weights."""
+        engines = (router.engines.get(name) for router in self.routers.values())
+        return any(engine is not None and engine.version is not None for engine in engines)
 
     def _gate(self, replica: LentReplica, is_open: bool) -> None:
         if replica.job is None:
