@@ -39,7 +39,7 @@ def test_a_request_that_does_not_fit_beside_others_is_told_to_come_again() -> No
 def test_a_refused_request_gives_back_what_it_held() -> None:
     memory = empty()
     with pytest.raises(TooLarge), memory.room_for(MIB) as room:
-        room.becomes(LIMIT)
+        room.resize(LIMIT)
     assert memory.taken == 0
 
 
@@ -55,6 +55,6 @@ def test_answers_to_one_prompt_hold_its_ids_once() -> None:
 
 def test_n_is_bounded_by_the_tokens_that_each_answer_sends() -> None:
     with empty().room_for(MIB) as room:
-        room.becomes(held_by(turns(64, 16_384)))
+        room.resize(held_by(turns(64, 16_384)))
         with pytest.raises(TooLarge):
-            room.becomes(held_by(turns(4096, 1_000_000)))
+            room.resize(held_by(turns(4096, 1_000_000)))

@@ -80,7 +80,7 @@ class Snapshots:
     ) -> lending.Snapshot:
         """The world as the planner wants it."""
         for kept in (self._pools, self._leases, self._slots, self._nodes):
-            kept.turn()
+            kept.begin_pass()
         silence = {
             node: world.telemetry.silence(node, world.monotonic)
             for node in {*world.telemetry.nodes, *_nodes_of_slots(world)}

@@ -171,10 +171,10 @@ class Simulation:
         return self._by_service[service] if self._whole is None else self._whole.serving(service)
 
     def _again(self, request: ServingRequest, replica: LentReplica) -> None:
-        self._balancer.again(request, replica.service.name)
+        self._balancer.retry(request, replica.service.name)
 
     def _retry(self) -> None:
-        self._balancer.retry()
+        self._balancer.retry_stranded()
 
     def _job(self, job: RolloutJob) -> None:
         rules, tuning = self.rules, Policy(**self.scenario.placement.model_dump())
@@ -254,14 +254,14 @@ class Simulation:
             return
         self.gate_moves.append((self.clock.now_s, 1 if is_open else -1))
         router = self.routers[replica.job.name]
-        router.gate(replica.name, is_open)
+        router.on_gate(replica.name, is_open)
         gate = replica.gate
         if isinstance(gate, PaperGate) and replica.name in router.engines:
             router.cut_to(replica.name, min(gate.cap, router.engines[replica.name].cap))
 
     def _lost(self, replica: LentReplica, _sequences: list[Sequence]) -> None:
         if replica.job is not None:
-            self.routers[replica.job.name].lost(replica.name)
+            self.routers[replica.job.name].on_engine_loss(replica.name)
 
     def _served(self, replica: LentReplica, batch: BatchEngine) -> None:
         job = replica.job
@@ -284,7 +284,7 @@ class Simulation:
 
         def attested() -> None:
             if router.engines.get(engine.name) is engine:
-                router.version(engine.name, version)
+                router.on_version(engine.name, version)
 
         arrives_s = self.clock.now_s + wait + size * 8 / (link.gbps * 1e9) + link.apply_s
         # A delta is of no use before the weights that it changes.
@@ -293,21 +293,21 @@ class Simulation:
 
     def _publish(self, job: RolloutJob, version: int) -> None:
         router = self.routers[job.name]
-        router.published(version)
+        router.on_publish(version)
         for engine in list(router.engines.values()):
             if engine.kind is EngineKind.BORROWED:
                 self._send(job, engine, self.scenario.link.delta_share)
             else:
                 self.clock.after(
                     self.scenario.link.dedicated_s,
-                    partial(router.version, engine.name, version),
+                    partial(router.on_version, engine.name, version),
                 )
         if job.awaits_weights:
             has = partial(self.jobs[job.name].has_weights, version)
             self.clock.after(self.scenario.link.dedicated_s, has)
         for replica in self.replicas:
             if replica.job is job and isinstance(replica.gate, PaperGate):
-                replica.gate.next_step()
+                replica.gate.on_step()
                 if replica.name in router.engines:
                     router.restore(replica.name)
 
@@ -325,7 +325,7 @@ class Simulation:
         if failure.kind in {"engine", "gone"}:
             gate.crash()
         else:
-            gate.guard_dies(failure.seconds)
+            gate.on_guard_death(failure.seconds)
 
     def settle(self) -> None:
         """Count up to now."""
