@@ -88,7 +88,7 @@ def sort_out(
     policy: Policy,
     now: float,
 ) -> SortedEngines:
-    """Apply the filters; the answer is the same for turns that are ``filters.filter_key``."""
+    """Apply the filters; the answer is the same for turns of one ``filters.filter_key``."""
     nearest = Obstacle.NO_ENGINE
     able: list[EngineView] = []
     full: list[EngineView] = []
