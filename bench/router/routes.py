@@ -60,6 +60,8 @@ def process(*command: str, speaks: bool = False) -> Iterator[subprocess.Popen[st
             child.wait(10)
         child.kill()
         child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
 
 
 @contextmanager
@@ -101,8 +103,8 @@ async def _ready(url: str, child: subprocess.Popen[str], seconds: float = 60) ->
 
 
 @asynccontextmanager
-async def rose(engine: str, cap: int) -> AsyncIterator[Route]:
-    """ROSE's router with the stub attached."""
+async def rose(engine: str, cap: int, *flags: str) -> AsyncIterator[Route]:
+    """ROSE's router with the stub attached; ``flags`` are further ones of it."""
     http, attach = free_ports(2)
     update = EngineUpdate(
         "stub", EngineKind.DEDICATED, LEASE, engine, gate_open=True, cap=cap, version=VERSION
@@ -118,6 +120,7 @@ async def rose(engine: str, cap: int) -> AsyncIterator[Route]:
         command = [sys.executable, "-m", "rose_cli.main", "router", f"--lease={LEASE}"]
         command += [f"--http-address=127.0.0.1:{http}", f"--attach-address=127.0.0.1:{attach}"]
         command += [f"--token-file={token}", "--log-level=WARNING", "--drain-seconds=0"]
+        command += flags
         with process(*command) as child:
             url = f"http://127.0.0.1:{http}"
             await _ready(f"{url}/health", child)

@@ -6,6 +6,7 @@
 | ``docs/api.md`` | the same models, reasons and the allow-list |
 | ``docs/metrics.md`` | every ``metrics.py`` with a ``REGISTRY`` |
 | ``docs/scenario.md`` | the models of the simulator's scenarios |
+| ``docs/rights.md`` | ``rose_core.rights``: who may use which verb |
 | ``helm/rose/files/dashboards/*.json`` | ``rose_dev.dashboards`` |
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 import yaml
 from prometheus_client import CollectorRegistry
 
+from rose_core import rights
 from rose_core.api import ConditionType
 from rose_core.api.arguments import ALLOWED
 from rose_core.api.crd import KINDS, Kind, definition
@@ -50,6 +52,7 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
         Path("docs/api.md"): api_page(),
         Path("docs/metrics.md"): metrics_page(root),
         Path("docs/scenario.md"): fields.page(),
+        Path("docs/rights.md"): rights.page(NOTE),
     }
     for kind in KINDS:
         text = f"# {NOTE}\n" + yaml.safe_dump(definition(kind), sort_keys=False, width=100)

@@ -22,6 +22,7 @@ from rose_core.delta.digest import Digest, from_bytes, total_of
 from rose_core.delta.errors import ManifestError
 from rose_core.delta.tiles import Tiling, as_matrix
 from rose_core.identity import WeightVersion
+from rose_core.unreadable import UNREADABLE
 
 FORMAT = "rose-delta/1"
 DIGEST_BYTES = 16
@@ -123,7 +124,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, di
         """
         try:
             manifest = msgspec.msgpack.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             message = f"not a manifest: {error}"
             raise ManifestError(message) from error
         check(manifest)

@@ -142,6 +142,7 @@ class Node:
     serving_url: str = ""
     agent_flags: tuple[str, ...] = ()
     cgroup: str = "signals"
+    module: str = ""
 
     @property
     def rundir(self) -> RunDir:
@@ -150,6 +151,9 @@ class Node:
     # --- processes
 
     async def spawn(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
+        if self.module and "rose_cli.main" in arguments:
+            _, _, *rest = arguments
+            arguments = ("-m", self.module, str(self.root / f"{name}.served"), *rest)
         with (self.root / f"{name}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, *arguments, stdout=log, stderr=log
@@ -344,15 +348,23 @@ class Node:
 
 
 @contextlib.asynccontextmanager
-async def node(root: Path, *agent_flags: str, cgroup: str = "signals") -> AsyncIterator[Node]:
-    """Start everything; end everything, whatever happened. ``cgroup`` is the engine host's."""
+async def node(
+    root: Path, *agent_flags: str, cgroup: str = "signals", module: str = ""
+) -> AsyncIterator[Node]:
+    """Start everything; end everything, whatever happened.
+
+    Args:
+        agent_flags: of the guard.
+        cgroup: the engine host's.
+        module: instead of the command line's; its first argument is a file of the process's name.
+    """
     model = root / "models" / "small"
     model.mkdir(parents=True)
     save_file({"w": np.zeros((8, 8), np.float32)}, model / "model.safetensors")
     operator = FakeOperator()
     await operator.start()
     async with aiohttp.ClientSession() as http:
-        parts = Node(root, operator, http, agent_flags=agent_flags, cgroup=cgroup)
+        parts = Node(root, operator, http, agent_flags=agent_flags, cgroup=cgroup, module=module)
         try:
             await parts.start_serving()
             for start in (parts.start_tap, parts.start_host, parts.start_agent):

@@ -1,45 +1,44 @@
-"""What listens, and what a stranger gets there: every route and every method of ROSE."""
+"""What listens, and what each of its verbs answers a caller with this credential or none."""
 
 from __future__ import annotations
 
-import asyncio
-import re
+import types
+import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
+from enum import Enum
+from typing import Any
 
 import aiohttp
 import grpc
+import msgspec
 import psutil
 
+from rose_core.delta.manifest import Manifest
+from rose_core.delta.parts import Part
+from rose_core.identity import WeightVersion
 from rose_weights import methods as weight_plane
 from rose_wire import services
-from rose_wire.rpc import Method
+from rose_wire.method import Method, encode
 
-ROOT = Path(__file__).parents[2]
-_ROUTE = re.compile(r"(?:web\.|add_)(?:get|post|put|delete|route)\(\s*f?\"(/[^\"]*)\"")
-_SECONDS = 20.0
-
-# Counts, times and states, no content: docs/threat-model.md names each.
-OPEN = frozenset(
-    {"/metrics", "/healthz", "/readyz", "/vacated"}
-    | {"/health", "/health_generate", "/ready", "/ping", "/liveness", "/readiness"}
-)
-METHODS = [
-    found
+_SECONDS = 4.0
+# An answer that took this long is one; refusals are at once, but for a machine that is busy.
+_PATIENT_SECONDS = 40.0
+METHODS: dict[str, Method[Any, Any]] = {
+    found.path: found
     for module in (services, weight_plane)
     for found in vars(module).values()
     if isinstance(found, Method)
-]
-
-
-def routes() -> list[str]:
-    """Every path that some process of ROSE answers, from the sources; a new one is in by itself."""
-    folders = ("agent", "operator", "router", "weights", "wire", "trainer")
-    texts = (path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    found = {route for text in texts for route in _ROUTE.findall(text)}
-    filled = {re.sub(r"\{+[^}]*\}+", "generate", route) for route in found}
-    return sorted({"/", "/debug", "/slots/x/generate", *filled})
+}
+RUN = "team-run"
+"""The run that every message is about."""
+_VERSION = WeightVersion(RUN, 1, 1)
+_BYTES = {
+    "manifest": Manifest(target=_VERSION, digest="0" * 32, tensors=(), tiles=b"").encode(),
+    "part": encode(
+        Part(target=_VERSION, rank=0, world=1, tensors=(), tiles=(), digests=b"", blocks=())
+    ),
+}
 
 
 def listeners(pids: Iterable[int]) -> list[tuple[str, int]]:
@@ -57,55 +56,121 @@ class Knocked:
     """What one port answered a caller.
 
     Attributes:
-        pages: path -> status, for a port that speaks HTTP.
-        bodies: path -> text of those that answered 200.
-        calls: gRPC method -> status code, for a port that speaks gRPC.
+        answered: every verb that the port's protocol has.
+        heard: those that did more than refuse.
+        bodies: verb -> text of those that answered 200.
     """
 
-    pages: dict[str, int] = field(default_factory=dict)
+    answered: set[str] = field(default_factory=set)
+    heard: set[str] = field(default_factory=set)
     bodies: dict[str, str] = field(default_factory=dict)
-    calls: dict[str, grpc.StatusCode] = field(default_factory=dict)
-
-    @property
-    def heard(self) -> set[str]:
-        """Pages and methods that did more than refuse."""
-        refused = {401, 403, 404, 405}
-        pages = {path for path, status in self.pages.items() if status not in refused}
-        closed = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED}
-        return pages | {path for path, code in self.calls.items() if code not in closed}
 
 
-async def knock(port: int, token: str = "") -> Knocked:
-    """Try everything at a port, with this bearer token or none."""
+@dataclass(frozen=True)
+class Trust:
+    """What a caller over TLS knows, who has no certificate of its own.
+
+    Attributes:
+        authority: certificate of the installation's, PEM.
+        name: that the listener's certificate is good for.
+    """
+
+    authority: bytes
+    name: str
+
+
+async def knock(
+    place: int | str, token: str, verbs: Iterable[str], trust: Trust | None = None
+) -> Knocked:
+    """Try verbs at a port of this machine or a HOST:PORT, with this bearer token or none.
+
+    With ``trust``, gRPC is tried over TLS, and a handshake that fails is a refusal.
+    """
+    place = f"127.0.0.1:{place}" if isinstance(place, int) else place
     found = Knocked()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    async with aiohttp.ClientSession(headers=headers) as http:
-        for path in routes():
-            await _pages(http, port, path, found)
-    if not found.pages:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            for method in METHODS:
-                found.calls[method.path] = await _call(channel, method.path, token)
+    asked = sorted(verbs)
+    timeout = aiohttp.ClientTimeout(total=_PATIENT_SECONDS)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as http:
+        for verb in asked:
+            if " /" in verb:
+                await _page(http, place, verb, found)
+    if not found.answered:
+        async with _channel(place, trust) as channel:
+            for verb in asked:
+                if verb in METHODS:
+                    found.answered.add(verb)
+                    if await _is_heard(channel, METHODS[verb], token, trust):
+                        found.heard.add(verb)
     return found
 
 
-async def _pages(http: aiohttp.ClientSession, port: int, path: str, found: Knocked) -> None:
-    for verb in ("POST", "GET"):
-        try:
-            async with asyncio.timeout(_SECONDS):
-                url = f"http://127.0.0.1:{port}{path}"
-                async with http.request(verb, url, json={} if verb == "POST" else None) as answer:
-                    text = await answer.text()
-        except aiohttp.ClientError:
-            continue  # it speaks something else
-        worst = found.pages.get(path, 404)
-        if answer.status not in {401, 403, 404, 405} or worst in {404, 405}:
-            found.pages[path] = answer.status
-        if answer.status == 200:
-            found.bodies[path] = text
+def _channel(place: str, trust: Trust | None) -> grpc.aio.Channel:
+    if trust is None:
+        return grpc.aio.insecure_channel(place)
+    credentials = grpc.ssl_channel_credentials(trust.authority)
+    return grpc.aio.secure_channel(
+        place, credentials, options=(("grpc.ssl_target_name_override", trust.name),)
+    )
 
 
-async def _call(channel: grpc.aio.Channel, path: str, token: str) -> grpc.StatusCode:
+async def _page(http: aiohttp.ClientSession, place: str, verb: str, found: Knocked) -> None:
+    method, _, path = verb.partition(" ")
+    url = f"http://{place}{path.replace('{uid}', 'x')}"
+    try:
+        async with http.request(method, url, json={} if method == "POST" else None) as answer:
+            text = await answer.text()
+    except aiohttp.ClientError:
+        return  # it speaks something else
+    found.answered.add(verb)
+    if answer.status not in {401, 403, 404, 405}:
+        found.heard.add(verb)
+    if answer.status == 200:
+        found.bodies[verb] = text
+
+
+async def _is_heard(
+    channel: grpc.aio.Channel, method: Method[Any, Any], token: str, trust: Trust | None
+) -> bool:
+    code, words = await _call(channel, method, token, _SECONDS)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        code, words = await _call(channel, method, token, _SECONDS * 2)
+    closed = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED}
+    closed |= {grpc.StatusCode.UNAVAILABLE} if trust is not None else set()
+    return code not in closed and "Forbidden" not in words
+
+
+async def _call(
+    channel: grpc.aio.Channel, method: Method[Any, Any], token: str, seconds: float
+) -> tuple[grpc.StatusCode, str]:
     metadata = [("authorization", f"Bearer {token}")] if token else []
-    call = channel.unary_unary(path)(b"\x80", metadata=metadata, timeout=_SECONDS)
-    return await call.code()
+    frame = encode(filled(method.request))
+    call = channel.unary_unary(method.path)(frame, metadata=metadata, timeout=seconds)
+    code, said = await call.code(), str(await call.details())
+    # A stream of answers has its refusals in them.
+    return code, said if code is not grpc.StatusCode.OK else repr(await call)
+
+
+def filled(kind: Any) -> Any:  # noqa: ANN401, PLR0911  # any type of a message's field
+    """The least message of a type: whoever may send it, is refused for what it says at most."""
+    origin = typing.get_origin(kind)
+    if origin in {typing.Union, types.UnionType}:
+        return filled(typing.get_args(kind)[0])
+    if origin is typing.Annotated:
+        return filled(typing.get_args(kind)[0])
+    if origin is not None:
+        return origin()
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        wanted = {one.name: one for one in msgspec.structs.fields(kind)}
+        return kind(
+            **{
+                name: RUN if name == "run" else _BYTES.get(name) or filled(one.type)
+                for name, one in wanted.items()
+                if one.required or name == "run"
+            }
+        )
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return next(iter(kind))
+    if kind is type(None):
+        return None
+    return "x" if kind is str else kind()

@@ -1,21 +1,32 @@
-"""Every port of every process, tried by a stranger: nothing but health and metrics answers.
+"""Every verb of every port of every process, tried by each party: it opens to whom the table says.
 
-The same processes know secrets of ours; whatever they say of themselves is searched for those.
+The verbs are those that the real processes bind (``served``); the table is ``rose_core.rights``,
+and a verb without a rule fails here. The same processes know secrets of ours; whatever they say of
+themselves is searched for those.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import re
 import secrets
 import stat
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import jwt
+import msgspec
 import psutil
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
 
+from rose_core import rights
+from rose_core.api.crd import KINDS
+from rose_core.rights import Listener, Party
 from rose_dev.control_plane import ControlPlane
 from rose_weights.serve import tenants
 from tests.agent.node import SLOT, Node, node, tap_refusal
@@ -25,10 +36,33 @@ from tests.operator.harness import OperatorProcess
 
 pytestmark = pytest.mark.skipif(bool(tap_refusal()), reason=tap_refusal() or "-")
 
+ROOT = Path(__file__).parents[2]
 ROSE = ("-m", "rose_cli.main")
 # Listeners of each: pages, and where there is one a data route or gRPC.
 PORTS = {"tap": 1, "agent": 1, "host": 2, "sync": 1, "store": 2, "relay": 2, "router": 2}
 PORTS["ingest"] = 1
+LISTENERS = {"host": Listener.HOST, "sync": Listener.SYNC}
+LISTENERS |= {name: Listener(name) for name in PORTS.keys() - {"host", "sync"}}
+
+# Each credential of the fleet, and where it makes its bearer somebody; elsewhere he is anybody.
+WHO: dict[str, dict[Listener, tuple[Party, ...]]] = {
+    "": {},
+    "guess": {},
+    "installation": {
+        Listener.AGENT: (Party.NODE, Party.PLATFORM),
+        Listener.ROUTER: (Party.NODE, Party.OPERATOR),
+        Listener.RELAY: (Party.NODE,),
+        Listener.STORE: (Party.NODE,),
+    },
+    "turns": {Listener.ROUTER: (Party.TRAINER,)},
+    "harness": {Listener.ROUTER: (Party.HARNESS,)},
+    "store": {Listener.STORE: (Party.TRAINER,)},
+    "rival": {},
+    "callers": {Listener.INGEST: (Party.ROUTER,)},
+}
+# A team with rights to runs of its own reaches these too: blocks have no run, and are known by the
+# hashes in the manifests of runs that it may read.
+BLOCKS = {f"/rose.v1.Weights/{name}" for name in ("Fetch", "Missing", "Put")}
 
 
 @dataclass
@@ -49,9 +83,29 @@ class Fleet:
     def tenants(self) -> Path:
         """A store's file of tenants; the credential of its one tenant is the secret ``store``."""
         path = self.node.root / "tenants.json"
-        self.words["store"] = tenants.grant(path, "team", publish=("*",), read=("*",))
+        own = ("team-*", "run")
+        self.words["store"] = tenants.grant(path, "team", publish=own, read=own)
         (self.node.root / "store.secret").write_text(self.words["store"])
+        self.words["rival"] = tenants.grant(path, "rival", publish=("rival-*",), read=("rival-*",))
         return path
+
+    def keys(self) -> Path:
+        """Public keys of a cluster whose accounts the router believes; signs a harness's token."""
+        key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+        public = jwt.algorithms.RSAAlgorithm.to_jwk(key.public_key(), as_dict=True)
+        path = self.node.root / "keys.json"
+        path.write_bytes(msgspec.json.encode({"keys": [{**public, "kid": "k", "use": "sig"}]}))
+        claims = {
+            "sub": "system:serviceaccount:team:agents",
+            "aud": ["rose-turns/team/run"],
+            "exp": int(time.time()) + 3600,
+        }
+        self.words["harness"] = jwt.encode(claims, key, "RS256", headers={"kid": "k"})
+        return path
+
+    def served(self, name: str) -> set[str]:
+        """What the process has bound, as it tells."""
+        return set((self.node.root / f"{name}.served").read_text().split("\n")) - {""}
 
     def engines(self) -> set[int]:
         return {process.pid for process in self.node.engine_processes()}
@@ -67,7 +121,9 @@ class Fleet:
 
     async def ready(self, name: str) -> None:
         await self.node.until(
-            lambda: len(self.listeners(name)) == PORTS[name], f"{name} listens on {PORTS[name]}"
+            lambda: len(self.listeners(name)) == PORTS[name],
+            f"{name} listens on {PORTS[name]}",
+            seconds=300,
         )
 
     def port(self, name: str, said: str) -> str:
@@ -81,27 +137,31 @@ async def fleet(root: Path) -> AsyncIterator[Fleet]:
     installation = root / "installation.secret"
     installation.write_text(word := secrets.token_hex(16))
     flags = (f"--token-file={installation}", "--log-level=DEBUG")
-    async with node(root, *flags) as parts:
+    async with node(root, *flags, module="tests.faults.served") as parts:
         made = Fleet(parts, {"installation": word})
         run = f"--rundir={parts.root / 'run'}"
         mine = f"--token-file={installation}"
         anywhere = ("--http-port=0", "--log-level=DEBUG")
         await made.start("sync", "weight-sync", run, mine, *anywhere)
         place = (f"--root={root / 'store'}", "--address=127.0.0.1:0", *anywhere)
-        await made.start("store", "weights", "serve", *place, f"--tenants={made.tenants()}")
+        await made.start("store", "weights", "serve", *place, mine, f"--tenants={made.tenants()}")
         store = made.port("store", "gRPC port ")
+        (root / "checkpoints").mkdir()
+        publishing = (f"--store={store}", "--run=run", f"--token-file={made.secret('store')}")
+        asked = f"--caller-token-file={made.secret('callers')}"
+        at = (f"--root={root / 'checkpoints'}", "--address=127.0.0.1:0")
+        # It imports PyTorch, which takes longer than all others together.
+        await made.node.spawn("ingest", *ROSE, "ingest", *publishing, *at, asked)
         place = (f"--root={root / 'relay'}", "--address=127.0.0.1:0", *anywhere)
         upstream = (f"--upstream={store}", f"--upstream-token-file={made.secret('store')}")
         await made.start("relay", "weights", "relay", *place, *upstream, mine)
         routing = ("--http-address=127.0.0.1:0", "--attach-address=127.0.0.1:0")
         turns = f"--turn-token-file={made.secret('turns')}"
-        await made.start("router", "router", "--lease=team/run", *routing, mine, turns, anywhere[1])
-        (root / "checkpoints").mkdir()
-        publishing = (f"--store={store}", "--run=run", f"--token-file={made.secret('store')}")
-        callers = f"--caller-token-file={made.secret('callers')}"
-        at = (f"--root={root / 'checkpoints'}", "--address=127.0.0.1:0")
-        await made.start("ingest", "ingest", *publishing, *at, callers)
-        for name in ("tap", "host", "agent"):
+        callers = (turns, f"--account-keys={made.keys()}")
+        await made.start(
+            "router", "router", "--lease=team/run", *routing, mine, *callers, anywhere[1]
+        )
+        for name in ("tap", "host", "agent", "ingest"):
             await made.ready(name)
         await parts.until(parts.engine_processes, "an engine runs")
         yield made
@@ -122,23 +182,48 @@ def sockets(found: Fleet) -> list[Path]:
     return [path for name in names if (path := Path(name)).is_relative_to(found.node.root)]
 
 
-async def test_strangers_get_health_and_counts_and_nothing_else(short_dir: Path) -> None:
+def opened(name: str, word: str) -> set[str]:
+    """What the table opens to the bearer of a credential at a process, over the network."""
+    listener = LISTENERS[name]
+    parties = WHO[word].get(listener, ()) or (Party.ANYBODY,)
+    return set().union(*(rights.allowed(listener, party) for party in parties))
+
+
+async def heard(found: Fleet, name: str, word: str) -> tuple[set[str], set[str], list[str]]:
+    """Verbs of a process that the bearer may use, those that were tried, and what it read."""
+    token = found.words.get(word, word)
+    # Who shows nothing tries what is served elsewhere too.
+    verbs = found.served(name) if word else EVERY_VERB
+    ports = [port for _, port in found.listeners(name)]
+    answers = await asyncio.gather(*(doors.knock(port, token, verbs) for port in ports))
+    assert all(answer.answered for answer in answers), f"{name} {ports} answered nothing"
+    return (
+        set().union(*(answer.heard for answer in answers)),
+        set().union(*(answer.answered for answer in answers)),
+        [text for answer in answers for text in answer.bodies.values()],
+    )
+
+
+EVERY_VERB = {verb for one in Listener if one is not Listener.API for verb in rights.verbs(one)} | {
+    "GET /",
+    "GET /debug",
+    "POST /slots/x/generate",
+}
+
+
+@pytest.mark.timeout(600)
+async def test_each_verb_of_each_process_opens_to_whom_the_table_says(short_dir: Path) -> None:
     async with fleet(short_dir) as found:
+        for name, listener in LISTENERS.items():
+            assert found.served(name) == rights.verbs(listener), f"{name}: a verb without a rule"
         said: list[str] = []
-        for name in PORTS:
-            for token in ("", "guess"):
-                for _, port in found.listeners(name):
-                    answer = await doors.knock(port, token)
-                    assert answer.pages or answer.calls, f"{name}: {port} answered nothing"
-                    assert answer.heard <= doors.OPEN, f"{name} port {port} let a stranger in"
-                    said += answer.bodies.values()
-        # With its own word each door opens, so it was the word that was missing.
-        for name, word in (("agent", "installation"), ("store", "store"), ("router", "turns")):
-            answers = [
-                await doors.knock(port, found.words[word]) for _, port in found.listeners(name)
-            ]
-            assert any(answer.heard - doors.OPEN for answer in answers), name
-            said += [text for answer in answers for text in answer.bodies.values()]
+        for name, word in itertools.product(PORTS, WHO):
+            open_to, tried, bodies = await heard(found, name, word)
+            expected = opened(name, word) & tried
+            if word == "rival" and name == "store":
+                expected |= BLOCKS
+            assert open_to == expected, f"{name}, shown {word or 'nothing'}"
+            said += bodies
         for pid in found.engines():
             for address, _ in doors.listeners([pid]):
                 assert address in {"127.0.0.1", "::1"}, "an engine can be reached from elsewhere"
@@ -150,6 +235,47 @@ async def test_strangers_get_health_and_counts_and_nothing_else(short_dir: Path)
         text = "\n".join(said)
         assert SLOT.uid in text, "the search looks where things are said"
         assert [name for name, word in found.words.items() if word in text] == []
+
+
+# Modules that open a port or bind what others serve, and whose verbs those are.
+LISTEN = {
+    "agent/rose_agent/guard/main.py": Listener.AGENT,
+    "agent/rose_agent/host/main.py": Listener.HOST,
+    "agent/rose_agent/host/proxy.py": Listener.HOST,
+    "operator/rose_operator/app.py": Listener.OPERATOR,
+    "router/rose_router/http/app.py": Listener.ROUTER,
+    "router/rose_router/main.py": Listener.ROUTER,
+    "trainer/rose_trainer/adapters/forward.py": Listener.FORWARD,
+    "trainer/rose_trainer/adapters/ingest.py": Listener.INGEST,
+    "weights/rose_weights/main.py": Listener.STORE,
+    "wire/rose_wire/observability.py": None,  # pages of whoever calls it
+}
+OPENS = re.compile(r"(?<![\w.])(?:web\.Application|(?:serving\.)?Server|plainpages\.serve)\(")
+
+
+def test_whoever_opens_a_port_is_a_listener_of_the_table() -> None:
+    rooms = ("agent", "operator", "router", "trainer", "weights", "wire", "cli")
+    found = set()
+    for path in (path for room in rooms for path in (ROOT / room).rglob("*.py")):
+        opens = OPENS.search(path.read_text())
+        # The stand-in of MPS calls a process of NVIDIA's a server.
+        if opens and "devices/mps" not in str(path):
+            found.add(str(path.relative_to(ROOT)))
+    assert found == LISTEN.keys() | {"agent/rose_agent/tap/parser_loop.py"}
+    forwarded = {"* /{path}"}
+    assert rights.verbs(Listener.FORWARD) == forwarded
+
+
+def test_every_grpc_method_and_every_kind_has_a_rule() -> None:
+    listeners = (one for one in Listener if one is not Listener.API)
+    known = {verb for one in listeners for verb in rights.verbs(one) if verb.startswith("/")}
+    assert known == set(doors.METHODS)
+    kinds = set()
+    for kind in KINDS:
+        kinds |= {f"read {kind.plural}", f"write {kind.plural}"}
+        kinds |= {f"write {kind.plural}/status"} if kind.status is not None else set()
+        kinds |= {f"write {kind.plural}/scale"} if kind.scale else set()
+    assert rights.verbs(Listener.API) == kinds
 
 
 def outputs(found: Fleet) -> list[str]:
@@ -170,19 +296,21 @@ async def test_the_operator_hears_no_stranger(control_plane: ControlPlane, tmp_p
     word = secrets.token_hex(16)
     (tmp_path / "word").write_text(word)
     own = (f"--token-file={tmp_path / 'word'}", "--log-level=DEBUG")
-    operator = OperatorProcess(control_plane.kubeconfig, tmp_path, name, more=own)
+    module = "tests.faults.served"
+    operator = OperatorProcess(control_plane.kubeconfig, tmp_path, name, more=own, module=module)
     await asyncio.to_thread(operator.start)
     try:
         assert operator.process is not None
         ports = [port for _, port in doors.listeners([operator.process.pid])]
         assert sorted(ports) == sorted((operator.sync_port, operator.http_port))
-        for port in ports:
-            answer = await doors.knock(port, "guess")
-            assert answer.pages or answer.calls
-            assert answer.heard <= doors.OPEN
-            assert word not in "".join(answer.bodies.values())
-        opened = await doors.knock(operator.sync_port, word)
-        assert opened.heard, "with the word the door opens, so it was the word that was missing"
+        served = set(operator.served.read_text().split("\n")) - {""}
+        unbound = {"/rose.v1.Identity/Enrol"}  # without certificates of nodes
+        assert served | unbound == rights.verbs(Listener.OPERATOR)
+        for token, party in (("", Party.ANYBODY), ("guess", Party.ANYBODY), (word, Party.NODE)):
+            answers = [await doors.knock(port, token, served) for port in ports]
+            heard = set().union(*(answer.heard for answer in answers))
+            assert heard == rights.allowed(Listener.OPERATOR, party) - unbound, party
+            assert word not in "".join(text for one in answers for text in one.bodies.values())
         assert word not in operator.log.read_text()
     finally:
         operator.kill()

@@ -4,7 +4,7 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(include=["rose_core", "rose_agent"]):
+with atheris.instrument_imports(include=["rose_core", "rose_agent", "rose_router", "rose_wire"]):
     from tests.fuzz.targets import TARGETS
 
 if __name__ == "__main__":

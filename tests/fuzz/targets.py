@@ -1,29 +1,57 @@
-"""What reads the bytes of serving pods, one function each: bytes in, nothing raised.
+"""What reads the bytes of strangers, one function each: bytes in, nothing raised but a refusal.
 
-A target says what must hold for *every* input. ``run`` lets a coverage-guided fuzzer (libFuzzer, by
-``atheris``) look for one that breaks it; ``test_corpus`` tries what was found before.
+Strangers are serving pods (what the guard and the tap read of them), callers of a router, and
+whoever reaches a store's port. A target says what must hold for *every* input. ``run`` lets a
+coverage-guided fuzzer (libFuzzer, by ``atheris``) look for one that breaks it; ``test_corpus``
+tries what was found before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 
 import msgspec
+import numpy as np
 
 from rose_agent.signals.messages import WireFigures, replies
 from rose_agent.signals.snapshot import mapped
 from rose_agent.signals.zmtp import Subscription
 from rose_agent.tap import packets
+from rose_core.delta.bits import number_format
+from rose_core.delta.codec import decode_block
+from rose_core.delta.errors import DeltaError
+from rose_core.rollouts.errors import RolloutError
 from rose_core.telemetry import dialects
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.tracker import Tracker
+from rose_router.errors import RouterError
+from rose_router.http.dialects import chat, completions, sglang, vllm
+from rose_router.http.dialects.common import json_object
+from rose_router.http.dialects.terms import MOST_ANSWERS
+from rose_router.http.memory import held_by
+from rose_weights import methods as weight_plane
+from rose_weights.errors import WeightsError
+from rose_weights.serve.responses import run_of
+from rose_weights.store.sharded_parts import run_of_part
+from rose_wire import services
+from rose_wire.errors import MalformedMessage
+from rose_wire.method import Method, decode
 
 Target = Callable[[bytes], None]
 _PORT = 30000
 # A request's bookkeeping in the tap: far below what an input of this size could ask for.
 _MOST_EVENTS_A_BYTE = 2
+METHODS = [
+    found
+    for module in (services, weight_plane)
+    for found in vars(module).values()
+    if isinstance(found, Method)
+]
+_TILE = 4096
+_BASE = np.arange(_TILE, dtype=np.uint16)
 
 
 def _is_bounded(figures: Figures) -> None:
@@ -126,6 +154,51 @@ def tap_streams(data: bytes) -> None:
         sequence[to_server] = (sequence[to_server] + len(body)) % 2**32
 
 
+_DIALECTS = (sglang.read, completions.read, chat.read, vllm.read)
+
+
+def router_requests(data: bytes) -> None:
+    """A turn's request: the first byte is the dialect, the rest the body."""
+    read = _DIALECTS[(data[:1] or b"\0")[0] % len(_DIALECTS)]
+    numbers = itertools.count(1)
+    try:
+        body = json_object(data[1:])
+        asked = read(body, {}, None, lambda: f"r{next(numbers)}")
+    except (RolloutError, RouterError):
+        return
+    assert 0 < len(asked.turns) <= MOST_ANSWERS
+    assert held_by(asked.turns) > 0
+
+
+def router_headers(data: bytes) -> None:
+    """The headers that say where a turn belongs: name and value per line."""
+    lines = data.decode("latin-1").split("\n")
+    headers = dict(line.split(":", 1) for line in lines if ":" in line)
+    with contextlib.suppress(RolloutError, RouterError):
+        sglang.read({"input_ids": [1]}, headers, None, lambda: "r")
+
+
+def wire_messages(data: bytes) -> None:
+    """A gRPC message of any method, as its server reads it: the first byte is the method."""
+    method = METHODS[(data[:1] or b"\0")[0] % len(METHODS)]
+    with contextlib.suppress(MalformedMessage):
+        decode(method.request, data[1:])
+
+
+def store_manifests(data: bytes) -> None:
+    """What a publisher calls its manifest, or one rank's part of it."""
+    with contextlib.suppress(WeightsError):
+        run_of(data)
+    with contextlib.suppress(WeightsError):
+        run_of_part(data)
+
+
+def store_blocks(data: bytes) -> None:
+    """What a publisher calls a block: of a tile of 4,096 elements of 16 bits."""
+    with contextlib.suppress(DeltaError):
+        decode_block(data, number_format("BF16"), _TILE, "numpy", base=_BASE)
+
+
 def _tcp(sequence: int, *, to_server: bool) -> bytes:
     """IPv4 and TCP heads; a total of 0 lets what was captured count."""
     ours, theirs = bytes([10, 0, 0, 1]), bytes([10, 0, 0, 2])
@@ -158,5 +231,10 @@ TARGETS: dict[str, Target] = {
         zmtp,
         tap_packets,
         tap_streams,
+        router_requests,
+        router_headers,
+        wire_messages,
+        store_manifests,
+        store_blocks,
     )
 }

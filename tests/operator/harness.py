@@ -60,6 +60,12 @@ class OperatorProcess:
     sync_port: int = 0
     http_port: int = 0
     more: tuple[str, ...] = ()
+    module: str = "rose_cli.main"
+
+    @property
+    def served(self) -> Path:
+        """With the module ``tests.faults.served``: what it has bound."""
+        return self.folder / "operator.served"
 
     @property
     def log(self) -> Path:
@@ -72,7 +78,8 @@ class OperatorProcess:
         command = [
             sys.executable,
             "-m",
-            "rose_cli.main",
+            self.module,
+            *([str(self.served)] if self.module.endswith("served") else []),
             "operator",
             f"--namespace={self.namespace}",
             f"--sync-address=127.0.0.1:{self.sync_port}",

@@ -17,6 +17,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from bench import flood
 from rose_wire.ports import free_port
 
 MIB = 1 << 20
@@ -141,3 +142,13 @@ async def test_ten_thousand_connections() -> None:
         while not await alive(http, one):  # noqa: ASYNC110  # another process
             await asyncio.sleep(0.1)
         assert one.peak() < LIMIT
+
+
+@pytest.mark.slow
+async def test_others_are_served_through_every_flood() -> None:
+    brief = ("--rounds=1", "--seconds=2", "--tenants=20", "--per-second=10")
+    given = flood.flags().parse_args([*brief, f"--memory-mebibytes={LIMIT // MIB}"])
+    figures = {one.name: one for one in await flood.measure(given)}
+    for name in flood.FLOODS:
+        assert figures[f"{name}: failed turns of others"].value == 0
+        assert figures[f"{name}: peak of the router"].met

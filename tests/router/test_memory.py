@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from rose_router.errors import Overloaded, TooLarge
@@ -36,10 +38,21 @@ def test_a_request_that_does_not_fit_beside_others_is_told_to_come_again() -> No
     assert memory.taken == 0
 
 
+def test_large_requests_that_are_still_coming_leave_room_for_small_ones() -> None:
+    memory = empty()
+    with contextlib.ExitStack() as coming:
+        for _ in range(4):
+            coming.enter_context(memory.room_for(4 * MIB))
+        with pytest.raises(Overloaded):
+            coming.enter_context(memory.room_for(4 * MIB))
+        for _ in range(100):
+            coming.enter_context(memory.room_for(10_000))
+
+
 def test_a_refused_request_gives_back_what_it_held() -> None:
     memory = empty()
     with pytest.raises(TooLarge), memory.room_for(MIB) as room:
-        room.resize(LIMIT)
+        room.becomes(LIMIT)
     assert memory.taken == 0
 
 
@@ -55,6 +68,6 @@ def test_answers_to_one_prompt_hold_its_ids_once() -> None:
 
 def test_n_is_bounded_by_the_tokens_that_each_answer_sends() -> None:
     with empty().room_for(MIB) as room:
-        room.resize(held_by(turns(64, 16_384)))
+        room.becomes(held_by(turns(64, 16_384)))
         with pytest.raises(TooLarge):
-            room.resize(held_by(turns(4096, 1_000_000)))
+            room.becomes(held_by(turns(4096, 1_000_000)))

@@ -91,7 +91,7 @@ class Base:
             message = "the state before is lost, a publish broke off; start a new Publisher"
             raise BadState(message)
 
-    def discard(self) -> None:
+    def tear(self) -> None:
         """What was taken last is published nowhere."""
         self._torn = True
 
@@ -230,9 +230,9 @@ class DeviceShards:
         else:
             builder.add_found(number, shard.box, self._changed.get(name, []))
 
-    def discard(self) -> None:
+    def lose(self) -> None:
         """The version was not published: nothing can be told from this state any more."""
-        self._base.discard()
+        self._base.tear()
 
 
 def region_of(spec: TensorSpec) -> Region:

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar, cast
 
 import msgspec
 
+from rose_core.unreadable import UNREADABLE
 from rose_wire.errors import MalformedMessage
 
 RequestT = TypeVar("RequestT")
@@ -64,6 +65,6 @@ def decode(kind: type[ReplyT], frame: bytes) -> ReplyT:
         return cast("ReplyT", frame)
     try:
         return msgspec.msgpack.decode(frame, type=kind)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         message = f"not a {kind.__name__}: {error}"
         raise MalformedMessage(message) from error

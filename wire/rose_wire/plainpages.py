@@ -18,6 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from rose_wire.bearer import is_bearer
 
 METRICS_TOKEN = "ROSE_METRICS_TOKEN"  # noqa: S105  # the variable's name
+PATHS = ("/metrics", "/healthz")
 _LONGEST_HEAD = 16 * 1024
 _PATIENCE_SECONDS = 5.0
 _TEXT = "text/plain; charset=utf-8"
@@ -49,10 +50,10 @@ def response(head: str, registry: CollectorRegistry, token: str) -> bytes:
     given = {name.lower(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
     if method not in {"GET", "HEAD"}:
         status, kind, body = HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, b"only GET is answered here\n"
+    elif path not in PATHS:
+        status, kind, body = HTTPStatus.NOT_FOUND, _TEXT, b"here are /metrics and /healthz\n"
     elif path == "/healthz":
         status, kind, body = HTTPStatus.OK, _TEXT, b"ok\n"
-    elif path != "/metrics":
-        status, kind, body = HTTPStatus.NOT_FOUND, _TEXT, b"here are /metrics and /healthz\n"
     elif token and not is_bearer(given.get("authorization", ""), token):
         text = b"bearer token missing or wrong; send Authorization: Bearer TOKEN\n"
         status, kind, body = HTTPStatus.UNAUTHORIZED, _TEXT, text

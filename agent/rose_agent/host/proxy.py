@@ -28,6 +28,7 @@ from aiohttp import web
 
 from rose_agent.host import metrics
 from rose_agent.host.tokens import TokenCount
+from rose_core.unreadable import UNREADABLE
 from rose_core.wire.routing import UNSENT
 
 _log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ def request_ids(body: bytes) -> tuple[bytes, tuple[str, ...]]:
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         rid = msgspec.json.decode(fields.get("rid", b"null"), type=str | list[str] | None)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         message = f"the request's body is no valid JSON object: {error}"
         raise ValueError(message) from error
     if rid:

@@ -15,6 +15,8 @@ import re
 
 import msgspec
 
+from rose_core.unreadable import UNREADABLE
+
 # An event larger than this is not looked into; what a stream counts is then a lower bound.
 _LONGEST_EVENT = 8 * 1024 * 1024
 
@@ -91,7 +93,7 @@ class TokenCount:
     def _payload(self, payload: bytes, tokens_per_event: int) -> None:
         try:
             replies = _DECODER.decode(payload)
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             return
         for position, reply in enumerate(replies if isinstance(replies, list) else [replies]):
             if reply.meta_info is not None:

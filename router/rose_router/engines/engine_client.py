@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 
 from rose_core.rollouts.transcript import PER_TOKEN, StreamEvent
+from rose_core.unreadable import UNREADABLE
 from rose_core.wire.routing import UNSENT
 from rose_router.engines.connections import Connection, Connections, Stage, place_of
 from rose_router.errors import EngineRefused, LegLost, Unreachable
@@ -174,7 +175,7 @@ async def _beginning(connection: Connection) -> bytes:
 def _error_text(text: str) -> str:
     try:
         body = msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return text
     found: Any = body.get("error", body) if isinstance(body, dict) else body
     return str(found.get("message", found)) if isinstance(found, dict) else str(found)
@@ -183,7 +184,7 @@ def _error_text(text: str) -> str:
 def _error_type(text: str) -> str:
     try:
         body = msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return ""
     found: Any = body.get("error") if isinstance(body, dict) else None
     return str(found.get("type", "")) if isinstance(found, dict) else ""
@@ -245,7 +246,7 @@ def read_event(payload: bytes) -> StreamEvent:
             meta.get("weight_version") or "",
             meta,
         )
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+    except (*UNREADABLE, KeyError, TypeError, AttributeError) as error:
         message = f"not an event of SGLang: {type(error).__name__}: {error}: {payload[:200]!r}"
         raise LegLost(message) from error
 

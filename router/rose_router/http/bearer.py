@@ -30,6 +30,8 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from rose_core import rights
+from rose_core.rights import Listener, Party
 from rose_router.errors import Forbidden, NotAllowed
 from rose_wire.service_accounts import ServiceAccounts
 
@@ -48,19 +50,14 @@ _MOST_KNOWN = 4096
 _KNOWN_SECONDS = 60.0
 """A token that was good is asked about again after this: a signature costs as much as a turn."""
 
+_TRAINERS = rights.paths(rights.allowed(Listener.ROUTER, Party.TRAINER))
+_HARNESSES = rights.paths(rights.allowed(Listener.ROUTER, Party.HARNESS))
 # What concerns the turns of all callers, or shows them.
-CONTROL = frozenset(
-    {"/pause_generation", "/pause", "/continue_generation", "/resume", "/pull_weights", "/labels"}
-    | {"/update_weights_from_disk", "/update_weights", "/init_weight_transfer_engine"}
-    | {"/trajectories", "/turns", "/engines"}
-)
+CONTROL = _TRAINERS - _HARNESSES
 _WRITTEN_DOWN = (CONTROL | {"/abort_request"}) - {"/trajectories", "/init_weight_transfer_engine"}
 
 # Probes and scrapers bring no token; these pages say nothing about turns.
-OPEN_PATHS = frozenset(
-    {"/metrics", "/healthz", "/health", "/health_generate", "/ready"}
-    | {"/ping", "/liveness", "/readiness"}
-)
+OPEN_PATHS = rights.paths(rights.allowed(Listener.ROUTER, Party.ANYBODY))
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +220,7 @@ def middleware(tokens: Tokens) -> Middleware:
                 raise NotAllowed("NotAllowed", tokens.complaint(shown))
             caller = found
             request[JOB] = caller.job
-        if caller.limited and request.path in CONTROL:
+        if caller.limited and request.path not in _HARNESSES:
             message = f"{request.path}: this token is for turns only; the trainer's may"
             raise Forbidden("TurnsOnly", message)
         request[LIMITED] = caller.limited

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from rose_core.rollouts.errors import InvalidTurn
+from rose_core.unreadable import UNREADABLE
 
 Message = dict[str, Any]
 
@@ -89,7 +90,7 @@ def _arguments(given: object) -> object:
         return given
     try:
         found: object = msgspec.json.decode(given)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return given  # what the model once wrote; the caller's history is not ours to mend
     return found if isinstance(found, dict) else given
 

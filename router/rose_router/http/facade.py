@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from rose_core.unreadable import UNREADABLE
 from rose_core.wire.routing import EngineKind
 from rose_router.errors import BadRequest
 from rose_router.http.bearer import JOB
@@ -138,7 +139,7 @@ def loads_json(service: Service, job: str = "") -> dict[str, Any]:
 def _registered(raw: bytes, url: str) -> web.Response:
     try:
         body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         body = None
     asked = body.get("url") if isinstance(body, dict) else None
     if isinstance(asked, str) and asked.rstrip("/") == url:

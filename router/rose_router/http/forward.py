@@ -25,6 +25,7 @@ from aiohttp.typedefs import Middleware
 from multidict import CIMultiDict
 
 from rose_core.rollouts.errors import InvalidTurn
+from rose_core.unreadable import UNREADABLE
 from rose_router.http import virtual
 from rose_router.http.dialects.common import Hints, read_body
 from rose_router.replicas import relay
@@ -145,7 +146,7 @@ def _known_somewhere(ours: web.Response, theirs: list[bytes]) -> web.Response:
 def _unknown(raw: bytes) -> list[str]:
     try:
         found = msgspec.json.decode(raw)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return []
     names = found.get("unknown") if isinstance(found, dict) else None
     return names if isinstance(names, list) else []

@@ -10,6 +10,7 @@ those stands the second limit, on what the process really holds.
 |---|---|
 | would never fit, whatever else there is | 413: smaller, or in several requests |
 | does not fit beside the others now | 503 with ``Retry-After`` |
+| is large, while large ones hold ``_LARGE_PART`` | the same: a last part is for small ones |
 | comes while the process holds more than ``_FULL`` of its memory | the same |
 
 Next step: ``app`` puts ``middleware`` before every route; ``handlers`` say what turns hold.
@@ -42,6 +43,11 @@ _PER_SENT_ID = 16
 """A prompt's id in a leg under way: in the list of its context, and as text."""
 _PART = 0.5
 """Of the process's memory, what requests may take; the rest is the process and what is sampled."""
+_SMALL_PART = 1 / 32
+"""Of what requests may take: one that takes less is small. Of 1 GiB that is 1.4 MB of JSON."""
+_LARGE_PART = 0.75
+"""Of it, what large requests may take: a few callers with large bodies, which they need not even
+send, would else shut out everybody for as long as a body may take to come."""
 _FULL = 0.85
 _LOOK_SECONDS = 0.1
 _UNLIMITED = 1 << 60
@@ -98,24 +104,27 @@ class MemoryLimiter:
             Overloaded: it does not fit now.
         """
         room = MemoryReservation(self)
-        room.resize(body_bytes * _PER_BYTE)
+        room.becomes(body_bytes * _PER_BYTE)
         try:
             yield room
         finally:
-            room.resize(0)
+            room.becomes(0)
 
-    def take(self, more: int) -> None:
-        """Count bytes as taken; see ``room_for``."""
-        if more > self.budget:
+    def take(self, more: int, whole: int) -> None:
+        """Count bytes more as taken by a request that then holds ``whole``; see ``room_for``."""
+        most = self.budget
+        if whole > self.budget * _SMALL_PART:
+            most = int(self.budget * _LARGE_PART)
+        if whole > most:
             message = (
-                f"the request would take {more // MIB} MiB of this router's memory, and all "
-                f"requests together may take {self.budget // MIB}; ask for fewer answers or "
+                f"the request would take {whole // MIB} MiB of this router's memory, and all "
+                f"requests of its size together may take {most // MIB}; ask for fewer answers or "
                 "shorter prompts at a time"
             )
             raise TooLarge("TooLarge", message)
-        if self._full() or self.taken + more > self.budget:
+        if self._full() or self.taken + more > most:
             message = (
-                f"requests hold {self.taken // MIB} of {self.budget // MIB} MiB of this router's "
+                f"requests hold {self.taken // MIB} of {most // MIB} MiB of this router's "
                 "memory already; try again later"
             )
             raise Overloaded("Memory", message, retry_after=_RETRY_SECONDS)
@@ -140,11 +149,11 @@ class MemoryReservation:
         self._memory = memory
         self.bytes = 0
 
-    def resize(self, bytes_: int) -> None:
+    def becomes(self, bytes_: int) -> None:
         """Take more or give back; see ``MemoryLimiter.room_for``."""
         more = bytes_ - self.bytes
         if more > 0:
-            self._memory.take(more)
+            self._memory.take(more, bytes_)
         else:
             self._memory.give(-more)
         self.bytes = bytes_

@@ -88,7 +88,7 @@ class Ingest:
             body = await request.json()
             folder = self._folder(body.get("path"))
             label = str(body.get("label") or "")
-        except (ValueError, AttributeError, TypeError) as error:
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
             return _refusal(400, f"path: {error}")
         try:
             async with self._turn:  # one at a time: versions are in the order of their pushes

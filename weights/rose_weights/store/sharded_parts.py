@@ -24,6 +24,7 @@ import msgspec
 from rose_core.delta import DeltaError, Manifest
 from rose_core.delta.parts import Part, assemble
 from rose_core.identity import WeightVersion
+from rose_core.unreadable import UNREADABLE
 from rose_weights.errors import BadManifest, Damaged, Fenced
 from rose_weights.store.state import RunState, StoredVersion
 from rose_weights.store.store import Store
@@ -167,6 +168,6 @@ def run_of_part(data: bytes) -> str:
 def _read(data: bytes) -> Part:
     try:
         return msgspec.msgpack.decode(data, type=Part)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         message = f"not a part of a version: {error}"
         raise BadManifest(message) from error

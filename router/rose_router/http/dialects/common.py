@@ -12,6 +12,7 @@ from aiohttp import web
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.prospects import Deadline, Hint
 from rose_core.rollouts.versions import Pin, read_pin
+from rose_core.unreadable import UNREADABLE
 from rose_router.errors import BadRequest, SlowCaller
 from rose_router.http.tokenization import Tokenizer
 
@@ -68,9 +69,18 @@ async def read_body(request: web.Request) -> dict[str, Any]:
     except TimeoutError:
         message = "the body did not come in time; send it faster, or in smaller requests"
         raise SlowCaller("SlowCaller", message) from None
+    return json_object(raw)
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """A body as an object.
+
+    Raises:
+        BadRequest: it is none.
+    """
     try:
         body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         message = f"the body is no JSON: {error}"
         raise BadRequest("Malformed", message) from error
     if not isinstance(body, dict):

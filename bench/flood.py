@@ -1,0 +1,258 @@
+"""``python -m bench.flood``: a router under floods, and what its other callers notice.
+
+A hundred tenants ask for turns at a steady rate, in windows with and without a flood that take
+turns, so that a slow minute of the machine hits both. Each flood comes from one process of its own
+and is bounded in count, time and memory:
+
+| flood | what comes |
+|---|---|
+| bodies | bodies of 16 MiB that become the most objects per byte, eight at a time |
+| answers | requests of 6.7 MB, a million ids, for 4,096 answers each, two at a time |
+| loris | 1,000 connections that send a byte of their head, or of their body, each second |
+| connections | 10,000 connections, or as many as the process may have, that say nothing |
+
+What counts is the router's peak of memory against its limit, turns of others that failed, and the
+ratio of their 99th percentiles. On a machine with two cores callers, flood, engine and router share
+those, so a part of each ratio is the flood's own sending.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import io
+import re
+import resource
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import uvloop
+
+from bench.record import Figure, figure, record
+from bench.router.routes import Route, process, rose, stub
+from rose_core.stats import paired_ratio, quantile
+
+MIB = 1 << 20
+_PAST_SECONDS = 1.0
+"""A flood takes as long to be under way, and its window begins after that."""
+_PATIENT = aiohttp.ClientTimeout(total=60)
+_SPARE_FILES = 200
+
+
+def flags() -> argparse.ArgumentParser:
+    """The knobs."""
+    parser = argparse.ArgumentParser(prog="python -m bench.flood", description=__doc__)
+    parser.add_argument("--tenants", type=int, default=100)
+    parser.add_argument("--per-second", type=float, default=40.0, help="turns of all tenants")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each window")
+    parser.add_argument("--rounds", type=int, default=6, help="pairs of windows per flood")
+    parser.add_argument("--memory-mebibytes", type=int, default=2048, help="limit of the router")
+    parser.add_argument("--context-tokens", type=int, default=32_768, help="of the lease")
+    parser.add_argument("--only", nargs="*", choices=sorted(FLOODS), default=sorted(FLOODS))
+    parser.add_argument("--flood", choices=sorted(FLOODS), help=argparse.SUPPRESS)
+    parser.add_argument("--url", default="", help=argparse.SUPPRESS)
+    return parser
+
+
+# --- the floods
+
+
+async def _posts(url: str, body: bytes, at_once: int) -> None:
+    """The same request again and again, whatever is answered."""
+
+    async def one(http: aiohttp.ClientSession) -> None:
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with http.post(f"{url}/generate", data=io.BytesIO(body)) as reply:
+                    await reply.read()
+
+    async with aiohttp.ClientSession(timeout=_PATIENT) as http:
+        await asyncio.gather(*(one(http) for _ in range(at_once)))
+
+
+async def bodies(url: str) -> None:
+    """Large bodies of small objects."""
+    large = b'{"input_ids":[1],"x":[' + b"{}," * (5 * MIB) + b"{}]}"
+    await _posts(url, large[: 16 * MIB - 1], 8)
+
+
+async def answers(url: str) -> None:
+    """A prompt of a million ids, four thousand times."""
+    words = ",".join(str(100_000 + number % 1000) for number in range(1_000_000))
+    body = f'{{"input_ids":[{words}],"sampling_params":{{"max_new_tokens":1,"n":4096}}}}'
+    await _posts(url, body.encode(), 2)
+
+
+async def _open(url: str, count: int) -> list[asyncio.StreamWriter]:
+    host, _, port = url.removeprefix("http://").partition(":")
+    made: list[asyncio.StreamWriter] = []
+    for _ in range(count):
+        try:
+            made.append((await asyncio.open_connection(host, int(port)))[1])
+        except OSError:
+            break  # no more files here, or no more room there
+    return made
+
+
+async def loris(url: str) -> None:
+    """Callers that are never done with their request."""
+    opened = await _open(url, 1000)
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\n"
+    for number, writer in enumerate(opened):
+        writer.write(head + (b"Content-Length: 9999\r\n\r\n" if number % 2 else b"X-A: "))
+    while True:
+        await asyncio.sleep(1)
+        for writer in opened:
+            if not writer.is_closing():
+                writer.write(b"a")
+
+
+async def connections(url: str) -> None:
+    """Connections without a word, which are opened again when they are closed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    most = min(10_000, max(soft, hard) - _SPARE_FILES)
+    while True:
+        opened = await _open(url, most)
+        await asyncio.sleep(_PAST_SECONDS)
+        for writer in opened:
+            writer.transport.abort()
+
+
+FLOODS: dict[str, Callable[[str], Awaitable[None]]] = {
+    one.__name__: one for one in (bodies, answers, loris, connections)
+}
+
+
+# --- the others
+
+
+@dataclass
+class Others:
+    """What turns of the tenants took in one window."""
+
+    seconds: list[float] = field(default_factory=list)
+    failed: int = 0
+
+
+async def others(url: str, given: argparse.Namespace) -> Others:
+    """Turns at a steady rate, each of the next tenant; late answers do not slow the rate down."""
+    found = Others()
+    body = msgspec.json.encode(
+        {
+            "input_ids": list(range(1, 201)),
+            "sampling_params": {"max_new_tokens": 8, "temperature": 0},
+        }
+    )
+
+    async def turn(http: aiohttp.ClientSession, number: int) -> None:
+        headers = {"X-Rose-Job": f"tenant-{number % given.tenants}"}
+        began = time.perf_counter()
+        try:
+            async with http.post(f"{url}/generate", data=body, headers=headers) as reply:
+                await reply.read()
+                good = reply.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            good = False
+        if good:
+            found.seconds.append(time.perf_counter() - began)
+        else:
+            found.failed += 1
+
+    connector = aiohttp.TCPConnector(limit=0)
+    async with (
+        aiohttp.ClientSession(connector=connector, timeout=_PATIENT) as http,
+        asyncio.TaskGroup() as running,
+    ):
+        began = time.perf_counter()
+        for number in range(int(given.seconds * given.per_second)):
+            due = began + number / given.per_second
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            running.create_task(turn(http, number))
+    return found
+
+
+def peak(route: Route) -> int:
+    """The most memory that the router ever held, in bytes."""
+    text = Path(f"/proc/{route.pid}/status").read_text()
+    found = re.search(r"VmHWM:\s+(\d+)", text)
+    if found is None:
+        raise RuntimeError("the kernel tells no peak of memory")
+    return int(found[1]) * 1024
+
+
+async def measure(given: argparse.Namespace) -> list[Figure]:
+    """Every flood, against a router of its own."""
+    figures: list[Figure] = []
+    for name in given.only:
+        limit = given.memory_mebibytes * MIB
+        own = (f"--memory-bytes={limit}", f"--context-tokens={given.context_tokens}")
+        with stub(0.001) as engine:
+            async with rose(engine, 4096, *own) as route:
+                figures += await _one(name, route, limit, given)
+    return figures
+
+
+async def _one(name: str, route: Route, limit: int, given: argparse.Namespace) -> list[Figure]:
+    quiet: list[Others] = []
+    flooded: list[Others] = []
+    await others(route.url, given)  # connections, caches
+    for _ in range(given.rounds):
+        quiet.append(await others(route.url, given))
+        command = (sys.executable, "-m", "bench.flood", f"--flood={name}", f"--url={route.url}")
+        with process(*command) as child:
+            await asyncio.sleep(_PAST_SECONDS)
+            flooded.append(await others(route.url, given))
+            if child.poll() is not None:
+                message = f"the flood {name} ended by itself with {child.returncode}"
+                raise RuntimeError(message)
+        await asyncio.sleep(_PAST_SECONDS)  # what was in flight is over
+    failed = sum(one.failed for one in flooded)
+    figures = [
+        figure(f"{name}: peak of the router", peak(route) / MIB, "MiB", at_most=limit / MIB),
+        figure(f"{name}: failed turns of others", failed, "turns", at_most=0),
+    ]
+    for percent in (50, 99):
+        with_it = [quantile(one.seconds, percent / 100) for one in flooded]
+        without = [quantile(one.seconds, percent / 100) for one in quiet]
+        ratio = paired_ratio(with_it, without)
+        ends = None if ratio.low is None or ratio.high is None else (ratio.low, ratio.high)
+        aim = 1.25 if percent == 99 else None
+        label = f"{name}: p{percent} of others, flooded to quiet"
+        figures.append(figure(label, ratio.mean, "", at_most=aim, interval=ends))
+        figures.append(figure(f"{name}: p{percent} of others, quiet", 1e3 * min(without), "ms"))
+    return figures
+
+
+def main() -> int:
+    """Measure, or flood as a child of that."""
+    given = flags().parse_args()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if given.flood:
+            runner.run(_bounded(given))
+            return 0
+        figures = runner.run(measure(given))
+    note = (
+        f"{given.tenants} tenants, {given.per_second:g} turns/s, {given.rounds} pairs of windows of"
+    )
+    record(
+        "flood", figures, notes=[f"{note} {given.seconds:g} s; a router with the lease's limits"]
+    )
+    return 0
+
+
+async def _bounded(given: argparse.Namespace) -> None:
+    """A flood ends by itself, should its parent not end it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(given.seconds + 60):
+            await FLOODS[given.flood](given.url)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

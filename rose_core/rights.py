@@ -1,0 +1,241 @@
+"""Who may use which verb of which listener: one table, and nothing that is not in it.
+
+A *verb* is a route (``POST /generate``), a gRPC method (``/rose.v1.Router/Attach``), or a way to
+touch a kind at the API server (``write rolloutleases``). Who listens enforces it: the router opens
+its routes by this table, the others by the credential that they ask for. Tests show every
+credential to every verb (``tests/faults/test_listeners.py``; ``tests/attack`` on a node), and fail
+for a verb that a process serves and that stands not here. ``docs/rights.md`` is generated from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Party(StrEnum):
+    """Whom a caller proves to be."""
+
+    ANYBODY = "anybody"
+    EDITOR = "tenant"
+    TRAINER = "trainer"
+    HARNESS = "harness"
+    ROUTER = "router"
+    NODE = "node"
+    RELAY = "relay"
+    OPERATOR = "operator"
+    PLATFORM = "platform"
+
+
+MEANING = {
+    Party.ANYBODY: "whoever reaches the port, with no credential or one that is none",
+    Party.EDITOR: "serving owner or RL team: a person with `edit` in one namespace",
+    Party.TRAINER: "an RL team's own: a token for its lease, its tenant's credential at a store",
+    Party.HARNESS: "an RL team's agents: a token of its lease for turns only",
+    Party.ROUTER: "a lease's router: the token of each slot that it was told, its ingest's token",
+    Party.NODE: "guard, engine host and weight-sync: their node's certificate and the "
+    "installation's token; at a store the serving cluster's credential",
+    Party.RELAY: "the serving cluster's relay, with its upstream credential",
+    Party.OPERATOR: "the operator",
+    Party.PLATFORM: "who administrates the cluster, or is root on a node",
+}
+
+
+class Listener(StrEnum):
+    """A process, by all its ports."""
+
+    API = "API server"
+    ROUTER = "router"
+    OPERATOR = "operator"
+    AGENT = "agent"
+    TAP = "tap"
+    HOST = "engine host"
+    SYNC = "weight-sync"
+    STORE = "store"
+    RELAY = "relay"
+    INGEST = "ingest"
+    FORWARD = "forward"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Verbs of one listener, and who may use them.
+
+    Attributes:
+        of: what of it; how far the right goes.
+        local: on a Unix socket that the node's root alone can open.
+    """
+
+    listener: Listener
+    verbs: tuple[str, ...]
+    parties: tuple[Party, ...]
+    of: str = ""
+    local: bool = False
+
+
+_PAGES = ("GET /metrics", "GET /healthz")
+_PROBES = ("GET /health", "GET /health_generate", "GET /ready", "GET /ping", "GET /liveness")
+_TURNS = (
+    *("POST /generate", "POST /v1/completions", "POST /v1/chat/completions"),
+    *("POST /inference/v1/generate", "POST /tokenize", "POST /v1/tokenize", "POST /detokenize"),
+    "POST /finish_session",
+)
+# Start-up checks: what a harness reads before its first turn, about the lease and not about turns.
+_FACADE = (
+    *("GET /v1/models", "GET /get_weight_version", "GET /model_info", "GET /get_model_info"),
+    *("GET /server_info", "GET /get_server_info", "GET /workers", "POST /workers"),
+    *("GET /list_workers", "GET /v1/loads", "GET /is_paused", "GET /get_world_size"),
+)
+_PUSHES = (
+    *("POST /pause_generation", "POST /pause", "POST /continue_generation", "POST /resume"),
+    *("POST /update_weights_from_disk", "POST /update_weights", "POST /pull_weights"),
+    *("POST /labels", "POST /init_weight_transfer_engine", "GET /flush_cache"),
+    *("POST /flush_cache", "POST /reset_prefix_cache"),
+)
+_NOT_HERE = (
+    *("POST /update_weights_from_tensor", "POST /update_weights_from_distributed"),
+    *("POST /update_weights_from_ipc", "POST /init_weights_update_group"),
+    *("POST /load_lora_adapter", "POST /release_memory_occupation"),
+    "POST /resume_memory_occupation",
+)
+_READING = tuple(
+    f"/rose.v1.Weights/{name}" for name in ("Describe", "Watch", "Plan", "Fetch", "Attested")
+)
+_PUBLISHING = tuple(
+    f"/rose.v1.Weights/{name}" for name in ("Open", "Missing", "Put", "Commit", "Part")
+)
+_TEAMS = (Party.TRAINER,)
+_P, _L = Party, Listener
+
+RULES: tuple[Rule, ...] = (
+    Rule(_L.API, ("read servingpools", "write servingpools"), (_P.EDITOR, _P.PLATFORM), "its own"),
+    Rule(
+        _L.API, ("read rolloutleases", "write rolloutleases"), (_P.EDITOR, _P.PLATFORM), "its own"
+    ),
+    Rule(_L.API, ("write rolloutleases/scale",), (_P.EDITOR, _P.PLATFORM), "its own"),
+    Rule(
+        _L.API, ("read rolloutslots",), (_P.EDITOR, _P.PLATFORM), "in its namespaces: none is there"
+    ),
+    Rule(_L.API, ("write rolloutslots",), (_P.OPERATOR,)),
+    Rule(_L.API, ("read tenantpolicies",), (_P.OPERATOR, _P.PLATFORM)),
+    Rule(_L.API, ("write tenantpolicies",), (_P.PLATFORM,)),
+    Rule(
+        _L.API,
+        ("write servingpools/status", "write rolloutleases/status", "write rolloutslots/status"),
+        (_P.OPERATOR,),
+    ),
+    Rule(_L.ROUTER, (*_PAGES, *_PROBES, "GET /readiness"), (_P.ANYBODY,)),
+    Rule(_L.ROUTER, _TURNS, (*_TEAMS, _P.HARNESS)),
+    Rule(
+        _L.ROUTER,
+        ("POST /abort_request",),
+        (*_TEAMS, _P.HARNESS),
+        "a turn by its id; all of the lease: the trainer alone",
+    ),
+    Rule(_L.ROUTER, _FACADE, (*_TEAMS, _P.HARNESS)),
+    Rule(_L.ROUTER, _PUSHES, _TEAMS),
+    Rule(
+        _L.ROUTER, ("GET /trajectories", "POST /trajectories", "GET /turns", "GET /engines"), _TEAMS
+    ),
+    Rule(_L.ROUTER, _NOT_HERE, _TEAMS, "answered with what to use instead"),
+    Rule(_L.ROUTER, ("/rose.v1.Router/Attach",), (_P.NODE,), "engines of this lease"),
+    Rule(_L.ROUTER, ("/rose.v1.Router/Demand",), (_P.OPERATOR,)),
+    Rule(_L.OPERATOR, (*_PAGES, "GET /readyz"), (_P.ANYBODY,)),
+    Rule(
+        _L.OPERATOR, ("/rose.v1.Operator/Sync", "/rose.v1.Operator/Notices"), (_P.NODE,), "itself"
+    ),
+    Rule(_L.OPERATOR, ("/rose.v1.Identity/Enrol",), (_P.NODE,), "itself, by its account's token"),
+    Rule(_L.AGENT, _PAGES, (_P.ANYBODY,)),
+    Rule(_L.AGENT, ("GET /report", "GET /trace"), (_P.NODE, _P.PLATFORM)),
+    Rule(_L.TAP, _PAGES, (_P.ANYBODY,)),
+    Rule(_L.HOST, (*_PAGES, "GET /vacated"), (_P.ANYBODY,)),
+    Rule(
+        _L.HOST,
+        tuple(
+            f"POST /slots/{{uid}}/{route}"
+            for route in ("generate", "v1/completions", "abort_request")
+        ),
+        (_P.ROUTER,),
+        "slots of its lease",
+    ),
+    Rule(
+        _L.HOST,
+        tuple(
+            f"/rose.v1.EngineHost/{name}"
+            for name in ("Ensure", "Stop", "Hold", "Dormant", "Limit", "Status")
+        ),
+        (_P.NODE,),
+        "its guard",
+        local=True,
+    ),
+    Rule(_L.SYNC, _PAGES, (_P.ANYBODY,)),
+    Rule(_L.STORE, _PAGES, (_P.ANYBODY,)),
+    Rule(
+        _L.STORE,
+        (*_READING, "/rose.v1.Weights/Await"),
+        (*_TEAMS, _P.NODE, _P.RELAY),
+        "runs that it may read",
+    ),
+    Rule(_L.STORE, _PUBLISHING, _TEAMS, "runs that it may publish"),
+    Rule(_L.RELAY, _PAGES, (_P.ANYBODY,)),
+    Rule(_L.RELAY, _READING, (_P.NODE,), "runs of its cluster"),
+    Rule(_L.INGEST, ("GET /health",), (_P.ANYBODY,)),
+    Rule(_L.INGEST, ("POST /ingest",), (_P.ROUTER,), "of its lease"),
+    Rule(
+        _L.FORWARD,
+        ("* /{path}",),
+        (_P.TRAINER,),
+        "its machine's loopback: who reaches it calls the router as the trainer",
+    ),
+)
+
+
+def verbs(listener: Listener) -> frozenset[str]:
+    """All that the table knows of a listener."""
+    return frozenset(verb for rule in RULES if rule.listener is listener for verb in rule.verbs)
+
+
+def allowed(listener: Listener, party: Party, *, local: bool = False) -> frozenset[str]:
+    """What a party may do there; what everybody may, included.
+
+    Args:
+        listener: where.
+        party: who.
+        local: also what stands on sockets of the node's root.
+    """
+    return frozenset(
+        verb
+        for rule in RULES
+        if rule.listener is listener and (local or not rule.local)
+        if party in rule.parties or Party.ANYBODY in rule.parties
+        for verb in rule.verbs
+    )
+
+
+def paths(found: frozenset[str]) -> frozenset[str]:
+    """Paths of those that are routes."""
+    return frozenset(verb.partition(" ")[2] for verb in found if " /" in verb)
+
+
+def page(note: str) -> str:
+    """The table for people: a section per listener, a row per verb; ``note`` says who wrote it."""
+    return "\n".join(_lines(note)) + "\n"
+
+
+def _lines(note: str) -> Iterator[str]:
+    yield from ("# Who may do what", "", f"<!-- {note} -->", "")
+    yield "Nobody may do what does not stand here. [Tenancy](tenancy.md) says how each party proves"
+    yield "who it is; tests show every credential to every verb ([threat model](threat-model.md))."
+    yield from ("", "| party | is |", "|---|---|")
+    yield from (f"| {party.value} | {meaning} |" for party, meaning in MEANING.items())
+    for listener in Listener:
+        yield from ("", f"## {listener.value[0].upper()}{listener.value[1:]}", "")
+        yield from ("| verb | who | of what |", "|---|---|---|")
+        for rule in RULES:
+            if rule.listener is not listener:
+                continue
+            who = ", ".join(party.value for party in rule.parties)
+            where = "on a socket of the node's root" if rule.local else ""
+            notes = "; ".join(filter(None, (rule.of, where)))
+            yield from (f"| `{verb}` | {who} | {notes} |" for verb in rule.verbs)
