@@ -18,7 +18,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from rose_core.guard.crossover import Schedule
-from rose_demo.records import Sample
+from rose_demo.records import ClassFigures, Sample
 
 _KINDS = ("borrowed", "dedicated")
 _PAGE_SECONDS = 5.0
@@ -35,6 +35,27 @@ def totals(text: str) -> dict[tuple[str, str], float]:
             key = (sample.name, str(sample.labels.get("kind", "")).lower())
             result[key] = result.get(key, 0.0) + sample.value
     return result
+
+
+def classes(text: str) -> dict[str, ClassFigures]:
+    """The router's metrics by device class."""
+    found: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for one in family.samples:
+            name = one.name.removeprefix("rose_router_class_")
+            if name != one.name and not name.endswith("_created"):
+                key = f"{name} {one.labels.get('what', '')}".strip()
+                found.setdefault(str(one.labels["device"]), {})[key] = one.value
+    return {
+        device: ClassFigures(
+            int(told.get("tokens_total read", 0)),
+            int(told.get("tokens_total written", 0)),
+            int(told.get("turns_total", 0)),
+            told.get("step_seconds"),
+            told.get("prefill_seconds"),
+        )
+        for device, told in sorted(found.items())
+    }
 
 
 def _whole(values: Mapping[tuple[str, str], float] | None, name: str, kind: str) -> int | None:
@@ -76,6 +97,7 @@ def sample(
         versions={str(e["engine"]): str(e["version"]) for e in attached if e["version"]},
         lag=max((e["lag"] for e in attached if e["lag"] is not None), default=None),
         queued=None if engines is None else int(engines["queued"]),
+        classes={} if router is None else classes(router),
     )
 
 

@@ -49,6 +49,23 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     number: int = -1
 
 
+class ClassFigures(msgspec.Struct, frozen=True):
+    """What the engines of one device class have done, as the router counts and measures it.
+
+    Attributes:
+        read: prompt tokens that no cache had.
+        written: output tokens.
+        turns: begun there; one that moves counts at each.
+        step_s, prefill_s: per output token and per prompt token; None until measured.
+    """
+
+    read: int
+    written: int
+    turns: int
+    step_s: float | None = None
+    prefill_s: float | None = None
+
+
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """One look at ROSE's own figures; ``None`` means unknown, never zero.
 
@@ -61,6 +78,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
         open_s: total time the gate has been open, from the guard's own counter.
         versions: attested version by engine.
         lag: most publishes an attached engine is behind the head.
+        classes: by device class; engines of unknown class are in none.
     """
 
     at_s: float
@@ -77,6 +95,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     versions: dict[str, str] = {}
     lag: int | None = None
     queued: int | None = None
+    classes: dict[str, ClassFigures] = {}
 
 
 class Settings(msgspec.Struct, frozen=True):

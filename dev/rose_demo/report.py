@@ -71,6 +71,7 @@ def page(recording: Recording, findings: Findings) -> str:
         _comparisons(findings.comparisons),
         "<h2>Against the SLO</h2>",
         _attainments(findings.attainments),
+        _classes(recording),
         _story(recording),
         _notes(recording),
         "</main></body></html>",
@@ -207,6 +208,30 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _classes(recording: Recording) -> str:
+    """What each kind of GPU did; nothing where the router knows no kinds."""
+    found = next((one.classes for one in reversed(recording.samples) if one.classes), {})
+    if not found:
+        return ""
+    head = ("device class", "turns", "tokens read", "tokens written", "ms per token", "ms read")
+    rows = [
+        (
+            name,
+            _number(one.turns),
+            _number(one.read),
+            _number(one.written),
+            _milliseconds(one.step_s),
+            _number(None if one.prefill_s is None else one.prefill_s * 1e3, "{:.3f}"),
+        )
+        for name, one in found.items()
+    ]
+    note = (
+        "<p class='note'>As the router counted and measured it: prompt tokens that no cache had, "
+        "output tokens, and what one of each takes. Engines whose kind is unknown are in none.</p>"
+    )
+    return f"<h2>By device class</h2>{_table(head, rows)}{note}"
 
 
 def _story(recording: Recording) -> str:

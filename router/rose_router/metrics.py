@@ -31,6 +31,12 @@ CLASS_TOKENS = Counter(
     ["device", "what"],
     registry=REGISTRY,
 )
+CLASS_TURNS = Counter(
+    "rose_router_class_turns",
+    "Legs of turns begun on engines of a device class; a turn that moves counts at each.",
+    ["device"],
+    registry=REGISTRY,
+)
 CLASS_STEP_SECONDS = Gauge(
     "rose_router_class_step_seconds",
     "Time between two tokens of a turn on engines of a device class, as measured lately.",

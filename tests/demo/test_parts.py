@@ -24,7 +24,7 @@ from rose_demo.options import parse
 from rose_demo.pieces import DEDICATED, Engines
 from rose_demo.placement import Cores, Process
 from rose_demo.reaper import watch
-from rose_demo.records import Role
+from rose_demo.records import ClassFigures, Role
 from rose_demo.stack import pods_of
 from rose_demo.trace import (
     Arrival,
@@ -177,6 +177,21 @@ def test_a_sample_sums_counters_and_keeps_unknown_apart_from_zero() -> None:
     assert (found.lag, found.queued, found.versions) == (1, 2, {"Borrowed": "grpo@1.2"})
     absent = sample(1.0, withheld_now=True, guard=None, router=None, engines=None)
     assert absent == type(absent)(at_s=1.0)
+
+
+def test_what_a_device_class_did_is_read_off_the_routers_metrics() -> None:
+    text = """\
+rose_router_class_tokens_total{device="h100",what="read"} 900.0
+rose_router_class_tokens_total{device="h100",what="written"} 40.0
+rose_router_class_turns_total{device="h100"} 3.0
+rose_router_class_turns_total{device="l4"} 1.0
+rose_router_class_step_seconds{device="h100"} 0.02
+"""
+    found = sample(1.0, withheld_now=False, guard=None, router=text, engines=None).classes
+    assert found == {
+        "h100": ClassFigures(900, 40, 3, step_s=0.02),
+        "l4": ClassFigures(0, 0, 1),
+    }
 
 
 def test_windows_are_unknown_until_a_borrowed_engine_has_weights() -> None:

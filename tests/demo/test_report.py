@@ -12,7 +12,7 @@ import pytest
 from rose_demo.charts import all_charts, busiest, opened, sequence
 from rose_demo.main import conclusion, write
 from rose_demo.plots import Chart, cumulative, steps, ticks
-from rose_demo.records import Recording, Sample
+from rose_demo.records import ClassFigures, Recording, Sample
 from rose_demo.report import page, summary
 from rose_demo.table import Screen, frame, gate_word
 from rose_demo.verdicts import judge
@@ -46,6 +46,19 @@ def test_the_page_stands_alone(recording: Recording) -> None:
 def test_the_page_escapes_what_others_said(synthetic: ModuleType) -> None:
     recording = synthetic.recording(story="<b>rslot</b> & more")
     assert "&lt;b&gt;rslot&lt;/b&gt; &amp; more" in page(recording, judge(recording))
+
+
+def test_device_classes_stand_side_by_side_and_unknown_ones_nowhere(
+    synthetic: ModuleType,
+) -> None:
+    full: Recording = synthetic.recording()
+    assert "By device class" not in page(full, judge(full))
+    kinds = {"h200": ClassFigures(900, 40, 3, 0.02, 0.0001), "<l4>": ClassFigures(10, 800, 9)}
+    last = msgspec.structs.replace(full.samples[-1], classes=kinds)
+    told = msgspec.structs.replace(full, samples=(*full.samples, last))
+    text = page(told, judge(told))
+    assert "<td>h200</td><td>3</td><td>900</td><td>40</td><td>20.0</td><td>0.100</td>" in text
+    assert "<td>&lt;l4&gt;</td><td>9</td><td>10</td><td>800</td><td>unknown</td>" in text
 
 
 def test_the_summary_is_json_and_names_verdicts_and_evidence(recording: Recording) -> None:

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
+from rose_demo.collect import classes
 from rose_dev.waiting import until
 from tests.router.conftest import Fake, Stage
 
@@ -73,11 +74,18 @@ async def test_reading_goes_to_fast_prefill_and_writing_to_fast_steps(stage: Mak
         read = Counter([await reads(s, 200 + number) for number in range(TURNS)])
         written = Counter([await writes(s, 300 + number) for number in range(TURNS)])
         speeds = s.router.service.fleet.by_class
+        async with s.http.get(f"{s.url}/metrics") as reply:
+            counted = classes(await reply.text())
         pages = {one["engine"]: one["device_class"] for one in (await s.get("/engines"))["engines"]}
     # A few turns are placed at random, to learn.
     assert read["compute"] >= TURNS - 3, read
     assert written["memory"] >= TURNS - 3, written
     assert pages == {"compute": "h200", "memory": "l4"}
+    # Counters of a process: other tests of it may have added to them.
+    assert counted["h200"].read > counted["l4"].read
+    assert counted["l4"].written > counted["h200"].written
+    assert min(counted["h200"].turns, counted["l4"].turns) >= 2 * LESSONS
+    assert counted["h200"].step_s == pytest.approx(speeds["h200"].step_seconds)
     assert speeds["h200"].step_seconds > speeds["l4"].step_seconds
     assert speeds["h200"].prefill_seconds_per_token < speeds["l4"].prefill_seconds_per_token
 

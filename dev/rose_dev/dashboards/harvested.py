@@ -160,6 +160,44 @@ DASHBOARD = Dashboard(
             ),
         ),
         Row(
+            "By device class",
+            (
+                Panel(
+                    "Tokens by device class",
+                    "Prompt tokens computed (read) and output tokens made (written): where kinds "
+                    "of GPU differ, turns that read much and turns that write much part.",
+                    "short",
+                    {
+                        "sum by (device, what) (rate(rose_router_class_tokens_total"
+                        "{$here}[$rate]))": "{{device}} {{what}}"
+                    },
+                ),
+                Panel(
+                    "Turns by device class",
+                    "Begun on engines of each kind; one that moves counts at each.",
+                    "reqps",
+                    rates("rose_router_class_turns_total", "device"),
+                    stacked=True,
+                ),
+                Panel(
+                    "Time per output token",
+                    "As routers measured it lately.",
+                    "s",
+                    {
+                        "avg by (device) (rose_router_class_step_seconds{$here})": "{{device}}",
+                    },
+                ),
+                Panel(
+                    "Time per prompt token",
+                    "Of those that no cache had, as routers measured it lately.",
+                    "s",
+                    {
+                        "avg by (device) (rose_router_class_prefill_seconds{$here})": "{{device}}",
+                    },
+                ),
+            ),
+        ),
+        Row(
             "Why not more",
             (
                 Panel(

@@ -167,6 +167,8 @@ class TurnRunner:
         handle.task = turn.task
         engine.legs[leg.rid] = handle
         engine.turns += 1
+        if engine.update.device_class:
+            metrics.CLASS_TURNS.labels(engine.update.device_class).inc()
         turn.state, turn.leg = TurnState.RUNNING, leg
         try:
             move = await self._outcome(turn, engine, leg, handle)
