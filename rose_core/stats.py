@@ -3,6 +3,7 @@
 | figure | from | interval |
 |---|---|---|
 | quantile | values | none; linear interpolation (type 7 of Hyndman and Fan, numpy's default) |
+| mean | values of independent runs | Student's t, 95 % |
 | ratio of paired values | logs of the ratios | Student's t, 95 % |
 | share | k of n | Wilson, 95 % |
 | share of members that come in groups | k of n by group | Wilson's with the effective size, 95 % |
@@ -48,6 +49,22 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[index] * (1 - rest) + upper * rest
 
 
+def mean_of(values: Sequence[float]) -> Interval:
+    """Arithmetic mean of independent runs' values, with Student's interval.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not values:
+        message = "no values, no mean"
+        raise ValueError(message)
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return Interval(mean, None, None, 1)
+    half = student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half, len(values))
+
+
 def paired_ratio(ours: Sequence[float], others: Sequence[float]) -> Interval:
     """Geometric mean of ``ours / others`` of paired seeds, Student's interval of the log.
 
@@ -57,12 +74,10 @@ def paired_ratio(ours: Sequence[float], others: Sequence[float]) -> Interval:
     if len(ours) != len(others) or not ours or min(*ours, *others) <= 0:
         message = f"pairs of positive values expected, got {list(ours)} and {list(others)}"
         raise ValueError(message)
-    logs = [math.log(a / b) for a, b in zip(ours, others, strict=True)]
-    mean = statistics.fmean(logs)
-    if len(logs) == 1:
-        return Interval(math.exp(mean), None, None, 1)
-    half = student(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
-    return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
+    log = mean_of([math.log(a / b) for a, b in zip(ours, others, strict=True)])
+    if log.low is None or log.high is None:
+        return Interval(math.exp(log.mean), None, None, 1)
+    return Interval(math.exp(log.mean), math.exp(log.low), math.exp(log.high), log.pairs)
 
 
 @dataclass(frozen=True, slots=True)

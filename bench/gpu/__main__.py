@@ -32,7 +32,7 @@ daemon shows as one that is not listed.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import dataclasses
 import datetime as dt
 import importlib
 import importlib.util
@@ -43,22 +43,20 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench.gpu import aims, checks, suite
-from bench.gpu.beside import Scale
 from bench.gpu.checks import Plan
 from bench.gpu.processes import Daemon, daemon
+from bench.gpu.rehearsal import gpu_that_is_not_there
 from rose_agent.devices.driver import DeviceDriver, Gpu
 from rose_agent.devices.mps.control import PROGRAM
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.errors import DeviceError, MpsError, NoDevices
 from rose_dev.errors import DevelopmentError
-from rose_dev.gpu.library import preloaded
-from rose_dev.gpu.state import State
 
 RESULTS = Path(__file__).parents[1] / "results"
 _FAKE_MPS = (sys.executable, "-m", "rose_agent.devices.mps.fake")
@@ -190,19 +188,6 @@ def _devices() -> tuple[DeviceDriver | None, str]:
         return None, str(error)
 
 
-@contextlib.contextmanager
-def _stand_in() -> Iterator[DeviceDriver]:
-    """A driver without a GPU: NVML's C ABI over a state file.
-
-    Raises:
-        DevelopmentError: its library cannot be built here.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        state = Path(folder) / "nvml.state"
-        with State.create(state, "h100x2"), preloaded(state):
-            yield NvmlDriver.open()
-
-
 def main(argv: list[str]) -> int:
     """Run.
 
@@ -218,25 +203,35 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--run", type=int, choices=[1, 2], help="one of the two; both by default")
     parser.add_argument("--only", default="", help=f"some of {', '.join(suite.CHECKS)}")
     parser.add_argument("--limit", type=float, default=suite.BOUND_SECONDS, help="of a run, s")
+    parser.add_argument("--aims", action="store_true", help="print what would refute what, and end")
     parser.add_argument("--extra", action="store_true", help="the longer checks instead")
     words = parser.parse_args(argv)
     try:
         suite.chosen(words.only, words.run)
     except ValueError as error:
         parser.error(str(error))
+    names = suite.chosen(words.only, words.run)
+    if words.aims:
+        sys.stdout.write("".join(f"{row}\n" for row in aims.table_of_aims(names)))
+        return 0
+    if words.rehearse:
+        return _rehearse(words)
     driver, why = _devices()
-    if driver is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = driver.gpus()[0].uuid  # of every process
-        return _measure(words, driver, rehearse=words.rehearse)
-    if not words.rehearse:
+    if driver is None:
         sys.stderr.write(
             f"gpu-check needs an NVIDIA GPU with its driver, torch and nvidia-ml-py: {why}. "
             "`make gpu-check ARGS=--rehearse` tries every check on stand-ins.\n"
         )
         return 1
-    sys.stdout.write(f"no GPU here ({why}): trying checks and report on the stand-ins\n")
+    os.environ["CUDA_VISIBLE_DEVICES"] = driver.gpus()[0].uuid  # of every process
+    return _measure(words, driver, rehearse=False)
+
+
+def _rehearse(words: argparse.Namespace) -> int:
+    """Everything on the stand-ins, also where there is a GPU."""
+    sys.stdout.write("a rehearsal: checks and report on the CPU, NVML by a stand-in\n")
     try:
-        with _stand_in() as driver:
+        with gpu_that_is_not_there() as driver:
             return _measure(words, driver, rehearse=True)
     except DevelopmentError as error:
         sys.stderr.write(f"{error}\n")
@@ -270,9 +265,10 @@ def _judge(
     def measure(check: suite.Check) -> list[tuple[str, float, str]]:
         sys.stdout.write(f"{check.name} (at most {check.budget_s:.0f} s)\n")
         sys.stdout.flush()
-        return check.measure(Scale.rehearsal()) if rehearse else suite.apart(check)
+        return suite.apart(check, rehearse=rehearse)
 
-    outcome = suite.carry_out(names, measure, words.limit)
+    limit = words.limit * (suite.REHEARSAL_PATIENCE if rehearse else 1)
+    outcome = suite.carry_out(names, measure, limit)
     figures = aims.judged(outcome.measured)
     said = aims.verdicts(figures, names)
     rows = [*aims.lines(figures, said), *(f"{k}: not run: {v}" for k, v in outcome.not_run.items())]
@@ -282,6 +278,7 @@ def _judge(
         "run": run,
         "figures": [figure.as_dict() for figure in figures],
         "verdicts": said,
+        "settings": [dataclasses.asdict(one) for one in aims.settings(figures)],
         "not_run": outcome.not_run,
         "seconds": outcome.seconds,
     }

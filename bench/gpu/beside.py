@@ -32,7 +32,16 @@ _ROOT = Path(__file__).parents[2]
 _STOPS = ("decode1", "decode32", "prefill512", "prefill512_32k")
 _GRACE_SECONDS = 0.02
 _ANSWER_SECONDS = 120.0
+# NVML's list follows a new process by less than a second.
+_LISTED_SECONDS = 2.0
+_SETTLE_SECONDS = 0.1
+# Freezes of a storm beside which a process starts: one takes seconds, so few.
+_STARTS_EVERY = 20
+# After which a killed process's memory counts as lost.
+_FREE_SECONDS = 30.0
 _NEWCOMER = "import torch; torch.zeros(1, device='{}').sum().item()"
+# A process that has nothing on the GPU but its context, until its input ends.
+_CONTEXT = f"{_NEWCOMER}; print(0, flush=True); input()"
 
 
 @dataclass(frozen=True)
@@ -178,7 +187,7 @@ def _window(serving: Neighbour, kind: str, seconds: float) -> list[float]:
 
 
 class Nvml:
-    """NVML of the first GPU; nothing of ROSE's."""
+    """NVML of the first GPU, or what stands in for it (``rehearsal``)."""
 
     def __init__(self) -> None:
         self._n: Any = importlib.import_module("pynvml")
@@ -189,6 +198,10 @@ class Nvml:
         """Bytes of a process; None = it is not on the GPU, or NVML does not say."""
         listed = self._n.nvmlDeviceGetComputeRunningProcesses(self._handle)
         return next((one.usedGpuMemory for one in listed if one.pid == pid), None)
+
+    def used(self) -> int:
+        """Bytes of the GPU that are taken, by whomever."""
+        return int(self._n.nvmlDeviceGetMemoryInfo(self._handle).used)
 
     def times(self, count: int) -> Measured:
         """What the guard asks, and how long it takes."""
@@ -220,20 +233,69 @@ class Nvml:
 def nvml(scale: Scale) -> Measured:
     """How long the guard's questions take while the GPU computes."""
     with neighbour(scale, "decode32") as serving:
-        if not scale.gpu:
-            return [("nvml.processes.p99", 0.0, "ms")]
         serving.tell("loop decode32")
-        return Nvml().times(300)
+        return Nvml().times(300 if scale.gpu else 20)
 
 
 def footprint(scale: Scale) -> Measured:
-    """What a process holds beside what torch has taken."""
+    """What a process holds before its first tensor, and with two graphs beside torch's memory.
+
+    Raises:
+        OSError: NVML lists no process, and the GPU's use did not grow with it.
+    """
+    driver = Nvml()
+    empty = driver.used()
+    with contextlib.closing(_Bare(scale.device)) as bare:
+        context = _held(driver, bare.pid, empty)
     with neighbour(scale, "decode1", "decode32") as rollout:
-        held = Nvml().held(rollout.pid) if scale.gpu else 0
-        if held is None:
-            return []
-        beside = (held - rollout.hello["reserved"]) / 2**30
-        return [("footprint.beside_torch", beside, "GiB")]
+        held = _held(driver, rollout.pid, empty)
+        beside = held - rollout.hello["reserved"]
+    return [
+        ("footprint.context", context / 2**30, "GiB"),
+        ("footprint.held", held / 2**30, "GiB"),
+        ("footprint.beside_torch", beside / 2**30, "GiB"),
+    ]
+
+
+class _Bare:
+    """A process with a context and nothing else."""
+
+    def __init__(self, device: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CONTEXT.format(device)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        if self._process.stdout is None or not self._process.stdout.readline():
+            raise OSError(f"a process cannot use the GPU: it ended with {self._process.wait()}")
+
+    @property
+    def pid(self) -> int:
+        """Of it."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """End it."""
+        self._process.communicate("\n", timeout=_ANSWER_SECONDS)
+
+
+def _held(driver: Nvml, pid: int, empty: int) -> int:
+    """Bytes of a process: as listed, else what the GPU's use has grown by.
+
+    A process in a container is listed under a number that it does not know.
+    """
+    deadline = time.monotonic() + _LISTED_SECONDS
+    while time.monotonic() < deadline:
+        held = driver.held(pid)
+        if held is not None:
+            time.sleep(_SETTLE_SECONDS)
+            return driver.held(pid) or held
+        time.sleep(_SETTLE_SECONDS)
+    grown = driver.used() - empty
+    if grown <= 0:
+        raise OSError(f"NVML lists no process {pid}, and no more memory is in use than before it")
+    return grown
 
 
 def resident(scale: Scale) -> Measured:
@@ -337,36 +399,63 @@ def _newcomer(scale: Scale) -> float:
 
 
 def storm(scale: Scale) -> Measured:
-    """Freezes at any moment of an engine that allocates and captures, while serving does too."""
-    took, starts = [], []
+    """Freezes of an engine that allocates and captures, while serving allocates too.
+
+    In two ways: at any moment (``freeze``), and as ROSE does it (``boundary``): the permit first,
+    and the freeze when the piece of work under way has ended.
+    """
+    found: Measured = []
     with neighbour(scale, "decode32") as serving, neighbour(scale, "decode1") as rollout:
         alone = _newcomer(scale)
-        rollout.tell("loop churn")
+        found.append(("storm.newcomer_alone", alone, "s"))
         serving.tell("loop decode32")
-        time.sleep(1.0 if scale.gpu else 0.05)
-        rollout.ask("worst")
-        until = time.monotonic() + scale.storm_seconds
-        while time.monotonic() < until:
-            time.sleep(random.uniform(0.001, 0.03))
-            rollout.freeze()
-            hold, began = random.uniform(0.001, 0.2), time.monotonic()
-            took.append(serving.ask("memory") * 1e3)
-            if scale.gpu and len(took) % 20 == 0:
-                starts.append(_newcomer(scale))
-            time.sleep(max(0.0, hold - (time.monotonic() - began)))
-            rollout.thaw()
+        for how in ("freeze", "boundary"):
+            found += _storm(scale, serving, rollout, how, alone)
         serving.tell("pause")
         rollout.tell("pause")
         worst = rollout.ask("worst")
-    starts = starts or [alone]
+    return found + [(f"storm.neighbour_{name}", took, "s") for name, took in worst.items()]
+
+
+def _storm(
+    scale: Scale, serving: Neighbour, rollout: Neighbour, how: str, alone: float
+) -> Measured:
+    """Half of the storm."""
+    took: list[float] = []
+    waits: list[float] = []
+    starts: list[float] = []
+    until = time.monotonic() + scale.storm_seconds / 2
+    while not took or time.monotonic() < until:
+        rollout.tell("loop churn")
+        time.sleep(random.uniform(0.001, 0.03))
+        if how == "boundary":
+            ordered = time.monotonic()
+            rollout.tell("pause")
+            rollout.ask("rest")
+            waits.append((time.monotonic() - ordered) * 1e3)
+        rollout.freeze()
+        hold, began = random.uniform(0.001, 0.2), time.monotonic()
+        took.append(serving.ask("memory") * 1e3)
+        if len(took) % _STARTS_EVERY == 1:
+            starts.append(_newcomer(scale))
+        time.sleep(max(0.0, hold - (time.monotonic() - began)))
+        rollout.thaw()
+    place = f"storm.{how}"
+    boundaries: Measured = [(f"{place}.reached_max", max(waits), "ms")] if waits else []
     return [
-        ("storm.freezes", len(took), "count"),
-        ("storm.serving_memory_p50", quantile(took, 0.5), "ms"),
-        ("storm.serving_memory_max", max(took), "ms"),
-        ("storm.newcomer_alone", alone, "s"),
-        ("storm.newcomer_over_alone", max(starts) / alone, "ratio"),
-        *((f"storm.neighbour_{name}", seconds, "s") for name, seconds in worst.items()),
+        (f"{place}.freezes", len(took), "count"),
+        (f"{place}.serving_memory_p50", quantile(took, 0.5), "ms"),
+        (f"{place}.serving_memory_max", max(took), "ms"),
+        (f"{place}.newcomer_over_alone", max(starts) / alone, "ratio"),
+        *boundaries,
     ]
+
+
+def _is_free(driver: Nvml, pid: int, full: int | None, reserved: int) -> bool:
+    """The process's memory is back; by the GPU's use (``full`` before) where it is not listed."""
+    if full is None:
+        return driver.held(pid) is None
+    return driver.used() <= full - reserved
 
 
 def killed(scale: Scale) -> Measured:
@@ -376,13 +465,15 @@ def killed(scale: Scale) -> Measured:
         rollout.freeze()
         time.sleep(0.2 if scale.gpu else 0.01)
         serving.tell("loop decode32")
-        driver = Nvml() if scale.gpu else None
+        driver = Nvml()
+        listed = driver.held(rollout.pid) is not None
+        full = driver.used()
         began = time.monotonic()
         rollout.kill()
         gone = time.monotonic() - began
-        while driver is not None and driver.held(rollout.pid) is not None:
-            if time.monotonic() - began > 30:
-                break
+        while time.monotonic() - began < _FREE_SECONDS and not _is_free(
+            driver, rollout.pid, full if not listed else None, rollout.hello["reserved"]
+        ):
             time.sleep(0.005)
         free = time.monotonic() - began
         time.sleep(scale.seconds / 3)

@@ -9,8 +9,10 @@ needs; the digest is ROSE's own and needs its packages. Next step: ``aims``.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -18,10 +20,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bench.gpu.beside import Measured, Scale
+from bench.gpu.beside import Measured, Nvml, Scale
 
 MODELS = ("8B", "30B-A3B")
 _SAVED = 430  # matrices of 4096 x 4096: 14 GB
+_LOOK_SECONDS = 0.2  # until NVML's list of processes tells what has changed
 
 
 def shapes(model: str, *, tiny: bool) -> Iterator[tuple[int, ...]]:
@@ -172,16 +175,12 @@ def saver(scale: Scale) -> Measured:
     Raises:
         OSError: it is not installed, or failed; says how.
     """
-    if not scale.gpu:
-        return [("saver.pause_resume_p50", 0.0, "s"), ("saver.changed", 0, "results")]
-    start = (
-        "import torch_memory_saver as t, subprocess, sys\n"
-        "with t.configure_subprocess():\n"
-        "    sys.exit(subprocess.call([sys.executable, '-m', 'bench.gpu.commits']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", start], capture_output=True, text=True, timeout=200, check=False
-    )
+    run = [sys.executable, "-m", "bench.gpu.commits", scale.device]
+    if scale.gpu:
+        start = "import torch_memory_saver as t, subprocess, sys\n"
+        start += f"with t.configure_subprocess():\n    sys.exit(subprocess.call({run!r}))"
+        run = [sys.executable, "-c", start]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=200, check=False)
     if done.returncode != 0:
         raise OSError(done.stderr.strip()[-400:] or "the memory saver's process failed")
     cycles = json.loads(done.stdout.strip().splitlines()[-1])
@@ -189,20 +188,71 @@ def saver(scale: Scale) -> Measured:
     return [
         ("saver.pause_resume_p50", statistics.median(both), "s"),
         ("saver.refill_p50", statistics.median(cycle["refill"] for cycle in cycles), "s"),
+        ("saver.kept_share", max(cycle["kept_share"] for cycle in cycles), "share"),
         ("saver.changed", sum(not cycle["same"] for cycle in cycles), "results"),
     ]
 
 
-def _cycles() -> list[dict[str, float | bool]]:
+class HostSaver:
+    """The memory saver's interface without a GPU: pages go, addresses stay.
+
+    It is how an engine on a CPU becomes dormant (``rose_engines.memory``).
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, list[Any]] = {}
+
+    @contextlib.contextmanager
+    def region(self, tag: str) -> Iterator[None]:
+        """What is made inside belongs to the tag."""
+        modes: Any = importlib.import_module("torch.utils._python_dispatch")
+        torch: Any = importlib.import_module("torch")
+        made = self._tensors.setdefault(tag, [])
+
+        class Collecting(modes.TorchDispatchMode):  # type: ignore[misc]
+            def __torch_dispatch__(
+                self,
+                func: Callable[..., Any],
+                types: object,
+                args: tuple[Any, ...] = (),
+                kwargs: dict[str, Any] | None = None,
+            ) -> Any:  # noqa: ANN401
+                found = func(*args, **(kwargs or {}))
+                if isinstance(found, torch.Tensor):
+                    made.append(found)
+                return found
+
+        with Collecting():
+            yield
+
+    def pause(self, tag: str) -> None:
+        """Give its memory back."""
+        drop_pages: Any = importlib.import_module("rose_engines.memory").drop_pages
+        for tensor in self._tensors[tag]:
+            storage = tensor.untyped_storage()
+            drop_pages(storage.data_ptr(), storage.nbytes())
+
+    def resume(self, tag: str) -> None:
+        """Take it again; what it held is gone."""
+        for tensor in self._tensors[tag]:
+            tensor.zero_()
+
+
+def _cycles(device: str) -> list[dict[str, float | bool]]:
     """Inside the saver's own process: five times let go, take back, fill, replay."""
     torch: Any = importlib.import_module("torch")
-    memory: Any = importlib.import_module("torch_memory_saver").torch_memory_saver
+    gpu = device == "cuda"
+    memory: Any = (
+        importlib.import_module("torch_memory_saver").torch_memory_saver if gpu else HostSaver()
+    )
+    many, width, cached = (_SAVED, 4096, 10 << 30) if gpu else (8, 512, 32 << 20)
     with memory.region(tag="weights"):
         kind = torch.bfloat16
-        weights = [torch.randn(4096, 4096, device="cuda", dtype=kind) for _ in range(_SAVED)]
+        weights = [torch.randn(width, width, device=device, dtype=kind) for _ in range(many)]
     with memory.region(tag="kv_cache"):
-        cache = torch.zeros(10 << 30, dtype=torch.uint8, device="cuda")
-    x = torch.randn(8, 4096, device="cuda", dtype=torch.bfloat16)
+        cache = torch.ones(cached, dtype=torch.uint8, device=device)
+    claimed = cached + 2 * many * width * width
+    x = torch.randn(8, width, device=device, dtype=torch.bfloat16)
 
     def forward() -> Any:  # noqa: ANN401
         y = x
@@ -210,34 +260,63 @@ def _cycles() -> list[dict[str, float | bool]]:
             y = torch.nn.functional.normalize(y @ weight, dim=1)
         return y
 
-    forward()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = forward()
-    graph.replay()
-    torch.cuda.synchronize()
-    before, kept = y.clone(), [weight.cpu().pin_memory() for weight in weights]
+    def wait() -> None:
+        if gpu:
+            torch.cuda.synchronize()
+
+    replay = _replayed(torch, forward) if gpu else forward
+    before = replay().clone()
+    kept = [weight.cpu().pin_memory() if gpu else weight.clone() for weight in weights]
+    wait()
     found: list[dict[str, float | bool]] = []
     for _ in range(5):
-        stamps = [time.perf_counter()]
-        for step in (memory.pause, memory.resume):
-            for tag in ("kv_cache", "weights"):
-                step(tag)
-            torch.cuda.synchronize()
-            stamps.append(time.perf_counter())
+        full, stamps = _held(), [time.perf_counter()]
+        for tag in ("kv_cache", "weights"):
+            memory.pause(tag)
+        wait()
+        stamps.append(time.perf_counter())
+        left = 1 - (full - _held()) / claimed
+        again = time.perf_counter()
+        for tag in ("kv_cache", "weights"):
+            memory.resume(tag)
+        wait()
+        stamps.append(time.perf_counter())
         for weight, host in zip(weights, kept, strict=True):
             weight.copy_(host, non_blocking=True)
-        torch.cuda.synchronize()
+        wait()
         stamps.append(time.perf_counter())
-        graph.replay()
-        torch.cuda.synchronize()
-        names = ("pause", "resume", "refill")
-        took = {name: stamps[i + 1] - stamps[i] for i, name in enumerate(names)}
+        y = replay()
+        wait()
+        took = {"pause": stamps[1] - stamps[0], "resume": stamps[2] - again}
+        took |= {"refill": stamps[3] - stamps[2], "kept_share": left}
         found.append({**took, "same": bool(torch.equal(before, y))})
     del cache
     return found
 
 
+def _replayed(torch: Any, forward: Callable[[], Any]) -> Callable[[], Any]:  # noqa: ANN401
+    """The same as a CUDA graph, which writes to the same place each time."""
+    forward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = forward()
+
+    def replay() -> Any:  # noqa: ANN401
+        graph.replay()
+        torch.cuda.synchronize()
+        return y
+
+    return replay
+
+
+def _held() -> int:
+    """Bytes of this process by NVML, or of the whole GPU where it is not listed."""
+    time.sleep(_LOOK_SECONDS)
+    driver = Nvml()
+    held = driver.held(os.getpid())
+    return driver.used() if held is None else held
+
+
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(_cycles()) + "\n")
+    sys.stdout.write(json.dumps(_cycles(sys.argv[1])) + "\n")

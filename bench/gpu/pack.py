@@ -1,8 +1,14 @@
 """``make gpu-pack``: what ``make gpu-check`` needs on a machine without a network, in small pieces.
 
-``out/gpu-pack`` holds wheels for Linux and Python 3.11 (torch and nvidia-ml-py with what they need)
-and the checkout's ``bench``, split into pieces of at most 60 MB, and ``unpack.sh``, which joins
-them, makes an environment and says how to run the check. Sums of every piece are checked.
+``out/gpu-pack`` holds wheels for Linux and the checkout's code, split into pieces of at most 60 MB,
+and ``unpack.sh``, which joins them, checks their sums and writes ``gpu-check/check.sh``:
+
+| pack | wheels | Python there |
+|---|---|---|
+| whole | torch and everything else | any of ``--python``, with venv; an environment of its own |
+| ``--light`` | what a machine with torch lacks, a few MB | its ``python3``, with torch and numpy |
+
+Neither changes a package that is installed there. ``--python`` has to be the version there.
 """
 
 from __future__ import annotations
@@ -13,25 +19,45 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator
+import venv
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+
+from bench.gpu import suite
 
 ROOT = Path(__file__).parents[2]
 PIECE_BYTES = 60_000_000
-WHEELS = ("torch", "numpy", "nvidia-ml-py")
-CODE = ("bench", "engines/rose_engines", "agent/rose_agent", "rose_core")
+# What the checks import besides torch: NVML, the digest's own needs, and the memory saver.
+LIGHT = ("nvidia-ml-py", "msgspec", "typing-extensions", "zstandard", "torch-memory-saver")
+WHOLE = ("torch", "numpy", *LIGHT)
+# ``rose_dev`` has the NVML of a rehearsal.
+CODE = ("bench", "engines/rose_engines", "agent/rose_agent", "rose_core", "dev/rose_dev")
+_PATH = ":".join((".", *sorted({part.split("/")[0] for part in CODE if "/" in part})))
 _BLOCK = 1 << 20
 _UNPACK = """#!/bin/sh
-# Joins the pieces, checks them, makes an environment in ./gpu-check.
+# Joins the pieces, checks them, makes ./gpu-check with all that the check needs. No network.
 set -eu
 cd "$(dirname "$0")"
 sha256sum --check --quiet SHA256SUMS
-mkdir -p gpu-check
+test ! -e gpu-check || {{ echo "gpu-check is there already; remove it first" >&2; exit 1; }}
+mkdir gpu-check
 cat pack.tar.* | tar -x -C gpu-check
-python3 -m venv gpu-check/venv
-gpu-check/venv/bin/pip install --quiet --no-index --find-links gpu-check/wheels {wheels}
-echo "cd gpu-check; PYTHONPATH=.:engines:agent venv/bin/python -m bench.gpu --run 1 # then 2"
+cd gpu-check
+{install}
+cat > check.sh <<END
+#!/bin/sh
+cd "$PWD"
+PYTHONUNBUFFERED=1 PYTHONPATH={path} exec "$python" -m bench.gpu "\\$@"
+END
+chmod 755 check.sh
+echo "gpu-check/check.sh --rehearse  # without a GPU; then --run 1 and --run 2, {bound:.0f} s each"
 """
+_WHOLE = """python3 -m venv venv
+venv/bin/pip install --quiet --no-index --find-links wheels {wheels}
+python="$PWD/venv/bin/python\""""
+_LIGHT = """python3 -c 'import numpy, torch' || {{ echo "python3 has no torch" >&2; exit 1; }}
+python3 -m pip install --quiet --no-index --no-deps --find-links wheels --target site {wheels}
+python="$(command -v python3)\""""
 
 
 def split(source: Iterable[bytes], folder: Path, piece_bytes: int = PIECE_BYTES) -> list[Path]:
@@ -57,7 +83,7 @@ def write_sums(folder: Path, pieces: Iterable[Path]) -> None:
     (folder / "SHA256SUMS").write_text("".join(rows))
 
 
-def pack(folder: Path, wheels: Path) -> list[Path]:
+def pack(folder: Path, wheels: Path, *, light: bool = False) -> list[Path]:
     """Everything from a folder of wheels and the checkout.
 
     Raises:
@@ -75,9 +101,16 @@ def pack(folder: Path, wheels: Path) -> list[Path]:
         pieces = split(_blocks(Path(whole.name)), folder)
     write_sums(folder, pieces)
     script = folder / "unpack.sh"
-    script.write_text(_UNPACK.format(wheels=" ".join(WHEELS)))
+    script.write_text(unpack_script(light=light))
     script.chmod(0o755)
     return pieces
+
+
+def unpack_script(*, light: bool) -> str:
+    """The shell script that lies beside the pieces."""
+    install = (_LIGHT if light else _WHOLE).format(wheels=" ".join(LIGHT if light else WHOLE))
+    path = f"site:{_PATH}" if light else _PATH
+    return _UNPACK.format(install=install, path=path, bound=suite.BOUND_SECONDS)
 
 
 def _without_caches(item: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -90,18 +123,34 @@ def _blocks(path: Path) -> Iterator[bytes]:
             yield block
 
 
+def download(wheels: Path, names: Sequence[str], python: str, *, light: bool) -> None:
+    """Wheels of the versions in ``constraints.txt``, for that Python on this kind of machine.
+
+    Raises:
+        CalledProcessError: pip could not get one; it has said which.
+    """
+    with tempfile.TemporaryDirectory() as tools:
+        # An environment that uv made has no pip.
+        venv.create(tools, with_pip=True)
+        command = [f"{tools}/bin/python", "-m", "pip", "download", "--quiet", "--only-binary=:all:"]
+        command += ["--python-version", python, "--dest", str(wheels)]
+        command += ["--no-deps"] if light else []
+        command += ["-c", str(ROOT / "constraints.txt"), *names]
+        subprocess.run(command, check=True)
+
+
 def main(argv: list[str]) -> int:
     """Download the wheels and pack them."""
     parser = argparse.ArgumentParser(prog="bench.gpu.pack", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu-pack")
     parser.add_argument("--python", default="3.11", help="of the machine with the GPU")
+    parser.add_argument("--light", action="store_true", help="for a machine that has torch")
     words = parser.parse_args(argv)
     words.out.parent.mkdir(parents=True, exist_ok=True)
+    names = LIGHT if words.light else WHOLE
     with tempfile.TemporaryDirectory(dir=words.out.parent) as wheels:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:"]
-        command += ["--python-version", words.python, "--dest", wheels]
-        subprocess.run([*command, *WHEELS], check=True)
-        pieces = pack(words.out, Path(wheels))
+        download(Path(wheels), names, words.python, light=words.light)
+        pieces = pack(words.out, Path(wheels), light=words.light)
     sys.stdout.write(f"{len(pieces)} pieces in {words.out}; start unpack.sh there\n")
     return 0
 

@@ -10,6 +10,7 @@ to wait for: one graph is launched at once and runs to its end. It needs torch a
     take                 print the steps since the last ``take``, and forget them
     worst                print the longest of each piece of churn, seconds
     memory               allocate and free 256 MiB; print the seconds
+    rest                 print true once no piece of work is under way
     queue MS             launch so much work without waiting for it; print true
     quit
 
@@ -90,6 +91,8 @@ class Model:
         most = max(batch * context for _, batch, context in wanted.values())
         # One buffer for all layers: a step reads as much, and 13.9 GB leave room for two processes.
         self._kv = made(2, most * shape.kv_heads * shape.head)
+        tensors = [self._kv, *(one for layer in self._weights for one in layer)]
+        self.bytes = sum(one.numel() * one.element_size() for one in tensors)
         self.run: dict[str, Callable[[], object]] = {}
         for kind, (tokens, batch, context) in wanted.items():
             x = made(tokens * batch, shape.hidden)
@@ -163,6 +166,8 @@ class Stepper:
                 time.sleep(_IDLE_SECONDS)
                 continue
             with self._lock:
+                if self._wanted != name:
+                    continue  # told otherwise while this waited: what is said of it must hold
                 if name == "churn":
                     self._churn()
                 else:
@@ -197,6 +202,8 @@ class Stepper:
             self._torch.empty(self._piece, dtype=self._torch.uint8, device=self._device())
             self._forget()
             return time.monotonic() - began
+        if verb == "rest":
+            return True  # asked under the lock, so the piece has ended
         if verb == "queue":
             if self._model.gpu:
                 for _ in range(int(rest[0]) // 10):
@@ -261,7 +268,7 @@ def main(argv: list[str]) -> int:
     if words.device == "cpu":
         torch.set_num_threads(1)
     model = Model(torch, words.device, words.kinds.split(","), tiny=words.tiny)
-    reserved = int(torch.cuda.memory_reserved()) if model.gpu else 0
+    reserved = int(torch.cuda.memory_reserved()) if model.gpu else model.bytes
     sys.stdout.write(json.dumps({"pid": os.getpid(), "reserved": reserved}) + "\n")
     sys.stdout.flush()
     Stepper(torch, model, 1 << (16 if words.tiny else 28)).serve()

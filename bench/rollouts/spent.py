@@ -104,12 +104,12 @@ class Observed(Router):
         self._shut_s: dict[str, float] = {}  # of each engine, until its gate moved last
         self._shut_before: dict[Leg, float] = {}
 
-    def gate(self, name: str, is_open: bool) -> None:
+    def on_gate(self, name: str, is_open: bool) -> None:
         """An engine's gate has moved."""
         engine = self.engines.get(name)
         if engine is not None and engine.gate_open != is_open:
             self._shut_s[name] = self._shut(engine)
-        super().gate(name, is_open)
+        super().on_gate(name, is_open)
 
     def submit(self, turn: Turn) -> None:
         """A turn has come."""

@@ -162,7 +162,7 @@ class Operator:
     async def _turn(self) -> None:
         if not self.lock.may_write:
             return
-        await self.listings.before_pass()
+        await self.listings.list_if_due()
         if not self._remembered:
             self._remembered = True
             self.reconciler.remember_pools()
@@ -255,7 +255,7 @@ class Operator:
 
     def _tasks(self) -> list[asyncio.Task[None]]:
         """The module's table, begun."""
-        kinds = watch_kinds(self.stores, self.settings.namespace, self.listings.soon)
+        kinds = watch_kinds(self.stores, self.settings.namespace, self.listings.request)
         work: dict[str, Coroutine[None, None, None]] = {
             "lock": self.renewing.run(),
             "loop": self.loop(),

@@ -131,16 +131,16 @@ class Experience:
         """Requests under way."""
         return len(self._marks)
 
-    def arrived(self, number: int, now_ns: int) -> None:
+    def begin(self, number: int, now_ns: int) -> None:
         """A request has come; again for the same one changes nothing."""
         self._marks.setdefault(number, _Mark(self.open_time.at(now_ns)))
 
-    def first(self, number: int, now_ns: int) -> None:
+    def note_first_token(self, number: int, now_ns: int) -> None:
         """Its first token has left."""
         if mark := self._marks.get(number):
             mark.first_ns = self.open_time.at(now_ns)
 
-    def dismissed(self, number: int) -> None:
+    def dismiss(self, number: int) -> None:
         """What arrived was not a generating request after all."""
         self._marks.pop(number, None)
 
@@ -148,7 +148,7 @@ class Experience:
         """Requests under way cannot be followed to their end any more."""
         self._marks.clear()
 
-    def finished(self, done: FinishedRequest, goals: Objective, others: int) -> RequestExposure:
+    def learn(self, done: FinishedRequest, goals: Objective, others: int) -> RequestExposure:
         """A request is over.
 
         Args:
@@ -161,16 +161,16 @@ class Experience:
         losses = self.predictor.loss(decoding=False), self.predictor.loss(decoding=True)
         taught = self.lessons
         if done.ttft_s is not None:
-            met_prefill = taught.predictor.met_prefill
-            taught.predictor = met_prefill(done.size, done.ttft_s, share=prefill)
+            learn_prefill = taught.predictor.learn_prefill
+            taught.predictor = learn_prefill(done.size, done.ttft_s, share=prefill)
         if done.tpot_s is not None:
-            met_decode = taught.predictor.met_decode
-            taught.predictor = met_decode(1 + others, done.tpot_s, share=decode)
+            learn_decode = taught.predictor.learn_decode
+            taught.predictor = learn_decode(1 + others, done.tpot_s, share=decode)
         met = RequestExposure(
             prefill, decode, *_used(done, goals, prefill * losses[0], decode * losses[1])
         )
         if met.used and met.exposed:
-            taught.margin = taught.margin.saw(met.used, met.rollouts)
+            taught.margin = taught.margin.learn(met.used, met.rollouts)
         return met
 
     def _shares(self, done: FinishedRequest) -> tuple[float, float]:

@@ -35,7 +35,7 @@ class Margin:
 
     value: float = 0.2
 
-    def saw(self, used: float, rollouts: float = 1.0) -> Margin:
+    def learn(self, used: float, rollouts: float = 1.0) -> Margin:
         """The margin after one co-running request.
 
         Args:

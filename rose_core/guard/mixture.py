@@ -76,7 +76,7 @@ class Mixture:
         """Multiple of the profile's cost alone, at the chosen quantile."""
         return self.line(slowdown).cost(float(shared)) * math.exp(self.above)
 
-    def saw(
+    def add(
         self, seen: float, share: float, slowdown: float, *, quantile: float, step: float
     ) -> Mixture:
         """Learn from one request.

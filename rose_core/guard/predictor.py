@@ -64,12 +64,12 @@ class Predictor:
         slowdown = self.profile.shared_decode
         return self.profile.decode_s(running) * self.decode.factor(slowdown, shared=shared)
 
-    def met_prefill(self, size: int, seconds: float, *, share: float) -> Predictor:
+    def learn_prefill(self, size: int, seconds: float, *, share: float) -> Predictor:
         """Learn from a time to first token that met an open gate for ``share`` of it."""
         seen, slowdown = seconds / self.profile.prefill_s(size), self.profile.shared_prefill
         return replace(self, prefill=self._learned(self.prefill, seen, share, slowdown))
 
-    def met_decode(self, running: int, seconds: float, *, share: float) -> Predictor:
+    def learn_decode(self, running: int, seconds: float, *, share: float) -> Predictor:
         """Learn from a mean time per token that met an open gate for ``share`` of it."""
         seen, slowdown = seconds / self.profile.decode_s(running), self.profile.shared_decode
         return replace(self, decode=self._learned(self.decode, seen, share, slowdown))
@@ -87,4 +87,4 @@ class Predictor:
     def _learned(self, phase: Mixture, seen: float, share: float, slowdown: float) -> Mixture:
         if seen <= 0:
             return phase
-        return phase.saw(seen, share, slowdown, quantile=self.quantile, step=self.step)
+        return phase.add(seen, share, slowdown, quantile=self.quantile, step=self.step)

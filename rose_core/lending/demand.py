@@ -20,6 +20,7 @@ on for as long as a new start would cost pays at most twice what a clairvoyant d
 "Competitive snoopy caching", 1988), hence the default of ``slots.idleSeconds``. *When to ask again*
 is the rhythm's (``rose_core.rollouts.rhythm``) less what a start takes.
 
+What routers say is put together here too (``together``), for the operator and for the simulator.
 What several leases want is shared by ``shares``. Next step: ``plan`` bounds every lease by this
 before it decides anything.
 """
@@ -27,10 +28,20 @@ before it decides anything.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rose_core.api.reasons import Reason
 from rose_core.lending.facts import Demand, Lease, Policy, Snapshot
+from rose_core.wire.routing import DemandNote
+
+
+@dataclass(frozen=True)
+class ReceivedNote:
+    """One note, and when it came."""
+
+    note: DemandNote
+    at: float
 
 
 @dataclass(frozen=True)
@@ -120,3 +131,35 @@ def _at_most(lease: Lease, slots: int, why: str) -> WantedSlots:
     if slots >= lease.max_slots:
         return WantedSlots(lease.max_slots)
     return WantedSlots(slots, Reason.FEWER_WANTED, why)
+
+
+# --- what was heard
+
+
+def together(heard: Sequence[ReceivedNote], now: float) -> Demand | None:
+    """What several replicas say, as if one had all turns; None for none."""
+    if not heard:
+        return None
+    aged = [(one.note, now - one.at) for one in heard]
+    return Demand(
+        turns=sum(note.peak_turns for note, _ in aged),
+        usual_turns=sum(note.usual_turns for note, _ in aged),
+        dedicated_turns=sum(note.dedicated_turns for note, _ in aged),
+        idle_seconds=_least(_older(note.idle_seconds, age) for note, age in aged),
+        published_seconds=_least(_older(note.published_seconds, age) for note, age in aged),
+        expected_seconds=_least(_sooner(note.expected_seconds, age) for note, age in aged),
+        up_seconds=max(note.up_seconds + age for note, age in aged),
+        age_seconds=max(age for _, age in aged),
+    )
+
+
+def _older(seconds: float | None, age: float) -> float | None:
+    return None if seconds is None else seconds + age
+
+
+def _sooner(seconds: float | None, age: float) -> float | None:
+    return None if seconds is None else max(0.0, seconds - age)
+
+
+def _least(values: Iterable[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)

@@ -11,6 +11,9 @@ from __future__ import annotations
 from rose_core.lending.facts import Lease, Policy, Pool
 from rose_core.lending.limits import closes_at
 
+_NEWEST_WEIGHT = 0.3
+"""The newest start counts this much: weights grow and nodes warm up."""
+
 
 def not_worth(lease: Lease, pool: Pool, policy: Policy, now: float) -> str:
     """Why a loan that is made now would not pay, with its numbers; empty when it does."""
@@ -27,3 +30,12 @@ def not_worth(lease: Lease, pool: Pool, policy: Policy, now: float) -> str:
     if left >= policy.borrow_gain * cost:
         return ""
     return f"{why} in {left:.0f} s; a loan takes {cost:.0f} s until it gives anything"
+
+
+def usual_start(before: float | None, seconds: float) -> float:
+    """What a loan to the lease usually costs, after one more took ``seconds`` until it ran.
+
+    An exponentially weighted mean; ``before`` is what it said until now, None for the first start.
+    """
+    known = seconds if before is None else before
+    return max(0.0, known + _NEWEST_WEIGHT * (seconds - known))

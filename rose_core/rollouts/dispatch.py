@@ -35,8 +35,8 @@ from rose_core.rollouts.placement import (
     SortedEngines,
     TurnView,
     Wait,
-    alike,
     among,
+    filter_key,
     obstacle,
     sort_out,
 )
@@ -102,7 +102,7 @@ def next_turn(
     passing: dict[tuple[object, ...], SortedEngines] = {}
     for index, one in enumerate(waiting):
         turn = one.view
-        sort = alike(turn)
+        sort = filter_key(turn)
         if (sort, turn.begins) in hopeless:
             continue
         until = _patience(one, known.get(turn.home), price, scene)

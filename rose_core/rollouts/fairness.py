@@ -54,7 +54,7 @@ class FairShares:
         self._served: OrderedDict[str, float] = OrderedDict()
         self._turns: Counter[str] = Counter()  # waiting or running
 
-    def came(self, job: str) -> None:
+    def join(self, job: str) -> None:
         """A turn of the job begins to wait."""
         if job not in self._turns:
             level = min((self._served[other] for other in self._turns), default=0.0)
@@ -63,11 +63,11 @@ class FairShares:
             self._forget(level)
         self._turns[job] += 1
 
-    def given(self, job: str, tokens: float) -> None:
+    def charge(self, job: str, tokens: float) -> None:
         """An engine was given to the job for so much work; less than none corrects a guess."""
         self._served[job] = max(0.0, self._served.get(job, 0.0) + tokens)
 
-    def went(self, job: str) -> None:
+    def leave(self, job: str) -> None:
         """The turn that came has left its engine, or gave up waiting."""
         self._turns[job] -= 1
         if self._turns[job] <= 0:

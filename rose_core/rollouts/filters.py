@@ -56,6 +56,6 @@ def _stale(version: WeightVersion, head: WeightVersion, pin: Pin, policy: Policy
     return not fresh(version, head, policy.max_staleness)
 
 
-def alike(turn: TurnView) -> tuple[object, ...]:
+def filter_key(turn: TurnView) -> tuple[object, ...]:
     """What the filters ask of a turn: with equal answers, the same engines can take it."""
     return (turn.dedicated_only, turn.pin, turn.avoid, turn.alone)

@@ -74,7 +74,7 @@ class Pauses:
         self._last: deque[float] = deque(maxlen=_PAUSES)
         self._usual: float | None = None
 
-    def saw(self, seconds: float) -> None:
+    def record(self, seconds: float) -> None:
         """A trajectory came back after so long."""
         self._last.append(seconds)
         self._usual = None

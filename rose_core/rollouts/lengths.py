@@ -41,7 +41,7 @@ class Lengths:
         self._groups: OrderedDict[str, list[int]] = OrderedDict()
         self._most_groups = groups
 
-    def finished(self, group: str, tokens: int) -> None:
+    def record(self, group: str, tokens: int) -> None:
         """A trajectory has ended with so many output tokens."""
         self._all.append(tokens)
         self._sorted = []

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.filters import alike, obstacle
+from rose_core.rollouts.filters import filter_key, obstacle
 from rose_core.rollouts.guards import NOTHING_KNOWN, PlacementCase, RolloutOutlook
 from rose_core.rollouts.policies import choose
 from rose_core.rollouts.scoring import cost, seconds, stall
@@ -34,9 +34,9 @@ __all__ = [
     "SortedEngines",
     "TurnView",
     "Wait",
-    "alike",
     "among",
     "cost",
+    "filter_key",
     "obstacle",
     "place",
     "seconds",
@@ -88,7 +88,7 @@ def sort_out(
     policy: Policy,
     now: float,
 ) -> SortedEngines:
-    """Apply the filters; the answer is the same for turns that are ``filters.alike``."""
+    """Apply the filters; the answer is the same for turns of one ``filters.filter_key``."""
     nearest = Obstacle.NO_ENGINE
     able: list[EngineView] = []
     full: list[EngineView] = []

@@ -159,12 +159,12 @@ class Prospects:
     def __len__(self) -> int:
         return len(self._trajectories)
 
-    def saw_head(self, head: WeightVersion | None, now: float) -> None:
+    def note_head(self, head: WeightVersion | None, now: float) -> None:
         """The newest version is this one."""
         before, self._cadence = self._cadence.head, self._cadence.saw(head, now)
         self._publishes += before is not None and self._cadence.head != before
 
-    def turn_begins(
+    def begin_turn(
         self,
         name: str,
         hint: Hint,
@@ -202,7 +202,7 @@ class Prospects:
         self._trajectories.move_to_end(name)
         self._idle.pop(name, None)
         if known.ended_at >= 0 and not known.live:
-            self._came_back(known, now)
+            self._disprove_end(known, now)
         known.turns += 1
         known.live += 1
         self._live[name] = known
@@ -217,7 +217,7 @@ class Prospects:
         known = self._trajectories.get(name)
         return known.born if known is not None else None
 
-    def expected(self, name: str, view: TurnView, now: float) -> TurnView:
+    def with_expectation(self, name: str, view: TurnView, now: float) -> TurnView:
         """The turn's view with what its trajectory adds to it."""
         known = self._trajectories.get(name)
         if known is None:
@@ -237,18 +237,16 @@ class Prospects:
             control=known.arm is Arm.CONTROL,
         )
 
-    def placed(self, name: str, kind: EngineKind, *, left_home: bool) -> None:
+    def note_placement(self, name: str, kind: EngineKind, *, left_home: bool) -> None:
         """A turn of it was given to an engine; ``left_home`` although its home could take it."""
         known = self._trajectories.get(name)
         if known is None:
             return
-        self.shares.placed(self._stratum(known), kind)
+        self.shares.record(self._stratum(known), kind)
         known.borrowed = known.borrowed or kind is EngineKind.BORROWED
         known.since_move = 0 if left_home else known.since_move + 1
 
-    def turn_ended(
-        self, name: str, tokens: int, context: int, now: float, *, moves: int = 0
-    ) -> None:
+    def end_turn(self, name: str, tokens: int, context: int, now: float, *, moves: int = 0) -> None:
         """A turn of it is over, with so many output tokens, after so many engines it left."""
         known = self._trajectories.get(name)
         if known is not None:
@@ -262,7 +260,7 @@ class Prospects:
             known.moves += moves
             known.context, known.seen = context, now
 
-    def over(self, name: str) -> None:
+    def end_trajectory(self, name: str) -> None:
         """No more turns of it will come; siblings learn from its length before it is trained on."""
         known = self._trajectories.get(name)
         if known is not None and not known.live and (not known.over or known.inferred):
@@ -289,7 +287,7 @@ class Prospects:
         self.inferred_ends += len(ended)
         return len(ended)
 
-    def concluded(
+    def conclude(
         self, name: str, *, trained: bool, reward: float | None = None
     ) -> TrajectoryOutcome | None:
         """The trainer says what became of it.
@@ -347,7 +345,7 @@ class Prospects:
         """Its length is known, to its siblings as well; once."""
         if not known.learned:
             known.learned = True
-            self.lengths.finished(known.group, known.tokens)
+            self.lengths.record(known.group, known.tokens)
 
     def _outcome(
         self, name: str, known: Trajectory, fate: Fate, reward: float | None
@@ -383,8 +381,8 @@ class Prospects:
         most = 1 if deadline.publishes is None else deadline.publishes
         return self.groups.of(prompt, job, self._publishes, now, most)
 
-    def _came_back(self, known: Trajectory, now: float) -> None:
-        self._pauses.saw(now - known.ended)
+    def _disprove_end(self, known: Trajectory, now: float) -> None:
+        self._pauses.record(now - known.ended)
         if known.over:
             self.mistaken_ends += known.inferred
             known.over = known.inferred = False

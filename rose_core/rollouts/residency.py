@@ -38,7 +38,7 @@ class _Engine:
     def drop(self, session: str) -> None:
         self.used -= self.live.pop(session, 0) + self.idle.pop(session, (0, 0.0))[0]
 
-    def age(self, now: float) -> None:
+    def expire(self, now: float) -> None:
         while self.idle and (
             self.used > self.pool or next(iter(self.idle.values()))[1] < now - IDLE_SECONDS
         ):
@@ -53,19 +53,19 @@ class Residents:
         self._engines: dict[str, _Engine] = {}
         self._where: dict[str, str] = {}
 
-    def pool(self, engine: str, tokens: int) -> None:
+    def set_pool(self, engine: str, tokens: int) -> None:
         """The engine is there; its KV pool holds so many tokens, 0 = unknown."""
         self._engines.setdefault(engine, _Engine(tokens)).pool = tokens
 
-    def gone(self, engine: str) -> None:
+    def drop_engine(self, engine: str) -> None:
         """The engine is lost with every key on it."""
         known = self._engines.pop(engine, None)
         for session in (*known.live, *known.idle) if known else ():
             self._where.pop(session, None)
 
-    def began(self, engine: str, session: str, tokens: int) -> None:
+    def begin_turn(self, engine: str, session: str, tokens: int) -> None:
         """A turn begins there that needs keys of so many tokens in the end."""
-        self.over(session)
+        self.drop_session(session)
         self._usual += (tokens - self._usual) * (_WEIGHT if self._usual else 1.0)
         known = self._engines.get(engine)
         if known is not None and session:
@@ -73,7 +73,7 @@ class Residents:
             known.used += size
             self._where[session] = engine
 
-    def ended(self, engine: str, session: str, tokens: int, now: float) -> None:
+    def end_turn(self, engine: str, session: str, tokens: int, now: float) -> None:
         """The turn has ended; the keys stay while there is room."""
         known = self._engines.get(engine)
         if known is None or session not in known.live:
@@ -83,7 +83,7 @@ class Residents:
         known.idle[session] = (size, now)
         known.used += size
 
-    def over(self, session: str) -> None:
+    def drop_session(self, session: str) -> None:
         """The session's keys are of no more use."""
         engine = self._engines.get(self._where.pop(session, ""))
         if engine is not None:
@@ -101,5 +101,5 @@ class Residents:
             return True
         if engine.live < IDLE_SHARE * engine.cap:
             return True
-        known.age(now)
+        known.expire(now)
         return known.used + max(turn.context + turn.expected, self._usual) <= known.pool

@@ -12,16 +12,24 @@ router sees turns and publishes and nothing else of the trainer, so the phase is
 
 The next turns are expected after the shorter quartile of the last pauses: too early costs an idle
 engine a few seconds, too late a step. A pause between two tool calls is none: it is shorter than
-``PAUSE_SECONDS``. Pure; ``observe`` is called now and then (the router does once a second). Next
+``PAUSE_SECONDS``. Pure; ``observe`` is called now and then (the router does once a second), and
+``note`` is what a listener is told: production's router and the simulator's both call it. Next
 step: ``rose_core.lending.demand`` makes slots of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import median
+from typing import Protocol
 
+from rose_core.wire.routing import DemandNote, EngineKind
+
+LOOK_SECONDS = 1.0
+SAY_SECONDS = 10.0
+"""An unchanged note is repeated so often; the planner takes a router for deaf after a minute."""
 PAUSE_SECONDS = 15.0
 LATE = 1.5
 _UNKNOWN_LATE_SECONDS = 600.0
@@ -127,3 +135,69 @@ def observe(rhythm: Rhythm, turns: int, head: str, now: float) -> Rhythm:
         (at, seen) for at, seen in rhythm.recent if seen > turns and now - at <= PEAK_SECONDS
     )
     return replace(rhythm, turn_at=now, peak=max(rhythm.peak, turns), recent=(*older, (now, turns)))
+
+
+class Capacity(Protocol):
+    """The part of an attached engine that says how many turns it carries."""
+
+    @property
+    def kind(self) -> EngineKind:
+        """Whose it is."""
+
+    @property
+    def gate_open(self) -> bool:
+        """Whether it computes now."""
+
+    @property
+    def cap(self) -> int:
+        """Most turns at a time."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A router's turns at one moment.
+
+    Attributes:
+        turns: live and waiting.
+        queued: of them, those that wait.
+        waiting_tokens: prompt and output tokens of those.
+        dedicated_turns: turns that the open dedicated engines carry half full.
+    """
+
+    turns: int
+    queued: int = 0
+    waiting_tokens: int = 0
+    dedicated_turns: int = 0
+
+
+def half_full(engines: Iterable[Capacity]) -> int:
+    """Turns that the open dedicated engines carry when each is half full."""
+    return sum(
+        engine.cap // 2
+        for engine in engines
+        if engine.kind is EngineKind.DEDICATED and engine.gate_open
+    )
+
+
+def note(rhythm: Rhythm, seen: Traffic, up_seconds: float, now: float) -> DemandNote:
+    """What a listener is told after a look at the turns; ``up_seconds`` is the router's age."""
+    published = rhythm.published_at if rhythm.published else None
+    queued = min(seen.turns, seen.queued)
+    return DemandNote(
+        live_turns=seen.turns - queued,
+        queued_turns=queued,
+        waiting_tokens=seen.waiting_tokens,
+        peak_turns=max(seen.turns, rhythm.most(now)),
+        usual_turns=rhythm.usual,
+        dedicated_turns=seen.dedicated_turns,
+        phase=rhythm.phase(now).value,
+        idle_seconds=0.0 if seen.turns else rhythm.idle_seconds(now),
+        published_seconds=None if published is None else now - published,
+        expected_seconds=rhythm.expected_seconds(now),
+        up_seconds=up_seconds,
+    )
+
+
+def key(rhythm: Rhythm, turns: int) -> object:
+    """Another one is worth saying at once: turns that come or go, and not each of a thousand."""
+    return turns.bit_length(), rhythm.usual, rhythm.published_at

@@ -46,7 +46,7 @@ class ContactShares:
         self._all: dict[str, float] = {}
         self._borrowed: dict[str, float] = {}
 
-    def placed(self, name: str, kind: EngineKind) -> None:
+    def record(self, name: str, kind: EngineKind) -> None:
         """A turn of that stratum has met an engine of that kind."""
         for counts in (self._all, self._borrowed):
             for key in counts:

@@ -75,7 +75,7 @@ class Record:
             self.cleared_at = held + 1
         return self.deaths > 1
 
-    def wrote(self, held: int) -> None:
+    def note_tokens(self, held: int) -> None:
         """So many output tokens are there now."""
         if self.cleared_at is not None and held >= self.cleared_at:
             self.cleared_at, self.deaths, self.stood_by = None, 0, 0

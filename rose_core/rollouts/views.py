@@ -107,7 +107,7 @@ class TurnView(msgspec.Struct, frozen=True, gc=False):
     control: bool = False
 
     @property
-    def alike(self) -> tuple[object, ...]:
+    def placement_key(self) -> tuple[object, ...]:
         """Where no engine takes one turn, none is likely to take another of the same."""
         run_on = (self.dedicated_only, self.pin, self.avoid, self.losses, self.alone)
         left = max(-1.0, min(self.budget_seconds, 600.0) // 30)

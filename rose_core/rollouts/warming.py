@@ -49,12 +49,12 @@ class ReturnRates:
         self._came = [0.0] * (len(_GAPS) + 1)
         self._never = 1.0  # before anything was seen, nobody is expected
 
-    def came(self, rested: float) -> None:
+    def record_return(self, rested: float) -> None:
         """A turn came after the trajectory had rested so many seconds."""
         self._fade()
         self._came[bisect_right(_GAPS, rested)] += 1.0
 
-    def never(self) -> None:
+    def record_absence(self) -> None:
         """No turn has come for as long as one is waited for."""
         self._fade()
         self._never += 1.0

@@ -118,13 +118,13 @@ class Http2:
         """END_STREAM is a bit in the head of a frame."""
         return any(not request.quiet for request in self.requests())
 
-    def client(self, piece: Piece, time_ns: int) -> None:
+    def feed_client(self, piece: Piece, time_ns: int) -> None:
         """Bytes of the client."""
         if self._preface:
             piece = self._take_preface(piece)
         self._read(self._sides[True], piece, time_ns, to_server=True)
 
-    def server(self, piece: Piece, time_ns: int) -> None:
+    def feed_server(self, piece: Piece, time_ns: int) -> None:
         """Bytes of the server."""
         self._read(self._sides[False], piece, time_ns, to_server=False)
 
@@ -217,9 +217,9 @@ class Http2:
     def _data(self, stream: _Stream, frame: Frame, time_ns: int) -> None:
         if stream.grpc:
             if frame.whole and frame.data:
-                self._ledger.message(stream.request, time_ns)
+                self._ledger.take_message(stream.request, time_ns)
         else:
-            self._ledger.body(stream.request, frame.data, time_ns)
+            self._ledger.take_body(stream.request, frame.data, time_ns)
         if frame.whole and frame.flags & END_STREAM:
             self._end(frame.stream, time_ns, EndKind.COMPLETE)
 

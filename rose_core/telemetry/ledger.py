@@ -64,7 +64,7 @@ class Request:
         since = self.unseen_bytes / self.event_bytes if self.event_bytes else 0.0
         return self.events + round(self.guessed + since)
 
-    def saw(self, tokens: int, size: float) -> None:
+    def count_tokens(self, tokens: int, size: float) -> None:
         """Count tokens of this size each; what was left out before was of a size in between."""
         if self.unseen_bytes:
             self.guessed += self.unseen_bytes / ((self.event_bytes or size) + size) * 2
@@ -138,14 +138,14 @@ class Ledger:
             if isinstance(event, Arrived) and event.request == request.number:
                 self._events[index] = self.arrival(request)
 
-    def body(self, request: Request, data: bytes, time_ns: int) -> None:
+    def take_body(self, request: Request, data: bytes, time_ns: int) -> None:
         """Bytes of a response; events of an event stream among them are its tokens."""
         tokens = data.count(b"data: ") - data.count(b"data: [DONE]")
         if tokens > 0:
-            request.saw(tokens, len(data) / tokens)
+            request.count_tokens(tokens, len(data) / tokens)
             self._tokens(request, time_ns)
 
-    def message(self, request: Request, time_ns: int) -> None:
+    def take_message(self, request: Request, time_ns: int) -> None:
         """One message of a gRPC response; a single one is an answer, from two on it streams."""
         request.events += 1
         if request.events == 1:

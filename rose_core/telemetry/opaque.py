@@ -40,7 +40,7 @@ class Opaque:
         if self._request is not None:
             yield self._request
 
-    def client(self, _piece: Piece, time_ns: int) -> None:
+    def feed_client(self, _piece: Piece, time_ns: int) -> None:
         """Bytes of the client: more of a request, or the next one."""
         if self._request is None or self._answered:
             self.end_all(time_ns, EndKind.REPLACED)
@@ -48,7 +48,7 @@ class Opaque:
         self._answered = False
         self._ledger.touch(self._request, time_ns)
 
-    def server(self, _piece: Piece, time_ns: int) -> None:
+    def feed_server(self, _piece: Piece, time_ns: int) -> None:
         """Bytes of the server: the request is alive."""
         if self._request is None:
             self._request = self._ledger.arrive(time_ns, opaque=True)

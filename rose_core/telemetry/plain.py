@@ -56,7 +56,7 @@ class Plain:
 
     # --- client side
 
-    def client(self, piece: Piece, time_ns: int) -> None:
+    def feed_client(self, piece: Piece, time_ns: int) -> None:
         """Bytes of the client."""
         first, self._heard_client = not self._heard_client, True
         if first and not piece.data.startswith(METHODS):
@@ -74,7 +74,7 @@ class Plain:
 
     # --- server side
 
-    def server(self, piece: Piece, time_ns: int) -> None:
+    def feed_server(self, piece: Piece, time_ns: int) -> None:
         """Bytes of the server."""
         first, self._heard_server = not self._heard_server, True
         reader = self._answered
@@ -110,7 +110,7 @@ class Plain:
             request.status = decimal(mark.head.second) or 0
             self.garbled = self.garbled or request.status == 101
         elif mark.kind is MarkKind.DATA:
-            self._ledger.body(request, mark.data, time_ns)
+            self._ledger.take_body(request, mark.data, time_ns)
         elif mark.kind is MarkKind.DONE:
             interim = mark.head is not None and mark.head.second.startswith("1")
             if not interim:

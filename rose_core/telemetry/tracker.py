@@ -79,10 +79,10 @@ class Conversation(Protocol):
     def requests(self) -> Iterator[Request]:
         """Requests without an end yet."""
 
-    def client(self, piece: Piece, time_ns: int) -> None:
+    def feed_client(self, piece: Piece, time_ns: int) -> None:
         """Bytes of the client."""
 
-    def server(self, piece: Piece, time_ns: int) -> None:
+    def feed_server(self, piece: Piece, time_ns: int) -> None:
         """Bytes of the server."""
 
     def end_all(self, time_ns: int, how: EndKind) -> None:
@@ -222,13 +222,13 @@ class Tracker:
             connection.talk = self._recognise(piece.data, joined=joined)
         talk = connection.talk
         if segment.to_server:
-            talk.client(piece, segment.time_ns)
+            talk.feed_client(piece, segment.time_ns)
         else:
-            talk.server(piece, segment.time_ns)
+            talk.feed_server(piece, segment.time_ns)
         if talk.garbled:
             # Whatever was under way goes on unseen: one outstanding request stands for it.
             connection.talk = Opaque(self.ledger)
-            connection.talk.server(piece, segment.time_ns)
+            connection.talk.feed_server(piece, segment.time_ns)
             talk.end_all(segment.time_ns, EndKind.REPLACED)
 
     def _recognise(self, data: bytes, *, joined: bool) -> Conversation:

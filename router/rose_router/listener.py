@@ -140,7 +140,7 @@ class ConnectionLimiter:
             self._open.pop(door.transport, None)
         metrics.CONNECTIONS.set(len(self._open))
 
-    def spoken(self, transport: asyncio.BaseTransport | None) -> None:
+    def note_head(self, transport: asyncio.BaseTransport | None) -> None:
         """A whole request head has come over this connection."""
         door = self._open.get(transport) if transport is not None else None
         if door is not None:

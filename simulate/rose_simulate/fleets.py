@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -17,6 +18,7 @@ from rose_simulate.model.curves import (
 from rose_simulate.model.fleet import Fleet, FleetOutcome
 from rose_simulate.model.fleet_scenario import FleetScenario
 from rose_simulate.model.outcome import Interval, paired_ratio
+from rose_simulate.model.regimes import RULES, RegimeRules
 from rose_simulate.model.scenario import Regime
 from rose_simulate.model.simulation import SimulationInputs
 
@@ -43,10 +45,14 @@ def run_fleet(
     for derate in derates or (told.derate,):
         here = told.model_copy(update={"derate": derate})
         alone = {seed: alone_of(here, material, seed) for seed in told.seeds}
+        known: dict[tuple[RegimeRules, int], tuple[Curve, ...]] = {}
         for regime in told.regimes:
+            # A replica that is lent gives the same whoever decided to lend it.
+            rules = replace(RULES[regime], by_demand=True)
             for seed in told.seeds:
-                curves = curves_of(here, regime, material, seed, alone[seed])
-                outcomes.append(run_bins(here, regime, seed, material, curves))
+                if (rules, seed) not in known:
+                    known[rules, seed] = curves_of(here, regime, material, seed, alone[seed])
+                outcomes.append(run_bins(here, regime, seed, material, known[rules, seed]))
                 progress(outcomes[-1])
     return FleetResult(told.name, tuple(outcomes))
 

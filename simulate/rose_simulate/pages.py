@@ -12,6 +12,7 @@ from rose_core.accounting.charts import Row as Bar
 from rose_core.accounting.cost import per_accepted
 from rose_core.accounting.ledger import total
 from rose_core.accounting.statement import SWEEP, statement
+from rose_core.stats import mean_of
 from rose_simulate.fleets import FleetResult, against
 from rose_simulate.model.fleet import FleetOutcome
 from rose_simulate.model.outcome import Interval, RunOutcome, paired_ratio
@@ -263,11 +264,13 @@ def _share(value: float | None) -> str:
 def _fleet(name: str, one: FleetResult, made: Page) -> None:
     made.text += (
         f"\n## {one.scenario}\n\n{one.outcomes[0].gpus} GPUs. Ratios are paired by seed, with 95 % "
-        "intervals; the other figures are means over seeds. *Inside*: added where serving alone "
-        "keeps its SLO. *Spared*: late alone, and not when lent.\n\n"
-        "| derate | seeds | regime | rollout tok/s | x fixed | x `rose-paper` | accepted | dropped "
-        "| lent | open | added violations | inside | spared | violations alone |\n"
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
+        "intervals; the other figures are means over seeds, added violations with an interval: "
+        "each seed has load curves of its own. *Inside*: added where serving alone keeps its SLO. "
+        "*Spared*: late alone, and not when lent.\n\n"
+        "| derate | seeds | regime | rollout tok/s | x fixed | x `ours-held` | x `rose-paper` "
+        "| accepted | dropped | GPU-hours lent | open | added violations | inside | spared "
+        "| violations alone |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
     )
     cells = dict.fromkeys((outcome.derate, outcome.regime) for outcome in one.outcomes)
     for derate, regime in cells:
@@ -294,10 +297,11 @@ def _fleet_row(result: FleetResult, same: Sequence[FleetOutcome]) -> str:
     return (
         f"| {one.derate:g} | {len(same)} | `{one.regime}` | {mean(lambda o: o.tokens_per_s):.0f} "
         f"| {_shown(against(result, one, Regime.FIXED))} "
+        f"| {_shown(against(result, one, Regime.OURS_HELD))} "
         f"| {_shown(against(result, one, Regime.ROSE_PAPER))} "
         f"| {mean(lambda o: o.accepted):.0f} | {mean(lambda o: o.dropped):.0f} "
-        f"| {mean(lambda o: o.lent_share):.1%} | {mean(lambda o: o.open_share):.1%} "
-        f"| {mean(lambda o: o.added_violations):.0f} | {mean(lambda o: o.added_inside):.0f} "
+        f"| {mean(lambda o: o.lent_hours):.0f} | {mean(lambda o: o.open_share):.1%} "
+        f"| {_counted([o.added_violations for o in same])} | {mean(lambda o: o.added_inside):.0f} "
         f"| {mean(lambda o: o.spared_violations):.0f} "
         f"| {mean(lambda o: o.violations_alone):.0f} of {mean(lambda o: o.requests):.0f} |\n"
     )
@@ -324,6 +328,14 @@ def _shown(interval: Interval | None) -> str:
     if interval.low is None:
         return f"{interval.mean:.2f}"
     return f"{interval.mean:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def _counted(values: Sequence[float]) -> str:
+    """A mean of counts over seeds with its interval, which does not go below 0."""
+    found = mean_of(values)
+    if found.low is None or found.high is None:
+        return f"{found.mean:.0f}"
+    return f"{found.mean:.0f} [{max(0.0, found.low):.0f}, {found.high:.0f}]"
 
 
 def _times(ratio: float | None) -> str:

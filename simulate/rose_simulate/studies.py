@@ -182,6 +182,13 @@ STUDIES: Mapping[str, Study] = {
         ),
     ),
     "fleet": Study("(h) 10,000 GPUs", ("fleet",), "50 services, 20 jobs, one hour, in bins."),
+    "shared": Study(
+        "jobs that share pools",
+        ("shared",),
+        "The same 10,000 GPUs with 40 synchronous jobs whose leases share what 50 services lend. "
+        "Under `ours-held` each lease holds its fair share for as long as it lives; under `ours` "
+        "the planner hears of turns.",
+    ),
     "attribution": Study(
         "what the difference to the paper's rules is made of",
         ("normal",),

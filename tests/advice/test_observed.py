@@ -22,8 +22,8 @@ def _figures(pool: str) -> dict[str, float]:
 
 def test_busy_time_is_exported_beside_the_time_of_which_it_is_known() -> None:
     observed = BusyMetrics()
-    observed.saw("a/pool", "a/one", 0.25, 1.0)
-    observed.saw("a/pool", "a/one", 2.0, 1.0)  # rounding of two clocks: never more than there was
+    observed.add("a/pool", "a/one", 0.25, 1.0)
+    observed.add("a/pool", "a/one", 2.0, 1.0)  # rounding of two clocks: never more than there was
     assert _figures("a/pool") == {
         "rose_guard_replica_busy_seconds_total a/one": 1.25,
         "rose_guard_replica_known_seconds_total a/one": 2.0,
@@ -34,7 +34,7 @@ def test_busy_time_is_exported_beside_the_time_of_which_it_is_known() -> None:
 def test_a_replica_that_is_gone_is_taken_out() -> None:
     observed = BusyMetrics()
     for name in ("b/one", "b/two"):
-        observed.saw("b/pool", name, 0.5, 1.0)
+        observed.add("b/pool", name, 0.5, 1.0)
     observed.keep({("b/pool", "b/two")})
     assert {key.split()[1] for key in _figures("b/pool")} == {"b/two"}
     observed.keep(set())

@@ -7,11 +7,11 @@ from rose_core.wire.host import EngineState, EngineStatus
 
 def test_only_what_ends_beside_the_slot_is_the_slots() -> None:
     totals = Totals(last_ns=0)
-    totals.beside(100, 7)  # before there was a slot
-    totals.beside(104, 7)
-    totals.beside(110, 9)
+    totals.note_replica(100, 7)  # before there was a slot
+    totals.note_replica(104, 7)
+    totals.note_replica(110, 9)
     assert (totals.requests, totals.violations) == (10, 2)
-    totals.beside(3, 1)  # the serving pod was replaced
+    totals.note_replica(3, 1)  # the serving pod was replaced
     assert (totals.requests, totals.violations) == (13, 3)
 
 

@@ -69,7 +69,7 @@ async def town(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 async def running(identity: Identity, *, seconds: float = 20) -> asyncio.Task[None]:
     task = asyncio.create_task(identity.run())
     async with asyncio.timeout(seconds):
-        await identity.there()
+        await identity.wait()
     return task
 
 

@@ -31,7 +31,7 @@ def test_time_and_tokens_add_up_over_engine_restarts() -> None:
     totals.account(2 * S, granted=True, until_ns=2 * S, status=None)
     assert totals.lent_ns == 4 * S, "time never runs backwards"
     for rung in (Rung.STOP, Rung.STOP, Rung.TERMINATE):
-        totals.reclaimed(rung)
+        totals.count_reclaim(rung)
     assert totals.reclaims == {"Stop": 2, "Terminate": 1}
 
 

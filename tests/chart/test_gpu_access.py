@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from rose_dev.errors import CommandFailed
 from tests.chart.rendering import HELM, LENDING, Object, Rendered, render
 
 pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not built: rose dev build")
@@ -66,9 +65,13 @@ def test_hostpath_mounts_the_driver_read_only_and_says_that_it_takes_privilege()
     assert tap["securityContext"]["privileged"] is False
 
 
-def test_mps_is_refused_where_no_runtime_brings_its_daemon() -> None:
-    with pytest.raises(CommandFailed, match="brings nvidia-cuda-mps-control"):
-        Rendered({**LENDING, **MPS, "gpus": {"access": "HostPath"}})
+def test_hostpath_gives_the_mps_daemon_the_drivers_programs_and_files() -> None:
+    made = Rendered({**LENDING, **MPS, "gpus": {"access": "HostPath"}})
+    container = made.container("DaemonSet", "rose-mps", "mps")
+    mounted = {item["name"]: item["mountPath"] for item in container["volumeMounts"]}
+    assert mounted["driver"] == environment(made, "rose-mps")["ROSE_DRIVER_ROOT"]
+    assert container["securityContext"]["privileged"] is True
+    assert "driver" in {item["name"] for item in pod(made, "rose-mps")["spec"]["volumes"]}
 
 
 def test_a_rendering_that_sees_no_cluster_asks_in_ways_that_harm_nowhere() -> None:

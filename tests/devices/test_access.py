@@ -15,9 +15,11 @@ from rose_agent.devices.access import (
     LIBRARY,
     AbsentDriver,
     Missing,
+    beside_the_driver,
     denied,
     diagnose,
     library_folder,
+    located,
 )
 from rose_agent.devices.opening import open_or_idle
 from rose_agent.devices.static import StaticDriver
@@ -148,3 +150,29 @@ async def test_a_guard_that_sees_its_gpus_goes_on(tmp_path: Path) -> None:
     said: list[str] = []
     await asyncio.wait_for(devices_access.keep(said.append, StaticDriver(tmp_path / "none")), 5)
     assert said == []
+
+
+def test_programs_of_a_mounted_driver_find_its_libraries_and_no_c_library_of_its(
+    tmp_path: Path,
+) -> None:
+    """A driver's container holds a C library as well, which is not this image's."""
+    libraries, links = tmp_path / "driver/usr/lib/x86_64-linux-gnu", tmp_path / "links"
+    for folder in (libraries, tmp_path / "driver/bin", links):
+        folder.mkdir(parents=True)
+    for name in (LIBRARY, "libcuda.so.1", "libc.so.6"):
+        (libraries / name).touch()
+    (tmp_path / "driver/bin/nvidia-cuda-mps-control").touch()
+    mounted = {DRIVER_ROOT: str(tmp_path / "driver"), "PATH": "/usr/bin"}
+    found = located("nvidia-cuda-mps-control", mounted)
+    assert found == str(tmp_path / "driver/bin/nvidia-cuda-mps-control")
+    assert located("/own/control", mounted) == "/own/control"
+    made = beside_the_driver(links, mounted)
+    assert made["LD_LIBRARY_PATH"] == str(links)
+    assert {path.name for path in links.iterdir()} == {LIBRARY, "libcuda.so.1"}
+    assert str(tmp_path / "driver/bin") in made["PATH"].split(":")[1:]
+
+
+def test_where_no_driver_is_mounted_programs_run_as_they_are(tmp_path: Path) -> None:
+    assert located("nvidia-cuda-mps-control", {}) == "nvidia-cuda-mps-control"
+    assert beside_the_driver(tmp_path, {"PATH": "/usr/bin"}) == {"PATH": "/usr/bin"}
+    assert not list(tmp_path.iterdir())

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
+import venv
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from bench.gpu.__main__ import main, write
-from bench.gpu.aims import AIMS, judged, verdicts
+from bench.gpu.aims import AIMS, judged, lines, settings, table_of_aims, verdicts
 from bench.gpu.beside import Measured
 from bench.gpu.checks import spread, step_ms
 from bench.gpu.commits import MODELS, shapes
-from bench.gpu.pack import pack, split
-from bench.gpu.suite import BOUND_SECONDS, CHECKS, Check, carry_out, chosen
+from bench.gpu.pack import LIGHT, pack, split
+from bench.gpu.suite import BOUND_SECONDS, CHECKS, Check, apart, carry_out, chosen
 
 ROOT = Path(__file__).parents[2]
 # Nothing of these is on a machine that has torch and nvidia-ml-py alone.
@@ -84,6 +87,68 @@ def test_what_was_not_measured_leaves_a_promise_unknown() -> None:
     assert {one["verdict"] for one in verdicts(whole, list(CHECKS)).values()} == {"kept"}
 
 
+STORM = "storm.{}.serving_memory_max"
+
+
+def said_of_storm(at_once: float, at_boundary: float, ends: float = 12.3) -> dict[str, str]:
+    measured = [
+        (STORM.format("freeze"), at_once, "ms"),
+        (STORM.format("boundary"), at_boundary, "ms"),
+        ("storm.boundary.reached_max", 700.0, "ms"),
+        ("stop.decode32.pause.last_kernel_p99", ends, "ms"),
+    ]
+    return {one.name: one.asks for one in settings(judged(measured))}
+
+
+def test_the_storm_decides_the_grace_and_says_where_it_stands() -> None:
+    assert said_of_storm(5.0, 5.0)["Grace.iteration_ns"] == "0 ms"
+    waits = said_of_storm(190.0, 5.0)
+    assert waits["Grace.iteration_ns"] == "13 ms"
+    assert waits["Grace.start_ns"] == "2 s"
+    # More than the periods leave room for: the step itself has to become shorter.
+    assert said_of_storm(190.0, 5.0, ends=44.0)["Grace.iteration_ns"].startswith("30 ms, and short")
+    hopeless = said_of_storm(190.0, 180.0)
+    assert "Step.END" in hopeless["next_step"]
+    assert "Grace.iteration_ns" not in hopeless
+
+
+def test_nothing_is_asked_to_be_set_by_what_was_not_measured() -> None:
+    assert settings(judged([])) == []
+
+
+def test_the_place_of_each_constant_has_it() -> None:
+    measured = [
+        (STORM.format("freeze"), 190.0, "ms"),
+        (STORM.format("boundary"), 5.0, "ms"),
+        ("storm.boundary.reached_max", 700.0, "ms"),
+        ("stop.decode32.pause.last_kernel_p99", 12.3, "ms"),
+        ("footprint.context", 0.5, "GiB"),
+        ("killed.memory_free", 0.4, "s"),
+    ]
+    found = settings(judged(measured))
+    assert len(found) == 4
+    for one in found:
+        assert one.name.rpartition(".")[2] in (ROOT / one.place).read_text()
+    printed = "\n".join(lines(judged(measured), {}))
+    assert "set Grace.iteration_ns (rose_core/guard/freezing.py) to 13 ms; now 20 ms" in printed
+
+
+def test_every_aim_says_what_would_refute_it_and_the_page_lists_it() -> None:
+    rows = table_of_aims(list(CHECKS))
+    assert len(rows) == len(AIMS)
+    assert all(" refutes (" in row for row in rows)
+    page = (ROOT / "docs/gpu-check.md").read_text()
+    for aim in AIMS:
+        check, *middle, last = aim.name.split(".")
+        short = {aim.name, f"{check}.*.{last}", f"{check}.*.{'.'.join(middle[1:])}.{last}"}
+        assert any(f"`{name}`" in page for name in short), aim.name
+
+
+def test_a_check_that_outlives_its_budget_is_ended_with_what_it_has_started() -> None:
+    with pytest.raises(OSError, match=r"no end within its 0 s"):
+        apart(Check("nvml", "bench.gpu.beside", 0.01, 1))
+
+
 def test_each_aim_belongs_to_a_check_that_there_is() -> None:
     assert {aim.check for aim in AIMS} <= set(CHECKS)
     assert all(aim.refutes for aim in AIMS)
@@ -133,11 +198,53 @@ def test_a_pack_holds_wheels_code_and_sums(tmp_path: Path) -> None:
     with tarfile.open(joined) as whole:
         names = set(whole.getnames())
     assert {"wheels/torch-1-py3-none-any.whl", "bench/gpu/suite.py"} <= names
+    assert "dev/rose_dev/gpu/nvml.c" in names
     assert not [name for name in names if "__pycache__" in name]
     command = ["sha256sum", "--check", "--quiet", "SHA256SUMS"]
     assert subprocess.run(command, cwd=tmp_path / "out", check=False).returncode == 0
     with pytest.raises(FileExistsError):
         pack(tmp_path / "out", tmp_path / "wheels")
+
+
+def test_a_light_pack_unpacks_without_a_network_and_its_command_runs(tmp_path: Path) -> None:
+    """Wheels are empty stand-ins here; ``make gpu-pack`` downloads the real ones."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for name in LIGHT:
+        _empty_wheel(wheels, name.replace("-", "_"))
+    pack(tmp_path / "out", wheels, light=True)
+    command = [str(tmp_path / "out/unpack.sh")]
+    tools = tmp_path / "tools"
+    venv.create(tools, with_pip=True, system_site_packages=False)
+    # A machine whose Python has torch and numpy.
+    site = next((tools / "lib").glob("python*/site-packages"))
+    for name in ("torch", "numpy"):
+        (site / name).mkdir()
+        (site / name / "__init__.py").touch()
+    found = {
+        **os.environ,
+        "PATH": f"{tools}/bin:{os.environ['PATH']}",
+        "PIP_CONFIG_FILE": os.devnull,
+    }
+    done = subprocess.run(command, env=found, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    check = str(tmp_path / "out/gpu-check/check.sh")
+    said = subprocess.run(
+        [check, "--aims"], env=found, capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.count(" refutes (") == len(AIMS)
+    again = subprocess.run(command, env=found, capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert "remove it first" in again.stderr
+
+
+def _empty_wheel(folder: Path, name: str) -> None:
+    about = f"{name}-1.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as made:
+        made.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        made.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        made.writestr(f"{about}/RECORD", "")
 
 
 @pytest.mark.slow
@@ -146,7 +253,7 @@ def test_without_a_gpu_every_longer_check_runs_and_no_figure_is_kept(
 ) -> None:
     assert main(["--rehearse", "--extra", "--results", str(tmp_path), "--seconds", "0.02"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("no GPU here (")
+    assert said.startswith("a rehearsal")
     assert "not_run" not in said
     mps = json.loads(said.partition("\nmps: ")[2].splitlines()[0])
     shares = mps["shares_ms"]

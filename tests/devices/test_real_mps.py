@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -15,8 +16,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from rose_agent.devices.access import DRIVER_ROOT, LIBRARY
 from rose_agent.devices.mps import control as mps
 from rose_agent.devices.mps.control import MULTI_USER, PROGRAM, MpsControl, Pipes, knows
 from rose_agent.devices.mps.tasks import Question, check
@@ -36,12 +39,16 @@ def program(driver: int) -> Path:
 
 
 @contextlib.contextmanager
-def daemon(driver: int, root: Path) -> Iterator[tuple[MpsControl, subprocess.Popen[bytes]]]:
-    """``rose mps`` with the daemon of a driver."""
+def daemon(
+    driver: int, root: Path, mounted: Path | None = None
+) -> Iterator[tuple[MpsControl, subprocess.Popen[bytes]]]:
+    """``rose mps`` with the daemon of a driver, named or in a mounted driver's root."""
     control = program(driver)
     pipes = Pipes(root)
     command = [sys.executable, "-m", "rose_cli.main", "mps", "--root", str(root)]
-    process = subprocess.Popen([*command, "--program", str(control)])
+    named = ["--program", str(control)] if mounted is None else []
+    environment = {**os.environ, **({DRIVER_ROOT: str(mounted)} if mounted is not None else {})}
+    process = subprocess.Popen([*command, *named], env=environment)
     try:
         assert wait_for(
             lambda: (pipes.pipe / "control").exists() or process.poll() is not None, 60.0
@@ -66,6 +73,21 @@ def test_rose_mps_runs_the_real_daemon_and_ends_it_in_order(driver: int, tmp_pat
     assert process.returncode == 0
     with pytest.raises(MpsError, match="Cannot find MPS control daemon"):
         control.ask("get_server_list")
+
+
+def test_rose_mps_takes_the_daemon_out_of_a_mounted_driver(driver: int, tmp_path: Path) -> None:
+    """As with ``gpus.access: HostPath``, where the image has no program of NVIDIA's."""
+    mounted = tmp_path / "driver"
+    shutil.copytree(program(driver).parents[2] / "usr", mounted / "usr")
+    libraries = mounted / "usr/lib/x86_64-linux-gnu"
+    libraries.mkdir(parents=True, exist_ok=True)
+    for name in (LIBRARY, "libc.so.6"):  # a daemon that loaded either of them would not start
+        (libraries / name).write_text("no library")
+    with daemon(driver, tmp_path / "mps", mounted) as (control, process):
+        assert control.ask("get_server_list") == ()
+        running = (psutil.Process(process.pid)).children()
+        assert [one.exe() for one in running] == [str(mounted / "usr/bin" / PROGRAM)]
+    assert process.returncode == 0
 
 
 def test_no_option_that_the_real_control_program_does_not_know_is_given_to_it(

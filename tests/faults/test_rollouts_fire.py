@@ -116,7 +116,7 @@ async def caller(w: World, chance: random.Random, number: int) -> tuple[str, Tur
     if manner == "asks twice":
         await asyncio.sleep(chance.uniform(0, 1))
         assert w.ask(most, prompt=prompt, session=session, **request) is turn
-        if not turn.over:
+        if not turn.is_over:
             with pytest.raises(Conflict):
                 w.ask(most + 1, prompt=prompt, **request)
         w.service.leave(turn)

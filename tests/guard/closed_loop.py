@@ -272,11 +272,11 @@ class Guarded:
         if asked.live is None:
             at = NOW + asked.at_ms * MS
             asked.live = LiveRequest(asked.number, at, size=self.size)
-            self.experience.arrived(asked.number, at)
+            self.experience.begin(asked.number, at)
         live = asked.live
         if asked.first_ms and not live.first_ns:
             live.first_ns = NOW + asked.first_ms * MS
-            self.experience.first(asked.number, live.first_ns)
+            self.experience.note_first_token(asked.number, live.first_ns)
         live.tokens, live.last_ns = asked.tokens, NOW + asked.last_ms * MS
         return live
 
@@ -287,4 +287,4 @@ class Guarded:
         done = FinishedRequest(
             asked.number, at, first, last, self.size, asked.tokens, 200, how, "/"
         )
-        self.experience.finished(done, self.goals, others)
+        self.experience.learn(done, self.goals, others)

@@ -29,7 +29,7 @@ def taught(
     draw, mixture = random.Random(7), Mixture()
     for share in shares:
         cost = seen(alone, slowdown, share) * draw.uniform(1 - noise, 1 + noise)
-        mixture = mixture.saw(cost, share, BELIEVED, quantile=quantile, step=0.05)
+        mixture = mixture.add(cost, share, BELIEVED, quantile=quantile, step=0.05)
     return mixture
 
 
@@ -71,6 +71,6 @@ def test_the_factor_is_a_quantile_of_what_was_seen() -> None:
 def test_whatever_was_seen_the_factors_are_usable(requests: list[tuple[float, float]]) -> None:
     mixture = Mixture()
     for cost, share in requests:
-        mixture = mixture.saw(cost, share, BELIEVED, quantile=0.9, step=0.1)
+        mixture = mixture.add(cost, share, BELIEVED, quantile=0.9, step=0.1)
     alone, shared = (mixture.factor(BELIEVED, shared=shared) for shared in (False, True))
     assert 0 < alone <= shared <= 10.001 * alone < float("inf")

@@ -136,22 +136,22 @@ def test_a_late_engine_lends_nothing() -> None:
 def test_the_margin_shrinks_while_nothing_happens_and_grows_at_once() -> None:
     margin = Margin()
     for _ in range(75):
-        margin = margin.saw(0.5)
+        margin = margin.learn(0.5)
     assert margin.value == pytest.approx(LEAST)
-    assert margin.saw(0.95) == margin
-    assert margin.saw(1.01).value == pytest.approx(LEAST + 0.05)
+    assert margin.learn(0.95) == margin
+    assert margin.learn(1.01).value == pytest.approx(LEAST + 0.05)
     for _ in range(20):
-        margin = margin.saw(3.0)
+        margin = margin.learn(3.0)
     assert margin.value == MOST
 
 
 def test_the_margin_does_not_answer_for_what_rollouts_did_not_do() -> None:
     margin = Margin()
-    assert margin.saw(1.2, 0.05) == margin, "6 % of 20 % too much"
-    assert margin.saw(1.2, 0.15).value > margin.value
-    assert margin.saw(3.0, 0.2) == margin
-    assert margin.saw(3.0, 0.6).value > margin.value
-    assert margin.saw(0.5, 0.0).value < margin.value
+    assert margin.learn(1.2, 0.05) == margin, "6 % of 20 % too much"
+    assert margin.learn(1.2, 0.15).value > margin.value
+    assert margin.learn(3.0, 0.2) == margin
+    assert margin.learn(3.0, 0.6).value > margin.value
+    assert margin.learn(0.5, 0.0).value < margin.value
 
 
 def test_a_saturated_engine_lends_nothing() -> None:

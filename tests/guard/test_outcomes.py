@@ -50,7 +50,7 @@ class World:
         done = FinishedRequest(
             number, start, first, end, 400, tokens, 200, EndKind.COMPLETE, "/generate"
         )
-        self.outcomes.finished(done, self.policy, ALWAYS, lent=lent, others=0)
+        self.outcomes.record(done, self.policy, ALWAYS, lent=lent, others=0)
         self.outcomes.open_time.note(0, end)
         self.now = end + 10 * MS
 

@@ -44,7 +44,7 @@ def test_it_settles_at_the_quantile_of_what_is_seen() -> None:
         seconds = 0.2 * math.exp(draw.gauss(0, 0.3))
         predicted.append(predictor.prefill_s(1024, shared=False))
         seen.append(seconds)
-        predictor = predictor.met_prefill(1024, seconds, share=0.0)
+        predictor = predictor.learn_prefill(1024, seconds, share=0.0)
     late = list(zip(predicted, seen, strict=True))[1000:]
     covered = sum(p >= s for p, s in late) / len(late)
     assert 0.8 <= covered <= 0.97
@@ -55,14 +55,14 @@ def test_it_settles_at_the_quantile_of_what_is_seen() -> None:
 def test_a_wrong_profile_is_left_within_a_few_dozen_requests(true_s: float) -> None:
     predictor = Predictor(PROFILE)
     for _ in range(80):
-        predictor = predictor.met_decode(1, true_s, share=1.0)
+        predictor = predictor.learn_decode(1, true_s, share=1.0)
     assert predictor.decode_s(1, shared=True) == pytest.approx(true_s, rel=0.5)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0])
 def test_nonsense_teaches_nothing(seconds: float) -> None:
     predictor = Predictor(PROFILE)
-    assert predictor.met_prefill(10, seconds, share=1.0) == predictor
+    assert predictor.learn_prefill(10, seconds, share=1.0) == predictor
 
 
 def test_slack_of_a_queue_adds_the_ones_ahead() -> None:

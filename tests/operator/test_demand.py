@@ -13,12 +13,13 @@ import pytest
 from rose_core.api import RolloutLease
 from rose_core.identity import SlotKey
 from rose_core.lending import Demand
+from rose_core.lending.demand import ReceivedNote, together
 from rose_core.rollouts.rhythm import Rhythm, observe
 from rose_core.wire.routing import DemandNote
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_dev.waiting import until
 from rose_operator.kube.api import Kind
-from rose_operator.sync.demand import Demands, ReceivedNote, together
+from rose_operator.sync.demand import Demands
 from rose_router.config import Settings as RouterSettings
 from rose_router.main import RunningRouter
 from rose_router.main import running as router_running

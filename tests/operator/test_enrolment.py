@@ -264,7 +264,7 @@ async def test_a_node_enrols_with_a_real_operator_and_is_then_heard_for_itself_a
         keeper = Identity(node, address, tmp_path / "agent.token", identity)
         task = asyncio.create_task(keeper.run())
         async with asyncio.timeout(60):
-            await keeper.there()
+            await keeper.wait()
         task.cancel()
         async with connect(f"tls://127.0.0.1:{operator.sync_port}") as channel:
             await call(channel, SYNC, SyncRequest(node, "t", 0), timeout=10, token="secret")

@@ -224,10 +224,10 @@ def test_what_a_pass_did_not_ask_for_is_forgotten() -> None:
     kept: Memo[int] = Memo()
     source = object()
     for _ in range(2):
-        kept.turn()
+        kept.begin_pass()
         assert kept.get("a", source, 0, lambda: 7) == 7
     assert kept.made == 1
-    kept.turn()
-    kept.turn()
+    kept.begin_pass()
+    kept.begin_pass()
     kept.get("a", source, 0, lambda: 7)
     assert kept.made == 2

@@ -146,7 +146,7 @@ def test_a_difference_waits_for_its_patience_from_its_first_sight() -> None:
     assert not deferral.due("a", 5.0, 104.0)
     assert deferral.due("a", 5.0, 105.0)
     assert deferral.due("b", 0.0, 105.0)
-    deferral.settled("a")
+    deferral.settle("a")
     assert not deferral.due("a", 5.0, 106.0)
     deferral.keep(set())
     assert not deferral.waiting

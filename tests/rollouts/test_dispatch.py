@@ -92,9 +92,9 @@ def test_what_one_turn_may_not_use_does_not_hold_back_the_next() -> None:
 
 def residents(pool: int = 30_000) -> Residents:
     made = Residents()
-    made.pool("other", pool)
+    made.set_pool("other", pool)
     for name in ("a", "b", "c"):
-        made.began("other", name, 10_000)
+        made.begin_turn("other", name, 10_000)
     return made
 
 
@@ -110,18 +110,18 @@ def test_a_session_more_than_the_pool_holds_waits() -> None:
 
 def test_keys_of_sessions_in_their_environment_count_until_they_are_old() -> None:
     made = residents()
-    made.ended("other", "c", 10_000, NOW)
+    made.end_turn("other", "c", 10_000, NOW)
     assert made.without_room(FRESH, [OTHER], NOW + 1) == {"other"}
     assert not made.without_room(FRESH, [OTHER], NOW + IDLE_SECONDS + 1)
 
 
 def test_a_session_that_went_elsewhere_or_is_over_makes_room() -> None:
     made = residents()
-    made.pool("home", 100_000)
-    made.began("home", "a", 10_000)
+    made.set_pool("home", 100_000)
+    made.begin_turn("home", "a", 10_000)
     assert not made.without_room(FRESH, [OTHER], NOW)
     made = residents()
-    made.over("b")
+    made.drop_session("b")
     assert not made.without_room(FRESH, [OTHER], NOW)
 
 
@@ -129,8 +129,8 @@ def test_home_an_idle_engine_and_an_unknown_pool_always_have_room() -> None:
     made = residents()
     assert not made.without_room(resident(home="other"), [OTHER], NOW)
     assert not made.without_room(FRESH, [replace(OTHER, live=0)], NOW)
-    made.pool("other", 0)
+    made.set_pool("other", 0)
     assert not made.without_room(FRESH, [OTHER], NOW)
     made = residents()
-    made.gone("other")
+    made.drop_engine("other")
     assert not made.without_room(FRESH, [OTHER], NOW)

@@ -21,7 +21,7 @@ class One:
 
 def come(shares: FairShares, job: str, numbers: range) -> list[One]:
     for _ in numbers:
-        shares.came(job)
+        shares.join(job)
     return [One(job, rank(False, 0, number)) for number in numbers]
 
 
@@ -33,8 +33,8 @@ def serve(
     for _ in range(turns):
         one = shares.order(sorted(waiting, key=lambda one: one.key))[0]
         waiting.remove(one)
-        shares.given(one.job, tokens[one.job])
-        shares.went(one.job)
+        shares.charge(one.job, tokens[one.job])
+        shares.leave(one.job)
         done[one.job] += int(tokens[one.job])
     return done
 
@@ -63,9 +63,9 @@ def test_a_job_that_was_silent_has_saved_nothing_up() -> None:
 def test_leaving_for_a_moment_wipes_nothing_off_the_slate() -> None:
     shares = FairShares()
     others = come(shares, "other", range(10))
-    shares.came("greedy")
-    shares.given("greedy", 1000.0)
-    shares.went("greedy")
+    shares.join("greedy")
+    shares.charge("greedy", 1000.0)
+    shares.leave("greedy")
     waiting = others + come(shares, "greedy", range(10, 11))
     assert [one.job for one in shares.order(waiting)][-1] == "greedy"
     assert [one.job for one in shares.order(waiting[::-1])][-1] == "greedy"
@@ -75,8 +75,8 @@ def test_turns_that_hold_tokens_and_priority_stay_ahead_of_every_share() -> None
     shares = FairShares()
     waiting = come(shares, "light", range(2))
     held, urgent = One("heavy", rank(True, 0, 9)), One("heavy", rank(False, 5, 8))
-    shares.came("heavy")
-    shares.given("heavy", 1e6)
+    shares.join("heavy")
+    shares.charge("heavy", 1e6)
     order = shares.order(sorted([*waiting, held, urgent], key=lambda one: one.key))
     assert list(order) == [held, urgent, *waiting]
 
@@ -90,9 +90,9 @@ def test_a_job_alone_keeps_the_order_of_ranks() -> None:
 def test_what_is_remembered_of_jobs_is_bounded() -> None:
     shares = FairShares()
     for number in range(5000):
-        shares.came(f"j{number}")
-        shares.given(f"j{number}", 1.0 + number)
-        shares.went(f"j{number}")
+        shares.join(f"j{number}")
+        shares.charge(f"j{number}", 1.0 + number)
+        shares.leave(f"j{number}")
     assert len(shares._served) <= 1025
 
 
@@ -110,11 +110,11 @@ def test_a_queue_full_of_one_job_has_room_for_another() -> None:
 
 def test_a_trajectory_ranks_as_old_with_one_turn_at_a_time_only() -> None:
     prospects = Prospects(Deadline())
-    old = prospects.turn_begins("old", NO_HINT, 1, 0.0)
-    young = prospects.turn_begins("young", NO_HINT, 1, 1.0)
-    beside = [prospects.turn_begins("old", NO_HINT, 1, 2.0) for _ in range(3)]
+    old = prospects.begin_turn("old", NO_HINT, 1, 0.0)
+    young = prospects.begin_turn("young", NO_HINT, 1, 1.0)
+    beside = [prospects.begin_turn("old", NO_HINT, 1, 2.0) for _ in range(3)]
     assert old < young < min(beside)
     assert len({old, young, *beside}) == 5
     for _ in range(4):
-        prospects.turn_ended("old", 1, 2, 3.0)
-    assert prospects.turn_begins("old", NO_HINT, 1, 4.0) == old
+        prospects.end_turn("old", 1, 2, 3.0)
+    assert prospects.begin_turn("old", NO_HINT, 1, 4.0) == old

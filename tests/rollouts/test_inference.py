@@ -59,22 +59,22 @@ def test_the_usual_pause_is_what_nearly_all_keep_below() -> None:
     pauses = Pauses()
     assert pauses.usual() is None
     for number in range(200):
-        pauses.saw(1.0 if number else 300.0)
+        pauses.record(1.0 if number else 300.0)
     assert pauses.usual() == 1.0
 
 
 def _ran(memory: Prospects, name: str, tokens: int, at: float) -> None:
-    memory.turn_begins(name, Hint(), 3, at, prompt=PROMPT)
-    memory.turn_ended(name, tokens, 3 + tokens, at + 1)
+    memory.begin_turn(name, Hint(), 3, at, prompt=PROMPT)
+    memory.end_turn(name, tokens, 3 + tokens, at + 1)
 
 
 def test_siblings_learn_from_an_end_that_nobody_told() -> None:
     memory = Prospects()
     _ran(memory, "one", 4000, 0.0)
-    memory.turn_begins("other", Hint(), 3, 2.0, prompt=PROMPT)
+    memory.begin_turn("other", Hint(), 3, 2.0, prompt=PROMPT)
     assert memory.infer_ends(30.0) == 0
     assert memory.infer_ends(61.0) == 1
-    assert memory.expected("other", TURN, 61.0).tail_tokens == 4000
+    assert memory.with_expectation("other", TURN, 61.0).tail_tokens == 4000
     assert (memory.inferred_ends, memory.mistaken_ends) == (1, 0)
 
 
@@ -82,24 +82,24 @@ def test_one_that_comes_back_was_not_over() -> None:
     memory = Prospects()
     _ran(memory, "one", 40, 0.0)
     memory.infer_ends(61.0)
-    memory.turn_begins("one", Hint(), 43, 70.0)
-    memory.turn_ended("one", 40, 83, 71.0)
+    memory.begin_turn("one", Hint(), 43, 70.0)
+    memory.end_turn("one", 40, 83, 71.0)
     assert memory.mistaken_ends == 1
     assert memory.infer_ends(140.0) == 0, "it paused for 69 s before"
     assert memory.infer_ends(71.0 + 3 * 69 + 1) == 1
-    found = memory.concluded("one", trained=True)
+    found = memory.conclude("one", trained=True)
     assert found is not None
     assert found.tokens == 80
 
 
 def test_where_nobody_reports_the_meter_says_what_was_in_time_and_loses_the_rest() -> None:
     memory = Prospects(Deadline(publishes=1))
-    memory.saw_head(version(0), 0.0)
+    memory.note_head(version(0), 0.0)
     _ran(memory, "in time", 40, 0.0)
-    memory.turn_begins("late", Hint(), 3, 0.0)
+    memory.begin_turn("late", Hint(), 3, 0.0)
     for publish in (1, 2, 3):
-        memory.saw_head(version(publish), 10.0 * publish)
-    memory.turn_ended("late", 40, 43, 31.0)
+        memory.note_head(version(publish), 10.0 * publish)
+    memory.end_turn("late", 40, 43, 31.0)
     memory.infer_ends(200.0)
     (row,) = (row for row in memory.in_time.rows() if row.dimension == "all")
     assert (row.any.trained, row.any.dropped) == (1, 1)
@@ -119,8 +119,8 @@ def test_what_is_withdrawn_is_not_counted() -> None:
 
 def test_a_group_of_the_control_arm_has_its_members_run_on_dedicated_engines() -> None:
     memory = Prospects(control=1.0)
-    memory.turn_begins("t", Hint(group="g"), 3, 0.0)
-    view = memory.expected("t", TURN, 0.0)
+    memory.begin_turn("t", Hint(group="g"), 3, 0.0)
+    view = memory.with_expectation("t", TURN, 0.0)
     policy = policies_of(LeaseTerms()).placement
     assert narrowed(PlacementCase(view, [LENT, OURS], [], policy, RolloutOutlook())) == [OURS]
     assert narrowed(PlacementCase(view, [LENT], [OURS], policy, RolloutOutlook())) == [], (
@@ -129,7 +129,7 @@ def test_a_group_of_the_control_arm_has_its_members_run_on_dedicated_engines() -
     assert narrowed(PlacementCase(view, [LENT], [], policy, RolloutOutlook())) == [LENT], (
         "there is none at all"
     )
-    found = memory.concluded("t", trained=True)
+    found = memory.conclude("t", trained=True)
     assert found is not None
     assert (found.arm, found.fate) == (Arm.CONTROL, Fate.TRAINED)
 
@@ -142,8 +142,8 @@ def test_groups_are_assigned_only_under_the_rule_that_keeps_to_it() -> None:
     arms = {name: set[Arm]() for name in under}
     for name, memory in under.items():
         for number in range(400):
-            memory.turn_begins(str(number), Hint(), 3, 0.0)
-            found = memory.concluded(str(number), trained=True)
+            memory.begin_turn(str(number), Hint(), 3, 0.0)
+            found = memory.conclude(str(number), trained=True)
             assert found is not None
             arms[name].add(found.arm)
     assert arms[PolicyName.JOINT] == {Arm.ANY, Arm.CONTROL}

@@ -41,9 +41,9 @@ def test_nothing_is_expected_before_anything_has_finished() -> None:
 def test_siblings_outweigh_the_rest() -> None:
     lengths = Lengths()
     for _ in range(20):
-        lengths.finished("", 100)
+        lengths.record("", 100)
     for _ in range(8):
-        lengths.finished("g", 1000)
+        lengths.record("g", 1000)
     assert lengths.rest("", 0).median == 100
     assert lengths.rest("g", 0).median == 1000
 
@@ -51,7 +51,7 @@ def test_siblings_outweigh_the_rest() -> None:
 def test_what_has_outlived_the_short_ones_is_expected_to_be_long() -> None:
     lengths = Lengths()
     for total in range(100, 1100, 10):
-        lengths.finished("", total)
+        lengths.record("", total)
     young, old = lengths.rest("", 0), lengths.rest("", 950)
     assert young.median == pytest.approx(600, abs=10)
     assert not young.in_tail
@@ -61,7 +61,7 @@ def test_what_has_outlived_the_short_ones_is_expected_to_be_long() -> None:
 
 def test_of_what_is_longer_than_anything_seen_the_rest_grows_with_age() -> None:
     lengths = Lengths()
-    lengths.finished("", 10)
+    lengths.record("", 10)
     assert lengths.rest("", 1000).median < lengths.rest("", 2000).median
 
 
@@ -93,9 +93,9 @@ def test_a_trajectory_of_an_incarnation_that_is_over_has_no_time_left() -> None:
 def test_shares_follow_the_last_turns() -> None:
     shares = ContactShares(memory_turns=32)
     for _ in range(200):
-        shares.placed("a", EngineKind.BORROWED)
+        shares.record("a", EngineKind.BORROWED)
     for _ in range(200):
-        shares.placed("b", EngineKind.DEDICATED)
+        shares.record("b", EngineKind.DEDICATED)
     assert shares.overall < 0.01
     assert shares.by_stratum() == {"b": 0.0}  # too little is left of the other
 
@@ -194,63 +194,63 @@ def test_of_one_pool_or_one_stratum_no_correlation_is_told() -> None:
 
 def test_only_the_first_turn_begins_a_trajectory() -> None:
     memory = Prospects()
-    memory.turn_begins("t", Hint(group="g"), 100, 0.0)
-    assert memory.expected("t", TURN, 0.0).begins
-    memory.placed("t", EngineKind.BORROWED, left_home=False)
-    memory.turn_ended("t", 40, 140, 1.0)
-    memory.turn_begins("t", Hint(), 200, 2.0)
-    assert not memory.expected("t", TURN, 2.0).begins
-    memory.turn_begins("other", Hint(turn=3), 200, 2.0)
-    assert not memory.expected("other", TURN, 2.0).begins
+    memory.begin_turn("t", Hint(group="g"), 100, 0.0)
+    assert memory.with_expectation("t", TURN, 0.0).begins
+    memory.note_placement("t", EngineKind.BORROWED, left_home=False)
+    memory.end_turn("t", 40, 140, 1.0)
+    memory.begin_turn("t", Hint(), 200, 2.0)
+    assert not memory.with_expectation("t", TURN, 2.0).begins
+    memory.begin_turn("other", Hint(turn=3), 200, 2.0)
+    assert not memory.with_expectation("other", TURN, 2.0).begins
 
 
 def test_turns_since_the_last_move_are_counted() -> None:
     memory = Prospects()
-    memory.turn_begins("t", Hint(), 100, 0.0)
-    memory.placed("t", EngineKind.BORROWED, left_home=True)
-    assert memory.expected("t", TURN, 0.0).since_move == 0
-    memory.placed("t", EngineKind.BORROWED, left_home=False)
-    assert memory.expected("t", TURN, 0.0).since_move == 1
+    memory.begin_turn("t", Hint(), 100, 0.0)
+    memory.note_placement("t", EngineKind.BORROWED, left_home=True)
+    assert memory.with_expectation("t", TURN, 0.0).since_move == 0
+    memory.note_placement("t", EngineKind.BORROWED, left_home=False)
+    assert memory.with_expectation("t", TURN, 0.0).since_move == 1
 
 
 def test_a_deadline_in_seconds_counts_from_the_beginning() -> None:
     memory = Prospects()
-    memory.turn_begins("t", Hint(deadline=Deadline(seconds=60)), 100, 10.0)
-    assert memory.expected("t", TURN, 30.0).budget_seconds == 40
+    memory.begin_turn("t", Hint(deadline=Deadline(seconds=60)), 100, 10.0)
+    assert memory.with_expectation("t", TURN, 30.0).budget_seconds == 40
 
 
 def test_what_the_trainer_reports_is_counted_once_with_its_staleness() -> None:
     memory = Prospects()
-    memory.saw_head(version(3), 0.0)
-    memory.turn_begins("t", Hint(), 100, 0.0)
-    memory.placed("t", EngineKind.BORROWED, left_home=False)
-    memory.turn_ended("t", 40, 140, 1.0, moves=2)
-    memory.saw_head(version(5), 9.0)
-    found = memory.concluded("t", trained=True, reward=0.0)
+    memory.note_head(version(3), 0.0)
+    memory.begin_turn("t", Hint(), 100, 0.0)
+    memory.note_placement("t", EngineKind.BORROWED, left_home=False)
+    memory.end_turn("t", 40, 140, 1.0, moves=2)
+    memory.note_head(version(5), 9.0)
+    found = memory.conclude("t", trained=True, reward=0.0)
     assert found == TrajectoryOutcome(Fate.TRAINED, Arm.ANY, "t", 40, True, 0.0, 2, moves=2)
-    assert memory.concluded("t", trained=True) is None
+    assert memory.conclude("t", trained=True) is None
 
 
 def test_siblings_learn_from_a_trajectory_that_is_over_before_it_is_trained_on() -> None:
     memory = Prospects()
     for name in ("one", "other"):
-        memory.turn_begins(name, Hint(group="g"), 100, 0.0)
-    assert memory.expected("other", TURN, 0.0).tail_tokens == 0  # nothing is known
-    memory.over("one")  # while a turn runs it is not over
-    memory.turn_ended("one", 4000, 4100, 1.0)
-    assert memory.expected("other", TURN, 1.0).tail_tokens == 0
-    memory.over("one")
-    memory.over("one")
-    assert memory.expected("other", TURN, 1.0).tail_tokens == 4000
-    assert memory.concluded("one", trained=True) is not None
+        memory.begin_turn(name, Hint(group="g"), 100, 0.0)
+    assert memory.with_expectation("other", TURN, 0.0).tail_tokens == 0  # nothing is known
+    memory.end_trajectory("one")  # while a turn runs it is not over
+    memory.end_turn("one", 4000, 4100, 1.0)
+    assert memory.with_expectation("other", TURN, 1.0).tail_tokens == 0
+    memory.end_trajectory("one")
+    memory.end_trajectory("one")
+    assert memory.with_expectation("other", TURN, 1.0).tail_tokens == 4000
+    assert memory.conclude("one", trained=True) is not None
     assert list(memory.lengths._all) == [4000]  # counted once
 
 
 def test_a_silent_trajectory_is_forgotten_and_its_length_kept() -> None:
     memory = Prospects()
-    memory.turn_begins("t", Hint(), 100, 0.0)
-    memory.turn_ended("t", 40, 140, 1.0)
-    memory.turn_begins("live", Hint(), 100, 2.0)
+    memory.begin_turn("t", Hint(), 100, 0.0)
+    memory.end_turn("t", 40, 140, 1.0)
+    memory.begin_turn("live", Hint(), 100, 2.0)
     assert memory.forget_silent(10_000.0) == 1
     assert len(memory) == 1
     assert memory.lengths.rest("", 0).median == 40
@@ -259,7 +259,7 @@ def test_a_silent_trajectory_is_forgotten_and_its_length_kept() -> None:
 def test_memory_is_bounded() -> None:
     memory = Prospects(most=3)
     for number in range(10):
-        memory.turn_begins(str(number), Hint(), 1, float(number))
+        memory.begin_turn(str(number), Hint(), 1, float(number))
     assert len(memory) == 3
     assert memory.forgotten == 7
 
@@ -268,7 +268,7 @@ def test_the_outlook_says_when_a_loss_of_all_borrowed_engines_could_not_be_made_
     memory = Prospects(Deadline(seconds=1.0))
     assert memory.outlook(lambda: [OURS], 1.0, 0.0).safe
     for number in range(20):
-        memory.turn_begins(str(number), Hint(), 100_000, 0.0)
+        memory.begin_turn(str(number), Hint(), 100_000, 0.0)
     assert not memory.outlook(lambda: [OURS], 1.0, 5.0).safe
 
 
@@ -276,13 +276,13 @@ def test_the_outlook_says_when_a_loss_of_all_borrowed_engines_could_not_be_made_
 def test_what_is_no_more_in_flight_does_not_count_for_the_outlook(end: str) -> None:
     memory = Prospects(Deadline(seconds=4))
     for name in ("a", "b"):
-        memory.turn_begins(name, Hint(), 50_000, 0.0)  # 5 s of prefill
+        memory.begin_turn(name, Hint(), 50_000, 0.0)  # 5 s of prefill
     assert not memory.outlook(lambda: [OURS], 1.0, 0.0).safe
     for name in ("a", "b"):
         if end == "ended":
-            memory.turn_ended(name, 1, 10, 0.5)
+            memory.end_turn(name, 1, 10, 0.5)
         elif end == "concluded":
-            memory.concluded(name, trained=True)
+            memory.conclude(name, trained=True)
         else:
             memory.forget(name)
     assert memory.outlook(lambda: [OURS], 1.0, 1.0).safe

@@ -23,9 +23,9 @@ def test_a_suspect_that_ends_another_process_does_not_run_again() -> None:
 def test_one_token_more_than_at_the_death_clears_a_suspect() -> None:
     record = Record()
     record.saw_death(suspected=True, held=3)
-    record.wrote(3)
+    record.note_tokens(3)
     assert record.must_be_alone()
-    record.wrote(4)
+    record.note_tokens(4)
     assert not record.must_be_alone()
     assert not record.saw_death(suspected=True, held=9)
 

@@ -38,7 +38,7 @@ def known() -> ReturnRates:
     """Trajectories that come back after some seconds."""
     returns = ReturnRates()
     for _ in range(10):
-        returns.came(5.0)
+        returns.record_return(5.0)
     return returns
 
 
@@ -101,8 +101,8 @@ def test_an_engine_warms_one_at_a_time_and_the_newest_goes_first() -> None:
 
 def test_a_pool_that_it_would_overflow_is_left_alone() -> None:
     residents = Residents()
-    residents.pool("other", 8000)
-    residents.began("other", "someone", 5000)
+    residents.set_pool("other", 8000)
+    residents.begin_turn("other", "someone", 5000)
     assert asked([REST], [OTHER], residents=residents) == ()
 
 
@@ -110,7 +110,7 @@ def test_trajectories_that_do_not_come_back_stop_it() -> None:
     assert asked([REST], [OTHER], returns=ReturnRates()) == ()
     seldom = known()
     for _ in range(30):
-        seldom.never()
+        seldom.record_absence()
     assert asked([REST], [OTHER], returns=seldom) == ()
 
 

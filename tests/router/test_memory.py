@@ -52,7 +52,7 @@ def test_large_requests_that_are_still_coming_leave_room_for_small_ones() -> Non
 def test_a_refused_request_gives_back_what_it_held() -> None:
     memory = empty()
     with pytest.raises(TooLarge), memory.room_for(MIB) as room:
-        room.becomes(LIMIT)
+        room.resize(LIMIT)
     assert memory.taken == 0
 
 
@@ -68,6 +68,6 @@ def test_answers_to_one_prompt_hold_its_ids_once() -> None:
 
 def test_n_is_bounded_by_the_tokens_that_each_answer_sends() -> None:
     with empty().room_for(MIB) as room:
-        room.becomes(held_by(turns(64, 16_384)))
+        room.resize(held_by(turns(64, 16_384)))
         with pytest.raises(TooLarge):
-            room.becomes(held_by(turns(4096, 1_000_000)))
+            room.resize(held_by(turns(4096, 1_000_000)))

@@ -36,7 +36,7 @@ async def test_a_character_that_is_not_whole_yet_is_not_shown() -> None:
         await started(turn)
         w.attach(second)
         w.kill(first)
-        while not turn.over:
+        while not turn.is_over:
             await turn.changed.wait()
             if not turn.transcript.exact_text:
                 seen.append(text_of(turn, turn.shown(), letters))

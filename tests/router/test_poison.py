@@ -63,7 +63,7 @@ async def test_a_suspect_is_cleared_by_its_next_token_and_shares_the_engine_agai
         assert where(w, first).alive
         other = w.ask(5)
         judge_whole(await over(other))
-        assert not first.over
+        assert not first.is_over
         judge_whole(await over(first))
 
 

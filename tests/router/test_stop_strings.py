@@ -77,7 +77,7 @@ async def test_a_stream_never_shows_what_may_still_become_the_string() -> None:
             30, prompt=PROMPT, sampling={"stop": word}, stops=Stops((word,), 6, letters.decode)
         )
         moving = asyncio.create_task(moved(w, turn, first, second))
-        while not turn.over:
+        while not turn.is_over:
             await turn.changed.wait()
             seen.append(text_of(turn, turn.shown(), letters))
         await moving

@@ -59,7 +59,7 @@ async def test_the_cap_is_never_passed() -> None:
     async with world(engine) as w:
         turns = [w.ask(10) for _ in range(10)]
         most = 0
-        while not all(turn.over for turn in turns):
+        while not all(turn.is_over for turn in turns):
             most = max(most, len(w.service.fleet.get("a").legs))  # type: ignore[union-attr]
             await asyncio.sleep(0.01)
         assert most == 3

@@ -104,7 +104,7 @@ async def test_nothing_is_warmed_for_a_trajectory_whose_caller_says_that_it_is_o
     async with world(*engines()) as w:
         home, other = await two_turns(w)
         await asyncio.sleep(1)
-        w.service.finished("s")
+        w.service.end_trajectory("s")
         sent = len(other.seen)
         w.kill(home)
         w.detach(home)

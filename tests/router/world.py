@@ -243,7 +243,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def over(turn: Turn) -> Turn:
     """Wait until the turn has ended."""
-    while not turn.over:
+    while not turn.is_over:
         await turn.changed.wait()
     return turn
 

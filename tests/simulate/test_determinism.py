@@ -11,7 +11,7 @@ import yaml
 
 from rose_simulate.studies import SCENARIOS, STUDIES
 
-BINS = {"fleet", "fortnight"}  # ``test_fleet`` repeats those
+BINS = {"fleet", "fortnight", "shared"}  # ``test_fleet`` repeats those
 NAMES = sorted(set(STUDIES) - BINS)
 
 

@@ -41,7 +41,7 @@ def small(told: FleetScenario, **changes: object) -> FleetScenario:
         update={"replicas": 8, "load": load, "max_replicas_percent": 100}
     )
     job = told.jobs.job.model_copy(update={"dedicated": 4, "borrowed": 8, "batch_groups": 8})
-    jobs = told.jobs.model_copy(update={"count": 1, "leases": 1, "job": job})
+    jobs = told.jobs.model_copy(update={"count": 1, "pools": 1, "job": job})
     plain: dict[str, object] = {
         "services": (kind.model_copy(update={"count": 1, "service": service}),),
         "jobs": jobs,
@@ -113,6 +113,15 @@ def test_the_planner_keeps_the_pools_limit(told: FleetScenario, material: Simula
     half = kind.service.model_copy(update={"max_replicas_percent": 50})
     limited = here.model_copy(update={"services": (kind.model_copy(update={"service": half}),)})
     assert simulated(limited, material, Regime.OURS).lent_share <= 0.5
+
+
+def test_a_lease_of_a_fleet_holds_what_its_turns_need(
+    told: FleetScenario, material: SimulationInputs
+) -> None:
+    held, ours = (simulated(small(told), material, one) for one in (Regime.OURS_HELD, Regime.OURS))
+    assert ours.lent_hours < held.lent_hours
+    assert held.lent_hours == pytest.approx(8 * 600 / 3600, rel=0.1)
+    assert ours.tokens_per_s > 0.8 * held.tokens_per_s
 
 
 def test_violations_of_serving_alone_are_told_apart(
@@ -194,9 +203,9 @@ def test_every_derate_and_seed_is_run_and_paired(
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("leases: 2", "leases: 3", "jobs.leases: 60 leases, but 50 services"),
+        ("pools: 2", "pools: 60", "jobs.pools: a lease of 60 pools, but 50 services"),
         ("tpot_ms: 150", "tpot_ms: 5", "services.0.service.tpot_ms: is not above"),
-        ("borrowed: 100", "borrowed: 900", "jobs.job.borrowed: jobs borrow 900 replicas"),
+        ("borrowed: 100", "borrowed: 900", "jobs.job.borrowed: borrows 900 replicas"),
         ("staleness: 1", "awaits_weights: true", "jobs.job.awaits_weights: a fleet's bins"),
     ],
 )

@@ -99,7 +99,7 @@ def test_the_papers_rules_stop_only_without_slack() -> None:
 
 def test_a_dead_guard_lends_nothing_until_it_is_back() -> None:
     bench = Bench(Regime.OURS)
-    bench.clock.at(20 * SECOND, lambda: bench.replica.gate.guard_dies(10.0))
+    bench.clock.at(20 * SECOND, lambda: bench.replica.gate.on_guard_death(10.0))
     bench.run(60)
     assert [is_open for _, is_open in bench.moves] == [True, False, True]
     assert bench.moves[1][0] == pytest.approx(20 + LadderLimits().permit_ns / SECOND, abs=0.01)

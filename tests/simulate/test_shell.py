@@ -60,7 +60,7 @@ def test_a_wrong_field_is_named_with_its_line(
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("borrowed: 16", "borrowed: 17", "jobs borrow 17 replicas of chat, which lends at most 16"),
+        ("borrowed: 16", "borrowed: 17", "borrows 17 replicas of chat, which lends 16"),
         ("tpot_ms: 150", "tpot_ms: 6", "not above the solo latency"),
         ("ttft_ms: 500", "ttft_ms: 20", "not above the solo latency"),
         ("model: Qwen3-8B", "model: Qwen3-32B", "do not fit into rollout_memory_share"),

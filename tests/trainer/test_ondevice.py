@@ -227,7 +227,7 @@ def test_what_no_version_took_is_no_base() -> None:
     shard = Shard(spec, box, (4, 4), True, torch.zeros(4, 4, dtype=torch.bfloat16), torch.bfloat16)
     taken = DeviceShards(aligned([Owned(spec, box, (4, 4))]), Base())
     taken.take([shard])
-    taken.lose()
+    taken.discard()
     with pytest.raises(BadState, match="start a new Publisher"):
         taken.take([shard])
 

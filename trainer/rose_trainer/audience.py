@@ -30,7 +30,7 @@ class Audience:
         self._order = Order(known)
         self._steps: dict[int, WeightVersion] = {}
 
-    def taken(self, version: WeightVersion, step: int) -> None:
+    def note_taken(self, version: WeightVersion, step: int) -> None:
         """A version of the trainer's step was taken."""
         self._steps[step] = version
         self._order.add(version)
@@ -49,7 +49,7 @@ class Audience:
             raise NotPublished(message)
         return found
 
-    def reached(self, version: WeightVersion, quorum: float, seconds: float | None) -> None:
+    def wait_reached(self, version: WeightVersion, quorum: float, seconds: float | None) -> None:
         """Return when enough engines serve a version or a later one.
 
         Raises:

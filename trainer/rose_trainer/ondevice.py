@@ -91,7 +91,7 @@ class Base:
             message = "the state before is lost, a publish broke off; start a new Publisher"
             raise BadState(message)
 
-    def tear(self) -> None:
+    def discard(self) -> None:
         """What was taken last is published nowhere."""
         self._torn = True
 
@@ -230,9 +230,9 @@ class DeviceShards:
         else:
             builder.add_found(number, shard.box, self._changed.get(name, []))
 
-    def lose(self) -> None:
+    def discard(self) -> None:
         """The version was not published: nothing can be told from this state any more."""
-        self._base.tear()
+        self._base.discard()
 
 
 def region_of(spec: TensorSpec) -> Region:

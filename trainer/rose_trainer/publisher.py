@@ -180,7 +180,7 @@ class Publisher:
         faults.at("publisher.snapshot")
         version = WeightVersion(self._run, self.incarnation, self._next)
         self._next += 1
-        self._audience.taken(version, step)
+        self._audience.note_taken(version, step)
         stall = time.monotonic() - began
         metrics.STALL_SECONDS.observe(stall)
         metrics.WAITING.inc()
@@ -246,7 +246,7 @@ class Publisher:
             raise NotPublished(message)
         if quorum is not None:
             left = None if timeout_seconds is None else timeout_seconds + began - time.monotonic()
-            self._audience.reached(version, quorum, left)
+            self._audience.wait_reached(version, quorum, left)
         return self._done[version]
 
     def refer(self, version: WeightVersion | int, logprobs: Sequence[float]) -> None:

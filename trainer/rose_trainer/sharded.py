@@ -145,7 +145,7 @@ class ShardedPublisher:
         try:
             part, digest, encode_seconds = self._make(step, shards, snapshot)
         except BaseException:  # whatever it was, this state is nobody's base
-            snapshot.lose()
+            snapshot.discard()
             raise
         faults.at("publisher.committed")
         self._free, self._before = self._before, snapshot
@@ -156,7 +156,7 @@ class ShardedPublisher:
         metrics.ENCODE_SECONDS.observe(encode_seconds)
         seconds = time.monotonic() - taken
         published = self._published(part, digest, taken - began, seconds, encode_seconds)
-        self._audience.taken(part.target, step)
+        self._audience.note_taken(part.target, step)
         self._done[part.target] = published
         return published
 
@@ -184,7 +184,7 @@ class ShardedPublisher:
             message = f"{version} was not published by this publisher ({self._run}@..)"
             raise NotPublished(message)
         if quorum is not None:
-            self._audience.reached(found.version, quorum, timeout_seconds)
+            self._audience.wait_reached(found.version, quorum, timeout_seconds)
         return found
 
     def refer(self, version: WeightVersion | int, logprobs: Sequence[float]) -> None:

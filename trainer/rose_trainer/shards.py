@@ -60,7 +60,7 @@ class TakenShards(Protocol):
     ) -> None:
         """Add a box to the rank's part, in full where nothing was before."""
 
-    def lose(self) -> None:
+    def discard(self) -> None:
         """The version was not published."""
 
 
@@ -98,7 +98,7 @@ class ShardSnapshot:
         old = None if before is None else before.bits(shard.spec.name)
         builder.add(number, shard.box, old, self.bits(shard.spec.name))
 
-    def lose(self) -> None:
+    def discard(self) -> None:
         """The version was not published; the state before is still the base."""
 
 

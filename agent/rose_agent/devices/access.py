@@ -47,6 +47,9 @@ _FOLDERS = (
     "usr/lib",
     "lib",
 )
+_PROGRAMS = ("bin", "usr/bin", "sbin", "usr/sbin")
+# What a program of the driver's may load out of a driver's root, which may hold a C library too.
+_LIBRARIES = ("libcuda.so*", "libnvidia-*.so*")
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"  # PCI class of graphics and of 3D controllers; NVSwitches are bridges
 CONTROL_FILE = Path("/dev/nvidiactl")
@@ -105,6 +108,35 @@ def load_library(environment: Mapping[str, str] = os.environ) -> Path | None:
     except OSError:
         return None  # NVML then says that there is no library, and ``diagnose`` where it was sought
     return folder / LIBRARY
+
+
+def located(program: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Where a program of the driver's is: in the mounted driver if it has it, else on the PATH."""
+    root = environment.get(DRIVER_ROOT)
+    if not root or "/" in program:
+        return program
+    places = (Path(root) / folder / program for folder in _PROGRAMS)
+    return next((str(path) for path in places if path.exists()), program)
+
+
+def beside_the_driver(links: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment in which programs of a mounted driver find each other and their libraries.
+
+    Args:
+        links: an empty folder, for links to NVIDIA's libraries alone.
+        environment: of this process; returned as it is where no driver is mounted.
+    """
+    made = dict(environment)
+    root = environment.get(DRIVER_ROOT)
+    if not root:
+        return made
+    folder = library_folder(Path(root))
+    for path in sorted(one for name in _LIBRARIES for one in (folder.glob(name) if folder else ())):
+        (links / path.name).symlink_to(path)
+    programs = [str(Path(root) / folder) for folder in _PROGRAMS]
+    made["PATH"] = ":".join(filter(None, [environment.get("PATH", ""), *programs]))
+    made["LD_LIBRARY_PATH"] = ":".join(filter(None, [str(links), made.get("LD_LIBRARY_PATH")]))
+    return made
 
 
 def loads() -> bool:

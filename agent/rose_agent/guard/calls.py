@@ -29,14 +29,14 @@ class Calls:
         """The last call of each kind, whether it is under way or not."""
         return tuple(self._tasks.values())
 
-    def under_way(self, kind: str) -> bool:
+    def is_under_way(self, kind: str) -> bool:
         """A call of this kind has not been answered yet."""
         task = self._tasks.get(kind)
         return task is not None and not task.done()
 
     def start(self, kind: str, work: Callable[[], Awaitable[None]]) -> None:
         """Start a call, unless one of its kind is under way; returns at once."""
-        if not self.under_way(kind):
+        if not self.is_under_way(kind):
             self._tasks[kind] = asyncio.create_task(self._run(kind, work))
 
     def cancel(self, kind: str) -> None:

@@ -30,7 +30,7 @@ class History:
         self._recorder, self._name = recorder, name
         self._state: EngineState | None = None
 
-    def gate(self, before: GateVerdict, verdict: GateVerdict, now_ns: int) -> None:
+    def note_gate(self, before: GateVerdict, verdict: GateVerdict, now_ns: int) -> None:
         """The gate's verdict; only a change of position or reason is noted."""
         if before.reason is verdict.reason and before.open == verdict.open:
             return
@@ -52,7 +52,7 @@ class History:
             **measured,
         )
 
-    def closed(self, arrival_ns: int, reason: GateReason, now_ns: int) -> None:
+    def note_closing(self, arrival_ns: int, reason: GateReason, now_ns: int) -> None:
         """A request has closed the permit just now."""
         after_ns = time.monotonic_ns() - arrival_ns
         metrics.CLOSE_SECONDS.observe(after_ns / 1e9)
@@ -60,7 +60,7 @@ class History:
             now_ns, self._name(), "closed", arrival=arrival_ns, after_ns=after_ns, reason=reason
         )
 
-    def stopped(self, stopped: ConfirmedHold) -> None:
+    def note_stop(self, stopped: ConfirmedHold) -> None:
         """The host has confirmed a hold that a request caused."""
         metrics.STOP_SECONDS.observe(stopped.after_ns / 1e9)
         self._recorder.note(
@@ -72,17 +72,17 @@ class History:
             paused_us=stopped.paused_us,
         )
 
-    def ordered(self, action: Action, now_ns: int) -> None:
+    def note_order(self, action: Action, now_ns: int) -> None:
         """An order other than extending or closing the permit."""
         order = action.order.name
         metrics.ORDERS.labels(order.title()).inc()
         self._recorder.note(now_ns, self._name(), "order", order=order, reason=action.reason)
 
-    def rung(self, rung: Rung, reason: GateReason, now_ns: int) -> None:
+    def note_rung(self, rung: Rung, reason: GateReason, now_ns: int) -> None:
         """How far the engine has been taken back."""
         self._recorder.note(now_ns, self._name(), "rung", rung=rung.name, reason=reason)
 
-    def engine(self, status: EngineStatus | None, now_ns: int) -> None:
+    def note_engine(self, status: EngineStatus | None, now_ns: int) -> None:
         """The engine's state as the host tells it; a failure is found there and not ordered."""
         if status is not None and status.state is not self._state:
             self._state = status.state

@@ -85,7 +85,7 @@ class Hold:
 
     def believe(self, *, held: bool, asked_ns: int) -> None:
         """Take what the host's list says, if it was asked for after the last answer."""
-        if not self._calls.under_way(_KIND) and asked_ns > self._answered_ns:
+        if not self._calls.is_under_way(_KIND) and asked_ns > self._answered_ns:
             self.confirmed = self._wanted = held
 
     def forget(self) -> None:

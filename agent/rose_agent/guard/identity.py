@@ -49,7 +49,7 @@ class Identity:
         self._folder = folder
         self._there = asyncio.Event()
 
-    async def there(self) -> None:
+    async def wait(self) -> None:
         """Wait until there is a certificate to dial with."""
         await self._there.wait()
 

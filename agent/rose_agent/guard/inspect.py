@@ -1,7 +1,8 @@
 """Pages that show what the guard knows: ``/trace`` (flight recorder) and ``/report`` (harm, state).
 
 ``/report`` gives, per replica, TTFT and TPOT in lent and withheld windows as the tap measured
-them, with ratio and interval above the sample floor, and per slot the gate and the totals.
+them, with ratio and interval above the sample floor, and its GPUs with the sum of their memory; per
+slot the gate and the totals.
 
 On ``agent.sock``, which only the node's root can open, both are there for whoever asks; on the
 network for those who bring the installation's token. Next step: ``rose_agent.guard.node_verbs``
@@ -91,7 +92,23 @@ def _replica(replica: GuardedReplica, now_ns: int) -> dict[str, Any]:
         "slowdown": outcomes.predictor.slowdown(),
         "finished": outcomes.counters.finished,
         "slow": outcomes.counters.slow,
+        "devices": _devices(replica),
         **_harm(meter, outcomes.pool.unlent),
+    }
+
+
+def _devices(replica: GuardedReplica) -> dict[str, Any]:
+    """Which GPUs it has on whose word, what may be lent of each, and why none of it is."""
+    claim, view = replica.pod.claim, replica.view
+    return {
+        "gpus": claim.gpus,
+        "proof": claim.proof,
+        "class": view.device_class if view is not None else "",
+        "refusal": view.refusal if view is not None else "",
+        "message": view.message if view is not None else "",
+        "lendableBytes": view.lendable.bytes if view is not None else None,
+        "lendable": view.lendable.message if view is not None else "",
+        "pressure": view is not None and view.budget.pressure,
     }
 
 

@@ -278,7 +278,7 @@ class Guard:
             if slot.grant is not None and slot.grant.pod_uid == uid:
                 own = self.whole.judge(uid, facts) if slot.grant.whole else verdict
                 slot.step(own, now_ns, granted=self._granted(slot), arrival_ns=arrival_ns)
-                slot.totals.beside(counters.finished, counters.exposed)
+                slot.totals.note_replica(counters.finished, counters.exposed)
                 if slot.computing(now_ns):
                     until_ns = max(until_ns, own.until_ns or now_ns + _TICK_NS)
                     if not slot.grant.whole:
@@ -397,7 +397,7 @@ class Guard:
             self.mark_gone(replica, "serving-restart")
         replica.update(pod, policy)
         replica.lent = any(s.serves(uid) for s in self.slots.values())
-        replica.maybe_back(self.settings.settle_seconds)
+        replica.check_return(self.settings.settle_seconds)
         replica.settled = self.is_settled(pod) and replica.reader.machines is not None
         if isinstance(pods, KubernetesPods):
             replica.reader.follow(pods.scheduler(uid))

@@ -211,7 +211,7 @@ def _identity(options: argparse.Namespace) -> Identity | None:
 
 async def _linked(link: OperatorLink, identity: Identity) -> None:
     """Sync with the operator, once there is a certificate to dial with."""
-    await identity.there()
+    await identity.wait()
     await link.run()
 
 

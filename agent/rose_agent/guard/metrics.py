@@ -179,7 +179,7 @@ class BusyMetrics:
     def __init__(self) -> None:
         self._names: set[tuple[str, str]] = set()
 
-    def saw(self, pool: str, replica: str, busy_s: float, known_s: float) -> None:
+    def add(self, pool: str, replica: str, busy_s: float, known_s: float) -> None:
         """Add the time since the last look, of which so much was busy; seconds."""
         self._names.add((pool, replica))
         REPLICA_BUSY_SECONDS.labels(pool, replica).inc(min(max(0.0, busy_s), known_s))

@@ -99,11 +99,11 @@ class Outcomes:
     def hear(self, event: TapEvent, now_ns: int) -> None:
         """Note an event of a request; once its size is known, record its predicted cost."""
         if isinstance(event, Arrived):
-            self.experience.arrived(event.request, now_ns)
+            self.experience.begin(event.request, now_ns)
         elif isinstance(event, FirstToken):
-            self.experience.first(event.request, now_ns)
+            self.experience.note_first_token(event.request, now_ns)
         elif isinstance(event, Dismissed):
-            self.experience.dismissed(event.request)
+            self.experience.dismiss(event.request)
         elif isinstance(event, Sized):
             predict = self.predictor.prefill_s
             self._recorder.note(
@@ -120,7 +120,7 @@ class Outcomes:
         """The tap is gone: requests under way are not followed to their end."""
         self.experience.forget()
 
-    def finished(
+    def record(
         self,
         done: FinishedRequest,
         policy: PoolPolicy,
@@ -138,7 +138,7 @@ class Outcomes:
             lent: a rollout engine serves beside this replica.
             others: requests still under way.
         """
-        met = self.experience.finished(done, self.objective(policy), others)
+        met = self.experience.learn(done, self.objective(policy), others)
         window = self._compare(done, schedule, lent=lent)
         self._budget(met, policy, done.ended_ns)
         self._recorder.note(

@@ -197,7 +197,7 @@ class GuardedReplica:
         self.outcomes.hear(event, now_ns)
         if done is not None:
             others = len(self.book.live)
-            self.outcomes.finished(done, self.policy, self.windows, lent=self.lent, others=others)
+            self.outcomes.record(done, self.policy, self.windows, lent=self.lent, others=others)
 
     def forget(self, now_ns: int) -> None:
         """The tap is gone: nothing is known any more."""
@@ -212,7 +212,7 @@ class GuardedReplica:
         self.gone, self.gone_since_ns = True, time.monotonic_ns()
         self.exited |= {pid} if pid else set()
 
-    def maybe_back(self, settle_seconds: float) -> None:
+    def check_return(self, settle_seconds: float) -> None:
         """Serving is back once new processes stand Ready for the settling time."""
         waited_s = (time.monotonic_ns() - self.gone_since_ns) / 1e9
         fresh = not self.exited & set(self.pod.pids)

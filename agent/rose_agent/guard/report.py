@@ -111,7 +111,7 @@ def _busy_permille(replica: GuardedReplica, source: SignalSource | None, now_ns:
     if source is None or not same or not since_ns or elapsed <= 0:
         return None
     busy = counters.busy_ns - before
-    OBSERVED.saw(replica.pod.pool, name, busy / 1e9, elapsed / 1e9)
+    OBSERVED.add(replica.pod.pool, name, busy / 1e9, elapsed / 1e9)
     return min(1000, round(1000 * busy / elapsed))
 
 

@@ -75,7 +75,7 @@ class GuardedSlot:
         self._lane = lanes.Lane()
         self._permit = SlotPermit(folder.permit, host.ring)
         self._calls = Calls(self._call_ended)
-        self._hold = Hold(self._calls, self._ask_hold, self._history.stopped)
+        self._hold = Hold(self._calls, self._ask_hold, self._history.note_stop)
         order = read_json(folder.slot, EnsureEngine)
         self._data_token = order.token if order and order.token else secrets.token_urlsafe(24)
         self._router = RouterLink(token)
@@ -175,7 +175,7 @@ class GuardedSlot:
         if order is Order.CLOSE:
             self._close(now_ns, arrival_ns)
             return
-        self._history.ordered(action, now_ns)
+        self._history.note_order(action, now_ns)
         if order in {Order.HOLD, Order.LET_GO}:
             self._hold.order(hold=order is Order.HOLD, arrival_ns=arrival_ns)
         elif order is Order.FREEZE:
@@ -197,7 +197,7 @@ class GuardedSlot:
 
     def _close(self, now_ns: int, arrival_ns: int) -> None:
         if self._permit.close() and arrival_ns:
-            self._history.closed(arrival_ns, self.verdict.reason, now_ns)
+            self._history.note_closing(arrival_ns, self.verdict.reason, now_ns)
 
     # --- calls to the engine host
 
@@ -268,15 +268,15 @@ class GuardedSlot:
 
     def _note(self, seen: SlotSeen, now_ns: int) -> None:
         verdict = seen.verdict if seen.granted else GateVerdict(False, GateReason.NOT_GRANTED)
-        self._history.gate(self.verdict, verdict, now_ns)
-        self._history.engine(self.status, now_ns)
+        self._history.note_gate(self.verdict, verdict, now_ns)
+        self._history.note_engine(self.status, now_ns)
         self.verdict = verdict
 
     def _note_rung(self, now_ns: int) -> None:
         rung = self.machine.rung
         if rung is not Rung.NONE:
-            self.totals.reclaimed(rung)
-        self._history.rung(rung, self.verdict.reason, now_ns)
+            self.totals.count_reclaim(rung)
+        self._history.note_rung(rung, self.verdict.reason, now_ns)
 
     # --- router
 

@@ -63,14 +63,14 @@ class Totals:
             self.weight_bytes += _gain(self.weights_seen, status.weight_bytes)
             self.tokens_seen, self.weights_seen = status.generated_tokens, status.weight_bytes
 
-    def beside(self, finished: int, violations: int) -> None:
+    def note_replica(self, finished: int, violations: int) -> None:
         """Note the replica's counters; requests from before the slot do not count for it."""
         seen = self.beside_seen or (finished, violations)
         self.requests += _gain(seen[0], finished)
         self.violations += _gain(seen[1], violations)
         self.beside_seen = finished, violations
 
-    def reclaimed(self, rung: Rung) -> None:
+    def count_reclaim(self, rung: Rung) -> None:
         """Count a rung."""
         name = rung.name.title()
         self.reclaims[name] = self.reclaims.get(name, 0) + 1

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rose_agent.devices.access import located
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.devices.driver_limit import SmiLimits
 from rose_agent.devices.opening import open_driver
@@ -109,7 +110,8 @@ class HostPrivileges:
             NoLimits: a limit that was asked for cannot be set.
         """
         arguments, rundir, freezer = found.arguments, found.rundir, found.freezer
-        mps = MpsNode(arguments.mps_root, found.devices, arguments.mps_program.split())
+        first, *words = arguments.mps_program.split()
+        mps = MpsNode(arguments.mps_root, found.devices, [located(first), *words])
         limits = SmiLimits(lambda: own_base(2), freezer.prefix) if found.on_gpus else None
         ways = SharingMeans(mps, limits)
         await asyncio.to_thread(free_leftovers, ways, rundir)

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rose_agent.devices import access
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.errors import DeviceError
 from rose_agent.host.sharing import APART, SharingMeans
@@ -60,6 +61,10 @@ _HOW = (
     "let the container runtime show the GPUs to the engine host: engineHost.runtimeClassName, CDI, "
     "or a DRA claim"
 )
+_LOST = (
+    "a systemctl daemon-reload does that where a hook has shown the GPUs; engines that run go on, "
+    "and the host starts anew, with the devices, once none of them serves"
+)
 
 
 @dataclass
@@ -90,6 +95,7 @@ class Capabilities:
     _elastic: str | None = None
     _cuda: tuple[int, int] | None = None
     _cuda_asked: bool = False
+    _never: frozenset[Path] | None = None
 
     async def keep(self) -> None:
         """Look again every ten seconds until cancelled."""
@@ -132,8 +138,20 @@ class Capabilities:
             return ""
         if not gpus:
             return f"the driver lists no GPU; {_HOW}"
+        if lost := self.lost():
+            names = ", ".join(map(str, lost))
+            return f"AccessLost: this container may not open {names} any more; {_LOST}"
         closed = [str(path) for path in self.files if not self._opens(path)]
         return f"engines cannot open {', '.join(closed)}; {_HOW}" if closed else ""
+
+    def lost(self) -> tuple[Path, ...]:
+        """Device files that the container's cgroup forbids, which it did not in the beginning."""
+        if self.driver is None or self.driver.name != "nvml":
+            return ()
+        shut = access.denied(self.files)
+        if self._never is None:
+            self._never = frozenset(shut)
+        return tuple(path for path in shut if path not in self._never)
 
     def _driver_refusal(self) -> str:
         if self.driver is None or self.driver.name != "nvml":

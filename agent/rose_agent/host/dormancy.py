@@ -89,7 +89,7 @@ class EngineDormancy:
     _task: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @property
-    def possible(self) -> bool:
+    def is_possible(self) -> bool:
         """The engine serves or is dormant, and has not refused so far."""
         serving = self.subject.state in {EngineState.SERVING, EngineState.DORMANT}
         return serving and not self.refusal
@@ -126,7 +126,7 @@ class EngineDormancy:
             self.subject.fail(HostReason.DORMANCY_FAILED, message)
             return
         finally:
-            self.subject.watched.errand(0.0)
+            self.subject.watched.grant_errand(0.0)
             self.site.enforcer.poke()
         verdict = await self._measured(before, claimed)
         self._count(verdict.refusal or "Dormant")
@@ -141,7 +141,7 @@ class EngineDormancy:
         self.subject.enter(EngineState.DORMANT, HostReason.MEMORY_RELEASED)
 
     async def _told_to_release(self) -> int:
-        self.subject.watched.errand(ERRAND_SECONDS)
+        self.subject.watched.grant_errand(ERRAND_SECONDS)
         self.site.enforcer.poke()
         try:
             async with asyncio.timeout(ERRAND_SECONDS), await self._plugin() as plugin:

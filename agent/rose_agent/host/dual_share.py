@@ -96,7 +96,7 @@ class DualShareEngine:
         """Every tree stands still, and the last tick knew of this holder."""
         return all(life.watched.stands_still_for(holder) for life in self.lives)
 
-    def rest(self, *, dormant: bool) -> None:
+    def set_dormant(self, *, dormant: bool) -> None:
         """Make the engine dormant, or wake it; a slot with two engines does neither."""
         if len(self._lives) == 1:
             self.current.rest.order(dormant=dormant)

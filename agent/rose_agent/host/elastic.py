@@ -170,7 +170,7 @@ class Elastic:
             metrics.killed(self._effect.reason)
             raise BrokenEngine(self._effect.message, self._effect.reason)
 
-    def ended(self) -> None:
+    def remove_segment(self) -> None:
         """The engine has ended: remove its segment."""
         if self._memory is not None:
             self._memory.forget()

@@ -123,7 +123,7 @@ class EnforcedEngine:
         with self._lock:
             self._holders = self._holders | {holder} if hold else self._holders - {holder}
 
-    def errand(self, seconds: float) -> None:
+    def grant_errand(self, seconds: float) -> None:
         """Let the tree run for this long although its permit is closed; 0 ends that."""
         with self._lock:
             self._errand_until_ns = time.monotonic_ns() + int(seconds * 1e9) if seconds else 0

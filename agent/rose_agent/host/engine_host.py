@@ -145,7 +145,7 @@ class EngineHost:
             Refused: no engine for this slot and generation.
         """
         life = self._life(order.slot)
-        life.rest(dormant=order.dormant)
+        life.set_dormant(dormant=order.dormant)
         return life.status(self.endpoint_of(order.slot.uid))
 
     async def limit_memory(self, order: LimitMemory) -> EngineStatus:

@@ -238,7 +238,7 @@ class EngineProcess:
             await self._spawned.root.wait()
         processes.reap(members)
         self._site.limiter.remove(self._folder.uid)
-        self._sharing.ended()
+        self._sharing.clean_up()
         self._site.accounts.release(self._folder)
         self._spawned = None
         self._folder.engine.unlink(missing_ok=True)

@@ -131,7 +131,7 @@ class EngineLife:
             restarts=self.restarts,
             reason=self._reason or self.watched.reason,
             message=self._message or self.rest.refusal or weights.error,
-            can_dormant=self.rest.possible,
+            can_dormant=self.rest.is_possible,
             residue_bytes=self.rest.residue_bytes,
             released_bytes=self.rest.released_bytes,
             vocabulary=self._body.vocabulary if serving else 0,

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from rose_agent.errors import DeviceError, HostError
-from rose_agent.host import dedicated, inputs, vacancy
+from rose_agent.host import capabilities, dedicated, inputs, vacancy
 from rose_agent.host.arguments import parser
 from rose_agent.host.assembly import HostPrivileges, NodeFacts, site_of
 from rose_agent.host.capabilities import Capabilities
@@ -35,6 +35,8 @@ from rose_agent.host.repair import thaw_all
 from rose_agent.host.site import Site
 from rose_agent.metrics import REGISTRY
 from rose_agent.os.freezers import Freezer, detect
+from rose_core.devices.capabilities import Capability
+from rose_core.wire.host import EngineState
 from rose_engines.rundir import RunDir
 from rose_wire import flags, observability
 from rose_wire.errors import WireError
@@ -47,6 +49,7 @@ _STALE_SECONDS = 2.0
 _KILL_SECONDS = 10.0
 # How soon the interpreter hands over to the enforcer's thread while the event loop works.
 _SWITCH_SECONDS = 0.0005
+_ON_GPU = frozenset({EngineState.SERVING, EngineState.DORMANT})
 
 
 @dataclass
@@ -58,6 +61,7 @@ class RunningHost:
     enforcer: Enforcer
     server: Server
     pages: web.AppRunner
+    able: Capabilities
     looking: asyncio.Future[tuple[None, None]]
     data_port: int
     http_port: int
@@ -112,7 +116,9 @@ async def start(
         pages, http_port = await _pages(host, site.enforcer, arguments.http_port)
         undo.pop_all()  # from here on ``RunningHost.stop`` ends them
     looking = asyncio.gather(able.keep(), CpuThrottle(site.limiter).keep(host.engines))
-    return RunningHost(host, proxy, site.enforcer, server, pages, looking, data_port, http_port)
+    return RunningHost(
+        host, proxy, site.enforcer, server, pages, able, looking, data_port, http_port
+    )
 
 
 async def _capabilities(found: NodeFacts, rights: HostPrivileges) -> Capabilities:
@@ -199,10 +205,27 @@ async def serve(
         except (HostError, WireError, OSError, ValueError):
             await running.stop(0.0)
             raise
+    losing = asyncio.create_task(_without_devices(running, stop))
     await stop.wait()
+    losing.cancel()
     if attached is not None:
         await attached.leave()
-    return 0 if await running.stop(arguments.drain_seconds) else 1
+    ended = await running.stop(arguments.drain_seconds)
+    return 0 if ended and not running.able.lost() else 1
+
+
+async def _without_devices(running: RunningHost, stop: asyncio.Event) -> None:
+    """Have the host end, and start anew with its devices, once they are lost and no engine serves.
+
+    What runs has its files open and goes on; what starts now could open none.
+    """
+    while not stop.is_set():
+        await asyncio.sleep(capabilities.PERIOD_SECONDS)
+        serving = any(engine.state in _ON_GPU for engine in running.host.engines())
+        lost = await asyncio.to_thread(running.able.lost)
+        if lost and not serving:
+            _log.error("%s", running.able.said.get(Capability.DEVICE_ACCESS.value, "GPUs are lost"))
+            stop.set()
 
 
 async def _unless(

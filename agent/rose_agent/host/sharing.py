@@ -259,11 +259,11 @@ class Sharing:
             text = "an MPS server is in FAULT: a client has crashed a GPU for all that share it"
             raise BrokenEngine(text, HostReason.MPS_FAULT)
 
-    def ended(self) -> None:
+    def clean_up(self) -> None:
         """The engine has ended: remove its limit's cgroup and its elastic memory."""
         self._limit = 0
         if self.elastic is not None:
-            self.elastic.ended()
+            self.elastic.remove_segment()
         if self._folder is not None:
             with contextlib.suppress(OSError):  # the freezer may have removed it, or will
                 self._folder.rmdir()

@@ -108,7 +108,7 @@ class Parser:
         if relay is not None:
             if isinstance(command, Watch) and relay.watch.same_sockets(command):
                 relay.watch = command
-                relay.again()
+                relay.resend()
                 return
             self._relays.pop(command.replica).close()
         if isinstance(command, Unwatch):

@@ -55,7 +55,7 @@ class Relay:
         self._writer: asyncio.StreamWriter | None = None
         self._task = asyncio.create_task(self._run())
 
-    def again(self) -> None:
+    def resend(self) -> None:
         """Ask for the requests under way, for a guard that has just connected."""
         if self._writer is not None:
             watch = Watch(self.watch.replica, 0, self.watch.port, closely=self.watch.closely)
@@ -76,7 +76,7 @@ class Relay:
         self._writer = writer
         _log.info("%s is heard through its own tap", self.watch.replica)
         try:
-            self.again()
+            self.resend()
             while True:
                 events = await frames.read(reader, frames.events)
                 self._tell([e for e in events if e.replica == self.watch.replica])

@@ -122,9 +122,9 @@ class TappedReplica:
         for taps in self._taps:
             tap = self._chosen(taps)
             if self._by_bell:
-                self._loop.add_reader(taps.bell, self._rung, taps)
+                self._loop.add_reader(taps.bell, self._on_bell, taps)
             else:
-                self._loop.add_reader(tap, self._readable, tap)
+                self._loop.add_reader(tap, self._on_readable, tap)
 
     def _listen_no_more(self) -> None:
         if self._loop is None:
@@ -137,7 +137,7 @@ class TappedReplica:
 
     # --- packets
 
-    def _rung(self, taps: Taps) -> None:
+    def _on_bell(self, taps: Taps) -> None:
         """Something urgent has passed: silence the bell, then read everything."""
         events: list[TapEvent] = []
         try:
@@ -147,7 +147,7 @@ class TappedReplica:
         self._empty(self._chosen(taps), events)
         self._pass_on(events)
 
-    def _readable(self, tap: socket.socket) -> None:
+    def _on_readable(self, tap: socket.socket) -> None:
         events: list[TapEvent] = []
         self._read(tap, events)
         if not self._urgent(events):

@@ -98,7 +98,7 @@ class Follower:
         self._started_ns = engine_started_ns
         self._options = options
         self._plugin = Plugin(slot)
-        self._heads = Heads(source, options.silence_seconds, self._told)
+        self._heads = Heads(source, options.silence_seconds, self._note_head)
         self._news = asyncio.Event()
         self._progress = Progress()
         self._reported: tuple[float, str] = (0.0, "")
@@ -300,7 +300,7 @@ class Follower:
         _log.warning("%s: %s", self._slot.uid, error)
         self._progress = failed(self._progress, reason, str(error), self._options.clock())
 
-    def _told(self) -> None:
+    def _note_head(self) -> None:
         """Something is new about the head."""
         self._write(None, "")
         self._news.set()

@@ -52,7 +52,7 @@ class Gate:
             return False
         return self._permit.is_open(time.monotonic_ns())
 
-    async def opened(self) -> None:
+    async def wait_open(self) -> None:
         """Wait until it is open."""
         # The permit is memory that somebody else writes: there is nothing to be told by.
         while not self.is_open():  # noqa: ASYNC110
@@ -129,7 +129,7 @@ class Plugin:
             CommitRefused, EngineUnavailable: as ``ControlClient.commit``.
         """
         client = await self._connected()
-        await self.gate.opened()
+        await self.gate.wait_open()
         return await self._ask(client.commit(version, COMMIT_SECONDS), 4 * COMMIT_SECONDS)
 
     async def attest(self) -> Attested:

@@ -114,7 +114,7 @@ class TruthMeter:
         if record is None or not record.url:
             raise EngineUnavailable("the engine's address is not known")
         async with SGLangClient(record.url) as engine:
-            await self._gate.opened()
+            await self._gate.wait_open()
             by, answer = await self._gate.patiently(engine.prompt_logprobs(PROMPT), _ANSWER_SECONDS)
         if by != version:
             raise EngineRefused(f"it answered with {by}, {version} was asked for")

@@ -110,7 +110,7 @@ class SlotWrites:
 
     def _update(self, world: ClusterState) -> Iterator[Write]:
         """Slots follow their lease in engine and weights, and their pool in how GPUs are shared."""
-        self._follow.turn()
+        self._follow.begin_pass()
         for key, lease in world.leases.good.items():
             if key in world.refusals:
                 continue

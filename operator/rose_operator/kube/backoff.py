@@ -71,7 +71,7 @@ class KeyedBackoff:
         wait = self._waits.get(key)
         return wait is None or wait.attempt != attempt or now >= wait.until
 
-    def failed(self, key: str, attempt: str, now: float) -> float:
+    def note_failure(self, key: str, attempt: str, now: float) -> float:
         """The attempt was refused.
 
         Returns:
@@ -85,7 +85,7 @@ class KeyedBackoff:
         wait.until = now + seconds
         return seconds
 
-    def succeeded(self, key: str) -> None:
+    def note_success(self, key: str) -> None:
         """The object takes writes again."""
         self._waits.pop(key, None)
 

@@ -54,7 +54,7 @@ class Relist:
         self._soon = asyncio.Event()
         self.done = False
 
-    async def before_pass(self) -> None:
+    async def list_if_due(self) -> None:
         """List now if a pass must not go on without.
 
         Raises:
@@ -70,7 +70,7 @@ class Relist:
             self._must = [due for due in self._must if due > now]
             self.done = True
 
-    def soon(self) -> None:
+    def request(self) -> None:
         """Kopf has listed: what was deleted before that, it will never tell."""
         self._soon.set()
 

@@ -156,10 +156,10 @@ class Writer:
         try:
             await write.run()
         except ApiRefused as error:
-            seconds = self._backoff.failed(write.key, write.attempt, self._clock())
+            seconds = self._backoff.note_failure(write.key, write.attempt, self._clock())
             _log.warning("%s refused, again in %.0f s: %s", write.key, seconds, error)
         else:
-            self._backoff.succeeded(write.key)
+            self._backoff.note_success(write.key)
 
     def keep(self, objects: set[str]) -> None:
         """Forget the back-off of objects (``Kind namespace/name``) that are gone."""

@@ -26,7 +26,7 @@ class Memo(Generic[MadeT]):
         self._before: dict[str, tuple[object, object, MadeT]] = {}
         self._now: dict[str, tuple[object, object, MadeT]] = {}
 
-    def turn(self) -> None:
+    def begin_pass(self) -> None:
         """A pass begins: what the last one did not ask for is forgotten."""
         self._before, self._now = self._now, {}
 

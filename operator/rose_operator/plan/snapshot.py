@@ -80,7 +80,7 @@ class Snapshots:
     ) -> lending.Snapshot:
         """The world as the planner wants it."""
         for kept in (self._pools, self._leases, self._slots, self._nodes):
-            kept.turn()
+            kept.begin_pass()
         silence = {
             node: world.telemetry.silence(node, world.monotonic)
             for node in {*world.telemetry.nodes, *_nodes_of_slots(world)}
@@ -127,7 +127,7 @@ class Snapshots:
             key,
             lease,
             (reason, toggle, pools, takes),
-            lambda: _lease(lease, reason, toggle, pools, preempts=takes),
+            lambda: lease_of(lease, reason, toggle, pools, preempts=takes),
         )
         asked = self._known.demand(key)  # its ages move all the time
         return made if asked is None else replace(made, demand=asked)
@@ -224,7 +224,7 @@ def _minute(clock: str) -> int:
     return int(hours) * 60 + int(minutes)
 
 
-def _lease(
+def lease_of(
     lease: RolloutLease,
     refusal: Reason | None,
     toggle: float | None,
@@ -232,6 +232,15 @@ def _lease(
     *,
     preempts: bool,
 ) -> lending.Lease:
+    """The lease as the planner wants it.
+
+    Args:
+        lease: as the API server has it.
+        refusal: admission's word.
+        toggle: seconds that its loans have cost until they ran, None before the first.
+        pools: that it borrows from, by key.
+        preempts: its minimum may take slots of weaker leases.
+    """
     end = expiry(lease)
     return lending.Lease(
         key=lease.metadata.key,

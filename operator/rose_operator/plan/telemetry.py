@@ -49,7 +49,7 @@ class NodeReport:
             if report.state is not SlotState.GONE
         }
 
-    def after(self, old: NodeReport) -> None:
+    def inherit(self, old: NodeReport) -> None:
         """Keep what was derived from the report before, which said the same of all that matters."""
         self.essence, self._lacks = old.essence, old._lacks
 
@@ -94,7 +94,7 @@ class Telemetry:
         node = self.nodes[request.node] = NodeReport(request, now, kv, _essence(request))
         same = old is not None and old.essence == node.essence
         if old is not None and same:
-            node.after(old)
+            node.inherit(old)
         for replica in request.replicas:
             self._tally(replica, now)
         for slot in request.slots:

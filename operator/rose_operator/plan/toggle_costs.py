@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rose_core.api import RolloutSlot
+from rose_core.lending.gate import usual_start
 from rose_core.wire.sync import SlotState
 from rose_operator.plan.admission import created
 from rose_operator.plan.telemetry import Telemetry
-
-# The newest loan counts this much: weights grow and nodes warm up.
-_WEIGHT = 0.3
 
 
 class ToggleCosts:
@@ -40,8 +38,7 @@ class ToggleCosts:
                 self._starting.add(uid)
 
     def _learn(self, lease: str, seconds: float) -> None:
-        before = self._seconds.get(lease, seconds)
-        self._seconds[lease] = max(0.0, before + _WEIGHT * (seconds - before))
+        self._seconds[lease] = usual_start(self._seconds.get(lease), seconds)
 
     def seconds(self, lease_uid: str) -> float | None:
         """Usual cost of a loan to this lease, None before the first."""

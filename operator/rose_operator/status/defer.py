@@ -17,7 +17,7 @@ class StatusDeferral:
         """Whether a difference that may wait for ``patience_seconds`` is written now."""
         return now - self._since.setdefault(key, now) >= patience_seconds
 
-    def settled(self, key: str) -> None:
+    def settle(self, key: str) -> None:
         """The object's status is as it should be, or has just been written."""
         self._since.pop(key, None)
 

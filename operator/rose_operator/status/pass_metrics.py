@@ -51,7 +51,7 @@ class PassMetrics:
             if coming is not None:
                 self._set(metrics.EXPECTED_BUSY, coming.peak_permille / _PERMILLE, key)
 
-    def lease(self, lease: RolloutLease, status: LeaseStatus) -> None:
+    def publish_lease(self, lease: RolloutLease, status: LeaseStatus) -> None:
         """One lease."""
         key = lease.metadata.key
         self._set(metrics.SLOTS, status.slots_wanted, key, "wanted")

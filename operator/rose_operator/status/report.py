@@ -215,12 +215,12 @@ class Reporter:
             explanation=answer(lease, summary, outcome.verdicts, world.now),
         )
         if told:
-            self._publisher.lease(lease, status)
+            self._publisher.publish_lease(lease, status)
         only_totals = status.model_copy(update={"totals": lease.status.totals}) == lease.status
         uid, now = lease.metadata.uid, world.monotonic
         period = max(_TOTALS_SECONDS, _SECONDS_PER_LEASE * len(world.leases.good))
         if only_totals and now - self._totals_at.setdefault(uid, now) < period:
-            self._deferral.settled(f"{Kind.LEASE.value} {lease.metadata.key}")
+            self._deferral.settle(f"{Kind.LEASE.value} {lease.metadata.key}")
             return
         yield from self._compare(Kind.LEASE, lease, status, world, urgent=only_totals)
 
@@ -229,7 +229,7 @@ class Reporter:
     ) -> Iterator[Write]:
         key = f"{kind.value} {thing.metadata.key}"
         if status == thing.status:
-            self._deferral.settled(key)
+            self._deferral.settle(key)
             return
         patience = 0.0 if urgent else _patience(thing, status)
         if not self._deferral.due(key, patience, world.monotonic):
@@ -245,7 +245,7 @@ class Reporter:
                 # It was deleted and the watch has not said so (yet).
                 self._stores[kind].forget(thing.metadata.key)
                 return
-            self._deferral.settled(key)
+            self._deferral.settle(key)
             self._totals_at[thing.metadata.uid] = world.monotonic
             told = news(transitions(thing.status.conditions, status.conditions), thing)
             if told is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ import grpc
 
 from rose_core import lending
 from rose_core.api import RolloutLease
+from rose_core.lending.demand import ReceivedNote, together
 from rose_core.wire.routing import DemandNote, DemandRequest
 from rose_operator.apply.routers import ATTACH_PORT, attach_address, replicas_name, router_name
 from rose_operator.kube.backoff import ExponentialBackoff
@@ -37,14 +38,6 @@ _LOOK_SECONDS = 2.0
 _LONGEST_SECONDS = 15.0  # between attempts to reach a router that does not answer
 # A replica that has left is found out by its stream; one that has come, by the next look-up.
 _RESOLVE_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class ReceivedNote:
-    """One note, and when it came."""
-
-    note: DemandNote
-    at: float
 
 
 @dataclass(frozen=True)
@@ -156,35 +149,6 @@ class Demands:
             return connect(router.address)
         credentials = tls.client_credentials(folder / "ca.crt", folder)
         return connect(router.address, credentials=credentials, name=router.name)
-
-
-def together(heard: Sequence[ReceivedNote], now: float) -> lending.Demand | None:
-    """What several replicas say, as if one had all turns; None for none."""
-    if not heard:
-        return None
-    aged = [(one.note, now - one.at) for one in heard]
-    return lending.Demand(
-        turns=sum(note.peak_turns for note, _ in aged),
-        usual_turns=sum(note.usual_turns for note, _ in aged),
-        dedicated_turns=sum(note.dedicated_turns for note, _ in aged),
-        idle_seconds=_least(_older(note.idle_seconds, age) for note, age in aged),
-        published_seconds=_least(_older(note.published_seconds, age) for note, age in aged),
-        expected_seconds=_least(_sooner(note.expected_seconds, age) for note, age in aged),
-        up_seconds=max(note.up_seconds + age for note, age in aged),
-        age_seconds=max(age for _, age in aged),
-    )
-
-
-def _older(seconds: float | None, age: float) -> float | None:
-    return None if seconds is None else seconds + age
-
-
-def _sooner(seconds: float | None, age: float) -> float | None:
-    return None if seconds is None else max(0.0, seconds - age)
-
-
-def _least(values: Iterable[float | None]) -> float | None:
-    return min((value for value in values if value is not None), default=None)
 
 
 async def _resolve(host: str) -> list[str]:

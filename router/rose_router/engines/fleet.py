@@ -174,13 +174,13 @@ class Engine:
             hazard=self.hazard,
         )
 
-    def failed(self, now: float) -> None:
+    def back_off(self, now: float) -> None:
         """Leave it alone for a while: 0.5 s, doubled at every failure in a row, at most 15 s."""
         self.failures += 1
         self.hazard = self.hazard.passed(0.0, is_open=True, reclaimed=True)
         self.backing_off_until = now + min(15.0, 0.5 * 2 ** min(self.failures - 1, 6))
 
-    def answered(self) -> None:
+    def note_success(self) -> None:
         """It works (again)."""
         self.failures = 0
         self.backing_off_until = 0.0
@@ -230,7 +230,7 @@ class Fleet:
         """What to expect of an engine not seen working yet: what its class does, else all."""
         return self.by_class.get(engine.update.device_class, self.usual)
 
-    def saw(self, engine: Engine, learn: Callable[[Speed], Speed]) -> None:
+    def learn_speed(self, engine: Engine, learn: Callable[[Speed], Speed]) -> None:
         """Learn the speed of one engine, and from it what to expect of those not seen yet."""
         engine.speed = learn(engine.speed or self.expected(engine))
         kind = engine.update.device_class
@@ -267,9 +267,9 @@ class Fleet:
             was_open = engine.gate_open
             if engine.update.url != update.url:
                 engine.fences.clear()  # another process: no leg of ours lives there
-                self.residents.gone(engine.name)
+                self.residents.drop_engine(engine.name)
             engine.update, engine.stream, engine.detached_at = update, stream, None
-        self.residents.pool(update.engine, update.kv_tokens)
+        self.residents.set_pool(update.engine, update.kv_tokens)
         engine.version = versions.parse(update.version) if update.version else None
         self._raise_head(engine.version, versions.parse(update.head))
         self._gate_moved(engine, was_open, now)
@@ -303,7 +303,7 @@ class Fleet:
 
     def _drop(self, engine: Engine) -> None:
         del self._engines[engine.name]
-        self.residents.gone(engine.name)
+        self.residents.drop_engine(engine.name)
         for leg in list(engine.legs.values()):
             leg.end(MoveReason.GONE)
 
@@ -319,5 +319,5 @@ class Fleet:
         reclaimed = not was_open and since >= self._pause_seconds
         engine.hazard = engine.hazard.passed(since, is_open=was_open, reclaimed=reclaimed)
         if not was_open:
-            engine.answered()  # whatever made it fail lies before the pause
+            engine.note_success()  # whatever made it fail lies before the pause
         engine.gate_since = now

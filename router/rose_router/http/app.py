@@ -151,7 +151,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 def _counted(doors: ConnectionLimiter) -> Middleware:
     @web.middleware
     async def spoken(request: web.Request, handler: Handler) -> web.StreamResponse:
-        doors.spoken(request.transport)
+        doors.note_head(request.transport)
         return await handler(request)
 
     return spoken

@@ -39,7 +39,7 @@ class ChatReplies:
         tokens = words = 0
         over = False
         while not over:
-            over = turn.over
+            over = turn.is_over
             typed_abort(turn)
             shown = turn.shown()
             message = self._message(turn, shown) if over else {}

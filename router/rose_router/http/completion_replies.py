@@ -39,7 +39,7 @@ class CompletionReplies:
         tokens = text = 0
         over = False
         while not over:
-            over = turn.over
+            over = turn.is_over
             typed_abort(turn)
             choice = replies.openai_choice(turn, 0, self._tokenizer, tokens, text)
             tokens += len(choice["token_ids"])

@@ -144,14 +144,14 @@ class TurnHandlers:
         self, request: web.Request, turn: Turn, events: Callable[[Turn], Events]
     ) -> web.StreamResponse:
         # The status is decided by the first thing there is to say.
-        while not turn.over and not turn.first_token_at:
+        while not turn.is_over and not turn.first_token_at:
             await turn.changed.wait()
         _raise_if_all_failed([turn])
         limit = self._service.settings.limits.write_seconds
         return await Stream(request, turn, events(turn), limit).run()
 
     def _sglang_events(self, turn: Turn) -> Events:
-        while not turn.over:
+        while not turn.is_over:
             yield replies.sglang(turn, self._tokenizer)
         yield self._sglang_answer(turn)
 
@@ -163,7 +163,7 @@ class TurnHandlers:
 def _vllm_events(turn: Turn) -> Events:
     tokens, over = 0, False
     while not over:
-        over = turn.over
+        over = turn.is_over
         typed_abort(turn)
         choice = replies.vllm_choice(turn, 0, tokens)
         tokens += len(choice["token_ids"])
@@ -179,7 +179,7 @@ def _vllm_answer(turns: list[Turn]) -> dict[str, Any]:
 
 async def _all_over(turns: list[Turn]) -> None:
     for turn in turns:
-        await turn.until_over()
+        await turn.wait_over()
 
 
 def _raise_if_all_failed(turns: list[Turn]) -> None:

@@ -104,11 +104,11 @@ class MemoryLimiter:
             Overloaded: it does not fit now.
         """
         room = MemoryReservation(self)
-        room.becomes(body_bytes * _PER_BYTE)
+        room.resize(body_bytes * _PER_BYTE)
         try:
             yield room
         finally:
-            room.becomes(0)
+            room.resize(0)
 
     def take(self, more: int, whole: int) -> None:
         """Count bytes more as taken by a request that then holds ``whole``; see ``room_for``."""
@@ -149,7 +149,7 @@ class MemoryReservation:
         self._memory = memory
         self.bytes = 0
 
-    def becomes(self, bytes_: int) -> None:
+    def resize(self, bytes_: int) -> None:
         """Take more or give back; see ``MemoryLimiter.room_for``."""
         more = bytes_ - self.bytes
         if more > 0:

@@ -38,7 +38,7 @@ def routes(service: Service) -> list[web.RouteDef]:
 
     async def finished(request: web.Request) -> web.Response:
         job = request.get(JOB, "") or Hints({}, request.headers).job
-        service.finished(named(job, request.query.get("session_id", "")))
+        service.end_trajectory(named(job, request.query.get("session_id", "")))
         return _json({"status": "ok"})
 
     async def engines(_request: web.Request) -> web.Response:

@@ -72,13 +72,13 @@ def text_of(turn: Turn, shown: VisibleOutput, tokenizer: Tokenizer | None) -> st
     else:
         text = _decoded(turn, shown, tokenizer)
     stops = turn.request.stops
-    return text if stops is None or turn.over else sure(text, stops.words)
+    return text if stops is None or turn.is_over else sure(text, stops.words)
 
 
 def _decoded(turn: Turn, shown: VisibleOutput, tokenizer: Tokenizer) -> str:
     sampling = turn.request.sampling
     decode = partial(tokenizer.decode, skip_special=bool(sampling.get("skip_special_tokens", True)))
-    if turn.over:
+    if turn.is_over:
         text = decode(shown.tokens)
         return trimmed(text, turn.finish, keep=bool(sampling.get("no_stop_trim")))
     if turn.detokenizer is None:
@@ -113,7 +113,7 @@ def _meta(turn: Turn, shown: VisibleOutput) -> dict[str, Any]:
         "weight_versions": spans_json(shown.spans, turn.labels),
         "rose": rose_json(turn, shown.spans),
     }
-    if turn.over:
+    if turn.is_over:
         meta["e2e_latency"] = round(turn.ended - turn.began, 6)
     if "output_token_sampling_mask" in shown.per_token:
         meta["output_token_sampling_mask_length"] = count

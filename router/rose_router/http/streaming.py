@@ -70,9 +70,9 @@ class Stream:
 
     async def _write(self) -> None:
         turn, response = self._turn, self._response
-        while not turn.over:
+        while not turn.is_over:
             await self._send(_line(next(self._events)), response.write)
-            if not turn.over:  # it may have ended while the caller was waited for
+            if not turn.is_over:  # it may have ended while the caller was waited for
                 await turn.changed.wait(self._at_once)
         # Nothing more is waited for: the end goes out in one piece.
         last = b"".join(_line(event) for event in self._events)
@@ -81,7 +81,7 @@ class Stream:
     def _at_once(self) -> bool:
         """Write what is new, if it can be written without waiting."""
         transport = self._request.transport
-        if self._turn.over or transport is None or transport.is_closing() or _behind(transport):
+        if self._turn.is_over or transport is None or transport.is_closing() or _behind(transport):
             return False
         line = _line(next(self._events))
         transport.write(b"%x\r\n%b\r\n" % (len(line), line) if self._chunked else line)

@@ -39,7 +39,7 @@ def routes(prospects: Prospects) -> list[web.RouteDef]:
         for word, trained in (("trained", True), ("dropped", False)):
             for name in _names(body, word):
                 reward = rewards.get(name)
-                outcome = prospects.concluded(named(job, name), trained=trained, reward=reward)
+                outcome = prospects.conclude(named(job, name), trained=trained, reward=reward)
                 if outcome is None:
                     unknown.append(name)
                 else:

@@ -183,7 +183,7 @@ class Peers:
     def _up(self, name: str, now: float) -> bool:
         return self._down.get(name, 0.0) <= now and not self.pulse.silent(name)
 
-    def lost(self, peer: Peer) -> None:
+    def mark_lost(self, peer: Peer) -> None:
         """It does not answer; its trajectories belong to others until it is looked at again."""
         self._down[peer.name] = asyncio.get_running_loop().time() + LOOK_SECONDS
 

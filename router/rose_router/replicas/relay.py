@@ -58,7 +58,7 @@ async def pass_on(
                     )
                 )
                 if reply.headers.get(REASON) == "Draining":
-                    peers.lost(peer)
+                    peers.mark_lost(peer)
                     return None
                 kept = _kept(reply.headers)
                 if reply.content_type != "text/event-stream":
@@ -68,7 +68,7 @@ async def pass_on(
             return await _streamed(request, peer, peers, reply, kept, first=first)
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         LOG.warning("replica %s does not answer: %s", peer.name, error or "it is silent")
-        peers.lost(peer)
+        peers.mark_lost(peer)
         return None
 
 
@@ -105,7 +105,7 @@ async def _streamed(
         await response.write_eof()
     except TurnLost as error:
         LOG.warning("%s", error)
-        peers.lost(peer)
+        peers.mark_lost(peer)
         await _cut(request, response, error)
     except ConnectionResetError:
         _abort(request)  # the caller hung up

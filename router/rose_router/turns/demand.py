@@ -12,17 +12,23 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from rose_core.rollouts.rhythm import Phase, Rhythm, observe
-from rose_core.wire.routing import DemandNote, DemandRequest, EngineKind
+from rose_core.rollouts.rhythm import (
+    LOOK_SECONDS,
+    SAY_SECONDS,
+    Phase,
+    Rhythm,
+    Traffic,
+    half_full,
+    key,
+    note,
+    observe,
+)
+from rose_core.wire.routing import DemandNote, DemandRequest
 from rose_router import metrics
 from rose_router.turns.service import Service
 from rose_wire.errors import Refused
 from rose_wire.rpc import Server
 from rose_wire.services import DEMAND
-
-_LOOK_SECONDS = 1.0
-_SAY_SECONDS = 10.0
-"""An unchanged note is repeated so often; the operator takes a router for deaf after a minute."""
 
 
 class DemandFeed:
@@ -43,7 +49,7 @@ class DemandFeed:
         """Look at the turns until cancelled."""
         while True:
             self.look()
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(LOOK_SECONDS)
 
     def look(self) -> None:
         """Take one look."""
@@ -57,27 +63,12 @@ class DemandFeed:
 
     def note(self) -> DemandNote:
         """What stands now."""
-        service, rhythm = self._service, self._rhythm
-        now, turns = service.clock(), len(service.ledger)
-        queued = min(turns, len(service.room))
-        published = rhythm.published_at if rhythm.published else None
-        return DemandNote(
-            live_turns=turns - queued,
-            queued_turns=queued,
-            waiting_tokens=service.room.waiting_tokens,
-            peak_turns=max(turns, rhythm.most(now)),
-            usual_turns=rhythm.usual,
-            dedicated_turns=sum(
-                engine.cap // 2
-                for engine in service.fleet
-                if engine.kind is EngineKind.DEDICATED and engine.gate_open
-            ),
-            phase=rhythm.phase(now).value,
-            idle_seconds=0.0 if turns else rhythm.idle_seconds(now),
-            published_seconds=None if published is None else now - published,
-            expected_seconds=rhythm.expected_seconds(now),
-            up_seconds=now - self._began,
+        service, turns = self._service, len(self._service.ledger)
+        seen = Traffic(
+            turns, len(service.room), service.room.waiting_tokens, half_full(service.fleet)
         )
+        now = service.clock()
+        return note(self._rhythm, seen, now - self._began, now)
 
     async def listen(self, request: DemandRequest) -> AsyncIterator[DemandNote]:
         """One listener's stream.
@@ -92,21 +83,19 @@ class DemandFeed:
         while True:
             said, at = self._key(), self._service.clock()
             yield self.note()
-            while self._key() == said and self._service.clock() - at < _SAY_SECONDS:
+            while self._key() == said and self._service.clock() - at < SAY_SECONDS:
                 await self._until_look()
 
     def _key(self) -> object:
-        """What is worth saying at once: turns that come or go, and not each of a thousand."""
-        turns, rhythm = len(self._service.ledger), self._rhythm
-        return turns.bit_length(), rhythm.usual, rhythm.published_at
+        return key(self._rhythm, len(self._service.ledger))
 
     async def _until_look(self) -> None:
         """A second, or less when the first turn comes after none."""
         idle = not len(self._service.ledger)
         if not idle:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(LOOK_SECONDS)
             return
         self._came.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LOOK_SECONDS):
+            async with asyncio.timeout(LOOK_SECONDS):
                 await self._came.wait()

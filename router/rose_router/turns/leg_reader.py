@@ -58,7 +58,7 @@ class LegReader:
         leg, handle = self._leg, self._handle
         new = leg.take(event)
         self._learn(event, new, now)
-        self._engine.answered()
+        self._engine.note_success()
         handle.last_event, handle.tokens = now, len(leg.ids)
         if leg.offset == 0:
             meta, kept = event.meta, self._turn.prompt_meta
@@ -69,7 +69,7 @@ class LegReader:
         """Tokens came where an engine had died before: others may run beside the turn again."""
         record = self._turn.record
         if record.must_be_alone():
-            record.wrote(self._turn.held + self._leg.placed)
+            record.note_tokens(self._turn.held + self._leg.placed)
             if not record.must_be_alone():
                 self._engine.solo = False
                 self._fleet.changed.fire()
@@ -92,10 +92,10 @@ class LegReader:
             return  # the gap holds a pause of the gate
         if handle.tokens:
             step, live = (now - handle.last_event) / new, engine.reserved
-            self._fleet.saw(engine, lambda speed: speed.saw_step(step, live=live))
+            self._fleet.learn_speed(engine, lambda speed: speed.saw_step(step, live=live))
             return
         waited = now - handle.began
-        self._fleet.saw(engine, lambda speed: speed.saw_first_token(waited, uncached))
+        self._fleet.learn_speed(engine, lambda speed: speed.saw_first_token(waited, uncached))
 
 
 def _crossing(turn: Turn) -> Crossing | None:

@@ -88,7 +88,7 @@ class TurnRunner:
     async def run(self, turn: Turn) -> None:
         """Bring the turn to its end, whatever that is; never raises."""
         try:
-            while not turn.over:
+            while not turn.is_over:
                 await self._advance(turn)
         except asyncio.CancelledError:
             self._abort(turn, "Aborted", turn.abort_message or "the router stops")
@@ -104,7 +104,7 @@ class TurnRunner:
                 self._prefixes.note(
                     turn.request.trajectory, turn.transcript.context, len(turn.request.prompt)
                 )
-            self._prospects.turn_ended(
+            self._prospects.end_turn(
                 turn.request.trajectory, turn.held, context, turn.ended, moves=len(turn.moves)
             )
             self._ledger.close(turn)
@@ -148,13 +148,13 @@ class TurnRunner:
             engine = self._fleet.get(home.engine)
             same = engine is not None and str(engine.version) == home.version
             view = turn.view(home.engine, home.tokens if same else 0, usual)
-        view = self._prospects.expected(turn.request.trajectory, view, self._clock())
+        view = self._prospects.with_expectation(turn.request.trajectory, view, self._clock())
         return replace(view, begins=False) if view.begins and turn.held else view
 
     def _note_placed(self, turn: Turn, view: TurnView, engine: Engine) -> None:
         home = self._fleet.get(view.home) if view.home != engine.name else None
         had_room = home is not None and home.gate_open and home.reserved < home.cap
-        self._prospects.placed(turn.request.trajectory, engine.kind, left_home=had_room)
+        self._prospects.note_placement(turn.request.trajectory, engine.kind, left_home=had_room)
 
     async def _leg(self, turn: Turn, engine: Engine) -> MoveReason | None:
         """Run one leg and fold it; why the turn must go on elsewhere, ``None`` when it ended."""
@@ -187,7 +187,7 @@ class TurnRunner:
             if handle.verdict is None or (handle.task is not None and handle.task.uncancel()):
                 raise
             if handle.verdict is MoveReason.STALLED:
-                engine.failed(self._clock())
+                engine.back_off(self._clock())
             return handle.verdict
 
     async def _judged(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> MoveReason:
@@ -204,7 +204,7 @@ class TurnRunner:
                 await self._lost(turn, engine, leg)
         else:
             return MoveReason.ABORTED if leg.aborted else MoveReason.UNPLACED
-        engine.failed(self._clock())
+        engine.back_off(self._clock())
         return MoveReason.LOST
 
     async def _refused(self, engine: Engine, leg: Leg, error: LegLost) -> MoveReason:
@@ -215,7 +215,7 @@ class TurnRunner:
         """
         if error.doubtful and not leg.placed and await self._answers(engine):
             raise EngineRefused(str(error)) from error
-        engine.failed(self._clock())
+        engine.back_off(self._clock())
         return MoveReason.REFUSED
 
     async def _lost(self, turn: Turn, engine: Engine, leg: Leg) -> None:
@@ -304,7 +304,7 @@ class TurnRunner:
     def _elsewhere(self, turn: Turn, engine: Engine) -> bool:
         view = self._view(turn)
         others = frozenset({engine.name})
-        return not turn.request.dedicated_because and self._room.possible(view, others)
+        return not turn.request.dedicated_because and self._room.is_possible(view, others)
 
     @staticmethod
     def _finish(turn: Turn, finish: Any) -> None:  # noqa: ANN401  # SGLang's JSON

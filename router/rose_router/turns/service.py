@@ -173,7 +173,7 @@ class Service:
             turn.check_bounds(self.bounds())
             self.ledger.open(turn)
             self.on_turn()
-            turn.born = self.prospects.turn_begins(
+            turn.born = self.prospects.begin_turn(
                 request.trajectory,
                 request.hint,
                 len(request.prompt),
@@ -181,7 +181,7 @@ class Service:
                 prompt=request.prompt,
                 job=request.job,
             )
-            self._warmer.comes(turn)
+            self._warmer.begin_turn(turn)
             turn.task = asyncio.create_task(self._runner.run(turn))
             turn.task.add_done_callback(lambda _: self._over(turn))
         turn.listeners += 1
@@ -209,7 +209,7 @@ class Service:
     def leave(self, turn: Turn) -> None:
         """A caller no longer listens; nobody listening ends the turn."""
         turn.listeners -= 1
-        if not turn.listeners and not turn.over:
+        if not turn.listeners and not turn.is_over:
             turn.abandoned = True
             self._end(turn, "the caller hung up")
 
@@ -224,11 +224,11 @@ class Service:
             self._end(turn, "Aborted")
         return bool(turns)
 
-    def finished(self, session: str) -> None:
+    def end_trajectory(self, session: str) -> None:
         """A trajectory comes back no more: its keys are of no use, and its length is known."""
-        self.prospects.over(session)
-        self._warmer.over(session)
-        self.fleet.residents.over(session)
+        self.prospects.end_trajectory(session)
+        self._warmer.drop(session)
+        self.fleet.residents.drop_session(session)
 
     def abort_all(self, job: str = "") -> int:
         """End every turn of this lease, or of one job of it; their number."""
@@ -282,7 +282,7 @@ class Service:
 
     def _over(self, turn: Turn) -> None:
         self._ends.append(self.clock())
-        self._warmer.ends(turn)
+        self._warmer.end_turn(turn)
         if turn.abandoned:  # one that is answered has no listener any more when this is called
             metrics.UNDELIVERED.inc(turn.held)
 

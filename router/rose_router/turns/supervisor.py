@@ -65,7 +65,7 @@ class Supervisor:
         """One round."""
         now = self._clock()
         self._fleet.forget(self._forget_seconds)
-        self._prospects.saw_head(self._fleet.head, now)
+        self._prospects.note_head(self._fleet.head, now)
         self._prospects.infer_ends(now)
         self._prospects.forget_silent(now)
         spare = sum(

@@ -106,11 +106,11 @@ class Turn:
     task: asyncio.Task[None] | None = None
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Nothing more will come."""
         return self.state is TurnState.DONE or self.state is TurnState.FAILED
 
-    async def until_over(self) -> None:
+    async def wait_over(self) -> None:
         """Wait for the end without being woken by every token."""
         await self.ended_event.wait()
 

@@ -104,7 +104,7 @@ class TurnQueue:
         self.held = False
         self.pump()
 
-    def possible(self, view: TurnView, without: frozenset[str]) -> bool:
+    def is_possible(self, view: TurnView, without: frozenset[str]) -> bool:
         """Whether some engine, ``without`` those, could take the turn now."""
         return isinstance(self._choose(replace(view, avoid=without)), Placement)
 
@@ -163,7 +163,7 @@ class TurnQueue:
         arrived = next(self._arrivals)
         key = rank(holds_tokens, priority, arrived if born is None else born)
         waiter = Waiter(key, view, session, began, future, job)
-        self._shares.came(job)
+        self._shares.join(job)
         insort(self._waiting, waiter, key=lambda one: one.key)
         self.pump()
         try:
@@ -171,7 +171,7 @@ class TurnQueue:
                 self._check_room_without(waiter)
             return await self._until_placed(waiter)
         except BaseException:  # also when cancelled, and raised again
-            self._shares.went(job)
+            self._shares.leave(job)
             raise
         finally:
             metrics.QUEUE_SECONDS.observe(self._clock() - began)
@@ -191,7 +191,7 @@ class TurnQueue:
         except BaseException:  # also when cancelled, and raised again
             # The engine may have been reserved in the very moment the turn gave up.
             if not waiter.future.cancel() and waiter.future.exception() is None:
-                self._back(waiter.future.result())
+                self._requeue(waiter.future.result())
             raise
         return waiter.future.result()
 
@@ -207,14 +207,14 @@ class TurnQueue:
             job: whose turn it was.
             more: tokens that it wrote beyond what was expected.
         """
-        self._shares.given(job, more)
-        self._shares.went(job)
-        self._back(engine, session, tokens)
+        self._shares.charge(job, more)
+        self._shares.leave(job)
+        self._requeue(engine, session, tokens)
 
-    def _back(self, engine: Engine, session: str = "", tokens: int = 0) -> None:
+    def _requeue(self, engine: Engine, session: str = "", tokens: int = 0) -> None:
         engine.reserved -= 1
         engine.solo = False  # who must be alone was the only one
-        self._fleet.residents.ended(engine.name, session, tokens, self._clock())
+        self._fleet.residents.end_turn(engine.name, session, tokens, self._clock())
         self.pump()
 
     def pump(self) -> None:
@@ -236,10 +236,10 @@ class TurnQueue:
             self._dispatch()
         blocked: dict[tuple[object, ...], Obstacle] = {}
         for waiter in list(self._shares.order(self._waiting)):
-            known = blocked.get(waiter.view.alike)
+            known = blocked.get(waiter.view.placement_key)
             chosen = self._choose(waiter.view) if known is None else Wait(known)
             if isinstance(chosen, Wait):
-                blocked[waiter.view.alike] = waiter.obstacle = chosen.obstacle
+                blocked[waiter.view.placement_key] = waiter.obstacle = chosen.obstacle
                 self._fail_if_gone(waiter)
             elif self._policy.name is PolicyName.JOINT:
                 waiter.obstacle = Obstacle.FULL  # its home is, and is waited for
@@ -315,9 +315,9 @@ class TurnQueue:
         view = waiter.view
         engine.solo = view.alone
         at_home = view.cached if view.home == engine.name else 0
-        self._shares.given(waiter.job, work(view.context - at_home, view.expected))
+        self._shares.charge(waiter.job, work(view.context - at_home, view.expected))
         needed = view.context + view.expected
-        self._fleet.residents.began(engine.name, waiter.session, needed)
+        self._fleet.residents.begin_turn(engine.name, waiter.session, needed)
         waiter.future.set_result(engine)
 
     def _fail_if_gone(self, waiter: Waiter) -> None:

@@ -87,17 +87,17 @@ class Warmer:
     def __len__(self) -> int:
         return sum(rest.task is not None for rest in self._resting.values())
 
-    def comes(self, turn: Turn) -> None:
+    def begin_turn(self, turn: Turn) -> None:
         """A turn has come; if its trajectory rested, that is over."""
         rest = self._resting.pop(turn.request.trajectory, None)
         if rest is None:
             return
-        self._returns.came(turn.began - rest.since)
+        self._returns.record_return(turn.began - rest.since)
         self._stop(rest, WarmOutcome.LATE)
         if rest.warm:
             self._came[turn] = rest.warm
 
-    def ends(self, turn: Turn) -> None:
+    def end_turn(self, turn: Turn) -> None:
         """A turn has ended; its trajectory may come back."""
         warm, legs = self._came.pop(turn, ""), turn.transcript.legs
         if warm:
@@ -109,7 +109,7 @@ class Warmer:
         self._drop(self._resting.pop(name, None))  # of another turn of it, beside this one
         self._resting[name] = _Rest(turn, turn.ended, context)
 
-    def over(self, name: str) -> None:
+    def drop(self, name: str) -> None:
         """The trajectory has ended, and its caller says so."""
         self._drop(self._resting.pop(name, None))
 
@@ -168,7 +168,7 @@ class Warmer:
             if now - oldest.since <= self._bound.seconds:
                 return
             del self._resting[name]
-            self._returns.never()
+            self._returns.record_absence()
             self._drop(oldest)
 
     def _drop(self, rest: _Rest | None) -> None:
@@ -211,7 +211,7 @@ class Warmer:
     async def _warm(self, rest: _Rest, engine: Engine) -> None:
         request, version, rid = rest.turn.request, str(engine.version), self._new_rid()
         name, residents = request.trajectory, self._fleet.residents
-        residents.began(engine.name, request.session, rest.context)
+        residents.begin_turn(engine.name, request.session, rest.context)
         whole = False
         try:
             body = _prefill(rest.turn, rid, version)
@@ -224,13 +224,13 @@ class Warmer:
         finally:
             if not whole:
                 self._fences.raise_for(engine, rid)
-                residents.over(request.session)
+                residents.drop_session(request.session)
             if rest.engine is engine:
                 rest.task = rest.engine = None
         if whole and str(engine.version) == version:
             metrics.WARMED.labels(WarmOutcome.UNUSED).inc(bool(rest.warm))  # of the times before
             metrics.WARMED_TOKENS.inc(rest.context)
-            residents.ended(engine.name, request.session, rest.context, self._clock())
+            residents.end_turn(engine.name, request.session, rest.context, self._clock())
             self._sessions.settle(name, Home(engine.name, rest.context, version))
             rest.warm = engine.name
 

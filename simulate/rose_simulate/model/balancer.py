@@ -36,12 +36,12 @@ class Balancer:
         best = min(range(size), key=lambda n: (among[n].serving.live, (n - turn) % size))
         among[best].serve(request)
 
-    def again(self, request: ServingRequest, service: str) -> None:
+    def retry(self, request: ServingRequest, service: str) -> None:
         """Its replica is gone; its client begins anew and waits since it first came."""
         request.first_ns, request.sequence = 0, None
         self.take(request, service)
 
-    def retry(self) -> None:
+    def retry_stranded(self) -> None:
         """Replicas are back: take what found none."""
         waiting, self._stranded = self._stranded, []
         for request, service in waiting:

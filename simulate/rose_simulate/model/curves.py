@@ -127,7 +127,7 @@ def dedicated_tokens_per_s(
     engine = BatchEngine(clock, own, room, lambda: None)
     draw = random.Random(f"{seed}/dedicated")  # noqa: S311  # a model's randomness
     for number in range(max(1, min(job.dedicated_cap, room // USUAL_CONTEXT))):
-        Endless(engine, pool, draw, str(number)).turn()
+        Endless(engine, pool, draw, str(number)).send_turn()
     clock.run(round(_WARM_S * SECOND))
     engine.settle()
     before = engine.tokens
@@ -146,7 +146,7 @@ class Endless:
         self._episode: Episode = ()
         self._index = self._context = self._count = 0
 
-    def turn(self) -> None:
+    def send_turn(self) -> None:
         """Send the next turn."""
         if self._index >= len(self._episode):
             self._episode = self._pool[self._draw.randrange(len(self._pool))]
@@ -156,7 +156,7 @@ class Endless:
         self._index += 1
         self._context += planned.new
         sequence = Sequence(
-            f"{self._name}/{self._count}", self._context, planned.output, _nothing, self.turn
+            f"{self._name}/{self._count}", self._context, planned.output, _nothing, self.send_turn
         )
         self._context += planned.output
         self._engine.submit(sequence)
@@ -199,7 +199,7 @@ class _Bench:
             assert draw is not None  # noqa: S101  # only a lent replica serves rollouts
             self._engines.append(engine)
             for number in range(max(1, min(lender.job.cap, engine.kv_tokens // USUAL_CONTEXT))):
-                Endless(engine, pool, draw, str(number)).turn()
+                Endless(engine, pool, draw, str(number)).send_turn()
 
         # Only services[0], delays and interference of it are read.
         told = Scenario(

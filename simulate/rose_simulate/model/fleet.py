@@ -5,7 +5,8 @@
 | load of a replica | the trace's counts per bin over their mean, a phase per service |
 | live requests of a replica | Poisson per bin; the planner and the counts see these |
 | what a replica gives, which requests are late | ``curves`` at the load; they hold its randomness |
-| which replicas are lent | ``rose_core.lending.plan``, per pool, every ``plan_s`` |
+| which replicas are lent | ``rose_core.lending.plan``, for all pools, every ``plan_s`` |
+| what a lease wants | its job's turns by bin, as a router would say them (``rollouts.rhythm``) |
 | rollouts of a job | ``fluid_job``: trajectories that all progress alike; no turn is placed |
 
 Against the event level its throughput is checked in ``tests/simulate/test_fleet.py``.
@@ -13,20 +14,23 @@ Against the event level its throughput is checked in ``tests/simulate/test_fleet
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from rose_core.lending import Lease, Memory, Pool, Replica, Slot, Snapshot, plan
+from rose_core.lending.demand import ReceivedNote, together
+from rose_core.rollouts.rhythm import Rhythm, Traffic, note, observe
 from rose_core.wire.sync import SignalSource
 from rose_simulate.model.costs import costs, kv_tokens
 from rose_simulate.model.curves import USUAL_CONTEXT, Curve
 from rose_simulate.model.fleet_scenario import FleetScenario
 from rose_simulate.model.fluid_job import EngineSupply, Floats, FluidJob, FluidWork, active_share
+from rose_simulate.model.planner import lease_of
 from rose_simulate.model.regimes import RULES, LendingMode
 from rose_simulate.model.scenario import Regime
 from rose_simulate.model.workload import Arrival, Episode, Shape
@@ -42,6 +46,7 @@ class FleetOutcome(msgspec.Struct, frozen=True):
         added_violations: expected of lent replicas: late when lent, and not alone.
         added_inside: those of them in bins in which serving alone keeps its SLO.
         spared_violations: expected of lent replicas: late alone, and not when lent.
+        lent_hours: GPU-hours that leases held.
     """
 
     regime: str
@@ -62,6 +67,7 @@ class FleetOutcome(msgspec.Struct, frozen=True):
     derate: float = 0.0
     added_inside: float = 0.0
     spared_violations: float = 0.0
+    lent_hours: float = 0.0
 
 
 @dataclass
@@ -78,8 +84,19 @@ class _Lent:
     since: Floats
     job: NDArray[np.int64]
     kind: int
-    slots: dict[str, Slot] = field(default_factory=dict)
-    memory: Memory = field(default_factory=Memory)
+
+
+@dataclass
+class _JobDemand:
+    """What one job's router has seen of its turns, and what it says now."""
+
+    rhythm: Rhythm = field(default_factory=Rhythm)
+    heard: ReceivedNote | None = None
+
+    def look(self, seen: Traffic, version: int, now: float) -> None:
+        """Once per bin."""
+        self.rhythm = observe(self.rhythm, seen.turns, str(version), now)
+        self.heard = ReceivedNote(note(self.rhythm, seen, now, now), now)
 
 
 class Fleet:
@@ -119,7 +136,7 @@ class Fleet:
         work = FluidWork(job, own, lengths, active_share(episodes, job))
         self._tanks = [FluidJob(work, self._draw) for _ in range(told.jobs.count)]
         self._sums = dict.fromkeys(
-            ("requests", "alone", "added", "inside", "spared", "lent", "open"), 0.0
+            ("requests", "alone", "added", "inside", "spared", "lent", "open", "hours"), 0.0
         )
         room = kv_tokens(job.device, job.model, 0.9, job.gpus_per_engine)
         self._own_slots = max(1, min(job.dedicated_cap, room // USUAL_CONTEXT))
@@ -127,6 +144,11 @@ class Fleet:
         share, gpus = lender.rollout_memory_share, lender.gpus_per_replica
         room = kv_tokens(lender.device, job.model, share, gpus)
         self._lent_slots = max(1, min(job.cap, room // USUAL_CONTEXT))
+        self._demand = [_JobDemand() for _ in self._tanks]
+        self._leases = [self._lease(number) for number in range(told.jobs.count)]
+        self._slots: dict[str, Slot] = {}
+        self._memory = Memory()
+        self._names = frozenset(one.name for one in self._reports(0))
 
     def _service(self, kind: int, traces: Mapping[str, Rows[Arrival]]) -> _Lent:
         service = self._told.services[kind].service
@@ -162,59 +184,78 @@ class Fleet:
         for index in range(self._bins):
             now = index * told.bin_s
             if RULES[self._regime].lends is not LendingMode.NOTHING and index % every == 0:
-                for number, one in enumerate(self._services):
-                    self._plan(number, one, now, index)
+                self._plan(now, index)
             given, engines = self._give(index, now)
             before = sum(tank.tokens for tank in self._tanks)
             for number, tank in enumerate(self._tanks):
                 supply = self._supply(float(given[number]), float(engines[number]))
                 tank.advance(supply, now, told.bin_s)
+                carried = told.jobs.job.dedicated * (self._own_slots // 2)
+                seen = Traffic(tank.turns, dedicated_turns=carried)
+                self._demand[number].look(seen, tank.version, now)
             made = sum(tank.tokens for tank in self._tanks) - before
             self._hours[int(now // 3600)] += made / 3600
         return self._outcome()
 
     # --- lending
 
-    def _plan(self, number: int, one: _Lent, now: float, index: int) -> None:
-        """Production's planner for one pool; leases on different pools do not meet."""
-        told, jobs = self._told, self._told.jobs
-        service = told.services[one.kind].service
-        mine = [j for j in range(jobs.count) if number in self._lenders(j)]
-        if not mine:
-            return
-        used = np.minimum(1000, one.loads[:, index] * 100).astype(int)
+    def _plan(self, now: float, index: int) -> None:
+        """Production's planner, once for all pools and leases."""
         snapshot = Snapshot(
-            pools=(
-                Pool(
-                    "pool",
-                    service.max_replicas_percent,
-                    service.min_unlent_replicas,
-                    frozenset({_SOURCE}),
-                ),
-            ),
-            replicas=tuple(_report(n, int(used[n])) for n in range(service.replicas)),
-            leases=tuple(
-                Lease(str(j), str(j), "pool", 0, float(j), 0, jobs.job.borrowed) for j in mine
-            ),
-            slots=tuple(one.slots.values()),
-            reporting=frozenset(map(str, range(service.replicas))),
-            memory=one.memory,
+            pools=tuple(self._pool(number) for number in range(len(self._services))),
+            replicas=tuple(self._reports(index)),
+            leases=tuple(self._wants(lease, now) for lease in self._leases),
+            slots=tuple(self._slots.values()),
+            reporting=self._names,
+            memory=self._memory,
         )
         answer = plan(snapshot, now)
-        one.memory = answer.memory
+        self._memory = answer.memory
         for release in answer.releases:
-            slot = one.slots.pop(release.slot)
-            one.job[int(slot.replica)], one.since[int(slot.replica)] = -1, np.inf
+            one, number = self._at(self._slots.pop(release.slot).replica)
+            one.job[number], one.since[number] = -1, np.inf
         for loan in answer.lends:
-            name = loan.replica
-            one.slots[name] = Slot(
-                name, name, loan.lease, loan.lease, "pool", name, name, (name,), now
+            name, pool = loan.replica, loan.replica.partition("/")[0]
+            self._slots[name] = Slot(
+                name, name, loan.lease, loan.lease, pool, name, name, (name,), now
             )
-            one.job[int(name)], one.since[int(name)] = int(loan.lease), now
+            one, number = self._at(name)
+            one.job[number], one.since[number] = int(loan.lease), now
 
-    def _lenders(self, job: int) -> range:
-        leases = self._told.jobs.leases
-        return range(job * leases, (job + 1) * leases)
+    def _pool(self, number: int) -> Pool:
+        service = self._told.services[self._services[number].kind].service
+        percent, unlent = service.max_replicas_percent, service.min_unlent_replicas
+        return Pool(str(number), percent, unlent, frozenset({_SOURCE}))
+
+    def _reports(self, index: int) -> Iterator[Replica]:
+        for pool, one in enumerate(self._services):
+            used = np.minimum(1000, one.loads[:, index] * 100).astype(int).tolist()
+            for number, permille in enumerate(used):
+                yield _report(str(pool), number, permille)
+
+    def _at(self, replica: str) -> tuple[_Lent, int]:
+        pool, _, number = replica.partition("/")
+        return self._services[int(pool)], int(number)
+
+    def _lease(self, number: int) -> Lease:
+        """The job's lease, over the services whose turn it is."""
+        jobs = self._told.jobs
+        first = number * jobs.pools
+        named = [str((first + one) % len(self._services)) for one in range(jobs.pools)]
+        job = jobs.job.model_copy(update={"name": str(number), "borrows_from": named[0]})
+        return replace(
+            lease_of(job),
+            created=float(number),
+            max_slots=jobs.job.borrowed * jobs.pools,
+            more_pools=tuple(named[1:]),
+        )
+
+    def _wants(self, lease: Lease, now: float) -> Lease:
+        """The lease with what its router says, where the regime's planner hears it."""
+        heard, rules = self._demand[int(lease.key)].heard, RULES[self._regime]
+        if heard is None or not rules.by_demand or rules.lends is not LendingMode.PLANNER:
+            return lease
+        return replace(lease, demand=together([heard], now))
 
     def _give(self, index: int, now: float) -> tuple[Floats, Floats]:
         """Tokens per second and number of borrowed engines, by job, in this bin."""
@@ -225,7 +266,10 @@ class Fleet:
             at = _At.of(seen, one.rates[index])
             self._sums["requests"] += float(came.sum())
             self._sums["alone"] += float(came.sum()) * at.late_alone
-            self._sums["lent"] += float((one.job >= 0).sum())
+            lent = float((one.job >= 0).sum())
+            self._sums["lent"] += lent
+            gpus = self._told.services[one.kind].service.gpus_per_replica
+            self._sums["hours"] += lent * gpus * self._told.bin_s / 3600
             works = (one.job >= 0) & (now - one.since >= self._told.start_s)
             exposed, service = float(came[works].sum()), self._told.services[one.kind].service
             self._sums["added"] += exposed * at.late_added
@@ -271,6 +315,7 @@ class Fleet:
             derate=told.derate,
             added_inside=sums["inside"],
             spared_violations=sums["spared"],
+            lent_hours=sums["hours"],
         )
 
 
@@ -291,13 +336,13 @@ class _At:
         return cls(*(float(np.interp(load, seen.loads, row)) for row in rows))
 
 
-def _report(number: int, used: int) -> Replica:
-    name = str(number)
+def _report(pool: str, number: int, used: int) -> Replica:
+    name = f"{pool}/{number}"
     return Replica(
         uid=name,
         name=name,
         node=name,
-        pool="pool",
+        pool=pool,
         gpus=(name,),
         ready=True,
         stopped=False,

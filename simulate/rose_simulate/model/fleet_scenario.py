@@ -28,12 +28,13 @@ class FleetJobs(Strict):
 
     Attributes:
         count: of them.
-        leases: of each, on services of their own.
-        job: each of them; its ``borrowed`` is per lease, and ``borrows_from`` is not looked at.
+        pools: services that the lease of each borrows from, the next ones in turn; when there are
+            not enough for all, jobs share them.
+        job: each of them; its ``borrowed`` is per pool, and ``borrows_from`` is not looked at.
     """
 
     count: Count
-    leases: Annotated[int, Field(ge=1)] = 1
+    pools: Count = 1
     job: RolloutJob
 
 
@@ -72,8 +73,8 @@ class FleetScenario(Strict):
 def impossible_fleet(told: FleetScenario) -> Iterator[tuple[Where, str]]:
     """Every contradiction: the field's place and the reason."""
     jobs, count = told.jobs, sum(one.count for one in told.services)
-    if jobs.count * jobs.leases > count:
-        yield ("jobs", "leases"), f"{jobs.count * jobs.leases} leases, but {count} services"
+    if jobs.pools > count:
+        yield ("jobs", "pools"), f"a lease of {jobs.pools} pools, but {count} services"
     if jobs.job.awaits_weights:
         yield ("jobs", "job", "awaits_weights"), "a fleet's bins know no time between versions"
     for index, one in enumerate(told.services):

@@ -76,6 +76,11 @@ class FluidJob:
     steps: int = 0
     tokens: float = 0.0
 
+    @property
+    def turns(self) -> int:
+        """Trajectories that are at an engine or would be, now."""
+        return round(len(self.left) * self.work.active)
+
     def advance(self, supply: EngineSupply, now: float, bin_s: float) -> None:
         """One bin."""
         self._start()

@@ -129,7 +129,7 @@ class Gate:
         self.clock, self.device, self.host, self._changed = clock, device, host, changed
         self.is_open = False
         self.granted = False
-        host.on_serving = self.serving_engine
+        host.on_serving = self.on_engine_ready
 
     def set_open(self, is_open: bool) -> None:
         """Tell the router."""
@@ -137,13 +137,13 @@ class Gate:
             self.is_open = is_open
             self._changed(is_open)
 
-    def arrived(self, request: ServingRequest) -> None:
+    def on_arrival(self, request: ServingRequest) -> None:
         """A request has reached the replica."""
 
-    def first(self, request: ServingRequest) -> None:
+    def on_first_token(self, request: ServingRequest) -> None:
         """Its first token has left."""
 
-    def ended(self, request: ServingRequest) -> None:
+    def on_end(self, request: ServingRequest) -> None:
         """Its last token has left."""
 
     def lend(self, granted: bool) -> None:
@@ -155,7 +155,7 @@ class Gate:
             self.shut()
             self.host.stop()
 
-    def serving_engine(self) -> None:
+    def on_engine_ready(self) -> None:
         """The rollout engine serves now."""
         self.device.allow()
         self.set_open(True)
@@ -172,16 +172,16 @@ class Gate:
         if self.granted:
             self.host.ensure()
 
-    def guard_dies(self, seconds: float) -> None:
+    def on_guard_death(self, seconds: float) -> None:
         """The process that decides is gone for so long; here nobody decides."""
 
-    def node_dies(self) -> None:
+    def on_node_death(self) -> None:
         """The whole machine is off, and what was known of its requests with it."""
         self.host.off = True
         self.shut()
         self.host.stop()
 
-    def node_back(self) -> None:
+    def on_node_return(self) -> None:
         """The machine is on again; a slot that still stands gets a cold engine."""
         self.host.off = False
         if self.granted:

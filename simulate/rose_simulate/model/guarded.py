@@ -82,7 +82,7 @@ class GuardedGate(Gate):
 
     # --- what it hears
 
-    def arrived(self, request: ServingRequest) -> None:
+    def on_arrival(self, request: ServingRequest) -> None:
         """Heard ``tap_s`` later."""
         self._requests[request.number] = request
         self._tell(self._hear_arrival, request)
@@ -104,20 +104,20 @@ class GuardedGate(Gate):
         self._book.apply(Arrived("", number, now, _PATH), now)
         self._book.apply(Sized("", number, request.prompt * BYTES_PER_TOKEN), now)
         self._gaps.note(busy=True, now_ns=now)
-        self._experience.arrived(number, now)
+        self._experience.begin(number, now)
         self.step()
 
-    def first(self, request: ServingRequest) -> None:
+    def on_first_token(self, request: ServingRequest) -> None:
         """Heard ``tap_s`` later."""
         self._tell(self._hear_first, request)
 
     def _hear_first(self, request: ServingRequest) -> None:
         now = self.clock.now_ns
         self._book.apply(FirstToken("", request.number, now), now)
-        self._experience.first(request.number, now)
+        self._experience.note_first_token(request.number, now)
         self.step()
 
-    def ended(self, request: ServingRequest) -> None:
+    def on_end(self, request: ServingRequest) -> None:
         """Heard ``tap_s`` later."""
         self._requests.pop(request.number, None)
         self._tell(self._hear_end, request)
@@ -132,7 +132,7 @@ class GuardedGate(Gate):
         self.step()
 
     def _take(self, done: FinishedRequest, now: int) -> None:
-        met = self._experience.finished(done, self._goals, len(self._book.live))
+        met = self._experience.learn(done, self._goals, len(self._book.live))
         if not met.used or not self._budget.spend(met, self._percentile, now):
             return
         if self._budget.trip(BUDGET_CAUSE, now):
@@ -161,7 +161,7 @@ class GuardedGate(Gate):
             self.poll()
         self.step()
 
-    def serving_engine(self) -> None:
+    def on_engine_ready(self) -> None:
         """The host lists an engine that serves."""
         self._held = self._holding = False
         self.step()
@@ -172,7 +172,7 @@ class GuardedGate(Gate):
         self.host.stop()
         self.step()
 
-    def guard_dies(self, seconds: float) -> None:
+    def on_guard_death(self, seconds: float) -> None:
         """The permit lapses by itself; nothing is decided until the guard is back."""
         dead_until_ns = self.clock.now_ns + round(seconds * SECOND)
         self._dead_until_ns = max(self._dead_until_ns, dead_until_ns)
@@ -180,13 +180,13 @@ class GuardedGate(Gate):
         self.clock.after(permit, self.shut)  # the permit lapses
         self.clock.after(seconds, self.step)
 
-    def node_dies(self) -> None:
+    def on_node_death(self) -> None:
         """Nothing is decided, and nothing of what it hears is told, until the node is back."""
-        super().node_dies()
+        super().on_node_death()
         self._begin()
         self._dead_until_ns = _ALWAYS_NS
 
-    def node_back(self) -> None:
+    def on_node_return(self) -> None:
         """A fresh guard, beside a serving engine that has no request."""
         self.host.off = False
         self._begin()

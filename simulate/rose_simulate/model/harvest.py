@@ -29,7 +29,7 @@ class OnOffGate(Gate):
         self._seen_ns = 0
         clock.after(LOOK_S, self._look)
 
-    def serving_engine(self) -> None:
+    def on_engine_ready(self) -> None:
         """Opens at a look, never by itself."""
 
     def _look(self) -> None:

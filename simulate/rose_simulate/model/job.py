@@ -188,7 +188,7 @@ class Job:
         """Trajectories that are at an engine, in the queue, or in their environment."""
         return self._in_gap + self._router.inside
 
-    def finished(
+    def on_trajectory_end(
         self, one: Group, trajectory: Trajectory, session: str, tokens: int, oldest: int
     ) -> None:
         """A trajectory has ended."""
@@ -231,7 +231,7 @@ class Job:
                 self.counts.discarded_tokens += trajectory.withdraw(self._router)
                 self.counts.finished += 1
             for session, _ in one.members:
-                self._router.prospects.concluded(session, trained=False)
+                self._router.prospects.conclude(session, trained=False)
             one.under_way.clear()
         self._ready += [self._named.pop(name) for name in closing.batch]
         self._train()
@@ -274,7 +274,7 @@ class Job:
         for session, tokens in one.members:
             stale = self.version - one.oldest
             self.counts.fates.append(Fate(session, tokens, trained, stale))
-            self._router.prospects.concluded(session, trained=trained)
+            self._router.prospects.conclude(session, trained=trained)
 
     def _trained(self) -> None:
         self._training = False
@@ -322,7 +322,7 @@ class Trajectory:
             self._oldest = min([self._oldest, *self._turn.versions])
             self._tokens += self._turn.output
         if self._index >= len(self._episode):
-            self._job.finished(self._group, self, self.session, self._tokens, self._oldest)
+            self._job.on_trajectory_end(self._group, self, self.session, self._tokens, self._oldest)
             return
         planned = self._episode[self._index]
         self._index += 1

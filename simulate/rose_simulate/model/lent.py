@@ -137,16 +137,16 @@ class LentReplica:
 
         def first() -> None:
             request.first_ns = self._clock.now_ns
-            self.gate.first(request)
+            self.gate.on_first_token(request)
 
         def done() -> None:
             request.ended_ns = self._clock.now_ns
             del self._under_way[request]
-            self.gate.ended(request)
+            self.gate.on_end(request)
 
         sequence = Sequence("", request.prompt, request.output, first, done)
         request.sequence = sequence
-        self.gate.arrived(request)
+        self.gate.on_arrival(request)
         self.serving.submit(sequence)
 
     def lose(self) -> list[ServingRequest]:
@@ -154,7 +154,7 @@ class LentReplica:
         lost = list(self._under_way)
         self._under_way.clear()
         self.serving.clear()
-        self.gate.node_dies()
+        self.gate.on_node_death()
         return lost
 
 

@@ -52,10 +52,10 @@ class Dedicated:
             )
         )
 
-    def lose(self) -> None:
+    def fail(self) -> None:
         """It is gone with everything in it."""
         self.batch.clear()
-        self.router.lost(self.name)
+        self.router.on_engine_loss(self.name)
 
 
 @dataclass(eq=False)
@@ -125,7 +125,7 @@ class Nodes:
         self.down += 1
         self.failed += 1
         for engine in node.engines:
-            engine.lose()
+            engine.fail()
         lost = [(request, one) for one in node.replicas for request in one.lose()]
         self.restarted += len(lost)
         for request, one in lost:
@@ -138,7 +138,7 @@ class Nodes:
         for engine in node.engines:
             engine.attach(self._clock.now_ns)
         for one in node.replicas:
-            one.gate.node_back()
+            one.gate.on_node_return()
         self._on_back()
 
     def silence(self) -> dict[str, float]:

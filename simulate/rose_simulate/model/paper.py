@@ -62,27 +62,27 @@ class PaperGate(Gate):
         self._wake: Event | None = None
         self.cap = CAP
 
-    def arrived(self, request: ServingRequest) -> None:
+    def on_arrival(self, request: ServingRequest) -> None:
         """The executor has it at once."""
         self._live[request.number] = request
         self._tick()
 
-    def ended(self, request: ServingRequest) -> None:
+    def on_end(self, request: ServingRequest) -> None:
         """It no longer counts."""
         self._live.pop(request.number, None)
         self._tick()
 
-    def node_dies(self) -> None:
+    def on_node_death(self) -> None:
         """No request is left."""
         self._live.clear()
         self.cap = CAP
-        super().node_dies()
+        super().on_node_death()
 
-    def serving_engine(self) -> None:
+    def on_engine_ready(self) -> None:
         """A co-serving model is active."""
         self._tick()
 
-    def next_step(self) -> None:
+    def on_step(self) -> None:
         """The RL step is over: the cut budget may grow again (section 4.1)."""
         self.cap = CAP
 

@@ -1,13 +1,17 @@
 """The operator's shell on virtual time: a snapshot for ``rose_core.lending.plan`` every 5 s.
 
-The paper's rule (section 4.3) is instead: once, the serving GPUs with the lowest recent KV use.
+A lease is what ``lease_of`` makes of a job, with its router's demand as ``demand`` heard it and
+with what its loans have cost until they ran. The paper's rule (section 4.3) is instead: once, the
+serving GPUs with the lowest recent KV use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from rose_core.lending import (
+    Demand,
     Lease,
     LendingPlan,
     Memory,
@@ -18,6 +22,7 @@ from rose_core.lending import (
     Snapshot,
     plan,
 )
+from rose_core.lending.gate import usual_start
 from rose_core.wire.sync import SignalSource
 from rose_simulate.model.clock import Clock
 from rose_simulate.model.lent import LentReplica
@@ -26,13 +31,35 @@ from rose_simulate.model.scenario import RolloutJob, Scenario, Service
 _PLAN_SECONDS = 5.0
 
 
+def _unheard(_job: str) -> Demand | None:
+    return None
+
+
+def _nothing_runs(_replica: str) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class PlannerInputs:
+    """What the planner hears.
+
+    Attributes:
+        silence: seconds since each node that is off was heard.
+        demand: what a job's router says; None = not heard, and the lease keeps its maximum.
+        runs: whether a lent replica's engine has attested weights.
+    """
+
+    silence: Callable[[], Mapping[str, float]] = dict
+    demand: Callable[[str], Demand | None] = _unheard
+    runs: Callable[[str], bool] = _nothing_runs
+
+
 class Planner:
     """Plans for every pool and job.
 
     Args:
         lend: carries out one loan (None = take back).
         signal: the source that the regime's gates listen to.
-        silence: seconds since each node that is off was heard.
     """
 
     def __init__(
@@ -43,21 +70,28 @@ class Planner:
         lend: Callable[[LentReplica, RolloutJob | None], None],
         *,
         signal: SignalSource,
-        silence: Callable[[], Mapping[str, float]] = dict,
+        told: PlannerInputs | None = None,
     ) -> None:
         self._clock, self._lend, self._signal = clock, lend, signal
-        self._silence, self._policy = silence, Policy()
+        self._told, self._policy = told or PlannerInputs(), Policy()
         self._replicas = {replica.name: replica for replica in replicas}
         self._jobs = {job.name: job for job in scenario.jobs if job.borrowed}
         self._pools = tuple(_pool(service, signal) for service in scenario.services)
-        self._leases = tuple(_lease(job) for job in self._jobs.values())
+        self._leases = tuple(lease_of(job) for job in self._jobs.values())
+        self._starts: dict[str, float] = {}
         self._slots: dict[str, Slot] = {}
         self._memory = Memory()
         self.last: LendingPlan | None = None
 
     def run(self) -> None:
         """Plan now and every 5 s."""
-        now, silence = self._clock.now_s, self._silence()
+        self.plan()
+        self._clock.after(_PLAN_SECONDS, self.run)
+
+    def plan(self) -> None:
+        """Plan once, now."""
+        now, silence = self._clock.now_s, self._told.silence()
+        self._see_starts(now)
         stale = {node for node, since in silence.items() if since > self._policy.stale_seconds}
         nodes = frozenset(one.machine.name for one in self._replicas.values())
         snapshot = Snapshot(
@@ -66,7 +100,7 @@ class Planner:
                 self._report(one, stale=one.machine.name in stale)
                 for one in self._replicas.values()
             ),
-            leases=self._leases,
+            leases=tuple(self._now(lease) for lease in self._leases),
             slots=tuple(self._slots.values()),
             silence=silence,
             reporting=nodes - stale,
@@ -81,12 +115,39 @@ class Planner:
         for loan in answer.lends:
             self._slots[loan.replica] = self._slot(loan.replica, loan.lease, now)
             self._lend(self._replicas[loan.replica], self._jobs[loan.lease])
-        self._clock.after(_PLAN_SECONDS, self.run)
+
+    def held(self, job: str) -> int:
+        """Slots of a job's lease."""
+        return sum(slot.lease == job for slot in self._slots.values())
+
+    def _now(self, lease: Lease) -> Lease:
+        """The lease with what is known of it at the moment."""
+        start = self._starts.get(lease.key)
+        return replace(lease, demand=self._told.demand(lease.key), toggle_seconds=start)
+
+    def _see_starts(self, now: float) -> None:
+        """Slots whose engines have begun to run since the last pass."""
+        for name, slot in self._slots.items():
+            if not slot.running and self._told.runs(slot.replica):
+                self._slots[name] = replace(slot, running=True)
+                taken = now - slot.created
+                self._starts[slot.lease] = usual_start(self._starts.get(slot.lease), taken)
 
     def _slot(self, replica: str, lease: str, now: float) -> Slot:
         one = self._replicas[replica]
         pool, node = one.service.name, one.machine.name
-        return Slot(replica, replica, lease, lease, pool, node, replica, (replica,), now)
+        return Slot(
+            name=replica,
+            uid=replica,
+            lease=lease,
+            lease_uid=lease,
+            pool=pool,
+            node=node,
+            replica=replica,
+            gpus=(replica,),
+            created=now,
+            running=False,
+        )
 
     def _report(self, one: LentReplica, *, stale: bool) -> Replica:
         return Replica(
@@ -132,5 +193,16 @@ def _pool(service: Service, signal: SignalSource) -> Pool:
     )
 
 
-def _lease(job: RolloutJob) -> Lease:
-    return Lease(job.name, job.name, job.borrows_from, 0, 0.0, 0, job.borrowed)
+def lease_of(job: RolloutJob) -> Lease:
+    """The lease that a job would write: its turns per slot, no minimum, the defaults of the API."""
+    return Lease(
+        key=job.name,
+        uid=job.name,
+        pool=job.borrows_from,
+        priority=0,
+        created=0.0,
+        min_slots=0,
+        max_slots=job.borrowed,
+        turns_per_slot=job.cap,
+        idle_seconds=job.idle_seconds,
+    )

@@ -26,7 +26,7 @@ def impossible(scenario: Scenario) -> Iterator[tuple[Where, str]]:
             yield ("jobs", index, field), reason
     if scenario.contexts.first >= scenario.contexts.most:
         yield ("contexts", "first"), f"no turn fits below most, {scenario.contexts.most} tokens"
-    yield from _lent_twice(scenario)
+    yield from _more_than_lent(scenario)
     yield from _too_wide(scenario)
     yield from _failures(scenario)
 
@@ -136,19 +136,17 @@ def _borrowing(job: RolloutJob, services: dict[str, Service]) -> Iterator[tuple[
         )
 
 
-def _lent_twice(scenario: Scenario) -> Iterator[tuple[Where, str]]:
-    for service in scenario.services:
-        wanted = [
-            (index, job)
-            for index, job in enumerate(scenario.jobs)
-            if job.borrows_from == service.name
-        ]
-        most = min(
+def _more_than_lent(scenario: Scenario) -> Iterator[tuple[Where, str]]:
+    """A job alone; several may ask for more together than there is, and share it."""
+    lends = {
+        service.name: min(
             service.replicas * service.max_replicas_percent // 100,
             service.replicas - service.min_unlent_replicas,
         )
-        total = sum(job.borrowed for _, job in wanted)
-        if total > most:
-            index = wanted[-1][0]
-            reason = f"jobs borrow {total} replicas of {service.name}, which lends at most {most}"
+        for service in scenario.services
+    }
+    for index, job in enumerate(scenario.jobs):
+        most = lends.get(job.borrows_from)
+        if most is not None and job.borrowed > most:
+            reason = f"borrows {job.borrowed} replicas of {job.borrows_from}, which lends {most}"
             yield ("jobs", index, "borrowed"), reason

@@ -18,11 +18,14 @@
 | ``rose-paper-oldest`` | once | the paper's slack rule | paper's | begun anew | oldest first |
 | ``rose-paper-queue`` | once | the paper's slack rule | paper's | begun anew | ours |
 | ``ours-ladder`` | planner | ours | paper's | continued | fifo |
+| ``ours-held`` | planner, ``slots.max`` whatever the turns say | ours | ours | continued | ours |
 | ``ours`` | planner | ours | ours | continued | ours |
 | ``clairvoyant`` | planner | stops at once, traceless | ours, true lengths | continued | ours |
 
-*ours* in the queue is ``rollouts.dispatch``: a full home is waited for, KV pools are not
-overflowed, and old trajectories go first. *Oldest first* takes over the last of these alone.
+The planner hears every job's turns (``demand``) but under ``ours-held``, which shows what that
+brings and costs. *Ours* in the queue is ``rollouts.dispatch``: a full home is waited for, KV pools
+are not overflowed, and old trajectories go first. *Oldest first* takes over the last of these
+alone.
 ``whole.py`` has the loans of whole replicas, ``paper.py`` the paper's parameters.
 """
 
@@ -67,6 +70,7 @@ class RegimeRules:
         oldest_first: without ``waits``, old trajectories go first.
         stall_s: a turn leaves an engine that was shut for so long; None = production's patience.
         whole_memory: serving has the rollouts' share of the memory too.
+        by_demand: the planner hears of turns; otherwise leases hold all that they may.
         least_loan_s: a whole replica is not called back earlier, unless serving is in need.
     """
 
@@ -82,6 +86,7 @@ class RegimeRules:
     least_loan_s: float = 0.0
     oldest_first: bool = False
     whole_memory: bool = False
+    by_demand: bool = True
 
 
 _LADDER = PolicyName.ROSE_PAPER
@@ -114,6 +119,7 @@ RULES: Mapping[Regime, RegimeRules] = {
     Regime.ROSE_PAPER_OLDEST: replace(_paper(GateKind.PAPER, keeps=False), oldest_first=True),
     Regime.ROSE_PAPER_QUEUE: replace(_paper(GateKind.PAPER, keeps=False), waits=True),
     Regime.OURS_LADDER: RegimeRules(placement=_LADDER, waits=False),
+    Regime.OURS_HELD: RegimeRules(by_demand=False),
     Regime.OURS: RegimeRules(),
     Regime.CLAIRVOYANT: RegimeRules(gate=GateKind.OPEN, knows_lengths=True, yielding=True),
 }

@@ -84,17 +84,17 @@ class Router:
     def attach(self, engine: Engine) -> None:
         """An engine has come."""
         self.engines[engine.name] = engine
-        self._sight.changed(engine.name)
+        self._sight.invalidate(engine.name)
         if engine.batch is not None:
-            self._residents.pool(engine.name, engine.batch.kv_tokens)
+            self._residents.set_pool(engine.name, engine.batch.kv_tokens)
         self.drain()
 
-    def gate(self, name: str, is_open: bool) -> None:
+    def on_gate(self, name: str, is_open: bool) -> None:
         """An engine's gate has moved."""
         engine = self.engines.get(name)
         if engine is None or engine.gate_open == is_open:
             return
-        self._sight.changed(name)
+        self._sight.invalidate(name)
         now = self._clock.now_ns
         since = (now - engine.gate_ns) / SECOND
         was_open, engine.gate_open, engine.gate_ns = engine.gate_open, is_open, now
@@ -106,36 +106,36 @@ class Router:
         elif engine.legs:
             self._look_later(engine, self._patience.pause_seconds)
 
-    def lost(self, name: str) -> None:
+    def on_engine_loss(self, name: str) -> None:
         """The engine is gone; its turns go on elsewhere."""
         engine = self.engines.pop(name, None)
         if engine is None:
             return
-        self._residents.gone(name)
+        self._residents.drop_engine(name)
         for leg in list(engine.legs):
             self._end(leg, kept=self._manners.keeps, inside=False)
             leg.turn.losses += 1
             self._requeue(leg.turn)
         self.drain()
 
-    def version(self, name: str, version: int) -> None:
+    def on_version(self, name: str, version: int) -> None:
         """Weights are attested on an engine."""
         engine = self.engines.get(name)
         if engine is not None and (engine.version is None or version > engine.version):
             engine.version = version
-            self._sight.changed(name)
-            self.published(version)
+            self._sight.invalidate(name)
+            self.on_publish(version)
             self.drain()
 
-    def published(self, version: int) -> None:
+    def on_publish(self, version: int) -> None:
         """The newest version is at least this one."""
-        self._sight.published(version)
+        self._sight.note_publish(version)
 
     def cut_to(self, name: str, cap: int) -> None:
         """Fewer turns at a time; the youngest above the cap leave."""
         engine = self.engines[name]
         engine.cap = cap
-        self._sight.changed(name)
+        self._sight.invalidate(name)
         for leg in engine.legs[cap:]:
             self._end(leg, kept=self._manners.keeps, inside=True)
             self._requeue(leg.turn)
@@ -144,7 +144,7 @@ class Router:
     def restore(self, name: str) -> None:
         """The cap is as it was at first."""
         self.engines[name].cap = self.engines[name].full_cap
-        self._sight.changed(name)
+        self._sight.invalidate(name)
         self.drain()
 
     # --- turns
@@ -154,14 +154,24 @@ class Router:
         """Turns that wait or run."""
         return len(self._queue) + sum(len(engine.legs) for engine in self.engines.values())
 
+    @property
+    def waiting(self) -> tuple[Turn, ...]:
+        """Turns without an engine, the next one first."""
+        return tuple(self._queue)
+
+    @property
+    def newest(self) -> str:
+        """The newest version known, by name."""
+        return str(self._sight.head)
+
     def submit(self, turn: Turn) -> None:
         """A turn has come."""
         self.counts.turns += 1
         if self._sight.remembers:
             now = self._clock.now_s
             self.prospects.infer_ends(now)
-            self.prospects.turn_begins(turn.session, Hint(turn.group), turn.context, now)
-        self.warmer.comes(turn)
+            self.prospects.begin_turn(turn.session, Hint(turn.group), turn.context, now)
+        self.warmer.begin_turn(turn)
         self._wait(turn)
         self.drain()
 
@@ -225,7 +235,9 @@ class Router:
         self.counts.queue_s += now / SECOND - turn.since
         assert engine.batch is not None  # noqa: S101  # placement took it as open
         if self._sight.remembers:
-            self.prospects.placed(turn.session, engine.kind, left_home=self._left(turn, engine))
+            self.prospects.note_placement(
+                turn.session, engine.kind, left_home=self._left(turn, engine)
+            )
         # Prefix caches are kept apart by version, so keys of older weights are of no use.
         sequence = Sequence(
             f"{turn.session}@{engine.version}",
@@ -237,9 +249,9 @@ class Router:
         leg = Leg(turn, engine, sequence, now)
         turn.versions.append(engine.version or 0)
         engine.legs.append(leg)
-        self._sight.changed(engine.name)
-        self._residents.began(engine.name, turn.session, turn.context + turn.view.expected)
-        self.warmer.begins(turn, engine)
+        self._sight.invalidate(engine.name)
+        self._residents.begin_turn(engine.name, turn.session, turn.context + turn.view.expected)
+        self.warmer.note_placement(turn, engine)
         engine.batch.submit(sequence)
 
     def _left(self, turn: Turn, engine: Engine) -> bool:
@@ -262,12 +274,12 @@ class Router:
         self._end(leg, kept=True, inside=False)
         turn.home, turn.cached = leg.engine.name, turn.context + turn.output
         turn.home_version = turn.versions[-1]
-        self._sight.wrote(turn.output)
+        self._sight.note_tokens(turn.output)
         if self._sight.remembers:
             now = self._clock.now_s
-            self.prospects.turn_ended(turn.session, turn.output, turn.cached, now)
+            self.prospects.end_turn(turn.session, turn.output, turn.cached, now)
         if self._warms:
-            self.warmer.rests(turn)
+            self.warmer.end_turn(turn)
         turn.done()
         self.drain()
 
@@ -286,9 +298,9 @@ class Router:
         if inside and engine.batch is not None:
             engine.batch.remove(sequence)
         engine.legs.remove(leg)
-        self._sight.changed(engine.name)
+        self._sight.invalidate(engine.name)
         keys = sequence.context + sequence.produced
-        self._residents.ended(engine.name, turn.session, keys, self._clock.now_s)
+        self._residents.end_turn(engine.name, turn.session, keys, self._clock.now_s)
         self.counts.tokens += sequence.produced
         self.counts.again_prefilled += sequence.uncached
         if engine.kind is EngineKind.BORROWED:

@@ -63,22 +63,22 @@ class RouterView:
 
     # --- what has happened
 
-    def changed(self, engine: str) -> None:
+    def invalidate(self, engine: str) -> None:
         """The engine's view no longer holds."""
         self._views.pop(engine, None)
 
-    def published(self, version: int) -> None:
+    def note_publish(self, version: int) -> None:
         """The newest version is at least this one."""
         self._head = max(self._head, version)
-        self._known.prospects.saw_head(self.head, self._clock.now_s)
+        self._known.prospects.note_head(self.head, self._clock.now_s)
 
-    def wrote(self, output: int) -> None:
+    def note_tokens(self, output: int) -> None:
         """A turn has ended with so many tokens."""
         self._usual_output += 0.02 * (output - self._usual_output)
 
     def learn(self, engine: Engine, learn: Callable[[Speed], Speed]) -> None:
         """Learn the speed of one engine, and from it what to expect of new ones."""
-        self.changed(engine.name)
+        self.invalidate(engine.name)
         engine.speed = learn(engine.speed or self._usual_speed)
         self._usual_speed = learn(self._usual_speed)
 
@@ -111,7 +111,7 @@ class RouterView:
         )
         if not self.remembers:
             return view
-        return self._known.prospects.expected(turn.session, view, self._clock.now_s)
+        return self._known.prospects.with_expectation(turn.session, view, self._clock.now_s)
 
     def scene(self, views: list[EngineView], dice: Callable[[], float]) -> DispatchState:
         """Everything that a choice among waiting turns looks at; ``dice`` gives 0 to 1."""

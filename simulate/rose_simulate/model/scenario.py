@@ -36,6 +36,7 @@ class Regime(StrEnum):
     ROSE_PAPER_OLDEST = "rose-paper-oldest"
     ROSE_PAPER_QUEUE = "rose-paper-queue"
     OURS_LADDER = "ours-ladder"
+    OURS_HELD = "ours-held"
     OURS = "ours"
     CLAIRVOYANT = "clairvoyant"
 
@@ -139,6 +140,7 @@ class RolloutJob(Strict):
         awaits_weights: new groups begin when the dedicated engines have what was published
             (``dedicated_s`` of the link later); otherwise in the second of the publish, on weights
             of the version before, which favours production (study ``eager``).
+        idle_seconds: how long its lease holds slots without a turn (``slots.idleSeconds``).
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
@@ -160,6 +162,7 @@ class RolloutJob(Strict):
     member_surplus: Annotated[float, Field(ge=0, le=4)] = 0.0
     oldest_first: bool = False
     awaits_weights: bool = False
+    idle_seconds: Annotated[float, Field(ge=10, le=604_800)] = 90.0
 
 
 class Link(Strict):

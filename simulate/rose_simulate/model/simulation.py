@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from rose_core.rollouts.placement import Policy
@@ -20,12 +20,13 @@ from rose_simulate.model.balancer import Balancer
 from rose_simulate.model.batch import BatchEngine, Sequence
 from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.costs import costs, kv_tokens
+from rose_simulate.model.demand import Demands
 from rose_simulate.model.gates import ServingRequest
 from rose_simulate.model.job import Job, JobFacts
 from rose_simulate.model.lent import LentReplica, ReplicaCallbacks
 from rose_simulate.model.nodes import Dedicated, Nodes
 from rose_simulate.model.paper import PaperGate
-from rose_simulate.model.planner import Planner, lend_once
+from rose_simulate.model.planner import Planner, PlannerInputs, lend_once
 from rose_simulate.model.regimes import GateKind, LendingMode, RegimeRules
 from rose_simulate.model.router import Router, RouterOptions
 from rose_simulate.model.scenario import Failure, RolloutJob, Scenario, Service
@@ -83,6 +84,7 @@ class Simulation:
         self._link_up_ns = 0
         self.weight_bytes = 0
         self._whole: WholeLender | None = None
+        self.planner: Planner | None = None
         self.nodes = Nodes(self.clock, scenario, seed, self._again, self._retry)
         self._balancer = Balancer(self._serving, lambda: self.nodes.down > 0)
         self._build()
@@ -128,15 +130,16 @@ class Simulation:
         elif rules.lends is LendingMode.PLANNER:
             polled = rules.gate is GateKind.POLLED
             signal = SignalSource.LOADS if polled else SignalSource.WIRE_TAP
-            planner = Planner(
-                self.clock,
-                self.scenario,
-                self.replicas,
-                self._lend,
-                signal=signal,
-                silence=self.nodes.silence,
+            demands = Demands(self.clock, self.routers)
+            told = PlannerInputs(self.nodes.silence, runs=self._runs)
+            if rules.by_demand:
+                told = replace(told, demand=demands.of)
+            self.planner = Planner(
+                self.clock, self.scenario, self.replicas, self._lend, signal=signal, told=told
             )
-            self.clock.after(0.0, planner.run)
+            if rules.by_demand:
+                self.clock.after(0.0, partial(demands.run, self.planner.plan))
+            self.clock.after(0.0, self.planner.run)
 
     def _load(self, service: Service) -> None:
         load, seconds = service.load, self.scenario.warmup_s + self.scenario.seconds
@@ -168,10 +171,10 @@ class Simulation:
         return self._by_service[service] if self._whole is None else self._whole.serving(service)
 
     def _again(self, request: ServingRequest, replica: LentReplica) -> None:
-        self._balancer.again(request, replica.service.name)
+        self._balancer.retry(request, replica.service.name)
 
     def _retry(self) -> None:
-        self._balancer.retry()
+        self._balancer.retry_stranded()
 
     def _job(self, job: RolloutJob) -> None:
         rules, tuning = self.rules, Policy(**self.scenario.placement.model_dump())
@@ -241,19 +244,24 @@ class Simulation:
             self.held_ns += held * replica.service.gpus_per_replica
         replica.lend(job)
 
+    def _runs(self, name: str) -> bool:
+        """Whether a lent replica's engine has attested weights."""
+        engines = (router.engines.get(name) for router in self.routers.values())
+        return any(engine is not None and engine.version is not None for engine in engines)
+
     def _gate(self, replica: LentReplica, is_open: bool) -> None:
         if replica.job is None:
             return
         self.gate_moves.append((self.clock.now_s, 1 if is_open else -1))
         router = self.routers[replica.job.name]
-        router.gate(replica.name, is_open)
+        router.on_gate(replica.name, is_open)
         gate = replica.gate
         if isinstance(gate, PaperGate) and replica.name in router.engines:
             router.cut_to(replica.name, min(gate.cap, router.engines[replica.name].cap))
 
     def _lost(self, replica: LentReplica, _sequences: list[Sequence]) -> None:
         if replica.job is not None:
-            self.routers[replica.job.name].lost(replica.name)
+            self.routers[replica.job.name].on_engine_loss(replica.name)
 
     def _served(self, replica: LentReplica, batch: BatchEngine) -> None:
         job = replica.job
@@ -276,7 +284,7 @@ class Simulation:
 
         def attested() -> None:
             if router.engines.get(engine.name) is engine:
-                router.version(engine.name, version)
+                router.on_version(engine.name, version)
 
         arrives_s = self.clock.now_s + wait + size * 8 / (link.gbps * 1e9) + link.apply_s
         # A delta is of no use before the weights that it changes.
@@ -285,21 +293,21 @@ class Simulation:
 
     def _publish(self, job: RolloutJob, version: int) -> None:
         router = self.routers[job.name]
-        router.published(version)
+        router.on_publish(version)
         for engine in list(router.engines.values()):
             if engine.kind is EngineKind.BORROWED:
                 self._send(job, engine, self.scenario.link.delta_share)
             else:
                 self.clock.after(
                     self.scenario.link.dedicated_s,
-                    partial(router.version, engine.name, version),
+                    partial(router.on_version, engine.name, version),
                 )
         if job.awaits_weights:
             has = partial(self.jobs[job.name].has_weights, version)
             self.clock.after(self.scenario.link.dedicated_s, has)
         for replica in self.replicas:
             if replica.job is job and isinstance(replica.gate, PaperGate):
-                replica.gate.next_step()
+                replica.gate.on_step()
                 if replica.name in router.engines:
                     router.restore(replica.name)
 
@@ -317,7 +325,7 @@ class Simulation:
         if failure.kind in {"engine", "gone"}:
             gate.crash()
         else:
-            gate.guard_dies(failure.seconds)
+            gate.on_guard_death(failure.seconds)
 
     def settle(self) -> None:
         """Count up to now."""

@@ -66,25 +66,25 @@ class Warmer:
         self.ended: Counter[WarmOutcome] = Counter()
         self.tokens = 0
 
-    def rests(self, turn: Turn) -> None:
+    def end_turn(self, turn: Turn) -> None:
         """A turn has ended; its trajectory may come back."""
         after = Turn(turn.session, turn.context + turn.output, 0, 0, turn.done, turn.group)
         after.home, after.cached, after.home_version = turn.home, turn.cached, turn.home_version
         self._resting[turn.session] = _Rest(after, self._clock.now_s)
         self._look_later()
 
-    def comes(self, turn: Turn) -> None:
+    def begin_turn(self, turn: Turn) -> None:
         """The next turn of a trajectory has come; it has its home where the prefix is warm."""
         rest = self._resting.pop(turn.session, None)
         if rest is None:
             return
-        self._returns.came(self._clock.now_s - rest.since)
+        self._returns.record_return(self._clock.now_s - rest.since)
         self._stop(rest, WarmOutcome.LATE)
         if rest.warm:
             turn.home, turn.cached = rest.turn.home, rest.turn.cached
             turn.home_version, turn.warmed = rest.turn.home_version, rest.turn.home
 
-    def begins(self, turn: Turn, engine: Engine) -> None:
+    def note_placement(self, turn: Turn, engine: Engine) -> None:
         """The turn was given an engine."""
         if turn.warmed:
             self.ended[
@@ -107,7 +107,7 @@ class Warmer:
             return
         if rest.engine.batch is not None:
             rest.engine.batch.remove(rest.sequence)
-        self._around.residents.over(rest.turn.session)
+        self._around.residents.drop_session(rest.turn.session)
         rest.sequence = rest.engine = None
         self.ended[why] += 1
 
@@ -126,7 +126,7 @@ class Warmer:
                 self._stop(rest, WarmOutcome.STOPPED)
             if now - rest.since > self._bound.seconds:
                 del self._resting[session]
-                self._returns.never()
+                self._returns.record_absence()
                 self._drop(rest)
         busy = {one.engine.name for one in self._resting.values() if one.engine is not None}
         still = [self._told(one) for one in self._resting.values() if one.engine is None]
@@ -165,7 +165,7 @@ class Warmer:
             on_first=_nothing,
             on_done=lambda: self._done(rest, sequence, version),
         )
-        self._around.residents.began(engine.name, turn.session, turn.context)
+        self._around.residents.begin_turn(engine.name, turn.session, turn.context)
         engine.batch.submit(sequence)
 
     def _done(self, rest: _Rest, sequence: Sequence, version: int) -> None:
@@ -176,7 +176,7 @@ class Warmer:
         self.ended[WarmOutcome.UNUSED] += rest.warm  # it was warm somewhere else, for nothing
         turn.home, turn.cached, turn.home_version = engine.name, turn.context, version
         now = self._clock.now_s
-        self._around.residents.ended(engine.name, turn.session, turn.context, now)
+        self._around.residents.end_turn(engine.name, turn.session, turn.context, now)
         rest.warm, rest.engine, rest.sequence = True, None, None
 
 

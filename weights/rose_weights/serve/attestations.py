@@ -51,7 +51,7 @@ class Attestations:
         self._answers: dict[WeightVersion, _Said] = {}
         self._moved = asyncio.Event()
 
-    async def attested(self, request: AttestedRequest) -> AttestedReply:
+    async def record(self, request: AttestedRequest) -> AttestedReply:
         """Note what a receiver serves, if it is what was published."""
         state = await asyncio.to_thread(self._store.state, request.version.run)
         kept = state.kept(request.version)

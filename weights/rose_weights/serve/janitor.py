@@ -43,7 +43,7 @@ class Janitor:
         self._grace = grace_seconds
         self._round: asyncio.Task[None] | None = None
 
-    def soon(self, run: str) -> None:
+    def schedule(self, run: str) -> None:
         """A version of a run was published."""
         if self._round is None or self._round.done():
             self._round = asyncio.create_task(self._tidy(run))

@@ -301,7 +301,7 @@ class WeightService:
     async def attested(self, request: AttestedRequest) -> AttestedReply:
         """What a receiver serves, by its own attestation."""
         self._may("publish" if request.trainer else "read", request.version.run)
-        return await self._following.attested(request)
+        return await self._following.record(request)
 
     async def reached(self, request: AwaitRequest) -> AwaitReply:
         """Answered when enough receivers serve a version, or when time is up."""
@@ -316,7 +316,7 @@ class WeightService:
         kept = state.versions[-1]
         measure(state, kept)
         self._wake()
-        self._tidying.soon(state.run)
+        self._tidying.schedule(state.run)
         return info(kept)
 
     def _wake(self) -> None:

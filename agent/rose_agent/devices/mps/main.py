@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+from rose_agent.devices.access import beside_the_driver, located
 from rose_agent.devices.mps import control3 as mps3
 from rose_agent.devices.mps.control import (
     ANSWER_SECONDS,
@@ -66,14 +69,16 @@ def main(argv: list[str]) -> int:
     """
     arguments = parser().parse_args(argv)
     logging.basicConfig(level=arguments.log_level, format="%(levelname)s %(name)s %(message)s")
+    first, *words = arguments.program.split()
+    program = [located(first), *words]
     try:
         pipes = Pipes(arguments.root)
-        control = MpsControl(pipes, arguments.program.split(), arguments.answer_seconds)
+        control = MpsControl(pipes, program, arguments.answer_seconds)
         if arguments.check:
             return _check(arguments, control)
         if arguments.end is not None:
             return 0 if end(control, arguments.end) else 1
-        return _run(arguments.program.split(), pipes.create(), control, arguments.protocol)
+        return _run(program, pipes.create(), control, arguments.protocol)
     except FileNotFoundError as error:
         sys.stderr.write(f"rose mps: {error.filename}: no such program; --program names it\n")
         return 1
@@ -105,8 +110,9 @@ def _run(program: list[str], pipes: Pipes, control: MpsControl, protocol: int) -
         mode += [many]
     else:
         _log.warning("this daemon serves one user at a time: engines must be serving's user")
+    links = Path(tempfile.mkdtemp(prefix="rose-mps-"))
     daemon = subprocess.Popen(  # the program is the platform's
-        [*program, "-f", *mode], env=pipes.environment(os.environ)
+        [*program, "-f", *mode], env=pipes.environment(beside_the_driver(links))
     )
     ordered = False
 
@@ -124,5 +130,6 @@ def _run(program: list[str], pipes: Pipes, control: MpsControl, protocol: int) -
         signal.signal(number, stop)
     _log.info("MPS: pipe directory %s", pipes.pipe)
     code = daemon.wait()
+    shutil.rmtree(links, ignore_errors=True)
     # Ends with 1 when a server had to be forced, which is no failure of an order to end.
     return 0 if ordered else code
