@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from rose_agent.devices.access import (
@@ -73,6 +74,22 @@ def test_the_library_is_found_in_every_known_layout(tmp_path: Path, layout: str)
     (tmp_path / layout).mkdir(parents=True)
     (tmp_path / layout / LIBRARY).touch()
     assert library_folder(tmp_path) == tmp_path / layout
+
+
+def test_two_drivers_are_said_with_both_versions(tmp_path: Path) -> None:
+    """As after an upgrade of the packages under a loaded kernel module."""
+    said = str(pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH))
+    root = node(tmp_path, ("0x10de", GPU), driver="NVRM version: 535.288.01")
+    (root / "proc/self").mkdir()
+    lines = [
+        "7f00 r--p 00 00:00 1 /usr/lib/libc.so.6",
+        "7f01 r-xp /usr/lib/libnvidia-ml.so.550.163.01",
+    ]
+    (root / "proc/self/maps").write_text("\n".join(lines))
+    found = diagnose(said, root, {}, lambda: True)
+    assert found.word is Missing.NVML_FAILS
+    assert "the library is 550.163.01, the kernel module NVRM version: 535.288.01" in found.text
+    assert "restart the node" in found.text
 
 
 def test_a_device_file_that_is_missing_or_only_broken_is_not_denied(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -50,6 +51,8 @@ _FOLDERS = (
 _PROGRAMS = ("bin", "usr/bin", "sbin", "usr/sbin")
 # What a program of the driver's may load out of a driver's root, which may hold a C library too.
 _LIBRARIES = ("libcuda.so*", "libnvidia-*.so*")
+# As nvidia-ml-py words NVML_ERROR_LIB_RM_VERSION_MISMATCH.
+_MISMATCH = "version mismatch"
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"  # PCI class of graphics and of 3D controllers; NVSwitches are bridges
 CONTROL_FILE = Path("/dev/nvidiactl")
@@ -164,10 +167,11 @@ def diagnose(
     """
     mode = environment.get(ACCESS, "")
     where = f" (gpus.access {mode})" if mode else ""
-    if there():
-        return Diagnosis(Missing.NVML_FAILS, f"{said}{where}")
-    count = len(list(_gpus_on_bus(root)))
     version = _first_line(root / "proc/driver/nvidia/version")
+    if there():
+        two = _two_drivers(root, version) if _MISMATCH in said else ""
+        return Diagnosis(Missing.NVML_FAILS, f"{two}{said}{where}")
+    count = len(list(_gpus_on_bus(root)))
     if version:
         text = (
             f"the node's driver is loaded ({version}), and this container{where} is shown no "
@@ -178,6 +182,17 @@ def diagnose(
         text = f"{count} NVIDIA devices on the PCI bus, and no kernel driver: install the driver"
         return Diagnosis(Missing.NO_DRIVER, text)
     return Diagnosis(Missing.NO_GPU, "this node has no NVIDIA GPU")
+
+
+def _two_drivers(root: Path, module: str) -> str:
+    """What to do about a driver that was upgraded under its loaded kernel module."""
+    maps = _text(root / "proc/self/maps")
+    loaded = re.search(r"libnvidia-ml\.so\.(\d+\.[\d.]+)$", maps, re.MULTILINE)
+    library = loaded[1] if loaded is not None else "unknown"
+    return (
+        f"two drivers on this node: the library is {library}, the kernel module "
+        f"{module or 'unknown'}; load the kernel module anew, or restart the node: "
+    )
 
 
 def denied(files: Iterable[Path] = (CONTROL_FILE,)) -> tuple[Path, ...]:
@@ -201,7 +216,11 @@ def _gpus_on_bus(root: Path) -> Iterable[Path]:
 
 
 def _first_line(path: Path) -> str:
+    return _text(path).partition("\n")[0].strip()
+
+
+def _text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace").splitlines()[0].strip()
-    except (OSError, IndexError):
+        return path.read_text(errors="replace")
+    except OSError:
         return ""
