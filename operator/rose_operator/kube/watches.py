@@ -1,7 +1,7 @@
 """kopf watches every kind that the operator keeps, and feeds the caches with what changed.
 
 Handlers decide nothing, set no finalizer and write nothing: the planner needs all objects at once,
-and nobody is called back for a single one (decision 0169). kopf runs twice, because one run watches
+and no single one decides (decision 0169). kopf runs twice, because one run watches
 either the whole cluster or some namespaces, and the operator may read Deployments and Services in
 its own namespaces alone.
 
