@@ -1,9 +1,9 @@
 """Measures harm: latency in lent windows against withheld ones, or against un-lent replicas.
 
-Windows of equal length alternate. A request belongs to the window of its arrival and only if it
-also ended in it, so nothing straddles. A relative limit is judged only above a floor of samples in
-*both* classes, and by the lower end of the interval of the ratio of quantiles: a breaker that trips
-on noise would lend nothing.
+Windows of equal length are lent or withheld (``Schedule``). A request belongs to the window of its
+arrival and only if it also ended in it, so nothing straddles. A relative limit is judged only above
+a floor of samples in *both* classes, and by the lower end of the interval of the ratio of
+quantiles: a breaker that trips on noise would lend nothing.
 
 | compared with | when it decides |
 |---|---|
@@ -18,6 +18,7 @@ hides the harm from a comparison between replicas. Next step: ``budget`` keeps t
 from __future__ import annotations
 
 import math
+import zlib
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -33,7 +34,9 @@ class Schedule:
 
     Attributes:
         seconds: length of a window; 0 = never withhold.
-        every: the last of so many windows is withheld.
+        every: one of so many windows is withheld: of two the second, of more one that is drawn by
+            their number. A fixed place would meet a load of the same period at the same phase
+            again and again.
     """
 
     seconds: float = 0.0
@@ -45,7 +48,11 @@ class Schedule:
 
     def withheld(self, now_s: float) -> bool:
         """Whether lending is withheld in the window of this moment."""
-        return bool(self.seconds) and self.window(now_s) % self.every == self.every - 1
+        if not self.seconds:
+            return False
+        block, place = divmod(self.window(now_s), self.every)
+        # In pairs each withheld window has a lent neighbour, which is what a trial compares.
+        return place == (1 if self.every == 2 else zlib.crc32(b"%d" % block) % self.every)
 
 
 RELATIVE = Schedule(10.0, every=10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 
 import pytest
 
@@ -125,6 +126,16 @@ def test_windows_alternate() -> None:
     assert not Schedule(0.0).withheld(12345.0)
     share = sum(RELATIVE.withheld(t) for t in range(1000)) / 1000
     assert share == 0.1, "a relative limit costs a tenth of the time"
+
+
+@pytest.mark.parametrize("period", [20, 50, 100, 300])
+def test_a_load_with_a_period_meets_withheld_windows_in_all_its_phases(period: int) -> None:
+    """Or else what is compared is one part of the load with another."""
+    windows = [number for number in range(30_000) if RELATIVE.withheld(10.0 * number)]
+    phases = Counter(10 * number % period for number in windows)
+    usual = len(windows) / (period / 10)
+    assert len(phases) == period // 10
+    assert 0.7 * usual < min(phases.values()) <= max(phases.values()) < 1.3 * usual
 
 
 def test_no_ratio_below_the_floor() -> None:
