@@ -16,7 +16,7 @@ LANE := -v -n 1 --dist loadfile
 
 .PHONY: help venv engine vllm cluster demo test test-engines test-cluster test-gpu-node unit check format generate docs crds clean \
 	bench-guard bench-deaths bench-faults bench-dormancy bench-engines bench-gap bench-tap bench-weights bench-router \
-	bench-operator bench-simulate bench-rollouts torture fire fuzz gpu-check gpu-pack trl skyrl
+	bench-operator bench-simulate bench-rollouts bench-rounds torture fire fuzz gpu-check gpu-pack trl skyrl
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -123,6 +123,9 @@ bench-operator: cluster  ## the operator at fleet scale: time to plan, grants, w
 
 bench-rollouts: venv  ## policies of placement on one step of work
 	$(RUN)/python -m bench.rollouts $(ARGS)
+
+bench-rounds: engine  ## the example's reward curve with tail batching beside the one without, on a real SGLang
+	$(BIN)/python -m bench.rounds $(ARGS)
 
 bench-simulate: venv  ## figures of the simulator: studies, speed, determinism
 	$(RUN)/python -m bench.simulate $(ARGS)

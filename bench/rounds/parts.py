@@ -1,0 +1,151 @@
+"""A lease without a cluster: store, router, and a dedicated SGLang with its weight-sync.
+
+Every process is the product's own command; nothing is borrowed, so there is no guard.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from rose_dev.engine_environment import engine_python
+from rose_dev.models import make_named
+from rose_trainer.publisher import Publisher
+from rose_wire.ports import free_ports
+
+MODEL = "tiny"
+RUN = "grpo"
+LEASE = "bench/rounds"
+READY_SECONDS = 1200.0
+"""An engine starts in half a minute on a quiet machine, in a quarter of an hour on a full one."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the trainer sends its turns and its weights."""
+
+    url: str
+    store: str
+    model: Path
+
+
+@contextmanager
+def process(folder: Path, *command: str) -> Iterator[None]:
+    """One command of ``rose``; its output goes to a file in the folder."""
+    name = "-".join(word for word in command[:2] if not word.startswith("-"))
+    # What a benchmark started that is killed goes with it.
+    guard = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
+    words = [*guard, sys.executable, "-m", "rose_cli.main", *command]
+    with (folder / f"{name}.log").open("wb") as log:
+        child = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield
+    finally:
+        child.terminate()
+        try:
+            child.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+@contextmanager
+def lease(folder: Path, engine_class: str = "sglang-cpu") -> Iterator[Place]:
+    """Everything up, the engine with the base weights; all gone afterwards.
+
+    Args:
+        folder: where all of it keeps its files and logs.
+        engine_class: of the engine; ``fake`` makes up its tokens, so nothing is learned from it.
+
+    Raises:
+        TimeoutError: the engine was not ready in time; the message names the logs.
+    """
+    model = make_named(MODEL)
+    store, http, attach, data = free_ports(4)
+    token, rundir = folder / "token", folder / "run"
+    token.write_text("bench")
+    rundir.mkdir()
+    (folder / "engine.yaml").write_text(
+        yaml.safe_dump(_engine(f"127.0.0.1:{store}", model, engine_class))
+    )
+    with ExitStack() as stack:
+        python = sys.executable if engine_class == "fake" else str(engine_python())
+        for command in _commands(folder, (store, http, attach, data), (model, python)):
+            stack.enter_context(process(folder, *command))
+        place = Place(f"http://127.0.0.1:{http}", f"127.0.0.1:{store}", model)
+        _until(f"http://127.0.0.1:{http}/health", folder)
+        with Publisher(place.store, RUN) as publisher:
+            version = publisher.publish(0, _weights(model))
+            publisher.wait(version, READY_SECONDS)
+        _until(f"{place.url}/ready", folder)
+        yield place
+
+
+def _engine(store: str, model: Path, engine_class: str) -> dict[str, object]:
+    return {
+        "name": "own-0",
+        "engineClass": engine_class,
+        "model": model.name,
+        "run": RUN,
+        "weightEndpoint": store,
+        "contextTokens": 512,
+        "kvTokens": 16384,
+        "maxRunning": 16,
+        "maxStaleness": 3,
+    }
+
+
+def _commands(
+    folder: Path, ports: tuple[int, ...], engine: tuple[Path, str]
+) -> Iterator[Sequence[str]]:
+    store, http, attach, data = ports
+    model, python = engine
+    token, rundir = f"--token-file={folder / 'token'}", f"--rundir={folder / 'run'}"
+    yield (
+        *("weights", "serve", "--root", str(folder / "store")),
+        *(f"--address=127.0.0.1:{store}", "--http-port=0"),
+    )
+    yield (
+        *("router", f"--lease={LEASE}", "--max-staleness=3", token, "--drain-seconds=0"),
+        *(f"--http-address=127.0.0.1:{http}", f"--attach-address=127.0.0.1:{attach}"),
+    )
+    yield (
+        *("engine-host", rundir, f"--models={model.parent}", "--cgroup=signals"),
+        *(f"--engine-python={python}", "--data-host=127.0.0.1", f"--data-port={data}"),
+        *("--http-port=0", f"--dedicated={folder / 'engine.yaml'}", f"--lease={LEASE}"),
+        *(f"--router=127.0.0.1:{attach}", token),
+    )
+    yield ("weight-sync", rundir, "--http-port=0")
+
+
+def _weights(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from load_file(model / "model.safetensors").items()
+
+
+def _until(url: str, folder: Path) -> None:
+    """Wait until the page answers 200."""
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(url, timeout=5) as reply:  # noqa: S310  # loopback
+                if reply.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            pass  # not yet
+        time.sleep(0.5)
+    message = f"{url} did not answer in {READY_SECONDS:.0f} s; the logs are in {folder}"
+    raise TimeoutError(message)
