@@ -61,7 +61,8 @@ def growth(path: Path) -> list[Figure]:
         raise SystemExit(message)
     material = read_material(path, whole)
     began = time.process_time()
-    curves = curves_of(whole, Regime.OURS, material, _SEED, alone_of(whole, material, _SEED))
+    alone = alone_of(whole, material, _SEED)
+    curves = curves_of(whole, Regime.OURS, material, _SEED, alone=alone)
     once_s = time.process_time() - began
     rows = [figure("fleet: curves of one gate, whatever its size", once_s, "CPU s")]
     spent: list[float] = []

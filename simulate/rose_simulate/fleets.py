@@ -39,19 +39,30 @@ def run_fleet(
     material: SimulationInputs,
     progress: Callable[[FleetOutcome], None],
     derates: Sequence[float] = (),
+    loads: Sequence[float] = (),
 ) -> FleetResult:
-    """Every derate (empty: the scenario's), regime and seed."""
+    """Every derate (empty: the scenario's), regime and seed.
+
+    Args:
+        told: the fleet.
+        material: traces.
+        progress: told of every run that is over.
+        derates: empty = the scenario's.
+        loads: requests per second at which a replica is simulated by events; empty = ``LOADS``.
+    """
     outcomes: list[FleetOutcome] = []
     for derate in derates or (told.derate,):
         here = told.model_copy(update={"derate": derate})
-        alone = {seed: alone_of(here, material, seed) for seed in told.seeds}
+        alone = {seed: alone_of(here, material, seed, loads) for seed in told.seeds}
         known: dict[tuple[RegimeRules, int], tuple[Curve, ...]] = {}
         for regime in told.regimes:
             # A replica that is lent gives the same whoever decided to lend it.
             rules = replace(RULES[regime], by_demand=True)
             for seed in told.seeds:
                 if (rules, seed) not in known:
-                    known[rules, seed] = curves_of(here, regime, material, seed, alone[seed])
+                    known[rules, seed] = curves_of(
+                        here, regime, material, seed, alone=alone[seed], loads=loads
+                    )
                 outcomes.append(run_bins(here, regime, seed, material, known[rules, seed]))
                 progress(outcomes[-1])
     return FleetResult(told.name, tuple(outcomes))
@@ -89,12 +100,14 @@ def against(result: FleetResult, one: FleetOutcome, regime: Regime) -> Interval 
     return paired_ratio(ours, base)
 
 
-def alone_of(told: FleetScenario, material: SimulationInputs, seed: int) -> list[Alone]:
+def alone_of(
+    told: FleetScenario, material: SimulationInputs, seed: int, loads: Sequence[float] = ()
+) -> list[Alone]:
     """Each kind of service with nothing lent."""
     return [
         by_itself(
             Lender(one.service, told.jobs.job, Regime.FIXED, told.derate),
-            loads=LOADS,
+            loads=loads or LOADS,
             trace=material.traces[one.service.load.trace],
             seed=seed,
         )
@@ -103,13 +116,19 @@ def alone_of(told: FleetScenario, material: SimulationInputs, seed: int) -> list
 
 
 def curves_of(
-    told: FleetScenario, regime: Regime, material: SimulationInputs, seed: int, alone: list[Alone]
+    told: FleetScenario,
+    regime: Regime,
+    material: SimulationInputs,
+    seed: int,
+    *,
+    alone: list[Alone],
+    loads: Sequence[float] = (),
 ) -> tuple[Curve, ...]:
     """Each kind of service when lent; drawn with the run's seed, as they hold its randomness."""
     return tuple(
         curve(
             Lender(one.service, told.jobs.job, regime, told.derate),
-            loads=LOADS,
+            loads=loads or LOADS,
             trace=material.traces[one.service.load.trace],
             pool=material.episodes,
             seed=seed,

@@ -25,6 +25,7 @@ from rose_simulate.pages import page
 from rose_simulate.reading import read_material, read_scenario
 from rose_simulate.runner import Runner
 from rose_simulate.study import Result, study
+from rose_wire.flags import amount
 
 SCENARIOS = Path(__file__).parents[1] / "scenarios"
 DERATES = (0.4, 0.5, 0.7)
@@ -254,7 +255,8 @@ def _run(
     material = read_material(path, told)
     derates: Sequence[float] = options.derate or chosen.derates or (told.derate,)
     if isinstance(told, FleetScenario):
-        return run_fleet(told, material, lambda one: _progress(told.name, one), derates)
+        loads = sorted(options.loads or ())
+        return run_fleet(told, material, lambda one: _progress(told.name, one), derates, loads)
     name = told.name
     asked = [
         Interference(serving_slowdown=serving, rollout_slowdown=rollout)
@@ -268,6 +270,7 @@ def _flags(options: argparse.Namespace) -> str:
     """What was asked for beside the study's own, as it is typed."""
     asked = {"derate": options.derate or (), "seeds": options.seeds or ()}
     asked["seconds"] = (options.seconds,) if options.seconds else ()
+    asked["loads"] = options.loads or ()
     shown = "".join(f" --slower {s:g} {r:g}" for s, r in options.slower or ())
     return shown + "".join(
         f" --{name} {' '.join(f'{value:g}' for value in values)}"
@@ -289,6 +292,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seeds", type=int, nargs="+", help="instead of the scenario's")
     made.add_argument("--derate", type=float, nargs="+", help="instead of the study's")
     made.add_argument("--seconds", type=float, help="instead of the scenario's")
+    made.add_argument(
+        "--loads",
+        type=amount,
+        nargs="+",
+        help="fleets: requests per second at which a replica is simulated by events; fewer are "
+        "quicker, and bursts above the last one count as it",
+    )
     made.add_argument(
         "--slower",
         type=float,

@@ -138,7 +138,7 @@ def loans(
         told = scenario.model_copy(
             update={
                 "jobs": (job.model_copy(update={"borrowed": count}),),
-                "regimes": (Regime.FIXED, Regime.OURS) if lends else (Regime.FIXED,),
+                "regimes": (Regime.FIXED, Regime.OURS_HELD) if lends else (Regime.FIXED,),
             }
         )
         answers = runner.run([Case(told, seed) for seed in told.seeds], material, progress)

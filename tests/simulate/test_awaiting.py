@@ -23,8 +23,6 @@ from rose_simulate.studies import SCENARIOS, STUDIES
 from tests.simulate.worlds import MATERIAL, scenario
 
 END_S = 90
-# Marked in docs/studies.md: not run again since trainers wait.
-NOT_YET = {"freshness-0", "table1-8b-short"}
 SLOW_S = 6  # from a publish to dedicated engines that have it
 
 
@@ -104,12 +102,12 @@ def jobs(name: str) -> tuple[RolloutJob, ...]:
 def test_studies_but_the_marked_ones_are_fair_to_rules_that_begin_groups_on_any_engine() -> None:
     names = {name for study in STUDIES.values() for name in study.scenarios}
     hasty = {name for name in names for job in jobs(name) if not job.awaits_weights}
-    assert hasty == {"eager"} | NOT_YET
+    assert hasty == {"eager"}
     assert sum(map(len, map(jobs, names))) > len(hasty)
 
 
 def test_the_aim_is_judged_only_where_the_trainer_waits() -> None:
-    assert set(JUDGED) <= {path.stem for path in SCENARIOS.glob("*.yaml")} - {"eager"} - NOT_YET
+    assert set(JUDGED) <= {path.stem for path in SCENARIOS.glob("*.yaml")} - {"eager"}
 
 
 def test_the_contrast_differs_from_the_conversation_load_in_the_trainer_alone() -> None:

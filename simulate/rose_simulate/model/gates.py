@@ -138,13 +138,13 @@ class Gate:
             self._changed(is_open)
 
     def on_arrival(self, request: ServingRequest) -> None:
-        """Hear of a request that has reached the replica."""
+        """A request has reached the replica."""
 
     def on_first_token(self, request: ServingRequest) -> None:
-        """Hear of its first token."""
+        """Its first token has left."""
 
     def on_end(self, request: ServingRequest) -> None:
-        """Hear of its last token."""
+        """Its last token has left."""
 
     def lend(self, granted: bool) -> None:
         """A slot was granted, or taken back."""
