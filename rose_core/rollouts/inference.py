@@ -75,7 +75,7 @@ class Pauses:
         self._usual: float | None = None
 
     def record(self, seconds: float) -> None:
-        """Note how long a trajectory was away before it came back."""
+        """A trajectory came back after so long."""
         self._last.append(seconds)
         self._usual = None
 

@@ -42,7 +42,7 @@ class Lengths:
         self._most_groups = groups
 
     def record(self, group: str, tokens: int) -> None:
-        """Learn the output tokens of a trajectory that has ended."""
+        """A trajectory has ended with so many output tokens."""
         self._all.append(tokens)
         self._sorted = []
         if not group:

@@ -76,6 +76,6 @@ class Record:
         return self.deaths > 1
 
     def note_tokens(self, held: int) -> None:
-        """Note how many output tokens there are now."""
+        """So many output tokens are there now."""
         if self.cleared_at is not None and held >= self.cleared_at:
             self.cleared_at, self.deaths, self.stood_by = None, 0, 0

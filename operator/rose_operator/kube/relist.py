@@ -71,7 +71,7 @@ class Relist:
             self.done = True
 
     def request(self) -> None:
-        """List soon: kopf has listed anew, and never tells what was deleted before that."""
+        """Kopf has listed: what was deleted before that, it will never tell."""
         self._soon.set()
 
     async def keep(self) -> None:

@@ -143,9 +143,7 @@ class Reporter:
             plan,
             self._policy,
             load=self._loads.shape(pool, world.now.timestamp()),
-            explanation=answer(
-                pool, summary, plan.members.get(key, ()), world.now, world.reports_of(key)
-            ),
+            explanation=answer(pool, summary, plan.members.get(key, ()), world.now),
         )
         yield from self._compare(Kind.POOL, pool, status, world)
 
@@ -214,13 +212,7 @@ class Reporter:
             outcome,
             router_url=url,
             router_ready=routers.is_ready(live),
-            explanation=answer(
-                lease,
-                summary,
-                outcome.verdicts,
-                world.now,
-                (one for pool in lease.spec.pools for one in world.reports_of(pool.key)),
-            ),
+            explanation=answer(lease, summary, outcome.verdicts, world.now),
         )
         if told:
             self._publisher.publish_lease(lease, status)
