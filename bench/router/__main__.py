@@ -17,8 +17,9 @@ from contextlib import AsyncExitStack
 import uvloop
 
 from bench.record import Figure, figure, record
-from bench.router.load import Result, quantile, turns
+from bench.router.load import Result, turns
 from bench.router.routes import Route, has_sglang_router, passer, rose, sglang_router, stub
+from rose_core.stats import quantile
 
 _ADDED_MS = {50: 2.0, 99: 8.0}
 
@@ -190,7 +191,7 @@ def _beside(found: dict[str, list[Result]]) -> list[Figure]:
     rows = []
     for what, of in (("first event", _first), ("turn", _whole)):
         pairs = zip(found["rose"], found["sglang-router"], strict=True)
-        later = [quantile(of(ours), 99) - quantile(of(theirs), 99) for ours, theirs in pairs]
+        later = [quantile(of(ours), 0.99) - quantile(of(theirs), 0.99) for ours, theirs in pairs]
         title = f"{what} p99, rose less sglang-router"
         rows.append(figure(title, 1000 * statistics.median(later), "ms", at_most=0))
     return rows
@@ -201,9 +202,9 @@ def _against(name: str, results: list[Result], base: list[Result]) -> list[Figur
     figures = []
     for percent, most in _ADDED_MS.items():
         for what, of in (("first event", _first), ("turn", _whole)):
-            values = [quantile(of(one), percent) for one in results]
+            values = [quantile(of(one), percent / 100) for one in results]
             if results is not base:
-                without = (quantile(of(one), percent) for one in base)
+                without = (quantile(of(one), percent / 100) for one in base)
                 values = [with_ - alone for with_, alone in zip(values, without, strict=True)]
             word = "" if results is base else "added "
             aim = most if name == "rose" else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 import time
 from dataclasses import dataclass
 
@@ -29,11 +28,6 @@ class Result:
     def per_second(self) -> float:
         """Turns per second."""
         return len(self.seconds) / self.wall
-
-
-def quantile(values: list[float], percent: int) -> float:
-    """A percentile of at least two values."""
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 async def turns(

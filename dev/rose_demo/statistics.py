@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rose_core import stats
 from rose_demo.records import Request, Role, Sample, Window
 
 SAMPLE_FLOOR = 20
@@ -128,7 +129,7 @@ def pairs(classes: dict[Window, list[Request]], latency: str) -> tuple[np.ndarra
 
 def quantile(values: np.ndarray, q: float) -> float | None:
     """The quantile, or None without values."""
-    return float(np.quantile(values, q)) if len(values) else None
+    return stats.quantile(values.tolist(), q) if len(values) else None
 
 
 def ratio_draws(lent: np.ndarray, withheld: np.ndarray, q: float, seed: int) -> np.ndarray | None:
