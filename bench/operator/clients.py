@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -52,7 +53,9 @@ def manifest(number: int, version: int) -> dict[str, Any]:
         }
         for kind in ("Accepted", "Ready", "Serving", "Progressing")
     ]
-    fields = {f"f:{word}": {} for word in ("poolRef", "model", "slots", "weights", "router")}
+    fields: dict[str, dict[str, Any]] = {
+        f"f:{word}": {} for word in ("poolRef", "model", "slots", "weights", "router")
+    }
     return {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": "RolloutLease",
@@ -156,7 +159,9 @@ def _lightkube(url: str) -> Callable[[Seen, Seen], Awaitable[None]]:
 
 
 def _kubernetes(url: str) -> Callable[[Seen, Seen], Awaitable[None]]:
-    from kubernetes.aio import client, watch  # noqa: PLC0415
+    # Of no extra: the package is compared with, not used.
+    kubernetes = importlib.import_module("kubernetes.aio")
+    client, watch = kubernetes.client, importlib.import_module("kubernetes.aio.watch")
 
     async def run(listed: Seen, seen: Seen) -> None:
         settings = client.Configuration(host=url)
@@ -285,7 +290,8 @@ def main(argv: list[str] | None = None) -> int:
     if given.serve:
         asyncio.run(serve(given.objects, given.serve))
     if given.client:
-        child(*given.client, given.objects)
+        name, url = given.client
+        child(name, url, given.objects)
     figures: list[Figure] = []
     for name, (needs, _) in CLIENTS.items():
         if importlib.util.find_spec(needs) is None:
