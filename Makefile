@@ -15,7 +15,7 @@ ARGS ?=
 LANE := -v -n 1 --dist loadfile
 
 .PHONY: help venv engine vllm cluster demo test test-engines test-cluster test-gpu-node unit check format generate docs crds clean \
-	bench-guard bench-deaths bench-faults bench-dormancy bench-engines bench-gap bench-tap bench-weights bench-router \
+	bench-guard bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
 	bench-operator bench-simulate bench-rollouts bench-rounds torture fire fuzz gpu-check gpu-pack trl skyrl
 
 help:  ## list the targets
@@ -103,6 +103,9 @@ bench-dormancy: engine  ## what an engine gives back at rung 4, and how fast it 
 
 bench-engines: engine  ## stop, restart and commit inside a real engine
 	$(RUN)/python -m bench.engines $(ARGS)
+
+bench-startup: engine  ## where an engine's start-up time goes, part by part
+	$(RUN)/python -m bench.startup $(ARGS)
 
 bench-gap: engine  ## what a stream loses at a version switch, ours beside SGLang's own ways
 	$(BIN)/python -m bench.gap $(ARGS)

@@ -101,6 +101,13 @@ _FOREIGN = (
     "sparse_attention_config",
     "swa_num_key_value_heads",
 )
+# Why some of them are refused and not sized.
+_REASONS = {
+    "compress_ratios": "its cache is compressed by layers",
+    "index_topk": "sparse attention keeps an index beside the cache, and SGLang chooses the "
+    "type of both by the GPU",
+    "sparse_attention_config": "sparse attention keeps an index beside the cache",
+}
 # What a class of transformers takes for a field that the file leaves out; files on hubs do.
 _CLASS_DEFAULTS: Mapping[str, Config] = {
     "gemma2": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
@@ -283,7 +290,8 @@ class _Fields:
         """
         if self.config.get(name):
             text = f"{self.prefix}{name} is set, but how {self.architecture} keeps its cache"
-            raise Unsizable(f"{text} is not known")
+            why = f" ({_REASONS[name]})" if name in _REASONS else ""
+            raise Unsizable(f"{text} is not known{why}")
 
     def refuse_foreign_layers(self) -> None:
         """Refuse layers that are no attention.

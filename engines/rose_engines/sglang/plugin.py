@@ -228,8 +228,11 @@ class SchedulerPlugin:
     def _open_session(self, scheduler: Any, control: Path) -> WeightSession:  # noqa: ANN401
         version = scheduler.server_args.weight_version
         fallback = os.environ.get(FALLBACK_VARIABLE, "")
+        began = time.monotonic()
+        log.info("rose: learning where the weights are")
         try:
             live = loading.by_layout(scheduler, control.parent, fallback)
+            log.info("rose: layout known after %.2f s", time.monotonic() - began)
         except UnsupportedEngine as refused:
             loading.check(scheduler, fallback, refused)
             live = None
