@@ -7,6 +7,7 @@ written already left out. No model is trained.
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from dataclasses import dataclass
@@ -51,6 +52,15 @@ class Lengths:
         self._groups.move_to_end(group)
         if len(self._groups) > self._most_groups:
             self._groups.popitem(last=False)
+
+    def forget(self, group: str, tokens: int) -> None:
+        """One taken for ended with so many goes on: nobody learns from that length."""
+        with contextlib.suppress(ValueError):  # so long ago that it is forgotten
+            self._all.remove(tokens)
+            self._sorted = []
+        siblings = self._groups.get(group, [])
+        with contextlib.suppress(ValueError):
+            siblings.remove(tokens)
 
     def rest(self, group: str, written: int) -> RemainingLength:
         """What a trajectory of the group that has written so much will still write."""

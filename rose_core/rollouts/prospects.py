@@ -385,6 +385,9 @@ class Prospects:
         self._pauses.record(now - known.ended)
         if known.over:
             self.mistaken_ends += known.inferred
+            if known.learned:  # it will be longer
+                self.lengths.forget(known.group, known.tokens)
+                known.learned = False
             known.over = known.inferred = False
 
     def _pop(self, name: str) -> Trajectory | None:

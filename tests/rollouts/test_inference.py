@@ -92,6 +92,19 @@ def test_one_that_comes_back_was_not_over() -> None:
     assert found.tokens == 80
 
 
+def test_nobody_learns_from_the_length_of_an_end_that_was_a_mistake() -> None:
+    memory = Prospects()
+    _ran(memory, "one", 4000, 0.0)
+    memory.begin_turn("other", Hint(), 3, 2.0, prompt=PROMPT)
+    memory.infer_ends(61.0)
+    assert memory.with_expectation("other", TURN, 61.0).tail_tokens == 4000
+    memory.begin_turn("one", Hint(), 43, 70.0)
+    assert memory.with_expectation("other", TURN, 70.0).tail_tokens == 0, "nothing has ended"
+    memory.end_turn("one", 1000, 5043, 71.0)
+    memory.conclude("one", trained=True)
+    assert memory.with_expectation("other", TURN, 72.0).tail_tokens == 5000
+
+
 def test_where_nobody_reports_the_meter_says_what_was_in_time_and_loses_the_rest() -> None:
     memory = Prospects(Deadline(publishes=1))
     memory.note_head(version(0), 0.0)
