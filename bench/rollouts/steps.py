@@ -23,6 +23,7 @@ from rose_simulate.model.costs import costs
 from rose_simulate.model.job import Fate
 from rose_simulate.model.paper import STALL_S
 from rose_simulate.model.regimes import RULES, RegimeRules
+from rose_simulate.model.router import Ends
 from rose_simulate.model.scenario import Failure, Regime, Scenario
 from rose_simulate.model.simulation import Simulation, SimulationInputs
 
@@ -33,6 +34,8 @@ _PAPER = replace(_FIFO, placement=PolicyName.ROSE_PAPER, stall_s=STALL_S)
 
 POLICIES: Mapping[str, RegimeRules] = {
     "joint": _OURS,
+    "joint, ends told": replace(_OURS, ends=Ends.TOLD),
+    "joint, ends unknown": replace(_OURS, ends=Ends.UNKNOWN),
     "rose-paper": replace(_PAPER, keeps=False),
     "rose-paper + keeping": _PAPER,
     "rose-paper-dedicated": replace(_PAPER, placement=PolicyName.ROSE_PAPER_DEDICATED, keeps=False),

@@ -14,7 +14,7 @@ from rose_simulate.model.clock import SECOND, Clock
 from rose_simulate.model.costs import costs
 from rose_simulate.model.possible import impossible
 from rose_simulate.model.regimes import RULES
-from rose_simulate.model.router import Router, RouterOptions
+from rose_simulate.model.router import Ends, Router, RouterOptions
 from rose_simulate.model.scenario import Link, Regime, RolloutJob, Scenario
 from rose_simulate.model.simulation import Simulation
 from rose_simulate.model.turns import Engine, Turn
@@ -147,6 +147,31 @@ def test_turns_of_old_trajectories_go_first_where_the_order_says_so(
     places.come("old", born=2, number=3)
     places.clock.run(10 * SECOND)
     assert places.ended == order
+
+
+@pytest.mark.parametrize(
+    ("ends", "inferred", "over"),
+    [(Ends.TOLD, 0, True), (Ends.INFERRED, 1, True), (Ends.UNKNOWN, 0, False)],
+)
+def test_siblings_learn_of_an_end_as_the_run_says(ends: Ends, inferred: int, *, over: bool) -> None:
+    clock, finished = Clock(), list[str]()
+    router = Router(
+        clock, "run", policies_of(LeaseTerms()), RouterOptions(ends=ends), random.Random(0)
+    )
+    batch = BatchEngine(clock, costs("H100", "Qwen3-8B", 0.5), 100_000, lambda: None)
+    router.attach(Engine("one", EngineKind.DEDICATED, batch, 0, gate_open=True, cap=1))
+
+    def end(session: str) -> None:
+        finished.append(session)
+        router.end_trajectory(session)
+
+    router.submit(Turn("first", 100, 5, 1, lambda: end("first"), "group"))
+    clock.run(200 * SECOND)
+    assert finished == ["first"]
+    router.submit(Turn("second", 100, 5, 2, lambda: end("second"), "group"))
+    assert router.prospects.inferred_ends == inferred
+    known = router.prospects.lengths.rest("group", 0)
+    assert (known.median == 5) is over
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,7 @@ class Job:
         one.left -= 1
         one.tokens += tokens
         one.members.append((session, tokens))
+        self._router.end_trajectory(session)
         one.oldest = min(one.oldest, oldest)
         self.counts.finished += 1
         self.counts.finish_s.append(self._clock.now_s)

@@ -37,6 +37,7 @@ from enum import Enum, auto
 
 from rose_core.rollouts.placement import PolicyName
 from rose_simulate.model.paper import STALL_S
+from rose_simulate.model.router import Ends
 from rose_simulate.model.scenario import Regime
 
 
@@ -72,6 +73,7 @@ class RegimeRules:
         whole_memory: serving has the rollouts' share of the memory too.
         by_demand: the planner hears of turns; otherwise leases hold all that they may.
         least_loan_s: a whole replica is not called back earlier, unless serving is in need.
+        ends: how the router learns that a trajectory is over.
     """
 
     lends: LendingMode = LendingMode.PLANNER
@@ -87,6 +89,7 @@ class RegimeRules:
     oldest_first: bool = False
     whole_memory: bool = False
     by_demand: bool = True
+    ends: Ends = Ends.INFERRED
 
 
 _LADDER = PolicyName.ROSE_PAPER

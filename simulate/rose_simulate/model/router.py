@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from bisect import insort
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from rose_core.rollouts.admission import rank
 from rose_core.rollouts.dispatch import next_turn
@@ -29,6 +30,20 @@ from rose_simulate.model.warming import Warmer, WarmingContext
 _LOOK_AGAIN_S = 1.0
 
 
+class Ends(Enum):
+    """How the router learns that a trajectory is over, before the trainer says what became of it.
+
+    Attributes:
+        TOLD: its trainer says so (``/finish_session``).
+        INFERRED: it is idle for long (``rollouts.inference``), as production does unasked.
+        UNKNOWN: not at all, which no router of ours does: what inferring is measured against.
+    """
+
+    TOLD = auto()
+    INFERRED = auto()
+    UNKNOWN = auto()
+
+
 @dataclass(frozen=True)
 class RouterOptions:
     """How a regime's router behaves.
@@ -38,12 +53,14 @@ class RouterOptions:
         waits: production's order: a full home is waited for, old trajectories go first.
         knows_lengths: placement is told the true output length.
         oldest_first: without ``waits``, old trajectories go first; otherwise turns as they came.
+        ends: how it learns that a trajectory is over.
     """
 
     keeps: bool = True
     waits: bool = True
     knows_lengths: bool = False
     oldest_first: bool = False
+    ends: Ends = Ends.INFERRED
 
 
 class Router:
@@ -169,11 +186,17 @@ class Router:
         self.counts.turns += 1
         if self._sight.remembers:
             now = self._clock.now_s
-            self.prospects.infer_ends(now)
+            if self._manners.ends is not Ends.UNKNOWN:
+                self.prospects.infer_ends(now)
             self.prospects.begin_turn(turn.session, Hint(turn.group), turn.context, now)
         self.warmer.begin_turn(turn)
         self._wait(turn)
         self.drain()
+
+    def end_trajectory(self, session: str) -> None:
+        """No more turns of the trajectory will come; whoever trains says so, or does not."""
+        if self._manners.ends is Ends.TOLD:
+            self.prospects.end_trajectory(session)
 
     def withdraw(self, turn: Turn) -> int:
         """The trainer does not want the turn any more; the tokens it had written."""

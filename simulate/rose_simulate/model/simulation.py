@@ -192,6 +192,7 @@ class Simulation:
                 rules.waits,
                 rules.knows_lengths,
                 rules.oldest_first,
+                rules.ends,
             ),
             random.Random(f"{self.seed}/{job.name}/dice"),  # noqa: S311  # a model's randomness
         )
