@@ -16,6 +16,7 @@ from rose_core.rollouts.terms import LeaseTerms, Policies, policies_of
 from rose_core.rollouts.views import BIASED, PolicyName
 from rose_operator.apply.routers import deployment
 from rose_operator.settings import Settings as OperatorSettings
+from rose_router.config import Settings
 from rose_router.flags import parser, settings
 from rose_router.turns.service import Service
 from rose_simulate.model.regimes import RULES
@@ -37,14 +38,19 @@ def lease(staleness: int, max_age: int | None = None) -> RolloutLease:
     return RolloutLease.model_validate(written)
 
 
-def in_production(told: RolloutLease) -> Service:
-    """The router that the operator would start for the lease."""
+def settings_of(told: RolloutLease) -> Settings:
+    """What the router that the operator would start for the lease is started with."""
     platform = OperatorSettings("rose-system", "img", {}, "token", "operator")
     made = deployment(told, platform)
     (container,) = made["spec"]["template"]["spec"]["containers"]
     words = [word for word in container["args"] if word.startswith("--")]
     own = [word for word in words if not word.startswith(("--token-file", "--turn-token-file"))]
-    return Service(settings(parser().parse_args(own)), SimClient({}))
+    return settings(parser().parse_args(own))
+
+
+def in_production(told: RolloutLease) -> Service:
+    """That router."""
+    return Service(settings_of(told), SimClient({}))
 
 
 def in_the_simulator(staleness: int) -> Router:
