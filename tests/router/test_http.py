@@ -96,6 +96,19 @@ async def test_a_batch_with_several_answers_is_a_list_in_order(stage: Make) -> N
     assert made == [one, one, two]
 
 
+async def test_trainers_learn_how_long_prompt_and_answer_may_be(stage: Make) -> None:
+    """TRL sizes its batches by it, verifiers and renderers refuse by it; vLLM has it there."""
+    async with stage(context_tokens=512) as s:
+        (model,) = (await s.get("/v1/models"))["data"]
+        assert model["max_model_len"] == 512
+        await s.engine(context_tokens=256)  # an engine may bear less than the lease says
+        (model,) = (await s.get("/v1/models"))["data"]
+        assert model["max_model_len"] == 256
+    async with stage() as s:
+        (model,) = (await s.get("/v1/models"))["data"]
+        assert "max_model_len" not in model, "nobody has said"
+
+
 async def test_completions_answer_as_openai_does_with_token_ids(stage: Make) -> None:
     async with stage(model="policy-x") as s:
         await s.engine()

@@ -85,7 +85,13 @@ class TurnHandlers:
             instead = "token ids everywhere"
             words = _words(body)
             ids = list(encoded(words, self._tokenizer, "prompt", instead, special=special))
-        return _json({"tokens": ids, "count": len(ids), "max_model_len": None})
+        return _json(
+            {
+                "tokens": ids,
+                "count": len(ids),
+                "max_model_len": self._service.bounds().context or None,
+            }
+        )
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """``/detokenize``: token ids (``tokens``) as text, special ones included."""

@@ -29,7 +29,9 @@ def routes(service: Service) -> list[web.RouteDef]:
 
     async def models(_request: web.Request) -> web.Response:
         model = {"id": service.settings.model, "object": "model", "owned_by": "rose"}
-        return _json({"object": "list", "data": [model]})
+        # Trainers size their batches by it; vLLM's word for prompt and answer together.
+        length = {"max_model_len": context} if (context := service.bounds().context) else {}
+        return _json({"object": "list", "data": [model | length]})
 
     async def weight_version(_request: web.Request) -> web.Response:
         head = service.fleet.head
