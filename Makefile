@@ -16,7 +16,7 @@ LANE := -v -n 1 --dist loadfile
 
 .PHONY: help venv engine vllm cluster demo test test-engines test-cluster test-gpu-node unit check format generate docs crds clean \
 	bench-guard bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
-	bench-operator bench-simulate bench-rollouts bench-rounds torture fire fuzz gpu-check gpu-pack trl skyrl
+	bench-operator bench-simulate bench-rollouts bench-rounds torture fire fuzz gpu-check gpu-pack trl skyrl areal
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -150,6 +150,13 @@ trl: venv  ## TRL itself trains through a router and a store, on this CPU; an en
 skyrl: venv  ## SkyRL's own client drives a router; the package alone, without what its trainer needs
 	@test -d $(ROSE_CACHE)/skyrl || $(UV) pip install -q --no-deps --target $(ROSE_CACHE)/skyrl skyrl==0.3.0
 	PYTHONPATH=$(ROSE_CACHE)/skyrl $(BIN)/pytest -v -n 0 tests/router/test_skyrl_client.py $(ARGS)
+
+areal: venv  ## AReaL's own engine, executor and workflows drive a router; an environment of its own (cached)
+	@test -x $(ROSE_CACHE)/areal/bin/python || $(UV) venv -q -p $(PYTHON) $(ROSE_CACHE)/areal
+	@VIRTUAL_ENV=$(ROSE_CACHE)/areal $(UV) pip install -q -c constraints.txt -e '.[dev]' aiofiles colorlog einops \
+		hydra-core==1.4.0.dev1 lark omegaconf==2.4.0.dev2 openai orjson pillow pybase64 ray requests tenacity
+	@VIRTUAL_ENV=$(ROSE_CACHE)/areal $(UV) pip install -q --no-deps areal==1.0.4 torchdata
+	$(ROSE_CACHE)/areal/bin/pytest -v -n 0 tests/router/test_areal_client.py $(ARGS)
 
 # In an extra of its own: only Linux on x86 has wheels of the fuzzer.
 fuzz: venv  ## bytes of hostile serving pods, made by a coverage-guided fuzzer; ARGS="--seconds 600"
