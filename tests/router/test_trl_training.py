@@ -21,6 +21,7 @@ from rose_dev.models import make_named
 from rose_trainer.adapters.trl import WeightTransfer
 from rose_trainer.publisher import Publisher
 from tests.router.conftest import Stage
+from tests.router.test_reports import meter
 from tests.router.test_verl import follow
 from tests.trainer.test_publisher import RunningStore
 from tests.trainer.trl_parts import ANSWER, CHAT, PlainAttention, by_place
@@ -28,11 +29,14 @@ from tests.trainer.trl_parts import ANSWER, CHAT, PlainAttention, by_place
 WHY = "TRL is not installed; make trl"
 pytest.importorskip("trl", minversion="1.16", reason=WHY)
 async_grpo: Any = pytest.importorskip("trl.experimental.async_grpo", reason=WHY)
+trl_hooks: Any = pytest.importorskip("rose_trainer.adapters.trl_hooks", reason=WHY)
 datasets: Any = pytest.importorskip("datasets", reason=WHY)
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow, pytest.mark.timeout(580)]
 
-STEPS, MEMBERS, PROMPTS, LENGTH = 3, 4, 16, 12
+STEPS, MEMBERS, PROMPTS, LENGTH, CONTEXT = 3, 4, 16, 12, 512
+CHILD_SECONDS = 560
+"""Its rollout process imports torch and transformers anew; on a busy machine that takes minutes."""
 Make = Callable[..., AbstractAsyncContextManager[Stage]]
 
 
@@ -55,7 +59,6 @@ def trainer_of(url: str, transfer: WeightTransfer, folder: Path) -> Any:  # noqa
         per_device_train_batch_size=MEMBERS,
         num_generations=MEMBERS,
         max_completion_length=LENGTH,
-        token_budget=0,
         learning_rate=1e-3,
         weight_sync_steps=1,
         max_staleness=8,
@@ -78,7 +81,7 @@ def trainer_of(url: str, transfer: WeightTransfer, folder: Path) -> Any:  # noqa
     )
 
 
-async def test_trl_trains_through_the_router_and_the_store(
+async def test_trl_trains_through_the_router_and_the_store_and_says_on_what(
     stage: Make, store: RunningStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(async_grpo.async_rollout_worker, "is_vllm_available", lambda *_, **__: True)
@@ -87,10 +90,13 @@ async def test_trl_trains_through_the_router_and_the_store(
     monkeypatch.setattr(async_grpo.packing, "_flash_attn", PlainAttention)
     publisher = Publisher(store.address, "run", token="t")
     transfer = WeightTransfer(publisher, durable_seconds=60)
-    async with stage(model=str(make_named("tiny"))) as s:
+    async with stage(model=str(make_named("tiny")), context_tokens=CONTEXT) as s:
         engines = [await s.engine("a"), await s.engine("b")]
         following = asyncio.create_task(follow(store, engines))
         trainer = trainer_of(s.url, transfer, tmp_path / "trl")
+        vars(trainer.rollout_worker)["_child_ready_timeout"] = CHILD_SECONDS
+        trl_hooks.install(trainer)
+        trl_hooks.install(trainer)  # asked again it changes nothing
         before = {name: one.detach().clone() for name, one in trainer.model.named_parameters()}
         try:
             await asyncio.to_thread(trainer.train)
@@ -99,6 +105,8 @@ async def test_trl_trains_through_the_router_and_the_store(
             await asyncio.gather(following, return_exceptions=True)
         totals = s.router.service.ledger.totals
         versions = {str(engine.version) for engine in s.router.service.fleet}
+        counts, inferred = await meter(s)
+        shown = await s.get("/trajectories")
     changed = [
         name for name, one in trainer.model.named_parameters() if not one.equal(before[name])
     ]
@@ -109,5 +117,20 @@ async def test_trl_trains_through_the_router_and_the_store(
     assert transfer.version is not None
     assert transfer.version.sequence == STEPS
     assert versions == {str(transfer.version)}
+    # What a step took was named, has ended by TRL's word, and came with its reward.
+    assert counts["trained"] >= STEPS * MEMBERS
+    assert counts["lost"] == 0
+    assert inferred["joined_a_group"] == inferred["ends"] == inferred["mistaken_ends"] == 0
+    rewarded = {
+        row["stratum"]: sum(row[arm]["trained"] for arm in ("any", "dedicated"))
+        for row in shown["inclusion"]
+        if row["dimension"] == "reward"
+    }
+    assert sum(rewarded.values()) == counts["trained"]
+    assert set(rewarded) == {"above 0", "0 or less"}
+    (every,) = (row for row in shown["inclusion"] if row["dimension"] == "all")
+    groups = sum(every[arm]["groups"] for arm in ("any", "dedicated"))
+    assert counts["trained"] / MEMBERS <= groups <= counts["trained"] / MEMBERS + 1
+    assert trainer.args.token_budget == CONTEXT  # as the router's /v1/models says
     pulled = await asyncio.to_thread(store.pull, tmp_path / "bundle")
     assert pulled.target == transfer.version

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rose_core.delta.bits import Bits
-from rose_trainer.adapters.trl import OldestFirst, Sample, WeightTransfer
+from rose_trainer.adapters.trl import OldestFirst, Reporting, Sample, SampleTaken, WeightTransfer
 from rose_trainer.publisher import Publisher
 from rose_weights.bundle import Bundle
 from tests.trainer.test_publisher import RunningStore
@@ -97,3 +97,76 @@ def test_what_is_too_old_is_left_to_trl_to_drop() -> None:
 def test_an_empty_queue_is_trls_own_answer() -> None:
     with pytest.raises(queue.Empty):
         OldestFirst(queued(), lambda: 0, staleness=2).get(timeout=0.01)
+
+
+@dataclass
+class Named:
+    """NamedSample, as far as a report matters."""
+
+    session: str
+    reward: float = 1.0
+    model_version: int = 0
+    input_ids: tuple[int, ...] = (1, 2, 3)
+    metrics: Mapping[str, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = {"reward": self.reward}
+
+
+@dataclass
+class Told:
+    """What was reported: trained on and dropped, report by report."""
+
+    said: list[tuple[dict[str, float | None], dict[str, float | None]]] = field(
+        default_factory=list
+    )
+
+    def __call__(self, *fates: dict[str, float | None]) -> None:
+        trained, dropped = fates
+        self.said.append((trained, dropped))
+
+
+def fresh(sample: SampleTaken) -> bool:
+    return sample.model_version >= 5
+
+
+def taking(*samples: Named) -> tuple[Reporting, Told]:
+    waiting: queue.Queue[Sample] = queue.Queue()
+    for sample in samples:
+        waiting.put(sample)
+    told = Told()
+    return Reporting(waiting, fresh, told), told
+
+
+def test_what_trl_takes_is_reported_with_its_reward_and_what_it_drops_too() -> None:
+    taken, told = taking(Named("a", 1.0, 5), Named("b", 0.0, 3), Named("c", float("nan"), 6))
+    assert taken.qsize() == 3
+    for _ in range(3):
+        taken.get(timeout=0.1)
+    taken.tell(ended=True)
+    assert told.said == [({"a": 1.0, "c": None}, {"b": 0.0})]
+    taken.tell(ended=True)
+    assert len(told.said) == 1
+
+
+def test_a_conversation_of_several_rows_is_said_once_when_all_have_come() -> None:
+    taken, told = taking(Named("a", 1.0, 4), Named("a", 1.0, 5), Named("b", 0.0, 5))
+    taken.get()
+    taken.tell()
+    assert not told.said, "more rows of it may come"
+    taken.get()
+    taken.get()
+    taken.tell()
+    assert told.said == [({"a": 1.0}, {})]
+    taken.tell(ended=True)
+    assert told.said[1:] == [({"b": 0.0}, {})]
+
+
+def test_a_row_that_comes_after_its_conversation_was_said_says_nothing() -> None:
+    taken, told = taking(Named("a", 1.0, 5), Named("b", 1.0, 5), Named("a", 1.0, 1))
+    taken.get()
+    taken.get()
+    taken.tell()
+    taken.get()
+    taken.tell(ended=True)
+    assert told.said == [({"a": 1.0}, {}), ({"b": 1.0}, {})]

@@ -9,13 +9,16 @@ other rank takes part; each tensor is gone when the next is asked for, so it is 
 
 Nothing is paused: engines change weights between two tokens, and every token says which version
 sampled it. ``OldestFirst`` has the trainer take what is oldest instead of what finished first.
-``trl`` itself is not imported.
+``Reporting`` notes what it takes; ``trl_hooks`` puts it there, and names the turns. ``trl`` itself
+is not imported here.
 """
 
 from __future__ import annotations
 
+import math
 import queue
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -142,3 +145,79 @@ class OldestFirst:
         late = [n for n, begun in enumerate(ready) if version - begun > self._bound.staleness]
         # Nothing is known to be under way, so there is always a batch.
         return late[0] if late else next_batch(ready, (), version, self._bound)[0]
+
+
+class SampleTaken(Sample, Protocol):
+    """A scored sample that knows its session (``trl_hooks.NamedSample``)."""
+
+    session: str
+    input_ids: Sequence[int]
+    metrics: Mapping[str, float]
+
+
+_SAID = 65536  # sessions whose fate is remembered, so that none is said twice
+
+
+class Reporting:
+    """Stands before TRL's queue: notes which trajectories the trainer takes, and which it drops.
+
+    A trajectory may come as several samples (rows), one after the other; it was trained on if one
+    of them was. What TRL takes ahead for its next step counts as taken.
+
+    Args:
+        samples: TRL's queue, or an ``OldestFirst`` before it.
+        trains_on: whether TRL will train on a sample that it has just taken.
+        report: is told rewards by session, of those trained on and of those dropped.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        trains_on: Callable[[SampleTaken], bool],
+        report: Callable[[dict[str, float | None], dict[str, float | None]], object],
+    ) -> None:
+        self._samples, self._trains_on, self._report = samples, trains_on, report
+        self._fates: dict[str, tuple[bool, float | None]] = {}
+        self._said: OrderedDict[str, None] = OrderedDict()
+        self._last = ""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Sample:
+        """The next sample; waits for one as TRL's queue does.
+
+        Raises:
+            Empty: none came in time.
+        """
+        sample = self._samples.get(block, timeout)
+        self._note(sample)  # type: ignore[arg-type]  # the loop of ``trl_hooks`` made it
+        return sample
+
+    def qsize(self) -> int:
+        """Samples that wait."""
+        return self._samples.qsize()
+
+    def tell(self, *, ended: bool = False) -> None:
+        """Report what was taken since; not the last trajectory, of which more rows may come.
+
+        Args:
+            ended: no more rows come.
+        """
+        told = {name: one for name, one in self._fates.items() if ended or name != self._last}
+        for name in told:
+            del self._fates[name]
+            self._said[name] = None
+        while len(self._said) > _SAID:
+            self._said.popitem(last=False)
+        if told:
+            self._report(
+                {name: reward for name, (trained, reward) in told.items() if trained},
+                {name: reward for name, (trained, reward) in told.items() if not trained},
+            )
+
+    def _note(self, sample: SampleTaken) -> None:
+        name, reward = sample.session, sample.metrics.get("reward", math.nan)
+        self._last = name
+        if name in self._said:
+            return
+        before, _ = self._fates.get(name, (False, None))
+        known = None if math.isnan(reward) else reward
+        self._fates[name] = before or self._trains_on(sample), known
