@@ -130,7 +130,7 @@ def show(found: Estimate, advice: Advice) -> str:
     ]
     for one in found.options:
         hours = one.gpu_hours
-        risk = "not known" if one.at_risk is None else f"<= {one.at_risk.high:.4%}"
+        risk = "not known" if one.at_risk is None else f"~ {one.at_risk.high:.4%}"
         lines.append(
             f"{f'{one.percent} % = {one.lent}':<14} "
             f"{f'{hours.value:.1f} [{hours.low:.1f}, {hours.high:.1f}]':<26} "

@@ -7,10 +7,11 @@ With ``i(t)`` the share of replicas that are idle and ``m`` replicas lent of ``n
     exposed(m)   = m / n * mean over requests of i    requests that find a rollout to stop
 
 An arrival sees the idle share of its moment (arrivals do not know of it), so exposure needs no
-trace of single requests. An exposed request waits at most ``stop_s`` longer for its first token; it
-violates the SLO by that only if its time to first token lies within ``stop_s`` of the limit. Where
-the 99th percentile is recorded and lies further away, at most 1 % of the exposed can; where it is
-not recorded, nothing is known but that it is at most all of them.
+trace of single requests. An exposed request that finds nobody before it waits at most ``stop_s``
+longer for its first token, and violates the SLO by that only if its time to first token lies within
+``stop_s`` of the limit. Where the 99th percentile is recorded and lies further away, that is 1 % of
+the exposed at most; where it is not recorded, nothing is known but that it is at most all of them.
+This is an estimate and no bound: requests queued behind an exposed one get late too.
 
 Intervals: blocks of time are drawn anew with replacement (all replicas of a block together, since
 load is correlated between replicas and in time), 95 % of the results lie between the ends.
@@ -66,7 +67,7 @@ class Option:
         lent: replicas.
         gpu_hours: lendable per day, overhead taken off.
         exposed: share of all requests of the pool that find a rollout to stop.
-        at_risk: share of all requests that may newly miss the SLO, at most; None = not known.
+        at_risk: share of all requests that may newly miss the SLO, about; None = not known.
     """
 
     percent: int

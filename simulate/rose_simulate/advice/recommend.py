@@ -61,7 +61,7 @@ def recommend(found: Estimate, goal: Goal) -> Advice:
         best = max(fitting, key=lambda one: one.percent)
         assert best.at_risk is not None  # noqa: S101  # that is what fitting means
         reason = (
-            f"at most {best.at_risk.high:.4%} of the requests may newly miss the SLO; "
+            f"about {best.at_risk.high:.4%} of the requests may newly miss the SLO; "
             f"lending may use {allowed:.4%} ({goal.budget_share:.0%} of what the SLO leaves)"
         )
         return Advice(_pool(goal, best, found), best, (reason,))
