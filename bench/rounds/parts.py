@@ -18,10 +18,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import yaml
-from safetensors.torch import load_file
 
+from examples.grpo.learner import Policy
 from rose_dev.engine_environment import engine_python
 from rose_dev.models import make_named
 from rose_trainer.publisher import Publisher
@@ -88,8 +87,10 @@ def lease(folder: Path, engine_class: str = "sglang-cpu") -> Iterator[Place]:
             stack.enter_context(process(folder, *command))
         place = Place(f"http://127.0.0.1:{http}", f"127.0.0.1:{store}", model)
         _until(f"http://127.0.0.1:{http}/health", folder)
+        # The trainer's own tensors in its order: its runs go on where this one ends.
+        base = Policy(model, learning_rate=0.0).named_tensors()
         with Publisher(place.store, RUN) as publisher:
-            version = publisher.publish(0, _weights(model))
+            version = publisher.publish(0, base)
             publisher.wait(version, READY_SECONDS)
         _until(f"{place.url}/ready", folder)
         yield place
@@ -130,10 +131,6 @@ def _commands(
         *(f"--router=127.0.0.1:{attach}", token),
     )
     yield ("weight-sync", rundir, "--http-port=0")
-
-
-def _weights(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from load_file(model / "model.safetensors").items()
 
 
 def _until(url: str, folder: Path) -> None:
