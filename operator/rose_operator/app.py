@@ -3,7 +3,7 @@
 | task | does |
 |---|---|
 | lock | renews the leader Lease every third of its duration, on a thread of its own |
-| watches | feed the stores (kopf for the three kinds, our own for routers) |
+| watches | feed the caches: kopf, for every kind but nodes |
 | listings | full listings beside the passes, for what watches do not tell |
 | demand | asks the leases' routers what turns they have, while this operator leads |
 | surroundings | nodes' zones and cordons, autoscalers of serving; all optional |
@@ -38,7 +38,7 @@ from rose_operator.kube.leader import LeaderLock, LockState
 from rose_operator.kube.lock_renewal import LockRenewal
 from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.kube.relist import Relist
-from rose_operator.kube.watches import watch_kinds, watch_others
+from rose_operator.kube.watches import watch_kinds
 from rose_operator.notices import Notices
 from rose_operator.plan.cluster_facts import ClusterFacts
 from rose_operator.plan.telemetry import Telemetry
@@ -260,15 +260,11 @@ class Operator:
             "lock": self.renewing.run(),
             "loop": self.loop(),
             "kopf": kinds,
-            "deployments": watch_others(self.api, self.stores, Kind.DEPLOYMENT),
-            "services": watch_others(self.api, self.stores, Kind.SERVICE),
             "listings": self.listings.keep(),
             "surroundings": self.surroundings.keep_listing(self.api),
             "demand": self.demands.run(),
             "cordons": self.surroundings.watch_cordons(self.api),
         }
-        if Kind.NAMESPACE in self.stores:
-            work["namespaces"] = watch_others(self.api, self.stores, Kind.NAMESPACE)
         return [asyncio.create_task(one, name=name) for name, one in work.items()]
 
     def _on_signals(self) -> None:

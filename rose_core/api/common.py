@@ -157,12 +157,29 @@ class StatusBase(ApiModel):
     )
 
 
+class ReplicaMemory(ApiModel):
+    """Device memory of a replica's tightest GPU, in mebibytes."""
+
+    total: int = Field(ge=0, le=2**31, description="Of the GPU.")
+    serving: int = Field(ge=0, le=2**31, description="The most that serving was seen to use.")
+    headroom: int = Field(ge=0, le=2**31, description="Kept free now.")
+    settled_headroom: int = Field(
+        ge=0, le=2**31, description="Kept free once serving was watched for a day."
+    )
+    dormant: int = Field(
+        default=0, ge=0, le=2**31, description="Held by dormant engines of other slots."
+    )
+
+
 class ReplicaVerdict(ApiModel):
     """Why one serving replica is, or is not, lent."""
 
     replica: str = Field(max_length=317, description="Namespace and name of the serving pod.")
     reason: str = Field(max_length=63, pattern=r"^[A-Za-z]+$", description="One closed word.")
     message: str = Field(default="", max_length=256, description="The numbers behind it.")
+    memory: ReplicaMemory | None = Field(
+        default=None, description="What its GPUs have and lend; absent = not known."
+    )
 
 
 class Explanation(ApiModel):

@@ -4,8 +4,8 @@ The digest of a set of elements is the sum, in two 64-bit lanes, of ``key(tensor
 Being a sum, the digest of a tensor is the sum over its tiles, of a model the sum over its tensors,
 whatever ranks hold the parts; and a change updates it by the changed elements alone:
 ``D(new) = D(old) + sum(key * (new - old))``. Keys are odd, so any single wrong element shows; they
-depend on the position, so swapped elements and slices show. It finds accidents, not attackers:
-blocks carry a cryptographic hash besides.
+depend on the position (splitmix64 of tensor and index, ``loops``), so swapped elements and slices
+show. It finds accidents, not attackers: blocks carry a cryptographic hash besides.
 """
 
 from __future__ import annotations

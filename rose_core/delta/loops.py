@@ -14,6 +14,8 @@ import numpy as np
 ESCAPE = 255
 """A gap byte of 255 adds 255 and goes on; a code byte of 255 means the step stands apart."""
 
+# Keys of elements: splitmix64 (Steele, Lea and Flood, 2014; multipliers of Stafford's variant 13).
+# The second lane mixes once more, with the multiplier of degski's 64-bit mixer.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 MIX2 = np.uint64(0x94D049BB133111EB)

@@ -2,8 +2,9 @@
 
 The smaller a float, the finer its steps and the likelier a change: the exponent of the *old* value
 tells how likely. Elements are sorted into sixteen classes by how far their exponent lies below the
-tile's largest; within a class gaps between changes are Rice-coded with the class's own parameter,
-and each is followed by the step: a sign bit and the magnitude in unary.
+tile's largest; within a class gaps between changes are coded by Golomb's code with a power of two
+as its parameter (Golomb, 1966; Rice and Plaunt, 1971), the class's own, and each is followed by the
+step: a sign bit and the magnitude in unary.
 
 The receiver must hold the base to read such a block, so it is for a last hop whose sender holds the
 base too; it cannot be merged without it. ``STEPS`` (v1) is what is stored and merged.

@@ -60,6 +60,8 @@ def rank(  # noqa: PLR0917
     """
     by, under = np.uint64(shift), np.uint64(mask)
     magnitude = old.dtype.type((mask << shift) | ((1 << shift) - 1))
+    # Members of each class before the current block; ``low`` and ``high`` are what is not yet added
+    # to it: a byte per class (SIMD within a register), so three blocks of 64 fit.
     before = np.zeros(CLASSES, np.int64)
     last = np.zeros(CLASSES, np.int64)
     low, high = ZERO, ZERO
@@ -68,6 +70,7 @@ def rank(  # noqa: PLR0917
     for number in range(len(indices)):
         position = indices[number]
         start = position // BLOCK * BLOCK
+        # 1. Count whole blocks before this change, for all classes at once.
         while counted < start:
             first = np.uint64(counted)
             for at in range(BLOCK):
@@ -80,16 +83,21 @@ def rank(  # noqa: PLR0917
                 high += one if away >= 8 else ZERO
             counted += BLOCK
             unspilled += 1
+            # 2. Before a byte can overflow, add the bytes to the sums.
             if unspilled == 3:
                 for lane in range(8):
                     before[lane] += np.int64((low >> np.uint64(8 * lane)) & BYTE)
                     before[lane + 8] += np.int64((high >> np.uint64(8 * lane)) & BYTE)
                 low, high = ZERO, ZERO
                 unspilled = 0
+        # 3. The change's own class, and its members in all the blocks before.
         away = reference - np.int64((np.uint64(old[np.uint64(position)]) >> by) & under)
         kind = np.uint64(min(max(away, 0), CLASSES - 1))
         word = low if kind < EIGHT else high
         members = before[kind] + np.int64((word >> ((kind & SEVEN) * EIGHT)) & BYTE)
+        # 4. Members of that class in this block, before the change: the whole block is compared
+        #    and masked by ``upto``, because a loop of fixed length has no branch; only the last,
+        #    incomplete block is counted one by one.
         edge, span = lowest[kind], spans[kind]
         inside = position - start
         first = np.uint64(start)
@@ -104,6 +112,7 @@ def rank(  # noqa: PLR0917
             for at in range(inside):
                 value = old[first + np.uint64(at)] & magnitude
                 some = np.uint16(some + np.uint16(old.dtype.type(value - edge) <= span))
+        # 5. The gap is what has come of the class since its last change.
         members += np.int64(some)
         classes[number] = kind
         gaps[number] = members - last[kind]

@@ -83,16 +83,41 @@ class HighWater:
 
 
 @dataclass(frozen=True)
+class MemorySum:
+    """The sum behind what may be lent of one GPU, bytes.
+
+    Attributes:
+        total: of the GPU.
+        serving: the most that serving was seen to use.
+        headroom: kept free now; ``settled``: once serving was watched for a day.
+        dormant: held by dormant engines of other slots.
+    """
+
+    total: int
+    serving: int
+    headroom: int
+    settled: int
+    dormant: int = 0
+
+    @property
+    def lends(self) -> int:
+        """What is left."""
+        return max(0, self.total - self.serving - self.headroom - self.dormant)
+
+
+@dataclass(frozen=True)
 class Lendable:
     """What may be lent of one GPU.
 
     Attributes:
         bytes: None = unknown; then nothing is lent.
         message: the sum in figures, for people.
+        parts: the sum itself; None = unknown.
     """
 
     bytes: int | None
     message: str
+    parts: MemorySum | None = None
 
     def refusal(self, needed: int) -> str:
         """Why an engine of this size does not fit; empty when it does."""
@@ -170,14 +195,15 @@ def lendable(
         return Lendable(None, "the device driver does not tell how much memory serving uses")
     kept = headroom.before_lending(total, watched_s)
     held = sum(residues)
-    left = max(0, total - high_water - kept - held)
-    later = kept - headroom.kept(total)
+    parts = MemorySum(total, high_water, kept, headroom.kept(total), held)
+    left = parts.lends
+    later = kept - parts.settled
     message = (
         f"{in_gib(total)} in all, serving used up to {in_gib(high_water)}, headroom {in_gib(kept)}"
         f"{f' ({in_gib(later)} less once serving was watched for a day)' if later else ''}"
         f"{f', dormant engines hold {in_gib(held)}' if held else ''}: {in_gib(left)} may be lent"
     )
-    return Lendable(left, message)
+    return Lendable(left, message, parts)
 
 
 # Below this there is room for nobody: context, graphs and one chunk's activations take as much

@@ -36,6 +36,7 @@ IMAGE_BYTES = (100 + 1024) << 20
 
 _KV_BYTES = 2  # bfloat16, the only type the allow-list of engine arguments passes
 _ROTARY_BYTES = 4  # tables of sines and cosines are float32
+_FP8_BLOCK = 128  # DeepSeek's and Qwen's checkpoints have a scale for each
 _VOCABULARY_UNIT = 64  # SGLang pads embeddings to it
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 
@@ -229,6 +230,24 @@ def weight_bytes(config: Config, tensors: Iterable[Stored]) -> int:
     if not found:
         raise Unsizable("the model's folder has no safetensors file")
     return total + _rotary_bytes(fields)
+
+
+def as_block_fp8(config: Config, tensors: Iterable[Stored]) -> tuple[Config, list[Stored]]:
+    """The same model as its authors would publish it in FP8: what it would be sized by.
+
+    Projections have a byte for each weight and a float32 scale for each block of 128 by 128;
+    embeddings, norms and routers stay as they are.
+    """
+    stored: list[Stored] = []
+    for tensor in tensors:
+        if not tensor.name.endswith("_proj.weight") or len(tensor.shape) < 2:
+            stored.append(tensor)
+            continue
+        *experts, rows, columns = tensor.shape
+        blocks = (*experts, -(-rows // _FP8_BLOCK), -(-columns // _FP8_BLOCK))
+        stored.append(Stored(tensor.name, "F8_E4M3", tensor.shape))
+        stored.append(Stored(f"{tensor.name}_scale_inv", "F32", blocks))
+    return {**config, "quantization_config": {"quant_method": "fp8"}}, stored
 
 
 @dataclass(frozen=True)

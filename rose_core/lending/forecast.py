@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from rose_core.lending.facts import LoadOutlook
 
-BINS = 48
+BINS = 48  # half hours: finer than daily habits move, coarse enough to see each bin daily
 BIN_SECONDS = 1800.0
 _DAY_SECONDS = BINS * BIN_SECONDS
 _PER_DAY = 1 / 3

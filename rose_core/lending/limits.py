@@ -12,8 +12,8 @@ from datetime import UTC, datetime, timedelta
 from rose_core.api.reasons import Reason
 from rose_core.lending.facts import LoadOutlook, Pool, Window
 
-_MARGIN = 1.1
-_DAYS = 7
+_MARGIN = 1.1  # more is lent only with a tenth to spare; less at once: a dead band between both
+_DAYS = 7  # windows repeat by the week, so whoever looks so far ahead has seen them all
 
 
 @dataclass(frozen=True)

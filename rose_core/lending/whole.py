@@ -23,7 +23,7 @@ from rose_core.lending.facts import Pool, Slot
 from rose_core.lending.planning_pass import PlanningPass
 
 Cause = tuple[Reason, str]
-_MARGIN = 1.1
+_MARGIN = 1.1  # the dead band between lending one more and calling one back
 
 
 def refused(world: PlanningPass, pool: Pool) -> Cause | None:

@@ -4,8 +4,9 @@ The keys of a session lie on its home. If the turn that waits longest takes what
 room, it makes that engine prefill its whole context, and the next one whose home *that* was does
 the same elsewhere: a queue that never empties makes a fleet prefill instead of decode. Waiting for
 home costs time, moving costs a prefill during which every turn on the target stands still. A turn
-waits at most as long as its move would cost (as one rents skis before buying them), so it never
-loses more than twice the better of the two; turns behind it that leave no keys go first meanwhile.
+waits at most as long as its move would cost: ski rental (Karlin et al., "Competitive snoopy
+caching", 1988), so it never loses more than twice the better of the two; turns behind it that leave
+no keys go first meanwhile.
 
 | the waiting turn's home | then |
 |---|---|

@@ -1,8 +1,8 @@
 """Speed of an engine and how often it is taken back, from what the router saw itself.
 
 Figures an engine publishes lag by its reporting period and send bursts of turns to one place, so
-placement uses the router's own counts. Exponentially weighted; a fresh engine starts from the
-prior, so nothing is ever divided by zero.
+placement uses the router's own counts. Exponentially weighted moving averages (EWMA); a fresh
+engine starts from the prior, so nothing is ever divided by zero.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Several jobs on one lease's engines: start-time fair queueing over the work each was given.
 
+Goyal, Vin and Cheng (1996), in the form that Sheng et al. give it for LLM serving ("Fairness in
+Serving Large Language Models", OSDI 2024: virtual token counters, lifted when a job comes back).
+
     served(job) += work of every turn placed (corrected when the turn has ended)
     next        =  the waiting job with the least ``served``; inside a job the usual order
 
@@ -17,7 +20,7 @@ from typing import Protocol, TypeVar
 # A token read costs about so much of one written: prefill of 15 to 29 thousand tokens a second
 # beside about 3 thousand written at a batch of 32 (cost model of the simulator).
 _READ = 0.125
-_REMEMBERED = 1024
+_REMEMBERED = 1024  # jobs; names come from callers, so memory must have a bound
 
 
 class QueuedTurn(Protocol):
@@ -55,7 +58,7 @@ class FairShares:
         self._turns: Counter[str] = Counter()  # waiting or running
 
     def join(self, job: str) -> None:
-        """A turn of the job begins to wait."""
+        """Count a turn of the job that begins to wait; a job that comes back starts level."""
         if job not in self._turns:
             level = min((self._served[other] for other in self._turns), default=0.0)
             self._served[job] = max(self._served.pop(job, 0.0), level)
@@ -64,11 +67,11 @@ class FairShares:
         self._turns[job] += 1
 
     def charge(self, job: str, tokens: float) -> None:
-        """An engine was given to the job for so much work; less than none corrects a guess."""
+        """Charge the job for so much work; a negative amount corrects a guess."""
         self._served[job] = max(0.0, self._served.get(job, 0.0) + tokens)
 
     def leave(self, job: str) -> None:
-        """The turn that came has left its engine, or gave up waiting."""
+        """Take back one ``join``: the turn has left its engine, or gave up waiting."""
         self._turns[job] -= 1
         if self._turns[job] <= 0:
             del self._turns[job]

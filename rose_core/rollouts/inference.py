@@ -75,7 +75,7 @@ class Pauses:
         self._usual: float | None = None
 
     def record(self, seconds: float) -> None:
-        """A trajectory came back after so long."""
+        """Note how long a trajectory was away before it came back."""
         self._last.append(seconds)
         self._usual = None
 

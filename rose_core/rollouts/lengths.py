@@ -43,7 +43,7 @@ class Lengths:
         self._most_groups = groups
 
     def record(self, group: str, tokens: int) -> None:
-        """A trajectory has ended with so many output tokens."""
+        """Learn the output tokens of a trajectory that has ended."""
         self._all.append(tokens)
         self._sorted = []
         if not group:

@@ -25,6 +25,7 @@ from rose_core.rollouts.guards import PlacementCase, borrowed, dedicated, narrow
 from rose_core.rollouts.scoring import cost
 from rose_core.rollouts.views import EngineView, Policy, PolicyName, TurnView
 
+# As sglang-router's policy has them by default, so that it can be compared with.
 _CACHE_THRESHOLD = 0.3
 _BALANCE_TURNS = 64
 _BALANCE_RATIO = 1.5

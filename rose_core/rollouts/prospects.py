@@ -160,7 +160,7 @@ class Prospects:
         return len(self._trajectories)
 
     def note_head(self, head: WeightVersion | None, now: float) -> None:
-        """The newest version is this one."""
+        """Note the newest version."""
         before, self._cadence = self._cadence.head, self._cadence.saw(head, now)
         self._publishes += before is not None and self._cadence.head != before
 
@@ -174,7 +174,7 @@ class Prospects:
         prompt: Sequence[int] | None = None,
         job: str = "",
     ) -> int:
-        """A turn of the trajectory has come.
+        """Note a turn of the trajectory that begins.
 
         Args:
             name: the trajectory's.
@@ -238,7 +238,7 @@ class Prospects:
         )
 
     def note_placement(self, name: str, kind: EngineKind, *, left_home: bool) -> None:
-        """A turn of it was given to an engine; ``left_home`` although its home could take it."""
+        """Note the engine of a turn; ``left_home``: its home could have taken it."""
         known = self._trajectories.get(name)
         if known is None:
             return
@@ -247,7 +247,7 @@ class Prospects:
         known.since_move = 0 if left_home else known.since_move + 1
 
     def end_turn(self, name: str, tokens: int, context: int, now: float, *, moves: int = 0) -> None:
-        """A turn of it is over, with so many output tokens, after so many engines it left."""
+        """Note the end of a turn: its output tokens, and how many engines it left."""
         known = self._trajectories.get(name)
         if known is not None:
             known.live = max(0, known.live - 1)
@@ -261,7 +261,7 @@ class Prospects:
             known.context, known.seen = context, now
 
     def end_trajectory(self, name: str) -> None:
-        """No more turns of it will come; siblings learn from its length before it is trained on."""
+        """End the trajectory; siblings learn from its length before it is trained on."""
         known = self._trajectories.get(name)
         if known is not None and not known.live and (not known.over or known.inferred):
             known.over, known.inferred = True, False
@@ -290,7 +290,7 @@ class Prospects:
     def conclude(
         self, name: str, *, trained: bool, reward: float | None = None
     ) -> TrajectoryOutcome | None:
-        """The trainer says what became of it.
+        """Take the trainer's word for what became of it.
 
         Returns:
             What was counted; ``None`` when the trajectory is not known here (any more).
@@ -305,7 +305,7 @@ class Prospects:
         return outcome
 
     def forget(self, name: str) -> None:
-        """The trainer has withdrawn the trajectory; how long it would have become is not known."""
+        """Drop a trajectory that the trainer has withdrawn: its length would teach nothing."""
         self._pop(name)
 
     def outlook(

@@ -1,6 +1,7 @@
 """Several routers of one lease, without a shared database.
 
-A trajectory belongs to one replica, found by rendezvous hashing of its key: every replica comes to
+A trajectory belongs to one replica, found by rendezvous hashing of its key (highest random weight;
+Thaler and Ravishankar, 1998): every replica comes to
 the same answer from the list of replicas alone, and a replica that comes or goes moves only its own
 share. Each replica uses its part of every engine's cap, so that together they never exceed it.
 """

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 
 from rose_core.rollouts.placement import EngineView, TurnView
 
-IDLE_SHARE = 0.25
-IDLE_SECONDS = 30.0
-_WEIGHT = 0.01
+IDLE_SHARE = 0.25  # of its places: below, an engine decodes so little that a prefill costs less
+IDLE_SECONDS = 30.0  # longer than most tools take; few sessions say that they are over
+_WEIGHT = 0.01  # of a new turn in the usual size (EWMA): about the last hundred turns
 
 
 @dataclass
@@ -54,17 +54,17 @@ class Residents:
         self._where: dict[str, str] = {}
 
     def set_pool(self, engine: str, tokens: int) -> None:
-        """The engine is there; its KV pool holds so many tokens, 0 = unknown."""
+        """Set the size of the engine's KV pool in tokens, 0 = unknown."""
         self._engines.setdefault(engine, _Engine(tokens)).pool = tokens
 
     def drop_engine(self, engine: str) -> None:
-        """The engine is lost with every key on it."""
+        """Forget the engine with every key on it."""
         known = self._engines.pop(engine, None)
         for session in (*known.live, *known.idle) if known else ():
             self._where.pop(session, None)
 
     def begin_turn(self, engine: str, session: str, tokens: int) -> None:
-        """A turn begins there that needs keys of so many tokens in the end."""
+        """Count a turn that begins there, and will need keys of so many tokens in the end."""
         self.drop_session(session)
         self._usual += (tokens - self._usual) * (_WEIGHT if self._usual else 1.0)
         known = self._engines.get(engine)
@@ -74,7 +74,7 @@ class Residents:
             self._where[session] = engine
 
     def end_turn(self, engine: str, session: str, tokens: int, now: float) -> None:
-        """The turn has ended; the keys stay while there is room."""
+        """Count the turn's keys as idle: they stay while there is room."""
         known = self._engines.get(engine)
         if known is None or session not in known.live:
             return
@@ -84,7 +84,7 @@ class Residents:
         known.used += size
 
     def drop_session(self, session: str) -> None:
-        """The session's keys are of no more use."""
+        """Stop counting the session's keys: they are of no more use."""
         engine = self._engines.get(self._where.pop(session, ""))
         if engine is not None:
             engine.drop(session)

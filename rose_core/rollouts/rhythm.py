@@ -28,11 +28,14 @@ from typing import Protocol
 from rose_core.wire.routing import DemandNote, EngineKind
 
 LOOK_SECONDS = 1.0
+"""Between two looks at the queue; the planner's passes are about as far apart."""
 SAY_SECONDS = 10.0
 """An unchanged note is repeated so often; the planner takes a router for deaf after a minute."""
 PAUSE_SECONDS = 15.0
+"""A pause between two tool calls is shorter; a training step is rarely."""
 LATE = 1.5
-_UNKNOWN_LATE_SECONDS = 600.0
+"""Times its longest pause: steps differ, a crash lasts."""
+_UNKNOWN_LATE_SECONDS = 600.0  # of a trainer never seen to pause: most steps are shorter
 _KEPT = 8
 """Pauses and peaks remembered: the last hour of a job with steps of minutes."""
 PEAK_SECONDS = 60.0

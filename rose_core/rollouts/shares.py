@@ -47,7 +47,7 @@ class ContactShares:
         self._borrowed: dict[str, float] = {}
 
     def record(self, name: str, kind: EngineKind) -> None:
-        """A turn of that stratum has met an engine of that kind."""
+        """Count a turn of that stratum on an engine of that kind."""
         for counts in (self._all, self._borrowed):
             for key in counts:
                 counts[key] *= self._keep

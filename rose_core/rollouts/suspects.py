@@ -76,6 +76,6 @@ class Record:
         return self.deaths > 1
 
     def note_tokens(self, held: int) -> None:
-        """So many output tokens are there now."""
+        """Note how many output tokens there are now."""
         if self.cleared_at is not None and held >= self.cleared_at:
             self.cleared_at, self.deaths, self.stood_by = None, 0, 0

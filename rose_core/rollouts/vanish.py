@@ -2,7 +2,8 @@
 
 Load bursts hit all replicas of a service at once, so borrowed engines do not leave one by one. A
 trajectory is only begun on one of them while the dedicated engines could finish what is in flight,
-contexts prefilled anew, before it is too old: earliest deadline first, places as one fluid.
+contexts prefilled anew, before it is too old: earliest deadline first (Liu and Layland, 1973),
+places as one fluid.
 """
 
 from __future__ import annotations

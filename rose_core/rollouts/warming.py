@@ -50,12 +50,12 @@ class ReturnRates:
         self._never = 1.0  # before anything was seen, nobody is expected
 
     def record_return(self, rested: float) -> None:
-        """A turn came after the trajectory had rested so many seconds."""
+        """Count a trajectory that came back after so many seconds of rest."""
         self._fade()
         self._came[bisect_right(_GAPS, rested)] += 1.0
 
     def record_absence(self) -> None:
-        """No turn has come for as long as one is waited for."""
+        """Count a trajectory that did not come back for as long as one is waited for."""
         self._fade()
         self._never += 1.0
 

@@ -119,13 +119,13 @@ class Http2:
         return any(not request.quiet for request in self.requests())
 
     def feed_client(self, piece: Piece, time_ns: int) -> None:
-        """Bytes of the client."""
+        """Take bytes of the client."""
         if self._preface:
             piece = self._take_preface(piece)
         self._read(self._sides[True], piece, time_ns, to_server=True)
 
     def feed_server(self, piece: Piece, time_ns: int) -> None:
-        """Bytes of the server."""
+        """Take bytes of the server."""
         self._read(self._sides[False], piece, time_ns, to_server=False)
 
     def end_all(self, time_ns: int, how: EndKind) -> None:

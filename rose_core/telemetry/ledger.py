@@ -139,14 +139,14 @@ class Ledger:
                 self._events[index] = self.arrival(request)
 
     def take_body(self, request: Request, data: bytes, time_ns: int) -> None:
-        """Bytes of a response; events of an event stream among them are its tokens."""
+        """Take bytes of a response; events of an event stream among them are its tokens."""
         tokens = data.count(b"data: ") - data.count(b"data: [DONE]")
         if tokens > 0:
             request.count_tokens(tokens, len(data) / tokens)
             self._tokens(request, time_ns)
 
     def take_message(self, request: Request, time_ns: int) -> None:
-        """One message of a gRPC response; a single one is an answer, from two on it streams."""
+        """Take a message of a gRPC response; a single one is an answer, from two on it streams."""
         request.events += 1
         if request.events == 1:
             request.told_ns = time_ns

@@ -41,7 +41,7 @@ class Opaque:
             yield self._request
 
     def feed_client(self, _piece: Piece, time_ns: int) -> None:
-        """Bytes of the client: more of a request, or the next one."""
+        """Take bytes of the client: more of a request, or the next one."""
         if self._request is None or self._answered:
             self.end_all(time_ns, EndKind.REPLACED)
             self._request = self._ledger.arrive(time_ns, opaque=True)
@@ -49,7 +49,7 @@ class Opaque:
         self._ledger.touch(self._request, time_ns)
 
     def feed_server(self, _piece: Piece, time_ns: int) -> None:
-        """Bytes of the server: the request is alive."""
+        """Take bytes of the server: the request is alive."""
         if self._request is None:
             self._request = self._ledger.arrive(time_ns, opaque=True)
         self._answered = True

@@ -57,7 +57,7 @@ class Plain:
     # --- client side
 
     def feed_client(self, piece: Piece, time_ns: int) -> None:
-        """Bytes of the client."""
+        """Take bytes of the client."""
         first, self._heard_client = not self._heard_client, True
         if first and not piece.data.startswith(METHODS):
             self._open.append(self._ledger.arrive(time_ns))  # middle of a request body
@@ -75,7 +75,7 @@ class Plain:
     # --- server side
 
     def feed_server(self, piece: Piece, time_ns: int) -> None:
-        """Bytes of the server."""
+        """Take bytes of the server."""
         first, self._heard_server = not self._heard_server, True
         reader = self._answered
         starts = piece.data.startswith(b"HTTP/1.")

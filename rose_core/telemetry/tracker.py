@@ -80,10 +80,10 @@ class Conversation(Protocol):
         """Requests without an end yet."""
 
     def feed_client(self, piece: Piece, time_ns: int) -> None:
-        """Bytes of the client."""
+        """Take bytes of the client."""
 
     def feed_server(self, piece: Piece, time_ns: int) -> None:
-        """Bytes of the server."""
+        """Take bytes of the server."""
 
     def end_all(self, time_ns: int, how: EndKind) -> None:
         """The connection is over."""

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
+from rose_core.devices.memory import MemorySum
 from rose_core.identity import GrantKey, SlotKey
 
 
@@ -54,7 +55,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
         refusal_text: the reason with its names and numbers; empty = what the word means.
         gpu_proof: on whose word the GPUs are the replica's (``rose_core.devices.ownership.Proof``).
         lendable_bytes: device memory that may be lent, of each of the GPUs.
-        lendable_text: that sum in figures, for people.
+        lendable_text: that sum in figures, for people; ``memory``: the sum, of the tightest GPU.
         device_class: of its GPUs (``rose_core.devices.classes``), empty when unknown.
         requests_total, slow_requests_total: finished requests and those above the pool's SLO.
     """
@@ -76,6 +77,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
     busy_permille: int | None = None
     lendable_bytes: int | None = None
     lendable_text: str = ""
+    memory: MemorySum | None = None
     device_class: str = ""
     requests_total: int = 0
     slow_requests_total: int = 0

@@ -141,7 +141,7 @@ class ConnectionLimiter:
         metrics.CONNECTIONS.set(len(self._open))
 
     def note_head(self, transport: asyncio.BaseTransport | None) -> None:
-        """A whole request head has come over this connection."""
+        """Note that a whole request head has come over this connection."""
         door = self._open.get(transport) if transport is not None else None
         if door is not None:
             door.spoken = True

@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 
 from rose_cli.main import main
-from rose_core.devices.memory import CONTEXT_BYTES, GIB, EngineSize, Headroom
+from rose_core.devices.memory import (
+    CONTEXT_BYTES,
+    GIB,
+    EngineSize,
+    Headroom,
+    MemorySum,
+    lendable,
+)
 from rose_simulate.advice.errors import NoRoom
-from rose_simulate.advice.memory import Engine, Serving, largest, settings
+from rose_simulate.advice.memory import Change, Engine, Serving, changes, largest, settings
 from tests.engines.model_shapes import SHAPES
 
 CARD = int(139.8 * GIB)
@@ -108,3 +115,75 @@ def test_a_gpu_that_is_neither_known_nor_a_size_is_a_mistake_of_the_caller(
         main(["advise", "memory", "--gpu", "huge", "--serving", ".", "--rollout", "."])
     assert ended.value.code == 2
     assert "'huge' is neither H100, H200 nor a size in GiB" in capsys.readouterr().err
+
+
+def parts(fraction: float, *, watched_s: float = 86_400.0) -> MemorySum:
+    """As a guard would measure serving that was started with this fraction."""
+    found = lendable(CARD, EIGHT.used(CARD, fraction), Headroom(), watched_s)
+    assert found.parts is not None
+    assert found.parts.lends == found.bytes
+    return found.parts
+
+
+def by_setting(found: tuple[Change, ...]) -> dict[str, Change]:
+    return {one.setting: one for one in found}
+
+
+@pytest.mark.parametrize("engine", list(Engine))
+def test_a_smaller_fraction_on_a_measured_gpu_is_what_that_fraction_would_have_lent(
+    engine: Engine,
+) -> None:
+    serving = Serving(15 * GIB, 144 << 10, engine=engine)
+    now = lendable(CARD, serving.used(CARD, 0.8), Headroom(), 86_400.0).parts
+    assert now is not None
+    table = by_setting(changes(now, ROLLOUT, engine, serving=serving))
+    flag = "--mem-fraction-static" if engine is Engine.SGLANG else "--gpu-memory-utilization"
+    before, after = settings(CARD, serving, ROLLOUT, Headroom(), (0.8, 0.7))
+    found = table[f"{flag} 0.10 less"]
+    assert found.lends == pytest.approx(after.lends, abs=8)
+    assert found.tokens == pytest.approx(before.tokens - after.tokens, abs=1)
+    assert found.starts
+
+
+def test_every_gibibyte_of_a_smaller_fraction_is_paid_for_in_kv_tokens() -> None:
+    now = parts(0.88)
+    for one in changes(now, ROLLOUT, Engine.SGLANG, serving=EIGHT):
+        gained = one.lends - now.lends
+        assert gained == pytest.approx(one.pool + one.margin, abs=8)
+        if one.pool:
+            assert one.tokens == one.pool // EIGHT.per_token
+
+
+def test_the_least_that_the_owner_has_to_give_up_is_in_the_table_and_less_does_not_fit() -> None:
+    now = parts(0.88)
+    found = [one for one in changes(now, ROLLOUT, Engine.SGLANG, serving=EIGHT) if one.pool]
+    fitting = [one for one in found if one.fits]
+    step = (CARD - CONTEXT_BYTES) // 100
+    assert 0 <= fitting[0].lends - ROLLOUT.total < step
+    assert all(one.pool < fitting[0].pool for one in found if not one.fits)
+
+
+def test_a_lease_that_asks_for_less_costs_the_owner_nothing() -> None:
+    now = parts(0.88)
+    table = by_setting(changes(now, ROLLOUT, Engine.SGLANG, fp8_weights=8 * GIB))
+    half = table["kvTokens: 8192"]
+    assert ROLLOUT.total - half.takes == 8192 * ROLLOUT.kv_per_token
+    assert ROLLOUT.total - table["FP8 checkpoint"].takes == 7 * GIB
+    assert (half.pool, half.margin, half.lends) == (0, 0, now.lends)
+
+
+def test_a_headroom_of_the_owners_own_and_a_day_of_watching_are_in_the_table() -> None:
+    table = by_setting(changes(parts(0.8, watched_s=0.0), ROLLOUT, Engine.SGLANG))
+    assert table["watched for a day"].lends - table[""].lends == 3 * GIB
+    assert table["memoryHeadroomGiB: 2"].lends - table[""].lends == 4 * GIB
+    assert table["memoryHeadroomGiB: 2"].margin == 4 * GIB
+
+
+def test_serving_whose_weights_no_longer_fit_does_not_start_so_nothing_fits_beside_it() -> None:
+    huge = Serving(weights=100 * GIB, per_token=144 << 10)
+    now = lendable(CARD, huge.used(CARD, 0.88), Headroom(), 86_400.0).parts
+    assert now is not None
+    table = by_setting(changes(now, ROLLOUT, Engine.SGLANG, serving=huge))
+    assert table["--mem-fraction-static 0.05 less"].starts
+    gone = table["--mem-fraction-static 0.30 less"]
+    assert (gone.starts, gone.fits) == (False, False)

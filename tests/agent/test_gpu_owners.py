@@ -16,6 +16,7 @@ from aiohttp.test_utils import TestServer
 
 from rose_agent.devices.opening import open_driver
 from rose_agent.guard import main
+from rose_agent.guard.inspect import describe
 from rose_agent.guard.loop import Guard, Settings
 from rose_agent.pods import podresources
 from rose_agent.pods.claims import GPU_ANNOTATION
@@ -23,6 +24,7 @@ from rose_agent.signals.reader import DirectReaders
 from rose_core.devices.ownership import Allocation, Device, Proof
 from rose_core.wire.sync import PoolPolicy, ReplicaReport, SyncReply
 from rose_dev.gpu.state import State
+from rose_dev.gpu_node.failures import act
 from rose_dev.waiting import until
 from rose_engines.rundir import RunDir
 from tests.agent.kubelet import FakeKubelet
@@ -184,3 +186,68 @@ async def test_the_kubelets_word_survives_its_restart(node: Node) -> None:
     await node.kubelet.stop()
     node.guard.match()
     assert {name: one.gpu_uuids for name, one in node.reports().items()} == before
+
+
+# --- what the operator hears of replicas of several widths, and of GPUs that fail
+
+
+@pytest.mark.parametrize("widths", [(1, 2, 5), (8,)])
+async def test_a_replica_of_each_width_has_its_gpus_and_the_memory_of_the_tightest(
+    node: Node, widths: tuple[int, ...]
+) -> None:
+    node.api.pods = node.api.pods[: len(widths)]
+    gpus = iter(range(8))
+    given = {f"serving-{n}": [next(gpus) for _ in range(width)] for n, width in enumerate(widths)}
+    for name, indices in given.items():
+        node.give(name, *indices)
+    for index, gpu in enumerate(node.nvml.gpus):
+        gpu.raw.memory_used = (30 + index) * GIB
+    await node.kubelet.start()
+    await node.matched()
+    found, shown = node.reports(), described(node)
+    for name, indices in given.items():
+        tightest = node.nvml.gpus[max(indices)]
+        room = tightest.raw.memory_total - tightest.raw.memory_used - 6 * GIB
+        uuids = tuple(node.nvml.gpus[index].uuid for index in indices)
+        assert (found[name].gpu_uuids, found[name].lendable_bytes) == (uuids, room)
+        assert (tightest.uuid in found[name].lendable_text) == (len(indices) > 1)
+        assert (shown[name]["gpus"], shown[name]["lendableBytes"]) == (uuids, room)
+        assert shown[name]["class"] == "h100-80gb-hbm3"
+
+
+FAILURES = {
+    "lose": ("DeviceUnknown", "GPU is lost"),
+    "ecc": ("EccErrors", "1 uncorrected"),
+    "thermal": ("ThermalThrottling", "92"),
+    "mig": ("MigEnabled", "only whole GPUs"),
+    "vgpu": ("VirtualGpu", "vGPU"),
+    "xid": ("XidError", "48"),
+    "hold": ("ForeignProcess", "process"),
+}
+MORE = {"xid": ["48"], "hold": ["1", str(GIB)]}
+
+
+async def test_each_failure_has_its_word_and_its_figures_and_the_last_gpu_goes_on(
+    node: Node,
+) -> None:
+    owned_each(node)
+    await node.kubelet.start()
+    await node.matched()
+    for index, action in enumerate(FAILURES):
+        act(node.nvml, action, [str(index), *MORE.get(action, ())])
+    for _ in range(2):  # whose a process is, is believed when it stays
+        for uuid, reading in node.guard.devices.read().items():
+            node.guard.devices.take(uuid, reading)
+    node.guard.match()
+    shown = described(node)
+    assert [shown[f"serving-{n}"]["refusal"] for n in range(8)] == [
+        *(word for word, _ in FAILURES.values()),
+        "",
+    ]
+    for number, (_, text) in enumerate(FAILURES.values()):
+        assert text in shown[f"serving-{number}"]["message"]
+
+
+def described(node: Node) -> dict[str, dict[str, Any]]:
+    """What ``rose agent report`` shows of each pod's GPUs."""
+    return {one["pod"]: one["devices"] for one in describe(node.guard)["replicas"]}

@@ -233,8 +233,8 @@ def argument(name: str) -> Callable[[Stage], object]:
 
     def look(stage: Stage) -> object:
         (container,) = _router(stage)["template"]["spec"]["containers"]
-        told = [one.split("=", 1) for one in container["args"]]
-        return [value for key, value in told if key == f"--{name}"]
+        told = [one.partition("=") for one in container["args"]]
+        return [value for key, _, value in told if key == f"--{name}"]
 
     return look
 

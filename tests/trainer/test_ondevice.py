@@ -5,6 +5,7 @@ On a GPU where there is one; on the CPU the same operations on the same integers
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ from rose_trainer.device_diff import Region, bands, differences, working_bytes
 from rose_trainer.errors import BadState
 from rose_trainer.ondevice import Base, DeviceShards, DeviceSnapshot, Place
 from rose_trainer.publisher import Publisher
+from rose_trainer.sharded import ShardedPublisher
 from rose_trainer.shards import Shard
 from rose_trainer.staging import Layout, Snapshot
 from rose_weights.bundle import Bundle
@@ -356,6 +358,11 @@ def test_where_it_is_compared_can_be_forced_and_follows_the_tensors_else(
         ) as publisher:
             publisher.publish(0, model)
     assert taken == [Snapshot, Snapshot, DeviceSnapshot]
+
+
+def test_unless_asked_states_are_compared_on_the_host() -> None:
+    for publisher in (Publisher, ShardedPublisher):
+        assert inspect.signature(publisher).parameters["compare_on"].default == "host"
 
 
 def _spying(kind: type, taken: list[type]) -> object:

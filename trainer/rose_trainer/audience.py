@@ -31,7 +31,7 @@ class Audience:
         self._steps: dict[int, WeightVersion] = {}
 
     def note_taken(self, version: WeightVersion, step: int) -> None:
-        """A version of the trainer's step was taken."""
+        """Note the version that was taken at the trainer's step."""
         self._steps[step] = version
         self._order.add(version)
 
@@ -50,7 +50,7 @@ class Audience:
         return found
 
     def wait_reached(self, version: WeightVersion, quorum: float, seconds: float | None) -> None:
-        """Return when enough engines serve a version or a later one.
+        """Wait until enough engines serve a version or a later one.
 
         Raises:
             NotReached: they did not within ``seconds`` (None = for ever); says who is behind.

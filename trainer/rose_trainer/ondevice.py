@@ -92,7 +92,7 @@ class Base:
             raise BadState(message)
 
     def discard(self) -> None:
-        """What was taken last is published nowhere."""
+        """Discard what was taken last: it is published nowhere."""
         self._torn = True
 
     def take(self, pieces: Sequence[Piece], *, ranked: bool = False) -> Changed:
@@ -231,7 +231,7 @@ class DeviceShards:
             builder.add_found(number, shard.box, self._changed.get(name, []))
 
     def discard(self) -> None:
-        """The version was not published: nothing can be told from this state any more."""
+        """Discard the version, which was not published: no difference from this state is known."""
         self._base.discard()
 
 

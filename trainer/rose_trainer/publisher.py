@@ -72,9 +72,9 @@ class Publisher:
             behind, over links so narrow that the bytes saved outweigh coding them twice
             (``make bench-weights`` states the rate).
         dtype: cast floating-point tensors to this on the way, for trainers with FP32 masters.
-        compare_on: where a state is compared with the one before: ``device`` = where its tensors
-            lie, so that only changes leave it (``ondevice``), ``host`` = on copies of the model;
-            ``auto`` takes the device where all tensors lie on a CUDA device.
+        compare_on: where a state is compared with the one before: ``host`` = on copies of the
+            model, ``device`` = where its tensors lie, so that only changes leave it (``ondevice``;
+            experimental), ``auto`` = on the device where all tensors lie on a CUDA device.
         keep_on: where the state before lies, when that comparison is on the device.
         name: who publishes, for people; the host and process by default.
         patience_seconds: how long the store may be away before the publisher gives up.
@@ -95,7 +95,7 @@ class Publisher:
         anchor: bool = True,
         on_base: bool = False,
         dtype: torch.dtype | None = None,
-        compare_on: Where = "auto",
+        compare_on: Where = "host",
         keep_on: Place = "host",
         name: str = "",
         patience_seconds: float = 1800.0,

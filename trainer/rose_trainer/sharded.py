@@ -77,7 +77,7 @@ class ShardedPublisher:
         *,
         token: str = "",
         dtype: torch.dtype | None = None,
-        compare_on: Where = "auto",
+        compare_on: Where = "host",
         keep_on: Place = "host",
         group: dist.ProcessGroup | None = None,
         patience_seconds: float = 1800.0,

@@ -61,7 +61,7 @@ class TakenShards(Protocol):
         """Add a box to the rank's part, in full where nothing was before."""
 
     def discard(self) -> None:
-        """The version was not published."""
+        """Discard the version, which was not published."""
 
 
 class ShardSnapshot:
@@ -99,7 +99,7 @@ class ShardSnapshot:
         builder.add(number, shard.box, old, self.bits(shard.spec.name))
 
     def discard(self) -> None:
-        """The version was not published; the state before is still the base."""
+        """Discard the version, which was not published: the state before stays the base."""
 
 
 def shards_of(

@@ -31,7 +31,7 @@ class History:
         self._state: EngineState | None = None
 
     def note_gate(self, before: GateVerdict, verdict: GateVerdict, now_ns: int) -> None:
-        """The gate's verdict; only a change of position or reason is noted."""
+        """Note the gate's verdict where its position or reason has changed."""
         if before.reason is verdict.reason and before.open == verdict.open:
             return
         paced = before.reason is verdict.reason and verdict.reason in PACED
@@ -53,7 +53,7 @@ class History:
         )
 
     def note_closing(self, arrival_ns: int, reason: GateReason, now_ns: int) -> None:
-        """A request has closed the permit just now."""
+        """Note that a request has just closed the permit."""
         after_ns = time.monotonic_ns() - arrival_ns
         metrics.CLOSE_SECONDS.observe(after_ns / 1e9)
         self._recorder.note(
@@ -61,7 +61,7 @@ class History:
         )
 
     def note_stop(self, stopped: ConfirmedHold) -> None:
-        """The host has confirmed a hold that a request caused."""
+        """Note a hold that a request caused and the host has confirmed."""
         metrics.STOP_SECONDS.observe(stopped.after_ns / 1e9)
         self._recorder.note(
             stopped.confirmed_ns,
@@ -73,17 +73,17 @@ class History:
         )
 
     def note_order(self, action: Action, now_ns: int) -> None:
-        """An order other than extending or closing the permit."""
+        """Note an order other than extending or closing the permit."""
         order = action.order.name
         metrics.ORDERS.labels(order.title()).inc()
         self._recorder.note(now_ns, self._name(), "order", order=order, reason=action.reason)
 
     def note_rung(self, rung: Rung, reason: GateReason, now_ns: int) -> None:
-        """How far the engine has been taken back."""
+        """Note how far the engine has been taken back."""
         self._recorder.note(now_ns, self._name(), "rung", rung=rung.name, reason=reason)
 
     def note_engine(self, status: EngineStatus | None, now_ns: int) -> None:
-        """The engine's state as the host tells it; a failure is found there and not ordered."""
+        """Note the engine's state as the host tells it: a failure is found there, not ordered."""
         if status is not None and status.state is not self._state:
             self._state = status.state
             self._recorder.note(

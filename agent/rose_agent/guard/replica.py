@@ -213,7 +213,7 @@ class GuardedReplica:
         self.exited |= {pid} if pid else set()
 
     def check_return(self, settle_seconds: float) -> None:
-        """Serving is back once new processes stand Ready for the settling time."""
+        """Take serving for back once new processes have been Ready for the settling time."""
         waited_s = (time.monotonic_ns() - self.gone_since_ns) / 1e9
         fresh = not self.exited & set(self.pod.pids)
         if self.gone and self.pod.ready and fresh and waited_s >= settle_seconds:

@@ -158,6 +158,7 @@ def replica_report(
         busy_permille=_busy_permille(replica, signal.source, now_ns),
         lendable_bytes=view.lendable.bytes if view is not None else None,
         lendable_text=view.lendable.message if view is not None else "",
+        memory=view.lendable.parts if view is not None else None,
         device_class=view.device_class if view is not None else "",
         requests_total=counters.finished,
         slow_requests_total=counters.slow,

@@ -171,7 +171,7 @@ class Elastic:
             raise BrokenEngine(self._effect.message, self._effect.reason)
 
     def remove_segment(self) -> None:
-        """The engine has ended: remove its segment."""
+        """Remove the segment of an engine that has ended."""
         if self._memory is not None:
             self._memory.forget()
         self._pool, self.held_bytes = None, None

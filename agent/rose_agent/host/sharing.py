@@ -260,7 +260,7 @@ class Sharing:
             raise BrokenEngine(text, HostReason.MPS_FAULT)
 
     def clean_up(self) -> None:
-        """The engine has ended: remove its limit's cgroup and its elastic memory."""
+        """Remove the limit's cgroup and the elastic memory of an engine that has ended."""
         self._limit = 0
         if self.elastic is not None:
             self.elastic.remove_segment()

@@ -56,7 +56,7 @@ class Relay:
         self._task = asyncio.create_task(self._run())
 
     def resend(self) -> None:
-        """Ask for the requests under way, for a guard that has just connected."""
+        """Send the requests under way to a guard that has just connected."""
         if self._writer is not None:
             watch = Watch(self.watch.replica, 0, self.watch.port, closely=self.watch.closely)
             self._writer.write(frames.pack([watch]))

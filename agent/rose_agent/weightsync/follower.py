@@ -301,7 +301,7 @@ class Follower:
         self._progress = failed(self._progress, reason, str(error), self._options.clock())
 
     def _note_head(self) -> None:
-        """Something is new about the head."""
+        """Look again: something is new about the head."""
         self._write(None, "")
         self._news.set()
 

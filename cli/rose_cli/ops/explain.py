@@ -2,6 +2,10 @@
 
 The question is an annotation, the answer comes in the object's status: no way to the operator and
 no rights besides those on the object are needed. Who may only read gets the conditions.
+
+With the folder of the lease's model (``--rollout``) it says in GiB what each setting would make
+lendable on the replica that has least, whether the lease's engine would fit, and what the serving
+owner would give up for it (``rose_simulate.advice.memory``).
 """
 
 from __future__ import annotations
@@ -12,13 +16,19 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from uuid import uuid4
 
 from rose_cli.ops.cluster import Cluster, connection_flags, run, until
 from rose_cli.ops.errors import NotAllowed
 from rose_cli.ops.tables import Row, table
 from rose_core.api import EXPLAIN_ANNOTATION, Explanation, RolloutLease, ServingPool
-from rose_wire.flags import amount
+from rose_core.api.common import ReplicaVerdict
+from rose_core.devices.memory import MemorySum, in_gib
+from rose_simulate.advice.errors import AdviceError
+from rose_simulate.advice.memory import Engine, changes
+from rose_simulate.advise_memory import fp8_weights, rollout_of, serving_of, show_changes
+from rose_wire.flags import amount, count
 
 KINDS: dict[str, type[RolloutLease | ServingPool]] = {"lease": RolloutLease, "pool": ServingPool}
 
@@ -31,6 +41,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("kind", choices=list(KINDS), help="whose replicas are asked about")
     parser.add_argument("name", help="of the lease or pool")
     parser.add_argument("--reason", help="only replicas with this reason")
+    memory = parser.add_argument_group("what other settings would lend")
+    add = memory.add_argument
+    add("--rollout", type=Path, metavar="DIR", help="model of the lease")
+    add("--serving", type=Path, metavar="DIR", help="model that serves: its price in KV tokens")
+    add("--engine", type=Engine, choices=list(Engine), default=Engine.SGLANG, help="that serves")
+    add("--serving-gpus", type=count, default=1, help="of one replica")
+    add("--serving-besides", type=amount, default=3.0, metavar="GiB", help="graphs, activations")
+    add("--rollout-besides", type=amount, metavar="GiB", help="measured; absent = estimated")
+    add("--kv-tokens", type=count, help="absent = the lease's; 16384 for a pool")
+    add("--max-running", type=count, help="turns at a time; absent = the lease's; 8 for a pool")
     parser.add_argument("--timeout", type=amount, default=30.0, help="seconds to wait")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     given = parser.parse_args(argv)
@@ -44,8 +64,61 @@ def _explain(cluster: Cluster, given: argparse.Namespace) -> int:
         said = answer.as_dict() if answer else {"conditions": _conditions(thing)}
         sys.stdout.write(json.dumps(said, indent=2) + "\n")
         return 0
-    sys.stdout.write(_text(given, cluster.get(KINDS[given.kind], given.name), answer))
+    thing = cluster.get(KINDS[given.kind], given.name)
+    sys.stdout.write(_text(given, thing, answer))
+    if given.rollout is None or answer is None:
+        return 0
+    try:
+        sys.stdout.write(f"\n{memory_text(given, thing, answer)}")
+    except AdviceError as error:
+        sys.stderr.write(f"rose explain: {error}\n")
+        return 1
     return 0
+
+
+def memory_text(
+    given: argparse.Namespace,
+    thing: RolloutLease | ServingPool,
+    answer: Explanation,
+) -> str:
+    """What other settings would lend, on the replica that lends least.
+
+    Raises:
+        AdviceError: a model's folder does not say how large it is.
+    """
+    known = [(parts, one.replica) for one in answer.verdicts if (parts := _parts(one)) is not None]
+    if not known:
+        return "no replica says how much memory its serving uses\n"
+    parts, replica = min(known, key=lambda pair: pair[0].lends)
+    spec = thing.spec if isinstance(thing, RolloutLease) else None
+    size = rollout_of(
+        given.rollout,
+        given.kv_tokens or (spec.kv_tokens if spec else 16_384),
+        given.max_running or (spec.max_trajectories_per_slot if spec else 8),
+        {name: str(value) for name, value in spec.engine_arguments.items()} if spec else {},
+        given.rollout_besides,
+    )
+    engine = given.engine
+    if isinstance(thing, ServingPool):
+        engine = Engine(thing.spec.engine.kind.value)
+    serving = None
+    if given.serving is not None:
+        serving = serving_of(given.serving, given.serving_gpus, given.serving_besides, engine)
+    found = changes(parts, size, engine, serving=serving, fp8_weights=fp8_weights(given.rollout))
+    head = (
+        f"memory of {replica}, which lends least of {len(known)}: {in_gib(parts.total)} in all, "
+        f"serving used up to {in_gib(parts.serving)}, headroom {in_gib(parts.headroom)}\n"
+    )
+    measured = given.rollout_besides is not None
+    return head + show_changes(found, size, measured=measured)
+
+
+def _parts(verdict: ReplicaVerdict) -> MemorySum | None:
+    memory = verdict.memory
+    if memory is None:
+        return None
+    sizes = (memory.total, memory.serving, memory.headroom, memory.settled_headroom, memory.dormant)
+    return MemorySum(*(size << 20 for size in sizes))
 
 
 def _ask(cluster: Cluster, given: argparse.Namespace) -> Explanation | None:

@@ -8,6 +8,7 @@
 | ``ecc`` | GPU [COUNT] | uncorrected memory errors |
 | ``thermal`` | GPU [CELSIUS] | clocks lowered because of heat |
 | ``mig`` | GPU | cut into slices |
+| ``vgpu`` | GPU | it is a share of a GPU, in a virtual machine |
 | ``slow`` | GPU SECONDS | each answer about it takes that long |
 | ``hold`` | GPU PID BYTES | a process holds memory |
 | ``drop`` | GPU PID | it does not any more |
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rose_dev.errors import DevelopmentError
-from rose_dev.gpu.state import THERMAL_SLOWDOWN, State, StateGpu
+from rose_dev.gpu.state import BARE_METAL, THERMAL_SLOWDOWN, VGPU, State, StateGpu
 
 _HOT = 92
 
@@ -28,6 +29,7 @@ def _restore(gpu: StateGpu) -> None:
     raw = gpu.raw
     raw.ecc_uncorrected = raw.throttle_reasons = raw.delay_microseconds = 0
     raw.mig_current = raw.mig_pending = 0
+    raw.virtualization = BARE_METAL
     raw.temperature = 34
 
 
@@ -43,6 +45,10 @@ def _mig(gpu: StateGpu) -> None:
     gpu.raw.mig_current = gpu.raw.mig_pending = 1
 
 
+def _vgpu(gpu: StateGpu) -> None:
+    gpu.raw.virtualization = VGPU
+
+
 def _slow(gpu: StateGpu, seconds: str) -> None:
     gpu.raw.delay_microseconds = int(float(seconds) * 1e6)
 
@@ -54,6 +60,7 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "ecc": _ecc,
     "thermal": _thermal,
     "mig": _mig,
+    "vgpu": _vgpu,
     "slow": _slow,
     "hold": lambda gpu, pid, size: gpu.start(int(pid), int(size)),
     "drop": lambda gpu, pid: gpu.end(int(pid)),

@@ -1,5 +1,7 @@
 """When a refused write is tried again: later each time, at once when something has changed.
 
+Exponential back-off with jitter ("equal jitter": at least half of each wait is kept).
+
 A refusal concerns one object. Trying the same again at every pass would load the API server and
 fill the log for as long as the cause stands, so each refusal doubles the wait; another content of
 the write or another version of the object is another attempt and waits for nothing.
@@ -11,8 +13,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_FIRST_SECONDS = 1.0
-_MOST_SECONDS = 300.0
+_FIRST_SECONDS = 1.0  # about a pass of the planner later
+_MOST_SECONDS = 300.0  # a person who has removed the cause should not wait longer for it
 # Waits are spread over this share, so that a thousand refused objects do not come back together.
 _JITTER = 0.5
 
@@ -41,7 +43,7 @@ class ExponentialBackoff:
         return longest * (1 - _JITTER * self._random())
 
     def reset(self) -> None:
-        """It has worked."""
+        """Begin again with the first wait, after a success."""
         self._failures = 0
 
 
@@ -86,7 +88,7 @@ class KeyedBackoff:
         return seconds
 
     def note_success(self, key: str) -> None:
-        """The object takes writes again."""
+        """Forget the object's refusals: it takes writes again."""
         self._waits.pop(key, None)
 
     def keep(self, keep: Callable[[str], bool]) -> None:

@@ -71,7 +71,7 @@ class Relist:
             self.done = True
 
     def request(self) -> None:
-        """Kopf has listed: what was deleted before that, it will never tell."""
+        """List soon: kopf has listed anew, and never tells what was deleted before that."""
         self._soon.set()
 
     async def keep(self) -> None:

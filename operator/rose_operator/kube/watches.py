@@ -1,9 +1,13 @@
-"""kopf brings changes of our kinds; a small watch of our own brings those of all others.
+"""kopf watches every kind that the operator keeps, and feeds the caches with what changed.
 
-Both only feed the stores: handlers decide nothing, set no finalizer and write nothing. kopf does
-not tell what was deleted while a watch was down: it lists again (events without a type) and goes
-on. So the stores are also filled by our own full listings: at the start, after kopf has listed
-again, during the minute after an outage of the API server, and now and then.
+Handlers decide nothing, set no finalizer and write nothing: the planner needs all objects at once,
+and no single one decides (decision 0165). kopf runs twice, because one run watches
+either the whole cluster or some namespaces, and the operator may read Deployments and Services in
+its own namespaces alone.
+
+kopf does not tell what was deleted while a watch was down: it lists again (events without a type)
+and goes on. So the caches are also filled by our own full listings: at the start, after kopf has
+listed again, during the minute after an outage of the API server, and now and then.
 """
 
 from __future__ import annotations
@@ -11,30 +15,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import kopf
 
 from rose_core.api import GROUP, VERSION
-from rose_operator.errors import OperatorError
-from rose_operator.kube.api import Api, Kind
+from rose_operator.kube.api import MANAGED, Api, Kind
 from rose_operator.kube.object_cache import ObjectCache, Raw
 
 _log = logging.getLogger(__name__)
-_PLURALS = {
-    Kind.POOL: "servingpools",
-    Kind.LEASE: "rolloutleases",
-    Kind.SLOT: "rolloutslots",
-    Kind.POLICY: "tenantpolicies",
+# Where the API server has a kind: group, version, plural. The first of cluster scope or in all
+# namespaces, the second in ROSE's own.
+_CLUSTER = {
+    Kind.POOL: (GROUP, VERSION, "servingpools"),
+    Kind.LEASE: (GROUP, VERSION, "rolloutleases"),
+    Kind.POLICY: (GROUP, VERSION, "tenantpolicies"),
+    Kind.NAMESPACE: ("", "v1", "namespaces"),
 }
+_NAMESPACED = {
+    Kind.SLOT: (GROUP, VERSION, "rolloutslots"),
+    Kind.DEPLOYMENT: ("apps", "v1", "deployments"),
+    Kind.SERVICE: ("", "v1", "services"),
+}
+# Other people's Deployments and Services of these namespaces are none of the operator's business.
+_MANAGED_ONLY = (Kind.DEPLOYMENT, Kind.SERVICE)
 HandOver = Callable[[kopf.RawEvent, ObjectCache], None]
 # kopf is started again after this, and looks this often whether it should end.
 _AGAIN_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
 # Given, because kopf asks the system for the user's name otherwise, and an image may have none.
 _IDENTITY = "rose-operator"
-_LISTED = (*_PLURALS, Kind.DEPLOYMENT, Kind.SERVICE, Kind.NAMESPACE)
+_LISTED = (*_CLUSTER, *_NAMESPACED)
 
 
 class _EndlessBackoff:
@@ -46,27 +58,26 @@ class _EndlessBackoff:
             yield 3.0
 
 
-async def list_all(api: Api, stores: dict[Kind, ObjectCache]) -> None:
-    """Fill every store from full listings.
+async def list_all(api: Api, caches: Mapping[Kind, ObjectCache]) -> None:
+    """Fill every cache from full listings.
 
     Raises:
         ApiUnavailable, ApiRefused: a listing failed; the others may have been taken over.
     """
-    for kind in filter(stores.__contains__, _LISTED):
+    for kind in filter(caches.__contains__, _LISTED):
         items, version = await api.list(kind)
-        stores[kind].replace(items, version)
+        caches[kind].replace(items, version)
 
 
 def registry(
-    stores: dict[Kind, ObjectCache], namespace: str, hand_over: HandOver
+    caches: Mapping[Kind, ObjectCache],
+    kinds: Mapping[Kind, tuple[str, str, str]],
+    hand_over: HandOver,
 ) -> kopf.OperatorRegistry:
-    """One event handler per kind."""
+    """One event handler per kind that has a cache."""
     handlers = kopf.OperatorRegistry()
-    for kind, plural in _PLURALS.items():
-        if kind not in stores:
-            continue
-        only = namespace if kind is Kind.SLOT else None
-        _register(handlers, stores[kind], plural, only, hand_over)
+    for kind in kinds.keys() & caches.keys():
+        _register(handlers, caches[kind], kinds[kind], hand_over)
 
     @kopf.on.login(registry=handlers)
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:  # noqa: ANN401  # kopf's own signature
@@ -77,15 +88,13 @@ def registry(
 
 def _register(
     handlers: kopf.OperatorRegistry,
-    store: ObjectCache,
-    plural: str,
-    namespace: str | None,
+    cache: ObjectCache,
+    resource: tuple[str, str, str],
     hand_over: HandOver,
 ) -> None:
-    @kopf.on.event(GROUP, VERSION, plural, registry=handlers, id=plural)
+    @kopf.on.event(*resource, registry=handlers, id=resource[-1])
     async def changed(event: kopf.RawEvent, **_: Any) -> None:  # noqa: ANN401  # kopf's signature
-        if namespace in {None, event["object"]["metadata"].get("namespace")}:
-            hand_over(event, store)
+        hand_over(event, cache)
 
 
 def settings() -> kopf.OperatorSettings:
@@ -99,13 +108,16 @@ def settings() -> kopf.OperatorSettings:
     chosen.watching.server_timeout = 300
     chosen.watching.client_timeout = 330
     chosen.watching.reconnect_backoff = 0.5
+    managed = ",".join(f"{label}={value}" for label, value in MANAGED.items())
+    for kind in _MANAGED_ONLY:
+        chosen.watching.label_selectors[_NAMESPACED[kind]] = managed
     return chosen
 
 
 async def watch_kinds(
-    stores: dict[Kind, ObjectCache], namespace: str, listed: Callable[[], None]
+    caches: Mapping[Kind, ObjectCache], namespace: str, listed: Callable[[], None]
 ) -> None:
-    """Run kopf in a thread of its own until cancelled.
+    """Run kopf in threads of its own until cancelled.
 
     In the main thread kopf takes the process's signals, and at its end it waits for every task of
     the loop, ours included. What it brings is handed over to the caller's loop.
@@ -113,30 +125,38 @@ async def watch_kinds(
     loop = asyncio.get_running_loop()
     stop = threading.Event()
 
-    def hand_over(event: kopf.RawEvent, store: ObjectCache) -> None:
-        loop.call_soon_threadsafe(_take, event, store, listed)
+    def hand_over(event: kopf.RawEvent, cache: ObjectCache) -> None:
+        loop.call_soon_threadsafe(_take, event, cache, listed)
 
-    handlers = registry(stores, namespace, hand_over)
-    thread = threading.Thread(target=_run_kopf, args=(handlers, stop), name="kopf", daemon=True)
-    thread.start()
+    for name, kinds, namespaces in (
+        ("kopf-cluster", _CLUSTER, ()),
+        ("kopf-namespaces", _NAMESPACED, (namespace,)),
+    ):
+        handlers = registry(caches, kinds, hand_over)
+        args = (handlers, stop, namespaces)
+        threading.Thread(target=_run_kopf, args=args, name=name, daemon=True).start()
     try:
         await asyncio.Event().wait()
     finally:
         stop.set()
 
 
-def _run_kopf(handlers: kopf.OperatorRegistry, stop: threading.Event) -> None:
+def _run_kopf(
+    handlers: kopf.OperatorRegistry, stop: threading.Event, namespaces: Sequence[str] = ()
+) -> None:
     """Kopf until told to stop; started again if it fails."""
     while not stop.is_set():
         try:
-            asyncio.run(_watch(handlers, stop))
+            asyncio.run(_watch(handlers, stop, namespaces))
         except Exception as error:  # noqa: BLE001  # whatever ended kopf, watching must go on
             _log.error("kopf ended: %r; starting it again", error)
         stop.wait(_AGAIN_SECONDS)
 
 
-async def _watch(handlers: kopf.OperatorRegistry, stop: threading.Event) -> None:
-    """One life of kopf.
+async def _watch(
+    handlers: kopf.OperatorRegistry, stop: threading.Event, namespaces: Sequence[str]
+) -> None:
+    """One life of kopf, in the whole cluster or in some namespaces.
 
     kopf waits for a flag of ``threading`` in a worker thread, and the loop does not close before
     that thread ends: a kopf that failed would never be started again, and only the listings would
@@ -147,7 +167,8 @@ async def _watch(handlers: kopf.OperatorRegistry, stop: threading.Event) -> None
         kopf.operator(
             registry=handlers,
             settings=settings(),
-            clusterwide=True,
+            clusterwide=not namespaces,
+            namespaces=namespaces,
             standalone=True,
             identity=_IDENTITY,  # type: ignore[arg-type]  # kopf names the type of it privately
             stop_flag=told,
@@ -160,27 +181,11 @@ async def _watch(handlers: kopf.OperatorRegistry, stop: threading.Event) -> None
     await running
 
 
-def _take(event: kopf.RawEvent, store: ObjectCache, listed: Callable[[], None]) -> None:
+def _take(event: kopf.RawEvent, cache: ObjectCache, listed: Callable[[], None]) -> None:
     raw: Raw = dict(event["object"])
     if event["type"] is None:
         listed()
     if event["type"] == "DELETED":
-        store.remove(raw)
+        cache.remove(raw)
     else:
-        store.put(raw)
-
-
-async def watch_others(api: Api, stores: dict[Kind, ObjectCache], kind: Kind) -> None:
-    """Follow the operator's Deployments or Services, or namespaces, for ever."""
-    while True:
-        try:
-            items, version = await api.list(kind)
-            stores[kind].replace(items, version)
-            async for change, raw in api.watch(kind, version):
-                if change == "DELETED":
-                    stores[kind].remove(raw)
-                else:
-                    stores[kind].put(raw)
-        except OperatorError as error:
-            _log.info("watch of %s: %s", kind.value, error)
-        await asyncio.sleep(2.0)
+        cache.put(raw)

@@ -27,7 +27,7 @@ class Memo(Generic[MadeT]):
         self._now: dict[str, tuple[object, object, MadeT]] = {}
 
     def begin_pass(self) -> None:
-        """A pass begins: what the last one did not ask for is forgotten."""
+        """Begin a pass, and forget what the last one did not ask for."""
         self._before, self._now = self._now, {}
 
     def get(self, name: str, source: object, values: object, make: Callable[[], MadeT]) -> MadeT:

@@ -18,7 +18,7 @@ class StatusDeferral:
         return now - self._since.setdefault(key, now) >= patience_seconds
 
     def settle(self, key: str) -> None:
-        """The object's status is as it should be, or has just been written."""
+        """Stop waiting: the object's status is as it should be, or has just been written."""
         self._since.pop(key, None)
 
     def waits(self, key: str) -> bool:

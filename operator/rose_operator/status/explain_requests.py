@@ -12,19 +12,22 @@ who may annotate a lease may ask, who may read it may read the answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from rose_core.api import EXPLAIN_ANNOTATION, Explanation, RolloutLease, ServingPool
-from rose_core.api.common import ReplicaVerdict
+from rose_core.api.common import ReplicaMemory, ReplicaVerdict
 from rose_core.api.conditions import timestamp
+from rose_core.devices.memory import MemorySum
 from rose_core.lending import LeaseDecision, ReplicaDecision
+from rose_core.wire.sync import ReplicaReport
 from rose_operator.plan.admission import Refusal
 
 _MOST_VERDICTS = 512
 _MOST_SUMMARY = 1024
 _MOST_MESSAGE = 256
 _MOST_REQUEST = 63
+_MIB = 1 << 20
 
 
 def asked(thing: ServingPool | RolloutLease) -> bool:
@@ -39,24 +42,49 @@ def answer(
     summary: str,
     verdicts: Sequence[ReplicaDecision],
     now: datetime,
+    reports: Iterable[tuple[str, ReplicaReport]] = (),
 ) -> Explanation | None:
-    """What ``status.explanation`` should say now."""
+    """What ``status.explanation`` should say now.
+
+    Args:
+        thing: that was asked about.
+        summary: in one sentence.
+        verdicts: of its replicas.
+        now: the time of the answer.
+        reports: of these replicas, for their memory.
+    """
     if not _request(thing):
         return None
     if not asked(thing):
         return thing.status.explanation
     shown = sorted(verdicts, key=lambda one: one.replica)[:_MOST_VERDICTS]
+    memory = {f"{one.pod_namespace}/{one.pod_name}": one.memory for _, one in reports}
     return Explanation(
         request=_request(thing),
         time=timestamp(now),
         summary=summary[:_MOST_SUMMARY],
         verdicts=tuple(
             ReplicaVerdict(
-                replica=one.replica, reason=str(one.reason), message=one.message[:_MOST_MESSAGE]
+                replica=one.replica,
+                reason=str(one.reason),
+                message=one.message[:_MOST_MESSAGE],
+                memory=_mebibytes(memory.get(one.replica)),
             )
             for one in shown
         ),
         omitted=len(verdicts) - len(shown),
+    )
+
+
+def _mebibytes(memory: MemorySum | None) -> ReplicaMemory | None:
+    if memory is None:
+        return None
+    return ReplicaMemory(
+        total=memory.total // _MIB,
+        serving=memory.serving // _MIB,
+        headroom=memory.headroom // _MIB,
+        settled_headroom=memory.settled // _MIB,
+        dormant=memory.dormant // _MIB,
     )
 
 

@@ -52,7 +52,7 @@ class PassMetrics:
                 self._set(metrics.EXPECTED_BUSY, coming.peak_permille / _PERMILLE, key)
 
     def publish_lease(self, lease: RolloutLease, status: LeaseStatus) -> None:
-        """One lease."""
+        """Publish one lease's figures."""
         key = lease.metadata.key
         self._set(metrics.SLOTS, status.slots_wanted, key, "wanted")
         self._set(metrics.SLOTS, status.slots_granted, key, "granted")

@@ -143,7 +143,9 @@ class Reporter:
             plan,
             self._policy,
             load=self._loads.shape(pool, world.now.timestamp()),
-            explanation=answer(pool, summary, plan.members.get(key, ()), world.now),
+            explanation=answer(
+                pool, summary, plan.members.get(key, ()), world.now, world.reports_of(key)
+            ),
         )
         yield from self._compare(Kind.POOL, pool, status, world)
 
@@ -212,7 +214,13 @@ class Reporter:
             outcome,
             router_url=url,
             router_ready=routers.is_ready(live),
-            explanation=answer(lease, summary, outcome.verdicts, world.now),
+            explanation=answer(
+                lease,
+                summary,
+                outcome.verdicts,
+                world.now,
+                (one for pool in lease.spec.pools for one in world.reports_of(pool.key)),
+            ),
         )
         if told:
             self._publisher.publish_lease(lease, status)

@@ -181,7 +181,7 @@ class Engine:
         self.backing_off_until = now + min(15.0, 0.5 * 2 ** min(self.failures - 1, 6))
 
     def note_success(self) -> None:
-        """It works (again)."""
+        """Stop backing off: it works (again)."""
         self.failures = 0
         self.backing_off_until = 0.0
 

@@ -134,7 +134,7 @@ class TurnHandlers:
         job = request.get(JOB, "")
         turns: list[Turn] = []
         if (room := request.get(ROOM)) is not None:
-            room.becomes(held_by(ask.turns))
+            room.resize(held_by(ask.turns))
         self._service.admit(ask.turns)
         interval = 1 if ask.stream else self._service.settings.interval
         try:

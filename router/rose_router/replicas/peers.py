@@ -184,7 +184,7 @@ class Peers:
         return self._down.get(name, 0.0) <= now and not self.pulse.silent(name)
 
     def mark_lost(self, peer: Peer) -> None:
-        """It does not answer; its trajectories belong to others until it is looked at again."""
+        """Give its trajectories to others until it answers again."""
         self._down[peer.name] = asyncio.get_running_loop().time() + LOOK_SECONDS
 
     async def start(self) -> None:

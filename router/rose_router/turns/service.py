@@ -225,7 +225,7 @@ class Service:
         return bool(turns)
 
     def end_trajectory(self, session: str) -> None:
-        """A trajectory comes back no more: its keys are of no use, and its length is known."""
+        """End a trajectory: its keys are of no more use, and its length is known."""
         self.prospects.end_trajectory(session)
         self._warmer.drop(session)
         self.fleet.residents.drop_session(session)

@@ -185,20 +185,24 @@ class TurnQueue:
 
     async def _until_placed(self, waiter: Waiter) -> Engine:
         try:
+            # 1. Wait for an engine, at most for as long as a turn may wait; ``asyncio.wait`` leaves
+            #    the future alone when it times out.
             while not waiter.future.done():
                 await asyncio.wait({waiter.future}, timeout=self._queue.seconds)
                 self._raise_if_late(waiter)
         except BaseException:  # also when cancelled, and raised again
-            # The engine may have been reserved in the very moment the turn gave up.
+            # 2. The turn gives up: too late, cancelled or failed. An engine may have been reserved
+            #    in that very moment (the future is done, so it cannot be cancelled): give it back.
             if not waiter.future.cancel() and waiter.future.exception() is None:
                 self._requeue(waiter.future.result())
             raise
+        # 3. Reserved: the caller owns the place until ``leave``.
         return waiter.future.result()
 
     def leave(
         self, engine: Engine, session: str = "", tokens: int = 0, job: str = "", more: float = 0
     ) -> None:
-        """A turn has ended on the engine, where the session has keys for so many tokens now.
+        """Give back the place of a turn that has ended, and note the keys it leaves there.
 
         Args:
             engine: where.

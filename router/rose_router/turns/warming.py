@@ -88,7 +88,7 @@ class Warmer:
         return sum(rest.task is not None for rest in self._resting.values())
 
     def begin_turn(self, turn: Turn) -> None:
-        """A turn has come; if its trajectory rested, that is over."""
+        """Note a turn that has come: its trajectory rests no more."""
         rest = self._resting.pop(turn.request.trajectory, None)
         if rest is None:
             return
@@ -98,7 +98,7 @@ class Warmer:
             self._came[turn] = rest.warm
 
     def end_turn(self, turn: Turn) -> None:
-        """A turn has ended; its trajectory may come back."""
+        """Note the end of a turn: its trajectory rests, and may come back."""
         warm, legs = self._came.pop(turn, ""), turn.transcript.legs
         if warm:
             used = bool(legs) and legs[0].engine == warm
@@ -110,7 +110,7 @@ class Warmer:
         self._resting[name] = _Rest(turn, turn.ended, context)
 
     def drop(self, name: str) -> None:
-        """The trajectory has ended, and its caller says so."""
+        """Forget a trajectory whose caller says that it has ended."""
         self._drop(self._resting.pop(name, None))
 
     async def run(self) -> None:

@@ -44,7 +44,7 @@ class Janitor:
         self._round: asyncio.Task[None] | None = None
 
     def schedule(self, run: str) -> None:
-        """A version of a run was published."""
+        """Tidy a run up soon: a version of it was published."""
         if self._round is None or self._round.done():
             self._round = asyncio.create_task(self._tidy(run))
 
