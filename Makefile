@@ -16,7 +16,7 @@ LANE := -v -n 1 --dist loadfile
 
 .PHONY: help venv engine vllm cluster demo test test-engines test-cluster test-gpu-node unit check format generate docs crds clean \
 	bench-guard bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
-	bench-operator bench-simulate bench-rollouts bench-rounds torture fire fuzz gpu-check gpu-pack trl skyrl areal
+	bench-operator bench-simulate bench-rollouts bench-rounds torture fire fuzz attack bench-flood gpu-check gpu-pack trl skyrl areal
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -163,6 +163,20 @@ fuzz: venv  ## bytes of hostile serving pods, made by a coverage-guided fuzzer; 
 	@if VIRTUAL_ENV=$(abspath $(VENV)) $(UV) pip install -q -c constraints.txt -e '.[fuzz]'; then \
 		$(RUN)/python -m tests.fuzz.run $(ARGS); \
 	else echo "SKIPPED fuzz: atheris cannot be had here; make unit tries its corpus"; fi
+
+# What each party could try (docs/threat-model.md); the unit and cluster lanes of `make test` run the same.
+ATTACKS := tests/attack tests/faults/test_listeners.py tests/faults/test_threats.py tests/faults/test_retention.py \
+	tests/agent/test_gpu_owners.py tests/agent/test_readers.py tests/devices/test_ownership.py \
+	tests/lending/test_tenancy.py tests/operator/test_tenancy.py tests/operator/test_enrolment.py \
+	tests/chart/test_rights.py tests/host/test_lease_arguments.py tests/host/test_proxy.py \
+	tests/weights/test_tenants.py tests/weights/test_access.py tests/router/test_callers.py \
+	tests/router/test_flood.py tests/router/test_memory.py tests/fuzz
+
+attack: cluster  ## what tenants, teams, pods and serving pods could try; ARGS="-m 'not cluster'" without a node
+	$(CONTAINED) $(BIN)/pytest -v -n 0 $(ATTACKS) $(ARGS)
+
+bench-flood: venv  ## a router under floods, and what its other callers notice
+	$(RUN)/python -m bench.flood $(ARGS)
 
 torture: venv  ## kill every process of the weight plane at every step; prints the matrix
 	$(RUN)/python -m bench.torture $(ARGS)

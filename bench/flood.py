@@ -11,9 +11,10 @@ and is bounded in count, time and memory:
 | loris | 1,000 connections that send a byte of their head, or of their body, each second |
 | connections | 10,000 connections, or as many as the process may have, that say nothing |
 
-What counts is the router's peak of memory against its limit, turns of others that failed, and the
-ratio of their 99th percentiles. On a machine with two cores callers, flood, engine and router share
-those, so a part of each ratio is the flood's own sending.
+What counts is the router's peak of memory against its limit, turns of others that were refused,
+broke or took more than a minute, and the ratio of their 99th percentiles. On a machine with two
+cores callers, flood, engine and router share those, so a part of each ratio is the flood's own
+sending.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import re
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,7 +140,7 @@ class Others:
     """What turns of the tenants took in one window."""
 
     seconds: list[float] = field(default_factory=list)
-    failed: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
 
 
 async def others(url: str, given: argparse.Namespace) -> Others:
@@ -157,13 +159,13 @@ async def others(url: str, given: argparse.Namespace) -> Others:
         try:
             async with http.post(f"{url}/generate", data=body, headers=headers) as reply:
                 await reply.read()
-                good = reply.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            good = False
-        if good:
+                outcome = str(reply.status)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            outcome = type(error).__name__
+        if outcome == "200":
             found.seconds.append(time.perf_counter() - began)
         else:
-            found.failed += 1
+            found.failed[outcome] += 1
 
     connector = aiohttp.TCPConnector(limit=0)
     async with (
@@ -213,10 +215,14 @@ async def _one(name: str, route: Route, limit: int, given: argparse.Namespace) -
                 message = f"the flood {name} ended by itself with {child.returncode}"
                 raise RuntimeError(message)
         await asyncio.sleep(_PAST_SECONDS)  # what was in flight is over
-    failed = sum(one.failed for one in flooded)
+    failed = sum((one.failed for one in flooded), Counter[str]())
+    refused = sum(count for outcome, count in failed.items() if outcome.isdigit())
+    for outcome, count in failed.items():
+        sys.stderr.write(f"{name}: {count} turns of others met {outcome}\n")
     figures = [
         figure(f"{name}: peak of the router", peak(route) / MIB, "MiB", at_most=limit / MIB),
-        figure(f"{name}: failed turns of others", failed, "turns", at_most=0),
+        figure(f"{name}: refused turns of others", refused, "turns", at_most=0),
+        figure(f"{name}: broken or late ones", failed.total() - refused, "turns", at_most=0),
     ]
     for percent in (50, 99):
         with_it = [quantile(one.seconds, percent / 100) for one in flooded]

@@ -74,6 +74,7 @@ class FakeOperator:
         self.tpot_ms = 0
         self.generation = 1
         self.arguments = {"token-seconds": "0.002"}
+        self.others: tuple[PoolPolicy, ...] = ()
         self.requests: list[SyncRequest] = []
         self.port = 0
         self._server = Server()
@@ -105,7 +106,11 @@ class FakeOperator:
         )
         grants = (self._grant(),) if self.granted else ()
         return SyncReply(
-            self.term, self.complete, grants, (policy,), sync_period_seconds=self.sync_seconds
+            self.term,
+            self.complete,
+            grants,
+            (policy, *self.others),
+            sync_period_seconds=self.sync_seconds,
         )
 
     def _grant(self) -> Grant:
@@ -143,6 +148,7 @@ class Node:
     agent_flags: tuple[str, ...] = ()
     cgroup: str = "signals"
     module: str = ""
+    neighbours: list[dict[str, object]] = field(default_factory=list)
 
     @property
     def rundir(self) -> RunDir:
@@ -184,7 +190,7 @@ class Node:
         }
         target = self.root / "replicas.yaml"
         draft = self.root / ".replicas.yaml"
-        draft.write_text(yaml.safe_dump({"replicas": [entry]}))
+        draft.write_text(yaml.safe_dump({"replicas": [entry, *self.neighbours]}))
         draft.replace(target)
 
     async def start_tap(self) -> None:

@@ -184,6 +184,37 @@ def test_a_newcomer_finds_the_files_that_contributing_names() -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+PROOF = re.compile(r"`(tests/[\w/]+(?:\.py)?)(?:::(\w+))?`")
+
+
+def test_every_attempt_of_the_threat_model_names_a_test_that_exists() -> None:
+    page = (ROOT / "docs/threat-model.md").read_text()
+    tables = re.findall(
+        r"^\|.*\| (?:proof|shown by) \|\n\|[-| ]+\|\n((?:\|.*\n)+)", page, re.MULTILINE
+    )
+    rows = [row for table in tables for row in table.splitlines()]
+    assert len(tables) == 3
+    assert [row for row in rows if not PROOF.search(row.rsplit(" | ", 1)[1])] == []
+    named = PROOF.findall(page)
+    assert [file for file, _ in named if not (ROOT / file).exists()] == []
+    assert [
+        f"{file}::{name}"
+        for file, name in named
+        if name
+        and not re.search(rf"^(?:async )?def {name}\(", (ROOT / file).read_text(), re.MULTILINE)
+    ] == []
+
+
+def test_the_suite_of_attacks_runs_what_the_threat_model_names_for_it() -> None:
+    page = (ROOT / "docs/threat-model.md").read_text()
+    section = page.split("## The suite of attacks", 1)[1].split("\n## ", 1)[0]
+    makefile = (ROOT / "Makefile").read_text()
+    suite = makefile.split("ATTACKS := ", 1)[1].split("\n\n", 1)[0].replace("\\\n", " ").split()
+    assert [name for name in suite if not (ROOT / name).exists()] == []
+    named = {file for file, _ in PROOF.findall(section)}
+    assert {file for file in named if not file.startswith(tuple(suite))} == set()
+
+
 def test_nothing_compiled_is_tracked() -> None:
     assert not [path for path in TRACKED if path.endswith((".pyc", ".so"))]
 

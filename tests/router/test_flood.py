@@ -150,5 +150,5 @@ async def test_others_are_served_through_every_flood() -> None:
     given = flood.flags().parse_args([*brief, f"--memory-mebibytes={LIMIT // MIB}"])
     figures = {one.name: one for one in await flood.measure(given)}
     for name in flood.FLOODS:
-        assert figures[f"{name}: failed turns of others"].value == 0
+        assert figures[f"{name}: refused turns of others"].value == 0
         assert figures[f"{name}: peak of the router"].met
