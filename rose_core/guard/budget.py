@@ -1,8 +1,10 @@
 """How fast a pool's error budget burns, and the breaker that pauses lending.
 
-A percentile of 99 allows one slow request in a hundred. The burn is the share of slow requests
-divided by that allowance: 1 uses the budget up exactly. Two windows must agree, so that neither one
-bad second nor a bad minute that has passed opens the breaker; below the floors nothing is judged.
+Multiwindow burn-rate alerting (Google's Site Reliability Workbook, chapter 5, "Alerting on SLOs")
+with minutes in the place of hours: the remedy is automatic. A percentile of 99 allows one slow
+request in a hundred. The burn is the share of slow requests divided by that allowance: 1 uses the
+budget up exactly. Two windows must agree, so that neither one bad second nor a bad minute that has
+passed opens the breaker; below the floors nothing is judged.
 
 | state | seen | next |
 |---|---|---|
@@ -21,9 +23,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-SAMPLE_FLOOR = 30
-SLOW_FLOOR = 3
-_BUCKET_NS = 5_000_000_000
+SAMPLE_FLOOR = 30  # below it a share of slow requests is chance
+SLOW_FLOOR = 3  # one or two slow requests are no rate, however few there were
+_BUCKET_NS = 5_000_000_000  # a window's edge may be off by this: a twelfth of the short one
 
 
 @dataclass(frozen=True)

@@ -132,16 +132,16 @@ class Experience:
         return len(self._marks)
 
     def begin(self, number: int, now_ns: int) -> None:
-        """A request has come; again for the same one changes nothing."""
+        """Begin to follow a request; a second time for the same one changes nothing."""
         self._marks.setdefault(number, _Mark(self.open_time.at(now_ns)))
 
     def note_first_token(self, number: int, now_ns: int) -> None:
-        """Its first token has left."""
+        """Note when its first token left."""
         if mark := self._marks.get(number):
             mark.first_ns = self.open_time.at(now_ns)
 
     def dismiss(self, number: int) -> None:
-        """What arrived was not a generating request after all."""
+        """Stop following what was not a generating request after all."""
         self._marks.pop(number, None)
 
     def forget(self) -> None:

@@ -155,23 +155,30 @@ def _idle(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:
 
 
 def _busy(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:
+    # 1. Without requests to measure, a limit to keep or in a bursty regime only idle gaps are used.
     unmeasured = not facts.signal.requests
     if unmeasured or not facts.objective.given or facts.idle_share >= limits.on_off_share:
         return closed(GateReason.SERVING_BUSY)
+    # 2. What each request has left if the gate closed now, and the share of time to lend.
     slack = measure(
-        *(facts.signal.requests, facts.objective, facts.predictor),
-        now_ns,
-        limits.period_ns / 1e9,
+        requests=facts.signal.requests,
+        objective=facts.objective,
+        predictor=facts.predictor,
+        now_ns=now_ns,
+        period_s=limits.period_ns / 1e9,
         told_ns=facts.signal.told_ns,
     )
+    # 3. A waiting request would miss its TTFT: nothing can earn that back.
     if slack.prefill_s is not None and slack.prefill_s <= 0:
         return GateVerdict(open=False, reason=GateReason.NO_PREFILL_SLACK, slack=slack)
+    # 4. A stream is late by more than a period, or so little may be lent that it is not worth it.
     late_ns = 0 if slack.decode_s is None else round(-slack.decode_s * 1e9)
     if late_ns >= limits.period_ns or slack.duty < limits.least_duty:
         return GateVerdict(open=False, reason=GateReason.NO_DECODE_SLACK, slack=slack)
     if late_ns >= 0 and slack.decode_s is not None:
-        # Late by less than a period: the next tokens earn it back, so this is only a pause.
+        # 5. Late by less than a period: the next tokens earn it back, so this is only a pause.
         return GateVerdict(open=False, reason=GateReason.SLACK, duty=slack.duty, slack=slack)
+    # 6. In time: open for the duty's share of every period.
     return _paced(slack, limits, now_ns)
 
 

@@ -1,6 +1,8 @@
 """How much of an SLO's budget is kept back: learned from requests that ran beside rollouts.
 
-A fixed margin wastes slack where predictions are good and protects too little where they are not.
+Additive increase, multiplicative decrease (AIMD; Chiu and Jain, 1989) in the mirror: the margin
+shrinks by constant steps while all goes well, and grows by a factor at harm. A fixed margin wastes
+slack where predictions are good and protects too little where they are not.
 
 | a request that met an open gate ended at | margin |
 |---|---|
@@ -23,10 +25,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LEAST, MOST = 0.05, 0.5
-_CLOSE = 0.9
-_STEP = 0.002
-_GROWTH = 1.5
-_COVERED = 0.5
+_CLOSE = 0.9  # of the SLO: a request that ends so near to it is no sign that less would do
+_STEP = 0.002  # seventy-five harmless requests lead from 20 % to the floor
+_GROWTH = 1.5  # one harmful request undoes twenty-five harmless ones, at least 5 points
+_COVERED = 0.5  # the other half may lie with requests slowed before, which this one cannot show
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,9 @@
 """Learns the cost of one phase, alone and beside a rollout engine, from finished requests.
 
+Two known algorithms: weighted least squares with exponential forgetting and a prior in the form of
+pseudo-observations (a line), and stochastic approximation of a quantile of what is left (Robbins
+and Monro, 1951, on the pinball loss of Koenker and Bassett, 1978).
+
 Under a duty cycle no request runs wholly alone or wholly beside rollouts. One that met an open gate
 for a share ``f`` of its time ran, as a multiple of the speed that the profile predicts, at
 
@@ -24,10 +28,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-_MEMORY = 0.98
-_BELIEF = 4.0
-_SLOWEST = 10.0
-_FURTHEST = 100.0  # from the profile, by which one request may be off
+_MEMORY = 0.98  # forgetting factor: 1 / (1 - 0.98) = the last fifty requests carry the weight
+_BELIEF = 4.0  # requests that the prior of the slope counts for: few, so that evidence wins soon
+_SLOWEST = 10.0  # a loss of 1 would mean that nothing ever ends beside rollouts
+_FURTHEST = 100.0  # from the profile, by which one request may be off: one stall is no line
 
 
 @dataclass(frozen=True)
@@ -60,14 +64,17 @@ class Mixture:
 
     def line(self, slowdown: float) -> SpeedLine:
         """The line through what was seen; ``slowdown`` is the profile's, from which it starts."""
+        # 1. The prior's slope, as a loss.
         believed = 1 - 1 / max(1.0, slowdown)
-        # Height alone, with the believed slope: the level at which that belief has its weight.
+        # 2. The height alone, by least squares with that slope: where the prior is put.
         fitted = self.speed - believed * self.product
         level = fitted / (self.weight - 2 * believed * self.share + believed**2 * self.square)
+        # 3. The prior as pseudo-observations on that line: half its weight at f = 0, half at f = 1.
         half = _BELIEF / 2
         weight, share, square = self.weight + 2 * half, self.share + half, self.square + half
         speed = self.speed + half * level * (2 - believed)
         product = self.product + half * level * (1 - believed)
+        # 4. Both by least squares (the normal equations of y = alone - slope x f), kept in bounds.
         slope = (share * speed - weight * product) / (weight * square - share**2)
         alone = max((speed + slope * share) / weight, 1e-6)
         return SpeedLine(alone, min(1 - 1 / _SLOWEST, max(0.0, slope / alone)))

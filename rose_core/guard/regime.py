@@ -24,10 +24,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-REMEMBERED = 64
-FEWEST = 8
+REMEMBERED = 64  # gaps: some minutes of a bursty load, so a new habit shows soon
+FEWEST = 8  # gaps below which "three times in four" is chance
 _STEPS_NS = (5_000_000, 10_000_000, 20_000_000)
-_EARLY_SHARE = 0.25
+_EARLY_SHARE = 0.25  # of gaps that end soon after the gate would have opened: one in four
 
 
 def cool_down(gaps_ns: Sequence[int], longest_ns: int) -> int:

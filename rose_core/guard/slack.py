@@ -33,6 +33,7 @@ from rose_core.guard.shares import lendable
 from rose_core.telemetry.book import LiveRequest
 
 PERIOD_S = 0.1
+"""Control period: short beside a TTFT budget, long beside a co-running step and a stop."""
 
 
 @dataclass(frozen=True)

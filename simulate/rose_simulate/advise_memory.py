@@ -10,16 +10,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rose_core.devices.footprint import MARGIN_BYTES, estimate
 from rose_core.devices.memory import GIB, EngineSize, Headroom, in_gib
-from rose_core.devices.model_size import CacheShape, Unsizable, cache_shape, weight_bytes
+from rose_core.devices.model_size import (
+    CacheShape,
+    Unsizable,
+    as_block_fp8,
+    cache_shape,
+    weight_bytes,
+)
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.safetensors import list_tensors
 from rose_simulate.advice.errors import AdviceError
-from rose_simulate.advice.memory import Engine, Serving, Setting, largest, settings
+from rose_simulate.advice.memory import Change, Engine, Serving, Setting, largest, settings
 from rose_wire.flags import amount, count, share
 
 # As their drivers count them.
@@ -84,16 +91,106 @@ def _weights(folder: Path, config: dict[str, Any]) -> int:
     return total
 
 
+def fp8_weights(folder: Path) -> int | None:
+    """Bytes of the model's weights as an FP8 checkpoint; None = it is quantised, or not listed.
+
+    Raises:
+        AdviceError: the folder does not say; names the file or field.
+    """
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+        tensors = list_tensors(folder)
+        if not tensors or config.get("quantization_config"):
+            return None
+        return weight_bytes(*as_block_fp8(config, tensors))
+    except (OSError, ValueError, UnsupportedEngine) as error:
+        raise AdviceError(f"{folder}: its size in FP8 cannot be told: {error}") from error
+
+
+def serving_of(folder: Path, gpus: int, besides_gib: float, engine: Engine) -> Serving:
+    """The serving engine on one of its GPUs.
+
+    Raises:
+        AdviceError: the folder does not say; names the file or field.
+    """
+    shape, weights = read_model(folder)
+    # MLA keeps one latent for all heads, so every GPU of a replica holds all of it.
+    split = 1 if shape.latent else gpus
+    return Serving(
+        weights // gpus,
+        max(1, shape.per_token // split),
+        hybrid=bool(shape.state),
+        besides=int(besides_gib * GIB),
+        engine=engine,
+    )
+
+
+def rollout_of(
+    folder: Path,
+    kv_tokens: int,
+    max_running: int,
+    arguments: Mapping[str, str],
+    besides_gib: float | None,
+) -> EngineSize:
+    """An engine of a lease.
+
+    Args:
+        folder: of its model.
+        kv_tokens: of the lease.
+        max_running: turns at a time.
+        arguments: of the engine, as the lease gives them.
+        besides_gib: as it was measured on a node; None = estimated.
+
+    Raises:
+        AdviceError: the folder does not say; names the file or field.
+    """
+    shape, weights = read_model(folder)
+    besides = estimate(arguments, max_running, latent=shape.latent)
+    if besides_gib is not None:
+        besides = int(besides_gib * GIB) + MARGIN_BYTES
+    state = shape.state_bytes(max_running)
+    return EngineSize(weights, max(1, shape.per_token), kv_tokens, besides, state=state)
+
+
+def _in_words(size: EngineSize, *, measured: bool) -> str:
+    state = f", states {in_gib(size.state)}" if size.state else ""
+    return (
+        f"A rollout engine takes {in_gib(size.total)} of one GPU: weights {in_gib(size.weights)}, "
+        f"KV {in_gib(size.kv)} for {size.kv_tokens} tokens{state}, "
+        f"besides {in_gib(size.fixed)} ({'measured' if measured else 'estimated until measured'})."
+    )
+
+
+def show_changes(found: Sequence[Change], size: EngineSize, *, measured: bool) -> str:
+    """What each setting would change, as a table."""
+    lines = [
+        _in_words(size, measured=measured),
+        "",
+        f"{'setting':<34} {'lends':<10} {'engine takes':<13} {'fits':<5} the owner gives up",
+    ]
+    for one in found:
+        price = "nothing"
+        if one.margin:
+            price = f"{in_gib(one.margin)} that are kept free"
+        elif one.pool and one.tokens is None:
+            price = f"{in_gib(one.pool)} of its KV pool (--serving DIR says how many tokens)"
+        elif one.pool:
+            price = f"{one.tokens} KV tokens ({in_gib(one.pool)})"
+            price += "" if one.starts else "; serving does not start"
+        fits = "yes" if one.fits else "no"
+        lines.append(
+            f"{one.setting or 'as it is':<34} {in_gib(one.lends):<10} {in_gib(one.takes):<13} "
+            f"{fits:<5} {price}"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def show(options: argparse.Namespace, rows: tuple[Setting, ...], size: EngineSize) -> str:
     """The table and what stands around it."""
     sglang = options.engine is Engine.SGLANG
     flag = "--mem-fraction-static" if sglang else "--gpu-memory-utilization"
-    measured = "measured" if options.rollout_besides is not None else "estimated until measured"
-    state = f", states {in_gib(size.state)}" if size.state else ""
     lines = [
-        f"A rollout engine takes {in_gib(size.total)} of one GPU: weights {in_gib(size.weights)}, "
-        f"KV {in_gib(size.kv)} for {size.kv_tokens} tokens{state}, "
-        f"besides {in_gib(size.fixed)} ({measured}).",
+        _in_words(size, measured=options.rollout_besides is not None),
         "",
         f"{flag:<24} {'lends (first hour)':<24} {'rollout fits':<20} "
         f"{'KV tokens of serving':<28} requests of {options.request_tokens} at once",
@@ -118,17 +215,12 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     headroom = Headroom(gib=options.headroom)
     try:
-        shape, weights = read_model(options.serving)
-        # MLA keeps one latent for all heads, so every GPU of a replica holds all of it.
-        split = 1 if shape.latent else options.serving_gpus
-        serving = Serving(
-            weights // options.serving_gpus,
-            max(1, shape.per_token // split),
-            hybrid=bool(shape.state),
-            besides=int(options.serving_besides * GIB),
-            engine=options.engine,
+        serving = serving_of(
+            options.serving, options.serving_gpus, options.serving_besides, options.engine
         )
-        size = _rollout(options)
+        size = rollout_of(
+            options.rollout, options.kv_tokens, options.max_running, {}, options.rollout_besides
+        )
         fractions = tuple(options.fraction) or FRACTIONS
         rows = settings(options.gpu, serving, size, headroom, fractions)
         sys.stdout.write(show(options, rows, size))
@@ -143,20 +235,6 @@ def main(argv: list[str]) -> int:
         f"Headroom of {kept} is kept free (memoryHeadroomGiB); each GiB less lends one more.\n"
     )
     return 0
-
-
-def _rollout(options: argparse.Namespace) -> EngineSize:
-    shape, weights = read_model(options.rollout)
-    besides = estimate({}, options.max_running, latent=shape.latent)
-    if options.rollout_besides is not None:
-        besides = int(options.rollout_besides * GIB) + MARGIN_BYTES
-    return EngineSize(
-        weights,
-        max(1, shape.per_token),
-        options.kv_tokens,
-        besides,
-        state=shape.state_bytes(options.max_running),
-    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ step: ``rose_simulate.advise_memory`` reads the models and prints the table.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rose_core.devices.memory import (
@@ -23,6 +23,7 @@ from rose_core.devices.memory import (
     STATIC_HEADROOM,
     EngineSize,
     Headroom,
+    MemorySum,
     in_gib,
     lendable,
 )
@@ -156,3 +157,106 @@ def largest(card: int, serving: Serving, rollout: EngineSize, headroom: Headroom
         f"{in_gib(card)} may be lent: {in_gib(rollout.total - least.lends)} are missing: "
         f"{way}, or take a smaller model"
     )
+
+
+# By how much less of a fraction the table goes on, and how far: serving keeps something.
+_LESS = (0.05, 0.1, 0.2, 0.3)
+_MOST_LESS = 0.9
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting, changed by itself, and what follows on a GPU as it was measured; bytes.
+
+    Attributes:
+        setting: what is changed, as it is written; empty = nothing is.
+        lends: to rollouts.
+        takes: the lease's engine.
+        pool: that serving's KV pool loses; ``tokens``: as tokens, None = its model is not known.
+        margin: less memory that is kept free.
+        starts: serving still has a KV pool; None = its model is not known.
+    """
+
+    setting: str
+    lends: int
+    takes: int
+    pool: int = 0
+    tokens: int | None = None
+    margin: int = 0
+    starts: bool | None = None
+
+    @property
+    def fits(self) -> bool:
+        """The lease's engine has room."""
+        return self.takes <= self.lends and self.starts is not False
+
+
+def changes(
+    parts: MemorySum,
+    rollout: EngineSize,
+    engine: Engine,
+    *,
+    serving: Serving | None = None,
+    fp8_weights: int | None = None,
+) -> tuple[Change, ...]:
+    """What each setting of owner and lease would change, on a GPU as its guard has measured it.
+
+    Args:
+        parts: of the replica's tightest GPU.
+        rollout: the lease's engine.
+        engine: that serves.
+        serving: its model on this GPU; None = not known.
+        fp8_weights: of the lease's model as an FP8 checkpoint; None = not known, or it is one.
+    """
+    needs = rollout.total
+    found = [Change("", parts.lends, needs)]
+    if parts.headroom > parts.settled:
+        found.append(Change("watched for a day", _lends(parts, parts.settled), needs))
+    smaller = [_smaller(parts, needs, engine, serving, less) for less in _LESS]
+    least = _least(parts, needs, engine, serving)
+    if least is not None and least not in smaller:
+        smaller.append(least)
+    found += sorted(smaller, key=lambda one: one.pool)
+    for gib in (2, 1):
+        if gib * GIB < parts.headroom:
+            margin = parts.headroom - gib * GIB
+            lends = _lends(parts, gib * GIB)
+            found.append(Change(f"memoryHeadroomGiB: {gib}", lends, needs, margin=margin))
+    for part in (2, 4):
+        tokens = rollout.kv_tokens // part
+        takes = needs - rollout.kv + tokens * rollout.kv_per_token
+        found.append(Change(f"kvTokens: {tokens}", parts.lends, takes))
+    if fp8_weights is not None:
+        takes = needs - rollout.weights + fp8_weights
+        found.append(Change("FP8 checkpoint", parts.lends, takes))
+    return tuple(found)
+
+
+def _lends(parts: MemorySum, headroom: int) -> int:
+    return replace(parts, headroom=headroom).lends
+
+
+def _smaller(
+    parts: MemorySum, needs: int, engine: Engine, serving: Serving | None, less: float
+) -> Change:
+    """Serving with a smaller fraction than it has now."""
+    model = serving if serving is not None else Serving(0, 1, engine=engine)
+    freed = model.used(parts.total, 1.0) - model.used(parts.total, 1.0 - less)
+    lends = replace(parts, serving=parts.serving - freed).lends
+    pool = model.pool(parts.total, 1.0) - model.pool(parts.total, 1.0 - less)
+    tokens = starts = None
+    if serving is not None:
+        tokens = pool // serving.per_token
+        besides = CONTEXT_BYTES + serving.besides
+        starts = parts.serving - freed > serving.weights + besides
+    flag = "--gpu-memory-utilization" if engine is Engine.VLLM else "--mem-fraction-static"
+    return Change(f"{flag} {less:.2f} less", lends, needs, pool, tokens, starts=starts)
+
+
+def _least(parts: MemorySum, needs: int, engine: Engine, serving: Serving | None) -> Change | None:
+    """The least that the owner has to give up for the engine; None = nothing, or too much."""
+    if needs <= parts.lends:
+        return None
+    steps = (round(one * _STEP, 2) for one in range(1, int(_MOST_LESS / _STEP) + 1))
+    tried = (_smaller(parts, needs, engine, serving, less) for less in steps)
+    return next((one for one in tried if one.fits), None)

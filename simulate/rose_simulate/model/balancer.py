@@ -37,12 +37,12 @@ class Balancer:
         among[best].serve(request)
 
     def retry(self, request: ServingRequest, service: str) -> None:
-        """Its replica is gone; its client begins anew and waits since it first came."""
+        """Begin a request anew whose replica is gone; its client has waited since it first came."""
         request.first_ns, request.sequence = 0, None
         self.take(request, service)
 
     def retry_stranded(self) -> None:
-        """Replicas are back: take what found none."""
+        """Take what found no replica, now that there are some."""
         waiting, self._stranded = self._stranded, []
         for request, service in waiting:
             self.take(request, service)

@@ -138,13 +138,13 @@ class Gate:
             self._changed(is_open)
 
     def on_arrival(self, request: ServingRequest) -> None:
-        """A request has reached the replica."""
+        """Hear of a request that has reached the replica."""
 
     def on_first_token(self, request: ServingRequest) -> None:
-        """Its first token has left."""
+        """Hear of its first token."""
 
     def on_end(self, request: ServingRequest) -> None:
-        """Its last token has left."""
+        """Hear of its last token."""
 
     def lend(self, granted: bool) -> None:
         """A slot was granted, or taken back."""

@@ -83,7 +83,7 @@ class GuardedGate(Gate):
     # --- what it hears
 
     def on_arrival(self, request: ServingRequest) -> None:
-        """Heard ``tap_s`` later."""
+        """Pass it on to the guard ``tap_s`` later."""
         self._requests[request.number] = request
         self._tell(self._hear_arrival, request)
 
@@ -108,7 +108,7 @@ class GuardedGate(Gate):
         self.step()
 
     def on_first_token(self, request: ServingRequest) -> None:
-        """Heard ``tap_s`` later."""
+        """Pass it on to the guard ``tap_s`` later."""
         self._tell(self._hear_first, request)
 
     def _hear_first(self, request: ServingRequest) -> None:
@@ -118,7 +118,7 @@ class GuardedGate(Gate):
         self.step()
 
     def on_end(self, request: ServingRequest) -> None:
-        """Heard ``tap_s`` later."""
+        """Pass it on to the guard ``tap_s`` later."""
         self._requests.pop(request.number, None)
         self._tell(self._hear_end, request)
 

@@ -191,7 +191,7 @@ class Job:
     def on_trajectory_end(
         self, one: Group, trajectory: Trajectory, session: str, tokens: int, oldest: int
     ) -> None:
-        """A trajectory has ended."""
+        """Count a trajectory that has ended; its group or round may be complete with it."""
         one.under_way.remove(trajectory)
         one.left -= 1
         one.tokens += tokens

@@ -53,7 +53,7 @@ class Dedicated:
         )
 
     def fail(self) -> None:
-        """It is gone with everything in it."""
+        """Fail with everything in it."""
         self.batch.clear()
         self.router.on_engine_loss(self.name)
 

@@ -107,7 +107,7 @@ class Router:
         self.drain()
 
     def on_gate(self, name: str, is_open: bool) -> None:
-        """An engine's gate has moved."""
+        """Follow an engine's gate."""
         engine = self.engines.get(name)
         if engine is None or engine.gate_open == is_open:
             return
@@ -124,7 +124,7 @@ class Router:
             self._look_later(engine, self._patience.pause_seconds)
 
     def on_engine_loss(self, name: str) -> None:
-        """The engine is gone; its turns go on elsewhere."""
+        """Forget an engine that is gone; its turns go on elsewhere."""
         engine = self.engines.pop(name, None)
         if engine is None:
             return
@@ -136,7 +136,7 @@ class Router:
         self.drain()
 
     def on_version(self, name: str, version: int) -> None:
-        """Weights are attested on an engine."""
+        """Note the version attested on an engine."""
         engine = self.engines.get(name)
         if engine is not None and (engine.version is None or version > engine.version):
             engine.version = version
@@ -145,7 +145,7 @@ class Router:
             self.drain()
 
     def on_publish(self, version: int) -> None:
-        """The newest version is at least this one."""
+        """Note that the newest version is at least this one."""
         self._sight.note_publish(version)
 
     def cut_to(self, name: str, cap: int) -> None:

@@ -64,16 +64,16 @@ class RouterView:
     # --- what has happened
 
     def invalidate(self, engine: str) -> None:
-        """The engine's view no longer holds."""
+        """Make the engine's view anew when it is next asked for."""
         self._views.pop(engine, None)
 
     def note_publish(self, version: int) -> None:
-        """The newest version is at least this one."""
+        """Note that the newest version is at least this one."""
         self._head = max(self._head, version)
         self._known.prospects.note_head(self.head, self._clock.now_s)
 
     def note_tokens(self, output: int) -> None:
-        """A turn has ended with so many tokens."""
+        """Note how many tokens a turn ended with."""
         self._usual_output += 0.02 * (output - self._usual_output)
 
     def learn(self, engine: Engine, learn: Callable[[Speed], Speed]) -> None:

@@ -67,14 +67,14 @@ class Warmer:
         self.tokens = 0
 
     def end_turn(self, turn: Turn) -> None:
-        """A turn has ended; its trajectory may come back."""
+        """Note the end of a turn: its trajectory may come back."""
         after = Turn(turn.session, turn.context + turn.output, 0, 0, turn.done, turn.group)
         after.home, after.cached, after.home_version = turn.home, turn.cached, turn.home_version
         self._resting[turn.session] = _Rest(after, self._clock.now_s)
         self._look_later()
 
     def begin_turn(self, turn: Turn) -> None:
-        """The next turn of a trajectory has come; it has its home where the prefix is warm."""
+        """Note the next turn of a trajectory: its home is where the prefix is warm."""
         rest = self._resting.pop(turn.session, None)
         if rest is None:
             return
@@ -85,7 +85,7 @@ class Warmer:
             turn.home_version, turn.warmed = rest.turn.home_version, rest.turn.home
 
     def note_placement(self, turn: Turn, engine: Engine) -> None:
-        """The turn was given an engine."""
+        """Note that the turn was given an engine."""
         if turn.warmed:
             self.ended[
                 WarmOutcome.USED if turn.warmed == engine.name else WarmOutcome.ELSEWHERE
