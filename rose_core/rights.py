@@ -33,7 +33,8 @@ MEANING = {
     Party.EDITOR: "serving owner or RL team: a person with `edit` in one namespace",
     Party.TRAINER: "an RL team's own: a token for its lease, its tenant's credential at a store",
     Party.HARNESS: "an RL team's agents: a token of its lease for turns only",
-    Party.ROUTER: "a lease's router: the token of each slot that it was told, its ingest's token",
+    Party.ROUTER: "a lease's router: a token of its pod for that lease, its lease's own token, the "
+    "token of each slot that it was told, its ingest's token",
     Party.NODE: "guard, engine host and weight-sync: their node's certificate and the "
     "installation's token; at a store the serving cluster's credential",
     Party.RELAY: "the serving cluster's relay, with its upstream credential",
@@ -139,13 +140,19 @@ RULES: tuple[Rule, ...] = (
         _L.ROUTER, ("GET /trajectories", "POST /trajectories", "GET /turns", "GET /engines"), _TEAMS
     ),
     Rule(_L.ROUTER, _NOT_HERE, _TEAMS, "answered with what to use instead"),
-    Rule(_L.ROUTER, ("/rose.v1.Router/Attach",), (_P.NODE,), "engines of this lease"),
+    Rule(_L.ROUTER, ("/rose.v1.Router/Attach",), (_P.NODE, _P.ROUTER), "engines of this lease"),
     Rule(_L.ROUTER, ("/rose.v1.Router/Demand",), (_P.OPERATOR,)),
     Rule(_L.OPERATOR, (*_PAGES, "GET /readyz"), (_P.ANYBODY,)),
     Rule(
         _L.OPERATOR, ("/rose.v1.Operator/Sync", "/rose.v1.Operator/Notices"), (_P.NODE,), "itself"
     ),
     Rule(_L.OPERATOR, ("/rose.v1.Identity/Enrol",), (_P.NODE,), "itself, by its account's token"),
+    Rule(
+        _L.OPERATOR,
+        ("/rose.v1.Identity/EnrolRouter",),
+        (_P.ROUTER,),
+        "its lease, by its pod's token",
+    ),
     Rule(_L.AGENT, _PAGES, (_P.ANYBODY,)),
     Rule(_L.AGENT, ("GET /report", "GET /trace"), (_P.NODE, _P.PLATFORM)),
     Rule(_L.TAP, _PAGES, (_P.ANYBODY,)),

@@ -35,6 +35,7 @@ VERBS: dict[str, Verb] = {
     "pause": Verb("rose_cli.ops.pause", "take everything back from pools", "operator"),
     "resume": Verb("rose_cli.ops.resume", "lend again, as before the pause", "operator"),
     "drain": Verb("rose_cli.ops.drain", "free a node's GPUs of rollouts", "operator"),
+    "caller": Verb("rose_cli.ops.caller", "say who outside may call a lease's router", "operator"),
     "operator": Verb("rose_operator.main", "reconcile pools and leases into slots", "operator"),
     "agent": Verb("rose_agent.guard.main", "guard the serving replicas of this node", "agent"),
     "sleeper": Verb("rose_agent.sleeper.sleepers", "wake serving engines of this node", "agent"),
@@ -70,6 +71,9 @@ VERBS: dict[str, Verb] = {
 SUBVERBS: dict[tuple[str, str], Verb] = {
     ("advise", "memory"): Verb(
         "rose_simulate.advise_memory", "say what serving's memory setting would lend", "dev"
+    ),
+    ("router", "token"): Verb(
+        "rose_cli.ops.router_token", "say what an engine of one's own shows to a router", "operator"
     ),
     ("weights", "commits"): Verb(
         "rose_agent.weightsync.records", "say what each commit carried and took", "agent"

@@ -15,6 +15,7 @@ from rose_demo.pieces import (
     LEASE,
     RESEARCH,
     ROUTER,
+    ROUTERS,
     RUN,
     STORE_PORT,
     SYSTEM,
@@ -23,7 +24,6 @@ from rose_demo.pieces import (
     credentials_volume,
     deployment,
     mounts,
-    token_volume,
     variables,
     volumes,
 )
@@ -83,7 +83,7 @@ def _host(engines: Engines, paths: list[dict[str, str]]) -> Object:
             "--data-host=$(POD_IP)",
             "--cgroup=signals",
             "--dedicated=/etc/dedicated/engine.yaml",
-            f"--router=tls://{ROUTER}.{SYSTEM}.svc:7444",
+            f"--router=tls://{ROUTER}.{ROUTERS}.svc:7444",
             f"--lease={RESEARCH}/{LEASE}",
             "--token-file=/token/token",
         ],
@@ -117,12 +117,12 @@ def _sync(engines: Engines, paths: list[dict[str, str]]) -> Object:
 
 
 def _own_volumes() -> list[Object]:
-    authority = [{"key": "ca.crt", "path": "ca.crt"}]
+    authority = [{"key": "tls.crt", "path": "ca.crt"}]
     return [
         {"name": "run", "emptyDir": {"medium": "Memory"}},
         {"name": "scratch", "emptyDir": {}},
         {"name": "config", "configMap": {"name": DEDICATED}},
-        {"name": "tls", "secret": {"secretName": "rose-tls", "items": authority}},
-        token_volume(),
+        {"name": "tls", "secret": {"secretName": "rose-router-authority", "items": authority}},
+        {"name": "token", "secret": {"secretName": DEDICATED}},
         credentials_volume("token"),
     ]

@@ -123,11 +123,16 @@ def serving(engines: Engines) -> Object:
 
 def credentials(tenants: bytes, cluster: str) -> Object:
     """What the store and its readers mount: the file of tenants, the cluster's own credential."""
+    return secret(CREDENTIALS, SYSTEM, {"tenants": tenants.decode(), "token": cluster})
+
+
+def secret(name: str, namespace: str, data: dict[str, str]) -> Object:
+    """A Secret with these keys."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": {"name": CREDENTIALS, "namespace": SYSTEM},
-        "stringData": {"tenants": tenants.decode(), "token": cluster},
+        "metadata": {"name": name, "namespace": namespace},
+        "stringData": data,
     }
 
 

@@ -13,6 +13,7 @@ POOL = "chat"
 LEASE = RUN = "grpo"
 DEDICATED = "dedicated-0"
 TRAINER = "trainer"
+ROUTERS = "rose-routers"
 ROUTER = f"router-{RESEARCH}-{LEASE}"
 STORE_PORT, SERVING_PORT = 7446, 30000
 ENGINE_CLASS = "sglang-cpu"
@@ -91,8 +92,3 @@ def credentials_volume(*keys: str) -> Object:
     """These keys of ``CREDENTIALS`` as a volume."""
     items = [{"key": key, "path": key} for key in keys]
     return {"name": "credentials", "secret": {"secretName": CREDENTIALS, "items": items}}
-
-
-def token_volume() -> Object:
-    """The installation's bearer token as a volume."""
-    return {"name": "token", "secret": {"secretName": "rose-token"}}

@@ -28,9 +28,11 @@ from rose_demo.dedicated import dedicated
 from rose_demo.errors import AlreadyRunning, SetUpFailed
 from rose_demo.options import Options
 from rose_demo.pieces import (
+    DEDICATED,
     LEASE,
     RESEARCH,
     ROUTER,
+    ROUTERS,
     RUN,
     SERVING,
     SERVING_PORT,
@@ -46,6 +48,7 @@ from rose_dev.models import make_named
 from rose_dev.node import Node
 from rose_dev.sandbox import marked
 from rose_weights.serve import tenants
+from rose_wire.bearer import lease_token
 
 Say = Callable[[str], None]
 
@@ -150,7 +153,7 @@ class Stack:
         self._apply(manifests.store())
         self._apply([manifests.policy(), manifests.pool(self.options)])
         self._apply([manifests.lease(self.options, self.engines)])
-        self._apply(dedicated(self.options, self.engines))
+        self._apply([self._router_token(), *dedicated(self.options, self.engines)])
         self.step("replicas, store, dedicated engine, pool and lease applied")
 
     def wait_for_parts(self) -> None:
@@ -180,7 +183,7 @@ class Stack:
         return Addresses(
             lent=f"http://{lent.address}:{SERVING_PORT}",
             control=f"http://{control.address}:{SERVING_PORT}",
-            router=f"http://{self._service(ROUTER)}:8000",
+            router=f"http://{self._service(ROUTER, ROUTERS)}:8000",
             store=f"{self._service('rose-weights')}:{STORE_PORT}",
             guard=f"http://{agent.address}:{_GUARD_PORT}",
         )
@@ -226,6 +229,11 @@ class Stack:
         path.write_text(made)
         return path
 
+    def _router_token(self) -> Object:
+        """What the dedicated engine's host shows to the lease's router."""
+        token = lease_token(self.installation_token(), f"{RESEARCH}/{LEASE}")
+        return manifests.secret(DEDICATED, SYSTEM, {"token": token})
+
     @property
     def credential(self) -> Path:
         """The RL team's credential of the weight store, in a file that only we can read."""
@@ -256,10 +264,11 @@ class Stack:
     def save_logs(self, folder: Path) -> None:
         """Write what ROSE's containers said, one file each, for a look afterwards."""
         folder.mkdir(parents=True, exist_ok=True)
-        for pod in self._pods(SYSTEM):
-            named = ["-n", SYSTEM, pod.name]
-            text = self._kubectl("logs", *named, "--all-containers", "--prefix", check=False)
-            (folder / f"{pod.name}.log").write_text(text)
+        for namespace in (SYSTEM, ROUTERS):
+            for pod in self._pods(namespace):
+                named = ["-n", namespace, pod.name]
+                text = self._kubectl("logs", *named, "--all-containers", "--prefix", check=False)
+                (folder / f"{pod.name}.log").write_text(text)
 
     def _engines(self) -> Engines:
         python = engine_environment.engine_python()
@@ -296,8 +305,8 @@ class Stack:
         status: dict[str, Any] = json.loads(answer).get("status", {})
         return status
 
-    def _service(self, name: str) -> str:
-        answer = self._kubectl("get", "service", name, "-n", SYSTEM, "-o", "json")
+    def _service(self, name: str, namespace: str = SYSTEM) -> str:
+        answer = self._kubectl("get", "service", name, "-n", namespace, "-o", "json")
         return str(json.loads(answer)["spec"]["clusterIP"])
 
     def _pods(self, namespace: str, *selector: str) -> list[Pod]:

@@ -25,11 +25,13 @@ from typing import TypeVar
 from rose_dev.errors import BuildFailed, CommandFailed
 from rose_dev.parts import (
     EVERYTHING,
+    GATEWAY_API,
     KUBERNETES,
     Part,
     bin_directory,
     cache_root,
     find,
+    gateway_kinds,
     place_of,
 )
 from rose_dev.shell import run
@@ -88,6 +90,33 @@ def build(parts: Iterable[Part] = EVERYTHING, say: Say = print) -> dict[str, Pat
             _build_missing([part for part in wanted if find(part) is None], say)
     found = {part.name: find(part) for part in wanted}
     return {name: path for name, path in found.items() if path is not None}
+
+
+def fetch_gateway_kinds(say: Say = print) -> Path:
+    """The definitions of Gateway API's kinds, from its Go module; they are data, nothing is built.
+
+    Raises:
+        BuildFailed: no Go, or the module cannot be had.
+    """
+    folder = gateway_kinds()
+    if not folder.is_dir():
+        _timed("Gateway API's kinds", GATEWAY_API, partial(_fetch_kinds, folder), say)
+    return folder
+
+
+def _fetch_kinds(folder: Path) -> None:
+    module = f"sigs.k8s.io/gateway-api@{GATEWAY_API}"
+    environment = {**_environment(), "GOFLAGS": ""}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    command = ["go", "mod", "download", "-json", module]
+    answer = run(command, seconds=_BUILD_SECONDS, env=environment, cwd=folder.parent)
+    there = Path(json.loads(answer.stdout)["Dir"]) / "config" / "crd" / "standard"
+    making = folder.with_name(f".making-{GATEWAY_API}")
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir()
+    for path in there.glob("gateway.networking.k8s.io_*.yaml"):
+        shutil.copyfile(path, making / path.name)
+    making.replace(folder)
 
 
 @contextmanager

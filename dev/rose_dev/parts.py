@@ -20,6 +20,7 @@ HELM = "v3.22.0"
 COREDNS = "v1.15.0"
 CONTAINERD = "v2.2.9"
 TOOLKIT = "v1.20.1"
+GATEWAY_API = "v1.4.1"
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,11 @@ def cache_root() -> Path:
 def bin_directory() -> Path:
     """Where built binaries are kept."""
     return cache_root() / "kube" / KUBERNETES / "bin"
+
+
+def gateway_kinds() -> Path:
+    """Where the definitions of Gateway API's kinds are kept, for tests of routes."""
+    return cache_root() / "gateway-api" / GATEWAY_API
 
 
 def place_of(part: Part) -> Path:

@@ -9,7 +9,8 @@
 | surroundings | nodes' zones and cordons, autoscalers of serving; all optional |
 | loop | one pass when something changed, and every ``plan_seconds`` |
 | Sync server | answers agents from memory |
-| Enrol server | signs certificates of nodes, where they are asked for |
+| Enrol server | tells routers and, where there are certificates, nodes who they are |
+| keys | reads the keys of callers' service accounts anew now and then |
 | pages | ``/metrics``, ``/healthz`` (the loop turns), ``/readyz`` (leads, renews, or stands by) |
 """
 
@@ -44,9 +45,9 @@ from rose_operator.plan.cluster_facts import ClusterFacts
 from rose_operator.plan.telemetry import Telemetry
 from rose_operator.plan.typed_objects import TypedReader
 from rose_operator.reconcile import Reconciler
-from rose_operator.settings import Settings
+from rose_operator.settings import AUTHORITY, Settings
 from rose_operator.sync.demand import Demands
-from rose_operator.sync.enrolment import Authority, Enrolment
+from rose_operator.sync.enrolment import Authority, Enrolment, RouterEnrolment, RouterTrust
 from rose_operator.sync.service import SyncService
 from rose_wire.observability import pages
 from rose_wire.rpc import Server
@@ -64,9 +65,40 @@ _QUIET_SECONDS = 0.3
 _REST = 2.0
 _MOST_QUIET_SECONDS = 2.0
 _SOON_SECONDS = 1.0
+# Keys change once in months; a token of a new one is refused for this long at most.
+_KEYS_SECONDS = 60.0
 # Kinds whose new objects and generations are somebody's wish.
 _ASKED_FOR = frozenset({Kind.POOL, Kind.LEASE, Kind.POLICY})
 _OF_TENANCY = frozenset({Kind.POLICY, Kind.NAMESPACE})
+
+
+class SigningKeys:
+    """The keys by which routers know their callers, as the API server has them now."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._found = ""
+
+    def found(self) -> str:
+        """A JSON Web Key Set; empty before the first was read."""
+        return self._found
+
+    async def read(self) -> None:
+        """Ask the API server.
+
+        Raises:
+            ApiUnavailable, ApiRefused: it does not say.
+        """
+        self._found = await self._api.signing_keys()
+
+    async def keep(self) -> None:
+        """Ask again now and then: keys are replaced while their last tokens still live."""
+        while True:
+            await asyncio.sleep(_KEYS_SECONDS)
+            try:
+                await self.read()
+            except OperatorError as error:
+                _log.warning("keys of the service accounts: %s; those known stay", error)
 
 
 class Operator:
@@ -76,12 +108,19 @@ class Operator:
         self.settings = settings
         self.changed = asyncio.Event()
         self.stop = asyncio.Event()
-        self.api = Api(client, settings.namespace, lambda: self.lock.may_write)
+        self.api = Api(
+            client,
+            settings.namespace,
+            lambda: self.lock.may_write,
+            routers=settings.routers,
+        )
+        self.keys = SigningKeys(self.api)
         self.asked = asyncio.Event()
         self.stores = {
             kind: ObjectCache(self.changed.set, *([self.asked.set] if kind in _ASKED_FOR else []))
             for kind in Kind
-            if settings.tenancy or kind not in _OF_TENANCY
+            if (settings.tenancy or kind not in _OF_TENANCY)
+            and (settings.gateway is not None or kind is not Kind.ROUTE)
         }
         self.started = time.monotonic()
         self.telemetry = Telemetry(self.started)
@@ -186,7 +225,7 @@ class Operator:
 
     def _router_of(self, lease: RolloutLease) -> str:
         name = router_name(lease.metadata.namespace, lease.metadata.name)
-        return f"{self.settings.namespace}/{name}"
+        return f"{self.settings.routers}/{name}"
 
     def _warming(self) -> bool:
         """Judge nobody before the agents had time to come back: a restart must change nothing."""
@@ -255,7 +294,9 @@ class Operator:
 
     def _tasks(self) -> list[asyncio.Task[None]]:
         """The module's table, begun."""
-        kinds = watch_kinds(self.stores, self.settings.namespace, self.listings.request)
+        kinds = watch_kinds(
+            self.stores, self.settings.namespace, self.listings.request, self.settings.routers
+        )
         work: dict[str, Coroutine[None, None, None]] = {
             "lock": self.renewing.run(),
             "loop": self.loop(),
@@ -265,6 +306,8 @@ class Operator:
             "demand": self.demands.run(),
             "cordons": self.surroundings.watch_cordons(self.api),
         }
+        if self.settings.router_authentication:
+            work["keys"] = self.keys.keep()
         return [asyncio.create_task(one, name=name) for name, one in work.items()]
 
     def _on_signals(self) -> None:
@@ -283,15 +326,32 @@ class Operator:
     async def _enrolling(self) -> Server | None:
         """Who asks has no certificate yet, hence a port of its own; a token proves him."""
         settings = self.settings
-        if not settings.enrol_address or settings.node_authority is None:
+        if not settings.enrol_address:
             return None
         life = dt.timedelta(hours=settings.certificate_hours)
-        account = f"system:serviceaccount:{settings.namespace}:{settings.agent_service_account}"
+        routers = dt.timedelta(hours=settings.router_certificate_hours)
+        account = "system:serviceaccount:"
         server = Server(credentials=server_credentials(settings.tls_dir))
-        Enrolment(self.api, Authority(settings.node_authority, life), account).serve_on(server)
+        if settings.node_authority is not None:
+            agents = f"{account}{settings.namespace}:{settings.agent_service_account}"
+            Enrolment(self.api, Authority(settings.node_authority, life), agents).serve_on(server)
+        signing, folder = settings.router_authority, settings.tls_dir
+        own = folder / AUTHORITY if folder is not None and settings.operator_authority else None
+        trust = RouterTrust(
+            settings.token,
+            settings.routers,
+            f"{account}{settings.routers}:{settings.router_service_account}",
+            None if signing is None else Authority(signing, routers),
+            settings.tls_client_ca,
+            own,
+        )
+        RouterEnrolment(self.api, trust, self._lease, self.keys.found).serve_on(server)
         port = await server.start(settings.enrol_address)
-        _log.info("certificates of nodes on port %d", port)
+        _log.info("identities of nodes and routers on port %d", port)
         return server
+
+    def _lease(self, key: str) -> RolloutLease | None:
+        return self._lease_reader.read().good.get(key)
 
     async def _syncing(self) -> tuple[Server, int]:
         credentials = server_credentials(self.settings.tls_dir, self.settings.tls_client_ca)

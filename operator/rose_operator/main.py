@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import sys
-from dataclasses import replace
 
 import httpx
 from lightkube import AsyncClient
@@ -14,7 +13,7 @@ from lightkube.core.exceptions import ConfigError
 
 from rose_operator.app import Operator
 from rose_operator.errors import ApiRefused, ApiUnavailable, ConfigurationError
-from rose_operator.kube.api import FIELD_MANAGER, Api
+from rose_operator.kube.api import FIELD_MANAGER
 from rose_operator.settings import Settings, parse
 
 # So many requests that get no answer fit into the duration of the Lease.
@@ -65,10 +64,10 @@ async def _run(settings: Settings) -> int:
         sys.stderr.write(f"rose operator: {text}\n")
         return 2
     try:
+        operator = Operator(settings, client, lock_client)
         if settings.router_authentication:
-            keys = await Api(client, settings.namespace).signing_keys()
-            settings = replace(settings, account_keys=keys)
-        return await Operator(settings, client, lock_client).run()
+            await operator.keys.read()
+        return await operator.run()
     except (ApiRefused, ApiUnavailable) as error:
         sys.stderr.write(
             f"rose operator: the keys of this cluster's service accounts, by which routers know "

@@ -93,6 +93,7 @@ class Reconciler:
             may_write=self.may_write,
             clock=self.clock,
             backoff=self.backoff,
+            routers=self.settings.routers,
         )
         self._teller = EventLimiter(self.api, self.clock)
         self._reporter = Reporter(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +13,34 @@ from uuid import uuid4
 
 import yaml
 
+from rose_core.api.common import DNS_NAME
 from rose_operator import weight_stores
 from rose_operator.errors import ConfigurationError
 from rose_operator.kube.leader import RENEWALS
 from rose_operator.weight_stores import Runs
 from rose_wire import certificates, flags, problems, tls
+
+# A host has 253 characters, of which a router's name takes 63 and a dot.
+_LONGEST_DOMAIN = 189
+AUTHORITY = "ca.crt"
+"""Beside the operator's certificate, as cert-manager lays it out."""
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """The platform's Gateway (Gateway API), through which callers outside reach routers.
+
+    Attributes:
+        section: name of its listener; empty = any that takes the routes.
+        domain: a router's host is its name below this one.
+        scheme: ``https`` where the listener ends TLS.
+    """
+
+    namespace: str
+    name: str
+    section: str
+    domain: str
+    scheme: str = "https"
 
 
 @dataclass(frozen=True)
@@ -24,12 +48,15 @@ class Settings:
     """Everything the operator is told at start.
 
     Attributes:
-        namespace: ROSE's own namespace: slots, routers, the leader Lease.
+        namespace: ROSE's own namespace: slots, the leader Lease.
         stores: weight store name -> ``host:port`` that nodes dial.
         runs: of stores that keep teams apart, which namespace may follow which runs.
         router_authentication: nobody calls a router without a token; those of service accounts of
             the lease's namespace are good.
-        account_keys: with which this cluster signs them.
+        router_namespace: where routers are; empty = ROSE's own.
+        gateway: through which callers outside reach routers; None = each platform's own way.
+        router_authority: what signs routers' certificates, with ``router_certificate_hours``.
+        operator_authority: PEM of what signed ``tls_dir``, which routers believe; empty = none.
         turn_secrets: each router takes its callers' tokens from a Secret of its own.
         tenancy: leases get only what a TenantPolicy allows their namespace.
         engine_classes: engine builds the installation offers.
@@ -38,10 +65,8 @@ class Settings:
         warm_seconds: after start, wait this long for agents before the first plan.
         tls_dir: certificate of Sync; routers are then dialled with TLS too.
         tls_client_ca: authority of the agents' certificates; each must name its node.
-        enrol_address: where agents without a certificate ask for one; empty = nowhere.
+        enrol_address: where agents without a certificate and routers ask; empty = nowhere.
         node_authority: what signs those, with ``certificate_hours`` of life.
-        router_client_ca: the same authority as routers find it; they then ask agents too.
-        router_peer_ca: authority of the installation as routers find it, for their replicas.
     """
 
     namespace: str
@@ -53,20 +78,21 @@ class Settings:
     http_host: str = "0.0.0.0"  # noqa: S104  # the metrics page is scraped from other pods
     http_port: int = 8080
     engine_classes: frozenset[str] = frozenset({"sglang"})
-    token_secret: str = "rose-token"  # noqa: S105  # the Secret's name
     tls_dir: Path | None = None
     tls_client_ca: Path | None = None
     enrol_address: str = ""
     node_authority: Path | None = None
     certificate_hours: float = 24.0
     agent_service_account: str = "rose-agent"
-    router_client_ca: str = ""
-    router_peer_ca: str = ""
+    router_namespace: str = ""
+    gateway: Gateway | None = None
+    router_authority: Path | None = None
+    router_certificate_hours: float = 24.0
+    operator_authority: str = ""
     tenancy: bool = True
     runs: dict[str, Runs] = field(default_factory=dict)
     turn_secrets: bool = False
     router_authentication: bool = True
-    account_keys: str = ""
     router_service_account: str = "rose-router"
     router_template: dict[str, Any] = field(default_factory=dict)
     plan_seconds: float = 5.0
@@ -81,6 +107,11 @@ class Settings:
     toggle_seconds: float = 60.0
     borrow_gain: float = 2.0
     log_level: str = "INFO"
+
+    @property
+    def routers(self) -> str:
+        """The routers' namespace."""
+        return self.router_namespace or self.namespace
 
 
 def parse(argv: list[str]) -> Settings:
@@ -106,15 +137,17 @@ def parse(argv: list[str]) -> Settings:
         sync_address=found.sync_address,
         http_port=found.http_port,
         engine_classes=_classes(found.engine_classes),
-        token_secret=found.token_secret,
         tls_dir=_certificate(found.tls_dir, found.tls_client_ca),
         tls_client_ca=found.tls_client_ca,
         enrol_address=_enrolment(found),
         node_authority=found.node_authority,
         certificate_hours=found.certificate_hours,
         agent_service_account=found.agent_service_account,
-        router_client_ca=found.router_client_ca,
-        router_peer_ca=found.router_peer_ca,
+        router_namespace=found.router_namespace,
+        gateway=_gateway(found),
+        router_authority=found.router_authority,
+        router_certificate_hours=found.router_certificate_hours,
+        operator_authority=_authority_of(found.tls_dir),
         router_service_account=found.router_service_account,
         router_template=_mapping(found.router_template) if found.router_template else {},
         plan_seconds=found.plan_seconds,
@@ -159,7 +192,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--stores-file", type=Path, required=True, help="YAML: store name -> host:port")
     add("--engine-classes", default="sglang", help="engine builds, comma separated")
     add("--token-file", type=Path, required=True, help="bearer token of this installation")
-    add("--token-secret", default="rose-token", help="Secret that holds it, key 'token'")
     add("--identity", default="", help="holder of the leader Lease; default: the pod's name")
     add("--plan-seconds", type=flags.above_zero, default=5.0, help="longest time between two plans")
     add(
@@ -204,12 +236,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     tls.add_flag(parser)
     tls.add_clients_flag(parser)
-    add("--enrol-address", default="", help="where agents ask for a certificate of their node")
+    add("--enrol-address", default="", help="where agents and routers ask who they are")
     add("--node-authority", type=Path, help="folder with tls.crt and tls.key that sign those")
     add("--certificate-hours", type=flags.above_zero, default=24.0, help="life of those")
     add("--agent-service-account", default="rose-agent", help="whose tokens are taken for it")
-    add("--router-client-ca", default="", help="authority of agents, as routers find it")
-    add("--router-peer-ca", default="", help="authority of this installation, as routers find it")
+    add("--router-namespace", default="", help="where routers are; default: --namespace")
+    add(
+        "--gateway",
+        default="",
+        metavar="NAMESPACE/NAME[/LISTENER]",
+        help="Gateway (Gateway API) to which every router gets an HTTPRoute",
+    )
+    add("--gateway-domain", default="", help="a router's host there is its name below this domain")
+    add("--gateway-scheme", choices=["https", "http"], default="https", help="of those URLs")
+    add("--router-authority", type=Path, help="folder with tls.crt and tls.key that sign routers'")
+    add("--router-certificate-hours", type=flags.above_zero, default=24.0, help="life of those")
     return parser
 
 
@@ -234,19 +275,56 @@ def _check_periods(found: argparse.Namespace) -> None:
 
 
 def _enrolment(found: argparse.Namespace) -> str:
-    """The address; agents can only be served there over TLS, with an authority that can sign."""
+    """The address; what is signed there is handed out over TLS, by authorities that can sign."""
     address: str = found.enrol_address
-    if not address:
-        return ""
-    if found.tls_dir is None or found.node_authority is None:
-        raise ConfigurationError("--enrol-address needs --tls-dir and --node-authority")
-    try:
-        key, certificate = (found.node_authority / name for name in (tls.KEY, tls.CERTIFICATE))
-        certificates.check_authority(key.read_bytes(), certificate.read_bytes())
-    except (OSError, ValueError) as error:
-        message = f"--node-authority {found.node_authority}: {error}"
-        raise ConfigurationError(message) from error
+    for flag, folder in (
+        ("--node-authority", found.node_authority),
+        ("--router-authority", found.router_authority),
+    ):
+        if folder is None:
+            continue
+        if found.tls_dir is None or not address:
+            raise ConfigurationError(f"{flag} needs --tls-dir and --enrol-address")
+        try:
+            key, certificate = (folder / name for name in (tls.KEY, tls.CERTIFICATE))
+            certificates.check_authority(key.read_bytes(), certificate.read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"{flag} {folder}: {error}") from error
+    if address and found.tls_dir is not None and found.router_authority is None:
+        raise ConfigurationError("--enrol-address with --tls-dir needs --router-authority")
     return address
+
+
+def _gateway(found: argparse.Namespace) -> Gateway | None:
+    """Where routes go.
+
+    Raises:
+        ConfigurationError: half of it is missing, or it is no name.
+    """
+    if not found.gateway and not found.gateway_domain:
+        return None
+    namespace, name, section = (*found.gateway.split("/"), "", "")[:3]
+    words = (namespace, name, *([section] if found.gateway.count("/") > 1 else []))
+    if found.gateway.count("/") not in {1, 2} or not all(re.fullmatch(DNS_NAME, w) for w in words):
+        message = f"--gateway {found.gateway!r}: expected NAMESPACE/NAME or NAMESPACE/NAME/LISTENER"
+        raise ConfigurationError(message)
+    if len(found.gateway_domain) > _LONGEST_DOMAIN or not re.fullmatch(
+        DNS_NAME, found.gateway_domain
+    ):
+        message = f"--gateway needs --gateway-domain, a domain; {found.gateway_domain!r} is none"
+        raise ConfigurationError(message)
+    return Gateway(namespace, name, section, found.gateway_domain, found.gateway_scheme)
+
+
+def _authority_of(folder: Path | None) -> str:
+    """What routers must believe to believe the operator; empty: the system's authorities."""
+    try:
+        return (folder / AUTHORITY).read_text() if folder is not None else ""
+    except FileNotFoundError:
+        return ""
+    except problems.FILE_ERRORS as error:
+        message = f"--tls-dir {folder}: {AUTHORITY}: {problems.of_file(error)}"
+        raise ConfigurationError(message) from error
 
 
 def _identity() -> str:

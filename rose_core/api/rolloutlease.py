@@ -110,6 +110,27 @@ class RouterPolicy(StrEnum):
     FIXED = "fixed"
 
 
+class Caller(ApiModel):
+    """Somebody outside the cluster who may call the router; ``rose caller grant`` makes one."""
+
+    name: LabelName = Field(description="Who it is, for the router's log.")
+    sha256: str = Field(
+        min_length=64,
+        max_length=64,
+        pattern="^[0-9a-f]{64}$",
+        description="Hash of the credential, hexadecimal; the credential itself is nowhere.",
+    )
+    turns_only: bool = Field(
+        default=False, description="It opens turns, and no route that concerns those of others."
+    )
+    expires: str | None = Field(
+        default=None,
+        max_length=40,
+        description="From when on it is not heard, RFC 3339; unset = while it is listed.",
+        json_schema_extra={"format": "date-time"},
+    )
+
+
 class RouterSettings(ApiModel):
     """Settings of the lease's router."""
 
@@ -138,6 +159,15 @@ class RouterSettings(ApiModel):
         ge=1,
         le=16,
         description="Router processes that share the lease's turns and every engine's cap.",
+    )
+    callers: tuple[Caller, ...] = Field(
+        default=(),
+        max_length=32,
+        description="Callers that have no service account in the lease's namespace.",
+        json_schema_extra={
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": ["name"],
+        },
     )
 
 

@@ -225,6 +225,22 @@ class WeightSource(msgspec.Struct, frozen=True):
     max_staleness: int = 1
 
 
+class RouterProof(msgspec.Struct, frozen=True, omit_defaults=True):
+    """By what an agent and the router of a lease know each other.
+
+    Attributes:
+        token: shown to this router; good at no other. Empty: the installation's.
+        authority: of routers' certificates, PEM; empty: the installation's.
+    """
+
+    token: str = ""
+    authority: bytes = b""
+
+    def __repr__(self) -> str:
+        """Without the token: grants end up in logs."""
+        return "RouterProof(...)"
+
+
 class Grant(msgspec.Struct, frozen=True):
     """The right to run one slot on one serving replica's GPUs until the deadline.
 
@@ -232,6 +248,7 @@ class Grant(msgspec.Struct, frozen=True):
         key: leader term, slot uid and generation.
         ttl_seconds: counted from the moment the agent *sent* the request this answers.
         router: ``host:port`` where the agent attaches the slot's engine (``routing``).
+        proof: by what the two know each other.
         whole: serving is put to sleep first.
     """
 
@@ -248,6 +265,7 @@ class Grant(msgspec.Struct, frozen=True):
     router: str
     max_concurrent_turns: int = 8
     whole: bool = False
+    proof: RouterProof = RouterProof()
 
 
 class SyncRequest(msgspec.Struct, frozen=True):

@@ -10,9 +10,27 @@ from rose_core.rollouts.placement import Policy
 from rose_core.rollouts.quorum import Quorum
 from rose_core.rollouts.terms import LeaseTerms, Policies, policies_of
 from rose_core.rollouts.watch import LegPatience
+from rose_router.callers import NamedCallers
 from rose_router.listener import ConnectionLimits
 from rose_router.replicas.peers import Link, Resolve
 from rose_wire.service_accounts import ServiceAccounts
+
+
+@dataclass(frozen=True)
+class Enrolment:
+    """Where a router that the operator runs asks who it is.
+
+    Attributes:
+        address: of the operator.
+        token_file: of the pod's token, for an audience that names the lease.
+        folder: receives its pair and the authorities; a link, turned at each renewal.
+        peer_name: what certificates of its other replicas must name.
+    """
+
+    address: str
+    token_file: Path
+    folder: Path
+    peer_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -26,8 +44,10 @@ class Settings:
         attach_token: bearer token of engine owners.
         turn_token, turn_token_file: bearer tokens of callers; without both none is asked.
         accounts: whose service accounts may call, beside those tokens.
+        callers: whom the lease names; None = it names none.
         authenticate: nobody is heard without a token, also while there is none.
         http_tls_dir: certificate and key of the lease's URL; without it the port is plain text.
+        enrolment: who says what this router's token, certificate and callers' keys are.
         limits: what callers may take.
         tls_dir: certificate of the port for engine owners; None = plain text.
         tls_client_ca: authority of the certificates that they then must have.
@@ -59,8 +79,10 @@ class Settings:
     turn_token: str = ""
     turn_token_file: Path | None = None
     accounts: ServiceAccounts | None = None
+    callers: NamedCallers | None = None
     authenticate: bool = False
     http_tls_dir: Path | None = None
+    enrolment: Enrolment | None = None
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     tls_dir: Path | None = None
     tls_client_ca: Path | None = None

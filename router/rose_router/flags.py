@@ -15,11 +15,11 @@ from rose_core.rollouts.quorum import Quorum
 from rose_core.rollouts.terms import LeaseTerms
 from rose_core.rollouts.views import BIASED
 from rose_core.rollouts.watch import LegPatience
-from rose_router.config import Settings
+from rose_router.config import Enrolment, Settings
 from rose_router.listener import ConnectionLimits
 from rose_router.replicas.peers import Link, by_dns
 from rose_wire import tls
-from rose_wire.flags import add_log_level, amount, count, listener, share, token, web
+from rose_wire.flags import add_log_level, amount, count, listener, share, target, token, web
 from rose_wire.service_accounts import ServiceAccounts
 
 LOG = logging.getLogger(__name__)
@@ -96,6 +96,13 @@ def _about_callers(add: Add, defaults: Settings) -> None:
 
 
 def _about_owners(add: Add) -> None:
+    add("--enrol", type=target,
+        help="address of the operator, which gives this router the token of its lease, a "
+        "certificate, and the keys of callers")  # fmt: skip
+    add("--enrol-token-file", type=Path,
+        help="the pod's token for the audience rose-router/NAMESPACE/NAME, the proof for "
+        "--enrol")  # fmt: skip
+    add("--identity-dir", type=Path, help="what --enrol gave is kept there")
     add("--attach-address", type=listener, default="0.0.0.0:7444",
         help="gRPC of engine owners, dialled from nodes")  # fmt: skip
     add("--token-file", type=Path, help="bearer token that engine owners must bring")
@@ -187,6 +194,7 @@ def settings(flags: argparse.Namespace) -> Settings:
         turn_token_file=flags.turn_token_file,
         accounts=_accounts(flags.account_keys),
         authenticate=flags.authenticate,
+        enrolment=_enrolment(flags),
         http_tls_dir=flags.http_tls_dir,
         limits=ConnectionLimits(
             flags.max_connections, flags.head_seconds, flags.body_seconds, flags.write_seconds
@@ -227,6 +235,21 @@ def _accounts(files: list[Path]) -> ServiceAccounts | None:
     return ServiceAccounts(sets) if sets else None
 
 
+def _enrolment(flags: argparse.Namespace) -> Enrolment | None:
+    """Where to ask who this router is; ``None``: its flags say all.
+
+    Raises:
+        ValueError: half of it is missing.
+    """
+    given = (flags.enrol, flags.enrol_token_file, flags.identity_dir)
+    if not any(given):
+        return None
+    if not all(given):
+        raise ValueError("--enrol needs --enrol-token-file and --identity-dir, and they need it")
+    name = flags.peer_name or flags.replicas_dns.split(",")[0]
+    return Enrolment(flags.enrol, flags.enrol_token_file, flags.identity_dir, name)
+
+
 def _ingest(url: str, lease: str) -> str:
     """The URL with the lease's names in it, so that one flag serves the routers of all leases.
 
@@ -262,13 +285,14 @@ def _replicas(flags: argparse.Namespace) -> dict[str, Any]:
     if not me:
         raise ValueError("--replicas-dns needs --replica (or $POD_IP)")
     link = _link(flags)
-    if flags.http_tls_dir and link is None:
+    secure = link is not None or (flags.enrol or "").startswith(tls.SCHEME)
+    if flags.http_tls_dir and not secure:
         raise ValueError("--replicas-dns with --http-tls-dir needs --peer-ca and --tls-dir")
     ports = [
         int(address.rsplit(":", 1)[1])
-        for address in (flags.peer_address if link else flags.http_address, flags.attach_address)
+        for address in (flags.peer_address if secure else flags.http_address, flags.attach_address)
     ]
-    found = by_dns(flags.replicas_dns, *ports, secure=link is not None)
+    found = by_dns(flags.replicas_dns, *ports, secure=secure)
     return {"replica": me, "replicas": found, "link": link}
 
 

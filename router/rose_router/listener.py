@@ -61,12 +61,14 @@ class LimitedConnection(asyncio.Protocol):
 
     Attributes:
         opened: when it was made, on the clock of all doors.
+        named: what the caller's certificate must name; empty = anything.
         spoken: a whole request head has come; from then on aiohttp's keep-alive watches it.
     """
 
     inner: asyncio.Protocol
     doors: ConnectionLimiter
     opened: float
+    named: str = ""
     transport: asyncio.Transport | None = None
     spoken: bool = False
     refused: bool = False
@@ -75,6 +77,10 @@ class LimitedConnection(asyncio.Protocol):
         """A caller has come."""
         # By its duties: uvloop's transports do not inherit from asyncio's.
         self.transport = cast("asyncio.Transport", transport)
+        if self.named and self.named not in _names(self.transport):
+            self.refused = True
+            self.transport.abort()
+            return
         if not self.doors.enter(self):
             self.refused = True
             self.transport.write(_FULL)
@@ -104,6 +110,12 @@ class LimitedConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """It has caught up."""
         self.inner.resume_writing()
+
+
+def _names(transport: asyncio.Transport) -> set[str]:
+    """The hosts and addresses that the other side's certificate names."""
+    certificate = transport.get_extra_info("peercert") or {}
+    return {str(name) for _, name in certificate.get("subjectAltName", ())}
 
 
 class ConnectionLimiter:
@@ -216,6 +228,8 @@ async def listening(
     address: str,
     tls_dir: Path | None = None,
     client_ca: Path | None = None,
+    *,
+    named: str = "",
 ) -> AsyncIterator[int]:
     """Take callers until the block ends.
 
@@ -225,6 +239,7 @@ async def listening(
         address: ``host:port``; port 0 picks one.
         tls_dir: folder of certificate and key; without it the port is plain text.
         client_ca: authority of the certificates that callers then must have.
+        named: what these must name, too: one authority signs for the routers of all leases.
 
     Yields:
         The port.
@@ -237,7 +252,7 @@ async def listening(
     def door() -> asyncio.BaseProtocol:
         if certificate is not None:
             certificate.refresh()
-        return LimitedConnection(server(), doors, doors.clock)
+        return LimitedConnection(server(), doors, doors.clock, named)
 
     host, port = address.rsplit(":", 1)
     loop = asyncio.get_running_loop()

@@ -21,6 +21,7 @@ from rose_router.config import Settings
 from rose_router.engines.attach import Attachments
 from rose_router.engines.connections import Connections
 from rose_router.engines.engine_client import EngineClient, HttpEngineClient
+from rose_router.enrolment import enrolled
 from rose_router.errors import BadRequest
 from rose_router.flags import parser, settings
 from rose_router.http import app, forward
@@ -76,7 +77,9 @@ async def _listening_to_peers(
         yield 0
         return
     link = config.link
-    async with listening(server, doors, address, link.folder, link.authority) as port:
+    async with listening(
+        server, doors, address, link.folder, link.authority, named=link.name
+    ) as port:
         yield port
 
 
@@ -105,9 +108,9 @@ async def running(
     ):
         connections = Connections()
         service = Service(config, client or HttpEngineClient(connections))
-        installation = config.link.authority if config.link else config.operator_ca
-        replicas = (installation,) if installation else ()
-        credentials = tls.server_credentials(config.tls_dir, config.tls_client_ca, *replicas)
+        ours = (config.operator_ca, config.link.authority if config.link else None)
+        believed = dict.fromkeys(file for file in ours if file is not None)
+        credentials = tls.server_credentials(config.tls_dir, config.tls_client_ca, *believed)
         server = Server(token=config.attach_token, credentials=credentials)
         attachments = Attachments(service.fleet, config.lease, config.dedicated)
         attachments.serve_on(server)
@@ -180,15 +183,26 @@ async def serve(given: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     spare_collections()
-    async with running(
-        settings(given),
-        http_address=given.http_address,
-        attach_address=given.attach_address,
-        peer_address=given.peer_address,
-    ) as router:
-        LOG.info("turns on port %d, engines on port %d", router.http_port, router.attach_port)
-        await stop.wait()
-        LOG.info("draining %d turns", len(router.service.ledger))
+    async with contextlib.AsyncExitStack() as until:
+        stopped = asyncio.create_task(stop.wait())
+        until.callback(stopped.cancel)
+        told = asyncio.create_task(until.enter_async_context(enrolled(settings(given))))
+        until.callback(told.cancel)
+        await asyncio.wait({told, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            return 0
+        identity = await told
+        async with running(
+            identity.settings,
+            http_address=given.http_address,
+            attach_address=given.attach_address,
+            peer_address=given.peer_address,
+        ) as router:
+            LOG.info("turns on port %d, engines on port %d", router.http_port, router.attach_port)
+            outdated = asyncio.create_task(identity.outdated.wait())
+            until.callback(outdated.cancel)
+            await asyncio.wait({stopped, outdated}, return_when=asyncio.FIRST_COMPLETED)
+            LOG.info("draining %d turns", len(router.service.ledger))
     return 0
 
 

@@ -22,7 +22,7 @@ from rose_weights.serve import tenants
 
 HERE = Path(__file__).parent
 CHART = HERE.parents[1] / "helm" / "rose"
-SYSTEM, RESEARCH, SERVING = "rose-system", "research", "serving"
+SYSTEM, ROUTERS, RESEARCH, SERVING = "rose-system", "rose-routers", "research", "serving"
 SECONDS = 180.0
 TARGETS = ("operator", "router", "agent", "weights", "engine")
 
@@ -37,7 +37,7 @@ def installation(node: Node, models: Path, *values: str) -> Iterator[None]:
     """
     remove(node)
     wait_until(
-        lambda: not {RESEARCH, SERVING, SYSTEM} & set(namespaces(node)),
+        lambda: not {RESEARCH, SERVING, SYSTEM, ROUTERS} & set(namespaces(node)),
         "an earlier run's namespaces are gone",
         seconds=SECONDS,
         pause=0.5,
@@ -108,7 +108,7 @@ def remove(node: Node) -> None:
     if '"rose"' in node.helm("list", f"--namespace={SYSTEM}", "--all", "--output=json"):
         # A run that was killed may have left pods that the hook would wait for.
         node.helm("uninstall", "rose", f"--namespace={SYSTEM}", "--no-hooks")
-    names = [f"namespace/{name}" for name in (RESEARCH, SERVING, SYSTEM)]
+    names = [f"namespace/{name}" for name in (RESEARCH, SERVING, SYSTEM, ROUTERS)]
     node.kubectl("delete", "--ignore-not-found", "--wait=false", *names)
 
 

@@ -14,7 +14,7 @@ import pytest
 from rose_dev.node import Node
 from rose_dev.waiting import wait_until
 
-_SYSTEM, _RESEARCH = "rose-system", "research"
+_ROUTERS, _RESEARCH = "rose-routers", "research"
 _SECONDS = 180.0
 _TURNS_AFTER_A_DEATH = 10
 
@@ -35,7 +35,7 @@ def two_answer_as_one(node: Node, service: str, turn: Turn) -> None:
             _as_a_stranger(f"https://{address}:7445/healthz")
     victim = next(iter(pods))
     now = ("--grace-period=0", "--force", "--wait=false")
-    node.kubectl("delete", "pod", victim, f"--namespace={_SYSTEM}", *now)
+    node.kubectl("delete", "pod", victim, f"--namespace={_ROUTERS}", *now)
     for _ in range(_TURNS_AFTER_A_DEATH):
         # Until kube-proxy has heard of the death a call may be refused; callers try again.
         wait_until(lambda: _answers(service, turn), "a turn after a death", seconds=_SECONDS)
@@ -71,7 +71,7 @@ def _settled(node: Node, count: int) -> dict[str, str]:
 
 
 def _pods(node: Node) -> list[dict[str, Any]]:
-    chosen = ("--selector=app.kubernetes.io/name=rose-router", f"--namespace={_SYSTEM}")
+    chosen = ("--selector=app.kubernetes.io/name=rose-router", f"--namespace={_ROUTERS}")
     items: list[dict[str, Any]] = json.loads(node.kubectl("get", "pods", *chosen, "--output=json"))[
         "items"
     ]

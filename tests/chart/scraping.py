@@ -19,10 +19,10 @@ from rose_dev.waiting import wait_until
 from rose_wire.ports import free_port
 
 
-def targets(pods: str) -> dict[str, list[str]]:
+def targets(*pods: str) -> dict[str, list[str]]:
     """Job -> addresses of pages, from ``kubectl get pods -o json``, as the monitors find them."""
     found: dict[str, list[str]] = {}
-    for pod in json.loads(pods)["items"]:
+    for pod in [one for listed in pods for one in json.loads(listed)["items"]]:
         labels, address = pod["metadata"]["labels"], pod["status"].get("podIP")
         job = labels.get("app.kubernetes.io/name", labels.get("app", ""))
         for container in pod["spec"]["containers"]:

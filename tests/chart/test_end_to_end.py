@@ -22,6 +22,7 @@ from tests.chart.installation import (
     CHART,
     HERE,
     RESEARCH,
+    ROUTERS,
     SECONDS,
     SERVING,
     SYSTEM,
@@ -46,6 +47,8 @@ QUIET = {
     "ROSE / Serving guard: Missed by the tap",
 }
 
+
+PLACES = (SYSTEM, ROUTERS)
 
 # Rights that this test gives no occasion for: no lease ends, no node is cordoned.
 SPARED = {
@@ -140,7 +143,7 @@ def service(node: Node) -> str:
     """Address of the router's Service, which the lease's URL names."""
     url = field(node, "rolloutlease", "grpo", RESEARCH, "{.status.routerURL}")
     name = url.removeprefix("http://").split(".")[0]
-    return field(node, "service", name, SYSTEM, "{.spec.clusterIP}")
+    return field(node, "service", name, ROUTERS, "{.spec.clusterIP}")
 
 
 def callers_token(node: Node, audience: str = "rose-lease/research/grpo") -> str:
@@ -216,10 +219,12 @@ def every_panel_shows_something(node: Node, folder: Path) -> None:
         return  # ``test_a_prometheus_is_there_to_ask_every_panel`` says so
     from rose_trainer import metrics as trainer_metrics  # noqa: PLC0415  # torch
 
-    pods = node.kubectl("get", "pods", f"--namespace={SYSTEM}", "--output=json")
+    pods = [
+        node.kubectl("get", "pods", f"--namespace={place}", "--output=json") for place in PLACES
+    ]
     store = field(node, "pods", "--selector=app=weights", RESEARCH, "{.items[0].status.podIP}")
     server, _ = start_http_server(0, "127.0.0.1", registry=trainer_metrics.REGISTRY)
-    jobs = targets(pods) | {
+    jobs = targets(*pods) | {
         "weights": [f"{store}:9105"],
         "trainer": [f"127.0.0.1:{server.server_port}"],
     }
@@ -274,6 +279,7 @@ def kept(node: Node) -> dict[str, str]:
     return {
         "token": field(node, "secret", "rose-token", SYSTEM, "{.data.token}"),
         "authority": field(node, "secret", "rose-node-authority", SYSTEM, r"{.data.tls\.crt}"),
+        "routers": field(node, "secret", "rose-router-authority", SYSTEM, r"{.data.tls\.crt}"),
         "certificate": field(node, "secret", "rose-tls", SYSTEM, r"{.data.tls\.crt}"),
         "slot": field(node, "rolloutslot", slot.partition("/")[2], SYSTEM, generation),
         "lease": field(node, "rolloutlease", "grpo", RESEARCH, generation),
@@ -317,7 +323,10 @@ def reason(node: Node) -> str:
 def uninstall(node: Node) -> None:
     """The GPU comes back first, routers go too, pools and leases stay."""
     node.helm("uninstall", "rose", f"--namespace={SYSTEM}", "--timeout=120s")
-    left = node.kubectl("get", "deployments,services,rslot", f"--namespace={SYSTEM}", "-o", "name")
+    kinds = "deployments,services,rslot"
+    left = "".join(
+        node.kubectl("get", kinds, f"--namespace={place}", "-o", "name") for place in PLACES
+    )
     assert left.split() == []
     assert field(node, "rolloutlease", "grpo", RESEARCH, "{.metadata.name}") == "grpo"
     assert field(node, "servingpool", "chat", SERVING, "{.metadata.name}") == "chat"

@@ -218,11 +218,9 @@ def test_every_grpc_hop_is_encrypted_by_default() -> None:
     ):
         environment = rendered.container(kind, name, container)["env"]
         assert {"name": "ROSE_TLS_CA", "value": "/var/run/rose-tls/ca.crt"} in environment
+    operator = rendered.container("Deployment", "rose-operator", "operator")["args"]
+    assert "--router-authority=/var/run/rose-router-authority" in operator
     data = rendered.one("ConfigMap", "rose-config")["data"]
-    assert (
-        "--tls-dir=/var/run/rose-tls"
-        in yaml.safe_load(data["router-template.yaml"])["container"]["args"]
-    )
     assert yaml.safe_load(data["stores.yaml"]) == {"main": "tls://rose-relay.rose-system.svc:7446"}
 
 
@@ -237,7 +235,6 @@ def test_every_node_speaks_with_a_certificate_of_its_own() -> None:
     rendered = render({**LENDING, "relay": RELAY})
     operator = rendered.container("Deployment", "rose-operator", "operator")["args"]
     assert "--tls-client-ca=/var/run/rose-node-authority/tls.crt" in operator
-    assert "--router-client-ca=/var/run/rose-node-trust/tls.crt" in operator
     relay = rendered.container("Deployment", "rose-relay", "relay")["args"]
     assert "--tls-client-ca=/var/run/rose-node-trust/tls.crt" in relay
     guard = rendered.container("DaemonSet", "rose-agent", "guard")
@@ -251,18 +248,52 @@ def test_every_node_speaks_with_a_certificate_of_its_own() -> None:
     assert "tokenreviews" in {name for rule in role["rules"] for name in rule["resources"]}
 
 
-def test_the_key_that_signs_nodes_is_the_operators_alone() -> None:
+def test_routers_have_a_namespace_of_their_own_and_no_secret() -> None:
+    rendered = render(EVERYTHING)
+    labels = rendered.one("Namespace", "rose-routers")["metadata"]["labels"]
+    assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
+    template = yaml.safe_load(rendered.one("ConfigMap", "rose-config")["data"][TEMPLATE])
+    assert "volumes" not in template["podSpec"]
+    assert "volumeMounts" not in template["container"]
+    roles = {
+        item["metadata"]["namespace"]: item
+        for item in rendered.all("Role")
+        if item["metadata"]["name"] == "rose-operator"
+    }
+    words = {
+        place: {name for rule in item["rules"] for name in rule["resources"]}
+        for place, item in roles.items()
+    }
+    assert words["rose-routers"] == {"deployments", "services"}
+    assert not words["rose-system"] & {"deployments", "services"}
+    everything = {name for names in words.values() for name in names}
+    assert not everything & {"secrets", "serviceaccounts", "pods"}
+
+
+def test_that_namespace_may_be_somebody_elses_but_never_the_privileged_one() -> None:
+    given = render({"router": {"createNamespace": False, "namespace": "edge"}})
+    assert given.all("Namespace") == []
+    assert given.one("ServiceAccount", "rose-router")["metadata"]["namespace"] == "edge"
+    operator = given.container("Deployment", "rose-operator", "operator")["args"]
+    assert "--router-namespace=edge" in operator
+    with pytest.raises(CommandFailed, match="need a namespace of their own"):
+        Rendered({"router": {"namespace": "rose-system"}})
+
+
+def test_the_installations_certificate_is_good_for_operator_and_relay_alone() -> None:
+    certificate = render({}, "cert-manager.io/v1").one("Certificate", "rose")["spec"]
+    assert not [name for name in certificate["dnsNames"] if "*" in name]
+
+
+def test_the_keys_that_sign_nodes_and_routers_are_the_operators_alone() -> None:
     rendered = render({**LENDING, "relay": RELAY})
     for item in rendered.all("Deployment") + rendered.all("DaemonSet"):
         for volume in item["spec"]["template"]["spec"]["volumes"]:
             secret = volume.get("secret", {})
-            if secret.get("secretName") == "rose-node-authority":
+            if secret.get("secretName") in {"rose-node-authority", "rose-router-authority"}:
                 whole = "items" not in secret
                 assert whole is (item["metadata"]["name"] == "rose-operator")
                 assert whole or secret["items"] == [{"key": "tls.crt", "path": "tls.crt"}]
-    template = yaml.safe_load(rendered.one("ConfigMap", "rose-config")["data"][TEMPLATE])
-    (trust,) = [item for item in template["podSpec"]["volumes"] if item["name"] == "node-trust"]
-    assert trust["secret"]["items"] == [{"key": "tls.crt", "path": "tls.crt"}]
 
 
 TEMPLATE = "router-template.yaml"
@@ -271,7 +302,7 @@ TEMPLATE = "router-template.yaml"
 def test_certificates_of_nodes_can_be_off_or_from_an_authority_of_ones_own() -> None:
     off = render({**LENDING, "relay": RELAY, "tls": {"nodes": {"enabled": False}}})
     text = yaml.safe_dump_all(item for item in off.objects if "Custom" not in item["kind"])
-    for word in ("node-authority", "client-ca", "enrol", "tokenreviews", "TLS_IDENTITY"):
+    for word in ("node-authority", "client-ca", "--enrol=", "TLS_IDENTITY"):
         assert word not in text
     own = render({"tls": {"nodes": {"existingSecret": "company"}}})
     assert "rose-node-authority" not in {item["metadata"]["name"] for item in own.all("Secret")}
@@ -293,7 +324,7 @@ def test_cert_manager_is_used_where_it_is() -> None:
     assert "rose-tls" not in {item["metadata"]["name"] for item in rendered.all("Secret")}
     certificate = rendered.one("Certificate", "rose")["spec"]
     assert certificate["secretName"] == "rose-tls"
-    assert "*.rose-system.svc" in certificate["dnsNames"]
+    assert "rose-operator.rose-system.svc" in certificate["dnsNames"]
     assert certificate["issuerRef"] == {"kind": "Issuer", "name": "rose-authority"}
     issuer = {"kind": "ClusterIssuer", "name": "company"}
     values = {"tls": {"certManager": {"issuerRef": issuer}}}

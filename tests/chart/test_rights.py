@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import yaml
 
+from rose_core.api import RolloutLease
 from rose_dev.control_plane import ControlPlane
 from rose_dev.errors import CommandFailed
 from rose_dev.waiting import wait_until
+from rose_operator.apply.routers import deployment
 from tests.api import objects
 from tests.api.installed import install
 from tests.api.objects import changed
 from tests.chart.rendering import CHART, EVERYTHING, HELM, Object, render
+from tests.operator.bench import SETTINGS
 
 pytestmark = [
     pytest.mark.skipif(HELM is None, reason="helm is not built: rose dev build"),
@@ -24,7 +29,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-SYSTEM = "rose-system"
+SYSTEM, ROUTERS = "rose-system", "rose-routers"
 OPERATOR = f"system:serviceaccount:{SYSTEM}:rose-operator"
 HOOK = f"system:serviceaccount:{SYSTEM}:rose-give-back"
 VERBS = ("create", "update", "patch", "delete", "deletecollection")
@@ -42,6 +47,7 @@ def plane() -> Iterator[ControlPlane]:
         install(plane)
         for namespace in (SYSTEM, "research"):
             plane.kubectl("create", "namespace", namespace)
+        apply(plane, render(EVERYTHING).all("Namespace"))
         apply(plane, [item for item in render(EVERYTHING).objects if item["kind"] in RIGHTS])
         apply(plane, [bound_to_person(role) for role in people()])
         yield plane
@@ -120,7 +126,7 @@ def test_of_all_that_the_chart_knows_only_the_operator_may_write_slots(
     plane: ControlPlane,
 ) -> None:
     accounts = [
-        f"system:serviceaccount:{SYSTEM}:{item['metadata']['name']}"
+        f"system:serviceaccount:{item['metadata']['namespace']}:{item['metadata']['name']}"
         for item in render(EVERYTHING).all("ServiceAccount")
     ]
     assert {OPERATOR, HOOK} < set(accounts)
@@ -132,6 +138,38 @@ def test_of_all_that_the_chart_knows_only_the_operator_may_write_slots(
         (OPERATOR, "patch", "rolloutslots/status"),
         (HOOK, "delete", "rolloutslots"),
     }
+
+
+def test_the_operator_makes_pods_where_none_may_be_privileged_and_nowhere_else(
+    plane: ControlPlane,
+) -> None:
+    def may(user: str, verb: str, what: str, namespace: str) -> bool:
+        asked = ("auth", "can-i", verb, what, f"--as={user}", f"--namespace={namespace}")
+        return plane.kubectl(*asked, check=False).strip() == "yes"
+
+    assert may(OPERATOR, "create", "deployments", ROUTERS)
+    for namespace in (SYSTEM, "research", "kube-system"):
+        assert not may(OPERATOR, "create", "deployments", namespace), namespace
+    for what in ("secrets", "pods", "serviceaccounts", "serviceaccounts/token"):
+        for verb in ("create", "get", "list"):
+            assert not may(OPERATOR, verb, what, ROUTERS), (verb, what)
+            assert not may(f"system:serviceaccount:{ROUTERS}:rose-router", verb, what, ROUTERS)
+
+
+def test_a_routers_pod_fits_its_namespace_and_a_privileged_one_does_not(
+    plane: ControlPlane,
+) -> None:
+    lease = RolloutLease.model_validate(objects.LEASE)
+    settings = replace(SETTINGS, router_namespace=ROUTERS, tls_dir=Path("/tls"))
+    spec = deployment(lease, settings)["spec"]["template"]["spec"]
+    named = {"name": "p", "namespace": ROUTERS}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": named, "spec": spec}
+    create = ("create", "--filename=-", "--dry-run=server")
+    plane.kubectl(*create, stdin=json.dumps(pod))
+    container = {**spec["containers"][0], "securityContext": {"privileged": True}}
+    for worse in ({"containers": [container]}, {"hostPID": True}, {"hostNetwork": True}):
+        with pytest.raises(CommandFailed, match="violates PodSecurity"):
+            plane.kubectl(*create, stdin=json.dumps({**pod, "spec": {**spec, **worse}}))
 
 
 def refused(plane: ControlPlane, *arguments: str, stdin: str = "") -> bool:
@@ -172,7 +210,7 @@ def test_not_even_an_administrator_writes_a_slot(plane: ControlPlane) -> None:
 
 def test_a_policy_is_written_by_whom_the_platform_chose_alone(plane: ControlPlane) -> None:
     accounts = [
-        f"system:serviceaccount:{SYSTEM}:{item['metadata']['name']}"
+        f"system:serviceaccount:{item['metadata']['namespace']}:{item['metadata']['name']}"
         for item in render(EVERYTHING).all("ServiceAccount")
     ]
     found = allowed(plane, accounts + people(), ("tenantpolicies", "tenantpolicies/status"))

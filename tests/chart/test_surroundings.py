@@ -145,8 +145,34 @@ def test_replicas_of_routers_reach_each_other_and_prove_themselves() -> None:
         if selector in (*rule.get("from", []), *rule.get("to", []))
     ]
     assert among == [[7444, 7445]] * 2
-    pod = rendered.one("Deployment", "rose-operator")["spec"]["template"]["spec"]
-    assert "--router-peer-ca=/var/run/rose-tls/ca.crt" in pod["containers"][0]["args"]
+    assert rendered.one("NetworkPolicy", "rose-router")["metadata"]["namespace"] == "rose-routers"
+
+
+def test_what_crosses_the_border_of_the_routers_namespace_is_named_with_it() -> None:
+    rendered = render(EVERYTHING)
+
+    def across(component: str, namespace: str) -> dict[str, object]:
+        return {
+            "podSelector": {"matchLabels": component_labels(component)},
+            "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
+        }
+
+    router = rendered.one("NetworkPolicy", "rose-router")["spec"]
+    dialled = [(rule.get("to"), rule["ports"]) for rule in router["egress"]]
+    assert ([across("operator", "rose-system")], [{"port": 7442}]) in dialled
+    assert across("engine-host", "rose-system") in [to[0] for to, _ in dialled if to]
+    operator = rendered.one("NetworkPolicy", "rose-operator")["spec"]
+    assert {"from": [across("router", "rose-routers")], "ports": [{"port": 7442}]} in operator[
+        "ingress"
+    ]
+    host = rendered.one("NetworkPolicy", "rose-engine-host")["spec"]
+    assert across("router", "rose-routers") in host["ingress"][0]["from"]
+
+
+def component_labels(component: str) -> dict[str, str]:
+    if component == "engine-host":
+        return {"rose-gpu.dev/engine-host": "true"}
+    return {"app.kubernetes.io/name": f"rose-{component}"}
 
 
 def test_routers_dial_the_ingests_that_were_named() -> None:
@@ -164,7 +190,8 @@ def test_turns_come_from_the_namespaces_that_were_named() -> None:
         for peer in router["ingress"][0]["from"]
         if "namespaceSelector" in peer
     ]
-    assert callers == ["research", "monitoring"]
+    # The last two are the chart's own hooks.
+    assert callers == ["research", "monitoring", "rose-system", "rose-system"]
 
 
 # Hooks.

@@ -204,14 +204,17 @@ def test_crds_can_be_left_out_or_go_on_uninstall() -> None:
 
 def test_an_existing_secret_takes_the_place_of_the_generated_one() -> None:
     names = [item["metadata"]["name"] for item in render().all("Secret")]
-    assert sorted(names) == ["rose-node-authority", "rose-tls", "rose-token"]
+    assert sorted(names) == [
+        "rose-node-authority",
+        "rose-router-authority",
+        "rose-tls",
+        "rose-token",
+    ]
     rendered = render({**LENDING, "token": {"existingSecret": "mine"}})
     assert "rose-token" not in {item["metadata"]["name"] for item in rendered.all("Secret")}
     for kind, name in set(WORKLOADS.values()):
         volumes = rendered.one(kind, name)["spec"]["template"]["spec"]["volumes"]
         assert {"name": "token", "secret": {"secretName": "mine"}} in volumes
-    arguments = rendered.container("Deployment", "rose-operator", "operator")["args"]
-    assert "--token-secret=mine" in arguments
 
 
 SLEEPING: dict[str, object] = {"agent": {"wholeReplica": {"enabled": True}}}

@@ -1,5 +1,6 @@
 """The verbs for people on a real API server; the operator's part is played where it is asked."""
 
+import hashlib
 import json
 import threading
 import time
@@ -8,7 +9,7 @@ from typing import Any, cast
 from uuid import uuid4
 
 import pytest
-from lightkube import Client
+from lightkube import ApiError, Client
 from lightkube.generic_resource import create_namespaced_resource
 from lightkube.types import PatchType
 
@@ -94,6 +95,43 @@ def test_status_top_and_report_tell_what_there_is(
     said = capsys.readouterr().out
     assert "no pools in namespace nowhere (-A: in all)" in said
     assert "no leases in namespace nowhere" in said
+
+
+@pytest.mark.cluster
+def test_a_caller_from_outside_is_granted_listed_and_revoked(
+    town: Town, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lease = ("--lease", "grpo")
+    out = ("--out", str(tmp_path / "credential"))
+    assert town.rose("caller", "grant", "laptop", *lease, *out, "--turns-only") == 0
+    secret = (tmp_path / "credential").read_text().strip()
+    assert secret not in "".join(capsys.readouterr())
+    assert (tmp_path / "credential").stat().st_mode & 0o077 == 0
+    (entry,) = town.lease()["spec"]["router"]["callers"]
+    assert entry["sha256"] == hashlib.sha256(secret.encode()).hexdigest()
+    assert (entry["name"], entry["turnsOnly"]) == ("laptop", True)
+    assert town.rose("caller", "grant", "second", *lease, "--expires", "never") == 0
+    assert capsys.readouterr().out.startswith("rose_second_")
+    assert town.rose("caller", "grant", "laptop", *lease) == 1
+    assert "has a caller 'laptop' already" in capsys.readouterr().err
+    assert town.rose("caller", "list", *lease) == 0
+    listed = capsys.readouterr().out
+    assert "laptop  turns" in listed
+    assert "second  everything  never" in listed
+    assert town.rose("caller", "revoke", "laptop", *lease) == 0
+    assert [one["name"] for one in town.lease()["spec"]["router"]["callers"]] == ["second"]
+    assert town.rose("caller", "revoke", "laptop", *lease) == 1
+    assert "it has: second" in capsys.readouterr().err
+    # What the API server itself refuses: a credential in the place of its hash, a name twice.
+    for wrong in ([{"name": "a", "sha256": secret}], [entry, entry]):
+        with pytest.raises(ApiError, match=r"sha256|[Dd]uplicate"):
+            town.client.patch(
+                LEASES,
+                "grpo",
+                {"spec": {"router": {"callers": wrong}}},
+                namespace=town.namespace,
+                patch_type=PatchType.MERGE,
+            )
 
 
 @pytest.mark.cluster

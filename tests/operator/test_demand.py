@@ -24,6 +24,7 @@ from rose_router.config import Settings as RouterSettings
 from rose_router.main import RunningRouter
 from rose_router.main import running as router_running
 from rose_router.turns.request import TurnRequest
+from rose_wire.bearer import lease_token
 from tests.api.objects import LEASE, changed
 from tests.operator.bench import SETTINGS, Bench
 from tests.operator.stub_agent import replica
@@ -195,7 +196,8 @@ async def asking(
 
 @pytest.fixture
 async def router() -> AsyncIterator[RunningRouter]:
-    async with router_running(RouterSettings(KEY, attach_token=SETTINGS.token)) as made:
+    token = lease_token(SETTINGS.token, KEY)
+    async with router_running(RouterSettings(KEY, attach_token=token)) as made:
         yield made
 
 

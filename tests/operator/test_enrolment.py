@@ -4,7 +4,8 @@ import asyncio
 import datetime as dt
 import json
 import socket
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
@@ -15,22 +16,26 @@ from lightkube import AsyncClient, KubeConfig
 
 from rose_agent.guard.identity import Identity
 from rose_core.api import RolloutLease
-from rose_core.wire.enrolment import EnrolReply, EnrolRequest
+from rose_core.wire.enrolment import (
+    EnrolReply,
+    EnrolRequest,
+    EnrolRouterRequest,
+    RouterIdentity,
+)
 from rose_core.wire.sync import SyncRequest
 from rose_dev.control_plane import ControlPlane
 from rose_dev.pki import Authority as Maker
-from rose_operator.apply.routers import deployment
 from rose_operator.errors import ApiUnavailable, ConfigurationError
 from rose_operator.kube.api import Api
-from rose_operator.settings import Settings, parse
-from rose_operator.sync.enrolment import Authority, Enrolment
+from rose_operator.settings import parse
+from rose_operator.sync.enrolment import Authority, Enrolment, RouterEnrolment, RouterTrust
 from rose_wire import certificates, tls
+from rose_wire.bearer import lease_token
 from rose_wire.errors import Refused, Unavailable
 from rose_wire.rpc import call, connect
 from rose_wire.service_accounts import ServiceAccounts
 from rose_wire.services import SYNC
 from tests.api.objects import LEASE, changed
-from tests.operator.bench import SETTINGS
 from tests.operator.harness import Cluster, OperatorProcess
 
 ACCOUNT = "system:serviceaccount:rose-system:rose-agent"
@@ -130,14 +135,18 @@ def settings(tmp_path: Path, *more: str) -> None:
 
 
 def test_an_authority_that_cannot_sign_is_told_at_the_start(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="needs --tls-dir and --node-authority"):
-        settings(tmp_path)
+    settings(tmp_path)  # without TLS routers still ask for their token
+    with pytest.raises(ConfigurationError, match="--node-authority needs --tls-dir"):
+        settings(tmp_path, f"--node-authority={folder}")
     own = f"--tls-dir={Maker(tmp_path / 'other').export(tmp_path / 'own')}"
-    settings(tmp_path, own, f"--node-authority={folder}")
+    with pytest.raises(ConfigurationError, match="needs --router-authority"):
+        settings(tmp_path, own, f"--node-authority={folder}")
+    routers = f"--router-authority={folder}"
+    settings(tmp_path, own, routers, f"--node-authority={folder}")
     other, _ = certificates.request("x")
     (folder / tls.KEY).write_bytes(other)
     with pytest.raises(ConfigurationError, match="do not belong together"):
-        settings(tmp_path, own, f"--node-authority={folder}")
+        settings(tmp_path, own, routers)
 
 
 def agent_pod(plane: ControlPlane, namespace: str) -> tuple[str, tuple[str, ...]]:
@@ -205,31 +214,201 @@ async def test_routers_believe_the_service_accounts_of_a_real_api_server(cluster
         keys = await Api(client, namespace).signing_keys()
     finally:
         await client.close()
-    lease = RolloutLease.model_validate(LEASE)
-    asking = replace(SETTINGS, account_keys=keys)
-    (container,) = deployment(lease, asking)["spec"]["template"]["spec"]["containers"]
-    (given,) = [one["value"] for one in container["env"] if one["name"] == "ROSE_ACCOUNT_KEYS"]
-    assert "--authenticate" in container["args"]
-    accounts = ServiceAccounts([given.encode()])
+    accounts = ServiceAccounts([keys.encode()])
     assert accounts.account_of(token, audience) == f"{namespace}/trainer"
     assert accounts.account_of(token, "rose-lease/other/grpo") == ""
     assert accounts.account_of(plane.kubectl(*make).strip(), audience) == ""
     plane.kubectl("delete", f"namespace/{namespace}", "--wait=false")
 
 
-def test_routers_ask_agents_for_certificates_unless_engines_elsewhere_have_none() -> None:
-    asking = replace(SETTINGS, router_client_ca="/trust/tls.crt")
-    lease = RolloutLease.model_validate(LEASE)
-    elsewhere = RolloutLease.model_validate(changed(LEASE, {"spec.dedicatedEngines": ["d-0"]}))
+GRPO = "default/grpo"
+ROUTERS = "system:serviceaccount:rose-routers:rose-router"
 
-    def arguments(of: RolloutLease, settings: Settings) -> list[str]:
-        pod = deployment(of, settings)["spec"]["template"]["spec"]
-        found: list[str] = pod["containers"][0]["args"]
-        return [word for word in found if word.startswith("--tls-client-ca")]
 
-    assert arguments(lease, asking) == ["--tls-client-ca=/trust/tls.crt"]
-    assert arguments(elsewhere, asking) == []
-    assert arguments(lease, SETTINGS) == []
+def review_router(lease: str = GRPO, **changes: Any) -> dict[str, Any]:  # noqa: ANN401
+    """What an API server says of the good token of a lease's router."""
+    good = {
+        "authenticated": True,
+        "audiences": [f"rose-router/{lease}"],
+        "user": {"username": ROUTERS},
+    }
+    return good | changes
+
+
+@dataclass
+class RouterReviewer:
+    """The API server, which is asked about one audience at a time."""
+
+    status: dict[str, Any] | Exception
+
+    async def review_token(self, _token: str, _audience: str) -> dict[str, Any]:
+        if isinstance(self.status, Exception):
+            raise self.status
+        return self.status
+
+
+def router_enrolment(
+    folder: Path,
+    status: dict[str, Any] | Exception,
+    lease: dict[str, Any] = LEASE,
+    keys: Callable[[], str] = lambda: "{}",
+    hours: float = 24,
+) -> RouterEnrolment:
+    """The operator's side, for one lease."""
+    found = RolloutLease.model_validate(lease)
+    signing = Authority(folder, dt.timedelta(hours=hours))
+    agents = folder / "tls.crt"
+    trust = RouterTrust("secret", "rose-routers", ROUTERS, signing, agents, agents)
+    return RouterEnrolment(
+        cast("Api", RouterReviewer(status)),
+        trust,
+        lambda key: found if key == found.metadata.key else None,
+        keys,
+    )
+
+
+async def first(service: RouterEnrolment, lease: str = GRPO) -> RouterIdentity:
+    _, asked = certificates.request("somebody")
+    stream = service.enrol(EnrolRouterRequest(lease, "mine", asked))
+    try:
+        return await anext(stream)
+    finally:
+        await stream.aclose()
+
+
+async def test_a_router_is_given_what_is_good_for_its_lease_alone(folder: Path) -> None:
+    said = await first(router_enrolment(folder, review_router()))
+    found = x509.load_pem_x509_certificate(said.certificate)
+    found.verify_directly_issued_by(x509.load_pem_x509_certificate(said.routers))
+    names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    own = "router-default-grpo"
+    assert set(names.get_values_for_type(x509.DNSName)) == {
+        f"{name}.rose-routers.{end}"
+        for name in (own, f"{own}-all")
+        for end in ("svc", "svc.cluster.local")
+    }
+    usages = found.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert {usage._name for usage in usages} == {"serverAuth", "clientAuth"}
+    assert found.not_valid_after_utc - found.not_valid_before_utc < dt.timedelta(hours=25)
+    assert said.token == lease_token("secret", GRPO)
+    assert said.token not in {lease_token("secret", "default/other"), "secret"}
+    assert said.token not in repr(said)
+
+
+@pytest.mark.parametrize(
+    ("status", "lease", "reason"),
+    [
+        (review_router(authenticated=False, error="expired"), GRPO, "not good: expired"),
+        (review_router("default/other"), GRPO, "not for rose-router/default/grpo"),
+        (review_router(user={"username": ACCOUNT}), GRPO, "not the routers' account"),
+        (review_router("default/gone"), "default/gone", "no lease default/gone"),
+    ],
+    ids=["expired", "other-lease", "other-account", "no-lease"],
+)
+async def test_a_router_of_something_else_is_told_nothing(
+    folder: Path, status: dict[str, Any], lease: str, reason: str
+) -> None:
+    with pytest.raises(Refused, match=reason):
+        await first(router_enrolment(folder, status), lease)
+
+
+async def test_agents_need_certificates_unless_engines_elsewhere_have_none(folder: Path) -> None:
+    assert (await first(router_enrolment(folder, review_router()))).agents
+    elsewhere = changed(LEASE, {"spec.dedicatedEngines": ["d-0"]})
+    assert not (await first(router_enrolment(folder, review_router(), elsewhere))).agents
+
+
+async def test_new_keys_of_the_cluster_reach_a_router_that_runs(folder: Path) -> None:
+    keys = ["{}"]
+    service = router_enrolment(folder, review_router(), keys=lambda: keys[-1])
+    _, asked = certificates.request("somebody")
+    stream = service.enrol(EnrolRouterRequest(GRPO, "mine", asked))
+    said = await anext(stream)
+    keys.append('{"keys": []}')
+    after = await anext(stream)
+    assert (said.account_keys, after.account_keys) == ("{}", '{"keys": []}')
+    assert after.certificate == said.certificate
+    await stream.aclose()
+
+
+async def test_the_leases_own_list_of_callers_follows_it(folder: Path) -> None:
+    entry = {"name": "laptop", "sha256": "ab" * 32, "expires": "2030-01-01T00:00:00Z"}
+    wrong = {"name": "typo", "sha256": "cd" * 32, "expires": "tomorrow"}
+    callers = [[entry, wrong], []]
+
+    def lease(_key: str) -> RolloutLease:
+        changes = {"spec.router.callers": callers[0] if len(callers) > 1 else []}
+        return RolloutLease.model_validate(changed(LEASE, changes))
+
+    trust = RouterTrust("secret", "rose-routers", ROUTERS)
+    reviewer = cast("Api", RouterReviewer(review_router()))
+    service = RouterEnrolment(reviewer, trust, lease, lambda: "")
+    stream = service.enrol(EnrolRouterRequest(GRPO, "mine"))
+    (said,) = (await anext(stream)).callers
+    assert (said.name, said.sha256, said.expires) == ("laptop", "ab" * 32, 1893456000.0)
+    callers.pop(0)
+    assert (await anext(stream)).callers == ()
+    await stream.aclose()
+
+
+@pytest.mark.looptime
+async def test_the_stream_ends_at_half_of_the_certificates_life(folder: Path) -> None:
+    service = router_enrolment(folder, review_router(), hours=0.1)
+    _, asked = certificates.request("somebody")
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    assert len([one async for one in service.enrol(EnrolRouterRequest(GRPO, "mine", asked))]) == 1
+    assert 0 <= loop.time() - began - 180 < 10
+
+
+@pytest.mark.cluster
+async def test_a_real_api_server_says_which_lease_a_routers_token_is_for(
+    cluster: Cluster, folder: Path
+) -> None:
+    namespace = f"routers-{uuid4().hex[:8]}"
+    plane = cluster.plane
+    plane.kubectl("create", "namespace", namespace)
+    for account in ("rose-router", "other"):
+        plane.kubectl("create", "serviceaccount", account, f"--namespace={namespace}")
+
+    def token(account: str, lease: str) -> str:
+        named = (account, f"--namespace={namespace}", f"--audience=rose-router/{lease}")
+        return plane.kubectl("create", "token", *named).strip()
+
+    leases = {
+        key: RolloutLease.model_validate(changed(LEASE, {"metadata.name": key.partition("/")[2]}))
+        for key in (GRPO, "default/other")
+    }
+    config = KubeConfig.from_file(str(plane.kubeconfig)).get()
+    client = AsyncClient(config=config, trust_env=False)
+    try:
+        trust = RouterTrust(
+            "secret",
+            namespace,
+            f"system:serviceaccount:{namespace}:rose-router",
+            Authority(folder, dt.timedelta(hours=1)),
+        )
+        service = RouterEnrolment(Api(client, namespace), trust, leases.get, lambda: "")
+        _, asked = certificates.request("x")
+
+        async def ask(lease: str, shown: str) -> RouterIdentity:
+            stream = service.enrol(EnrolRouterRequest(lease, shown, asked))
+            try:
+                return await anext(stream)
+            finally:
+                await stream.aclose()
+
+        mine = token("rose-router", GRPO)
+        assert (await ask(GRPO, mine)).certificate
+        with pytest.raises(Refused, match="not good"):
+            await ask("default/other", mine)
+        with pytest.raises(Refused, match="not the routers' account"):
+            await ask(GRPO, token("other", GRPO))
+        with pytest.raises(Refused, match="not good"):
+            await ask(GRPO, "x.y.z")
+    finally:
+        await client.close()
+    plane.kubectl("delete", f"namespace/{namespace}", "--wait=false")
 
 
 @pytest.mark.cluster
@@ -252,6 +431,7 @@ async def test_a_node_enrols_with_a_real_operator_and_is_then_heard_for_itself_a
         f"--tls-dir={own}",
         f"--tls-client-ca={folder / 'tls.crt'}",
         f"--node-authority={folder}",
+        f"--router-authority={folder}",
         f"--enrol-address=127.0.0.1:{enrol_port}",
     )
     operator = OperatorProcess(cluster.plane.kubeconfig, tmp_path, namespace, more=more)

@@ -29,6 +29,7 @@ from rose_core.lending.autoscalers import Autoscaler
 from rose_core.wire import sync
 from rose_core.wire.sync import Grant, SyncRequest
 from rose_operator.kube.api import Kind
+from rose_operator.sync.enrolment import callers_of
 from rose_operator.sync.grants import grants_of, policy_of
 from tests.api.objects import LEASE, POOL, changed
 from tests.api.test_rules import CREATION, TRANSITION
@@ -241,6 +242,16 @@ def argument(name: str) -> Callable[[Stage], object]:
 
 def routers(stage: Stage) -> object:
     return _router(stage)["replicas"]
+
+
+CALLER = {"name": "a", "sha256": "0" * 64}
+
+
+def told(stage: Stage) -> object:
+    """Whom the lease's router is told to hear."""
+    lease = RolloutLease.model_validate(stage.object(Kind.LEASE, "grpo"))
+    callers = callers_of(lease)
+    return " ".join(f"{one.name} {one.turns_only:d} {one.expires}" for one in callers)
 
 
 def price(stage: Stage) -> object:
@@ -571,6 +582,15 @@ LEASES: list[tuple[str, Row | Refused]] = [
     ("router.policy", Row({"router.policy": "fixed"}, argument("policy"), ["joint"], ["fixed"])),
     ("router.maxAgeVersions", Row({"router.maxAgeVersions": 4}, argument("max-age"), ["1"], ["4"])),
     ("router.replicas", Row({"router.replicas": 2}, routers, 1, 2)),
+    *(
+        (f"router.callers[].{name}", Row({"router.callers": [CALLER | {key: value}]}, told, a, b))
+        for name, key, value, a, b in (
+            ("name", "name", "b", "", "b 0 None"),
+            ("sha256", "sha256", "0" * 64, "", "a 0 None"),
+            ("turnsOnly", "turnsOnly", True, "", "a 1 None"),
+            ("expires", "expires", "1970-01-01T00:01:00Z", "", "a 0 60.0"),
+        )
+    ),
 ]
 
 NO, YES = Reason.TENANT_POLICY_FORBIDS, Reason.ACCEPTED

@@ -12,6 +12,7 @@ from rose_operator.errors import ConfigurationError
 from rose_operator.settings import Settings, parse
 from rose_operator.weight_stores import may_follow
 from rose_router.flags import parser as router_parser
+from rose_router.flags import settings as router_settings
 from tests.api.objects import LEASE, changed
 from tests.operator.bench import SETTINGS
 
@@ -82,12 +83,8 @@ def test_a_store_may_keep_the_runs_of_teams_apart(tmp_path: Path) -> None:
 
 def test_routers_hear_nobody_without_a_token_unless_the_platform_says_so() -> None:
     lease = RolloutLease.model_validate(LEASE)
-    (asked,) = deployment_pod(lease, replace(SETTINGS, account_keys="{}"))["containers"]
+    (asked,) = deployment_pod(lease, SETTINGS)["containers"]
     assert "--authenticate" in asked["args"]
-    assert {"name": "ROSE_ACCOUNT_KEYS", "value": "{}"} in asked["env"]
-    # Without keys nobody has a good token: closed, not open.
-    (keyless,) = deployment_pod(lease, SETTINGS)["containers"]
-    assert "--authenticate" in keyless["args"]
     (anybody,) = deployment_pod(lease, replace(SETTINGS, router_authentication=False))["containers"]
     assert "--authenticate" not in anybody["args"]
 
@@ -104,14 +101,39 @@ def test_with_turn_secrets_no_router_starts_without_its_callers_tokens() -> None
     assert "turns" not in {one["name"] for one in open_to_all["volumes"]}
 
 
+def test_a_routers_pod_holds_nothing_but_a_proof_of_its_lease() -> None:
+    lease = RolloutLease.model_validate(LEASE)
+    settings = replace(SETTINGS, tls_dir=Path("/tls"), router_namespace="rose-routers")
+    made = routers.deployment(lease, settings)
+    assert made["metadata"]["namespace"] == "rose-routers"
+    assert routers.service(lease, settings)["metadata"]["namespace"] == "rose-routers"
+    pod = made["spec"]["template"]["spec"]
+    assert not [one for one in pod["volumes"] if "secret" in one or "configMap" in one]
+    (proof,) = [one["projected"]["sources"] for one in pod["volumes"] if "projected" in one]
+    (token,) = [one["serviceAccountToken"] for one in proof]
+    assert token["audience"] == "rose-router/default/grpo"
+    assert pod["automountServiceAccountToken"] is False
+    found = router_settings(router_parser().parse_args(pod["containers"][0]["args"]))
+    assert found.enrolment is not None
+    assert found.enrolment.address == "tls://rose-operator.rose-system.svc:7442"
+    assert (found.attach_token, found.tls_dir, found.tls_client_ca) == ("", None, None)
+    assert routers.attach_address("router-x", settings) == "tls://router-x.rose-routers.svc:7444"
+
+
+def test_what_the_operator_believes_routers_believe() -> None:
+    lease = RolloutLease.model_validate(LEASE)
+    (container,) = deployment_pod(lease, replace(SETTINGS, operator_authority="PEM"))["containers"]
+    assert container["env"] == [{"name": "ROSE_TLS_CA_PEM", "value": "PEM"}]
+
+
 def test_replicas_find_each_other_by_name_and_show_the_installations_certificate() -> None:
     lease = RolloutLease.model_validate(changed(LEASE, {"spec.router.replicas": 3}))
-    settings = replace(SETTINGS, router_peer_ca="/tls/ca.crt")
+    settings = replace(SETTINGS, tls_dir=Path("/tls"))
     name = routers.router_name(lease.metadata.namespace, lease.metadata.name)
     container = deployment_pod(lease, settings)["containers"][0]
     assert routers.deployment(lease, settings)["spec"]["replicas"] == 3
     assert f"--replicas-dns={name}-all.{settings.namespace}.svc" in container["args"]
-    assert "--peer-ca=/tls/ca.crt" in container["args"]
+    assert "--peer-address=0.0.0.0:7445" in container["args"]
     assert container["env"][0]["name"] == "POD_IP"
     strategy = routers.deployment(lease, settings)["spec"]["strategy"]
     assert strategy["rollingUpdate"] == {"maxUnavailable": 1, "maxSurge": 0}
@@ -128,14 +150,19 @@ def test_replicas_find_each_other_by_name_and_show_the_installations_certificate
     assert "env" not in alone
 
 
-def test_what_the_operator_says_to_replicas_is_what_a_router_takes(tmp_path: Path) -> None:
+def test_what_the_operator_says_to_replicas_is_what_a_router_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lease = RolloutLease.model_validate(changed(LEASE, {"spec.router.replicas": 2}))
-    settings = replace(SETTINGS, router_peer_ca=str(tmp_path / "ca.crt"))
+    settings = replace(SETTINGS, tls_dir=tmp_path)
     container = deployment_pod(lease, settings)["containers"][0]
-    found = router_parser().parse_args([*container["args"], f"--tls-dir={tmp_path}"])
+    found = router_parser().parse_args(container["args"])
     assert found.replicas_dns.endswith(f"-all.{settings.namespace}.svc")
     assert found.peer_address.endswith(":7445")
-    assert found.peer_ca == tmp_path / "ca.crt"
+    monkeypatch.setenv("POD_IP", "10.0.0.1")
+    enrolment = router_settings(found).enrolment
+    assert enrolment is not None
+    assert enrolment.peer_name == found.replicas_dns
 
 
 def test_names_of_replicas_are_unique_and_short_enough() -> None:

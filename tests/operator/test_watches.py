@@ -104,7 +104,7 @@ def registry(*args):
 watches.registry = registry
 
 async def main():
-    caches = {kind: ObjectCache() for kind in (*watches._CLUSTER, *watches._NAMESPACED)}
+    caches = {kind: ObjectCache() for kind in watches._LISTED if kind is not Kind.ROUTE}
     watching = asyncio.create_task(watches.watch_kinds(caches, "rose-system", lambda: None))
     await asyncio.to_thread(sys.stdin.read)
     watching.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 
+from rose_core.wire.enrolment import RouterCaller
+from rose_router.callers import NamedCallers
 from rose_router.http.bearer import CONTROL
 from rose_wire.service_accounts import ServiceAccounts
 from tests.router.conftest import Stage
@@ -89,6 +92,49 @@ async def test_who_is_not_heard_is_told_why_and_what_to_do(
     assert wrong in said
     make = "kubectl create token ACCOUNT --namespace team --audience rose-lease/team/grpo"
     assert make in said
+
+
+def named(**changes: object) -> RouterCaller:
+    fields = {"name": "laptop", "sha256": hashlib.sha256(b"handed-out").hexdigest(), **changes}
+    return msgspec.convert(fields, RouterCaller)
+
+
+HANDED_OUT = {"Authorization": "Bearer handed-out"}
+
+
+async def test_whom_the_lease_names_is_heard_until_it_is_taken_off_the_list(stage: Make) -> None:
+    callers = NamedCallers([named()])
+    async with stage(accounts=keys(), callers=callers, authenticate=True) as s:
+        await s.engine()
+        for path, body in (("/generate", ASK), ("/pause_generation", {"mode": "keep"})):
+            async with s.post(path, body, headers=HANDED_OUT) as reply:
+                assert reply.status == 200
+        async with s.post("/continue_generation", {}, headers=HANDED_OUT) as reply:
+            assert reply.status == 200
+        callers.renew([])
+        async with s.post("/generate", ASK, headers=HANDED_OUT) as reply:
+            assert reply.status == 401
+        async with s.post("/generate", ASK, headers=bearer()) as reply:
+            assert reply.status == 200
+
+
+async def test_a_caller_for_turns_only_gets_no_further(stage: Make) -> None:
+    async with stage(callers=NamedCallers([named(turns_only=True)]), authenticate=True) as s:
+        await s.engine()
+        async with s.post("/generate", ASK, headers=HANDED_OUT) as reply:
+            assert reply.status == 200
+        async with s.post("/pause_generation", {"mode": "keep"}, headers=HANDED_OUT) as reply:
+            assert reply.status == 403
+
+
+def test_a_credential_ends_with_its_time() -> None:
+    now = [100.0]
+    callers = NamedCallers([named(expires=101.0)], now=lambda: now[0])
+    assert callers.find("handed-out") is not None
+    assert callers.find("handed-out2") is None
+    assert callers.find(named().sha256) is None, "the hash itself opens nothing"
+    now[0] = 101.0
+    assert callers.find("handed-out") is None
 
 
 async def test_a_router_told_to_ask_hears_nobody_while_it_knows_no_token(stage: Make) -> None:

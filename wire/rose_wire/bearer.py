@@ -1,4 +1,4 @@
-"""Bearer tokens: does a caller's ``Authorization`` carry the word that both sides were given?"""
+"""Bearer tokens: does a caller carry the word that both sides were given, and one per lease."""
 
 from __future__ import annotations
 
@@ -10,3 +10,16 @@ def is_bearer(header: str, token: str) -> bool:
     scheme, _, given = header.partition(" ")
     same = hmac.compare_digest(given.strip().encode(errors="replace"), token.encode())
     return scheme.lower() == "bearer" and same
+
+
+def lease_token(installation: str, lease: str) -> str:
+    """What is shown to the router of a lease: good there alone, and says nothing of the other.
+
+    An HMAC (RFC 2104) of the lease's name under the installation's token: every replica of the
+    operator makes the same one, and nobody has to keep it.
+
+    Args:
+        installation: the installation's token.
+        lease: ``namespace/name``.
+    """
+    return hmac.new(installation.encode(), f"rose-router/{lease}".encode(), "sha256").hexdigest()

@@ -1,12 +1,17 @@
-"""Keys, signing requests and certificates of nodes: pure functions from PEM to PEM.
+"""Keys, signing requests and certificates of nodes and routers, and the folder that holds a pair.
 
-``rose_wire.tls`` uses what is made here. A node makes its key itself and asks for a certificate
-(``rose_core.wire.enrolment``); the operator signs with the installation's authority for nodes.
+``rose_wire.tls`` uses what is made here. A node or a router makes its key itself and asks for a
+certificate (``rose_core.wire.enrolment``); the operator signs with the authority of its kind. All
+but ``keep`` are pure functions from PEM to PEM.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -28,7 +33,11 @@ def request(common_name: str) -> tuple[bytes, bytes]:
 
 
 def sign(
-    asked: bytes, common_name: str, authority: tuple[bytes, bytes], life: dt.timedelta
+    asked: bytes,
+    common_name: str,
+    authority: tuple[bytes, bytes],
+    life: dt.timedelta,
+    hosts: Sequence[str] = (),
 ) -> bytes:
     """A client's certificate for the key of a request, under this name whatever the request says.
 
@@ -37,6 +46,7 @@ def sign(
         common_name: whom the certificate names.
         authority: its key and its certificate, PEM.
         life: how long it is good.
+        hosts: names under which it listens; then it is a server's certificate as well.
 
     Raises:
         ValueError: the request is none, or not signed by its own key.
@@ -47,7 +57,9 @@ def sign(
     key = _signing_key(authority[0])
     issuer = x509.load_pem_x509_certificate(authority[1])
     now = dt.datetime.now(dt.UTC)
-    certificate = (
+    usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
+    usages += [ExtendedKeyUsageOID.SERVER_AUTH] if hosts else []
+    builder = (
         x509.CertificateBuilder()
         .subject_name(_name(common_name))
         .issuer_name(issuer.subject)
@@ -56,10 +68,42 @@ def sign(
         .not_valid_before(now - _SLACK)
         .not_valid_after(min(now + life, issuer.not_valid_after_utc))
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
-        .sign(key, hashes.SHA256())
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
     )
-    return certificate.public_bytes(serialization.Encoding.PEM)
+    if hosts:
+        names = x509.SubjectAlternativeName([x509.DNSName(host) for host in hosts])
+        builder = builder.add_extension(names, critical=False)
+    return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def keep(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Replace what a folder holds in one step: who reads meets a key with its own certificate.
+
+    The folder is a link to the newest generation beside it. The generation before stays, because
+    somebody may be reading it.
+
+    Args:
+        folder: the link; its parent is made where it is missing.
+        files: contents by name; readable by their owner alone.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    generation = folder.with_name(f"{folder.name}.{time.time_ns()}")
+    generation.mkdir(mode=0o700)
+    for name, content in files.items():
+        path = generation / name
+        path.touch(mode=0o600)
+        path.write_bytes(content)
+    link = folder.with_name(f"{folder.name}.next")
+    link.unlink(missing_ok=True)
+    link.symlink_to(generation.name)
+    before = folder.resolve() if folder.is_symlink() else generation
+    link.replace(folder)
+    for other in folder.parent.glob(f"{folder.name}.*"):
+        if other not in {generation, before}:
+            shutil.rmtree(other)
 
 
 def check_authority(key: bytes, certificate: bytes) -> None:

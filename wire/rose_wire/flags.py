@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import errno
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,6 +15,7 @@ from rose_core.identity import run_name
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _LARGEST_PORT = 65535
+_UNITS = {"m": "minutes", "h": "hours", "d": "days"}
 
 
 def add_log_level(parser: argparse.ArgumentParser) -> None:
@@ -151,6 +154,20 @@ def _is_host(text: str) -> bool:
     """A name or an address; brackets, as IPv6 has them, stand around all of it."""
     inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     return bool(inner) and not set("[]/") & set(inner)
+
+
+def lifetime(text: str) -> dt.timedelta | None:
+    """How long a credential is good: ``90d``, ``12h``, ``30m``; None for ``never``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if text == "never":
+        return None
+    found = re.fullmatch(r"([1-9][0-9]{0,4})([mhd])", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: give 90d, 12h, 30m or never")
+    return dt.timedelta(**{_UNITS[found[2]]: int(found[1])})
 
 
 def run(text: str) -> str:

@@ -32,6 +32,14 @@ class ServiceAccounts:
     """
 
     def __init__(self, key_sets: Iterable[bytes] = ()) -> None:
+        self.renew(key_sets)
+
+    def renew(self, key_sets: Iterable[bytes]) -> None:
+        """Believe these from now on, and no others.
+
+        Raises:
+            ValueError: one of them is no set of keys; then those before stay.
+        """
         self._keys = {key.key_id: key for one in key_sets for key in _keys_of(one)}
 
     def __len__(self) -> int:

@@ -4,6 +4,7 @@
 |---|---|---|---|
 | ``SYNC``, ``NOTICES`` | node agent (guard) | operator | Service of the operator |
 | ``ENROL`` | node agent without a certificate | operator | the same, on a port of its own |
+| ``ENROL_ROUTER`` | router | operator | the same port |
 | ``ENSURE``, ``STOP``, ``HOLD``, | guard | engine host | Unix socket on the node |
 | ``DORMANT``, ``LIMIT``, ``STATUS`` | | | |
 | ``ATTACH`` | guard, dedicated engine host | router | Service of the lease's router |
@@ -12,7 +13,12 @@
 The weight plane's methods stand in ``rose_weights.methods``.
 """
 
-from rose_core.wire.enrolment import EnrolReply, EnrolRequest
+from rose_core.wire.enrolment import (
+    EnrolReply,
+    EnrolRequest,
+    EnrolRouterRequest,
+    RouterIdentity,
+)
 from rose_core.wire.host import (
     Accepted,
     EngineStatus,
@@ -31,6 +37,7 @@ from rose_wire.rpc import Method
 SYNC = Method("rose.v1.Operator", "Sync", SyncRequest, SyncReply)
 NOTICES = Method("rose.v1.Operator", "Notices", NoticeRequest, Notice)
 ENROL = Method("rose.v1.Identity", "Enrol", EnrolRequest, EnrolReply)
+ENROL_ROUTER = Method("rose.v1.Identity", "EnrolRouter", EnrolRouterRequest, RouterIdentity)
 
 ENSURE = Method("rose.v1.EngineHost", "Ensure", EnsureEngine, EngineStatus)
 STOP = Method("rose.v1.EngineHost", "Stop", StopEngine, EngineStatus)

@@ -24,6 +24,8 @@ import grpc
 
 SCHEME = "tls://"
 TRUST = "ROSE_TLS_CA"
+# The same as text instead of a file, for pods that mount nothing: authorities are no secret.
+TRUST_TEXT = "ROSE_TLS_CA_PEM"
 IDENTITY = "ROSE_TLS_IDENTITY"
 CERTIFICATE, KEY = "tls.crt", "tls.key"
 
@@ -107,19 +109,19 @@ def check_authority(file: Path) -> None:
 
 
 def client_credentials(
-    trust: Path | None = None, identity: Path | None = None
+    trust: Path | bytes | None = None, identity: Path | None = None
 ) -> grpc.ChannelCredentials:
     """Credentials of a caller.
 
     Args:
-        trust: file with the authorities it believes; None = the system's.
+        trust: the authorities it believes, PEM, or a file with them; None = the system's.
         identity: folder with its own certificate; None = it has none.
 
     Raises:
         OSError: a file cannot be read.
     """
     key, certificate = _read(identity) if identity is not None else (None, None)
-    roots = trust.read_bytes() if trust is not None else None
+    roots = trust.read_bytes() if isinstance(trust, Path) else trust
     return grpc.ssl_channel_credentials(roots, key, certificate)
 
 
@@ -131,10 +133,19 @@ def dial(address: str) -> tuple[str, grpc.ChannelCredentials | None]:
     """
     if not address.startswith(SCHEME):
         return address, None
-    trust, identity = (
-        Path(found) if (found := os.environ.get(name)) else None for name in (TRUST, IDENTITY)
-    )
-    return address.removeprefix(SCHEME), client_credentials(trust, identity)
+    return address.removeprefix(SCHEME), client_credentials(trusted(), own_identity())
+
+
+def trusted() -> Path | bytes | None:
+    """Whom the environment says to believe; None: the system's authorities."""
+    file, text = os.environ.get(TRUST), os.environ.get(TRUST_TEXT)
+    return Path(file) if file else text.encode() if text else None
+
+
+def own_identity() -> Path | None:
+    """The folder with this process's own certificate, where the environment names one."""
+    found = os.environ.get(IDENTITY)
+    return Path(found) if found else None
 
 
 def _read(folder: Path) -> tuple[bytes, bytes]:

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import shutil
 import time
 from pathlib import Path
 
@@ -83,26 +81,7 @@ class Identity:
         finally:
             await channel.close()
         certificates.window(reply.certificate)
-        self._keep(key, reply.certificate)
-
-    def _keep(self, key: bytes, certificate: bytes) -> None:
-        """Replace both at once: whoever dials meets a key with its own certificate."""
-        self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        generation = self._folder.with_name(f"{self._folder.name}.{time.time_ns()}")
-        generation.mkdir(mode=0o700)
-        for name, content in ((tls.KEY, key), (tls.CERTIFICATE, certificate)):
-            path = generation / name
-            path.touch(mode=0o600)
-            path.write_bytes(content)
-        link = self._folder.with_name(f"{self._folder.name}.next")
-        link.unlink(missing_ok=True)
-        link.symlink_to(generation.name)
-        before = self._folder.resolve() if self._folder.is_symlink() else generation
-        link.replace(self._folder)
-        # The pair before stays: somebody may be reading it.
-        for other in self._folder.parent.glob(f"{self._folder.name}.*"):
-            if other not in {generation, before}:
-                shutil.rmtree(other)
+        certificates.keep(self._folder, {tls.KEY: key, tls.CERTIFICATE: reply.certificate})
 
     def _remaining(self) -> float:
         """Seconds that the certificate in the folder is good for; 0 without one."""
@@ -115,5 +94,4 @@ class Identity:
 
 def _stranger() -> grpc.ChannelCredentials:
     """Believe who the installation believes, and show no certificate of our own."""
-    trust = os.environ.get(tls.TRUST)
-    return tls.client_credentials(Path(trust) if trust else None)
+    return tls.client_credentials(tls.trusted())

@@ -11,17 +11,19 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 
+import grpc.aio
 import msgspec
 
 from rose_agent.guard import metrics
 from rose_core.wire.host import EngineState, EngineStatus
 from rose_core.wire.routing import EngineKind, EngineUpdate
-from rose_core.wire.sync import Grant
-from rose_wire import rpc
+from rose_core.wire.sync import Grant, RouterProof
+from rose_wire import rpc, tls
 from rose_wire.errors import WireError
 from rose_wire.services import ATTACH
 
 _log = logging.getLogger(__name__)
+_NONE = RouterProof()
 _RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -30,12 +32,16 @@ class Attachment:
 
     Args:
         router: ``host:port``.
-        token: the installation's bearer token.
+        token: the installation's bearer token, for a router that knows no other.
+
+    Attributes:
+        proof: by what this router and we know each other; the newest grant's.
     """
 
-    def __init__(self, router: str, token: str) -> None:
+    def __init__(self, router: str, token: str, proof: RouterProof = _NONE) -> None:
         self._router = router
         self._token = token
+        self.proof = proof
         self._update: EngineUpdate | None = None
         self._changed = asyncio.Event()
 
@@ -52,14 +58,13 @@ class Attachment:
 
     async def run(self) -> None:
         """Stay attached until cancelled."""
-        channel = rpc.connect(self._router)
         attempt = 0
+        proof, channel = self.proof, self._connect()
         try:
             while True:
+                token = proof.token or self._token
                 try:
-                    async for _ in rpc.converse(
-                        channel, ATTACH, self._updates(), token=self._token
-                    ):
+                    async for _ in rpc.converse(channel, ATTACH, self._updates(), token=token):
                         attempt = 0
                     outcome = "ended"
                 except WireError as error:
@@ -68,8 +73,18 @@ class Attachment:
                 metrics.ATTACHES.labels(outcome).inc()
                 await asyncio.sleep(_RETRY_SECONDS[min(attempt, len(_RETRY_SECONDS) - 1)])
                 attempt += 1
+                if self.proof != proof:
+                    await channel.close()
+                    proof, channel = self.proof, self._connect()
         finally:
             await channel.close()
+
+    def _connect(self) -> grpc.aio.Channel:
+        authority = self.proof.authority
+        if not authority or not self._router.startswith(tls.SCHEME):
+            return rpc.connect(self._router)
+        shown = tls.client_credentials(authority, tls.own_identity())
+        return rpc.connect(self._router, credentials=shown)
 
     async def _updates(self) -> AsyncIterator[EngineUpdate]:
         sent: EngineUpdate | None = None
@@ -86,7 +101,7 @@ class RouterLink:
     """The slot's stream to the router that its grant names.
 
     Args:
-        token: the installation's, for the router.
+        token: the installation's, for a router whose grant brings none.
 
     Attributes:
         told: what the router was told last.
@@ -98,12 +113,13 @@ class RouterLink:
         self._attachment: Attachment | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def tell(self, address: str, update: EngineUpdate) -> None:
+    def tell(self, grant: Grant, update: EngineUpdate) -> None:
         """Say how the engine stands; the first word begins the stream."""
         if self._attachment is None:
-            self._attachment = Attachment(address, self._token)
+            self._attachment = Attachment(grant.router, self._token, grant.proof)
             self._task = asyncio.create_task(self._attachment.run())
         self.told = update
+        self._attachment.proof = grant.proof
         self._attachment.set(update)
 
     def leave(self) -> None:

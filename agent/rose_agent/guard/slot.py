@@ -299,7 +299,7 @@ class GuardedSlot:
                 cap=self.budget.cap(grant.max_concurrent_turns),
                 device_class=self.device_class,
             )
-            self._router.tell(grant.router, update)
+            self._router.tell(grant, update)
 
     async def detach(self) -> None:
         """Leave the router and the permit (closed); the engine is the machine's business."""

@@ -132,8 +132,8 @@ def correct_statuses() -> None:
                 sys.stdout.write(f"status of {meta['namespace']}/{meta['name']}: {error}\n")
 
 
-def main(namespace: str, seconds: float) -> None:
-    """Give everything back."""
+def main(namespace: str, routers: str, seconds: float, *more: str) -> None:
+    """Give everything back; ``routers`` is the namespace of the routers, which may have routes."""
     deadline = time.monotonic() + seconds
     core, apps = f"/api/v1/namespaces/{namespace}", f"/apis/apps/v1/namespaces/{namespace}"
     slots = f"{KINDS}/namespaces/{namespace}/rolloutslots"
@@ -143,7 +143,10 @@ def main(namespace: str, seconds: float) -> None:
     wait("engines on borrowed GPUs", deadline, lambda: busy_hosts(namespace))
     for name in names(slots):
         ask(f"{slots}/{name}", "DELETE")
-    for collection in (f"{apps}/deployments", f"{core}/services"):
+    edge = f"namespaces/{routers}"
+    routes = [f"/apis/gateway.networking.k8s.io/v1/{edge}/httproutes"] if "routes" in more else []
+    of_routers = [f"/apis/apps/v1/{edge}/deployments", f"/api/v1/{edge}/services", *routes]
+    for collection in of_routers:
         for name in names(f"{collection}?{MANAGED}"):
             ask(f"{collection}/{name}?propagationPolicy=Background", "DELETE")
     correct_statuses()
@@ -151,4 +154,4 @@ def main(namespace: str, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), *sys.argv[4:])

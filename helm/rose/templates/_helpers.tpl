@@ -76,6 +76,11 @@ rose-tls
 {{ .Values.tls.nodes.existingSecret | default "rose-node-authority" }}
 {{- end }}
 
+{{/* Secret of the authority that signs routers' certificates. */}}
+{{- define "rose.routerAuthority" -}}
+{{ .Values.tls.routers.existingSecret | default "rose-router-authority" }}
+{{- end }}
+
 {{/* Of that Secret only the certificate: the key stays with the operator. */}}
 {{- define "rose.nodeTrustVolume" -}}
 {{- if include "rose.nodes" . }}

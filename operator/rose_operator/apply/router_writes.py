@@ -1,4 +1,6 @@
-"""Writes of routers: a Deployment and its Services per lease, gone when nothing asks for them.
+"""Writes of routers: what each lease's is made of, gone when nothing asks for it.
+
+A Deployment, its Services and, where the platform has a Gateway, an HTTPRoute.
 
 | lease | its router |
 |---|---|
@@ -16,7 +18,7 @@ from collections.abc import Container, Iterator
 
 from rose_core.api import Reason, RolloutLease
 from rose_operator.apply import routers
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import KINDS_OF_ROUTERS, Kind
 from rose_operator.kube.object_cache import ObjectCache, Raw, key_of
 from rose_operator.kube.writer import Write, Writer
 from rose_operator.plan.admission import Refusal
@@ -50,7 +52,7 @@ class RouterWrites:
         self._manifests = {key: made for key, made in self._manifests.items() if key in leases}
 
     def _delete_all_but(self, wanted: set[str]) -> Iterator[Write]:
-        for kind in (Kind.DEPLOYMENT, Kind.SERVICE):
+        for kind in filter(self._stores.__contains__, KINDS_OF_ROUTERS):
             for raw in self._stores[kind].all():
                 name = raw["metadata"]["name"]
                 ours = routers.LEASE in (raw["metadata"].get("annotations") or {})
@@ -70,6 +72,8 @@ class RouterWrites:
         yield Kind.SERVICE, routers.service(lease, self._settings)
         if lease.spec.router.replicas > 1:
             yield Kind.SERVICE, routers.replicas_service(lease, self._settings)
+        if self._settings.gateway is not None:
+            yield Kind.ROUTE, routers.route(lease, self._settings, self._settings.gateway)
 
 
 def _has_router(lease: RolloutLease, refusal: Refusal | None) -> bool:

@@ -1,8 +1,12 @@
-"""Router of a lease: one Deployment and one Service in ROSE's namespace, as pure functions.
+"""Router of a lease: one Deployment and one Service in the routers' namespace, as pure functions.
 
-A lease's namespace must not own objects in ROSE's, so there is no owner reference: the operator
-deletes the routers of leases that are gone. The annotation with the manifest's hash tells whether
-anything must be written, whatever defaults the API server has filled in.
+Routers parse what tenants send, so they have a namespace of their own, in which nothing else is and
+nothing privileged may be. Their pods mount no Secret of the installation: who they are, and the
+token of their lease, they ask of the operator (``rose_operator.sync.enrolment``).
+
+A lease's namespace must not own objects there, so there is no owner reference: the operator deletes
+the routers of leases that are gone. The annotation with the manifest's hash tells whether anything
+must be written, whatever defaults the API server has filled in.
 """
 
 from __future__ import annotations
@@ -12,9 +16,10 @@ import json
 from typing import Any
 
 from rose_core.api import GROUP, RolloutLease
+from rose_core.wire.enrolment import router_audience
 from rose_operator.kube.api import MANAGED
 from rose_operator.kube.object_cache import Raw
-from rose_operator.settings import Settings
+from rose_operator.settings import Gateway, Settings
 from rose_wire import tls
 
 HASH = f"{GROUP}/manifest-hash"
@@ -22,7 +27,11 @@ LEASE = f"{GROUP}/lease"
 HTTP_PORT = 8000
 ATTACH_PORT = 7444
 PEER_PORT = 7445
-_TOKEN_FOLDER = "/var/run/rose/token"  # noqa: S105  # a mount path
+ENROL_PORT = 7442
+_PROOF_FOLDER = "/var/run/rose/proof"
+_IDENTITY_FOLDER = "/run/rose"
+# The kubelet renews it at four fifths of this; ten minutes is the least that it makes.
+_PROOF_SECONDS = 3600
 _TURNS_FOLDER = "/var/run/rose/turns"
 _NAME_LIMIT = 63
 # A router refuses what would not fit (``rose_router.http.memory``); the limit is for what it
@@ -63,16 +72,30 @@ def turn_secret(name: str) -> str:
 def attach_address(name: str, settings: Settings) -> str:
     """Where engine owners dial in; a router listens as the operator does."""
     scheme = tls.SCHEME if settings.tls_dir else ""
-    return f"{scheme}{name}.{settings.namespace}.svc:{ATTACH_PORT}"
+    return f"{scheme}{name}.{settings.routers}.svc:{ATTACH_PORT}"
+
+
+def enrol_address(settings: Settings) -> str:
+    """Where a router asks the operator who it is."""
+    scheme = tls.SCHEME if settings.tls_dir else ""
+    return f"{scheme}rose-operator.{settings.namespace}.svc:{ENROL_PORT}"
+
+
+def hosts_of(lease: RolloutLease, namespace: str) -> list[str]:
+    """Every name under which a lease's router, or all its replicas, are dialled."""
+    name = router_name(lease.metadata.namespace, lease.metadata.name)
+    names = (name, replicas_name(name))
+    return [f"{one}.{namespace}.{end}" for one in names for end in ("svc", "svc.cluster.local")]
 
 
 def deployment(lease: RolloutLease, settings: Settings) -> Raw:
     """The router's Deployment, extended by the installation's template."""
     name = router_name(lease.metadata.namespace, lease.metadata.name)
-    labels = {"app.kubernetes.io/name": "rose-router", "app.kubernetes.io/instance": name}
+    labels = _labels(name)
     template = settings.router_template
     container = merge(_container(lease, settings), template.get("container", {}))
-    pod = merge(_pod(name, settings, container), template.get("podSpec", {}))
+    own = _pod(name, lease.metadata.key, settings, container)
+    pod = merge(own, template.get("podSpec", {}))
     return _finished(
         {
             "apiVersion": "apps/v1",
@@ -109,7 +132,7 @@ def _strategy(lease: RolloutLease) -> dict[str, Any]:
 def service(lease: RolloutLease, settings: Settings) -> Raw:
     """The router's Service."""
     name = router_name(lease.metadata.namespace, lease.metadata.name)
-    labels = {"app.kubernetes.io/name": "rose-router", "app.kubernetes.io/instance": name}
+    labels = _labels(name)
     return _finished(
         {
             "apiVersion": "v1",
@@ -135,6 +158,69 @@ def replicas_service(lease: RolloutLease, settings: Settings) -> Raw:
     ports = [*spec["ports"], {"name": "peer", "port": PEER_PORT, "targetPort": "peer"}]
     spec = {"clusterIP": "None", **spec, "ports": ports}
     return _finished({**found, "metadata": {**metadata, "name": name}, "spec": spec})
+
+
+def host_of(name: str, gateway: Gateway) -> str:
+    """The host under which callers outside reach a router, by the router's name."""
+    return f"{name}.{gateway.domain}"
+
+
+def url_of(name: str, settings: Settings, route: Raw | None) -> str:
+    """The URL for trainers: the Gateway's once that takes the route, the Service's until then."""
+    gateway = settings.gateway
+    if gateway is not None and route is not None and is_routed(route):
+        return f"{gateway.scheme}://{host_of(name, gateway)}"
+    return router_url(name, settings.routers)
+
+
+def is_routed(route: Raw) -> bool:
+    """Whether a Gateway has accepted this route, as it is now, and found the router."""
+    generation = route["metadata"].get("generation")
+    for parent in (route.get("status") or {}).get("parents") or ():
+        said = {
+            one["type"]: one["status"] == "True"
+            for one in parent.get("conditions") or ()
+            if one.get("observedGeneration") in {None, generation}
+        }
+        if said.get("Accepted") and said.get("ResolvedRefs", True):
+            return True
+    return False
+
+
+def route(lease: RolloutLease, settings: Settings, gateway: Gateway) -> Raw:
+    """The router's HTTPRoute; where TLS ends, and with which certificate, is the Gateway's matter.
+
+    Turns last as long as they do, so the Gateway has no time limit of its own; scrapers have a way
+    inside, so the page that needs no token stays there.
+    """
+    found = service(lease, settings)
+    name = found["metadata"]["name"]
+    parent = {"namespace": gateway.namespace, "name": gateway.name}
+    parent |= {"sectionName": gateway.section} if gateway.section else {}
+    backend = {"name": name, "port": HTTP_PORT}
+    forever = {"request": "0s"}
+    return _finished(
+        {
+            "apiVersion": "gateway.networking.k8s.io/v1",
+            "kind": "HTTPRoute",
+            "metadata": _metadata(name, lease, settings, _labels(name)),
+            "spec": {
+                "parentRefs": [
+                    parent | ({"sectionName": gateway.section} if gateway.section else {})
+                ],
+                "hostnames": [host_of(name, gateway)],
+                "rules": [
+                    # Without a backend the Gateway answers 500: it is not there.
+                    {"matches": [{"path": {"type": "PathPrefix", "value": "/metrics"}}]},
+                    {"backendRefs": [backend], "timeouts": forever},
+                ],
+            },
+        }
+    )
+
+
+def _labels(name: str) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "rose-router", "app.kubernetes.io/instance": name}
 
 
 def is_current(wanted: Raw, live: Raw | None) -> bool:
@@ -166,7 +252,7 @@ def _metadata(
 ) -> dict[str, Any]:
     return {
         "name": name,
-        "namespace": settings.namespace,
+        "namespace": settings.routers,
         "labels": {**MANAGED, **labels, "app.kubernetes.io/part-of": "rose"},
         "annotations": {LEASE: lease.metadata.key},
     }
@@ -186,6 +272,12 @@ def _container(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
             *([{"name": "peer", "containerPort": PEER_PORT}] if several else []),
         ],
         **({"env": env} if (env := _environment(settings, several=several)) else {}),
+        # Until the operator has said who this is; it may be away for a while.
+        "startupProbe": {
+            "httpGet": {"path": "/healthz", "port": "http"},
+            "periodSeconds": 2,
+            "failureThreshold": 1800,
+        },
         "readinessProbe": {
             "httpGet": {"path": "/healthz", "port": "http"},
             "periodSeconds": 2,
@@ -206,7 +298,8 @@ def _container(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
             "capabilities": {"drop": ["ALL"]},
         },
         "volumeMounts": [
-            {"name": "token", "mountPath": _TOKEN_FOLDER, "readOnly": True},
+            {"name": "proof", "mountPath": _PROOF_FOLDER, "readOnly": True},
+            {"name": "identity", "mountPath": _IDENTITY_FOLDER},
             *(
                 [{"name": "turns", "mountPath": _TURNS_FOLDER, "readOnly": True}]
                 if settings.turn_secrets
@@ -217,26 +310,18 @@ def _container(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
 
 
 def _environment(settings: Settings, *, several: bool) -> list[dict[str, Any]]:
-    keys = {"name": "ROSE_ACCOUNT_KEYS", "value": settings.account_keys}  # public ones
-    return [*([_POD_IP] if several else []), *([keys] if settings.account_keys else [])]
-
-
-def _demand(lease: RolloutLease, settings: Settings) -> list[str]:
-    """Agents must show their node's certificate; a dedicated engine elsewhere has none."""
-    if not settings.router_client_ca or lease.spec.dedicated_engines:
-        return []
-    operator = [f"--operator-ca={settings.router_peer_ca}"] if settings.router_peer_ca else []
-    return [f"--tls-client-ca={settings.router_client_ca}", *operator]
+    # The authority of the operator's certificate, which is no secret.
+    trust = {"name": tls.TRUST_TEXT, "value": settings.operator_authority}
+    return [*([_POD_IP] if several else []), *([trust] if settings.operator_authority else [])]
 
 
 def _replicas(lease: RolloutLease, settings: Settings) -> list[str]:
     if lease.spec.router.replicas == 1:
         return []
     name = replicas_name(router_name(lease.metadata.namespace, lease.metadata.name))
-    authority = settings.router_peer_ca
     return [
-        f"--replicas-dns={name}.{settings.namespace}.svc",
-        *([f"--peer-address=0.0.0.0:{PEER_PORT}", f"--peer-ca={authority}"] if authority else []),
+        f"--replicas-dns={name}.{settings.routers}.svc",
+        *([f"--peer-address=0.0.0.0:{PEER_PORT}"] if settings.tls_dir else []),
     ]
 
 
@@ -244,11 +329,12 @@ def _arguments(lease: RolloutLease, settings: Settings) -> list[str]:
     stale, oldest = lease.spec.weights.max_staleness_versions, lease.spec.router.max_age_versions
     return [
         f"--lease={lease.metadata.key}",
-        *_demand(lease, settings),
         *_replicas(lease, settings),
         f"--http-address=0.0.0.0:{HTTP_PORT}",
         f"--attach-address=0.0.0.0:{ATTACH_PORT}",
-        f"--token-file={_TOKEN_FOLDER}/token",
+        f"--enrol={enrol_address(settings)}",
+        f"--enrol-token-file={_PROOF_FOLDER}/token",
+        f"--identity-dir={_IDENTITY_FOLDER}/identity",
         *(["--authenticate"] if settings.router_authentication else []),
         *([f"--turn-token-file={_TURNS_FOLDER}/token"] if settings.turn_secrets else []),
         f"--context-tokens={lease.spec.context_tokens}",
@@ -262,8 +348,16 @@ def _arguments(lease: RolloutLease, settings: Settings) -> list[str]:
     ]
 
 
-def _pod(name: str, settings: Settings, container: dict[str, Any]) -> dict[str, Any]:
-    volumes = [{"name": "token", "secret": {"secretName": settings.token_secret}}]
+def _pod(name: str, lease: str, settings: Settings, container: dict[str, Any]) -> dict[str, Any]:
+    proof = {
+        "path": "token",
+        "audience": router_audience(lease),
+        "expirationSeconds": _PROOF_SECONDS,
+    }
+    volumes: list[dict[str, Any]] = [
+        {"name": "proof", "projected": {"sources": [{"serviceAccountToken": proof}]}},
+        {"name": "identity", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
+    ]
     if settings.turn_secrets:  # until somebody has made it, the pod waits: no open door meanwhile
         volumes.append({"name": "turns", "secret": {"secretName": turn_secret(name)}})
     return {

@@ -82,6 +82,10 @@ class _TokenReview(GenericGlobalResource):
     _api_info = create_api_info("authentication.k8s.io", "v1", "TokenReview", "tokenreviews")
 
 
+class _Route(GenericNamespacedResource):
+    _api_info = create_api_info("gateway.networking.k8s.io", "v1", "HTTPRoute", "httproutes")
+
+
 class _ScaledObject(GenericNamespacedResource):
     _api_info = create_api_info("keda.sh", "v1alpha1", "ScaledObject", "scaledobjects")
 
@@ -102,6 +106,7 @@ class Kind(Enum):
     SCALED_OBJECT = "ScaledObject"
     POLICY = "TenantPolicy"
     NAMESPACE = "Namespace"
+    ROUTE = "HTTPRoute"
 
 
 RESOURCES: dict[Kind, Any] = {
@@ -118,7 +123,10 @@ RESOURCES: dict[Kind, Any] = {
     Kind.SCALED_OBJECT: _ScaledObject,
     Kind.POLICY: create_global_resource(GROUP, VERSION, "TenantPolicy", "tenantpolicies"),
     Kind.NAMESPACE: _Namespace,
+    Kind.ROUTE: _Route,
 }
+KINDS_OF_ROUTERS = (Kind.DEPLOYMENT, Kind.SERVICE, Kind.ROUTE)
+"""What a router is made of; they live in the routers' namespace."""
 _EVERYWHERE = frozenset({Kind.POOL, Kind.LEASE, Kind.AUTOSCALER, Kind.SCALED_OBJECT})
 # Node objects are large: a page of them must not stop the loop for long.
 _PAGE = 250
@@ -132,7 +140,8 @@ class Api:
 
     Args:
         client: a lightkube client for the cluster.
-        namespace: where slots, routers and the leader Lease live.
+        namespace: where slots and the leader Lease live.
+        routers: where routers do; empty = the same.
         may_write: the leader lock's word, asked whenever a write is about to be sent: one that was
             told to come back later may find that another operator leads by then.
     """
@@ -142,16 +151,20 @@ class Api:
         client: AsyncClient,
         namespace: str,
         may_write: Callable[[], bool] = lambda: True,
+        *,
+        routers: str = "",
     ) -> None:
         self._client = client
         self._may_write = may_write
         self.namespace = namespace
+        self._routers = routers or namespace
 
     async def list(self, kind: Kind) -> tuple[list[Raw], int]:
         """Every object of a kind and the resource version of the listing.
 
         Pools, leases and autoscalers of all namespaces; nodes, policies, namespaces; slots,
-        Deployments and Services of ROSE's own, the latter two only those the operator made.
+        ROSE's own; Deployments, Services and HTTPRoutes of the routers', only those the operator
+        made.
 
         Raises:
             ApiUnavailable, ApiRefused: as everywhere in this class.
@@ -187,7 +200,10 @@ class Api:
             return {"fields": {"spec.unschedulable": "true"}}
         if kind is Kind.SLOT:
             return {"namespace": self.namespace}
-        return {"namespace": self.namespace, "labels": dict(MANAGED)}
+        return {"namespace": self._place(kind), "labels": dict(MANAGED)}
+
+    def _place(self, kind: Kind) -> str:
+        return self._routers if kind in KINDS_OF_ROUTERS else self.namespace
 
     async def apply(self, kind: Kind, manifest: Raw) -> Raw:
         """Create or change an object the operator owns.
@@ -203,12 +219,13 @@ class Api:
         return await self._write(kind, "status", lambda: self._patch(resource, manifest))
 
     async def delete(self, kind: Kind, name: str) -> None:
-        """Delete an object of ROSE's namespace; one that is gone already is fine."""
+        """Delete a slot, or an object of a router; one that is gone already is fine."""
+        place = self._place(kind)
         try:
             await self._write(
                 kind,
                 "delete",
-                lambda: self._client.delete(RESOURCES[kind], name, namespace=self.namespace),
+                lambda: self._client.delete(RESOURCES[kind], name, namespace=place),
             )
         except ApiRefused as error:
             if error.code != NOT_FOUND:

@@ -1,9 +1,9 @@
 """kopf watches every kind that the operator keeps, and feeds the caches with what changed.
 
 Handlers decide nothing, set no finalizer and write nothing: the planner needs all objects at once,
-and no single one decides (decision 0165). kopf runs twice, because one run watches
-either the whole cluster or some namespaces, and the operator may read Deployments and Services in
-its own namespaces alone.
+and no single one decides (decision 0165). kopf runs thrice, because one run watches
+either the whole cluster or some namespaces, and the operator may read slots in its own namespace
+alone, and Deployments and Services in the routers' alone.
 
 kopf does not tell what was deleted while a watch was down: it lists again (events without a type)
 and goes on. So the caches are also filled by our own full listings: at the start, after kopf has
@@ -21,12 +21,12 @@ from typing import Any
 import kopf
 
 from rose_core.api import GROUP, VERSION
-from rose_operator.kube.api import MANAGED, Api, Kind
+from rose_operator.kube.api import KINDS_OF_ROUTERS, MANAGED, Api, Kind
 from rose_operator.kube.object_cache import ObjectCache, Raw
 
 _log = logging.getLogger(__name__)
 # Where the API server has a kind: group, version, plural. The first of cluster scope or in all
-# namespaces, the second in ROSE's own.
+# namespaces, the second in ROSE's own, the third in the routers'.
 _CLUSTER = {
     Kind.POOL: (GROUP, VERSION, "servingpools"),
     Kind.LEASE: (GROUP, VERSION, "rolloutleases"),
@@ -35,18 +35,20 @@ _CLUSTER = {
 }
 _NAMESPACED = {
     Kind.SLOT: (GROUP, VERSION, "rolloutslots"),
+}
+# Other people's objects of these kinds are none of the operator's business.
+_OF_ROUTERS = {
     Kind.DEPLOYMENT: ("apps", "v1", "deployments"),
     Kind.SERVICE: ("", "v1", "services"),
+    Kind.ROUTE: ("gateway.networking.k8s.io", "v1", "httproutes"),
 }
-# Other people's Deployments and Services of these namespaces are none of the operator's business.
-_MANAGED_ONLY = (Kind.DEPLOYMENT, Kind.SERVICE)
 HandOver = Callable[[kopf.RawEvent, ObjectCache], None]
 # kopf is started again after this, and looks this often whether it should end.
 _AGAIN_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
 # Given, because kopf asks the system for the user's name otherwise, and an image may have none.
 _IDENTITY = "rose-operator"
-_LISTED = (*_CLUSTER, *_NAMESPACED)
+_LISTED = (*_CLUSTER, *_NAMESPACED, *_OF_ROUTERS)
 
 
 class _EndlessBackoff:
@@ -109,15 +111,18 @@ def settings() -> kopf.OperatorSettings:
     chosen.watching.client_timeout = 330
     chosen.watching.reconnect_backoff = 0.5
     managed = ",".join(f"{label}={value}" for label, value in MANAGED.items())
-    for kind in _MANAGED_ONLY:
-        chosen.watching.label_selectors[_NAMESPACED[kind]] = managed
+    for kind in KINDS_OF_ROUTERS:
+        chosen.watching.label_selectors[_OF_ROUTERS[kind]] = managed
     return chosen
 
 
 async def watch_kinds(
-    caches: Mapping[Kind, ObjectCache], namespace: str, listed: Callable[[], None]
+    caches: Mapping[Kind, ObjectCache],
+    namespace: str,
+    listed: Callable[[], None],
+    routers: str = "",
 ) -> None:
-    """Run kopf in threads of its own until cancelled.
+    """Run kopf in threads of its own until cancelled; ``routers`` is their namespace, if another.
 
     In the main thread kopf takes the process's signals, and at its end it waits for every task of
     the loop, ours included. What it brings is handed over to the caller's loop.
@@ -130,7 +135,8 @@ async def watch_kinds(
 
     for name, kinds, namespaces in (
         ("kopf-cluster", _CLUSTER, ()),
-        ("kopf-namespaces", _NAMESPACED, (namespace,)),
+        ("kopf-slots", _NAMESPACED, (namespace,)),
+        ("kopf-routers", _OF_ROUTERS, (routers or namespace,)),
     ):
         handlers = registry(caches, kinds, hand_over)
         args = (handlers, stop, namespaces)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rose_operator.errors import ApiRefused, NotLeader, OperatorError
-from rose_operator.kube.api import Kind
+from rose_operator.kube.api import KINDS_OF_ROUTERS, Kind
 from rose_operator.kube.backoff import KeyedBackoff
 from rose_operator.kube.object_cache import ObjectCache, Raw, key_of
 from rose_operator.metrics import WAITING_WRITES
@@ -40,7 +40,7 @@ class WriteApi(Protocol):
         """Write a status."""
 
     async def delete(self, kind: Kind, name: str) -> None:
-        """Delete from ROSE's namespace."""
+        """Delete from the namespace of its kind."""
 
     async def create(self, kind: Kind, manifest: Raw) -> Raw:
         """Create."""
@@ -64,7 +64,9 @@ class Writer:
     """Carries out writes while we lead.
 
     Args:
+        namespace: ROSE's own.
         may_write: the leader lock's word, asked before every write.
+        routers: namespace of the routers; empty = the same.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class Writer:
         may_write: Callable[[], bool],
         clock: Callable[[], float],
         backoff: KeyedBackoff | None = None,
+        routers: str = "",
     ) -> None:
         self._api, self._stores, self._namespace = api, stores, namespace
+        self._routers = routers or namespace
         self._may_write, self._clock = may_write, clock
         self._backoff = KeyedBackoff() if backoff is None else backoff
 
@@ -91,7 +95,8 @@ class Writer:
 
     def delete(self, kind: Kind, name: str) -> Write:
         """Delete an object of ours."""
-        key = f"{self._namespace}/{name}"
+        place = self._routers if kind in KINDS_OF_ROUTERS else self._namespace
+        key = f"{place}/{name}"
 
         async def run() -> None:
             await self._api.delete(kind, name)

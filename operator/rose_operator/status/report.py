@@ -192,21 +192,27 @@ class Reporter:
         )
         said = (outcome.wanted, outcome.granted, outcome.reason, outcome.message)
         router = self._router_of(lease)
-        inputs = lease.metadata.resource_version, slots, said, routers.is_ready(router)
+        route = self._route_of(routers.router_name(lease.metadata.namespace, lease.metadata.name))
+        routed = route is not None and routers.is_routed(route)
+        inputs = lease.metadata.resource_version, slots, said, routers.is_ready(router), routed
         same = self._same.get(key) == inputs and not self._deferral.waits(key)
         self._same[key] = inputs
         return same
 
+    def _route_of(self, name: str) -> Raw | None:
+        routes = self._stores.get(Kind.ROUTE)
+        return routes.get(f"{self._settings.routers}/{name}") if routes is not None else None
+
     def _router_of(self, lease: RolloutLease) -> Raw | None:
         name = routers.router_name(lease.metadata.namespace, lease.metadata.name)
-        return self._stores[Kind.DEPLOYMENT].get(f"{self._settings.namespace}/{name}")
+        return self._stores[Kind.DEPLOYMENT].get(f"{self._settings.routers}/{name}")
 
     def _lease(
         self, lease: RolloutLease, world: ClusterState, outcome: LeaseDecision, *, told: bool
     ) -> Iterator[Write]:
         name = routers.router_name(lease.metadata.namespace, lease.metadata.name)
         live = self._router_of(lease)
-        url = routers.router_url(name, self._settings.namespace) if live else ""
+        url = routers.url_of(name, self._settings, self._route_of(name)) if live else ""
         summary = lease_summary(lease, outcome, world.refusals.get(lease.metadata.key))
         status = lease_status(
             lease,

@@ -1,9 +1,10 @@
 """What the leases' routers say of their turns, gathered while this operator leads.
 
-The operator dials each router (``DEMAND``) at the address that it gave the router itself, with its
-own certificate where there is TLS. So a router needs no right to speak to the operator, speaks for
-no lease but its own, and is heard when no engine and so no node is attached to it. A lease with
-several replicas is asked at each of them, and what they say is added up.
+The operator dials each router (``DEMAND``) at the address that it gave the router itself, with the
+token of its lease and, where there is TLS, its own certificate. So a router needs no right to speak
+to the operator, speaks for no lease but its own, and is heard when no engine and so no node is
+attached to it. A lease with several replicas is asked at each of them, and what they say is added
+up.
 
 Nothing here is written anywhere. Next step: ``snapshot`` hands it to the planner
 (``rose_core.lending.demand``).
@@ -25,10 +26,16 @@ from rose_core import lending
 from rose_core.api import RolloutLease
 from rose_core.lending.demand import ReceivedNote, together
 from rose_core.wire.routing import DemandNote, DemandRequest
-from rose_operator.apply.routers import ATTACH_PORT, attach_address, replicas_name, router_name
+from rose_operator.apply.routers import (
+    ATTACH_PORT,
+    attach_address,
+    replicas_name,
+    router_name,
+)
 from rose_operator.kube.backoff import ExponentialBackoff
-from rose_operator.settings import Settings
+from rose_operator.settings import AUTHORITY, Settings
 from rose_wire import tls
+from rose_wire.bearer import lease_token
 from rose_wire.errors import WireError
 from rose_wire.rpc import connect, receive
 from rose_wire.services import DEMAND
@@ -56,7 +63,7 @@ class Demands:
         leases: those whose routers should be asked now.
         clock: monotonic seconds.
         wake: called when a lease begins to want slots, or no longer does.
-        dial: where a lease's router is; the Services in ROSE's namespace by default.
+        dial: where a lease's router is; the Services of routers by default.
     """
 
     def __init__(
@@ -110,7 +117,7 @@ class Demands:
         at, found = self._found.get(key, (float("-inf"), ()))
         if self._clock() - at < _RESOLVE_SECONDS:
             return found
-        host = f"{replicas_name(name)}.{self._settings.namespace}.svc"
+        host = f"{replicas_name(name)}.{self._settings.routers}.svc"
         scheme = tls.SCHEME if self._settings.tls_dir else ""
         certified = address.removeprefix(tls.SCHEME).rpartition(":")[0]
         made = tuple(
@@ -122,7 +129,8 @@ class Demands:
 
     async def _follow(self, router: RouterAddress) -> None:
         """Listen to one replica, again and again."""
-        request, token = DemandRequest(router.lease), self._settings.token
+        request = DemandRequest(router.lease)
+        token = lease_token(self._settings.token, router.lease)
         rest = ExponentialBackoff(1.0, _LONGEST_SECONDS)
         while True:
             try:
@@ -147,7 +155,9 @@ class Demands:
         folder: Path | None = self._settings.tls_dir
         if folder is None:
             return connect(router.address)
-        credentials = tls.client_credentials(folder / "ca.crt", folder)
+        signed = self._settings.router_authority
+        trust = folder / AUTHORITY if signed is None else signed / tls.CERTIFICATE
+        credentials = tls.client_credentials(trust, folder)
         return connect(router.address, credentials=credentials, name=router.name)
 
 

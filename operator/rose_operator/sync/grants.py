@@ -13,6 +13,7 @@ from rose_core.wire.sync import (
     EngineSpec,
     Grant,
     PoolPolicy,
+    RouterProof,
     Sharing,
     SleepTerms,
     WeightSource,
@@ -20,12 +21,17 @@ from rose_core.wire.sync import (
 from rose_operator.apply.routers import attach_address, router_name
 from rose_operator.settings import Settings
 from rose_operator.weight_stores import may_follow
+from rose_wire.bearer import lease_token
 
 
 def grants_of(
-    node: str, slots: Iterable[RolloutSlot], term: int, settings: Settings
+    node: str,
+    slots: Iterable[RolloutSlot],
+    term: int,
+    settings: Settings,
+    authority: bytes = b"",
 ) -> tuple[Grant, ...]:
-    """Every grant the node holds, by slot name.
+    """Every grant the node holds, by slot name; ``authority`` is that of routers, PEM.
 
     A slot whose store or run the platform's list no longer allows gets no grant: nodes dial nothing
     else, and serve no other team's weights.
@@ -38,7 +44,8 @@ def grants_of(
         and _allowed(slot, settings)
     )
     return tuple(
-        _grant(slot, term, settings) for slot in sorted(mine, key=lambda slot: slot.metadata.name)
+        _grant(slot, term, settings, authority)
+        for slot in sorted(mine, key=lambda slot: slot.metadata.name)
     )
 
 
@@ -48,9 +55,10 @@ def _allowed(slot: RolloutSlot, settings: Settings) -> bool:
     return weights.store_name in settings.stores and may_follow(runs, namespace, weights.run)
 
 
-def _grant(slot: RolloutSlot, term: int, settings: Settings) -> Grant:
+def _grant(slot: RolloutSlot, term: int, settings: Settings, authority: bytes) -> Grant:
     spec = slot.spec
     router = router_name(spec.lease_ref.namespace, spec.lease_ref.name)
+    token = lease_token(settings.token, spec.lease_ref.key)
     return Grant(
         key=GrantKey(term, SlotKey(slot.metadata.uid, slot.metadata.generation)),
         ttl_seconds=settings.grant_seconds,
@@ -78,6 +86,7 @@ def _grant(slot: RolloutSlot, term: int, settings: Settings) -> Grant:
         router=attach_address(router, settings),
         max_concurrent_turns=spec.engine.max_running,
         whole=spec.tier is Tier.WHOLE,
+        proof=RouterProof(token, authority),
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 
 from rose_core.api import RolloutSlot, ServingPool
 from rose_core.wire.sync import Notice, NoticeRequest, PoolPolicy, SyncReply, SyncRequest
@@ -26,11 +27,14 @@ from rose_operator.plan.typed_objects import TypedReader
 from rose_operator.settings import Settings
 from rose_operator.sync import authorization
 from rose_operator.sync.grants import grants_of, policy_of
+from rose_wire import tls
 from rose_wire.rpc import peer
 
 _log = logging.getLogger(__name__)
 _SYNCS_PER_SECOND = 250.0
 _RENEWALS_PER_TTL = 6.0
+# A file read for each of thousands of answers a second would be felt.
+_AUTHORITY_SECONDS = 10.0
 _KNOWN = (Kind.POOL, Kind.LEASE, Kind.SLOT)
 
 
@@ -61,6 +65,7 @@ class SyncService:
         self._lock = lock
         self._clock = clock
         self._wake = wake
+        self._authority, self._authority_due = b"", float("-inf")
         self._revisions = (-1, -1)
         self._slots: Mapping[str, Sequence[RolloutSlot]] = {}
         self._policies: tuple[PoolPolicy, ...] = ()
@@ -120,10 +125,25 @@ class SyncService:
         return SyncReply(
             term=self._lock.term,
             complete=True,
-            grants=grants_of(node, slots.get(node, ()), self._lock.term, self._settings),
+            grants=grants_of(
+                node,
+                slots.get(node, ()),
+                self._lock.term,
+                self._settings,
+                self._routers_authority(),
+            ),
             pools=policies,
             sync_period_seconds=self._period(),
         )
+
+    def _routers_authority(self) -> bytes:
+        """Whom agents believe to be a router, read again now and then; empty without TLS."""
+        folder, now = self._settings.router_authority, self._clock()
+        if folder is not None and now >= self._authority_due:
+            with suppress(OSError):  # it is being replaced: the next answer has the new one
+                self._authority = (folder / tls.CERTIFICATE).read_bytes()
+                self._authority_due = now + _AUTHORITY_SECONDS
+        return self._authority
 
     def _derived(self) -> tuple[Mapping[str, Sequence[RolloutSlot]], tuple[PoolPolicy, ...]]:
         """Slots by node and pool policies, read anew only after a change."""

@@ -60,6 +60,7 @@ def create(
         settings.turn_token_file,
         settings.turn_token,
         accounts=settings.accounts,
+        callers=settings.callers,
         lease=settings.lease,
         required=settings.authenticate,
     )

@@ -13,6 +13,8 @@ believed too, and nothing has to be handed out: the token is signed for this lea
 | ``rose-lease/NAMESPACE/NAME`` | everything: the trainer's |
 | ``rose-turns/NAMESPACE/NAME`` | turns, and no route of ``CONTROL``: for agents' harnesses |
 
+Callers without an account there are named by the lease itself (``rose_router.callers``).
+
 Who changes what concerns all turns of the lease is written down (``rose_router.access``).
 """
 
@@ -32,6 +34,7 @@ from aiohttp.typedefs import Middleware
 
 from rose_core import rights
 from rose_core.rights import Listener, Party
+from rose_router.callers import NamedCallers
 from rose_router.errors import Forbidden, NotAllowed
 from rose_wire.service_accounts import ServiceAccounts
 
@@ -82,6 +85,7 @@ class Tokens:
             asked.
         given: a token beside the file's.
         accounts: whose service accounts are believed; ``None`` = nobody's.
+        callers: whom the lease names besides; ``None`` = nobody.
         lease: ``namespace/name``, for the audiences of their tokens.
         required: nobody is heard without a token, also while none is known that would be good.
 
@@ -96,11 +100,12 @@ class Tokens:
         given: str = "",
         *,
         accounts: ServiceAccounts | None = None,
+        callers: NamedCallers | None = None,
         lease: str = "",
         required: bool = False,
     ) -> None:
         self._file, self._required = file, required
-        self._accounts, self._lease = accounts, lease
+        self._accounts, self._callers, self._lease = accounts, callers, lease
         self._known: dict[str, tuple[float, Caller]] = {}
         self._fixed = [given] if given else []
         if file is None and os.environ.get(ENVIRONMENT):
@@ -126,9 +131,12 @@ class Tokens:
         if job is not None:
             return Caller(f"job {job}" if job else "token", job)
         scheme, _, token = authorization.partition(" ")
-        if self._accounts is None or scheme.lower() != "bearer":
+        if scheme.lower() != "bearer":
             return None
-        return self._account(self._accounts, token.strip())
+        named = self._callers.find(token.strip()) if self._callers is not None else None
+        if named is not None:
+            return Caller(f"caller {named.name}", limited=named.turns_only)
+        return None if self._accounts is None else self._account(self._accounts, token.strip())
 
     def _account(self, accounts: ServiceAccounts, token: str) -> Caller | None:
         now = time.monotonic()
@@ -164,7 +172,8 @@ class Tokens:
             f"kubectl create token ACCOUNT --namespace {namespace} "
             f"--audience rose-lease/{namespace}/{name} --duration 8h"
         )
-        return f"{wrong}. A service account's token for this lease: {make}"
+        outside = f"from outside the cluster: rose caller grant NAME --lease {name} -n {namespace}"
+        return f"{wrong}. A service account's token for this lease: {make}; {outside}"
 
     def job_of(self, authorization: str) -> str | None:
         """The job that this ``Authorization`` header names, empty for none; ``None``: no token."""

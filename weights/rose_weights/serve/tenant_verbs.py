@@ -7,7 +7,6 @@ It changes a file that every store with ``--tenants FILE`` reads again by itself
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 import os
 import re
 import sys
@@ -16,18 +15,6 @@ from pathlib import Path
 from rose_weights.errors import WeightsError
 from rose_weights.serve import tenants
 from rose_wire import flags
-
-_UNITS = {"m": "minutes", "h": "hours", "d": "days"}
-
-
-def _lifetime(text: str) -> dt.timedelta | None:
-    """``90d``, ``12h``, ``30m``; ``never``."""
-    if text == "never":
-        return None
-    found = re.fullmatch(r"([1-9][0-9]{0,4})([mhd])", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: give 90d, 12h, 30m or never")
-    return dt.timedelta(**{_UNITS[found[2]]: int(found[1])})
 
 
 def _pattern(text: str) -> str:
@@ -68,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         help="a service account that is this tenant, as a shell pattern; repeatable",
     )
     grant.add_argument(
-        "--expires", type=_lifetime, default=None, metavar="90d", help="default: until revoked"
+        "--expires", type=flags.lifetime, default=None, metavar="90d", help="default: until revoked"
     )
     grant.add_argument("--out", type=Path, help="write the credential there (mode 0600)")
     grant.add_argument("--no-credential", action="store_true", help="rights alone")

@@ -1,0 +1,45 @@
+"""``rose router token``: what an engine of a team's own shows to its lease's router.
+
+Agents get it with their grants. The host of a dedicated engine lives elsewhere, so the platform
+makes it, from the installation's token, and hands it to the team: it opens the router of that lease
+and nothing else, and tells nothing of the installation's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rose_wire import flags
+from rose_wire.bearer import lease_token
+
+
+def _lease(text: str) -> str:
+    namespace, _, name = text.partition("/")
+    if not namespace or not name or "/" in name:
+        raise argparse.ArgumentTypeError(f"{text!r} is no lease; expected NAMESPACE/NAME")
+    return text
+
+
+def main(argv: list[str]) -> int:
+    """Print the token.
+
+    Returns:
+        0 printed, 1 the installation's token cannot be read.
+    """
+    parser = argparse.ArgumentParser("rose router token", description=__doc__.splitlines()[0])
+    parser.add_argument("--lease", type=_lease, required=True, metavar="NAMESPACE/NAME")
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        required=True,
+        help="the installation's token (key `token` of the Secret rose-token)",
+    )
+    given = parser.parse_args(argv)
+    try:
+        sys.stdout.write(lease_token(flags.token(given.token_file), given.lease) + "\n")
+    except OSError as error:
+        sys.stderr.write(f"rose router token: {flags.complaint(error, argv)}\n")
+        return 1
+    return 0
