@@ -18,7 +18,7 @@ import msgspec
 
 from bench.record import record
 from bench.rounds.curves import PLAIN, ROUNDS, Curve, curve_of, figures, table
-from bench.rounds.parts import RUN, Place, lease
+from bench.rounds.parts import RUN, RunningLease, lease
 from rose_wire import flags
 
 
@@ -38,15 +38,17 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def train(place: Place, arm: str, seed: int, given: argparse.Namespace, folder: Path) -> Curve:
+def train(
+    running: RunningLease, arm: str, seed: int, given: argparse.Namespace, folder: Path
+) -> Curve:
     """One run; what it says on the way goes to the terminal.
 
     Raises:
         CalledProcessError: it failed.
     """
     out = folder / f"{arm}-{seed}"
-    command = [sys.executable, "-m", "examples.grpo.train", f"--url={place.url}"]
-    command += [f"--store={place.store}", f"--run={RUN}", f"--model={place.model}"]
+    command = [sys.executable, "-m", "examples.grpo.train", f"--url={running.url}"]
+    command += [f"--store={running.store}", f"--run={RUN}", f"--model={running.model}"]
     command += [f"--out={out}", f"--seed={seed}", f"--seconds={given.seconds}", "--quiet"]
     command += [f"--evaluate-seconds={given.evaluate_seconds}"]
     sys.stderr.write(f"{arm}, seed {seed}\n")
@@ -61,10 +63,10 @@ def main(argv: list[str] | None = None) -> int:
     found: list[Curve] = []
     with tempfile.TemporaryDirectory(prefix="rose-rounds-") as name:
         folder = Path(name)
-        with lease(folder, given.engine_class) as place:
+        with lease(folder, given.engine_class) as running:
             for number, seed in enumerate(given.seeds):
                 order = (PLAIN, ROUNDS) if number % 2 == 0 else (ROUNDS, PLAIN)
-                found += [train(place, arm, seed, given, folder) for arm in order]
+                found += [train(running, arm, seed, given, folder) for arm in order]
     seeds = ", ".join(map(str, given.seeds))
     notes = (
         f"seeds {seeds}; {given.seconds:g} s a run; one dedicated SGLang on CPU; intervals of 95 % "

@@ -34,7 +34,7 @@ READY_SECONDS = 1200.0
 
 
 @dataclass(frozen=True)
-class Place:
+class RunningLease:
     """Where the trainer sends its turns and its weights."""
 
     url: str
@@ -63,7 +63,7 @@ def process(folder: Path, *command: str) -> Iterator[None]:
 
 
 @contextmanager
-def lease(folder: Path, engine_class: str = "sglang-cpu") -> Iterator[Place]:
+def lease(folder: Path, engine_class: str = "sglang-cpu") -> Iterator[RunningLease]:
     """Everything up, the engine with the base weights; all gone afterwards.
 
     Args:
@@ -85,15 +85,15 @@ def lease(folder: Path, engine_class: str = "sglang-cpu") -> Iterator[Place]:
         python = sys.executable if engine_class == "fake" else str(engine_python())
         for command in _commands(folder, (store, http, attach, data), (model, python)):
             stack.enter_context(process(folder, *command))
-        place = Place(f"http://127.0.0.1:{http}", f"127.0.0.1:{store}", model)
+        running = RunningLease(f"http://127.0.0.1:{http}", f"127.0.0.1:{store}", model)
         _until(f"http://127.0.0.1:{http}/health", folder)
         # The trainer's own tensors in its order: its runs go on where this one ends.
         base = Policy(model, learning_rate=0.0).named_tensors()
-        with Publisher(place.store, RUN) as publisher:
+        with Publisher(running.store, RUN) as publisher:
             version = publisher.publish(0, base)
             publisher.wait(version, READY_SECONDS)
-        _until(f"{place.url}/ready", folder)
-        yield place
+        _until(f"{running.url}/ready", folder)
+        yield running
 
 
 def _engine(store: str, model: Path, engine_class: str) -> dict[str, object]:
