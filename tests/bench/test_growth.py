@@ -48,7 +48,7 @@ def test_growth_is_judged_as_linear_and_the_largest_by_its_limits(
 ) -> None:
     spent = iter((1.0, 9.0, 95.0))
     monkeypatch.setattr(growth, "alone_of", lambda *_arguments: [])
-    monkeypatch.setattr(growth, "curves_of", lambda *_arguments: ())
+    monkeypatch.setattr(growth, "curves_of", lambda *_arguments, **_named: ())
     monkeypatch.setattr(growth, "_bins_s", lambda *_arguments: next(spent))
     rows = {one.name: one for one in growth.growth(FLEET)}
     assert rows["fleet: bins of 1000 GPUs / of 100; linear"].met

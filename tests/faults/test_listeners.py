@@ -204,7 +204,9 @@ async def heard(found: Fleet, name: str, word: str) -> tuple[set[str], set[str],
     )
 
 
-EVERY_VERB = {verb for one in Listener if one is not Listener.API for verb in rights.verbs(one)} | {
+# The API's verbs are no requests to a process, and the forwarder's are a wildcard.
+NO_REQUESTS = {Listener.API, Listener.FORWARD}
+EVERY_VERB = {verb for one in Listener if one not in NO_REQUESTS for verb in rights.verbs(one)} | {
     "GET /",
     "GET /debug",
     "POST /slots/x/generate",
