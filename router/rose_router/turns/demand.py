@@ -39,7 +39,8 @@ class DemandFeed:
         self._began = service.clock()
         self._rhythm = Rhythm()
         self._came = asyncio.Event()
-        service.on_turn = self._came.set
+        self._idle = True  # at the last look
+        service.on_turn = self._see_turn
 
     def serve_on(self, server: Server) -> None:
         """Bind the method."""
@@ -51,10 +52,17 @@ class DemandFeed:
             self.look()
             await asyncio.sleep(LOOK_SECONDS)
 
+    def _see_turn(self) -> None:
+        """A turn begins: look at the first after none, which may have ended by the next look."""
+        self._came.set()
+        if self._idle:
+            self.look()
+
     def look(self) -> None:
         """Take one look."""
         head = self._service.fleet.head
         turns = len(self._service.ledger)
+        self._idle = not turns
         named = str(head) if head else ""
         self._rhythm = observe(self._rhythm, turns, named, self._service.clock())
         now = self._rhythm.phase(self._service.clock())
