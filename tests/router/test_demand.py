@@ -6,6 +6,10 @@ from typing import Any, cast
 from rose_router.turns.demand import DemandFeed
 
 
+def nothing() -> None:
+    """Nobody listens."""
+
+
 class Turns:
     """The part of a service that the feed reads; a turn ends when the test says so."""
 
@@ -14,7 +18,7 @@ class Turns:
         self.ledger: list[str] = []
         self.room = Room()
         self.fleet = Engines()
-        self.on_turn: Callable[[], None] = list
+        self.on_turn: Callable[[], None] = nothing
 
     def clock(self) -> float:
         return self.now
