@@ -31,7 +31,8 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,26 @@ _LOOK_SECONDS = 1.0
 # Without certificates nothing expires; a router is looked at again all the same.
 _WITHOUT_TLS_SECONDS = 43_200.0
 _NODE = "authentication.kubernetes.io/node-name"
+
+
+@contextmanager
+def _counted(what: str) -> Iterator[None]:
+    """Counts and logs how an enrolment ended.
+
+    Raises:
+        Refused: for whatever is at fault in the request, its token or the authority's folder.
+        Unavailable: the API server could not be asked; not counted, the caller asks again.
+    """
+    try:
+        yield
+    except ApiUnavailable as error:
+        raise Unavailable(str(error)) from error
+    except (ApiRefused, OSError, ValueError, Refused) as error:
+        ENROLMENTS.labels("refused").inc()
+        _log.warning("no %s: %s", what, error)
+        raise Refused(str(error)) from error
+    ENROLMENTS.labels("signed").inc()
+    _log.info("%s", what)
 
 
 @dataclass(frozen=True)
@@ -124,22 +145,11 @@ class Enrolment:
             Refused: the token is not good for this node.
             Unavailable: the API server could not be asked.
         """
-        try:
+        with _counted(f"certificate for node {request.node}"):
             status = await self._api.review_token(request.token, AUDIENCE)
             self._check(status, request.node)
             name = f"system:node:{request.node}"
             certificate = self._authority.sign(request.request, name)
-        except ApiUnavailable as error:
-            raise Unavailable(str(error)) from error
-        except (ApiRefused, OSError, ValueError) as error:
-            ENROLMENTS.labels("refused").inc()
-            raise Refused(str(error)) from error
-        except Refused as error:
-            ENROLMENTS.labels("refused").inc()
-            _log.warning("no certificate for node %s: %s", request.node, error)
-            raise
-        ENROLMENTS.labels("signed").inc()
-        _log.info("certificate for node %s", request.node)
         return EnrolReply(certificate)
 
     def _check(self, status: dict[str, object], node: str) -> None:
@@ -208,21 +218,10 @@ class RouterEnrolment:
             Refused: the token is not that of this lease's router, or there is no such lease.
             Unavailable: the API server could not be asked.
         """
-        try:
+        with _counted(f"identity for the router of lease {request.lease}"):
             status = await self._api.review_token(request.token, router_audience(request.lease))
             _user(status, router_audience(request.lease), self._trust.account, "routers")
             said = self._identity(request)
-        except ApiUnavailable as error:
-            raise Unavailable(str(error)) from error
-        except (ApiRefused, OSError, ValueError) as error:
-            ENROLMENTS.labels("refused").inc()
-            raise Refused(str(error)) from error
-        except Refused as error:
-            ENROLMENTS.labels("refused").inc()
-            _log.warning("no identity for the router of lease %s: %s", request.lease, error)
-            raise
-        ENROLMENTS.labels("signed").inc()
-        _log.info("identity for the router of lease %s", request.lease)
         yield said
         began, life = asyncio.get_running_loop().time(), self._life()
         while asyncio.get_running_loop().time() - began < life:
