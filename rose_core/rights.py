@@ -156,7 +156,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_L.AGENT, _PAGES, (_P.ANYBODY,)),
     Rule(_L.AGENT, ("GET /report", "GET /trace"), (_P.NODE, _P.PLATFORM)),
     Rule(_L.TAP, _PAGES, (_P.ANYBODY,)),
-    Rule(_L.HOST, (*_PAGES, "GET /vacated"), (_P.ANYBODY,)),
+    Rule(_L.HOST, (*_PAGES, "GET /readyz", "GET /vacated"), (_P.ANYBODY,)),
     Rule(
         _L.HOST,
         tuple(

@@ -29,6 +29,7 @@ from rose_demo.pieces import (
 )
 from rose_dev.image import IMAGE
 
+_PAGES_PORT = 9103
 # Both containers see the engine through these.
 _SHARED: list[Object] = [
     {"name": "run", "mountPath": "/run/rose"},
@@ -91,6 +92,13 @@ def _host(engines: Engines, paths: list[dict[str, str]]) -> Object:
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             {"name": "ROSE_TLS_CA", "value": "/tls/ca.crt"},
         ],
+        # Ready once the engine runs: its start takes a core for a minute, which live traffic that
+        # has begun would be short of.
+        "readinessProbe": {
+            "httpGet": {"path": "/readyz", "port": _PAGES_PORT},
+            "periodSeconds": 2,
+            "timeoutSeconds": 5,
+        },
         "volumeMounts": [
             *_SHARED,
             *mounts(paths),

@@ -130,7 +130,7 @@ def plan(
     at its time.
     """
     arrivals = read_trace(trace)
-    span = seconds // (2 * window_s) * slice_seconds(window_s) if window_s else seconds
+    span = span_seconds(seconds, window_s)
     start = busiest_window(arrivals, span)
     lent = schedule(arrivals, start_s=start, seconds=span, scale=scale, seed=1)
     source = random.Random(2)  # noqa: S311  # load, nothing secret
@@ -143,6 +143,11 @@ def plan(
     return {role: twice(rows, window_s=window_s, seconds=seconds) for role, rows in plans.items()}
 
 
+def span_seconds(seconds: float, window_s: float) -> float:
+    """How much of the trace is sent: with windows each part twice, and their ends stay free."""
+    return seconds // (2 * window_s) * slice_seconds(window_s) if window_s else seconds
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(prog="python -m rose_demo.load", description=__doc__)
@@ -152,7 +157,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--seconds", type=float, required=True)
     result.add_argument("--origin", type=float, default=None, help="monotonic start, seconds")
     result.add_argument("--keep", type=float, default=Scale.keep, help="share of requests kept")
-    result.add_argument("--length-divisor", type=float, default=Scale.length_divisor)
+    result.add_argument("--shorter", type=float, default=1.0, help="factor for all lengths")
     result.add_argument("--control-share", type=float, default=0.5)
     result.add_argument("--window-seconds", type=float, default=0.0, help="send twice, in pairs")
     result.add_argument("--out", type=Path, required=True)
@@ -162,7 +167,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Replay; ends with the last response."""
     arguments = parser().parse_args(argv)
-    scale = Scale(keep=arguments.keep, length_divisor=arguments.length_divisor)
+    scale = Scale(keep=arguments.keep).shorter(arguments.shorter)
     plans = plan(
         arguments.trace,
         seconds=arguments.seconds,

@@ -22,7 +22,7 @@ from typing import NoReturn
 import msgspec
 
 from rose_demo.errors import AlreadyRunning, DemoError
-from rose_demo.measure import measure, process, warm_up_command
+from rose_demo.measure import measure
 from rose_demo.options import Options, parse
 from rose_demo.reaper import Reaper
 from rose_demo.records import Recording
@@ -75,7 +75,7 @@ def run(options: Options, node: Node, scratch: Path) -> int:
         stack.up()
         stack.wait_for_parts()
         try:
-            recording = _measured(stack, reaper, scratch)
+            recording = _measured(stack, reaper)
         finally:
             stack.save_logs(options.out / "logs")
     findings = judge(recording)
@@ -84,10 +84,9 @@ def run(options: Options, node: Node, scratch: Path) -> int:
     return findings.exit_code
 
 
-def _measured(stack: Stack, reaper: Reaper, scratch: Path) -> Recording:
-    """Wait for the slot under light traffic, then measure."""
-    with process(warm_up_command(stack), scratch / "warm-up.log", reaper):
-        stack.wait_for_slot()
+def _measured(stack: Stack, reaper: Reaper) -> Recording:
+    """Wait for the slot, then measure."""
+    stack.wait_for_slot()
     screen = Screen(sys.stdout, plain=stack.options.plain or not sys.stdout.isatty())
     return asyncio.run(measure(stack, reaper, screen))
 

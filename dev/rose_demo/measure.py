@@ -10,9 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,22 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from rose_demo import placement
+from rose_demo import calibrate, placement
 from rose_demo.collect import Collector, gate_intervals, stop_seconds
 from rose_demo.errors import SetUpFailed
+from rose_demo.load import span_seconds
 from rose_demo.options import Options
 from rose_demo.reaper import Reaper
 from rose_demo.records import Recording, Request, Sample
 from rose_demo.stack import Addresses, Stack
 from rose_demo.table import Screen, frame
+from rose_demo.trace import Scale, busiest_window, read_trace, schedule
 from rose_dev.engine_environment import SGLANG_VERSION
 from rose_dev.image import checkout
 
 _LOOK_SECONDS = 1.0
 _PLACE_SECONDS = 10.0
+_WARM_UP_SHARE = 0.25
 _TRAINER_END_SECONDS = 90.0
 _LENDING_SECONDS = 180.0
 # The load generator imports and plans before its first request is due.
@@ -58,15 +61,17 @@ def process(argv: list[str], log: Path, reaper: Reaper) -> Iterator[subprocess.P
         started.wait()
 
 
-def load_command(options: Options, lent: str, control: str, out: Path, **changes: str) -> list[str]:
+def load_command(
+    options: Options, scale: Scale, lent: str, control: str, out: Path, **changes: str
+) -> list[str]:
     """The load generator's command line."""
     flags = {
         "lent": lent,
         "control": control,
         "trace": str(options.trace),
         "seconds": str(options.seconds),
-        "keep": str(options.keep_share),
-        "length-divisor": str(options.length_divisor),
+        "keep": str(scale.keep),
+        "shorter": str(scale.length_divisor / Scale.length_divisor),
         "control-share": str(options.control_share),
         "out": str(out),
     } | changes
@@ -78,13 +83,12 @@ def load_command(options: Options, lent: str, control: str, out: Path, **changes
     ]
 
 
-def warm_up_command(stack: Stack) -> list[str]:
+def warm_up_command(stack: Stack, scale: Scale) -> list[str]:
     """Light traffic on both replicas: the guard trusts its signal once it has seen requests."""
     first, second = stack.serving_urls()
-    out = Path("/dev/null")
-    return load_command(
-        stack.options, first, second, out, seconds="900", keep="0.04", **{"control-share": "1"}
-    )
+    light = replace(scale, keep=scale.keep * _WARM_UP_SHARE)
+    changes = {"seconds": "900", "control-share": "1"}
+    return load_command(stack.options, light, first, second, Path("/dev/null"), **changes)
 
 
 def trainer_command(
@@ -151,10 +155,12 @@ def fresh(folder: Path, *names: str) -> None:
 
 async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
     """Run trainer and load for the asked time and record everything."""
-    options, at, out = stack.options, stack.addresses(), stack.options.out
+    at, out = stack.addresses(), stack.options.out
     fresh(out, "requests.jsonl", "progress.jsonl", "trainer.log", "load.log")
     model = stack.engines.models / stack.engines.rollout
     stack.place_processes()
+    scale, told = await _calibrate(stack, at.lent)
+    options = stack.options
     seen = Measurement()
     turns = stack.turn_token()
     trainer_argv = trainer_command(options, at, (stack.credential, turns), model, out)
@@ -172,8 +178,9 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
         # Totals count from before the trainer's first turn, so that they can be compared with its.
         seen.samples.append(msgspec.structs.replace(await collector.look(), at_s=0.0))
         with process(trainer_argv, out / "trainer.log", reaper) as trainer:
-            await _until_paired(stack, reaper, collector)
-            with process(_measured_load(options, at, collector), out / "load.log", reaper):
+            await _until_published(stack, collector)
+            await _until_paired(stack, scale, reaper, collector)
+            with process(_measured_load(options, scale, at, collector), out / "load.log", reaper):
                 await _watch(stack, collector, seen, lines, screen)
             trainer.send_signal(signal.SIGTERM)
             await asyncio.to_thread(_end, trainer)
@@ -182,22 +189,25 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
         record = await collector.flight_record()
         seen.inclusion = await collector.inclusion()
     (out / "flight-record.json").write_bytes(msgspec.json.encode(record))
-    return _recording(stack, seen, record, int(collector.origin * 1e9))
+    return _recording(stack, seen, record, int(collector.origin * 1e9), told)
 
 
-async def _until_paired(stack: Stack, reaper: Reaper, collector: Collector) -> None:
+async def _until_paired(stack: Stack, scale: Scale, reaper: Reaper, collector: Collector) -> None:
     """Light traffic until the slot lends; then until just before the next pair of windows."""
     options = stack.options
-    with process(warm_up_command(stack), options.out / "load.log", reaper):
+    with process(warm_up_command(stack, scale), options.out / "load.log", reaper):
         await _until_lending(stack, collector)
         collector.origin = next_pair(time.monotonic(), options.window_seconds)
         await asyncio.sleep(collector.origin - time.monotonic() - _LOAD_START_SECONDS)
 
 
-def _measured_load(options: Options, at: Addresses, collector: Collector) -> list[str]:
+def _measured_load(
+    options: Options, scale: Scale, at: Addresses, collector: Collector
+) -> list[str]:
     """The load of the measurement, which begins at the collector's origin."""
     return load_command(
         options,
+        scale,
         at.lent,
         at.control,
         options.out / "requests.jsonl",
@@ -207,7 +217,11 @@ def _measured_load(options: Options, at: Addresses, collector: Collector) -> lis
 
 
 def _recording(
-    stack: Stack, seen: Measurement, record: list[dict[str, Any]], origin_ns: int
+    stack: Stack,
+    seen: Measurement,
+    record: list[dict[str, Any]],
+    origin_ns: int,
+    load: str,
 ) -> Recording:
     options = stack.options
     end_ns = origin_ns + int(options.seconds * 1e9)
@@ -220,7 +234,7 @@ def _recording(
         training=tuple(seen.training),
         inclusion=seen.inclusion,
         story=seen.story or stack.story(),
-        notes=notes() | lateness(seen.requests),
+        notes=notes() | {"load": load} | lateness(seen.requests),
     )
 
 
@@ -230,23 +244,72 @@ def next_pair(now_s: float, window_s: float) -> float:
     return math.ceil((now_s + _LOAD_START_SECONDS) / pair) * pair
 
 
-async def _until_lending(stack: Stack, collector: Collector) -> None:
-    """Wait until the borrowed engine carries the trainer's first weights.
+async def _calibrate(stack: Stack, url: str) -> tuple[Scale, str]:
+    """Fit the load to this machine; says how."""
+    options = stack.options
+    speed = await calibrate.measure_speed(url)
+    arrivals = read_trace(options.trace)
+    span = span_seconds(options.seconds, options.window_seconds)
+    start = busiest_window(arrivals, span)
+    usual, whole = Scale(), Scale(Scale.keep, 1.0, sys.maxsize, sys.maxsize)
+    load = schedule(arrivals, start_s=start, seconds=span, scale=whole, seed=1)
+    scale = calibrate.fit(load, usual, speed, seconds=span, share=options.load)
+    told = (
+        f"live traffic: {scale.keep:.1%} of the trace's requests, lengths divided by "
+        f"{scale.length_divisor:g}, for a replica busy {options.load:.0%} of the time: alone it "
+        f"takes {speed.request_s * 1e3:.0f} ms a request, {speed.prefill_s * 1e3:.2f} ms a prompt "
+        f"token, {speed.decode_s * 1e3:.0f} ms an output token"
+    )
+    stack.step(told)
+    return scale, told
+
+
+async def _until_published(stack: Stack, collector: Collector) -> None:
+    """Wait until the dedicated engine carries the trainer's first weights.
+
+    Before live traffic: a trainer's start, and the first build of the weight plane's kernels, take
+    whole cores for a while, which nobody's serving machine would have to spare.
 
     Raises:
         SetUpFailed: not in time.
     """
+    await _until(
+        stack,
+        lambda seen: bool(seen.versions),
+        collector,
+        "the dedicated engine carries the trainer's weights",
+    )
+
+
+async def _until_lending(stack: Stack, collector: Collector) -> None:
+    """Wait until the borrowed engine carries the trainer's weights.
+
+    Raises:
+        SetUpFailed: not in time, or lending rests.
+    """
+    await _until(
+        stack,
+        lambda seen: seen.withheld is not None,
+        collector,
+        "the slot's engine carries the trainer's weights: measuring",
+    )
+
+
+async def _until(
+    stack: Stack, condition: Callable[[Sample], bool], collector: Collector, what: str
+) -> None:
     deadline = time.monotonic() + _LENDING_SECONDS
-    while (await collector.look()).withheld is None:
+    while not condition(await collector.look()):
         if time.monotonic() > deadline:
             message = (
-                f"the slot's engine has no attested weights after {_LENDING_SECONDS:.0f} s; see "
-                f"trainer.log and logs/ in {stack.options.out}\n{stack.evidence()}"
+                f"{what}: not so after {_LENDING_SECONDS:.0f} s; see trainer.log and logs/ in "
+                f"{stack.options.out}\n{stack.evidence()}"
             )
             raise SetUpFailed(message)
+        await asyncio.to_thread(stack.refuse_to_rest)
         await asyncio.to_thread(stack.place_processes)
         await asyncio.sleep(2.0)
-    stack.step("the slot's engine carries the trainer's weights: measuring")
+    stack.step(what)
 
 
 async def _watch(

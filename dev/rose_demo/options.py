@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rose_demo.records import Settings
-from rose_demo.trace import Scale, default_trace
+from rose_demo.trace import BUSY_SHARE, default_trace
 from rose_dev.models import RECIPES
 from rose_wire.flags import above_zero, count, one_or_more, share
 
@@ -19,8 +19,7 @@ class Options:
     seconds: float
     out: Path
     trace: Path
-    keep_share: float
-    length_divisor: float
+    load: float
     control_share: float
     serving_model: str
     rollout_model: str
@@ -62,9 +61,13 @@ def parser() -> argparse.ArgumentParser:
     add("--seconds", type=above_zero, default=240.0, help="length of the measurement")
     add("--out", type=Path, default=Path("out/demo"), help="folder of report and summary")
     add("--trace", type=Path, default=default_trace(), help="CSV with t_s,in_tokens,out_tokens")
-    add("--keep-share", type=share, default=Scale.keep, help="share of the trace's requests sent")
     add(
-        "--length-divisor", type=above_zero, default=Scale.length_divisor, help="of request lengths"
+        "--load",
+        type=above_zero,
+        metavar="SHARE",
+        help="of the time for which a replica alone would be busy; the trace is thinned and "
+        "shortened for it, by the speed that is measured here",
+        default=BUSY_SHARE,
     )
     add("--control-share", type=share, default=0.5, help="of those, sent to the never-lent replica")
     add("--serving-model", choices=models, default="mid", help="model of the serving replicas")

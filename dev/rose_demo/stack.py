@@ -6,8 +6,8 @@
 | ROSE | the chart is installed |
 | objects | replicas, store, dedicated engine, pool and lease are applied |
 | replicas | both serving pods are Ready |
-| parts | operator, agent, engine host, store are Ready and the lease has its router |
-| slot | the slot's engine runs and waits for weights |
+| parts | ROSE, store and dedicated engine are Ready and the lease has its router |
+| slot | the slot is granted; its engine starts once live traffic has shown its signal |
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from rose_core.api.reasons import ConditionType, Reason
 from rose_demo import manifests, placement
 from rose_demo.dedicated import dedicated
 from rose_demo.errors import AlreadyRunning, SetUpFailed
@@ -103,6 +104,25 @@ def pods_of(answer: str) -> list[Pod]:
     return found
 
 
+def resting(lease: dict[str, Any]) -> str:
+    """Why waiting for the slot is in vain, from the lease's status; empty while it is not.
+
+    The breaker rests for longer than the demo waits.
+    """
+    for condition in lease.get("conditions", []):
+        if (
+            condition["type"] == ConditionType.GRANTED
+            and condition["reason"] == Reason.BREAKER_OPEN
+        ):
+            return (
+                f"lending rests before it began: {condition['message']}. Live traffic was slow "
+                "without it, so something else needs this machine's cores, or the machine is "
+                "slower than the objective allows. End what runs beside the demo, or give it a "
+                "wider objective (--ttft-slo-ms, --tpot-slo-ms)"
+            )
+    return ""
+
+
 class Stack:
     """The demo's world.
 
@@ -162,17 +182,29 @@ class Stack:
         Raises:
             SetUpFailed: something did not come up in time.
         """
-        for namespace, what in ((SYSTEM, "ROSE and the weight store"), (SERVING, "both replicas")):
+        system = "ROSE, the weight store and the dedicated engine"
+        for namespace, what in ((SYSTEM, system), (SERVING, "both replicas")):
             self._until(lambda namespace=namespace: self._all_ready(namespace), what)  # type: ignore[misc]
         self._until(lambda: bool(self._lease().get("routerURL")), "the lease's router")
 
     def wait_for_slot(self) -> None:
-        """Wait until the slot's engine runs; its weights come from the trainer.
+        """Wait until the slot has its engine, which starts once the guard has seen live requests.
 
         Raises:
             SetUpFailed: not in time; says the slot's and the lease's conditions.
         """
         self._until(lambda: self._slot_state() in {"Syncing", "Running", "Stopped"}, "the slot")
+
+    def refuse_to_rest(self) -> None:
+        """Check that waiting for the slot is not in vain.
+
+        Raises:
+            SetUpFailed: lending rests for longer than the demo waits.
+        """
+        reason = resting(self._lease())
+        if reason:
+            message = f"{reason}\n{self.evidence()}"
+            raise SetUpFailed(message)
 
     def addresses(self) -> Addresses:
         """Where everything is."""

@@ -1,8 +1,8 @@
 """Live traffic for the demo: a window of a real trace, scaled to small models on one core.
 
 Arrivals keep their timing and lengths their proportions; only a share of the requests is kept and
-lengths are divided, so that the replica is busy about a third of the time, as in the measurements
-behind the guard. Which requests are kept is drawn with a fixed seed: the same schedule every time.
+lengths are divided, so that the replica is busy about a third of the time (``calibrate``). Which
+requests are kept is drawn with a fixed seed: the same schedule every time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 from rose_demo.errors import BadTrace
 
 DEFAULT_TRACE = "azure2023_conv_600s.csv"
+BUSY_SHARE = 0.33
+"""Of its time that a replica works when it is alone: what the load is fitted to."""
 QUIET_SHARE = 0.12
 """End of a window without arrivals, as a share of its length."""
 
@@ -43,12 +45,30 @@ class Scale:
         keep: share of requests kept, 0..1.
         length_divisor: prompt and output lengths are divided by this.
         longest_prompt, longest_output: then cut to these.
+        shortest_output: of fewer tokens a single neighbour's prefill decides the time per token.
     """
 
     keep: float = 0.16
     length_divisor: float = 6.0
     longest_prompt: int = 700
     longest_output: int = 100
+    shortest_output: int = 8
+
+    def shorten(self, row: Arrival) -> Arrival:
+        """The request with lengths for a small model."""
+        prompt = min(max(round(row.prompt_tokens / self.length_divisor), 4), self.longest_prompt)
+        output = round(row.output_tokens / self.length_divisor)
+        output = min(max(output, self.shortest_output), self.longest_output)
+        return replace(row, prompt_tokens=prompt, output_tokens=output)
+
+    def shorter(self, factor: float) -> Scale:
+        """The same proportions, all lengths shorter by this factor."""
+        return replace(
+            self,
+            length_divisor=round(self.length_divisor * factor, 2),
+            longest_prompt=max(round(self.longest_prompt / factor), 4),
+            longest_output=max(round(self.longest_output / factor), self.shortest_output),
+        )
 
 
 def default_trace() -> Path:
@@ -106,7 +126,7 @@ def schedule(
         for row in rows:
             at = row.at_s + lap * period - start_s
             if source.random() < scale.keep and 0 <= at < seconds:
-                kept.append(_scaled(at, row, scale, len(kept)))
+                kept.append(scale.shorten(replace(row, at_s=at, number=len(kept))))
         lap += 1
     return kept
 
@@ -135,10 +155,3 @@ def twice(arrivals: Sequence[Arrival], *, window_s: float, seconds: float) -> li
 def slice_seconds(window_s: float) -> float:
     """How much of the trace fits into a window."""
     return window_s * (1 - QUIET_SHARE)
-
-
-def _scaled(at: float, row: Arrival, scale: Scale, number: int) -> Arrival:
-    prompt = min(max(round(row.prompt_tokens / scale.length_divisor), 4), scale.longest_prompt)
-    # Three tokens at least: below that there is no time per output token.
-    output = min(max(round(row.output_tokens / scale.length_divisor), 3), scale.longest_output)
-    return Arrival(at, prompt, output, number)

@@ -227,8 +227,12 @@ class Sampler:
         keys = [f"{group}-{member:03d}." for member in range(self._group_size)]
         self._open.update(keys)
         plays = (play(self._client, task, key, group) for key in keys)
-        members = await asyncio.gather(*plays)
-        self._ready.append(tuple(members))
+        # Every member is waited for: one that fails must not leave its siblings' turns to nobody.
+        members = await asyncio.gather(*plays, return_exceptions=True)
+        for member in members:
+            if isinstance(member, BaseException):
+                raise member
+        self._ready.append(tuple(one for one in members if isinstance(one, Trajectory)))
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._in_flight.discard(task)

@@ -162,7 +162,7 @@ MISTAKES = {
     "a relay's port": ("weights relay --upstream a:1 --root {new} --http-port 99999", "is no port"),
     "a host's level": ("engine-host --models {new} --log-level loud", "choose from 'DEBUG'"),
     "a wait that never ends": ("explain pool chat --timeout inf", "'inf' is no amount"),
-    "a divisor that divides nothing": ("demo --length-divisor 0", "'0' is too little"),
+    "a load that loads nothing": ("demo --load 0", "'0' is too little"),
     "a wait below nothing": ("explain pool chat --timeout -1", "'-1' is no amount"),
     "a price that is none": ("report --dedicated-hour nan", "'nan' is no amount"),
     "a count that is not finite": ("report --accepted a/b=inf", "is no NAMESPACE/LEASE=NUMBER"),

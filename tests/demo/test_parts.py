@@ -25,7 +25,7 @@ from rose_demo.pieces import DEDICATED, Engines
 from rose_demo.placement import Cores, Process
 from rose_demo.reaper import watch
 from rose_demo.records import ClassFigures, Role
-from rose_demo.stack import pods_of
+from rose_demo.stack import pods_of, resting
 from rose_demo.trace import (
     Arrival,
     Scale,
@@ -284,6 +284,17 @@ def test_pods_that_are_ending_do_not_count() -> None:
     assert [(pod.name, pod.ready) for pod in found] == [("a", True)]
 
 
+def test_a_demo_whose_live_traffic_is_slow_by_itself_says_what_to_do() -> None:
+    def lease(reason: str) -> dict[str, object]:
+        message = "0 of 1 slots; lending rests for another 600 s"
+        return {"conditions": [{"type": "Granted", "reason": reason, "message": message}]}
+
+    assert "--ttft-slo-ms" in resting(lease("BreakerOpen"))
+    assert "another 600 s" in resting(lease("BreakerOpen"))
+    assert resting(lease("WaitingForTraffic")) == ""
+    assert resting({}) == ""
+
+
 def test_the_reaper_acts_only_on_death() -> None:
     ended: list[list[int]] = []
     assert watch(["child 12\n", "child 13\n"], ended.append)
@@ -304,7 +315,7 @@ def test_lines_are_followed_whole(tmp_path: Path) -> None:
 
 
 def test_the_load_command_is_one_the_generator_takes(tmp_path: Path) -> None:
-    argv = load_command(parse([]), "http://a", "http://b", tmp_path / "o", seconds="5")
+    argv = load_command(parse([]), Scale(), "http://a", "http://b", tmp_path / "o", seconds="5")
     assert argv[:3] == [sys.executable, "-m", "rose_demo.load"]
     options = load.parser().parse_args(argv[3:])
     assert (options.seconds, options.lent) == (5.0, "http://a")

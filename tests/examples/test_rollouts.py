@@ -52,11 +52,13 @@ def test_room_is_one_step_now_and_the_bounds_steps_ahead() -> None:
 class FakeClient:
     """Answers soon, or fails; the version is what ``label`` says then.
 
-    Groups need different times, so that some are under way while others are taken.
+    Groups need different times, so that some are under way while others are taken; turns of
+    trajectories whose key ends with ``failing`` are refused at once.
     """
 
     label: str = "grpo@1.0"
     error: Exception | None = None
+    failing: str = ""
     live: int = 0
     most_live: int = 0
     prompts: list[list[int]] = field(default_factory=list)
@@ -84,6 +86,9 @@ class FakeClient:
         self.groups.add(group)
         self.live += 1
         self.most_live = max(self.most_live, self.live)
+        if self.failing and session_key.endswith(self.failing):
+            self.live -= 1
+            raise TurnRefused(session_key)
         number = int(group.removeprefix("group-") or 0)
         await asyncio.sleep(0.004 * (1 + number % 3))
         self.live -= 1
@@ -175,6 +180,17 @@ async def test_a_refusal_reaches_the_learner() -> None:
     with pytest.raises(TurnRefused, match="bad prompt"):
         await source.take()
     await source.close()
+
+
+async def test_turns_of_a_group_that_failed_are_waited_for() -> None:
+    """A turn that nobody waits for is sampled, counted by the router and received by nobody."""
+    client = FakeClient(failing="-000.")
+    source = sampler(client, lambda: None)
+    with pytest.raises(TurnRefused):
+        await source.take()
+    await source.close()
+    assert client.prompts, "the siblings' turns were answered"
+    assert client.live == 0
 
 
 async def test_the_time_limit_reaches_the_learner() -> None:

@@ -122,6 +122,20 @@ async def test_it_is_attached_gated_and_leaves(rundir: Path, models: Path) -> No
     await router.stop()
 
 
+async def test_its_pod_is_ready_once_its_engine_runs(rundir: Path, models: Path) -> None:
+    async with started(rundir, models, "127.0.0.1:1") as (host, _), aiohttp.ClientSession() as http:
+        seen: list[tuple[int, str]] = []
+
+        async def ready() -> bool:
+            async with http.get(f"http://127.0.0.1:{host.http_port}/readyz") as answer:
+                seen.append((answer.status, await answer.text()))
+            return answer.status == 200
+
+        await until(ready, "the probe of readiness says yes")
+        assert seen[0] == (503, "its engine is starting\n")
+        assert seen[-1] == (200, "ok\n")
+
+
 async def test_a_router_that_comes_back_is_attached_to_again(rundir: Path, models: Path) -> None:
     first = Router("install")
     address = await first.start()

@@ -1,9 +1,9 @@
-"""``/metrics`` and ``/healthz``, the same in every process, and who may read what is beside them.
+"""``/metrics``, ``/healthz`` and ``/readyz``, the same in every process, and who may read the rest.
 
 A package declares its metrics once, in its own ``metrics.py``, on a registry of its own; the list
 in ``docs/metrics.md`` is generated from those registries.
 
-``/healthz`` is open: the kubelet brings no token. ``/metrics`` is open too, unless the environment
+``/healthz`` and ``/readyz`` are open: the kubelet brings no token. ``/metrics`` is open too, unless the environment
 has ``ROSE_METRICS_TOKEN``; then scrapers must bring that word (and no other process's: it is none
 of the installation's own tokens). Every other page says more, and goes through ``guarded``.
 """
@@ -23,7 +23,7 @@ from rose_wire.plainpages import METRICS_TOKEN
 Page = Callable[[web.Request], Awaitable[web.Response]]
 
 Health = Callable[[], str]
-"""Returns why the process is not healthy, or an empty string."""
+"""Returns why the process is not healthy (or not ready), or an empty string."""
 
 
 def healthy() -> str:
@@ -60,12 +60,18 @@ def pages(registry: CollectorRegistry, health: Health = healthy) -> list[web.Rou
             body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
-    async def healthz(_request: web.Request) -> web.Response:
+    shown = guarded(metrics, token) if token else metrics
+    return [web.get("/metrics", shown), probe("/healthz", health)]
+
+
+def probe(path: str, health: Health) -> web.RouteDef:
+    """A page for a probe of the kubelet's: 503 with the reason while there is one."""
+
+    async def answer(_request: web.Request) -> web.Response:
         reason = health()
         return web.Response(text=(reason or "ok") + "\n", status=503 if reason else 200)
 
-    shown = guarded(metrics, token) if token else metrics
-    return [web.get("/metrics", shown), web.get("/healthz", healthz)]
+    return web.get(path, answer)
 
 
 async def serve(

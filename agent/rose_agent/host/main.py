@@ -40,6 +40,7 @@ from rose_core.wire.host import EngineState
 from rose_engines.rundir import RunDir
 from rose_wire import flags, observability
 from rose_wire.errors import WireError
+from rose_wire.observability import probe
 from rose_wire.rpc import Server
 
 _log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ _STALE_SECONDS = 2.0
 _KILL_SECONDS = 10.0
 # How soon the interpreter hands over to the enforcer's thread while the event loop works.
 _SWITCH_SECONDS = 0.0005
-_ON_GPU = frozenset({EngineState.SERVING, EngineState.DORMANT})
+_STARTED = frozenset({EngineState.SERVING, EngineState.DORMANT})
 
 
 @dataclass
@@ -113,7 +114,7 @@ async def start(
         server = await _socket(host, found.rundir, undo)
         undo.callback(site.enforcer.stop)
         site.enforcer.start()
-        pages, http_port = await _pages(host, site.enforcer, arguments.http_port)
+        pages, http_port = await _pages(host, site, arguments.http_port)
         undo.pop_all()  # from here on ``RunningHost.stop`` ends them
     looking = asyncio.gather(able.keep(), CpuThrottle(site.limiter).keep(host.engines))
     return RunningHost(
@@ -164,19 +165,24 @@ async def _socket(host: EngineHost, rundir: RunDir, undo: contextlib.AsyncExitSt
     return server
 
 
-async def _pages(host: EngineHost, enforcer: Enforcer, port: int) -> tuple[web.AppRunner, int]:
-    """``/metrics``, ``/healthz`` and the page of GPUs in use, and their port."""
+async def _pages(host: EngineHost, site: Site, port: int) -> tuple[web.AppRunner, int]:
+    """``/metrics``, both probes and the page of GPUs in use, and their port."""
 
     def health() -> str:
-        age = enforcer.age_seconds()
+        age = site.enforcer.age_seconds()
         return f"the enforcer has not ticked for {age:.1f} s" if age > _STALE_SECONDS else ""
+
+    def readiness() -> str:
+        """A dedicated host is there for its one engine; a node's host waits for orders."""
+        started = any(engine.state in _STARTED for engine in host.engines())
+        return "its engine is starting" if site.dedicated and not started else health()
 
     return await observability.serve(
         REGISTRY,
         host="0.0.0.0",  # noqa: S104  # the kubelet probes by the node's address
         port=port,
         health=health,
-        more=[vacancy.page(host.holdings)],
+        more=[probe("/readyz", readiness), vacancy.page(host.holdings)],
     )
 
 
@@ -221,7 +227,7 @@ async def _without_devices(running: RunningHost, stop: asyncio.Event) -> None:
     """
     while not stop.is_set():
         await asyncio.sleep(capabilities.PERIOD_SECONDS)
-        serving = any(engine.state in _ON_GPU for engine in running.host.engines())
+        serving = any(engine.state in _STARTED for engine in running.host.engines())
         lost = await asyncio.to_thread(running.able.lost)
         if lost and not serving:
             _log.error("%s", running.able.said.get(Capability.DEVICE_ACCESS.value, "GPUs are lost"))
