@@ -1,9 +1,9 @@
-"""How much of the trace this machine's replica can take, by its own measured speed.
+"""What this machine's replica can take and promise, by its own measured speed.
 
 The demo's argument needs a serving replica that is busy for about a third of the time. A fixed
 load is that on one machine only: on one of half the speed the same requests saturate the replica,
-it misses its objective alone, and nothing can be lent or shown. ``fit`` is pure;
-``measure_speed`` asks the replica, one request at a time.
+it misses its objective alone, and nothing can be lent or shown. ``fit`` and
+``objective`` are pure; ``measure_speed`` asks the replica, one request at a time.
 """
 
 from __future__ import annotations
@@ -93,6 +93,35 @@ def fit(
 
     fitted = scale.shorter(math.sqrt(max(busy(scale) / share, 1.0)))
     return replace(fitted, keep=round(min(scale.keep * share / busy(fitted), 1.0), 4))
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the owner of the replicas promises, milliseconds."""
+
+    ttft_ms: int
+    tpot_ms: int
+
+
+LEAST_OBJECTIVE = Objective(1000, 100)
+"""What is promised on a machine that is fast enough for it."""
+_CONTENTION = 1.5
+"""What a core loses while its neighbour is busy: they share caches and memory."""
+
+
+def objective(scale: Scale, speed: ServingSpeed) -> Objective:
+    """What a replica of this speed can promise when it is alone.
+
+    To the first token: the longest prompt behind another of its kind. Per token: decoding, with one
+    longest prompt prefilled between the tokens of a shortest answer.
+    """
+    longest = speed.request_s + speed.prefill_s * scale.longest_prompt
+    ttft_s = 2 * longest * _CONTENTION
+    tpot_s = (2 * speed.decode_s + longest / (scale.shortest_output - 1)) * _CONTENTION
+    return Objective(
+        max(LEAST_OBJECTIVE.ttft_ms, round(ttft_s * 100) * 10),
+        max(LEAST_OBJECTIVE.tpot_ms, round(tpot_s * 100) * 10),
+    )
 
 
 async def measure_speed(url: str) -> ServingSpeed:

@@ -7,6 +7,7 @@ store, the pool and the lease. Next step: ``dedicated`` is the engine that is ne
 from __future__ import annotations
 
 from rose_core.wire.sync import EngineSpec
+from rose_demo.calibrate import Objective
 from rose_demo.options import Options
 from rose_demo.pieces import (
     CREDENTIALS,
@@ -192,7 +193,7 @@ def policy() -> Object:
     }
 
 
-def pool(options: Options) -> Object:
+def pool(options: Options, promised: Objective) -> Object:
     """The serving owner's word: lend at most one replica, keep the SLO."""
     return {
         "apiVersion": "rose-gpu.dev/v1alpha1",
@@ -203,8 +204,8 @@ def pool(options: Options) -> Object:
             "selector": {"matchLabels": {"app": "chat"}},
             "engine": {"kind": "SGLang", "port": SERVING_PORT},
             "slo": {
-                "ttftMilliseconds": options.ttft_slo_ms,
-                "tpotMilliseconds": options.tpot_slo_ms,
+                "ttftMilliseconds": promised.ttft_ms,
+                "tpotMilliseconds": promised.tpot_ms,
                 "percentile": options.percentile,
             },
             "lending": {

@@ -226,7 +226,7 @@ def _recording(
     options = stack.options
     end_ns = origin_ns + int(options.seconds * 1e9)
     return Recording(
-        settings=options.settings(),
+        settings=options.settings(stack.promised),
         requests=tuple(sorted(seen.requests, key=lambda request: request.at_s)),
         samples=tuple(seen.samples),
         gate=gate_intervals(record, origin_ns, end_ns) if record else (),
@@ -245,7 +245,7 @@ def next_pair(now_s: float, window_s: float) -> float:
 
 
 async def _calibrate(stack: Stack, url: str) -> tuple[Scale, str]:
-    """Fit the load to this machine; says how."""
+    """Fit load and objective to this machine; says how."""
     options = stack.options
     speed = await calibrate.measure_speed(url)
     arrivals = read_trace(options.trace)
@@ -260,6 +260,8 @@ async def _calibrate(stack: Stack, url: str) -> tuple[Scale, str]:
         f"takes {speed.request_s * 1e3:.0f} ms a request, {speed.prefill_s * 1e3:.2f} ms a prompt "
         f"token, {speed.decode_s * 1e3:.0f} ms an output token"
     )
+    stack.promise(calibrate.objective(scale, speed))
+    told += f"; promised: TTFT {stack.promised.ttft_ms} ms, TPOT {stack.promised.tpot_ms} ms"
     stack.step(told)
     return scale, told
 
@@ -319,7 +321,7 @@ async def _watch(
     lines: tuple[Lines, Lines],
     screen: Screen,
 ) -> None:
-    settings, placed = stack.options.settings(), 0.0
+    settings, placed = stack.options.settings(stack.promised), 0.0
     await asyncio.sleep(max(collector.origin - time.monotonic(), 0.0))
     while (now := time.monotonic() - collector.origin) < settings.seconds:
         seen.samples.append(await collector.look())

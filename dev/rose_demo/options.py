@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from rose_demo.calibrate import Objective
 from rose_demo.records import Settings
 from rose_demo.trace import BUSY_SHARE, default_trace
 from rose_dev.models import RECIPES
@@ -23,8 +24,8 @@ class Options:
     control_share: float
     serving_model: str
     rollout_model: str
-    ttft_slo_ms: int
-    tpot_slo_ms: int
+    ttft_slo_ms: int | None
+    tpot_slo_ms: int | None
     percentile: int
     window_seconds: float
     max_staleness: int
@@ -32,12 +33,16 @@ class Options:
     plain: bool
     keep: bool
 
-    def settings(self) -> Settings:
+    def promise(self, measured: Objective) -> Objective:
+        """The objective: as asked for, else as measured."""
+        return Objective(self.ttft_slo_ms or measured.ttft_ms, self.tpot_slo_ms or measured.tpot_ms)
+
+    def settings(self, promised: Objective) -> Settings:
         """The part that the report shows."""
         return Settings(
             seconds=self.seconds,
-            ttft_slo_s=self.ttft_slo_ms / 1e3,
-            tpot_slo_s=self.tpot_slo_ms / 1e3,
+            ttft_slo_s=promised.ttft_ms / 1e3,
+            tpot_slo_s=promised.tpot_ms / 1e3,
             percentile=self.percentile,
             window_s=self.window_seconds,
             trace=self.trace.name,
@@ -72,18 +77,9 @@ def parser() -> argparse.ArgumentParser:
     add("--control-share", type=share, default=0.5, help="of those, sent to the never-lent replica")
     add("--serving-model", choices=models, default="mid", help="model of the serving replicas")
     add("--rollout-model", choices=models, default="tiny", help="model being trained")
-    add(
-        "--ttft-slo-ms",
-        type=one_or_more,
-        default=1000,
-        help="objective for the time to the first token",
-    )
-    add(
-        "--tpot-slo-ms",
-        type=one_or_more,
-        default=100,
-        help="objective for the time per output token",
-    )
+    measured = "without, what a replica of the speed that is measured here can promise"
+    add("--ttft-slo-ms", type=one_or_more, help=f"time to the first token; {measured}")
+    add("--tpot-slo-ms", type=one_or_more, help=f"time per output token; {measured}")
     add(
         "--percentile",
         type=int,

@@ -25,6 +25,7 @@ import msgspec
 
 from rose_core.api.reasons import ConditionType, Reason
 from rose_demo import manifests, placement
+from rose_demo.calibrate import LEAST_OBJECTIVE, Objective
 from rose_demo.dedicated import dedicated
 from rose_demo.errors import AlreadyRunning, SetUpFailed
 from rose_demo.options import Options
@@ -140,6 +141,7 @@ class Stack:
         self._say = say
         self._began = time.monotonic()
         self.engines = self._engines()
+        self.promised = options.promise(LEAST_OBJECTIVE)
 
     def refuse_to_share(self) -> None:
         """Check that no cluster runs.
@@ -171,7 +173,8 @@ class Stack:
         self.node.helm("install", "rose", chart, *place, "--values", str(values))
         self.step("ROSE installed with helm")
         self._apply(manifests.store())
-        self._apply([manifests.policy(), manifests.pool(self.options)])
+        self._apply([manifests.policy()])
+        self.promise(LEAST_OBJECTIVE)
         self._apply([manifests.lease(self.options, self.engines)])
         self._apply([self._router_token(), *dedicated(self.options, self.engines)])
         self.step("replicas, store, dedicated engine, pool and lease applied")
@@ -205,6 +208,11 @@ class Stack:
         if reason:
             message = f"{reason}\n{self.evidence()}"
             raise SetUpFailed(message)
+
+    def promise(self, objective: Objective) -> None:
+        """Apply the pool with this objective, or with what the command line asks for instead."""
+        self.promised = self.options.promise(objective)
+        self._apply([manifests.pool(self.options, self.promised)])
 
     def addresses(self) -> Addresses:
         """Where everything is."""

@@ -5,9 +5,12 @@ import dataclasses
 import pytest
 
 from rose_demo.calibrate import (
+    LEAST_OBJECTIVE,
+    Objective,
     ServingSpeed,
     busy_share,
     fit,
+    objective,
     speed_of,
 )
 from rose_demo.errors import SetUpFailed
@@ -53,6 +56,13 @@ def test_half_the_speed_never_gives_more() -> None:
     half = fitted(ServingSpeed(*(2 * cost for cost in dataclasses.astuple(SLOW))))
     assert half.length_divisor > fitted(SLOW).length_divisor
     assert half.keep < fitted(SLOW).keep
+
+
+def test_what_is_promised_follows_the_speed_and_is_never_tight() -> None:
+    assert objective(fitted(FAST), FAST) == LEAST_OBJECTIVE
+    scale = Scale(longest_prompt=400, shortest_output=9)
+    slow = objective(scale, ServingSpeed(0.1, 0.00125, 0.02))
+    assert slow == Objective(ttft_ms=1800, tpot_ms=170)  # 2 x 600 ms and 40 + 75 ms, half more
 
 
 def request(prompt: int, ttft: float | None, tpot: float | None, error: str = "") -> Request:

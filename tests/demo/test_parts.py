@@ -15,6 +15,7 @@ from rose_core.api.rolloutlease import RolloutLease
 from rose_core.api.servingpool import ServingPool
 from rose_core.guard.crossover import Schedule
 from rose_demo import load, manifests, placement
+from rose_demo.calibrate import LEAST_OBJECTIVE, Objective
 from rose_demo.collect import gate_intervals, sample, stop_seconds, totals
 from rose_demo.dedicated import dedicated
 from rose_demo.errors import BadTrace
@@ -246,7 +247,8 @@ def test_processes_that_are_gone_are_skipped(tmp_path: Path) -> None:
 
 def test_pool_and_lease_fit_the_kinds() -> None:
     options = parse(["--ttft-slo-ms", "700"])
-    pool = ServingPool.model_validate(manifests.pool(options))
+    promised = options.promise(LEAST_OBJECTIVE)
+    pool = ServingPool.model_validate(manifests.pool(options, promised))
     lease = RolloutLease.model_validate(manifests.lease(options, ENGINES))
     assert pool.spec.slo is not None
     assert pool.spec.slo.ttft_milliseconds == 700
@@ -312,6 +314,13 @@ def test_lines_are_followed_whole(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b"o\nthree\n")
     assert lines.more() == [b"two", b"three"]
+
+
+def test_the_command_line_has_the_last_word_on_the_objective() -> None:
+    measured = Objective(1800, 220)
+    assert parse([]).promise(measured) == measured
+    assert parse(["--ttft-slo-ms=900"]).promise(measured) == Objective(900, 220)
+    assert parse(["--tpot-slo-ms=50"]).promise(measured) == Objective(1800, 50)
 
 
 def test_the_load_command_is_one_the_generator_takes(tmp_path: Path) -> None:
