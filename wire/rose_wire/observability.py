@@ -3,9 +3,10 @@
 A package declares its metrics once, in its own ``metrics.py``, on a registry of its own; the list
 in ``docs/metrics.md`` is generated from those registries.
 
-``/healthz`` and ``/readyz`` are open: the kubelet brings no token. ``/metrics`` is open too, unless the environment
-has ``ROSE_METRICS_TOKEN``; then scrapers must bring that word (and no other process's: it is none
-of the installation's own tokens). Every other page says more, and goes through ``guarded``.
+``/healthz`` and ``/readyz`` are open: the kubelet brings no token. ``/metrics`` is open too, unless
+the environment has ``ROSE_METRICS_TOKEN``; then scrapers must bring that word (and no other
+process's: it is none of the installation's own tokens). Every other page says more, and goes
+through ``guarded``.
 """
 
 from __future__ import annotations
