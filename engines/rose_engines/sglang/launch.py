@@ -11,6 +11,7 @@ of ``rose_engines.exposed_routes`` are there. Next step: ``plugin``.
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import sys
 
@@ -29,8 +30,25 @@ if on_cpu(sys.argv):
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 
 
+def fork_children() -> None:
+    """Let SGLang's processes be forked where it asks for new ones.
+
+    A new one imports PyTorch and SGLang again, 15 to 20 s of a core; an engine has three. On a GPU
+    a forked process could not use the driver that its parent has begun to use. On a CPU there is
+    none, and with one thread an operation no pool of threads that a child would miss.
+    """
+    choose = multiprocessing.set_start_method
+
+    def forked(method: str | None, force: bool = False) -> None:
+        choose("fork" if method == "spawn" else method, force)
+
+    multiprocessing.set_start_method = forked
+
+
 def main(argv: list[str]) -> int:
     """Run the server until it ends."""
+    if on_cpu(argv) and os.environ.get("OMP_NUM_THREADS") == "1":
+        fork_children()
     from sglang.launch_server import run_server  # noqa: PLC0415  # needs the switch above
     from sglang.srt.plugins import load_plugins  # noqa: PLC0415
     from sglang.srt.server_args import prepare_server_args  # noqa: PLC0415
