@@ -14,7 +14,7 @@ RUN := $(CONTAINED) $(BIN)
 ARGS ?=
 LANE := -v -n 1 --dist loadfile
 
-.PHONY: help venv engine vllm cluster demo test test-engines test-cluster test-gpu-node unit check format generate docs crds clean \
+.PHONY: help venv engine vllm cluster demo test test-engines test-cluster test-processes test-units test-gpu-node unit check format generate docs crds clean \
 	bench-guard bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
 	bench-operator bench-simulate bench-rollouts bench-rounds torture fire fuzz attack bench-flood gpu-check gpu-pack trl skyrl areal
 
@@ -49,18 +49,25 @@ demo: engine cluster  ## the main job on real parts; ARGS=--help lists the knobs
 # Whoever tests everything tests on a machine of unknown load: what fails is tried once more, and pytest
 # says so; generated examples are the same every time, so that a change is judged by what it does. While you
 # work (`make unit`) nothing is tried twice, and examples are new each time.
-test test-engines test-cluster: AGAIN := --reruns 1 --only-rerun ".*" --hypothesis-profile=ci
-test: check unit engine cluster  ## everything that CI runs
-	$(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 2 test-engines test-cluster
+test test-engines test-cluster test-units: AGAIN := --reruns 1 --only-rerun ".*" --hypothesis-profile=ci
+test: check engine cluster  ## everything that CI runs
+	$(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 2 test-cluster test-processes
 	$(MAKE) --no-print-directory fuzz ARGS="--seconds 3"
 
-# Side by side: Kubernetes mostly waits while an engine computes. One worker each, which a hung test
+# Side by side: Kubernetes mostly waits while the other lane computes. One worker each, which a hung test
 # ends without ending the run, so that each lane starts what its tests share once.
-test-engines:
-	$(BIN)/pytest $(LANE) -m "engine and not cluster" $(AGAIN) $(ARGS)
-
 test-cluster:
 	$(BIN)/pytest $(LANE) -m cluster $(AGAIN) $(ARGS)
+
+test-processes:
+	$(MAKE) --no-print-directory test-units
+	$(MAKE) --no-print-directory test-engines
+
+test-units:
+	$(BIN)/pytest -n 1 --dist loadfile -m "not engine and not cluster" $(AGAIN) $(ARGS)
+
+test-engines:
+	$(BIN)/pytest $(LANE) -m "engine and not cluster" $(AGAIN) $(ARGS)
 
 test-gpu-node: cluster  ## the chart on a node with eight GPUs that are not there (part of test-cluster)
 	$(CONTAINED) $(BIN)/pytest -v -n 0 tests/gpu_node $(ARGS)
