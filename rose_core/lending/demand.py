@@ -4,7 +4,7 @@
 |---|---|---|
 | nothing, or nothing lately | ``slots.max``: unknown is not zero | |
 | turns are live or waiting | slots that they fill to a half; those held, down to a quarter | |
-| none for less than ``idleSeconds`` | what it holds; where a failure took some, up to ``slots.min`` | |
+| none for less than ``idleSeconds`` | what it holds, lost ones back to ``slots.min`` | |
 | none, and a version came after the last one, within ``idleSeconds`` | the usual number | |
 | none, and the next are expected before an engine could start again | the usual number | |
 | none yet, and the lease is young | ``slots.max`` | |
@@ -93,7 +93,7 @@ def want(lease: Lease, held: int, policy: Policy, now: float) -> WantedSlots:
 def _without_turns(lease: Lease, asked: Demand, held: int, policy: Policy) -> WantedSlots:
     idle = asked.up_seconds if asked.idle_seconds is None else asked.idle_seconds
     if idle < lease.idle_seconds:
-        # A pause takes no first slot; it is no wish for fewer either: what a failure takes comes back.
+        # A pause takes no first slot and is no wish for fewer: what a failure takes comes back.
         kept = max(held, lease.min_slots) if held else 0
         return _at_most(lease, kept, "there is no turn just now")
     usual = _for_turns(lease, replace(asked, turns=asked.usual_turns), held)

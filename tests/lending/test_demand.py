@@ -68,7 +68,7 @@ def test_a_short_pause_takes_no_slot_that_the_lease_does_not_have() -> None:
 
 
 def test_what_a_failure_takes_in_a_pause_comes_back_up_to_the_minimum() -> None:
-    """Six GPUs fail, three come back: without this the lease stayed at three until its next turn."""
+    """Three of six GPUs fail and come back; the lease stayed at three until its next turn."""
     asked = replace(EIGHT, min_slots=6)
     assert slots(asked, held=3, turns=0, idle_seconds=30.0) == 6
     assert slots(asked, held=7, turns=0, idle_seconds=30.0) == 7
