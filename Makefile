@@ -175,6 +175,7 @@ fuzz: venv  ## bytes of hostile serving pods, made by a coverage-guided fuzzer; 
 ATTACKS := tests/attack tests/faults/test_listeners.py tests/faults/test_threats.py tests/faults/test_retention.py \
 	tests/agent/test_gpu_owners.py tests/agent/test_readers.py tests/devices/test_ownership.py \
 	tests/lending/test_tenancy.py tests/operator/test_tenancy.py tests/operator/test_enrolment.py \
+	tests/operator/test_routers_wanted.py \
 	tests/chart/test_rights.py tests/host/test_lease_arguments.py tests/host/test_proxy.py \
 	tests/weights/test_tenants.py tests/weights/test_access.py tests/router/test_callers.py \
 	tests/router/test_flood.py tests/router/test_memory.py tests/fuzz

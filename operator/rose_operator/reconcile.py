@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from rose_core import lending
 from rose_core.api import Reason, RolloutLease, RolloutSlot, ServingPool, TenantPolicy
 from rose_core.lending.tenancy import Tenancy
+from rose_operator.apply.router_needs import RouterNeeds
 from rose_operator.apply.router_writes import RouterWrites
 from rose_operator.apply.slot_writes import SlotWrites
 from rose_operator.kube.api import Kind
@@ -163,11 +164,11 @@ class Reconciler:
         await run(list(self._slot_writes.of(world, plan)))
         await self._tell_releases(world, plan)
         with self._working():
-            wanted = list(self._router_writes.of(world))
+            wanted = list(self._router_writes.of(self._needs(world, plan)))
         await run(wanted, self._is_hurried)
         with self._working():
             after = world if self._revisions() == seen else self._look()
-            told = list(self._reporter.statuses(after, plan))
+            told = list(self._reporter.statuses(after, plan, self._needs(after, plan)))
         if await run(told, self._is_hurried):
             self._told_at = self.clock()
         self._clean_up()
@@ -199,6 +200,9 @@ class Reconciler:
         self._known.toggles.observe(world.slots.good.values(), self.telemetry, now)
         seen = self._snapshots.take(world, self.memory, self.policy, self.remembered)
         return world, lending.plan(seen, now)
+
+    def _needs(self, world: ClusterState, plan: lending.LendingPlan) -> RouterNeeds:
+        return RouterNeeds(world, plan, self.demand, self.stores, self.settings)
 
     def _look(self) -> ClusterState:
         return look(

@@ -19,6 +19,7 @@ class ConditionType(StrEnum):
     COMPUTE_AVAILABLE = "ComputeAvailable"
     MEMORY_AVAILABLE = "MemoryAvailable"
     OWNERSHIP_PROVEN = "OwnershipProven"
+    ROUTER_READY = "RouterReady"
     RECLAIMING = "Reclaiming"
     PAUSED = "Paused"
 
@@ -158,7 +159,9 @@ class Reason(StrEnum):
     VERSION_ATTESTED = "VersionAttested"
     NO_VERSION_YET = "NoVersionYet"
     MIXED_VERSIONS = "MixedVersions"
+    ROUTER_ANSWERS = "RouterAnswers"
     ROUTER_NOT_READY = "RouterNotReady"
+    NO_SLOT_POSSIBLE = "NoSlotPossible"
     SLOTS_NOT_READY = "SlotsNotReady"
     SLOTS_READY = "SlotsReady"
 
@@ -288,7 +291,10 @@ MEANING: dict[Reason, str] = {
     Reason.VERSION_ATTESTED: "the live weights carry an attested version",
     Reason.NO_VERSION_YET: "no weight version is attested",
     Reason.MIXED_VERSIONS: "ready slots carry different versions; the message says which",
+    Reason.ROUTER_ANSWERS: "the lease's router has a ready pod",
     Reason.ROUTER_NOT_READY: "the lease's router has no ready pod",
+    Reason.NO_SLOT_POSSIBLE: "no pool of the lease reports a GPU that could be lent, so it has no "
+    "router yet",
     Reason.SLOTS_NOT_READY: "slots are granted, fewer than `slots.min` run",
     Reason.SLOTS_READY: "at least `slots.min` slots run and the router answers",
 }

@@ -93,6 +93,14 @@ class PolicySpec(ApiModel):
     max_router_replicas: int = Field(
         default=2, ge=0, le=16, description="Most router.replicas of a lease."
     )
+    max_total_router_replicas: int = Field(
+        # As many as maxLeases and maxRouterReplicas allow together, by their defaults.
+        default=16,
+        ge=0,
+        le=10_000,
+        description="Sum of router.replicas over a namespace's leases, refused ones that still "
+        "have a router included.",
+    )
     min_priority: int = Field(default=0, ge=-1000, le=1000, description="Least priority.")
     max_priority: int = Field(default=0, ge=-1000, le=1000, description="Most priority.")
     max_weight: int = Field(default=1, ge=1, le=1000, description="Most weight of a lease.")

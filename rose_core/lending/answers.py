@@ -65,6 +65,7 @@ class LendingPlan:
         outcomes: lease key -> what it has.
         members: pool key -> verdict of every replica of it, loans included.
         unwanted: pool key -> GPUs of replicas that could be lent now and that no lease wants.
+        possible: keys of leases to which some replica could be lent, if not now then in a while.
     """
 
     lends: tuple[Lend, ...]
@@ -74,3 +75,4 @@ class LendingPlan:
     memory: Memory
     members: Mapping[str, tuple[ReplicaDecision, ...]]
     unwanted: Mapping[str, int] = field(default_factory=dict)
+    possible: frozenset[str] = frozenset()

@@ -7,14 +7,17 @@
 | several | whatever any of them allows; of caps the widest |
 
 Caps of a namespace count its leases from the oldest on, so that a new lease never ends an old one:
-what is over the cap is refused, and is accepted by itself once there is room. Pure. Next step: the
-operator's ``admission`` asks for each lease.
+what is over the cap is refused, and is accepted by itself once there is room. A lease that is
+refused for another reason holds nothing but, for a while, its router (``routers``); that counts,
+or else leases whose pool comes and goes would leave routers behind. Pure. Next step: the operator's
+``admission`` asks for each lease.
 """
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from rose_core.api.reasons import Reason
 from rose_core.api.rolloutlease import PreemptionPolicy, RolloutLease
@@ -43,15 +46,24 @@ class Tenancy:
         labels = self._labels.get(namespace, {})
         return [one for one in self._policies if _selects(one.spec, namespace, labels)]
 
-    def judge(self, leases: Iterable[RolloutLease]) -> dict[str, Answer]:
-        """Why leases are refused, by key; those that are not there may have what they ask for."""
+    def judge(
+        self, leases: Iterable[RolloutLease], refused: Iterable[RolloutLease] = ()
+    ) -> dict[str, Answer]:
+        """Why leases are refused, by key; those that are not there may have what they ask for.
+
+        Args:
+            leases: that nothing else speaks against.
+            refused: the others. Those that have a router are judged by what it costs; of the rest
+                nothing is said.
+        """
         answers: dict[str, Answer] = {}
-        by_namespace: dict[str, list[RolloutLease]] = {}
-        for lease in leases:
-            by_namespace.setdefault(lease.metadata.namespace, []).append(lease)
+        by_namespace: dict[str, list[tuple[RolloutLease, bool]]] = {}
+        keep_routers = (one for one in refused if one.status.router_url)
+        for lease, holds in (*((one, True) for one in leases), *((o, False) for o in keep_routers)):
+            by_namespace.setdefault(lease.metadata.namespace, []).append((lease, holds))
         for namespace, theirs in by_namespace.items():
             policies = self.of(namespace)
-            theirs.sort(key=lambda one: (one.metadata.creation_timestamp, one.metadata.name))
+            theirs.sort(key=lambda one: (one[0].metadata.creation_timestamp, one[0].metadata.name))
             answers |= _judge(namespace, theirs, policies)
         return answers
 
@@ -70,22 +82,39 @@ def _any(patterns: Iterable[str], name: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
+@dataclass
+class _Used:
+    """What the older leases of a namespace hold."""
+
+    leases: int = 0
+    slots: int = 0
+    routers: int = 0
+
+    def add(self, lease: RolloutLease, *, holds: bool) -> None:
+        self.leases += holds
+        self.slots += lease.spec.slots.max * holds
+        self.routers += lease.spec.router.replicas
+
+
 def _judge(
-    namespace: str, leases: Sequence[RolloutLease], policies: Sequence[TenantPolicy]
+    namespace: str,
+    leases: Sequence[tuple[RolloutLease, bool]],
+    policies: Sequence[TenantPolicy],
 ) -> dict[str, Answer]:
+    """The answers, oldest first; beside each lease whether it holds more than a router."""
     answers: dict[str, Answer] = {}
     specs = [policy.spec for policy in policies]
-    count = slots = 0
-    for lease in leases:
+    used = _Used()
+    for lease, holds in leases:
         found = (
             _unselected(namespace)
             if not specs
-            else _alone(lease, specs, policies) or _together(lease, specs, count, slots)
+            else _alone(lease, specs, policies) or _together(lease, specs, used, holds=holds)
         )
         if found is not None:
             answers[lease.metadata.key] = found
             continue
-        count, slots = count + 1, slots + lease.spec.slots.max
+        used.add(lease, holds=holds)
     return answers
 
 
@@ -125,20 +154,26 @@ def _alone(
 
 
 def _together(
-    lease: RolloutLease, specs: Sequence[PolicySpec], count: int, slots: int
+    lease: RolloutLease, specs: Sequence[PolicySpec], used: _Used, *, holds: bool
 ) -> Answer | None:
     """What the namespace's older leases leave no room for."""
     most_leases = max(each.max_leases for each in specs)
-    if count >= most_leases:
-        text = f"its namespace has {count} older leases, and its policies allow {most_leases}"
+    if holds and used.leases >= most_leases:
+        text = f"its namespace has {used.leases} older leases, and its policies allow {most_leases}"
         return Reason.TENANT_CAP_REACHED, f"{text}; delete one, or ask the platform"
-    most_slots, asked = max(each.max_slots for each in specs), lease.spec.slots.max
-    if slots + asked > most_slots:
-        text = (
-            f"slots.max {asked} and the {slots} of its namespace's older leases are above the "
-            f"{most_slots} that its policies allow; ask for less, or ask the platform"
-        )
-        return Reason.TENANT_CAP_REACHED, text
+    spec = lease.spec
+    most_slots = max(each.max_slots for each in specs)
+    most_routers = max(each.max_total_router_replicas for each in specs)
+    for field, asked, held, most in (
+        ("slots.max", spec.slots.max * holds, used.slots, most_slots),
+        ("router.replicas", spec.router.replicas, used.routers, most_routers),
+    ):
+        if asked and held + asked > most:
+            text = (
+                f"{field} {asked} and the {held} of its namespace's older leases are above the "
+                f"{most} that its policies allow; ask for less, or ask the platform"
+            )
+            return Reason.TENANT_CAP_REACHED, text
     return None
 
 

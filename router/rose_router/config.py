@@ -8,6 +8,7 @@ from pathlib import Path
 from rose_core.rollouts.admission import QueueLimits
 from rose_core.rollouts.placement import Policy
 from rose_core.rollouts.quorum import Quorum
+from rose_core.rollouts.router_size import MOST_BODY
 from rose_core.rollouts.terms import LeaseTerms, Policies, policies_of
 from rose_core.rollouts.watch import LegPatience
 from rose_router.callers import NamedCallers
@@ -87,7 +88,7 @@ class Settings:
     tls_dir: Path | None = None
     tls_client_ca: Path | None = None
     operator_ca: Path | None = None
-    max_body_bytes: int = 16 * 1024 * 1024
+    max_body_bytes: int = MOST_BODY
     memory_bytes: int = 0
     context_tokens: int = 0
     interval: int = 4

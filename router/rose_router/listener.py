@@ -25,6 +25,7 @@ from typing import cast
 
 from aiohttp import web
 
+from rose_core.rollouts.router_size import MOST_CONNECTIONS
 from rose_router import metrics
 from rose_wire import tls
 from rose_wire.tls import CERTIFICATE, KEY
@@ -49,7 +50,7 @@ class ConnectionLimits:
         write_seconds: until a caller has read enough to take the next event.
     """
 
-    connections: int = 20_000
+    connections: int = MOST_CONNECTIONS
     head_seconds: float = 15.0
     body_seconds: float = 60.0
     write_seconds: float = 60.0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rose_core.api import Reason, RolloutLease, TenantPolicy
+from rose_core.api import LeaseStatus, Reason, RolloutLease, TenantPolicy
 from rose_core.lending.tenancy import Tenancy, preempts
 from tests.api.objects import LEASE, changed
 
@@ -122,3 +122,26 @@ def test_who_may_preempt_is_the_platforms_word() -> None:
     never = lease(spec__preemptionPolicy="Never")
     assert not preempts(never, Tenancy([policy(mayPreempt=True)], {}))
     assert preempts(asks, None), "where tenancy is switched off"
+
+
+def has_router(name: str, replicas: int, **changes: Any) -> RolloutLease:  # noqa: ANN401
+    made = lease(name, spec__router={"replicas": replicas}, **changes)
+    return made.model_copy(update={"status": LeaseStatus(router_url="http://r")})
+
+
+def test_routers_of_a_namespace_are_counted_together() -> None:
+    made = policy(maxTotalRouterReplicas=3)
+    old, new = has_router("a", 2), lease("bb", spec__router={"replicas": 2})
+    assert refused([new, old], made) == {"bb": Reason.TENANT_CAP_REACHED}
+    assert refused([new, old], policy(maxTotalRouterReplicas=4)) == {}
+
+
+def test_a_refused_leases_router_counts_and_may_not_grow_beyond_what_is_allowed() -> None:
+    judge = Tenancy([policy(maxTotalRouterReplicas=3)], {}).judge
+    new = lease("bb", spec__router={"replicas": 2})
+    assert [*judge([new], [has_router("a", 2)])] == [new.metadata.key]
+    assert judge([new], [lease("a", spec__router={"replicas": 2})]) == {}, "it has none"
+    grown = has_router("a", 3)
+    assert judge([new], [grown])[grown.metadata.key][0] is Reason.TENANT_POLICY_FORBIDS
+    many = policy(maxLeases=1, maxSlots=2)
+    assert Tenancy([many], {}).judge([new], [has_router("a", 2)]) == {}, "it holds no slot"

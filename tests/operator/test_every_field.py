@@ -621,6 +621,10 @@ POLICIES: list[tuple[str, Row | Refused]] = [
     ("maxLeases", Row({"maxLeases": 0}, accepted, YES, Reason.TENANT_CAP_REACHED)),
     ("maxSlots", Row({"maxSlots": 4}, accepted, YES, Reason.TENANT_CAP_REACHED)),
     ("maxRouterReplicas", Row({"maxRouterReplicas": 0}, accepted, YES, NO)),
+    (
+        "maxTotalRouterReplicas",
+        Row({"maxTotalRouterReplicas": 0}, accepted, YES, Reason.TENANT_CAP_REACHED),
+    ),
     ("minPriority", Row({"minPriority": 1}, accepted, YES, NO, policy={"maxPriority": 1})),
     ("maxPriority", Row({"maxPriority": 5}, accepted, NO, YES, lease={"priority": 5})),
     ("maxWeight", Row({"maxWeight": 2}, accepted, NO, YES, lease={"weight": 2})),

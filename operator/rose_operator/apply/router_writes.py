@@ -1,13 +1,8 @@
 """Writes of routers: what each lease's is made of, gone when nothing asks for it.
 
-A Deployment, its Services and, where the platform has a Gateway, an HTTPRoute.
-
-| lease | its router |
-|---|---|
-| accepted | made, and written again when the lease's generation asks for another manifest |
-| refused, and had a router | stays: turns go on while its owner corrects it |
-| refused from the start, expired, gone | deleted, if there is one |
-| cannot be read | stays as it is: nobody knows what it wants |
+A Deployment, its Services and, where the platform has a Gateway, an HTTPRoute. Whether a lease has
+them is ``rose_core.lending.routers``' decision; of a lease that cannot be read they stay as they
+are, because nobody knows what it wants.
 
 Next step: ``routers`` makes the manifests, ``writer`` carries the writes out.
 """
@@ -16,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 
-from rose_core.api import Reason, RolloutLease
+from rose_core.api import RolloutLease
+from rose_core.lending.routers import RouterState
 from rose_operator.apply import routers
+from rose_operator.apply.router_needs import RouterNeeds
 from rose_operator.kube.api import KINDS_OF_ROUTERS, Kind
 from rose_operator.kube.object_cache import ObjectCache, Raw, key_of
 from rose_operator.kube.writer import Write, Writer
-from rose_operator.plan.admission import Refusal
-from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.settings import Settings
 
 _Made = tuple[tuple[Kind, Raw], ...]
@@ -35,13 +30,17 @@ class RouterWrites:
         self._writer, self._stores, self._settings = writer, stores, settings
         self._manifests: dict[str, tuple[object, _Made]] = {}
 
-    def of(self, world: ClusterState) -> Iterator[Write]:
+    def of(self, needs: RouterNeeds) -> Iterator[Write]:
         """Routers that are missing or out of date, then those that nothing asks for."""
-        wanted = {name for bad in world.leases.bad for name in _names_of(bad.raw)}
-        for key, lease in world.leases.good.items():
-            if not _has_router(lease, world.refusals.get(key)):
+        leases = needs.world.leases
+        wanted = {name for bad in leases.bad for name in _names_of(bad.raw)}
+        for lease in leases.good.values():
+            state = needs.of(lease).state
+            if state is RouterState.NONE:
                 continue
-            for kind, manifest in self._made(lease):
+            for kind, manifest in self._made(
+                lease, needs.live(lease), rests=state is RouterState.RESTS
+            ):
                 wanted.add(manifest["metadata"]["name"])
                 if not routers.is_current(manifest, self._stores[kind].get(key_of(manifest))):
                     yield self._writer.apply(kind, manifest)
@@ -59,27 +58,24 @@ class RouterWrites:
                 if ours and name not in wanted:
                     yield self._writer.delete(kind, name)
 
-    def _made(self, lease: RolloutLease) -> _Made:
+    def _made(self, lease: RolloutLease, live: Raw | None, *, rests: bool) -> _Made:
         """The manifests of a lease's router, made once per generation of the lease."""
-        key, made_for = lease.metadata.key, (lease.metadata.uid, lease.metadata.generation)
+        key, metadata = lease.metadata.key, lease.metadata
+        made_for = (metadata.uid, metadata.generation, rests, routers.size(lease, live))
         kept = self._manifests.get(key)
         if kept is None or kept[0] != made_for:
-            kept = self._manifests[key] = (made_for, tuple(self._make(lease)))
+            kept = self._manifests[key] = made_for, tuple(self._make(lease, live, rests=rests))
         return kept[1]
 
-    def _make(self, lease: RolloutLease) -> Iterator[tuple[Kind, Raw]]:
-        yield Kind.DEPLOYMENT, routers.deployment(lease, self._settings)
+    def _make(
+        self, lease: RolloutLease, live: Raw | None, *, rests: bool
+    ) -> Iterator[tuple[Kind, Raw]]:
+        yield Kind.DEPLOYMENT, routers.deployment(lease, self._settings, rests=rests, live=live)
         yield Kind.SERVICE, routers.service(lease, self._settings)
         if lease.spec.router.replicas > 1:
             yield Kind.SERVICE, routers.replicas_service(lease, self._settings)
         if self._settings.gateway is not None:
             yield Kind.ROUTE, routers.route(lease, self._settings, self._settings.gateway)
-
-
-def _has_router(lease: RolloutLease, refusal: Refusal | None) -> bool:
-    if refusal is None:
-        return True
-    return refusal.reason is not Reason.LEASE_EXPIRED and bool(lease.status.router_url)
 
 
 def _names_of(raw: Raw) -> tuple[str, str]:

@@ -16,6 +16,8 @@ import json
 from typing import Any
 
 from rose_core.api import GROUP, RolloutLease
+from rose_core.lending.routers import RouterState
+from rose_core.rollouts.router_size import MIB, RouterSize, kept, size_of
 from rose_core.wire.enrolment import router_audience
 from rose_operator.kube.api import MANAGED
 from rose_operator.kube.object_cache import Raw
@@ -24,6 +26,7 @@ from rose_wire import tls
 
 HASH = f"{GROUP}/manifest-hash"
 LEASE = f"{GROUP}/lease"
+SIZE = f"{GROUP}/router-size"
 HTTP_PORT = 8000
 ATTACH_PORT = 7444
 PEER_PORT = 7445
@@ -34,9 +37,6 @@ _IDENTITY_FOLDER = "/run/rose"
 _PROOF_SECONDS = 3600
 _TURNS_FOLDER = "/var/run/rose/turns"
 _NAME_LIMIT = 63
-# A router refuses what would not fit (``rose_router.http.memory``); the limit is for what it
-# does not foresee. An installation's template may set another one, and the router reads its own.
-_MEMORY = "2Gi"
 _POD_IP = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 
 
@@ -88,21 +88,55 @@ def hosts_of(lease: RolloutLease, namespace: str) -> list[str]:
     return [f"{one}.{namespace}.{end}" for one in names for end in ("svc", "svc.cluster.local")]
 
 
-def deployment(lease: RolloutLease, settings: Settings) -> Raw:
-    """The router's Deployment, extended by the installation's template."""
+def size(lease: RolloutLease, live: Raw | None) -> RouterSize:
+    """How large the lease's router is; one that runs does not shrink."""
+    spec = lease.spec
+    wanted = size_of(
+        context_tokens=spec.context_tokens,
+        turns=spec.slots.max * spec.max_trajectories_per_slot,
+        waiting=spec.router.queue_limit,
+        replicas=spec.router.replicas,
+    )
+    return kept(_size_of(live) if state_of(live) is RouterState.RUNS else None, wanted)
+
+
+def _size_of(live: Raw | None) -> RouterSize | None:
+    """The size that was written on it; None where another version wrote none."""
+    text = ((live or {}).get("metadata", {}).get("annotations") or {}).get(SIZE, "")
+    memory, _, connections = text.partition("/")
+    if not (memory.isdecimal() and connections.isdecimal()):
+        return None
+    return RouterSize(int(memory), int(connections))
+
+
+def deployment(
+    lease: RolloutLease, settings: Settings, *, rests: bool = False, live: Raw | None = None
+) -> Raw:
+    """The router's Deployment, extended by the installation's template.
+
+    Args:
+        lease: whose router it is.
+        settings: the installation's.
+        rests: it has no pod, and keeps everything by which it is found.
+        live: as it is now.
+    """
+    large = size(lease, live)
     name = router_name(lease.metadata.namespace, lease.metadata.name)
     labels = _labels(name)
     template = settings.router_template
-    container = merge(_container(lease, settings), template.get("container", {}))
+    container = merge(_container(lease, settings, large), template.get("container", {}))
     own = _pod(name, lease.metadata.key, settings, container)
     pod = merge(own, template.get("podSpec", {}))
     return _finished(
         {
             "apiVersion": "apps/v1",
             "kind": "Deployment",
-            "metadata": _metadata(name, lease, settings, labels),
+            "metadata": merge(
+                _metadata(name, lease, settings, labels),
+                {"annotations": {SIZE: f"{large.memory_bytes}/{large.connections}"}},
+            ),
             "spec": {
-                "replicas": lease.spec.router.replicas,
+                "replicas": 0 if rests else lease.spec.router.replicas,
                 "strategy": _strategy(lease),
                 "selector": {"matchLabels": labels},
                 "template": {
@@ -231,6 +265,13 @@ def is_current(wanted: Raw, live: Raw | None) -> bool:
     return bool(annotations.get(HASH) == wanted["metadata"]["annotations"][HASH])
 
 
+def state_of(live: Raw | None) -> RouterState:
+    """What there is of a router, by its Deployment."""
+    if live is None:
+        return RouterState.NONE
+    return RouterState.RUNS if live["spec"].get("replicas", 1) else RouterState.RESTS
+
+
 def is_ready(live: Raw | None) -> bool:
     """Whether the router has a ready pod."""
     return bool(live and (live.get("status") or {}).get("readyReplicas"))
@@ -258,14 +299,14 @@ def _metadata(
     }
 
 
-def _container(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
+def _container(lease: RolloutLease, settings: Settings, large: RouterSize) -> dict[str, Any]:
     several = lease.spec.router.replicas > 1
     return {
         "name": "router",
         "image": settings.router_image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["rose", "router"],
-        "args": _arguments(lease, settings),
+        "args": [*_arguments(lease, settings), f"--max-connections={large.connections}"],
         "ports": [
             {"name": "http", "containerPort": HTTP_PORT},
             {"name": "attach", "containerPort": ATTACH_PORT},
@@ -290,7 +331,9 @@ def _container(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
         },
         "resources": {
             "requests": {"cpu": "100m", "memory": "128Mi"},
-            "limits": {"memory": _MEMORY},
+            # A router refuses what would not fit (``rose_router.http.memory``); the limit is for
+            # what it does not foresee. A template may set another; the router reads its own.
+            "limits": {"memory": f"{large.memory_bytes // MIB}Mi"},
         },
         "securityContext": {
             "allowPrivilegeEscalation": False,

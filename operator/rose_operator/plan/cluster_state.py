@@ -92,9 +92,9 @@ def look(
         if (refusal := lease_refusal(lease, pools.good, pool_refusals, offer, now))
     }
     if tenancy is not None:
-        # Leases that get nothing anyway do not count towards a namespace's caps.
+        # Leases that get nothing anyway count towards a namespace's caps with their router alone.
         rest = (lease for key, lease in leases.good.items() if key not in refusals)
-        answers = tenancy.judge(rest)
+        answers = tenancy.judge(rest, [leases.good[key] for key in refusals])
         refusals |= {key: Refusal(*answer) for key, answer in answers.items()}
     return ClusterState(
         pools=pools,

@@ -16,6 +16,7 @@ from rose_core.api import (
 )
 from rose_core.api.conditions import Statement, timestamp
 from rose_core.lending import LeaseDecision
+from rose_core.lending.routers import RouterDecision, RouterState
 from rose_operator.plan.admission import Refusal, expiry
 from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.status.accounting import totals
@@ -32,6 +33,7 @@ def lease_status(
     outcome: LeaseDecision,
     *,
     router_url: str,
+    router: RouterDecision,
     router_ready: bool,
     explanation: Explanation | None = None,
 ) -> LeaseStatus:
@@ -52,6 +54,7 @@ def lease_status(
         ),
         accepted(refusal),
         _lease_granted(lease, refusal, outcome),
+        _lease_router(router, ready=router_ready),
         _lease_weights(versions),
         _lease_reclaiming(reclaiming),
     ]
@@ -120,6 +123,15 @@ def _lease_granted(
         return Statement(_C.GRANTED, False, refusal.reason)
     enough = outcome.reason is _R.IDLE or outcome.granted >= max(1, lease.spec.slots.min)
     return Statement(_C.GRANTED, enough, outcome.reason, outcome.message)
+
+
+def _lease_router(router: RouterDecision, *, ready: bool) -> Statement:
+    """Whether turns have somebody to go to; where there is no pod, why."""
+    if router.state is not RouterState.RUNS:
+        return Statement(_C.ROUTER_READY, False, router.reason, router.message)
+    if not ready:
+        return Statement(_C.ROUTER_READY, False, _R.ROUTER_NOT_READY)
+    return Statement(_C.ROUTER_READY, True, _R.ROUTER_ANSWERS)
 
 
 def _lease_weights(versions: Sequence[str]) -> Statement:

@@ -33,8 +33,10 @@ from rose_core.api import (
 from rose_core.api.common import API_VERSION
 from rose_core.api.conditions import Statement, merge, transitions
 from rose_core.lending import LeaseDecision, LendingPlan, Policy
+from rose_core.lending.routers import RouterDecision
 from rose_core.wire.sync import SlotState
 from rose_operator.apply import routers
+from rose_operator.apply.router_needs import RouterNeeds
 from rose_operator.errors import NOT_FOUND, ApiRefused
 from rose_operator.kube.api import Kind
 from rose_operator.kube.object_cache import ObjectCache, Raw, key_of
@@ -111,7 +113,9 @@ class Reporter:
         self._told = {key: told for key, told in self._told.items() if key in keys}
         self._teller.keep(keys)
 
-    def statuses(self, world: ClusterState, plan: LendingPlan) -> Iterator[Write]:
+    def statuses(
+        self, world: ClusterState, plan: LendingPlan, needs: RouterNeeds
+    ) -> Iterator[Write]:
         """One write for every status that is due; sets the metrics besides."""
         full = world.monotonic - self._full_at >= _FULL_SECONDS
         if full:
@@ -123,8 +127,11 @@ class Reporter:
             yield from self._slot(slot, world)
         for key, lease in world.leases.good.items():
             outcome = plan.outcomes.get(key)
-            if outcome is not None and (full or not self._is_same(lease, world, outcome)):
-                yield from self._lease(lease, world, outcome, told=full)
+            if outcome is None:
+                continue
+            router = needs.of(lease)
+            if full or not self._is_same(lease, world, outcome, router):
+                yield from self._lease(lease, world, outcome, router, told=full)
         if full:
             self._publisher.end()
         for kind, bad in (
@@ -178,7 +185,13 @@ class Reporter:
         silent = silence > self._policy.stale_seconds
         return slot.metadata.resource_version, slot_state(slot, world), silent, said
 
-    def _is_same(self, lease: RolloutLease, world: ClusterState, outcome: LeaseDecision) -> bool:
+    def _is_same(
+        self,
+        lease: RolloutLease,
+        world: ClusterState,
+        outcome: LeaseDecision,
+        wanted: RouterDecision,
+    ) -> bool:
         """Whether all that a lease's status depends on, its totals apart, is as it was."""
         key = f"{Kind.LEASE.value} {lease.metadata.key}"
         slots = tuple(
@@ -194,7 +207,8 @@ class Reporter:
         router = self._router_of(lease)
         route = self._route_of(routers.router_name(lease.metadata.namespace, lease.metadata.name))
         routed = route is not None and routers.is_routed(route)
-        inputs = lease.metadata.resource_version, slots, said, routers.is_ready(router), routed
+        ready = routers.is_ready(router)
+        inputs = lease.metadata.resource_version, slots, said, wanted, ready, routed
         same = self._same.get(key) == inputs and not self._deferral.waits(key)
         self._same[key] = inputs
         return same
@@ -208,7 +222,13 @@ class Reporter:
         return self._stores[Kind.DEPLOYMENT].get(f"{self._settings.routers}/{name}")
 
     def _lease(
-        self, lease: RolloutLease, world: ClusterState, outcome: LeaseDecision, *, told: bool
+        self,
+        lease: RolloutLease,
+        world: ClusterState,
+        outcome: LeaseDecision,
+        router: RouterDecision,
+        *,
+        told: bool,
     ) -> Iterator[Write]:
         name = routers.router_name(lease.metadata.namespace, lease.metadata.name)
         live = self._router_of(lease)
@@ -219,6 +239,7 @@ class Reporter:
             world,
             outcome,
             router_url=url,
+            router=router,
             router_ready=routers.is_ready(live),
             explanation=answer(
                 lease,

@@ -1,7 +1,7 @@
 """How much memory requests may take: refused before it is taken, not ended by the kernel.
 
 What a request will take is told from its length, before a byte of it is read: a body becomes up to
-``_PER_BYTE`` bytes per byte while it is decoded. Once its turns are known, what they hold takes the
+``PER_BYTE`` bytes per byte while it is decoded. Once its turns are known, what they hold takes the
 place of that: the ids of a prompt once, however many answers share it, and for every answer its
 own record and what sending its leg needs. Tokens that are sampled later are not foreseen; against
 those stands the second limit, on what the process really holds.
@@ -10,7 +10,7 @@ those stands the second limit, on what the process really holds.
 |---|---|
 | would never fit, whatever else there is | 413: smaller, or in several requests |
 | does not fit beside the others now | 503 with ``Retry-After`` |
-| is large, while large ones hold ``_LARGE_PART`` | the same: a last part is for small ones |
+| is large, while large ones hold ``LARGE_PART`` | the same: a last part is for small ones |
 | comes while the process holds more than ``_FULL`` of its memory | the same |
 
 Next step: ``app`` puts ``middleware`` before every route; ``handlers`` say what turns hold.
@@ -28,26 +28,21 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from rose_core.rollouts.router_size import (
+    LARGE_PART,
+    MIB,
+    PART,
+    PER_BYTE,
+    PER_ID,
+    PER_SENT_ID,
+    PER_TURN,
+)
 from rose_router import metrics
 from rose_router.errors import Overloaded, TooLarge
 from rose_router.turns.request import TurnRequest
 
-MIB = 1 << 20
-_PER_BYTE = 24
-"""Bytes of Python objects for a byte of JSON: ``[{},{},...]`` makes a dictionary of three."""
-_PER_ID = 56
-"""A token id: 32 as a number, 8 in the prompt, 8 in the list it came in, and 8 as text."""
-_PER_TURN = 16 * 1024
-"""A turn with its task, its record in the ledger and its reply's beginnings."""
-_PER_SENT_ID = 16
-"""A prompt's id in a leg under way: in the list of its context, and as text."""
-_PART = 0.5
-"""Of the process's memory, what requests may take; the rest is the process and what is sampled."""
 _SMALL_PART = 1 / 32
 """Of what requests may take: one that takes less is small. Of 1 GiB that is 1.4 MB of JSON."""
-_LARGE_PART = 0.75
-"""Of it, what large requests may take: a few callers with large bodies, which they need not even
-send, would else shut out everybody for as long as a body may take to come."""
 _FULL = 0.85
 _LOOK_SECONDS = 0.1
 _UNLIMITED = 1 << 60
@@ -85,7 +80,7 @@ class MemoryLimiter:
 
     def __init__(self, limit: int, resident: Callable[[], int] = resident_bytes) -> None:
         self.limit = limit
-        self.budget = int(limit * _PART)
+        self.budget = int(limit * PART)
         self.taken = 0
         self._resident = resident
         self._seen, self._looked = 0, -math.inf
@@ -104,7 +99,7 @@ class MemoryLimiter:
             Overloaded: it does not fit now.
         """
         room = MemoryReservation(self)
-        room.resize(body_bytes * _PER_BYTE)
+        room.resize(body_bytes * PER_BYTE)
         try:
             yield room
         finally:
@@ -114,7 +109,7 @@ class MemoryLimiter:
         """Count bytes more as taken by a request that then holds ``whole``; see ``room_for``."""
         most = self.budget
         if whole > self.budget * _SMALL_PART:
-            most = int(self.budget * _LARGE_PART)
+            most = int(self.budget * LARGE_PART)
         if whole > most:
             message = (
                 f"the request would take {whole // MIB} MiB of this router's memory, and all "
@@ -169,8 +164,8 @@ def held_by(turns: Iterable[TurnRequest]) -> int:
     total = 0
     for turn in turns:
         prompts[id(turn.prompt)] = len(turn.prompt)
-        total += _PER_TURN + _PER_SENT_ID * len(turn.prompt)
-    return total + _PER_ID * sum(prompts.values())
+        total += PER_TURN + PER_SENT_ID * len(turn.prompt)
+    return total + PER_ID * sum(prompts.values())
 
 
 def middleware(memory: MemoryLimiter, most_body: int) -> Middleware:
