@@ -95,6 +95,7 @@ class Reconciler:
             clock=self.clock,
             backoff=self.backoff,
             routers=self.settings.routers,
+            identity=self.settings.identity,
         )
         self._teller = EventLimiter(self.api, self.clock)
         self._reporter = Reporter(

@@ -1,6 +1,7 @@
 """Writes of a pass: refused ones wait longer each time, others go on, an outage ends the pass."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -150,3 +151,36 @@ def test_a_difference_waits_for_its_patience_from_its_first_sight() -> None:
     assert not deferral.due("a", 5.0, 106.0)
     deferral.keep(set())
     assert not deferral.waiting
+
+
+async def test_who_changed_what_and_how_it_ended_is_written_down_but_no_status(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "rose_operator.access")
+    api = FakeApi()
+    stores = {kind: ObjectCache() for kind in Kind}
+    writer = Writer(
+        api, stores, "rose-system", may_write=lambda: True, clock=lambda: 0.0, identity="pod-1"
+    )
+    api.refuse = {"bad"}
+    for name in ("good", "bad", "good"):
+        metadata = {"namespace": "rose-system", "name": name}
+        await writer.run([writer.apply(Kind.SLOT, {"kind": "RolloutSlot", "metadata": metadata})])
+
+    async def told() -> None: ...
+
+    metadata = {"namespace": "n", "name": "grpo"}
+    await writer.run([writer.status(Kind.LEASE, {"metadata": metadata, "status": {}}, told)])
+    await writer.run([writer.delete(Kind.SLOT, "good")])
+    api.down = True
+    with pytest.raises(ApiUnavailable):
+        await writer.run([writer.delete(Kind.SLOT, "other")])
+    lines = [one.getMessage() for one in caplog.records if one.name == "rose_operator.access"]
+    slot = "RolloutSlot rose-system"
+    assert lines[0] == f"create {slot}/good by operator pod-1: done"
+    assert lines[1].startswith(f"create {slot}/bad by operator pod-1: refused (")
+    assert lines[2:] == [
+        f"apply {slot}/good by operator pod-1: done",
+        f"delete {slot}/good by operator pod-1: done",
+        f"delete {slot}/other by operator pod-1: no answer",
+    ]

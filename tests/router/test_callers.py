@@ -167,5 +167,14 @@ async def test_who_changes_what_concerns_all_turns_is_written_down(
             assert reply.status == 200
         async with s.post("/continue_generation", {}, headers=bearer(TURNS)) as reply:
             assert reply.status == 403
-    (line,) = [one.getMessage() for one in caplog.records if one.name == "rose_router.access"]
-    assert line == "/pause_generation by serviceaccount team/trainer from 127.0.0.1: 200"
+        async with s.post("/pause_generation", {}, headers=HANDED_OUT) as reply:
+            assert reply.status == 401
+        async with s.post("/generate", {}, headers=HANDED_OUT) as reply:
+            assert reply.status == 401
+    lines = [one.getMessage() for one in caplog.records if one.name == "rose_router.access"]
+    account, lease = "serviceaccount team/trainer", "of lease team/grpo"
+    assert lines == [
+        f"/pause_generation {lease} by {account} from 127.0.0.1: 200",
+        f"/continue_generation {lease} by {account} from 127.0.0.1: 403 TurnsOnly",
+        f"/pause_generation {lease} by nobody known from 127.0.0.1: 401 NotAllowed",
+    ]

@@ -6,8 +6,9 @@ import contextlib
 
 import pytest
 
+from rose_core.rollouts.router_size import MIB
 from rose_router.errors import Overloaded, TooLarge
-from rose_router.http.memory import MIB, MemoryLimiter, held_by
+from rose_router.http.memory import MemoryLimiter, held_by
 from rose_router.turns.request import TurnRequest
 
 LIMIT = 1024 * MIB

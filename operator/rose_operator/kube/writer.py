@@ -19,13 +19,16 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from rose_operator.errors import ApiRefused, NotLeader, OperatorError
+from rose_operator.errors import ApiRefused, ApiUnavailable, NotLeader, OperatorError
 from rose_operator.kube.api import KINDS_OF_ROUTERS, Kind
 from rose_operator.kube.backoff import KeyedBackoff
 from rose_operator.kube.object_cache import ObjectCache, Raw, key_of
 from rose_operator.metrics import WAITING_WRITES
 
 _log = logging.getLogger(__name__)
+ACCESS = logging.getLogger("rose_operator.access")
+"""Who changed what, and how it ended: every write but statuses, which say nothing new."""
+
 # The API server shares its own limits among clients; this many at once is a quarter of a default.
 _AT_ONCE = 12
 
@@ -52,12 +55,14 @@ class Write:
 
     Attributes:
         key: whose write: ``Kind namespace/name``, then a word for status or deletion.
+        verb: for people; empty = nothing that they would look for.
         attempt: content and version it is made for; another one waits for no back-off.
     """
 
     key: str
     attempt: str
     run: Callable[[], Awaitable[None]]
+    verb: str = ""
 
 
 class Writer:
@@ -67,6 +72,7 @@ class Writer:
         namespace: ROSE's own.
         may_write: the leader lock's word, asked before every write.
         routers: namespace of the routers; empty = the same.
+        identity: of this operator among its replicas, for the log.
     """
 
     def __init__(
@@ -79,9 +85,10 @@ class Writer:
         clock: Callable[[], float],
         backoff: KeyedBackoff | None = None,
         routers: str = "",
+        identity: str = "",
     ) -> None:
         self._api, self._stores, self._namespace = api, stores, namespace
-        self._routers = routers or namespace
+        self._routers, self._identity = routers or namespace, identity
         self._may_write, self._clock = may_write, clock
         self._backoff = KeyedBackoff() if backoff is None else backoff
 
@@ -91,7 +98,9 @@ class Writer:
         async def run() -> None:
             self._stores[kind].put(await self._api.apply(kind, manifest))
 
-        return Write(f"{kind.value} {key_of(manifest)}", self._attempt(kind, manifest), run)
+        verb = "apply" if self._stores[kind].get(key_of(manifest)) else "create"
+        key = f"{kind.value} {key_of(manifest)}"
+        return Write(key, self._attempt(kind, manifest), run, verb)
 
     def delete(self, kind: Kind, name: str) -> Write:
         """Delete an object of ours."""
@@ -102,7 +111,7 @@ class Writer:
             await self._api.delete(kind, name)
             self._stores[kind].forget(key)
 
-        return Write(f"{kind.value} {key} delete", "", run)
+        return Write(f"{kind.value} {key} delete", "", run, "delete")
 
     def status(self, kind: Kind, manifest: Raw, run: Callable[[], Awaitable[None]]) -> Write:
         """Write a status; ``run`` does it."""
@@ -163,8 +172,18 @@ class Writer:
         except ApiRefused as error:
             seconds = self._backoff.note_failure(write.key, write.attempt, self._clock())
             _log.warning("%s refused, again in %.0f s: %s", write.key, seconds, error)
+            self._write_down(write, f"refused ({error.code})")
+        except ApiUnavailable:
+            self._write_down(write, "no answer")
+            raise
         else:
             self._backoff.note_success(write.key)
+            self._write_down(write, "done")
+
+    def _write_down(self, write: Write, outcome: str) -> None:
+        if write.verb:
+            thing = write.key.removesuffix(f" {write.verb}")
+            ACCESS.info("%s %s by operator %s: %s", write.verb, thing, self._identity, outcome)
 
     def keep(self, objects: set[str]) -> None:
         """Forget the back-off of objects (``Kind namespace/name``) that are gone."""

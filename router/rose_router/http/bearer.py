@@ -15,7 +15,9 @@ believed too, and nothing has to be handed out: the token is signed for this lea
 
 Callers without an account there are named by the lease itself (``rose_router.callers``).
 
-Who changes what concerns all turns of the lease is written down (``rose_router.access``).
+Who changes what concerns all turns of the lease, or tries to, is written down
+(``rose_router.access``): the route, the lease, the caller's name and address, and how it ended.
+No token is, good or wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from aiohttp.typedefs import Middleware
 from rose_core import rights
 from rose_core.rights import Listener, Party
 from rose_router.callers import NamedCallers
-from rose_router.errors import Forbidden, NotAllowed
+from rose_router.errors import Forbidden, NotAllowed, RouterError
 from rose_wire.service_accounts import ServiceAccounts
 
 ENVIRONMENT = "ROSE_TURN_TOKEN"
@@ -115,6 +117,11 @@ class Tokens:
         self._tokens: list[tuple[bytes, str]] = [(token.encode(), "") for token in self._fixed]
         if file is not None:
             self._read(file)
+
+    @property
+    def lease(self) -> str:
+        """Whose callers these are, ``namespace/name``; empty where nobody said."""
+        return self._lease
 
     @property
     def asked(self) -> bool:
@@ -221,26 +228,44 @@ def middleware(tokens: Tokens) -> Middleware:
     async def check(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        caller = Caller("anybody")
-        if tokens.asked and request.path not in OPEN_PATHS:
-            shown = request.headers.get("Authorization", "")
-            found = tokens.caller_of(shown)
-            if found is None:
-                raise NotAllowed("NotAllowed", tokens.complaint(shown))
-            caller = found
-            request[JOB] = caller.job
-        if caller.limited and request.path not in _HARNESSES:
-            message = f"{request.path}: this token is for turns only; the trainer's may"
-            raise Forbidden("TurnsOnly", message)
-        request[LIMITED] = caller.limited
         if request.method != "POST" or request.path not in _WRITTEN_DOWN:
+            _admit(tokens, request)
             return await handler(request)
         outcome = "failed"
         try:
+            _admit(tokens, request)
             reply = await handler(request)
+        except RouterError as error:
+            outcome = f"{error.status} {error.reason}"
+            raise
+        else:
             outcome = str(reply.status)
             return reply
         finally:
-            ACCESS.info("%s by %s from %s: %s", request.path, caller.name, request.remote, outcome)
+            who = request.get(CALLER, "nobody known")
+            text = "%s of lease %s by %s from %s: %s"
+            ACCESS.info(text, request.path, tokens.lease, who, request.remote, outcome)
 
     return check
+
+
+def _admit(tokens: Tokens, request: web.Request) -> None:
+    """Who calls, written into the request too.
+
+    Raises:
+        NotAllowed: nobody known.
+        Forbidden: somebody whose token is for less.
+    """
+    caller = Caller("anybody")
+    if tokens.asked and request.path not in OPEN_PATHS:
+        shown = request.headers.get("Authorization", "")
+        found = tokens.caller_of(shown)
+        if found is None:
+            raise NotAllowed("NotAllowed", tokens.complaint(shown))
+        caller = found
+        request[JOB] = caller.job
+    request[CALLER] = caller.name
+    if caller.limited and request.path not in _HARNESSES:
+        message = f"{request.path}: this token is for turns only; the trainer's may"
+        raise Forbidden("TurnsOnly", message)
+    request[LIMITED] = caller.limited
