@@ -243,8 +243,8 @@ class LeaseSpec(ApiModel):
     )
     suspend: bool = Field(
         default=False,
-        description="Give every slot back and take none while it is true; the URL stays, and without "
-        "dedicated engines nobody answers there.",
+        description="Give every slot back and take none while it is true; the URL stays, and "
+        "without dedicated engines nobody answers there.",
     )
     lifetime_seconds: int | None = Field(
         default=None,

@@ -214,17 +214,19 @@ def test_the_last_status_speaks_of_nothing_that_is_gone() -> None:
             {"type": "Ready", "status": "True", "reason": "SlotsReady", "observedGeneration": 3},
             {"type": "Accepted", "status": "True", "reason": "Accepted"},
             {"type": "Granted", "status": "False", "reason": "NoReplicaQualifies"},
+            {"type": "RouterReady", "status": "True", "reason": "RouterAnswers"},
         ],
     }
     after = corrected(before, "2026-11-23T00:00:00Z")
-    ready, accepted, granted = after.pop("conditions")
+    ready, accepted, granted, router = after.pop("conditions")
+    assert (router["status"], router["reason"]) == ("False", "Uninstalled")
     assert after == {"slotsGranted": 0, "routerURL": ""}
     assert (ready["status"], ready["reason"], ready["observedGeneration"]) == (
         "False",
         "Uninstalled",
         3,
     )
-    assert [accepted, granted] == before["conditions"][1:]  # type: ignore[index]  # JSON
+    assert [accepted, granted] == before["conditions"][1:3]  # type: ignore[index]  # JSON
 
 
 @pytest.mark.parametrize("name", ["give_back", "smoke", "await_kinds"])

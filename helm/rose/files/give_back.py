@@ -25,7 +25,14 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 API = "https://kubernetes.default.svc"
 KINDS = "/apis/rose-gpu.dev/v1alpha1"
 # What a reader would take for a promise; the other conditions say what was found, not what is.
-WITHDRAWN = ("Ready", "Granted", "WeightsSynced", "ServingProtected", "TelemetryFresh")
+WITHDRAWN = (
+    "Ready",
+    "Granted",
+    "RouterReady",
+    "WeightsSynced",
+    "ServingProtected",
+    "TelemetryFresh",
+)
 COUNTS = ("lentReplicas", "qualifiedReplicas", "unwantedGpus", "slotsGranted", "slotsReady")
 MANAGED = "labelSelector=app.kubernetes.io/managed-by%3Drose-operator"
 OPERATOR = "labelSelector=app.kubernetes.io/name%3Drose-operator"
