@@ -16,7 +16,7 @@ LANE := -v -n 1 --dist loadfile
 
 .PHONY: help venv engine vllm cluster demo test test-engines test-cluster test-processes test-units test-gpu-node unit check format generate docs crds clean \
 	bench-guard bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
-	bench-operator bench-simulate bench-rollouts bench-rounds torture fire fuzz attack bench-flood gpu-check gpu-pack trl skyrl areal
+	bench-operator bench-simulate bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -50,7 +50,7 @@ demo: engine cluster  ## the main job on real parts; ARGS=--help lists the knobs
 # says so; generated examples are the same every time, so that a change is judged by what it does. While you
 # work (`make unit`) nothing is tried twice, and examples are new each time.
 test test-engines test-cluster test-units: AGAIN := --reruns 1 --only-rerun ".*" --hypothesis-profile=ci
-test: check engine cluster  ## everything that CI runs
+test: check engine cluster release-parts  ## everything that CI runs
 	$(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 2 test-cluster test-processes
 	$(MAKE) --no-print-directory fuzz ARGS="--seconds 3"
 
@@ -185,6 +185,12 @@ attack: cluster  ## what tenants, teams, pods and serving pods could try; ARGS="
 
 bench-flood: venv  ## a router under floods, and what its other callers notice
 	$(RUN)/python -m bench.flood $(ARGS)
+
+release-parts: venv  ## crane and cosign, which a release and its test need (cached; minutes the first time)
+	@$(BIN)/python -m rose_dev.release --parts
+
+release: venv  ## chart and images into a registry, signed; ARGS="--registry HOST/PATH --key cosign.key --images DIR"
+	@$(BIN)/python -m rose_dev.release $(ARGS)
 
 torture: venv  ## kill every process of the weight plane at every step; prints the matrix
 	$(RUN)/python -m bench.torture $(ARGS)

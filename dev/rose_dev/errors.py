@@ -4,6 +4,7 @@ DevelopmentError
 ├── CommandFailed     an external command ended badly or ran out of time
 ├── BuildFailed       a part of Kubernetes could not be built or found
 ├── NotSupported      this machine cannot run the node (not Linux, not root, no compiler)
+├── ReleaseFailed     something must not be released as it is
 └── StartFailed       a component did not come up in time; the message carries the end of its log
 """
 
@@ -26,3 +27,7 @@ class NotSupported(DevelopmentError):
 
 class StartFailed(DevelopmentError):
     """A component did not come up in time."""
+
+
+class ReleaseFailed(DevelopmentError):
+    """Something must not be released as it is."""

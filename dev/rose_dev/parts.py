@@ -21,6 +21,8 @@ COREDNS = "v1.15.0"
 CONTAINERD = "v2.2.9"
 TOOLKIT = "v1.20.1"
 GATEWAY_API = "v1.4.1"
+CRANE = "v0.22.1"
+COSIGN = "v2.6.5"
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,15 @@ CONTROL_PLANE = (
 )
 """What tests of the API need; runs without root."""
 
+HELM_PART = Part("helm", "helm.sh/helm/v3/cmd/helm", HELM, in_kubernetes=False, on_path=True)
+
 NODE = (
     _kubernetes("kubelet"),
     _kubernetes("kube-controller-manager"),
     _kubernetes("kube-scheduler"),
     _kubernetes("kube-proxy"),
     Part("coredns", "github.com/coredns/coredns", COREDNS, in_kubernetes=False),
-    Part("helm", "helm.sh/helm/v3/cmd/helm", HELM, in_kubernetes=False, on_path=True),
+    HELM_PART,
 )
 """What a node and an installation of ROSE need besides."""
 
@@ -103,6 +107,25 @@ GPU_NODE = (
     _own("nri-plugin"),
 )
 """What a node with GPUs needs besides: a container runtime with CDI and NRI, NVIDIA's toolkit."""
+
+RELEASE = (
+    Part(
+        "crane",
+        "github.com/google/go-containerregistry/cmd/crane",
+        CRANE,
+        in_kubernetes=False,
+        on_path=True,
+    ),
+    Part(
+        "cosign",
+        "github.com/sigstore/cosign/v2/cmd/cosign",
+        COSIGN,
+        in_kubernetes=False,
+        on_path=True,
+        link="-s -w",
+    ),
+)
+"""What a release needs besides helm: a client of registries, which is one too, and signatures."""
 
 EVERYTHING = CONTROL_PLANE + NODE + SCALE + GPU_NODE
 
