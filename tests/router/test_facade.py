@@ -114,6 +114,14 @@ def test_tools_reach_the_template(model: Path) -> None:
     assert '"name": "look"' in Tokenizer(model).decode(ids)
 
 
+def test_tools_that_must_not_be_called_are_not_shown_to_the_model(model: Path) -> None:
+    asked = {"messages": [{"role": "user", "content": "x"}]}
+    tools = {"tools": TOOLS, "tool_choice": "none"}
+    assert chat.prompt_of(asked | tools, Tokenizer(model)) == chat.prompt_of(
+        asked, Tokenizer(model)
+    )
+
+
 def test_calls_of_tools_are_read_when_tools_were_named() -> None:
     text = 'So.<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
     message = chat.message_of(text, {"tools": TOOLS}, "r")

@@ -11,6 +11,7 @@ import pytest
 
 from rose_core.rollouts.errors import InvalidTurn, UnsafeTurn
 from rose_router.http.dialects import chat, completions, vllm
+from rose_router.http.dialects.terms import ParsedRequest
 from rose_router.turns.request import TurnRequest
 from tests.router.conftest import Stage
 from tests.router.test_http import events
@@ -33,6 +34,21 @@ def inference(sampling: dict[str, Any], **body: Any) -> TurnRequest:  # noqa: AN
     asked = {"token_ids": PROMPT, "sampling_params": sampling, **body}
     (turn,) = vllm.read(asked, {}, None, lambda: "r").turns
     return turn
+
+
+@pytest.mark.parametrize("read", [chat.read, vllm.read])
+def test_an_answer_may_go_to_the_contexts_end_unless_a_number_is_named(
+    read: Callable[..., ParsedRequest],
+) -> None:
+    def most(context: int, **named: int) -> int:
+        body = {"input_ids": PROMPT, "token_ids": PROMPT, "sampling_params": named, **named}
+        (turn,) = read(body, {}, None, lambda: "r", context=context).turns
+        return turn.most_tokens
+
+    assert most(4096) == 4096 - len(PROMPT)
+    assert most(4096, max_tokens=7) == 7
+    assert most(0) < 4096  # nobody has said how long an answer may become
+    assert most(1) == 1  # refused later, by the bounds, and not as a wrong number
 
 
 @pytest.mark.parametrize(
@@ -135,3 +151,28 @@ async def test_a_stream_counts_its_tokens_where_that_is_asked_for(stage: Make, a
         assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
     assert all("usage" not in piece for piece in pieces)
     assert ("usage" in last) is asked
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/inference/v1/generate"])
+async def test_without_a_number_an_answer_ends_with_the_context_of_the_engines(
+    stage: Make, path: str
+) -> None:
+    async with stage(context_tokens=400) as s:
+        await s.engine(context_tokens=40)
+        body = {"input_ids": PROMPT} if "chat" in path else {"token_ids": PROMPT}
+        async with s.post(path, body) as reply:
+            (choice,) = (await reply.json())["choices"]
+    assert len(choice["token_ids"]) == 40 - len(PROMPT)
+    assert choice["finish_reason"] == "length"
+
+
+async def test_a_prompt_counts_once_however_many_answers_it_has(stage: Make) -> None:
+    async with stage() as s:
+        await s.engine()
+        body: dict[str, Any] = {"prompt": PROMPT, "n": 3, "max_tokens": 4}
+        async with s.post("/v1/completions", body) as reply:
+            usage = (await reply.json())["usage"]
+        assert usage == {"prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15}
+        async with s.post("/v1/completions", body | {"prompt": [PROMPT, PROMPT]}) as reply:
+            usage = (await reply.json())["usage"]
+        assert usage == {"prompt_tokens": 6, "completion_tokens": 24, "total_tokens": 30}

@@ -64,7 +64,13 @@ class TurnHandlers:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's ``/v1/chat/completions``."""
         body = await read_body(request)
-        ask = chat.read(body, request.headers, self._tokenizer, random_rid)
+        ask = chat.read(
+            body,
+            request.headers,
+            self._tokenizer,
+            random_rid,
+            context=self._service.bounds().context,
+        )
         replies = ChatReplies(self._service.settings.model, self._tokenizer, body)
         with self._turns(request, ask) as turns:
             if ask.stream:
@@ -105,7 +111,13 @@ class TurnHandlers:
     async def inference(self, request: web.Request) -> web.StreamResponse:
         """VLLM's ``/inference/v1/generate``."""
         body = await read_body(request)
-        ask = vllm.read(body, request.headers, self._tokenizer, random_rid)
+        ask = vllm.read(
+            body,
+            request.headers,
+            self._tokenizer,
+            random_rid,
+            context=self._service.bounds().context,
+        )
         with self._turns(request, ask) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], _vllm_events)

@@ -142,8 +142,10 @@ def stop_reason(finish: Mapping[str, Any] | None) -> str | int | None:
 
 
 def usage(turns: Sequence[Turn]) -> dict[str, int]:
-    """OpenAI's count of tokens, of all answers of a request."""
-    prompt = sum(len(turn.request.prompt) for turn in turns)
+    """OpenAI's count of tokens, of all answers of a request; a prompt counts once."""
+    # Answers to one prompt share it; two prompts that are equal are two objects.
+    prompts = {id(turn.request.prompt): turn.request.prompt for turn in turns}
+    prompt = sum(map(len, prompts.values()))
     made = sum(turn.held for turn in turns)
     return {
         "prompt_tokens": prompt,

@@ -23,6 +23,7 @@ from rose_router.http.tokenization import Tokenizer
 TOOL_BEGINS = "<tool_call>"
 _TOOL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _DEFAULT_TOKENS = 2048
+"""Where nobody has said how long an answer may become."""
 
 
 def read(
@@ -30,8 +31,16 @@ def read(
     headers: Mapping[str, str],
     tokenizer: Tokenizer | None,
     new_rid: Callable[[], str],
+    context: int = 0,
 ) -> ParsedRequest:
     """Read a request.
+
+    Args:
+        body: of the request.
+        headers: of the request.
+        tokenizer: None = only token ids are taken.
+        new_rid: names turns that the caller has not named.
+        context: tokens of prompt and answer that the lease's engines bear; 0 = unknown.
 
     Raises:
         InvalidTurn: something is wrong with it; names the field.
@@ -46,7 +55,9 @@ def read(
     most = body.get("max_completion_tokens") or body.get("max_tokens")
     terms = PromptTerms(
         Hints(body, headers),
-        openai.sampling_of({**body, "max_tokens": most}, _DEFAULT_TOKENS),
+        openai.sampling_of(
+            {**body, "max_tokens": most}, openai.to_the_end(prompt, context, _DEFAULT_TOKENS)
+        ),
         openai.passed_of(body) | _logprobs(body),
         priority=priority(body),
         tokenizer=tokenizer,
@@ -70,6 +81,8 @@ def prompt_of(body: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int
     if not isinstance(tools, list):
         message = "tools: expected a list"
         raise InvalidTurn(message)
+    if body.get("tool_choice") == "none":
+        tools = []  # a model that is shown tools calls them, and nobody would read the call
     ids = tokenizer.chat(messages, tools, _variables(body))
     ids += tokenizer.encode(beginning, special=False) if beginning else []
     return token_ids(ids, "messages")

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rose_core.rollouts.errors import InvalidTurn
@@ -86,6 +86,17 @@ def sampling_of(body: Mapping[str, Any], most: int) -> dict[str, Any]:
             sampling[name] = json.dumps(sampling[name])
     sampling["max_new_tokens"] = whole_number(body, "max_tokens", most, least=1)
     return sampling
+
+
+def to_the_end(prompt: Sequence[int], context: int, otherwise: int) -> int:
+    """Output tokens where a request names no number: all that there is room for, as in SGLang.
+
+    Args:
+        prompt: token ids.
+        context: of prompt and answer together; 0 = unknown.
+        otherwise: where it is unknown.
+    """
+    return max(1, context - len(prompt)) if context else otherwise
 
 
 def _grammar(asked: object) -> dict[str, Any]:
