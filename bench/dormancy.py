@@ -24,7 +24,7 @@ from bench.record import Figure, figure, record
 from rose_agent.host import main
 from rose_agent.host.arguments import parser
 from rose_agent.os import freezers
-from rose_core.identity import SlotKey
+from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import EngineState, EnsureEngine, HostStatusRequest, SetDormant
 from rose_core.wire.sync import EngineSpec, WeightSource
 from rose_dev.engine_environment import engine_python
@@ -32,7 +32,7 @@ from rose_dev.models import RECIPES, make_named
 from rose_engines.permit import Permit
 from rose_engines.rundir import RunDir
 
-SLOT = SlotKey("bench", 1)
+SLOT = SlotKey(SlotUid("bench"), 1)
 _PERMIT_NS = 200_000_000
 
 

@@ -8,12 +8,23 @@ never mistaken for the earlier one.
 from __future__ import annotations
 
 import re
+from typing import NewType
 
 import msgspec
 
 _VERSION = re.compile(
     r"^(?P<run>[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?)@(?P<incarnation>\d+)\.(?P<sequence>\d+)$"
 )
+
+
+LeaseUid = NewType("LeaseUid", str)
+"""Kubernetes' uid of a RolloutLease; one deleted and made anew has another."""
+
+SlotUid = NewType("SlotUid", str)
+"""Kubernetes' uid of a RolloutSlot, or the name of a dedicated engine on its node."""
+
+PodUid = NewType("PodUid", str)
+"""Kubernetes' uid of a serving pod: what telemetry, grants and the planner call a replica."""
 
 
 def run_name(text: str) -> str:
@@ -62,7 +73,7 @@ class WeightVersion(msgspec.Struct, frozen=True, order=True):
 class SlotKey(msgspec.Struct, frozen=True, order=True):
     """A RolloutSlot and its generation; an older generation never acts for a newer one."""
 
-    uid: str
+    uid: SlotUid
     generation: int
 
 

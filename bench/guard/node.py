@@ -23,7 +23,7 @@ import yaml
 from bench.guard.cores import one_group, pin, stand_aside
 from bench.guard.serving import SERVING, Serving
 from rose_agent.guard.node_verbs import fetch
-from rose_core.identity import GrantKey, SlotKey
+from rose_core.identity import GrantKey, PodUid, SlotKey, SlotUid
 from rose_core.wire.host import HoldEngine, Holder
 from rose_core.wire.sync import (
     EngineSpec,
@@ -42,7 +42,7 @@ from rose_wire.ports import free_port
 from rose_wire.rpc import Server, call, connect
 from rose_wire.services import HOLD, SYNC
 
-SLOT = SlotKey("bench-slot", 1)
+SLOT = SlotKey(SlotUid("bench-slot"), 1)
 POOL = "bench/serving"
 SYNC_SECONDS = 2.0  # as an operator says by itself
 _PATIENCE_SECONDS = 3.0
@@ -285,7 +285,7 @@ def grant_of(model: str) -> Grant:
         slot_name="bench",
         lease="bench/lease",
         pool=POOL,
-        pod_uid="serving",
+        pod_uid=PodUid("serving"),
         pod_name="serving",
         gpu_uuids=("core-0",),
         engine=EngineSpec("sglang-cpu", model, kv_tokens=16384, max_running=8),

@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 
 from bench.record import Figure, figure, record
 from bench.tap.cost import GUARD_AND_TAP, Phase, parts_of, phase
-from rose_core.identity import GrantKey, SlotKey
+from rose_core.identity import GrantKey, PodUid, SlotKey, SlotUid
 from rose_core.telemetry.dialects import samples
 from rose_core.wire.sync import EngineSpec, Grant, PoolPolicy, SyncReply, SyncRequest, WeightSource
 from tests.agent.node import POOL, FakeOperator, Node
@@ -55,12 +55,12 @@ class Lender(FakeOperator):
 
 def _grant(number: int) -> Grant:
     return Grant(
-        key=GrantKey(1, SlotKey(f"slot-{number}", 1)),
+        key=GrantKey(1, SlotKey(SlotUid(f"slot-{number}"), 1)),
         ttl_seconds=600.0,
         slot_name=f"slot-{number}",
         lease="team/run",
         pool=POOL,
-        pod_uid=f"serving-{number}",
+        pod_uid=PodUid(f"serving-{number}"),
         pod_name=f"serving-{number}",
         gpu_uuids=(f"GPU-{number}",),
         engine=EngineSpec("fake", "small"),

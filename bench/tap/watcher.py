@@ -16,6 +16,7 @@ import psutil
 from bench.tap.traffic import Order, Seen
 from rose_agent.tap import frames
 from rose_agent.tap.frames import Watch
+from rose_core.identity import PodUid
 from rose_core.telemetry.book import Book, FinishedRequest
 from rose_core.telemetry.events import Arrived, Health, TapEvent
 
@@ -167,7 +168,7 @@ async def watching(folder: Path, *, sampled: bool) -> AsyncIterator[Watcher]:
     async with process("-m", "bench.tap.traffic") as traffic:
         assert traffic.stdout is not None  # noqa: S101  # piped
         port = int((await traffic.stdout.readline()).split()[1])
-        watch = Watch("bench", traffic.pid, port)
+        watch = Watch(PodUid("bench"), traffic.pid, port)
         async with tap_process(folder, watch, *more) as (listener, parser):
             listener.by(lambda done: done.path)
             yield Watcher(traffic, parser, listener)

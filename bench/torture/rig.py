@@ -21,7 +21,7 @@ import numpy as np
 from bench.torture.partition import Link
 from bench.torture.process import Process, Violation, until
 from rose_core.delta.digest import digest_run, total
-from rose_core.identity import SlotKey
+from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import EngineSpec, WeightSource
 from rose_engines.errors import EngineError
@@ -81,7 +81,7 @@ class TortureRig:
         )
         self._holder.start()
         order = EnsureEngine(
-            slot=SlotKey("slot-1", 1),
+            slot=SlotKey(SlotUid("slot-1"), 1),
             slot_name="torture",
             engine=EngineSpec("fake", "model", arguments={}),
             weights=WeightSource(self.relay_address, RUN),

@@ -28,6 +28,7 @@ from rose_core.api.common import (
 )
 from rose_core.api.rolloutlease import ArgumentValue, KVPolicy
 from rose_core.api.servingpool import Compute, MemoryLimit, MemorySource
+from rose_core.identity import LeaseUid, PodUid
 
 
 class Desired(StrEnum):
@@ -49,7 +50,7 @@ class LeaseReference(ApiModel):
 
     namespace: NamespaceName = Field(description="Namespace of the RolloutLease.")
     name: ObjectName = Field(description="Name of the RolloutLease.")
-    uid: str = Field(min_length=1, max_length=36, description="Uid of the RolloutLease.")
+    uid: LeaseUid = Field(min_length=1, max_length=36, description="Uid of the RolloutLease.")
 
     @property
     def key(self) -> str:
@@ -62,7 +63,7 @@ class Member(ApiModel):
 
     node: ObjectName = Field(description="Node of the serving pod.")
     pod_name: ObjectName = Field(description="Name of the serving pod.")
-    pod_uid: str = Field(min_length=1, max_length=64, description="Uid of the serving pod.")
+    pod_uid: PodUid = Field(min_length=1, max_length=64, description="Uid of the serving pod.")
     gpu_uuids: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = Field(
         alias="gpuUUIDs",
         min_length=1,

@@ -32,6 +32,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rose_core.identity import PodUid, SlotUid
+
 _UUID = re.compile(r"GPU-[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 _MINOR = re.compile(r"(?:nvidia|gpu-)(\d{1,4})")
 _MOST_NAMED = 4  # more pods than this help nobody who reads the reason
@@ -232,8 +234,8 @@ class OnGpu:
     """
 
     pid: int
-    slot: str = ""
-    pod: str = ""
+    slot: SlotUid = SlotUid("")
+    pod: PodUid = PodUid("")
     seen: bool = True
     command: str = ""
 
@@ -251,10 +253,10 @@ class Party:
         mps: clients of one MPS server, which computes for them.
     """
 
-    pod: str = ""
+    pod: PodUid = PodUid("")
     pids: frozenset[int] = frozenset()
-    names: Mapping[str, str] = field(default_factory=dict)
-    platform: frozenset[str] = frozenset()
+    names: Mapping[PodUid, str] = field(default_factory=dict)
+    platform: frozenset[PodUid] = frozenset()
     proof: Proof = Proof.NONE
     mps: bool = False
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from rose_core.identity import SlotUid
 from rose_core.wire.sync import Grant, SyncReply
 
 
@@ -33,7 +34,7 @@ class GrantBook:
     """Every grant of the node by slot uid."""
 
     highest_term: int = 0
-    held: dict[str, HeldGrant] = field(default_factory=dict)
+    held: dict[SlotUid, HeldGrant] = field(default_factory=dict)
     refused_terms: int = 0
     complete_replies: int = 0
 
@@ -60,11 +61,11 @@ class GrantBook:
             complete_replies=self.complete_replies + reply.complete,
         )
 
-    def is_alive(self, uid: str, now_s: float) -> bool:
+    def is_alive(self, uid: SlotUid, now_s: float) -> bool:
         """Whether the slot has a grant whose deadline lies ahead."""
         held = self.held.get(uid)
         return held is not None and now_s < held.deadline_s
 
-    def alive(self, now_s: float) -> dict[str, Grant]:
+    def alive(self, now_s: float) -> dict[SlotUid, Grant]:
         """Grants whose deadline lies ahead."""
         return {uid: h.grant for uid, h in self.held.items() if now_s < h.deadline_s}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rose_core.api.reasons import Reason
+from rose_core.identity import PodUid
 from rose_core.lending.facts import Memory
 
 
@@ -18,7 +19,7 @@ class Lend:
     """
 
     lease: str
-    replica: str
+    replica: PodUid
     whole: bool = False
 
 
@@ -70,7 +71,7 @@ class LendingPlan:
 
     lends: tuple[Lend, ...]
     releases: tuple[Release, ...]
-    verdicts: Mapping[str, ReplicaDecision]
+    verdicts: Mapping[PodUid, ReplicaDecision]
     outcomes: Mapping[str, LeaseDecision]
     memory: Memory
     members: Mapping[str, tuple[ReplicaDecision, ...]]

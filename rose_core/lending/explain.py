@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rose_core.api.reasons import Reason
+from rose_core.identity import PodUid
 from rose_core.lending.answers import LeaseDecision, ReplicaDecision
 from rose_core.lending.facts import Lease, Pool, Replica
 from rose_core.lending.gate import not_worth
@@ -26,7 +27,7 @@ def member_verdicts(world: PlanningPass) -> Members:
 
 
 def _of_pool(
-    world: PlanningPass, pool: Pool, lent: Mapping[str, str]
+    world: PlanningPass, pool: Pool, lent: Mapping[PodUid, str]
 ) -> tuple[ReplicaDecision, ...]:
     stop = blocked(world, pool)
     return tuple(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from rose_core.api.poollending import Spread
 from rose_core.api.reasons import Reason
+from rose_core.identity import LeaseUid, PodUid, SlotUid
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class Replica:
         device_class: of its GPUs, empty when unknown.
     """
 
-    uid: str
+    uid: PodUid
     name: str
     node: str
     pool: str
@@ -223,7 +224,7 @@ class Lease:
     """
 
     key: str
-    uid: str
+    uid: LeaseUid
     pool: str
     priority: int
     created: float
@@ -268,12 +269,12 @@ class Slot:
     """
 
     name: str
-    uid: str
+    uid: SlotUid
     lease: str
-    lease_uid: str
+    lease_uid: LeaseUid
     pool: str
     node: str
-    replica: str
+    replica: PodUid
     gpus: tuple[str, ...]
     created: float
     released: bool = False
@@ -298,8 +299,8 @@ class Memory:
         loans_at: pool key -> when loans were made, the last minute only.
     """
 
-    fit_since: Mapping[str, float] = field(default_factory=dict)
-    unfit_since: Mapping[str, float] = field(default_factory=dict)
+    fit_since: Mapping[PodUid, float] = field(default_factory=dict)
+    unfit_since: Mapping[SlotUid, float] = field(default_factory=dict)
     freed_at: Mapping[str, float] = field(default_factory=dict)
     missed_at: Mapping[str, float] = field(default_factory=dict)
     loans_at: Mapping[str, tuple[float, ...]] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from rose_core.api.poollending import Spread
+from rose_core.identity import PodUid
 from rose_core.lending.facts import Lease, Pool, Replica
 from rose_core.lending.gate import not_worth
 from rose_core.lending.planning_pass import PlanningPass
@@ -24,7 +25,7 @@ from rose_core.lending.whole import refused
 _UNKNOWN_KV = 1001
 
 Place = tuple[str, str]
-Entry = tuple[int, tuple[int, str], Place]
+Entry = tuple[int, tuple[int, PodUid], Place]
 
 
 def make_loans(world: PlanningPass) -> None:
@@ -109,7 +110,7 @@ class _Shelf:
 
     def __init__(self, world: PlanningPass, pool: Pool, replicas: Iterable[Replica]) -> None:
         self._world, self._pool = world, pool
-        self._places: dict[Place, list[tuple[int, str]]] = defaultdict(list)
+        self._places: dict[Place, list[tuple[int, PodUid]]] = defaultdict(list)
         for replica in replicas:
             if world.unrested(replica) is None:
                 place = replica.device_class, _place(replica, pool.spread)
@@ -157,7 +158,7 @@ def _place(replica: Replica, spread: Spread) -> str:
     return f"node/{replica.node}" if spread is Spread.NODES else f"zone/{replica.zone}"
 
 
-def _preference(replica: Replica) -> tuple[int, str]:
+def _preference(replica: Replica) -> tuple[int, PodUid]:
     """Lowest recent KV use first; unknown last."""
     used = replica.kv_permille
     return (_UNKNOWN_KV if used is None else used, replica.uid)

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from rose_core.api.reasons import Reason
+from rose_core.identity import PodUid
 from rose_core.lending.answers import Lend, Release, ReplicaDecision
 from rose_core.lending.facts import Lease, Memory, Pool, Replica, Slot, Snapshot
 from rose_core.lending.limits import Limit, limit, most_lent
@@ -43,7 +44,7 @@ class PlanningPass:
         self._index()
         self.memory = self._remember()
 
-    def _judge(self) -> dict[str, ReplicaDecision]:
+    def _judge(self) -> dict[PodUid, ReplicaDecision]:
         contested = contests(self.snapshot.replicas)
         return {
             uid: self._judge_one(replica, contested.get(uid))
@@ -75,8 +76,8 @@ class PlanningPass:
         self._reporting = Counter(
             replica.pool for replica in self.snapshot.replicas if not replica.stale
         )
-        self._free: dict[str, dict[str, Replica]] = defaultdict(dict)
-        self._full: dict[str, dict[str, Replica]] = defaultdict(dict)
+        self._free: dict[str, dict[PodUid, Replica]] = defaultdict(dict)
+        self._full: dict[str, dict[PodUid, Replica]] = defaultdict(dict)
         for replica in self.snapshot.replicas:
             if replica.occupied or not self.busy_gpus.isdisjoint(replica.devices):
                 continue
@@ -84,7 +85,7 @@ class PlanningPass:
                 self._free[replica.pool][replica.uid] = replica
             elif self._could_sleep(replica):
                 self._full[replica.pool][replica.uid] = replica
-        self._sleepers: dict[str, set[str]] = defaultdict(set)
+        self._sleepers: dict[str, set[PodUid]] = defaultdict(set)
         for slot in self.snapshot.slots:
             if slot.whole:
                 self._sleepers[slot.pool].add(slot.replica)
@@ -177,7 +178,7 @@ class PlanningPass:
         """Slots of other pools that the lease has after this pass so far."""
         return self.coming(lease) - self.coming_in(lease, pool)
 
-    def sleepers(self, pool: str) -> frozenset[str]:
+    def sleepers(self, pool: str) -> frozenset[PodUid]:
         """Replicas of the pool that are lent whole, leaving ones included."""
         return frozenset(self._sleepers[pool])
 

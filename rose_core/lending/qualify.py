@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from rose_core.api.reasons import MEANING, Reason
+from rose_core.identity import PodUid
 from rose_core.lending.answers import ReplicaDecision
 from rose_core.lending.facts import Policy, Pool, Replica
 from rose_core.wire.sync import SignalSource
@@ -131,7 +132,7 @@ def still_asleep(found: ReplicaDecision) -> bool:
     return still_fit(found) or found.reason is Reason.REPLICA_NOT_READY
 
 
-def contests(replicas: tuple[Replica, ...]) -> dict[str, ReplicaDecision]:
+def contests(replicas: tuple[Replica, ...]) -> dict[PodUid, ReplicaDecision]:
     """What becomes of replicas that name the same GPU, by uid.
 
     | proven owners | the owner | the others |
@@ -144,7 +145,7 @@ def contests(replicas: tuple[Replica, ...]) -> dict[str, ReplicaDecision]:
     for replica in replicas:
         for gpu in replica.devices:
             claims[gpu].append(replica)
-    found: dict[str, ReplicaDecision] = {}
+    found: dict[PodUid, ReplicaDecision] = {}
     for claimants in claims.values():
         if len(claimants) > 1:
             for one, word in _contest(claimants):

@@ -11,6 +11,8 @@ from enum import StrEnum
 
 import msgspec
 
+from rose_core.identity import PodUid
+
 PERIOD_NS = 100_000_000
 """Of the duty cycle; a period begins where the clock is a multiple of it, for guard and tap."""
 
@@ -33,7 +35,7 @@ class Arrived(msgspec.Struct, frozen=True, tag="a", array_like=True):
         opaque: neither tokens nor end of this request will show (TLS).
     """
 
-    replica: str
+    replica: PodUid
     request: int
     time_ns: int
     path: str
@@ -43,14 +45,14 @@ class Arrived(msgspec.Struct, frozen=True, tag="a", array_like=True):
 class Dismissed(msgspec.Struct, frozen=True, tag="x", array_like=True):
     """The request turned out not to generate anything (probe, scrape)."""
 
-    replica: str
+    replica: PodUid
     request: int
 
 
 class Sized(msgspec.Struct, frozen=True, tag="s", array_like=True):
     """The request's head is known: its body has ``size`` bytes (-1: chunked, unknown)."""
 
-    replica: str
+    replica: PodUid
     request: int
     size: int
     path: str = ""
@@ -59,7 +61,7 @@ class Sized(msgspec.Struct, frozen=True, tag="s", array_like=True):
 class FirstToken(msgspec.Struct, frozen=True, tag="f", array_like=True):
     """First event of a streamed response."""
 
-    replica: str
+    replica: PodUid
     request: int
     time_ns: int
 
@@ -67,7 +69,7 @@ class FirstToken(msgspec.Struct, frozen=True, tag="f", array_like=True):
 class Progress(msgspec.Struct, frozen=True, tag="p", array_like=True):
     """The request is alive; about ``tokens`` events have passed (estimated where sampled)."""
 
-    replica: str
+    replica: PodUid
     request: int
     time_ns: int
     tokens: int
@@ -76,7 +78,7 @@ class Progress(msgspec.Struct, frozen=True, tag="p", array_like=True):
 class Ended(msgspec.Struct, frozen=True, tag="e", array_like=True):
     """The response's true end."""
 
-    replica: str
+    replica: PodUid
     request: int
     time_ns: int
     tokens: int
@@ -99,7 +101,7 @@ class Health(msgspec.Struct, frozen=True, tag="h", array_like=True):
         unsure: those that ended so that the engine may not have counted them.
     """
 
-    replica: str
+    replica: PodUid
     time_ns: int
     problem: str
     lost_ns: int

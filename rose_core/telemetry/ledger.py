@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rose_core.identity import PodUid
 from rose_core.telemetry.events import (
     Arrived,
     Dismissed,
@@ -81,7 +82,7 @@ class Ledger:
         number: gives the next request number.
     """
 
-    def __init__(self, replica: str, number: Callable[[], int]) -> None:
+    def __init__(self, replica: PodUid, number: Callable[[], int]) -> None:
         self.replica = replica
         self._number = number
         self._events: list[TapEvent] = []

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from rose_core.identity import PodUid
 from rose_core.telemetry.events import Arrived, EndKind, TapEvent
 from rose_core.telemetry.h2frames import looks_like_frames
 from rose_core.telemetry.http2 import Http2
@@ -118,7 +119,7 @@ class Tracker:
     """
 
     def __init__(
-        self, replica: str, number: Callable[[], int], most: int = MOST_CONNECTIONS
+        self, replica: PodUid, number: Callable[[], int], most: int = MOST_CONNECTIONS
     ) -> None:
         self.ledger = Ledger(replica, number)
         self._most = most

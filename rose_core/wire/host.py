@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
-from rose_core.identity import SlotKey
+from rose_core.identity import PodUid, SlotKey
 from rose_core.wire.reasons import HostReason
 from rose_core.wire.sync import EngineSpec, WeightSource
 
@@ -56,7 +56,7 @@ class EnsureEngine(msgspec.Struct, frozen=True):
     weights: WeightSource
     gpu_uuids: tuple[str, ...] = ()
     token: str = ""
-    pod_uid: str = ""
+    pod_uid: PodUid = PodUid("")
     lendable_bytes: int | None = None
     lendable_text: str = ""
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 import msgspec
 
 from rose_core.devices.memory import MemorySum
-from rose_core.identity import GrantKey, SlotKey
+from rose_core.identity import GrantKey, PodUid, SlotKey
 
 
 class SignalSource(StrEnum):
@@ -63,7 +63,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
     pool: str
     pod_namespace: str
     pod_name: str
-    pod_uid: str
+    pod_uid: PodUid
     gpu_uuids: tuple[str, ...] = ()
     ready: bool = False
     stopped: bool = False
@@ -257,7 +257,7 @@ class Grant(msgspec.Struct, frozen=True):
     slot_name: str
     lease: str
     pool: str
-    pod_uid: str
+    pod_uid: PodUid
     pod_name: str
     gpu_uuids: tuple[str, ...]
     engine: EngineSpec

@@ -26,7 +26,7 @@ import yaml
 from safetensors.numpy import save_file
 
 from rose_agent.guard import node_verbs
-from rose_core.identity import GrantKey, SlotKey
+from rose_core.identity import GrantKey, PodUid, SlotKey, SlotUid
 from rose_core.telemetry.dialects import samples
 from rose_core.wire.sync import (
     EngineSpec,
@@ -45,7 +45,7 @@ from rose_wire.services import NOTICES, SYNC
 from tests.host.left import sweep
 
 POOL = "default/chat"
-SLOT = SlotKey("slot-1", 1)
+SLOT = SlotKey(SlotUid("slot-1"), 1)
 PATIENCE_SECONDS = 60.0
 _GENERATED = "generation_tokens_total"
 
@@ -120,7 +120,7 @@ class FakeOperator:
             slot_name="slot-one",
             lease="team/run",
             pool=POOL,
-            pod_uid="serving-0",
+            pod_uid=PodUid("serving-0"),
             pod_name="serving-0",
             gpu_uuids=("GPU-0",),
             engine=EngineSpec("fake", "small", arguments=self.arguments),

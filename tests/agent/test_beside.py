@@ -1,7 +1,7 @@
 """What a slot counts of its engine's weights and of the live requests beside it."""
 
 from rose_agent.guard.totals import Totals
-from rose_core.identity import SlotKey
+from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import EngineState, EngineStatus
 
 
@@ -18,6 +18,6 @@ def test_only_what_ends_beside_the_slot_is_the_slots() -> None:
 def test_weights_add_up_over_engines() -> None:
     totals = Totals(last_ns=0)
     for number, pulled in enumerate((900, 900, 960, 800, 0, 50)):
-        status = EngineStatus(SlotKey("s", 1), EngineState.SERVING, weight_bytes=pulled)
+        status = EngineStatus(SlotKey(SlotUid("s"), 1), EngineState.SERVING, weight_bytes=pulled)
         totals.account(number, granted=True, until_ns=0, status=status)
     assert totals.weight_bytes == 960 + 800 + 50

@@ -11,6 +11,7 @@ from aiohttp.test_utils import TestServer
 
 from rose_agent.signals import verify
 from rose_agent.signals.http import EngineReader
+from rose_core.identity import PodUid
 from rose_core.telemetry.book import Book
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import Health
@@ -21,7 +22,7 @@ MS = 1_000_000
 
 def beat(seen: int, scrapes: int, *, ago_ms: int = 0) -> Health:
     now = time.monotonic_ns() - ago_ms * MS
-    return Health("r", now, "", 0, False, 0, {"/metrics": scrapes}, 0, seen, seen)
+    return Health(PodUid("r"), now, "", 0, False, 0, {"/metrics": scrapes}, 0, seen, seen)
 
 
 class Page:

@@ -11,6 +11,7 @@ import pytest
 from rose_agent.pods.model import ServingPod
 from rose_agent.signals.feed import Feed
 from rose_agent.signals.zmtp import Subscription
+from rose_core.identity import PodUid
 from rose_core.telemetry.dialects import Figures
 from rose_dev.engine_environment import engine_python, is_ready
 from rose_dev.waiting import until
@@ -53,7 +54,7 @@ async def speaking(*pieces: bytes, hang_up: bool = True) -> AsyncIterator[int]:
 
 def pod(feed_port: int = 0) -> ServingPod:
     return ServingPod(
-        "uid", "chat", "serving", "chat/pool", "127.0.0.1", 30000, feed_port=feed_port
+        PodUid("uid"), "chat", "serving", "chat/pool", "127.0.0.1", 30000, feed_port=feed_port
     )
 
 

@@ -22,6 +22,7 @@ from rose_agent.pods import podresources
 from rose_agent.pods.claims import GPU_ANNOTATION
 from rose_agent.signals.reader import DirectReaders
 from rose_core.devices.ownership import Allocation, Device, Proof
+from rose_core.identity import PodUid
 from rose_core.wire.sync import PoolPolicy, ReplicaReport, SyncReply
 from rose_dev.gpu.state import State
 from rose_dev.gpu_node.failures import act
@@ -154,7 +155,7 @@ async def test_an_annotation_takes_nobodys_gpu(node: Node) -> None:
     await node.matched()
     found = node.reports()
     assert (found["bait"].gpu_uuids, found["serving-0"].gpu_uuids) == ((), (victim,))
-    view = node.guard.replicas[uid(99)].view
+    view = node.guard.replicas[PodUid(uid(99))].view
     assert view is not None
     assert (view.refusal, view.lendable.bytes) == ("NoGPU", None)
     assert "evil/bait" in view.message
@@ -172,7 +173,7 @@ async def test_shares_of_a_gpu_are_not_lent_and_the_others_are_named(node: Node)
     node.give("serving-1", 0, suffix="::1")
     await node.kubelet.start()
     await node.matched()
-    view = node.guard.replicas[uid(0)].view
+    view = node.guard.replicas[PodUid(uid(0))].view
     assert view is not None
     assert view.refusal == "SharedGpu"
     assert "chat/serving-1" in view.message

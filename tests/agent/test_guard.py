@@ -22,7 +22,7 @@ from rose_agent.signals.reader import DirectReaders
 from rose_core.guard.gate import GateLimits, GateVerdict
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slack import Slack
-from rose_core.identity import GrantKey, SlotKey
+from rose_core.identity import GrantKey, PodUid, SlotKey, SlotUid
 from rose_core.telemetry.events import (
     Arrived,
     Ended,
@@ -48,7 +48,9 @@ from rose_core.wire.sync import (
 from rose_engines.permit import BUSY_LANE, Permit
 from rose_engines.rundir import RunDir
 
-KEY = SlotKey("slot", 1)
+POD = PodUid("pod")
+
+KEY = SlotKey(SlotUid("slot"), 1)
 POLICY = PoolPolicy("chat/pool", "Lend", {"a": "b"}, 1)
 GRANT = Grant(
     key=GrantKey(1, KEY),
@@ -56,7 +58,7 @@ GRANT = Grant(
     slot_name="slot",
     lease="ns/lease",
     pool="chat/pool",
-    pod_uid="pod",
+    pod_uid=POD,
     pod_name="pod",
     gpu_uuids=("GPU-0",),
     engine=EngineSpec("fake", "m"),
@@ -67,7 +69,7 @@ GRANT = Grant(
 
 def health(in_flight: int = 0) -> Health:
     return Health(
-        "pod", time.monotonic_ns(), "", 0, opaque=False, in_flight=in_flight, counts={}, packets=0
+        POD, time.monotonic_ns(), "", 0, opaque=False, in_flight=in_flight, counts={}, packets=0
     )
 
 
@@ -86,7 +88,7 @@ async def guard(short_dir: Path) -> AsyncIterator[tuple[Guard, Permit]]:
         made.on_reply(SyncReply(1, True, (GRANT,), (POLICY,)), time.monotonic())
         made.host.engines = {KEY.uid: EngineStatus(KEY, EngineState.SERVING)}
         made.host.asked_ns = made.host.answered_ns = time.monotonic_ns() + 10**12
-        replica = made.replicas["pod"]
+        replica = made.replicas[POD]
         replica.verification = Verification(verified=True)
         # A busy test machine must not make the tap look stale.
         replica.limits = Limits(tap_stale_ns=10**12)
@@ -116,11 +118,11 @@ async def test_the_end_of_a_call_steps_its_own_slot_and_is_told(
     made, permit = guard
     told: list[str] = []
     made.on_transition = lambda: told.append("soon")
-    made._report_change("forgotten")
+    made._report_change(SlotUid("forgotten"))
     assert not is_open(permit)
     made._report_change(KEY.uid)
     assert is_open(permit)
-    del made.replicas["pod"]
+    del made.replicas[POD]
     made._report_change(KEY.uid)
     assert not is_open(permit), "a slot whose replica has gone is looked at too"
     assert told == ["soon"] * 3
@@ -135,10 +137,10 @@ async def test_an_arrival_closes_the_permit_inside_the_call_that_hears_of_it(
     # Long, so that the flight recorder has a closing to tell of, however slow the machine.
     permit.extend(time.monotonic_ns() + 5 * 10**9)
     now = time.monotonic_ns()
-    made.on_tap([Arrived("pod", 1, now, "/generate")], now)
+    made.on_tap([Arrived(POD, 1, now, "/generate")], now)
     assert permit.until_ns == 0
     assert made.slots[KEY.uid].machine.rung.name == "STOP"
-    made.on_tap([Ended("pod", 1, now, 5, 200, EndKind.COMPLETE), health()], time.monotonic_ns())
+    made.on_tap([Ended(POD, 1, now, 5, 200, EndKind.COMPLETE), health()], time.monotonic_ns())
     assert is_open(permit), "empty again"
     what = [entry[2] for entry in made.recorder.entries()]
     assert what.count("arrived") == what.count("closed") == what.count("finished") == 1
@@ -168,7 +170,7 @@ async def test_the_owners_share_of_a_second_closes_the_permit_of_an_idle_replica
     now = time.monotonic_ns()
     assert permit.until_ns <= now + 300_000_000, "never further than what is left"
     spent = ((now - 300_000_000, now),)
-    made.replicas["pod"].compute = replace(made.replicas["pod"].compute, spans=spent)
+    made.replicas[POD].compute = replace(made.replicas[POD].compute, spans=spent)
     permit.close_now()
     made.step_all()
     assert not is_open(permit)
@@ -190,12 +192,12 @@ async def test_a_request_under_way_is_not_kept_when_the_tap_may_no_longer_be_hea
 ) -> None:
     """Its end would never be told, and the replica would look busy for ever."""
     made, _ = guard
-    made.on_tap([Arrived("pod", 1, time.monotonic_ns(), "/generate")], time.monotonic_ns())
-    assert made.replicas["pod"].book.live
+    made.on_tap([Arrived(POD, 1, time.monotonic_ns(), "/generate")], time.monotonic_ns())
+    assert made.replicas[POD].book.live
     figures = msgspec.structs.replace(POLICY, allowed_signals=(SignalSource.LOADS,))
     made.on_reply(SyncReply(1, True, (GRANT,), (figures,)), time.monotonic())
     made.match()
-    assert not made.replicas["pod"].book.live
+    assert not made.replicas[POD].book.live
 
 
 async def test_every_tick_extends_the_permits_of_an_idle_replica(
@@ -245,7 +247,7 @@ async def test_tokens_are_told_one_by_one_only_before_lending_may_be_paced_by_th
     guard: tuple[Guard, Permit],
 ) -> None:
     made, _ = guard
-    replica = made.replicas["pod"]
+    replica = made.replicas[POD]
     assert not replica.watch().closely, "no limit, nothing to pace by"
     limited = PoolPolicy("chat/pool", "Lend", {"a": "b"}, 1, max_increase_percent=5)
     replica.update(replica.pod, limited)
@@ -263,10 +265,10 @@ async def test_tokens_are_told_one_by_one_only_before_lending_may_be_paced_by_th
 @pytest.mark.parametrize(
     ("event", "again_ns", "looks"),
     [
-        (Progress("pod", 1, 1, 2), 5, False),
-        (Progress("pod", 1, 1, 2), 0, True),
-        (FirstToken("pod", 1, 1), 5, True),
-        (Sized("pod", 1, 100, "/generate"), 5, True),
+        (Progress(POD, 1, 1, 2), 5, False),
+        (Progress(POD, 1, 1, 2), 0, True),
+        (FirstToken(POD, 1, 1), 5, True),
+        (Sized(POD, 1, 100, "/generate"), 5, True),
         (health(1), 5, False),
     ],
 )
@@ -280,10 +282,10 @@ async def test_paced_lending_is_judged_at_its_edges_and_not_at_every_token(
     """Closed and with no edge to come, the verdict waits for the tokens themselves."""
     made, _ = guard
     slack = Slack(None, 0.1, 0.5)
-    made._verdicts["pod"] = GateVerdict(False, GateReason.SLACK, again_ns=again_ns, slack=slack)
+    made._verdicts[POD] = GateVerdict(False, GateReason.SLACK, again_ns=again_ns, slack=slack)
     looked: list[str] = []
     monkeypatch.setattr(made, "_step_replica", lambda uid, *_: looked.append(uid))
-    made.on_tap([Arrived("pod", 1, 1, "/generate")], 1)
+    made.on_tap([Arrived(POD, 1, 1, "/generate")], 1)
     looked.clear()
     made.on_tap([event], 1)
     assert bool(looked) is looks
@@ -299,7 +301,7 @@ async def test_a_slot_rests_while_its_engine_is_held_and_no_sooner(
     made.step_all()
     rests = [slot.at_rest]
     now = time.monotonic_ns()
-    made.on_tap([Arrived("pod", 1, now, "/generate")], now)
+    made.on_tap([Arrived(POD, 1, now, "/generate")], now)
     rests.append(slot.at_rest)
     slot._hold.confirmed = True
     rests.append(slot.at_rest)
@@ -307,7 +309,7 @@ async def test_a_slot_rests_while_its_engine_is_held_and_no_sooner(
     made.step_all()
     assert rests == [False, False, True], "open, asked to hold, held"
     assert not stirred
-    made.on_tap([Ended("pod", 1, now, 1, 200, EndKind.COMPLETE)], time.monotonic_ns())
+    made.on_tap([Ended(POD, 1, now, 1, 200, EndKind.COMPLETE)], time.monotonic_ns())
     assert stirred, "the permit wants to be extended"
 
 

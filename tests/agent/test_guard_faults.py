@@ -16,6 +16,7 @@ from rose_agent.guard.taplink import TapLink
 from rose_agent.pods.model import ServingPod
 from rose_agent.tap import frames
 from rose_core.guard.gate import GateLimits
+from rose_core.identity import PodUid
 from rose_core.telemetry.events import (
     Arrived,
     Ended,
@@ -30,6 +31,8 @@ from rose_core.telemetry.signal import Limits
 from rose_core.wire.sync import PoolPolicy, SyncReply
 from rose_engines.permit import Permit
 from tests.agent.test_guard import GRANT, KEY, guard, health, is_open
+
+POD = PodUid("pod")
 
 __all__ = ["guard"]
 S = 10**9
@@ -53,7 +56,7 @@ async def test_a_pod_that_can_no_longer_be_heard_is_unknown(guard: Parts, proble
     made, permit = guard
     made.step_all()
     now = time.monotonic_ns()
-    made.on_tap([Health("pod", now, problem, 0, False, 0, {}, 0)], now)
+    made.on_tap([Health(POD, now, problem, 0, False, 0, {}, 0)], now)
     made.step_all()
     assert permit.until_ns == 0
     assert reason(made) == "SignalLost"
@@ -65,15 +68,15 @@ async def test_an_interface_that_goes_down_in_a_burst_keeps_the_gate_closed_unti
     made, permit = guard
     made.step_all()
     now = time.monotonic_ns()
-    made.on_tap([Arrived("pod", 1, now, "/generate")], now)
-    down = Health("pod", now, "interface eth0 is gone or down", 0, False, 0, {}, 0)
+    made.on_tap([Arrived(POD, 1, now, "/generate")], now)
+    down = Health(POD, now, "interface eth0 is gone or down", 0, False, 0, {}, 0)
     made.on_tap([down], now)
     made.step_all()
-    assert not made.replicas["pod"].book.live, "nobody knows whether it is still under way"
+    assert not made.replicas[POD].book.live, "nobody knows whether it is still under way"
     made.on_tap([health()], now + MS)
-    made._step_replica("pod", now + MS, 0)
+    made._step_replica(POD, now + MS, 0)
     assert permit.until_ns == 0, "what passed unheard may still be under way"
-    made._step_replica("pod", now + 3 * S, 0)
+    made._step_replica(POD, now + 3 * S, 0)
     assert permit.until_ns > 0
     gates = [entry[3]["reason"] for entry in made.recorder.entries() if entry[2] == "gate"]
     assert gates[-4:] == ["Idle", "ServingBusy", "SignalLost", "Idle"]
@@ -81,14 +84,14 @@ async def test_an_interface_that_goes_down_in_a_burst_keeps_the_gate_closed_unti
 
 async def test_a_guard_that_was_suspended_opens_nothing_on_its_old_knowledge(guard: Parts) -> None:
     made, permit = guard
-    made.replicas["pod"].limits = Limits()
+    made.replicas[POD].limits = Limits()
     now = time.monotonic_ns()
     made.on_tap([health()], now)
-    made.replicas["pod"].book.blind_ns = 0
-    made._step_replica("pod", now, 0)
+    made.replicas[POD].book.blind_ns = 0
+    made._step_replica(POD, now, 0)
     assert is_open(permit)
     # The monotonic clock has gone on by a minute; the tap's word is as old.
-    made._step_replica("pod", now + 60 * S, 0)
+    made._step_replica(POD, now + 60 * S, 0)
     assert permit.until_ns == 0
     assert reason(made) == "SignalStale"
 
@@ -99,7 +102,8 @@ async def test_a_jump_of_the_wall_clock_neither_settles_a_pod_nor_closes_its_gat
 ) -> None:
     made, permit = guard
     fresh = ServingPod(
-        *("pod", "chat", "pod", "chat/pool", "127.0.0.1", 9),
+        POD,
+        *("chat", "pod", "chat/pool", "127.0.0.1", 9),
         restarted=True,
         ready_since_s=time.time() - 1.0,
     )
@@ -117,34 +121,34 @@ async def test_a_never_idle_replica_is_paced_inside_a_period(guard: Parts) -> No
         "chat/pool", "Lend", {"a": "b"}, 1, ttft_milliseconds=60_000, tpot_milliseconds=18
     )
     made.on_reply(SyncReply(1, True, (GRANT,), (goal,)), time.monotonic())
-    replica = made.replicas["pod"]
+    replica = made.replicas[POD]
     period = GateLimits().period_ns
     now = time.monotonic_ns()
     start = now - now % period + period
     first = start - 7 * S
     # What the stream has saved is kept for another prefill as long as its own.
-    replica.take(Arrived("pod", 1, first, "/generate"), first)
-    replica.take(Sized("pod", 1, 64 << 10, "/generate"), first)
-    replica.take(FirstToken("pod", 1, first), first)
-    replica.take(Progress("pod", 1, start, 600), start)
+    replica.take(Arrived(POD, 1, first, "/generate"), first)
+    replica.take(Sized(POD, 1, 64 << 10, "/generate"), first)
+    replica.take(FirstToken(POD, 1, first), first)
+    replica.take(Progress(POD, 1, start, 600), start)
     assert replica.gaps.share(start) == 0.0
-    made._step_replica("pod", start, 0)
+    made._step_replica(POD, start, 0)
     duty = made.slots[KEY.uid].verdict.duty
     assert reason(made) == "Slack"
     assert 0.1 < duty < 1.0
     lapse = start + int(duty * period)
     assert permit.until_ns == lapse, "it lapses by itself"
-    assert made._timers.fires_soon("pod", start + period - 1), (
+    assert made._timers.fires_soon(POD, start + period - 1), (
         "nobody is woken before the next period"
     )
     opened = made.slots[KEY.uid].totals.open_ns
-    made._step_replica("pod", lapse + 20_000_000, 0)
+    made._step_replica(POD, lapse + 20_000_000, 0)
     assert permit.until_ns == 0
     assert made.slots[KEY.uid].totals.open_ns - opened == lapse - start, "looked at late, told true"
     gates = [time_ns for time_ns, _, what, _ in made.recorder.entries() if what == "gate"]
     assert gates[-2:] == [start, lapse]
     assert made.slots[KEY.uid].gate_open, "a pause of the duty cycle is no news for the router"
-    assert made._timers.is_set("pod"), "the next period needs no tick"
+    assert made._timers.is_set(POD), "the next period needs no tick"
 
 
 async def test_a_heartbeat_just_before_a_period_leaves_the_step_to_it(
@@ -159,10 +163,10 @@ async def test_a_heartbeat_just_before_a_period_leaves_the_step_to_it(
 
     monkeypatch.setattr(made._pulse, "beat", beat)
     now = time.monotonic_ns()
-    made._timers.set("pod", now + 3_000_000, now)
+    made._timers.set(POD, now + 3_000_000, now)
     made.on_tap([health()], now)
     assert not beaten
-    made._step_again("pod")
+    made._step_again(POD)
     assert beaten == [True], "and the period steps every slot"
     made.on_tap([health()], now + 50_000_000)
     assert beaten == [True, True]
@@ -173,7 +177,7 @@ async def test_a_co_running_request_over_its_slo_leaves_a_dump(guard: Parts) -> 
     goal = PoolPolicy("chat/pool", "Lend", {"a": "b"}, 1, ttft_milliseconds=1, tpot_milliseconds=1)
     made.on_reply(SyncReply(1, True, (GRANT,), (goal,)), time.monotonic())
     made.blackbox = BlackBox(made.rundir.root / "flight", made.recorder, after_seconds=0.0)
-    replica = made.replicas["pod"]
+    replica = made.replicas[POD]
     replica.outcomes._on_breach = made.blackbox.breach
     made.step_all()
     assert is_open(permit)
@@ -181,9 +185,9 @@ async def test_a_co_running_request_over_its_slo_leaves_a_dump(guard: Parts) -> 
     replica.outcomes.open_time.note(now + 60 * S, now)
     late = now + 20 * MS
     for event in (
-        Arrived("pod", 1, now, "/generate"),
-        FirstToken("pod", 1, late),
-        Ended("pod", 1, late + 20 * MS, 2, 200, EndKind.COMPLETE),
+        Arrived(POD, 1, now, "/generate"),
+        FirstToken(POD, 1, late),
+        Ended(POD, 1, late + 20 * MS, 2, 200, EndKind.COMPLETE),
     ):
         replica.take(event, late if isinstance(event, FirstToken) else event.time_ns)
     await made.blackbox.settle()

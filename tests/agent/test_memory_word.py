@@ -15,14 +15,14 @@ from rose_agent.guard import gpus
 from rose_agent.pods.model import Residents
 from rose_core.devices.memory import Budget, Lendable
 from rose_core.devices.ownership import Claim, Proof
-from rose_core.identity import SlotKey
+from rose_core.identity import PodUid, SlotKey, SlotUid
 from rose_core.wire.host import EngineState, EngineStatus
 from rose_core.wire.reasons import HostReason
 from rose_core.wire.sync import PoolPolicy
 from rose_dev.gpu.state import GpuProcess, State
 
 GIB = 1 << 30
-SLOT = SlotKey("slot-1", 1)
+SLOT = SlotKey(SlotUid("slot-1"), 1)
 LEAST = 125
 
 
@@ -54,7 +54,7 @@ class Node:
         (self.gpu,) = nvml.gpus
         self.gpu.raw.memory_total = 80 * GIB
         self.serving(30, 40)
-        owners = {11: Owner(pod="pod"), 22: Owner("slot-1", "host")}
+        owners = {11: Owner(pod=PodUid("pod")), 22: Owner(SlotUid("slot-1"), PodUid("host"))}
         self.watch = DeviceWatch(NvmlDriver.open(), lambda: self.now, owners.get)
         pod = SimpleNamespace(claim=Claim((self.gpu.uuid,), Proof.ALLOCATED), pids=())
         policy = PoolPolicy(

@@ -21,11 +21,12 @@ from rose_agent.pods.kubernetes import Access, KubernetesPods
 from rose_agent.pods.processes import COMPLETE_EVERY, Processes, Watcher, container_id
 from rose_agent.pods.static import StaticPods
 from rose_agent.signals.snapshot import Snapshot, mapped, open_snapshot
+from rose_core.identity import PodUid
 from rose_core.wire.sync import PoolPolicy
 from rose_dev.waiting import until
 
 POLICY = PoolPolicy("chat/pool", "Lend", {"app": "llm"}, 30000)
-UID = "53099174-d551-433b-9350-adf44bee898e"
+UID = PodUid("53099174-d551-433b-9350-adf44bee898e")
 CONTAINER = "7" * 64
 
 
@@ -243,7 +244,7 @@ def test_for_a_new_pod_every_process_is_asked(tmp_path: Path) -> None:
     processes = Processes(tmp_path)
     process(tmp_path, 11, POD)
     for _ in range(2):
-        assert processes.scan(["another"]) == {"another": []}
+        assert processes.scan([PodUid("another")]) == {"another": []}
     assert pids(processes) == [11]
 
 

@@ -25,8 +25,11 @@ from rose_agent.signals.http import LARGEST_PAGE, session_of
 from rose_agent.signals.messages import Described, Latest, WireFigures, pack, replies
 from rose_agent.signals.reader import ConfinedReaders, DirectReaders, Reader, ReaderFactoryGone
 from rose_agent.signals.snapshot import LARGEST_SNAPSHOT, Snapshot, open_snapshot
+from rose_core.identity import PodUid
 from rose_core.telemetry.dialects import Figures
 from rose_dev.waiting import until
+
+POD = PodUid("uid")
 
 _MIB = 1024 * 1024
 PAGE = "sglang:num_running_reqs 2\nsglang:num_queue_reqs 1\n"
@@ -52,7 +55,7 @@ async def serving(metrics: Route) -> AsyncIterator[ServingPod]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    yield ServingPod("uid", "chat", "pod", "chat/pool", "127.0.0.1", port)
+    yield ServingPod(POD, "chat", "pod", "chat/pool", "127.0.0.1", port)
     await runner.cleanup()
 
 
@@ -154,7 +157,7 @@ async def test_pages_become_figures_and_answers_are_counted(own: bool) -> None:
 
 @both
 async def test_a_pod_that_does_not_answer_is_unknown(own: bool) -> None:
-    pod = ServingPod("uid", "chat", "pod", "chat/pool", "127.0.0.1", 9)
+    pod = ServingPod(POD, "chat", "pod", "chat/pool", "127.0.0.1", 9)
     async with reading(pod, own=own) as one:
         assert await one.metrics() is None
         assert await one.loads() == Figures()
@@ -163,7 +166,7 @@ async def test_a_pod_that_does_not_answer_is_unknown(own: bool) -> None:
 
 @both
 async def test_a_schedulers_snapshot_is_followed(own: bool, shared: Path) -> None:
-    pod = ServingPod("uid", "chat", "pod", "chat/pool", "127.0.0.1", 9)
+    pod = ServingPod(POD, "chat", "pod", "chat/pool", "127.0.0.1", 9)
     with mapping(shared) as pid:
         async with reading(pod, own=own) as one:
             one.watch(0.02)
@@ -190,7 +193,7 @@ async def test_an_engine_of_several_machines_is_known_by_its_command_line(
     code = "import time; time.sleep(600)"
     arguments = [sys.executable, "-c", code, *command.split()]
     process = subprocess.Popen(arguments)  # noqa: ASYNC220  # it only starts
-    pod = ServingPod("uid", "c", "pod", "c/p", "127.0.0.1", 9, pids=(process.pid,))
+    pod = ServingPod(POD, "c", "pod", "c/p", "127.0.0.1", 9, pids=(process.pid,))
     # Until it has become that program its command line is still ours.
     await until(lambda: "time.sleep(600)" in " ".join(psutil.Process(process.pid).cmdline()))
     try:
@@ -303,7 +306,7 @@ def test_a_link_among_the_folders_is_not_followed(tmp_path: Path) -> None:
 
 
 async def test_a_reader_has_no_right_no_file_and_no_program() -> None:
-    pod = ServingPod("uid", "chat", "pod", "chat/pool", "127.0.0.1", 9)
+    pod = ServingPod(POD, "chat", "pod", "chat/pool", "127.0.0.1", 9)
     with factory() as (channel, process):
         one = ConfinedReaders(channel).of(pod, "SGLang")
         await one.metrics()
@@ -360,7 +363,7 @@ async def test_one_replicas_reader_dies_and_the_others_do_not_notice(
 
 async def test_a_reader_that_is_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "TIMEOUT_SECONDS", -0.9)
-    pod = ServingPod("uid", "chat", "pod", "chat/pool", "127.0.0.1", 9)
+    pod = ServingPod(POD, "chat", "pod", "chat/pool", "127.0.0.1", 9)
     with factory() as (channel, process):
         one = ConfinedReaders(channel).of(pod, "SGLang")
         await until(lambda: bool(process.children()))
@@ -374,7 +377,7 @@ async def test_a_reader_that_is_stopped_is_not_waited_for(monkeypatch: pytest.Mo
 
 async def test_words_of_no_reader_end_it_and_change_nothing() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pod = ServingPod("uid", "chat", "pod", "chat/pool", "127.0.0.1", 9, pids=(1,))
+    pod = ServingPod(POD, "chat", "pod", "chat/pool", "127.0.0.1", 9, pids=(1,))
     one = ConfinedReaders(ours).of(pod, "SGLang")
     _, descriptors, _, _ = socket.recv_fds(theirs, 65536, 2)
     taken_over = socket.socket(fileno=descriptors[0])

@@ -19,10 +19,13 @@ from rose_agent.signals.reader import DirectReaders
 from rose_core.guard.crossover import Schedule
 from rose_core.guard.gate import GateLimits, closed
 from rose_core.guard.reasons import GateReason
+from rose_core.identity import PodUid
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import Arrived, Health
 from rose_core.telemetry.verify import Verification
 from rose_core.wire.sync import PoolPolicy, SignalSource
+
+POD = PodUid("pod")
 
 S = 1_000_000_000
 POOL = "chat/watched"
@@ -33,7 +36,7 @@ LOADS = SignalSource.LOADS
 async def replica() -> AsyncIterator[GuardedReplica]:
     """A replica that began at zero, on a clock of the test's own."""
     async with aiohttp.ClientSession() as session:
-        pod = ServingPod("pod", "chat", "pod", POOL, "127.0.0.1", 9)
+        pod = ServingPod(POD, "chat", "pod", POOL, "127.0.0.1", 9)
         made = GuardedReplica.create(
             pod,
             PoolPolicy(POOL, "Observe", {"a": "b"}, 9),
@@ -63,7 +66,7 @@ def heard(replica: GuardedReplica, at_s: int) -> None:
     """The tap is alive, verified, and knows what is under way."""
     replica.verification = Verification(verified=True)
     beat = Health(
-        "pod",
+        POD,
         at_s * S,
         problem="",
         lost_ns=0,
@@ -110,6 +113,6 @@ async def test_what_two_sources_count_is_not_subtracted(replica: GuardedReplica)
     told(replica, 110)
     heard(replica, 120)
     assert told(replica, 120) is None, "the tap has just taken over"
-    replica.take(Arrived("pod", 1, 120 * S, "/generate"), 120 * S)
+    replica.take(Arrived(POD, 1, 120 * S, "/generate"), 120 * S)
     heard(replica, 125)
     assert told(replica, 125) == 1000

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 from rose_agent.guard.blackbox import BlackBox, dumps
 from rose_agent.guard.loop import Guard
+from rose_core.identity import PodUid
 from rose_core.telemetry.events import Arrived, Ended, EndKind, FirstToken
 from rose_core.wire.sync import PoolPolicy, SyncReply
 from rose_engines.permit import Permit
 from tests.agent.test_guard import GRANT, KEY, guard, is_open
+
+POD = PodUid("pod")
 
 __all__ = ["guard"]
 S, MS = 10**9, 10**6
@@ -21,15 +24,15 @@ GOAL = PoolPolicy("chat/pool", "Lend", {"a": "b"}, 1, ttft_milliseconds=1, tpot_
 
 def co_running(made: Guard, how: EndKind) -> None:
     """Requests that were slow beside an open gate, and ended like this."""
-    replica = made.replicas["pod"]
+    replica = made.replicas[POD]
     now = time.monotonic_ns()
     replica.outcomes.open_time.note(now + 60 * S, now)
     for number in range(REQUESTS):
         late = now + 20 * MS
         for event in (
-            Arrived("pod", number, now, "/generate"),
-            FirstToken("pod", number, late),
-            Ended("pod", number, late + 20 * MS, 2, 200, how),
+            Arrived(POD, number, now, "/generate"),
+            FirstToken(POD, number, late),
+            Ended(POD, number, late + 20 * MS, 2, 200, how),
         ):
             replica.take(event, event.time_ns)
 
@@ -37,7 +40,7 @@ def co_running(made: Guard, how: EndKind) -> None:
 async def crashed(made: Guard, how: EndKind) -> None:
     made.on_reply(SyncReply(1, True, (GRANT,), (GOAL,)), time.monotonic())
     made.blackbox = BlackBox(made.rundir.root / "flight", made.recorder, after_seconds=0.0)
-    replica = made.replicas["pod"]
+    replica = made.replicas[POD]
     replica.pod = replace(replica.pod, pids=(PID,))
     replica.outcomes._on_breach = made.blackbox.breach
     co_running(made, how)
@@ -55,7 +58,7 @@ async def test_requests_that_a_crash_cut_are_no_evidence(guard: tuple[Guard, Per
     exits = [entry for entry in made.recorder.entries() if entry[2] == "serving-exit"]
     assert [entry[3]["pid"] for entry in exits] == [PID]
     now = time.monotonic_ns()
-    assert not made.replicas["pod"].outcomes.pool.breaker.open(now)
+    assert not made.replicas[POD].outcomes.pool.breaker.open(now)
     assert dumps(made.rundir.root / "flight") == []
 
 
@@ -64,5 +67,5 @@ async def test_requests_that_were_whole_and_slow_before_it_are(
 ) -> None:
     made, _ = guard
     await crashed(made, EndKind.COMPLETE)
-    assert made.replicas["pod"].outcomes.pool.breaker.open(time.monotonic_ns())
+    assert made.replicas[POD].outcomes.pool.breaker.open(time.monotonic_ns())
     assert len(dumps(made.rundir.root / "flight")) == 1

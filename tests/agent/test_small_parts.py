@@ -10,7 +10,7 @@ from rose_agent.guard import state
 from rose_agent.guard.main import main
 from rose_agent.guard.totals import Totals
 from rose_core.guard.ladder import Rung
-from rose_core.identity import SlotKey
+from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import EngineState, EngineStatus
 from rose_core.wire.sync import PoolPolicy
 
@@ -18,7 +18,7 @@ S = 1_000_000_000
 
 
 def status(tokens: int) -> EngineStatus:
-    return EngineStatus(SlotKey("s", 1), EngineState.SERVING, generated_tokens=tokens)
+    return EngineStatus(SlotKey(SlotUid("s"), 1), EngineState.SERVING, generated_tokens=tokens)
 
 
 def test_time_and_tokens_add_up_over_engine_restarts() -> None:

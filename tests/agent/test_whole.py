@@ -26,7 +26,7 @@ from rose_agent.pods.static import StaticPods
 from rose_agent.signals.reader import DirectReaders
 from rose_core.guard.gate import GateLimits
 from rose_core.guard.whole import Phase
-from rose_core.identity import SlotKey
+from rose_core.identity import PodUid, SlotKey
 from rose_core.telemetry.events import Arrived
 from rose_core.telemetry.signal import Limits
 from rose_core.telemetry.verify import Verification
@@ -38,6 +38,8 @@ from rose_engines.servingdir import ServingDirs
 from rose_wire.ports import free_port
 from tests.agent.test_guard import GRANT, KEY, POLICY, health, is_open
 from tests.engines import sleeping_server
+
+POD = PodUid("pod")
 
 MIB = 1 << 20
 MEMORY = 64 * MIB
@@ -62,7 +64,7 @@ class Node:
 
     @property
     def phase(self) -> Phase:
-        known = self.guard.whole._known.get("pod")
+        known = self.guard.whole._known.get(POD)
         return known.whole.phase if known else Phase.OFF
 
     @property
@@ -76,7 +78,7 @@ class Node:
         return self.guard.request().replicas[0].refusal
 
     def is_ready(self) -> bool:
-        return self.guard.replicas["pod"].pod.ready
+        return self.guard.replicas[POD].pod.ready
 
     @property
     def drain(self) -> Path:
@@ -164,13 +166,13 @@ async def node(folder: Path, feature: str = "on") -> AsyncIterator[Node]:
         made.write_pod()
         guard.pods = StaticPods(folder / "replicas.yaml")
         made.grant()
-        known = guard.replicas["pod"]
+        known = guard.replicas[POD]
         known.verification = Verification(verified=True)
         known.limits = Limits(tap_stale_ns=10**12)  # a busy machine must not look like a dead tap
         guard.on_tap([health()], time.monotonic_ns())
         known.book.blind_ns = 0
         permit.beat_host(time.monotonic_ns() + 10**12)
-        guard.pollers["pod"].cancel()  # the engine has no counter to compare with
+        guard.pollers[POD].cancel()  # the engine has no counter to compare with
         made.start_sleeper()
         try:
             yield made
@@ -185,7 +187,7 @@ async def node(folder: Path, feature: str = "on") -> AsyncIterator[Node]:
                     await task
             for slot in guard.slots.values():
                 await slot.detach()
-            guard.whole.forget("pod")
+            guard.whole.forget(POD)
             guard.close()
             await guard.host._channel.close()
     permit.detach()
@@ -263,7 +265,7 @@ async def test_a_request_to_a_sleeping_replica_wakes_it(short_dir: Path) -> None
         serve_rollouts(made)
         await made.until(lambda: is_open(made.permit), "the gate opens")
         now = time.monotonic_ns()
-        made.guard.on_tap([Arrived("pod", 1, now, "/generate")], now)
+        made.guard.on_tap([Arrived(POD, 1, now, "/generate")], now)
         assert not is_open(made.permit), "at its arrival"
         made.guard.match()
         assert made.phase is Phase.RETURNING

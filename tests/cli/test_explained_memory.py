@@ -14,6 +14,7 @@ from rose_cli.ops.explain import memory_text
 from rose_core.api import EXPLAIN_ANNOTATION, Explanation, RolloutLease, ServingPool
 from rose_core.api.reasons import Reason
 from rose_core.devices.memory import GIB, Headroom, MemorySum, lendable
+from rose_core.identity import PodUid
 from rose_core.lending import ReplicaDecision
 from rose_core.wire.sync import ReplicaReport
 from rose_operator.status.explain_requests import answer
@@ -46,7 +47,7 @@ def given(model: Path, *, serving: Path | None = None) -> argparse.Namespace:
 
 
 def report(name: str, memory: MemorySum | None) -> tuple[str, ReplicaReport]:
-    return "n", ReplicaReport("s/chat", "s", name, f"uid-{name}", memory=memory)
+    return "n", ReplicaReport("s/chat", "s", name, PodUid(f"uid-{name}"), memory=memory)
 
 
 def explained(

@@ -18,6 +18,12 @@ from rose_core.devices.ownership import (
     find,
     stranger,
 )
+from rose_core.identity import PodUid, SlotUid
+
+POD_EVIL = PodUid("evil")
+POD_HOST = PodUid("host")
+POD_OWN = PodUid("own")
+SLOT = SlotUid("slot-1")
 
 A, B = "GPU-38e410e6-8951-5c30-a62d-4cc6f2689ea8", "GPU-427319c6-49af-56ee-959f-c9d23263d261"
 # The second GPU's device file has another number than its index.
@@ -116,10 +122,10 @@ def test_a_gpu_that_the_driver_does_not_list_is_unknown_with_numbers() -> None:
 # --- strangers
 
 PARTY = Party(
-    pod="own",
+    pod=POD_OWN,
     pids=frozenset({4}),
-    names={"own": "chat/a", "evil": "evil/bait", "host": "rose-system/engine-host"},
-    platform=frozenset({"host"}),
+    names={POD_OWN: "chat/a", POD_EVIL: "evil/bait", POD_HOST: "rose-system/engine-host"},
+    platform=frozenset({POD_HOST}),
     proof=Proof.ALLOCATED,
 )
 
@@ -128,10 +134,10 @@ PARTY = Party(
     "process",
     [
         OnGpu(4),
-        OnGpu(9, pod="own"),
-        OnGpu(9, pod="host"),
-        OnGpu(9, slot="slot-1", pod="host"),
-        OnGpu(9, slot="slot-1"),
+        OnGpu(9, pod=POD_OWN),
+        OnGpu(9, pod=POD_HOST),
+        OnGpu(9, slot=SLOT, pod=POD_HOST),
+        OnGpu(9, slot=SLOT),
     ],
 )
 def test_the_replica_the_platform_and_our_engines_are_no_strangers(process: OnGpu) -> None:
@@ -141,9 +147,9 @@ def test_the_replica_the_platform_and_our_engines_are_no_strangers(process: OnGp
 @pytest.mark.parametrize(
     ("process", "named"),
     [
-        (OnGpu(9, pod="evil"), "pod evil/bait (process 9)"),
-        (OnGpu(9, pod="gone"), "pod gone (process 9)"),
-        (OnGpu(9, slot="slot-1", pod="evil"), "pod evil/bait"),
+        (OnGpu(9, pod=POD_EVIL), "pod evil/bait (process 9)"),
+        (OnGpu(9, pod=PodUid("gone")), "pod gone (process 9)"),
+        (OnGpu(9, slot=SLOT, pod=POD_EVIL), "pod evil/bait"),
         (OnGpu(9, command="miner"), "process 9 (miner)"),
         (OnGpu(9, seen=False), "cannot be seen"),
         (OnGpu(9, command="nvidia-cuda-mps-server"), "belongs to no pod"),
@@ -155,11 +161,11 @@ def test_everybody_else_is_named(process: OnGpu, named: str) -> None:
 
 def test_the_mps_server_of_a_node_serves_pools_that_share_by_it() -> None:
     server = OnGpu(9, command="nvidia-cuda-mps-server")
-    assert stranger(server, Party("own", mps=True)) == ""
-    pretender = OnGpu(9, pod="evil", command="nvidia-cuda-mps-server")
-    assert stranger(pretender, Party("own", names=PARTY.names, mps=True)) != ""
+    assert stranger(server, Party(POD_OWN, mps=True)) == ""
+    pretender = OnGpu(9, pod=POD_EVIL, command="nvidia-cuda-mps-server")
+    assert stranger(pretender, Party(POD_OWN, names=PARTY.names, mps=True)) != ""
 
 
 def test_a_replica_from_a_file_may_share_its_gpu_with_processes_of_no_pod() -> None:
-    assert stranger(OnGpu(9), Party("own", proof=Proof.WRITTEN)) == ""
-    assert stranger(OnGpu(9, pod="evil"), Party("own", proof=Proof.WRITTEN)) != ""
+    assert stranger(OnGpu(9), Party(POD_OWN, proof=Proof.WRITTEN)) == ""
+    assert stranger(OnGpu(9, pod=POD_EVIL), Party(POD_OWN, proof=Proof.WRITTEN)) != ""

@@ -22,13 +22,16 @@ from rose_agent.devices.watch import (
 from rose_core.devices.health import Vitals
 from rose_core.devices.memory import Headroom
 from rose_core.devices.ownership import Claim, Party, Proof
+from rose_core.identity import PodUid, SlotUid
 from rose_dev.gpu.state import DRIVER_NOT_LOADED, NOT_SUPPORTED, State
 from rose_dev.waiting import until
 
+SLOT = SlotUid("slot-1")
+
 GIB = 1 << 30
 FIFTH = PoolGpuTerms(headroom=Headroom(percent=20))
-POD = "53099174-d551-433b-9350-adf44bee898e"
-OTHER, HOST = POD.replace("5", "6"), POD.replace("5", "7")
+POD = PodUid("53099174-d551-433b-9350-adf44bee898e")
+OTHER, HOST = PodUid(POD.replace("5", "6")), PodUid(POD.replace("5", "7"))
 V1 = f"6:freezer:/kubepods/burstable/pod{POD}/79/rose-0a1b2c3d-slot-1\n0::/\n"
 V2 = f"0::/kubepods.slice/kubepods-pod{POD.replace('-', '_')}.slice/cri-79.scope\n"
 
@@ -36,8 +39,8 @@ V2 = f"0::/kubepods.slice/kubepods-pod{POD.replace('-', '_')}.slice/cri-79.scope
 @pytest.mark.parametrize(
     ("text", "owner"),
     [
-        (V1, Owner("slot-1", POD)),
-        (V2, Owner("", POD)),
+        (V1, Owner(SLOT, POD)),
+        (V2, Owner(SlotUid(""), POD)),
         ("0::/user.slice\n", Owner()),
         ("0::/rose-host\n", Owner()),
         ("", Owner()),
@@ -51,7 +54,7 @@ def test_a_process_that_is_gone_is_unknown(tmp_path: Path) -> None:
     assert owner_of(5, tmp_path) is None
     (tmp_path / "5").mkdir()
     (tmp_path / "5" / "cgroup").write_text(V1)
-    assert owner_of(5, tmp_path) == Owner("slot-1", POD)
+    assert owner_of(5, tmp_path) == Owner(SLOT, POD)
 
 
 class Node:
@@ -79,7 +82,7 @@ class Node:
 
     def engine(self, size: int, slot: str = "slot-1", pid: int = 22) -> None:
         self.gpu.start(pid, size)
-        self.owners[pid] = Owner(slot, HOST)
+        self.owners[pid] = Owner(SlotUid(slot), HOST)
 
     def read(self) -> None:
         for uuid, reading in self.watch.read().items():
@@ -117,12 +120,12 @@ def node(nvml: State) -> Node:
 def test_what_an_engine_holds_is_not_servings_use(node: Node) -> None:
     assert node.look().lendable.bytes == 24 * GIB
     node.engine(20 * GIB)
-    assert node.look(LentState(frozenset({"slot-1"}))).lendable.bytes == 24 * GIB
+    assert node.look(LentState(frozenset({SLOT}))).lendable.bytes == 24 * GIB
 
 
 def test_the_residue_of_a_dormant_engine_is_charged(node: Node) -> None:
     node.engine(2 * GIB)
-    lent = LentState(frozenset({"slot-1"}), residues=(2 * GIB,))
+    lent = LentState(frozenset({SLOT}), residues=(2 * GIB,))
     assert node.look(lent).lendable.bytes == 22 * GIB
 
 
@@ -131,7 +134,7 @@ def test_without_process_lists_servings_use_is_learned_only_while_nothing_is_len
 ) -> None:
     for kind in ("Compute", "MPSCompute"):
         node.nvml.fail(f"nvmlDeviceGet{kind}RunningProcesses_v3", NOT_SUPPORTED)
-    lent = LentState(frozenset({"slot-1"}))
+    lent = LentState(frozenset({SLOT}))
     assert node.look(lent).lendable.bytes is None
     assert node.look().lendable.bytes == 24 * GIB
     node.engine(20 * GIB)
@@ -140,7 +143,7 @@ def test_without_process_lists_servings_use_is_learned_only_while_nothing_is_len
 
 def test_an_engine_that_should_be_gone_means_the_gpu_was_not_vacated(node: Node) -> None:
     node.engine(GIB)
-    assert node.look(LentState(frozenset({"slot-1"}))).refusal == ""
+    assert node.look(LentState(frozenset({SLOT}))).refusal == ""
     view = node.look()
     assert view.refusal == "NotVacated"
     assert "slot-1" in view.message
@@ -150,7 +153,7 @@ def test_a_reading_of_before_does_not_accuse_an_engine_that_has_gone_since(node:
     """With 20 ms a call a reading is three seconds old when the next one comes."""
     node.engine(GIB)
     uuid = (node.gpu.uuid,)
-    assert node.look(LentState(frozenset({"slot-1"}))).refusal == ""
+    assert node.look(LentState(frozenset({SLOT}))).refusal == ""
     node.gpu.end(22)
     node.now += 2.0
     assert node.see(uuid, LentState()).refusal == "", "the reading is of when it was still there"
@@ -176,7 +179,7 @@ def test_an_engine_that_takes_or_frees_memory_during_a_reading_is_not_servings_p
     node: Node, grows: bool
 ) -> None:
     """A peak counts for a day: one reading between two calls would end lending until tomorrow."""
-    lent = LentState(frozenset({"slot-1"}))
+    lent = LentState(frozenset({SLOT}))
     driver = Between.open()
     assert isinstance(driver, Between)
     node.drive(driver)
@@ -204,7 +207,7 @@ def test_an_engine_that_nobody_lists_is_not_servings_peak_once_it_has_gone(node:
     assert node.look().lendable.bytes == 24 * GIB
     node.engine(20 * GIB)
     node.now += 1.0
-    node.look(LentState(frozenset({"slot-1"})))
+    node.look(LentState(frozenset({SLOT})))
     node.gpu.end(22)
     node.now += 1.0
     assert node.see(uuid).lendable.bytes == 24 * GIB, "the reading is of when it was there"
@@ -248,10 +251,10 @@ def test_a_gpu_nobody_lists_is_unknown_with_the_number_of_those_that_are(node: N
 
 def test_little_free_memory_is_pressure(node: Node) -> None:
     node.engine(38 * GIB)
-    assert node.look(LentState(frozenset({"slot-1"}))).budget.pressure
+    assert node.look(LentState(frozenset({SLOT}))).budget.pressure
     node.watch.forget(POD)
     node.gpu.raw.memory_used = 40 * GIB
-    assert not node.look(LentState(frozenset({"slot-1"}))).budget.pressure
+    assert not node.look(LentState(frozenset({SLOT}))).budget.pressure
 
 
 # --- several GPUs
@@ -355,7 +358,7 @@ def test_of_several_gpus_the_tightest_says_what_may_be_lent(node: Node) -> None:
 def test_an_engine_is_held_to_its_size_on_each_gpu(node: Node) -> None:
     node.engine(10 * GIB)
     node.nvml.gpus[1].start(22, 2 * GIB)
-    view = node.look(LentState(frozenset({"slot-1"})), gpus=2)
+    view = node.look(LentState(frozenset({SLOT})), gpus=2)
     assert view.held == {"slot-1": 10 * GIB}
 
 

@@ -23,6 +23,7 @@ from rose_agent.tap import packets
 from rose_core.delta.bits import number_format
 from rose_core.delta.codec import decode_block
 from rose_core.delta.errors import DeltaError
+from rose_core.identity import PodUid
 from rose_core.rollouts.errors import RolloutError
 from rose_core.telemetry import dialects
 from rose_core.telemetry.dialects import Figures
@@ -131,7 +132,7 @@ class _Nowhere:
 def tap_packets(data: bytes) -> None:
     """Packets as the tap captures them: any bytes are segments of one replica, or passed over."""
     numbers = itertools.count(1)
-    tracker = Tracker("replica", lambda: next(numbers))
+    tracker = Tracker(PodUid("replica"), lambda: next(numbers))
     made = 0
     for time_ns, packet in enumerate(_pieces(data)):
         segment = packets.decode(packet, _PORT, time_ns * 1_000_000)
@@ -143,7 +144,7 @@ def tap_packets(data: bytes) -> None:
 def tap_streams(data: bytes) -> None:
     """Both directions of one connection, byte for byte the pod's and its clients'."""
     numbers = itertools.count(1)
-    tracker = Tracker("replica", lambda: next(numbers))
+    tracker = Tracker(PodUid("replica"), lambda: next(numbers))
     sequence = {True: 1000, False: 5000}
     for time_ns, piece in enumerate(_pieces(data)):
         to_server, body = bool(piece[:1] and piece[0] & 1), piece[1:]

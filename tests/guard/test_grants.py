@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from rose_core.guard.grants import GrantBook
-from rose_core.identity import GrantKey, SlotKey
+from rose_core.identity import GrantKey, PodUid, SlotKey, SlotUid
 from rose_core.wire.sync import EngineSpec, Grant, SyncReply, WeightSource
 
 
 def grant(uid: str = "a", term: int = 1, generation: int = 1, ttl: float = 10.0) -> Grant:
     return Grant(
-        key=GrantKey(term, SlotKey(uid, generation)),
+        key=GrantKey(term, SlotKey(SlotUid(uid), generation)),
         ttl_seconds=ttl,
         slot_name=uid,
         lease="ns/lease",
         pool="ns/pool",
-        pod_uid="pod",
+        pod_uid=PodUid("pod"),
         pod_name="pod",
         gpu_uuids=(),
         engine=EngineSpec("fake", "m"),
@@ -31,8 +31,8 @@ def test_the_deadline_counts_from_the_sending() -> None:
     book = GrantBook().take(reply(grant()), sent_s=100.0)
     assert set(book.alive(109.9)) == {"a"}
     assert book.alive(110.0) == {}
-    assert [book.is_alive("a", at) for at in (109.9, 110.0)] == [True, False]
-    assert not book.is_alive("b", 100.0)
+    assert [book.is_alive(SlotUid("a"), at) for at in (109.9, 110.0)] == [True, False]
+    assert not book.is_alive(SlotUid("b"), 100.0)
 
 
 def test_a_renewal_never_shortens() -> None:
@@ -73,7 +73,7 @@ def test_a_grant_of_an_older_term_inside_a_newer_answer_is_passed_over() -> None
 def test_an_older_generation_never_replaces_a_newer_one() -> None:
     book = GrantBook().take(reply(grant(generation=2)), 0.0)
     book = book.take(reply(grant(generation=1), complete=False), 1.0)
-    assert book.alive(2.0)["a"].key.slot.generation == 2
+    assert book.alive(2.0)[SlotUid("a")].key.slot.generation == 2
 
 
 def test_a_newer_generation_starts_its_own_deadline() -> None:

@@ -6,10 +6,13 @@ from rose_agent.guard.outcomes import Outcomes
 from rose_agent.guard.pools import PoolState
 from rose_agent.guard.recorder import Recorder
 from rose_core.guard.crossover import Schedule
+from rose_core.identity import PodUid
 from rose_core.telemetry.book import FinishedRequest
 from rose_core.telemetry.events import Arrived, Dismissed, EndKind, FirstToken, Sized
 from rose_core.wire.sync import PoolPolicy
 from tests.guard.worlds import MS, NOW, S
+
+POD = PodUid("pod")
 
 POLICY = PoolPolicy("chat/pool", "Lend", {"a": "b"}, 1, ttft_milliseconds=100, tpot_milliseconds=20)
 ALWAYS = Schedule()
@@ -44,9 +47,9 @@ class World:
         end = first + tpot_ms * (tokens - 1) * MS
         until = start + round(share * (end - start))
         self.outcomes.open_time.note(until if is_open else 0, start)
-        self.outcomes.hear(Arrived("pod", number, start, "/generate"), start)
-        self.outcomes.hear(Sized("pod", number, 400), start)
-        self.outcomes.hear(FirstToken("pod", number, first), first)
+        self.outcomes.hear(Arrived(POD, number, start, "/generate"), start)
+        self.outcomes.hear(Sized(POD, number, 400), start)
+        self.outcomes.hear(FirstToken(POD, number, first), first)
         done = FinishedRequest(
             number, start, first, end, 400, tokens, 200, EndKind.COMPLETE, "/generate"
         )
@@ -157,9 +160,9 @@ def test_a_new_replica_begins_with_what_its_pool_has_taught() -> None:
 
 def test_a_dismissed_or_forgotten_request_leaves_no_mark() -> None:
     world = World()
-    world.outcomes.hear(Arrived("pod", 1, NOW, ""), NOW)
-    world.outcomes.hear(Dismissed("pod", 1), NOW)
-    world.outcomes.hear(Arrived("pod", 2, NOW, ""), NOW)
+    world.outcomes.hear(Arrived(POD, 1, NOW, ""), NOW)
+    world.outcomes.hear(Dismissed(POD, 1), NOW)
+    world.outcomes.hear(Arrived(POD, 2, NOW, ""), NOW)
     world.outcomes.forget()
-    world.outcomes.hear(FirstToken("pod", 2, NOW), NOW)
+    world.outcomes.hear(FirstToken(POD, 2, NOW), NOW)
     assert world.outcomes.experience.followed == 0

@@ -15,7 +15,7 @@ import aiohttp
 from rose_agent.host import main
 from rose_agent.host.arguments import parser
 from rose_agent.os.freezers import Freezer
-from rose_core.identity import SlotKey
+from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import (
     EngineState,
     EngineStatus,
@@ -37,7 +37,7 @@ def order(
     """An order for a fake engine; keyword arguments become its flags."""
     flags = {name.replace("_", "-"): value for name, value in arguments.items()}
     return EnsureEngine(
-        slot=SlotKey(uid, generation),
+        slot=SlotKey(SlotUid(uid), generation),
         slot_name=f"name-of-{uid}",
         engine=EngineSpec("fake", "small", arguments=flags),
         weights=WeightSource("127.0.0.1:1", "run"),
@@ -132,7 +132,7 @@ async def serving(host: main.RunningHost, uid: str = "slot-1") -> EngineStatus:
 
 
 def stop(uid: str = "slot-1", generation: int = 1) -> StopEngine:
-    return StopEngine(SlotKey(uid, generation), "Test", deadline_seconds=30.0)
+    return StopEngine(SlotKey(SlotUid(uid), generation), "Test", deadline_seconds=30.0)
 
 
 def body(tokens: int = 20, *, stream: bool = False, **extra: object) -> dict[str, object]:

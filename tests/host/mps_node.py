@@ -21,6 +21,7 @@ from rose_agent.devices.owners import Owner
 from rose_agent.host.mps import MpsNode
 from rose_agent.host.sharing import SharingMeans
 from rose_agent.os.groups import wait_for
+from rose_core.identity import PodUid, SlotUid
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import Sharing
 from rose_dev.gpu import layout
@@ -30,7 +31,7 @@ from rose_dev.gpu.testing import require
 from tests.host.helpers import order
 
 GPU = "GPU-a"
-POD = "pod-1"
+POD = PodUid("pod-1")
 GIB = 1 << 30
 PROGRAM = (sys.executable, "-m", "rose_agent.devices.mps.fake")
 WHOLE = 132
@@ -56,7 +57,7 @@ class Node:
 
     def owner(self, pid: int) -> Owner:
         """Serving runs in the pod; whoever else there is, is an engine."""
-        return Owner(pod=POD) if pid == self.serving else Owner(slot="some-slot")
+        return Owner(pod=POD) if pid == self.serving else Owner(slot=SlotUid("some-slot"))
 
     def tell(self, line: str) -> str:
         """What a client would tell the daemon."""

@@ -14,7 +14,7 @@ from rose_agent.host.arguments import parser
 from rose_agent.os import freezers
 from rose_agent.weightsync.follower import Options
 from rose_agent.weightsync.main import Followers
-from rose_core.identity import SlotKey
+from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import EngineState, EnsureEngine
 from rose_core.wire.sync import EngineSpec, WeightSource
 from rose_dev.engine_environment import engine_python, is_ready
@@ -35,7 +35,7 @@ def needed_model() -> Path:
 
 def order(model: Path, endpoint: str) -> EnsureEngine:
     return EnsureEngine(
-        slot=SlotKey("slot-1", 1),
+        slot=SlotKey(SlotUid("slot-1"), 1),
         slot_name="real",
         engine=EngineSpec(
             "sglang-cpu", model.name, context_tokens=8192, kv_tokens=16384, max_running=4

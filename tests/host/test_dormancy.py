@@ -9,7 +9,7 @@ import pytest
 
 from rose_agent.host import main
 from rose_agent.host.enforcement import TreeState
-from rose_core.identity import SlotKey
+from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import (
     EngineState,
     EngineStatus,
@@ -34,7 +34,7 @@ from tests.host.helpers import (
     until,
 )
 
-SLOT = SlotKey("slot-1", 1)
+SLOT = SlotKey(SlotUid("slot-1"), 1)
 KV_BYTES = 96 << 20
 
 
@@ -67,7 +67,7 @@ async def test_a_held_engine_releases_its_memory_and_stands_still_again(
         with guarding(rundir) as guard:
             await host.host.ensure(holding())
             assert (await serving(host)).can_dormant
-            life = host.host._lives["slot-1"].current  # the meter's view of it
+            life = host.host._lives[SlotUid("slot-1")].current  # the meter's view of it
             before = life.held_bytes(life.rest.site.meter)
             guard.close()
             await _hold(host, hold=True)

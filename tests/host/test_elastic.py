@@ -19,6 +19,7 @@ from rose_agent.host.capabilities import Capabilities
 from rose_agent.host.elastic import Elastic
 from rose_agent.host.sharing import SharingMeans, segment_name
 from rose_core.devices.elastic import FIRST_PERMILLE, ElasticLimits
+from rose_core.identity import SlotUid
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, LimitMemory
 from rose_core.wire.reasons import HostReason
 from rose_core.wire.sync import Sharing
@@ -194,7 +195,9 @@ async def test_the_guards_word_outlives_a_restart_of_the_engine(rundir: Path, mo
             await host.host.ensure(elastic_order())
             await serving(host)
             await limited(host, 500)
-            host.host._lives["slot-1"].current.fail(HostReason.BROKEN_WEIGHTS, "for the test")
+            host.host._lives[SlotUid("slot-1")].current.fail(
+                HostReason.BROKEN_WEIGHTS, "for the test"
+            )
             await failed(host, "BrokenWeights")
             await serving(host)
             seen = segment(rundir).read()

@@ -20,7 +20,7 @@ from rose_agent.host.classes import LAUNCHERS
 from rose_agent.host.launchers import EngineOrder, EngineProgram
 from rose_agent.os import freezers
 from rose_agent.os.processes import start_ticks
-from rose_core.identity import SlotKey
+from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import (
     EngineState,
     HoldEngine,
@@ -179,7 +179,7 @@ async def test_an_engine_is_held_until_every_holder_has_let_go(rundir: Path, mod
                 return (await status_of(host)).reason == ""
 
             await until(free, "nobody holds")
-            wrong = HoldEngine(SlotKey("slot-1", 2), Holder.GUARD, hold=True)
+            wrong = HoldEngine(SlotKey(SlotUid("slot-1"), 2), Holder.GUARD, hold=True)
             with pytest.raises(Refused, match="no engine"):
                 await call(channel, HOLD, wrong, timeout=30)
             await channel.close()

@@ -18,6 +18,7 @@ from rose_agent.host.classes import fake
 from rose_agent.host.enforcement import TreeState
 from rose_agent.host.launchers import EngineOrder, EngineProgram
 from rose_core.guard.standstill import StandstillPatience
+from rose_core.identity import SlotUid
 from rose_core.wire.host import EngineState, EngineStatus
 from tests.host.helpers import (
     BEARER,
@@ -98,7 +99,7 @@ async def test_a_client_rests_at_its_permit_and_is_never_frozen(
         with guarding(rundir) as guard:
             await host.host.ensure(shared_order())
             status = await serving(host)
-            life = host.host._lives["slot-1"].current  # its tree, as the enforcer sees it
+            life = host.host._lives[SlotUid("slot-1")].current  # its tree, as the enforcer sees it
             url = f"{status.endpoint}/generate"
             async with client.post(url, json=body(5000, stream=True), headers=BEARER):
                 guard.close()

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from rose_agent.host import main
+from rose_core.identity import SlotUid
 from rose_core.wire.host import EngineState, HoldEngine, Holder, SetDormant
 from tests.host.helpers import BEARER, guarding, status_of, stop, until
 from tests.host.real import attested, needed_model, order, ready, syncing_host
@@ -69,7 +70,7 @@ async def test_a_real_engine_rests_and_comes_back_at_the_newest_version(
 async def _dormant(host: main.RunningHost) -> int:
     """Hold and release as the guard does; returns what is still held."""
     slot = (await status_of(host)).slot
-    life = host.host._lives["slot-1"].current  # the meter's view of it
+    life = host.host._lives[SlotUid("slot-1")].current  # the meter's view of it
     before = life.held_bytes(life.rest.site.meter)
     await host.host.hold(HoldEngine(slot, Holder.GUARD, hold=True))
     await host.host.set_dormant(SetDormant(slot, dormant=True))

@@ -12,7 +12,7 @@ import pytest
 
 from rose_agent.host import main
 from rose_agent.os.find_group import find_group
-from rose_core.identity import SlotKey
+from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import EngineState, HoldEngine, Holder
 from rose_engines.rundir import EngineFile, RunDir, read_json
 from tests.host.helpers import BEARER, guarding, status_of, stop, until
@@ -90,7 +90,7 @@ async def _closed_to_neighbours(client: aiohttp.ClientSession, rundir: Path) -> 
 
 async def _hold(host: main.RunningHost, rundir: Path) -> None:
     """Held: no token comes, and the tree stands still; freed: it goes on."""
-    slot = SlotKey("slot-1", 1)
+    slot = SlotKey(SlotUid("slot-1"), 1)
     await host.host.hold(HoldEngine(slot, Holder.GUARD, hold=True))
     await _still(rundir)
     await host.host.hold(HoldEngine(slot, Holder.GUARD, hold=False))

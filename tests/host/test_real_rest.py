@@ -18,6 +18,7 @@ from rose_agent.host.classes import sglang_cpu
 from rose_agent.host.enforcement import Action, TreeState, decide
 from rose_agent.host.launchers import EngineOrder, EngineProgram
 from rose_core.guard.freezing import Activity
+from rose_core.identity import SlotUid
 from rose_core.wire.host import EngineState
 from rose_engines import activity
 from rose_engines.rundir import RunDir
@@ -63,7 +64,7 @@ async def test_a_real_engine_is_frozen_at_rest_and_not_while_it_loads(
             await until(lambda: says(Activity.STARTING), "it loads", 240.0)
             guard.close()
             await until(lambda: says(Activity.RESTING), "it rests between two tensors", 60.0)
-            watched = host.host._lives["slot-1"].current.watched
+            watched = host.host._lives[SlotUid("slot-1")].current.watched
 
             async def stands() -> bool:
                 return watched.state is TreeState.STOPPED

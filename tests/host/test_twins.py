@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from rose_agent.host import main
+from rose_core.identity import SlotUid
 from rose_core.wire.host import EngineState, EnsureEngine
 from rose_core.wire.sync import Sharing
 from rose_engines.permit import BUSY_LANE, FIRST_LANE, Permit
@@ -99,7 +100,7 @@ async def test_a_turn_is_cut_when_the_permit_names_the_other_engine_which_takes_
             two_engines(rundir, models, gpu_node) as host,
             aiohttp.ClientSession() as client,
         ):
-            slot = host.host._lives["slot-1"]  # its engines' own addresses
+            slot = host.host._lives[SlotUid("slot-1")]  # its engines' own addresses
             wide, busy = slot.lives
             url = f"{(await status_of(host)).endpoint}/generate"
             async with client.post(url, json=body(50_000, stream=True), headers=BEARER) as turn:
@@ -124,7 +125,7 @@ async def test_only_the_engine_that_the_permit_names_computes_what_both_were_ask
             two_engines(rundir, models, gpu_node) as host,
             aiohttp.ClientSession() as client,
         ):
-            wide, busy = host.host._lives["slot-1"].lives
+            wide, busy = host.host._lives[SlotUid("slot-1")].lives
             turns = [
                 asyncio.create_task(client.post(f"{one.url}/generate", json=body(50_000)))
                 for one in (wide, busy)

@@ -4,12 +4,15 @@ from dataclasses import replace
 from typing import Any
 
 from rose_core.api import Reason
+from rose_core.identity import LeaseUid, PodUid
 from rose_core.lending import (
     Memory,
     Window,
     plan,
 )
 from tests.lending.world import NOW, POLICY, lease, lent, pool, released, replica, slot, world
+
+POD = PodUid("a")
 
 
 def test_the_replica_with_the_lowest_recent_kv_use_is_lent_first() -> None:
@@ -93,7 +96,7 @@ def test_a_contested_gpu_stays_with_its_proven_owner() -> None:
     evil = lease("evil", pool="s/evil", priority=1000)
     snapshot = world([owner, thief], [lease("x"), evil], pools=pools)
     assert lent(snapshot) == [("r/x", "a")]
-    verdict = plan(snapshot, NOW).verdicts["b"]
+    verdict = plan(snapshot, NOW).verdicts[PodUid("b")]
     assert verdict.reason is Reason.GPU_NOT_OWNED
     assert "s/a" in verdict.message
 
@@ -172,7 +175,7 @@ def test_hysteresis_a_replica_settles_first_and_a_freed_gpu_rests() -> None:
     assert lent(later, NOW + POLICY.settle_seconds) == [("r/x", "a")]
 
     freed = Memory(
-        fit_since={"a": NOW - 1000}, freed_at=dict.fromkeys(replica("a").devices, NOW - 1)
+        fit_since={POD: NOW - 1000}, freed_at=dict.fromkeys(replica("a").devices, NOW - 1)
     )
     assert lent(replace(snapshot, memory=freed)) == []
     assert lent(replace(snapshot, memory=freed), NOW + POLICY.cool_seconds) == [("r/x", "a")]
@@ -198,7 +201,7 @@ def test_a_slot_is_released_for_every_lost_cause() -> None:
 
 def test_a_lease_made_anew_under_the_same_name_does_not_inherit_slots() -> None:
     a, one = replica("a"), lease("x")
-    again = replace(one, uid="uid-other")
+    again = replace(one, uid=LeaseUid("uid-other"))
     assert released(world([a], [again], [slot(one, a)])) == {
         slot(one, a).name: Reason.LEASE_DELETED
     }
@@ -286,7 +289,7 @@ def test_reasons_are_told_in_words_and_numbers() -> None:
     ]
     for changes, text in cases:
         done = plan(world([replica("a", **changes)], [lease("x")]), NOW)
-        assert text in done.verdicts["a"].message
+        assert text in done.verdicts[POD].message
 
 
 def test_time_windows_may_cross_midnight() -> None:
@@ -301,7 +304,7 @@ def test_time_windows_may_cross_midnight() -> None:
         (friday_8 - 12 * hour, True),
         (friday_8 + 12 * hour, False),
     ):
-        settled = Memory(fit_since={"a": 0.0})
+        settled = Memory(fit_since={POD: 0.0})
         snapshot = world([a], [one], pools=[pool(windows=(night,))], memory=settled)
         assert bool(lent(snapshot, now)) is is_open
         held = world([a], [one], [slot(one, a)], pools=[pool(windows=(night,))])

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from rose_core.api import Reason
 from rose_core.api.poollending import Spread
+from rose_core.identity import PodUid
 from rose_core.lending import Breaker, Lease, Memory, Pool, Replica, Window, plan
 from tests.lending.world import NOW, lease, lent, pool, released, replica, slot, world
 
@@ -72,7 +73,7 @@ def test_a_missed_objective_opens_the_breaker_until_it_has_cooled_down() -> None
     assert (first.lends, first.releases) == ((), ())
     assert Reason.BREAKER_OPEN in {found.reason for found in first.members["s/chat"]}
     met = pool(breaker=Breaker(cooldown_seconds=100.0))
-    memory = Memory(fit_since={"b": 0.0}, missed_at=first.memory.missed_at)
+    memory = Memory(fit_since={PodUid("b"): 0.0}, missed_at=first.memory.missed_at)
     later = world([a, b], [WANTS], held, [met], memory=memory)
     assert lent(later, NOW + 99) == []
     assert lent(later, NOW + 101) == [("r/x", "b")]
@@ -101,7 +102,7 @@ def test_a_loan_that_ends_before_it_pays_is_not_made() -> None:
     a = replica("a")
     for cost, worth in ((60.0, True), (120.0, False), (None, True)):
         one = lease("x", toggle_seconds=cost)
-        done = plan(world([a], [one], pools=[closing], memory=Memory({"a": 0.0})), friday_8)
+        done = plan(world([a], [one], pools=[closing], memory=Memory({PodUid("a"): 0.0})), friday_8)
         assert bool(done.lends) is worth
         if not worth:
             outcome = done.outcomes["r/x"]
@@ -117,4 +118,4 @@ def test_windows_that_meet_are_one() -> None:
     night = Window(every_day, 8 * 60, 6 * 60)
     one = lease("x", toggle_seconds=3600.0)
     always = world([replica("a")], [one], pools=[pool(windows=(day, night))])
-    assert lent(replace(always, memory=Memory({"a": 0.0})), friday_8) == [("r/x", "a")]
+    assert lent(replace(always, memory=Memory({PodUid("a"): 0.0})), friday_8) == [("r/x", "a")]

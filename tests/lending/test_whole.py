@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from rose_core.api import Reason
+from rose_core.identity import PodUid, SlotUid
 from rose_core.lending import Breaker, LoadOutlook, Pool, Replica, Snapshot, WholeTerms, plan
 from rose_core.lending.forecast import UsualLoad, observe, outlook
 from tests.lending.test_forecast import DAY, HALF_HOUR, MIDNIGHT, busy, learned
@@ -49,7 +50,7 @@ def test_what_can_be_shared_is_lent_first_and_is_waited_for() -> None:
     both = world([*full(3), shared], [replace(WANTS, max_slots=2)], pools=[trough()])
     made = plan(both, NOW).lends
     assert [one.whole for one in made] == [False, True]
-    fresh = replace(both.memory, fit_since={**both.memory.fit_since, "s": NOW})
+    fresh = replace(both.memory, fit_since={**both.memory.fit_since, PodUid("s"): NOW})
     assert not plan(replace(both, memory=fresh), NOW).lends, "it is about to be lent"
 
 
@@ -83,7 +84,7 @@ def test_replicas_that_are_down_carry_nothing() -> None:
 
 
 def test_a_loan_stays_while_its_replica_is_not_ready_by_our_own_doing() -> None:
-    long_ago = {f"slot-uid-a-f{n}": NOW - 9999 for n in range(2)}
+    long_ago = {SlotUid(f"slot-uid-a-f{n}"): NOW - 9999 for n in range(2)}
     snapshot = asleep(2, trough())
     kept = replace(snapshot, memory=replace(snapshot.memory, unfit_since=long_ago))
     assert not released(kept)

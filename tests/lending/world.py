@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from rose_core.api import Reason
+from rose_core.identity import LeaseUid, PodUid, SlotUid
 from rose_core.lending import (
     Lease,
     Memory,
@@ -26,7 +27,7 @@ def pool(**changes: Any) -> Pool:  # noqa: ANN401  # any field
 
 def replica(name: str, **changes: Any) -> Replica:  # noqa: ANN401  # any field
     made = Replica(
-        uid=name,
+        uid=PodUid(name),
         name=f"s/{name}",
         node=f"node-{name}",
         pool="s/chat",
@@ -41,13 +42,15 @@ def replica(name: str, **changes: Any) -> Replica:  # noqa: ANN401  # any field
 
 
 def lease(name: str, **changes: Any) -> Lease:  # noqa: ANN401  # any field
-    return replace(Lease(f"r/{name}", f"uid-{name}", "s/chat", 0, NOW - 1000, 1, 1), **changes)
+    return replace(
+        Lease(f"r/{name}", LeaseUid(f"uid-{name}"), "s/chat", 0, NOW - 1000, 1, 1), **changes
+    )
 
 
 def slot(of: Lease, on: Replica, **changes: Any) -> Slot:  # noqa: ANN401  # any field
     made = Slot(
         name=f"{of.uid}-{on.uid}",
-        uid=f"slot-{of.uid}-{on.uid}",
+        uid=SlotUid(f"slot-{of.uid}-{on.uid}"),
         lease=of.key,
         lease_uid=of.uid,
         pool=of.pool,

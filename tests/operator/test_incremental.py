@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose_core.api import RolloutLease, RolloutSlot, ServingPool
-from rose_core.identity import SlotKey
+from rose_core.identity import SlotKey, SlotUid
 from rose_core.lending import Memory, Policy, plan
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_operator.kube.api import Kind
@@ -87,7 +87,7 @@ REPORTS = st.builds(
         "t",
         0,
         tuple(replicas),
-        tuple(SlotReport(SlotKey(f"uid-{one}", 1), state) for one, state in slots.items()),
+        tuple(SlotReport(SlotKey(SlotUid(f"uid-{one}"), 1), state) for one, state in slots.items()),
         said,
     ),
     st.sampled_from(NODES),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rose_core.api import RolloutLease, RolloutSlot, ServingPool
-from rose_core.identity import SlotKey
+from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.sync import NoticeRequest, SlotReport, SlotState, SyncRequest
 from rose_operator.errors import ApiRefused
 from rose_operator.kube.api import Kind
@@ -86,7 +86,7 @@ def test_what_a_loan_costs_is_learned_from_starts_that_were_seen_whole() -> None
     toggles, telemetry = ToggleCosts(), Telemetry(0.0)
 
     def reported(state: SlotState) -> None:
-        report = SlotReport(SlotKey("u-1", 1), state)
+        report = SlotReport(SlotKey(SlotUid("u-1"), 1), state)
         telemetry.record(SyncRequest("n0", "t", 0, (), (report,)), 0.0)
 
     reported(SlotState.RUNNING)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rose_core.identity import SlotKey
+from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.plan.telemetry import Telemetry
@@ -77,7 +77,7 @@ def request(*replicas: Any, slots: tuple[SlotReport, ...] = ()) -> SyncRequest: 
 
 
 def slot_report(state: SlotState, **changes: Any) -> SlotReport:  # noqa: ANN401  # any field
-    return SlotReport(SlotKey("s", 1), state, **changes)
+    return SlotReport(SlotKey(SlotUid("s"), 1), state, **changes)
 
 
 def test_kv_use_is_a_recent_mean_and_unknown_stays_unknown() -> None:

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from rose_core.api import RolloutLease, RolloutSlot
 from rose_core.api.rolloutlease import Totals
-from rose_core.identity import SlotKey
+from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
 from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.plan.telemetry import Telemetry
@@ -18,7 +18,7 @@ def _after(lease: RolloutLease, lent: int, opened: int, tokens: int, **more: Any
     slot = RolloutSlot.model_validate(objects.SLOT)
     telemetry = Telemetry(0.0)
     report = SlotReport(
-        SlotKey(slot.metadata.uid, 1),
+        SlotKey(SlotUid(slot.metadata.uid), 1),
         SlotState.RUNNING,
         lent_milliseconds=lent,
         open_milliseconds=opened,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from rose_agent.tap import sockets
 from rose_agent.tap.frames import Watch
 from rose_agent.tap.replica import TappedReplica
+from rose_core.identity import PodUid
 from rose_core.telemetry.book import Book, FinishedRequest
 from rose_core.telemetry.events import Health, TapEvent
 
@@ -139,7 +140,7 @@ def tapped(inside: Namespace, port: int = PORT) -> Iterator[Tapped]:
         for one in taps:
             stack.callback(one.close)
         numbers = itertools.count(1)
-        watch = Watch("replica", inside.holder.pid, port)
+        watch = Watch(PodUid("replica"), inside.holder.pid, port)
         yield Tapped(TappedReplica(watch, taps, addresses, lambda: next(numbers), 0))
 
 

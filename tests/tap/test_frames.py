@@ -9,12 +9,15 @@ import pytest
 from rose_agent.tap import frames
 from rose_agent.tap.frames import Splitter, Watch
 from rose_agent.tap.replica import TappedReplica
+from rose_core.identity import PodUid
 from rose_core.telemetry.events import Arrived, Ended, EndKind, FirstToken, Progress, TapEvent
 
+POD = PodUid("pod")
+
 EVENTS: list[list[TapEvent]] = [
-    [Arrived("pod", 1, 5, "/generate")],
-    [FirstToken("pod", 1, 9), Progress("pod", 1, 12, 3)],
-    [Ended("pod", 1, 20, 7, 200, EndKind.COMPLETE)],
+    [Arrived(POD, 1, 5, "/generate")],
+    [FirstToken(POD, 1, 9), Progress(POD, 1, 12, 3)],
+    [Ended(POD, 1, 20, 7, 200, EndKind.COMPLETE)],
 ]
 
 
@@ -36,15 +39,15 @@ def test_a_frame_longer_than_any_of_ours_is_refused_before_it_is_read() -> None:
 
 
 def test_the_same_sockets_serve_a_closer_look() -> None:
-    near, far = Watch("pod", 1, 80), Watch("pod", 1, 80, closely=False)
+    near, far = Watch(POD, 1, 80), Watch(POD, 1, 80, closely=False)
     assert near.same_sockets(far)
-    assert not near.same_sockets(Watch("pod", 2, 80))
+    assert not near.same_sockets(Watch(POD, 2, 80))
 
 
 def followed(*, closely: bool) -> tuple[TappedReplica, list[list[TapEvent]]]:
     """A replica without sockets, and what it tells."""
     told: list[list[TapEvent]] = []
-    made = TappedReplica(Watch("pod", 0, 80, closely=closely), [], frozenset(), lambda: 1, 400.0)
+    made = TappedReplica(Watch(POD, 0, 80, closely=closely), [], frozenset(), lambda: 1, 400.0)
     made.start(told.append)
     return made, told
 
@@ -54,21 +57,21 @@ def followed(*, closely: bool) -> tuple[TappedReplica, list[list[TapEvent]]]:
 async def test_tokens_wait_for_the_heartbeat_and_only_the_last_is_told(closely: bool) -> None:
     made, told = followed(closely=closely)
     for moment in range(4):
-        made._pass_on([Progress("pod", 1, moment, moment)])
-        made._pass_on([Progress("pod", 2, moment, moment)])
+        made._pass_on([Progress(POD, 1, moment, moment)])
+        made._pass_on([Progress(POD, 2, moment, moment)])
         await asyncio.sleep(0.008)
     await asyncio.sleep(1)
     assert told == []
-    assert made.beat()[:-1] == [Progress("pod", 1, 3, 3), Progress("pod", 2, 3, 3)]
+    assert made.beat()[:-1] == [Progress(POD, 1, 3, 3), Progress(POD, 2, 3, 3)]
     made.close()
 
 
 @pytest.mark.looptime
 async def test_nothing_else_waits_and_it_takes_the_tokens_along() -> None:
     made, told = followed(closely=True)
-    made._pass_on([Progress("pod", 1, 3, 3)])
+    made._pass_on([Progress(POD, 1, 3, 3)])
     made._pass_on([EVENTS[2][0]])
-    assert told == [[Progress("pod", 1, 3, 3), EVENTS[2][0]]]
+    assert told == [[Progress(POD, 1, 3, 3), EVENTS[2][0]]]
     await asyncio.sleep(1)
     assert len(told) == 1, "told once"
     made.close()

@@ -16,12 +16,13 @@ from bench.tap.watcher import Listener, tap_process
 from rose_agent.os import kernel
 from rose_agent.tap.frames import Watch
 from rose_agent.tap.relay import socket_of
+from rose_core.identity import PodUid
 from tests.tap.net import PORT, Namespace, refusal
 from tests.tap.test_hardening import status
 from tests.telemetry.wire import END, HEAD, event, post
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal() or "can tap")
-POD = "53099174-d551-433b-9350-adf44bee898e"
+POD = PodUid("53099174-d551-433b-9350-adf44bee898e")
 _IN_POD = """
 import sys
 from rose_agent.os import kernel
@@ -94,5 +95,5 @@ async def test_the_guard_hears_a_pods_own_tap_and_its_end(short_dir: Path) -> No
 
 def test_names_that_are_no_folder_have_no_tap_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "tap.sock").touch()
-    assert socket_of(tmp_path / "taps", "../..") is None
+    assert socket_of(tmp_path / "taps", PodUid("../..")) is None
     assert socket_of(tmp_path, POD) is None

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from rose_core.identity import PodUid
 from rose_core.telemetry.events import Arrived, Dismissed, Ended, EndKind, FirstToken, Sized
 from rose_core.telemetry.h2frames import END_HEADERS, END_STREAM, PADDED, PRIORITY, Kind
 from tests.telemetry.h2wire import HELLO, SETTINGS, Side, data, frame, token
 from tests.telemetry.wire import Conversation, conversation, post, tracker
+
+POD = PodUid("replica")
 
 
 class Talk:
@@ -36,11 +39,11 @@ def test_a_streamed_request_from_arrival_to_its_true_end() -> None:
     assert talk.wire.events == [], "preface and settings are no request"
     arrived = talk.wire.client_says(talk.client.request(1) + data(1, b"{}", last=True))
     assert arrived == [
-        Arrived("replica", 1, talk.wire.time_ns, "/generate"),
-        Sized("replica", 1, -1, "/generate"),
+        Arrived(POD, 1, talk.wire.time_ns, "/generate"),
+        Sized(POD, 1, -1, "/generate"),
     ]
     assert talk.wire.server_says(talk.server.response(1)) == []
-    assert talk.wire.server_says(token(1)) == [FirstToken("replica", 1, talk.wire.time_ns)]
+    assert talk.wire.server_says(token(1)) == [FirstToken(POD, 1, talk.wire.time_ns)]
     talk.wire.server_says(token(1) + token(1))
     (end,) = ends(talk.wire.server_says(data(1, b"data: [DONE]\n\n", last=True)))
     assert (end.tokens, end.status, end.how) == (3, 200, EndKind.COMPLETE)
@@ -72,7 +75,7 @@ def test_a_header_block_in_pieces_arrives_with_its_first_one() -> None:
     talk = Talk()
     whole = talk.client.request(1, "/health")
     assert [type(e) for e in talk.wire.client_says(whole[:12])] == [Arrived]
-    assert talk.wire.client_says(whole[12:]) == [Dismissed("replica", 1)]
+    assert talk.wire.client_says(whole[12:]) == [Dismissed(POD, 1)]
 
 
 def test_a_header_block_may_be_padded_and_continued() -> None:
@@ -91,7 +94,7 @@ def test_trailers_end_a_grpc_stream_and_its_messages_are_tokens() -> None:
     message = b"\0\0\0\0\x02ok"
     first = talk.wire.time_ns + 1_000_000
     assert talk.wire.server_says(data(1, message)) == [], "one message may be the whole answer"
-    assert FirstToken("replica", 1, first) in talk.wire.server_says(data(1, message))
+    assert FirstToken(POD, 1, first) in talk.wire.server_says(data(1, message))
     talk.wire.server_says(data(1, message))
     trailers = talk.server.headers(1, {"grpc-status": "0"}, END_HEADERS | END_STREAM)
     (end,) = ends(talk.wire.server_says(trailers))

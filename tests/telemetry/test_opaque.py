@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rose_core.identity import PodUid
 from rose_core.telemetry.book import Book
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import Arrived, Ended, Health, Progress
@@ -11,6 +12,8 @@ from rose_core.telemetry.reading import advance
 from rose_core.telemetry.signal import Doubt, Limits, Reading, ServingSignal, merge
 from rose_core.wire.sync import SignalSource
 from tests.telemetry.wire import HEAD, MS, Conversation, conversation, event, post, tracker
+
+POD = PodUid("r")
 
 HELLO, RECORD = b"\x16\x03\x01\x02\x00hello", b"\x17\x03\x03\x00\x10data"
 S = 1_000_000_000
@@ -73,15 +76,15 @@ def test_bytes_that_are_no_http_are_an_outstanding_request() -> None:
 def encrypted(now: int) -> Book:
     """A request on a TLS connection, last heard now."""
     made = Book(now - 60 * S)
-    made.apply(Health("r", now - 59 * S, "", 0, False, 0, {}, 0), now - 59 * S)
-    made.apply(Arrived("r", 1, now, "", opaque=True), now)
+    made.apply(Health(POD, now - 59 * S, "", 0, False, 0, {}, 0), now - 59 * S)
+    made.apply(Arrived(POD, 1, now, "", opaque=True), now)
     return made
 
 
 def judged(
     book: Book, readings: tuple[Reading, ...], now: int, verified: bool | None = None
 ) -> ServingSignal:
-    book.apply(Health("r", now, "", 0, True, len(book.live), {}, 0), now)
+    book.apply(Health(POD, now, "", 0, True, len(book.live), {}, 0), now)
     return merge(book, verified, readings, allowed=tuple(SignalSource), limits=Limits(), now_ns=now)
 
 
@@ -110,13 +113,13 @@ def test_an_outstanding_request_counts_until_figures_were_idle_long_enough(
 
 def test_a_request_that_was_open_while_packets_were_lost_counts_the_same_way() -> None:
     made = Book(0)
-    made.apply(Health("r", S, "", 0, False, 0, {}, 0), S)
-    made.apply(Arrived("r", 1, 100 * S, "/generate"), 100 * S)
-    lost = Health("r", 101 * S, "", 101 * S, False, 1, {}, 0)
+    made.apply(Health(POD, S, "", 0, False, 0, {}, 0), S)
+    made.apply(Arrived(POD, 1, 100 * S, "/generate"), 100 * S)
+    lost = Health(POD, 101 * S, "", 101 * S, False, 1, {}, 0)
     made.apply(lost, 101 * S)
     assert made.outstanding
     later = 110 * S
-    made.apply(Health("r", later, "", 101 * S, False, 1, {}, 0), later)
+    made.apply(Health(POD, later, "", 101 * S, False, 1, {}, 0), later)
     alone = merge(made, True, (), allowed=tuple(SignalSource), limits=Limits(), now_ns=later)
     assert alone.running == 1, "nothing says that it ended"
     helped = merge(
@@ -133,7 +136,7 @@ def test_a_request_that_was_open_while_packets_were_lost_counts_the_same_way() -
 def test_a_reader_that_takes_nothing_does_not_keep_an_idle_engine_busy() -> None:
     talk = conversation()
     made = Book(0)
-    made.apply(Health("r", S, "", 0, False, 0, {}, 0), S)
+    made.apply(Health(POD, S, "", 0, False, 0, {}, 0), S)
     talk.time_ns = 100 * S
     talk.client_says(post())
     talk.server_says(HEAD + event(0))
@@ -142,7 +145,7 @@ def test_a_reader_that_takes_nothing_does_not_keep_an_idle_engine_busy() -> None
     assert not any(isinstance(e, Ended) for e in talk.events)
     for seconds, running in ((105, 1), (111, 0)):
         now = seconds * S
-        made.apply(Health("r", now, "", 0, False, 1, {}, 0), now)
+        made.apply(Health(POD, now, "", 0, False, 1, {}, 0), now)
         signal = merge(
             made,
             True,
@@ -164,11 +167,11 @@ def test_a_response_that_was_joined_is_over_when_the_engine_is_idle(
     talk.server_says(b'tail of {"text": "x"}')
     (arrived,) = talk.tracker.open_requests()
     made = Book(0)
-    made.apply(Health("r", S, "", 0, False, 0, {}, 0), S)
+    made.apply(Health(POD, S, "", 0, False, 0, {}, 0), S)
     made.apply(arrived, arrived.time_ns)
     for seconds, running in ((1, 1), (4, 0)):
         now = arrived.time_ns + seconds * S
-        made.apply(Health("r", now, "", 0, False, 1, {}, 0), now)
+        made.apply(Health(POD, now, "", 0, False, 1, {}, 0), now)
         loads = (polled(now, since=arrived.time_ns),)
         signal = merge(made, True, loads, allowed=allowed, limits=Limits(), now_ns=now)
         assert signal.running == running, seconds

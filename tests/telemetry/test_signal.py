@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from rose_core.identity import PodUid
 from rose_core.telemetry.book import Book
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import (
@@ -22,6 +23,8 @@ from rose_core.telemetry.reading import LEAK_NS, SPAN_NS
 from rose_core.telemetry.signal import Doubt, Limits, Reading, ServingSignal, advance, merge
 from rose_core.wire.sync import SignalSource
 
+POD = PodUid("r")
+
 S = 1_000_000_000
 NOW = 100 * S
 TAP_ONLY = (SignalSource.WIRE_TAP,)
@@ -31,7 +34,7 @@ EVERY = tuple(SignalSource)
 def health(
     in_flight: int = 0, *, problem: str = "", lost_ns: int = 0, opaque: bool = False
 ) -> Health:
-    return Health("r", NOW, problem, lost_ns, opaque, in_flight, {}, 0)
+    return Health(POD, NOW, problem, lost_ns, opaque, in_flight, {}, 0)
 
 
 def book(now: int = NOW) -> Book:
@@ -65,14 +68,14 @@ def loads(running: int | None, read_ns: int = NOW, *, since: int = NOW - 10 * S)
 
 def test_a_request_through_the_book() -> None:
     made = book()
-    made.apply(Arrived("r", 1, NOW, ""), NOW)
-    made.apply(Sized("r", 1, 300), NOW)
-    made.apply(FirstToken("r", 1, NOW + S), NOW + S)
-    made.apply(Progress("r", 1, NOW + 2 * S, 11), NOW + 2 * S)
+    made.apply(Arrived(POD, 1, NOW, ""), NOW)
+    made.apply(Sized(POD, 1, 300), NOW)
+    made.apply(FirstToken(POD, 1, NOW + S), NOW + S)
+    made.apply(Progress(POD, 1, NOW + 2 * S, 11), NOW + 2 * S)
     (live,) = made.live.values()
     assert (live.size, live.tokens, live.last_ns) == (300, 11, NOW + 2 * S)
     assert made.empty_since_ns() is None
-    done = made.apply(Ended("r", 1, NOW + 3 * S, 21, 200, EndKind.COMPLETE), NOW + 3 * S)
+    done = made.apply(Ended(POD, 1, NOW + 3 * S, 21, 200, EndKind.COMPLETE), NOW + 3 * S)
     assert done is not None
     assert (done.ttft_s, done.tpot_s) == (1.0, 0.1)
     assert made.empty_since_ns() == NOW + 3 * S
@@ -82,17 +85,17 @@ def test_a_request_through_the_book() -> None:
 
 def test_a_dismissed_request_never_was() -> None:
     made = book()
-    made.apply(Arrived("r", 1, NOW, ""), NOW)
-    made.apply(Dismissed("r", 1), NOW)
+    made.apply(Arrived(POD, 1, NOW, ""), NOW)
+    made.apply(Dismissed(POD, 1), NOW)
     assert (made.live, made.requests_total) == ({}, 0)
 
 
 @pytest.mark.parametrize("how", [EndKind.RESET, EndKind.CLOSED, EndKind.EXPIRED])
 def test_broken_requests_are_no_measure(how: EndKind) -> None:
     made = book()
-    made.apply(Arrived("r", 1, NOW, ""), NOW)
-    made.apply(FirstToken("r", 1, NOW + S), NOW + S)
-    done = made.apply(Ended("r", 1, NOW + 3 * S, 21, 200, how), NOW + 3 * S)
+    made.apply(Arrived(POD, 1, NOW, ""), NOW)
+    made.apply(FirstToken(POD, 1, NOW + S), NOW + S)
+    done = made.apply(Ended(POD, 1, NOW + 3 * S, 21, 200, how), NOW + 3 * S)
     assert done is not None
     assert (done.ttft_s, done.tpot_s) == (None, None)
 
@@ -100,10 +103,10 @@ def test_broken_requests_are_no_measure(how: EndKind) -> None:
 def test_the_idle_share_follows() -> None:
     made = book()
     assert made.idle_share(NOW) == 1.0, "bursty until the contrary has been seen"
-    made.apply(Arrived("r", 1, NOW, ""), NOW)
+    made.apply(Arrived(POD, 1, NOW, ""), NOW)
     assert made.idle_share(NOW + 30 * S) > 0.2, "a long burst is no steady load"
     assert made.idle_share(NOW + 70 * S) < 0.05
-    made.apply(Ended("r", 1, NOW, 1, 200, EndKind.COMPLETE), NOW + 70 * S)
+    made.apply(Ended(POD, 1, NOW, 1, 200, EndKind.COMPLETE), NOW + 70 * S)
     assert made.idle_share(NOW + 75 * S) > 0.2
 
 
@@ -115,7 +118,7 @@ def test_a_living_verified_tap_is_believed() -> None:
     signal = judged(made)
     assert (signal.source, signal.running) == (SignalSource.WIRE_TAP, 0)
     assert signal.empty_since_ns is not None
-    made.apply(Arrived("r", 1, NOW, ""), NOW)
+    made.apply(Arrived(POD, 1, NOW, ""), NOW)
     made.apply(health(1), NOW)
     assert judged(made).running == 1
 
@@ -160,7 +163,7 @@ def test_a_tap_that_has_just_begun_cannot_know_what_is_under_way() -> None:
 
 def test_after_blindness_nothing_is_under_way_and_nothing_is_known() -> None:
     made = book()
-    made.apply(Arrived("r", 1, NOW, ""), NOW)
+    made.apply(Arrived(POD, 1, NOW, ""), NOW)
     made.apply(health(problem="gone"), NOW)
     assert made.live == {}
     made.apply(health(), NOW + S)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from rose_core.identity import PodUid
 from rose_core.telemetry.events import (
     Arrived,
     Dismissed,
@@ -18,6 +19,8 @@ from rose_core.telemetry.events import (
 )
 from tests.telemetry.wire import END, HEAD, chunk, conversation, event, post, tracker
 
+POD = PodUid("replica")
+
 
 def ends(events: Sequence[object]) -> list[Ended]:
     return [e for e in events if isinstance(e, Ended)]
@@ -26,12 +29,12 @@ def ends(events: Sequence[object]) -> list[Ended]:
 def test_a_streamed_request_from_arrival_to_its_true_end() -> None:
     talk = conversation()
     assert talk.client_says(post()) == [
-        Arrived("replica", 1, talk.time_ns, "/generate"),
-        Sized("replica", 1, 16, "/generate"),
+        Arrived(POD, 1, talk.time_ns, "/generate"),
+        Sized(POD, 1, 16, "/generate"),
     ]
     assert talk.server_says(HEAD) == [], "headers are not the first token"
     first = talk.server_says(event(0))
-    assert first == [FirstToken("replica", 1, talk.time_ns)]
+    assert first == [FirstToken(POD, 1, talk.time_ns)]
     for number in range(1, 100):
         talk.server_says(event(number))
     talk.server_says(chunk(b"data: [DONE]\n\n"))
@@ -76,8 +79,8 @@ def test_probes_and_scrapes_are_no_arrivals(path: str) -> None:
 
 def test_a_probe_in_two_segments_is_an_arrival_until_its_path_is_known() -> None:
     talk = conversation()
-    assert talk.client_says(b"GET /met") == [Arrived("replica", 1, talk.time_ns, "")]
-    assert talk.client_says(b"rics HTTP/1.1\r\nHost: x\r\n\r\n") == [Dismissed("replica", 1)]
+    assert talk.client_says(b"GET /met") == [Arrived(POD, 1, talk.time_ns, "")]
+    assert talk.client_says(b"rics HTTP/1.1\r\nHost: x\r\n\r\n") == [Dismissed(POD, 1)]
     assert talk.tracker.in_flight == 0
 
 
@@ -93,7 +96,7 @@ def test_a_request_in_pieces_arrives_with_its_first_one() -> None:
     start = talk.client_says(whole[:7])
     assert [type(e) for e in start] == [Arrived]
     assert talk.client_says(whole[7:30]) == []
-    assert talk.client_says(whole[30:90]) == [Sized("replica", 1, 100, "/generate")]
+    assert talk.client_says(whole[30:90]) == [Sized(POD, 1, 100, "/generate")]
     assert talk.client_says(whole[90:]) == []
     assert talk.tracker.in_flight == 1
 
@@ -101,7 +104,7 @@ def test_a_request_in_pieces_arrives_with_its_first_one() -> None:
 def test_a_chunked_request_body_is_followed_to_its_end() -> None:
     talk = conversation()
     talk.client_says(b"POST /generate HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
-    assert talk.events[-1] == Sized("replica", 1, -1, "/generate")
+    assert talk.events[-1] == Sized(POD, 1, -1, "/generate")
     for _ in range(3):
         talk.client_says(chunk(b"{}" * 20))
     talk.client_says(END)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from rose_core.identity import PodUid
 from rose_core.telemetry.events import Health
 from rose_core.telemetry.verify import Count, Span, Verification, counted
 
@@ -27,7 +28,7 @@ def agreed() -> Verification:
 
 
 def beat(seen: int, finished: int, unsure: int = 0) -> Health:
-    return Health("r", NOW, "", 0, False, 0, {}, 0, seen, finished, unsure)
+    return Health(PodUid("r"), NOW, "", 0, False, 0, {}, 0, seen, finished, unsure)
 
 
 def test_equal_changes_verify_and_levels_do_not_matter() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+from rose_core.identity import PodUid
 from rose_core.telemetry.events import TapEvent
 from rose_core.telemetry.segments import FIN, RST, SYN, Segment
 from rose_core.telemetry.tracker import Tracker
@@ -61,7 +62,7 @@ class Conversation:
 
 def tracker() -> Tracker:
     numbers = itertools.count(1)
-    return Tracker("replica", lambda: next(numbers))
+    return Tracker(PodUid("replica"), lambda: next(numbers))
 
 
 def conversation(watching: Tracker | None = None, port: int = 40000) -> Conversation:

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from rose_core.identity import SlotKey
+from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.sync import SlotReport, SlotState, SyncReply, SyncRequest
 
 
@@ -28,6 +28,8 @@ def test_missing_fields_take_their_defaults() -> None:
 
 
 def test_a_report_comes_back_equal() -> None:
-    report = SlotReport(SlotKey("u", 2), SlotState.RUNNING, version="run@0.1", reclaims={"Stop": 3})
+    report = SlotReport(
+        SlotKey(SlotUid("u"), 2), SlotState.RUNNING, version="run@0.1", reclaims={"Stop": 3}
+    )
     frame = msgspec.msgpack.encode(report)
     assert msgspec.msgpack.decode(frame, type=SlotReport) == report

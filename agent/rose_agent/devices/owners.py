@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from rose_core.identity import PodUid, SlotUid
 from rose_engines.rundir import slot_of
 
 _ENGINE = re.compile(r"/rose-[0-9a-f]{8}-(?P<slot>[A-Za-z0-9][-A-Za-z0-9._]*)$", re.MULTILINE)
@@ -26,16 +27,16 @@ class Owner:
         pod: uid of its pod, also of the engine host's for an engine.
     """
 
-    slot: str = ""
-    pod: str = ""
+    slot: SlotUid = SlotUid("")
+    pod: PodUid = PodUid("")
 
 
 def parse(cgroups: str) -> Owner:
     """Read ``/proc/PID/cgroup``."""
     engine, pod = _ENGINE.search(cgroups), _POD.search(cgroups)
     return Owner(
-        slot_of(engine["slot"]) if engine else "",
-        pod["uid"].replace("_", "-") if pod else "",
+        SlotUid(slot_of(engine["slot"]) if engine else ""),
+        PodUid(pod["uid"].replace("_", "-") if pod else ""),
     )
 
 

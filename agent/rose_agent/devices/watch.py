@@ -53,6 +53,7 @@ from rose_core.devices.memory import (
     steer,
 )
 from rose_core.devices.ownership import Claim, OnGpu, Party, stranger
+from rose_core.identity import PodUid, SlotUid
 from rose_core.wire.sync import PoolPolicy
 
 _log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class GpuReading:
             return OnGpu(pid, seen=False)
         return OnGpu(pid, owner.slot, owner.pod, command=self.commands.get(pid, ""))
 
-    def engines(self) -> frozenset[str]:
+    def engines(self) -> frozenset[SlotUid]:
         """Slots whose engines have a process on the GPU."""
         return frozenset(owner.slot for owner in self.owners.values() if owner.slot)
 
@@ -132,7 +133,7 @@ class LentState:
         step: what weights the engines have; another word means that the next step has begun.
     """
 
-    slots: frozenset[str] = frozenset()
+    slots: frozenset[SlotUid] = frozenset()
     residues: tuple[int, ...] = ()
     released: int = 0
     step: str = ""
@@ -180,7 +181,7 @@ class ReplicaGpus:
     message: str
     lendable: Lendable
     budget: Budget
-    held: Mapping[str, int] = field(default_factory=dict)
+    held: Mapping[SlotUid, int] = field(default_factory=dict)
     device_class: str = ""
 
 
@@ -225,12 +226,14 @@ class DeviceWatch:
         self._owner = owner
         self._command = command
         self._gpus: dict[str, _Gpu] = {}
-        self._budgets: dict[str, Budget] = {}
+        self._budgets: dict[PodUid, Budget] = {}
         self._rests: dict[str, _Rest] = {}
         self._listed: tuple[Gpu, ...] = ()
         self._silent: tuple[str, ...] = ()
-        self._slots: frozenset[str] = frozenset()
-        self._gone_s: dict[str, float] = {}  # slots that were there, and since when they are not
+        self._slots: frozenset[SlotUid] = frozenset()
+        self._gone_s: dict[
+            SlotUid, float
+        ] = {}  # slots that were there, and since when they are not
         self._empty_s: float | None = None  # since when there is no slot
         self._limits = limits or BudgetLimits()
         # A static file tells of serving alone, and need not name every GPU.
@@ -382,11 +385,11 @@ class DeviceWatch:
         kind = class_of_all(names.get(uuid, "") for uuid in uuids)
         return ReplicaGpus(unfit.refusal.value, unfit.message, _tightest(room), budget, held, kind)
 
-    def forget(self, key: str) -> None:
+    def forget(self, key: PodUid) -> None:
         """The replica is gone."""
         self._budgets.pop(key, None)
 
-    def _note_slots(self, slots: frozenset[str], now_s: float) -> None:
+    def _note_slots(self, slots: frozenset[SlotUid], now_s: float) -> None:
         """Remember since when slots are gone, for as long as a reading may still be of before."""
         for slot in self._slots - slots:
             self._gone_s[slot] = now_s
@@ -402,7 +405,7 @@ class DeviceWatch:
             self._empty_s = now_s
         self._slots = slots
 
-    def _left(self, reading: GpuReading, slots: frozenset[str]) -> frozenset[str]:
+    def _left(self, reading: GpuReading, slots: frozenset[SlotUid]) -> frozenset[str]:
         """Slots that were gone when the reading began, and whose engines were on the GPU."""
         return frozenset(
             slot
@@ -502,14 +505,14 @@ def _trespass(uuid: str, gpu: _Gpu | None, party: Party, now_s: float) -> Fitnes
     return Fitness(DeviceRefusal.FOREIGN, text, now_s)
 
 
-def _held(gpus: list[_Gpu | None], now_s: float) -> dict[str, int]:
+def _held(gpus: list[_Gpu | None], now_s: float) -> dict[SlotUid, int]:
     """What each slot's engine holds; a slot of which a figure is missing is left out."""
-    most: dict[str, int] = {}
-    unknown: set[str] = set()
+    most: dict[SlotUid, int] = {}
+    unknown: set[SlotUid] = set()
     for gpu in gpus:
         if gpu is None or now_s - gpu.reading.read_s >= STALE_SECONDS:
             continue
-        held: Counter[str] = Counter()
+        held: Counter[SlotUid] = Counter()
         for process in gpu.reading.processes or ():
             owner = gpu.reading.owners.get(process.pid)
             if owner is None or not owner.slot:

@@ -19,14 +19,15 @@ from rose_agent.guard.slot import GuardedSlot
 from rose_agent.pods.model import Residents
 from rose_core.devices.memory import overrun
 from rose_core.devices.ownership import Party
+from rose_core.identity import PodUid, SlotUid
 from rose_core.wire.host import EngineState
 from rose_core.wire.reasons import HostReason
 
 
 def look_at(
     devices: DeviceWatch,
-    replicas: Mapping[str, GuardedReplica],
-    slots: Mapping[str, GuardedSlot],
+    replicas: Mapping[PodUid, GuardedReplica],
+    slots: Mapping[SlotUid, GuardedSlot],
     residents: Residents,
 ) -> None:
     """Give every replica the view of its GPUs, and its slots their budget."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rose_core.identity import SlotKey
+from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import (
     EngineState,
     EngineStatus,
@@ -50,7 +50,7 @@ class HostLink:
         self._bell = RunDir(path.parent).enforcer_bell
         self._on_status = on_status
         self._kick = asyncio.Event()
-        self.engines: dict[str, EngineStatus] = {}
+        self.engines: dict[SlotUid, EngineStatus] = {}
         self.capabilities: dict[str, str] = {}
         self.answered_ns = 0
         self.asked_ns = 0

@@ -56,6 +56,7 @@ from rose_core.guard.crossover import Schedule
 from rose_core.guard.gate import GateVerdict, closed, judge
 from rose_core.guard.grants import GrantBook
 from rose_core.guard.reasons import GateReason
+from rose_core.identity import PodUid, SlotUid
 from rose_core.telemetry.events import Arrived, Dismissed, Ended, Health, Progress, TapEvent
 from rose_core.wire.host import EngineState
 from rose_core.wire.sync import PoolPolicy, SignalSource, SyncReply, SyncRequest
@@ -85,12 +86,12 @@ class ReplicaTimers:
         step: called with the replica's uid.
     """
 
-    def __init__(self, step: Callable[[str], None]) -> None:
+    def __init__(self, step: Callable[[PodUid], None]) -> None:
         self._step = step
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._at_ns: dict[str, int] = {}
+        self._timers: dict[PodUid, asyncio.TimerHandle] = {}
+        self._at_ns: dict[PodUid, int] = {}
 
-    def set(self, uid: str, at_ns: int, now_ns: int) -> None:
+    def set(self, uid: PodUid, at_ns: int, now_ns: int) -> None:
         """Step the replica at ``at_ns``, instead of any earlier plan; in the past = never."""
         self.cancel(uid)
         if at_ns > now_ns:
@@ -98,18 +99,18 @@ class ReplicaTimers:
             self._timers[uid] = loop.call_later((at_ns - now_ns) / 1e9, self._step, uid)
             self._at_ns[uid] = at_ns
 
-    def cancel(self, uid: str) -> None:
+    def cancel(self, uid: PodUid) -> None:
         """Cancel the replica's timer, if it has one."""
         self._at_ns.pop(uid, None)
         timer = self._timers.pop(uid, None)
         if timer is not None:
             timer.cancel()
 
-    def is_set(self, uid: str) -> bool:
+    def is_set(self, uid: PodUid) -> bool:
         """Whether a timer runs for this replica."""
         return uid in self._timers
 
-    def fires_soon(self, uid: str, now_ns: int) -> bool:
+    def fires_soon(self, uid: PodUid, now_ns: int) -> bool:
         """Whether its timer fires within 10 ms."""
         return 0 <= self._at_ns.get(uid, 0) - now_ns < _SOON_NS
 
@@ -154,14 +155,14 @@ class Guard:
         self._saved = saved
         self.policies: tuple[PoolPolicy, ...] = saved.pools
         self.grants = GrantBook(highest_term=saved.highest_term)
-        self.replicas: dict[str, GuardedReplica] = {}
-        self.slots: dict[str, GuardedSlot] = {}
-        self.pollers: dict[str, asyncio.Task[None]] = {}
+        self.replicas: dict[PodUid, GuardedReplica] = {}
+        self.slots: dict[SlotUid, GuardedSlot] = {}
+        self.pollers: dict[PodUid, asyncio.Task[None]] = {}
         self._readers = readers
         self._watcher = Watcher(self._exited)
-        self._history: set[str] = set()  # slots without grant and engine: looked at once
+        self._history: set[SlotUid] = set()  # slots without grant and engine: looked at once
         self._wall_offset_s = time.time() - time.monotonic()
-        self._verdicts: dict[str, GateVerdict] = {}
+        self._verdicts: dict[PodUid, GateVerdict] = {}
         self._timers = ReplicaTimers(self._step_again)
         self._stop_pressed, self._stop_button = False, str(rundir.stop)
         self._ticked_ns = time.monotonic_ns()
@@ -172,8 +173,8 @@ class Guard:
 
     def on_tap(self, events: list[TapEvent], now_ns: int) -> None:
         """Apply events, then step the replicas they touch; those with an arrival first."""
-        arrivals: dict[str, int] = {}
-        touched: set[str] = set()
+        arrivals: dict[PodUid, int] = {}
+        touched: set[PodUid] = set()
         for event in events:
             replica = self.replicas.get(event.replica)
             if replica is None:
@@ -248,7 +249,7 @@ class Guard:
             if slot.grant is None or slot.grant.pod_uid not in self.replicas:
                 self._step_alone(slot, now_ns)
 
-    def _step_slot(self, uid: str) -> None:
+    def _step_slot(self, uid: SlotUid) -> None:
         """Step one slot; with eight replicas on a node the others cost seven times as much."""
         slot = self.slots.get(uid)
         if slot is None:
@@ -268,7 +269,7 @@ class Guard:
         synced = self.pods is not None and self.pods.synced and bool(self.policies)
         return GateReason.SERVING_GONE if synced else GateReason.SIGNAL_MISSING
 
-    def _step_replica(self, uid: str, now_ns: int, arrival_ns: int) -> None:
+    def _step_replica(self, uid: PodUid, now_ns: int, arrival_ns: int) -> None:
         replica = self.replicas[uid]
         facts = replica.facts(now_ns, stop_pressed=self._stop_pressed)
         verdict = self._verdicts[uid] = judge(facts, self.settings.gate, now_ns)
@@ -299,7 +300,7 @@ class Guard:
         period = self.settings.gate.period_ns
         return -(-verdict.again_ns // period) * period
 
-    def _step_again(self, uid: str) -> None:
+    def _step_again(self, uid: PodUid) -> None:
         if not self._pulse.beat() and uid in self.replicas:
             self._step_replica(uid, time.monotonic_ns(), 0)
 
@@ -378,7 +379,7 @@ class Guard:
         look_at(self.devices, self.replicas, self.slots, self.pods.residents)
         self.whole.match(self.replicas, self.grants, stop=self._stop_pressed)
 
-    def _watch(self, source: PodSource, pods: Mapping[str, ServingPod]) -> None:
+    def _watch(self, source: PodSource, pods: Mapping[PodUid, ServingPod]) -> None:
         """Tell the tap what to follow, and forget the requests of replicas it no longer follows."""
         watched = {
             uid: self.replicas[uid].watch()
@@ -391,7 +392,7 @@ class Guard:
             if uid not in watched and (replica.book.health is not None or replica.book.live):
                 replica.forget(time.monotonic_ns())
 
-    def _match_pod(self, pods: PodSource, uid: str, pod: ServingPod, policy: PoolPolicy) -> None:
+    def _match_pod(self, pods: PodSource, uid: PodUid, pod: ServingPod, policy: PoolPolicy) -> None:
         replica = self.replicas.get(uid) or self._make_replica(uid, pod, policy)
         if replica.pod.instance and replica.pod.instance != pod.instance:
             self.mark_gone(replica, "serving-restart")
@@ -405,7 +406,7 @@ class Guard:
         if differs and time.monotonic_ns() - differs > _MISMATCH_NS:
             self.tap.resync()
 
-    def _make_replica(self, uid: str, pod: ServingPod, policy: PoolPolicy) -> GuardedReplica:
+    def _make_replica(self, uid: PodUid, pod: ServingPod, policy: PoolPolicy) -> GuardedReplica:
         pool, breach = self.pools.state(pod.pool), self.blackbox.breach
         replica = GuardedReplica.create(
             pod,
@@ -428,7 +429,7 @@ class Guard:
         wall_s = time.monotonic() + self._wall_offset_s
         return wall_s - pod.ready_since_s >= self.settings.settle_seconds
 
-    def _forget_replica(self, uid: str) -> None:
+    def _forget_replica(self, uid: PodUid) -> None:
         replica = self.replicas.pop(uid)
         self.devices.forget(uid)
         self.whole.forget(uid)
@@ -447,7 +448,7 @@ class Guard:
         self._history -= set(alive)
         listed = {uid for uid, e in self.host.engines.items() if e.state is not EngineState.GONE}
         self._history -= listed
-        known = {folder.uid for folder in self.rundir.lent_slots()} | listed
+        known = {SlotUid(folder.uid) for folder in self.rundir.lent_slots()} | listed
         # A folder without an engine is only history: looked at once, then passed over.
         for uid in (known | set(alive)) - set(self.slots) - self._history:
             self.slots[uid] = GuardedSlot(
@@ -471,7 +472,7 @@ class Guard:
         self.recorder.note(time.monotonic_ns(), replica.pod.name, what, pid=pid)
         replica.note_gone(pid)
 
-    def _report_change(self, slot: str) -> None:
+    def _report_change(self, slot: SlotUid) -> None:
         """A call of this slot has ended: look at it, and let the operator hear of it."""
         self._step_slot(slot)
         self.on_transition()

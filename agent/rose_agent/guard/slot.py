@@ -31,7 +31,7 @@ from rose_core.guard.gate import GateVerdict
 from rose_core.guard.ladder import Action, LadderLimits, Order, Rung
 from rose_core.guard.reasons import PACED, GateReason
 from rose_core.guard.slot import EngineSeen, Phase, SlotMachine, SlotSeen, decide
-from rose_core.identity import SlotKey
+from rose_core.identity import PodUid, SlotKey, SlotUid
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, Holder
 from rose_core.wire.sync import Grant
 from rose_engines.rundir import SlotDir, read_json
@@ -59,7 +59,7 @@ class GuardedSlot:
         on_change: Callable[[], None],
     ) -> None:
         self.folder = folder
-        self.uid = folder.uid
+        self.uid = SlotUid(folder.uid)
         self.machine = SlotMachine()
         self.grant: Grant | None = None
         self.verdict = GateVerdict(open=False, reason=GateReason.NOT_GRANTED)
@@ -107,7 +107,7 @@ class GuardedSlot:
         held = self._hold.confirmed is True and not machine.self_frozen
         return held and machine.phase is Phase.PRESENT
 
-    def serves(self, pod_uid: str) -> bool:
+    def serves(self, pod_uid: PodUid) -> bool:
         """Its engine is up beside this pod."""
         here = self.grant is not None and self.grant.pod_uid == pod_uid
         return here and self.status is not None and self.status.state is EngineState.SERVING

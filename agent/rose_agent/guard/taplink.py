@@ -15,6 +15,7 @@ from typing import Protocol
 
 from rose_agent.tap import frames
 from rose_agent.tap.frames import Unwatch, Watch
+from rose_core.identity import PodUid
 from rose_core.telemetry.events import TapEvent
 
 _log = logging.getLogger(__name__)
@@ -84,10 +85,10 @@ class TapLink:
     def __init__(self, path: Path, listener: Listener) -> None:
         self._path = path
         self._listener = listener
-        self._watches: dict[str, Watch] = {}
+        self._watches: dict[PodUid, Watch] = {}
         self._session: _Session | None = None
 
-    def watch(self, wanted: dict[str, Watch]) -> None:
+    def watch(self, wanted: dict[PodUid, Watch]) -> None:
         """Follow exactly these replicas."""
         if wanted == self._watches:
             return

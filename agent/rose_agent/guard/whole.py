@@ -25,6 +25,7 @@ from rose_core.devices.sleeper import Stage
 from rose_core.guard.gate import GateVerdict, ReplicaFacts
 from rose_core.guard.grants import GrantBook
 from rose_core.guard.whole import Phase, Whole, WholeLimits, WholeSeen, decide, judge
+from rose_core.identity import PodUid
 from rose_core.wire.sync import SleepTerms
 from rose_engines.permit import BadPermit, Permit
 from rose_engines.rundir import read_json, write_json
@@ -59,20 +60,21 @@ class WholeReplicas:
     def __init__(self, root: Path, recorder: Recorder) -> None:
         self._dirs = ServingDirs(root)
         self._recorder = recorder
-        self._known: dict[str, _SleepyReplica] = {}
+        self._known: dict[PodUid, _SleepyReplica] = {}
         self._started_s = time.monotonic()
 
     def match(
-        self, replicas: Mapping[str, GuardedReplica], grants: GrantBook, *, stop: bool
+        self, replicas: Mapping[PodUid, GuardedReplica], grants: GrantBook, *, stop: bool
     ) -> None:
         """Take one step with every replica that may sleep."""
         now_s = time.monotonic()
         whole = {grant.pod_uid for grant in grants.alive(now_s).values() if grant.whole}
         unheard = not grants.complete_replies and now_s - self._started_s < _HEARD_SECONDS
         for folder in self._dirs.ordered():  # a guard before this one left it
-            if folder.uid not in replicas and folder.uid not in self._known:
-                self._known[folder.uid] = _SleepyReplica(folder)
-                self.forget(folder.uid)
+            left = PodUid(folder.uid)
+            if left not in replicas and left not in self._known:
+                self._known[left] = _SleepyReplica(folder)
+                self.forget(left)
         for uid, replica in replicas.items():
             if replica.policy.sleep is None and uid not in self._known:
                 continue
@@ -85,7 +87,7 @@ class WholeReplicas:
             except (OSError, BadPermit) as error:
                 _log.error("pod %s is not lent whole: %s", replica.pod.name, error)
 
-    def judge(self, uid: str, facts: ReplicaFacts) -> GateVerdict:
+    def judge(self, uid: PodUid, facts: ReplicaFacts) -> GateVerdict:
         """The gate of a whole slot on this replica."""
         one = self._known.get(uid)
         return judge(facts, one.whole.phase if one else Phase.OFF)
@@ -102,7 +104,7 @@ class WholeReplicas:
         lives = word is not None or self._sleeper_lives()
         return word if lives else Reason.SLEEPER_UNAVAILABLE
 
-    def forget(self, uid: str) -> None:
+    def forget(self, uid: PodUid) -> None:
         """The pod is gone: take its order back, because there is nothing to wake."""
         one = self._known.pop(uid, None)
         if one is None:

@@ -15,7 +15,7 @@ import pydantic.alias_generators
 import yaml
 
 from rose_agent.errors import BadInput
-from rose_core.identity import SlotKey, run_name
+from rose_core.identity import SlotKey, SlotUid, run_name
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import EngineSpec, WeightSource
 from rose_wire import flags, problems
@@ -76,7 +76,7 @@ class DedicatedFile(pydantic.BaseModel):
     def order(self) -> EnsureEngine:
         """The order to the host, with a fresh token for the data route."""
         return EnsureEngine(
-            slot=SlotKey(self.name, 1),
+            slot=SlotKey(SlotUid(self.name), 1),
             slot_name=self.name,
             engine=EngineSpec(
                 engine_class=self.engine_class,

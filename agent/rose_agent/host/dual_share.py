@@ -29,6 +29,7 @@ from rose_agent.host.lifecycle import EngineLife
 from rose_agent.host.site import Site
 from rose_core.devices.memory import overrun
 from rose_core.guard.freezing import Activity
+from rose_core.identity import SlotUid
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, Holder
 from rose_core.wire.reasons import HostReason
 from rose_engines import activity
@@ -156,7 +157,7 @@ class DualShareEngine:
             await asyncio.sleep(_LOOK_SECONDS)
             if self._permit.lane != lane:
                 lane = self._permit.lane
-                self._site.cut(self.folder.uid)
+                self._site.cut(SlotUid(self.folder.uid))
 
     def _make(self, order: EnsureEngine, folder: SlotDir) -> EngineLife:
         write_json(folder.slot, msgspec.to_builtins(order))

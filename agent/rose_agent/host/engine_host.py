@@ -27,7 +27,7 @@ from rose_agent.host.lifecycle import EngineLife
 from rose_agent.host.proxy import Target
 from rose_agent.host.site import Site
 from rose_agent.host.vacancy import GpuHolder
-from rose_core.identity import SlotKey
+from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import (
     Accepted,
     EngineState,
@@ -69,10 +69,10 @@ class EngineHost:
         self.endpoint = endpoint
         self._rundir = rundir
         self._site = site
-        self._lives: dict[str, DualShareEngine] = {}
-        self._gone: dict[str, EngineStatus] = {}
-        self._generations: dict[str, int] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._lives: dict[SlotUid, DualShareEngine] = {}
+        self._gone: dict[SlotUid, EngineStatus] = {}
+        self._generations: dict[SlotUid, int] = {}
+        self._locks: dict[SlotUid, asyncio.Lock] = {}
         self._draining = False
         self.capabilities: Callable[[], dict[str, str]] = dict
 
@@ -174,7 +174,7 @@ class EngineHost:
         left = tuple(GpuHolder(str(tree.directory), "Leftover") for tree in strays if tree.pids())
         return (*living, *left)
 
-    def target(self, uid: str) -> Target | None:
+    def target(self, uid: SlotUid) -> Target | None:
         """Where the data route of a slot leads; None without such a slot."""
         slot = self._lives.get(uid)
         if slot is None:
@@ -188,7 +188,7 @@ class EngineHost:
         serving = life.state is EngineState.SERVING
         return Target(life.url if serving else "", life.order.token, count, life.key)
 
-    def endpoint_of(self, uid: str) -> str:
+    def endpoint_of(self, uid: SlotUid) -> str:
         """Public base URL of a slot's data route."""
         return f"{self.endpoint}/slots/{uid}"
 
@@ -271,7 +271,7 @@ class EngineHost:
             )
             raise Refused(str(error)) from error
 
-    def _lock(self, uid: str) -> asyncio.Lock:
+    def _lock(self, uid: SlotUid) -> asyncio.Lock:
         return self._locks.setdefault(uid, asyncio.Lock())
 
     def engines(self) -> tuple[EngineLife, ...]:

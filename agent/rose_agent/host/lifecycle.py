@@ -89,7 +89,7 @@ class EngineLife:
         )
         self._sharing.room = room_of(order)
         self._body = EngineProcess(order, folder, site, watched, self._sharing)
-        self.rest = EngineDormancy(self, site, lambda: site.cut(folder.uid))
+        self.rest = EngineDormancy(self, site, lambda: site.cut(order.slot.uid))
         self._task: asyncio.Task[None] | None = None
 
     @property

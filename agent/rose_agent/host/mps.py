@@ -32,6 +32,7 @@ from rose_core.devices.mps import (
     may_share,
     next_end_step,
 )
+from rose_core.identity import PodUid
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
@@ -59,7 +60,9 @@ class MpsNode:
         pipes = self._pipes()
         return client_environment(str(pipes.pipe), str(pipes.log), percent)
 
-    def may_share(self, gpus: Collection[str], engine_uid: int, pod_uid: str = "") -> Finding:
+    def may_share(
+        self, gpus: Collection[str], engine_uid: int, pod_uid: PodUid = PodUid("")
+    ) -> Finding:
         """Whether an engine of this user may start beside serving.
 
         Args:
@@ -133,7 +136,7 @@ class MpsNode:
     def _control(self) -> MpsControl:
         return MpsControl(self._pipes(), self.program)
 
-    def _serves(self, pid: int, pod_uid: str) -> bool:
+    def _serves(self, pid: int, pod_uid: PodUid) -> bool:
         owner = self.owner(pid)
         if owner is None or owner.slot:
             return False

@@ -28,6 +28,7 @@ from aiohttp import web
 
 from rose_agent.host import metrics
 from rose_agent.host.tokens import TokenCount
+from rose_core.identity import SlotUid
 from rose_core.unreadable import UNREADABLE
 from rose_core.wire.routing import UNSENT
 
@@ -63,7 +64,7 @@ class Target:
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
 
-Lookup = Callable[[str], Target | None]
+Lookup = Callable[[SlotUid], Target | None]
 
 
 def request_ids(body: bytes) -> tuple[bytes, tuple[str, ...]]:
@@ -112,7 +113,7 @@ class DataProxy:
         self._idle = asyncio.Event()
         self._idle.set()
         # By identity: aiohttp's requests are mappings, and equal to each other when empty.
-        self._turns: dict[int, tuple[str, web.Request]] = {}
+        self._turns: dict[int, tuple[SlotUid, web.Request]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
         self._client: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
@@ -164,7 +165,7 @@ class DataProxy:
             return False
         return True
 
-    def cut(self, uid: str) -> None:
+    def cut(self, uid: SlotUid) -> None:
         """Break every turn of a slot, as if its engine were lost: callers go on elsewhere."""
         for slot, request in tuple(self._turns.values()):
             if slot == uid and request.transport is not None:
@@ -180,7 +181,7 @@ class DataProxy:
             await self._client.close()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        uid = request.match_info["uid"]
+        uid = SlotUid(request.match_info["uid"])
         target = self._lookup(uid)
         if target is None:
             return _problem(404, f"no slot {uid} on this host")

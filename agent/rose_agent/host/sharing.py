@@ -45,6 +45,7 @@ from rose_agent.os.find_group import find_group
 from rose_core.devices.footprint import judge
 from rose_core.devices.memory import EngineSize, Lendable, limit_refusal, overrun
 from rose_core.devices.mps import Client, Finding
+from rose_core.identity import PodUid
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.reasons import HostReason
 from rose_engines.rundir import EngineFile, RunDir, read_json
@@ -54,6 +55,7 @@ from rose_engines.sglang.calls import Status
 APART = "it is not root (--host-uid; chart: engineHost.user: 0 makes it so)"
 _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0
+_UNKNOWN_POD = PodUid("-")  # no pod's uid: where serving is unknown, none of its clients is found
 
 
 def _kvcached(name: str, uid: int) -> ElasticMemory:
@@ -185,7 +187,10 @@ class Sharing:
             program = replace(program, cgroups=(*program.cgroups, folder))
         if self.by_mps:
             finding = await asyncio.to_thread(
-                self._ways.mps.may_share, self._order.gpu_uuids, uid, self._order.pod_uid or "-"
+                self._ways.mps.may_share,
+                self._order.gpu_uuids,
+                uid,
+                self._order.pod_uid or _UNKNOWN_POD,
             )
             if finding.refusal:
                 raise NotShared(HostReason(finding.refusal), finding.message)

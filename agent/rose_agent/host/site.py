@@ -22,6 +22,7 @@ from rose_agent.host.sharing import SharingMeans
 from rose_agent.host.sizing import Sizer
 from rose_agent.os.freezers import Freezer
 from rose_agent.os.limits import Limiter, Limits
+from rose_core.identity import SlotUid
 from rose_engines.rundir import SlotDir
 
 # Most time an engine may need to become ready, counted while it may run.
@@ -65,7 +66,7 @@ class Site:
     ways: SharingMeans = field(default_factory=SharingMeans)
     spawner: Spawner | None = None
     forget: Callable[[SlotDir, bool], None] = forget_slot
-    cut: Callable[[str], None] = lambda _: None
+    cut: Callable[[SlotUid], None] = lambda _: None
     reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "gpus"))
 
     async def ask(self, question: Callable[[], Answer]) -> Answer:

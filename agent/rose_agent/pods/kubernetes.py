@@ -26,6 +26,7 @@ from rose_agent.errors import ApiUnreachable, BadConfiguration
 from rose_agent.pods.claims import GPU_ANNOTATION, ClaimingPod, Claims
 from rose_agent.pods.model import Residents, ServingPod
 from rose_agent.pods.processes import PodProcess, Processes
+from rose_core.identity import PodUid
 from rose_core.wire.sync import PoolPolicy
 
 _log = logging.getLogger(__name__)
@@ -89,9 +90,9 @@ class KubernetesPods:
         self._on_change = on_change
         self._claims = claims
         self._platform = platform
-        self._pods: dict[str, Json] = {}
+        self._pods: dict[PodUid, Json] = {}
         self._processes = Processes()
-        self._found: dict[str, list[PodProcess]] = {}
+        self._found: dict[PodUid, list[PodProcess]] = {}
         self._scanned = 0.0
         self._synced = False
         self._version = ""
@@ -101,7 +102,7 @@ class KubernetesPods:
         """The first list has been answered."""
         return self._synced
 
-    def pods(self, policies: Sequence[PoolPolicy]) -> dict[str, ServingPod]:
+    def pods(self, policies: Sequence[PoolPolicy]) -> dict[PodUid, ServingPod]:
         """Pods that a pool's labels select."""
         chosen = {
             uid: (pod, policy)
@@ -137,7 +138,7 @@ class KubernetesPods:
         self, pod: Json, policy: PoolPolicy, older: int, ended: frozenset[str]
     ) -> ServingPod:
         meta, status = pod["metadata"], pod.get("status", {})
-        found = self._found.get(meta["uid"], [])
+        found = self._found.get(_uid(pod), [])
         serving = [f for f in found if f.first or f.scheduler]
         annotations = meta.get("annotations") or {}
         asked = ClaimingPod(
@@ -150,7 +151,7 @@ class KubernetesPods:
         )
         ready, since = _ready(status)
         return ServingPod(
-            uid=meta["uid"],
+            uid=_uid(pod),
             namespace=meta["namespace"],
             name=meta["name"],
             pool=policy.pool,
@@ -168,7 +169,7 @@ class KubernetesPods:
             group_size=_group_size(annotations.get(GROUP_SIZE_ANNOTATION, "")),
         )
 
-    def scheduler(self, uid: str) -> int:
+    def scheduler(self, uid: PodUid) -> int:
         """Pid of the pod's SGLang scheduler, 0 when it is not visible."""
         return next((f.pid for f in self._found.get(uid, []) if f.scheduler), 0)
 
@@ -201,7 +202,7 @@ class KubernetesPods:
         async with session.get(**self._request(), timeout=aiohttp.ClientTimeout(total=15)) as got:
             body = await self._answer(got)
         self._version = body["metadata"]["resourceVersion"]
-        self._pods = {pod["metadata"]["uid"]: pod for pod in body["items"]}
+        self._pods = {_uid(pod): pod for pod in body["items"]}
         self._synced = True
         self._on_change()
 
@@ -230,9 +231,9 @@ class KubernetesPods:
         if kind == "BOOKMARK":
             return
         if kind == "DELETED":
-            self._pods.pop(pod["metadata"]["uid"], None)
+            self._pods.pop(_uid(pod), None)
         else:
-            self._pods[pod["metadata"]["uid"]] = pod
+            self._pods[_uid(pod)] = pod
         self._on_change()
 
     def _request(self, more: dict[str, str] | None = None) -> dict[str, Any]:
@@ -299,6 +300,10 @@ def _instance(status: Json) -> str:
     return ",".join(
         sorted(str(c.get("containerID", "")) for c in status.get("containerStatuses", []))
     )
+
+
+def _uid(pod: Json) -> PodUid:
+    return PodUid(pod["metadata"]["uid"])
 
 
 def _age(pod: Json) -> tuple[str, str]:

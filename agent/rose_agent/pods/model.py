@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rose_core.devices.ownership import Claim
+from rose_core.identity import PodUid
 from rose_core.wire.sync import PoolPolicy
 
 
@@ -29,7 +30,7 @@ class ServingPod:
         group_size: pods that are one replica together, as their controller says.
     """
 
-    uid: str
+    uid: PodUid
     namespace: str
     name: str
     pool: str
@@ -68,8 +69,8 @@ class Residents:
         platform: those of ROSE's own namespace, and of others that the platform has named.
     """
 
-    names: Mapping[str, str] = field(default_factory=dict)
-    platform: frozenset[str] = frozenset()
+    names: Mapping[PodUid, str] = field(default_factory=dict)
+    platform: frozenset[PodUid] = frozenset()
 
 
 class PodSource(Protocol):
@@ -87,7 +88,7 @@ class PodSource(Protocol):
     def weakness(self) -> str:
         """Why it is less than proven which GPUs are whose; empty when it is proven."""
 
-    def pods(self, policies: Sequence[PoolPolicy]) -> dict[str, ServingPod]:
+    def pods(self, policies: Sequence[PoolPolicy]) -> dict[PodUid, ServingPod]:
         """Serving pods of these pools by uid."""
 
     async def run(self) -> None:

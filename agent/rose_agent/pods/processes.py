@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rose_core.identity import PodUid
+
 # ``sglang::scheduler``, as the kernel cuts it off.
 _SCHEDULER = "sglang::schedul"
 # Looks at a process that is of no pod of ours, before it counts as a stranger.
@@ -58,14 +60,14 @@ class Processes:
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self._strangers: dict[str, int] = {}
-        self._uids: frozenset[str] = frozenset()
+        self._uids: frozenset[PodUid] = frozenset()
         self._looks = 0
 
-    def scan(self, uids: Iterable[str]) -> dict[str, list[PodProcess]]:
+    def scan(self, uids: Iterable[PodUid]) -> dict[PodUid, list[PodProcess]]:
         """Processes of the pods with these UIDs, by UID."""
         # The systemd cgroup driver writes a UID with underscores.
         wanted = {form: uid for uid in uids for form in (uid, uid.replace("-", "_"))}
-        found: dict[str, list[PodProcess]] = {uid: [] for uid in wanted.values()}
+        found: dict[PodUid, list[PodProcess]] = {uid: [] for uid in wanted.values()}
         complete = self._is_complete(frozenset(found))
         before, self._strangers = self._strangers, {}
         if not wanted:
@@ -85,7 +87,7 @@ class Processes:
                     found[uid].append(_describe(folder, cgroup))
         return found
 
-    def _is_complete(self, uids: frozenset[str]) -> bool:
+    def _is_complete(self, uids: frozenset[PodUid]) -> bool:
         """Whether strangers are asked in this look too."""
         new = not uids <= self._uids
         self._uids = uids

@@ -28,6 +28,7 @@ import yaml
 from rose_agent.errors import BadConfiguration
 from rose_agent.pods.model import Residents, ServingPod
 from rose_core.devices.ownership import Claim, Proof
+from rose_core.identity import PodUid
 from rose_core.wire.sync import PoolPolicy
 from rose_wire import problems
 
@@ -39,7 +40,7 @@ class StaticReplica(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
-    uid: str = pydantic.Field(min_length=1)
+    uid: PodUid = pydantic.Field(min_length=1)
     pool: str = pydantic.Field(pattern="^[^/]+/[^/]+$")
     address: str = "127.0.0.1"
     port: int = pydantic.Field(gt=0, lt=65536)
@@ -88,7 +89,7 @@ class StaticPods:
         """Whoever wrote the file has the node."""
         return "replicas and their GPUs are taken from a file of the node (--static-replicas)"
 
-    def pods(self, policies: Sequence[PoolPolicy]) -> dict[str, ServingPod]:
+    def pods(self, policies: Sequence[PoolPolicy]) -> dict[PodUid, ServingPod]:
         """Replicas of the known pools; a file that cannot be read now keeps its last content."""
         stamp = self._look()
         if stamp != self._stamp:

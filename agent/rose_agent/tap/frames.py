@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
+from rose_core.identity import PodUid
 from rose_core.telemetry.events import TapEvent
 
 if TYPE_CHECKING:  # the opener needs none of it
@@ -35,7 +36,7 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
             first tokens wait like later ones, and heartbeats are rarer.
     """
 
-    replica: str
+    replica: PodUid
     pid: int
     port: int
     netns: str = ""
@@ -50,7 +51,7 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
 class Unwatch(msgspec.Struct, frozen=True, tag="unwatch"):
     """Stop following a replica."""
 
-    replica: str
+    replica: PodUid
 
 
 Command = Watch | Unwatch

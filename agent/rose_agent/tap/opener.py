@@ -16,6 +16,7 @@ import msgspec
 from rose_agent.os import kernel, seccomp
 from rose_agent.tap.frames import Watch
 from rose_agent.tap.sockets import Taps, open_all
+from rose_core.identity import PodUid
 
 _CAPABILITIES = frozenset({kernel.NET_RAW, kernel.SYS_ADMIN, kernel.SYS_PTRACE})
 
@@ -27,7 +28,7 @@ class Opened(msgspec.Struct, frozen=True):
         addresses: of the namespace, hex digits.
     """
 
-    replica: str
+    replica: PodUid
     interfaces: tuple[str, ...] = ()
     addresses: frozenset[str] = frozenset()
     error: str = ""

@@ -28,6 +28,7 @@ from rose_agent.tap.opener import Opened
 from rose_agent.tap.relay import Relay, socket_of
 from rose_agent.tap.replica import TappedReplica
 from rose_agent.tap.sockets import Taps
+from rose_core.identity import PodUid
 from rose_core.telemetry.events import PERIOD_NS, Health, TapEvent
 
 _log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Parser:
         self._numbers = itertools.count(1)
         self._replicas: dict[str, TappedReplica] = {}
         self._pending: dict[str, Watch] = {}
-        self._failed: dict[str, tuple[Watch, str, int]] = {}
+        self._failed: dict[PodUid, tuple[Watch, str, int]] = {}
         self._guard: asyncio.StreamWriter | None = None
         self._next_beat: asyncio.TimerHandle | None = None
         self._sampled = 0
@@ -227,7 +228,7 @@ def before(every_ns: int, now_ns: int) -> int:
     return left if left > every_ns // 4 else left + every_ns
 
 
-def unhealthy(replica: str, problem: str) -> Health:
+def unhealthy(replica: PodUid, problem: str) -> Health:
     """The heartbeat of a replica whose sockets are not open."""
     return Health(
         replica, time.monotonic_ns(), problem, 0, opaque=False, in_flight=0, counts={}, packets=0

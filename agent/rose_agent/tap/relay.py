@@ -17,13 +17,14 @@ from pathlib import Path
 
 from rose_agent.tap import frames
 from rose_agent.tap.frames import Watch
+from rose_core.identity import PodUid
 from rose_core.telemetry.events import TapEvent
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"^[A-Za-z0-9][-A-Za-z0-9._]{0,127}$")
 
 
-def socket_of(rundir: Path, replica: str) -> Path | None:
+def socket_of(rundir: Path, replica: PodUid) -> Path | None:
     """Where the replica's own tap listens; None when it has none."""
     if not _NAME.match(replica):
         return None

@@ -17,6 +17,7 @@ from rose_core.api.rolloutslot import Tier
 from rose_core.api.wholereplica import WholeReplica
 from rose_core.devices.capabilities import Capability
 from rose_core.devices.ownership import Proof
+from rose_core.identity import LeaseUid, SlotUid
 from rose_core.lending import tenancy
 from rose_core.wire.sync import ReplicaReport
 from rose_operator.plan import capabilities
@@ -244,7 +245,7 @@ def lease_of(
     end = expiry(lease)
     return lending.Lease(
         key=lease.metadata.key,
-        uid=lease.metadata.uid,
+        uid=LeaseUid(lease.metadata.uid),
         pool=pools[0] if pools else lease.spec.pool_ref.key,
         priority=lease.spec.priority,
         created=created(lease).timestamp(),
@@ -267,7 +268,7 @@ def _slot(slot: RolloutSlot, running: bool) -> lending.Slot:
     member = slot.spec.member
     return lending.Slot(
         name=slot.metadata.name,
-        uid=slot.metadata.uid,
+        uid=SlotUid(slot.metadata.uid),
         lease=slot.spec.lease_ref.key,
         lease_uid=slot.spec.lease_ref.uid,
         pool=slot.spec.pool_ref.key,

@@ -150,7 +150,7 @@ class Telemetry:
 
 
 def _means(old: dict[str, float], replicas: tuple[ReplicaReport, ...]) -> dict[str, float]:
-    means = {}
+    means: dict[str, float] = {}
     for report in replicas:
         if report.kv_used_permille is not None:
             before = old.get(report.pod_uid, float(report.kv_used_permille))

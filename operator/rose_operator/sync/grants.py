@@ -8,7 +8,7 @@ from rose_core.api import Desired, RolloutSlot, ServingPool
 from rose_core.api.rolloutslot import SlotSharing, Tier
 from rose_core.api.servingpool import Compute, PoolSpec
 from rose_core.api.wholereplica import WholeReplica
-from rose_core.identity import GrantKey, SlotKey
+from rose_core.identity import GrantKey, SlotKey, SlotUid
 from rose_core.wire.sync import (
     EngineSpec,
     Grant,
@@ -60,7 +60,7 @@ def _grant(slot: RolloutSlot, term: int, settings: Settings, authority: bytes) -
     router = router_name(spec.lease_ref.namespace, spec.lease_ref.name)
     token = lease_token(settings.token, spec.lease_ref.key)
     return Grant(
-        key=GrantKey(term, SlotKey(slot.metadata.uid, slot.metadata.generation)),
+        key=GrantKey(term, SlotKey(SlotUid(slot.metadata.uid), slot.metadata.generation)),
         ttl_seconds=settings.grant_seconds,
         slot_name=slot.metadata.name,
         lease=spec.lease_ref.key,

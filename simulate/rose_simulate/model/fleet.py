@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rose_core.identity import LeaseUid, PodUid, SlotUid
 from rose_core.lending import Lease, Memory, Pool, Replica, Slot, Snapshot, plan
 from rose_core.lending.demand import ReceivedNote, together
 from rose_core.rollouts.rhythm import Rhythm, Traffic, note, observe
@@ -217,7 +218,15 @@ class Fleet:
         for loan in answer.lends:
             name, pool = loan.replica, loan.replica.partition("/")[0]
             self._slots[name] = Slot(
-                name, name, loan.lease, loan.lease, pool, name, name, (name,), now
+                name,
+                SlotUid(name),
+                loan.lease,
+                LeaseUid(loan.lease),
+                pool,
+                name,
+                name,
+                (name,),
+                now,
             )
             one, number = self._at(name)
             one.job[number], one.since[number] = int(loan.lease), now
@@ -339,7 +348,7 @@ class _At:
 def _report(pool: str, number: int, used: int) -> Replica:
     name = f"{pool}/{number}"
     return Replica(
-        uid=name,
+        uid=PodUid(name),
         name=name,
         node=name,
         pool=pool,

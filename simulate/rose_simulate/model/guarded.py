@@ -20,6 +20,7 @@ from rose_core.guard.reasons import GateReason
 from rose_core.guard.regime import Gaps
 from rose_core.guard.slack import Objective
 from rose_core.guard.slot import EngineSeen, SlotMachine, SlotSeen, decide
+from rose_core.identity import PodUid
 from rose_core.telemetry.book import Book, FinishedRequest
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import Arrived, Ended, EndKind, FirstToken, Health, Sized
@@ -33,6 +34,7 @@ from rose_simulate.model.machines import PoolState
 BYTES_PER_TOKEN = 4
 _WAITING_NS = 100 * MILLISECOND
 _ALWAYS_NS = 10**18  # an open and idle gate is not looked at until something happens
+_REPLICA = PodUid("")  # one guard has one replica
 _PATH = "/generate"
 _TAP = (SignalSource.WIRE_TAP,)
 _POLLED = (SignalSource.LOADS,)
@@ -101,8 +103,8 @@ class GuardedGate(Gate):
     def _hear_arrival(self, request: ServingRequest) -> None:
         now = self.clock.now_ns
         number = request.number
-        self._book.apply(Arrived("", number, now, _PATH), now)
-        self._book.apply(Sized("", number, request.prompt * BYTES_PER_TOKEN), now)
+        self._book.apply(Arrived(_REPLICA, number, now, _PATH), now)
+        self._book.apply(Sized(_REPLICA, number, request.prompt * BYTES_PER_TOKEN), now)
         self._gaps.note(busy=True, now_ns=now)
         self._experience.begin(number, now)
         self.step()
@@ -113,7 +115,7 @@ class GuardedGate(Gate):
 
     def _hear_first(self, request: ServingRequest) -> None:
         now = self.clock.now_ns
-        self._book.apply(FirstToken("", request.number, now), now)
+        self._book.apply(FirstToken(_REPLICA, request.number, now), now)
         self._experience.note_first_token(request.number, now)
         self.step()
 
@@ -124,7 +126,7 @@ class GuardedGate(Gate):
 
     def _hear_end(self, request: ServingRequest) -> None:
         now = self.clock.now_ns
-        event = Ended("", request.number, now, request.output, 200, EndKind.COMPLETE)
+        event = Ended(_REPLICA, request.number, now, request.output, 200, EndKind.COMPLETE)
         done = self._book.apply(event, now)
         self._gaps.note(busy=bool(self._book.live), now_ns=now)
         if done is not None:
@@ -201,7 +203,7 @@ class GuardedGate(Gate):
             return merge(None, None, readings, allowed=_POLLED, limits=self._limits, now_ns=now)
         live = self._book.live
         # The tap's heartbeat. ``blind_ns`` of a fresh book lies before the start.
-        self._book.apply(Health("", now, "", -(10**12), False, len(live), {}, 0), now)
+        self._book.apply(Health(_REPLICA, now, "", -(10**12), False, len(live), {}, 0), now)
         self._book.blind_ns = -(10**12)
         for number, known in live.items():
             sequence = self._requests[number].sequence if number in self._requests else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from rose_core.identity import LeaseUid, PodUid, SlotUid
 from rose_core.lending import (
     Demand,
     Lease,
@@ -138,12 +139,12 @@ class Planner:
         pool, node = one.service.name, one.machine.name
         return Slot(
             name=replica,
-            uid=replica,
+            uid=SlotUid(replica),
             lease=lease,
-            lease_uid=lease,
+            lease_uid=LeaseUid(lease),
             pool=pool,
             node=node,
-            replica=replica,
+            replica=PodUid(replica),
             gpus=(replica,),
             created=now,
             running=False,
@@ -151,7 +152,7 @@ class Planner:
 
     def _report(self, one: LentReplica, *, stale: bool) -> Replica:
         return Replica(
-            uid=one.name,
+            uid=PodUid(one.name),
             name=one.name,
             node=one.machine.name,
             pool=one.service.name,
@@ -197,7 +198,7 @@ def lease_of(job: RolloutJob) -> Lease:
     """The lease that a job would write: its turns per slot, no minimum, the defaults of the API."""
     return Lease(
         key=job.name,
-        uid=job.name,
+        uid=LeaseUid(job.name),
         pool=job.borrows_from,
         priority=0,
         created=0.0,
