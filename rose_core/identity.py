@@ -23,6 +23,9 @@ LeaseUid = NewType("LeaseUid", str)
 SlotUid = NewType("SlotUid", str)
 """Kubernetes' uid of a RolloutSlot, or the name of a dedicated engine on its node."""
 
+GpuUuid = NewType("GpuUuid", str)
+"""NVIDIA's name of a GPU, ``GPU-...``; in a static list whatever stands there."""
+
 PodUid = NewType("PodUid", str)
 """Kubernetes' uid of a serving pod: what telemetry, grants and the planner call a replica."""
 

@@ -23,7 +23,7 @@ import yaml
 from bench.guard.cores import one_group, pin, stand_aside
 from bench.guard.serving import SERVING, Serving
 from rose_agent.guard.node_verbs import fetch
-from rose_core.identity import GrantKey, PodUid, SlotKey, SlotUid
+from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey, SlotUid
 from rose_core.wire.host import HoldEngine, Holder
 from rose_core.wire.sync import (
     EngineSpec,
@@ -287,7 +287,7 @@ def grant_of(model: str) -> Grant:
         pool=POOL,
         pod_uid=PodUid("serving"),
         pod_name="serving",
-        gpu_uuids=("core-0",),
+        gpu_uuids=(GpuUuid("core-0"),),
         engine=EngineSpec("sglang-cpu", model, kv_tokens=16384, max_running=8),
         weights=WeightSource("127.0.0.1:1", "bench"),
         router="",

@@ -21,7 +21,7 @@ import grpc.aio
 import msgspec
 
 from bench.operator.fleet import NAMESPACE, Fleet
-from rose_core.identity import PodUid, SlotKey
+from rose_core.identity import GpuUuid, PodUid, SlotKey
 from rose_core.wire.sync import (
     Grant,
     NoticeRequest,
@@ -168,7 +168,7 @@ class Agent:
             pod_namespace=NAMESPACE,
             pod_name=pod,
             pod_uid=PodUid(self.uids.get(pod) or f"{pod}-{self._generation[pod]}"),
-            gpu_uuids=tuple(f"GPU-{self.node}-{place}-{number}" for number in range(gpus)),
+            gpu_uuids=tuple(GpuUuid(f"GPU-{self.node}-{place}-{number}") for number in range(gpus)),
             ready=True,
             signal=SignalSource.WIRE_TAP,
             verified=True,

@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 
 from bench.record import Figure, figure, record
 from bench.tap.cost import GUARD_AND_TAP, Phase, parts_of, phase
-from rose_core.identity import GrantKey, PodUid, SlotKey, SlotUid
+from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey, SlotUid
 from rose_core.telemetry.dialects import samples
 from rose_core.wire.sync import EngineSpec, Grant, PoolPolicy, SyncReply, SyncRequest, WeightSource
 from tests.agent.node import POOL, FakeOperator, Node
@@ -62,7 +62,7 @@ def _grant(number: int) -> Grant:
         pool=POOL,
         pod_uid=PodUid(f"serving-{number}"),
         pod_name=f"serving-{number}",
-        gpu_uuids=(f"GPU-{number}",),
+        gpu_uuids=(GpuUuid(f"GPU-{number}"),),
         engine=EngineSpec("fake", "small"),
         weights=WeightSource("127.0.0.1:1", "run"),
         router="",

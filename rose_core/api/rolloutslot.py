@@ -28,7 +28,7 @@ from rose_core.api.common import (
 )
 from rose_core.api.rolloutlease import ArgumentValue, KVPolicy
 from rose_core.api.servingpool import Compute, MemoryLimit, MemorySource
-from rose_core.identity import LeaseUid, PodUid
+from rose_core.identity import GpuUuid, LeaseUid, PodUid
 
 
 class Desired(StrEnum):
@@ -64,7 +64,7 @@ class Member(ApiModel):
     node: ObjectName = Field(description="Node of the serving pod.")
     pod_name: ObjectName = Field(description="Name of the serving pod.")
     pod_uid: PodUid = Field(min_length=1, max_length=64, description="Uid of the serving pod.")
-    gpu_uuids: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = Field(
+    gpu_uuids: tuple[Annotated[GpuUuid, Field(min_length=1, max_length=64)], ...] = Field(
         alias="gpuUUIDs",
         min_length=1,
         max_length=8,

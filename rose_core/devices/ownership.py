@@ -32,7 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rose_core.identity import PodUid, SlotUid
+from rose_core.identity import GpuUuid, PodUid, SlotUid
 
 _UUID = re.compile(r"GPU-[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 _MINOR = re.compile(r"(?:nvidia|gpu-)(\d{1,4})")
@@ -92,7 +92,7 @@ class Allocation:
 class DriverGpu:
     """A GPU that the driver lists; ``minor`` is the number of its device file."""
 
-    uuid: str
+    uuid: GpuUuid
     index: int
     minor: int | None = None
 
@@ -101,7 +101,7 @@ class DriverGpu:
 class AllocatedGpu:
     """A GPU that an allocation names; ``uuid`` empty = the driver lists none of that name."""
 
-    uuid: str
+    uuid: GpuUuid
     part: Part
     said: str
 
@@ -115,7 +115,7 @@ class Claim:
         message: the reason for people, with names.
     """
 
-    gpus: tuple[str, ...] = ()
+    gpus: tuple[GpuUuid, ...] = ()
     proof: Proof = Proof.NONE
     refusal: str = ""
     message: str = ""
@@ -128,15 +128,19 @@ def find(device: Device, known: Iterable[DriverGpu]) -> AllocatedGpu | None:
     """The GPU that a device is or is a part of; None = it is no GPU."""
     name = device.name
     if "MIG-" in name or "/gi" in name or "-mig-" in name:
-        return AllocatedGpu("", Part.SLICE, name) if _is_nvidia(device) or "MIG-" in name else None
+        return (
+            AllocatedGpu(GpuUuid(""), Part.SLICE, name)
+            if _is_nvidia(device) or "MIG-" in name
+            else None
+        )
     base, _, shared = name.partition("::")
     base, _, virtual = base.partition("/vgpu")
     part = Part.SHARE if shared or virtual else Part.WHOLE
     uuid = _UUID.search(base) or next(filter(None, map(_UUID.search, device.cdi)), None)
     if uuid is not None:
-        return AllocatedGpu(uuid.group(), part, name)
+        return AllocatedGpu(GpuUuid(uuid.group()), part, name)
     if base.startswith("GPU-"):  # of a driver that names its GPUs otherwise than NVIDIA's
-        return AllocatedGpu(base, part, name)
+        return AllocatedGpu(GpuUuid(base), part, name)
     if not _is_nvidia(device):
         return None
     minor = _MINOR.fullmatch(base)
@@ -148,7 +152,7 @@ def find(device: Device, known: Iterable[DriverGpu]) -> AllocatedGpu | None:
         uuids = (gpu.uuid for gpu in known if gpu.index == wanted)
     else:
         return None
-    return AllocatedGpu(next(uuids, ""), part, name)
+    return AllocatedGpu(next(uuids, GpuUuid("")), part, name)
 
 
 def claim(

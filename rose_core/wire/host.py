@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
-from rose_core.identity import PodUid, SlotKey
+from rose_core.identity import GpuUuid, PodUid, SlotKey
 from rose_core.wire.reasons import HostReason
 from rose_core.wire.sync import EngineSpec, WeightSource
 
@@ -54,7 +54,7 @@ class EnsureEngine(msgspec.Struct, frozen=True):
     slot_name: str
     engine: EngineSpec
     weights: WeightSource
-    gpu_uuids: tuple[str, ...] = ()
+    gpu_uuids: tuple[GpuUuid, ...] = ()
     token: str = ""
     pod_uid: PodUid = PodUid("")
     lendable_bytes: int | None = None

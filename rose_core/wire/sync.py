@@ -12,7 +12,7 @@ from enum import StrEnum
 import msgspec
 
 from rose_core.devices.memory import MemorySum
-from rose_core.identity import GrantKey, PodUid, SlotKey
+from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey
 
 
 class SignalSource(StrEnum):
@@ -64,7 +64,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
     pod_namespace: str
     pod_name: str
     pod_uid: PodUid
-    gpu_uuids: tuple[str, ...] = ()
+    gpu_uuids: tuple[GpuUuid, ...] = ()
     ready: bool = False
     stopped: bool = False
     signal: SignalSource | None = None
@@ -259,7 +259,7 @@ class Grant(msgspec.Struct, frozen=True):
     pool: str
     pod_uid: PodUid
     pod_name: str
-    gpu_uuids: tuple[str, ...]
+    gpu_uuids: tuple[GpuUuid, ...]
     engine: EngineSpec
     weights: WeightSource
     router: str

@@ -26,7 +26,7 @@ import yaml
 from safetensors.numpy import save_file
 
 from rose_agent.guard import node_verbs
-from rose_core.identity import GrantKey, PodUid, SlotKey, SlotUid
+from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey, SlotUid
 from rose_core.telemetry.dialects import samples
 from rose_core.wire.sync import (
     EngineSpec,
@@ -122,7 +122,7 @@ class FakeOperator:
             pool=POOL,
             pod_uid=PodUid("serving-0"),
             pod_name="serving-0",
-            gpu_uuids=("GPU-0",),
+            gpu_uuids=(GpuUuid("GPU-0"),),
             engine=EngineSpec("fake", "small", arguments=self.arguments),
             weights=WeightSource("127.0.0.1:1", "run"),
             router="",

@@ -22,7 +22,7 @@ from rose_agent.signals.reader import DirectReaders
 from rose_core.guard.gate import GateLimits, GateVerdict
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slack import Slack
-from rose_core.identity import GrantKey, PodUid, SlotKey, SlotUid
+from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey, SlotUid
 from rose_core.telemetry.events import (
     Arrived,
     Ended,
@@ -60,7 +60,7 @@ GRANT = Grant(
     pool="chat/pool",
     pod_uid=POD,
     pod_name="pod",
-    gpu_uuids=("GPU-0",),
+    gpu_uuids=(GpuUuid("GPU-0"),),
     engine=EngineSpec("fake", "m"),
     weights=WeightSource("h:1", "run"),
     router="",

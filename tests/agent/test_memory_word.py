@@ -15,7 +15,7 @@ from rose_agent.guard import gpus
 from rose_agent.pods.model import Residents
 from rose_core.devices.memory import Budget, Lendable
 from rose_core.devices.ownership import Claim, Proof
-from rose_core.identity import PodUid, SlotKey, SlotUid
+from rose_core.identity import GpuUuid, PodUid, SlotKey, SlotUid
 from rose_core.wire.host import EngineState, EngineStatus
 from rose_core.wire.reasons import HostReason
 from rose_core.wire.sync import PoolPolicy
@@ -56,7 +56,7 @@ class Node:
         self.serving(30, 40)
         owners = {11: Owner(pod=PodUid("pod")), 22: Owner(SlotUid("slot-1"), PodUid("host"))}
         self.watch = DeviceWatch(NvmlDriver.open(), lambda: self.now, owners.get)
-        pod = SimpleNamespace(claim=Claim((self.gpu.uuid,), Proof.ALLOCATED), pids=())
+        pod = SimpleNamespace(claim=Claim((GpuUuid(self.gpu.uuid),), Proof.ALLOCATED), pids=())
         policy = PoolPolicy(
             *("ns/pool", "Lend", {}, 1), memory_source=source, memory_headroom_percent=20
         )

@@ -15,6 +15,7 @@ from rose_agent.pods import podresources
 from rose_agent.pods.claims import ClaimingPod, KubeletClaims, WrittenClaims, own_namespace
 from rose_agent.pods.podresources import MalformedAnswer, PodResources, read
 from rose_core.devices.ownership import DRA_DRIVER, Allocation, Claim, Device, DriverGpu, Proof
+from rose_core.identity import GpuUuid
 from rose_dev.waiting import until
 from tests.agent.kubelet import FakeKubelet, encode
 
@@ -29,7 +30,9 @@ RECORDED = bytes.fromhex(
     "636f6d2f6465766963653d6770752d32120e6770752e6e76696469612e636f6d1a066e6f64652d3122056770752d"
     "322a0273310a1b0a05706c61696e120b6b7562652d73797374656d1a050a03646e73"
 )
-A, B = "GPU-38e410e6-8951-5c30-a62d-4cc6f2689ea8", "GPU-427319c6-49af-56ee-959f-c9d23263d261"
+A = GpuUuid("GPU-38e410e6-8951-5c30-a62d-4cc6f2689ea8")
+B = GpuUuid("GPU-427319c6-49af-56ee-959f-c9d23263d261")
+
 GPUS = (DriverGpu(A, 0, 0), DriverGpu(B, 1, 1))
 SERVING = Allocation("chat", "serving", (Device("nvidia.com/gpu", A),))
 
@@ -137,7 +140,10 @@ async def test_an_answer_that_cannot_be_read_is_none(
 
 
 def claims(
-    allocations: tuple[Allocation, ...] | None, used: tuple[str, ...] = (), *, asked: bool = True
+    allocations: tuple[Allocation, ...] | None,
+    used: tuple[GpuUuid, ...] = (),
+    *,
+    asked: bool = True,
 ) -> KubeletClaims:
     resources = PodResources()
     resources.allocations, resources.asked = allocations, asked

@@ -21,7 +21,7 @@ from rose_agent.pods.kubernetes import Access, KubernetesPods
 from rose_agent.pods.processes import COMPLETE_EVERY, Processes, Watcher, container_id
 from rose_agent.pods.static import StaticPods
 from rose_agent.signals.snapshot import Snapshot, mapped, open_snapshot
-from rose_core.identity import PodUid
+from rose_core.identity import GpuUuid, PodUid
 from rose_core.wire.sync import PoolPolicy
 from rose_dev.waiting import until
 
@@ -87,7 +87,9 @@ async def api(tmp_path: Path) -> AsyncIterator[tuple[FakeApi, KubernetesPods]]:
     token = tmp_path / "token"
     token.write_text("secret\n")
     access = Access(str(server.make_url("")).rstrip("/"), token, None)
-    pods = KubernetesPods(access, "node-1", lambda: None, WrittenClaims(lambda: ("GPU-0", "GPU-1")))
+    pods = KubernetesPods(
+        access, "node-1", lambda: None, WrittenClaims(lambda: (GpuUuid("GPU-0"), GpuUuid("GPU-1")))
+    )
     running = asyncio.create_task(pods.run())
     yield fake, pods
     running.cancel()

@@ -26,6 +26,7 @@ from rose_agent.devices.opening import open_or_idle
 from rose_agent.devices.static import StaticDriver
 from rose_agent.errors import UnknownGpu
 from rose_agent.guard import devices_access, report
+from rose_core.identity import GpuUuid
 from rose_dev.gpu.library import library
 from rose_dev.gpu.state import State
 
@@ -105,7 +106,7 @@ def test_a_guard_without_nvml_is_idle_and_knows_no_gpu(monkeypatch: pytest.Monke
     assert driver.gpus() == ()
     assert driver.name == "nvml"  # as with NVML, what is not listed is not lent
     with pytest.raises(UnknownGpu):
-        driver.memory("GPU-a")
+        driver.memory(GpuUuid("GPU-a"))
 
 
 _IDLE = """

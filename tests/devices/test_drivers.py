@@ -12,9 +12,13 @@ from rose_agent.devices.opening import open_driver
 from rose_agent.devices.static import StaticDriver
 from rose_agent.errors import NoDevices, QueryFailed, UnknownGpu
 from rose_core.devices.health import Fitness, FitnessLimits, Virtualization, Vitals, assess
+from rose_core.identity import GpuUuid
 from rose_dev.gpu import layout
 from rose_dev.gpu.state import GPU_IS_LOST, NOT_SUPPORTED, UNKNOWN, VGPU, State, StateGpu
 from rose_dev.gpu.state import GpuProcess as Listed
+
+GPU_GPU_A = GpuUuid("GPU-a")
+GPU_GPU_B = GpuUuid("GPU-b")
 
 GIB = 1 << 30
 
@@ -50,18 +54,18 @@ def driver(request: pytest.FixtureRequest, tmp_path: Path) -> DeviceDriver:
 
 def test_contract_gpus_are_listed_by_index(driver: DeviceDriver) -> None:
     first, second = driver.gpus()
-    assert first == Gpu("GPU-a", 0, "small", 16 * GIB, first.minor)
+    assert first == Gpu(GPU_GPU_A, 0, "small", 16 * GIB, first.minor)
     assert driver.silent() == ()
     assert (second.uuid, second.index, second.memory_bytes) == ("GPU-b", 1, 80 * GIB)
 
 
 def test_contract_memory_tells_zero_from_full(driver: DeviceDriver) -> None:
-    assert driver.memory("GPU-a") == Memory(16 * GIB, 9 * GIB)
-    assert driver.memory("GPU-b").used_bytes == 0
+    assert driver.memory(GPU_GPU_A) == Memory(16 * GIB, 9 * GIB)
+    assert driver.memory(GPU_GPU_B).used_bytes == 0
 
 
 def refusal(driver: DeviceDriver, uuid: str) -> str:
-    return assess(Fitness(), driver.vitals(uuid), FitnessLimits(), 0.0).refusal.value
+    return assess(Fitness(), driver.vitals(GpuUuid(uuid)), FitnessLimits(), 0.0).refusal.value
 
 
 def test_contract_a_sick_gpu_is_refused_by_name(driver: DeviceDriver) -> None:
@@ -78,11 +82,11 @@ def test_contract_an_unknown_gpu_is_an_error_everywhere(driver: DeviceDriver) ->
         driver.multiprocessors,
     ):
         with pytest.raises(UnknownGpu, match="GPU-z"):
-            question("GPU-z")
+            question(GpuUuid("GPU-z"))
 
 
 def test_contract_processes_are_a_tuple_or_unknown(driver: DeviceDriver) -> None:
-    processes = driver.processes("GPU-a")
+    processes = driver.processes(GPU_GPU_A)
     assert processes is None or processes == (GpuProcess(11, 9 * GIB),)
 
 
@@ -97,7 +101,7 @@ def test_nvml_merges_mps_clients_and_keeps_unknown_memory_unknown(
     two[1].set_processes(
         [Listed(5, None), Listed(3, None), Listed(5, 7, mps), Listed(9, 1, mps)],
     )
-    found = open_driver("nvml").processes("GPU-b")
+    found = open_driver("nvml").processes(GPU_GPU_B)
     assert found == (GpuProcess(3, None), GpuProcess(5, 7), GpuProcess(9, 1))
 
 
@@ -107,9 +111,9 @@ def test_nvml_without_any_process_list_is_unknown_not_empty(
     assert two
     driver = open_driver("nvml")
     nvml.fail("nvmlDeviceGetMPSComputeRunningProcesses_v3", NOT_SUPPORTED)
-    assert driver.processes("GPU-b") == ()
+    assert driver.processes(GPU_GPU_B) == ()
     nvml.fail("nvmlDeviceGetComputeRunningProcesses_v3", NOT_SUPPORTED)
-    assert driver.processes("GPU-b") is None
+    assert driver.processes(GPU_GPU_B) is None
 
 
 @pytest.mark.parametrize(
@@ -136,7 +140,7 @@ def test_nvml_health(two: tuple[StateGpu, StateGpu], change: dict[str, int], wor
         else:
             setattr(gpu.raw, name, value)
     assert refusal(driver, "GPU-a") == word
-    vitals = driver.vitals("GPU-a")
+    vitals = driver.vitals(GPU_GPU_A)
     assert (vitals.power_milliwatts, vitals.temperature_celsius) == (72_000, 34)
 
 
@@ -144,29 +148,29 @@ def test_nvml_says_how_a_gpu_is_virtual(two: tuple[StateGpu, StateGpu]) -> None:
     driver = open_driver("nvml")
     for mode, meaning in ((VGPU, Virtualization.GUEST), (3, Virtualization.HOST), (1, None)):
         two[0].raw.virtualization = mode
-        assert driver.vitals("GPU-a").virtualization is meaning
+        assert driver.vitals(GPU_GPU_A).virtualization is meaning
 
 
 def test_nvml_faults_are_remembered_for_their_own_gpu(two: tuple[StateGpu, StateGpu]) -> None:
     driver = open_driver("nvml")
     two[0].fault(48)
     two[0].fault(63)
-    assert driver.vitals("GPU-b").xids == ()
-    assert driver.vitals("GPU-a").xids == (48, 63)
-    assert driver.vitals("GPU-a").xids == (48, 63), "an event comes once, the fault stays"
+    assert driver.vitals(GPU_GPU_B).xids == ()
+    assert driver.vitals(GPU_GPU_A).xids == (48, 63)
+    assert driver.vitals(GPU_GPU_A).xids == (48, 63), "an event comes once, the fault stays"
 
 
 def test_nvml_without_fault_events_still_works(nvml: State, two: tuple[StateGpu, StateGpu]) -> None:
     nvml.fail("nvmlEventSetCreate", NOT_SUPPORTED)
     driver = open_driver("nvml")
     two[0].fault(48)
-    assert driver.vitals("GPU-a").xids == ()
+    assert driver.vitals(GPU_GPU_A).xids == ()
 
 
 @pytest.mark.parametrize(("mode", "word"), [(0, "Default"), (3, "ExclusiveProcess"), (9, "Mode9")])
 def test_nvml_compute_mode(two: tuple[StateGpu, StateGpu], mode: int, word: str) -> None:
     two[0].raw.compute_mode = mode
-    assert open_driver("nvml").compute_mode("GPU-a") == word
+    assert open_driver("nvml").compute_mode(GPU_GPU_A) == word
 
 
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, 13], ids=["not supported", "older library"])
@@ -186,8 +190,8 @@ def test_nvml_questions_without_an_answer_are_unknown(
         "nvmlDeviceGetVirtualizationMode",
     ):
         nvml.fail(name, code)
-    assert driver.vitals("GPU-b") == Vitals()
-    assert driver.compute_mode("GPU-b") is None
+    assert driver.vitals(GPU_GPU_B) == Vitals()
+    assert driver.compute_mode(GPU_GPU_B) is None
 
 
 def test_nvml_says_which_driver_it_is_of(nvml: State) -> None:
@@ -223,7 +227,7 @@ def test_nvml_a_gpu_that_is_lost_before_the_start_takes_nothing_with_it(nvml: St
     nvml.gpus[6].fault(48)
     assert refusal(driver, nvml.gpus[6].uuid) == "XidError", "GPUs after the lost one are heard"
     with pytest.raises(QueryFailed):
-        driver.memory(nvml.gpus[0].uuid)
+        driver.memory(GpuUuid(nvml.gpus[0].uuid))
     nvml.gpus[0].recover()
     assert len(driver.gpus()) == 8
     assert driver.silent() == ()
@@ -236,13 +240,13 @@ def test_nvml_a_gpu_that_was_reset_has_no_faults_of_before(nvml: State) -> None:
     assert refusal(driver, gpu.uuid) == "XidError"
     gpu.lose()
     with pytest.raises(QueryFailed):
-        driver.vitals(gpu.uuid)
+        driver.vitals(GpuUuid(gpu.uuid))
     gpu.recover()
     driver.gpus()
-    driver.memory(gpu.uuid)
+    driver.memory(GpuUuid(gpu.uuid))
     assert refusal(driver, gpu.uuid) == ""
     gpu.fault(95)
-    assert driver.vitals(gpu.uuid).xids == (95,), "it is listened to again"
+    assert driver.vitals(GpuUuid(gpu.uuid)).xids == (95,), "it is listened to again"
 
 
 def test_nvml_a_question_that_fails_once_forgives_no_fault(nvml: State) -> None:
@@ -252,9 +256,9 @@ def test_nvml_a_question_that_fails_once_forgives_no_fault(nvml: State) -> None:
     assert refusal(driver, gpu.uuid) == "XidError"
     nvml.fail("nvmlDeviceGetMemoryInfo", UNKNOWN)
     with pytest.raises(QueryFailed):
-        driver.memory(gpu.uuid)
+        driver.memory(GpuUuid(gpu.uuid))
     nvml.fail("nvmlDeviceGetMemoryInfo", 0)
-    driver.memory(gpu.uuid)
+    driver.memory(GpuUuid(gpu.uuid))
     assert refusal(driver, gpu.uuid) == "XidError"
 
 
@@ -266,7 +270,7 @@ def test_nvml_works_again_after_the_driver_was_loaded_anew(nvml: State) -> None:
     with pytest.raises(QueryFailed, match="Driver Not Loaded"):
         driver.gpus()
     with pytest.raises(QueryFailed):
-        driver.memory(nvml.gpus[1].uuid)
+        driver.memory(GpuUuid(nvml.gpus[1].uuid))
     nvml.load_driver()
     assert len(driver.gpus()) == 8
     assert refusal(driver, nvml.gpus[1].uuid) == "", "every GPU was reset"
@@ -294,7 +298,7 @@ def test_nvml_is_opened_anew_ever_less_often_while_a_gpu_stays_lost(nvml: State)
     driver = NvmlDriver.open(clock=lambda: now)
     nvml.gpus[3].lose()
     with pytest.raises(QueryFailed):
-        driver.memory(nvml.gpus[3].uuid)
+        driver.memory(GpuUuid(nvml.gpus[3].uuid))
     for _ in range(7200):
         driver.gpus()
         now += 1.0
@@ -320,8 +324,8 @@ def test_static_numbers_not_given_are_unknown(tmp_path: Path) -> None:
     file = tmp_path / "gpus.yaml"
     file.write_text("gpus: [{uuid: GPU-a, memoryBytes: 5}]\n")
     driver = StaticDriver.open(file)
-    assert driver.memory("GPU-a") == Memory(5, None)
-    assert driver.processes("GPU-a") is None
+    assert driver.memory(GPU_GPU_A) == Memory(5, None)
+    assert driver.processes(GPU_GPU_A) is None
 
 
 def test_static_files_may_change_under_a_running_agent(tmp_path: Path) -> None:
@@ -368,4 +372,4 @@ def test_nvml_multiprocessors(
 ) -> None:
     raw = two[0].raw
     raw.cores, raw.capability_major, raw.capability_minor = cores, *capability
-    assert open_driver("nvml").multiprocessors("GPU-a") == count
+    assert open_driver("nvml").multiprocessors(GPU_GPU_A) == count

@@ -18,14 +18,16 @@ from rose_core.devices.ownership import (
     find,
     stranger,
 )
-from rose_core.identity import PodUid, SlotUid
+from rose_core.identity import GpuUuid, PodUid, SlotUid
 
 POD_EVIL = PodUid("evil")
 POD_HOST = PodUid("host")
 POD_OWN = PodUid("own")
 SLOT = SlotUid("slot-1")
 
-A, B = "GPU-38e410e6-8951-5c30-a62d-4cc6f2689ea8", "GPU-427319c6-49af-56ee-959f-c9d23263d261"
+A = GpuUuid("GPU-38e410e6-8951-5c30-a62d-4cc6f2689ea8")
+B = GpuUuid("GPU-427319c6-49af-56ee-959f-c9d23263d261")
+
 # The second GPU's device file has another number than its index.
 GPUS = (DriverGpu(A, 0, 0), DriverGpu(B, 1, 5))
 GPU = "nvidia.com/gpu"

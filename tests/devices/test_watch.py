@@ -22,7 +22,7 @@ from rose_agent.devices.watch import (
 from rose_core.devices.health import Vitals
 from rose_core.devices.memory import Headroom
 from rose_core.devices.ownership import Claim, Party, Proof
-from rose_core.identity import PodUid, SlotUid
+from rose_core.identity import GpuUuid, PodUid, SlotUid
 from rose_dev.gpu.state import DRIVER_NOT_LOADED, NOT_SUPPORTED, State
 from rose_dev.waiting import until
 
@@ -107,7 +107,7 @@ class Node:
         terms: PoolGpuTerms | None = None,
     ) -> ReplicaGpus:
         """Without reading anew."""
-        claim = Claim(uuids, Proof.ALLOCATED)
+        claim = Claim(tuple(GpuUuid(uuid) for uuid in uuids), Proof.ALLOCATED)
         party = Party(POD, names=self.names, platform=frozenset({HOST}), proof=claim.proof)
         return self.watch.look(claim, party, terms or FIFTH, lent or LentState(), None)
 
@@ -168,7 +168,7 @@ class Between(NvmlDriver):
     happens: Callable[[], None] = staticmethod(lambda: None)
 
     def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
-        found = super().processes(uuid)
+        found = super().processes(GpuUuid(uuid))
         self.happens()
         self.happens = lambda: None
         return found
@@ -191,7 +191,7 @@ def test_an_engine_that_takes_or_frees_memory_during_a_reading_is_not_servings_p
         before = driver.memory
 
         def freed(uuid: str) -> Memory:
-            found = before(uuid)
+            found = before(GpuUuid(uuid))
             node.gpu.end(22)
             driver.memory = before  # type: ignore[method-assign]
             return found
@@ -299,15 +299,15 @@ def test_a_gpu_that_answers_slowly_takes_out_itself_and_nothing_else(node: Node)
     class Slow(NvmlDriver):
         def memory(self, uuid: str) -> Memory:
             node.now += 1.0 if uuid == slow.uuid else 0.0
-            return super().memory(uuid)
+            return super().memory(GpuUuid(uuid))
 
         def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
             node.now += 2.0 if uuid == slow.uuid else 0.0
-            return super().processes(uuid)
+            return super().processes(GpuUuid(uuid))
 
         def vitals(self, uuid: str) -> Vitals:
             node.now += 8.0 if uuid == slow.uuid else 0.0
-            return super().vitals(uuid)
+            return super().vitals(GpuUuid(uuid))
 
     node.drive(Slow.open())
     for _ in range(60):
@@ -406,7 +406,7 @@ def test_a_process_that_cannot_be_seen_refuses_once_it_stays(node: Node) -> None
 
 def test_a_claim_that_is_refused_closes_the_gate(node: Node) -> None:
     node.read()
-    claim = Claim((node.gpu.uuid,), Proof.ALLOCATED, "SharedGpu", "also allocated to a/b")
+    claim = Claim((GpuUuid(node.gpu.uuid),), Proof.ALLOCATED, "SharedGpu", "also allocated to a/b")
     view = node.watch.look(claim, Party(POD), PoolGpuTerms(), LentState(), None)
     assert (view.refusal, view.message) == ("SharedGpu", "also allocated to a/b")
 

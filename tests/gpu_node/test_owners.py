@@ -11,6 +11,7 @@ import pytest
 from rose_agent.pods.claims import ClaimingPod, KubeletClaims
 from rose_agent.pods.podresources import PodResources
 from rose_core.devices.ownership import Claim, DriverGpu, Proof
+from rose_core.identity import GpuUuid
 from rose_dev.gpu_node.starting import state_of
 from rose_dev.node import Node
 from rose_dev.waiting import until
@@ -32,7 +33,7 @@ def machine(gpu_node: Node) -> Iterator[Node]:
 async def asking(node: Node) -> AsyncIterator[tuple[KubeletClaims, tuple[DriverGpu, ...]]]:
     kubelet = PodResources(node.place.pod_resources / "kubelet.sock")
     with state_of(node) as state:
-        gpus = tuple(DriverGpu(gpu.uuid, i, i) for i, gpu in enumerate(state.gpus))
+        gpus = tuple(DriverGpu(GpuUuid(gpu.uuid), i, i) for i, gpu in enumerate(state.gpus))
     task = asyncio.create_task(kubelet.run())
     try:
         yield KubeletClaims(kubelet, lambda: gpus, lambda _: ()), gpus

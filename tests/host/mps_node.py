@@ -21,7 +21,7 @@ from rose_agent.devices.owners import Owner
 from rose_agent.host.mps import MpsNode
 from rose_agent.host.sharing import SharingMeans
 from rose_agent.os.groups import wait_for
-from rose_core.identity import PodUid, SlotUid
+from rose_core.identity import GpuUuid, PodUid, SlotUid
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import Sharing
 from rose_dev.gpu import layout
@@ -30,7 +30,7 @@ from rose_dev.gpu.state import State, StateGpu
 from rose_dev.gpu.testing import require
 from tests.host.helpers import order
 
-GPU = "GPU-a"
+GPU = GpuUuid("GPU-a")
 POD = PodUid("pod-1")
 GIB = 1 << 30
 PROGRAM = (sys.executable, "-m", "rose_agent.devices.mps.fake")

@@ -17,6 +17,7 @@ from rose_agent.host.footprints import Footprints
 from rose_agent.host.launchers import EngineOrder
 from rose_agent.host.sizing import Sizer, engine_size, vocabulary
 from rose_core.devices.footprint import MARGIN_BYTES, Footprint, estimate
+from rose_core.identity import GpuUuid
 from rose_core.wire.sync import EngineSpec, Sharing
 from rose_dev.gpu.library import STATE
 from rose_dev.gpu.state import State
@@ -77,7 +78,7 @@ def order(model: Path, used: int) -> EngineOrder:
         nvml.gpu("GPU-a").raw.memory_used = used
     sizer = Sizer(NvmlDriver.open())
     slot = RunDir(model.parent).slot("slot-1")
-    return EngineOrder(SPEC, slot, model, Path("/python"), 1234, ("GPU-a",), sizer)
+    return EngineOrder(SPEC, slot, model, Path("/python"), 1234, (GpuUuid("GPU-a"),), sizer)
 
 
 def test_an_engines_size_comes_from_its_model_and_its_tokens(model: Path) -> None:
@@ -117,7 +118,7 @@ def test_a_damaged_file_of_weights_is_refused_by_name(model: Path) -> None:
 
 def test_a_gpu_engine_needs_a_gpu(model: Path) -> None:
     with pytest.raises(BadEngine, match="--devices nvml"):
-        Sizer().claim("slot-1", engine_size(model, SPEC, Footprints()).size, ("GPU-a",))
+        Sizer().claim("slot-1", engine_size(model, SPEC, Footprints()).size, (GpuUuid("GPU-a"),))
 
 
 def test_engines_that_start_together_do_not_count_on_the_same_memory(model: Path) -> None:

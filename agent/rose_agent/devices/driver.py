@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rose_core.devices.health import Vitals
+from rose_core.identity import GpuUuid
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Gpu:
         minor: number of its device file, by which some allocate it; None = unknown.
     """
 
-    uuid: str
+    uuid: GpuUuid
     index: int
     name: str
     memory_bytes: int
@@ -87,7 +88,7 @@ class DeviceDriver(Protocol):
             QueryFailed: the driver did not answer.
         """
 
-    def memory(self, uuid: str) -> Memory:
+    def memory(self, uuid: GpuUuid) -> Memory:
         """Memory of a GPU.
 
         Raises:
@@ -95,7 +96,7 @@ class DeviceDriver(Protocol):
             QueryFailed: the driver did not answer.
         """
 
-    def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
+    def processes(self, uuid: GpuUuid) -> tuple[GpuProcess, ...] | None:
         """Who holds memory on a GPU; None when the driver cannot know.
 
         Raises:
@@ -103,7 +104,7 @@ class DeviceDriver(Protocol):
             QueryFailed: the driver did not answer.
         """
 
-    def vitals(self, uuid: str) -> Vitals:
+    def vitals(self, uuid: GpuUuid) -> Vitals:
         """What ``rose_core.devices.health`` judges a GPU by.
 
         Raises:
@@ -111,7 +112,7 @@ class DeviceDriver(Protocol):
             QueryFailed: the driver did not answer.
         """
 
-    def compute_mode(self, uuid: str) -> str | None:
+    def compute_mode(self, uuid: GpuUuid) -> str | None:
         """``Default``, ``ExclusiveProcess`` or ``Prohibited``; None when the driver cannot know.
 
         Raises:
@@ -119,7 +120,7 @@ class DeviceDriver(Protocol):
             QueryFailed: the driver did not answer.
         """
 
-    def multiprocessors(self, uuid: str) -> int | None:
+    def multiprocessors(self, uuid: GpuUuid) -> int | None:
         """How many the whole GPU has; None when the driver cannot know.
 
         Raises:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rose_agent.errors import QueryFailed
+from rose_core.identity import GpuUuid
 
 PROGRAM = ("nvidia-smi",)
 MIB = 1 << 20
@@ -46,7 +47,7 @@ class DriverLimits(Protocol):
         """
         ...
 
-    def set(self, cgroup: Path, uuid: str, size: int) -> int:
+    def set(self, cgroup: Path, uuid: GpuUuid, size: int) -> int:
         """Limit a cgroup to this many bytes of a GPU; returns the limit that holds.
 
         Raises:
@@ -54,7 +55,7 @@ class DriverLimits(Protocol):
         """
         ...
 
-    def refusal(self, uuid: str) -> str:
+    def refusal(self, uuid: GpuUuid) -> str:
         """Why no limit can be set; empty when one can."""
         ...
 
@@ -84,7 +85,7 @@ class SmiLimits:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def set(self, cgroup: Path, uuid: str, size: int) -> int:
+    def set(self, cgroup: Path, uuid: GpuUuid, size: int) -> int:
         """Soft 0, hard ``size`` rounded up to MiB; read back."""
         hard = -(-size // MIB)
         limits = ["--soft-limit", "0", "--hard-limit", str(hard)]
@@ -97,7 +98,7 @@ class SmiLimits:
             )
         return seen.hard
 
-    def get(self, cgroup: Path, uuid: str) -> LimitSeen:
+    def get(self, cgroup: Path, uuid: GpuUuid) -> LimitSeen:
         """Read a cgroup's limits.
 
         Raises:
@@ -110,7 +111,7 @@ class SmiLimits:
         except KeyError as error:
             raise QueryFailed(f"nvidia-smi memory-limits says no {error}: {text!r}") from error
 
-    def refusal(self, uuid: str) -> str:
+    def refusal(self, uuid: GpuUuid) -> str:
         """Tried by reading our own base's limits."""
         base = self._base()
         if base is None:

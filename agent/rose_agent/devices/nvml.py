@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 from rose_agent.devices.driver import DriverVersion, Gpu, GpuProcess, Memory
 from rose_agent.errors import NoDevices, QueryFailed, UnknownGpu
 from rose_core.devices.health import Virtualization, Vitals
+from rose_core.identity import GpuUuid
 
 T = TypeVar("T")
 
@@ -73,11 +74,11 @@ class NvmlDriver:
         self._nvml = library
         self._clock = clock
         self._lock = threading.RLock()
-        self._gpus: dict[str, Gpu] = {}
-        self._handles: dict[str, object] = {}
-        self._events: dict[str, object] = {}
-        self._xids: dict[str, tuple[int, ...]] = {}
-        self._lost: set[str] = set()
+        self._gpus: dict[GpuUuid, Gpu] = {}
+        self._handles: dict[GpuUuid, object] = {}
+        self._events: dict[GpuUuid, object] = {}
+        self._xids: dict[GpuUuid, tuple[int, ...]] = {}
+        self._lost: set[GpuUuid] = set()
         self._silent: dict[int, str] = {}
         self._usable = True
         self._failing_since: float | None = None
@@ -125,13 +126,13 @@ class NvmlDriver:
             cuda = int(self._ask(self._nvml.nvmlSystemGetCudaDriverVersion_v2))
         return DriverVersion(driver, (cuda // 1000, cuda % 1000 // 10))
 
-    def memory(self, uuid: str) -> Memory:
+    def memory(self, uuid: GpuUuid) -> Memory:
         """Total and used bytes, other users' memory included."""
         with self._asking(uuid) as handle:
             info = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, handle)
         return Memory(int(info.total), int(info.used))
 
-    def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
+    def processes(self, uuid: GpuUuid) -> tuple[GpuProcess, ...] | None:
         """Compute processes, MPS clients included, each once."""
         found: dict[int, int | None] = {}
         known = False
@@ -152,7 +153,7 @@ class NvmlDriver:
             return None
         return tuple(GpuProcess(pid, used) for pid, used in sorted(found.items()))
 
-    def vitals(self, uuid: str) -> Vitals:
+    def vitals(self, uuid: GpuUuid) -> Vitals:
         """Slices, memory errors, heat, power, and the faults so far."""
         nvml, ask = self._nvml, self._optional
         with self._asking(uuid) as handle:
@@ -176,13 +177,13 @@ class NvmlDriver:
                 xids=self._xids.get(uuid, ()),
             )
 
-    def compute_mode(self, uuid: str) -> str | None:
+    def compute_mode(self, uuid: GpuUuid) -> str | None:
         """What NVML says; None on GPUs that have no such mode."""
         with self._asking(uuid) as handle:
             mode = self._optional(self._nvml.nvmlDeviceGetComputeMode, handle)
         return None if mode is None else _COMPUTE_MODES.get(int(mode), f"Mode{int(mode)}")
 
-    def multiprocessors(self, uuid: str) -> int | None:
+    def multiprocessors(self, uuid: GpuUuid) -> int | None:
         """From NVML's number of cores; None for a generation whose cores each has is not known."""
         with self._asking(uuid) as handle:
             cores = self._optional(self._nvml.nvmlDeviceGetNumGpuCores, handle)
@@ -254,7 +255,7 @@ class NvmlDriver:
     def _find(self, index: int) -> None:
         nvml = self._nvml
         handle = self._ask(nvml.nvmlDeviceGetHandleByIndex, index)
-        uuid = _text(self._ask(nvml.nvmlDeviceGetUUID, handle))
+        uuid = GpuUuid(_text(self._ask(nvml.nvmlDeviceGetUUID, handle)))
         gpu = Gpu(
             uuid=uuid,
             index=index,
@@ -292,7 +293,7 @@ class NvmlDriver:
         self._usable = True
 
     @contextlib.contextmanager
-    def _asking(self, uuid: str) -> Iterator[object]:
+    def _asking(self, uuid: GpuUuid) -> Iterator[object]:
         """A GPU's handle; notes whether the GPU is lost, or was and has come back."""
         with self._lock:
             handle = self._handle(uuid)
@@ -308,7 +309,7 @@ class NvmlDriver:
                 self._lost.discard(uuid)
                 self._xids.pop(uuid, None)
 
-    def _handle(self, uuid: str) -> object:
+    def _handle(self, uuid: GpuUuid) -> object:
         known = self._handles.get(uuid)
         if known is not None:
             return known
@@ -332,7 +333,7 @@ class NvmlDriver:
 
     # --- faults
 
-    def _listen(self, uuid: str, handle: object) -> None:
+    def _listen(self, uuid: GpuUuid, handle: object) -> None:
         """Ask for a GPU's fault events; where NVML has none, faults stay unknown."""
         nvml = self._nvml
         if uuid in self._events:
@@ -342,7 +343,7 @@ class NvmlDriver:
             nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
             self._events[uuid] = events
 
-    def _collect(self, uuid: str) -> None:
+    def _collect(self, uuid: GpuUuid) -> None:
         """Take the events of a GPU that have come, without waiting for more."""
         nvml = self._nvml
         events = self._events.get(uuid)

@@ -22,6 +22,7 @@ import yaml
 from rose_agent.devices.driver import DriverVersion, Gpu, GpuProcess, Memory
 from rose_agent.errors import NoDevices, QueryFailed, UnknownGpu
 from rose_core.devices.health import Vitals
+from rose_core.identity import GpuUuid
 from rose_wire import problems
 
 # "The GPU has fallen off the bus": a fault that no program causes.
@@ -33,7 +34,7 @@ class StaticGpu(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
-    uuid: str = pydantic.Field(min_length=1)
+    uuid: GpuUuid = pydantic.Field(min_length=1)
     memory_bytes: int = pydantic.Field(alias="memoryBytes", gt=0)
     used_bytes: int | None = pydantic.Field(default=None, alias="usedBytes", ge=0)
     name: str = "static"
@@ -94,17 +95,17 @@ class StaticDriver:
         """None: a file is no driver."""
         return None
 
-    def memory(self, uuid: str) -> Memory:
+    def memory(self, uuid: GpuUuid) -> Memory:
         """What the file says; unknown when it does not say."""
         gpu = self._find(uuid)
         return Memory(gpu.memory_bytes, gpu.used_bytes)
 
-    def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
+    def processes(self, uuid: GpuUuid) -> tuple[GpuProcess, ...] | None:
         """Unknown: a file cannot know processes."""
         self._find(uuid)
         return None
 
-    def vitals(self, uuid: str) -> Vitals:
+    def vitals(self, uuid: GpuUuid) -> Vitals:
         """What the file's refusal would look like."""
         gpu = self._find(uuid)
         return Vitals(
@@ -115,12 +116,12 @@ class StaticDriver:
             xids=(_FALLEN_OFF,) if gpu.refusal == "XidError" else (),
         )
 
-    def compute_mode(self, uuid: str) -> str | None:
+    def compute_mode(self, uuid: GpuUuid) -> str | None:
         """Unknown: a file has none."""
         self._find(uuid)
         return None
 
-    def multiprocessors(self, uuid: str) -> int | None:
+    def multiprocessors(self, uuid: GpuUuid) -> int | None:
         """Unknown: a file has none."""
         self._find(uuid)
         return None
@@ -128,7 +129,7 @@ class StaticDriver:
     def close(self) -> None:
         """Nothing to release."""
 
-    def _find(self, uuid: str) -> StaticGpu:
+    def _find(self, uuid: GpuUuid) -> StaticGpu:
         for gpu in self._read().gpus:
             if gpu.uuid == uuid:
                 return gpu

@@ -13,13 +13,14 @@ from typing import Protocol
 
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.errors import DeviceError
+from rose_core.identity import GpuUuid
 from rose_engines.memory import PAGE
 
 
 class MemoryMeter(Protocol):
     """Measures the memory of an engine's processes."""
 
-    def read(self, pids: Sequence[int], gpu_uuids: Sequence[str]) -> int | None:
+    def read(self, pids: Sequence[int], gpu_uuids: Sequence[GpuUuid]) -> int | None:
         """Bytes held now; None = unknown."""
         ...
 
@@ -27,7 +28,7 @@ class MemoryMeter(Protocol):
 class ResidentMeter:
     """Engines on CPU: private resident memory of the processes."""
 
-    def read(self, pids: Sequence[int], gpu_uuids: Sequence[str]) -> int | None:
+    def read(self, pids: Sequence[int], gpu_uuids: Sequence[GpuUuid]) -> int | None:
         """Sum over the processes; shared pages are nobody's."""
         del gpu_uuids
         held = [_private_bytes(pid) for pid in pids if pid > 0]
@@ -45,7 +46,7 @@ class GpuMeter:
     def __init__(self, driver: DeviceDriver) -> None:
         self._driver = driver
 
-    def read(self, pids: Sequence[int], gpu_uuids: Sequence[str]) -> int | None:
+    def read(self, pids: Sequence[int], gpu_uuids: Sequence[GpuUuid]) -> int | None:
         """The processes' own memory where the driver names them, else what their GPUs use."""
         if not gpu_uuids:
             return None
@@ -58,7 +59,7 @@ class GpuMeter:
             return None
         return sum(one for one in used if one is not None) if None not in used else None
 
-    def _own(self, uuid: str, pids: frozenset[int]) -> int | None:
+    def _own(self, uuid: GpuUuid, pids: frozenset[int]) -> int | None:
         listed = self._driver.processes(uuid) or ()
         held = [one.used_bytes for one in listed if one.pid in pids]
         known = [one for one in held if one is not None]

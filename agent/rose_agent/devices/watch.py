@@ -53,7 +53,7 @@ from rose_core.devices.memory import (
     steer,
 )
 from rose_core.devices.ownership import Claim, OnGpu, Party, stranger
-from rose_core.identity import PodUid, SlotUid
+from rose_core.identity import GpuUuid, PodUid, SlotUid
 from rose_core.wire.sync import PoolPolicy
 
 _log = logging.getLogger(__name__)
@@ -225,9 +225,9 @@ class DeviceWatch:
         self._clock = clock
         self._owner = owner
         self._command = command
-        self._gpus: dict[str, _Gpu] = {}
+        self._gpus: dict[GpuUuid, _Gpu] = {}
         self._budgets: dict[PodUid, Budget] = {}
-        self._rests: dict[str, _Rest] = {}
+        self._rests: dict[GpuUuid, _Rest] = {}
         self._listed: tuple[Gpu, ...] = ()
         self._silent: tuple[str, ...] = ()
         self._slots: frozenset[SlotUid] = frozenset()
@@ -254,7 +254,7 @@ class DeviceWatch:
             # A call that hangs in the driver must not hold up the guard's end.
             reader.shutdown(wait=False, cancel_futures=True)
 
-    def read(self) -> dict[str, GpuReading]:
+    def read(self) -> dict[GpuUuid, GpuReading]:
         """Ask the driver about every GPU; may take as long as the driver does."""
         asked = {gpu.uuid: self.ask(gpu.uuid) for gpu in self.survey()}
         return {uuid: reading for uuid, reading in asked.items() if reading is not None}
@@ -271,7 +271,7 @@ class DeviceWatch:
             _log.warning("GPUs that do not answer: %s", "; ".join(self._silent) or "none any more")
         return self._listed
 
-    def ask(self, uuid: str) -> GpuReading | None:
+    def ask(self, uuid: GpuUuid) -> GpuReading | None:
         """Ask the driver about one GPU; None while it is left alone."""
         now_s = self._clock()
         rest = self._rests.get(uuid)
@@ -289,7 +289,7 @@ class DeviceWatch:
         self._rests[uuid] = _Rest(done_s + _REST_FACTOR * (done_s - now_s))
         return reading
 
-    def _ask(self, uuid: str, began_s: float) -> GpuReading:
+    def _ask(self, uuid: GpuUuid, began_s: float) -> GpuReading:
         """Every question about a GPU, while its share of the time lasts.
 
         Raises:
@@ -325,7 +325,7 @@ class DeviceWatch:
         """As the driver listed them last, by index."""
         return self._listed
 
-    def used_by(self, pids: Iterable[int]) -> tuple[str, ...]:
+    def used_by(self, pids: Iterable[int]) -> tuple[GpuUuid, ...]:
         """GPUs on which one of these processes holds memory, as last read."""
         members = frozenset(pids)
         now_s = self._clock()
@@ -337,7 +337,7 @@ class DeviceWatch:
             and any(process.pid in members for process in known.reading.processes or ())
         )
 
-    def take(self, uuid: str, reading: GpuReading) -> None:
+    def take(self, uuid: GpuUuid, reading: GpuReading) -> None:
         """Use a reading from now on."""
         known = self._gpus.get(uuid)
         if known is None:
@@ -414,7 +414,7 @@ class DeviceWatch:
         )
 
     def _judge(
-        self, uuid: str, gpu: _Gpu | None, terms: PoolGpuTerms, lent: LentState, now_s: float
+        self, uuid: GpuUuid, gpu: _Gpu | None, terms: PoolGpuTerms, lent: LentState, now_s: float
     ) -> Fitness:
         if gpu is None and not self._counts_engines:
             return Fitness()
@@ -435,7 +435,7 @@ class DeviceWatch:
             return Fitness(DeviceRefusal.NOT_VACATED, text, now_s)
         return gpu.fitness
 
-    def _absence(self, uuid: str) -> str:
+    def _absence(self, uuid: GpuUuid) -> str:
         """Why nothing is known of a GPU."""
         if not self._listed:
             return f"GPU {uuid}: the device driver has listed no GPU yet"
@@ -486,7 +486,7 @@ class DeviceWatch:
         return MemorySeen(*least, kv_permille, lent.released)
 
 
-def _trespass(uuid: str, gpu: _Gpu | None, party: Party, now_s: float) -> Fitness:
+def _trespass(uuid: GpuUuid, gpu: _Gpu | None, party: Party, now_s: float) -> Fitness:
     """Somebody who does not own the GPU and is no engine of ours computes on it.
 
     A process that has just ended, or has not been put into its cgroup yet, is not to be seen for a
@@ -524,7 +524,7 @@ def _held(gpus: list[_Gpu | None], now_s: float) -> dict[SlotUid, int]:
     return {slot: size for slot, size in most.items() if slot not in unknown}
 
 
-def _tightest(each: Mapping[str, Lendable]) -> Lendable:
+def _tightest(each: Mapping[GpuUuid, Lendable]) -> Lendable:
     """What may be lent on every one of the GPUs: an engine takes its memory on each that it has.
 
     Not their sum: an engine of one GPU would be admitted by what the others have left, and take

@@ -27,6 +27,7 @@ from rose_agent.errors import DeviceError
 from rose_agent.host.sharing import APART, SharingMeans
 from rose_core.devices import drivers
 from rose_core.devices.capabilities import Capability, gpu_key
+from rose_core.identity import GpuUuid
 
 _log = logging.getLogger(__name__)
 PERIOD_SECONDS = 10.0
@@ -112,7 +113,7 @@ class Capabilities:
 
     def _all(self) -> dict[str, str]:
         gpus = self._gpus()
-        first = gpus[0] if gpus else ""
+        first = gpus[0] if gpus else GpuUuid("")
         access = self._access(gpus)
         return {
             Capability.DEVICE_ACCESS.value: _word("DeviceAccess", access)
@@ -122,7 +123,7 @@ class Capabilities:
             **self._mps(gpus),
         }
 
-    def _gpus(self) -> tuple[str, ...]:
+    def _gpus(self) -> tuple[GpuUuid, ...]:
         if self.driver is None:
             return ()
         try:
@@ -131,7 +132,7 @@ class Capabilities:
             _log.warning("GPUs: %s", error)
             return ()
 
-    def _access(self, gpus: tuple[str, ...]) -> str:
+    def _access(self, gpus: tuple[GpuUuid, ...]) -> str:
         if self.broken:
             return f"{self.broken}; {_HOW}"
         if self.driver is None or self.driver.name != "nvml":
@@ -177,18 +178,18 @@ class Capabilities:
         shift = 6 if stat.st_uid == self.uid else 3 if stat.st_gid == self.uid else 0
         return (stat.st_mode >> shift) & 0o6 == 0o6
 
-    def _mps(self, gpus: tuple[str, ...]) -> Mapping[str, str]:
+    def _mps(self, gpus: tuple[GpuUuid, ...]) -> Mapping[str, str]:
         mps = self.ways.mps
         found = {
             gpu: mps.may_share([gpu] if gpu else (), self.uid or os.geteuid())
-            for gpu in gpus or ("",)
+            for gpu in gpus or (GpuUuid(""),)
         }
         said = {gpu: _word(one.refusal.value, one.message) for gpu, one in found.items()}
         if "" in said or mps.root is None:
             return {Capability.MPS.value: next(iter(said.values()))}
         return {gpu_key(Capability.MPS, gpu): text for gpu, text in said.items()}
 
-    def _limit(self, gpu: str) -> str:
+    def _limit(self, gpu: GpuUuid) -> str:
         if self.apart:
             return f"this host sets no driver limits; {APART}"
         limits = self.ways.limits

@@ -15,7 +15,7 @@ import pydantic.alias_generators
 import yaml
 
 from rose_agent.errors import BadInput
-from rose_core.identity import SlotKey, SlotUid, run_name
+from rose_core.identity import GpuUuid, SlotKey, SlotUid, run_name
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import EngineSpec, WeightSource
 from rose_wire import flags, problems
@@ -59,7 +59,7 @@ class DedicatedFile(pydantic.BaseModel):
     max_running: int = pydantic.Field(default=8, gt=0)
     max_staleness: int = pydantic.Field(default=1, ge=0)
     cap: int = pydantic.Field(default=0, ge=0)
-    gpu_uuids: tuple[str, ...] = ()
+    gpu_uuids: tuple[GpuUuid, ...] = ()
 
     @classmethod
     def load(cls, path: Path) -> DedicatedFile:

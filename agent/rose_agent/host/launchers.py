@@ -19,6 +19,7 @@ from pathlib import Path
 from rose_agent.errors import BadEngine, NoModel
 from rose_agent.host.sizing import Sizer
 from rose_core.devices.memory import EngineSize
+from rose_core.identity import GpuUuid
 from rose_core.wire.sync import EngineSpec
 from rose_engines.rundir import SlotDir
 
@@ -38,7 +39,7 @@ class EngineOrder:
     model: Path
     python: Path
     port: int
-    gpu_uuids: tuple[str, ...] = ()
+    gpu_uuids: tuple[GpuUuid, ...] = ()
     sizer: Sizer = field(default_factory=Sizer)
 
 

@@ -32,7 +32,7 @@ from rose_core.devices.mps import (
     may_share,
     next_end_step,
 )
-from rose_core.identity import PodUid
+from rose_core.identity import GpuUuid, PodUid
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
@@ -61,7 +61,7 @@ class MpsNode:
         return client_environment(str(pipes.pipe), str(pipes.log), percent)
 
     def may_share(
-        self, gpus: Collection[str], engine_uid: int, pod_uid: PodUid = PodUid("")
+        self, gpus: Collection[GpuUuid], engine_uid: int, pod_uid: PodUid = PodUid("")
     ) -> Finding:
         """Whether an engine of this user may start beside serving.
 
@@ -82,7 +82,7 @@ class MpsNode:
             serving &= self._on(gpus, serving)
         return may_share(MpsSeen(servers, serving), engine_uid)
 
-    def is_limited(self, gpu: str, client: Client, percent: int) -> Finding:
+    def is_limited(self, gpu: GpuUuid, client: Client, percent: int) -> Finding:
         """Whether an engine that started has got its share of its first GPU and no more."""
         servers = self.servers() or ()
         ours = next((one for one in servers if one.clients & client.pids), None)
@@ -142,7 +142,7 @@ class MpsNode:
             return False
         return owner.pod == pod_uid if pod_uid else bool(owner.pod)
 
-    def _on(self, gpus: Collection[str], pids: frozenset[int]) -> frozenset[int]:
+    def _on(self, gpus: Collection[GpuUuid], pids: frozenset[int]) -> frozenset[int]:
         """Those that use one of the GPUs; all where the driver cannot know."""
         found = set[int]()
         for gpu in gpus:
@@ -154,7 +154,7 @@ class MpsNode:
             found |= {process.pid for process in listed}
         return pids & found if gpus else pids
 
-    def _whole(self, gpu: str) -> int | None:
+    def _whole(self, gpu: GpuUuid) -> int | None:
         with contextlib.suppress(DeviceError):
             return self.driver.multiprocessors(gpu) if self.driver is not None else None
         return None

@@ -45,7 +45,7 @@ from rose_agent.os.find_group import find_group
 from rose_core.devices.footprint import judge
 from rose_core.devices.memory import EngineSize, Lendable, limit_refusal, overrun
 from rose_core.devices.mps import Client, Finding
-from rose_core.identity import PodUid
+from rose_core.identity import GpuUuid, PodUid
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.reasons import HostReason
 from rose_engines.rundir import EngineFile, RunDir, read_json
@@ -275,7 +275,7 @@ class Sharing:
             self._folder = None
 
     def _limited(self, client: Client) -> Finding:
-        first = next(iter(self._order.gpu_uuids), "")
+        first = next(iter(self._order.gpu_uuids), GpuUuid(""))
         return self._ways.mps.is_limited(first, client, self._terms.percent)
 
     def _let_go(self, pids: Collection[int]) -> None:

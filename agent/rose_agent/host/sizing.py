@@ -32,6 +32,7 @@ from rose_core.devices.elastic import FIRST_PERMILLE
 from rose_core.devices.footprint import estimate, promised
 from rose_core.devices.memory import WHOLE, EngineSize, in_gib
 from rose_core.devices.model_size import CacheShape, Unsizable, cache_shape, weight_bytes
+from rose_core.identity import GpuUuid
 from rose_core.wire.sync import EngineSpec
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.safetensors import list_tensors
@@ -119,7 +120,7 @@ class Sizer:
     promised: dict[str, tuple[frozenset[str], int]] = field(default_factory=dict)
 
     def size(
-        self, model: Path, spec: EngineSpec, python: Path, gpu_uuids: Sequence[str]
+        self, model: Path, spec: EngineSpec, python: Path, gpu_uuids: Sequence[GpuUuid]
     ) -> EngineSizing:
         """Size of an engine on these GPUs.
 
@@ -138,7 +139,7 @@ class Sizer:
         return engine_size(model, spec, self.footprints, version=version, gpu=name)
 
     def claim(
-        self, engine: str, size: EngineSize, gpu_uuids: Sequence[str], *, limited: bool = False
+        self, engine: str, size: EngineSize, gpu_uuids: Sequence[GpuUuid], *, limited: bool = False
     ) -> float:
         """Promise the engine its memory.
 
@@ -166,7 +167,7 @@ class Sizer:
         """The engine serves, so the driver counts its memory, or it is gone."""
         self.promised.pop(engine, None)
 
-    def _free(self, driver: DeviceDriver, size: EngineSize, uuid: str) -> int:
+    def _free(self, driver: DeviceDriver, size: EngineSize, uuid: GpuUuid) -> int:
         """What the engine will find free, at least."""
         try:
             memory = driver.memory(uuid)

@@ -22,6 +22,7 @@ from typing import Protocol
 from rose_agent.devices.driver import Gpu
 from rose_agent.pods.podresources import PodResources
 from rose_core.devices.ownership import NO_GPU, UNKNOWN_GPU, Claim, DriverGpu, Proof, claim
+from rose_core.identity import GpuUuid
 
 GPU_ANNOTATION = "rose-gpu.dev/gpus"
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -80,12 +81,12 @@ class WrittenClaims:
         gpus: every GPU of the node, in order.
     """
 
-    def __init__(self, gpus: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, gpus: Callable[[], Sequence[GpuUuid]]) -> None:
         self._gpus = gpus
 
     def of(self, asked: ClaimingPod) -> Claim:
         """As the annotation says."""
-        written = tuple(filter(None, asked.annotation.split(",")))
+        written = tuple(GpuUuid(name) for name in asked.annotation.split(",") if name)
         aged = tuple(self._gpus()[asked.older : asked.older + 1])
         return Claim(written or aged, Proof.WRITTEN)
 
@@ -113,7 +114,7 @@ class KubeletClaims:
         self,
         kubelet: PodResources,
         known: Callable[[], Sequence[DriverGpu]],
-        used_by: Callable[[Sequence[int]], tuple[str, ...]],
+        used_by: Callable[[Sequence[int]], tuple[GpuUuid, ...]],
         platform: frozenset[str] = frozenset(),
     ) -> None:
         self._kubelet = kubelet

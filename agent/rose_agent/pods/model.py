@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rose_core.devices.ownership import Claim
-from rose_core.identity import PodUid
+from rose_core.identity import GpuUuid, PodUid
 from rose_core.wire.sync import PoolPolicy
 
 
@@ -49,7 +49,7 @@ class ServingPod:
     group_size: int = 1
 
     @property
-    def gpu_uuids(self) -> tuple[str, ...]:
+    def gpu_uuids(self) -> tuple[GpuUuid, ...]:
         """GPUs it uses."""
         return self.claim.gpus
 

@@ -28,7 +28,7 @@ import yaml
 from rose_agent.errors import BadConfiguration
 from rose_agent.pods.model import Residents, ServingPod
 from rose_core.devices.ownership import Claim, Proof
-from rose_core.identity import PodUid
+from rose_core.identity import GpuUuid, PodUid
 from rose_core.wire.sync import PoolPolicy
 from rose_wire import problems
 
@@ -47,7 +47,7 @@ class StaticReplica(pydantic.BaseModel):
     pid: int = 0
     pids: tuple[int, ...] = ()
     interfaces: tuple[str, ...] = ()
-    gpus: tuple[str, ...] = ()
+    gpus: tuple[GpuUuid, ...] = ()
     instance: str = ""
     ready: bool = True
     stopped: bool = False

@@ -40,6 +40,7 @@ from rose_core.devices.sleeper import (
     resting,
     unknown,
 )
+from rose_core.identity import GpuUuid
 from rose_engines.errors import EngineUnavailable
 from rose_engines.permit import BadPermit, Permit
 from rose_engines.rundir import read_json, write_json
@@ -83,7 +84,7 @@ class WatchedServing:
     meter: MemoryMeter
     pids: Callable[[], tuple[int, ...]]
     restart: Callable[[], None]
-    gpus: tuple[str, ...] = ()
+    gpus: tuple[GpuUuid, ...] = ()
     vacated: Callable[[], Awaitable[bool | None]] = _unknown
     drained: Callable[[], bool] = lambda: True
 

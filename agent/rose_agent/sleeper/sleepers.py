@@ -37,6 +37,7 @@ from rose_agent.sleeper.sleeper import (
     vacated_page,
 )
 from rose_core.devices.sleeper import Sleeper, SleeperLimits, Stage
+from rose_core.identity import GpuUuid
 from rose_engines.permit import Permit
 from rose_engines.rundir import read_json, write_json
 from rose_engines.servingdir import ServingDir, ServingDirs, SleepOrder
@@ -134,7 +135,7 @@ class Sleepers:
             self._meter,
             lambda: _living(self._followed[uid].order),
             lambda: _end(self._followed[uid].order),
-            order.gpus,
+            tuple(GpuUuid(name) for name in order.gpus),
             self._vacated(order.gpus) if self._vacated_url else _unknown,
             lambda: self._followed[uid].order.drained,
         )
