@@ -187,7 +187,7 @@ def _window(serving: Neighbour, kind: str, seconds: float) -> list[float]:
 
 
 class Nvml:
-    """NVML of the first GPU, or what stands in for it (``rehearsal``)."""
+    """NVML of the first GPU, or what stands in for it (``Rehearsal``)."""
 
     def __init__(self) -> None:
         self._n: Any = importlib.import_module("pynvml")

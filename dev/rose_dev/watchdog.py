@@ -4,7 +4,7 @@ pytest-timeout raises an exception in the main thread, once. A test that waits i
 the teardown of a fixture or inside C code outlives that, and with it the whole run. So a thread of
 ``faulthandler``, which needs no interpreter lock, waits a grace longer, writes the stack of every
 thread to the real standard error and ends the process. Under xdist the controller names the test,
-counts it as failed and gives the rest of its file to another worker (``rose_dev.scheduling``). The
+counts it as failed and gives the rest of its file to another worker (``scheduler``). The
 same clock runs from the end of the tests to the end of the process.
 
 Next: ``rose_dev.contained`` bounds the run as a whole; the notes written here tell it which test
@@ -21,9 +21,36 @@ from pathlib import Path
 import pytest
 from pytest_timeout import Settings
 from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 from xdist.scheduler.protocol import Scheduling
+from xdist.workermanage import WorkerController
 
-from rose_dev.scheduling import scheduler
+# --- A scheduler of xdist that does not run a test again that has ended its worker.
+#
+# That of xdist gives all that a dead worker had left to the next one, the deadly test first, until
+# so many workers have died that the run gives up.
+
+
+class _Once(LoadFileScheduling):
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Count the test that ran as done before the rest is given to others."""
+        units = self.assigned_work[node]
+        left = [(unit, test) for unit in units.values() for test, done in unit.items() if not done]
+        if not left:
+            return super().remove_node(node)
+        unit, deadly = left[0]
+        unit[deadly] = True
+        self.assigned_work[node] = {
+            scope: unit for scope, unit in units.items() if not all(unit.values())
+        }
+        super().remove_node(node)
+        return deadly
+
+
+def scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """The scheduler for ``--dist loadfile``; None leaves it to xdist."""
+    return _Once(config, log) if config.getoption("dist") == "loadfile" else None
+
 
 NOTES = "ROSE_TEST_NOTES"
 """Environment variable with the folder where each test process notes what it runs."""

@@ -14,7 +14,7 @@ is compared with the trainer's at that version, else with those of other engines
 | other engines' | from more, and they do not agree either | disputed |
 | nothing | | alone |
 
-Next step: ``rose_agent.weightsync.probe`` asks, ``rose_weights.serve.attestations`` remembers.
+Next step: ``rose_agent.weightsync.probe`` asks, ``rose_weights.serve.service`` remembers.
 """
 
 from __future__ import annotations

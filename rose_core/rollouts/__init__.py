@@ -4,10 +4,10 @@
 - ``spans``: which weight version sampled which tokens.
 - ``splice``: what of a request survives a move to another engine, as a table.
 - ``versions``: staleness and pins.
-- ``views``, ``filters``, ``scoring``: what placement sees, who can take a turn, what it costs.
+- ``views``, ``placement``, ``scoring``: what placement sees, who can take a turn, what it costs.
 - ``guards``, ``policies``, ``placement``: one engine for one turn, by the rule that is asked for.
 - ``estimates``: speed and reclaim hazard of an engine, from what the router saw itself.
-- ``prospects``: memory of trajectories: ``lengths``, ``freshness``, ``shares``, ``vanish``.
+- ``prospects``: memory of trajectories: ``lengths``, ``freshness``, ``shares``.
 - ``prefixes``: which trajectory a turn without a key belongs to.
 - ``inclusion``: whether borrowing changes what is trained on.
 - ``watch``: when a turn that is running must move.

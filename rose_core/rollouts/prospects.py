@@ -9,16 +9,15 @@ belong to, on its siblings and on everything else in flight. This is that memory
                                              --idle, see ``inference``---> over (inferred)
     over (inferred) --another turn of it--> lives, and the inference was a mistake
 
-Lengths come from ``lengths``, time left from ``freshness``, quotas from ``shares``, the question
-what a loss of all borrowed engines would do from ``vanish``; ``inclusion`` counts how it ended,
-and assigns groups to the arms it compares. Who names neither groups nor ends has them inferred.
+Lengths come from ``lengths``, time left from ``freshness``, quotas from ``shares``; ``inclusion`` counts
+how it ended, and assigns groups to the arms it compares. Who names neither groups nor ends has them inferred.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -36,13 +35,53 @@ from rose_core.rollouts.inference import (
 )
 from rose_core.rollouts.lengths import Lengths
 from rose_core.rollouts.shares import ContactShares, stratum
-from rose_core.rollouts.vanish import RemainingWork, survives
 from rose_core.rollouts.versions import lag
 from rose_core.rollouts.views import EngineView, TurnView
 from rose_core.wire.routing import EngineKind
 
+# --- Whether everything in flight would still be in time if every borrowed engine vanished now.
+#
+# Load bursts hit all replicas of a service at once, so borrowed engines do not leave one by one. A
+# trajectory is only begun on one of them while the dedicated engines could finish what is in
+# flight, contexts prefilled anew, before it is too old: earliest deadline first (Liu and Layland,
+# 1973), places as one fluid.
+
+
+@dataclass(frozen=True, slots=True)
+class RemainingWork:
+    """What a trajectory in flight still needs.
+
+    Attributes:
+        context: tokens to prefill on its next engine.
+        rest_tokens: output it still makes, its median.
+        budget_seconds: time left until it is too old; infinite = no bound.
+    """
+
+    context: int
+    rest_tokens: float
+    budget_seconds: float
+
+
+def survives(work: Iterable[RemainingWork], engines: Sequence[EngineView]) -> bool:
+    """Whether the dedicated engines alone would finish the work in time; without any: no."""
+    ours = [engine for engine in engines if engine.kind is EngineKind.DEDICATED and engine.cap]
+    if not ours:
+        return False
+    places = sum(engine.cap for engine in ours)
+    step = sum(engine.speed.step_seconds * engine.cap for engine in ours) / places
+    prefill = sum(engine.speed.prefill_seconds_per_token for engine in ours) / len(ours)
+    taken = 0.0
+    for one in sorted(work, key=lambda one: one.budget_seconds):
+        alone = one.context * prefill + one.rest_tokens * step
+        # One prefill occupies its whole engine, decoding one of its places.
+        taken += one.context * prefill / len(ours) + one.rest_tokens * step / places
+        if max(alone, taken) > one.budget_seconds:
+            return False
+    return True
+
+
 SILENT_SECONDS = 1800.0
-_SAFE_SECONDS = 1.0  # how long an answer of ``vanish`` is good for
+_SAFE_SECONDS = 1.0  # how long an answer of ``survives`` is good for
 _INFER_SECONDS = 1.0  # between two looks for trajectories that are over
 _SWAP_SECONDS = 10.0  # after a publish, engines with the new weights are worth waiting for so long
 

@@ -2,7 +2,7 @@
 
 Every field that a caller may leave out has a default that asks for nothing. Views are made anew for
 every choice, so they are msgspec's structs: a frozen dataclass costs ten times as much to make.
-Next: ``filters``.
+Next: ``placement``.
 """
 
 from __future__ import annotations

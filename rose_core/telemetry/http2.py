@@ -10,7 +10,7 @@
 HPACK needs a connection's first byte. On a connection that was open before the tap, paths and
 status stay unknown: there a request without a body (END_STREAM on its HEADERS) counts as quiet,
 because every route that generates takes a body, and all others count as generating.
-Lost framing (dropped packets outside DATA) makes the connection ``opaque``.
+Lost framing (dropped packets outside DATA) makes the connection ``Opaque``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 | plain | of the server | head, first event, events, true end |
 | plain | of the client while a response has no end yet | pipelined, or the end was not seen |
 | joined late | in the middle of a body | one is under way until that ends, or figures say so |
-| any | no HTTP/1.1, or 101 Switching Protocols | garbled: followed as ``opaque`` from then on |
+| any | no HTTP/1.1, or 101 Switching Protocols | garbled: followed as ``Opaque`` from then on |
 """
 
 from __future__ import annotations

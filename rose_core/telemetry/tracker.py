@@ -6,9 +6,9 @@ carry is read by a *conversation*, chosen by the first bytes seen:
 | first bytes | conversation |
 |---|---|
 | HTTP/2 preface; frames, where the tap joined late | ``http2`` |
-| TLS record | ``opaque`` |
+| TLS record | ``Opaque`` |
 | anything else | ``plain``: HTTP/1.1 |
-| a conversation that can no longer be read | ``opaque`` from then on |
+| a conversation that can no longer be read | ``Opaque`` from then on |
 
 | connection | segment | then |
 |---|---|---|
@@ -36,7 +36,6 @@ from rose_core.telemetry.events import Arrived, EndKind, TapEvent
 from rose_core.telemetry.h2frames import looks_like_frames
 from rose_core.telemetry.http2 import Http2
 from rose_core.telemetry.ledger import Ledger, Request
-from rose_core.telemetry.opaque import Opaque, is_tls
 from rose_core.telemetry.plain import METHODS, Plain
 from rose_core.telemetry.segments import (
     FIN,
@@ -48,6 +47,62 @@ from rose_core.telemetry.segments import (
     Segment,
     Stream,
 )
+
+# --- A connection whose contents cannot be read: TLS, a protocol that was switched to, lost
+# framing.
+#
+# Only arrivals and life show. Bytes of the client after bytes of the server are a request (without
+# pipelining that is what they are); no byte ever shows an end. So one request is outstanding until
+# the connection closes, and whether it is still being computed is for other sources to say
+# (``signal``). Handshakes and window updates count as arrivals too: they may only close the gate.
+
+_RECORD_TYPES = (b"\x14", b"\x15", b"\x16", b"\x17")
+
+
+def is_tls(data: bytes) -> bool:
+    """Whether the bytes begin with a TLS record."""
+    return data[:1] == b"\x16" or (data[:1] in _RECORD_TYPES and data[1:2] == b"\x03")
+
+
+class Opaque:
+    """Conversation about which nothing is known but that it takes place."""
+
+    garbled = False
+    needs_every_segment = False
+    ends_unmarked = False
+    unreadable = True
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._request: Request | None = None
+        self._answered = False
+
+    def requests(self) -> Iterator[Request]:
+        """The outstanding request."""
+        if self._request is not None:
+            yield self._request
+
+    def feed_client(self, _piece: Piece, time_ns: int) -> None:
+        """Take bytes of the client: more of a request, or the next one."""
+        if self._request is None or self._answered:
+            self.end_all(time_ns, EndKind.REPLACED)
+            self._request = self._ledger.arrive(time_ns, opaque=True)
+        self._answered = False
+        self._ledger.touch(self._request, time_ns)
+
+    def feed_server(self, _piece: Piece, time_ns: int) -> None:
+        """Take bytes of the server: the request is alive."""
+        if self._request is None:
+            self._request = self._ledger.arrive(time_ns, opaque=True)
+        self._answered = True
+        self._ledger.touch(self._request, time_ns)
+
+    def end_all(self, time_ns: int, how: EndKind) -> None:
+        """The connection is over."""
+        if self._request is not None:
+            self._ledger.end(self._request, time_ns, how)
+            self._request = None
+
 
 _CLOSED_NS = 5_000_000_000
 MOST_CONNECTIONS = 65_536

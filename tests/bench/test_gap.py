@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from bench.gap import loaders
-from bench.gap.stream import Stream, StreamEnded, lost
+from bench.gap.__main__ import Stream, StreamEnded, lost
 
 
 class Model(torch.nn.Module):

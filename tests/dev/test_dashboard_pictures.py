@@ -21,8 +21,7 @@ from rose_dev.dashboards.model import (
     stat,
     text,
 )
-from rose_dev.dashboards.render import STEP_COLOURS, Series, picture
-from rose_dev.dashboards.units import written
+from rose_dev.dashboards.render import STEP_COLOURS, Series, picture, written
 
 SVG = "{http://www.w3.org/2000/svg}"
 BOARD = Dashboard(

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.gpu.__main__ import Accountant, descendants, resident_bytes
 from bench.gpu.beside import Nvml
 from bench.gpu.commits import HostSaver
-from bench.gpu.rehearsal import Accountant, descendants, resident_bytes
 from rose_dev.gpu.state import State
 from rose_dev.waiting import wait_until
 

@@ -21,8 +21,7 @@ import pytest
 from rose_agent.devices.mps import control3 as mps3
 from rose_agent.devices.mps import fake as fake_mps
 from rose_agent.devices.mps.control import MpsControl, Pipes
-from rose_agent.devices.mps.main import main
-from rose_agent.devices.mps.tasks import Question, check, end
+from rose_agent.devices.mps.main import Question, check, end, main
 from rose_agent.errors import MpsError
 from rose_agent.os.groups import wait_for
 from rose_core.devices.mps import (

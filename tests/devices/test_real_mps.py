@@ -22,7 +22,7 @@ import pytest
 from rose_agent.devices.access import DRIVER_ROOT, LIBRARY
 from rose_agent.devices.mps import control as mps
 from rose_agent.devices.mps.control import MULTI_USER, PROGRAM, MpsControl, Pipes, knows
-from rose_agent.devices.mps.tasks import Question, check
+from rose_agent.devices.mps.main import Question, check
 from rose_agent.errors import MpsError
 from rose_agent.os.groups import wait_for
 from rose_core.devices.mps import MpsRefusal

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.torture.__main__ import SCRIPTS, main
-from bench.torture.cases import GATES, PROCESSES, SCRIPTED, enumerated
-from bench.torture.partition import Link
+from bench.torture.__main__ import GATES, PROCESSES, SCRIPTED, SCRIPTS, enumerated, main
 from bench.torture.process import Process, until
+from bench.torture.rig import Link
 from rose_core.delta import faults
 from rose_wire import faults as arming
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.torture.__main__ import torture
-from bench.torture.cases import enumerated
+from bench.torture.__main__ import enumerated, torture
 
 CHOSEN = {"kill relay.block", "kill engine.commit.scatter"}
 

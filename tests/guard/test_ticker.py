@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rose_agent.guard.ticker import Ticker
+from rose_agent.guard.loop import Ticker
 
 pytestmark = pytest.mark.looptime
 

@@ -14,9 +14,8 @@ from rose_core.identity import WeightVersion
 from rose_core.rollouts.freshness import Cadence, budget_seconds
 from rose_core.rollouts.inclusion import Arm, Fate, Inclusion, TrajectoryOutcome
 from rose_core.rollouts.lengths import Lengths
-from rose_core.rollouts.prospects import Deadline, Hint, Prospects
+from rose_core.rollouts.prospects import Deadline, Hint, Prospects, RemainingWork, survives
 from rose_core.rollouts.shares import ContactShares, stratum
-from rose_core.rollouts.vanish import RemainingWork, survives
 from rose_core.rollouts.views import EngineView, TurnView
 from rose_core.stats import newcombe, wilson
 from rose_core.wire.routing import EngineKind

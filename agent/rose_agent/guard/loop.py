@@ -31,6 +31,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 from rose_agent.devices.driver import DeviceDriver
@@ -43,17 +44,16 @@ from rose_agent.guard.outcomes import Outcomes
 from rose_agent.guard.pools import Pools
 from rose_agent.guard.recorder import Recorder
 from rose_agent.guard.replica import GuardedReplica
-from rose_agent.guard.settings import Settings
 from rose_agent.guard.slot import GuardedSlot
 from rose_agent.guard.taplink import TapLink
-from rose_agent.guard.ticker import Ticker
 from rose_agent.guard.whole import WholeReplicas
 from rose_agent.pods.kubernetes import KubernetesPods
 from rose_agent.pods.model import PodSource, ServingPod
 from rose_agent.pods.processes import Watcher
 from rose_agent.signals.reader import Readers
+from rose_core.devices.memory import BudgetLimits
 from rose_core.guard.crossover import Schedule
-from rose_core.guard.gate import GateVerdict, closed, judge
+from rose_core.guard.gate import GateLimits, GateVerdict, closed, judge
 from rose_core.guard.grants import GrantBook
 from rose_core.guard.reasons import GateReason
 from rose_core.identity import PodUid, SlotUid
@@ -61,6 +61,96 @@ from rose_core.telemetry.events import Arrived, Dismissed, Ended, Health, Progre
 from rose_core.wire.host import EngineState
 from rose_core.wire.sync import PoolPolicy, SignalSource, SyncReply, SyncRequest
 from rose_engines.rundir import RunDir
+
+# --- The guard's tick: a step at least once per period, from the tap's heartbeat or from a timer.
+#
+# Waking up is what costs, so the heartbeat of a living tap, which wakes the guard anyway, replaces
+# the timer. Without a tap the timer ticks. While everything is at rest (no permit to extend, no
+# deadline runs) every second tick is enough.
+
+
+class Ticker:
+    """Calls ``step`` until ``run`` is cancelled; single-threaded.
+
+    Args:
+        step: the work; returns whether everything is at rest now.
+        seconds: longest time between two steps.
+    """
+
+    def __init__(self, step: Callable[[], bool], seconds: float) -> None:
+        self._step, self._seconds = step, seconds
+        self._resting = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._failed: asyncio.Future[None] | None = None
+        self._stepped_s = 0.0
+
+    async def run(self) -> None:
+        """Step now, and again at every tick.
+
+        Raises:
+            Exception: whatever a step raised.
+        """
+        self._failed = asyncio.get_running_loop().create_future()
+        try:
+            self._work()
+            await self._failed
+        finally:
+            self._failed = None
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def beat(self) -> bool:
+        """The loop is awake anyway: step, unless one was made a moment ago; whether it did."""
+        if self._failed is None or self._failed.done():
+            return False
+        pause = 2 * self._seconds if self._resting else self._seconds
+        due = asyncio.get_running_loop().time() - self._stepped_s >= pause / 2
+        if due:
+            self._work()
+        return due
+
+    def stir(self) -> None:
+        """Something is not at rest any more: the next step is due after one period, not two."""
+        if self._resting and self._failed is not None and not self._failed.done():
+            self._resting = False
+            self._arm()
+
+    def _work(self) -> None:
+        self._stepped_s = asyncio.get_running_loop().time()
+        try:
+            self._resting = self._step()
+        except Exception as error:  # noqa: BLE001  # raised again by ``run``
+            if self._failed is not None and not self._failed.done():
+                self._failed.set_exception(error)
+            return
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        pause = 2 * self._seconds if self._resting else self._seconds
+        self._timer = asyncio.get_running_loop().call_later(pause, self._work)
+
+
+# --- What the guard is told at its start; ``rose_agent.guard.main`` makes it from the flags.
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the guard is told at its start.
+
+    Attributes:
+        settle_seconds: Ready and stable for this long after a restart before lending resumes.
+        crossover_seconds: length of alternating lent and withheld windows; 0 = always lend.
+    """
+
+    node: str
+    token: str
+    settle_seconds: float = 60.0
+    crossover_seconds: float = 0.0
+    gate: GateLimits = field(default_factory=GateLimits)
+    budget: BudgetLimits = field(default_factory=BudgetLimits)
+
 
 __all__ = ["Guard", "Settings"]
 

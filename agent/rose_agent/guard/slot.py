@@ -3,7 +3,7 @@
 ``rose_core.guard.slot`` decides; this carries out. Closing the permit is one store to shared
 memory, made before the call that reports an arrival returns. Whatever waits for an answer runs as a
 task. Next step: ``loop`` steps slots, ``hold`` follows what the host holds, ``hostlink`` makes the
-calls, ``routerlink`` tells the router, ``history`` remembers.
+calls, ``routerlink`` tells the router.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
-from rose_agent.guard import freezer
+from rose_agent.guard import freezer, metrics
 from rose_agent.guard.calls import Calls
-from rose_agent.guard.history import History
-from rose_agent.guard.hold import Hold
+from rose_agent.guard.hold import ConfirmedHold, Hold
 from rose_agent.guard.hostlink import HostLink
 from rose_agent.guard.permit import SlotPermit
 from rose_agent.guard.recorder import Recorder
 from rose_agent.guard.routerlink import RouterLink, update_of
-from rose_agent.guard.totals import Totals
 from rose_core.devices.memory import Budget, Lendable
 from rose_core.guard import lanes
 from rose_core.guard.gate import GateVerdict
@@ -35,6 +34,162 @@ from rose_core.identity import PodUid, SlotKey, SlotUid
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, Holder
 from rose_core.wire.sync import Grant
 from rose_engines.rundir import SlotDir, read_json
+
+# --- What happened to one slot, as metrics and as entries of the flight recorder.
+#
+# Nothing is decided here.
+
+
+class History:
+    """One slot's.
+
+    Args:
+        recorder: the flight recorder.
+        name: the slot's name for people; it becomes known with the first grant.
+    """
+
+    def __init__(self, recorder: Recorder, name: Callable[[], str]) -> None:
+        self._recorder, self._name = recorder, name
+        self._state: EngineState | None = None
+
+    def note_gate(self, before: GateVerdict, verdict: GateVerdict, now_ns: int) -> None:
+        """Note the gate's verdict where its position or reason has changed."""
+        if before.reason is verdict.reason and before.open == verdict.open:
+            return
+        paced = before.reason is verdict.reason and verdict.reason in PACED
+        if not paced:
+            metrics.GATE_CHANGES.labels(verdict.reason.value).inc()
+        metrics.GATE_OPEN.labels(self._name()).set(verdict.open)
+        # A paced permit ends by itself, before anybody looks.
+        ended_ns = before.until_ns if before.open and not verdict.open else 0
+        slack = verdict.slack
+        measured = {"prefill": slack.prefill_s, "decode": slack.decode_s} if slack else {}
+        self._recorder.note(
+            min(now_ns, ended_ns or now_ns),
+            self._name(),
+            "gate",
+            open=verdict.open,
+            reason=verdict.reason,
+            duty=verdict.duty,
+            **measured,
+        )
+
+    def note_closing(self, arrival_ns: int, reason: GateReason, now_ns: int) -> None:
+        """Note that a request has just closed the permit."""
+        after_ns = time.monotonic_ns() - arrival_ns
+        metrics.CLOSE_SECONDS.observe(after_ns / 1e9)
+        self._recorder.note(
+            now_ns, self._name(), "closed", arrival=arrival_ns, after_ns=after_ns, reason=reason
+        )
+
+    def note_stop(self, stopped: ConfirmedHold) -> None:
+        """Note a hold that a request caused and the host has confirmed."""
+        metrics.STOP_SECONDS.observe(stopped.after_ns / 1e9)
+        self._recorder.note(
+            stopped.confirmed_ns,
+            self._name(),
+            "stopped",
+            arrival=stopped.arrival_ns,
+            after_ns=stopped.after_ns,
+            paused_us=stopped.paused_us,
+        )
+
+    def note_order(self, action: Action, now_ns: int) -> None:
+        """Note an order other than extending or closing the permit."""
+        order = action.order.name
+        metrics.ORDERS.labels(order.title()).inc()
+        self._recorder.note(now_ns, self._name(), "order", order=order, reason=action.reason)
+
+    def note_rung(self, rung: Rung, reason: GateReason, now_ns: int) -> None:
+        """Note how far the engine has been taken back."""
+        self._recorder.note(now_ns, self._name(), "rung", rung=rung.name, reason=reason)
+
+    def note_engine(self, status: EngineStatus | None, now_ns: int) -> None:
+        """Note the engine's state as the host tells it: a failure is found there, not ordered."""
+        if status is not None and status.state is not self._state:
+            self._state = status.state
+            self._recorder.note(
+                now_ns, self._name(), "engine", state=status.state, reason=status.reason
+            )
+
+    def forget(self) -> None:
+        """The slot is gone: its gauge with it."""
+        with contextlib.suppress(KeyError):
+            metrics.GATE_OPEN.remove(self._name())
+
+
+# --- Integer accounting of one slot, for the operator and for the metrics.
+
+
+@dataclass
+class Totals:
+    """What a slot has had and made since this guard began.
+
+    Attributes:
+        lent_ns, open_ns: time granted, and time with an open permit.
+        last_ns: until when that has been counted.
+        tokens: output tokens, over restarts of the engine.
+        reclaims: rungs entered, by name.
+        weight_bytes: size of the weights that were pulled for its engines.
+        requests: live requests that ended beside it; ``violations`` are those that missed the SLO
+            and had met an open gate.
+    """
+
+    last_ns: int
+    lent_ns: int = 0
+    open_ns: int = 0
+    tokens: int = 0
+    tokens_seen: int = 0
+    reclaims: dict[str, int] = field(default_factory=dict)
+    weight_bytes: int = 0
+    weights_seen: int = 0
+    requests: int = 0
+    violations: int = 0
+    beside_seen: tuple[int, int] | None = None
+
+    def account(
+        self, now_ns: int, *, granted: bool, until_ns: int, status: EngineStatus | None
+    ) -> None:
+        """Add the time since the last call and the tokens the engine made meanwhile.
+
+        Args:
+            now_ns: until when.
+            granted: the slot is.
+            until_ns: end of the permit as it stood all that time; 0 = it was closed.
+            status: the host's last word about the engine.
+        """
+        elapsed = max(0, now_ns - self.last_ns)
+        opened = max(0, min(now_ns, until_ns) - self.last_ns)
+        self.last_ns = now_ns
+        if granted:
+            self.lent_ns += elapsed
+            metrics.LENT_SECONDS.inc(elapsed / 1e9)
+        if opened:
+            self.open_ns += opened
+            metrics.OPEN_SECONDS.inc(opened / 1e9)
+        if status is not None:
+            self.tokens += _gain(self.tokens_seen, status.generated_tokens)
+            self.weight_bytes += _gain(self.weights_seen, status.weight_bytes)
+            self.tokens_seen, self.weights_seen = status.generated_tokens, status.weight_bytes
+
+    def note_replica(self, finished: int, violations: int) -> None:
+        """Note the replica's counters; requests from before the slot do not count for it."""
+        seen = self.beside_seen or (finished, violations)
+        self.requests += _gain(seen[0], finished)
+        self.violations += _gain(seen[1], violations)
+        self.beside_seen = finished, violations
+
+    def count_reclaim(self, rung: Rung) -> None:
+        """Count a rung."""
+        name = rung.name.title()
+        self.reclaims[name] = self.reclaims.get(name, 0) + 1
+        metrics.RUNGS.labels(name).inc()
+
+
+def _gain(seen: int, now: int) -> int:
+    """Growth of a counter; one that fell began anew, with a new engine or replica."""
+    return now - seen if now >= seen else now
+
 
 _log = logging.getLogger(__name__)
 

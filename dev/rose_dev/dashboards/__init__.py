@@ -2,7 +2,7 @@
 
 - ``model``: rows, panels and queries, and how they become Grafana's JSON.
 - ``harvested``, ``guard``, ``weights``, ``processes``: the four dashboards.
-- ``render``, ``units``, ``asking``: a dashboard as SVG, from what a Prometheus holds.
+- ``render``, ``asking``: a dashboard as SVG, from what a Prometheus holds.
 - ``lint``: what a dashboard must keep to; the tests run it over the generated files.
 """
 
