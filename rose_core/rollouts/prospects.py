@@ -9,8 +9,9 @@ belong to, on its siblings and on everything else in flight. This is that memory
                                              --idle, see ``inference``---> over (inferred)
     over (inferred) --another turn of it--> lives, and the inference was a mistake
 
-Lengths come from ``lengths``, time left from ``freshness``, quotas from ``shares``; ``inclusion`` counts
-how it ended, and assigns groups to the arms it compares. Who names neither groups nor ends has them inferred.
+Lengths come from ``lengths``, time left from ``freshness``, quotas from ``shares``; ``inclusion``
+counts how it ended, and assigns groups to the arms it compares. Who names neither groups nor ends
+has them inferred.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 - ``segments``: TCP segments of one connection, put into the order of their bytes.
 - ``tracker``: segments of one replica -> request events (arrival, first token, end).
-- ``plain``, ``http2``, ``tracker``'s ``Opaque``: what a connection carries; ``http1``, ``h2frames``: framing.
+- ``plain``, ``http2``: what a connection carries; ``http1``, ``h2frames``: framing.
 - ``ledger``: requests under way, counted; the events about them.
 - ``events``: those events, as the tap sends them to the guard.
 - ``book``: the guard's picture of one replica, kept from the events.

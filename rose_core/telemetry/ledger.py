@@ -1,6 +1,6 @@
 """Requests of one replica: who is under way, what has been counted, what the guard is told.
 
-Conversations (``plain``, ``http2``, ``tracker``'s ``Opaque``) say what they read; the ledger numbers requests,
+Conversations (``plain``, ``http2``, ``Opaque``) say what they read; the ledger numbers requests,
 tells probes from work, counts, and writes the events. Three counts are kept to be compared with
 the engine's own (``verify``): requests that were *seen* to generate, those of them that have
 *finished*, and those that finished so that nobody can know whether the engine counted them.
