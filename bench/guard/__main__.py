@@ -19,13 +19,11 @@ from bench.guard.pace import Plan
 from bench.guard.report import MANY, MANY_AT_TAIL, figures
 from bench.guard.run import measure, say
 from bench.guard.serving import SERVING
-from bench.guard.table import explained, table
+from bench.guard.table import table
 from bench.guard.windows import CONDITIONS
 from bench.record import FOLDER, record
 
 _ENDLESS = 1000
-_SHOWN = ("alone", "control", "ours")
-"""Conditions whose late requests are told on the screen; ``NAME.txt`` has all."""
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -90,8 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(plan, before, lambda now: run_record.keep(plan, now, notes(plan)))
     )
     say("\n" + table(results))
-    shown = [line for line in results.explained() if line.condition in _SHOWN]
-    say(explained(shown))
     name = run_record.name_of(plan)
     record(name, figures(results), notes=notes(plan))
     say(f"written to {FOLDER}/{name}.svg, {name}.txt, {name}-windows.json, guard-trace.json")

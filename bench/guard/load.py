@@ -13,7 +13,6 @@ import csv
 import random
 import time
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 import aiohttp
@@ -93,12 +92,6 @@ class Answer:
     def tpot_s(self) -> float | None:
         """Mean time per token after the first."""
         return (self.last_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else None
-
-    @property
-    def longest_step(self) -> tuple[float, float]:
-        """Longest time between two parts of the answer, and when it began; seconds."""
-        steps = ((two - one, one) for one, two in pairwise(self.times))
-        return max(steps, default=(0.0, self.first_s))
 
 
 @dataclass

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from bench.guard.load import Answer
-from bench.guard.witness import Look
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,6 @@ class Window:
         strangers: share of the machine that processes other than the benchmark's used.
         opened: when the gate stood open, of the clock.
         gate_s: seconds in each position of a guard's gate.
-        looks: who had the engines' core.
         solo_rate: rollout tokens per second alone, measured right after a window served alone.
         idle_tokens: rollout tokens that came while no request was under way.
     """
@@ -64,7 +62,6 @@ class Window:
     strangers: float = 0.0
     opened: list[tuple[float, float]] = field(default_factory=list)
     gate_s: dict[str, float] = field(default_factory=dict)
-    looks: list[Look] = field(default_factory=list)
     solo_rate: float = 0.0
     idle_tokens: int = 0
 
@@ -104,18 +101,6 @@ def violates(answer: Answer, goal_s: tuple[float, float]) -> bool:
     """It took longer than its objective."""
     ttft, tpot = goal_s
     return answer.ttft_s > ttft or (answer.tpot_s or 0.0) > tpot
-
-
-def over(answer: Answer, goal_s: tuple[float, float]) -> tuple[str, float, float, float]:
-    """The latency that exceeds its objective by most time: name, value, objective, excess (s)."""
-    ttft, tpot = goal_s
-    decode = answer.tpot_s or 0.0
-    both = (
-        (answer.ttft_s - ttft, "TTFT", answer.ttft_s, ttft),
-        ((decode - tpot) * max(0, answer.tokens - 1), "TPOT", decode, tpot),
-    )
-    excess, name, value, goal = max(both)
-    return name, value, goal, excess
 
 
 def key_of(answer: Answer) -> tuple[float, int, int]:

@@ -13,7 +13,6 @@ import msgspec
 
 from bench.guard import analysis
 from bench.guard.analysis import Interval
-from bench.guard.explain import explain
 from bench.guard.measured import Window
 from bench.guard.results import Results
 from bench.guard.windows import GUARDED, SEARCHED, SHARES, WITHOUT
@@ -147,18 +146,8 @@ def _never_idle(results: Results, load: str) -> list[Figure]:
                 figure(f"{name}, not so alone", found.fresh, "count"),
                 figure(f"{name}, only so alone", found.spared, "count"),
             ]
-    rows += _causes(results, load) + _positions(results, load)
+    rows += _positions(results, load)
     return rows + _against_search(results, load, aims) + _against_paper(results, load)
-
-
-def _causes(results: Results, load: str) -> list[Figure]:
-    """What covers the excess of ours' requests over the SLO, that serving alone kept."""
-    aims = results.aims(load)
-    ours = results.of(load, "ours")
-    lines = explain(ours, results.of(load, "alone"), aims) if aims and ours else []
-    counts = Counter(line.cause for line in lines)
-    name = f"{load}, ours: over the objective by cause"
-    return [figure(f"{name}, {cause}", count, "count") for cause, count in sorted(counts.items())]
 
 
 def _positions(results: Results, load: str) -> list[Figure]:

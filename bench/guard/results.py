@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import msgspec
 
 from bench.guard import analysis
-from bench.guard.explain import Line, explain
 from bench.guard.measured import Window
 from bench.guard.windows import CONDITIONS, SHARES, Goal, Solo
 
@@ -69,13 +68,3 @@ class Results:
             return {}
         tried = {share: self.of(load, share) for share in SHARES}
         return {s: not analysis.compared(w, alone, aims).fresh for s, w in tried.items() if w}
-
-    def explained(self) -> list[Line]:
-        """A line for each request of steady loads over its objective."""
-        return [
-            line
-            for load in self.loads
-            for condition in self.conditions(load)
-            if (aims := self.aims(load)) is not None
-            for line in explain(self.of(load, condition), self.of(load, "alone"), aims)
-        ]

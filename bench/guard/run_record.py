@@ -1,8 +1,7 @@
 """A run on disk after each window: its figures for readers, its windows to go on from.
 
 ``NAME-windows.json`` holds what every window measured and what the probes found, so that a run that
-was cut off goes on with the same arrivals and the same SLO. ``NAME-explain.json`` has a line for
-each request over its objective (``explain``). Next step: ``report`` makes figures.
+was cut off goes on with the same arrivals and the same SLO. Next step: ``report`` makes figures.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from bench.guard.measured import Window
 from bench.guard.pace import Plan
 from bench.guard.report import figures
 from bench.guard.results import Crash, Results
-from bench.guard.table import explained, table
+from bench.guard.table import table
 from bench.guard.windows import Goal, Solo
 from bench.record import FOLDER, save
 from rose_core.stats import quantile
@@ -132,10 +131,8 @@ def keep(plan: Plan, results: Results, notes: Sequence[str], folder: Path = FOLD
     fresh.replace(path)
     name = name_of(plan)
     save(name, figures(results), notes=notes, folder=folder)
-    lines = results.explained()
-    (folder / f"{name}-explain.json").write_bytes(msgspec.json.encode(lines))
     (folder / f"{name}.svg").write_text(picture(results))
-    (folder / f"{name}.txt").write_text(table(results) + "\n" + explained(lines))
+    (folder / f"{name}.txt").write_text(table(results))
 
 
 def again(plan: Plan, folder: Path = FOLDER) -> Results | None:

@@ -1,11 +1,8 @@
-"""The table of all conditions side by side, and the requests over their objective; for people."""
+"""The table of all conditions side by side, for people."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from bench.guard import analysis
-from bench.guard.explain import Line
 from bench.guard.report import LATENCIES
 from bench.guard.results import Results
 from bench.guard.windows import WITHOUT
@@ -24,11 +21,6 @@ def table(results: Results) -> str:
         lines.append(f"  {'':<12}{heads}{ends}  added [95 %] (new, spared)")
         lines += [_line(results, load, condition) for condition in results.conditions(load)]
     return "\n".join(lines) + "\n"
-
-
-def explained(lines: Sequence[Line]) -> str:
-    """The requests over their objective, a line each."""
-    return "".join(f"{line.text}\n" for line in lines)
 
 
 def _line(results: Results, load: str, condition: str) -> str:

@@ -20,7 +20,6 @@ from bench.guard.measured import Cost, Window
 from bench.guard.node import Bench
 from bench.guard.rollouts import Rollouts
 from bench.guard.serving import KV_TOKENS, RUNNING
-from bench.guard.witness import Witness
 from rose_core.wire.sync import SignalSource
 
 CONDITIONS = ("alone", "control", "unguarded", "static-duty", "polled", "rose-paper", "ours")
@@ -136,22 +135,21 @@ class Runner:
             rested = await self._rested() if condition == "ours" and not load.steady else None
             used = self._used() if condition == "ours" else None
             sent, machine = time.monotonic(), strangers.used()
-            with self._witness().watching() as looks:
-                await serve(
-                    self.bench.serving_url,
-                    arrivals,
-                    served,
-                    seed=seed,
-                    seconds=seconds,
-                    lead_s=load.lead_s,
-                    dialect=self.bench.serving.dialect,
-                )
+            await serve(
+                self.bench.serving_url,
+                arrivals,
+                served,
+                seed=seed,
+                seconds=seconds,
+                lead_s=load.lead_s,
+                dialect=self.bench.serving.dialect,
+            )
             began = served.began_s
             made = 0 if condition in WITHOUT else self.rollouts.made(began, began + seconds)
             window = Window(
                 load.name, condition, number, seconds, began, served.answers, served.failed, made
             )
-            window.looks, window.opened = looks, list(spans)
+            window.opened = list(spans)
             window.idle_tokens = sum(self.rollouts.made(*gap) for gap in window.gaps)
             window.strangers = strangers.strangers(machine, strangers.used())
             if used is not None:
@@ -181,11 +179,6 @@ class Runner:
             seconds=_LEARNING_SECONDS,
             dialect=self.bench.serving.dialect,
         )
-
-    def _witness(self) -> Witness:
-        file = self.bench.engine()
-        rollouts = file.pids[0] if file is not None and file.pids else 0
-        return Witness(self.bench.processes["serving"].pid, rollouts)
 
     def _cost(self, cpu_before_s: float, since_s: float, served: Served) -> Cost:
         now = time.monotonic()

@@ -1,69 +1,17 @@
-"""What the guard's benchmark says of causes: late requests, lost harvest, time at the gate."""
+"""What the guard's benchmark says of causes: lost harvest, time at the gate."""
 
 from __future__ import annotations
 
-import os
-import time
 from typing import Any
 
 import pytest
 
 from bench.guard import analysis, reactions
-from bench.guard.explain import explain
 from bench.guard.report import figures
 from bench.guard.results import Results
 from bench.guard.rollouts import Rollouts
 from bench.guard.windows import Goal
-from bench.guard.witness import Look, Witness, between
 from tests.guard.made_windows import SOLO, window
-
-
-def looked(*rows: tuple[float, float, float, float, float, float]) -> list[Look]:
-    return [Look(*row) for row in rows]
-
-
-def test_the_core_is_accounted_for_between_two_looks() -> None:
-    looks = looked((10.0, 1.0, 2.0, 0.5, 4.0, 0.1), (12.0, 2.0, 2.4, 0.9, 5.6, 0.3))
-    found = between(looks, 10.5, 11.5)
-    assert found is not None
-    assert (found.elapsed, found.serving, found.rollouts) == pytest.approx((1.0, 0.5, 0.2))
-    assert (found.others, found.steal, found.waited) == pytest.approx((0.1, 0.1, 0.2))
-    assert between(looks[:1], 10.0, 11.0) is None
-
-
-@pytest.mark.parametrize(
-    ("rollouts", "others", "steal", "cause"),
-    [
-        (0.5, 0.0, 0.0, "rollouts"),
-        (0.05, 0.1, 0.1, "machine"),
-        (0.1, 0.05, 0.05, "together"),
-        (0.02, 0.02, 0.0, "unexplained"),
-    ],
-)
-def test_a_late_request_has_a_line_that_says_what_had_the_core(
-    rollouts: float, others: float, steal: float, cause: str
-) -> None:
-    """A request 0.15 s over its objective; a cause must have taken at least that."""
-    alone, ours = window("alone"), window("ours")
-    late = ours.answers[7]
-    late.first_s, late.last_s, late.ended_s = late.sent_s + 0.25, late.last_s + 0.2, 1009.0
-    late.times = [late.first_s, late.first_s + 0.04, late.last_s]
-    ours.opened = [(late.sent_s + 0.05, late.sent_s + 0.1)]
-    spent = rollouts + others
-    ours.looks = looked(
-        (late.sent_s, 0.0, 0.0, 0.0, 0.0, 0.0),
-        (late.first_s, 0.0, rollouts, 0.0, spent, steal),
-    )
-    (line,) = explain([ours], [alone], (0.1, 10.0))
-    assert (line.index, line.what, line.cause) == (7, "TTFT", cause)
-    assert line.excess == pytest.approx(150)
-    assert line.opened == pytest.approx(0.2)
-    assert line.rollouts == pytest.approx(1e3 * rollouts)
-    assert line.alone is not None
-    assert line.alone < 100
-    assert cause in line.text
-    alone.answers[7].first_s += 0.2
-    assert explain([ours], [alone], (0.1, 10.0))[0].cause == "alone"
 
 
 def test_where_the_harvest_of_idle_time_went_adds_up() -> None:
@@ -86,18 +34,6 @@ def test_what_unguarded_gets_while_nobody_asks_is_what_any_gate_could() -> None:
     found = analysis.in_idle([free], [alone], 300.0)
     assert found is not None
     assert found.value == pytest.approx(1000 / (250.0 * free.idle_s)), "that round's own rate"
-
-
-def test_a_witness_sees_the_processor_time_of_both_engines() -> None:
-    here = Witness(os.getpid(), 0)
-    with here.watching() as looks:
-        until = time.process_time() + 0.15
-        while time.process_time() < until:
-            pass
-    assert len(looks) >= 2
-    assert looks[-1].serving - looks[0].serving >= 0.1
-    assert looks[-1].rollouts == 0.0
-    assert looks[-1].waited >= looks[0].waited
 
 
 # --- the gates that are not ours

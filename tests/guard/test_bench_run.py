@@ -147,7 +147,7 @@ def test_figures_are_on_disk_after_each_window(
     measured(Node(), wanted, tmp_path, monkeypatch)
     assert seen == list(range(1, len(cells(wanted)) + 1))
     names = {"guard.json", "guard.svg", "guard.txt"}
-    names |= {f"guard-{part}.json" for part in ("trace", "windows", "explain")}
+    names |= {f"guard-{part}.json" for part in ("trace", "windows")}
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
