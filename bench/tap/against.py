@@ -128,7 +128,5 @@ async def _compared(reader: EngineReader, listener: Listener, before: Verificati
 
 
 async def _until_idle(listener: Listener) -> None:
-    async with asyncio.timeout(60):
-        while listener.book.live:  # noqa: ASYNC110  # the book knows no events
-            await asyncio.sleep(0.05)
+    await until(lambda: not listener.book.live)
     await asyncio.sleep(0.5)

@@ -11,8 +11,7 @@ token and no TLS. ``rpc`` chooses it by the scheme ``local:/path``; its errors a
 | the asker has given up | number, ``""``, nothing |
 | answer | number, ``CallOutcome``, message or reason |
 
-Each is preceded by its length (4 bytes, little endian). A connection that ends ends its calls, on
-both sides.
+They are framed as ``frames`` says. A connection that ends ends its calls, on both sides.
 """
 
 from __future__ import annotations
@@ -21,20 +20,19 @@ import asyncio
 import itertools
 import logging
 import socket
-import struct
 from collections.abc import Awaitable, Callable, Mapping
 from enum import IntEnum
 from pathlib import Path
 
 import msgspec
 
+from rose_wire import frames
 from rose_wire.errors import Refused, Unavailable, WireError
 
 SCHEME = "local:"
 Handler = Callable[[bytes], Awaitable[bytes]]
 
 _log = logging.getLogger(__name__)
-_LENGTH = struct.Struct("<I")
 _LONGEST = 64 * 1024 * 1024
 
 
@@ -67,7 +65,7 @@ class _Frames(asyncio.Protocol):
     """Frames out of bytes as they come, and into them."""
 
     def __init__(self) -> None:
-        self._bytes = bytearray()
+        self._splitter = frames.Splitter(_LONGEST, "a local call's socket")
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -75,25 +73,12 @@ class _Frames(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self._bytes += data
         try:
-            while (frame := self._next()) is not None:
+            for frame in self._splitter.feed(data):
                 self.take(frame)
         except (ValueError, msgspec.MsgspecError) as error:
             _log.warning("local call: %s", error)
             self.abort()
-
-    def _next(self) -> bytes | None:
-        if len(self._bytes) < _LENGTH.size:
-            return None
-        end = _LENGTH.size + _LENGTH.unpack_from(self._bytes)[0]
-        if end > _LONGEST:
-            raise ValueError(f"frame of {end} bytes; at most {_LONGEST}")
-        if len(self._bytes) < end:
-            return None
-        frame = bytes(self._bytes[_LENGTH.size : end])
-        del self._bytes[:end]
-        return frame
 
     def take(self, frame: bytes) -> None:
         """One frame."""
@@ -102,8 +87,7 @@ class _Frames(asyncio.Protocol):
     def send(self, message: object) -> None:
         """Write one frame; to a connection that has ended, nothing."""
         if self._transport is not None and not self._transport.is_closing():
-            body = _encoder.encode(message)
-            self._transport.write(_LENGTH.pack(len(body)) + body)
+            self._transport.write(frames.pack(_encoder.encode(message)))
 
     def abort(self) -> None:
         """End the connection now."""

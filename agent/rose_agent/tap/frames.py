@@ -6,19 +6,19 @@ Next step: ``parser`` at the tap's end, ``rose_agent.guard.taplink`` at the guar
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
 from rose_core.identity import PodUid
 from rose_core.telemetry.events import TapEvent
+from rose_wire import frames
 
 if TYPE_CHECKING:  # the opener needs none of it
     import asyncio
 
-_LENGTH = struct.Struct("<I")
 _LONGEST = 4 * 1024 * 1024
+_WHERE = "the tap's socket"
 T = TypeVar("T")
 
 
@@ -62,8 +62,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 def pack(messages: list[Any]) -> bytes:
     """One frame."""
-    body = _encoder.encode(messages)
-    return _LENGTH.pack(len(body)) + body
+    return frames.pack(_encoder.encode(messages))
 
 
 class Splitter(Generic[T]):
@@ -75,7 +74,7 @@ class Splitter(Generic[T]):
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[T]) -> None:
         self._decoder = decoder
-        self._bytes = bytearray()
+        self._frames = frames.Splitter(_LONGEST, _WHERE)
 
     def feed(self, data: bytes) -> list[T]:
         """Take bytes; the frames that are complete now.
@@ -83,24 +82,7 @@ class Splitter(Generic[T]):
         Raises:
             ValueError: bytes that are no frame of these messages.
         """
-        self._bytes += data
-        found: list[T] = []
-        at = 0
-        while len(self._bytes) - at >= _LENGTH.size:
-            start = at + _LENGTH.size
-            length = _checked(_LENGTH.unpack_from(self._bytes, at)[0])
-            if len(self._bytes) < start + length:
-                break
-            found.append(self._decoder.decode(self._bytes[start : start + length]))
-            at = start + length
-        del self._bytes[:at]
-        return found
-
-
-def _checked(length: int) -> int:
-    if length > _LONGEST:
-        raise ValueError(f"frame of {length} bytes on the tap's socket; at most {_LONGEST}")
-    return length
+        return [self._decoder.decode(body) for body in self._frames.feed(data)]
 
 
 async def read(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[T]) -> T:
@@ -110,5 +92,4 @@ async def read(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[T]
         asyncio.IncompleteReadError: the peer has gone.
         ValueError: bytes that are no frame of these messages.
     """
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return decoder.decode(await reader.readexactly(_checked(length)))
+    return decoder.decode(await frames.read(reader, _LONGEST, _WHERE))
