@@ -24,6 +24,7 @@ from rose_agent.signals.http import EngineReader
 from rose_agent.tap.frames import Watch
 from rose_core.identity import PodUid
 from rose_core.telemetry.verify import Verification
+from rose_dev.waiting import until
 
 _AT_ONCE = 4
 _LONGEST_HEADERS = 1024
