@@ -38,7 +38,7 @@ def commands(
     place: NodeFolders, pki: Path, binaries: dict[str, Path], *, gpus: bool = False
 ) -> dict[str, list[str]]:
     """Command lines of the three by name; with ``gpus`` of the container runtime that has CDI."""
-    run, data, seat = place.run, place.data, place.seat
+    run, seat = place.run, place.seat
     containerd = [shutil.which("containerd") or "/usr/bin/containerd"]
     if gpus:
         # It starts the shim that it finds first.
@@ -48,8 +48,8 @@ def commands(
         str(binaries["kubelet"]),
         f"--config={run / 'kubelet.yaml'}",
         f"--kubeconfig={pki / f'{seat.name}.conf'}",
-        f"--root-dir={data / 'kubelet'}",
-        f"--cert-dir={data / 'kubelet' / 'pki'}",
+        f"--root-dir={place.kubelet}",
+        f"--cert-dir={place.kubelet / 'pki'}",
         f"--hostname-override={seat.name}",
         f"--node-ip={seat.address}",
     ]

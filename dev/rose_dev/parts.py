@@ -104,6 +104,7 @@ GPU_NODE = (
     _toolkit("nvidia-cdi-hook"),
     _toolkit("nvidia-container-runtime"),
     _own("device-plugin"),
+    _own("dra-driver"),
     _own("nri-plugin"),
 )
 """What a node with GPUs needs besides: a container runtime with CDI and NRI, NVIDIA's toolkit."""

@@ -94,9 +94,14 @@ class NodeFolders:
         return self.logs / "audit.jsonl"
 
     @property
+    def kubelet(self) -> Path:
+        """The kubelet's root."""
+        return self.data / "kubelet"
+
+    @property
     def pod_resources(self) -> Path:
         """Folder of the kubelet's socket that says which pod has which GPU."""
-        return self.data / "kubelet" / "pod-resources"
+        return self.kubelet / "pod-resources"
 
     @property
     def containerd(self) -> Path:

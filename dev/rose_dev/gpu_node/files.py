@@ -19,6 +19,7 @@ LABELS = {"nvidia.com/gpu.present": "true", "feature.node.kubernetes.io/pci-10de
 SPECS = Path("/var/run/cdi")
 NRI_SOCKET = Path("/var/run/nri/nri.sock")
 MANAGEMENT = "management.nvidia.com/gpu"
+_DEVICE = "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'"
 
 
 def containerd(place: NodeFolders, wrapper: Path) -> str:
@@ -128,4 +129,16 @@ def runtime_classes() -> str:
             "handler": name,
         }
         for name in RUNTIME_CLASSES
+    )
+
+
+def device_class() -> str:
+    """The class of dynamic resource allocation, as NVIDIA's DRA driver brings it."""
+    return yaml.safe_dump(
+        {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "DeviceClass",
+            "metadata": {"name": "gpu.nvidia.com"},
+            "spec": {"selectors": [{"cel": {"expression": _DEVICE}}]},
+        }
     )

@@ -20,7 +20,7 @@ from rose_dev.parts import GPU_NODE
 from rose_dev.place import NODE_NAME
 from rose_dev.waiting import wait_until
 
-COMPONENTS = ("device-plugin", "nri-plugin")
+COMPONENTS = ("device-plugin", "dra-driver", "nri-plugin")
 DRIVERS = (550, 535)
 NAMESPACES = "rose-system,gpu-managed"
 """Those that NVIDIA's NRI plugin lets have management devices; the operator has a value for it."""
@@ -103,9 +103,19 @@ class GpuNode:
     def commands(self) -> dict[str, list[str]]:
         """Command lines of the plugins by name."""
         binaries = build(GPU_NODE)
+        place = self._cluster.place
+        pki = place.run / "control-plane" / "pki"
         library = driver_root.libraries(driver_root.ROOT) / "libnvidia-ml.so.1"
         return {
             "device-plugin": [str(binaries["device-plugin"]), f"-library={library}"],
+            "dra-driver": [
+                str(binaries["dra-driver"]),
+                f"-library={library}",
+                f"-node={place.seat.name}",
+                f"-kubelet={place.kubelet}",
+                # With the node's own rights: the API server lets it publish its own slices alone.
+                f"-kubeconfig={pki / f'{place.seat.name}.conf'}",
+            ],
             "nri-plugin": [
                 str(binaries["nri-plugin"]),
                 f"-socket={files.NRI_SOCKET}",
@@ -122,7 +132,8 @@ class GpuNode:
         cluster = self._cluster
         for name, command in self.commands().items():
             cluster.sandbox.start(name, command)
-        cluster.kubectl("apply", "--filename=-", stdin=files.runtime_classes())
+        classes = f"{files.runtime_classes()}---\n{files.device_class()}"
+        cluster.kubectl("apply", "--filename=-", stdin=classes)
         labels = [f"{key}={value}" for key, value in files.LABELS.items()]
         cluster.kubectl("label", "node", NODE_NAME, "--overwrite", *labels)
         wait_until(self._offered, "the node offers its GPUs", seconds=_SECONDS)
@@ -133,7 +144,10 @@ class GpuNode:
             cluster_sandbox.pid(name)
         path = "{.status.allocatable.nvidia\\.com/gpu}"
         said = self._cluster.kubectl("get", "node", NODE_NAME, f"--output=jsonpath={path}")
-        return said.strip() == str(PROFILES[self.profile].count)
+        devices = "--output=jsonpath={.items[*].spec.devices[*].name}"
+        sliced = self._cluster.kubectl("get", "resourceslices", devices)
+        count = PROFILES[self.profile].count
+        return said.strip() == str(count) and len(sliced.split()) == count
 
 
 def profile_of(cluster: Cluster) -> str:
