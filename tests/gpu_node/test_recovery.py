@@ -10,7 +10,7 @@ import pytest
 
 from rose_dev.gpu_node.failures import act
 from tests.chart.installation import SYSTEM
-from tests.gpu_node.lending import MARKS, Lending
+from tests.gpu_node.lending import MARKS, USUAL, Lending
 
 pytestmark = MARKS
 
@@ -20,6 +20,7 @@ MISMATCH = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH: a kernel module and a libra
 
 def test_two_drivers_are_said_and_a_missing_gpu_by_number(installed: Lending) -> None:
     """The guard is idle and Ready meanwhile, and starts anew once they are one driver again."""
+    installed.serve(**USUAL)
     for gpu in installed.state.gpus:
         act(installed.state, "restore", [gpu.uuid])
     _forget_what_was_held(installed)
@@ -56,11 +57,11 @@ def test_lost_device_files_are_said_and_come_back(lending: Lending) -> None:
     if not DEVICES.is_dir():
         pytest.skip(f"no {DEVICES}: cgroup v2 keeps its list of devices in a program of the kernel")
     before = restarts(lending, "agent")
-    forbid(lending, "rose_cli.main agent")
+    forbid(lending, "bin/rose agent")
     lending.wait(lambda: restarts(lending, "agent") > before, "the guard starts anew")
     lending.wait(lambda: lending.found() == "Found", "with its devices")
     before = restarts(lending, "engine-host")
-    forbid(lending, "engine-host")
+    forbid(lending, "bin/rose engine-host")
     lending.wait(
         lambda: "AccessLost" in lending.condition("DeviceAccess"),
         "the pool says what the host lost",
