@@ -1,0 +1,39 @@
+"""One installation for the suite, which ends with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from rose_dev.gpu_node.starting import state_of
+from rose_dev.testing import NodeSession, with_gpus
+from rose_dev.waiting import wait_until
+from tests.attack.installed import EVIL, SECONDS, Installed
+from tests.chart.installation import RESEARCH, SERVING, SYSTEM, make_models, namespaces, remove
+
+
+@pytest.fixture(scope="module")
+def installed(
+    node_session: NodeSession, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Installed]:
+    """ROSE with the values that pages tell people to write, a victim, and a tenant who attacks."""
+    node = with_gpus(node_session)
+
+    def clean() -> None:
+        remove(node)
+        node.kubectl("delete", "tenantpolicy", "research", EVIL, check=False)
+        node.kubectl("delete", "namespace", EVIL, "--ignore-not-found", "--wait=false")
+
+    clean()
+    gone = {SYSTEM, SERVING, RESEARCH, EVIL}
+    wait_until(lambda: not gone & set(namespaces(node)), "a clean cluster", seconds=SECONDS)
+    models = tmp_path_factory.mktemp("models")
+    models.parent.chmod(0o755)
+    with state_of(node) as state:
+        made = Installed(node, state, make_models(models))
+        try:
+            made.install()
+            yield made
+        finally:
+            clean()

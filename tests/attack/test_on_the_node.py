@@ -1,0 +1,397 @@
+"""What tenants, teams, pods of the network and serving pods try on a real node, and what holds.
+
+Each party tries each verb of ``rose_core.rights`` that it should not have, at the real listeners.
+Beside that stands what no table shows: a GPU by an annotation, pods outside a quota, pages and
+files that are made to end their reader. ``docs/threat-model.md`` lists the attempts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose_core import rights
+from rose_core.rights import Listener, Party
+from rose_dev.errors import CommandFailed
+from rose_dev.waiting import wait_until
+from tests.attack.installed import EVIL, Installed, Object
+from tests.chart.installation import RESEARCH, SYSTEM
+from tests.faults import doors
+from tests.gpu_node.machine import IMAGE
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
+
+HERE = Path(__file__).parent
+GROUP = "rose-gpu.dev/v1alpha1"
+# Whose container it is.
+LISTENERS = {
+    "operator": Listener.OPERATOR,
+    "guard": Listener.AGENT,
+    "tap": Listener.TAP,
+    "engine-host": Listener.HOST,
+    "weight-sync": Listener.SYNC,
+    "router": Listener.ROUTER,
+    "store": Listener.STORE,
+    "relay": Listener.RELAY,
+}
+# Blocks have no run and are known by the hashes in manifests of runs that a team may read.
+BLOCKS = {f"/rose.v1.Weights/{name}" for name in ("Fetch", "Missing", "Put")}
+WAYS = {
+    "read": ("get", "list", "watch"),
+    "write": ("create", "update", "patch", "delete", "deletecollection"),
+}
+
+
+def of(kind: str, name: str, **spec: Any) -> Object:  # noqa: ANN401  # YAML
+    """An object of the tenant."""
+    metadata = {"name": name, "namespace": EVIL}
+    return {"apiVersion": GROUP, "kind": kind, "metadata": metadata, "spec": spec}
+
+
+def pool(name: str, mode: str, **labels: str) -> Object:
+    return of(
+        "ServingPool",
+        name,
+        mode=mode,
+        selector={"matchLabels": labels},
+        engine={"kind": "SGLang", "port": 30000},
+        maxLatencyIncreasePercent=100,
+        lending={
+            "maxReplicasPercent": 100,
+            "minUnlentReplicas": 0,
+            "memoryHeadroomPercent": 0,
+            "borrowerNamespaces": [EVIL],
+        },
+    )
+
+
+def lease(name: str, from_pool: str, **more: Any) -> Object:  # noqa: ANN401  # YAML
+    return of(
+        "RolloutLease",
+        name,
+        poolRef={"namespace": EVIL, "name": from_pool},
+        model={"name": "tiny"},
+        engineClass="fake",
+        weights={"storeName": "main", "run": "evil-run"},
+        **more,
+    )
+
+
+def pod(name: str, command: list[str], annotations: dict[str, str] | None = None) -> Object:
+    metadata = {"namespace": EVIL, "labels": {"app": name.partition("-")[0]}}
+    container = {
+        "name": "engine",
+        "image": IMAGE,
+        "imagePullPolicy": "Never",
+        "command": command,
+        "resources": {"limits": {"memory": "128Mi"}},
+    }
+    spec = {"automountServiceAccountToken": False, "terminationGracePeriodSeconds": 0}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "annotations": annotations or {}, **metadata},
+        "spec": {**spec, "containers": [container]},
+    }
+
+
+@pytest.fixture(autouse=True)
+def as_before(installed: Installed) -> Iterator[None]:
+    """Whatever is tried: the victim's GPU stays with its team, and nothing of ROSE has ended."""
+    slot, restarts = installed.slot(), victims(installed)
+    yield
+    assert installed.slot() == slot, "another team's slot"
+    assert victims(installed) == restarts
+    kinds = "rolloutleases,servingpools,pods"
+    installed.node.kubectl("delete", kinds, "--all", f"--namespace={EVIL}", seconds=120)
+
+
+def victims(installed: Installed) -> dict[str, int]:
+    """Restarts of all containers but the routers that the tenant's own leases have."""
+    return {
+        name: count
+        for name, count in installed.restarts().items()
+        if not name.startswith(f"router-{EVIL}-")
+    }
+
+
+# --- a tenant with `edit` in one namespace
+
+
+def test_the_api_server_lets_a_tenant_do_what_the_table_says_and_in_its_namespace_alone(
+    installed: Installed,
+) -> None:
+    verbs = sorted(rights.verbs(Listener.API))
+    reviews, wanted = [], []
+    for verb, namespace in product(verbs, (EVIL, RESEARCH, SYSTEM)):
+        right, _, resource = verb.partition(" ")
+        name, _, sub = resource.partition("/")
+        may = verb in rights.allowed(Listener.API, Party.EDITOR) and namespace == EVIL
+        for way in WAYS[right] if not sub else ("update", "patch"):
+            asked = {"group": "rose-gpu.dev", "verb": way, "resource": name, "subresource": sub}
+            reviews.append(review({**asked, "namespace": namespace}))
+            wanted.append((f"{way} {resource} in {namespace}", may and way != "deletecollection"))
+    for resource in ("secrets", "pods", "pods/exec", "configmaps"):
+        for way in ("get", "list", "create", "delete"):
+            asked = {"verb": way, "resource": resource, "namespace": SYSTEM}
+            reviews.append(review(asked))
+            wanted.append((f"{way} {resource} in {SYSTEM}", False))
+    listed = {"apiVersion": "v1", "kind": "List", "items": reviews}
+    said = installed.node.kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(listed))
+    found = [one["status"]["allowed"] for one in each(said)]
+    assert [words for (words, may), is_so in zip(wanted, found, strict=True) if may != is_so] == []
+
+
+def each(text: str) -> Iterator[Object]:
+    """The objects of an output of kubectl, which prints one after the other."""
+    decoder = json.JSONDecoder()
+    while text := text.strip():
+        one, end = decoder.raw_decode(text)
+        text = text[end:]
+        yield one
+
+
+def review(asked: dict[str, str]) -> Object:
+    name, _, sub = asked["resource"].partition("/")
+    attributes = {**asked, "resource": name, "subresource": asked.get("subresource") or sub}
+    return {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SubjectAccessReview",
+        "spec": {
+            "user": "eve",
+            "groups": ["system:authenticated"],
+            "resourceAttributes": attributes,
+        },
+    }
+
+
+def test_an_annotation_neither_lends_another_pods_gpu_nor_takes_its_loan_away(
+    installed: Installed,
+) -> None:
+    (gpu,) = (installed.state.gpus[index].uuid for index in installed.victim.gpus)
+    engine = ["python", "-m", "rose_engines.fake", "--host", "0.0.0.0", "--port", "30000"]
+    bait = pod("bait", engine, {"rose-gpu.dev/gpus": gpu})
+    installed.apply(bait, pool("bait", "Lend", app="bait"), lease("steal", "bait"), as_eve=True)
+    installed.wait(
+        lambda: "NoGPU" in installed.says("rlease", "steal", "Granted"),
+        "the lease says that the pod has no GPU",
+    )
+    lent = {slot["spec"]["members"][0]["podName"] for slot in installed.slots()}
+    assert lent == {installed.victim.name}
+
+
+def test_a_tenant_neither_ranks_itself_first_nor_makes_the_operator_run_pods(
+    installed: Installed,
+) -> None:
+    before = {one["metadata"]["uid"] for one in deployments(installed)}
+    greedy = [
+        lease("first", "none", priority=1000),
+        lease("heavy", "none", weight=1000),
+        lease("many", "none", router={"replicas": 16}),
+        lease("theirs", "none") | {"metadata": {"name": "theirs", "namespace": EVIL}},
+    ]
+    greedy[3]["spec"]["weights"] = {"storeName": "main", "run": "grpo"}
+    floods = [lease(f"flood-{number}", "none") for number in range(12)]
+    installed.apply(pool("none", "Lend", no="such"), *greedy, *floods, as_eve=True)
+    names = [one["metadata"]["name"] for one in (*greedy, *floods)]
+    path = '{range .items[*]}{.metadata.name}={.status.conditions[?(@.type=="Accepted")].reason} '
+    where = ("rlease", f"--namespace={EVIL}", f"--output=jsonpath={path}{{end}}")
+
+    def reasons() -> dict[str, str]:
+        words = installed.node.kubectl("get", *where).split()
+        return dict(word.split("=", 1) for word in words)
+
+    installed.wait(lambda: all(reasons().get(name) for name in names), "all were judged")
+    found = reasons()
+    assert {found[name] for name in ("first", "heavy", "many")} == {"TenantPolicyForbids"}
+    assert found["theirs"] == "RunNotAllowed"
+    capped = [name for name in names if found[name] == "TenantCapReached"]
+    assert len(capped) == len(floods) - 2, found
+    # No router before a slot is possible: this pool has no pod.
+    made = {one["metadata"]["name"] for one in deployments(installed) if new(one, before)}
+    assert len(made) <= 2, made
+    assert not installed.get("pods", "-n", EVIL)
+
+
+def deployments(installed: Installed) -> list[Object]:
+    return installed.get("deployments", "-A", "-l", "app.kubernetes.io/name=rose-router")
+
+
+def new(one: Object, before: set[str]) -> bool:
+    return one["metadata"]["uid"] not in before
+
+
+@pytest.mark.parametrize("arguments", [{"trust-remote-code": "true"}, {"model-path": "/etc"}])
+def test_an_argument_that_is_not_on_the_list_is_refused_at_the_door(
+    installed: Installed, arguments: dict[str, str]
+) -> None:
+    asked = lease("code", "none", engineArguments=arguments)
+    with pytest.raises(CommandFailed, match="engineArguments"):
+        installed.apply(asked, as_eve=True)
+
+
+def test_a_value_that_is_none_of_the_arguments_is_refused_before_any_engine(
+    installed: Installed,
+) -> None:
+    asked = lease("value", "none", engineArguments={"dtype": "bfloat16;sh"})
+    installed.apply(asked, as_eve=True)
+    installed.wait(
+        lambda: installed.says("rlease", "value", "Accepted", "reason") == "ArgumentNotAllowed",
+        "the lease says that the value is none",
+    )
+
+
+def test_the_shipped_sample_is_taken(installed: Installed) -> None:
+    sample = (HERE.parents[1] / "crds/samples/rolloutlease.yaml").read_text()
+    installed.node.kubectl("apply", "--dry-run=server", "--filename=-", stdin=sample)
+
+
+# --- a pod on the cluster's network, a team with its own credential
+
+
+def ports(installed: Installed) -> Iterator[tuple[Listener, str, frozenset[str]]]:
+    """Every port that a container of ROSE declares, and what could be asked there."""
+    for one in installed.pods():
+        for container in one["spec"]["containers"]:
+            listener = LISTENERS[container["name"]]
+            for port in container.get("ports", ()):
+                address = f"{one['status']['podIP']}:{port['containerPort']}"
+                verbs = rights.verbs(listener)
+                if listener is Listener.HOST:  # its pages and its data route are two ports
+                    data = port["name"] == "data"
+                    verbs = frozenset(
+                        verb for verb in verbs if verb.startswith("POST /slots") is data
+                    )
+                yield listener, address, verbs
+
+
+def bearers(installed: Installed) -> dict[str, tuple[str, dict[Listener, tuple[Party, ...]]]]:
+    """Credentials that somebody could bring, and where they make him somebody."""
+    theirs, lease_of = f"{EVIL}/default", f"{RESEARCH}/grpo"
+    token = installed.token
+    platform = installed.secret("rose-token", "token").decode()
+    store = installed.credentials
+    router, at_store = Listener.ROUTER, Listener.STORE
+    return {
+        "nothing": ("", {}),
+        "a guess": ("guess", {}),
+        "another namespace's account": (token(theirs, f"rose-lease/{lease_of}"), {}),
+        "another lease's account": (token(f"{RESEARCH}/default", "rose-lease/research/other"), {}),
+        "the account's own token": (token(f"{RESEARCH}/default", "https://kubernetes"), {}),
+        "the installation's token": (platform, {Listener.AGENT: (Party.PLATFORM,)}),
+        "another team's credential": (store["evil"], {}),
+        "the cluster's credential": (store["cluster"], {at_store: (Party.NODE,)}),
+        "the team's credential": (store["research"], {at_store: (Party.TRAINER,)}),
+        "the team's harness": (
+            token(f"{RESEARCH}/default", f"rose-turns/{lease_of}"),
+            {router: (Party.HARNESS,)},
+        ),
+        "the team's trainer": (
+            token(f"{RESEARCH}/default", f"rose-lease/{lease_of}"),
+            {router: (Party.TRAINER,)},
+        ),
+    }
+
+
+async def test_each_port_opens_each_verb_to_whom_the_table_says(installed: Installed) -> None:
+    authority = await asyncio.to_thread(installed.secret, "rose-tls", "ca.crt")
+    namespace = installed.router()["metadata"]["namespace"]
+    who = await asyncio.to_thread(bearers, installed)
+    wrong = []
+    for listener, place, verbs in ports(installed):
+        at = namespace if listener is Listener.ROUTER else SYSTEM
+        # The test's store speaks plain text.
+        trust = None if listener is Listener.STORE else doors.Trust(authority, f"any.{at}.svc")
+        for bearer, (word, parties) in who.items():
+            found = await doors.knock(place, word, verbs, trust)
+            known = parties.get(listener, (Party.ANYBODY,))
+            may = set().union(*(rights.allowed(listener, party) for party in known))
+            if bearer == "another team's credential" and listener is Listener.STORE:
+                may |= BLOCKS
+            if found.heard != may & found.answered:
+                more, less = found.heard - may, (may & found.answered) - found.heard
+                wrong.append(f"{listener} {place}, {bearer}: opened {more}, closed {less}")
+            assert found.answered, f"{listener} {place} answers nothing"
+    await asyncio.to_thread(resume, installed)
+    assert not wrong, "\n".join(wrong)
+
+
+def resume(installed: Installed) -> None:
+    """The trainer has paused its router, as it may."""
+    word = installed.token(f"{RESEARCH}/default", f"rose-lease/{RESEARCH}/grpo")
+    assert post(installed, "/continue_generation", b"{}", word) == 200
+
+
+def post(installed: Installed, path: str, body: bytes, word: str) -> int:
+    """Status of a request to the team's router."""
+    address = installed.router()["status"]["podIP"]
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {word}"}
+    request = urllib.request.Request(f"http://{address}:8000{path}", body, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310  # to the cluster
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_one_large_request_for_four_thousand_answers_does_not_end_a_router(
+    installed: Installed,
+) -> None:
+    ids = ",".join(str(100_000 + number % 50_000) for number in range(1_000_000))
+    asked = f'{{"input_ids":[{ids}],"sampling_params":{{"max_new_tokens":1,"n":4096}}}}'
+    word = installed.token(f"{RESEARCH}/default", f"rose-lease/{RESEARCH}/grpo")
+    statuses = {post(installed, "/generate", asked.encode(), word) for _ in range(3)}
+    assert statuses <= {413, 422, 503}, statuses
+    address = installed.router()["status"]["podIP"]
+    with urllib.request.urlopen(f"http://{address}:8000/healthz", timeout=10) as page:
+        assert page.status == 200
+
+
+# --- an owner of a pool, whose serving pods are hostile
+
+TRICKS = ("bomb", "endless", "slow", "shrink", "sparse", "exchange", "names")
+
+
+def test_serving_pods_that_attack_their_reader_end_neither_the_guard_nor_a_loan(
+    installed: Installed,
+) -> None:
+    script = (HERE / "hostile.py").read_text()
+    pods = [pod(f"hostile-{trick}", ["python", "-c", script, trick]) for trick in TRICKS]
+    installed.apply(*pods, pool("hostile", "Lend", app="hostile"), as_eve=True)
+
+    def asked() -> dict[str, int]:
+        """How often the guard has read each of them."""
+        found = {}
+        for one in installed.get("pods", "-n", EVIL, "-l", "app=hostile"):
+            address = one["status"].get("podIP", "")
+            found[one["metadata"]["name"]] = count_at(address)
+        return found
+
+    # Whoever never ends his page is read once, and again after the reader's patience.
+    installed.wait(
+        lambda: len(asked()) == len(TRICKS) and all(count >= 2 for count in asked().values()),
+        "each of them was read and read again",
+    )
+    path = "jsonpath={.status.conditions[?(@.type=='TelemetryFresh')].status}"
+    where = ("servingpool", "chat", "--namespace=serving", f"--output={path}")
+    wait_until(
+        lambda: installed.node.kubectl("get", *where).strip() == "True",
+        "the victim's own signals go on",
+        seconds=30,
+    )
+
+
+def count_at(address: str) -> int:
+    try:
+        with urllib.request.urlopen(f"http://{address}:30000/asked", timeout=5) as page:
+            return int(page.read())
+    except (OSError, ValueError):
+        return 0
