@@ -50,7 +50,7 @@ demo: engine cluster  ## the main job on real parts; ARGS=--help lists the knobs
 # says so; generated examples are the same every time, so that a change is judged by what it does. While you
 # work (`make unit`) nothing is tried twice, and examples are new each time.
 test test-engines test-cluster test-units: AGAIN := --reruns 1 --only-rerun ".*" --hypothesis-profile=ci
-test: check engine cluster release-parts  ## everything that CI runs
+test: check engine cluster  ## everything that CI runs
 	$(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 2 test-cluster test-processes
 	$(MAKE) --no-print-directory fuzz ARGS="--seconds 3"
 

@@ -115,6 +115,7 @@ class Trainer:
             for member in range(self._members):
                 task = asyncio.create_task(self._sample(one, f"{one.number}.{member}"))
                 self._tasks.add(task)
+                task.add_done_callback(lambda _: self._ended.set())
 
     async def _sample(self, one: Group, session: str) -> None:
         one.sessions.append(session)

@@ -9,7 +9,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 import aiohttp
@@ -19,18 +19,24 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file, save_file
 
+from rose_core.rollouts.consumption import ConsumptionBound
 from rose_core.rollouts.spans import Span, covers
+from rose_core.rollouts.terms import LeaseTerms, policies_of
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.engine_environment import is_ready
 from rose_dev.engine_testing import RealEngine, start_engine
 from rose_dev.models import make_named
 from rose_dev.owners import Owner, owner
+from rose_dev.waiting import until
 from rose_engines.sglang.control import ControlClient
 from rose_router.config import Settings
 from rose_router.main import running
 from rose_trainer.adapters.ingest import Ingest
 from rose_trainer.publisher import Publisher
 from rose_weights.receive.client import WeightsClient
+from tests.router.overlapping import LONG, SHORT, Trainer, writing
+from tests.router.pushing import json_of
+from tests.simulate.test_same_policies import lease, settings_of
 from tests.trainer.test_publisher import RunningStore
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.asyncio]
@@ -206,13 +212,17 @@ async def push(engine: RealEngine, store: RunningStore, publisher: Publisher, fo
     assert after["output_ids"] != before
 
 
-async def follow(engine: RealEngine, store: RunningStore, ours: Owner, bundle: Path) -> None:
-    """What weight-sync does on a node."""
+async def follow(
+    engine: RealEngine, store: RunningStore, ours: Owner, bundle: Path, *, head_first: bool = False
+) -> None:
+    """What weight-sync does on a node; it says what the newest version is before it has it."""
     async with (
         WeightsClient(store.address, token="t") as client,
         await ControlClient.connect(engine.control) as control,
     ):
         async for head in client.watch("run"):
+            if head_first:
+                ours.say(head=str(head.version))
             folder = bundle / str(head.version)
             await client.pull("run", folder, want=head.version)
             await control.stage(folder)
@@ -226,3 +236,91 @@ def write_changed(model: Path, folder: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     tensors["lm_head.weight"] = torch.roll(tensors["lm_head.weight"], 1, dims=0).contiguous()
     save_file(tensors, folder / "model.safetensors")
+
+
+MEMBERS, GROUPS, BATCH = 2, 32, 4
+MOVE_SECONDS = 1.0  # after its process has died an engine's owner takes it from the lease
+
+
+async def test_when_all_borrowed_engines_die_what_is_long_is_kept_as_often_as_what_is_short(
+    pair: Pair,
+    real_engine: RealEngine,
+    tmp_path: Path,
+) -> None:
+    """A dedicated engine, two borrowed ones killed for good in mid-step, the sample's lease."""
+    store = RunningStore(tmp_path / "store")
+    terms = settings_of(lease(staleness=1)).terms
+    settings = Settings(lease="team/grpo", attach_token="secret", terms=terms)
+    assert settings.policies == policies_of(LeaseTerms(max_staleness=1))
+    lost = pair.alive()
+    engines = {"ours": real_engine, "first": lost[0], "second": lost[1]}
+    async with AsyncExitStack() as stack:
+        stack.callback(store.close)
+        router = await stack.enter_async_context(running(settings))
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        publisher = stack.enter_context(Publisher(store.address, "run", token="t"))
+        owners = {
+            name: await stack.enter_async_context(
+                owner(router.attach_port, attached(name, engine), "secret")
+            )
+            for name, engine in engines.items()
+        }
+        following = {
+            name: asyncio.create_task(
+                follow(engine, store, owners[name], tmp_path / name, head_first=True)
+            )
+            for name, engine in engines.items()
+        }
+        for task in following.values():
+            stack.callback(task.cancel)
+        for engine in engines.values():
+            await http.post(f"{engine.url}/slow_down", json={"forward_sleep_time": 0.02})
+        stack.push_async_callback(
+            http.post, f"{real_engine.url}/slow_down", json={"forward_sleep_time": None}
+        )
+        fleet, model = router.service.fleet, load_file(real_engine.model / "model.safetensors")
+
+        async def publish(step: int) -> None:
+            rolled = torch.roll(model["lm_head.weight"], step, dims=0).contiguous()
+            version = publisher.publish(step, {**model, "lm_head.weight": rolled})
+            await until(lambda: fleet.head == version)
+
+        await publish(0)
+        await until(lambda: {one.version for one in fleet} == {fleet.head}, seconds=120)
+        url = f"http://127.0.0.1:{router.http_port}"
+        trainer = Trainer(url, publish, ConsumptionBound(BATCH, staleness=1), MEMBERS, GROUPS)
+        training = asyncio.create_task(trainer.train())
+        # In mid-step: both write, and long trajectories are under way.
+        await until(
+            lambda: (
+                training.done()
+                or (trainer.version >= 2 and LONG in trainer.under_way and writing(fleet))
+            ),
+            seconds=100,
+        )
+        assert not training.done(), await training
+        for name, engine in list(engines.items())[1:]:
+            following[name].cancel()
+            os.killpg(engine.process.pid, signal.SIGKILL)
+        await asyncio.sleep(MOVE_SECONDS)
+        for name in ("first", "second"):
+            owners[name].say(gate_open=False, leaving=True)
+        await training
+        shown = await json_of(http.get(f"{url}/trajectories"))
+        redone = router.service.ledger.totals.redone_tokens
+    short, long = trainer.cells[SHORT], trainer.cells[LONG]
+    more = short.less(long)  # dropped of long ones, less of short ones
+    assert (short.groups, long.groups) == (GROUPS // 2, GROUPS // 2)
+    assert trainer.moves >= 2, "turns went on elsewhere"
+    assert redone <= trainer.moves * settings.interval
+    assert (short.lost, long.lost) == (0, 0)
+    assert (short.dropped, long.dropped) == (0, 0)
+    assert more.value == 0
+    assert more.high < 0.25, f"so many groups can tell: {more}"
+    (every,) = (row for row in shown["inclusion"] if row["dimension"] == "all")
+    assert sum(every[arm]["trained"] for arm in ("any", "dedicated")) == MEMBERS * GROUPS
+
+
+def attached(name: str, engine: RealEngine) -> EngineUpdate:
+    kind = EngineKind.DEDICATED if name == "ours" else EngineKind.BORROWED
+    return msgspec.structs.replace(update_of(engine, name), kind=kind, version="")
