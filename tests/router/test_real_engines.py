@@ -298,7 +298,7 @@ async def test_when_all_borrowed_engines_die_what_is_long_is_kept_as_often_as_wh
             ),
             seconds=100,
         )
-        assert not training.done(), await training
+        assert not training.done(), training.exception()
         for name, engine in list(engines.items())[1:]:
             following[name].cancel()
             os.killpg(engine.process.pid, signal.SIGKILL)
