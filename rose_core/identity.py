@@ -8,26 +8,17 @@ never mistaken for the earlier one.
 from __future__ import annotations
 
 import re
-from typing import NewType
 
 import msgspec
+
+from rose_core.uids import GpuUuid as GpuUuid  # noqa: PLC0414  # also from here
+from rose_core.uids import LeaseUid as LeaseUid  # noqa: PLC0414  # also from here
+from rose_core.uids import PodUid as PodUid  # noqa: PLC0414  # also from here
+from rose_core.uids import SlotUid as SlotUid  # noqa: PLC0414  # also from here
 
 _VERSION = re.compile(
     r"^(?P<run>[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?)@(?P<incarnation>\d+)\.(?P<sequence>\d+)$"
 )
-
-
-LeaseUid = NewType("LeaseUid", str)
-"""Kubernetes' uid of a RolloutLease; one deleted and made anew has another."""
-
-SlotUid = NewType("SlotUid", str)
-"""Kubernetes' uid of a RolloutSlot, or the name of a dedicated engine on its node."""
-
-GpuUuid = NewType("GpuUuid", str)
-"""NVIDIA's name of a GPU, ``GPU-...``; in a static list whatever stands there."""
-
-PodUid = NewType("PodUid", str)
-"""Kubernetes' uid of a serving pod: what telemetry, grants and the planner call a replica."""
 
 
 def run_name(text: str) -> str:

@@ -32,7 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rose_core.identity import GpuUuid, PodUid, SlotUid
+from rose_core.uids import GpuUuid, PodUid, SlotUid
 
 _UUID = re.compile(r"GPU-[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 _MINOR = re.compile(r"(?:nvidia|gpu-)(\d{1,4})")

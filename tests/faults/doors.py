@@ -173,4 +173,6 @@ def filled(kind: Any) -> Any:  # noqa: ANN401, PLR0911  # any type of a message'
         return next(iter(kind))
     if kind is type(None):
         return None
+    if isinstance(kind, typing.NewType):
+        return filled(kind.__supertype__)
     return "x" if kind is str else kind()

@@ -58,6 +58,7 @@ NOT_SIMULATED = {
     "rose_core.rollouts.prefixes": "trajectories have names here",
     "rose_core.rollouts.quorum": "dedicated engines all take a version after link.dedicated_s",
     "rose_core.rollouts.replicas": "one router per job",
+    "rose_core.rollouts.router_size": "a router here has no memory to run out of",
     "rose_core.rollouts.spans": "tokens have no content here",
     "rose_core.rollouts.splice": "no request has parameters",
     "rose_core.rollouts.stops": "tokens have no text here",

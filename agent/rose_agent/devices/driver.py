@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rose_core.devices.health import Vitals
-from rose_core.identity import GpuUuid
+from rose_core.uids import GpuUuid
 
 
 @dataclass(frozen=True)

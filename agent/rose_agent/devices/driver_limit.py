@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rose_agent.errors import QueryFailed
-from rose_core.identity import GpuUuid
+from rose_core.uids import GpuUuid
 
 PROGRAM = ("nvidia-smi",)
 MIB = 1 << 20

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from rose_agent.devices.driver import DriverVersion, Gpu, GpuProcess, Memory
 from rose_agent.errors import NoDevices, QueryFailed, UnknownGpu
 from rose_core.devices.health import Virtualization, Vitals
-from rose_core.identity import GpuUuid
+from rose_core.uids import GpuUuid
 
 T = TypeVar("T")
 

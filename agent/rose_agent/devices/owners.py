@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose_core.identity import PodUid, SlotUid
+from rose_core.uids import PodUid, SlotUid
 from rose_engines.rundir import slot_of
 
 _ENGINE = re.compile(r"/rose-[0-9a-f]{8}-(?P<slot>[A-Za-z0-9][-A-Za-z0-9._]*)$", re.MULTILINE)

@@ -22,7 +22,7 @@ import yaml
 from rose_agent.devices.driver import DriverVersion, Gpu, GpuProcess, Memory
 from rose_agent.errors import NoDevices, QueryFailed, UnknownGpu
 from rose_core.devices.health import Vitals
-from rose_core.identity import GpuUuid
+from rose_core.uids import GpuUuid
 from rose_wire import problems
 
 # "The GPU has fallen off the bus": a fault that no program causes.

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from rose_agent.devices.driver import DeviceDriver
 from rose_agent.errors import DeviceError
-from rose_core.identity import GpuUuid
+from rose_core.uids import GpuUuid
 from rose_engines.memory import PAGE
 
 

@@ -53,7 +53,7 @@ from rose_core.devices.memory import (
     steer,
 )
 from rose_core.devices.ownership import Claim, OnGpu, Party, stranger
-from rose_core.identity import GpuUuid, PodUid, SlotUid
+from rose_core.uids import GpuUuid, PodUid, SlotUid
 from rose_core.wire.sync import PoolPolicy
 
 _log = logging.getLogger(__name__)
