@@ -14,7 +14,7 @@ RUN := $(CONTAINED) $(BIN)
 ARGS ?=
 LANE := -v -n 1 --dist loadfile
 
-.PHONY: help venv engine vllm cluster demo test test-engines test-cluster test-processes test-units test-gpu-node unit check format generate docs crds clean \
+.PHONY: help venv engine vllm cluster demo test test-engines test-cluster test-gpu-node unit check format generate docs crds clean \
 	bench-guard bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
 	bench-operator bench-simulate bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal
 
@@ -49,27 +49,23 @@ demo: engine cluster  ## the main job on real parts; ARGS=--help lists the knobs
 # Whoever tests everything tests on a machine of unknown load: what fails is tried once more, and pytest
 # says so; generated examples are the same every time, so that a change is judged by what it does. While you
 # work (`make unit`) nothing is tried twice, and examples are new each time.
-test test-engines test-cluster test-units: AGAIN := --reruns 1 --only-rerun ".*" --hypothesis-profile=ci
-test: check engine cluster  ## everything that CI runs
-	$(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 2 test-cluster test-processes
+test test-engines test-cluster: AGAIN := --reruns 1 --only-rerun ".*" --hypothesis-profile=ci
+test: check unit engine cluster  ## everything that CI runs
+	$(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 2 test-engines test-cluster
 	$(MAKE) --no-print-directory fuzz ARGS="--seconds 3"
 
-# Side by side: Kubernetes mostly waits while the other lane computes. One worker each, which a hung test
+# Side by side: Kubernetes mostly waits while an engine computes. One worker each, which a hung test
 # ends without ending the run, so that each lane starts what its tests share once.
-test-cluster:
-	$(BIN)/pytest $(LANE) -m cluster $(AGAIN) $(ARGS)
-
-test-processes:
-	$(MAKE) --no-print-directory test-units
-	$(MAKE) --no-print-directory test-engines
-
-test-units:
-	$(BIN)/pytest -n 1 --dist loadfile -m "not engine and not cluster" $(AGAIN) $(ARGS)
-
 test-engines:
 	$(BIN)/pytest $(LANE) -m "engine and not cluster" $(AGAIN) $(ARGS)
 
-test-gpu-node: cluster  ## the chart on a node with eight GPUs that are not there (part of test-cluster)
+# Twelve minutes more, which a bare machine has not: make attack, make test-gpu-node.
+LONG := tests/attack/test_on_the_node.py $(addprefix tests/gpu_node/test_,widths.py failures.py recovery.py slow_answers.py)
+
+test-cluster:
+	$(BIN)/pytest $(LANE) -m cluster $(addprefix --ignore=,$(LONG)) $(AGAIN) $(ARGS)
+
+test-gpu-node: cluster  ## the chart on a node with eight GPUs that are not there (make test runs its first half)
 	$(CONTAINED) $(BIN)/pytest -v -n 0 tests/gpu_node $(ARGS)
 
 unit: venv  ## what needs neither engine nor cluster
@@ -171,7 +167,7 @@ fuzz: venv  ## bytes of hostile serving pods, made by a coverage-guided fuzzer; 
 		$(RUN)/python -m tests.fuzz.run $(ARGS); \
 	else echo "SKIPPED fuzz: atheris cannot be had here; make unit tries its corpus"; fi
 
-# What each party could try (docs/threat-model.md); the unit and cluster lanes of `make test` run the same.
+# What each party could try (docs/threat-model.md); `make test` runs all but those on the node.
 ATTACKS := tests/attack tests/faults/test_listeners.py tests/faults/test_threats.py tests/faults/test_retention.py \
 	tests/agent/test_gpu_owners.py tests/agent/test_readers.py tests/devices/test_ownership.py \
 	tests/lending/test_tenancy.py tests/operator/test_tenancy.py tests/operator/test_enrolment.py \
