@@ -69,11 +69,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Answer:
-    """One request as its client saw it; seconds of the monotonic clock, 0 = not yet.
-
-    Attributes:
-        times: when something of the answer came.
-    """
+    """One request as its client saw it; seconds of the monotonic clock, 0 = not yet."""
 
     arrival: Arrival
     sent_s: float
@@ -81,7 +77,6 @@ class Answer:
     last_s: float = 0.0
     ended_s: float = 0.0
     tokens: int = 0
-    times: list[float] = field(default_factory=list)
 
     @property
     def ttft_s(self) -> float:
@@ -197,6 +192,5 @@ async def _ask(
             if tokens:
                 answer.tokens, answer.last_s = tokens, time.monotonic()
                 answer.first_s = answer.first_s or answer.last_s
-                answer.times.append(round(answer.last_s, 4))
     if not answer.first_s:
         raise aiohttp.ClientPayloadError("the answer ended without a token")

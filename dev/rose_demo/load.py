@@ -129,10 +129,7 @@ def plan(
     Lent and withheld windows of ``window_s`` get the same load; with 0 every request is sent once,
     at its time.
     """
-    arrivals = read_trace(trace)
-    span = span_seconds(seconds, window_s)
-    start = busiest_window(arrivals, span)
-    lent = schedule(arrivals, start_s=start, seconds=span, scale=scale, seed=1)
+    lent = burst(trace, span_seconds(seconds, window_s), scale)
     source = random.Random(2)  # noqa: S311  # load, nothing secret
     plans = {
         Role.LENT: lent,
@@ -141,6 +138,13 @@ def plan(
     if not window_s:
         return plans
     return {role: twice(rows, window_s=window_s, seconds=seconds) for role, rows in plans.items()}
+
+
+def burst(trace: Path, seconds: float, scale: Scale) -> list[Arrival]:
+    """The trace's busiest part of this length, scaled."""
+    arrivals = read_trace(trace)
+    start = busiest_window(arrivals, seconds)
+    return schedule(arrivals, start_s=start, seconds=seconds, scale=scale, seed=1)
 
 
 def span_seconds(seconds: float, window_s: float) -> float:
@@ -157,7 +161,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--seconds", type=float, required=True)
     result.add_argument("--origin", type=float, default=None, help="monotonic start, seconds")
     result.add_argument("--keep", type=float, default=Scale.keep, help="share of requests kept")
-    result.add_argument("--shorter", type=float, default=1.0, help="factor for all lengths")
+    result.add_argument("--shorter", type=float, default=1.0, help="divides all lengths")
     result.add_argument("--control-share", type=float, default=0.5)
     result.add_argument("--window-seconds", type=float, default=0.0, help="send twice, in pairs")
     result.add_argument("--out", type=Path, required=True)

@@ -23,13 +23,13 @@ import numpy as np
 from rose_demo import calibrate, placement
 from rose_demo.collect import Collector, gate_intervals, stop_seconds
 from rose_demo.errors import SetUpFailed
-from rose_demo.load import span_seconds
+from rose_demo.load import burst, span_seconds
 from rose_demo.options import Options
 from rose_demo.reaper import Reaper
 from rose_demo.records import Recording, Request, Sample
 from rose_demo.stack import Addresses, Stack
 from rose_demo.table import Screen, frame
-from rose_demo.trace import Scale, busiest_window, read_trace, schedule
+from rose_demo.trace import Scale
 from rose_dev.engine_environment import SGLANG_VERSION
 from rose_dev.image import checkout
 
@@ -248,12 +248,10 @@ async def _calibrate(stack: Stack, url: str) -> tuple[Scale, str]:
     """Fit load and objective to this machine; says how."""
     options = stack.options
     speed = await calibrate.measure_speed(url)
-    arrivals = read_trace(options.trace)
     span = span_seconds(options.seconds, options.window_seconds)
-    start = busiest_window(arrivals, span)
-    usual, whole = Scale(), Scale(Scale.keep, 1.0, sys.maxsize, sys.maxsize)
-    load = schedule(arrivals, start_s=start, seconds=span, scale=whole, seed=1)
-    scale = calibrate.fit(load, usual, speed, seconds=span, share=options.load)
+    unscaled = Scale(length_divisor=1.0, longest_prompt=sys.maxsize, longest_output=sys.maxsize)
+    load = burst(options.trace, span, unscaled)
+    scale = calibrate.fit(load, Scale(), speed, seconds=span, share=options.load)
     told = (
         f"live traffic: {scale.keep:.1%} of the trace's requests, lengths divided by "
         f"{scale.length_divisor:g}, for a replica busy {options.load:.0%} of the time: alone it "

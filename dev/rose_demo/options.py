@@ -74,7 +74,12 @@ def parser() -> argparse.ArgumentParser:
         "shortened for it, by the speed that is measured here",
         default=BUSY_SHARE,
     )
-    add("--control-share", type=share, default=0.5, help="of those, sent to the never-lent replica")
+    add(
+        "--control-share",
+        type=share,
+        default=0.5,
+        help="of the requests, sent to the never-lent replica too",
+    )
     add("--serving-model", choices=models, default="mid", help="model of the serving replicas")
     add("--rollout-model", choices=models, default="tiny", help="model being trained")
     measured = "without, what a replica of the speed that is measured here can promise"

@@ -7,7 +7,7 @@
 | objects | replicas, store, dedicated engine, pool and lease are applied |
 | replicas | both serving pods are Ready |
 | parts | ROSE, store and dedicated engine are Ready and the lease has its router |
-| slot | the slot is granted; its engine starts once live traffic has shown its signal |
+| slot | the slot's engine runs and waits for weights |
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Stack:
         self._until(lambda: bool(self._lease().get("routerURL")), "the lease's router")
 
     def wait_for_slot(self) -> None:
-        """Wait until the slot has its engine, which starts once the guard has seen live requests.
+        """Wait until the slot's engine runs; its weights come from the trainer.
 
         Raises:
             SetUpFailed: not in time; says the slot's and the lease's conditions.

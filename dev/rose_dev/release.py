@@ -273,25 +273,36 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _checked(given: argparse.Namespace) -> list[Path]:
+    """The archives to release.
+
+    Raises:
+        ReleaseFailed: something is missing; says what.
+    """
+    if not given.registry or given.key is None or not given.key.is_file():
+        raise ReleaseFailed(
+            "name the registry and the key: make release "
+            "ARGS='--registry registry.example.com/rose --key cosign.key'"
+        )
+    if "COSIGN_PASSWORD" not in os.environ:
+        raise ReleaseFailed("the key's password is missing: set COSIGN_PASSWORD")
+    archives = sorted(given.images.glob("*.tar")) if given.images else []
+    if given.images and not archives:
+        raise ReleaseFailed(f"--images {given.images}: there is no TARGET.tar")
+    return archives
+
+
 def main(argv: list[str]) -> int:
     """0 released, 1 something is wrong, which is said."""
     given = _parser().parse_args(argv)
     try:
+        # Bad input is told before tools are built, which takes minutes the first time.
+        archives = [] if given.parts else _checked(given)
         tools = build((HELM_PART, *RELEASE))
         if given.parts:
             for name, path in tools.items():
                 print(f"{name}: {path}")
             return 0
-        if not given.registry or given.key is None or not given.key.is_file():
-            raise ReleaseFailed(
-                "name the registry and the key: make release "
-                "ARGS='--registry registry.example.com/rose --key cosign.key'"
-            )
-        if "COSIGN_PASSWORD" not in os.environ:
-            raise ReleaseFailed("the key's password is missing: set COSIGN_PASSWORD")
-        archives = sorted(given.images.glob("*.tar")) if given.images else []
-        if given.images and not archives:
-            raise ReleaseFailed(f"--images {given.images}: there is no TARGET.tar")
         releaser = Releaser(
             given.registry.removeprefix("oci://").rstrip("/"), given.key, tools, given.plain_http
         )

@@ -228,11 +228,13 @@ class Sampler:
         self._open.update(keys)
         plays = (play(self._client, task, key, group) for key in keys)
         # Every member is waited for: one that fails must not leave its siblings' turns to nobody.
-        members = await asyncio.gather(*plays, return_exceptions=True)
-        for member in members:
-            if isinstance(member, BaseException):
-                raise member
-        self._ready.append(tuple(one for one in members if isinstance(one, Trajectory)))
+        results = await asyncio.gather(*plays, return_exceptions=True)
+        members: list[Trajectory] = []
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            members.append(result)
+        self._ready.append(tuple(members))
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._in_flight.discard(task)

@@ -1,10 +1,10 @@
-"""``/metrics``, ``/healthz`` and ``/readyz``, the same in every process, and who may read the rest.
+"""``/metrics`` and ``/healthz``, the same in every process, and who may read what is beside them.
 
 A package declares its metrics once, in its own ``metrics.py``, on a registry of its own; the list
 in ``docs/metrics.md`` is generated from those registries.
 
-``/healthz`` and ``/readyz`` are open: the kubelet brings no token. ``/metrics`` is open too, unless
-the environment has ``ROSE_METRICS_TOKEN``; then scrapers must bring that word (and no other
+``/healthz`` is open, as every ``probe`` is: the kubelet brings no token. ``/metrics`` is open too,
+unless the environment has ``ROSE_METRICS_TOKEN``; then scrapers must bring that word (and no other
 process's: it is none of the installation's own tokens). Every other page says more, and goes
 through ``guarded``.
 """

@@ -2,10 +2,12 @@
 
 The arguments are SGLang's own (``arguments.command`` makes them). On CPU two things are needed that
 a GPU machine has by itself: SGLang's switch for its CPU engine, which the scheduler's child process
-inherits, and the stand-in for the CUDA kernels on PYTHONPATH. When the environment names a permit
-or a control socket, the launcher refuses to start an engine in which ROSE's plugin did not load:
-an engine that could not be stopped must not run. When the environment names a key, only the routes
-of ``rose_engines.exposed_routes`` are there. Next step: ``plugin``.
+inherits, and the stand-in for the CUDA kernels on PYTHONPATH; and its processes are forked.
+
+When the environment names a permit or a control socket, the launcher refuses to start an engine in
+which ROSE's plugin did not load: an engine that could not be stopped must not run. When the
+environment names a key, only the routes of ``rose_engines.exposed_routes`` are there. Next step:
+``plugin``.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ class RouterNeeds:
 
     def live(self, lease: RolloutLease) -> Raw | None:
         """The Deployment of the lease's router."""
-        name = routers.router_name(lease.metadata.namespace, lease.metadata.name)
-        return self.stores[Kind.DEPLOYMENT].get(f"{self.settings.routers}/{name}")
+        return live_router(lease, self.stores, self.settings)
 
     def of(self, lease: RolloutLease) -> RouterDecision:
         """What there should be of the lease's router."""
@@ -49,6 +48,14 @@ class RouterNeeds:
                 demand=self.demand(key),
             ),
         )
+
+
+def live_router(
+    lease: RolloutLease, stores: Mapping[Kind, ObjectCache], settings: Settings
+) -> Raw | None:
+    """The Deployment of the lease's router, as the API server has it."""
+    name = routers.router_name(lease.metadata.namespace, lease.metadata.name)
+    return stores[Kind.DEPLOYMENT].get(f"{settings.routers}/{name}")
 
 
 def refused_seconds(lease: RolloutLease, now: datetime) -> float:

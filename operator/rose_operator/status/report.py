@@ -36,7 +36,7 @@ from rose_core.lending import LeaseDecision, LendingPlan, Policy
 from rose_core.lending.routers import RouterDecision
 from rose_core.wire.sync import SlotState
 from rose_operator.apply import routers
-from rose_operator.apply.router_needs import RouterNeeds
+from rose_operator.apply.router_needs import RouterNeeds, live_router
 from rose_operator.errors import NOT_FOUND, ApiRefused
 from rose_operator.kube.api import Kind
 from rose_operator.kube.object_cache import ObjectCache, Raw, key_of
@@ -204,7 +204,7 @@ class Reporter:
             for slot in world.slots_of(lease)
         )
         said = (outcome.wanted, outcome.granted, outcome.reason, outcome.message)
-        router = self._router_of(lease)
+        router = live_router(lease, self._stores, self._settings)
         route = self._route_of(routers.router_name(lease.metadata.namespace, lease.metadata.name))
         routed = route is not None and routers.is_routed(route)
         ready = routers.is_ready(router)
@@ -217,10 +217,6 @@ class Reporter:
         routes = self._stores.get(Kind.ROUTE)
         return routes.get(f"{self._settings.routers}/{name}") if routes is not None else None
 
-    def _router_of(self, lease: RolloutLease) -> Raw | None:
-        name = routers.router_name(lease.metadata.namespace, lease.metadata.name)
-        return self._stores[Kind.DEPLOYMENT].get(f"{self._settings.routers}/{name}")
-
     def _lease(
         self,
         lease: RolloutLease,
@@ -231,7 +227,7 @@ class Reporter:
         told: bool,
     ) -> Iterator[Write]:
         name = routers.router_name(lease.metadata.namespace, lease.metadata.name)
-        live = self._router_of(lease)
+        live = live_router(lease, self._stores, self._settings)
         url = routers.url_of(name, self._settings, self._route_of(name)) if live else ""
         summary = lease_summary(lease, outcome, world.refusals.get(lease.metadata.key))
         status = lease_status(
