@@ -163,6 +163,7 @@ def test_a_lease_becomes_a_slot_a_grant_and_a_url_and_goes_back(scene: Scene) ->
         "Ready",
         "Accepted",
         "Granted",
+        "RouterReady",
         "WeightsSynced",
         "Reclaiming",
     }
