@@ -11,6 +11,7 @@
 | Sync server | answers agents from memory |
 | Enrol server | tells routers and, where there are certificates, nodes who they are |
 | keys | reads the keys of callers' service accounts anew now and then |
+| own secrets | renews the installation's own certificates, where nobody else makes them |
 | pages | ``/metrics``, ``/healthz`` (the loop turns), ``/readyz`` (leads, renews, or stands by) |
 """
 
@@ -41,6 +42,7 @@ from rose_operator.kube.object_cache import ObjectCache
 from rose_operator.kube.relist import Relist
 from rose_operator.kube.watches import watch_kinds
 from rose_operator.notices import Notices
+from rose_operator.own_secrets import OwnSecrets
 from rose_operator.plan.cluster_facts import ClusterFacts
 from rose_operator.plan.telemetry import Telemetry
 from rose_operator.plan.typed_objects import TypedReader
@@ -106,6 +108,7 @@ class Operator:
 
     def __init__(self, settings: Settings, client: AsyncClient, lock_client: AsyncClient) -> None:
         self.settings = settings
+        self._client = client
         self.changed = asyncio.Event()
         self.stop = asyncio.Event()
         self.api = Api(
@@ -308,6 +311,10 @@ class Operator:
         }
         if self.settings.router_authentication:
             work["keys"] = self.keys.keep()
+        if self.settings.own is not None:
+            # Not the leader's alone: each replica listens with what it holds.
+            writing = Api(self._client, self.settings.namespace)
+            work["own secrets"] = OwnSecrets(writing, self.settings.own, wall=time.time).keep()
         return [asyncio.create_task(one, name=name) for name, one in work.items()]
 
     def _on_signals(self) -> None:

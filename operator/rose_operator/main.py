@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import logging
 import sys
+import time
 
 import httpx
 from lightkube import AsyncClient
 from lightkube.core.exceptions import ConfigError
 
+from rose_operator import own_secrets
 from rose_operator.app import Operator
 from rose_operator.errors import ApiRefused, ApiUnavailable, ConfigurationError
 from rose_operator.kube.api import FIELD_MANAGER
@@ -25,8 +28,11 @@ def main(argv: list[str]) -> int:
 
     Returns:
         0 after a signal, 1 when another operator took the lead or the API server does not give the
-        keys of its service accounts, 2 when a flag is wrong.
+        keys of its service accounts or lets it fill its own Secrets, 2 when a flag is wrong.
     """
+    own = own_secrets.options(argv)
+    if own is not None and (code := asyncio.run(_make(own, argv))):
+        return code
     try:
         settings = parse(argv)
     except ConfigurationError as error:
@@ -40,6 +46,31 @@ def main(argv: list[str]) -> int:
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     _spare_collections()
     return asyncio.run(_run(settings))
+
+
+async def _make(own: own_secrets.Options, argv: list[str]) -> int:
+    """What the other flags name may be what is made here, so it comes before they are read."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--namespace", default="rose-system")
+    namespace: str = parser.parse_known_args(argv)[0].namespace
+    try:
+        client = AsyncClient(field_manager=FIELD_MANAGER)
+    except ConfigError as error:
+        return _no_cluster(error)
+    try:
+        await own_secrets.OwnSecrets(Api(client, namespace), own, wall=time.time).make()
+    except (ApiRefused, OSError) as error:
+        sys.stderr.write(f"rose operator: own secrets: {error}\n")
+        return 1
+    finally:
+        await client.close()
+    return 0
+
+
+def _no_cluster(error: ConfigError) -> int:
+    text = f"no cluster: {error}; run it in a pod, or set KUBECONFIG"
+    sys.stderr.write(f"rose operator: {text}\n")
+    return 2
 
 
 def _spare_collections() -> None:
@@ -60,9 +91,7 @@ async def _run(settings: Settings) -> int:
         patience = httpx.Timeout(settings.lock_seconds / _LOCK_REQUESTS)
         lock_client = AsyncClient(field_manager=FIELD_MANAGER, timeout=patience)
     except ConfigError as error:
-        text = f"no cluster: {error}; run it in a pod, or set KUBECONFIG"
-        sys.stderr.write(f"rose operator: {text}\n")
-        return 2
+        return _no_cluster(error)
     try:
         operator = Operator(settings, client, lock_client)
         if settings.router_authentication:

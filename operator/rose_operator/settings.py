@@ -14,7 +14,7 @@ from uuid import uuid4
 import yaml
 
 from rose_core.api.common import DNS_NAME
-from rose_operator import weight_stores
+from rose_operator import own_secrets, weight_stores
 from rose_operator.errors import ConfigurationError
 from rose_operator.kube.leader import RENEWALS
 from rose_operator.weight_stores import Runs
@@ -67,6 +67,7 @@ class Settings:
         tls_client_ca: authority of the agents' certificates; each must name its node.
         enrol_address: where agents without a certificate and routers ask; empty = nowhere.
         node_authority: what signs those, with ``certificate_hours`` of life.
+        own: Secrets that the operator makes and renews itself.
     """
 
     namespace: str
@@ -89,6 +90,7 @@ class Settings:
     router_authority: Path | None = None
     router_certificate_hours: float = 24.0
     operator_authority: str = ""
+    own: own_secrets.Options | None = None
     tenancy: bool = True
     runs: dict[str, Runs] = field(default_factory=dict)
     turn_secrets: bool = False
@@ -148,6 +150,7 @@ def parse(argv: list[str]) -> Settings:
         router_authority=found.router_authority,
         router_certificate_hours=found.router_certificate_hours,
         operator_authority=_authority_of(found.tls_dir),
+        own=own_secrets.options(argv),
         router_service_account=found.router_service_account,
         router_template=_mapping(found.router_template) if found.router_template else {},
         plan_seconds=found.plan_seconds,
@@ -251,6 +254,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--gateway-scheme", choices=["https", "http"], default="https", help="of those URLs")
     add("--router-authority", type=Path, help="folder with tls.crt and tls.key that sign routers'")
     add("--router-certificate-hours", type=flags.above_zero, default=24.0, help="life of those")
+    own_secrets.add_flags(parser)
     return parser
 
 

@@ -23,6 +23,7 @@ DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 MODEL_NAME = r"^[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?$"
 
+LabelValue = Annotated[str, Field(max_length=63)]
 NamespaceName = Annotated[str, Field(min_length=1, max_length=63, pattern=DNS_LABEL)]
 ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=DNS_NAME)]
 LabelName = Annotated[str, Field(min_length=1, max_length=63, pattern=DNS_LABEL)]

@@ -40,8 +40,8 @@ class Kind:
     Attributes:
         status: None for a kind that nobody reports on.
         namespaced: else one object is for the whole cluster.
-        scale: what ``kubectl scale`` and autoscalers set, and what they read; of a kind with one
-            integer that says how much is wanted.
+        scale: what ``kubectl scale`` and autoscalers set, what they read, and the selector that
+            they ask for; of a kind with one integer that says how much is wanted.
     """
 
     model: type[ApiModel]
@@ -51,7 +51,7 @@ class Kind:
     short: str
     columns: tuple[Column, ...]
     selectable: tuple[str, ...]
-    scale: tuple[str, str] | None = None
+    scale: tuple[str, str, str] | None = None
     namespaced: bool = True
 
     @property
@@ -112,7 +112,7 @@ KINDS: tuple[Kind, ...] = (
             Column("URL", ".status.routerURL", wide=True),
         ),
         selectable=(".spec.poolRef.namespace", ".spec.poolRef.name", ".spec.engineClass"),
-        scale=(".spec.slots.max", ".status.slotsGranted"),
+        scale=(".spec.slots.max", ".status.slotsGranted", ".status.selector"),
     ),
     Kind(
         model=RolloutSlot,
@@ -192,8 +192,9 @@ def _version(kind: Kind) -> dict[str, Any]:
 def _scale(kind: Kind) -> dict[str, Any]:
     if kind.scale is None:
         return {}
-    wanted, found = kind.scale
-    return {"scale": {"specReplicasPath": wanted, "statusReplicasPath": found}}
+    wanted, found, selector = kind.scale
+    paths = {"specReplicasPath": wanted, "statusReplicasPath": found, "labelSelectorPath": selector}
+    return {"scale": paths}
 
 
 def _root(kind: Kind) -> dict[str, Any]:

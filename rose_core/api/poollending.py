@@ -9,7 +9,14 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from rose_core.api.common import ATOMIC_LIST, SET_LIST, ApiModel, NamespaceName, Rule
+from rose_core.api.common import (
+    ATOMIC_LIST,
+    SET_LIST,
+    ApiModel,
+    LabelValue,
+    NamespaceName,
+    Rule,
+)
 
 
 class Day(StrEnum):
@@ -51,6 +58,16 @@ class AutoscalerCheck(StrEnum):
 
     ENFORCE = "Enforce"
     IGNORE = "Ignore"
+
+
+class NamespaceSelector(ApiModel):
+    """Which namespaces, by their labels."""
+
+    match_labels: dict[str, LabelValue] = Field(
+        min_length=1,
+        max_length=16,
+        description="Labels of the Namespace, all of which it has.",
+    )
 
 
 class TimeWindow(ApiModel):
@@ -201,8 +218,13 @@ class Lending(ApiModel):
     borrower_namespaces: tuple[NamespaceName, ...] = Field(
         default=(),
         max_length=64,
-        description="Namespaces whose leases may borrow; empty means the pool's own only.",
+        description="Namespaces whose leases may borrow; empty, without borrowerNamespaceSelector, "
+        "means the pool's own only.",
         json_schema_extra=SET_LIST,
+    )
+    borrower_namespace_selector: NamespaceSelector | None = Field(
+        default=None,
+        description="More such namespaces, by their labels; needs tenancy to be enforced.",
     )
     price_per_gpu_hour_micros: int = Field(
         default=0,

@@ -348,6 +348,11 @@ class LeaseStatus(StatusBase):
         default=0, ge=0, le=1024, description="Slots that its turns can use now, at most slots.max."
     )
     slots_granted: int = Field(default=0, ge=0, le=1024, description="Slots it holds.")
+    selector: str = Field(
+        default="",
+        max_length=256,
+        description="Selects the lease's router pods; autoscalers ask for one beside the size.",
+    )
     slots_ready: int = Field(
         default=0, ge=0, le=1024, description="Slots whose engine runs attested weights."
     )

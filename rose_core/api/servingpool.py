@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
 
 from pydantic import Field
 
-from rose_core.api.common import SET_LIST, ApiModel, ObjectMeta, Rule
+from rose_core.api.common import SET_LIST, ApiModel, LabelValue, ObjectMeta, Rule
 from rose_core.api.poollending import Lending
 from rose_core.api.poolstatus import PoolStatus
 from rose_core.api.wholereplica import WHOLE_REPLICA_RULES, WholeReplica
@@ -18,8 +17,6 @@ from rose_core.wire.sync import SignalSource
 
 MPS_PERCENT = 30
 """Share of the multiprocessors where the owner names none: serving keeps most of them."""
-
-LabelValue = Annotated[str, Field(max_length=63)]
 
 
 class PoolMode(StrEnum):

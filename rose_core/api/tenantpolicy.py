@@ -11,12 +11,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rose_core.api.common import ATOMIC_LIST, ApiModel, LabelName, ObjectMeta, Rule
+from rose_core.api.common import ATOMIC_LIST, ApiModel, LabelName, LabelValue, ObjectMeta, Rule
 
 # A namespace, run, model or pool, with * and ? for any characters.
 _PATTERN = r"^[-A-Za-z0-9._/*?]+$"
 Pattern = Annotated[str, Field(min_length=1, max_length=253, pattern=_PATTERN)]
-LabelValue = Annotated[str, Field(max_length=63)]
 
 
 class Namespaces(ApiModel):

@@ -46,6 +46,10 @@ class Tenancy:
         labels = self._labels.get(namespace, {})
         return [one for one in self._policies if _selects(one.spec, namespace, labels)]
 
+    def labels_of(self, namespace: str) -> Mapping[str, str]:
+        """The namespace's labels; none of one that is not known."""
+        return self._labels.get(namespace, {})
+
     def judge(
         self, leases: Iterable[RolloutLease], refused: Iterable[RolloutLease] = ()
     ) -> dict[str, Answer]:

@@ -207,11 +207,9 @@ def test_every_grpc_hop_is_encrypted_by_default() -> None:
     rendered = render({**LENDING, "relay": RELAY})
     guard = rendered.container("DaemonSet", "rose-agent", "guard")
     assert "--operator=tls://rose-operator.rose-system.svc:7443" in guard["args"]
-    for kind, name, container in (
-        ("Deployment", "rose-operator", "operator"),
-        ("Deployment", "rose-relay", "relay"),
-    ):
-        assert "--tls-dir=/var/run/rose-tls" in rendered.container(kind, name, container)["args"]
+    for name, folder in (("operator", "/var/run/rose-own/tls"), ("relay", "/var/run/rose-tls")):
+        listening = rendered.container("Deployment", f"rose-{name}", name)["args"]
+        assert f"--tls-dir={folder}" in listening
     for kind, name, container in (
         ("DaemonSet", "rose-agent", "guard"),
         ("DaemonSet", "rose-engine-host", "weight-sync"),
@@ -219,7 +217,7 @@ def test_every_grpc_hop_is_encrypted_by_default() -> None:
         environment = rendered.container(kind, name, container)["env"]
         assert {"name": "ROSE_TLS_CA", "value": "/var/run/rose-tls/ca.crt"} in environment
     operator = rendered.container("Deployment", "rose-operator", "operator")["args"]
-    assert "--router-authority=/var/run/rose-router-authority" in operator
+    assert "--router-authority=/var/run/rose-own/routers" in operator
     data = rendered.one("ConfigMap", "rose-config")["data"]
     assert yaml.safe_load(data["stores.yaml"]) == {"main": "tls://rose-relay.rose-system.svc:7446"}
 
@@ -234,7 +232,8 @@ def test_nodes_get_the_authority_and_never_the_key() -> None:
 def test_every_node_speaks_with_a_certificate_of_its_own() -> None:
     rendered = render({**LENDING, "relay": RELAY})
     operator = rendered.container("Deployment", "rose-operator", "operator")["args"]
-    assert "--tls-client-ca=/var/run/rose-node-authority/tls.crt" in operator
+    assert "--tls-client-ca=/var/run/rose-own/nodes/ca.crt" in operator
+    assert "--node-authority=/var/run/rose-own/nodes" in operator
     relay = rendered.container("Deployment", "rose-relay", "relay")["args"]
     assert "--tls-client-ca=/var/run/rose-node-trust/tls.crt" in relay
     guard = rendered.container("DaemonSet", "rose-agent", "guard")
@@ -290,10 +289,9 @@ def test_the_keys_that_sign_nodes_and_routers_are_the_operators_alone() -> None:
     for item in rendered.all("Deployment") + rendered.all("DaemonSet"):
         for volume in item["spec"]["template"]["spec"]["volumes"]:
             secret = volume.get("secret", {})
-            if secret.get("secretName") in {"rose-node-authority", "rose-router-authority"}:
-                whole = "items" not in secret
-                assert whole is (item["metadata"]["name"] == "rose-operator")
-                assert whole or secret["items"] == [{"key": "tls.crt", "path": "tls.crt"}]
+            assert secret.get("secretName") not in {"rose-authority", "rose-router-authority"}
+            if secret.get("secretName") == "rose-node-authority":
+                assert secret["items"] == [{"key": "ca.crt", "path": "tls.crt"}]
 
 
 TEMPLATE = "router-template.yaml"

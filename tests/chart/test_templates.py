@@ -202,19 +202,46 @@ def test_crds_can_be_left_out_or_go_on_uninstall() -> None:
         assert "annotations" not in crd["metadata"]
 
 
-def test_an_existing_secret_takes_the_place_of_the_generated_one() -> None:
-    names = [item["metadata"]["name"] for item in render().all("Secret")]
-    assert sorted(names) == [
-        "rose-node-authority",
-        "rose-router-authority",
-        "rose-tls",
-        "rose-token",
-    ]
+def test_a_rendering_holds_no_secret_and_is_the_same_every_time() -> None:
+    """Argo CD and Flux render again and again, and cannot look into a cluster."""
+    first, second = Rendered(EVERYTHING), Rendered(EVERYTHING)
+    assert first.objects == second.objects
+    secrets = {item["metadata"]["name"]: item for item in first.all("Secret")}
+    own = {"rose-authority", "rose-tls", "rose-token"}
+    own |= {"rose-node-authority", "rose-router-authority"}
+    assert set(secrets) == own
+    assert all(not {"data", "stringData"} & set(item) for item in secrets.values())
+    (role,) = [r for r in first.all("Role") if r["metadata"]["name"] == "rose-operator"]
+    (rule,) = [rule for rule in role["rules"] if "secrets" in rule["resources"]]
+    assert set(rule["resourceNames"]) == own
+    assert rule["verbs"] == ["get", "update"]
+
+
+def test_where_others_make_the_secrets_the_operator_may_touch_none() -> None:
+    others: Object = {
+        "token": {"existingSecret": "mine"},
+        "tls": {
+            "source": "existing",
+            "existingSecret": "pair",
+            "nodes": {"existingSecret": "company"},
+            "routers": {"existingSecret": "routers"},
+        },
+    }
+    rendered = render(others)
+    assert rendered.all("Secret") == []
+    (role,) = [r for r in rendered.all("Role") if r["metadata"]["name"] == "rose-operator"]
+    assert "secrets" not in {name for rule in role["rules"] for name in rule["resources"]}
+    arguments = rendered.container("Deployment", "rose-operator", "operator")["args"]
+    assert not [word for word in arguments if word.startswith("--own-")]
+
+
+def test_an_existing_secret_takes_the_place_of_the_operators_own() -> None:
     rendered = render({**LENDING, "token": {"existingSecret": "mine"}})
     assert "rose-token" not in {item["metadata"]["name"] for item in rendered.all("Secret")}
     for kind, name in set(WORKLOADS.values()):
         volumes = rendered.one(kind, name)["spec"]["template"]["spec"]["volumes"]
-        assert {"name": "token", "secret": {"secretName": "mine"}} in volumes
+        keys = [{"key": "token", "path": "token"}]
+        assert {"name": "token", "secret": {"secretName": "mine", "items": keys}} in volumes
 
 
 SLEEPING: dict[str, object] = {"agent": {"wholeReplica": {"enabled": True}}}

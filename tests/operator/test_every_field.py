@@ -447,6 +447,15 @@ POOLS: list[tuple[str, Row | Refused]] = [
             Reason.NAMESPACE_NOT_ALLOWED,
         ),
     ),
+    (
+        "lending.borrowerNamespaceSelector.matchLabels",
+        Row(
+            {"lending.borrowerNamespaceSelector": {"matchLabels": {"rl": "yes"}}},
+            accepted,
+            Reason.ACCEPTED,
+            Reason.NAMESPACE_NOT_ALLOWED,
+        ),
+    ),
     ("lending.pricePerGPUHourMicros", Row({"lending.pricePerGPUHourMicros": 7}, price, 0, 7)),
     ("compute", Row({"compute": "MPS"}, lent, "0123", "")),  # these nodes cannot
     ("maxComputePercent", Row({"maxComputePercent": 40}, guard("max_compute_percent"), 0, 40)),

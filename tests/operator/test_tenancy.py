@@ -59,6 +59,38 @@ async def test_a_policy_lets_it_lease_and_one_that_is_withdrawn_takes_all_back()
     assert bench.slots() == []
 
 
+async def test_a_pool_lends_to_namespaces_of_a_label_for_as_long_as_they_have_it() -> None:
+    bench = Bench(settings=ENFORCED)
+    a_namespace(bench, team="a", rl="yes")
+    a_policy(bench)
+    selector = {"matchLabels": {"rl": "yes"}}
+    names = {"borrowerNamespaces": ["elsewhere"], "borrowerNamespaceSelector": selector}
+    bench.pool(**{"spec.lending": {"maxReplicasPercent": 100, "minUnlentReplicas": 0} | names})
+    bench.lease()
+    bench.report()
+    await bench.turn(2)
+    assert len(bench.slots()) == 1
+    a_namespace(bench, team="a")
+    for _ in range(2):
+        bench.report()
+        await bench.turn()
+    told = bench.condition(kind="Accepted")
+    assert told["reason"] == Reason.NAMESPACE_NOT_ALLOWED
+    assert "lends to elsewhere and namespaces with rl=yes" in told["message"]
+    assert bench.slots() == []
+
+
+async def test_a_selector_lets_nobody_in_where_labels_are_not_read() -> None:
+    bench = Bench()
+    selector = {"spec.lending.borrowerNamespaceSelector": {"matchLabels": {"rl": "yes"}}}
+    bench.pool(**selector)
+    bench.lease()
+    bench.report()
+    await bench.turn(2)
+    assert "tenancy is off" in bench.condition(kind="Accepted")["message"]
+    assert bench.slots() == []
+
+
 async def test_nobody_ranks_himself_first() -> None:
     bench = Bench(settings=ENFORCED)
     a_namespace(bench, team="a")

@@ -1,8 +1,10 @@
-"""Keys, signing requests and certificates of nodes and routers, and the folder that holds a pair.
+"""Keys, authorities, requests, certificates of nodes and routers, and the folder of a pair.
 
 ``rose_wire.tls`` uses what is made here. A node or a router makes its key itself and asks for a
-certificate (``rose_core.wire.enrolment``); the operator signs with the authority of its kind. All
-but ``keep`` are pure functions from PEM to PEM.
+certificate (``rose_core.wire.enrolment``); the operator signs with the authority of its kind. Where
+nobody else makes these authorities, and that of all other listeners, the operator makes them itself
+(``rose_operator.own_secrets``; when: ``rose_core.rotation``). All but ``keep`` are pure functions
+from PEM to PEM.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -27,9 +30,7 @@ def request(common_name: str) -> tuple[bytes, bytes]:
     key = ec.generate_private_key(ec.SECP256R1())
     asked = x509.CertificateSigningRequestBuilder().subject_name(_name(common_name))
     signed = asked.sign(key, hashes.SHA256())
-    pem = serialization.Encoding.PEM
-    form, open_text = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    return key.private_bytes(pem, form, open_text), signed.public_bytes(pem)
+    return _pem(key), signed.public_bytes(serialization.Encoding.PEM)
 
 
 def sign(
@@ -106,6 +107,121 @@ def keep(folder: Path, files: Mapping[str, bytes]) -> None:
             shutil.rmtree(other)
 
 
+def make_authority(common_name: str, life: dt.timedelta, now: dt.datetime) -> tuple[bytes, bytes]:
+    """A new authority: its key and its certificate, PEM.
+
+    Its certificate's subject holds a serial number of its own, so that two of one name in one
+    bundle are told apart.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    number = x509.random_serial_number()
+    name = x509.Name(
+        [
+            x509.NameAttribute(NameOID.COMMON_NAME, common_name),
+            x509.NameAttribute(NameOID.SERIAL_NUMBER, f"{number:x}"),
+        ]
+    )
+    usage = x509.KeyUsage(
+        key_cert_sign=True,
+        crl_sign=True,
+        digital_signature=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(number)
+        .not_valid_before(now - _SLACK)
+        .not_valid_after(now + life)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return _pem(key), certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def issue(
+    names: Sequence[str], authority: tuple[bytes, bytes], life: dt.timedelta, now: dt.datetime
+) -> tuple[bytes, bytes]:
+    """A listener's key and certificate for these host names, good as server and as client, PEM.
+
+    Args:
+        names: the first is its common name as well.
+        authority: key and certificate of who signs.
+        life: how long it is good, at most as long as the authority.
+        now: when.
+
+    Raises:
+        ValueError: the authority is none.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    issuer = x509.load_pem_x509_certificate(authority[1])
+    both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(_name(names[0]))
+        .issuer_name(issuer.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _SLACK)
+        .not_valid_after(min(now + life, issuer.not_valid_after_utc))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.DNSName(n) for n in names]), critical=False
+        )
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(both), critical=False)
+        .sign(_signing_key(authority[0]), hashes.SHA256())
+    )
+    return _pem(key), certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def is_signed_by(certificate: bytes, authority: bytes) -> bool:
+    """Whether this authority's key signed the certificate.
+
+    Raises:
+        ValueError: one of them is no certificate.
+    """
+    found = x509.load_pem_x509_certificate(certificate)
+    try:
+        found.verify_directly_issued_by(x509.load_pem_x509_certificate(authority))
+    except (InvalidSignature, ValueError, TypeError):
+        return False
+    return True
+
+
+def names_of(certificate: bytes) -> tuple[str, ...]:
+    """The host names that a certificate is good for.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = x509.load_pem_x509_certificate(certificate)
+    try:
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return ()
+    return tuple(names.get_values_for_type(x509.DNSName))
+
+
+def split(bundle: bytes) -> tuple[bytes, ...]:
+    """The certificates of a bundle, each as PEM.
+
+    Raises:
+        ValueError: there is something else in it.
+    """
+    if not bundle.strip():
+        return ()
+    pem = serialization.Encoding.PEM
+    return tuple(one.public_bytes(pem) for one in x509.load_pem_x509_certificates(bundle))
+
+
 def check_authority(key: bytes, certificate: bytes) -> None:
     """Whether these belong together and may sign.
 
@@ -132,6 +248,11 @@ def _signing_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ValueError("the authority's key must be an elliptic curve key")  # noqa: TRY004  # a file's content
     return key
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    form, open_text = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    return key.private_bytes(serialization.Encoding.PEM, form, open_text)
 
 
 def _name(common_name: str) -> x509.Name:

@@ -27,7 +27,7 @@ TRUST = "ROSE_TLS_CA"
 # The same as text instead of a file, for pods that mount nothing: authorities are no secret.
 TRUST_TEXT = "ROSE_TLS_CA_PEM"
 IDENTITY = "ROSE_TLS_IDENTITY"
-CERTIFICATE, KEY = "tls.crt", "tls.key"
+CERTIFICATE, KEY, BUNDLE = "tls.crt", "tls.key", "ca.crt"
 
 
 def add_flag(parser: argparse.ArgumentParser) -> None:
@@ -70,13 +70,13 @@ def server_credentials(
         return None
     first = _read(folder)
     check_pair(folder)
-    roots = None
+    files = () if clients is None else (clients, *more)
     if clients is not None:
         check_authority(clients)
-        roots = b"\n".join(file.read_bytes() for file in (clients, *more))
+    roots = _roots(files)
     return grpc.dynamic_ssl_server_credentials(
         _configuration(first, roots),
-        _renewals(folder, first, roots),
+        _renewals(folder, files, (first, roots)),
         require_client_authentication=roots is not None,
     )
 
@@ -148,6 +148,12 @@ def own_identity() -> Path | None:
     return Path(found) if found else None
 
 
+def bundle_of(folder: Path) -> Path:
+    """Of an authority's folder: what is to be believed, its successor included where there is one."""
+    bundle = folder / BUNDLE
+    return bundle if bundle.is_file() else folder / CERTIFICATE
+
+
 def _read(folder: Path) -> tuple[bytes, bytes]:
     folder = folder.resolve()  # it may be a link that is turned to a newer pair meanwhile
     return (folder / KEY).read_bytes(), (folder / CERTIFICATE).read_bytes()
@@ -159,8 +165,12 @@ def _configuration(
     return grpc.ssl_server_certificate_configuration([pair], root_certificates=clients)
 
 
+def _roots(files: tuple[Path, ...]) -> bytes | None:
+    return b"\n".join(file.read_bytes() for file in files) if files else None
+
+
 def _renewals(
-    folder: Path, first: tuple[bytes, bytes], clients: bytes | None
+    folder: Path, files: tuple[Path, ...], first: tuple[tuple[bytes, bytes], bytes | None]
 ) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
     """What gRPC asks at each handshake; None keeps what it has."""
     last = first
@@ -168,12 +178,12 @@ def _renewals(
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         nonlocal last
         try:
-            found = _read(folder)
+            found = _read(folder), _roots(files)
         except OSError:  # the folder is being replaced; the next handshake looks again
             return None
         if found == last:
             return None
         last = found
-        return _configuration(found, clients)
+        return _configuration(*found)
 
     return fetch

@@ -70,6 +70,9 @@ class Attachment:
                 except WireError as error:
                     outcome = "failed"
                     _log.debug("router %s: %s", self._router, error)
+                    # With the node's newest certificate, and who is believed now.
+                    await channel.close()
+                    channel = rpc.connect(self._router)
                 metrics.ATTACHES.labels(outcome).inc()
                 await asyncio.sleep(_RETRY_SECONDS[min(attempt, len(_RETRY_SECONDS) - 1)])
                 attempt += 1

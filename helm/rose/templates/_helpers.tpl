@@ -81,13 +81,55 @@ rose-tls
 {{ .Values.tls.routers.existingSecret | default "rose-router-authority" }}
 {{- end }}
 
-{{/* Of that Secret only the certificate: the key stays with the operator. */}}
+{{/* Not empty when the operator makes the listeners' certificate itself. */}}
+{{- define "rose.ownTls" -}}
+{{- if and .Values.tls.enabled (eq (include "rose.tlsSource" .) "selfSigned") }}true{{ end }}
+{{- end }}
+
+{{/* Not empty when it makes the nodes' authority. */}}
+{{- define "rose.ownNodes" -}}
+{{- if and (include "rose.nodes" .) (not .Values.tls.nodes.existingSecret) }}true{{ end }}
+{{- end }}
+
+{{/* Not empty when it makes the routers' authority. */}}
+{{- define "rose.ownRouters" -}}
+{{- if and .Values.tls.enabled (not .Values.tls.routers.existingSecret) }}true{{ end }}
+{{- end }}
+
+{{/* Names of the Secrets that the operator fills, joined by commas: the chart makes them empty. */}}
+{{- define "rose.ownSecrets" -}}
+{{- $names := list }}
+{{- if not .Values.token.existingSecret }}{{ $names = append $names "rose-token" }}{{ end }}
+{{- if include "rose.ownTls" . }}{{ $names = concat $names (list "rose-authority" "rose-tls") }}{{ end }}
+{{- if include "rose.ownNodes" . }}{{ $names = append $names "rose-node-authority" }}{{ end }}
+{{- if include "rose.ownRouters" . }}{{ $names = append $names "rose-router-authority" }}{{ end }}
+{{- join "," $names }}
+{{- end }}
+
+{{/* Host names of the certificate of operator and relay, joined by commas. */}}
+{{- define "rose.tlsNames" -}}
+{{- $names := list }}
+{{- range list "rose-operator" "rose-relay" }}
+{{- $names = concat $names (list (printf "%s.%s.svc" . $.Release.Namespace) (printf "%s.%s.svc.cluster.local" . $.Release.Namespace)) }}
+{{- end }}
+{{- join "," (append $names "localhost") }}
+{{- end }}
+
+{{/* Where the operator has them: {token, tls, nodes, routers} as folders. */}}
+{{- define "rose.ownFolder" -}}/var/run/rose-own{{- end }}
+
+{{- define "rose.tokenVolume" -}}
+- name: token
+  secret: {secretName: {{ include "rose.tokenSecret" . }}, items: [{key: token, path: token}]}
+{{- end }}
+
+{{/* Of that Secret only what is believed: the key stays with the operator. */}}
 {{- define "rose.nodeTrustVolume" -}}
 {{- if include "rose.nodes" . }}
 - name: node-trust
   secret:
     secretName: {{ include "rose.nodeAuthority" . }}
-    items: [{key: tls.crt, path: tls.crt}]
+    items: [{key: {{ ternary "ca.crt" "tls.crt" (not (empty (include "rose.ownNodes" .))) }}, path: tls.crt}]
 {{- end }}
 {{- end }}
 
@@ -132,8 +174,14 @@ rose-tls
 
 {{- define "rose.certificateVolume" -}}
 {{- if .Values.tls.enabled }}
+{{- /* Named keys: whoever mounts it before the operator has filled it waits. */}}
 - name: tls
-  secret: {secretName: {{ include "rose.tlsSecret" . }}}
+  secret:
+    secretName: {{ include "rose.tlsSecret" . }}
+    items:
+      {{- range list "tls.crt" "tls.key" "ca.crt" }}
+      - {key: {{ . }}, path: {{ . }}}
+      {{- end }}
 {{- end }}
 {{- end }}
 

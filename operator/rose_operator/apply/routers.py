@@ -69,6 +69,11 @@ def turn_secret(name: str) -> str:
     return f"{name}-turns"
 
 
+def labels_of(name: str) -> dict[str, str]:
+    """Labels by which the pods of a router are found."""
+    return {"app.kubernetes.io/name": "rose-router", "app.kubernetes.io/instance": name}
+
+
 def attach_address(name: str, settings: Settings) -> str:
     """Where engine owners dial in; a router listens as the operator does."""
     scheme = tls.SCHEME if settings.tls_dir else ""
@@ -122,7 +127,7 @@ def deployment(
     """
     large = size(lease, live)
     name = router_name(lease.metadata.namespace, lease.metadata.name)
-    labels = _labels(name)
+    labels = labels_of(name)
     template = settings.router_template
     container = merge(_container(lease, settings, large), template.get("container", {}))
     own = _pod(name, lease.metadata.key, settings, container)
@@ -166,7 +171,7 @@ def _strategy(lease: RolloutLease) -> dict[str, Any]:
 def service(lease: RolloutLease, settings: Settings) -> Raw:
     """The router's Service."""
     name = router_name(lease.metadata.namespace, lease.metadata.name)
-    labels = _labels(name)
+    labels = labels_of(name)
     return _finished(
         {
             "apiVersion": "v1",
@@ -237,7 +242,7 @@ def route(lease: RolloutLease, settings: Settings, gateway: Gateway) -> Raw:
         {
             "apiVersion": "gateway.networking.k8s.io/v1",
             "kind": "HTTPRoute",
-            "metadata": _metadata(name, lease, settings, _labels(name)),
+            "metadata": _metadata(name, lease, settings, labels_of(name)),
             "spec": {
                 "parentRefs": [
                     parent | ({"sectionName": gateway.section} if gateway.section else {})
@@ -251,10 +256,6 @@ def route(lease: RolloutLease, settings: Settings, gateway: Gateway) -> Raw:
             },
         }
     )
-
-
-def _labels(name: str) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "rose-router", "app.kubernetes.io/instance": name}
 
 
 def is_current(wanted: Raw, live: Raw | None) -> bool:

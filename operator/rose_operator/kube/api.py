@@ -64,6 +64,10 @@ class _Lease(GenericNamespacedResource):
     _api_info = create_api_info("coordination.k8s.io", "v1", "Lease", "leases")
 
 
+class _Secret(GenericNamespacedResource):
+    _api_info = create_api_info("", "v1", "Secret", "secrets")
+
+
 class _Node(GenericGlobalResource):
     _api_info = create_api_info("", "v1", "Node", "nodes")
 
@@ -100,6 +104,7 @@ class Kind(Enum):
     SERVICE = "Service"
     EVENT = "Event"
     LOCK = "Lease"
+    SECRET = "Secret"  # noqa: S105  # a kind
     NODE = "Node"
     CORDONED = "CordonedNode"
     AUTOSCALER = "HorizontalPodAutoscaler"
@@ -117,6 +122,7 @@ RESOURCES: dict[Kind, Any] = {
     Kind.SERVICE: _Service,
     Kind.EVENT: _Event,
     Kind.LOCK: _Lease,
+    Kind.SECRET: _Secret,
     Kind.NODE: _Node,
     Kind.CORDONED: _Node,
     Kind.AUTOSCALER: _Autoscaler,

@@ -115,10 +115,21 @@ def lease_refusal(
     refused: Mapping[str, Refusal],
     offer: Offer,
     now: datetime,
+    *,
+    labels: Mapping[str, str] | None = None,
 ) -> Refusal | None:
-    """Why the lease is not accepted, or None; ``refused`` says why pools are not, by key."""
+    """Why the lease is not accepted, or None.
+
+    Args:
+        lease: as its team wrote it.
+        pools: those that can be read, by key.
+        refused: why pools are not accepted, by key.
+        offer: what the installation offers.
+        now: wall clock.
+        labels: of the lease's namespace; None where nobody reads them.
+    """
     told = [
-        _pool_says_no(lease, ref.key, pools.get(ref.key), refused.get(ref.key))
+        _pool_says_no(lease, ref.key, pools.get(ref.key), refused.get(ref.key), labels)
         for ref in lease.spec.pools
     ]
     return (
@@ -130,13 +141,16 @@ def lease_refusal(
 
 
 def lending_pools(
-    lease: RolloutLease, pools: Mapping[str, ServingPool], refused: Mapping[str, Refusal]
+    lease: RolloutLease,
+    pools: Mapping[str, ServingPool],
+    refused: Mapping[str, Refusal],
+    labels: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
-    """Keys of the pools that lend to the lease, in its order."""
+    """Keys of the pools that lend to the lease, in its order; labels as in ``lease_refusal``."""
     return tuple(
         ref.key
         for ref in lease.spec.pools
-        if _pool_says_no(lease, ref.key, pools.get(ref.key), refused.get(ref.key)) is None
+        if _pool_says_no(lease, ref.key, pools.get(ref.key), refused.get(ref.key), labels) is None
     )
 
 
@@ -198,24 +212,54 @@ def _not_theirs(lease: RolloutLease, offer: Offer) -> Refusal | None:
 
 
 def _pool_says_no(
-    lease: RolloutLease, key: str, pool: ServingPool | None, refused: Refusal | None
+    lease: RolloutLease,
+    key: str,
+    pool: ServingPool | None,
+    refused: Refusal | None,
+    labels: Mapping[str, str] | None,
 ) -> Refusal | None:
     if pool is None:
         text = f"there is no pool {key} (kubectl get servpool -A)"
         return Refusal(Reason.UNKNOWN_POOL, text)
-    borrowers = pool.spec.lending.borrower_namespaces or (pool.metadata.namespace,)
-    if lease.metadata.namespace not in borrowers:
-        text = (
-            f"pool {pool.metadata.key} lends to {_names(borrowers)}; its owner adds others to "
-            "lending.borrowerNamespaces"
-        )
-        return Refusal(Reason.NAMESPACE_NOT_ALLOWED, text)
+    foreign = _lends_to_others(lease, pool, labels)
+    if foreign is not None:
+        return foreign
     if refused is not None:
         return Refusal(Reason.POOL_NOT_ACCEPTED, f"pool {pool.metadata.key}: {refused.message}")
     if pool.spec.mode is not PoolMode.LEND:
         text = f"pool {pool.metadata.key} is in mode {pool.spec.mode}; its owner sets Lend"
         return Refusal(Reason.POOL_NOT_LENDING, text)
     return None
+
+
+def _lends_to_others(
+    lease: RolloutLease, pool: ServingPool, labels: Mapping[str, str] | None
+) -> Refusal | None:
+    """The pool names other namespaces, and selects none with these labels."""
+    lending = pool.spec.lending
+    selector = lending.borrower_namespace_selector
+    borrowers = lending.borrower_namespaces
+    if not borrowers and selector is None:
+        borrowers = (pool.metadata.namespace,)
+    if lease.metadata.namespace in borrowers:
+        return None
+    if selector is None:
+        text = (
+            f"pool {pool.metadata.key} lends to {_names(borrowers)}; its owner adds others to "
+            "lending.borrowerNamespaces"
+        )
+        return Refusal(Reason.NAMESPACE_NOT_ALLOWED, text)
+    if labels is not None and selector.match_labels.items() <= labels.items():
+        return None
+    wanted = _names(f"{key}={value}" for key, value in selector.match_labels.items())
+    also = f"{_names(borrowers)} and " if borrowers else ""
+    why = (
+        f"namespace {lease.metadata.namespace} has not all of these labels"
+        if labels is not None
+        else "labels are not read here, because tenancy is off"
+    )
+    text = f"pool {pool.metadata.key} lends to {also}namespaces with {wanted}; {why}"
+    return Refusal(Reason.NAMESPACE_NOT_ALLOWED, text)
 
 
 def _names(words: Iterable[str]) -> str:

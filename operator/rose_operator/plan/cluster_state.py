@@ -89,7 +89,11 @@ def look(
     refusals = {
         key: refusal
         for key, lease in leases.good.items()
-        if (refusal := lease_refusal(lease, pools.good, pool_refusals, offer, now))
+        if (
+            refusal := lease_refusal(
+                lease, pools.good, pool_refusals, offer, now, labels=labels_of(lease, tenancy)
+            )
+        )
     }
     if tenancy is not None:
         # Leases that get nothing anyway count towards a namespace's caps with their router alone.
@@ -111,6 +115,11 @@ def look(
         now=now,
         monotonic=monotonic,
     )
+
+
+def labels_of(lease: RolloutLease, tenancy: Tenancy | None) -> Mapping[str, str] | None:
+    """Labels of the lease's namespace; None where nobody reads them."""
+    return None if tenancy is None else tenancy.labels_of(lease.metadata.namespace)
 
 
 def _judged(

@@ -23,7 +23,7 @@ from rose_core.wire.sync import ReplicaReport
 from rose_operator.plan import capabilities
 from rose_operator.plan.admission import created, expiry, lending_pools
 from rose_operator.plan.cluster_facts import ClusterFacts
-from rose_operator.plan.cluster_state import ClusterState
+from rose_operator.plan.cluster_state import ClusterState, labels_of
 from rose_operator.plan.load_history import LoadHistory
 from rose_operator.plan.memo import Memo
 from rose_operator.plan.protection import misses_objective
@@ -122,7 +122,8 @@ class Snapshots:
         refusal = world.refusals.get(key)
         reason = None if refusal is None else refusal.reason
         toggle = self._known.toggles.seconds(lease.metadata.uid)
-        pools = lending_pools(lease, world.pools.good, world.pool_refusals)
+        labels = labels_of(lease, world.tenancy)
+        pools = lending_pools(lease, world.pools.good, world.pool_refusals, labels)
         takes = tenancy.preempts(lease, world.tenancy)
         made = self._leases.get(
             key,

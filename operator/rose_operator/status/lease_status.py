@@ -34,6 +34,7 @@ def lease_status(
     *,
     router_url: str,
     router: RouterDecision,
+    selector: str,
     router_ready: bool,
     explanation: Explanation | None = None,
 ) -> LeaseStatus:
@@ -63,6 +64,7 @@ def lease_status(
         observed_generation=lease.metadata.generation,
         conditions=conditions(lease, statements, world.now),
         router_url=router_url,
+        selector=selector,
         slots_wanted=outcome.wanted,
         slots_granted=outcome.granted,
         slots_ready=len(running),

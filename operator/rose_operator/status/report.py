@@ -236,6 +236,7 @@ class Reporter:
             outcome,
             router_url=url,
             router=router,
+            selector=",".join(f"{k}={v}" for k, v in routers.labels_of(name).items()),
             router_ready=routers.is_ready(live),
             explanation=answer(
                 lease,

@@ -156,7 +156,7 @@ class Demands:
         if folder is None:
             return connect(router.address)
         signed = self._settings.router_authority
-        trust = folder / AUTHORITY if signed is None else signed / tls.CERTIFICATE
+        trust = folder / AUTHORITY if signed is None else tls.bundle_of(signed)
         credentials = tls.client_credentials(trust, folder)
         return connect(router.address, credentials=credentials, name=router.name)
 

@@ -109,12 +109,12 @@ class Authority:
         return certificates.sign(request, name, self._pair(), self.life, hosts)
 
     def certificate(self) -> bytes:
-        """The authority's own, PEM.
+        """What believes in it believes: its own, and its successor's where there is one, PEM.
 
         Raises:
             OSError: it cannot be read.
         """
-        return self._pair()[1]
+        return tls.bundle_of(self.folder).read_bytes()
 
     def _pair(self) -> tuple[bytes, bytes]:
         return (self.folder / tls.KEY).read_bytes(), (self.folder / tls.CERTIFICATE).read_bytes()
