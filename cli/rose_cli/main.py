@@ -31,6 +31,7 @@ VERBS: dict[str, Verb] = {
     "status": Verb("rose_cli.ops.status", "show pools, leases and slots", "operator"),
     "explain": Verb("rose_cli.ops.explain", "say why replicas are lent or not", "operator"),
     "top": Verb("rose_cli.ops.top", "show who uses most", "operator"),
+    "models": Verb("rose_cli.ops.models", "show which models lie on which nodes", "operator"),
     "report": Verb("rose_cli.ops.report", "add up GPU time, tokens and cost", "operator"),
     "pause": Verb("rose_cli.ops.pause", "take everything back from pools", "operator"),
     "resume": Verb("rose_cli.ops.resume", "lend again, as before the pause", "operator"),

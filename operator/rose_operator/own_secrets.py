@@ -42,7 +42,7 @@ from rose_wire import certificates, flags, tls
 
 _log = logging.getLogger(__name__)
 
-TOKEN = "token"
+TOKEN = "token"  # noqa: S105  # a key
 NEXT_CERTIFICATE, NEXT_KEY = "next.crt", "next.key"
 FOLDERS = {
     "token": "token",

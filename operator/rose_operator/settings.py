@@ -58,6 +58,7 @@ class Settings:
         router_authority: what signs routers' certificates, with ``router_certificate_hours``.
         operator_authority: PEM of what signed ``tls_dir``, which routers believe; empty = none.
         turn_secrets: each router takes its callers' tokens from a Secret of its own.
+        router_user: whom routers run as; None where the cluster chooses (OpenShift).
         tenancy: leases get only what a TenantPolicy allows their namespace.
         engine_classes: engine builds the installation offers.
         grant_seconds: TTL of a grant; ``offline_seconds`` bounds renewal without the API server.
@@ -96,6 +97,7 @@ class Settings:
     turn_secrets: bool = False
     router_authentication: bool = True
     router_service_account: str = "rose-router"
+    router_user: int | None = 65532
     router_template: dict[str, Any] = field(default_factory=dict)
     plan_seconds: float = 5.0
     sync_seconds: float = 2.0
@@ -152,6 +154,7 @@ def parse(argv: list[str]) -> Settings:
         operator_authority=_authority_of(found.tls_dir),
         own=own_secrets.options(argv),
         router_service_account=found.router_service_account,
+        router_user=None if found.router_user == "any" else int(found.router_user),
         router_template=_mapping(found.router_template) if found.router_template else {},
         plan_seconds=found.plan_seconds,
         sync_seconds=found.sync_seconds,
@@ -192,6 +195,12 @@ def _parser() -> argparse.ArgumentParser:
         "a token; off: anybody, where no other tokens are given",
     )
     add("--router-service-account", default="rose-router")
+    add(
+        "--router-user",
+        type=_user,
+        default="65532",
+        help="whom routers run as; any: the cluster chooses, as OpenShift does",
+    )
     add("--stores-file", type=Path, required=True, help="YAML: store name -> host:port")
     add("--engine-classes", default="sglang", help="engine builds, comma separated")
     add("--token-file", type=Path, required=True, help="bearer token of this installation")
@@ -256,6 +265,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--router-certificate-hours", type=flags.above_zero, default=24.0, help="life of those")
     own_secrets.add_flags(parser)
     return parser
+
+
+def _user(text: str) -> str:
+    if text != "any" and (not text.isdecimal() or int(text) == 0):
+        message = f"{text!r} is neither a user's number above 0 nor any"
+        raise argparse.ArgumentTypeError(message)
+    return text
 
 
 def _classes(text: str) -> frozenset[str]:

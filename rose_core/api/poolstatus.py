@@ -20,6 +20,26 @@ class LoadShape(ApiModel):
     )
 
 
+class PoolModel(ApiModel):
+    """A model on nodes of the pool's replicas."""
+
+    name: str = Field(min_length=1, max_length=128, description="As leases name it.")
+    digest: str = Field(
+        default="", max_length=64, description="Tells two contents of one name apart."
+    )
+    size_bytes: int = Field(default=0, ge=0, le=2**53, description="Of all its files.")
+    nodes: tuple[Annotated[str, Field(max_length=253)], ...] = Field(
+        default=(),
+        max_length=32,
+        description="Nodes that have it, the first by name.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+    more_nodes: int = Field(default=0, ge=0, le=100_000, description="Nodes beyond those.")
+    missing_nodes: int = Field(
+        default=0, ge=0, le=100_000, description="Nodes of the pool that lack the name."
+    )
+
+
 class PoolStatus(StatusBase):
     """What is known about the pool."""
 
@@ -40,6 +60,12 @@ class PoolStatus(StatusBase):
         default=(),
         max_length=64,
         description="Kinds of GPU that its replicas have, as leases may name them.",
+        json_schema_extra=ATOMIC_LIST,
+    )
+    models: tuple[PoolModel, ...] = Field(
+        default=(),
+        max_length=64,
+        description="What the engine hosts of its nodes have found; leases name one of them.",
         json_schema_extra=ATOMIC_LIST,
     )
     asleep_replicas: int = Field(

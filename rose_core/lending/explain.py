@@ -9,7 +9,7 @@ from dataclasses import replace
 from rose_core.api.reasons import Reason
 from rose_core.identity import PodUid
 from rose_core.lending.answers import LeaseDecision, ReplicaDecision
-from rose_core.lending.facts import Lease, Pool, Replica
+from rose_core.lending.facts import Lease, Pool, Replica, Sort
 from rose_core.lending.gate import not_worth
 from rose_core.lending.loan import pool_shares
 from rose_core.lending.planning_pass import PlanningPass
@@ -79,36 +79,45 @@ def outcomes(world: PlanningPass, members: Members) -> dict[str, LeaseDecision]:
     """Lease key -> outcome."""
     counted = {key: _counted(verdicts) for key, verdicts in members.items()}
     shares = _shares(world)
-    return {
-        lease.key: _outcome(
-            world,
-            lease,
-            tuple(found for key in lease.pools for found in _for(world, lease, members, key)),
-            "; ".join(counted.get(key, _NONE) for key in lease.pools),
-            shares,
-        )
-        for lease in world.snapshot.leases
+    sorts = {
+        key: frozenset((one.device_class, one.models) for one in found)
+        for key, found in world.members.items()
     }
+    found: dict[str, LeaseDecision] = {}
+    for lease in world.snapshot.leases:
+        told, texts = [], []
+        for key in lease.pools:
+            mine = _for(world, lease, members, key, sorts.get(key, frozenset()))
+            shared = mine is members.get(key, mine)
+            told += mine
+            texts.append(counted.get(key, _NONE) if shared else _counted(mine))
+        found[lease.key] = _outcome(world, lease, tuple(told), "; ".join(texts), shares)
+    return found
 
 
 def _for(
-    world: PlanningPass, lease: Lease, members: Members, pool: str
+    world: PlanningPass, lease: Lease, members: Members, pool: str, sorts: frozenset[Sort]
 ) -> tuple[ReplicaDecision, ...]:
-    """A pool's verdicts as this lease should read them."""
+    """A pool's verdicts as this lease should read them; ``sorts`` are those of its replicas."""
     found = members.get(pool, ())
-    if not lease.device_classes:
+    if all(lease.takes_sort(*sort) for sort in sorts):
         return found
-    kinds = {replica.name: replica for replica in world.members.get(pool, ())}
+    replicas = {replica.name: replica for replica in world.members.get(pool, ())}
     return tuple(
-        one
-        if one.reason is not Reason.QUALIFIES or lease.takes(kinds[one.replica])
-        else ReplicaDecision(
-            one.replica,
-            Reason.OTHER_DEVICE_CLASS,
-            f"its GPU is {kinds[one.replica].device_class or 'of an unknown class'}",
-        )
+        one if one.reason is not Reason.QUALIFIES else _taken(lease, replicas[one.replica], one)
         for one in found
     )
+
+
+def _taken(lease: Lease, replica: Replica, found: ReplicaDecision) -> ReplicaDecision:
+    """The verdict of a replica that qualifies; why not, where the lease cannot use it."""
+    if not lease.takes_sort(replica.device_class, None):
+        text = f"its GPU is {replica.device_class or 'of an unknown class'}"
+        return ReplicaDecision(found.replica, Reason.OTHER_DEVICE_CLASS, text)
+    if not lease.takes(replica):
+        text = f"model {lease.model!r} is not on its node"
+        return ReplicaDecision(found.replica, Reason.NO_MODEL, text)
+    return found
 
 
 def _shares(world: PlanningPass) -> dict[str, int]:

@@ -138,6 +138,10 @@ def devices_of(node: str, gpus: tuple[str, ...]) -> frozenset[str]:
     return frozenset(f"{node}/{gpu}" for gpu in gpus)
 
 
+Sort = tuple[str, frozenset[str] | None]
+"""What leases choose replicas by: the class of their GPUs, and the models on their node."""
+
+
 @dataclass(frozen=True)
 class Replica:
     """One serving replica as its agent reports it.
@@ -152,6 +156,7 @@ class Replica:
         proven: the kubelet has allocated the GPUs to it.
         memory: what may be lent of each of its GPUs, as a sum in figures; for people alone.
         device_class: of its GPUs, empty when unknown.
+        models: what lies on its node; None when nobody says.
     """
 
     uid: PodUid
@@ -173,6 +178,7 @@ class Replica:
     proven: bool = False
     memory: str = ""
     device_class: str = ""
+    models: frozenset[str] | None = None
 
     @property
     def devices(self) -> frozenset[str]:
@@ -220,6 +226,7 @@ class Lease:
         turns_per_slot: turns that one slot takes at a time.
         idle_seconds: how long slots are held without a turn.
         suspended: its team wants nothing for now.
+        model: that its engines load.
         reduced, reduced_text: why ``demand`` has made ``max_slots`` smaller than the spec's.
     """
 
@@ -241,6 +248,7 @@ class Lease:
     turns_per_slot: int = 8
     idle_seconds: float = 90.0
     suspended: bool = False
+    model: str = ""
     reduced: Reason | None = None
     reduced_text: str = ""
 
@@ -250,8 +258,16 @@ class Lease:
         return (self.pool, *self.more_pools)
 
     def takes(self, replica: Replica) -> bool:
-        """Whether the replica's GPUs are of a class that it asks for; unknown is none."""
-        return not self.device_classes or replica.device_class in self.device_classes
+        """Whether it can use the replica's GPUs (``takes_sort``)."""
+        return self.takes_sort(replica.device_class, replica.models)
+
+    def takes_sort(self, device_class: str, models: frozenset[str] | None) -> bool:
+        """Whether GPUs are of a class that it asks for, unknown is none, and its model is there.
+
+        A node that does not say which models it has is tried.
+        """
+        known = not self.device_classes or device_class in self.device_classes
+        return known and (models is None or self.model in models)
 
     @property
     def rank(self) -> tuple[int, float, str]:

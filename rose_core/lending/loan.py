@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from rose_core.api.poollending import Spread
 from rose_core.identity import PodUid
-from rose_core.lending.facts import Lease, Pool, Replica
+from rose_core.lending.facts import Lease, Pool, Replica, Sort
 from rose_core.lending.gate import not_worth
 from rose_core.lending.planning_pass import PlanningPass
 from rose_core.lending.radius import blocked, refusal
@@ -24,7 +24,7 @@ from rose_core.lending.whole import refused
 
 _UNKNOWN_KV = 1001
 
-Place = tuple[str, str]
+Place = tuple[Sort, str]
 Entry = tuple[int, tuple[int, PodUid], Place]
 
 
@@ -106,18 +106,18 @@ def _lend_in(world: PlanningPass, pool: Pool, leases: list[Lease], *, whole: boo
 
 
 class _Shelf:
-    """Replicas that may be lent now, best first; those of each device class on their own."""
+    """Replicas that may be lent now, best first; those of each sort on their own."""
 
     def __init__(self, world: PlanningPass, pool: Pool, replicas: Iterable[Replica]) -> None:
         self._world, self._pool = world, pool
         self._places: dict[Place, list[tuple[int, PodUid]]] = defaultdict(list)
         for replica in replicas:
             if world.unrested(replica) is None:
-                place = replica.device_class, _place(replica, pool.spread)
+                place = (replica.device_class, replica.models), _place(replica, pool.spread)
                 self._places[place].append(_preference(replica))
         for found in self._places.values():
             heapq.heapify(found)
-        self._queues: dict[str, list[Entry]] = defaultdict(list)
+        self._queues: dict[Sort, list[Entry]] = defaultdict(list)
         for place in self._places:
             self._queues[place[0]].append(self._entry(place))
         for queue in self._queues.values():
@@ -127,9 +127,7 @@ class _Shelf:
         """The next replica that the lease takes, None when there is none."""
         while True:
             able = [
-                queue
-                for kind, queue in self._queues.items()
-                if queue and (not lease.device_classes or kind in lease.device_classes)
+                queue for sort, queue in self._queues.items() if queue and lease.takes_sort(*sort)
             ]
             if not able:
                 return None

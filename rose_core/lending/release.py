@@ -174,7 +174,9 @@ def _waits(world: PlanningPass, pool: Pool, lease: Lease) -> bool:
 def _takes(world: PlanningPass, lease: Lease, slot: Slot) -> bool:
     """Whether the lease could use what the slot gives up."""
     replica = world.replicas.get(slot.replica)
-    return not lease.device_classes or (replica is not None and lease.takes(replica))
+    if replica is None:
+        return not lease.device_classes
+    return lease.takes(replica)
 
 
 def _rebalance(world: PlanningPass, leaving: set[str]) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from rose_core.identity import GpuUuid, PodUid, SlotKey
 from rose_core.wire.reasons import HostReason
-from rose_core.wire.sync import EngineSpec, WeightSource
+from rose_core.wire.sync import EngineSpec, NodeModel, WeightSource
 
 
 class Holder(StrEnum):
@@ -168,10 +168,12 @@ class HostStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         capabilities: what the host can do, as ``rose_core.devices.capabilities`` names it.
+        models: what lies on the node; None before the host has looked.
     """
 
     engines: tuple[EngineStatus, ...] = ()
     capabilities: dict[str, str] = {}
+    models: tuple[NodeModel, ...] | None = None
 
 
 class Accepted(msgspec.Struct, frozen=True):

@@ -268,12 +268,26 @@ class Grant(msgspec.Struct, frozen=True):
     proof: RouterProof = RouterProof()
 
 
+class NodeModel(msgspec.Struct, frozen=True):
+    """A model that lies on the node.
+
+    Attributes:
+        bytes: of all its files.
+        digest: tells two of one name apart (``rose_agent.host.inventory``).
+    """
+
+    name: str
+    bytes: int
+    digest: str
+
+
 class SyncRequest(msgspec.Struct, frozen=True):
     """Sent every ``sync_period_seconds`` of the last reply, and at once after a transition.
 
     Attributes:
         highest_term: highest leader term this node has obeyed.
         capabilities: word -> empty when available, else the reason why not.
+        models: what the node's engine host has found; None when it does not say.
     """
 
     node: str
@@ -282,6 +296,7 @@ class SyncRequest(msgspec.Struct, frozen=True):
     replicas: tuple[ReplicaReport, ...] = ()
     slots: tuple[SlotReport, ...] = ()
     capabilities: dict[str, str] = {}
+    models: tuple[NodeModel, ...] | None = None
 
 
 class SyncReply(msgspec.Struct, frozen=True):

@@ -70,7 +70,14 @@ class Installation:
         self.now = START
         self.api = api or Secrets(*SECRETS.values())
         self.folder = folder
-        wanted = Options(folder, *SECRETS.values(), names=NAMES)
+        wanted = Options(
+            folder,
+            token="rose-token",
+            authority="rose-authority",
+            certificate="rose-tls",
+            nodes="rose-node-authority",
+            names=NAMES,
+        )
         self.own = OwnSecrets(self.api, wanted, wall=lambda: self.now)
 
     def file(self, folder: str, name: str) -> bytes:

@@ -8,7 +8,7 @@ import pytest
 from rose_core.api import Reason
 from rose_core.identity import SlotKey
 from rose_core.wire.reasons import HOST_MEANING, HostReason
-from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
+from rose_core.wire.sync import NodeModel, SlotReport, SlotState, SyncRequest
 from rose_operator.errors import ApiUnavailable, NotLeader
 from rose_operator.kube.api import Kind
 from tests.operator.bench import Bench, running
@@ -278,6 +278,46 @@ async def test_an_expired_lease_gives_everything_back() -> None:
     assert bench.reason() == Reason.LEASE_EXPIRED
     assert bench.slots() == []
     assert bench.api.all(Kind.DEPLOYMENT) == []
+
+
+def models_of(bench: Bench, *found: NodeModel) -> None:
+    """The node of both replicas says which models it has."""
+    replicas = (replica("default/chat", "a"), replica("default/chat", "b", kv=300))
+    bench.telemetry.record(SyncRequest("n1", "t", 0, replicas, models=found), bench.now)
+
+
+async def test_a_slot_goes_to_no_node_that_lacks_the_leases_model() -> None:
+    bench = Bench()
+    bench.pool()
+    bench.lease()
+    models_of(bench, NodeModel("another", 7, "d"))
+    await bench.turn(2)
+    assert bench.slots() == []
+    granted = bench.condition(kind="Granted")
+    assert granted["reason"] == Reason.NO_REPLICA_QUALIFIES
+    assert "2 NoModel" in granted["message"]
+    name = bench.api.objects[Kind.LEASE, "default/grpo"]["spec"]["model"]["name"]
+    models_of(bench, NodeModel("another", 7, "d"), NodeModel(name, 9, "e"))
+    await settled(bench)
+    assert len(bench.slots()) == 1
+    held = bench.api.objects[Kind.POOL, "default/chat"]["status"]["models"]
+    assert {(one["name"], one["sizeBytes"], tuple(one["nodes"])) for one in held} == {
+        ("another", 7, ("n1",)),
+        (name, 9, ("n1",)),
+    }
+
+
+async def test_what_a_node_says_of_its_models_cannot_break_a_status() -> None:
+    bench = Bench()
+    bench.pool()
+    models_of(bench, NodeModel("../x", 1, "d"), NodeModel("a" * 500, 1, "d"), *TOO_MANY)
+    await bench.turn(2)
+    held = bench.api.objects[Kind.POOL, "default/chat"]["status"]["models"]
+    assert len(held) <= 64
+    assert {(one["sizeBytes"], len(one["digest"])) for one in held} == {(2**53, 64)}
+
+
+TOO_MANY = [NodeModel(f"m{number}", 2**60, "d" * 900) for number in range(100)]
 
 
 async def settled(bench: Bench) -> None:

@@ -149,7 +149,7 @@ def own_identity() -> Path | None:
 
 
 def bundle_of(folder: Path) -> Path:
-    """Of an authority's folder: what is to be believed, its successor included where there is one."""
+    """Of an authority's folder, what is to be believed: its successor as well, if there is one."""
     bundle = folder / BUNDLE
     return bundle if bundle.is_file() else folder / CERTIFICATE
 

@@ -23,6 +23,7 @@ from rose_core.wire.host import (
     SetDormant,
     StopEngine,
 )
+from rose_core.wire.sync import NodeModel
 from rose_engines import doorbell
 from rose_engines.rundir import RunDir
 from rose_wire import rpc
@@ -52,6 +53,7 @@ class HostLink:
         self._kick = asyncio.Event()
         self.engines: dict[SlotUid, EngineStatus] = {}
         self.capabilities: dict[str, str] = {}
+        self.models: tuple[NodeModel, ...] | None = None
         self.answered_ns = 0
         self.asked_ns = 0
 
@@ -99,6 +101,7 @@ class HostLink:
             return False
         self.engines = {engine.slot.uid: engine for engine in status.engines}
         self.capabilities = status.capabilities
+        self.models = status.models
         # What the list says was true at some moment after it was asked for.
         self.asked_ns, self.answered_ns = asked_ns, time.monotonic_ns()
         self._on_status()

@@ -591,6 +591,7 @@ class Guard:
                 self.no_devices,
                 self.pods.weakness if self.pods is not None else "",
             ),
+            models=self.host.models,
             sleepless=self.whole.refusal,
         )
 

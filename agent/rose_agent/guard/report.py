@@ -20,7 +20,14 @@ from rose_core.guard.slot import Phase
 from rose_core.telemetry.signal import Doubt
 from rose_core.wire.host import EngineState
 from rose_core.wire.reasons import PENDING, HostReason
-from rose_core.wire.sync import ReplicaReport, SignalSource, SlotReport, SlotState, SyncRequest
+from rose_core.wire.sync import (
+    NodeModel,
+    ReplicaReport,
+    SignalSource,
+    SlotReport,
+    SlotState,
+    SyncRequest,
+)
 
 _REFUSALS: dict[GateReason, Reason] = {
     GateReason.STOP_REQUESTED: Reason.STOP_REQUESTED,
@@ -50,6 +57,7 @@ def sync_request(
     *,
     host_alive: bool,
     capabilities: Mapping[str, str],
+    models: tuple[NodeModel, ...] | None = None,
     sleepless: Callable[[GuardedReplica], Reason | None] = lambda _: None,
 ) -> SyncRequest:
     """Everything the operator hears of this node; a replica without a verdict is unknown.
@@ -76,6 +84,7 @@ def sync_request(
             **capabilities,
             "EngineHost": "" if host_alive else "the engine host does not answer",
         },
+        models=models,
     )
 
 

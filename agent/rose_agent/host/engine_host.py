@@ -41,6 +41,7 @@ from rose_core.wire.host import (
     StopEngine,
 )
 from rose_core.wire.reasons import HostReason
+from rose_core.wire.sync import NodeModel
 from rose_engines.permit import BadPermit, Permit
 from rose_engines.rundir import RunDir, SlotDir
 from rose_wire.errors import Refused
@@ -75,6 +76,7 @@ class EngineHost:
         self._locks: dict[SlotUid, asyncio.Lock] = {}
         self._draining = False
         self.capabilities: Callable[[], dict[str, str]] = dict
+        self.models: Callable[[], tuple[NodeModel, ...] | None] = lambda: None
 
     def bind(self, server: Server) -> None:
         """Offer the host's methods."""
@@ -161,7 +163,7 @@ class EngineHost:
     async def status(self, _request: HostStatusRequest) -> HostStatus:
         """Every engine, those that are gone included until their slot is ordered anew."""
         living = [life.status(self.endpoint_of(uid)) for uid, life in self._lives.items()]
-        return HostStatus((*living, *self._gone.values()), self.capabilities())
+        return HostStatus((*living, *self._gone.values()), self.capabilities(), self.models())
 
     def holdings(self) -> tuple[GpuHolder, ...]:
         """Every engine that may hold a GPU, leftovers that could not be ended included."""

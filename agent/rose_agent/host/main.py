@@ -30,6 +30,7 @@ from rose_agent.host.cpu_throttle import CpuThrottle
 from rose_agent.host.enforcer import Enforcer
 from rose_agent.host.engine_host import EngineHost
 from rose_agent.host.helper.client import Helper
+from rose_agent.host.inventory import Inventory
 from rose_agent.host.proxy import DataProxy
 from rose_agent.host.repair import thaw_all
 from rose_agent.host.site import Site
@@ -63,7 +64,7 @@ class RunningHost:
     server: Server
     pages: web.AppRunner
     able: Capabilities
-    looking: asyncio.Future[tuple[None, None]]
+    looking: asyncio.Future[tuple[None, None, None]]
     data_port: int
     http_port: int
 
@@ -109,6 +110,9 @@ async def start(
     host = EngineHost(found.rundir, site)
     able = await _capabilities(found, rights)
     host.capabilities = lambda: able.said
+    inventory = Inventory(arguments.models)
+    await inventory.look()
+    host.models = lambda: inventory.found
     async with contextlib.AsyncExitStack() as undo:
         proxy, data_port = await _data_route(host, site, arguments, undo)
         server = await _socket(host, found.rundir, undo)
@@ -116,7 +120,9 @@ async def start(
         site.enforcer.start()
         pages, http_port = await _pages(host, site, arguments.http_port)
         undo.pop_all()  # from here on ``RunningHost.stop`` ends them
-    looking = asyncio.gather(able.keep(), CpuThrottle(site.limiter).keep(host.engines))
+    looking = asyncio.gather(
+        able.keep(), CpuThrottle(site.limiter).keep(host.engines), inventory.keep()
+    )
     return RunningHost(
         host, proxy, site.enforcer, server, pages, able, looking, data_port, http_port
     )

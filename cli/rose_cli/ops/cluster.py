@@ -18,6 +18,7 @@ from lightkube.core.exceptions import ConfigError, LoadResourceError
 from lightkube.generic_resource import (
     GenericNamespacedResource,
     create_api_info,
+    create_global_resource,
     create_namespaced_resource,
 )
 from lightkube.types import PatchType
@@ -30,9 +31,9 @@ from rose_cli.ops.errors import (
     NotFound,
     NotInstalled,
 )
-from rose_core.api import GROUP, VERSION, RolloutLease, RolloutSlot, ServingPool
+from rose_core.api import GROUP, VERSION, RolloutLease, RolloutSlot, ServingPool, TenantPolicy
 
-KindT = TypeVar("KindT", bound=ServingPool | RolloutLease | RolloutSlot)
+KindT = TypeVar("KindT", bound=ServingPool | RolloutLease | RolloutSlot | TenantPolicy)
 _POLL_SECONDS = 0.3
 _NOT_ONE = "clusters, users or contexts are missing"
 _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 401, 403, 404
@@ -109,8 +110,9 @@ class Cluster:
             CommandError: as everywhere in this class.
         """
         namespace = "*" if everywhere else self.namespace or "*"
+        where = {} if kind is TenantPolicy else {"namespace": namespace}
         with self._told():
-            found = [dict(one) for one in self._client.list(_resource(kind), namespace=namespace)]
+            found = [dict(one) for one in self._client.list(_resource(kind), **where)]
         good = [parsed for raw in found if (parsed := _parse(kind, raw)) is not None]
         return sorted(good, key=lambda one: one.metadata.key)
 
@@ -217,6 +219,8 @@ def until(look: Callable[[], bool], seconds: float, message: str) -> None:
 
 
 def _resource(kind: type) -> Any:  # noqa: ANN401  # lightkube's own dynamic classes
+    if kind is TenantPolicy:
+        return create_global_resource(GROUP, VERSION, kind.__name__, "tenantpolicies")
     return create_namespaced_resource(GROUP, VERSION, kind.__name__, _PLURALS[kind])
 
 

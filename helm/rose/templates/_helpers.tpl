@@ -242,11 +242,39 @@ capabilities:
 
 {{- define "rose.nobody" -}}
 runAsNonRoot: true
+{{- if not (include "rose.openshift" .) }}
 runAsUser: 65532
 runAsGroup: 65532
 fsGroup: 65532
+{{- end }}
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
+
+{{/* Not empty on OpenShift, which gives every namespace users of its own and asks for constraints. */}}
+{{- define "rose.openshift" -}}
+{{- $asked := .Values.openshift.enabled }}
+{{- if ternary (.Capabilities.APIVersions.Has "security.openshift.io/v1") $asked (eq (toString $asked) "auto") }}true{{ end }}
+{{- end }}
+
+{{/* Security context of a pod that shares folders and processes with its node. */}}
+{{- define "rose.nodePod" -}}
+{{- $type := .Values.seLinuxType }}
+{{- if and (not $type) (include "rose.openshift" .) }}{{ $type = "spc_t" }}{{ end }}
+{{- with $type }}
+securityContext:
+  # SELinux would keep a container from its node's folders and from the processes of others.
+  seLinuxOptions: {type: {{ . }}}
+{{- end }}
+{{- end }}
+
+{{/* Rights of each container on a node, also for OpenShift's constraints; JSON of a list. */}}
+{{- define "rose.guardRights" -}}
+{{ toJson (ternary (list "SYS_PTRACE" "DAC_OVERRIDE" "KILL") list .Values.lending.enabled) }}
+{{- end }}
+{{- define "rose.tapRights" -}}["NET_RAW","SYS_ADMIN","SYS_PTRACE","DAC_OVERRIDE"]{{- end }}
+{{- define "rose.sleeperRights" -}}["KILL"]{{- end }}
+{{- define "rose.hostRights" -}}["CHOWN","DAC_OVERRIDE","FOWNER","KILL","SETGID","SETPCAP","SETUID"]{{- end }}
+{{- define "rose.mpsRights" -}}["SYS_PTRACE","DAC_OVERRIDE","KILL","SETUID","SETGID","FOWNER"]{{- end }}
 
 {{/* Probes of a process that serves /healthz: {root, port (its name)}. */}}
 {{- define "rose.probes" -}}
@@ -256,6 +284,40 @@ startupProbe:
 livenessProbe:
   httpGet: {path: /healthz, port: {{ .port }}}
   {{- toYaml .root.Values.probes.liveness | nindent 2 }}
+{{- end }}
+
+{{/* Where models are: a folder of the node, or image volumes below /models; argument: an engine host's values. */}}
+{{- define "rose.modelMounts" -}}
+{{- range $index, $model := .modelImages }}
+- name: model-{{ $index }}
+  mountPath: /models/{{ $model.name }}
+  {{- with $model.subPath }}
+  subPath: {{ . }}
+  {{- end }}
+  readOnly: true
+{{- else }}
+- {name: models, mountPath: {{ .modelsPath }}, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{/* {root, host (an engine host's values)}. */}}
+{{- define "rose.modelVolumes" -}}
+{{- $root := .root }}
+{{- if and .host.modelImages (semverCompare "<1.33.0-0" $root.Capabilities.KubeVersion.Version) }}
+{{- fail "engineHost.modelImages: image volumes need Kubernetes 1.33 or later, on by default from 1.35; use engineHost.modelsPath" }}
+{{- end }}
+{{- $names := list }}
+{{- range $index, $model := .host.modelImages }}
+{{- if has $model.name $names }}{{ fail (printf "engineHost.modelImages: two are called %q" $model.name) }}{{ end }}
+{{- $names = append $names $model.name }}
+- name: model-{{ $index }}
+  image:
+    reference: {{ $model.image }}
+    pullPolicy: {{ $model.pullPolicy | default $root.Values.image.pullPolicy }}
+{{- else }}
+- name: models
+  hostPath: {path: {{ .host.modelsPath }}, type: DirectoryOrCreate}
+{{- end }}
 {{- end }}
 
 {{/* Placement of pods; argument: a component's values. */}}

@@ -410,14 +410,16 @@ def _pod(name: str, lease: str, settings: Settings, container: dict[str, Any]) -
         "terminationGracePeriodSeconds": 30,
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": 65532,
-            "runAsGroup": 65532,
-            "fsGroup": 65532,
+            **_user(settings.router_user),
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [container],
         "volumes": volumes,
     }
+
+
+def _user(number: int | None) -> dict[str, int]:
+    return {} if number is None else dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), number)
 
 
 def _finished(manifest: Raw) -> Raw:

@@ -260,6 +260,7 @@ def lease_of(
         suspended=lease.spec.suspend,
         more_pools=pools[1:],
         device_classes=frozenset(lease.spec.device_classes),
+        model=lease.spec.model.name,
         turns_per_slot=lease.spec.max_trajectories_per_slot,
         idle_seconds=float(lease.spec.slots.idle_seconds),
     )
@@ -314,6 +315,7 @@ def _replica(
     used: int | None,
 ) -> lending.Replica:
     """One replica; its own word comes before what its node lacks to share the GPU as asked."""
+    told = node.request.models
     lacks = None if needs is None or report.refusal else node.missing(needs, report.gpu_uuids)
     return lending.Replica(
         uid=report.pod_uid,
@@ -334,6 +336,7 @@ def _replica(
         zone=place.zone,
         cordoned=place.cordoned,
         device_class=report.device_class,
+        models=None if told is None else frozenset(model.name for model in told),
         stale=place.stale,
     )
 

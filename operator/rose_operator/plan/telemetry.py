@@ -179,7 +179,7 @@ def _essence(request: SyncRequest) -> object:
         for r in request.replicas
     )
     slots = tuple((s.slot, calm(s.state), s.version, s.digest) for s in request.slots)
-    return replicas, slots, request.capabilities
+    return replicas, slots, request.capabilities, request.models
 
 
 def calm(state: SlotState) -> SlotState:

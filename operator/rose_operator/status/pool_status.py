@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 
 from rose_core.api import (
     ConditionType,
@@ -12,10 +14,11 @@ from rose_core.api import (
     Reason,
     ServingPool,
 )
+from rose_core.api.common import MODEL_NAME
 from rose_core.api.conditions import Statement
-from rose_core.api.poolstatus import LoadShape
+from rose_core.api.poolstatus import LoadShape, PoolModel
 from rose_core.lending import LendingPlan, Policy
-from rose_core.wire.sync import ReplicaReport, SignalSource
+from rose_core.wire.sync import NodeModel, ReplicaReport, SignalSource
 from rose_operator.plan import capabilities
 from rose_operator.plan.admission import Refusal
 from rose_operator.plan.cluster_state import ClusterState
@@ -24,6 +27,8 @@ from rose_operator.status.statuses import accepted, conditions
 
 _C = ConditionType
 _R = Reason
+# Bounds of the status, whatever nodes say.
+_MOST_MODELS, _MOST_NODES, _MOST_NAME, _MOST_DIGEST, _MOST_BYTES = 64, 32, 128, 64, 2**53
 _TAPLESS = (
     "seen by the engine's own figures, without the wire tap, so first prefills do not show, "
     "latency is not measured and nothing counts the requests a second time"
@@ -64,6 +69,7 @@ def pool_status(
         lent_replicas=len(lent),
         unwanted_gpus=unwanted_gpus(pool, world, plan),
         device_classes=_classes(reports),
+        models=_models(world, {node for node, _ in reports}),
         asleep_replicas=world.asleep_in.get(pool.metadata.key, 0),
         load=load,
         explanation=explanation,
@@ -73,6 +79,35 @@ def pool_status(
 def _classes(reports: Reports) -> tuple[str, ...]:
     found = {report.device_class for _, report in reports if report.device_class}
     return tuple(sorted(word[:63] for word in found)[:64])
+
+
+def _models(world: ClusterState, nodes: Collection[str]) -> tuple[PoolModel, ...]:
+    """What lies on these nodes, by name and content; nodes that do not say are left out."""
+    told = {
+        node: found
+        for node in nodes
+        if (known := world.telemetry.nodes.get(node)) is not None
+        and (found := known.request.models) is not None
+    }
+    having: dict[NodeModel, list[str]] = defaultdict(list)
+    named: dict[str, set[str]] = defaultdict(set)
+    for node in sorted(told):
+        for model in told[node][:_MOST_MODELS]:
+            having[model].append(node)
+            named[model.name].add(node)
+    shown = sorted(having, key=lambda one: (one.name, one.digest))[:_MOST_MODELS]
+    return tuple(
+        PoolModel(
+            name=model.name,
+            digest=model.digest[:_MOST_DIGEST],
+            size_bytes=min(max(model.bytes, 0), _MOST_BYTES),
+            nodes=tuple(having[model][:_MOST_NODES]),
+            more_nodes=max(0, len(having[model]) - _MOST_NODES),
+            missing_nodes=len(told) - len(named[model.name]),
+        )
+        for model in shown
+        if re.fullmatch(MODEL_NAME, model.name) and len(model.name) <= _MOST_NAME
+    )
 
 
 def unwanted_gpus(pool: ServingPool, world: ClusterState, plan: LendingPlan) -> int:
