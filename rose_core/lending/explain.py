@@ -85,7 +85,8 @@ def outcomes(world: PlanningPass, members: Members) -> dict[str, LeaseDecision]:
     }
     found: dict[str, LeaseDecision] = {}
     for lease in world.snapshot.leases:
-        told, texts = [], []
+        told: list[ReplicaDecision] = []
+        texts: list[str] = []
         for key in lease.pools:
             mine = _for(world, lease, members, key, sorts.get(key, frozenset()))
             shared = mine is members.get(key, mine)

@@ -172,6 +172,49 @@ def test_explain_asks_waits_for_the_answer_and_takes_the_question_back(
 
 
 @pytest.mark.cluster
+def test_models_tells_where_each_lies_and_that_a_node_lacks_it(
+    town: Town, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert town.rose("models") == 0
+    assert "no engine host has reported one" in capsys.readouterr().out
+    held = {"name": "qwen3-8b", "digest": "abc", "sizeBytes": 1 << 34, "nodes": ["n1", "n2"]}
+    status = {"models": [held, held | {"name": "small", "missingNodes": 1}]}
+    town.client.patch(
+        POOLS.Status,
+        "chat",
+        {"status": status},
+        namespace=town.namespace,
+        patch_type=PatchType.MERGE,
+    )
+    assert town.rose("models", "qwen*") == 0
+    text = capsys.readouterr().out
+    assert "16.0 GiB" in text
+    assert "2 of 2" in text
+    assert "small" not in text
+    assert town.rose("models", "--nodes", "-o", "json") == 1, "one node lacks a model"
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["model"], row["node"]) for row in rows[:2]] == [
+        ("qwen3-8b", "n1"),
+        ("qwen3-8b", "n2"),
+    ]
+
+
+@pytest.mark.cluster
+def test_an_autoscaler_gets_size_and_selector_and_scales_a_lease(town: Town) -> None:
+    selector = "app.kubernetes.io/name=rose-router,app.kubernetes.io/instance=router-x"
+    status = {"status": {"slotsGranted": 1, "selector": selector}}
+    town.client.patch(
+        LEASES.Status, "grpo", status, namespace=town.namespace, patch_type=PatchType.MERGE
+    )
+    path = f"/apis/rose-gpu.dev/v1alpha1/namespaces/{town.namespace}/rolloutleases/grpo/scale"
+    found = json.loads(town.plane.kubectl("get", f"--raw={path}"))
+    assert found["status"] == {"replicas": 1, "selector": selector}
+    scale = ("scale", "rolloutlease", "grpo", f"--namespace={town.namespace}", "--replicas=3")
+    town.plane.kubectl(*scale)
+    assert town.lease()["spec"]["slots"]["max"] == 3
+
+
+@pytest.mark.cluster
 def test_explain_says_when_nobody_answers(town: Town, capsys: pytest.CaptureFixture[str]) -> None:
     assert town.rose("explain", "pool", "chat", "--timeout", "0.5") == 1
     assert "the operator has not answered within" in capsys.readouterr().err

@@ -33,10 +33,11 @@ from rose_cli.ops.errors import (
 )
 from rose_core.api import GROUP, VERSION, RolloutLease, RolloutSlot, ServingPool, TenantPolicy
 
-KindT = TypeVar("KindT", bound=ServingPool | RolloutLease | RolloutSlot | TenantPolicy)
+KindT = TypeVar("KindT", bound=ServingPool | RolloutLease | RolloutSlot)
 _POLL_SECONDS = 0.3
 _NOT_ONE = "clusters, users or contexts are missing"
 _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 401, 403, 404
+_POLICIES = create_global_resource(GROUP, VERSION, "TenantPolicy", "tenantpolicies")
 _PLURALS: dict[type, str] = {
     ServingPool: "servingpools",
     RolloutLease: "rolloutleases",
@@ -110,11 +111,20 @@ class Cluster:
             CommandError: as everywhere in this class.
         """
         namespace = "*" if everywhere else self.namespace or "*"
-        where = {} if kind is TenantPolicy else {"namespace": namespace}
         with self._told():
-            found = [dict(one) for one in self._client.list(_resource(kind), **where)]
+            found = [dict(one) for one in self._client.list(_resource(kind), namespace=namespace)]
         good = [parsed for raw in found if (parsed := _parse(kind, raw)) is not None]
         return sorted(good, key=lambda one: one.metadata.key)
+
+    def policies(self) -> list[TenantPolicy]:
+        """The platform's policies, by name; they belong to no namespace.
+
+        Raises:
+            NotAllowed: the person may not read them.
+        """
+        with self._told():
+            found = [dict(one) for one in self._client.list(_POLICIES)]
+        return [TenantPolicy.model_validate(raw) for raw in found]
 
     def get(self, kind: type[KindT], name: str) -> KindT:
         """One object of the namespace."""
@@ -219,8 +229,6 @@ def until(look: Callable[[], bool], seconds: float, message: str) -> None:
 
 
 def _resource(kind: type) -> Any:  # noqa: ANN401  # lightkube's own dynamic classes
-    if kind is TenantPolicy:
-        return create_global_resource(GROUP, VERSION, kind.__name__, "tenantpolicies")
     return create_namespaced_resource(GROUP, VERSION, kind.__name__, _PLURALS[kind])
 
 

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
 def _show(cluster: Cluster, given: argparse.Namespace) -> int:
     pools = cluster.objects(ServingPool)
     try:
-        policies: Sequence[TenantPolicy] | None = cluster.objects(TenantPolicy, everywhere=True)
+        policies: Sequence[TenantPolicy] | None = cluster.policies()
     except NotAllowed:
         policies = None
     found = [

@@ -15,8 +15,9 @@ from typing import Any
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 API = "https://kubernetes.default.svc"
 GROUP = "rose-gpu.dev/v1alpha1"
-# An installation that was just made may still be starting on its nodes.
-PATIENCE_SECONDS = 60.0
+# An installation that was just made may still be starting on its nodes: kubelets try the mounts of
+# Secrets that the operator has just filled again after up to half a minute.
+PATIENCE_SECONDS = 100.0
 POOL = {"selector": {"matchLabels": {"app": "helm-test"}}}
 LEASE = {
     "poolRef": {"namespace": "helm-test", "name": "helm-test"},
