@@ -4,6 +4,7 @@ import asyncio
 import base64
 import datetime as dt
 import ssl
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose_core.rotation import SPREAD_SECONDS, HeldAuthority, Step, Window, decide
+from rose_core.wire.sync import SyncReply, SyncRequest
 from rose_operator.errors import ApiRefused, ApiUnavailable
 from rose_operator.kube.api import Kind
 from rose_operator.kube.object_cache import Raw
 from rose_operator.own_secrets import Options, OwnSecrets, options, turned
 from rose_operator.settings import parse
 from rose_wire import certificates, tls
+from rose_wire.errors import Unavailable
+from rose_wire.rpc import Server, call, connect
+from rose_wire.services import SYNC
 
 DAY = 86_400.0
 NAMES = ("*.rose-system.svc", "localhost")
@@ -259,6 +264,39 @@ def shaken(client: ssl.SSLContext, server: ssl.SSLContext, name: str) -> bool:
             except ssl.SSLWantReadError:
                 continue
     return done == {here, there}
+
+
+async def test_a_node_with_a_certificate_of_ours_is_heard_by_a_listener_of_ours(
+    tmp_path: Path,
+) -> None:
+    one = Installation(tmp_path / "own")
+    one.now = time.time()
+    await one.own.make()
+    key, asked = certificates.request("system:node:n1")
+    pair = one.file("nodes", "tls.key"), one.file("nodes", "tls.crt")
+    certificate = certificates.sign(asked, "system:node:n1", pair, dt.timedelta(hours=24))
+    tls.replace_folder(tmp_path / "node", {tls.KEY: key, tls.CERTIFICATE: certificate})
+    own = one.folder
+    server = Server(credentials=tls.server_credentials(own / "tls", own / "nodes" / "ca.crt"))
+    heard: list[str] = []
+
+    async def sync(request: SyncRequest) -> SyncReply:
+        heard.append(request.node)
+        return SyncReply(1, complete=True)
+
+    server.unary(SYNC, sync)
+    port = await server.start("127.0.0.1:0")
+    for identity in (tmp_path / "node", None):
+        credentials = tls.client_credentials(own / "tls" / "ca.crt", identity)
+        channel = connect(f"localhost:{port}", credentials=credentials)
+        if identity is None:
+            with pytest.raises(Unavailable):
+                await call(channel, SYNC, SyncRequest("stranger", "t", 0), timeout=5)
+        else:
+            await call(channel, SYNC, SyncRequest("n1", "t", 0), timeout=20)
+        await channel.close()
+    await server.stop()
+    assert heard == ["n1"]
 
 
 def test_flags_say_what_is_made_here(tmp_path: Path) -> None:
