@@ -16,7 +16,7 @@ from lightkube.core.exceptions import ConfigError
 from rose_operator import own_secrets
 from rose_operator.app import Operator
 from rose_operator.errors import ApiRefused, ApiUnavailable, ConfigurationError
-from rose_operator.kube.api import FIELD_MANAGER
+from rose_operator.kube.api import FIELD_MANAGER, Api
 from rose_operator.settings import Settings, parse
 
 # So many requests that get no answer fit into the duration of the Lease.

@@ -27,7 +27,13 @@ pytestmark = [
 ]
 
 SYSTEM = "rose-system"
-OWN = ("rose-authority", "rose-node-authority", "rose-tls", "rose-token")
+OWN = (
+    "rose-authority",
+    "rose-node-authority",
+    "rose-router-authority",
+    "rose-tls",
+    "rose-token",
+)
 VALUES = (
     "--set=lending.enabled=true",
     "--set=relay.enabled=true",
@@ -82,7 +88,7 @@ async def test_only_the_operator_may_fill_them_and_it_may_fill_no_other(
     plane: ControlPlane, tmp_path: Path
 ) -> None:
     rendered_and_applied(plane)
-    for name in ("rose-agent", "rose-engine-host", "rose-router", "rose-relay"):
+    for name in ("rose-agent", "rose-engine-host", "rose-relay"):
         with pytest.raises(ApiRefused, match="forbidden"):
             await fill(plane, tmp_path / name, name)
     plane.kubectl("create", "secret", "generic", "others", f"--namespace={SYSTEM}")
@@ -107,6 +113,7 @@ async def fill(plane: ControlPlane, folder: Path, name: str, *, first: str = "ro
         authority="rose-authority",
         certificate="rose-tls",
         nodes="rose-node-authority",
+        routers="rose-router-authority",
         names=("*.rose-system.svc",),
     )
     client = account(plane, name)

@@ -32,6 +32,7 @@ SECRETS = {
     "authority": "rose-authority",
     "certificate": "rose-tls",
     "nodes": "rose-node-authority",
+    "routers": "rose-router-authority",
 }
 START = dt.datetime(2027, 1, 1, tzinfo=dt.UTC).timestamp()
 
@@ -81,6 +82,7 @@ class Installation:
             authority="rose-authority",
             certificate="rose-tls",
             nodes="rose-node-authority",
+            routers="rose-router-authority",
             names=NAMES,
         )
         self.own = OwnSecrets(self.api, wanted, wall=lambda: self.now)
@@ -98,14 +100,14 @@ async def test_empty_secrets_are_filled_once_and_then_left_alone(
     installation: Installation,
 ) -> None:
     await installation.own.make()
-    assert installation.api.writes == 4
+    assert installation.api.writes == 5
     first = {name: installation.api.data(name) for name in SECRETS.values()}
     assert set(first["rose-tls"]) == {"tls.crt", "tls.key", "ca.crt"}
     assert len(first["rose-token"]["token"]) >= 32
     for _ in range(20):
         installation.now += DAY
         await installation.own.refresh()
-    assert installation.api.writes == 4
+    assert installation.api.writes == 5
     assert {name: installation.api.data(name) for name in SECRETS.values()} == first
     tls.check_pair(installation.folder / "tls")
     assert installation.file("token", "token") == first["rose-token"]["token"]
@@ -129,7 +131,7 @@ async def test_two_operators_that_start_at_once_agree(tmp_path: Path) -> None:
 async def test_an_api_server_that_comes_later_is_waited_for(installation: Installation) -> None:
     installation.api.down = 2
     await installation.own.make()
-    assert installation.api.writes == 4
+    assert installation.api.writes == 5
 
 
 async def test_a_secret_that_the_chart_has_not_made_is_named(tmp_path: Path) -> None:
@@ -275,7 +277,7 @@ async def test_a_node_with_a_certificate_of_ours_is_heard_by_a_listener_of_ours(
     key, asked = certificates.request("system:node:n1")
     pair = one.file("nodes", "tls.key"), one.file("nodes", "tls.crt")
     certificate = certificates.sign(asked, "system:node:n1", pair, dt.timedelta(hours=24))
-    tls.replace_folder(tmp_path / "node", {tls.KEY: key, tls.CERTIFICATE: certificate})
+    certificates.keep(tmp_path / "node", {tls.KEY: key, tls.CERTIFICATE: certificate})
     own = one.folder
     server = Server(credentials=tls.server_credentials(own / "tls", own / "nodes" / "ca.crt"))
     heard: list[str] = []
