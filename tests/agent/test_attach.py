@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 
 from rose_agent.guard.routerlink import Attachment
 from rose_core.wire.routing import EngineKind, EngineUpdate, RouterNote
+from rose_core.wire.sync import RouterProof
 from rose_dev.waiting import until
+from rose_wire import certificates, tls
 from rose_wire.rpc import Server
 from rose_wire.services import ATTACH
 
@@ -33,15 +37,17 @@ class Router:
             self.heard.append(update)
             yield RouterNote()
 
-    async def serve(self, address: str) -> tuple[Server, int]:
-        server = Server(token="secret")
+    async def serve(self, address: str, folder: Path | None = None) -> tuple[Server, int]:
+        server = Server(token="secret", credentials=tls.server_credentials(folder))
         server.bidirectional(ATTACH, self.attach)
         return server, await server.start(address)
 
 
 @contextlib.asynccontextmanager
-async def attached(port: int) -> AsyncIterator[Attachment]:
-    attachment = Attachment(f"127.0.0.1:{port}", "secret")
+async def attached(
+    port: int, scheme: str = "", proof: RouterProof | None = None
+) -> AsyncIterator[Attachment]:
+    attachment = Attachment(f"{scheme}localhost:{port}", "secret", proof or RouterProof())
     task = asyncio.create_task(attachment.run())
     try:
         yield attachment
@@ -78,4 +84,23 @@ async def test_a_router_that_restarts_hears_the_present() -> None:
         again = Router()
         server, _ = await again.serve(f"127.0.0.1:{port}")
         await until(lambda: again.heard[-1:] == [CLOSED])
+    await server.stop(0)
+
+
+async def test_a_router_that_restarts_is_believed_by_its_grants_authority_again(
+    tmp_path: Path,
+) -> None:
+    now, life = dt.datetime.now(dt.UTC), dt.timedelta(hours=1)
+    authority = certificates.make_authority("routers", life, now)
+    key, leaf = certificates.issue(["localhost"], authority, life, now)
+    certificates.keep(tmp_path / "router", {tls.KEY: key, tls.CERTIFICATE: leaf})
+    router = Router()
+    server, port = await router.serve("127.0.0.1:0", tmp_path / "router")
+    async with attached(port, tls.SCHEME, RouterProof("secret", authority[1])) as attachment:
+        attachment.set(UPDATE)
+        await until(lambda: router.heard == [UPDATE])
+        await server.stop(0)
+        again = Router()
+        server, _ = await again.serve(f"127.0.0.1:{port}", tmp_path / "router")
+        await until(lambda: again.heard[-1:] == [UPDATE])
     await server.stop(0)

@@ -70,13 +70,11 @@ class Attachment:
                 except WireError as error:
                     outcome = "failed"
                     _log.debug("router %s: %s", self._router, error)
-                    # With the node's newest certificate, and who is believed now.
-                    await channel.close()
-                    channel = rpc.connect(self._router)
                 metrics.ATTACHES.labels(outcome).inc()
                 await asyncio.sleep(_RETRY_SECONDS[min(attempt, len(_RETRY_SECONDS) - 1)])
                 attempt += 1
-                if self.proof != proof:
+                # After a failure, too: with the node's newest certificate.
+                if outcome == "failed" or self.proof != proof:
                     await channel.close()
                     proof, channel = self.proof, self._connect()
         finally:
