@@ -318,3 +318,18 @@ def test_flags_say_what_is_made_here(tmp_path: Path) -> None:
         ]
     )
     assert parsed.own == found
+
+
+def test_a_certificate_authority_of_somebody_elses_is_believed_and_not_who_signed_it(
+    tmp_path: Path,
+) -> None:
+    now = dt.datetime.now(dt.UTC)
+    root, own, following = (
+        certificates.make_authority(name, dt.timedelta(days=30), now)[1] for name in "abc"
+    )
+    (tmp_path / "tls.crt").write_bytes(own)
+    assert tls.bundle_of(tmp_path) == own
+    (tmp_path / "ca.crt").write_bytes(root)
+    assert tls.bundle_of(tmp_path) == own
+    (tmp_path / "ca.crt").write_bytes(own + following)
+    assert tls.bundle_of(tmp_path) == own + following

@@ -148,10 +148,22 @@ def own_identity() -> Path | None:
     return Path(found) if found else None
 
 
-def bundle_of(folder: Path) -> Path:
-    """Of an authority's folder, what is to be believed: its successor as well, if there is one."""
-    bundle = folder / BUNDLE
-    return bundle if bundle.is_file() else folder / CERTIFICATE
+def bundle_of(folder: Path) -> bytes:
+    """Of an authority's folder, what is to be believed: its successor as well, if there is one.
+
+    A ``ca.crt`` that lacks the authority's own certificate says who signed it, as cert-manager's
+    does, and not who is believed besides.
+
+    Raises:
+        OSError: the certificate cannot be read.
+    """
+    folder = folder.resolve()  # both files of one generation
+    certificate = (folder / CERTIFICATE).read_bytes()
+    try:
+        bundle = (folder / BUNDLE).read_bytes()
+    except FileNotFoundError:
+        return certificate
+    return bundle if certificate.strip() in bundle else certificate
 
 
 def _read(folder: Path) -> tuple[bytes, bytes]:

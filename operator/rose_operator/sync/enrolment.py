@@ -114,7 +114,7 @@ class Authority:
         Raises:
             OSError: it cannot be read.
         """
-        return tls.bundle_of(self.folder).read_bytes()
+        return tls.bundle_of(self.folder)
 
     def _pair(self) -> tuple[bytes, bytes]:
         return (self.folder / tls.KEY).read_bytes(), (self.folder / tls.CERTIFICATE).read_bytes()

@@ -141,7 +141,7 @@ class SyncService:
         folder, now = self._settings.router_authority, self._clock()
         if folder is not None and now >= self._authority_due:
             with suppress(OSError):  # it is being replaced: the next answer has the new one
-                self._authority = tls.bundle_of(folder).read_bytes()
+                self._authority = tls.bundle_of(folder)
                 self._authority_due = now + _AUTHORITY_SECONDS
         return self._authority
 
