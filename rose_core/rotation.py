@@ -2,8 +2,8 @@
 
 An authority signs leaves (a listener's certificate, a node's). Whoever checks one believes the
 authority's *bundle*, which reaches every process within ``SPREAD_SECONDS``: kubelets refresh
-mounted Secrets within minutes, and whoever keeps a connection dials anew at half of the life of its
-own certificate.
+mounted Secrets within minutes, whoever has lost a connection reads it anew as he dials, and routers
+ask the operator twice in that time.
 
 | the authority has | and | step |
 |---|---|---|
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 SPREAD_SECONDS = 86_400.0
-"""A day: longer than half of a node certificate's life by default, and than any kubelet's delay."""
+"""A day: longer than any kubelet's delay, and twice what routers wait until they ask again."""
 
 _LAST_PART = 1 / 3
 """Of a life: what is left when a successor is made; the same share as in cert-manager."""

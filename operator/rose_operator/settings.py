@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -334,6 +334,19 @@ def _gateway(found: argparse.Namespace) -> Gateway | None:
         message = f"--gateway needs --gateway-domain, a domain; {found.gateway_domain!r} is none"
         raise ConfigurationError(message)
     return Gateway(namespace, name, section, found.gateway_domain, found.gateway_scheme)
+
+
+def with_authority(settings: Settings) -> Settings:
+    """The same, with what routers must believe now: it is renewed while the operator runs.
+
+    What cannot be read stays as it was.
+    """
+    try:
+        now = _authority_of(settings.tls_dir)
+    except ConfigurationError:
+        return settings
+    known = not now or now == settings.operator_authority
+    return settings if known else replace(settings, operator_authority=now)
 
 
 def _authority_of(folder: Path | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rose_core.api import Reason
@@ -159,3 +160,28 @@ async def test_a_router_is_as_large_as_its_lease_and_does_not_shrink_while_it_ru
     (raw,) = bench.api.all(Kind.DEPLOYMENT)
     arguments = raw["spec"]["template"]["spec"]["containers"][0]["args"]
     assert settings(parser().parse_args(arguments)).limits.connections > small
+
+
+def trusted(bench: Bench) -> str:
+    """Whom the router's pods believe as the operator."""
+    (found,) = bench.api.all(Kind.DEPLOYMENT)
+    (container,) = found["spec"]["template"]["spec"]["containers"]
+    return str(next(one["value"] for one in container["env"] if one["name"] == "ROSE_TLS_CA_PEM"))
+
+
+async def test_a_new_authority_of_the_operator_reaches_routers_while_it_runs(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "ca.crt").write_text("old")
+    bench = Bench(settings=replace(SETTINGS, tls_dir=tmp_path, operator_authority="old"))
+    bench.pool()
+    bench.lease()
+    bench.report()
+    await bench.turn(2)
+    assert trusted(bench) == "old"
+    (tmp_path / "ca.crt").write_text("old and new")
+    await bench.turn()
+    assert trusted(bench) == "old and new"
+    (tmp_path / "ca.crt").unlink()  # being replaced
+    await bench.turn()
+    assert trusted(bench) == "old and new"

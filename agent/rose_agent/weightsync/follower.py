@@ -88,18 +88,18 @@ class Heads:
         return seconds if head == version and seconds else None
 
     async def watch(self, store: WeightsClient) -> None:
-        """Watch until cancelled."""
-        while True:
-            try:
+        """Watch until the store is lost, then rest a while; ``error`` says why."""
+        try:
+            while True:
                 description = await store.describe(self._source.run)
                 if description.head is None:
                     self._tell(f"run {self._source.run} has no published version yet")
-                if await self._follow(store):
-                    continue
-                self._tell("the store ended the watch")
-            except (WeightsError, WireError) as error:
-                self._tell(f"weight store {self._source.endpoint}: {error}")
-            await asyncio.sleep(_RECONNECT_SECONDS)
+                if not await self._follow(store):
+                    break
+            self._tell("the store ended the watch")
+        except (WeightsError, WireError) as error:
+            self._tell(f"weight store {self._source.endpoint}: {error}")
+        await asyncio.sleep(_RECONNECT_SECONDS)
 
     async def _follow(self, store: WeightsClient) -> bool:
         """Note every head that a watch brings; True when it was silent and is to be renewed."""
@@ -187,6 +187,20 @@ class Follower:
 
     async def run(self) -> None:
         """Follow until cancelled."""
+        try:
+            while True:
+                await self._rounds()
+        finally:
+            await self._truth.close()
+            await self._plugin.close()
+            self._plugin.gate.close()
+
+    async def _rounds(self) -> None:
+        """Follow until the store is lost.
+
+        Each connection reads the node's certificate and whom it believes as it is dialled, and both
+        are renewed during the life of an engine.
+        """
         store = WeightsClient(
             self._source.endpoint,
             token=self._options.token_for(self._source.endpoint),
@@ -194,8 +208,9 @@ class Follower:
             rest=self._plugin.gate.rest,
         )
         watcher = asyncio.create_task(self._heads.watch(store))
+        watcher.add_done_callback(lambda _: self._news.set())
         try:
-            while True:
+            while not watcher.done():
                 self._news.clear()
                 wait = await self._round(store)
                 # Not wait_for: in Python 3.11 it loses a cancellation that comes with the news.
@@ -205,9 +220,7 @@ class Follower:
         finally:
             watcher.cancel()
             await asyncio.wait({watcher})
-            await self._truth.close()
-            await self._plugin.close()
-            self._plugin.gate.close()
+            self._truth.follow(store, None)
             await store.close()
 
     async def _round(self, store: WeightsClient) -> float:

@@ -18,7 +18,7 @@ from rose_operator.apply.router_needs import RouterNeeds
 from rose_operator.kube.api import KINDS_OF_ROUTERS, Kind
 from rose_operator.kube.object_cache import ObjectCache, Raw, key_of
 from rose_operator.kube.writer import Write, Writer
-from rose_operator.settings import Settings
+from rose_operator.settings import Settings, with_authority
 
 _Made = tuple[tuple[Kind, Raw], ...]
 
@@ -32,6 +32,7 @@ class RouterWrites:
 
     def of(self, needs: RouterNeeds) -> Iterator[Write]:
         """Routers that are missing or out of date, then those that nothing asks for."""
+        self._settings = with_authority(self._settings)
         leases = needs.world.leases
         wanted = {name for bad in leases.bad for name in _names_of(bad.raw)}
         for lease in leases.good.values():
@@ -61,7 +62,8 @@ class RouterWrites:
     def _made(self, lease: RolloutLease, live: Raw | None, *, rests: bool) -> _Made:
         """The manifests of a lease's router, made once per generation of the lease."""
         key, metadata = lease.metadata.key, lease.metadata
-        made_for = (metadata.uid, metadata.generation, rests, routers.size(lease, live))
+        trust = self._settings.operator_authority
+        made_for = (metadata.uid, metadata.generation, rests, routers.size(lease, live), trust)
         kept = self._manifests.get(key)
         if kept is None or kept[0] != made_for:
             kept = self._manifests[key] = made_for, tuple(self._make(lease, live, rests=rests))

@@ -40,6 +40,7 @@ from typing import Any
 import msgspec
 
 from rose_core.api import RolloutLease
+from rose_core.rotation import SPREAD_SECONDS
 from rose_core.wire.enrolment import (
     AUDIENCE,
     EnrolReply,
@@ -212,7 +213,8 @@ class RouterEnrolment:
     async def enrol(self, request: EnrolRouterRequest) -> AsyncGenerator[RouterIdentity, None]:
         """Say who the router is, and again whenever something of it has changed.
 
-        The stream ends when half of the certificate's life is over: the router asks anew.
+        The stream ends when half of the certificate's life is over, or of the time in which a new
+        authority is made known: the router asks anew.
 
         Raises:
             Refused: the token is not that of this lease's router, or there is no such lease.
@@ -236,7 +238,9 @@ class RouterEnrolment:
 
     def _life(self) -> float:
         authority = self._trust.authority
-        return _WITHOUT_TLS_SECONDS if authority is None else authority.life.total_seconds() / 2
+        if authority is None:
+            return _WITHOUT_TLS_SECONDS
+        return min(authority.life.total_seconds(), SPREAD_SECONDS) / 2
 
     def _identity(self, request: EnrolRouterRequest) -> RouterIdentity:
         lease, trust = self._lease(request.lease), self._trust
