@@ -268,6 +268,10 @@ class Grant(msgspec.Struct, frozen=True):
     proof: RouterProof = RouterProof()
 
 
+MOST_MODELS = 64
+"""More of a node are not told, each is a line of every report: a list of so many may lack some."""
+
+
 class NodeModel(msgspec.Struct, frozen=True):
     """A model that lies on the node.
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rose_agent.host.inventory import MOST_MODELS, Inventory
-from rose_core.wire.sync import NodeModel
+from rose_agent.host.inventory import Inventory
+from rose_core.wire.sync import MOST_MODELS, NodeModel
 
 
 def a_model(folder: Path, rows: int = 4, **config: object) -> Path:
@@ -21,6 +21,7 @@ def a_model(folder: Path, rows: int = 4, **config: object) -> Path:
 
 async def looked(inventory: Inventory) -> dict[str, NodeModel]:
     await inventory.look()
+    assert inventory.found is not None
     return {one.name: one for one in inventory.found}
 
 
@@ -55,8 +56,13 @@ async def test_another_content_of_the_name_has_another_digest(tmp_path: Path, ch
     assert (await looked(inventory))["m"].digest != before.digest
 
 
-async def test_a_folder_that_is_gone_or_full_is_no_reason_to_fail(tmp_path: Path) -> None:
-    assert await looked(Inventory(tmp_path / "missing")) == {}
+async def test_of_a_folder_that_cannot_be_read_nothing_is_known(tmp_path: Path) -> None:
+    inventory = Inventory(tmp_path / "missing")
+    await inventory.look()
+    assert inventory.found is None
+
+
+async def test_of_a_folder_with_very_many_some_are_told(tmp_path: Path) -> None:
     a_model(tmp_path / "m000")
     for number in range(1, MOST_MODELS + 3):
         shutil.copytree(tmp_path / "m000", tmp_path / f"m{number:03}")

@@ -8,7 +8,7 @@ import pytest
 from rose_core.api import Reason
 from rose_core.identity import SlotKey
 from rose_core.wire.reasons import HOST_MEANING, HostReason
-from rose_core.wire.sync import NodeModel, SlotReport, SlotState, SyncRequest
+from rose_core.wire.sync import MOST_MODELS, NodeModel, SlotReport, SlotState, SyncRequest
 from rose_operator.errors import ApiUnavailable, NotLeader
 from rose_operator.kube.api import Kind
 from tests.operator.bench import Bench, running
@@ -296,6 +296,8 @@ async def test_a_slot_goes_to_no_node_that_lacks_the_leases_model() -> None:
     granted = bench.condition(kind="Granted")
     assert granted["reason"] == Reason.NO_REPLICA_QUALIFIES
     assert "2 NoModel" in granted["message"]
+    assert bench.condition(kind="RouterReady")["reason"] == Reason.NO_SLOT_POSSIBLE
+    assert bench.api.all(Kind.DEPLOYMENT) == []
     name = bench.api.objects[Kind.LEASE, "default/grpo"]["spec"]["model"]["name"]
     models_of(bench, NodeModel("another", 7, "d"), NodeModel(name, 9, "e"))
     await settled(bench)
@@ -305,6 +307,17 @@ async def test_a_slot_goes_to_no_node_that_lacks_the_leases_model() -> None:
         ("another", 7, ("n1",)),
         (name, 9, ("n1",)),
     }
+
+
+async def test_a_node_that_cannot_tell_all_its_models_is_tried() -> None:
+    bench = Bench()
+    bench.pool()
+    bench.lease()
+    models_of(bench, *TOO_MANY[:MOST_MODELS])
+    await bench.turn(2)
+    assert len(bench.slots()) == 1
+    held = bench.api.objects[Kind.POOL, "default/chat"]["status"]["models"]
+    assert {one["missingNodes"] for one in held} == {0}
 
 
 async def test_what_a_node_says_of_its_models_cannot_break_a_status() -> None:

@@ -20,13 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rose_core.api.common import MODEL_NAME
-from rose_core.wire.sync import NodeModel
+from rose_core.wire.sync import MOST_MODELS, NodeModel
 
 _log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 30.0
-MOST_MODELS = 64
-"""More are not told: each is a line in every report of the node."""
 _MOST_FILES = 4096
 _SMALL_BYTES = 1 << 20
 # The format's own limit of a header.
@@ -40,12 +38,15 @@ class Inventory:
 
     Args:
         models: the node's folder of models.
+
+    Attributes:
+        found: what lies there; None while the folder cannot be read, or nobody has looked.
     """
 
     def __init__(self, models: Path) -> None:
         self._models = models
         self._known: dict[Path, tuple[tuple[tuple[str, int, int], ...], NodeModel]] = {}
-        self.found: tuple[NodeModel, ...] = ()
+        self.found: tuple[NodeModel, ...] | None = None
 
     async def keep(self, seen: Callable[[], None] = lambda: None) -> None:
         """Look now and then, until cancelled; ``seen`` is called after each look."""
@@ -58,13 +59,13 @@ class Inventory:
         """Look once, in a thread: the folder may be on a slow disk."""
         self.found = await asyncio.to_thread(self._look)
 
-    def _look(self) -> tuple[NodeModel, ...]:
+    def _look(self) -> tuple[NodeModel, ...] | None:
         found = []
         try:
             folders = sorted(self._models.iterdir())
         except OSError as error:
             _log.warning("models: %s", error)
-            return ()
+            return None
         for folder in folders:
             if not _NAME.match(folder.name) or not (folder / "config.json").is_file():
                 continue

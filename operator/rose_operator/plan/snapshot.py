@@ -19,7 +19,7 @@ from rose_core.devices.capabilities import Capability
 from rose_core.devices.ownership import Proof
 from rose_core.identity import LeaseUid, SlotUid
 from rose_core.lending import tenancy
-from rose_core.wire.sync import ReplicaReport
+from rose_core.wire.sync import MOST_MODELS, NodeModel, ReplicaReport
 from rose_operator.plan import capabilities
 from rose_operator.plan.admission import created, expiry, lending_pools
 from rose_operator.plan.cluster_facts import ClusterFacts
@@ -307,6 +307,13 @@ def _occupied(node: NodeReport, pods: Mapping[str, str]) -> frozenset[str] | Non
     return frozenset(pods[uid] for uid in node.slots)
 
 
+def _models(told: tuple[NodeModel, ...] | None) -> frozenset[str] | None:
+    """Names of what lies on a node; None where that is not known, or not all of it."""
+    if told is None or len(told) >= MOST_MODELS:
+        return None
+    return frozenset(model.name for model in told)
+
+
 def _replica(
     node: NodeReport,
     place: _NodeFacts,
@@ -315,7 +322,6 @@ def _replica(
     used: int | None,
 ) -> lending.Replica:
     """One replica; its own word comes before what its node lacks to share the GPU as asked."""
-    told = node.request.models
     lacks = None if needs is None or report.refusal else node.missing(needs, report.gpu_uuids)
     return lending.Replica(
         uid=report.pod_uid,
@@ -336,7 +342,7 @@ def _replica(
         zone=place.zone,
         cordoned=place.cordoned,
         device_class=report.device_class,
-        models=None if told is None else frozenset(model.name for model in told),
+        models=_models(node.request.models),
         stale=place.stale,
     )
 

@@ -18,7 +18,7 @@ from rose_core.api.common import MODEL_NAME
 from rose_core.api.conditions import Statement
 from rose_core.api.poolstatus import LoadShape, PoolModel
 from rose_core.lending import LendingPlan, Policy
-from rose_core.wire.sync import NodeModel, ReplicaReport, SignalSource
+from rose_core.wire.sync import MOST_MODELS, NodeModel, ReplicaReport, SignalSource
 from rose_operator.plan import capabilities
 from rose_operator.plan.admission import Refusal
 from rose_operator.plan.cluster_state import ClusterState
@@ -28,7 +28,7 @@ from rose_operator.status.statuses import accepted, conditions
 _C = ConditionType
 _R = Reason
 # Bounds of the status, whatever nodes say.
-_MOST_MODELS, _MOST_NODES, _MOST_NAME, _MOST_DIGEST, _MOST_BYTES = 64, 32, 128, 64, 2**53
+_MOST_NODES, _MOST_NAME, _MOST_DIGEST, _MOST_BYTES = 32, 128, 64, 2**53
 _TAPLESS = (
     "seen by the engine's own figures, without the wire tap, so first prefills do not show, "
     "latency is not measured and nothing counts the requests a second time"
@@ -92,10 +92,12 @@ def _models(world: ClusterState, nodes: Collection[str]) -> tuple[PoolModel, ...
     having: dict[NodeModel, list[str]] = defaultdict(list)
     named: dict[str, set[str]] = defaultdict(set)
     for node in sorted(told):
-        for model in told[node][:_MOST_MODELS]:
+        for model in told[node][:MOST_MODELS]:
             having[model].append(node)
             named[model.name].add(node)
-    shown = sorted(having, key=lambda one: (one.name, one.digest))[:_MOST_MODELS]
+    shown = sorted(having, key=lambda one: (one.name, one.digest))[:MOST_MODELS]
+    # A list that is full may lack what the node has.
+    whole = {node for node, found in told.items() if len(found) < MOST_MODELS}
     return tuple(
         PoolModel(
             name=model.name,
@@ -103,7 +105,7 @@ def _models(world: ClusterState, nodes: Collection[str]) -> tuple[PoolModel, ...
             size_bytes=min(max(model.bytes, 0), _MOST_BYTES),
             nodes=tuple(having[model][:_MOST_NODES]),
             more_nodes=max(0, len(having[model]) - _MOST_NODES),
-            missing_nodes=len(told) - len(named[model.name]),
+            missing_nodes=len(whole - named[model.name]),
         )
         for model in shown
         if re.fullmatch(MODEL_NAME, model.name) and len(model.name) <= _MOST_NAME
