@@ -10,13 +10,14 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from rose_agent.host.main import RunningHost
-from rose_agent.weightsync import records
+from rose_agent.weightsync import follower, records
 from rose_agent.weightsync.follower import Options
 from rose_agent.weightsync.main import Followers, subjects
 from rose_core.wire.host import EnsureEngine
@@ -25,6 +26,7 @@ from rose_engines.rundir import RunDir, WeightsFile, read_json
 from rose_engines.safetensors import read_checkpoint
 from rose_engines.sglang.control import ControlClient
 from rose_weights.messages import VersionInfo, WatchRequest
+from rose_weights.receive.client import WeightsClient
 from rose_weights.serve.service import WeightService
 from tests.host.helpers import Guard, guarding, order, running, serving, status_of, until
 from tests.weightsync.run import ENCODE_SECONDS, RUN, PublishedRun, store_at
@@ -177,10 +179,15 @@ async def test_nothing_is_committed_while_the_gate_is_closed(
 
 
 async def test_a_store_that_goes_away_leaves_the_old_version_serving(
-    rundir: Path,
-    models: Path,
-    tmp_path: Path,
+    rundir: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    dialled: list[WeightsClient] = []
+
+    def dial(*given: Any, **named: Any) -> WeightsClient:  # noqa: ANN401  # as WeightsClient takes
+        dialled.append(WeightsClient(*given, **named))
+        return dialled[-1]
+
+    monkeypatch.setattr(follower, "WeightsClient", dial)
     async with running(rundir, models) as host, contextlib.AsyncExitStack() as stack:
         async with store_at(tmp_path / "store") as address:
             run = PublishedRun(address, models / "small")
@@ -198,7 +205,12 @@ async def test_a_store_that_goes_away_leaves_the_old_version_serving(
         # A weight-sync that starts while the store is away knows what its predecessor attested.
         await here.stop_sync()
         here.sync()
-        await asyncio.sleep(1.5)
+        before = len(dialled)
+
+        async def dials_anew() -> bool:
+            return len(dialled) > before + 1
+
+        await until(dials_anew, "the store is dialled with the certificate and authorities of now")
         assert (here.weights.version, here.weights.attested) == ("grpo@1.0", True)
         async with store_at(tmp_path / "store", address):
             await run.publish()
