@@ -61,7 +61,7 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
         files[Path("crds") / name] = text
         if (root / CHART_CRDS).is_dir():
             files[CHART_CRDS / name] = text
-    if (root / CHART).is_dir():
+    if (root / CHART / "Chart.yaml").is_file():
         files[CHART / "README.md"] = chart_readme.page(root / CHART, NOTE)
     return files | dashboards.files()
 

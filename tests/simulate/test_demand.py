@@ -135,7 +135,7 @@ def test_the_simulators_planner_hears_what_the_operators_does() -> None:
 
 
 def test_a_lease_as_it_is_written_reaches_the_planner_as_it_is_simulated() -> None:
-    """But for who it is and how it ranks, which scenarios do not say."""
+    """But for who it is, its model and how it ranks, which scenarios do not say."""
     written = yaml.safe_load(SAMPLE.read_text())
     written["metadata"]["creationTimestamp"] = "2026-11-25T00:00:00+00:00"
     told = RolloutLease.model_validate(written)
@@ -144,7 +144,7 @@ def test_a_lease_as_it_is_written_reaches_the_planner_as_it_is_simulated() -> No
         job(name="grpo", borrowed=spec.slots.max, borrows_from=pool, cap=16, staleness=1)
     )
     made = snapshot_lease(told, None, None, (pool,), preempts=True)
-    unsaid = {"key", "uid", "priority", "created", "min_slots", "weight", "ends_at"}
+    unsaid = {"key", "uid", "model", "priority", "created", "min_slots", "weight", "ends_at"}
     assert replace(made, **{name: getattr(simulated, name) for name in unsaid}) == simulated
 
 
