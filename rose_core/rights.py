@@ -80,11 +80,18 @@ _PROBES = ("GET /health", "GET /health_generate", "GET /ready", "GET /ping", "GE
 _TURNS = (
     *("POST /generate", "POST /v1/completions", "POST /v1/chat/completions"),
     *("POST /inference/v1/generate", "POST /tokenize", "POST /v1/tokenize", "POST /detokenize"),
+    *("POST /v1/messages", "POST /v1/messages/count_tokens", "POST /v1/responses"),
     "POST /finish_session",
 )
 # Start-up checks: what a harness reads before its first turn, about the lease and not about turns.
 _FACADE = (
-    *("GET /v1/models", "GET /get_weight_version", "GET /model_info", "GET /get_model_info"),
+    *(
+        "GET /v1/models",
+        "GET /v1/models/{id}",
+        "GET /get_weight_version",
+        "GET /model_info",
+        "GET /get_model_info",
+    ),
     *("GET /server_info", "GET /get_server_info", "GET /workers", "POST /workers"),
     *("GET /list_workers", "GET /v1/loads", "GET /is_paused", "GET /get_world_size"),
 )
@@ -139,6 +146,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         _L.ROUTER, ("GET /trajectories", "POST /trajectories", "GET /turns", "GET /engines"), _TEAMS
     ),
+    Rule(_L.ROUTER, ("GET /sessions/{key}/rows",), _TEAMS, "of the job that the token names"),
     Rule(_L.ROUTER, _NOT_HERE, _TEAMS, "answered with what to use instead"),
     Rule(_L.ROUTER, ("/rose.v1.Router/Attach",), (_P.NODE, _P.ROUTER), "engines of this lease"),
     Rule(_L.ROUTER, ("/rose.v1.Router/Demand",), (_P.OPERATOR,)),

@@ -9,6 +9,8 @@ A random bfloat16 model has near-ties between its best two tokens, so two correc
 disagree at temperature 0. ``peaked`` models are random too, but their most probable next token is
 a fixed successor of the last one with a clear gap; the successors form one cycle through the
 vocabulary, so a lost, doubled or swapped token is seen at once.
+
+A model with scripts says what those tell (``rose_dev.scripted``).
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rose_dev import scripted
 from rose_dev.environments import cache_folder
+from rose_dev.scripted import Script
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +35,8 @@ if TYPE_CHECKING:
 # Part of the digest: raise it when the same recipe gives other bytes.
 _FORMAT = 2
 # An id below 256 is that byte; then end and padding; the rest of the vocabulary is unused words.
-END_TOKEN_ID = 256
-PAD_TOKEN_ID = 257
+END_TOKEN_ID = scripted.END
+PAD_TOKEN_ID = scripted.END + 1
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Recipe:
         vocabulary: entries; 300 is no multiple of 64, so engines must pad it.
         peaked: successor structure with clear gaps between the best two tokens.
         tied: the output matrix is the embedding matrix.
+        scripts: what it says, whatever it reads; the last one is for any prompt.
     """
 
     name: str
@@ -57,6 +62,7 @@ class Recipe:
     seed: int = 0
     peaked: bool = False
     tied: bool = False
+    scripts: tuple[Script, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -95,6 +101,16 @@ def make_model(recipe: Recipe, models: Path | None = None) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         _write(recipe, target)
     return target
+
+
+def scripted_recipe(name: str, *scripts: Script) -> Recipe:
+    """A recipe of a model that follows scripts, the one for any prompt last.
+
+    Raises:
+        ValueError: two answers are equal, and the model could not tell them apart.
+    """
+    words = len(scripted.words(scripts))
+    return replace(TINY, name=name, peaked=True, scripts=scripts, vocabulary=words)
 
 
 def make_named(name: str, models: Path | None = None) -> Path:
@@ -196,8 +212,11 @@ def tensors(recipe: Recipe) -> dict[str, torch.Tensor]:
 def successors(recipe: Recipe) -> list[int]:
     """Successor of each token of a peaked model: one cycle through all bytes.
 
-    Ids that are no bytes lead back into the cycle, so the end token is never the best one.
+    Ids that are no bytes lead back into the cycle, so the end token is never the best one. A
+    scripted model's follow their answer instead, to the end token.
     """
+    if recipe.scripts:
+        return scripted.successors(recipe.scripts)
     order = list(range(256))
     # A fixed shuffle that needs no library: ranks of a digest.
     order.sort(key=lambda token: hashlib.sha256(f"{recipe.seed} {token}".encode()).digest())
@@ -211,6 +230,11 @@ def _successor_head(recipe: Recipe, embedding: torch.Tensor) -> torch.Tensor:
 
     head = torch.zeros_like(embedding)
     following = successors(recipe)
+    if recipe.scripts:
+        for token in range(END_TOKEN_ID + 1, recipe.vocabulary):
+            head[following[token]] += embedding[token]
+        # Harnesses sample at temperature 1, and a script has one way to go.
+        return head * (32.0 / recipe.hidden)
     for token in range(256):
         head[following[token]] = embedding[token]
     # |e|^2 = hidden, so the best logit is about 8 and the others lie within +-3.
@@ -226,12 +250,18 @@ def _write_tokenizer(recipe: Recipe, folder: Path) -> None:
         pre_tokenizers,
     )
 
-    alphabet = _byte_words()
-    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(alphabet)}, merges=[]))
+    alphabet = scripted.byte_words()
+    vocabulary = {word: i for i, word in enumerate(alphabet)}
+    if recipe.scripts:
+        vocabulary = scripted.words(recipe.scripts)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     words = ["<|end|>", "<|pad|>"]
-    words += [f"<|unused{i}|>" for i in range(recipe.vocabulary - len(alphabet) - len(words))]
+    if recipe.scripts:
+        words += [word for word in vocabulary if scripted.is_mark(word)]
+    else:
+        words += [f"<|unused{i}|>" for i in range(recipe.vocabulary - len(alphabet) - len(words))]
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in words])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
@@ -242,19 +272,10 @@ def _write_tokenizer(recipe: Recipe, folder: Path) -> None:
                 "eos_token": "<|end|>",
                 "pad_token": "<|pad|>",
                 "clean_up_tokenization_spaces": False,
+                **({"chat_template": scripted.template(recipe.scripts)} if recipe.scripts else {}),
             }
         )
     )
-
-
-def _byte_words() -> list[str]:
-    """The word that stands for each byte in byte-level tokenizers, so that id = byte.
-
-    Visible Latin-1 characters stand for themselves; the others follow from U+0100 on.
-    """
-    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return [chr(byte if byte in visible else 256 + hidden.index(byte)) for byte in range(256)]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,6 +4,7 @@ RouterError                 status, reason (closed word), retry_after
 ├── BadRequest      400     wrong in itself, names the field
 ├── NotAllowed      401     bearer token missing or wrong
 ├── Forbidden       403     the token is for turns only
+├── NotFound        404     no such session or response is kept here
 ├── Conflict        409     pinned version unknown, duplicate id with another body
 ├── TooLarge        413     would not fit into the router's memory
 ├── Unprocessable   422     not spliceable, ended engines: asking again does not help
@@ -54,6 +55,12 @@ class Forbidden(RouterError):
     """The caller is known, and may not do this."""
 
     status = 403
+
+
+class NotFound(RouterError):
+    """What is asked for is not kept here."""
+
+    status = 404
 
 
 class Conflict(RouterError):

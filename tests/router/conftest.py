@@ -14,7 +14,7 @@ from aiohttp import web
 from rose_core.rollouts.logprobs import LogitScale
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.owners import Owner, owner
-from rose_engines.fake.scheduler import FakeScheduler
+from rose_engines.fake.scheduler import FakeScheduler, Script
 from rose_engines.fake.server import FakeServer
 from rose_engines.session import WeightSession
 from rose_router.config import Settings
@@ -60,9 +60,11 @@ class Stage:
         self,
         name: str = "a",
         kind: EngineKind = EngineKind.BORROWED,
+        *,
         token_seconds: float = 0.002,
         prefill_token_seconds: float = 0.0,
         scale: str = LogitScale.TEMPERATURE.value,
+        script: Script | None = None,
         **update: Any,  # noqa: ANN401  # fields of EngineUpdate
     ) -> Fake:
         """Start a fake engine and attach it."""
@@ -70,6 +72,7 @@ class Stage:
             WeightSession({}, VERSION),
             token_seconds=token_seconds,
             prefill_token_seconds=prefill_token_seconds,
+            script=script,
         )
         runner = web.AppRunner(
             FakeServer(scheduler, scale=scale).application(),

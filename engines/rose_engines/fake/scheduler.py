@@ -9,11 +9,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rose_engines.fake.model import Prefix
 from rose_engines.session import WeightSession
+
+
+class Script(Protocol):
+    """What an engine says whatever its weights are."""
+
+    def next_token(self, context: Sequence[int]) -> int:
+        """The token after a context; ``END`` of ``server`` ends the answer."""
+        ...
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Text of an answer."""
+        ...
+
 
 # How often a stopped engine looks at its permit.
 PERMIT_POLL_SECONDS = 0.002
@@ -27,6 +41,7 @@ class FakeRequest:
         finish: SGLang's finish reason, None while running.
         spans: (version, first token, end) in order.
         wants_prompt_logprobs: log-probs of the prompt's tokens are asked for too.
+        script: what it is answered with; ``None`` = the fake model's own tokens.
     """
 
     rid: str
@@ -38,6 +53,7 @@ class FakeRequest:
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     finish: dict[str, object] | None = None
     wants_prompt_logprobs: bool = False
+    script: Script | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -48,6 +64,8 @@ class FakeRequest:
     def step(self, version: str) -> None:
         """Generate one token with the weights labelled ``version``."""
         token, logprob = self._prefix.next_token(version)
+        if self.script is not None:
+            token = self.script.next_token([*self.prompt, *self.output])
         self._prefix.append(token)
         self.output.append(token)
         self.logprobs.append(logprob)
@@ -100,6 +118,7 @@ class FakeScheduler:
         prefill_token_seconds: added to the iteration in which a request starts, per prompt token.
         max_running: requests in one batch; others queue.
         broadcast: takes the other ranks past the boundary too.
+        script: what every request is answered with; ``None`` = the fake model's own tokens.
     """
 
     def __init__(
@@ -111,9 +130,11 @@ class FakeScheduler:
         max_running: int = 8,
         *,
         broadcast: Callable[[], None] = lambda: None,
+        script: Script | None = None,
     ) -> None:
         self.session = session
         self._broadcast = broadcast
+        self.script = script
         self.counters = Counters()
         self.token_seconds = token_seconds
         self._permit_open = permit_open

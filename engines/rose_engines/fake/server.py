@@ -25,6 +25,9 @@ from rose_engines import exposed_routes
 from rose_engines.fake.model import prompt_logprobs
 from rose_engines.fake.scheduler import FakeRequest, FakeScheduler
 
+END = 256
+"""Ends an answer that follows a script; no byte, as in ``rose_dev.scripted``."""
+
 # As in SGLang the first counter moves when a request arrives and the second when it ends: what
 # compares them with the wire must not take one for the other.
 _METRICS = """\
@@ -142,9 +145,13 @@ class FakeServer:
             rid=body.get("rid") or self._scheduler.new_name(),
             prompt=prompt,
             most=most,
-            stop_tokens=frozenset(sampling.get("stop_token_ids") or ()),
+            stop_tokens=frozenset(sampling.get("stop_token_ids") or ()) | self._ends(),
+            script=self._scheduler.script,
             wants_prompt_logprobs=body.get("logprob_start_len") == 0,
         )
+
+    def _ends(self) -> frozenset[int]:
+        return frozenset() if self._scheduler.script is None else frozenset({END})
 
     async def _stream(
         self, http: web.Request, request: FakeRequest, wants_logprobs: bool
@@ -188,7 +195,10 @@ class FakeServer:
             found = prompt_logprobs(request.prompt, meta["weight_versions"][0]["version"])
             paired = zip(found, request.prompt, strict=True)
             meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in paired]
-        text = bytes(request.output).decode("latin-1")
+        if request.script is not None:
+            text = request.script.text(request.output)
+        else:
+            text = bytes(request.output).decode("latin-1")
         return {"text": text, "output_ids": list(request.output), "meta_info": meta}
 
     async def _abort(self, http: web.Request) -> web.Response:

@@ -4,6 +4,9 @@
 |---|---|
 | POST /generate | SGLang's dialect |
 | POST /v1/completions, /v1/chat/completions | OpenAI's, with token ids |
+| POST /v1/messages, /v1/messages/count_tokens | Anthropic's, for agents' harnesses |
+| POST /v1/responses | OpenAI's, with and without ``previous_response_id`` |
+| GET /sessions/{key}/rows | training rows of such a session, exact to the token |
 | POST /tokenize, /detokenize | text or a conversation as token ids, and back |
 | POST /inference/v1/generate | vLLM's, token ids only |
 | POST /abort_request | end turns of this lease, by exact id or all |
@@ -25,12 +28,14 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from rose_core.rollouts.errors import InvalidTurn, RolloutError, UnsafeTurn
+from rose_core.rollouts.message_tree import MessageTree
 from rose_router import metrics
 from rose_router.errors import REASON, EngineRefused, RouterError
-from rose_router.http import bearer, facade, memory, pages, trajectories, virtual
+from rose_router.http import bearer, facade, memory, pages, rows, trajectories, virtual
 from rose_router.http.dialects.common import BODY_SECONDS
 from rose_router.http.handlers import TurnHandlers
 from rose_router.http.memory import MemoryLimiter, limit_of_process
+from rose_router.http.message_replies import error_json
 from rose_router.http.tokenization import Tokenizer
 from rose_router.listener import ConnectionLimiter
 from rose_router.turns.barrier import Barrier
@@ -38,6 +43,10 @@ from rose_router.turns.service import Service
 from rose_wire.observability import pages as process_pages
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+# Of the memory that the process may have: what was sampled under which messages, and as much again
+# for the objects of its turns. Requests leave more than that free (``memory.PART``).
+_TREE_PART = 1 / 16
 
 
 def create(
@@ -79,18 +88,24 @@ def create(
         ],
     )
     app[BODY_SECONDS] = settings.limits.body_seconds
-    answering = TurnHandlers(service, tokenizer)
+    # Log-probs are as large as ids.
+    tree = MessageTree(int(room.limit * _TREE_PART) // 8, int(room.limit * _TREE_PART) // 2048)
+    answering = TurnHandlers(service, tokenizer, tree)
     app.add_routes(process_pages(metrics.REGISTRY))
     app.add_routes(pages.routes(service))
     app.add_routes(facade.routes(service))
     if barrier is not None:
         app.add_routes(virtual.routes(service, barrier, tell))
     app.add_routes(trajectories.routes(service.prospects))
+    app.add_routes(rows.routes(tree, service))
     app.add_routes(
         [
             web.post("/generate", answering.generate),
             web.post("/v1/completions", answering.completions),
             web.post("/v1/chat/completions", answering.chat),
+            web.post("/v1/messages", answering.messages),
+            web.post("/v1/messages/count_tokens", answering.count_tokens),
+            web.post("/v1/responses", answering.responses),
             web.post("/tokenize", answering.tokenize),
             web.post("/v1/tokenize", answering.tokenize),
             web.post("/detokenize", answering.detokenize),
@@ -101,8 +116,8 @@ def create(
     return app
 
 
-def error_response(error: Exception) -> web.Response:
-    """An exception as every dialect's callers understand it."""
+def error_response(error: Exception, path: str = "") -> web.Response:
+    """An exception as callers of a path's dialect understand it."""
     status, reason, retry_after = classify(error)
     metrics.REFUSED.labels(reason).inc()
     body = {
@@ -112,6 +127,8 @@ def error_response(error: Exception) -> web.Response:
         "code": status,
         "error": {"message": str(error), "type": reason, "code": status},
     }
+    if path.startswith("/v1/messages"):
+        body = error_json(status, str(error), reason)
     headers = {REASON: reason}
     if retry_after:
         headers["Retry-After"] = str(retry_after)
@@ -144,9 +161,9 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     try:
         return await handler(request)
     except web.HTTPException as error:
-        return error_response(error)
+        return error_response(error, request.path)
     except (RouterError, RolloutError, EngineRefused) as error:
-        return error_response(error)
+        return error_response(error, request.path)
 
 
 def _counted(doors: ConnectionLimiter) -> Middleware:

@@ -259,13 +259,17 @@ def _admit(tokens: Tokens, request: web.Request) -> None:
     caller = Caller("anybody")
     if tokens.asked and request.path not in OPEN_PATHS:
         shown = request.headers.get("Authorization", "")
+        if not shown and (key := request.headers.get("x-api-key")):
+            shown = f"Bearer {key}"  # Anthropic's clients
         found = tokens.caller_of(shown)
         if found is None:
             raise NotAllowed("NotAllowed", tokens.complaint(shown))
         caller = found
         request[JOB] = caller.job
     request[CALLER] = caller.name
-    if caller.limited and request.path not in _HARNESSES:
+    resource = request.match_info.route.resource
+    path = request.path if resource is None else resource.canonical
+    if caller.limited and path not in _HARNESSES:
         message = f"{request.path}: this token is for turns only; the trainer's may"
         raise Forbidden("TurnsOnly", message)
     request[LIMITED] = caller.limited

@@ -8,6 +8,7 @@ from typing import Any
 
 from rose_router.http import replies
 from rose_router.http.dialects import chat
+from rose_router.http.dialects.terms import ParsedRequest
 from rose_router.http.streaming import Events
 from rose_router.http.tokenization import Tokenizer
 from rose_router.turns.turn import Turn, VisibleOutput, typed_abort
@@ -20,12 +21,20 @@ class ChatReplies:
         model: name to show.
         tokenizer: for words after a cut.
         body: the request.
+        ask: the same, read.
     """
 
-    def __init__(self, model: str, tokenizer: Tokenizer | None, body: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer | None,
+        body: Mapping[str, Any],
+        ask: ParsedRequest,
+    ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._body = body
+        self._ask = ask
 
     def answer(self, turns: Sequence[Turn]) -> dict[str, Any]:
         """The whole answer."""
@@ -56,6 +65,10 @@ class ChatReplies:
             piece = self._frame(turn, "chat.completion.chunk", [choice])
             yield piece | ({"usage": replies.usage([turn])} if over else {})
 
+    def message(self, turn: Turn) -> dict[str, Any]:
+        """The answer of a turn that is over, as a message of the conversation."""
+        return self._message(turn, turn.shown())
+
     def _choice(self, turn: Turn, index: int) -> dict[str, Any]:
         shown = turn.shown()
         message = self._message(turn, shown)
@@ -80,15 +93,14 @@ class ChatReplies:
         word = replies.finish_word(turn.finish)
         return "tool_calls" if word == "stop" and message.get("tool_calls") else word
 
-    @staticmethod
-    def _beside(turn: Turn, shown: VisibleOutput, since: int) -> dict[str, Any]:
+    def _beside(self, turn: Turn, shown: VisibleOutput, since: int) -> dict[str, Any]:
         ids = shown.tokens[since:]
+        asked = bool(self._body.get("logprobs"))  # a training row has them in any case
         return {
-            "logprobs": replies.token_logprobs(shown, since),
+            "logprobs": replies.token_logprobs(shown, since) if asked else None,
             "token_ids": ids,
             "response_token_ids": ids,
-            "weight_versions": replies.spans_json(shown.spans, turn.labels),
-            "rose": replies.rose_json(turn, shown.spans),
+            **replies.conversation_json(turn, self._ask, shown=shown),
         }
 
     def _frame(self, turn: Turn, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ LOG = logging.getLogger(__name__)
 FORWARDED = "X-Rose-Forwarded"
 _TURNS = frozenset(
     {"/generate", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"}
+    | {"/v1/messages", "/v1/responses"}
 )
 _EVERYWHERE = frozenset(
     {"/abort_request", "/pause_generation", "/pause", "/continue_generation", "/resume"}

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from rose_core.rollouts.message_tree import MessageTree
 from rose_router.errors import BadRequest, Forbidden, TurnLost
 from rose_router.http import replies
 from rose_router.http.bearer import JOB, LIMITED
 from rose_router.http.chat_replies import ChatReplies
 from rose_router.http.completion_replies import CompletionReplies
-from rose_router.http.dialects import chat, completions, sglang, vllm
+from rose_router.http.conversation import Message, messages_of
+from rose_router.http.dialects import chat, completions, messages, responses, sglang, vllm
 from rose_router.http.dialects.common import Hints, encoded, read_body, token_ids
 from rose_router.http.dialects.terms import ParsedRequest
+from rose_router.http.history import History
 from rose_router.http.memory import ROOM, held_by
-from rose_router.http.streaming import Events, Stream
+from rose_router.http.message_replies import MessageReplies
+from rose_router.http.model_output import OutputReader
+from rose_router.http.response_replies import ResponseReplies
+from rose_router.http.stored_responses import StoredResponses
+from rose_router.http.streaming import NAMED, PLAIN, Events, Framing, Stream
 from rose_router.http.tokenization import Tokenizer
 from rose_router.turns.service import Service, random_rid
 from rose_router.turns.turn import Turn, TurnState, typed_abort
@@ -30,11 +38,14 @@ class TurnHandlers:
     Args:
         service: runs turns.
         tokenizer: for text; ``None`` = token ids only.
+        tree: of what was sampled under which messages.
     """
 
-    def __init__(self, service: Service, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, service: Service, tokenizer: Tokenizer | None, tree: MessageTree) -> None:
         self._service = service
         self._tokenizer = tokenizer
+        self._history = None if tokenizer is None else History(tree, tokenizer)
+        self._stored = StoredResponses()
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """SGLang's ``/generate``."""
@@ -53,33 +64,66 @@ class TurnHandlers:
         body = await read_body(request)
         ask = completions.read(body, request.headers, self._tokenizer, random_rid)
         model = self._service.settings.model
-        replies = CompletionReplies(model, self._tokenizer, usage=ask.usage)
+        answering = CompletionReplies(model, self._tokenizer, usage=ask.usage)
         with self._turns(request, ask) as turns:
             if ask.stream:
-                return await self._stream(request, turns[0], replies.events)
+                return await self._stream(request, turns[0], answering.events)
             await _all_over(turns)
             _raise_if_all_failed(turns)
-            return _json(replies.answer(turns))
+            return _json(answering.answer(turns))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's ``/v1/chat/completions``."""
         body = await read_body(request)
-        ask = chat.read(
-            body,
-            request.headers,
-            self._tokenizer,
-            random_rid,
-            context=self._service.bounds().context,
-        )
-        replies = ChatReplies(self._service.settings.model, self._tokenizer, body)
+        ask = self._read_chat(request, body)
+        answering = ChatReplies(self._service.settings.model, self._tokenizer, body, ask)
         with self._turns(request, ask) as turns:
             if ask.stream:
-                return await self._stream(request, turns[0], replies.events)
+                (turn,) = turns
+                events = answering.events(turn)
+                return await self._stream(
+                    request, turn, lambda _: self._noting(request, ask, turn, events, answering)
+                )
             await _all_over(turns)
             _raise_if_all_failed(turns)
             for turn in turns:
                 typed_abort(turn)
-            return _json(replies.answer(turns))
+                self._note(request, ask, turn, answering.message(turn))
+            return _json(answering.answer(turns))
+
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        """Anthropic's ``/v1/messages``."""
+        body = messages.chat_of(await read_body(request))
+        ask, tokenizer = self._read_chat(request, body), self._words()
+        with self._turns(request, ask) as (turn,):
+            reader = OutputReader(turn, tokenizer, body)
+            beside = partial(replies.conversation_json, turn, ask)
+            answering = MessageReplies(self._service.settings.model, turn, reader, beside)
+            return await self._agent(request, ask, turn, answering, reader)
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        """Anthropic's ``/v1/messages/count_tokens``."""
+        body = messages.chat_of(await read_body(request))
+        return _json({"input_tokens": len(chat.prompt_of(body, self._tokenizer))})
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        """OpenAI's ``/v1/responses``."""
+        body = await read_body(request)
+        job = request.get(JOB, "") or Hints(body, request.headers).job
+        previous = responses.previous_of(body)
+        read = responses.read(body, self._stored.find(job, previous) if previous else ())
+        ask, tokenizer = self._read_chat(request, read.chat), self._words()
+        with self._turns(request, ask) as (turn,):
+            reader = OutputReader(turn, tokenizer, read.chat)
+            beside = partial(replies.conversation_json, turn, ask, read.not_shown)
+            identity = f"resp_{turn.request.rid}"
+            model = self._service.settings.model
+            answering = ResponseReplies(model, read, identity, turn, reader=reader, beside=beside)
+            reply = await self._agent(request, ask, turn, answering, reader)
+            if read.asked.store is not False and turn.is_over and not turn.abandoned:
+                before = messages_of(read.chat["messages"])
+                self._stored.keep(job, identity, [*before, reader.read().message()])
+            return reply
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """``/tokenize``: text (``prompt``) or a conversation (``messages``) as token ids."""
@@ -89,7 +133,7 @@ class TurnHandlers:
         else:
             special = body.get("add_special_tokens") is not False
             instead = "token ids everywhere"
-            words = _words(body)
+            words = _prompt_text(body)
             ids = list(encoded(words, self._tokenizer, "prompt", instead, special=special))
         return _json(
             {
@@ -103,10 +147,7 @@ class TurnHandlers:
         """``/detokenize``: token ids (``tokens``) as text, special ones included."""
         body = await read_body(request)
         ids = token_ids(body.get("tokens"), "tokens")
-        if self._tokenizer is None:
-            message = "this router has no tokenizer; start it with --tokenizer"
-            raise BadRequest("NoTokenizer", message)
-        return _json({"prompt": self._tokenizer.decode(ids, skip_special=False)})
+        return _json({"prompt": self._words().decode(ids, skip_special=False)})
 
     async def inference(self, request: web.Request) -> web.StreamResponse:
         """VLLM's ``/inference/v1/generate``."""
@@ -140,6 +181,60 @@ class TurnHandlers:
             raise BadRequest("InvalidTurn", message)
         return web.Response()
 
+    def _read_chat(self, request: web.Request, body: Mapping[str, Any]) -> ParsedRequest:
+        return chat.read(
+            body,
+            request.headers,
+            self._tokenizer,
+            random_rid,
+            context=self._service.bounds().context,
+            history=self._history,
+            job=request.get(JOB, ""),
+        )
+
+    def _words(self) -> Tokenizer:
+        if self._tokenizer is None:
+            message = "this router has no tokenizer; start it with --tokenizer"
+            raise BadRequest("NoTokenizer", message)
+        return self._tokenizer
+
+    async def _agent(
+        self,
+        request: web.Request,
+        ask: ParsedRequest,
+        turn: Turn,
+        answering: MessageReplies | ResponseReplies,
+        reader: OutputReader,
+    ) -> web.StreamResponse:
+        """Answer an agent's harness."""
+        if ask.stream:
+            events = answering.events()
+            noting = self._noting(request, ask, turn, events, reader)
+            return await self._stream(request, turn, lambda _: noting, NAMED)
+        await turn.wait_over()
+        _raise_if_all_failed([turn])
+        self._note(request, ask, turn, reader.message(turn))
+        return _json(answering.answer())
+
+    def _noting(
+        self,
+        request: web.Request,
+        ask: ParsedRequest,
+        turn: Turn,
+        events: Iterable[Any],
+        told: OutputReader | ChatReplies,
+    ) -> Events:
+        """The events; after the last one the turn is noted as it was told."""
+        yield from events
+        self._note(request, ask, turn, told.message(turn))
+
+    def _note(self, request: web.Request, ask: ParsedRequest, turn: Turn, answer: Message) -> None:
+        if ask.conversation is None or self._history is None:
+            return
+        job = request.get(JOB, "") or turn.request.job
+        session = ask.session or turn.request.rid
+        self._history.note(ask.conversation, job, session, turn, answer)
+
     @contextlib.contextmanager
     def _turns(self, request: web.Request, ask: ParsedRequest) -> Iterator[list[Turn]]:
         """The turns asked for, of the job that the caller's token names."""
@@ -159,14 +254,18 @@ class TurnHandlers:
                 self._service.leave(turn)
 
     async def _stream(
-        self, request: web.Request, turn: Turn, events: Callable[[Turn], Events]
+        self,
+        request: web.Request,
+        turn: Turn,
+        events: Callable[[Turn], Events],
+        framing: Framing = PLAIN,
     ) -> web.StreamResponse:
         # The status is decided by the first thing there is to say.
         while not turn.is_over and not turn.first_token_at:
             await turn.changed.wait()
         _raise_if_all_failed([turn])
         limit = self._service.settings.limits.write_seconds
-        return await Stream(request, turn, events(turn), limit).run()
+        return await Stream(request, turn, events(turn), limit, framing).run()
 
     def _sglang_events(self, turn: Turn) -> Events:
         while not turn.is_over:
@@ -210,7 +309,7 @@ def _raise_if_all_failed(turns: list[Turn]) -> None:
         raise turns[0].error or TurnLost("Internal", "the turn failed without saying why")
 
 
-def _words(body: dict[str, Any]) -> str:
+def _prompt_text(body: dict[str, Any]) -> str:
     words = body.get("prompt", body.get("text"))
     if not isinstance(words, str):
         message = "prompt: expected text (or messages)"

@@ -27,11 +27,18 @@ def routes(service: Service) -> list[web.RouteDef]:
         reason = service.unready()
         return web.Response(text=(reason or "ok") + "\n", status=503 if reason else 200)
 
-    async def models(_request: web.Request) -> web.Response:
+    def model_json() -> dict[str, Any]:
         model = {"id": service.settings.model, "object": "model", "owned_by": "rose"}
         # Trainers size their batches by it; vLLM's word for prompt and answer together.
         length = {"max_model_len": context} if (context := service.bounds().context) else {}
-        return _json({"object": "list", "data": [model | length]})
+        return model | length
+
+    async def models(_request: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [model_json()]})
+
+    async def model(request: web.Request) -> web.Response:
+        # A lease has one model, and harnesses ask for it by names of their own.
+        return _json(model_json() | {"id": request.match_info["id"]})
 
     async def weight_version(_request: web.Request) -> web.Response:
         head = service.fleet.head
@@ -54,6 +61,7 @@ def routes(service: Service) -> list[web.RouteDef]:
         web.get("/health_generate", health),
         web.get("/ready", ready),
         web.get("/v1/models", models),
+        web.get("/v1/models/{id:.+}", model),
         web.get("/get_weight_version", weight_version),
         web.get("/ping", health),
         web.get("/liveness", health),

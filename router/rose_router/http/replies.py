@@ -15,6 +15,7 @@ from rose_core.rollouts.logprobs import SCALE, semantics
 from rose_core.rollouts.spans import Kv, Span
 from rose_core.rollouts.stops import sure, trimmed
 from rose_core.rollouts.transcript import PER_TOKEN
+from rose_router.http.dialects.terms import ParsedRequest
 from rose_router.http.tokenization import Tokenizer
 from rose_router.turns.turn import Turn, TurnMove, VisibleOutput
 
@@ -56,6 +57,32 @@ def rose_json(turn: Turn, spans: Sequence[Span]) -> dict[str, Any]:
         "exact_text": turn.transcript.exact_text,
         "logprob_semantics": semantics(scales, spans[-1].end if spans else 0, turn.logprob_terms),
     }
+
+
+def conversation_json(
+    turn: Turn,
+    ask: ParsedRequest,
+    not_shown: Sequence[str] = (),
+    shown: VisibleOutput | None = None,
+) -> dict[str, Any]:
+    """What stands beside an answer of a conversation.
+
+    Args:
+        turn: the turn.
+        ask: the request.
+        not_shown: types of tools that the model was not shown.
+        shown: what may be shown of it, where it is known already.
+    """
+    shown = shown or turn.shown()
+    rose = rose_json(turn, shown.spans)
+    if ask.conversation is not None:
+        rose["history"] = ask.conversation.told()
+        # By its messages, a session without a key is its first turn.
+        rose["session"] = ask.session or turn.request.rid
+        rose["session_by"] = ask.session_by or "rid"
+    if not_shown:
+        rose["tools_not_shown"] = not_shown
+    return {"weight_versions": spans_json(shown.spans, turn.labels), "rose": rose}
 
 
 def _move(moved: TurnMove) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from the engine: engines send the tokens of a whole batch at once, and an event 
 another task's turn would wait for all the others of its batch. Only what cannot go out at once (the
 head, the end, a caller that has not taken what was written before) is left to the caller's task.
 
-Next step: the events come from ``handlers``, ``chat_replies`` and ``completion_replies``.
+Next step: the events come from ``handlers`` and the modules named ``..._replies``.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -19,14 +20,44 @@ from aiohttp import HttpVersion11, web
 
 from rose_router.turns.turn import Turn
 
-# What a turn has to say, in a caller's dialect: one event at every ``next``, and its last ones once
-# the turn is over.
-Events = Iterator[dict[str, Any]]
+# What a turn has to say, in a caller's dialect: what is new at every ``next``, and its last events
+# once the turn is over.
+Events = Iterator[Any]
 
 # Whoever has taken everything before can be written so much without waiting (half of what asyncio
 # buffers), and no timer is needed.
 _SMALL = 32 * 1024
 _ENCODE = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True)
+class Framing:
+    """How a dialect writes events.
+
+    Attributes:
+        lines: what one ``next`` gave, as bytes; none where there is nothing new.
+        end: what follows the last event.
+    """
+
+    lines: Callable[[Any], bytes]
+    end: bytes
+
+
+def _line(event: object) -> bytes:
+    return b"data: %b\n\n" % _ENCODE(event)
+
+
+def _named(events: list[dict[str, Any]]) -> bytes:
+    return b"".join(
+        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _ENCODE(event)) for event in events
+    )
+
+
+PLAIN = Framing(_line, b"data: [DONE]\n\n")
+"""One event at a time, as OpenAI's chats and SGLang have it."""
+
+NAMED = Framing(_named, b"")
+"""Several at a time, each with its type before it; the last one says that it is the last."""
 
 
 class _Response(web.StreamResponse):
@@ -43,14 +74,21 @@ class Stream:
         turn: has a token to show, or is over with something to say.
         events: what it says.
         write_seconds: until the caller must have taken an event.
+        framing: how they are written.
     """
 
     def __init__(
-        self, request: web.Request, turn: Turn, events: Events, write_seconds: float
+        self,
+        request: web.Request,
+        turn: Turn,
+        events: Events,
+        write_seconds: float,
+        framing: Framing = PLAIN,
     ) -> None:
         self._request = request
         self._turn = turn
         self._events = events
+        self._framing = framing
         self._write_seconds = write_seconds
         self._response = _Response(headers={"Content-Type": "text/event-stream"})
         self._chunked = request.version >= HttpVersion11
@@ -69,21 +107,23 @@ class Stream:
         return self._response
 
     async def _write(self) -> None:
-        turn, response = self._turn, self._response
+        turn, response, lines = self._turn, self._response, self._framing.lines
         while not turn.is_over:
-            await self._send(_line(next(self._events)), response.write)
+            await self._send(lines(next(self._events)), response.write)
             if not turn.is_over:  # it may have ended while the caller was waited for
                 await turn.changed.wait(self._at_once)
         # Nothing more is waited for: the end goes out in one piece.
-        last = b"".join(_line(event) for event in self._events)
-        await self._send(last + b"data: [DONE]\n\n", response.write_eof)
+        last = b"".join(lines(event) for event in self._events)
+        await self._send(last + self._framing.end, response.write_eof)
 
     def _at_once(self) -> bool:
         """Write what is new, if it can be written without waiting."""
         transport = self._request.transport
         if self._turn.is_over or transport is None or transport.is_closing() or _behind(transport):
             return False
-        line = _line(next(self._events))
+        line = self._framing.lines(next(self._events))
+        if not line:
+            return True  # an empty chunk would end the reply
         transport.write(b"%x\r\n%b\r\n" % (len(line), line) if self._chunked else line)
         return True
 
@@ -94,10 +134,6 @@ class Stream:
                 await write(line)
         else:
             await write(line)
-
-
-def _line(event: dict[str, Any]) -> bytes:
-    return b"data: %b\n\n" % _ENCODE(event)
 
 
 def _behind(transport: asyncio.Transport) -> bool:

@@ -7,6 +7,7 @@ tokenizer); ``templates`` runs it on what ``conversation`` made of the caller's 
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
@@ -18,6 +19,9 @@ from rose_router.errors import BadRequest
 
 if TYPE_CHECKING:
     from rose_router.http.templates import Template
+
+# Stands for an answer whose tokens are known; no caller can have written it.
+_MARK = f"answer-{secrets.token_hex(12)}"
 
 
 class Tokenizer:
@@ -79,12 +83,45 @@ class Tokenizer:
         Raises:
             BadRequest: the model has no template, or it refuses the messages.
         """
+        return self.encode(self._rendered(messages, tools, more), special=False)
+
+    def chat_after(
+        self,
+        messages: Sequence[Any],
+        answer: int,
+        tools: Sequence[Any],
+        more: Mapping[str, Any],
+    ) -> list[int] | None:
+        """What the template puts after the words of one answer: its end, and all that follows.
+
+        Args:
+            messages: as for ``chat``.
+            answer: which of them; an assistant's.
+            tools: as for ``chat``.
+            more: as for ``chat``.
+
+        Returns:
+            Token ids; ``None`` where the template does not show an answer as it is told.
+        """
+        marked = [*messages]
+        marked[answer] = {"role": "assistant", "content": _MARK}
+        try:
+            text = self._rendered(marked, tools, more)
+        except BadRequest:
+            return None  # it wants the calls that results of tools belong to
+        before, mark, after = text.partition(_MARK)
+        if not mark or _MARK in before or _MARK in after:
+            return None
+        return self.encode(after, special=False)
+
+    def _rendered(
+        self, messages: Sequence[Any], tools: Sequence[Any], more: Mapping[str, Any]
+    ) -> str:
         if self._template is None:
             message = f"{self._folder}: the model has no chat template; send token ids as input_ids"
             raise BadRequest("NoTemplate", message)
         names = {"add_generation_prompt": True, **self._special, **more}
-        text = self._template.render(messages=messages, tools=list(tools) or None, **names)
-        return self.encode(text, special=False)
+        return self._template.render(messages=messages, tools=list(tools) or None, **names)
 
     @cached_property
     def _config(self) -> dict[str, Any]:

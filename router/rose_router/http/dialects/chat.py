@@ -18,6 +18,7 @@ from rose_router.http.conversation import begun, messages_of
 from rose_router.http.dialects import openai
 from rose_router.http.dialects.common import Hints, caller_rid, priority, token_ids, whole_number
 from rose_router.http.dialects.terms import MOST_ANSWERS, ParsedRequest, PromptTerms, streamed
+from rose_router.http.history import Conversation, History
 from rose_router.http.tokenization import Tokenizer
 
 TOOL_BEGINS = "<tool_call>"
@@ -31,7 +32,10 @@ def read(
     headers: Mapping[str, str],
     tokenizer: Tokenizer | None,
     new_rid: Callable[[], str],
+    *,
     context: int = 0,
+    history: History | None = None,
+    job: str = "",
 ) -> ParsedRequest:
     """Read a request.
 
@@ -41,6 +45,8 @@ def read(
         tokenizer: None = only token ids are taken.
         new_rid: names turns that the caller has not named.
         context: tokens of prompt and answer that the lease's engines bear; 0 = unknown.
+        history: what is known of conversations; ``None`` = every prompt is rendered whole.
+        job: of the caller's token; empty = the request's own word counts.
 
     Raises:
         InvalidTurn: something is wrong with it; names the field.
@@ -49,20 +55,33 @@ def read(
     _check_choice(body)
     answers = whole_number(body, "n", 1, least=1, most=MOST_ANSWERS)
     stream = streamed(body, several=answers > 1)
-    prompt = prompt_of(body, tokenizer)
+    hints = Hints(body, headers)
+    talk = None
+    if history is not None and hints.record and body.get("input_ids") is None:
+        talk = _conversation(body, history, job or hints.job, hints.session)
+    prompt = prompt_of(body, tokenizer) if talk is None else token_ids(list(talk.ids), "messages")
     rid, own = caller_rid(body.get("rid") or body.get("request_id"), new_rid)
     asked = ((f"{rid}_{answer}" if answers > 1 else rid, prompt) for answer in range(answers))
     most = body.get("max_completion_tokens") or body.get("max_tokens")
     terms = PromptTerms(
-        Hints(body, headers),
+        hints,
         openai.sampling_of(
             {**body, "max_tokens": most}, openai.to_the_end(prompt, context, _DEFAULT_TOKENS)
         ),
-        openai.passed_of(body) | _logprobs(body),
+        openai.passed_of(body) | _logprobs(body, recorded=talk is not None),
         priority=priority(body),
         tokenizer=tokenizer,
     )
-    return ParsedRequest(terms.turns(asked, own_rid=own), stream, listed=True)
+    found = talk.session if talk is not None else ""
+    return ParsedRequest(
+        terms.turns(asked, own_rid=own, session=found),
+        stream,
+        listed=True,
+        conversation=talk,
+        recorded=talk is not None,
+        session=hints.session or found,
+        session_by=hints.session_by or ("messages" if found else ""),
+    )
 
 
 def prompt_of(body: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -77,15 +96,31 @@ def prompt_of(body: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int
     if tokenizer is None:
         message = "messages: this router has no tokenizer; send token ids as input_ids"
         raise InvalidTurn(message)
+    ids = tokenizer.chat(messages, _tools(body), _variables(body))
+    ids += tokenizer.encode(beginning, special=False) if beginning else []
+    return token_ids(ids, "messages")
+
+
+def _conversation(
+    body: Mapping[str, Any], history: History, job: str, session: str
+) -> Conversation:
+    """The prompt, and which of its tokens were sampled here."""
+    messages, beginning = begun(messages_of(body.get("messages")), body)
+    return history.prompt(job, session, messages, _tools(body), _variables(body), begun=beginning)
+
+
+def _tools(body: Mapping[str, Any]) -> list[Any]:
+    """What the model is shown.
+
+    Raises:
+        InvalidTurn: it is no list.
+    """
     tools = body.get("tools") or []
     if not isinstance(tools, list):
         message = "tools: expected a list"
         raise InvalidTurn(message)
-    if body.get("tool_choice") == "none":
-        tools = []  # a model that is shown tools calls them, and nobody would read the call
-    ids = tokenizer.chat(messages, tools, _variables(body))
-    ids += tokenizer.encode(beginning, special=False) if beginning else []
-    return token_ids(ids, "messages")
+    # A model that is shown tools calls them, and nobody would read the call.
+    return [] if body.get("tool_choice") == "none" else tools
 
 
 def _check_choice(body: Mapping[str, Any]) -> None:
@@ -114,9 +149,10 @@ def _variables(body: Mapping[str, Any]) -> dict[str, Any]:
     return {name: body[name] for name in named if body.get(name) is not None} | more
 
 
-def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
+def _logprobs(body: Mapping[str, Any], *, recorded: bool) -> dict[str, Any]:
     if not body.get("logprobs"):
-        return {}
+        # A training row has them, whoever asked for the answer.
+        return {"return_logprob": True, "top_logprobs_num": 0} if recorded else {}
     top = whole_number(body, "top_logprobs", 0, most=128)
     return {"return_logprob": True, "top_logprobs_num": top}
 

@@ -19,6 +19,13 @@ from rose_router.http.tokenization import Tokenizer
 # Header names of the trainers' session keys, first match wins.
 SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key", "X-Rose-Session")
 SESSION_FIELDS = ("session_id", "routing_key")
+# Where agents' harnesses put theirs, without having been told to; first match wins.
+_HARNESS_HEADERS = ("session-id", "session_id", "X-Claude-Code-Session-Id", "conversation_id")
+_METADATA = ("session_id", "trajectory_id", "conversation_id")
+_HARNESS_FIELDS = ("prompt_cache_key", "conversation_id")
+# Not ``user``: that is whom a harness serves, and all its trajectories may share it. Claude Code's
+# ``metadata.user_id`` names the session too.
+_SESSION_IN_USER = "session"
 
 # Said about a request and not about its answer: read here or nowhere, and never sent on.
 WITHOUT_EFFECT = frozenset(
@@ -42,6 +49,7 @@ HINTS = (
     "version",
     "deadline",
     "expected_tokens",
+    "record",
 )
 
 _MOST_ID = 2**31 - 1
@@ -150,6 +158,8 @@ class Hints:
 
     Attributes:
         session: key of the trajectory, or empty.
+        session_by: the field or header that says it.
+        record: whether the conversation's tokens are kept for training rows.
         job: whose turn it is, or empty.
         pin: versions the turn may be sampled by.
         expected: output tokens expected, 0 = no idea.
@@ -161,7 +171,8 @@ class Hints:
         if not isinstance(rose, dict):
             message = f"rose: expected an object with any of {', '.join(HINTS)}"
             raise InvalidTurn(message)
-        self.session = _session(rose, body, headers)
+        self.session, self.session_by = _session(rose, body, headers)
+        self.record = rose.get("record") is not False
         self.job = _text(rose.get("job") or headers.get("X-Rose-Job"), "rose.job")
         self.pin: Pin = read_pin(
             rose.get("min_version") or headers.get("X-Rose-Min-Version"),
@@ -175,11 +186,22 @@ class Hints:
         )
 
 
-def _session(rose: Mapping[str, Any], body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
-    given = [rose.get("session")]
-    given += [headers.get(name) for name in SESSION_HEADERS]
-    given += [body.get(name) for name in SESSION_FIELDS]
-    return _text(next((value for value in given if value), ""), "session key")
+def _session(
+    rose: Mapping[str, Any], body: Mapping[str, Any], headers: Mapping[str, str]
+) -> tuple[str, str]:
+    """The session's key, and what says it; two empty texts where nothing does."""
+    metadata = body.get("metadata")
+    more = metadata if isinstance(metadata, dict) else {}
+    given = [("rose.session", rose.get("session"))]
+    given += [(name, headers.get(name)) for name in SESSION_HEADERS]
+    given += [(name, body.get(name)) for name in SESSION_FIELDS]
+    given += [(name, headers.get(name)) for name in _HARNESS_HEADERS]
+    given += [(f"metadata.{name}", more.get(name)) for name in _METADATA]
+    given += [(name, body.get(name)) for name in _HARNESS_FIELDS]
+    if _SESSION_IN_USER in str(more.get("user_id", "")):
+        given.append(("metadata.user_id", more["user_id"]))
+    name, value = next(((name, value) for name, value in given if value), ("", ""))
+    return _text(value, f"session key ({name})"), name
 
 
 def _text(value: object, field: str) -> str:

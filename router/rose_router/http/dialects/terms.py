@@ -10,6 +10,7 @@ from rose_core.rollouts import fields, splice
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.stops import Stops
 from rose_router.http.dialects.common import Hints, whole_number
+from rose_router.http.history import Conversation
 from rose_router.http.tokenization import Tokenizer
 from rose_router.turns.request import TurnRequest
 
@@ -22,12 +23,20 @@ class ParsedRequest:
 
     Attributes:
         usage: the caller wants the last event of its stream to count tokens.
+        conversation: the prompt, where it was made of messages.
+        recorded: its tokens are kept for training rows.
+        session: of its trajectory, by its caller's name; empty = it has none.
+        session_by: what says so.
     """
 
     turns: list[TurnRequest]
     stream: bool
     listed: bool
     usage: bool = False
+    conversation: Conversation | None = None
+    recorded: bool = False
+    session: str = ""
+    session_by: str = ""
 
 
 class PromptTerms:
@@ -98,10 +107,13 @@ class PromptTerms:
         )
 
     def turns(
-        self, asked: Iterable[tuple[str, tuple[int, ...]]], *, own_rid: bool
+        self, asked: Iterable[tuple[str, tuple[int, ...]]], *, own_rid: bool, session: str = ""
     ) -> list[TurnRequest]:
-        """One answer for every id and prompt."""
-        return [self.turn(rid, prompt, own_rid=own_rid) for rid, prompt in asked]
+        """One answer for every id and prompt; ``session`` is for a caller that names none."""
+        return [
+            self.turn(rid, prompt, own_rid=own_rid, session=session, keyed=bool(session))
+            for rid, prompt in asked
+        ]
 
 
 def _stops(sampling: Mapping[str, Any], tokenizer: Tokenizer | None) -> Stops | None:

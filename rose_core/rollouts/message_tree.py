@@ -1,0 +1,354 @@
+r"""Which tokens stand behind a harness's messages: a tree of turns, exact to the token.
+
+A harness sends the whole conversation again with every request, as messages. Rendered and tokenized
+again, what the model wrote comes back as other tokens than it sampled, and a trainer would learn
+from what never happened. So each turn is kept under the messages that led to it and its answer. A
+later request that begins with these messages gets the very tokens; only what is new is rendered.
+
+    root (tools, template's variables) -> turn -> turn -> turn
+                                             \-> turn             (a retry, another branch)
+    root of a sub-agent                -> turn
+
+Messages are compared by what they say (``fingerprint``): harnesses trim words, write arguments of
+calls with other spaces, number calls anew and leave out what a model thought.
+
+Next step: ``rose_router.http.history`` asks ``find`` before a turn and tells ``note`` after it;
+``rows`` is what a trainer learns from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rose_core.rollouts.spans import Span, shifted
+
+Digest = bytes
+Owner = tuple[str, str]
+"""Job and session: jobs do not see each other's."""
+
+MOST_TOKENS = 1 << 23
+"""Tokens kept, of all sessions: with their log-probs 64 MiB."""
+MOST_TURNS = 1 << 15
+"""Turns kept, of all sessions: a turn's own objects take about 2 KiB."""
+
+_THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
+
+
+@dataclass(eq=False, slots=True)
+class TurnNode:
+    """A turn that was sampled here.
+
+    Attributes:
+        owner: whose it is.
+        rid: of the turn.
+        parent: the turn before it in the conversation; ``None`` at the conversation's first.
+        given: ids between the parent's last token and the first one sampled: messages, rendered.
+        sampled: the engine's ids.
+        logprobs: of those; empty where none were asked for.
+        spans: which version sampled which of them.
+        finish: why it ended.
+        digest: of all messages up to and with the answer.
+        path: digests of the messages since the parent, the answer's last.
+        altered_at: index of the request's first message that is not what this session has seen
+            although the model has answered after it; ``None`` = nothing was altered.
+        total: ids from the conversation's beginning to the turn's end.
+    """
+
+    owner: Owner
+    rid: str
+    parent: TurnNode | None
+    given: array[int]
+    sampled: array[int]
+    logprobs: array[float]
+    spans: tuple[Span, ...]
+    finish: str
+    digest: Digest
+    path: tuple[Digest, ...]
+    altered_at: int | None
+    total: int
+    children: int = 0
+
+    def ids(self) -> list[int]:
+        """All ids from the conversation's beginning to the turn's end."""
+        found: list[int] = []
+        for node in reversed(list(_upwards(self))):
+            found.extend(node.given)
+            found.extend(node.sampled)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What of a request's messages is known.
+
+    Attributes:
+        node: the last turn that the messages contain as it was sampled; ``None`` = none.
+        messages: how many of them that covers.
+        digests: of the messages up to each one, for ``note``.
+        altered_at: see ``TurnNode``.
+    """
+
+    node: TurnNode | None
+    messages: int
+    digests: tuple[Digest, ...]
+    altered_at: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRange:
+    """Where a turn's sampled tokens stand in a row."""
+
+    rid: str
+    start: int
+    end: int
+    finish: str
+    altered_at: int | None
+
+
+@dataclass(frozen=True)
+class TrainingRow:
+    """A conversation from its first token to a last turn, with what a trainer needs of each token.
+
+    Attributes:
+        ids: all tokens.
+        mask: 1 where the token was sampled and no earlier row of the session has it too.
+        logprobs: of sampled tokens; NaN elsewhere.
+        spans: which version sampled which tokens, in places of the row.
+        turns: in order.
+    """
+
+    ids: list[int]
+    mask: bytearray
+    logprobs: array[float]
+    spans: tuple[Span, ...]
+    turns: tuple[TurnRange, ...]
+
+
+@dataclass(slots=True)
+class _Session:
+    """Turns of a session, in the order in which they ended."""
+
+    nodes: list[TurnNode] = field(default_factory=list)
+    seen: set[Digest] = field(default_factory=set)
+    tokens: int = 0
+
+
+class MessageTree:
+    """The turns of the most recently used sessions.
+
+    Args:
+        most_tokens: of all sessions.
+        most_turns: of all sessions.
+
+    Attributes:
+        forgotten: sessions given up for room: their turns are rendered again.
+    """
+
+    def __init__(self, most_tokens: int = MOST_TOKENS, most_turns: int = MOST_TURNS) -> None:
+        self._most_tokens, self._most_turns = most_tokens, most_turns
+        self._sessions: OrderedDict[Owner, _Session] = OrderedDict()
+        self._nodes: dict[tuple[str, Digest], TurnNode] = {}
+        self._tokens = self._turns = 0
+        self.forgotten = 0
+
+    def __len__(self) -> int:
+        return self._turns
+
+    def find(
+        self, job: str, root: bytes, messages: Sequence[Mapping[str, Any]], session: str = ""
+    ) -> Match:
+        """The longest beginning of the messages that ends with an answer sampled here.
+
+        Args:
+            job: whose request it is.
+            root: what stands before the messages in every prompt: tools, template's variables.
+            messages: the conversation.
+            session: of the request; empty = not known, and then altered histories are not seen.
+        """
+        digests = tuple(_chain(root, messages))
+        answers = [n for n, one in enumerate(messages) if one.get("role") == "assistant"]
+        for index in reversed(answers):
+            node = self._nodes.get((job, digests[index]))
+            if node is not None and session in {"", node.owner[1]}:
+                self._sessions.move_to_end(node.owner)
+                altered = self._altered(node.owner, digests, answers, index + 1)
+                return Match(node, index + 1, digests, altered)
+        altered = self._altered((job, session), digests, answers, 0) if session else None
+        return Match(None, 0, digests, altered)
+
+    def _altered(
+        self, owner: Owner, digests: Sequence[Digest], answers: Sequence[int], known: int
+    ) -> int | None:
+        """Where a history departs from its session; answers before the first turn are examples."""
+        session = self._sessions.get(owner)
+        if session is None or not answers or answers[-1] < known:
+            return None
+        return next((n for n in range(known, len(digests)) if digests[n] not in session.seen), None)
+
+    def note(
+        self,
+        owner: Owner,
+        rid: str,
+        match: Match,
+        prompt: Sequence[int],
+        answer: Mapping[str, Any],
+        *,
+        sampled: Sequence[int],
+        logprobs: Sequence[float] = (),
+        spans: tuple[Span, ...] = (),
+        finish: str = "stop",
+    ) -> TurnNode:
+        """A turn has ended.
+
+        Args:
+            owner: whose it is.
+            rid: its id.
+            match: what ``find`` said of its request.
+            prompt: its ids; they begin with those of the match's node.
+            answer: the assistant's message as the harness was shown it.
+            sampled: its output ids.
+            logprobs: one for each of them, or none.
+            spans: over them.
+            finish: why it ended.
+        """
+        parent = match.node
+        before = parent.total if parent is not None else 0
+        last = match.digests[-1]
+        digest = _linked(last, fingerprint(answer))
+        known = self._nodes.get((owner[0], digest))
+        if known is not None and known.rid == rid:
+            return known  # its caller asked for the same turn again
+        node = TurnNode(
+            owner,
+            rid,
+            parent,
+            array("I", prompt[before:]),
+            array("I", sampled),
+            array("f", logprobs),
+            spans,
+            finish,
+            digest,
+            (*match.digests[match.messages :], digest),
+            match.altered_at,
+            len(prompt) + len(sampled),
+        )
+        if parent is not None:
+            parent.children += 1
+        session = self._sessions.setdefault(owner, _Session())
+        self._sessions.move_to_end(owner)
+        session.nodes.append(node)
+        session.seen.update(node.path)
+        self._nodes[owner[0], digest] = node
+        size = len(node.given) + len(node.sampled)
+        session.tokens += size
+        self._tokens += size
+        self._turns += 1
+        self._make_room()
+        return node
+
+    def rows(self, owner: Owner) -> list[TrainingRow]:
+        """A row for each last turn of the session, in the order in which those ended."""
+        session = self._sessions.get(owner)
+        if session is None:
+            return []
+        seen: set[int] = set()
+        return [_row(node, seen) for node in session.nodes if not node.children]
+
+    def knows(self, owner: Owner) -> bool:
+        """Whether a turn of the session is kept."""
+        return owner in self._sessions
+
+    def _make_room(self) -> None:
+        while len(self._sessions) > 1 and (
+            self._tokens > self._most_tokens or self._turns > self._most_turns
+        ):
+            _, session = self._sessions.popitem(last=False)
+            for node in session.nodes:
+                if self._nodes.get((node.owner[0], node.digest)) is node:
+                    del self._nodes[node.owner[0], node.digest]
+            self._tokens -= session.tokens
+            self._turns -= len(session.nodes)
+            self.forgotten += 1
+
+
+def fingerprint(message: Mapping[str, Any]) -> bytes:
+    """What a message says, however a harness writes it.
+
+    Args:
+        message: in OpenAI's words, its content as text.
+    """
+    role, content = str(message.get("role")), str(message.get("content") or "")
+    if role == "assistant":
+        content = _THOUGHT.sub("", content)
+    calls = [_call(one) for one in message.get("tool_calls") or ()]
+    said = [role, content.strip(), calls]
+    return json.dumps(said, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _call(call: object) -> object:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = arguments.strip()
+    return [function.get("name"), arguments or {}]
+
+
+def root_of(*parts: object) -> bytes:
+    """What prompts of one conversation have in common beside its messages."""
+    return json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str).encode()
+
+
+def _chain(root: bytes, messages: Sequence[Mapping[str, Any]]) -> Iterator[Digest]:
+    digest = _linked(b"", root)
+    for message in messages:
+        digest = _linked(digest, fingerprint(message))
+        yield digest
+
+
+def _linked(before: Digest, said: bytes) -> Digest:
+    return hashlib.blake2b(before + said, digest_size=16).digest()
+
+
+def _upwards(node: TurnNode | None) -> Iterator[TurnNode]:
+    while node is not None:
+        yield node
+        node = node.parent
+
+
+def _row(last: TurnNode, seen: set[int]) -> TrainingRow:
+    """The row that ends with a turn.
+
+    Args:
+        last: the turn.
+        seen: turns whose tokens stand in an earlier row; those of this one are added.
+    """
+    ids: list[int] = []
+    mask, logprobs = bytearray(), array("f")
+    spans: list[Span] = []
+    turns: list[TurnRange] = []
+    for node in reversed(list(_upwards(last))):
+        given, made = len(node.given), len(node.sampled)
+        start = len(ids) + given
+        ids.extend(node.given)
+        ids.extend(node.sampled)
+        fresh = id(node) not in seen
+        seen.add(id(node))
+        mask.extend(bytes(given) + bytes([fresh]) * made)
+        logprobs.extend([math.nan] * given)
+        logprobs.extend(node.logprobs if len(node.logprobs) == made else [math.nan] * made)
+        spans += shifted(node.spans, start)
+        turns.append(TurnRange(node.rid, start, start + made, node.finish, node.altered_at))
+    return TrainingRow(ids, mask, logprobs, tuple(spans), tuple(turns))

@@ -1,0 +1,143 @@
+"""What stands behind a request's messages: tokens sampled here as they were, the rest rendered.
+
+Next step: ``rose_core.rollouts.message_tree`` holds the turns; ``tokenization`` renders the rest.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rose_core.rollouts.message_tree import Match, MessageTree, root_of
+from rose_router.http.conversation import Message
+from rose_router.http.tokenization import Tokenizer
+from rose_router.turns.turn import Turn
+
+_NOT_COMMON = ("add_generation_prompt",)  # a variable that changes what comes after the messages
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The prompt of a request, and what is known of where its tokens come from.
+
+    Attributes:
+        ids: the prompt.
+        match: what of its messages was known.
+        exact: how many ids are an earlier turn's, as they were given and sampled.
+        begun: the beginning of the answer that the caller has written.
+        session: whose it is, where the messages say so; empty = they do not.
+    """
+
+    ids: tuple[int, ...]
+    match: Match
+    exact: int
+    begun: str = ""
+    session: str = ""
+
+    def told(self) -> dict[str, Any]:
+        """For replies."""
+        return {
+            "messages": len(self.match.digests),
+            "known_messages": self.match.messages,
+            "exact_tokens": self.exact,
+            "rendered_tokens": len(self.ids) - self.exact,
+            "altered_at": self.match.altered_at,
+        }
+
+
+class History:
+    """The conversations of a router's callers.
+
+    Args:
+        tree: what is known.
+        tokenizer: renders what is not.
+    """
+
+    def __init__(self, tree: MessageTree, tokenizer: Tokenizer) -> None:
+        self._tree = tree
+        self._tokenizer = tokenizer
+
+    def prompt(
+        self,
+        job: str,
+        session: str,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        variables: Mapping[str, Any],
+        *,
+        begun: str = "",
+    ) -> Conversation:
+        """The prompt of a conversation.
+
+        Args:
+            job: whose.
+            session: of the request; empty = it names none.
+            messages: as ``conversation`` makes them.
+            tools: as in OpenAI's request.
+            variables: of the template.
+            begun: beginning of the answer.
+
+        Raises:
+            BadRequest: the model has no template, or it refuses the messages.
+        """
+        common = {name: value for name, value in variables.items() if name not in _NOT_COMMON}
+        match = self._tree.find(job, root_of(tools, common), messages, session)
+        after = self._after(match, messages, tools, variables)
+        if after is None:
+            # A template that does not show an answer as it is told: nothing can be taken over.
+            match = Match(None, 0, match.digests, match.altered_at)
+            ids, exact, found = self._tokenizer.chat(messages, tools, variables), 0, session
+        else:
+            node, new = after
+            before = node.ids()
+            exact, found = len(before), session or node.owner[1]
+            # A turn that ended by itself holds the token that ends an answer; one that was cut
+            # does not, and the template's own is then part of what is given.
+            ids = before + (new[1:] if new and before[-1] == new[0] else new)
+        if begun:
+            ids = ids + self._tokenizer.encode(begun, special=False)
+        return Conversation(tuple(ids), match, exact, begun, found)
+
+    def note(
+        self, conversation: Conversation, job: str, session: str, turn: Turn, answer: Message
+    ) -> None:
+        """A turn of the conversation is over.
+
+        Args:
+            conversation: its prompt.
+            job: whose.
+            session: of its trajectory, by its caller's name.
+            turn: the turn.
+            answer: the assistant's message as its caller is shown it.
+        """
+        shown = turn.shown()
+        if not shown.tokens or turn.abandoned:
+            return
+        if conversation.begun:
+            answer = {**answer, "content": conversation.begun + str(answer.get("content") or "")}
+        entries = shown.per_token.get("output_token_logprobs") or ()
+        self._tree.note(
+            (job, session),
+            turn.request.rid,
+            conversation.match,
+            conversation.ids,
+            answer,
+            sampled=shown.tokens,
+            logprobs=array("f", (entry[0] for entry in entries)),
+            spans=shown.spans,
+            finish=str((turn.finish or {}).get("type", "")),
+        )
+
+    def _after(
+        self,
+        match: Match,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        variables: Mapping[str, Any],
+    ) -> tuple[Any, list[int]] | None:
+        if match.node is None:
+            return None
+        new = self._tokenizer.chat_after(messages, match.messages - 1, tools, variables)
+        return None if new is None else (match.node, new)

@@ -1,0 +1,185 @@
+"""Turns as Anthropic's ``/v1/messages`` would have answered them; versions beside the words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rose_router.errors import TurnLost
+from rose_router.http.model_output import ModelOutput, OutputReader
+from rose_router.turns.turn import Turn
+
+ERRORS: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's words; ``api_error`` for any other status."""
+
+Event = dict[str, Any]
+Beside = Callable[[], dict[str, Any]]
+
+
+def error_json(status: int, message: str, reason: str) -> dict[str, Any]:
+    """An error as its clients expect it."""
+    kind = ERRORS.get(status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message, "reason": reason}}
+
+
+class MessageReplies:
+    """The answer of one turn.
+
+    Args:
+        model: name to show.
+        turn: the turn.
+        reader: of its output.
+        beside: what only the router knows, as it stands now.
+    """
+
+    def __init__(self, model: str, turn: Turn, reader: OutputReader, beside: Beside) -> None:
+        self._model, self._turn, self._reader, self._beside = model, turn, reader, beside
+
+    def answer(self) -> dict[str, Any]:
+        """The whole answer.
+
+        Raises:
+            TurnLost: the turn was cut short; asking again is right.
+        """
+        turn, output = self._turn, self._reader.read()
+        if (turn.finish or {}).get("type") == "abort":
+            raise aborted(turn)
+        return {
+            **self._head(list(_blocks(output))),
+            **_end(turn, output),
+            "usage": self._usage(),
+            **self._beside(),
+        }
+
+    def events(self) -> Iterator[list[Event]]:
+        """Pieces as they come; calls of tools whole, at the end."""
+        turn = self._turn
+        yield [
+            {"type": "message_start", "message": self._head([]) | self._unfinished()},
+            {"type": "ping"},
+        ]
+        index, kind, told = -1, "", 0
+        over = False
+        while not over:
+            over = turn.is_over
+            output = self._reader.read()
+            said: list[Event] = []
+            for name, text in (("thinking", output.thoughts), ("text", output.words)):
+                if not text or (name == "thinking" and kind == "text"):
+                    continue
+                if kind != name:
+                    said += _stop(index)
+                    index, kind, told = index + 1, name, 0
+                    said.append(_start(index, _empty(name)))
+                if len(text) > told:
+                    delta = {"type": f"{name}_delta", name: text[told:]}
+                    said.append({"type": "content_block_delta", "index": index, "delta": delta})
+                    told = len(text)
+            if over:
+                said += self._last(output, index)
+            yield said
+
+    def _last(self, output: ModelOutput, index: int) -> Iterator[Event]:
+        turn = self._turn
+        yield from _stop(index)
+        if (turn.finish or {}).get("type") == "abort":
+            lost = aborted(turn)
+            yield error_json(lost.status, str(lost), lost.reason)
+            return
+        for block in _calls(output):
+            index += 1
+            yield _start(index, {**block, "input": {}})
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+            yield from _stop(index)
+        yield {
+            "type": "message_delta",
+            "delta": _end(turn, output),
+            "usage": self._usage(),
+            **self._beside(),
+        }
+        yield {"type": "message_stop"}
+
+    def _head(self, content: Sequence[Event]) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self._turn.request.rid}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+        }
+
+    def _unfinished(self) -> dict[str, Any]:
+        usage = {**self._usage(), "output_tokens": 0}
+        return {"stop_reason": None, "stop_sequence": None, "usage": usage}
+
+    def _usage(self) -> dict[str, Any]:
+        return {
+            "input_tokens": len(self._turn.request.prompt),
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": self._turn.held,
+        }
+
+
+def aborted(turn: Turn) -> TurnLost:
+    """A turn that was cut short, as an error: a harness cannot tell it from an answer."""
+    finish = turn.finish or {}
+    message = f"the turn was cut short ({finish.get('message', 'aborted')}); ask again"
+    return TurnLost("Aborted", message, retry_after=1)
+
+
+def _blocks(output: ModelOutput) -> Iterator[Event]:
+    if output.thoughts:
+        yield {**_empty("thinking"), "thinking": output.thoughts}
+    if output.words:
+        yield {**_empty("text"), "text": output.words}
+    yield from _calls(output)
+
+
+def _empty(name: str) -> Event:
+    made: Event = {"type": name, name: ""}
+    return made | ({"signature": ""} if name == "thinking" else {})
+
+
+def _calls(output: ModelOutput) -> Iterator[Event]:
+    for call in output.calls:
+        function = call["function"]
+        arguments = json.loads(function["arguments"])
+        if not isinstance(arguments, dict):
+            arguments = {"value": arguments}  # a model's mistake that its harness is to see
+        identity = f"toolu_{call['id']}"
+        yield {"type": "tool_use", "id": identity, "name": function["name"], "input": arguments}
+
+
+def _start(index: int, block: Event) -> Event:
+    return {"type": "content_block_start", "index": index, "content_block": block}
+
+
+def _stop(index: int) -> list[Event]:
+    return [{"type": "content_block_stop", "index": index}] if index >= 0 else []
+
+
+def _end(turn: Turn, output: ModelOutput) -> dict[str, Any]:
+    finish = turn.finish or {}
+    matched = finish.get("matched")
+    if finish.get("type") == "length":
+        reason = "max_tokens"
+    elif output.calls:
+        reason = "tool_use"
+    else:
+        reason = "stop_sequence" if isinstance(matched, str) else "end_turn"
+    return {
+        "stop_reason": reason,
+        "stop_sequence": matched if reason == "stop_sequence" else None,
+    }

@@ -1,0 +1,196 @@
+"""A tree of turns gives back the very tokens, and training rows hold each sampled token once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose_core.rollouts.message_tree import MessageTree, TurnNode, fingerprint, root_of
+from rose_core.rollouts.spans import Span
+
+Message = dict[str, Any]
+ROOT = root_of([], {})
+OWNER = ("job", "s")
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def says(text: str, *calls: tuple[str, object]) -> Message:
+    made: Message = {"role": "assistant", "content": text}
+    if calls:
+        made["tool_calls"] = [
+            {"id": str(n), "function": {"name": name, "arguments": arguments}}
+            for n, (name, arguments) in enumerate(calls)
+        ]
+    return made
+
+
+class Harness:
+    """Sends conversations; ids are numbers that count up, so that every token is another one."""
+
+    def __init__(self, tree: MessageTree) -> None:
+        self.tree = tree
+        self.next = 0
+
+    def fresh(self, count: int) -> list[int]:
+        self.next += count
+        return list(range(self.next - count, self.next))
+
+    def turn(
+        self, messages: list[Message], answer: Message, session: str = "s", root: bytes = ROOT
+    ) -> TurnNode:
+        match = self.tree.find("job", root, messages, session)
+        prompt = (match.node.ids() if match.node else []) + self.fresh(3)
+        sampled = self.fresh(2)
+        return self.tree.note(
+            ("job", session),
+            f"r{self.next}",
+            match,
+            prompt,
+            answer,
+            sampled=sampled,
+            logprobs=[-0.5] * 2,
+            spans=(Span("run@1.0", 0, 2),),
+        )
+
+
+def test_a_linear_conversation_is_one_row_with_every_token_once() -> None:
+    harness = Harness(MessageTree())
+    talk = [user("go")]
+    for number in range(20):
+        answer = says(f"answer {number}")
+        harness.turn(talk, answer)
+        talk += [answer, user(f"result {number}")]
+    (row,) = harness.tree.rows(OWNER)
+    assert row.ids == list(range(100))
+    assert list(row.mask) == [0, 0, 0, 1, 1] * 20
+    assert [math.isnan(one) for one in row.logprobs] == [True, True, True, False, False] * 20
+    assert [(span.start, span.end) for span in row.spans] == [
+        (5 * n + 3, 5 * n + 5) for n in range(20)
+    ]
+    assert [(turn.start, turn.end) for turn in row.turns] == [
+        (5 * n + 3, 5 * n + 5) for n in range(20)
+    ]
+
+
+def test_a_retry_is_a_branch_and_what_both_share_is_learnt_from_once() -> None:
+    harness = Harness(MessageTree())
+    talk = [user("go"), says("first"), user("result")]
+    harness.turn(talk[:1], talk[1])
+    harness.turn(talk, says("one way"))
+    harness.turn(talk, says("another"))
+    one, other = harness.tree.rows(OWNER)
+    assert one.ids[:5] == other.ids[:5]
+    assert (sum(one.mask), sum(other.mask)) == (4, 2)
+    assert list(other.mask[:5]) == [0] * 5
+
+
+def test_a_sub_agent_and_other_tools_begin_rows_of_their_own() -> None:
+    harness = Harness(MessageTree())
+    harness.turn([user("go")], says("x"))
+    harness.turn([user("go"), says("x"), user("y")], says("z"), root=root_of(["tool"], {}))
+    assert [len(row.ids) for row in harness.tree.rows(OWNER)] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        says(" words \n", ("look", '{"b": 2, "a": 1}')),
+        says("words", ("look", '{"a":1,"b":2}')),
+        says("<think>hm</think>\nwords", ("look", {"a": 1, "b": 2})),
+    ],
+)
+def test_what_harnesses_change_in_writing_is_the_same_message(sent: Message) -> None:
+    assert fingerprint(sent) == fingerprint(says("words", ("look", {"a": 1, "b": 2})))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        says("words"),
+        says("other words", ("look", {"a": 1})),
+        says("words", ("look", {"a": 2})),
+        says("words", ("see", {"a": 1})),
+        {"role": "user", "content": "words"},
+    ],
+)
+def test_what_says_something_else_is_another_message(sent: Message) -> None:
+    assert fingerprint(sent) != fingerprint(says("words", ("look", {"a": 1})))
+
+
+def test_an_altered_history_is_located() -> None:
+    harness = Harness(MessageTree())
+    talk = [user("go"), says("first"), user("result"), says("second"), user("more")]
+    harness.turn(talk[:1], talk[1])
+    harness.turn(talk[:3], talk[3])
+    whole = harness.tree.find("job", ROOT, talk, "s")
+    assert (whole.messages, whole.altered_at) == (4, None)
+    changed = [*talk[:3], says("something else"), talk[4]]
+    found = harness.tree.find("job", ROOT, changed, "s")
+    assert (found.messages, found.altered_at) == (2, 3)
+    early = [user("went"), *talk[1:]]
+    found = harness.tree.find("job", ROOT, early, "s")
+    assert (found.node, found.messages, found.altered_at) == (None, 0, 0)
+    node = harness.turn(changed, says("third"))
+    assert node.altered_at == 3
+
+
+def test_answers_before_a_sessions_first_turn_are_examples_and_nothing_is_altered() -> None:
+    tree = MessageTree()
+    examples = [user("2+2"), says("4"), user("3+3")]
+    assert tree.find("job", ROOT, examples, "s").altered_at is None
+
+
+def test_a_conversation_is_known_by_its_messages_and_only_to_its_own_job() -> None:
+    harness = Harness(MessageTree())
+    talk = [user("go"), says("first"), user("result")]
+    harness.turn(talk[:1], talk[1])
+    found = harness.tree.find("job", ROOT, talk)
+    assert found.node is not None
+    assert found.node.owner == OWNER
+    assert harness.tree.find("other", ROOT, talk).node is None
+    assert harness.tree.find("job", ROOT, talk, "another session").node is None
+
+
+def test_a_turn_that_is_told_again_is_kept_once() -> None:
+    tree = MessageTree()
+    match = tree.find("job", ROOT, [user("go")], "s")
+    for _ in range(2):
+        tree.note(OWNER, "same", match, [1], says("x"), sampled=[2])
+    assert len(tree) == 1
+
+
+def test_the_least_recently_used_session_is_forgotten_whole() -> None:
+    harness = Harness(MessageTree(most_tokens=12))
+    for session in ("a", "b", "a2"):
+        harness.turn([user(session)], says(session), session=session)
+    assert harness.tree.forgotten == 1
+    assert not harness.tree.knows(("job", "a"))
+    assert harness.tree.find("job", ROOT, [user("a"), says("a"), user("x")]).node is None
+    assert len(harness.tree) == 2
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=30))
+def test_however_a_session_branches_every_token_is_in_its_rows_and_sampled_ones_once(
+    choices: list[int],
+) -> None:
+    harness = Harness(MessageTree())
+    talks: list[list[Message]] = [[user("go")]]
+    sampled: set[int] = set()
+    for number, choice in enumerate(choices):
+        talk, answer = talks[choice % len(talks)], says(f"answer {number}")
+        node = harness.turn(talk, answer)
+        sampled |= set(node.sampled)
+        talks.append([*talk, answer, user(f"result {number}")])
+    rows = harness.tree.rows(OWNER)
+    learnt = [token for row in rows for token, one in zip(row.ids, row.mask, strict=True) if one]
+    assert sorted(learnt) == sorted(sampled)
+    assert {token for row in rows for token in row.ids} == set(range(harness.next))
+    for row in rows:
+        assert row.ids == sorted(row.ids), "a row is one way through the tree"

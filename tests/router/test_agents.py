@@ -1,0 +1,369 @@
+"""Agents' harnesses: Anthropic's and OpenAI's dialects, exact prompts, training rows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import msgspec
+import pytest
+
+from rose_dev.waiting import until
+from rose_engines.fake.model import next_token
+from tests.router.conftest import VERSION, Stage
+from tests.router.scripts import Follows, folder
+
+pytestmark = pytest.mark.asyncio
+
+TOOL = {"name": "bash", "description": "runs", "input_schema": {"type": "object"}}
+FUNCTION = {"type": "function", "name": "bash", "parameters": {"type": "object"}}
+Json = dict[str, Any]
+Staging = Callable[..., AbstractAsyncContextManager[Stage]]
+
+
+def begun(stage: Stage) -> bool:
+    """A turn has its first token."""
+    return any(turn.first_token_at for turn in stage.router.service.ledger)
+
+
+async def ask(stage: Stage, path: str, body: Json, **kwargs: Any) -> Json:  # noqa: ANN401  # of requests
+    async with stage.post(path, body, **kwargs) as reply:
+        answer: Json = await reply.json()
+        assert reply.status == 200, answer
+        return answer
+
+
+async def events(stage: Stage, path: str, body: Json) -> list[Json]:
+    async with stage.post(path, {**body, "stream": True}) as reply:
+        assert reply.status == 200, await reply.text()
+        text = (await reply.read()).decode()
+    found = []
+    for block in text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        found.append(event)
+    return found
+
+
+def messages(*said: Json, **more: Any) -> Json:  # noqa: ANN401  # of requests
+    return {"model": "m", "max_tokens": 200, "messages": list(said), "tools": [TOOL], **more}
+
+
+def user(content: object) -> Json:
+    return {"role": "user", "content": content}
+
+
+def result(block: Json, text: str) -> Json:
+    return user([{"type": "tool_result", "tool_use_id": block["id"], "content": text}])
+
+
+async def task(stage: Stage, **more: Any) -> list[Json]:  # noqa: ANN401  # of requests
+    """The script's whole task through ``/v1/messages``; the answers."""
+    talk, answers = [user("Look into a.txt.")], []
+    for outcome in ("", "one", None):
+        answers.append(await ask(stage, "/v1/messages", messages(*talk, **more)))
+        if outcome is not None:
+            block = answers[-1]["content"][-1]
+            talk += [{"role": "assistant", "content": answers[-1]["content"]}]
+            talk += [result(block, outcome)]
+    return answers
+
+
+async def test_a_harness_of_anthropics_plays_a_task_with_tools(stage: Staging) -> None:
+    async with stage(tokenizer=folder()) as s:
+        await s.engine(script=Follows())
+        first, second, third = await task(s, metadata={"user_id": "kim_session_7"})
+    assert [block["type"] for block in first["content"]] == ["text", "tool_use"]
+    assert first["content"][0]["text"] == "I shall look."
+    assert first["content"][1]["input"] == {"command": "echo one > a.txt"}
+    assert first["stop_reason"] == "tool_use"
+    assert [block["type"] for block in second["content"]] == ["thinking", "text", "tool_use"]
+    assert second["content"][0]["thinking"] == "Was it written?"
+    assert third["content"] == [{"type": "text", "text": "The file says one."}]
+    assert third["stop_reason"] == "end_turn"
+    history = third["rose"]["history"]
+    assert (history["messages"], history["known_messages"]) == (5, 4)
+    assert third["rose"]["session_by"] == "metadata.user_id"
+    assert third["weight_versions"][0]["version"] == VERSION
+    assert third["usage"]["input_tokens"] == history["exact_tokens"] + history["rendered_tokens"]
+
+
+async def test_twenty_turns_are_one_row_in_which_each_token_follows_from_those_before_it(
+    stage: Staging,
+) -> None:
+    """The fake engine's next token is a hash of all before it: a row that is not exact shows."""
+    async with stage(tokenizer=folder()) as s:
+        await s.engine("a")
+        talk = [user("go")]
+        for number in range(20):
+            answer = await ask(
+                s, "/v1/messages", messages(*talk, max_tokens=9, rose={"session": "e"})
+            )
+            said = answer["content"] or "nothing"
+            talk += [{"role": "assistant", "content": said}, user(f"result {number}")]
+        rows = (await s.get("/sessions/e/rows"))["rows"]
+    (row,) = rows
+    assert len(row["turns"]) == 20
+    check(row)
+
+
+def check(row: Json) -> None:
+    """Every sampled token is what the engine says after the row's own tokens before it."""
+    for place, (token, sampled) in enumerate(zip(row["ids"], row["mask"], strict=True)):
+        assert (row["logprobs"][place] is not None) == bool(sampled)
+        if sampled:
+            assert next_token(row["ids"][:place], VERSION)[0] == token
+    spans = [(one["start"], one["end"]) for one in row["weight_versions"]]
+    turns = [(one["start"], one["end"]) for one in row["turns"]]
+    assert spans == turns
+
+
+async def test_a_row_stays_exact_when_the_engine_dies_in_mid_answer(stage: Staging) -> None:
+    async with stage(tokenizer=folder()) as s:
+        dying = await s.engine("a", token_seconds=0.02)
+        body = messages(user("go"), max_tokens=40, rose={"session": "e"})
+        asking = asyncio.create_task(ask(s, "/v1/messages", body))
+        await until(lambda: begun(s))
+        await s.engine("b")
+        await dying.die()
+        answer = await asking
+        talk = [user("go"), {"role": "assistant", "content": answer["content"]}, user("more")]
+        await ask(s, "/v1/messages", messages(*talk, max_tokens=5, rose={"session": "e"}))
+        (row,) = (await s.get("/sessions/e/rows"))["rows"]
+    assert answer["rose"]["moves"]
+    assert len(row["turns"]) == 2
+    assert [turn["end"] - turn["start"] for turn in row["turns"]] == [40, 5]
+    assert sum(row["mask"]) == 45
+
+
+async def test_a_stream_of_anthropics_says_what_the_whole_answer_says(stage: Staging) -> None:
+    async with stage(tokenizer=folder()) as s:
+        await s.engine(script=Follows())
+        talk = [user("Look into a.txt.")]
+        whole = await ask(s, "/v1/messages", messages(*talk))
+        talk += [{"role": "assistant", "content": whole["content"]}]
+        talk += [result(whole["content"][-1], "")]
+        whole = await ask(s, "/v1/messages", messages(*talk))
+        told = await events(s, "/v1/messages", messages(*talk))
+    assert told[0]["type"] == "message_start"
+    assert told[-1] == {"type": "message_stop"}
+    assert told[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert told[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    assert [_said(block) for block in _blocks(told)] == [_said(one) for one in whole["content"]]
+
+
+def _blocks(told: list[Json]) -> list[Json]:
+    """Blocks of a stream, put together as Anthropic's own client does."""
+    blocks: list[Json] = []
+    open_at = None
+    for event in told:
+        match event:
+            case {"type": "content_block_start", "index": index, "content_block": block}:
+                assert open_at is None
+                assert index == len(blocks)
+                open_at = index
+                blocks.append(dict(block))
+            case {"type": "content_block_delta", "index": index, "delta": delta}:
+                assert index == open_at
+                kind = delta["type"]
+                if kind == "input_json_delta":
+                    blocks[index]["input"] = json.loads(delta["partial_json"])
+                else:
+                    field = kind.removesuffix("_delta")
+                    blocks[index][field] += delta[field]
+            case {"type": "content_block_stop"}:
+                open_at = None
+    assert open_at is None
+    return blocks
+
+
+def _said(block: Json) -> Json:
+    return {name: value for name, value in block.items() if name != "id"}
+
+
+def responses(given: object, **more: Any) -> Json:  # noqa: ANN401  # of requests
+    return {"model": "m", "input": given, "tools": [FUNCTION], **more}
+
+
+async def test_openais_responses_go_on_from_the_one_before(stage: Staging) -> None:
+    async with stage(tokenizer=folder()) as s:
+        await s.engine(script=Follows())
+        first = await ask(s, "/v1/responses", responses("Look.", instructions="Be brief."))
+        call = first["output"][-1]
+        assert (call["type"], call["name"]) == ("function_call", "bash")
+        assert json.loads(call["arguments"]) == {"command": "echo one > a.txt"}
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": ""}
+        second = await ask(
+            s,
+            "/v1/responses",
+            responses([output], previous_response_id=first["id"], instructions="Be brief."),
+        )
+        # The same, told whole, as a client without state does.
+        stateless = await ask(
+            s,
+            "/v1/responses",
+            responses([user("Look."), *first["output"], output], instructions="Be brief."),
+        )
+    assert [item["type"] for item in second["output"]] == ["reasoning", "message", "function_call"]
+    assert second["output"][0]["content"][0]["text"] == "Was it written?"
+    for answer in (second, stateless):
+        assert answer["status"] == "completed"
+        assert answer["rose"]["history"]["known_messages"] == 3
+        assert answer["rose"]["session_by"] == "messages"
+        assert answer["rose"]["session"] == first["rose"]["session"]
+
+
+async def test_a_stream_of_responses_ends_with_the_whole_response(stage: Staging) -> None:
+    async with stage(tokenizer=folder()) as s:
+        await s.engine(script=Follows())
+        told = await events(s, "/v1/responses", responses("Look."))
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    assert [told[0]["type"], told[-1]["type"]] == ["response.created", "response.completed"]
+    items = told[-1]["response"]["output"]
+    done = [one["item"] for one in told if one["type"] == "response.output_item.done"]
+    assert done == items
+    text = "".join(one["delta"] for one in told if one["type"] == "response.output_text.delta")
+    assert text == items[0]["content"][0]["text"] == "I shall look."
+    arguments = [e for e in told if e["type"] == "response.function_call_arguments.done"]
+    assert arguments[0]["arguments"] == items[1]["arguments"]
+
+
+async def test_a_custom_tool_gets_its_text_and_tools_of_the_provider_are_named(
+    stage: Staging,
+) -> None:
+    async with stage(tokenizer=folder()) as s:
+        await s.engine(script=Follows())
+        tools = [{"type": "custom", "name": "bash"}, {"type": "web_search"}]
+        answer = await ask(s, "/v1/responses", {"input": "Look.", "tools": tools})
+    (called,) = [item for item in answer["output"] if item["type"] == "custom_tool_call"]
+    assert json.loads(called["input"]) == {"command": "echo one > a.txt"}
+    assert answer["rose"]["tools_not_shown"] == ["web_search"]
+
+
+async def test_a_chat_is_recorded_and_says_log_probs_only_when_asked(stage: Staging) -> None:
+    async with stage(tokenizer=folder()) as s:
+        await s.engine("a")
+        body = {"messages": [user("go")], "max_tokens": 6, "session_id": "c"}
+        answer = await ask(s, "/v1/chat/completions", body)
+        asked = await ask(s, "/v1/chat/completions", {**body, "logprobs": True})
+        rows = (await s.get("/sessions/c/rows"))["rows"]
+        off = {**body, "session_id": "off", "rose": {"record": False}}
+        await ask(s, "/v1/chat/completions", off)
+        missing = await s.get("/sessions/off/rows")
+    assert answer["choices"][0]["logprobs"] is None
+    assert len(asked["choices"][0]["logprobs"]["content"]) == 6
+    assert [sum(row["mask"]) for row in rows] == [6, 6], "two answers to one prompt"
+    for row in rows:
+        check(row)
+    assert missing["type"] == "UnknownSession"
+
+
+async def test_an_altered_history_is_located_in_reply_and_row(stage: Staging) -> None:
+    async with stage(tokenizer=folder()) as s:
+        await s.engine("a")
+        more = {"max_tokens": 6, "rose": {"session": "e"}}
+        await ask(s, "/v1/messages", messages(user("go"), **more))
+        changed = [user("go"), {"role": "assistant", "content": "I never said"}, user("so")]
+        answer = await ask(s, "/v1/messages", messages(*changed, **more))
+        rows = (await s.get("/sessions/e/rows"))["rows"]
+    assert answer["rose"]["history"]["altered_at"] == 1
+    assert answer["rose"]["history"]["exact_tokens"] == 0
+    assert [row["turns"][-1]["altered_at"] for row in rows] == [None, 1]
+
+
+@pytest.mark.parametrize(
+    ("headers", "more", "by", "session"),
+    [
+        ({"X-Session-ID": "h"}, {"metadata": {"session_id": "m"}}, "X-Session-ID", "h"),
+        ({"session_id": "codex"}, {"prompt_cache_key": "k"}, "session_id", "codex"),
+        ({}, {"metadata": {"session_id": "m"}}, "metadata.session_id", "m"),
+        ({}, {"prompt_cache_key": "k"}, "prompt_cache_key", "k"),
+        ({}, {"user": "everybody"}, "rid", None),
+    ],
+)
+async def test_a_session_is_known_by_what_harnesses_send(
+    stage: Staging, headers: dict[str, str], more: Json, by: str, session: str | None
+) -> None:
+    async with stage(tokenizer=folder()) as s:
+        await s.engine("a")
+        body = {"input": "go", "max_output_tokens": 2, **more}
+        answer = await ask(s, "/v1/responses", body, headers=headers)
+    rose = answer["rose"]
+    assert rose["session_by"] == by
+    assert rose["session"] == (session or answer["id"].removeprefix("resp_"))
+
+
+async def test_anthropics_key_is_a_token_and_counting_runs_no_turn(stage: Staging) -> None:
+    async with stage(tokenizer=folder(), turn_token="good") as s:
+        body = messages(user("go"))
+        async with s.post("/v1/messages/count_tokens", body) as reply:
+            assert reply.status == 401
+            refused = await reply.json()
+        answer = await ask(s, "/v1/messages/count_tokens", body, headers={"x-api-key": "good"})
+    assert refused["error"]["type"] == "authentication_error"
+    assert answer["input_tokens"] > 10
+
+
+_BAD: list[tuple[str, Json, str]] = [
+    ("/v1/messages", {"messages": []}, "messages"),
+    ("/v1/messages", messages(user("x"), max_tokens=0), "max_tokens"),
+    ("/v1/messages", messages({"role": "tool", "content": "x"}), "role"),
+    ("/v1/messages", messages(user([{"type": "image", "source": {}}])), "image"),
+    ("/v1/messages", messages(user([{"type": "tool_use", "id": "1", "name": "x"}])), "ToolUse"),
+    ("/v1/messages", messages(user("x"), tools=[{"type": "web_search_1", "name": "w"}]), "tools"),
+    ("/v1/messages", messages(user("x"), tool_choice={"type": "any"}), "tool_choice"),
+    ("/v1/messages", messages(user("x"), mcp_servers=[]), "mcp_servers"),
+    ("/v1/messages", messages(user("x"), temperature="hot"), "temperature"),
+    ("/v1/messages", messages(user("x"), session_id=7), "session_id"),
+    ("/v1/responses", {"input": 7}, "input"),
+    ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+    ("/v1/responses", {"input": [{"type": "function_call", "name": "x"}]}, "call_id"),
+    ("/v1/responses", {"input": [user([{"type": "input_image"}])]}, "input_image"),
+    ("/v1/responses", {"input": "x", "background": True}, "background"),
+    ("/v1/responses", {"input": "x", "conversation": "c"}, "conversation"),
+    ("/v1/responses", {"input": "x", "previous_response_id": "resp_9"}, "resp_9"),
+    ("/v1/responses", {"input": "x", "tool_choice": "required"}, "tool_choice"),
+    ("/v1/responses", {"input": "x", "frequency": 1}, "frequency"),
+    ("/v1/responses", {"input": "x", "text": {"format": {"type": "yaml"}}}, "text.format"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "named"), _BAD)
+async def test_bad_input_is_refused_by_name_in_the_dialects_own_shape(
+    stage: Staging, path: str, body: Json, named: str
+) -> None:
+    async with stage(tokenizer=folder()) as s, s.post(path, body) as reply:
+        answer = msgspec.json.decode(await reply.read())
+    assert reply.status in {400, 404, 422}
+    assert named in answer["error"]["message"]
+    if path == "/v1/messages":
+        assert answer["type"] == "error"
+        assert answer["error"]["type"] == "invalid_request_error"
+
+
+async def test_an_answer_that_was_cut_short_is_an_error_that_clients_try_again(
+    stage: Staging,
+) -> None:
+    async with stage(tokenizer=folder()) as s:
+        await s.engine("a", token_seconds=0.05)
+        replies = []
+        for path, body in (
+            ("/v1/messages", messages(user("go"))),
+            ("/v1/responses", responses("go")),
+        ):
+            asking = asyncio.create_task(s.post(path, body).__aenter__())
+            await until(lambda: begun(s))
+            s.router.service.abort_all()
+            reply = await asking
+            replies.append((reply.status, await reply.json()))
+    assert [status for status, _ in replies] == [503, 503]
+    assert replies[0][1]["error"]["type"] == "overloaded_error"
+
+
+async def test_a_model_is_shown_under_the_name_that_a_harness_asks_for(stage: Staging) -> None:
+    async with stage(tokenizer=folder()) as s:
+        assert (await s.get("/v1/models/org/some-model"))["id"] == "org/some-model"
