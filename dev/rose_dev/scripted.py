@@ -33,7 +33,8 @@ _TEMPLATE = """
 <|start|>{{ message.role }}: {{ message.content }}
 {%- for call in message.tool_calls or [] %}
 {%- set called = call.function %}
-{{- '<tool_call>' }}{"name": {{ called.name | tojson }}, "arguments": {{ called.arguments | tojson }}}
+{{- '<tool_call>' }}{"name": {{ called.name | tojson }},
+{{- ' "arguments": ' }}{{ called.arguments | tojson }}}
 {{- '</tool_call>' }}
 {%- endfor %}<|end|>
 {%- if message.role == 'assistant' %}{% set ns.turn = ns.turn + 1 %}{% endif -%}
@@ -112,8 +113,8 @@ def _cut(text: bytes, taken: Sequence[str]) -> list[str]:
         if len(piece) > 1 and piece not in taken and piece not in pieces:
             pieces.append(piece)
             piece = ""
-    if piece and pieces:
-        pieces[-1] += piece  # longer than any that is taken
-    if not pieces or len({*pieces, *taken}) < len(pieces) + len(taken):
-        raise ValueError(f"answer {text!r:.60} is another one's, or of less than two bytes")
-    return pieces
+    while piece and (len(piece) < 2 or piece in taken or piece in pieces):
+        if not pieces:
+            raise ValueError(f"answer {text!r:.60} is another one's, or of less than two bytes")
+        piece = pieces.pop() + piece
+    return [*pieces, piece] if piece else pieces

@@ -1,0 +1,255 @@
+"""Agents' SDKs and command-line agents, unmodified, with nothing set but URL and key.
+
+Each plays a task of several turns with its own tools, on two engines of which one is killed in
+mid-answer. It runs in a network namespace that has the router and nothing else. ``make
+test-clients`` fetches them and runs this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose_dev.environments import cache_folder
+from rose_dev.models import scripted_recipe
+from rose_dev.scripted import Script
+from rose_dev.waiting import until
+from rose_router.http.tokenization import Tokenizer
+from tests.clients.programs.alone import join
+from tests.router.conftest import Stage
+from tests.router.scripts import Follows, call, folder
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
+
+CLIENTS = cache_folder() / "clients"
+PROGRAMS = Path(__file__).parent / "programs"
+PORT = 8000
+SECONDS = 120.0
+Staging = Callable[..., AbstractAsyncContextManager[Stage]]
+
+
+@dataclass(frozen=True)
+class Client:
+    """One client, and what the model says to it.
+
+    Attributes:
+        name: of the client.
+        command: the program, and what it is told.
+        tool: name of its tool that runs commands.
+        calls: arguments of the calls that the model makes.
+        last: what it says in the end.
+        session_by: how its turns are known to be of one trajectory.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    tool: str = "bash"
+    calls: tuple[str, ...] = ('{"command": "echo one > a.txt"}', '{"command": "cat a.txt"}')
+    last: str = "The file says one."
+    session_by: str = "messages"
+
+    def script(self) -> Script:
+        """The model's part."""
+        said = ("I shall look. ", "<think>Was it written?</think>\nNow it is read. ", "And again. ")
+        calls = [said[n] + call(self.tool, one) for n, one in enumerate(self.calls)]
+        return Script(self.tool, (*calls, self.last))
+
+
+_DESCRIBED = tuple(
+    f'{{"command": "{one}", "description": "{one}"}}' for one in ("echo one > a.txt", "cat a.txt")
+)
+SDKS = [
+    Client("anthropic", ("anthropic_sdk.py",)),
+    Client("openai chat", ("openai_sdk.py", "chat")),
+    Client("openai responses", ("openai_sdk.py", "whole")),
+    Client("openai responses, chained", ("openai_sdk.py", "chained")),
+    Client("openai-agents responses", ("openai_agents.py", "responses")),
+    Client("openai-agents chat", ("openai_agents.py", "chat")),
+    Client("LangChain openai", ("langchain_models.py", "openai")),
+    Client("LangChain anthropic", ("langchain_models.py", "anthropic")),
+    Client("LiteLLM openai", ("litellm_calls.py", "openai")),
+    Client("LiteLLM anthropic", ("litellm_calls.py", "anthropic")),
+]
+AGENTS = [
+    Client(
+        "codex",
+        ("codex.sh",),
+        tool="exec_command",
+        calls=('{"cmd": "echo one > a.txt"}', '{"cmd": "cat a.txt"}'),
+        session_by="session-id",
+    ),
+    Client(
+        "claude",
+        ("claude.sh",),
+        tool="Bash",
+        calls=_DESCRIBED,
+        session_by="X-Claude-Code-Session-Id",
+    ),
+    Client("opencode", ("opencode.sh",), calls=_DESCRIBED, session_by="X-Session-ID"),
+    Client(
+        "qwen",
+        ("qwen.sh",),
+        tool="run_shell_command",
+        calls=tuple(
+            f'{{"command": "{one}", "is_background": false}}'
+            for one in ("echo one > a.txt", "cat a.txt")
+        ),
+    ),
+    Client(
+        "mini",
+        ("mini.sh",),
+        calls=(
+            '{"command": "echo one > a.txt"}',
+            '{"command": "cat a.txt"}',
+            '{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}',
+        ),
+        last="Nothing more is asked.",
+    ),
+]
+
+
+class Watched(Follows):
+    """A script that remembers the prompts for which an answer was begun."""
+
+    def __init__(self, *args: Any) -> None:  # noqa: ANN401  # of Follows
+        super().__init__(*args)
+        self.prompts: set[tuple[int, ...]] = set()
+        self._asks = {i for i, following in enumerate(self._following) if following == i + 1}
+
+    def next_token(self, context: Any) -> int:  # noqa: ANN401  # of Follows
+        """The script's, noted."""
+        self.prompts.add(tuple(context))
+        return super().next_token(context)
+
+
+def path_of(client: Client) -> str:
+    """Where the client's commands are found."""
+    return os.pathsep.join(
+        [str(CLIENTS / "bin"), str(CLIENTS / "npm/node_modules/.bin"), os.environ["PATH"]]
+    )
+
+
+@asynccontextmanager
+async def only_the_router(port: int, socket: Path) -> AsyncIterator[None]:
+    """A Unix socket behind which the router stands."""
+
+    async def taken(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await join(reader, writer, await asyncio.open_connection("127.0.0.1", port))
+
+    server = await asyncio.start_unix_server(taken, str(socket))
+    async with server:
+        yield
+
+
+async def play(client: Client, port: int, at: Path) -> tuple[int, str]:
+    """Run the client; its exit status and what it said."""
+    (at / "home").mkdir()
+    program = PROGRAMS / client.command[0]
+    interpreter = "bash" if program.suffix == ".sh" else str(CLIENTS / "bin/python")
+    socket = at / "router"
+    alone = ["unshare", "--net", sys.executable, str(PROGRAMS / "alone.py"), str(PORT), str(socket)]
+    kept = {name: os.environ[name] for name in ("LANG", "TERM") if name in os.environ}
+    env = kept | {
+        "PATH": path_of(client),
+        "HOME": str(at / "home"),
+        "ROSE_URL": f"http://127.0.0.1:{PORT}",
+        "ROSE_KEY": "good",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+    async with only_the_router(port, socket):
+        process = await asyncio.create_subprocess_exec(
+            *alone, interpreter, str(program), *client.command[1:],
+            cwd=at, env=env, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            said, _ = await asyncio.wait_for(process.communicate(), SECONDS)
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, 9)
+    return process.returncode or 0, said.decode(errors="replace")
+
+
+def installed(client: Client) -> bool:
+    """Whether it can be run here."""
+    if client in SDKS:
+        return (CLIENTS / "bin/python").exists()
+    name = client.command[0].removesuffix(".sh")
+    return shutil.which(name, path=path_of(client)) is not None
+
+
+@pytest.mark.parametrize("client", SDKS + AGENTS, ids=lambda client: client.name)
+async def test_a_client_ends_its_task_and_every_token_of_its_rows_is_the_engines_own(
+    stage: Staging, client: Client, tmp_path: Path
+) -> None:
+    if not installed(client):
+        pytest.skip(f"{client.name} is not installed; make test-clients")
+    other = Script("", ("A title of two words.",))
+    recipe = scripted_recipe(f"client-{client.tool}", client.script(), other)
+    watched = Watched(recipe)
+    async with stage(tokenizer=folder(recipe), turn_token="good") as s:
+        s.http.headers["Authorization"] = "Bearer good"
+        engines = {
+            name: await s.engine(name, token_seconds=0.01, script=watched) for name in ("a", "b")
+        }
+        playing = asyncio.create_task(play(client, s.router.http_port, tmp_path))
+
+        def answers() -> int:
+            totals = s.router.service.ledger.totals
+            return totals.turns
+
+        def in_second_answer() -> bool:
+            return playing.done() or (answers() >= 1 and bool(_running(s)))
+
+        await until(in_second_answer, seconds=SECONDS)
+        running = _running(s)
+        if running:
+            await engines[running[0]].die()
+        status, said = await playing
+        turns = (await s.get("/turns"))["recent"]
+        sessions = {turn["session"] or turn["id"] for turn in turns}
+        rows = [row for key in sessions for row in await rows_of(s, key)]
+    assert status == 0, said
+    if client.name != "mini":
+        assert client.last in said, said
+    assert sum(len(turn["moves"]) for turn in turns) >= 1, "an engine died in mid-answer"
+    text = Tokenizer(folder(recipe))
+    longest = max(rows, key=lambda row: len(row["turns"]))
+    assert len(longest["turns"]) == len(client.calls) + (client.name != "mini"), "one row"
+    for row in rows:
+        for turn in row["turns"]:
+            assert turn["altered_at"] is None
+            assert tuple(row["ids"][: turn["start"]]) in watched.prompts, "what the engine read"
+    for turn, expected in zip(longest["turns"], client.script().answers, strict=False):
+        assert text.decode(longest["ids"][turn["start"] : turn["end"]]) == expected
+    sampled = [
+        token for row in rows for token, one in zip(row["ids"], row["mask"], strict=True) if one
+    ]
+    assert len(sampled) == sum(turn["tokens"] for turn in turns), "each once"
+
+
+def _running(stage: Stage) -> list[str]:
+    """Engines that are in the middle of an answer with some tokens."""
+    return [
+        turn.leg.engine
+        for turn in stage.router.service.ledger
+        if turn.leg is not None and turn.leg.placed >= 3
+    ]
+
+
+async def rows_of(stage: Stage, key: str) -> list[dict[str, Any]]:
+    """Training rows of a session."""
+    async with stage.http.get(f"{stage.url}/sessions/{key}/rows") as reply:
+        found = await reply.json()
+        return found["rows"] if reply.status == 200 else []
