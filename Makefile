@@ -16,7 +16,7 @@ LANE := -v -n 1 --dist loadfile
 
 .PHONY: help venv engine vllm cluster demo test test-engines test-cluster test-gpu-node unit check format generate docs crds clean \
 	bench-guard bench-deaths bench-faults bench-dormancy bench-engines bench-startup bench-gap bench-tap bench-weights bench-router \
-	bench-operator bench-simulate bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal
+	bench-operator bench-simulate bench-rollouts bench-rounds torture fire fuzz attack bench-flood release release-parts gpu-check gpu-pack trl skyrl areal test-clients
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -149,6 +149,22 @@ trl: venv  ## TRL itself trains through a router and a store, on this CPU; an en
 	@test -x $(ROSE_CACHE)/trl/bin/python || $(UV) venv -q -p $(PYTHON) $(ROSE_CACHE)/trl
 	@VIRTUAL_ENV=$(ROSE_CACHE)/trl $(UV) pip install -q -c constraints.txt -e '.[dev]' 'trl>=1.16,<2' requests
 	TRL_EXPERIMENTAL_SILENCE=1 $(ROSE_CACHE)/trl/bin/pytest -v tests/router/test_trl_training.py $(ARGS)
+
+# Half of it is command-line agents from npm; without npm those are skipped by name.
+CLIENTS := $(ROSE_CACHE)/clients
+$(CLIENTS)/.stamp: tests/clients/requirements.txt tests/clients/package.json | $(UV)
+	@echo "[set-up] agents' SDKs and command-line agents in $(CLIENTS) (800 MB)"
+	@test -x $(CLIENTS)/bin/python || $(UV) venv -q -p $(PYTHON) $(CLIENTS)
+	@VIRTUAL_ENV=$(CLIENTS) $(UV) pip install -q -r tests/clients/requirements.txt
+	@test -x $(CLIENTS)/mini/bin/python || $(UV) venv -q -p $(PYTHON) $(CLIENTS)/mini
+	@VIRTUAL_ENV=$(CLIENTS)/mini $(UV) pip install -q mini-swe-agent==2.4.6
+	@mkdir -p $(CLIENTS)/npm && cp tests/clients/package.json $(CLIENTS)/npm
+	@if command -v npm >/dev/null; then npm install --prefix $(CLIENTS)/npm --no-audit --no-fund --no-package-lock --loglevel error; \
+	else echo "SKIPPED command-line agents: there is no npm here"; fi
+	@touch $@
+
+test-clients: venv $(CLIENTS)/.stamp  ## SDKs and command-line agents, unmodified, play tasks while an engine dies; an environment of its own (cached)
+	$(RUN)/pytest -v -n 0 tests/clients $(ARGS)
 
 skyrl: venv  ## SkyRL's own client drives a router; the package alone, without what its trainer needs
 	@test -d $(ROSE_CACHE)/skyrl || $(UV) pip install -q --no-deps --target $(ROSE_CACHE)/skyrl skyrl==0.3.0

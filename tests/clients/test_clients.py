@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 
 from rose_dev.environments import cache_folder
-from rose_dev.models import scripted_recipe
-from rose_dev.scripted import Script
+from rose_dev.models import Recipe, scripted_recipe
+from rose_dev.scripted import Script, is_mark, words
 from rose_dev.waiting import until
 from rose_router.http.tokenization import Tokenizer
-from tests.clients.programs.alone import join
+from tests.clients.alone import join
 from tests.router.conftest import Stage
 from tests.router.scripts import Follows, call, folder
 
@@ -48,7 +48,7 @@ class Client:
         tool: name of its tool that runs commands.
         calls: arguments of the calls that the model makes.
         last: what it says in the end.
-        session_by: how its turns are known to be of one trajectory.
+        written: answers that it begins every conversation with, as if the model had said them.
     """
 
     name: str
@@ -56,13 +56,19 @@ class Client:
     tool: str = "bash"
     calls: tuple[str, ...] = ('{"command": "echo one > a.txt"}', '{"command": "cat a.txt"}')
     last: str = "The file says one."
-    session_by: str = "messages"
+    written: int = 0
 
-    def script(self) -> Script:
+    def answers(self) -> tuple[str, ...]:
         """The model's part."""
         said = ("I shall look. ", "<think>Was it written?</think>\nNow it is read. ", "And again. ")
         calls = [said[n] + call(self.tool, one) for n, one in enumerate(self.calls)]
-        return Script(self.tool, (*calls, self.last))
+        # A task of the mini agent ends with a call.
+        return (*calls, self.last) if self.last else tuple(calls)
+
+    def script(self) -> Script:
+        """The same as a model takes it, which counts answers from the conversation's beginning."""
+        never = tuple(f"Never said, {n}." for n in range(self.written))
+        return Script(self.tool, (*never, *self.answers()))
 
 
 _DESCRIBED = tuple(
@@ -86,16 +92,14 @@ AGENTS = [
         ("codex.sh",),
         tool="exec_command",
         calls=('{"cmd": "echo one > a.txt"}', '{"cmd": "cat a.txt"}'),
-        session_by="session-id",
     ),
     Client(
         "claude",
         ("claude.sh",),
         tool="Bash",
         calls=_DESCRIBED,
-        session_by="X-Claude-Code-Session-Id",
     ),
-    Client("opencode", ("opencode.sh",), calls=_DESCRIBED, session_by="X-Session-ID"),
+    Client("opencode", ("opencode.sh",), calls=_DESCRIBED),
     Client(
         "qwen",
         ("qwen.sh",),
@@ -104,6 +108,7 @@ AGENTS = [
             f'{{"command": "{one}", "is_background": false}}'
             for one in ("echo one > a.txt", "cat a.txt")
         ),
+        written=1,
     ),
     Client(
         "mini",
@@ -113,29 +118,33 @@ AGENTS = [
             '{"command": "cat a.txt"}',
             '{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}',
         ),
-        last="Nothing more is asked.",
+        last="",
     ),
 ]
 
 
 class Watched(Follows):
-    """A script that remembers the prompts for which an answer was begun."""
+    """A script that remembers the prompts that it was read."""
 
-    def __init__(self, *args: Any) -> None:  # noqa: ANN401  # of Follows
-        super().__init__(*args)
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
         self.prompts: set[tuple[int, ...]] = set()
-        self._asks = {i for i, following in enumerate(self._following) if following == i + 1}
+        self._marks = {i for word, i in words(recipe.scripts).items() if is_mark(word)}
 
-    def next_token(self, context: Any) -> int:  # noqa: ANN401  # of Follows
-        """The script's, noted."""
-        self.prompts.add(tuple(context))
+    def next_token(self, context: Sequence[int]) -> int:
+        """The script's."""
+        if context[-1] in self._marks:
+            self.prompts.add(tuple(context))
         return super().next_token(context)
 
 
-def path_of(client: Client) -> str:
-    """Where the client's commands are found."""
+def search_path() -> str:
+    """Where clients' commands are found."""
     return os.pathsep.join(
-        [str(CLIENTS / "bin"), str(CLIENTS / "npm/node_modules/.bin"), os.environ["PATH"]]
+        [
+            *(str(CLIENTS / name) for name in ("npm/node_modules/.bin", "mini/bin")),
+            os.environ["PATH"],
+        ]
     )
 
 
@@ -157,10 +166,17 @@ async def play(client: Client, port: int, at: Path) -> tuple[int, str]:
     program = PROGRAMS / client.command[0]
     interpreter = "bash" if program.suffix == ".sh" else str(CLIENTS / "bin/python")
     socket = at / "router"
-    alone = ["unshare", "--net", sys.executable, str(PROGRAMS / "alone.py"), str(PORT), str(socket)]
+    alone = [
+        "unshare",
+        "--net",
+        sys.executable,
+        str(Path(__file__).with_name("alone.py")),
+        str(PORT),
+        str(socket),
+    ]
     kept = {name: os.environ[name] for name in ("LANG", "TERM") if name in os.environ}
     env = kept | {
-        "PATH": path_of(client),
+        "PATH": search_path(),
         "HOME": str(at / "home"),
         "ROSE_URL": f"http://127.0.0.1:{PORT}",
         "ROSE_KEY": "good",
@@ -186,7 +202,7 @@ def installed(client: Client) -> bool:
     if client in SDKS:
         return (CLIENTS / "bin/python").exists()
     name = client.command[0].removesuffix(".sh")
-    return shutil.which(name, path=path_of(client)) is not None
+    return shutil.which(name, path=search_path()) is not None
 
 
 @pytest.mark.parametrize("client", SDKS + AGENTS, ids=lambda client: client.name)
@@ -204,43 +220,32 @@ async def test_a_client_ends_its_task_and_every_token_of_its_rows_is_the_engines
             name: await s.engine(name, token_seconds=0.01, script=watched) for name in ("a", "b")
         }
         playing = asyncio.create_task(play(client, s.router.http_port, tmp_path))
-
-        def answers() -> int:
-            totals = s.router.service.ledger.totals
-            return totals.turns
-
-        def in_second_answer() -> bool:
-            return playing.done() or (answers() >= 1 and bool(_running(s)))
-
-        await until(in_second_answer, seconds=SECONDS)
-        running = _running(s)
-        if running:
-            await engines[running[0]].die()
+        await until(lambda: playing.done() or bool(_in_a_later_answer(s)), seconds=SECONDS)
+        for name in _in_a_later_answer(s)[:1]:
+            await engines[name].die()
         status, said = await playing
         turns = (await s.get("/turns"))["recent"]
         sessions = {turn["session"] or turn["id"] for turn in turns}
         rows = [row for key in sessions for row in await rows_of(s, key)]
     assert status == 0, said
-    if client.name != "mini":
-        assert client.last in said, said
+    assert client.last in said, said
     assert sum(len(turn["moves"]) for turn in turns) >= 1, "an engine died in mid-answer"
     text = Tokenizer(folder(recipe))
     longest = max(rows, key=lambda row: len(row["turns"]))
-    assert len(longest["turns"]) == len(client.calls) + (client.name != "mini"), "one row"
+    assert len(longest["turns"]) == len(client.answers()), "one row"
     for row in rows:
         for turn in row["turns"]:
             assert turn["altered_at"] is None
             assert tuple(row["ids"][: turn["start"]]) in watched.prompts, "what the engine read"
-    for turn, expected in zip(longest["turns"], client.script().answers, strict=False):
+    for turn, expected in zip(longest["turns"], client.answers(), strict=True):
         assert text.decode(longest["ids"][turn["start"] : turn["end"]]) == expected
-    sampled = [
-        token for row in rows for token, one in zip(row["ids"], row["mask"], strict=True) if one
-    ]
-    assert len(sampled) == sum(turn["tokens"] for turn in turns), "each once"
+    assert sum(sum(row["mask"]) for row in rows) == sum(turn["tokens"] for turn in turns)
 
 
-def _running(stage: Stage) -> list[str]:
-    """Engines that are in the middle of an answer with some tokens."""
+def _in_a_later_answer(stage: Stage) -> list[str]:
+    """Engines that have given some tokens of an answer, one having been given before."""
+    if not stage.router.service.ledger.totals.turns:
+        return []
     return [
         turn.leg.engine
         for turn in stage.router.service.ledger

@@ -24,6 +24,7 @@ from rose_engines.fake.model import continuation
 from rose_router.replicas import peers, relay
 from rose_router.replicas.peers import Peer
 from tests.router.conftest import VERSION, Stage
+from tests.router.scripts import folder
 from tests.router.test_http import PROMPT, ask, events
 
 Make = Callable[..., AbstractAsyncContextManager[Stage]]
@@ -63,10 +64,10 @@ def pair(
         return list(found)
 
     @asynccontextmanager
-    async def both() -> AsyncIterator[list[Stage]]:
+    async def both(**settings: Any) -> AsyncIterator[list[Stage]]:  # noqa: ANN401  # of Settings
         async with (
-            stage(replica="one", replicas=resolve) as one,
-            stage(replica="two", replicas=resolve) as two,
+            stage(replica="one", replicas=resolve, **settings) as one,
+            stage(replica="two", replicas=resolve, **settings) as two,
         ):
             for name, s in zip(NAMES, (one, two), strict=True):
                 attach = f"127.0.0.1:{s.router.attach_port}"
@@ -203,3 +204,44 @@ async def test_a_replica_that_does_not_answer_is_stood_in_for(
             await s.engine("e")
             answer = await generate(s, session_id=key_of("two"))
     assert answer["output_ids"] == continuation(PROMPT, 12, VERSION)
+
+
+# --- agents' conversations
+
+
+async def test_a_conversation_without_a_key_stays_exact_wherever_its_turns_arrive(
+    pair: Callable[..., AbstractAsyncContextManager[list[Stage]]],
+) -> None:
+    async with pair(tokenizer=folder()) as (one, two):
+        await one.engine("a")
+        await known(two, "a", 4)
+        said: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
+        for number in range(4):
+            body = {"messages": said, "max_tokens": 4}
+            async with (one, two)[number % 2].post("/v1/messages", body) as reply:
+                answer = await reply.json()
+                assert reply.status == 200, answer
+            content = answer["content"] or "nothing"
+            said += [{"role": "assistant", "content": content}, {"role": "user", "content": "on"}]
+        key = answer["rose"]["session"]
+        rows = [(await s.get(f"/sessions/{key}/rows"))["rows"] for s in (one, two)]
+        missing = await two.get("/sessions/nobody/rows")
+    assert rows[0] == rows[1]
+    assert [len(row["turns"]) for row in rows[0]] == [4]
+    assert missing["type"] == "UnknownSession"
+
+
+async def test_a_response_is_gone_on_from_wherever_it_was_given(
+    pair: Callable[..., AbstractAsyncContextManager[list[Stage]]],
+) -> None:
+    async with pair(tokenizer=folder()) as (one, two):
+        await one.engine("a")
+        await known(two, "a", 4)
+        async with one.post("/v1/responses", {"input": "go", "max_output_tokens": 3}) as reply:
+            first = await reply.json()
+        for s in (one, two):
+            body = {"input": "on", "max_output_tokens": 3, "previous_response_id": first["id"]}
+            async with s.post("/v1/responses", body) as reply:
+                answer = await reply.json()
+                assert reply.status == 200, answer
+            assert answer["rose"]["history"]["known_messages"] == 2

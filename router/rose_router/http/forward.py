@@ -3,6 +3,8 @@
 | request | goes to |
 |---|---|
 | a turn with a session key or an id | the home of its trajectory; if that is lost, the next one |
+| a conversation without | the home of how it begins: later turns begin so too |
+| a response's successor, rows of a session | here; if they are unknown here, whoever knows them |
 | a turn without | here; elsewhere when this replica is leaving |
 | abort, pause, continue, pull, end of a session | here and every other replica |
 | a report of trajectories | everywhere; unknown is what nobody knows |
@@ -14,6 +16,7 @@ A request that was passed on once (``X-Rose-Forwarded``) is never passed on agai
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -26,6 +29,7 @@ from multidict import CIMultiDict
 
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.unreadable import UNREADABLE
+from rose_router.errors import NotFound
 from rose_router.http import virtual
 from rose_router.http.dialects.common import Hints, read_body
 from rose_router.replicas import relay
@@ -51,24 +55,41 @@ def middleware(peers: Peers, session: aiohttp.ClientSession) -> Middleware:
 
     @web.middleware
     async def forward(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.method != "POST" or FORWARDED in request.headers or not peers.others:
+        if FORWARDED in request.headers or not peers.others:
+            return await handler(request)
+        if request.path.startswith("/sessions/"):
+            return await _where_known(request, handler, peers, session)
+        if request.method != "POST":
             return await handler(request)
         if request.path in _EVERYWHERE:
             return await _everywhere(request, handler, peers, session)
         if request.path in _TURNS:
             passed = await _at_home(request, peers, session)
-            if passed is not None:
-                return passed
+            return passed or await _where_known(request, handler, peers, session)
         return await handler(request)
 
     return forward
+
+
+async def _where_known(
+    request: web.Request, handler: Handler, peers: Peers, session: aiohttp.ClientSession
+) -> web.StreamResponse:
+    """The answer of this replica, or of the first that knows what is unknown here."""
+    try:
+        return await handler(request)
+    except NotFound:
+        for peer in peers.others:
+            answer = await relay.pass_on(request, peer, peers, session, _headers(request, peers.me))
+            if answer is not None and answer.status != 404:
+                return answer
+        raise
 
 
 async def _at_home(
     request: web.Request, peers: Peers, session: aiohttp.ClientSession
 ) -> web.StreamResponse | None:
     """The answer of the turn's home; ``None`` when that is here."""
-    key = _key(await read_body(request), request.headers)
+    key = _key(await read_body(request), request.headers)  # empty: here
     for _ in peers.others:  # whoever is lost over it is the home no more
         peer = peers.home(key)
         if peer is None:
@@ -86,7 +107,21 @@ def _key(body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
     except InvalidTurn:
         return ""  # the handler says what is wrong
     rid = body.get("rid") or body.get("request_id")
-    return session or (rid if isinstance(rid, str) else "")
+    return session or (rid if isinstance(rid, str) else "") or _beginning(body)
+
+
+def _beginning(body: Mapping[str, Any]) -> str:
+    """A key of how the conversation begins; a response's successor does not say how."""
+    said = body.get("messages") or body.get("input")
+    if not said or body.get("previous_response_id"):
+        return ""
+    first = [one for one in said if one.get("role") == "user"][:1] if _listed(said) else said
+    raw = msgspec.json.encode([first, body.get("tools")])
+    return hashlib.blake2b(raw, digest_size=16).hexdigest()
+
+
+def _listed(said: object) -> bool:
+    return isinstance(said, list) and all(isinstance(one, dict) for one in said)
 
 
 async def _everywhere(

@@ -49,7 +49,8 @@ async def pass_on(
         async with contextlib.AsyncExitStack() as stack:
             async with peers.pulse.awaiting(peer.name):
                 reply = await stack.enter_async_context(
-                    session.post(
+                    session.request(
+                        request.method,
                         peer.http + request.path_qs,
                         data=await request.read(),
                         headers=headers,

@@ -1,4 +1,4 @@
-"""``python alone.py PORT SOCKET COMMAND...``: run a command that reaches one server and nothing else.
+"""``python alone.py PORT SOCKET COMMAND...``: run a command that reaches one server, nothing else.
 
 In a network namespace of its own there is a loopback and no route. Connections to its port PORT go
 through the Unix socket SOCKET, behind which the caller's relay stands. Standard library only: it
