@@ -152,12 +152,12 @@ trl: venv  ## TRL itself trains through a router and a store, on this CPU; an en
 
 # Half of it is command-line agents from npm; without npm those are skipped by name.
 CLIENTS := $(ROSE_CACHE)/clients
-$(CLIENTS)/.stamp: tests/clients/requirements.txt tests/clients/package.json | $(UV)
+$(CLIENTS)/.stamp: $(wildcard tests/clients/requirements*.txt) tests/clients/package.json | $(UV)
 	@echo "[set-up] agents' SDKs and command-line agents in $(CLIENTS) (800 MB)"
 	@test -x $(CLIENTS)/bin/python || $(UV) venv -q -p $(PYTHON) $(CLIENTS)
 	@VIRTUAL_ENV=$(CLIENTS) $(UV) pip install -q -r tests/clients/requirements.txt
-	@test -x $(CLIENTS)/mini/bin/python || $(UV) venv -q -p $(PYTHON) $(CLIENTS)/mini
-	@VIRTUAL_ENV=$(CLIENTS)/mini $(UV) pip install -q mini-swe-agent==2.4.6
+	@test -x $(CLIENTS)/openai2/bin/python || $(UV) venv -q -p $(PYTHON) $(CLIENTS)/openai2
+	@VIRTUAL_ENV=$(CLIENTS)/openai2 $(UV) pip install -q -r tests/clients/requirements-openai2.txt
 	@mkdir -p $(CLIENTS)/npm && cp tests/clients/package.json $(CLIENTS)/npm
 	@if command -v npm >/dev/null; then npm install --prefix $(CLIENTS)/npm --no-audit --no-fund --no-package-lock --loglevel error; \
 	else echo "SKIPPED command-line agents: there is no npm here"; fi

@@ -48,6 +48,7 @@ class Client:
         tool: name of its tool that runs commands.
         calls: arguments of the calls that the model makes.
         last: what it says in the end.
+        environment: of its packages.
         written: answers that it begins every conversation with, as if the model had said them.
     """
 
@@ -57,6 +58,7 @@ class Client:
     calls: tuple[str, ...] = ('{"command": "echo one > a.txt"}', '{"command": "cat a.txt"}')
     last: str = "The file says one."
     written: int = 0
+    environment: str = "."
 
     def answers(self) -> tuple[str, ...]:
         """The model's part."""
@@ -142,7 +144,7 @@ def search_path() -> str:
     """Where clients' commands are found."""
     return os.pathsep.join(
         [
-            *(str(CLIENTS / name) for name in ("npm/node_modules/.bin", "mini/bin")),
+            *(str(CLIENTS / name) for name in ("npm/node_modules/.bin", "openai2/bin")),
             os.environ["PATH"],
         ]
     )
@@ -160,11 +162,13 @@ async def only_the_router(port: int, socket: Path) -> AsyncIterator[None]:
         yield
 
 
-async def play(client: Client, port: int, at: Path) -> tuple[int, str]:
-    """Run the client; its exit status and what it said."""
+async def play(client: Client, port: int, at: Path, model: Path) -> tuple[int, str]:
+    """Run the client, which may read the model's tokenizer; its exit status and what it said."""
     (at / "home").mkdir()
     program = PROGRAMS / client.command[0]
-    interpreter = "bash" if program.suffix == ".sh" else str(CLIENTS / "bin/python")
+    interpreter = (
+        "bash" if program.suffix == ".sh" else str(CLIENTS / client.environment / "bin/python")
+    )
     socket = at / "router"
     alone = [
         "unshare",
@@ -180,6 +184,7 @@ async def play(client: Client, port: int, at: Path) -> tuple[int, str]:
         "HOME": str(at / "home"),
         "ROSE_URL": f"http://127.0.0.1:{PORT}",
         "ROSE_KEY": "good",
+        "ROSE_MODEL": str(model),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
     async with only_the_router(port, socket):
@@ -199,8 +204,8 @@ async def play(client: Client, port: int, at: Path) -> tuple[int, str]:
 
 def installed(client: Client) -> bool:
     """Whether it can be run here."""
-    if client in SDKS:
-        return (CLIENTS / "bin/python").exists()
+    if client.command[0].endswith(".py"):
+        return (CLIENTS / client.environment / "bin/python").exists()
     name = client.command[0].removesuffix(".sh")
     return shutil.which(name, path=search_path()) is not None
 
@@ -214,12 +219,12 @@ async def test_a_client_ends_its_task_and_every_token_of_its_rows_is_the_engines
     other = Script("", ("A title of two words.",))
     recipe = scripted_recipe(f"client-{client.tool}", client.script(), other)
     watched = Watched(recipe)
-    async with stage(tokenizer=folder(recipe), turn_token="good") as s:
+    async with stage(tokenizer=folder(recipe), turn_token="good", context_tokens=200_000) as s:
         s.http.headers["Authorization"] = "Bearer good"
         engines = {
             name: await s.engine(name, token_seconds=0.01, script=watched) for name in ("a", "b")
         }
-        playing = asyncio.create_task(play(client, s.router.http_port, tmp_path))
+        playing = asyncio.create_task(play(client, s.router.http_port, tmp_path, folder(recipe)))
         await until(lambda: playing.done() or bool(_in_a_later_answer(s)), seconds=SECONDS)
         for name in _in_a_later_answer(s)[:1]:
             await engines[name].die()
@@ -258,3 +263,30 @@ async def rows_of(stage: Stage, key: str) -> list[dict[str, Any]]:
     async with stage.http.get(f"{stage.url}/sessions/{key}/rows") as reply:
         found = await reply.json()
         return found["rows"] if reply.status == 200 else []
+
+
+async def test_verifiers_train_client_gets_its_tokens_and_is_one_session(
+    stage: Staging, tmp_path: Path
+) -> None:
+    """It sends token ids: what it trains on is its own, and the router keeps no rows."""
+    client = Client("verifiers", ("verifiers_train.py",), environment="openai2")
+    if not installed(client):
+        pytest.skip("verifiers is not installed; make test-clients")
+    recipe = scripted_recipe("client-bash", client.script(), Script("", ("A title of two words.",)))
+    async with stage(tokenizer=folder(recipe), turn_token="good", context_tokens=200_000) as s:
+        s.http.headers["Authorization"] = "Bearer good"
+        script = Follows(recipe)
+        engines = {
+            name: await s.engine(name, token_seconds=0.01, script=script) for name in ("a", "b")
+        }
+        playing = asyncio.create_task(play(client, s.router.http_port, tmp_path, folder(recipe)))
+        await until(lambda: playing.done() or bool(_in_a_later_answer(s)), seconds=SECONDS)
+        for name in _in_a_later_answer(s)[:1]:
+            await engines[name].die()
+        status, said = await playing
+        turns = (await s.get("/turns"))["recent"]
+    assert status == 0, said
+    assert client.last in said
+    assert {turn["session"] for turn in turns} == {"a-trace"}
+    assert sum(len(turn["moves"]) for turn in turns) >= 1
+    assert len(turns) == len(client.answers())

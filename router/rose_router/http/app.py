@@ -31,7 +31,16 @@ from rose_core.rollouts.errors import InvalidTurn, RolloutError, UnsafeTurn
 from rose_core.rollouts.message_tree import MessageTree
 from rose_router import metrics
 from rose_router.errors import REASON, EngineRefused, RouterError
-from rose_router.http import bearer, facade, memory, pages, rows, trajectories, virtual
+from rose_router.http import (
+    bearer,
+    engine_metrics,
+    facade,
+    memory,
+    pages,
+    rows,
+    trajectories,
+    virtual,
+)
 from rose_router.http.dialects.common import BODY_SECONDS
 from rose_router.http.handlers import TurnHandlers
 from rose_router.http.memory import MemoryLimiter, limit_of_process
@@ -91,7 +100,7 @@ def create(
     # Log-probs are as large as ids.
     tree = MessageTree(int(room.limit * _TREE_PART) // 8, int(room.limit * _TREE_PART) // 2048)
     answering = TurnHandlers(service, tokenizer, tree)
-    app.add_routes(process_pages(metrics.REGISTRY))
+    app.add_routes(process_pages(engine_metrics.registry(service)))
     app.add_routes(pages.routes(service))
     app.add_routes(facade.routes(service))
     if barrier is not None:

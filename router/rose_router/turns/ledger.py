@@ -28,6 +28,7 @@ class Totals:
     """Sums since the router started, for ``/turns``.
 
     Attributes:
+        prompt_tokens: of turns that have ended.
         usual_tokens: output tokens of a turn, weighted to the last hundred or so.
     """
 
@@ -36,6 +37,7 @@ class Totals:
     aborted_turns: int = 0
     failed_turns: int = 0
     tokens: int = 0
+    prompt_tokens: int = 0
     borrowed_tokens: int = 0
     moves: int = 0
     redone_tokens: int = 0
@@ -122,6 +124,7 @@ class Ledger:
         metrics.TURNS.labels(kind, finish).inc()
         metrics.TURN_SECONDS.observe(turn.ended - turn.began)
         totals.turns += 1
+        totals.prompt_tokens += len(turn.request.prompt)
         totals.borrowed_turns += turn.borrowed
         totals.failed_turns += turn.state is TurnState.FAILED
         totals.aborted_turns += finish == "abort"
