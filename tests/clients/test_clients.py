@@ -272,7 +272,7 @@ async def test_verifiers_train_client_gets_its_tokens_and_is_one_session(
     client = Client("verifiers", ("verifiers_train.py",), environment="openai2")
     if not installed(client):
         pytest.skip("verifiers is not installed; make test-clients")
-    recipe = scripted_recipe("client-bash", client.script(), Script("", ("A title of two words.",)))
+    recipe = scripted_recipe("client-verifiers", Script("", client.answers()))
     async with stage(tokenizer=folder(recipe), turn_token="good", context_tokens=200_000) as s:
         s.http.headers["Authorization"] = "Bearer good"
         script = Follows(recipe)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 
 from verifiers.v1.clients.train import TrainClient
@@ -10,32 +11,29 @@ from verifiers.v1.configs.client import TrainClientConfig
 from verifiers.v1.dialects import ChatDialect
 from verifiers.v1.types import SamplingConfig
 
-PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}}
-FUNCTION = {"name": "bash", "description": "Run a command.", "parameters": PARAMETERS}
-
 
 async def main():
     config = TrainClientConfig(
         base_url=os.environ["ROSE_URL"] + "/v1",
         api_key_var="ROSE_KEY",
         renderer_model_name=os.environ["ROSE_MODEL"],
-        renderer={"name": "default", "tool_parser": "qwen3"},
+        renderer={"name": "default"},
     )
     client, dialect = TrainClient(config), ChatDialect()
     talk = [{"role": "user", "content": "Look into a.txt"}]
-    tools = [{"type": "function", "function": FUNCTION}]
     while True:
-        body = {"model": "policy", "messages": talk, "tools": tools}
+        body = {"model": "policy", "messages": talk}
         answer = await client.get_response(dialect, body, SamplingConfig(), session_id="a-trace")
         message = answer.raw["choices"][0]["message"]
         assert len(answer.tokens.completion_logprobs) == len(answer.tokens.completion_ids) > 0
         talk.append(message)
-        if not message.get("tool_calls"):
+        # Its parsers of calls want special tokens, which this model has not.
+        called = re.search(r"<tool_call>(.*)</tool_call>", message["content"], re.DOTALL)
+        if called is None:
             break
-        for call in message["tool_calls"]:
-            command = json.loads(call["function"]["arguments"])["command"]
-            done = subprocess.run(command, shell=True, capture_output=True, text=True)
-            talk.append({"role": "tool", "tool_call_id": call["id"], "content": done.stdout})
+        command = json.loads(called[1])["arguments"]["command"]
+        done = subprocess.run(command, shell=True, capture_output=True, text=True)
+        talk.append({"role": "user", "content": done.stdout})
     await client.close()
     print(message["content"])
 
