@@ -9,6 +9,7 @@ from typing import Any
 from rose_router.http import replies
 from rose_router.http.dialects import chat
 from rose_router.http.dialects.terms import ParsedRequest
+from rose_router.http.replies import TokenNames
 from rose_router.http.streaming import Events
 from rose_router.http.tokenization import Tokenizer
 from rose_router.turns.turn import Turn, VisibleOutput, typed_abort
@@ -22,6 +23,7 @@ class ChatReplies:
         tokenizer: for words after a cut.
         body: the request.
         ask: the same, read.
+        names: of tokens in log-probs.
     """
 
     def __init__(
@@ -30,11 +32,13 @@ class ChatReplies:
         tokenizer: Tokenizer | None,
         body: Mapping[str, Any],
         ask: ParsedRequest,
+        names: TokenNames,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._body = body
         self._ask = ask
+        self._names = names
 
     def answer(self, turns: Sequence[Turn]) -> dict[str, Any]:
         """The whole answer."""
@@ -43,7 +47,7 @@ class ChatReplies:
         body["usage"] = replies.usage(turns)
         return body
 
-    def events(self, turn: Turn) -> Events:
+    def events(self, turn: Turn, index: int = 0) -> Events:
         """Pieces as they come; calls of tools whole, at the end."""
         tokens = words = 0
         over = False
@@ -58,12 +62,18 @@ class ChatReplies:
                 delta["role"] = "assistant"
             if message.get("tool_calls"):
                 calls = enumerate(message["tool_calls"])
-                delta["tool_calls"] = [{"index": index, **call} for index, call in calls]
+                delta["tool_calls"] = [{"index": place, **call} for place, call in calls]
             choice = self._beside(turn, shown, tokens)
-            choice |= {"index": 0, "delta": delta, "finish_reason": self._finish(turn, message)}
+            choice |= {"index": index, "delta": delta, "finish_reason": self._finish(turn, message)}
             tokens, words = len(shown.tokens), max(words, len(text))
             piece = self._frame(turn, "chat.completion.chunk", [choice])
-            yield piece | ({"usage": replies.usage([turn])} if over else {})
+            one = len(self._ask.turns) == 1
+            yield piece | ({"usage": replies.usage([turn])} if over and one else {})
+
+    def counted(self, turns: Sequence[Turn]) -> dict[str, Any]:
+        """The last event of a stream of several answers."""
+        whole = self._frame(turns[0], "chat.completion.chunk", [])
+        return whole | {"usage": replies.usage(turns)}
 
     def message(self, turn: Turn) -> dict[str, Any]:
         """The answer of a turn that is over, as a message of the conversation."""
@@ -97,14 +107,14 @@ class ChatReplies:
         ids = shown.tokens[since:]
         asked = bool(self._body.get("logprobs"))  # a training row has them in any case
         return {
-            "logprobs": replies.token_logprobs(shown, since) if asked else None,
+            "logprobs": replies.token_logprobs(shown, since, self._names) if asked else None,
             "token_ids": ids,
             "response_token_ids": ids,
             **replies.conversation_json(turn, self._ask, shown=shown),
         }
 
     def _frame(self, turn: Turn, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        spans = choices[0]["weight_versions"]
+        spans = choices[0]["weight_versions"] if choices else []
         version = spans[-1]["version"] if spans else None
         return {
             "id": turn.request.rid,

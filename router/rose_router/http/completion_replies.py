@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rose_router.http import replies
+from rose_router.http.replies import TokenNames
 from rose_router.http.streaming import Events
 from rose_router.http.tokenization import Tokenizer
 from rose_router.turns.turn import Turn, typed_abort
@@ -18,35 +19,44 @@ class CompletionReplies:
     Args:
         model: name to show.
         tokenizer: for words after a cut.
-        usage: a stream ends with an event that counts tokens (``stream_options.include_usage``).
+        names: of tokens in log-probs.
     """
 
-    def __init__(self, model: str, tokenizer: Tokenizer | None, *, usage: bool = False) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer | None, names: TokenNames) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._with_usage = usage
+        self._names = names
 
     def answer(self, turns: Sequence[Turn]) -> dict[str, Any]:
         """The whole answer."""
         choices = []
         for index, turn in enumerate(turns):
             typed_abort(turn)
-            choices.append(replies.openai_choice(turn, index, self._tokenizer))
+            choices.append(replies.openai_choice(turn, index, self._tokenizer, names=self._names))
         return self._frame(turns[0], choices) | {"usage": replies.usage(turns)}
 
-    def events(self, turn: Turn) -> Events:
+    def events(self, turn: Turn, index: int = 0) -> Events:
         """Pieces as they come; they add up to the answer."""
         tokens = text = 0
         over = False
         while not over:
             over = turn.is_over
             typed_abort(turn)
-            choice = replies.openai_choice(turn, 0, self._tokenizer, tokens, text)
+            choice = replies.openai_choice(
+                turn,
+                index,
+                self._tokenizer,
+                names=self._names,
+                since=tokens,
+                text_since=text,
+            )
             tokens += len(choice["token_ids"])
             text += len(choice["text"])
             yield self._frame(turn, [choice])
-        if self._with_usage:
-            yield self._frame(turn, []) | {"usage": replies.usage([turn])}
+
+    def counted(self, turns: Sequence[Turn]) -> dict[str, Any]:
+        """The last event of a stream whose caller asks for it (``stream_options``)."""
+        return self._frame(turns[0], []) | {"usage": replies.usage(turns)}
 
     def _frame(self, turn: Turn, choices: list[dict[str, Any]]) -> dict[str, Any]:
         spans = choices[0]["weight_versions"] if choices else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -24,9 +25,10 @@ from rose_router.http.history import History
 from rose_router.http.memory import ROOM, held_by
 from rose_router.http.message_replies import MessageReplies
 from rose_router.http.model_output import OutputReader
+from rose_router.http.replies import TokenNames
 from rose_router.http.response_replies import ResponseReplies
 from rose_router.http.stored_responses import StoredResponses
-from rose_router.http.streaming import NAMED, PLAIN, Events, Framing, Stream
+from rose_router.http.streaming import NAMED, PLAIN, Events, Framing, MergedStream, Stream
 from rose_router.http.tokenization import Tokenizer
 from rose_router.turns.service import Service, random_rid
 from rose_router.turns.turn import Turn, TurnState, typed_abort
@@ -64,10 +66,12 @@ class TurnHandlers:
         body = await read_body(request)
         ask = completions.read(body, request.headers, self._tokenizer, random_rid)
         model = self._service.settings.model
-        answering = CompletionReplies(model, self._tokenizer, usage=ask.usage)
+        answering = CompletionReplies(model, self._tokenizer, self._names(body))
         with self._turns(request, ask) as turns:
             if ask.stream:
-                return await self._stream(request, turns[0], answering.events)
+                voices = [(turn, answering.events(turn, n)) for n, turn in enumerate(turns)]
+                counted = partial(answering.counted, turns) if ask.usage else None
+                return await self._speak(request, voices, counted)
             await _all_over(turns)
             _raise_if_all_failed(turns)
             return _json(answering.answer(turns))
@@ -76,14 +80,17 @@ class TurnHandlers:
         """OpenAI's ``/v1/chat/completions``."""
         body = await read_body(request)
         ask = self._read_chat(request, body)
-        answering = ChatReplies(self._service.settings.model, self._tokenizer, body, ask)
+        answering = ChatReplies(
+            self._service.settings.model, self._tokenizer, body, ask, self._names(body)
+        )
         with self._turns(request, ask) as turns:
             if ask.stream:
-                (turn,) = turns
-                events = answering.events(turn)
-                return await self._stream(
-                    request, turn, lambda _: self._noting(request, ask, turn, events, answering)
-                )
+                voices = [
+                    (turn, self._noting(request, ask, turn, answering.events(turn, n), answering))
+                    for n, turn in enumerate(turns)
+                ]
+                counted = partial(answering.counted, turns) if len(turns) > 1 else None
+                return await self._speak(request, voices, counted)
             await _all_over(turns)
             _raise_if_all_failed(turns)
             for turn in turns:
@@ -261,11 +268,31 @@ class TurnHandlers:
         framing: Framing = PLAIN,
     ) -> web.StreamResponse:
         # The status is decided by the first thing there is to say.
-        while not turn.is_over and not turn.first_token_at:
-            await turn.changed.wait()
+        await _begun(turn)
         _raise_if_all_failed([turn])
         limit = self._service.settings.limits.write_seconds
         return await Stream(request, turn, events(turn), limit, framing).run()
+
+    async def _speak(
+        self,
+        request: web.Request,
+        voices: list[tuple[Turn, Events]],
+        counted: Callable[[], dict[str, Any]] | None,
+    ) -> web.StreamResponse:
+        """Stream one answer, or several in one stream."""
+        turns = [turn for turn, _ in voices]
+        if len(voices) == 1:
+            ((turn, events),) = voices
+            return await self._stream(request, turn, lambda _: _ended(events, counted))
+        await _any_begun(turns)
+        _raise_if_all_failed(turns)
+        limit = self._service.settings.limits.write_seconds
+        last = [counted] if counted is not None else []
+        return await MergedStream(request, voices, limit, lambda: [one() for one in last]).run()
+
+    def _names(self, body: Mapping[str, Any]) -> TokenNames:
+        by_id = bool(body.get("return_tokens_as_token_ids"))
+        return TokenNames(self._tokenizer, by_id=by_id)
 
     def _sglang_events(self, turn: Turn) -> Events:
         while not turn.is_over:
@@ -292,6 +319,27 @@ def _vllm_answer(turns: list[Turn]) -> dict[str, Any]:
         typed_abort(turn)
     choices = [replies.vllm_choice(turn, index) for index, turn in enumerate(turns)]
     return {"request_id": turns[0].request.rid, "choices": choices, "prompt_logprobs": None}
+
+
+async def _begun(turn: Turn) -> None:
+    """Wait until there is something to say."""
+    while not turn.is_over and not turn.first_token_at:
+        await turn.changed.wait()
+
+
+async def _any_begun(turns: list[Turn]) -> None:
+    waiting = [asyncio.create_task(_begun(turn)) for turn in turns]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+def _ended(events: Events, last: Callable[[], dict[str, Any]] | None) -> Events:
+    yield from events
+    if last is not None:
+        yield last()
 
 
 async def _all_over(turns: list[Turn]) -> None:

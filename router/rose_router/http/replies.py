@@ -181,8 +181,39 @@ def usage(turns: Sequence[Turn]) -> dict[str, int]:
     }
 
 
+class TokenNames:
+    """How log-probs name tokens: by their text, or as ``token_id:N``.
+
+    Args:
+        tokenizer: ``None`` = by their ids.
+        by_id: the caller wants ids (``return_tokens_as_token_ids``).
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None = None, *, by_id: bool = False) -> None:
+        self._tokenizer = None if by_id else tokenizer
+
+    def name(self, token: int) -> str:
+        """Of one token."""
+        return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.word(token)
+
+    def told(self, entry: Sequence[Any]) -> dict[str, Any]:
+        """An entry ``[logprob, id, ...]`` as a chat has it."""
+        name = self.name(entry[1])
+        known = None if self._tokenizer is None else list(name.encode())
+        return {"token": name, "logprob": entry[0], "bytes": known}
+
+
+BY_ID = TokenNames()
+
+
 def openai_choice(
-    turn: Turn, index: int, tokenizer: Tokenizer | None, since: int = 0, text_since: int = 0
+    turn: Turn,
+    index: int,
+    tokenizer: Tokenizer | None,
+    *,
+    names: TokenNames = BY_ID,
+    since: int = 0,
+    text_since: int = 0,
 ) -> dict[str, Any]:
     """One choice of ``/v1/completions``, from output token ``since`` on."""
     shown = turn.shown()
@@ -192,7 +223,7 @@ def openai_choice(
         "text": text_of(turn, shown, tokenizer)[text_since:],
         "finish_reason": finish_word(turn.finish),
         "stop_reason": stop_reason(turn.finish),
-        "logprobs": _openai_logprobs(shown, since),
+        "logprobs": _openai_logprobs(shown, since, names),
         "token_ids": ids,
         "response_token_ids": ids,
         "weight_versions": spans_json(shown.spans, turn.labels),
@@ -217,7 +248,9 @@ def vllm_choice(turn: Turn, index: int, since: int = 0) -> dict[str, Any]:
     }
 
 
-def token_logprobs(shown: VisibleOutput, since: int) -> dict[str, Any] | None:
+def token_logprobs(
+    shown: VisibleOutput, since: int, names: TokenNames = BY_ID
+) -> dict[str, Any] | None:
     """Log-probs as vLLM's token route and OpenAI's chat have them."""
     entries = shown.per_token.get("output_token_logprobs")
     if entries is None:
@@ -225,28 +258,25 @@ def token_logprobs(shown: VisibleOutput, since: int) -> dict[str, Any] | None:
     tops = shown.per_token.get("output_top_logprobs") or [None] * len(entries)
     pairs = zip(entries[since:], tops[since:], strict=True)
     content = [
-        _named(entry) | {"top_logprobs": [_named(one) for one in top or ()]} for entry, top in pairs
+        names.told(entry) | {"top_logprobs": [names.told(one) for one in top or ()]}
+        for entry, top in pairs
     ]
     return {"content": content}
 
 
-def _named(entry: Sequence[Any]) -> dict[str, Any]:
-    return {"token": f"token_id:{entry[1]}", "logprob": entry[0], "bytes": None}
-
-
-def _openai_logprobs(shown: VisibleOutput, since: int) -> dict[str, Any] | None:
+def _openai_logprobs(shown: VisibleOutput, since: int, names: TokenNames) -> dict[str, Any] | None:
     entries = shown.per_token.get("output_token_logprobs")
     if entries is None:
         return None
     entries = entries[since:]
     top = shown.per_token.get("output_top_logprobs")
     return {
-        "tokens": [f"token_id:{entry[1]}" for entry in entries],
+        "tokens": [names.name(entry[1]) for entry in entries],
         "token_logprobs": [entry[0] for entry in entries],
-        "top_logprobs": None if top is None else [_top(step) for step in top[since:]],
+        "top_logprobs": None if top is None else [_top(step, names) for step in top[since:]],
         "text_offset": [],
     }
 
 
-def _top(step: Sequence[Sequence[Any]] | None) -> dict[str, Any]:
-    return {f"token_id:{entry[1]}": entry[0] for entry in step or ()}
+def _top(step: Sequence[Sequence[Any]] | None, names: TokenNames) -> dict[str, Any]:
+    return {names.name(entry[1]): entry[0] for entry in step or ()}

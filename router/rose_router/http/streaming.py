@@ -11,7 +11,7 @@ Next step: the events come from ``handlers`` and the modules named ``..._replies
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +134,55 @@ class Stream:
                 await write(line)
         else:
             await write(line)
+
+
+class MergedStream:
+    """One caller's stream of several answers, each event with its answer's index.
+
+    Args:
+        request: the caller's.
+        voices: turns, and what each says.
+        write_seconds: until the caller must have taken an event.
+        last: what follows when all are over.
+    """
+
+    def __init__(
+        self,
+        request: web.Request,
+        voices: Sequence[tuple[Turn, Events]],
+        write_seconds: float,
+        last: Callable[[], list[object]],
+    ) -> None:
+        self._request, self._voices, self._last = request, voices, last
+        self._write_seconds = write_seconds
+        self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        self._turn_to_write = asyncio.Lock()
+
+    async def run(self) -> web.StreamResponse:
+        """Write until all turns are over; see ``Stream.run``."""
+        try:
+            await self._response.prepare(self._request)
+            async with asyncio.TaskGroup() as group:
+                for turn, events in self._voices:
+                    group.create_task(self._speak(turn, events))
+            rest = b"".join(map(_line, self._last()))
+            await self._response.write_eof(rest + PLAIN.end)
+        except* (ConnectionResetError, TimeoutError):
+            if self._request.transport is not None:
+                self._request.transport.abort()
+        return self._response
+
+    async def _speak(self, turn: Turn, events: Events) -> None:
+        while not turn.is_over:
+            await self._write(_line(next(events)))
+            if not turn.is_over:
+                await turn.changed.wait()
+        for event in events:
+            await self._write(_line(event))
+
+    async def _write(self, line: bytes) -> None:
+        async with self._turn_to_write, asyncio.timeout(self._write_seconds):
+            await self._response.write(line)
 
 
 def _behind(transport: asyncio.Transport) -> bool:

@@ -10,7 +10,7 @@ import json
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,12 @@ from rose_router.errors import BadRequest
 
 if TYPE_CHECKING:
     from rose_router.http.templates import Template
+
+_MOST_WORDS = (
+    1 << 16
+)  # tokens whose text is remembered: log-probs name the same ones again and again
+
+_SAMPLED_WITH = ("temperature", "top_p", "top_k", "min_p")
 
 # Stands for an answer whose tokens are known; no caller can have written it.
 _MARK = f"answer-{secrets.token_hex(12)}"
@@ -42,6 +48,7 @@ class Tokenizer:
             message = f"{file}: no such tokenizer; --tokenizer wants a tokenizer.json or its folder"
             raise BadRequest("NoTokenizer", message)
         self._folder = file.parent
+        self._word = lru_cache(_MOST_WORDS)(lambda token: self.decode([token], skip_special=False))
         self.most_text = sys.maxsize
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -63,6 +70,10 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """Token ids to text."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special))
+
+    def word(self, token: int) -> str:
+        """The text of one token, special ones included; a part of a character is U+FFFD."""
+        return self._word(token)
 
     def stops(self, words: Sequence[str]) -> Stops | None:
         """What ends a turn at these strings; ``None`` when they are too long to be looked for."""
@@ -124,6 +135,19 @@ class Tokenizer:
         return self._template.render(messages=messages, tools=list(tools) or None, **names)
 
     @cached_property
+    def sampling_defaults(self) -> dict[str, float]:
+        """What the model's makers sample with (``generation_config.json``), as engines take it.
+
+        Penalties are left out: a turn with one cannot move between engines, and nobody asked.
+        """
+        file = self._folder / "generation_config.json"
+        found: Any = json.loads(file.read_text()) if file.is_file() else {}
+        if not isinstance(found, dict):
+            return {}
+        told = {name: found[name] for name in _SAMPLED_WITH if _is_number(found.get(name))}
+        return told | ({"temperature": 0.0} if found.get("do_sample") is False else {})
+
+    @cached_property
     def _config(self) -> dict[str, Any]:
         file = self._folder / "tokenizer_config.json"
         found: Any = json.loads(file.read_text()) if file.is_file() else {}
@@ -148,3 +172,7 @@ class Tokenizer:
         from rose_router.http.templates import Template  # noqa: PLC0415  # jinja, where asked for
 
         return Template(text)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

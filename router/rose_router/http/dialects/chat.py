@@ -17,7 +17,7 @@ from rose_core.rollouts.errors import InvalidTurn
 from rose_router.http.conversation import begun, messages_of
 from rose_router.http.dialects import openai
 from rose_router.http.dialects.common import Hints, caller_rid, priority, token_ids, whole_number
-from rose_router.http.dialects.terms import MOST_ANSWERS, ParsedRequest, PromptTerms, streamed
+from rose_router.http.dialects.terms import MOST_ANSWERS, ParsedRequest, PromptTerms
 from rose_router.http.history import Conversation, History
 from rose_router.http.tokenization import Tokenizer
 
@@ -54,7 +54,7 @@ def read(
     openai.refuse(body)
     _check_choice(body)
     answers = whole_number(body, "n", 1, least=1, most=MOST_ANSWERS)
-    stream = streamed(body, several=answers > 1)
+    stream = bool(body.get("stream"))
     hints = Hints(body, headers)
     talk = None
     if history is not None and hints.record and body.get("input_ids") is None:
@@ -66,7 +66,9 @@ def read(
     terms = PromptTerms(
         hints,
         openai.sampling_of(
-            {**body, "max_tokens": most}, openai.to_the_end(prompt, context, _DEFAULT_TOKENS)
+            {**body, "max_tokens": most},
+            openai.to_the_end(prompt, context, _DEFAULT_TOKENS),
+            tokenizer,
         ),
         openai.passed_of(body) | _logprobs(body, recorded=talk is not None),
         priority=priority(body),

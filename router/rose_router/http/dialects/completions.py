@@ -2,7 +2,8 @@
 
 ``prompt`` is a list of token ids, a list of such lists, or text where the router has a tokenizer.
 The ids of prompt and answer come back as vLLM and SGLang name them (``prompt_token_ids``,
-``token_ids``, ``response_token_ids``); log-probs name tokens as ``token_id:N``.
+``token_ids``, ``response_token_ids``); log-probs name tokens by
+their text, or as ``token_id:N`` without a tokenizer or with ``return_tokens_as_token_ids``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rose_router.http.dialects.common import (
     token_ids,
     whole_number,
 )
-from rose_router.http.dialects.terms import MOST_ANSWERS, ParsedRequest, PromptTerms, streamed
+from rose_router.http.dialects.terms import MOST_ANSWERS, ParsedRequest, PromptTerms
 from rose_router.http.tokenization import Tokenizer
 
 _DEFAULT_TOKENS = 16  # OpenAI's
@@ -44,7 +45,7 @@ def read(
         message = f"more than {MOST_ANSWERS} answers in one request; send several requests"
         raise InvalidTurn(message)
     several = len(prompts) * answers > 1
-    stream = streamed(body, several=several)
+    stream = bool(body.get("stream"))
     rid, own = caller_rid(body.get("rid") or body.get("request_id"), new_rid)
     asked = (
         (f"{rid}_{index}_{answer}" if several else rid, prompt)
@@ -53,7 +54,7 @@ def read(
     )
     terms = PromptTerms(
         Hints(body, headers),
-        openai.sampling_of(body, _DEFAULT_TOKENS),
+        openai.sampling_of(body, _DEFAULT_TOKENS, tokenizer),
         openai.passed_of(body) | openai.logprobs_of(body),
         priority=priority(body),
         tokenizer=tokenizer,

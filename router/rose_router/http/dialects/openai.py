@@ -19,6 +19,7 @@ from typing import Any
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.splice import SAMPLING
 from rose_router.http.dialects.common import SESSION_FIELDS, WITHOUT_EFFECT, whole_number
+from rose_router.http.tokenization import Tokenizer
 
 _RENAMED: Mapping[str, str] = {
     "min_tokens": "min_new_tokens",
@@ -67,20 +68,26 @@ def _asks(value: object) -> bool:
     return value is not False and value not in (None, "", [], {})
 
 
-def sampling_of(body: Mapping[str, Any], most: int) -> dict[str, Any]:
+def sampling_of(
+    body: Mapping[str, Any], most: int, tokenizer: Tokenizer | None = None
+) -> dict[str, Any]:
     """Sampling parameters of a request.
 
     Args:
         body: the request, or its ``sampling_params``.
         most: output tokens where it names no number.
+        tokenizer: knows what the model is sampled with where the request does not say.
 
     Raises:
         InvalidTurn: a number is none.
     """
     names = {**{name: name for name in _SAME}, **_RENAMED}
-    sampling = {
-        theirs: body[name] for name, theirs in names.items() if body.get(name) is not None
-    } | _grammar(body.get("response_format"))
+    defaults = {} if tokenizer is None else tokenizer.sampling_defaults
+    sampling: dict[str, Any] = (
+        defaults
+        | {theirs: body[name] for name, theirs in names.items() if body.get(name) is not None}
+        | _grammar(body.get("response_format"))
+    )
     for name in _TEXTS & sampling.keys():
         if not isinstance(sampling[name], str):
             sampling[name] = json.dumps(sampling[name])
