@@ -110,6 +110,7 @@ class ChatReplies:
             "logprobs": replies.token_logprobs(shown, since, self._names) if asked else None,
             "token_ids": ids,
             "response_token_ids": ids,
+            **replies.stop_reasons(turn.finish),
             **replies.conversation_json(turn, self._ask, shown=shown),
         }
 

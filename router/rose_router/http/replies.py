@@ -168,6 +168,12 @@ def stop_reason(finish: Mapping[str, Any] | None) -> str | int | None:
     return None if finish is None else finish.get("matched")
 
 
+def stop_reasons(finish: Mapping[str, Any] | None) -> dict[str, str | int | None]:
+    """The same, under vLLM's name and under SGLang's."""
+    reason = stop_reason(finish)
+    return {"stop_reason": reason, "matched_stop": reason}
+
+
 def usage(turns: Sequence[Turn]) -> dict[str, int]:
     """OpenAI's count of tokens, of all answers of a request; a prompt counts once."""
     # Answers to one prompt share it; two prompts that are equal are two objects.
@@ -222,7 +228,7 @@ def openai_choice(
         "index": index,
         "text": text_of(turn, shown, tokenizer)[text_since:],
         "finish_reason": finish_word(turn.finish),
-        "stop_reason": stop_reason(turn.finish),
+        **stop_reasons(turn.finish),
         "logprobs": _openai_logprobs(shown, since, names),
         "token_ids": ids,
         "response_token_ids": ids,
@@ -274,7 +280,7 @@ def _openai_logprobs(shown: VisibleOutput, since: int, names: TokenNames) -> dic
         "tokens": [names.name(entry[1]) for entry in entries],
         "token_logprobs": [entry[0] for entry in entries],
         "top_logprobs": None if top is None else [_top(step, names) for step in top[since:]],
-        "text_offset": [],
+        "text_offset": [-1] * len(entries),  # as SGLang says that it does not know
     }
 
 
