@@ -183,8 +183,8 @@ async def answer(http: aiohttp.ClientSession, url: str, case: Case) -> object:
         return body["tokens"], body["count"]
     if case.path == "/v1/messages":
         content = [{k: v for k, v in one.items() if k != "id"} for one in body["content"]]
-        usage = body["usage"]["input_tokens"], body["usage"]["output_tokens"]
-        return content, body["stop_reason"], body.get("stop_sequence"), usage
+        counts = body["usage"]["input_tokens"], body["usage"]["output_tokens"]
+        return content, body["stop_reason"], body.get("stop_sequence"), counts
     usage = [body["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
     return [_choice(one) for one in body["choices"]], usage
 
