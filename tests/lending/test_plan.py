@@ -317,3 +317,14 @@ def test_an_explanation_says_what_may_be_lent_of_a_replicas_memory() -> None:
     member = replica("a", memory=text)
     (found,) = plan(world([member], []), NOW).members["s/chat"]
     assert found.message == f"KV use 100 permille; memory: {text}"
+
+
+def test_slots_on_gpus_that_their_host_has_lost_go_back_after_the_planners_patience() -> None:
+    """The host then starts anew with its device files; nothing new is lent there meanwhile."""
+    lost, one = replica("a", refusal=Reason.DEVICE_ACCESS), lease("x", max_slots=2)
+    held = slot(one, lost)
+    since = Memory(unfit_since={held.uid: NOW})
+    early, late = NOW + POLICY.patience_seconds - 1, NOW + POLICY.patience_seconds
+    snapshot = world([lost], [one], [held], memory=since)
+    assert (lent(snapshot, early), released(snapshot, early)) == ([], {})
+    assert released(snapshot, late) == {held.name: Reason.DEVICE_ACCESS}

@@ -63,8 +63,8 @@ _HOW = (
     "or a DRA claim"
 )
 _LOST = (
-    "a systemctl daemon-reload does that where a hook has shown the GPUs; engines that run go on, "
-    "and the host starts anew, with the devices, once none of them serves"
+    "a systemctl daemon-reload does that where a hook has shown the GPUs; engines that run go on "
+    "until their slots are taken back, and the host then starts anew, with the devices"
 )
 
 
