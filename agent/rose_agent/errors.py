@@ -105,9 +105,17 @@ class NoModel(HostError):
 
 
 class NoMemory(HostError):
-    """The engine's GPU has too little free memory now; says how much it needs and finds."""
+    """The engine's GPU has too little free memory now; says how much it needs and finds.
+
+    Attributes:
+        needed: bytes that it needs of each GPU; None = that is not what it failed at.
+    """
 
     reason = HostReason.INSUFFICIENT_MEMORY
+
+    def __init__(self, message: str, needed: int | None = None) -> None:
+        super().__init__(message)
+        self.needed = needed
 
 
 class NotShared(HostError):

@@ -198,7 +198,9 @@ class Reconciler:
             for pool, reports in world.reports.items()
         }
         self._known.loads.observe(world.pools.good, fresh, now)
-        self._known.toggles.observe(world.slots.good.values(), self.telemetry, now)
+        slots = world.slots.good.values()
+        self._known.toggles.observe(slots, self.telemetry, now)
+        self._known.sizes.observe(world.leases.good.values(), slots, self.telemetry)
         seen = self._snapshots.take(world, self.memory, self.policy, self.remembered)
         return world, lending.plan(seen, now)
 

@@ -4,6 +4,7 @@
 - ``qualify``: may this replica be lent, and if not, why.
 - ``limits``: how many replicas of a pool, and when; ``forecast``: its load over the day.
 - ``radius``: limits per node, zone, lease and minute; ``gate``: is a loan worth its cost.
+- ``room``: does a lease's engine fit into what may be lent.
 - ``whole``: replicas that are put to sleep for a loan.
 - ``shares``: how leases share what may be lent.
 - ``autoscalers``: which of a cluster's autoscalers would react to borrowed load.
@@ -15,6 +16,7 @@ from rose_core.lending.answers import LeaseDecision, Lend, LendingPlan, Release,
 from rose_core.lending.facts import (
     Breaker,
     Demand,
+    EngineNeeds,
     Lease,
     LoadOutlook,
     Memory,
@@ -31,6 +33,7 @@ from rose_core.lending.plan import plan
 __all__ = [
     "Breaker",
     "Demand",
+    "EngineNeeds",
     "Lease",
     "LeaseDecision",
     "Lend",

@@ -14,6 +14,7 @@ from rose_core.lending.gate import not_worth
 from rose_core.lending.loan import pool_shares
 from rose_core.lending.planning_pass import PlanningPass
 from rose_core.lending.radius import Cause, blocked, closed, refusal
+from rose_core.lending.room import fits_nowhere, too_small
 from rose_core.lending.whole import refused
 
 Members = Mapping[str, tuple[ReplicaDecision, ...]]
@@ -101,24 +102,25 @@ def _for(
 ) -> tuple[ReplicaDecision, ...]:
     """A pool's verdicts as this lease should read them; ``sorts`` are those of its replicas."""
     found = members.get(pool, ())
-    if all(lease.takes_sort(*sort) for sort in sorts):
+    if not lease.needs.nodes and all(lease.takes_sort(*sort) for sort in sorts):
         return found
     replicas = {replica.name: replica for replica in world.members.get(pool, ())}
     return tuple(
-        one if one.reason is not Reason.QUALIFIES else _taken(lease, replicas[one.replica], one)
+        (_unsuited(lease, replicas[one.replica]) or one) if one.reason is Reason.QUALIFIES else one
         for one in found
     )
 
 
-def _taken(lease: Lease, replica: Replica, found: ReplicaDecision) -> ReplicaDecision:
-    """The verdict of a replica that qualifies; why not, where the lease cannot use it."""
+def _unsuited(lease: Lease, replica: Replica) -> ReplicaDecision | None:
+    """Why a replica that could be lent is nothing for this lease."""
     if not lease.takes_sort(replica.device_class, None):
         text = f"its GPU is {replica.device_class or 'of an unknown class'}"
-        return ReplicaDecision(found.replica, Reason.OTHER_DEVICE_CLASS, text)
+        return ReplicaDecision(replica.name, Reason.OTHER_DEVICE_CLASS, text)
     if not lease.takes(replica):
         text = f"model {lease.model!r} is not on its node"
-        return ReplicaDecision(found.replica, Reason.NO_MODEL, text)
-    return found
+        return ReplicaDecision(replica.name, Reason.NO_MODEL, text)
+    found = too_small(lease, replica)
+    return None if found is None else _with_memory(found, replica)
 
 
 def _shares(world: PlanningPass) -> dict[str, int]:
@@ -184,7 +186,7 @@ def _cause_in(world: PlanningPass, pool: Pool, lease: Lease) -> Cause | None:
     if world.coming_in(lease, pool.key) >= cap:
         text = f"maxReplicasPerLeasePercent {pool.per_lease_percent} allows {cap}"
         return Reason.LEASE_LIMIT_REACHED, text
-    return None
+    return fits_nowhere(world, pool, lease)
 
 
 _NONE = "no agent reports a replica of the pool"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from rose_core.api.poollending import Spread
 from rose_core.api.reasons import Reason
@@ -155,6 +156,7 @@ class Replica:
         cordoned: the node is marked unschedulable: somebody is about to drain it.
         proven: the kubelet has allocated the GPUs to it.
         memory: what may be lent of each of its GPUs, as a sum in figures; for people alone.
+        lendable_bytes: that sum; None = nobody has worked it out, or the driver does not tell.
         device_class: of its GPUs, empty when unknown.
         models: what lies on its node; None when nobody says.
     """
@@ -177,6 +179,7 @@ class Replica:
     stale: bool = False
     proven: bool = False
     memory: str = ""
+    lendable_bytes: int | None = None
     device_class: str = ""
     models: frozenset[str] | None = None
 
@@ -212,6 +215,33 @@ class Demand:
 
 
 @dataclass(frozen=True)
+class EngineNeeds:
+    """What must be lent of each GPU for a lease's engine to start, as engine hosts have sized it.
+
+    A host sizes an engine when it is to start it, so nothing is known of a lease without a slot so
+    far. Nodes differ little (their GPUs, what they have measured), so the least that any of a pool
+    has said stands in for those that have not been asked.
+
+    Attributes:
+        nodes: (pool, node) -> bytes.
+    """
+
+    nodes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+    @cached_property
+    def _least(self) -> Mapping[str, int]:
+        found: dict[str, int] = {}
+        for (pool, _), needed in self.nodes.items():
+            found[pool] = min(needed, found.get(pool, needed))
+        return found
+
+    def on(self, replica: Replica) -> int | None:
+        """Bytes that it needs there; None = unknown."""
+        own = self.nodes.get((replica.pool, replica.node))
+        return self._least.get(replica.pool) if own is None else own
+
+
+@dataclass(frozen=True)
 class Lease:
     """What an RL team asks for; ``refusal`` is admission's word (the lease is not accepted).
 
@@ -223,6 +253,7 @@ class Lease:
         demand: what its router says; None = not heard.
         more_pools: others that it borrows from, besides ``pool``.
         device_classes: of GPUs that it takes, empty = any.
+        needs: memory that its engine needs.
         turns_per_slot: turns that one slot takes at a time.
         idle_seconds: how long slots are held without a turn.
         suspended: its team wants nothing for now.
@@ -245,6 +276,7 @@ class Lease:
     demand: Demand | None = None
     more_pools: tuple[str, ...] = ()
     device_classes: frozenset[str] = frozenset()
+    needs: EngineNeeds = field(default_factory=EngineNeeds)
     turns_per_slot: int = 8
     idle_seconds: float = 90.0
     suspended: bool = False
@@ -269,6 +301,15 @@ class Lease:
         known = not self.device_classes or device_class in self.device_classes
         return known and (models is None or self.model in models)
 
+    def fits(self, replica: Replica) -> bool:
+        """Whether what may be lent there is enough for its engine, for all that is known.
+
+        Where one of the two figures is unknown the node decides: it starts nothing that it has not
+        sized, and says what it lacks.
+        """
+        needed, room = self.needs.on(replica), replica.lendable_bytes
+        return needed is None or room is None or needed <= room
+
     @property
     def rank(self) -> tuple[int, float, str]:
         """Sort key: higher priority first, then the older lease."""
@@ -282,6 +323,7 @@ class Slot:
     Attributes:
         running: its engine has been brought up; ending it would waste that.
         whole: serving sleeps for it.
+        lacks_memory: its node has found too little memory to start its engine.
     """
 
     name: str
@@ -296,6 +338,7 @@ class Slot:
     released: bool = False
     running: bool = True
     whole: bool = False
+    lacks_memory: bool = False
 
     @property
     def devices(self) -> frozenset[str]:

@@ -12,6 +12,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 from rose_core.api.poollending import Spread
 from rose_core.identity import PodUid
@@ -24,7 +25,24 @@ from rose_core.lending.whole import refused
 
 _UNKNOWN_KV = 1001
 
-Place = tuple[Sort, str]
+
+class Kind(NamedTuple):
+    """Replicas that the same leases take.
+
+    Attributes:
+        sort: class of their GPUs and models of their node.
+        too_small_for: keys of leases whose engines need more memory than may be lent there.
+    """
+
+    sort: Sort
+    too_small_for: frozenset[str]
+
+    def suits(self, lease: Lease) -> bool:
+        """Whether the lease takes such a replica."""
+        return lease.key not in self.too_small_for and lease.takes_sort(*self.sort)
+
+
+Place = tuple[Kind, str]
 Entry = tuple[int, tuple[int, PodUid], Place]
 
 
@@ -92,7 +110,10 @@ def _lend_in(world: PlanningPass, pool: Pool, leases: list[Lease], *, whole: boo
     heapq.heapify(queue)
     if not queue:
         return
-    shelf = _Shelf(world, pool, world.full(pool.key) if whole else world.free(pool.key))
+    if whole:
+        shelf = _Shelf(world, pool, world.full(pool.key), ())
+    else:
+        shelf = _Shelf(world, pool, world.free(pool.key), leases)
     while queue and blocked(world, pool) is None:
         if whole and refused(world, pool) is not None:
             return
@@ -106,29 +127,35 @@ def _lend_in(world: PlanningPass, pool: Pool, leases: list[Lease], *, whole: boo
 
 
 class _Shelf:
-    """Replicas that may be lent now, best first; those of each sort on their own."""
+    """Replicas that may be lent now, best first; those of each kind on their own.
 
-    def __init__(self, world: PlanningPass, pool: Pool, replicas: Iterable[Replica]) -> None:
+    Args:
+        asking: leases whose engines must fit into what may be lent.
+    """
+
+    def __init__(
+        self, world: PlanningPass, pool: Pool, replicas: Iterable[Replica], asking: Iterable[Lease]
+    ) -> None:
         self._world, self._pool = world, pool
         self._places: dict[Place, list[tuple[int, PodUid]]] = defaultdict(list)
+        sized = [one for one in asking if one.needs.nodes]
         for replica in replicas:
             if world.unrested(replica) is None:
-                place = (replica.device_class, replica.models), _place(replica, pool.spread)
-                self._places[place].append(_preference(replica))
+                small = frozenset(one.key for one in sized if not one.fits(replica))
+                kind = Kind((replica.device_class, replica.models), small)
+                self._places[kind, _place(replica, pool.spread)].append(_preference(replica))
         for found in self._places.values():
             heapq.heapify(found)
-        self._queues: dict[Sort, list[Entry]] = defaultdict(list)
-        for place in self._places:
-            self._queues[place[0]].append(self._entry(place))
+        self._queues: dict[Kind, list[Entry]] = defaultdict(list)
+        for where in self._places:
+            self._queues[where[0]].append(self._entry(where))
         for queue in self._queues.values():
             heapq.heapify(queue)
 
     def take(self, lease: Lease) -> Replica | None:
         """The next replica that the lease takes, None when there is none."""
         while True:
-            able = [
-                queue for sort, queue in self._queues.items() if queue and lease.takes_sort(*sort)
-            ]
+            able = [queue for kind, queue in self._queues.items() if queue and kind.suits(lease)]
             if not able:
                 return None
             found = self._next(min(able, key=lambda queue: queue[0]))

@@ -16,6 +16,7 @@ from rose_core.lending.loan import pool_shares, worth
 from rose_core.lending.planning_pass import PlanningPass
 from rose_core.lending.qualify import SLEEP_ENDED
 from rose_core.lending.radius import closed, most_in_zone, zone_name
+from rose_core.lending.room import found_too_small
 from rose_core.lending.whole import return_sleepers
 
 ThingT = TypeVar("ThingT")
@@ -25,7 +26,7 @@ KeyT = TypeVar("KeyT")
 def release_slots(world: PlanningPass) -> None:
     """Apply every rule, each to the slots that the rules before have left."""
     for slot in world.held():
-        cause = _lost_cause(world, slot) or _unfit(world, slot)
+        cause = _lost_cause(world, slot) or _unfit(world, slot) or found_too_small(world, slot)
         if cause is not None:
             world.release(slot, *cause)
     _duplicates(world)
@@ -168,15 +169,17 @@ def _waits(world: PlanningPass, pool: Pool, lease: Lease) -> bool:
         return False
     if closed(world, pool) is not None or not worth(world, pool, lease):
         return False
-    return world.room(pool) <= 0 or not any(map(lease.takes, world.free(pool.key)))
+    return world.room(pool) <= 0 or not any(
+        lease.takes(one) and lease.fits(one) for one in world.free(pool.key)
+    )
 
 
 def _takes(world: PlanningPass, lease: Lease, slot: Slot) -> bool:
     """Whether the lease could use what the slot gives up."""
     replica = world.replicas.get(slot.replica)
-    if replica is None:
+    if replica is None:  # a silent node's: of which class, with how much memory?
         return not lease.device_classes
-    return lease.takes(replica)
+    return lease.takes(replica) and lease.fits(replica)
 
 
 def _rebalance(world: PlanningPass, leaving: set[str]) -> None:

@@ -130,6 +130,8 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
             rest of the status speaks of the one that is permitted.
         vocabulary: tokens that its model knows; 0 = unknown.
         device_bytes: what it takes of its GPU at most; 0 = not known.
+        needs_bytes: what must be lent of each of its GPUs for it to start; of two engines in the
+            slot, for one of them. None = unknown, or it takes nothing of a GPU.
         measuring: the host wants to know what its processes hold (``LimitMemory``), to remember it.
         kv_permille: the budget that its elastic KV memory is held to; None = it is not elastic.
         kv_held_bytes: memory of that kind that it holds; None = unknown, or not elastic.
@@ -153,6 +155,7 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     lanes: tuple[int, ...] | None = None
     vocabulary: int = 0
     device_bytes: int = 0
+    needs_bytes: int | None = None
     measuring: bool = False
     kv_permille: int | None = None
     kv_held_bytes: int | None = None

@@ -95,6 +95,7 @@ class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
         serving_requests: live requests that ended beside it.
         slo_violations: those of them that missed the pool's SLO and had met an open gate.
         reclaims: number of reclaims by ladder rung name.
+        needs_bytes: what must be lent of each GPU for the slot's engine to start; None = unknown.
     """
 
     slot: SlotKey
@@ -112,6 +113,7 @@ class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
     weight_bytes: int = 0
     serving_requests: int = 0
     slo_violations: int = 0
+    needs_bytes: int | None = None
 
 
 class SleepTerms(msgspec.Struct, frozen=True):

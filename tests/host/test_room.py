@@ -33,9 +33,10 @@ async def test_an_engine_larger_than_what_serving_leaves_waits_until_there_is_ro
             await host.host.ensure(in_room(SIZE - 1))
             refused = await failed(host, "InsufficientMemory")
             assert "more than may be lent: 80.0 GiB in all, serving has 60" in refused.message
-            assert refused.pids == ()
+            assert (refused.pids, refused.needs_bytes) == ((), SIZE)
             await host.host.ensure(in_room(SIZE))
-            assert (await serving(host)).device_bytes == SIZE
+            served = await serving(host)
+            assert (served.device_bytes, served.needs_bytes) == (SIZE, SIZE)
 
 
 async def test_an_elastic_engine_needs_room_for_the_least_of_its_cache(
@@ -44,7 +45,8 @@ async def test_an_elastic_engine_needs_room_for_the_least_of_its_cache(
     async with running(rundir, models) as host:
         with guarding(rundir):
             await host.host.ensure(in_room(SIZE // 8 - 1, "Elastic"))
-            await failed(host, "InsufficientMemory")
+            refused = await failed(host, "InsufficientMemory")
+            assert refused.needs_bytes == SIZE // 8
             await host.host.ensure(in_room(SIZE // 8, "Elastic"))
             await serving(host)
 

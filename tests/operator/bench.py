@@ -81,6 +81,9 @@ class Bench:
         tokens: int = 100,
         reason: str = "",
         message: str = "",
+        *,
+        needs_bytes: int | None = None,
+        lendable_bytes: int | None = None,
     ) -> None:
         """The agent of node n1 realises every slot that is lent."""
         slots = [
@@ -93,11 +96,16 @@ class Bench:
                 digest="d",
                 lent_milliseconds=10 * tokens,
                 harvested_tokens=tokens,
+                needs_bytes=needs_bytes,
             )
             for raw in self.api.all(Kind.SLOT)
             if raw["spec"]["desired"] == "Lent"
         ]
-        replicas = (replica("default/chat", "a"), replica("default/chat", "b", kv=300))
+        room: dict[str, Any] = {"lendable_bytes": lendable_bytes}
+        replicas = (
+            replica("default/chat", "a", **room),
+            replica("default/chat", "b", kv=300, **room),
+        )
         self.telemetry.record(SyncRequest("n1", "t", 0, replicas, tuple(slots)), self.now)
 
     async def ready_routers(self) -> None:

@@ -74,6 +74,7 @@ REPLICAS = st.lists(
                 "kv_used_permille": st.sampled_from([None, 100, 950]),
                 "busy_permille": st.sampled_from([None, 300]),
                 "refusal": st.sampled_from(["", "InsufficientMemory"]),
+                "lendable_bytes": st.sampled_from([None, 10 << 30, (10 << 30) + 1, 40 << 30]),
                 "verified": st.sampled_from([True, False, None]),
             }
         ),
@@ -87,14 +88,21 @@ REPORTS = st.builds(
         "t",
         0,
         tuple(replicas),
-        tuple(SlotReport(SlotKey(SlotUid(f"uid-{one}"), 1), state) for one, state in slots.items()),
+        tuple(
+            SlotReport(SlotKey(SlotUid(f"uid-{one}"), 1), state, reason, needs_bytes=needed)
+            for one, (state, reason, needed) in slots.items()
+        ),
         said,
     ),
     st.sampled_from(NODES),
     REPLICAS,
     st.dictionaries(
         st.sampled_from(["s1", "s2", "unknown"]),
-        st.sampled_from([SlotState.RUNNING, SlotState.STARTING, SlotState.GONE]),
+        st.tuples(
+            st.sampled_from([SlotState.RUNNING, SlotState.STARTING, SlotState.GONE]),
+            st.sampled_from(["", "InsufficientMemory"]),
+            st.sampled_from([None, 10 << 30, 20 << 30]),
+        ),
         max_size=2,
     ),
     st.sampled_from([{}, {"MPS": ""}, {"MPS": "MpsFault: down"}, {"DeviceAccess": "Other: no"}]),
@@ -171,6 +179,9 @@ class Inside:
         reports = {key: [one for _, one in said] for key, said in world.reports.items()}
         self.known.loads.observe(world.pools.good, reports, now)
         self.known.toggles.observe(world.slots.good.values(), self.telemetry, now)
+        self.known.sizes.observe(
+            world.leases.good.values(), world.slots.good.values(), self.telemetry
+        )
         return world
 
 

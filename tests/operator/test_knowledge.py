@@ -207,4 +207,7 @@ def test_a_node_report_is_only_news_when_something_that_matters_changes() -> Non
     assert not telemetry.record(SyncRequest("n1", "t", 0, (busier,)), 2.0)
     unready = replica("default/chat", "a", ready=False)
     assert telemetry.record(SyncRequest("n1", "t", 0, (unready,)), 3.0)
+    for more, is_news in ((40 << 30, True), ((40 << 30) + 4096, False), (41 << 30, True)):
+        roomier = replica("default/chat", "a", ready=False, lendable_bytes=more)
+        assert telemetry.record(SyncRequest("n1", "t", 0, (roomier,)), 4.0) == is_news
     assert replace(telemetry.nodes["n1"]).slots == {}

@@ -116,10 +116,10 @@ def corpus() -> Iterator[Case]:
         yield Case("/v1/completions", {"prompt": prompt, **greedy, **sampling})
     yield Case("/v1/completions", {"prompt": "", **greedy})
     yield Case("/v1/completions", {"prompt": "a", **greedy, "echo": True}, "no echo")
-    for content, more in itertools.product(
-        ("Look.", [{"type": "text", "text": "Look."}]),
-        ({}, {"system": "Be brief."}, {"system": [{"type": "text", "text": "Be brief."}]}),
-    ):
+    contents: list[object] = ["Look.", [{"type": "text", "text": "Look."}]]
+    blocks = [{"type": "text", "text": "Be brief."}]
+    systems: list[Json] = [{}, {"system": "Be brief."}, {"system": blocks}]
+    for content, more in itertools.product(contents, systems):
         body = {"messages": [user(content)], **greedy, "max_tokens": 40, **more}
         yield Case("/v1/messages", body)
         yield Case("/v1/messages", {**body, "max_tokens": 5})

@@ -209,6 +209,7 @@ def slot_report(slot: GuardedSlot) -> SlotReport | None:
         serving_requests=totals.requests,
         slo_violations=totals.violations,
         reclaims=dict(totals.reclaims),
+        needs_bytes=status.needs_bytes if status else None,
     )
 
 

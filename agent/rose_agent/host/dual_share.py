@@ -127,6 +127,8 @@ class DualShareEngine:
             restarts=sum(one.restarts for one in every),
             can_dormant=False,
             device_bytes=sum(one.device_bytes for one in every),
+            # One that finds too little fails alone, and the other serves.
+            needs_bytes=min((one.needs_bytes for one in every if one.needs_bytes), default=None),
             measuring=False,
             lanes=tuple(serving),
         )

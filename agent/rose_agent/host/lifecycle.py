@@ -27,7 +27,7 @@ from collections.abc import Callable
 import msgspec
 
 from rose_agent.devices.usage import MemoryMeter
-from rose_agent.errors import BadEngine, BrokenEngine, HostError
+from rose_agent.errors import BadEngine, BrokenEngine, HostError, NoMemory
 from rose_agent.host import metrics, process
 from rose_agent.host.dormancy import EngineDormancy
 from rose_agent.host.enforcement import TreeState
@@ -82,6 +82,7 @@ class EngineLife:
         self._reason = HostReason.NONE
         self._message = ""
         self._failures = 0
+        self._needs: int | None = None
         self._ending: tuple[HostReason, str] | None = None
         self._sharing = Sharing(
             *(site.ways, order, folder.plugin_socket, lambda: (self.url, self.key)),
@@ -136,6 +137,7 @@ class EngineLife:
             released_bytes=self.rest.released_bytes,
             vocabulary=self._body.vocabulary if serving else 0,
             device_bytes=self.device_bytes,
+            needs_bytes=self._needs,
             measuring=self._sharing.measuring,
             kv_permille=elastic.permille if elastic is not None else None,
             kv_held_bytes=elastic.held_bytes if elastic is not None else None,
@@ -165,6 +167,8 @@ class EngineLife:
                 await self._once()
             except (HostError, EngineError, OSError) as error:
                 self._message = str(error)
+                if isinstance(error, NoMemory) and error.needed is not None:
+                    self._needs = error.needed
                 _log.warning("%s: %s", self.order.slot_name, error)
                 self._set(EngineState.FAILED, _reason_of(error))
                 if isinstance(error, BadEngine) or not isinstance(error, HostError | OSError):
@@ -181,6 +185,7 @@ class EngineLife:
         """From spawn to the end of the process."""
         self._set(EngineState.STARTING, self._reason)  # of the start that failed, if one did
         program = await self._site.ask(self._body.program)
+        self._needs = program.start_bytes or program.device_bytes or None
         spawned = await self._body.spawn(program)
         exited = asyncio.create_task(spawned.root.wait())
         try:

@@ -288,7 +288,7 @@ class Sharing:
             return
         refusal = room.refusal(needed)
         if refusal:
-            raise NoMemory(refusal)
+            raise NoMemory(refusal, needed)
 
     def _set_limit(self, program: EngineProgram, name: str) -> Path:
         if self._ways.limits is None:

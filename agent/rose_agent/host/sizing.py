@@ -186,6 +186,7 @@ class Sizer:
             raise NoMemory(
                 f"the engine needs {in_gib(size.start)} (weights {in_gib(size.weights)}, "
                 f"KV {in_gib(first)}{state}, fixed {in_gib(size.fixed)}); "
-                f"GPU {uuid} has {in_gib(free)} free of {in_gib(memory.total_bytes)}{starting}"
+                f"GPU {uuid} has {in_gib(free)} free of {in_gib(memory.total_bytes)}{starting}",
+                size.start,
             )
         return free - promised

@@ -17,13 +17,11 @@ from rose_core.api import (
 from rose_core.api.common import API_VERSION, PoolReference
 from rose_core.api.rolloutslot import (
     LeaseReference,
-    SlotEngine,
-    SlotSharing,
     SlotWeights,
     Tier,
 )
-from rose_core.api.servingpool import MPS_PERCENT, Compute
 from rose_operator.kube.object_cache import Raw
+from rose_operator.plan.slot_terms import engine_of, sharing_of
 
 _NAME_LIMIT = 63
 
@@ -50,9 +48,9 @@ def lent(
         pool_ref=PoolReference(namespace=pool.metadata.namespace, name=pool.metadata.name),
         members=(member,),
         tier=tier,
-        engine=_engine(lease),
+        engine=engine_of(lease),
         weights=_weights(lease),
-        sharing=_sharing(pool),
+        sharing=sharing_of(pool),
     )
     return _manifest(slot_name(lease, member.pod_uid), namespace, spec)
 
@@ -66,39 +64,12 @@ def released(slot: RolloutSlot, reason: Reason) -> Raw:
 
 def updated(slot: RolloutSlot, lease: RolloutLease, pool: ServingPool | None) -> Raw | None:
     """The slot after its lease or its pool changed, None when nothing differs."""
-    sharing = slot.spec.sharing if pool is None else _sharing(pool)
-    changed = {"engine": _engine(lease), "weights": _weights(lease), "sharing": sharing}
+    sharing = slot.spec.sharing if pool is None else sharing_of(pool)
+    changed = {"engine": engine_of(lease), "weights": _weights(lease), "sharing": sharing}
     spec = slot.spec.model_copy(update=changed)
     if spec == slot.spec:
         return None
     return _manifest(slot.metadata.name, slot.metadata.namespace, spec)
-
-
-def _engine(lease: RolloutLease) -> SlotEngine:
-    spec = lease.spec
-    return SlotEngine(
-        engine_class=spec.engine_class,
-        model=spec.model.name,
-        arguments=spec.engine_arguments,
-        context_tokens=spec.context_tokens,
-        kv_tokens=spec.kv_tokens,
-        max_running=spec.max_trajectories_per_slot,
-    )
-
-
-def _sharing(pool: ServingPool) -> SlotSharing:
-    """A share is copied where one is given, so that other pools' engines need not start anew."""
-    spec = pool.spec
-    shared = SlotSharing(
-        compute=spec.compute, memory_source=spec.memory_source, memory_limit=spec.memory_limit
-    )
-    if spec.compute is not Compute.MPS:
-        return shared
-    shares = {
-        "compute_percent": spec.max_compute_percent or MPS_PERCENT,
-        "busy_compute_percent": spec.busy_compute_percent,
-    }
-    return shared.model_copy(update=shares)
 
 
 def _weights(lease: RolloutLease) -> SlotWeights:

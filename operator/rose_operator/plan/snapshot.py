@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rose_core import lending
@@ -24,10 +24,11 @@ from rose_operator.plan import capabilities
 from rose_operator.plan.admission import created, expiry, lending_pools
 from rose_operator.plan.cluster_facts import ClusterFacts
 from rose_operator.plan.cluster_state import ClusterState, labels_of
+from rose_operator.plan.engine_sizes import EngineSizes
 from rose_operator.plan.load_history import LoadHistory
 from rose_operator.plan.memo import Memo
 from rose_operator.plan.protection import misses_objective
-from rose_operator.plan.telemetry import NodeReport
+from rose_operator.plan.telemetry import NodeReport, lendable
 from rose_operator.plan.toggle_costs import ToggleCosts
 
 _DAYS = list(Day)
@@ -43,6 +44,7 @@ class Knowledge:
     loads: LoadHistory
     toggles: ToggleCosts
     demand: Callable[[str], lending.Demand | None] = lambda _: None
+    sizes: EngineSizes = field(default_factory=EngineSizes)
 
 
 def snapshot(
@@ -125,18 +127,22 @@ class Snapshots:
         labels = labels_of(lease, world.tenancy)
         pools = lending_pools(lease, world.pools.good, world.pool_refusals, labels)
         takes = tenancy.preempts(lease, world.tenancy)
+        needs = self._known.sizes.needs(lease, world.pools.good)
         made = self._leases.get(
             key,
             lease,
-            (reason, toggle, pools, takes),
-            lambda: lease_of(lease, reason, toggle, pools, preempts=takes),
+            (reason, toggle, pools, takes, needs),
+            lambda: replace(lease_of(lease, reason, toggle, pools, preempts=takes), needs=needs),
         )
         asked = self._known.demand(key)  # its ages move all the time
         return made if asked is None else replace(made, demand=asked)
 
     def _slot(self, slot: RolloutSlot) -> lending.Slot:
         running = self._known.toggles.has_run(slot.metadata.uid)
-        return self._slots.get(slot.metadata.key, slot, running, lambda: _slot(slot, running))
+        lacks = self._known.sizes.lacks_memory(slot.metadata.uid)
+        return self._slots.get(
+            slot.metadata.key, slot, (running, lacks), lambda: _slot(slot, running, lacks)
+        )
 
     def _replicas(
         self, world: ClusterState, reporting: frozenset[str]
@@ -266,7 +272,7 @@ def lease_of(
     )
 
 
-def _slot(slot: RolloutSlot, running: bool) -> lending.Slot:
+def _slot(slot: RolloutSlot, running: bool, lacks_memory: bool) -> lending.Slot:
     member = slot.spec.member
     return lending.Slot(
         name=slot.metadata.name,
@@ -281,6 +287,7 @@ def _slot(slot: RolloutSlot, running: bool) -> lending.Slot:
         released=slot.spec.desired is Desired.RELEASED,
         running=running,
         whole=slot.spec.tier is Tier.WHOLE,
+        lacks_memory=lacks_memory,
     )
 
 
@@ -338,6 +345,7 @@ def _replica(
         refusal_text=lacks.text if lacks else report.refusal_text or report.refusal,
         proven=report.gpu_proof == Proof.ALLOCATED,
         memory=report.lendable_text,
+        lendable_bytes=lendable(report),
         occupied=place.occupied is None or report.pod_uid in place.occupied,
         zone=place.zone,
         cordoned=place.cordoned,

@@ -14,6 +14,9 @@ from rose_core.wire.sync import ReplicaReport, SlotReport, SlotState, SyncReques
 # Recent KV use: the weight of a new report; at a 2 s period half of the past is gone after 14 s.
 _WEIGHT = 0.1
 
+# What may be lent is counted in steps of this many bytes, so that not every page of it is news.
+_MEMORY_STEP = 64 << 20
+
 # Slow requests are judged over this window, in steps.
 _TALLY_WINDOW = 300.0
 _TALLY_STEP = 10.0
@@ -175,11 +178,20 @@ def _essence(request: SyncRequest) -> object:
             r.gpu_uuids,
             r.gpu_proof,
             r.device_class,
+            lendable(r),
         )
         for r in request.replicas
     )
-    slots = tuple((s.slot, calm(s.state), s.version, s.digest) for s in request.slots)
+    slots = tuple(
+        (s.slot, calm(s.state), s.version, s.digest, s.needs_bytes) for s in request.slots
+    )
     return replicas, slots, request.capabilities, request.models
+
+
+def lendable(report: ReplicaReport) -> int | None:
+    """Bytes that may be lent of each of a replica's GPUs, in whole steps; None = unknown."""
+    told = report.lendable_bytes
+    return None if told is None else told - told % _MEMORY_STEP
 
 
 def calm(state: SlotState) -> SlotState:

@@ -1,0 +1,64 @@
+"""Does a lease's engine fit into what may be lent? The figures, for people and for the planner.
+
+Only the node can size an engine: it has the model's files and has measured engines of the kind. So
+the first slot of a lease is made without a size; its engine host sizes the engine before it starts
+it, and reports what it needs (``EngineNeeds``). From then on the lease is lent only replicas that
+have as much, and a slot whose host has found too little, where the figures say the same, is taken
+back, for another lease.
+
+| engine's need | lendable | then |
+|---|---|---|
+| unknown | any | lent; the node sizes it, and starts nothing that it cannot size |
+| known | unknown | lent; the node refuses it while the driver tells nothing |
+| known | as much | lent |
+| known | less | not lent to this lease: ``InsufficientMemory`` with both figures |
+
+A replica that is lent whole is not judged: its memory is free only once serving sleeps.
+"""
+
+from __future__ import annotations
+
+from rose_core.api.reasons import Reason
+from rose_core.devices.memory import in_gib
+from rose_core.lending.answers import ReplicaDecision
+from rose_core.lending.facts import Lease, Pool, Replica, Slot
+from rose_core.lending.planning_pass import PlanningPass
+
+Cause = tuple[Reason, str]
+
+
+def too_small(lease: Lease, replica: Replica) -> ReplicaDecision | None:
+    """Why the lease's engine does not fit there; None when it does, or nobody knows."""
+    needed, room = lease.needs.on(replica), replica.lendable_bytes
+    if needed is None or room is None or needed <= room:
+        return None
+    text = f"the engine needs {in_gib(needed)} per GPU, {in_gib(room)} may be lent"
+    return ReplicaDecision(replica.name, Reason.INSUFFICIENT_MEMORY, text)
+
+
+def fits_nowhere(world: PlanningPass, pool: Pool, lease: Lease) -> Cause | None:
+    """Why no replica of the pool has room for the lease's engine, however free it becomes."""
+    if world.full(pool.key):
+        return None  # one may be put to sleep for it
+    known = [
+        (replica.lendable_bytes, replica)
+        for replica in world.members.get(pool.key, ())
+        if lease.takes(replica) and replica.lendable_bytes is not None
+    ]
+    if not known or any(lease.fits(replica) for _, replica in known):
+        return None
+    most, roomiest = max(known, key=lambda one: (one[0], one[1].name))
+    text = (
+        f"the engine needs {in_gib(lease.needs.on(roomiest) or 0)} per GPU with tp=1, "
+        f"the most lendable is {in_gib(most)} on {roomiest.node}"
+    )
+    return Reason.INSUFFICIENT_MEMORY, text
+
+
+def found_too_small(world: PlanningPass, slot: Slot) -> Cause | None:
+    """Why a slot is of no use to its lease: its node says so, and the figures say the same."""
+    lease, replica = world.leases.get(slot.lease), world.replicas.get(slot.replica)
+    if not slot.lacks_memory or slot.whole or lease is None or replica is None:
+        return None
+    found = too_small(lease, replica)
+    return None if found is None else (found.reason, found.message)
