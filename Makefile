@@ -60,12 +60,12 @@ test-engines:
 	$(BIN)/pytest $(LANE) -m "engine and not cluster" $(AGAIN) $(ARGS)
 
 # Twelve minutes more, which a bare machine has not: make attack, make test-gpu-node.
-LONG := tests/attack/test_on_the_node.py $(addprefix tests/gpu_node/test_,widths.py failures.py recovery.py slow_answers.py)
+LONG := tests/attack/test_on_the_node.py $(addprefix tests/gpu_node/test_,widths.py failures.py recovery.py slow_answers.py real_engines.py)
 
 test-cluster:
 	$(BIN)/pytest $(LANE) -m cluster $(addprefix --ignore=,$(LONG)) $(AGAIN) $(ARGS)
 
-test-gpu-node: cluster  ## the chart on a node with eight GPUs that are not there (make test runs its first half)
+test-gpu-node: cluster engine  ## the chart on a node with eight GPUs that are not there (make test runs its first half)
 	$(CONTAINED) $(BIN)/pytest -v -n 0 tests/gpu_node $(ARGS)
 
 unit: venv  ## what needs neither engine nor cluster

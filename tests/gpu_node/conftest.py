@@ -18,6 +18,7 @@ _ORDER = (
     "test_slow_answers",
     "test_failures",
     "test_recovery",
+    "test_real_engines",  # ends the lease of fake engines
 )
 
 

@@ -177,6 +177,9 @@ def installation(node: Node, folder: Path) -> Iterator[Lending]:
     )
     folder.parent.chmod(0o755)
     with state_of(node) as state:
+        for gpu in state.gpus:  # of an earlier session's pods, on a node that was left up
+            for process in gpu.processes:
+                gpu.end(process.pid)
         made = Lending(node, state, make_models(folder))
         try:
             made.said = made.install()

@@ -25,12 +25,12 @@ PACKAGES = ("libcuda1", "libnvidia-ptxjitcompiler1", "nvidia-smi", "nvidia-cuda-
 ROOT = Path("/run/nvidia/driver")
 """In the node's file system."""
 STATE_NAME = "nvml.state"
-_NVIDIA_MAJOR, _UVM_MAJOR = 195, 511
+NVIDIA_MAJOR, UVM_MAJOR = 195, 511
 _FILES = {
-    "nvidiactl": (_NVIDIA_MAJOR, 255),
-    "nvidia-modeset": (_NVIDIA_MAJOR, 254),
-    "nvidia-uvm": (_UVM_MAJOR, 0),
-    "nvidia-uvm-tools": (_UVM_MAJOR, 1),
+    "nvidiactl": (NVIDIA_MAJOR, 255),
+    "nvidia-modeset": (NVIDIA_MAJOR, 254),
+    "nvidia-uvm": (UVM_MAJOR, 0),
+    "nvidia-uvm-tools": (UVM_MAJOR, 1),
 }
 
 
@@ -88,7 +88,7 @@ def lay_out(root: Path, profile: str, trees: list[Path]) -> State:
 
 def make_device_files(folder: Path, profile: str) -> None:
     """Those of the GPUs and those that all share, as udev would make them."""
-    files = {f"nvidia{index}": (_NVIDIA_MAJOR, index) for index in range(PROFILES[profile].count)}
+    files = {f"nvidia{index}": (NVIDIA_MAJOR, index) for index in range(PROFILES[profile].count)}
     for name, numbers in {**files, **_FILES}.items():
         path = folder / name
         path.unlink(missing_ok=True)
