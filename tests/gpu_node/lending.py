@@ -13,13 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rose_dev.errors import CommandFailed, StartFailed
 from rose_dev.gpu.state import State
 from rose_dev.gpu_node.starting import state_of
 from rose_dev.node import Node
 from rose_dev.waiting import wait_until
-from tests.chart.installation import CHART, SERVING, SYSTEM, make_models, namespaces, remove, seen
+from tests.chart.installation import (
+    CHART,
+    RESEARCH,
+    SERVING,
+    SYSTEM,
+    make_models,
+    namespaces,
+    remove,
+    seen,
+)
+from tests.gpu_node.machine import apply
 from tests.gpu_node.serving_pods import ServingPod, hold, serving_pods
 
 MARKS = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -143,6 +154,17 @@ class Lending:
             "get", "servpool", "chat", "-n", SERVING, f"--output=jsonpath={path}"
         )
 
+    def renew_lease(self, **changes: object) -> None:
+        """Ask again, perhaps for something else.
+
+        A lease of ten minutes without a turn asks for nothing once it has lost every slot.
+        """
+        where = ("grpo", f"--namespace={RESEARCH}", "--ignore-not-found")
+        self.node.kubectl("delete", "rlease", *where, seconds=90)
+        (lease,) = documents(HERE / "serving.yaml", "grpo")
+        lease["spec"] |= changes
+        apply(self.node, lease)
+
     def restart(self, component: str) -> None:
         """Have a DaemonSet's pods of the first node end and come again."""
         chosen = (f"--selector=app.kubernetes.io/name=rose-{component}", f"--namespace={SYSTEM}")
@@ -157,6 +179,12 @@ class Lending:
             if item["spec"].get("nodeName") == node_name and not ends:
                 return _state_of(item["status"].get("podIP", ""))
         return ""
+
+
+def documents(file: Path, name: str) -> list[dict[str, Any]]:
+    """The objects of a file that have this name."""
+    each = yaml.safe_load_all(file.read_text())
+    return [one for one in each if one["metadata"]["name"] == name]
 
 
 def _state_of(address: str) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from rose_agent.os.freezers import HOST_LEAF
 from rose_dev import engine_environment
@@ -22,7 +21,7 @@ from rose_dev.gpu_node.driver_root import ROOT
 from tests.chart import installation
 from tests.chart.installation import RESEARCH, SYSTEM, field, grant_store, tenants_secret
 from tests.chart.test_end_to_end import condition, publish, turn
-from tests.gpu_node.lending import HERE, MARKS, Lending
+from tests.gpu_node.lending import MARKS, Lending, documents
 from tests.gpu_node.machine import apply
 from tests.gpu_node.serving_pods import GIB, ServingPod, hold
 
@@ -46,12 +45,6 @@ def values(python: Path) -> dict[str, Any]:
             "engines": {"firstUser": 0},
         },
     }
-
-
-def documents(file: Path, name: str) -> list[dict[str, Any]]:
-    """The objects of a file that have this name."""
-    each = yaml.safe_load_all(file.read_text())
-    return [one for one in each if one["metadata"]["name"] == name]
 
 
 @pytest.fixture(scope="module")
@@ -108,16 +101,9 @@ def huge(folder: Path) -> None:
 
 
 def ask_for(real: Lending, engine_class: str, model: str) -> None:
-    """Have this folder's lease be for another engine; its model cannot be changed."""
-    where = ("grpo", f"--namespace={RESEARCH}", "--ignore-not-found")
-    real.node.kubectl("delete", "rlease", *where, seconds=90)
-    (made,) = documents(HERE / "serving.yaml", "grpo")
-    made["spec"] |= {
-        "engineClass": engine_class,
-        "model": {"name": model},
-        "slots": {"min": 1, "max": 1, "idleSeconds": 604800},
-    }
-    apply(real.node, made)
+    """Have the lease be for one engine of this class; a lease's model cannot be changed."""
+    slots = {"min": 1, "max": 1, "idleSeconds": 604800}
+    real.renew_lease(engineClass=engine_class, model={"name": model}, slots=slots)
 
 
 def test_the_mps_daemon_runs_out_of_the_mounted_driver(real: Lending) -> None:

@@ -68,6 +68,7 @@ def test_lost_device_files_are_said_and_come_back(lending: Lending) -> None:
         "the pool says what the host lost",
     )
     lending.wait(lambda: restarts(lending, "engine-host") > before, "the host starts anew")
+    lending.renew_lease()
     lending.wait_for_all()
 
 
