@@ -116,17 +116,16 @@ def test_no_plan_breaks_a_limit_or_shares_a_gpu(snapshot: Snapshot) -> None:
 @settings(max_examples=100, deadline=None)
 @given(worlds())
 def test_carrying_a_plan_out_reaches_rest(snapshot: Snapshot) -> None:
-    now = NOW
+    now, rests = NOW, 0
     for _ in range(40):
         done = plan(snapshot, now)
-        if not done.lends and not done.releases:
-            break
+        rests = 0 if done.lends or done.releases else rests + 1
+        if rests == 2:  # once may be too early: a slot is rebalanced only when it has lived
+            return
         snapshot = carried_out(snapshot, done.releases, done.lends, now)
         now += 1000
         snapshot = replace(snapshot, memory=done.memory)
-    else:
-        raise AssertionError("the planner does not come to rest")
-    assert plan(snapshot, now + 1000).releases == ()
+    raise AssertionError("the planner does not come to rest")
 
 
 def carried_out(
