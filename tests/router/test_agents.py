@@ -11,6 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from rose_core.wire.routing import EngineKind
+from rose_dev.models import scripted_recipe
+from rose_dev.scripted import Script
 from rose_dev.waiting import until
 from rose_engines.fake.model import next_token
 from tests.router.conftest import VERSION, Stage
@@ -315,7 +318,7 @@ _BAD: list[tuple[str, Json, str]] = [
     ("/v1/messages", messages(user([{"type": "image", "source": {}}])), "image"),
     ("/v1/messages", messages(user([{"type": "tool_use", "id": "1", "name": "x"}])), "ToolUse"),
     ("/v1/messages", messages(user("x"), tools=[{"type": "web_search_1", "name": "w"}]), "tools"),
-    ("/v1/messages", messages(user("x"), tool_choice={"type": "any"}), "tool_choice"),
+    ("/v1/messages", messages(user("x"), tools=[], tool_choice={"type": "any"}), "tool_choice"),
     ("/v1/messages", messages(user("x"), mcp_servers=[]), "mcp_servers"),
     ("/v1/messages", messages(user("x"), temperature="hot"), "temperature"),
     ("/v1/messages", messages(user("x"), session_id=7), "session_id"),
@@ -367,3 +370,41 @@ async def test_an_answer_that_was_cut_short_is_an_error_that_clients_try_again(
 async def test_a_model_is_shown_under_the_name_that_a_harness_asks_for(stage: Staging) -> None:
     async with stage(tokenizer=folder()) as s:
         assert (await s.get("/v1/models/org/some-model"))["id"] == "org/some-model"
+
+
+FORCED = '[{"name": "bash", "parameters": {"command": "ls"}}]'
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", messages(user("x"), tool_choice={"type": "any"})),
+        ("/v1/messages", messages(user("x"), tool_choice={"type": "tool", "name": "bash"})),
+        ("/v1/responses", {"input": "x", "tools": [FUNCTION], "tool_choice": "required"}),
+        (
+            "/v1/responses",
+            {
+                "input": "x",
+                "tools": [FUNCTION],
+                "tool_choice": {"type": "function", "name": "bash"},
+            },
+        ),
+    ],
+)
+async def test_a_forced_call_runs_under_a_grammar_where_it_need_not_move(
+    stage: Staging, path: str, body: Json
+) -> None:
+    recipe = scripted_recipe("forced", Script("", (FORCED,)))
+    async with stage(tokenizer=folder(recipe)) as s:
+        await s.engine("lent", script=Follows(recipe))
+        async with s.post(path, body) as reply:
+            refused = reply.status, (await reply.json())["error"]["message"]
+        own = await s.engine("own", EngineKind.DEDICATED, script=Follows(recipe))
+        answer = await ask(s, path, body)
+        told = await events(s, path, body)
+    assert refused[0] == 422
+    assert "no dedicated engine" in refused[1]
+    assert own.scheduler.counters.requests == 2
+    items = answer.get("content") or answer["output"]
+    assert [item["type"] for item in items] in (["tool_use"], ["function_call"])
+    assert json.dumps(told).count("command") >= 1

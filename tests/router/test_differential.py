@@ -88,7 +88,7 @@ REFUSED: list[tuple[Json, str]] = [
     ({"messages": [user("x")], "max_tokens": 0}, "an answer has at least one token"),
     (
         {"messages": [user("x")], "tools": TOOLS, "tool_choice": "required"},
-        "no call can be forced",
+        "a grammar takes a dedicated engine",
     ),
 ]
 PROMPTS: list[object] = ["hello", [1, 2, 3], ["hello", "you"], [[1, 2], [3, 4]]]

@@ -18,6 +18,7 @@ from rose_router.http.conversation import begun, messages_of
 from rose_router.http.dialects import openai
 from rose_router.http.dialects.common import Hints, caller_rid, priority, token_ids, whole_number
 from rose_router.http.dialects.terms import MOST_ANSWERS, ParsedRequest, PromptTerms
+from rose_router.http.forced_calls import calls_of, forced_by, schema_of
 from rose_router.http.history import Conversation, History
 from rose_router.http.tokenization import Tokenizer
 
@@ -52,7 +53,7 @@ def read(
         InvalidTurn: something is wrong with it; names the field.
     """
     openai.refuse(body)
-    _check_choice(body)
+    forced = forced_by(body)
     answers = whole_number(body, "n", 1, least=1, most=MOST_ANSWERS)
     stream = bool(body.get("stream"))
     hints = Hints(body, headers)
@@ -66,7 +67,7 @@ def read(
     terms = PromptTerms(
         hints,
         openai.sampling_of(
-            {**body, "max_tokens": most},
+            {**body, "max_tokens": most, **_forcing(body, forced)},
             openai.to_the_end(prompt, context, _DEFAULT_TOKENS),
             tokenizer,
         ),
@@ -125,16 +126,11 @@ def _tools(body: Mapping[str, Any]) -> list[Any]:
     return [] if body.get("tool_choice") == "none" else tools
 
 
-def _check_choice(body: Mapping[str, Any]) -> None:
-    """Refuse to force a call: that takes a grammar, and none is made here.
-
-    Raises:
-        InvalidTurn: the caller asks for one.
-    """
-    asked = body.get("tool_choice")
-    if asked not in (None, "auto", "none"):
-        message = f"tool_choice: expected auto or none, got {asked!r:.100}; send a json_schema"
-        raise InvalidTurn(message)
+def _forcing(body: Mapping[str, Any], forced: tuple[str, ...] | None) -> dict[str, Any]:
+    if forced is None:
+        return {}
+    schema = {"schema": schema_of(body, forced)}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 def _variables(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,10 +159,13 @@ def message_of(text: str, body: Mapping[str, Any], rid: str) -> dict[str, Any]:
     """The assistant's message: words, and the calls of tools among them when tools were named."""
     if not body.get("tools") or body.get("tool_choice") == "none":
         return {"role": "assistant", "content": text}
-    calls = [call for call in map(_call, _TOOL.findall(text)) if call]
+    if forced_by(body) is not None:
+        calls, words = calls_of(text), ""
+    else:
+        calls = [call for call in map(_call, _TOOL.findall(text)) if call]
+        words = _TOOL.sub("", text).strip()
     if not calls:
         return {"role": "assistant", "content": text}
-    words = _TOOL.sub("", text).strip()
     named = [{"id": f"call_{rid}_{number}", **call} for number, call in enumerate(calls)]
     return {"role": "assistant", "content": words or None, "tool_calls": named}
 
@@ -186,6 +185,8 @@ def shown_words(text: str, body: Mapping[str, Any]) -> str:
     """What of a growing answer may be streamed as words: nothing that may become a tool's call."""
     if not body.get("tools"):
         return text
+    if forced_by(body) is not None:
+        return ""
     cut = text.find(TOOL_BEGINS)
     if cut >= 0:
         return text[:cut].rstrip()

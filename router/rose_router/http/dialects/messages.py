@@ -157,6 +157,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
         "top_k": asked.top_k,
         "tools": [_tool(one) for one in asked.tools] or None,
         "tool_choice": _choice(asked.tool_choice),
+        "parallel_tool_calls": _parallel(asked.tool_choice),
         "response_format": _format(asked),
         "metadata": asked.metadata,
         "model": asked.model,
@@ -239,13 +240,19 @@ def _tool(one: ToolDefinition) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _choice(asked: ToolChoice | None) -> str | None:
-    if asked is None:
-        return None
-    if asked.type in {"auto", "none"}:
-        return asked.type
-    message = f"tool_choice: expected type auto or none, got {asked.type}: no call can be forced"
-    raise InvalidTurn(message)
+def _choice(asked: ToolChoice | None) -> str | dict[str, Any] | None:
+    match asked:
+        case None:
+            return None
+        case ToolChoice(type="any"):
+            return "required"
+        case ToolChoice(type="tool", name=name):
+            return {"type": "function", "function": {"name": name}}
+    return asked.type
+
+
+def _parallel(asked: ToolChoice | None) -> bool | None:
+    return False if asked is not None and asked.disable_parallel_tool_use else None
 
 
 def _format(asked: MessagesRequest) -> dict[str, Any] | None:

@@ -75,7 +75,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True):
     prompt: None = None
     # About the request and not about its answer.
     include: object = None
-    parallel_tool_calls: object = None
+    parallel_tool_calls: bool | None = None
     max_tool_calls: object = None
     truncation: object = None
     service_tier: object = None
@@ -142,6 +142,7 @@ def read(body: Mapping[str, Any], before: Sequence[Message] = ()) -> ReadRespons
         "top_k": asked.top_k,
         "tools": [_tool(one) for one in tools if one.type in {"function", "custom"}] or None,
         "tool_choice": _choice(asked.tool_choice),
+        "parallel_tool_calls": asked.parallel_tool_calls,
         "response_format": _format(asked.text),
         "reasoning_effort": asked.reasoning and asked.reasoning.effort,
         "metadata": asked.metadata,
@@ -259,13 +260,10 @@ def _tool(one: ToolDefinition) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _choice(asked: str | dict[str, Any] | None) -> str | None:
-    if asked is None:
-        return None
-    if asked in ("auto", "none"):
-        return str(asked)
-    message = f"tool_choice: expected auto or none, got {asked!r:.100}: no call can be forced"
-    raise InvalidTurn(message)
+def _choice(asked: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if isinstance(asked, dict) and asked.get("type") in {"function", "custom"}:
+        return {"type": "function", "function": {"name": asked.get("name")}}
+    return asked
 
 
 def _format(text: TextFormat | None) -> dict[str, Any] | None:
