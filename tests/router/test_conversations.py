@@ -129,7 +129,7 @@ def test_a_template_computes_a_text_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_a_call_cannot_be_forced(tmp_path: Path, choice: object) -> None:
+def test_a_call_of_no_tool_cannot_be_forced(tmp_path: Path, choice: object) -> None:
     made = speaker(tmp_path, QWEN)
     body = {"messages": [{"role": "user", "content": "hi"}], "tool_choice": choice}
     with pytest.raises(InvalidTurn, match="tool_choice"):
