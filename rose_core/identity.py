@@ -3,6 +3,10 @@
 A weight version is (run, incarnation, sequence). The trainer's step is only a label: a trainer
 that resumes from an older checkpoint starts a new incarnation, so a later publish of step 10 is
 never mistaken for the earlier one.
+
+Before the first publish an engine runs the checkpoint that it was started from: *version 0*. It has
+no publisher that could number it, so its digest does: ``grpo@base.3f9a2c1d04b7``. It is older than
+everything that is published, and two different checkpoints are two versions.
 """
 
 from __future__ import annotations
@@ -16,8 +20,17 @@ from rose_core.uids import LeaseUid as LeaseUid  # noqa: PLC0414  # also from he
 from rose_core.uids import PodUid as PodUid  # noqa: PLC0414  # also from here
 from rose_core.uids import SlotUid as SlotUid  # noqa: PLC0414  # also from here
 
+BASE_LABEL = "base"
+"""What an engine itself calls its weights before the first commit."""
+_BASE_INCARNATION = -1
+"""Below every publisher's, so that the order of versions needs no case of its own."""
+_BASE_DIGITS = 12
+"""Of the digest's 32: 48 bits, which a JSON number holds exactly. A lease has a handful of
+checkpoints at most, so that two of them agree by accident once in 10^13 leases."""
+
 _VERSION = re.compile(
-    r"^(?P<run>[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?)@(?P<incarnation>\d+)\.(?P<sequence>\d+)$"
+    r"^(?P<run>[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?)@"
+    rf"((?P<incarnation>\d+)\.(?P<sequence>\d+)|{BASE_LABEL}\.(?P<base>[0-9a-f]{{{_BASE_DIGITS}}}))$"
 )
 
 
@@ -34,12 +47,13 @@ def run_name(text: str) -> str:
 
 
 class WeightVersion(msgspec.Struct, frozen=True, order=True):
-    """One published state of a run's weights; ordered within a run.
+    """One state of a run's weights, published or the one before; ordered within a run.
 
     Attributes:
         run: the training run, a DNS label.
         incarnation: how often the run's publisher has started anew; fences older publishers.
-        sequence: publishes inside the incarnation, from 0.
+            Negative for version 0, see ``of_base``.
+        sequence: publishes inside the incarnation, from 0; of version 0 the digest's beginning.
     """
 
     run: str
@@ -48,19 +62,41 @@ class WeightVersion(msgspec.Struct, frozen=True, order=True):
 
     def __str__(self) -> str:
         """The label engines carry and replies show, for example ``grpo@1.7``."""
+        if self.is_base:
+            return f"{self.run}@{BASE_LABEL}.{self.sequence:0{_BASE_DIGITS}x}"
         return f"{self.run}@{self.incarnation}.{self.sequence}"
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it is version 0: nobody has published it."""
+        return self.incarnation == _BASE_INCARNATION
+
+    @classmethod
+    def of_base(cls, run: str, digest: str) -> WeightVersion:
+        """Version 0 of a run on engines whose own checkpoint has this digest.
+
+        Args:
+            run: that the engines follow.
+            digest: 32 hexadecimal digits.
+
+        Raises:
+            ValueError: one of them is something else.
+        """
+        return cls.parse(f"{run}@{BASE_LABEL}.{digest[:_BASE_DIGITS]}")
 
     @classmethod
     def parse(cls, text: str) -> WeightVersion:
         """Read a label back.
 
         Raises:
-            ValueError: the text is not ``run@incarnation.sequence``.
+            ValueError: the text is neither ``run@incarnation.sequence`` nor a version 0.
         """
         match = _VERSION.match(text)
         if match is None:
             message = f"{text!r} is no weight version; expected run@incarnation.sequence"
             raise ValueError(message)
+        if match["base"] is not None:
+            return cls(match["run"], _BASE_INCARNATION, int(match["base"], 16))
         return cls(match["run"], int(match["incarnation"]), int(match["sequence"]))
 
 

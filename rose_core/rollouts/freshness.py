@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, replace
 
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.versions import lag
+from rose_core.rollouts.versions import age, lag
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Cadence:
             return self
         steps = lag(self.head, head) if self.head is not None else None
         if not steps:
-            return Cadence(head, now)  # the first, or another incarnation of the run
+            return Cadence(head, now)  # the first published, or another incarnation of the run
         took = (now - self.since) / steps
         mean = took if math.isinf(self.seconds) else self.seconds + weight * (took - self.seconds)
         return replace(self, head=head, since=now, seconds=mean)
@@ -58,7 +58,7 @@ def budget_seconds(
     """
     if most is None or began_with is None or cadence.head is None or math.isinf(cadence.seconds):
         return math.inf
-    behind = lag(began_with, cadence.head)
+    behind = age(began_with, cadence.head)
     if behind is None:
         return -math.inf  # it belongs to an incarnation that is over
     return (most + 1 - behind) * cadence.seconds - (now - cadence.since)

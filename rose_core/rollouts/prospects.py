@@ -36,7 +36,7 @@ from rose_core.rollouts.inference import (
 )
 from rose_core.rollouts.lengths import Lengths
 from rose_core.rollouts.shares import ContactShares, stratum
-from rose_core.rollouts.versions import lag
+from rose_core.rollouts.versions import age
 from rose_core.rollouts.views import EngineView, TurnView
 from rose_core.wire.routing import EngineKind
 
@@ -403,7 +403,7 @@ class Prospects:
 
     def _stale(self, known: Trajectory) -> int | None:
         head, began = self._cadence.head, known.began_with
-        return lag(began, head) if began and head else None
+        return age(began, head) if began and head else None
 
     def _in_time(self, known: Trajectory) -> Fate:
         """Whether its last turn ended before its deadline, as far as publishes tell."""
@@ -442,8 +442,7 @@ class Prospects:
     def _stratum(self, known: Trajectory) -> str:
         # By what it began with: a trajectory must not drift into another stratum as it is counted.
         rest = self.lengths.rest(known.group, 0)
-        age = self._cadence.head, known.began_with
-        behind = lag(age[1], age[0]) if age[0] and age[1] else None
+        behind = self._stale(known)
         most = known.deadline.publishes
         left = math.inf if behind is None or most is None else float(most + 1 - behind)
         return stratum(rest.median, left)

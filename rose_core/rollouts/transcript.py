@@ -5,6 +5,9 @@ prompt is the turn's prompt plus the tokens held so far. Tokens of a leg are fir
 *placed* (the version that sampled them is known); only placed tokens are held when a leg is lost
 and only placed tokens are shown to the caller, so nothing shown is ever taken back.
 
+An engine calls its own checkpoint ``base``, whichever it is. Where a leg was sent to an attested
+version 0, that word stands for this version; anywhere else it is attested by nobody.
+
     received --spans of the engine cover it--> placed --leg folded--> held
     received --leg lost before that----------> dropped (version unknown; sampled again)
 
@@ -19,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from rose_core.identity import BASE_LABEL
 from rose_core.rollouts.errors import BrokenStream
 from rose_core.rollouts.spans import Span, cut, joined, normal, shifted
 from rose_core.rollouts.versions import parse
@@ -85,6 +89,7 @@ class Leg:
     """
 
     __slots__ = (
+        "_base",
         "_only_new",
         "_text",
         "ended",
@@ -115,6 +120,8 @@ class Leg:
     ) -> None:
         self.engine, self.kind, self.rid = engine, kind, rid
         self.version, self.offset, self.reused = version, offset, reused
+        attested = parse(version)
+        self._base = version if attested is not None and attested.is_base else ""
         self.ids: list[int] = []
         self.per_token: dict[str, list[Any]] = {}
         self.spans: tuple[Span, ...] = ()
@@ -190,8 +197,11 @@ class Leg:
             self._text += text
 
     def _place(self, event: StreamEvent) -> None:
-        spans = event.spans
-        if spans is None and event.finish is not None and event.label == self.version:
+        spans, label = event.spans, event.label
+        if self._base:
+            label = self._base if label == BASE_LABEL else label
+            spans = spans and [(self._base, *s[1:]) if s[0] == BASE_LABEL else s for s in spans]
+        if spans is None and event.finish is not None and label == self.version:
             # Labels only grow: one that is the same at both ends held all the time between.
             spans = [(self.version, 0, event.count)]
         if spans is None:

@@ -3,10 +3,15 @@
 The reference is the newest version anybody has told the router of: an engine's attested version or
 the head of the weight plane. Versions of another run, or of an older incarnation, are out of every
 bound: after a restart of the trainer its earlier publishes may belong to an abandoned branch.
+
+Version 0, the engines' own checkpoint, is sampled by while nothing newer is known, and by no turn
+that begins later, whatever the bound: nobody has said that the publisher began with it. Engines
+with different checkpoints have different versions 0, of which one at a time is the newest.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -28,6 +33,9 @@ class Pin:
 
 
 NO_PIN = Pin()
+
+FIRST_INCARNATION = 1
+"""The store counts publishers of a run from here."""
 
 
 def parse(label: str) -> WeightVersion | None:
@@ -65,11 +73,50 @@ def newest(versions: Iterable[WeightVersion]) -> WeightVersion | None:
     return max(versions, key=lambda v: (v.incarnation, v.sequence), default=None)
 
 
+def next_head(
+    head: WeightVersion | None,
+    named: Iterable[WeightVersion | None],
+    live: Iterable[WeightVersion],
+) -> WeightVersion | None:
+    """The newest version, now that more were named.
+
+    Checkpoints have no order. While nothing is published, the version 0 that was the newest stays
+    it for as long as an engine has it; then it is the one that most engines have.
+
+    Args:
+        head: newest before.
+        named: by engines' updates or a publisher.
+        live: of the engines that stay attached.
+    """
+    known = [version for version in (head, *named) if version is not None]
+    published = newest(version for version in known if not version.is_base)
+    if published is not None:
+        return published
+    counts = Counter(version for version in live if version.is_base)
+    if head in counts or not counts:
+        return head
+    return max(counts, key=lambda version: (counts[version], version))
+
+
 def lag(version: WeightVersion, head: WeightVersion) -> int | None:
     """How many publishes ``version`` is behind ``head``; ``None`` when they do not compare."""
     if (version.run, version.incarnation) != (head.run, head.incarnation):
         return None
+    if head.is_base:
+        return 0 if version == head else None
     return max(0, head.sequence - version.sequence)
+
+
+def age(began_with: WeightVersion, head: WeightVersion) -> int | None:
+    """Publishes since a trajectory began with a version; ``None`` when that cannot be told.
+
+    The same as ``lag``, but for version 0: however its weights relate to those of the first
+    publisher, that one's first publish came one publish later.
+    """
+    if began_with.is_base and not head.is_base:
+        same = began_with.run == head.run and head.incarnation == FIRST_INCARNATION
+        return head.sequence + 1 if same else None
+    return lag(began_with, head)
 
 
 def fresh(version: WeightVersion, head: WeightVersion, bound: int) -> bool:

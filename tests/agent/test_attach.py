@@ -10,9 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from rose_agent.guard.routerlink import Attachment
+from rose_agent.guard.routerlink import Attachment, update_of
+from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey, SlotUid
+from rose_core.wire.host import EngineState, EngineStatus
 from rose_core.wire.routing import EngineKind, EngineUpdate, RouterNote
-from rose_core.wire.sync import RouterProof
+from rose_core.wire.sync import EngineSpec, Grant, RouterProof, WeightSource
 from rose_dev.waiting import until
 from rose_wire import certificates, tls
 from rose_wire.rpc import Server
@@ -104,3 +106,25 @@ async def test_a_router_that_restarts_is_believed_by_its_grants_authority_again(
         server, _ = await again.serve(f"127.0.0.1:{port}", tmp_path / "router")
         await until(lambda: again.heard[-1:] == [UPDATE])
     await server.stop(0)
+
+
+def test_a_router_hears_of_a_publish_before_the_engine_has_it() -> None:
+    slot = SlotKey(SlotUid("slot"), 1)
+    grant = Grant(
+        key=GrantKey(1, slot),
+        ttl_seconds=60.0,
+        slot_name="slot",
+        lease="ns/lease",
+        pool="ns/pool",
+        pod_uid=PodUid("pod"),
+        pod_name="pod",
+        gpu_uuids=(GpuUuid("GPU-0"),),
+        engine=EngineSpec("fake", "small"),
+        weights=WeightSource("store:1", "run"),
+        router="router:1",
+    )
+    own = "run@base.0123456789ab"
+    status = EngineStatus(slot, EngineState.SERVING, version=own, head="run@1.0")
+    update = update_of(grant, status, "", gate_open=True, leaving=False, cap=1)
+    assert (update.version, update.head) == (own, "run@1.0")
+    assert update_of(grant, None, "", gate_open=True, leaving=False, cap=1).head == ""

@@ -45,3 +45,25 @@ def test_no_run_has_another_name(text: str) -> None:
 def test_versions_of_a_run_are_ordered_by_incarnation_first() -> None:
     rewound = WeightVersion("run", incarnation=2, sequence=0)
     assert rewound > WeightVersion("run", incarnation=1, sequence=99)
+
+
+@given(run=RUNS, digits=st.from_regex(r"\A[0-9a-f]{32}\Z"))
+def test_version_0_is_named_by_its_digest_and_reads_back(run: str, digits: str) -> None:
+    version = WeightVersion.of_base(run, digits)
+    assert str(version) == f"{run}@base.{digits[:12]}"
+    assert WeightVersion.parse(str(version)) == version
+    assert version.is_base
+
+
+def test_two_checkpoints_are_two_versions_and_both_are_older_than_what_is_published() -> None:
+    one, other = (WeightVersion.of_base("run", digit * 32) for digit in "1f")
+    assert one != other
+    first = WeightVersion("run", 0, 0)
+    assert not first.is_base
+    assert max(one, other) < first
+
+
+@pytest.mark.parametrize("digest", ["", "0" * 11, "x" * 32])
+def test_what_is_no_digest_names_no_checkpoint(digest: str) -> None:
+    with pytest.raises(ValueError, match="no weight version"):
+        WeightVersion.of_base("run", digest)

@@ -1,5 +1,7 @@
 """An operator's inside on an API server in memory, with a clock that the test turns."""
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -81,25 +83,26 @@ class Bench:
         tokens: int = 100,
         reason: str = "",
         message: str = "",
+        versions: Sequence[str] = ("grpo@1.0",),
         *,
         needs_bytes: int | None = None,
         lendable_bytes: int | None = None,
     ) -> None:
-        """The agent of node n1 realises every slot that is lent."""
+        """The agent of node n1 realises every slot that is lent, with these versions in turn."""
+        lent = [raw for raw in self.api.all(Kind.SLOT) if raw["spec"]["desired"] == "Lent"]
         slots = [
             SlotReport(
                 SlotKey(raw["metadata"]["uid"], raw["metadata"]["generation"]),
                 state,
                 reason=reason,
                 message=message,
-                version="grpo@1.0",
+                version=version,
                 digest="d",
                 lent_milliseconds=10 * tokens,
                 harvested_tokens=tokens,
                 needs_bytes=needs_bytes,
             )
-            for raw in self.api.all(Kind.SLOT)
-            if raw["spec"]["desired"] == "Lent"
+            for raw, version in zip(lent, itertools.cycle(versions), strict=False)
         ]
         room: dict[str, Any] = {"lendable_bytes": lendable_bytes}
         replicas = (

@@ -241,3 +241,31 @@ async def test_a_large_fleet_is_asked_to_call_less_often() -> None:
         bench.api, identity="me", duration=15, offline_seconds=600, clock=lambda: bench.now
     )
     assert (await sync(bench, lock)).sync_period_seconds == 1251 / 250
+
+
+async def test_a_lease_says_that_its_engines_sample_with_their_own_checkpoint() -> None:
+    bench = await running()
+    own, other = "grpo@base.0123456789ab", "grpo@base.ba9876543210"
+    bench.report(versions=(own,))
+    await bench.turn(2)
+    synced = bench.condition(kind="WeightsSynced")
+    assert (synced["status"], synced["reason"]) == ("True", Reason.OWN_CHECKPOINT)
+    assert synced["message"].startswith(f"{own}: ")
+    (slot,) = bench.slots()
+    found = {one["type"]: one for one in slot["status"]["conditions"]}
+    assert found["WeightsSynced"]["reason"] == Reason.OWN_CHECKPOINT
+    assert bench.reason() == Reason.SLOTS_READY
+
+    bench.lease(spec__slots={"min": 1, "max": 2})
+    bench.report(versions=(own, other))
+    await bench.turn(2)
+    bench.report(versions=(own, other))
+    await bench.turn(2)
+    synced = bench.condition(kind="WeightsSynced")
+    assert (synced["status"], synced["reason"]) == ("False", Reason.CHECKPOINTS_DIFFER)
+    assert own in synced["message"]
+    assert other in synced["message"]
+
+    bench.report(versions=(own, "grpo@1.0"))
+    await bench.turn(2)
+    assert bench.reason(kind="WeightsSynced") == Reason.MIXED_VERSIONS

@@ -11,7 +11,17 @@ from rose_core.rollouts import splice
 from rose_core.rollouts.admission import QueueLimits, has_room, rank, retry_after
 from rose_core.rollouts.errors import InvalidTurn, UnknownVersion
 from rose_core.rollouts.estimates import Hazard, Speed
-from rose_core.rollouts.versions import Pin, check_pin, fresh, lag, newest, read_pin, satisfies
+from rose_core.rollouts.versions import (
+    Pin,
+    age,
+    check_pin,
+    fresh,
+    lag,
+    newest,
+    next_head,
+    read_pin,
+    satisfies,
+)
 from rose_core.rollouts.watch import LegPatience, LegView, MoveReason, judge
 
 
@@ -142,6 +152,48 @@ def test_lag_counts_publishes_and_never_crosses_runs_or_incarnations() -> None:
 def test_a_new_incarnation_is_newer_than_any_sequence_of_the_old() -> None:
     assert newest([version(9), version(0, incarnation=2)]) == version(0, incarnation=2)
     assert newest([]) is None
+
+
+def base(digit: str = "a") -> WeightVersion:
+    return WeightVersion.of_base("run", digit * 32)
+
+
+def test_version_0_is_fresh_until_something_is_published_and_then_never() -> None:
+    assert fresh(base(), base(), 0)
+    assert not fresh(base(), version(0), 100)
+
+
+def test_another_checkpoint_is_another_version_0_whatever_the_bound() -> None:
+    assert lag(base("b"), base("a")) is None
+    assert not fresh(base("a"), base("b"), 100)
+    assert not fresh(base("b"), base("a"), 100)
+
+
+def test_the_first_publish_is_one_publish_after_version_0() -> None:
+    assert age(base(), base()) == 0
+    assert age(base(), version(0)) == 1
+    assert age(base(), version(2)) == 3
+    assert age(base(), version(0, incarnation=2)) is None
+    assert age(base(), version(0, run="other")) is None
+    assert age(version(1), version(3)) == 2
+
+
+def test_the_newest_version_0_stays_it_while_an_engine_has_it() -> None:
+    a, b = base("a"), base("b")
+    assert next_head(None, [a], [a]) == a
+    assert next_head(a, [b], [a, b, b]) == a
+    assert next_head(a, [], [b, b, base("c")]) == b
+    assert next_head(a, [], []) == a
+    assert next_head(a, [version(0), None], [a]) == version(0)
+    assert next_head(version(0), [a], [a]) == version(0)
+
+
+def test_a_pin_to_what_is_published_is_not_met_by_version_0() -> None:
+    assert not satisfies(base(), Pin(minimum=version(0)))
+    assert satisfies(version(0), Pin(minimum=base()))
+    assert satisfies(base(), Pin(exact=base()))
+    with pytest.raises(UnknownVersion, match=r"the newest version known here is run@base\.a"):
+        check_pin(Pin(minimum=version(0)), base(), [base()])
 
 
 def test_pins() -> None:

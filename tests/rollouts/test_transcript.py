@@ -215,3 +215,22 @@ def test_neighbours_of_one_version_become_one_span() -> None:
         Span(V0, 0, 3),
         Span(V1, 3, 4),
     )
+
+
+BASE = "run@base.0123456789ab"
+
+
+def test_an_engines_own_word_for_its_checkpoint_is_the_version_it_was_attested_as() -> None:
+    one = leg(version=BASE)
+    one.take(event([1, 2, 3], spans=[("base", 0, 2), (V0, 2, 3)]))
+    assert one.spans == (Span(BASE, 0, 2), Span(V0, 2, 3, Kv.MIXED))
+    last = leg(version=BASE)
+    last.take(event([1, 2], finish={"type": "stop"}, label="base"))
+    assert last.complete
+    assert last.spans == (Span(BASE, 0, 2),)
+
+
+def test_tokens_of_a_checkpoint_that_nobody_attested_are_not_placed() -> None:
+    one = leg(version=V0)
+    one.take(event([1, 2], spans=[("base", 0, 2)]))
+    assert (one.placed, one.spans) == (0, ())

@@ -65,11 +65,12 @@ class Stage:
         prefill_token_seconds: float = 0.0,
         scale: str = LogitScale.TEMPERATURE.value,
         script: Script | None = None,
+        label: str = VERSION,
         **update: Any,  # noqa: ANN401  # fields of EngineUpdate
     ) -> Fake:
-        """Start a fake engine and attach it."""
+        """Start a fake engine and attach it; ``label`` is what it calls its weights itself."""
         scheduler = FakeScheduler(
-            WeightSession({}, VERSION),
+            WeightSession({}, label),
             token_seconds=token_seconds,
             prefill_token_seconds=prefill_token_seconds,
             script=script,

@@ -14,6 +14,8 @@ from rose_agent.weightsync.decide import (
     decide,
     failed,
     lag,
+    name_of,
+    published,
     succeeded,
 )
 from rose_core.identity import WeightVersion
@@ -44,6 +46,44 @@ def test_every_row(
     engine: Engine | None, head: Head | None, progress: Progress, action: Action
 ) -> None:
     assert decide(engine, head, progress, 100.0, attest_every_seconds=60.0).action is action
+
+
+OWN = Engine("base", "d" * 32)
+
+
+@pytest.mark.parametrize(
+    ("engine", "none_published", "progress", "action"),
+    [
+        (OWN, True, Progress(), Action.ATTEST),
+        (OWN, True, Progress(attested_at=90), Action.WAIT),
+        (OWN, True, Progress(attested_at=30), Action.ATTEST),
+        (OWN, True, Progress(retry_at=101), Action.WAIT),
+        (OWN, True, Progress(quarantined=True), Action.WAIT),
+        (OWN, False, Progress(), Action.WAIT),
+        (Engine("base", ""), True, Progress(), Action.WAIT),
+        (Engine("base", "d" * 32, broken=True), True, Progress(), Action.WAIT),
+        (BEHIND, True, Progress(), Action.WAIT),
+    ],
+)
+def test_an_own_checkpoint_is_attested_when_the_store_says_that_there_is_nothing_else(
+    engine: Engine, none_published: bool, progress: Progress, action: Action
+) -> None:
+    step = decide(engine, None, progress, 100.0, 60.0, none_published=none_published)
+    assert step.action is action
+
+
+def test_a_head_is_pulled_whatever_the_store_said_before_it() -> None:
+    step = decide(OWN, HEAD, Progress(attested_at=90), 100.0, none_published=True)
+    assert step.action is Action.PULL
+
+
+def test_what_is_live_has_a_name_for_others_and_one_for_the_store() -> None:
+    assert name_of(OWN, "run") == "run@base.dddddddddddd"
+    assert name_of(Engine("base", ""), "run") == ""
+    assert name_of(AT_HEAD, "run") == str(NEW)
+    assert published("run@base.dddddddddddd") is None
+    assert published("") is None
+    assert published(str(NEW)) == NEW
 
 
 def test_a_pull_names_what_the_engine_holds() -> None:

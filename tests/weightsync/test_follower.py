@@ -107,7 +107,6 @@ async def test_an_engine_follows_the_head_bit_for_bit(
     async with world(rundir, models, tmp_path / "store") as here:
         here.sync()
         await here.says("is unknown here")
-        assert (await status_of(here.host)).version == ""
         first = await here.run.publish()
         file = await here.serves("grpo@1.0")
         assert (file.digest, file.head, file.lag, file.error) == (first.digest, "grpo@1.0", 0, "")
@@ -128,6 +127,47 @@ async def test_an_engine_follows_the_head_bit_for_bit(
         assert status.weight_bytes == sum(one.block_bytes for one in every) > 0
         assert recorded.version == "grpo@1.3"
         assert recorded.encode_seconds == ENCODE_SECONDS
+
+
+async def test_an_engines_own_checkpoint_is_a_version_until_something_is_published(
+    rundir: Path, models: Path, tmp_path: Path
+) -> None:
+    async with world(rundir, models, tmp_path / "store") as here:
+        here.sync()
+
+        async def attested() -> bool:
+            return here.weights.attested
+
+        await until(attested, "the checkpoint is attested")
+        own = here.weights
+        assert own.version == f"grpo@base.{own.digest[:12]}"
+        status = await status_of(here.host)
+        assert (status.version, status.digest, status.head) == (own.version, own.digest, "")
+        # The next weight-sync of this engine process knows what this one has attested.
+        await here.stop_sync()
+        here.sync()
+        first = await here.run.publish(change=False)
+        assert first.digest == own.digest  # the run begins with the very same weights
+        assert (await here.serves("grpo@1.0")).digest == own.digest
+        assert here.weights.history == ("grpo@1.0",)
+
+
+async def test_a_store_that_does_not_answer_has_not_said_that_nothing_is_published(
+    rundir: Path, models: Path, tmp_path: Path
+) -> None:
+    async with store_at(tmp_path / "store") as address:
+        pass
+    async with running(rundir, models) as host, contextlib.AsyncExitStack() as stack:
+        run = PublishedRun(address, models / "small")
+        stack.push_async_callback(run.close)
+        guard = stack.enter_context(guarding(rundir))
+        here = World(run, host, guard, RunDir(rundir), address)
+        stack.push_async_callback(here.stop_sync)
+        await host.host.ensure(weighted(address))
+        await serving(host)
+        here.sync()
+        await here.says(address)
+        assert (here.weights.version, here.weights.attested) == ("", False)
 
 
 async def test_a_restarted_engine_is_brought_back_to_the_head(

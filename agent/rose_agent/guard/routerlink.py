@@ -163,5 +163,7 @@ def update_of(
         reuses_kv=grant.engine.kv_policy == "Reuse",
         version=status.version if status and serving else "",
         digest=status.digest if status and serving else "",
+        # Also before the engine has it: from then on nobody begins a turn with what is older.
+        head=status.head if status else "",
         leaving=leaving,
     )

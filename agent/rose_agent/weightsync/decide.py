@@ -4,7 +4,8 @@
 |---------------------------------------------------|-----------------------------------------|
 | engine does not answer                            | wait                                    |
 | engine says its weights are broken                | wait; the engine host restarts it       |
-| no head known                                     | wait                                    |
+| none published, own checkpoint not attested       | attest: it is version 0                 |
+| no head known otherwise                           | wait                                    |
 | last attempt failed a moment ago                  | wait for the back-off                   |
 | label and digest are the head's, attested lately  | wait                                    |
 | label and digest are the head's, not attested     | attest: recompute on the live weights   |
@@ -12,7 +13,8 @@
 
 A pull names the digest the engine holds, so the store sends the shortest way from there. After
 ``DENSE_AFTER`` failures in a row, or at once when the live weights are not what they should be
-(quarantine), it names none and gets the full state. Next step: ``follower`` carries it out.
+(quarantine), it names none and gets the full state. None is published when the store says so; a
+store that is silent says nothing. Next step: ``follower`` carries it out.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rose_core.delta.codec import SELF_CONTAINED
-from rose_core.identity import WeightVersion
+from rose_core.identity import BASE_LABEL, WeightVersion
 
 # Failures in a row after which the full state is asked for.
 DENSE_AFTER = 3
@@ -112,12 +114,32 @@ def parse_label(label: str) -> WeightVersion | None:
         return None
 
 
+def name_of(engine: Engine, run: str) -> str:
+    """The label under which others know what is live; empty when it cannot be told.
+
+    Args:
+        engine: what its plugin says.
+        run: that it follows.
+    """
+    if engine.label != BASE_LABEL:
+        return engine.label
+    return str(WeightVersion.of_base(run, engine.digest)) if engine.digest else ""
+
+
+def published(label: str) -> WeightVersion | None:
+    """The version that a store may know by this label; None for version 0 and what is none."""
+    version = parse_label(label)
+    return None if version is None or version.is_base else version
+
+
 def decide(
     engine: Engine | None,
     head: Head | None,
     progress: Progress,
     now: float,
     attest_every_seconds: float = 0.0,
+    *,
+    none_published: bool = False,
 ) -> Step:
     """One row of the module's table.
 
@@ -127,13 +149,24 @@ def decide(
         progress: what has been tried on this process.
         now: monotonic seconds.
         attest_every_seconds: recompute the live digest that often, 0 = only once per process.
+        none_published: the store says that the run has no version.
     """
-    if engine is None or engine.broken or head is None or now < progress.retry_at:
+    if engine is None or engine.broken or now < progress.retry_at:
         return _wait(engine, progress, now)
+    if head is None:
+        usable = none_published and engine.label == BASE_LABEL and engine.digest
+        if not usable or progress.quarantined:
+            return _wait(engine, progress, now)
+        return _attested(progress, now, attest_every_seconds)
     arrived = engine.label == str(head.version) and engine.digest == head.digest
     if not arrived or progress.quarantined:
         digest = "" if progress.dense or progress.quarantined else engine.digest
         return Step(Action.PULL, parse_label(engine.label), digest)
+    return _attested(progress, now, attest_every_seconds)
+
+
+def _attested(progress: Progress, now: float, attest_every_seconds: float) -> Step:
+    """The live weights are those wanted: attest them once, and again when it is time."""
     if progress.attested_at is None:
         return Step(Action.ATTEST)
     due = progress.attested_at + attest_every_seconds

@@ -30,7 +30,8 @@ from rose_agent.weightsync.decide import (
     decide,
     failed,
     lag,
-    parse_label,
+    name_of,
+    published,
     succeeded,
 )
 from rose_agent.weightsync.plugin import Plugin
@@ -41,7 +42,7 @@ from rose_core.wire.sync import WeightSource
 from rose_engines.errors import CommitRefused, EngineError, EngineUnavailable
 from rose_engines.rundir import SlotDir, WeightsFile, read_json, write_json
 from rose_engines.sglang.control import Committed, Staged
-from rose_weights.errors import WeightsError
+from rose_weights.errors import UnknownRun, WeightsError
 from rose_weights.receive.client import WeightsClient
 from rose_wire.errors import WireError
 
@@ -64,6 +65,7 @@ class Heads:
 
     Attributes:
         head: None until it is known.
+        none_published: the store has said that the run has no version, and nothing since.
         error: why nothing newer can be known now; empty while the watch goes on.
     """
 
@@ -75,6 +77,7 @@ class Heads:
         self._news = news
         self._encoded = ("", 0.0)
         self.head: Head | None = None
+        self.none_published = False
         self.error = ""
 
     @property
@@ -93,11 +96,14 @@ class Heads:
             while True:
                 description = await store.describe(self._source.run)
                 if description.head is None:
+                    self.none_published = self.head is None
                     self._tell(f"run {self._source.run} has no published version yet")
                 if not await self._follow(store):
                     break
             self._tell("the store ended the watch")
         except (WeightsError, WireError) as error:
+            if isinstance(error, UnknownRun):  # no publisher has opened it
+                self.none_published = self.head is None
             self._tell(f"weight store {self._source.endpoint}: {error}")
         await asyncio.sleep(_RECONNECT_SECONDS)
 
@@ -112,6 +118,7 @@ class Heads:
                     return True
                 if info is None:
                     return False
+                self.none_published = False
                 self.head = Head(info.version, info.digest)
                 self._encoded = (str(info.version), info.encode_seconds)
                 self._tell("")
@@ -230,7 +237,12 @@ class Follower:
             self._fail(WrongAnswers(complaint))
         now = self._options.clock()
         step = decide(
-            engine, self._heads.head, self._progress, now, self._options.attest_every_seconds
+            engine,
+            self._heads.head,
+            self._progress,
+            now,
+            self._options.attest_every_seconds,
+            none_published=self._heads.none_published,
         )
         self._write(engine, step.error)
         await self._report(store, now)
@@ -256,7 +268,8 @@ class Follower:
         except EngineUnavailable:
             return None
         before = self._written
-        same = (before.version, before.digest) == (engine.label, engine.digest)
+        named = name_of(engine, self._source.run)
+        same = (before.version, before.digest) == (named, engine.digest)
         if self._progress == Progress() and before.attested and same:
             # An earlier weight-sync has attested these very weights on this very process.
             self._progress = succeeded(self._options.clock())
@@ -278,7 +291,7 @@ class Follower:
     async def _report(self, store: WeightsClient, now: float) -> None:
         """Tell the store what is served, attested; a trainer may be waiting for it."""
         at, said = self._reported
-        version = parse_label(self._written.version) if self._written.attested else None
+        version = published(self._written.version) if self._written.attested else None
         if version is None or (said == self._written.version and now < at + _REPORT_SECONDS):
             return
         try:
@@ -290,7 +303,7 @@ class Follower:
 
     def _served(self) -> ProbedCommit | None:
         """What is to be probed: what engine host and router may use."""
-        version = parse_label(self._written.version) if self._written.attested else None
+        version = published(self._written.version) if self._written.attested else None
         return ProbedCommit(version, self._written.digest, self._commits) if version else None
 
     async def _pull(self, store: WeightsClient, step: Step, codecs: tuple[int, ...]) -> None:
@@ -425,7 +438,8 @@ class Follower:
         if self._progress.quarantined or (engine is not None and engine.broken):
             return WeightsFile()
         if self._progress.attested_at is not None and engine is not None:
-            return WeightsFile(engine.label, engine.digest, attested=True)
+            named = name_of(engine, self._source.run)
+            return WeightsFile(named, engine.digest, attested=bool(named))
         return self._written
 
 

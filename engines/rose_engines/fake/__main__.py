@@ -16,6 +16,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from rose_core.identity import BASE_LABEL
 from rose_engines.exposed_routes import KEY_VARIABLE
 from rose_engines.fake import kvcached
 from rose_engines.fake.device import connect
@@ -48,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument("--plugin-socket", type=Path, help="control socket: stage, commit, status")
     flags.add_argument("--model", type=Path, help="model folder whose tensors are the weights")
-    flags.add_argument("--weight-version", default="base", help="label at the start")
+    flags.add_argument("--weight-version", default=BASE_LABEL, help="label at the start")
     flags.add_argument("--token-seconds", type=float, default=0.005, help="time per iteration")
     flags.add_argument("--prefill-token-seconds", type=float, default=0.0)
     flags.add_argument("--max-running", type=int, default=8)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import rose_engines
 from rose_core.api.arguments import refusals
+from rose_core.identity import BASE_LABEL
 from rose_core.wire.sync import EngineSpec
 from rose_engines import activity
 from rose_engines.errors import ArgumentRefused
@@ -63,7 +64,7 @@ class Launch:
     model: Path
     port: int
     host: str = "127.0.0.1"
-    version: str = "base"
+    version: str = BASE_LABEL
     permit: Path | None = None
     plugin_socket: Path | None = None
     device: str = "cpu"

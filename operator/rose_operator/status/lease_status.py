@@ -20,7 +20,7 @@ from rose_core.lending.routers import RouterDecision, RouterState
 from rose_operator.plan.admission import Refusal, expiry
 from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.status.accounting import totals
-from rose_operator.status.slot_status import slot_report, slot_runs, slot_trouble
+from rose_operator.status.slot_status import is_base, slot_report, slot_runs, slot_trouble
 from rose_operator.status.statuses import accepted, conditions, reason_of
 
 _C = ConditionType
@@ -140,6 +140,13 @@ def _lease_weights(versions: Sequence[str]) -> Statement:
     if not versions:
         text = "no engine has attested a version; has the run been published?"
         return Statement(_C.WEIGHTS_SYNCED, False, _R.NO_VERSION_YET, text)
+    bases = [version for version in versions if is_base(version)]
+    if len(bases) > 1:
+        text = f"the router uses one of {', '.join(bases[:8])}; start engines from one checkpoint"
+        return Statement(_C.WEIGHTS_SYNCED, False, _R.CHECKPOINTS_DIFFER, text)
+    if len(bases) == len(versions):
+        text = f"{versions[0]}: the checkpoint that engines were started from; none is published"
+        return Statement(_C.WEIGHTS_SYNCED, True, _R.OWN_CHECKPOINT, text)
     if len(versions) > 1:
         return Statement(_C.WEIGHTS_SYNCED, True, _R.MIXED_VERSIONS, ", ".join(versions[:8]))
     return Statement(_C.WEIGHTS_SYNCED, True, _R.VERSION_ATTESTED, versions[0])

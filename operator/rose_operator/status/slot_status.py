@@ -5,6 +5,7 @@ from __future__ import annotations
 from rose_core.api import ConditionType, Desired, Reason, RolloutSlot, SlotStatus
 from rose_core.api.conditions import Statement
 from rose_core.guard.reasons import slot_word
+from rose_core.identity import WeightVersion
 from rose_core.lending import Policy
 from rose_core.wire.reasons import HOST_MEANING, TOLD_IN_FULL, TROUBLE, HostReason
 from rose_core.wire.sync import SlotReport, SlotState
@@ -53,6 +54,14 @@ def slot_label(slot: RolloutSlot, world: ClusterState) -> str:
     """The version that is attested on the slot's live weights, empty before the first."""
     report = slot_report(slot, world)
     return report.version if report is not None else ""
+
+
+def is_base(label: str) -> bool:
+    """Whether the label is of version 0: the engine's own checkpoint, published by nobody."""
+    try:
+        return WeightVersion.parse(label).is_base
+    except ValueError:
+        return False
 
 
 def slot_runs(slot: RolloutSlot, world: ClusterState) -> bool:
@@ -148,5 +157,7 @@ def _slot_granted(slot: RolloutSlot, report: SlotReport | None, silent: bool) ->
 def _slot_weights(report: SlotReport | None) -> Statement:
     if report is None:
         return Statement(_C.WEIGHTS_SYNCED, None, _R.NOT_OBSERVED_YET)
-    known = bool(report.version)
-    return Statement(_C.WEIGHTS_SYNCED, known, _R.VERSION_ATTESTED if known else _R.NO_VERSION_YET)
+    if not report.version:
+        return Statement(_C.WEIGHTS_SYNCED, False, _R.NO_VERSION_YET)
+    word = _R.OWN_CHECKPOINT if is_base(report.version) else _R.VERSION_ATTESTED
+    return Statement(_C.WEIGHTS_SYNCED, True, word)

@@ -11,6 +11,7 @@ first no longer closes anything. Next step: ``turn_queue`` chooses among ``views
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -24,6 +25,8 @@ from rose_core.rollouts.suspects import suspects
 from rose_core.rollouts.watch import MoveReason
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_router import metrics
+
+LOG = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
@@ -270,8 +273,11 @@ class Fleet:
                 self.residents.drop_engine(engine.name)
             engine.update, engine.stream, engine.detached_at = update, stream, None
         self.residents.set_pool(update.engine, update.kv_tokens)
+        before = engine.version
         engine.version = versions.parse(update.version) if update.version else None
         self._raise_head(engine.version, versions.parse(update.head))
+        if engine.version != before:
+            self._compare_checkpoints(engine)
         self._gate_moved(engine, was_open, now)
         self.changed.fire()
 
@@ -290,6 +296,7 @@ class Fleet:
                 self._gate_moved(engine, was_open, now)
                 if engine.update.leaving:
                     self._drop(engine)
+        self._raise_head()
         self.changed.fire()
 
     def forget(self, after_seconds: float) -> None:
@@ -299,6 +306,7 @@ class Fleet:
         for engine in gone:
             self._drop(engine)
         if gone:
+            self._raise_head()
             self.changed.fire()
 
     def _drop(self, engine: Engine) -> None:
@@ -308,9 +316,22 @@ class Fleet:
             leg.end(MoveReason.GONE)
 
     def _raise_head(self, *named: WeightVersion | None) -> None:
-        self.head = versions.newest(v for v in (self.head, *named) if v is not None)
-        if self.head is not None:
+        staying = (engine for engine in self._engines.values() if not engine.update.leaving)
+        held = [engine.version for engine in staying if engine.version]
+        self.head = versions.next_head(self.head, named, held)
+        if self.head is not None and not self.head.is_base:
             metrics.HEAD.set(self.head.sequence)
+
+    def _compare_checkpoints(self, engine: Engine) -> None:
+        """Say so when an engine gets no turns because it was started from another checkpoint."""
+        version, head = engine.version, self.head
+        if version is None or head is None or not head.is_base or version == head:
+            return
+        LOG.warning(
+            "engine %s gets no turns before the first publish: its own checkpoint is %s, turns "
+            "are sampled by %s; start all engines of a lease from one checkpoint",
+            *(engine.name, version, head),
+        )
 
     def _gate_moved(self, engine: Engine, was_open: bool, now: float) -> None:
         if was_open == engine.gate_open:
