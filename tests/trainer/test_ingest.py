@@ -17,9 +17,12 @@ from aiohttp import web
 from safetensors.torch import save_file
 
 from rose_core.delta.bits import Bits
-from rose_trainer.adapters.ingest import Ingest, main, read_checkpoint
+from rose_core.identity import WeightVersion
+from rose_trainer.adapters.ingest import Ingest, Publishes, TrainerState, main, read_checkpoint
+from rose_trainer.errors import NotPublished
 from rose_trainer.publisher import Publisher
 from rose_weights.bundle import Bundle
+from rose_weights.send.deltadirs import DeltaDirWriter
 from tests.trainer.test_publisher import RunningStore
 from tests.weights.models import apply_bundle
 
@@ -44,8 +47,10 @@ def store(tmp_path: Path) -> Iterator[RunningStore]:
 
 
 @asynccontextmanager
-async def serving(publisher: Publisher, root: Path, token: str = "") -> AsyncIterator[str]:
-    runner = web.AppRunner(Ingest(publisher, [root], token).application())
+async def serving(
+    publisher: Publishes, root: Path, token: str = "", base: TrainerState | None = None
+) -> AsyncIterator[str]:
+    runner = web.AppRunner(Ingest(publisher, [root], token, base=base).application())
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
@@ -150,12 +155,119 @@ def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
         read_checkpoint(folder)
 
 
-def test_a_delta_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
-    folder = write(tmp_path / "x", model(1))
-    index = '{"metadata": {"delta_encoding": "xor"}, "weight_map": {}}'
-    (folder / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ValueError, match="is a delta"):
-        read_checkpoint(folder)
+async def test_a_folder_that_is_asked_for_again_is_published_once(
+    store: RunningStore, tmp_path: Path
+) -> None:
+    with Publisher(store.address, "run", token="t") as publisher:
+        async with serving(publisher, tmp_path) as url:
+            body = {"path": str(write(tmp_path / "x", model(1))), "label": "1"}
+            answers = await asyncio.gather(*(post(url, body) for _ in range(3)))
+            assert {(status, answer["version"]) for status, answer in answers} == {(200, "run@1.0")}
+            # Another name, other files under the same name, and a return to earlier ones are news.
+            assert (await post(url, body | {"label": "2"}))[1]["version"] == "run@1.1"
+            write(tmp_path / "x", model(2))
+            assert (await post(url, body | {"label": "2"}))[1]["version"] == "run@1.2"
+            assert (await post(url, body))[1]["version"] == "run@1.3"
+
+
+async def test_a_push_that_was_not_durable_in_time_goes_on_when_it_is_asked_for_again(
+    tmp_path: Path,
+) -> None:
+    class Slow:
+        published = 0
+        waited = 0
+
+        def publish(self, step: int, _: object = None) -> WeightVersion:
+            self.published += 1
+            return WeightVersion("run", 1, step)
+
+        def wait(self, version: WeightVersion, _: float | None = None) -> object:
+            self.waited += 1
+            if self.waited == 1:
+                message = f"{version} was not durable"
+                raise NotPublished(message)
+            return None
+
+    slow = Slow()
+    async with serving(slow, tmp_path) as url:
+        body = {"path": str(write(tmp_path / "x", model(1))), "label": "7"}
+        assert (await post(url, body))[0] == 503
+        status, answer = await post(url, body)
+        assert (status, answer["version"]) == (200, "run@1.7")
+    assert (slow.published, slow.waited) == (1, 2)
+
+
+def delta(
+    root: Path, number: int, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
+) -> Path:
+    """A directory as slime and miles write it."""
+    writer = DeltaDirWriter(root, number, encoding="overwrite")
+    for name, old in before.items():
+        writer.add(
+            name, *(part.reshape(-1).view(torch.uint8).numpy() for part in (old, after[name]))
+        )
+    return writer.finish()
+
+
+async def test_delta_directories_are_published_as_what_they_lead_to(
+    store: RunningStore, tmp_path: Path
+) -> None:
+    states = [model(1) for _ in range(3)]
+    for later in states[1:]:
+        later["a.weight"][3, 5] += 1
+    states[2]["norm"][7] = 9.0
+    base = TrainerState.base(write(tmp_path / "base", states[0]))
+    with Publisher(store.address, "run", token="t") as publisher:
+        async with serving(publisher, tmp_path, base=base) as url:
+            for number in (1, 2):
+                folder = delta(tmp_path, number, *states[number - 1 : number + 1])
+                status, answer = await post(url, {"path": str(folder), "label": str(number)})
+                assert status == 200, answer
+                assert (await post(url, {"path": str(folder), "label": str(number)}))[1][
+                    "version"
+                ] == answer["version"]
+                shutil.rmtree(folder)
+    assert answer["version"] == "run@1.1"
+    await asyncio.to_thread(store.pull, tmp_path / "bundle")
+    held: dict[str, Bits] = {"a.weight": np.zeros(200 * 32, "u2"), "norm": np.zeros(32, "u4")}
+    apply_bundle(held, Bundle(tmp_path / "bundle"))
+    for name, bits in held.items():
+        assert bits.tobytes() == states[2][name].reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+async def test_a_delta_that_left_one_out_is_refused_though_its_own_tensors_fit(
+    store: RunningStore, tmp_path: Path
+) -> None:
+    first, second, third = model(1), model(1), model(1)
+    second["norm"][7] = third["norm"][7] = 9.0
+    third["a.weight"][3, 5] += 1
+    base = TrainerState.base(write(tmp_path / "base", first))
+    with Publisher(store.address, "run", token="t") as publisher:
+        async with serving(publisher, tmp_path, base=base) as url:
+            skipping = delta(tmp_path, 2, second, third)  # says nothing of what the first changed
+            status, answer = await post(url, {"path": str(skipping)})
+            assert status == 400
+            assert "starts from version 1, the newest here is 0" in answer["message"]
+            # A full checkpoint makes it good; deltas go on from its number.
+            full = write(tmp_path / "full" / "weight_v000001", second)
+            assert (await post(url, {"path": str(full)}))[0] == 200
+            assert (await post(url, {"path": str(skipping)}))[0] == 200
+
+
+async def test_a_delta_on_other_weights_is_refused_by_its_checksum_and_without_a_base_by_name(
+    store: RunningStore, tmp_path: Path
+) -> None:
+    folder = delta(tmp_path, 1, model(1), model(2))
+    with Publisher(store.address, "run", token="t") as publisher:
+        async with serving(publisher, tmp_path) as url:
+            status, answer = await post(url, {"path": str(folder)})
+            assert status == 400
+            assert "start rose ingest with --base" in answer["message"]
+        other = TrainerState.base(write(tmp_path / "other", model(3)))
+        async with serving(publisher, tmp_path, base=other) as url:
+            status, answer = await post(url, {"path": str(folder)})
+            assert status == 400
+            assert "is that what you have?" in answer["message"]
 
 
 def test_a_folder_without_safetensors_or_with_a_broken_one_is_refused(tmp_path: Path) -> None:
