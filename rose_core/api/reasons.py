@@ -159,9 +159,9 @@ class Reason(StrEnum):
     VERSION_ATTESTED = "VersionAttested"
     NO_VERSION_YET = "NoVersionYet"
     MIXED_VERSIONS = "MixedVersions"
-    ROUTER_ANSWERS = "RouterAnswers"
     OWN_CHECKPOINT = "OwnCheckpoint"
     CHECKPOINTS_DIFFER = "CheckpointsDiffer"
+    ROUTER_ANSWERS = "RouterAnswers"
     ROUTER_NOT_READY = "RouterNotReady"
     NO_SLOT_POSSIBLE = "NoSlotPossible"
     SLOTS_NOT_READY = "SlotsNotReady"
@@ -293,9 +293,9 @@ MEANING: dict[Reason, str] = {
     Reason.VERSION_ATTESTED: "the live weights carry an attested version",
     Reason.NO_VERSION_YET: "no weight version is attested",
     Reason.MIXED_VERSIONS: "ready slots carry different versions; the message says which",
+    Reason.OWN_CHECKPOINT: "engines have their own checkpoint, and no published version yet",
+    Reason.CHECKPOINTS_DIFFER: "engines have different checkpoints, and no published version yet",
     Reason.ROUTER_ANSWERS: "the lease's router has a ready pod",
-    Reason.OWN_CHECKPOINT: "nothing is published: engines sample with their own checkpoint",
-    Reason.CHECKPOINTS_DIFFER: "nothing is published, and engines have different checkpoints",
     Reason.ROUTER_NOT_READY: "the lease's router has no ready pod",
     Reason.NO_SLOT_POSSIBLE: "no pool of the lease reports a GPU that could be lent, so it has no "
     "router yet",

@@ -38,6 +38,7 @@ from rose_agent.weightsync.plugin import Plugin
 from rose_agent.weightsync.probe import ProbedCommit, TruthMeter
 from rose_core.delta import Manifest, faults
 from rose_core.delta.probe import LIMIT
+from rose_core.identity import BASE_LABEL
 from rose_core.wire.sync import WeightSource
 from rose_engines.errors import CommitRefused, EngineError, EngineUnavailable
 from rose_engines.rundir import SlotDir, WeightsFile, read_json, write_json
@@ -439,6 +440,9 @@ class Follower:
             return WeightsFile()
         if self._progress.attested_at is not None and engine is not None:
             named = name_of(engine, self._source.run)
+            if engine.label == BASE_LABEL and self._heads.head and self._progress.failures:
+                # No turn begins with it any more, and what is published does not come: not synced.
+                return WeightsFile()
             return WeightsFile(named, engine.digest, attested=bool(named))
         return self._written
 

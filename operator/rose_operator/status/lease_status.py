@@ -145,7 +145,7 @@ def _lease_weights(versions: Sequence[str]) -> Statement:
         text = f"the router uses one of {', '.join(bases[:8])}; start engines from one checkpoint"
         return Statement(_C.WEIGHTS_SYNCED, False, _R.CHECKPOINTS_DIFFER, text)
     if len(bases) == len(versions):
-        text = f"{versions[0]}: the checkpoint that engines were started from; none is published"
+        text = f"{versions[0]}: what engines were started from; none has a published version yet"
         return Statement(_C.WEIGHTS_SYNCED, True, _R.OWN_CHECKPOINT, text)
     if len(versions) > 1:
         return Statement(_C.WEIGHTS_SYNCED, True, _R.MIXED_VERSIONS, ", ".join(versions[:8]))
