@@ -100,6 +100,32 @@ class WeightVersion(msgspec.Struct, frozen=True, order=True):
         return cls(match["run"], int(match["incarnation"]), int(match["sequence"]))
 
 
+def published(label: str) -> WeightVersion | None:
+    """The version that a trainer has published under this label.
+
+    An engine has an attested version before its trainer has published anything. Who asks whether
+    a publish has arrived asks this, and not whether there is a version.
+
+    Returns:
+        None for version 0, and for what is no label of ours.
+    """
+    version = _version(label)
+    return None if version is None or version.is_base else version
+
+
+def is_base(label: str) -> bool:
+    """Whether the label is of version 0, an engine's own checkpoint; False for what is no label."""
+    version = _version(label)
+    return version is not None and version.is_base
+
+
+def _version(label: str) -> WeightVersion | None:
+    try:
+        return WeightVersion.parse(label)
+    except ValueError:
+        return None
+
+
 class SlotKey(msgspec.Struct, frozen=True, order=True):
     """A RolloutSlot and its generation; an older generation never acts for a newer one."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bench.torture.process import Process, Violation, until
 from bench.torture.rig import WINDOW, TortureRig
+from rose_core.identity import is_base
 from rose_engines.errors import EngineError
 from rose_engines.sglang.control import ControlClient
 from rose_wire.faults import CLOCK
@@ -105,7 +106,8 @@ def rank_late(world: TortureRig) -> str:
         until(lambda: _stopped(member), "the other rank stops in mid-swap")
         before = world.weights.version
         until(lambda: _is_late(world), "the leader gives the vote up")
-        if world.weights.attested and world.weights.version not in {before, "base", ""}:
+        served = world.weights.version
+        if world.weights.attested and served not in {before, ""} and not is_base(served):
             raise Violation(f"{world.weights.version} was vouched for without a rank's vote")
         os.kill(member, signal.SIGCONT)
         world.settle()

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from bench.torture.process import Process, Violation, until
+from rose_agent.weightsync.decide import Engine, name_of
 from rose_core.delta.digest import digest_run, total
 from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import EnsureEngine
@@ -342,9 +343,8 @@ class TortureRig:
         vouched = file.attested and file.engine_started_ns == self._started()
         if status is None or not vouched:
             return True
-        return (file.version, file.digest) == (status.version, status.digest) or not self[
-            "weight-sync"
-        ].alive
+        live = name_of(Engine(status.version, status.digest), RUN)
+        return (file.version, file.digest) == (live, status.digest) or not self["weight-sync"].alive
 
     def _there(self) -> bool:
         file = self.weights

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rose_core.identity import published
 from rose_demo.plots import Chart, Point, cumulative, steps
 from rose_demo.records import Recording, Request, Role, Sample, Window
 from rose_demo.statistics import latencies, split, windows
@@ -180,9 +181,9 @@ def _from_zero(points: Sequence[tuple[float, int | None]]) -> list[Point]:
 
 
 def sequence(version: str) -> float | None:
-    """The sequence of a version label, or None for labels that are none."""
-    tail = version.rpartition(".")[2]
-    return float(tail) if "@" in version and tail.isdigit() else None
+    """The sequence of a published version, or None for what nobody has published."""
+    found = published(version)
+    return None if found is None else float(found.sequence)
 
 
 def versions(recording: Recording) -> str:

@@ -18,6 +18,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from rose_core.guard.crossover import Schedule
+from rose_core.identity import published
 from rose_demo.records import ClassFigures, Sample
 
 _KINDS = ("borrowed", "dedicated")
@@ -73,13 +74,14 @@ def sample(
 ) -> Sample:
     """One sample from the pages' texts; None = the page did not answer.
 
-    ``withheld`` is unknown unless a borrowed engine with attested weights is attached: before that
-    nothing could have been lent.
+    ``withheld`` is unknown unless a borrowed engine with the trainer's weights is attached: before
+    that nothing is lent that the measurement asks about. Turns that an engine takes with its own
+    checkpoint come before the measurement begins.
     """
     ours = totals(guard) if guard is not None else None
     theirs = totals(router) if router is not None else None
     attached = [e for e in (engines or {}).get("engines", ()) if e["attached"]]
-    lending = any(e["kind"] == "Borrowed" and e["version"] for e in attached)
+    lending = any(e["kind"] == "Borrowed" and published(e["version"]) for e in attached)
     gate = None if ours is None else ours.get(("rose_guard_gate_open", ""))
     return Sample(
         at_s=at_s,

@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from rose_core.identity import published
 from rose_demo import calibrate, placement
 from rose_demo.collect import Collector, gate_intervals, stop_seconds
 from rose_demo.errors import SetUpFailed
@@ -265,7 +266,7 @@ async def _calibrate(stack: Stack, url: str) -> tuple[Scale, str]:
 
 
 async def _until_published(stack: Stack, collector: Collector) -> None:
-    """Wait until the dedicated engine carries the trainer's first weights.
+    """Wait until an engine carries the trainer's first weights, and not only its own checkpoint.
 
     Before live traffic: a trainer's start, and the first build of the weight plane's kernels, take
     whole cores for a while, which nobody's serving machine would have to spare.
@@ -275,7 +276,7 @@ async def _until_published(stack: Stack, collector: Collector) -> None:
     """
     await _until(
         stack,
-        lambda seen: bool(seen.versions),
+        lambda seen: any(published(version) for version in seen.versions.values()),
         collector,
         "the dedicated engine carries the trainer's weights",
     )

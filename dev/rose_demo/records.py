@@ -76,7 +76,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
         borrowed_turns, dedicated_turns: totals of finished turns by kind of engine.
         undelivered_tokens: of turns whose caller had hung up.
         open_s: total time the gate has been open, from the guard's own counter.
-        versions: attested version by engine.
+        versions: attested version by engine; before the first publish its own checkpoint.
         lag: most publishes an attached engine is behind the head.
         classes: by device class; engines of unknown class are in none.
     """

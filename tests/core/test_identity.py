@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rose_core.api.rolloutlease import Weights
-from rose_core.identity import WeightVersion, run_name
+from rose_core.identity import WeightVersion, is_base, published, run_name
 
 RUNS = st.from_regex(r"\A[a-z0-9]([-a-z0-9.]{0,20}[a-z0-9])?\Z")
 NUMBERS = st.integers(min_value=0, max_value=2**62)
@@ -61,6 +61,16 @@ def test_two_checkpoints_are_two_versions_and_both_are_older_than_what_is_publis
     first = WeightVersion("run", 0, 0)
     assert not first.is_base
     assert max(one, other) < first
+
+
+def test_a_label_says_whether_a_trainer_has_published_it() -> None:
+    assert published("run@1.0") == WeightVersion("run", 1, 0)
+    assert not is_base("run@1.0")
+    assert published("run@base.0123456789ab") is None
+    assert is_base("run@base.0123456789ab")
+    for other in ("", "base", "v1", "run@base.0123"):
+        assert published(other) is None
+        assert not is_base(other)
 
 
 @pytest.mark.parametrize("digest", ["", "0" * 11, "x" * 32])

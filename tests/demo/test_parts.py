@@ -195,8 +195,10 @@ rose_router_class_step_seconds{device="h100"} 0.02
     }
 
 
-def test_windows_are_unknown_until_a_borrowed_engine_has_weights() -> None:
-    engines = {"queued": 0, "engines": [engine("Borrowed", "", None), engine("Dedicated", "a@1.1")]}
+@pytest.mark.parametrize("version", ["", "a@base.0123456789ab"])
+def test_windows_are_unknown_until_a_borrowed_engine_has_the_trainers_weights(version: str) -> None:
+    lent = engine("Borrowed", version, None)
+    engines = {"queued": 0, "engines": [lent, engine("Dedicated", "a@1.1")]}
     found = sample(1.0, withheld_now=True, guard=GUARD, router=ROUTER, engines=engines)
     assert found.withheld is None
     assert found.gate_open is None

@@ -120,5 +120,6 @@ def test_opened_joins_samples_and_sequence_reads_labels(synthetic: ModuleType) -
     assert all(a < b for a, b in opened(synthetic.samples()))
     assert sequence("grpo@1.17") == 17
     assert sequence("unknown") is None
+    assert sequence("grpo@base.012345678901") is None
     start, end = busiest(synthetic.requests())
     assert end - start == 20.0

@@ -15,7 +15,6 @@ from rose_agent.weightsync.decide import (
     failed,
     lag,
     name_of,
-    published,
     succeeded,
 )
 from rose_core.identity import WeightVersion
@@ -77,13 +76,18 @@ def test_a_head_is_pulled_whatever_the_store_said_before_it() -> None:
     assert step.action is Action.PULL
 
 
-def test_what_is_live_has_a_name_for_others_and_one_for_the_store() -> None:
+def test_what_is_live_has_a_name_for_others() -> None:
     assert name_of(OWN, "run") == "run@base.dddddddddddd"
-    assert name_of(Engine("base", ""), "run") == ""
     assert name_of(AT_HEAD, "run") == str(NEW)
-    assert published("run@base.dddddddddddd") is None
-    assert published("") is None
-    assert published(str(NEW)) == NEW
+
+
+@pytest.mark.parametrize("digest", ["", "no digest", "d" * 11])
+def test_a_checkpoint_without_a_digest_has_no_name(digest: str) -> None:
+    assert name_of(Engine("base", digest), "run") == ""
+
+
+def test_a_checkpoint_is_no_number_of_publishes_behind() -> None:
+    assert lag(name_of(OWN, "grpo"), HEAD) is None
 
 
 def test_a_pull_names_what_the_engine_holds() -> None:

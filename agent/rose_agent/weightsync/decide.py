@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rose_core.delta.codec import SELF_CONTAINED
-from rose_core.identity import BASE_LABEL, WeightVersion
+from rose_core.identity import BASE_LABEL, WeightVersion, published
 
 # Failures in a row after which the full state is asked for.
 DENSE_AFTER = 3
@@ -106,14 +106,6 @@ class Step:
     error: str = ""
 
 
-def parse_label(label: str) -> WeightVersion | None:
-    """The version a label names; None for the label of base weights."""
-    try:
-        return WeightVersion.parse(label)
-    except ValueError:
-        return None
-
-
 def name_of(engine: Engine, run: str) -> str:
     """The label under which others know what is live; empty when it cannot be told.
 
@@ -123,13 +115,10 @@ def name_of(engine: Engine, run: str) -> str:
     """
     if engine.label != BASE_LABEL:
         return engine.label
-    return str(WeightVersion.of_base(run, engine.digest)) if engine.digest else ""
-
-
-def published(label: str) -> WeightVersion | None:
-    """The version that a store may know by this label; None for version 0 and what is none."""
-    version = parse_label(label)
-    return None if version is None or version.is_base else version
+    try:
+        return str(WeightVersion.of_base(run, engine.digest))
+    except ValueError:  # no digest yet, or one that is none
+        return ""
 
 
 def decide(
@@ -161,7 +150,7 @@ def decide(
     arrived = engine.label == str(head.version) and engine.digest == head.digest
     if not arrived or progress.quarantined:
         digest = "" if progress.dense or progress.quarantined else engine.digest
-        return Step(Action.PULL, parse_label(engine.label), digest)
+        return Step(Action.PULL, published(engine.label), digest)
     return _attested(progress, now, attest_every_seconds)
 
 
@@ -216,7 +205,7 @@ def failed(progress: Progress, reason: str, error: str, now: float) -> Progress:
 
 def lag(served: str, head: Head | None) -> int | None:
     """Publishes between what is served and the head; None = unknown."""
-    version = parse_label(served)
+    version = published(served)
     if head is None or version is None or version.run != head.version.run:
         return None
     if version.incarnation != head.version.incarnation:

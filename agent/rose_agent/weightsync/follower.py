@@ -31,14 +31,13 @@ from rose_agent.weightsync.decide import (
     failed,
     lag,
     name_of,
-    published,
     succeeded,
 )
 from rose_agent.weightsync.plugin import Plugin
 from rose_agent.weightsync.probe import ProbedCommit, TruthMeter
 from rose_core.delta import Manifest, faults
 from rose_core.delta.probe import LIMIT
-from rose_core.identity import BASE_LABEL
+from rose_core.identity import BASE_LABEL, published
 from rose_core.wire.sync import WeightSource
 from rose_engines.errors import CommitRefused, EngineError, EngineUnavailable
 from rose_engines.rundir import SlotDir, WeightsFile, read_json, write_json

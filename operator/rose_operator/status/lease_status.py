@@ -15,12 +15,13 @@ from rose_core.api import (
     RolloutSlot,
 )
 from rose_core.api.conditions import Statement, timestamp
+from rose_core.identity import is_base
 from rose_core.lending import LeaseDecision
 from rose_core.lending.routers import RouterDecision, RouterState
 from rose_operator.plan.admission import Refusal, expiry
 from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.status.accounting import totals
-from rose_operator.status.slot_status import is_base, slot_report, slot_runs, slot_trouble
+from rose_operator.status.slot_status import slot_report, slot_runs, slot_trouble
 from rose_operator.status.statuses import accepted, conditions, reason_of
 
 _C = ConditionType
@@ -140,15 +141,20 @@ def _lease_weights(versions: Sequence[str]) -> Statement:
     if not versions:
         text = "no engine has attested a version; has the run been published?"
         return Statement(_C.WEIGHTS_SYNCED, False, _R.NO_VERSION_YET, text)
+    shown = ", ".join(versions[:8])
     bases = [version for version in versions if is_base(version)]
+    if bases and len(bases) < len(versions):
+        # Engines hold the first publish, others do not yet; no turn begins there until they do.
+        text = f"{shown}; engines with their own checkpoint get no turns until they have the run's"
+        return Statement(_C.WEIGHTS_SYNCED, False, _R.MIXED_VERSIONS, text)
     if len(bases) > 1:
-        text = f"the router uses one of {', '.join(bases[:8])}; start engines from one checkpoint"
+        text = f"the router uses one of {shown}; start engines from one checkpoint"
         return Statement(_C.WEIGHTS_SYNCED, False, _R.CHECKPOINTS_DIFFER, text)
-    if len(bases) == len(versions):
-        text = f"{versions[0]}: what engines were started from; none has a published version yet"
+    if bases:
+        text = f"{shown}: what engines were started from; none has a published version yet"
         return Statement(_C.WEIGHTS_SYNCED, True, _R.OWN_CHECKPOINT, text)
     if len(versions) > 1:
-        return Statement(_C.WEIGHTS_SYNCED, True, _R.MIXED_VERSIONS, ", ".join(versions[:8]))
+        return Statement(_C.WEIGHTS_SYNCED, True, _R.MIXED_VERSIONS, shown)
     return Statement(_C.WEIGHTS_SYNCED, True, _R.VERSION_ATTESTED, versions[0])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rose_core.api import ConditionType, Desired, Reason, RolloutSlot, SlotStatus
 from rose_core.api.conditions import Statement
 from rose_core.guard.reasons import slot_word
-from rose_core.identity import WeightVersion
+from rose_core.identity import is_base
 from rose_core.lending import Policy
 from rose_core.wire.reasons import HOST_MEANING, TOLD_IN_FULL, TROUBLE, HostReason
 from rose_core.wire.sync import SlotReport, SlotState
@@ -54,14 +54,6 @@ def slot_label(slot: RolloutSlot, world: ClusterState) -> str:
     """The version that is attested on the slot's live weights, empty before the first."""
     report = slot_report(slot, world)
     return report.version if report is not None else ""
-
-
-def is_base(label: str) -> bool:
-    """Whether the label is of version 0: the engine's own checkpoint, published by nobody."""
-    try:
-        return WeightVersion.parse(label).is_base
-    except ValueError:
-        return False
 
 
 def slot_runs(slot: RolloutSlot, world: ClusterState) -> bool:
