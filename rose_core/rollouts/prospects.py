@@ -202,7 +202,11 @@ class Prospects:
     def note_head(self, head: WeightVersion | None, now: float) -> None:
         """Note the newest version."""
         before, self._cadence = self._cadence.head, self._cadence.saw(head, now)
-        self._publishes += before is not None and self._cadence.head != before
+        after = self._cadence.head
+        if before is None or after is None or after == before:
+            return
+        # Before the first publish engines with another checkpoint may come: nobody published it.
+        self._publishes += not after.is_base
 
     def begin_turn(
         self,

@@ -25,6 +25,7 @@ from enum import StrEnum
 from statistics import median
 from typing import Protocol
 
+from rose_core.identity import is_base
 from rose_core.wire.routing import DemandNote, EngineKind
 
 LOOK_SECONDS = 1.0
@@ -118,7 +119,8 @@ def observe(rhythm: Rhythm, turns: int, head: str, now: float) -> Rhythm:
     """What is known after a look: so many turns are live or waiting, that is the newest version."""
     if head and head != rhythm.head:
         # The first version says when the router began to listen, and not what the trainer does.
-        news = now if rhythm.head else rhythm.published_at
+        # A version 0 never says anything of the trainer: nobody has published it.
+        news = now if rhythm.head and not is_base(head) else rhythm.published_at
         rhythm = replace(rhythm, head=head, published_at=news)
     if not turns:
         return rhythm

@@ -111,12 +111,15 @@ def age(began_with: WeightVersion, head: WeightVersion) -> int | None:
     """Publishes since a trajectory began with a version; ``None`` when that cannot be told.
 
     The same as ``lag``, but for version 0: however its weights relate to those of the first
-    publisher, that one's first publish came one publish later.
+    publisher, that one's first publish came one publish later. Before it there was none.
     """
-    if began_with.is_base and not head.is_base:
-        same = began_with.run == head.run and head.incarnation == FIRST_INCARNATION
-        return head.sequence + 1 if same else None
-    return lag(began_with, head)
+    if not began_with.is_base:
+        return lag(began_with, head)
+    if began_with.run != head.run:
+        return None
+    if head.is_base:
+        return 0
+    return head.sequence + 1 if head.incarnation == FIRST_INCARNATION else None
 
 
 def fresh(version: WeightVersion, head: WeightVersion, bound: int) -> bool:
@@ -126,7 +129,12 @@ def fresh(version: WeightVersion, head: WeightVersion, bound: int) -> bool:
 
 
 def older(version: WeightVersion, other: WeightVersion) -> bool:
-    """Whether the version was published before the other; run names are not weighed."""
+    """Whether the version came before the other; run names are not weighed.
+
+    Two versions 0 have no order: neither came before the other.
+    """
+    if version.is_base and other.is_base:
+        return False
     return (version.incarnation, version.sequence) < (other.incarnation, other.sequence)
 
 
@@ -136,6 +144,8 @@ def satisfies(version: WeightVersion, pin: Pin) -> bool:
         return version == pin.exact
     if pin.minimum is None:
         return True
+    if version.is_base:
+        return version == pin.minimum  # another checkpoint is not newer, and nothing is older
     return version.run == pin.minimum.run and not older(version, pin.minimum)
 
 

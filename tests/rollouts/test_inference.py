@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rose_core.identity import WeightVersion
 from rose_core.rollouts.guards import PlacementCase, RolloutOutlook, narrowed
 from rose_core.rollouts.inclusion import Arm, Fate
 from rose_core.rollouts.inference import MARK, Groups, Idle, Pauses, is_over
@@ -76,6 +77,17 @@ def test_siblings_learn_from_an_end_that_nobody_told() -> None:
     assert memory.infer_ends(61.0) == 1
     assert memory.with_expectation("other", TURN, 61.0).tail_tokens == 4000
     assert (memory.inferred_ends, memory.mistaken_ends) == (1, 0)
+
+
+def test_another_checkpoint_is_no_publish_and_the_first_publish_is_one() -> None:
+    one, other = (WeightVersion.of_base("run", digit * 32) for digit in "ab")
+    memory = Prospects()
+    memory.note_head(one, 0.0)
+    _ran(memory, "one", 40, 0.0)
+    memory.note_head(other, 2.0)
+    assert memory.infer_ends(20.0) == 0
+    memory.note_head(version(0), 21.0)
+    assert memory.infer_ends(22.0) == 1, "trained on: a publish came after it"
 
 
 def test_one_that_comes_back_was_not_over() -> None:

@@ -218,6 +218,18 @@ def test_a_deadline_in_seconds_counts_from_the_beginning() -> None:
     assert memory.with_expectation("t", TURN, 30.0).budget_seconds == 40
 
 
+def test_a_trajectory_that_began_before_the_first_publish_grows_old_from_it_on() -> None:
+    memory = Prospects(Deadline(publishes=2))
+    memory.note_head(WeightVersion.of_base("run", "a" * 32), 0.0)
+    memory.begin_turn("t", Hint(), 100, 0.0)
+    memory.note_head(version(0), 100.0)
+    assert memory.with_expectation("t", TURN, 100.0).budget_seconds == math.inf, "no rhythm yet"
+    memory.note_head(version(1), 110.0)
+    assert memory.with_expectation("t", TURN, 110.0).budget_seconds == 10, "the next is the third"
+    memory.note_head(version(2), 120.0)
+    assert memory.with_expectation("t", TURN, 120.0).budget_seconds == 0
+
+
 def test_what_the_trainer_reports_is_counted_once_with_its_staleness() -> None:
     memory = Prospects()
     memory.note_head(version(3), 0.0)

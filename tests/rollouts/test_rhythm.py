@@ -73,6 +73,14 @@ def test_a_version_after_the_last_turn_announces_a_step_until_turns_come() -> No
     assert not observe(rhythm, 3, "v1", 310.0).published
 
 
+def test_the_first_publish_announces_a_step_and_another_checkpoint_does_not() -> None:
+    one, other = "run@base.0123456789ab", "run@base.ba9876543210"
+    rhythm = looked(Rhythm(), 0, 60, 12, one)
+    rhythm = observe(rhythm, 0, other, 100.0)
+    assert not rhythm.published, "an engine with another checkpoint has come, nobody published"
+    assert observe(rhythm, 0, "run@1.0", 200.0).published
+
+
 def test_the_peak_of_the_last_minute_outlives_a_lull() -> None:
     rhythm = observe(observe(Rhythm(), 40, "", 0.0), 2, "", 30.0)
     assert rhythm.most(59) == 40

@@ -19,6 +19,7 @@ from rose_core.rollouts.versions import (
     lag,
     newest,
     next_head,
+    older,
     read_pin,
     satisfies,
 )
@@ -171,6 +172,7 @@ def test_another_checkpoint_is_another_version_0_whatever_the_bound() -> None:
 
 def test_the_first_publish_is_one_publish_after_version_0() -> None:
     assert age(base(), base()) == 0
+    assert age(base("a"), base("b")) == 0
     assert age(base(), version(0)) == 1
     assert age(base(), version(2)) == 3
     assert age(base(), version(0, incarnation=2)) is None
@@ -192,8 +194,19 @@ def test_a_pin_to_what_is_published_is_not_met_by_version_0() -> None:
     assert not satisfies(base(), Pin(minimum=version(0)))
     assert satisfies(version(0), Pin(minimum=base()))
     assert satisfies(base(), Pin(exact=base()))
+    assert satisfies(base(), Pin(minimum=base()))
     with pytest.raises(UnknownVersion, match=r"the newest version known here is run@base\.a"):
         check_pin(Pin(minimum=version(0)), base(), [base()])
+
+
+def test_checkpoints_have_no_order() -> None:
+    a, b = base("a"), base("b")
+    assert not older(a, b)
+    assert not older(b, a)
+    assert older(b, version(0))
+    for one, other in ((a, b), (b, a)):
+        assert not satisfies(one, Pin(minimum=other))
+        assert not satisfies(one, Pin(exact=other))
 
 
 def test_pins() -> None:

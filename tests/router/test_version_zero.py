@@ -96,6 +96,37 @@ async def test_engines_with_different_checkpoints_do_not_count_as_one_version(st
         assert used(await answer(s, ask())) == ("other", OTHER)
 
 
+async def test_a_turn_goes_on_with_another_checkpoint_only_when_its_own_is_gone_and_says_so(
+    stage: Make,
+) -> None:
+    async with stage() as s:
+        first = await on_base(s, "first", token_seconds=0.01)
+        other = await on_base(s, "other", OTHER)
+        turn = asyncio.create_task(answer(s, ask(60)))
+        await until(lambda: any(len(run.output) >= 10 for run in first.scheduler.running))
+        first.owner.say(gate_open=False)
+        await until(lambda: not any(e.gate_open for e in s.router.service.fleet if e.legs))
+        assert other.scheduler.counters.requests == 0
+        first.owner.say(leaving=True)
+        body = await turn
+    before, after = body["meta_info"]["weight_versions"]
+    assert (before["version"], after["version"]) == (BASE, OTHER)
+    assert (before["start"], after["end"]) == (0, 60)
+    assert before["end"] == after["start"] >= 10
+
+
+async def test_a_turn_that_is_pinned_to_its_checkpoint_ends_with_it(stage: Make) -> None:
+    async with stage(queue=QueueLimits(seconds=0.3)) as s:
+        first = await on_base(s, "first", token_seconds=0.01)
+        await on_base(s, "other", OTHER)
+        turn = asyncio.create_task(answer(s, ask(60, rose={"version": BASE})))
+        await until(lambda: any(len(run.output) >= 10 for run in first.scheduler.running))
+        first.owner.say(leaving=True)
+        body = await turn
+    assert used(body) == ("first", BASE)
+    assert body["meta_info"]["finish_reason"]["type"] == "abort"
+
+
 async def test_from_the_first_publish_on_no_turn_begins_with_the_checkpoint(stage: Make) -> None:
     async with stage(queue=QueueLimits(seconds=0.3)) as s:
         engine = await on_base(s, kind=EngineKind.DEDICATED)
