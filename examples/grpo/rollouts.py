@@ -24,6 +24,7 @@ from examples.grpo.client import LeaseClient, Turn
 from examples.grpo.errors import OutOfTime
 from examples.grpo.task import ANSWER_TOKENS, TURNS, Task, draw
 from rose_core.identity import WeightVersion
+from rose_core.rollouts import versions
 
 _LEAVE_SECONDS = 20.0
 """For turns in flight when the run ends: their tokens are then counted on both sides."""
@@ -64,21 +65,19 @@ def age(trajectory: Trajectory, head: WeightVersion | None) -> int | None:
     """Publishes between the oldest version in the trajectory and the head.
 
     Returns:
-        None when a label is no version of the head's run and incarnation (the weights the model
-        started from, another trainer's, or ``unknown``); before the first publish everything
-        is 0.
+        None when a label is no version of the head's run and incarnation (another trainer's, or
+        ``unknown``); before the first publish everything is 0. The checkpoint that engines were
+        started from is one publish older than the first.
     """
     if head is None:
         return 0
     ages = []
     for label in trajectory.versions():
-        try:
-            version = WeightVersion.parse(label)
-        except ValueError:
+        version = versions.parse(label)
+        behind = versions.age(version, head) if version is not None else None
+        if behind is None:
             return None
-        if (version.run, version.incarnation) != (head.run, head.incarnation):
-            return None
-        ages.append(head.sequence - version.sequence)
+        ages.append(behind)
     return max(ages)
 
 

@@ -29,6 +29,8 @@ HEAD = WeightVersion("grpo", 1, 5)
         (["v0"], None),
         (["grpo@0.5"], None),
         (["other@1.5"], None),
+        (["grpo@1.5", "grpo@base.0123456789ab"], 6),
+        (["other@base.0123456789ab"], None),
     ],
 )
 def test_age_counts_from_the_oldest_version(labels: list[str], expected: int | None) -> None:

@@ -17,6 +17,7 @@ from rose_trainer.errors import NotPublished, NotReached
 from rose_trainer.lineage import Published
 from rose_trainer.publisher import Publisher
 from rose_trainer.sharded import ShardedPublisher
+from rose_trainer.staleness import Consumed, Order
 from rose_weights.receive.client import WeightsClient
 from tests.trainer.test_publisher import RunningStore, running, small_model
 
@@ -129,6 +130,19 @@ def test_ages_are_counted_in_publishes_across_incarnations(running: RunningStore
         unknown = publisher.consume("run@1.99", most=10)
         assert (unknown.age, unknown.fresh) == (None, False)
         publisher.wait(newest, 60)
+
+
+def test_a_checkpoint_from_before_the_first_publish_is_one_publish_older() -> None:
+    base = WeightVersion.of_base("run", "a" * 32)
+    order = Order()
+    assert order.consume(base, 0).age == 0
+    for sequence in range(2):
+        order.add(WeightVersion("run", 1, sequence))
+    assert order.consume(base, 2) == Consumed(base, 2, fresh=True)
+    assert not order.consume(base, 1).fresh
+    # Whatever a later trainer began with, this was not asked of it.
+    order.add(WeightVersion("run", 2, 0))
+    assert order.consume(base, 9) == Consumed(base, None, fresh=False)
 
 
 def test_a_publisher_may_send_smaller_blocks_too(running: RunningStore, tmp_path: Path) -> None:

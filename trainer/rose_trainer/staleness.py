@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rose_core.identity import WeightVersion
+from rose_core.rollouts.versions import age
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Consumed:
     Attributes:
         version: the oldest version that sampled one of its tokens.
         age: publishes since that version; 0 = the newest, None = a version nobody remembers.
+            Version 0 is one publish older than the first of the run's first incarnation.
         fresh: the age is known and at most what was asked for.
     """
 
@@ -46,8 +48,14 @@ class Order:
             version: what the trajectory was sampled with.
             most: largest age that is fresh; None = any known age.
         """
-        number = self._number.get(version)
-        if number is None:
+        found = self._age(version)
+        if found is None:
             return Consumed(version, None, fresh=False)
-        age = len(self._number) - 1 - number
-        return Consumed(version, age, fresh=most is None or age <= most)
+        return Consumed(version, found, fresh=most is None or found <= most)
+
+    def _age(self, version: WeightVersion) -> int | None:
+        if version.is_base:
+            newest = next(reversed(self._number), None)
+            return 0 if newest is None else age(version, newest)
+        number = self._number.get(version)
+        return None if number is None else len(self._number) - 1 - number
