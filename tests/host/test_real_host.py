@@ -1,4 +1,4 @@
-"""Stock SGLang under the host: data route, hold, lapse, two published versions, end."""
+"""Stock SGLang under the host: checkpoint, two published versions, data route, hold, lapse, end."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ import pytest
 
 from rose_agent.host import main
 from rose_agent.os.find_group import find_group
-from rose_core.identity import SlotKey, SlotUid
+from rose_core.identity import BASE_LABEL, SlotKey, SlotUid, WeightVersion, is_base
 from rose_core.wire.host import EngineState, HoldEngine, Holder
 from rose_engines.rundir import EngineFile, RunDir, read_json
 from tests.host.helpers import BEARER, guarding, status_of, stop, until
 from tests.host.real import attested, needed_model, order, ready, syncing_host
-from tests.weightsync.run import PublishedRun, store_at
+from tests.weightsync.run import RUN, PublishedRun, store_at
 
 pytestmark = pytest.mark.engine
 
 RID = "turn-under-test."
 # Far more than are made before the test aborts the rest.
 TOKENS = 7_000
+
+
+# Tokens of the turn before the first publish.
+EARLY = 4
 
 
 def body() -> dict[str, object]:
@@ -42,10 +46,13 @@ async def test_a_real_engine_under_the_host(rundir: Path, tmp_path: Path) -> Non
         with guarding(rundir) as guard:
             async with store_at(tmp_path / "store") as address, aiohttp.ClientSession() as client:
                 run = PublishedRun(address, model)
-                await run.publish()
                 await host.host.ensure(order(model, address))
                 await ready(host)
+                own = await _attested_checkpoint(host)
+                await _samples_with_it(client, host)
+                await run.publish()
                 await attested(host, run)
+                assert (await status_of(host)).digest == own, "the run begins with the checkpoint"
                 await _closed_to_neighbours(client, rundir)
                 endpoint = (await status_of(host)).endpoint
                 url = f"{endpoint}/generate"
@@ -73,7 +80,30 @@ async def test_a_real_engine_under_the_host(rundir: Path, tmp_path: Path) -> Non
                 await run.close()
             ended = await host.host.stop(stop())
             assert ended.state is EngineState.GONE
-            assert ended.generated_tokens == last["completion_tokens"]
+            assert ended.generated_tokens == EARLY + last["completion_tokens"]
+
+
+async def _attested_checkpoint(host: main.RunningHost) -> str:
+    """The digest of version 0, once it is attested."""
+
+    async def arrived() -> bool:
+        return is_base((await status_of(host)).version)
+
+    await until(arrived, "the checkpoint is attested as version 0")
+    status = await status_of(host)
+    assert status.version == str(WeightVersion.of_base(RUN, status.digest))
+    return status.digest
+
+
+async def _samples_with_it(client: aiohttp.ClientSession, host: main.RunningHost) -> None:
+    """The engine's own word for its checkpoint is the one that the router reads as version 0."""
+    endpoint = (await status_of(host)).endpoint
+    sampling = {"max_new_tokens": EARLY, "temperature": 0, "ignore_eos": True}
+    asked = {"input_ids": [104], "sampling_params": sampling}
+    async with client.post(f"{endpoint}/generate", json=asked, headers=BEARER) as reply:
+        assert reply.status == 200
+        meta = (await reply.json())["meta_info"]
+    assert [span["version"] for span in meta["weight_versions"]] == [BASE_LABEL]
 
 
 async def _closed_to_neighbours(client: aiohttp.ClientSession, rundir: Path) -> None:
